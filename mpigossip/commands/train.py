@@ -199,12 +199,13 @@ def _own_job(options):
 
 
 def _join(options) -> int:
+    from mpigossip.mixing.members.records import Disk
     from mpigossip.runs.members.join import join
     from mpigossip.runs.summary import number
 
     summary = join(options.folder, _own_job(options), shared=options.shared)
     if not summary["finished"]:
-        if (options.folder / "STOP").exists():
+        if Disk(options.folder).sees("STOP"):
             tell(f"{options.folder}: stopped, as the file STOP asks; remove it to go on")
             return OK
         tell(f"{options.folder}: left; the other members go on, and the same command joins again")

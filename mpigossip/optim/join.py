@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from mpigossip.config import Job, JobError
 from mpigossip.config.readable import note
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.members.live import POLL_S, Leaving, Live, layout
+from mpigossip.mixing.members.outages import FolderUnreachable
 from mpigossip.mixing.members.place import Place, Plan
 from mpigossip.mixing.members.records import Disk
 from mpigossip.optim import arguments, unwrapped
@@ -33,6 +36,8 @@ from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS, LogWriter
 from mpigossip.training.assemble import load
+
+T = TypeVar("T")
 
 
 class Member:
@@ -98,7 +103,8 @@ class Member:
                     note(f"place {place.number} of {self._folder}: {place.plan.chunks:,} chunks "
                          "for all members together")  # fmt: skip
                     self._put(average(states or [self._seed]))
-                    writer, self._done = self._writer(), 0
+                    live.place.disk.make("logs")
+                    writer, self._done = self._retry(self._writer), 0
                     while (found := live.chunk()) is not None:
                         chunk, progress = found
                         self.progress = min(progress, place.plan.chunks - 1)
@@ -110,16 +116,19 @@ class Member:
                                           "chunk": chunk, "round": number, "time": time.time(),
                                           "history": place.age,
                                           "peer": peer.place if peer else np.nan}  # fmt: skip
-                        self._write(writer)
+                        self._retry(partial(writer.append, self._row(writer)))
                         self._exchange()
                         if self._done == 2:
                             check_lease(place.plan.lease_s, time.perf_counter() - began)
                         if live.stopping():
                             raise Leaving
+            facts: dict[str, Number] = {"slots": 1, "door": "loop"}
+            states = result(live, self._folder, place.plan.chunks, self._job, facts)
         except Leaving:
             return
-        facts: dict[str, Number] = {"slots": 1, "door": "loop"}
-        states = result(live, self._folder, place.plan.chunks, self._job, facts)
+        except FolderUnreachable as error:  # the program leaves with code 75, as when it is asked
+            note(error)
+            return
         self._put(average(states))
         self.finished = True
 
@@ -193,13 +202,20 @@ class Member:
             environment=environment(),
         )  # fmt: skip
 
-    def _write(self, writer: LogWriter) -> None:
+    def _row(self, writer: LogWriter) -> dict[str, np.ndarray]:
+        """Return the log's row of the chunk, for which the log gets new columns if necessary."""
         figures, self._figures = self._figures, {}
-        writer.widen({name: FIGURE for name in figures if name not in writer.columns})
-        writer.append({
+        new = {name: FIGURE for name in figures if name not in writer.columns}
+        self._retry(lambda: writer.widen(new))
+        return {
             name: np.full((1, 1), figures.get(name, column.unknown))
             for name, column in writer.columns.items()
-        })  # fmt: skip
+        }
+
+    def _retry(self, write: Callable[[], T]) -> T:
+        """Write to the log, again if the folder's file system fails."""
+        disk, number = self._live.place.disk, self._live.place.number
+        return disk.retry(write, f"logs/{number:06d}/log.h5")
 
 
 @contextmanager
@@ -245,6 +261,9 @@ def join(
     :param replay: join nothing, but repeat all chunks of all members in this process, and compare
         each model with its record: bitwise, where ``model`` is the first member's at its beginning
         and a chunk's data and random numbers follow from its number and ``progress``
+    :raises FolderUnreachable: if the folder's file system fails for longer than ten seconds before
+        the loop. Inside the loop, where a lease is the limit, the loop ends in place of that, with
+        ``finished`` false: exit with code 75, so that a batch script queues the job again
     :raises JobError: for another model or other ``chunks`` than the folder's, a folder of something
         else, one without hard links
     """
@@ -258,7 +277,7 @@ def join(
     job = _job(disk, inner, chunks, replay)
     place = Place(disk, Plan(chunks, max(1, min(16, chunks // 64)), lease_s), tell=note)
     with Stopper(world, folder, end_of_allocation(wall_clock_s)) as stopper:
-        live = Live(place, lambda: stopper.due() or disk.exists("STOP"), poll_s)
+        live = Live(place, stopper.due, poll_s)
         with closing(Member(live, folder, job, inner, optimizer, replay)) as member:
             yield member
 

@@ -1,5 +1,6 @@
 """A custom loop as a member of a training that others join and leave."""
 
+import errno
 import re
 import runpy
 import subprocess
@@ -14,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import mpigossip
 from mpigossip import cli
 from mpigossip.config import JobError
+from mpigossip.mixing.members.outages import Outages
 from mpigossip.mixing.members.place import Place, Plan
 from mpigossip.mixing.members.records import Disk
 from mpigossip.runs.members.replay import Differs
@@ -115,6 +117,21 @@ def test_asked_to_leave(tmp_path):
     assert not train(folder, *parts())
     (folder / "STOP").unlink()
     assert train(folder, *parts())
+
+
+def test_an_outage_longer_than_a_lease_ends_the_loop(tmp_path, monkeypatch, capsys):
+    """The program then exits with code 75, as if it was asked to leave."""
+
+    def fails(disk, name, content):
+        if name.startswith("chain/") and name.endswith("2"):
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected", name)
+        return publish(disk, name, content)
+
+    publish = Disk.publish_once
+    monkeypatch.setattr(Disk, "publish_once", fails)
+    monkeypatch.setattr(Outages, "limit_s", property(lambda _: 0.1, lambda *_: None), raising=False)
+    assert not train(tmp_path / "run", *parts())
+    assert "not connected, for 0.1 s; this member ends" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

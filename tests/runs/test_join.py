@@ -15,6 +15,7 @@ from torch import nn
 from mpigossip import cli
 from mpigossip.analysis.report import stays
 from mpigossip.config import JobError
+from mpigossip.mixing.members import outages
 from mpigossip.mixing.members.live import Live
 from mpigossip.mixing.members.place import Place, Plan
 from mpigossip.mixing.members.records import Disk
@@ -22,8 +23,9 @@ from mpigossip.runs.members import join as joining
 from mpigossip.runs.members.join import join
 from mpigossip.runs.members.replay import Differs, replay
 from mpigossip.store import StoreError, checkpoint
-from mpigossip.store.log import read
+from mpigossip.store.log import LogWriter, read
 from mpigossip.training.assemble import load
+from tests.cases import every
 from tests.mixing.members.storm import begin
 
 SMALL = ["run.epochs=2", "model.name=mlp", "cadence.name=every", "cadence.period=4",
@@ -280,6 +282,56 @@ def test_folders_that_are_refused(tmp_path, capsys):
             call(folder)
     with pytest.raises(JobError, match='moved" is a file; name a folder'):
         join(tmp_path / "moved", job())
+
+
+def test_only_a_graph_may_name_a_file(tmp_path):
+    """A model "file:evil" would import the module `file`."""
+    for setting, code in (("model.name", True), ("graph.name", False)):
+        section, _, key = setting.partition(".")
+        (tmp_path / "job.toml").write_text(f'[{section}]\n{key} = "file:evil"\n')
+        with pytest.raises(JobError) as raised:
+            joining.check_fit(joining.job_there(Disk(tmp_path)))
+        assert (f'imports {setting} = "file:evil"' in str(raised.value)) == code
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOTCONN, 75), (errno.EACCES, 2), every(errno.ESTALE, 75)]
+)
+def test_a_folder_that_can_not_be_read_ends_the_command(
+    tmp_path, monkeypatch, capsys, number, code
+):
+    """Only an error that another start may not meet has the code that queues a job again."""
+    folder, real = tmp_path / "run", os.open
+    begin(folder)
+    (folder / "job.toml").touch()
+
+    def fails(path, *more, **settings):
+        if str(path).endswith("job.toml"):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *more, **settings)
+
+    monkeypatch.setattr(os, "open", fails)
+    monkeypatch.setattr(outages, "START_S", 0.05)
+    monkeypatch.setattr(outages.Outages.__init__, "__defaults__", (outages.note, 0.05))
+    assert cli.main(["join", str(folder)]) == code
+    said = capsys.readouterr().err
+    assert said.count(os.strerror(number)) == 2 and said.count("trying again") == 1
+
+
+def test_a_log_that_can_not_be_written_for_a_moment_ends_no_member(tmp_path, monkeypatch):
+    append, failed = LogWriter.append, []
+
+    def fails(writer, columns):
+        if not failed:
+            failed.append(1)
+            raise StoreError("log.h5 can't be written") from OSError(errno.EIO, "input/output")
+        append(writer, columns)
+
+    monkeypatch.setattr(LogWriter, "append", fails)
+    found = join(tmp_path / "run", job("run.epochs=1"), lease_s=30.0, poll_s=0.05)
+    assert found["finished"] and failed
+    steps = read(tmp_path / "run/logs/000000/log.h5").steps["step"]
+    assert steps.tolist() == list(range(len(steps))) and len(steps) > 10
 
 
 def linear():

@@ -1,9 +1,13 @@
 """Storms: members of a training in a folder are killed, stopped and slowed at random.
 
-    python tools/labs/storms.py --runs 100 [--seed 0]
+    python tools/labs/storms.py --runs 100 [--seed 0] [--rate 0.01]
 
-Stale listings (twice the lease), clocks minutes apart, lost replies of link(2), a full disk. Each
-run has to end, with every chunk in exactly one published round and an equal replay.
+Stale listings (twice the lease), clocks minutes apart, lost replies of link(2), a full disk. With
+``--rate``, the calls open, read, readdir, link, unlink and fsync of each member fail, too: with
+EACCES, ENOTCONN, ESHUTDOWN, EKEYEXPIRED, EINTR, ENOMEM, EIO, ESTALE, and ENOENT of a file that is
+there; once, for half a lease, or for three leases. Each run has to end, with every chunk in exactly
+one published round and an equal replay, and no member may end with an error of the file system that
+is no message.
 """
 
 import argparse
@@ -17,17 +21,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mpigossip.mixing.members.place import Plan  # noqa: E402
 from tests.mixing.members.storm import chunks_of, replay, storm  # noqa: E402
 
-PLAN = Plan(120, 4, 0.3)
 
-
-def one(seed: int) -> tuple[bool, dict[str, int]]:
-    """Return whether a storm went right, and how its members ended."""
+def one(seed: int, plan: Plan, rate: float) -> tuple[str, dict[str, int]]:
+    """Return what is wrong after a storm, "" if nothing is, and how its members ended."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
-        ends = storm(root, seed, stale_s=2 * PLAN.lease_s, lost=0.2, full=0.02)
-        found = chunks_of(root, PLAN)
-        once = all(found[chunk] == 1 for chunk in range(PLAN.chunks))
-        return once and not ends["alive"] and replay(root, PLAN) == PLAN.chunks, ends
+        ends = storm(
+            root, seed, plan.chunks, lease_s=plan.lease_s, rate=rate,
+            stale_s=2 * plan.lease_s, lost=0.2, full=0.02,
+        )  # fmt: skip
+        found = chunks_of(root, plan)
+        wrong = []
+        if twice := sum(found[chunk] > 1 for chunk in range(plan.chunks)):
+            wrong.append(f"{twice} chunks trained more than once")
+        if never := sum(not found[chunk] for chunk in range(plan.chunks)):
+            wrong.append(f"{never} chunks never trained")
+        if ends["alive"]:
+            wrong.append(f"{ends['alive']} members never ended")
+        if ends.get("traceback"):
+            wrong.append(f"{ends['traceback']} members ended with a traceback")
+        try:
+            if replay(root, plan) != plan.chunks:
+                wrong.append("other rounds than chunks are repeated")
+        except Exception as error:  # noqa: BLE001
+            wrong.append(f"replay: {type(error).__name__}: {str(error)[:60]}")
+        return "; ".join(wrong), ends
 
 
 def main() -> int:
@@ -35,15 +53,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--chunks", type=int, default=120)
+    parser.add_argument("--lease", type=float, default=0.3, help="seconds")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="share of operations that begin a fault"
+    )
     options = parser.parse_args()
-    total, wrong, begun = Counter(), [], time.monotonic()
+    plan = Plan(options.chunks, 4, options.lease)
+    total, wrong, begun = Counter(), {}, time.monotonic()
     for seed in range(options.seed, options.seed + options.runs):
-        right, ends = one(seed)
+        began = time.monotonic()
+        what, ends = one(seed, plan, options.rate)
         total.update(ends)
-        if not right:
-            wrong.append(seed)
+        if what:
+            wrong[seed] = what
+        print(f"seed {seed}, {time.monotonic() - began:.0f} s: {what or 'right'}", flush=True)
     seconds = time.monotonic() - begun
-    print(f"{options.runs} runs, {seconds:.0f} s, members ended {dict(total)}; wrong: {wrong}")
+    faults = {name: count for name, count in sorted(total.items()) if " " in name}
+    ends = {name: count for name, count in total.items() if " " not in name}
+    print(f"{options.runs} runs, {seconds:.0f} s, members ended {ends}; faults {faults}")
+    print(f"{len(wrong)} runs went wrong: {wrong}")
     return int(bool(wrong))
 
 

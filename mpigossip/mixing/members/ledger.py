@@ -77,9 +77,7 @@ class Ledger:
         """Return what the claims of a block have left void."""
         chunk, end = block * self.block, self._end(block)
         for attempt in range(attempts):
-            claim = member.read(name := self._name(block, attempt), Claim)
-            if claim is None:
-                return None  # a stale listing
+            claim = member.read(name := self._name(block, attempt), Claim, listed=True)
             if not isinstance(claim, Claim) or claim.chunk != chunk:
                 continue
             trained, over = member.trained(name, claim, end - chunk)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from mpigossip.mixing.members.outages import FolderUnreachable, cause
 from mpigossip.mixing.members.place import KEEP, LEASES, NEWEST, Behind, Fenced, Place
 from mpigossip.mixing.members.records import Round
 from mpigossip.store import StoreError, checkpoint
@@ -21,6 +22,10 @@ from mpigossip.store.manifest import Entry
 
 POLL_S = 2.0
 """Between two looks of a member that has nothing to train."""
+
+
+class NoModel(StoreError):
+    """None of the models that a member may begin with is there and undamaged."""
 
 
 class Leaving(Exception):
@@ -61,8 +66,13 @@ def moved(state: NodeState, now: NodeState, then: NodeState, late: int) -> NodeS
     return replace(state, parameters=now.parameters + step)
 
 
-def read_model(place: Place, version: Round) -> NodeState | None:
-    """A model, complete and undamaged; None where it isn't, which is said once."""
+def read_model(
+    place: Place, version: Round, failures: list[Exception] | None = None
+) -> NodeState | None:
+    """A model, complete and undamaged; None where it isn't, which is said once.
+
+    ``failures``: collects errors of the file system, which say nothing about the model.
+    """
     disk, name = place.disk, f"models/{version.file}"
     try:
         owner = os.lstat(disk.path(name)).st_uid
@@ -77,7 +87,14 @@ def read_model(place: Place, version: Round) -> NodeState | None:
             raise StoreError("it has other parameters than this member's model")
         return found
     except (StoreError, OSError) as error:
-        if not isinstance(error, FileNotFoundError):
+        missing = error if isinstance(error, FileNotFoundError) else error.__context__
+        if isinstance(missing, FileNotFoundError):
+            if failures is not None and disk.exists(name):
+                failures.append(missing)
+            return None
+        if failures is not None and cause(error) is not None:
+            failures.append(error)
+        else:
             place.tell_once(name, str(error).partition(";")[0])  # its remedies are checkpoints'
         return None
 
@@ -87,9 +104,18 @@ class Live:
 
     def __init__(self, place: Place, stopping: Callable[[], bool], poll_s: float = POLL_S):
         """``stopping``: whether to leave, asked while there is nothing to train."""
-        self.place, self.stopping, self.poll_s, self.promises = place, stopping, poll_s, 1
+        self.place, self.poll_s, self.promises = place, poll_s, 1
+        self._asked, self._stop_seen, self._looked = stopping, False, float("-inf")
+        place.disk.outages.stopping = stopping
         self._writer = ThreadPoolExecutor(1, "models")
         self._written: Future | None = None
+
+    def stopping(self) -> bool:
+        """Return whether this member was asked to leave, or the folder lists the file STOP."""
+        now = time.monotonic()
+        if not self._stop_seen and now - self._looked >= self.poll_s:
+            self._looked, self._stop_seen = now, self.place.disk.sees("STOP")
+        return self._asked() or self._stop_seen
 
     @contextlib.contextmanager
     def stay(self) -> Iterator[None]:
@@ -103,6 +129,10 @@ class Live:
         except Behind:
             place.tell(f"place {place.number} fell behind the others; joining anew")
             self.leave()
+        except FolderUnreachable:
+            with contextlib.suppress(FolderUnreachable, StoreError):
+                self.leave()
+            raise
         except BaseException:
             self.leave()
             raise
@@ -111,32 +141,63 @@ class Live:
         """Take a place; the models whose average the member begins with, none: the seed's."""
         self.place.layout = about.get("layout", "")
         self.place.join(self.promises)
-        wanted = self.place.beginnings()
-        inputs, states = self.newest(wanted, NEWEST)
+        inputs, states = self._current(self.place.beginnings, NEWEST)
         self.place.start(inputs, about)
         self._own: list[tuple[int, NodeState]] = []
         return states
 
+    def _current(
+        self, wanted: Callable[[], list[Round]], most: int
+    ) -> tuple[list[Round], list[NodeState]]:
+        """As `newest`, for versions that are looked up again if they were removed meanwhile."""
+        versions = wanted()
+        while True:
+            try:
+                return self.newest(versions, most)
+            except NoModel:
+                before, versions = versions, wanted()
+                if versions == before:
+                    raise
+
     def newest(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
         """As `readable`; where none of them can be read, earlier rounds of the same places."""
-        for _ in range(KEEP - 1):
-            with contextlib.suppress(StoreError):
-                return self.readable(versions, most)
+        return self.place.disk.retry(lambda: self._newest(versions, most), "models")
+
+    def _newest(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
+        failures: list[Exception] = []
+        for _ in range(KEEP):
+            found = self._undamaged(versions, most, failures)
+            if found or not versions:
+                return [*found], [*found.values()]
             versions = self.place.before(versions) or versions
-        return self.readable(versions, most)
+        raise self._no_model(len(versions), failures)
 
     def readable(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
         """The first versions that can be read, and their models; StoreError where none can."""
+        return self.place.disk.retry(lambda: self._readable(versions, most), "models")
+
+    def _readable(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
+        failures: list[Exception] = []
+        found = self._undamaged(versions, most, failures)
+        if versions and not found:
+            raise self._no_model(len(versions), failures)
+        return [*found], [*found.values()]
+
+    def _undamaged(
+        self, versions: list[Round], most: int, failures: list[Exception]
+    ) -> dict[Round, NodeState]:
         found: dict[Round, NodeState] = {}
         for version in versions:
-            if len(found) < most and (state := read_model(self.place, version)) is not None:
+            state = read_model(self.place, version, failures) if len(found) < most else None
+            if state is not None:
                 found[version] = state
-        if versions and not found:
-            raise StoreError(
-                f"{self.place.disk.root}: none of {len(versions)} models can be read; copy one "
-                "back to models/, or begin a new folder"
-            )
-        return [*found], [*found.values()]
+        return found
+
+    def _no_model(self, count: int, failures: list[Exception]) -> Exception:
+        """Return the error of no model: one of the file system, after which to try again, first."""
+        text = f"{self.place.disk.root}: none of {count} models can be read; "
+        text += "copy one back to models/, or begin a new folder"
+        return failures[0] if failures else NoModel(text)
 
     def chunk(self) -> tuple[int, int] | None:
         """The next chunk, and how far the learning rate is; None once the training has ended.
@@ -152,7 +213,7 @@ class Live:
             if self.place.ended():
                 return None
             if self.place.ledger.finished:
-                versions, _ = self.newest(self.place.endings(), 64)
+                versions, _ = self._current(self.place.endings, 64)
                 self.place.end(versions)
                 continue
             if self.stopping():
@@ -168,16 +229,37 @@ class Live:
         self._own = [*self._own[1 - KEEP :], (draft.age, kept)]
 
         def work() -> None:
-            file = f"{draft.place:06d}-{secrets.token_hex(8)}.h5"
-            path = place.disk.path(f"models/{file}")
-            entry = checkpoint.write_state(path, draft.place, state)
+            entry = place.disk.retry(lambda: self._write(draft, state), "models")
+            if entry is None:
+                place.fenced = True
+                return
             place.publish(
-                draft, claim == 0, file=file, bytes=entry.bytes, checksum=entry.checksum,
+                draft, claim == 0, file=entry.file, bytes=entry.bytes, checksum=entry.checksum,
                 parameters=entry.parameters, digest=digest(state),
             )  # fmt: skip
 
         self._written = self._writer.submit(work)
         return sum(array.nbytes for array in state.stored().values())
+
+    def _write(self, draft: Round, state: NodeState) -> Entry | None:
+        """Write a model under a new name; None if it is of no use, as others closed the place.
+
+        They remove the files of a place that they closed long ago, unfinished ones, too. Writing
+        then fails, but not because of the disk.
+        """
+        disk = self.place.disk
+        path = disk.path(f"models/{draft.place:06d}-{secrets.token_hex(8)}.h5")
+        try:
+            entry = checkpoint.write_state(path, draft.place, state)
+            disk.share(path)
+        except (StoreError, OSError) as error:
+            disk.discard(path)
+            if self.place.closed_by_others(draft):
+                return None
+            if isinstance(cause(error), FileNotFoundError):
+                disk.make("models")
+            raise
+        return entry
 
     def written(self) -> None:
         """Wait for the model that is being published; raises Fenced."""

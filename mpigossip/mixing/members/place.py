@@ -92,17 +92,21 @@ class Place:
         tell: Callable[[str], None] = print,
     ):
         """``disk``: the run's folder, in which `job.toml` stands."""
-        self.disk, self.plan, self.now, self.tell = disk, plan, now, tell
+        self.disk, self.plan, self.tell = disk, plan, tell
+        # an outage of the folder is no silence of the other members
+        self.now = lambda: now() - disk.outages.seconds()
         self.chance = chance or random.Random()
         self.chains: dict[int, Chain] = {}
         self._told: set[str] = set()
         self.ledger = Ledger(disk, plan.chunks, plan.block, self.chance)
         self._claimed_at: dict[str, float] = {}
+        self._end_listed = False
 
     # -- joining ----------------------------------------------------------------------------------
 
     def join(self, promises: int = 1) -> None:
         """Take a number that nobody has had; ``promises``: leases that a record promises."""
+        self.disk.outages.limit_s = self.plan.lease_s
         places, stride = self.numbers("places"), 1
         number = places[-1] + 1 if places else 0
         while not self.disk.publish(f"places/{number:06d}", Record(place=number).encode()):
@@ -129,7 +133,9 @@ class Place:
 
     def before(self, versions: Sequence[Round]) -> list[Round]:
         """The same places' versions of one round earlier."""
-        found = [self.record(one.place, one.round - 1) for one in versions if one.round > 1]
+        found = [
+            self.record(one.place, one.round - 1, listed=True) for one in versions if one.round > 1
+        ]
         return [one for one in found if isinstance(one, Round)]
 
     def start(self, inputs: Sequence[Round], about: dict[str, str]) -> None:
@@ -158,25 +164,38 @@ class Place:
         return chain.closed is not None or self.now() - chain.seen > chain.promise
 
     def refresh(self, place: int) -> Chain:
-        """Look for what a place has published since the last look: its newest records."""
+        """Look for what a place has published since the last look: its newest records.
+
+        An exception of reading them leaves the chain as it was.
+        """
         chain = self.chains.setdefault(place, Chain(self.plan.lease_s, self.now()))
         numbers = [] if chain.closed else self.numbers(f"chain/{place:06d}")
         if numbers and numbers[-1] >= chain.next:
-            known, chain.next, chain.seen = chain.next, numbers[-1] + 1, self.now()
-            for number in range(numbers[-1], known - 1, -1):  # back to a round that can be used
-                found = self.record(place, number)
+            new = []
+            for number in range(
+                numbers[-1], chain.next - 1, -1
+            ):  # back to a round that can be used
+                new.append(self.record(place, number, listed=True))
+                if isinstance(new[-1], Round | Start):
+                    break
+            chain.next, chain.seen = numbers[-1] + 1, self.now()
+            for found in new:
                 if isinstance(found, Closed):
                     chain.closed = found
                 elif isinstance(found, Round | Start):
                     chain.promise = found.promise
                     chain.last = found if isinstance(found, Round) else chain.last
-                    break
         return chain
 
-    def record(self, place: int, number: int) -> Start | Round | Closed | Record | None:
-        """A record of a chain; None where it isn't there, a bare Record where it is damaged."""
+    def record(
+        self, place: int, number: int, listed: bool = False
+    ) -> Start | Round | Closed | Record | None:
+        """A record of a chain; None where it isn't there, a bare Record where it is damaged.
+
+        ``listed``: as in `Disk.read`.
+        """
         name = record_name(place, number)
-        found = self.read(name, Start, Round, Closed)
+        found = self.read(name, Start, Round, Closed, listed=listed)
         right = getattr(found, "round", 0) == number and getattr(found, "place", place) == place
         if found is not None and not right:
             self.tell_once(name, "is of another place or round")
@@ -243,7 +262,7 @@ class Place:
             self.fence(claim.place)
         done = min(max(chain.rounds - claim.first + 1, 0), count)
         if done:
-            first = self.record(claim.place, claim.first)
+            first = self.record(claim.place, claim.first, listed=True)
             if not isinstance(first, Round) or first.claim != name or first.chunk != claim.chunk:
                 return 0, True
         return done, chain.closed is not None
@@ -278,6 +297,10 @@ class Place:
         if done:
             self.ledger.finish(record.claim)
 
+    def closed_by_others(self, draft: Round) -> bool:
+        """Return whether a round can't be published, because its name is in the listing already."""
+        return self.disk.exists(record_name(draft.place, draft.round))
+
     def _remove_old(self) -> None:
         """Remove models of places that were closed long ago."""
         old = {f"{place:06d}" for place, age in self._closed().items() if age + OLD < self.age}
@@ -310,11 +333,14 @@ class Place:
         """Link the end, whose versions this member has read."""
         named = tuple(sorted(one.version for one in versions))
         self.disk.publish("END", End(place=self.number, versions=named).encode())
+        self._end_listed = True
 
     def ended(self) -> End | None:
         """The end, if it is there; raises Unusable."""
-        content = self.disk.read("END")
-        return None if content is None else parse(content, f"{self.disk.root}/END", End)
+        self._end_listed = self._end_listed or self.disk.exists("END")
+        if not self._end_listed:
+            return None
+        return parse(self.disk.read("END", listed=True), f"{self.disk.root}/END", End)
 
     # -- names ------------------------------------------------------------------------------------
 
@@ -331,10 +357,13 @@ class Place:
     def _hint_closed(self, place: int, age: int) -> None:
         self.disk.publish(f"closed/{place:06d}.{age:06d}", b"")
 
-    def read(self, name: str, *kinds: type[Record]) -> Any:
-        """A record; None where it isn't there, a bare Record where it can't be used."""
+    def read(self, name: str, *kinds: type[Record], listed: bool = False) -> Any:
+        """A record; None where it isn't there, a bare Record where it can't be used.
+
+        ``listed``: as in `Disk.read`.
+        """
         try:
-            content = self.disk.read(name)
+            content = self.disk.read(name, listed)
             return None if content is None else parse(content, name, *kinds)
         except Unusable as error:
             self.tell_once(name, str(error).removeprefix(f"{name} "))

@@ -6,24 +6,31 @@ of typed fields.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import re
 import secrets
 import stat
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from mpigossip.mixing.members.outages import FolderUnreachable, ForeignFile, Outages
 from mpigossip.store import StoreError
+
+T = TypeVar("T")
 
 LARGEST = 1 << 20
 """Bytes of a record at most."""
-TRIES = 3
-PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
-"""A file system's errors that say nothing about the file."""
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
+"""Errors of link(2) on a file system without hard links."""
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""Errors of fsync(2) on a file system that cannot bring a folder to the disk."""
+NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of chmod(2) on a file system without permissions of its own."""
+READABLE = 0o444
 
 
 class Unusable(StoreError):
@@ -34,46 +41,101 @@ class Disk:
     """A folder on a file system that all members share; stale listings only hide what is new.
 
     No locks, no times of files, no renames: a name appears whole by link(2), or not at all.
+
+    `Outages` repeats each operation that the file system fails. No error of it is an answer: a
+    name "isn't there" only if it was never listed, and a content is "unusable" only if it was read.
     """
 
     def __init__(self, root: Path, shared: bool = False):
         """``shared``: files of other users are taken, too."""
         self.root, self.shared = Path(root), shared
+        self.outages = Outages()
+        self._known: set[str] = set()
+        """Folders that have been there; no member removes one."""
+        self._unwanted: list[Path] = []
+        """Files that are to be removed; an outage prevented that."""
 
     def path(self, name: str) -> Path:
         """The place of a name; asked for once in each operation of the file system."""
         return self.root / name
 
+    def retry(self, operation: Callable[[], T], name: str = "") -> T:
+        """As `Outages.retry`, with the name of a file in this folder."""
+        return self.outages.retry(operation, self.root / name)
+
     def names(self, folder: str) -> list[str]:
         """Names in a folder, ascending; none where it isn't there."""
+        return self.retry(lambda: self._names(folder), folder)
+
+    def _names(self, folder: str) -> list[str]:
         try:
-            return sorted(path.name for path in self.path(folder).iterdir())
+            found = sorted(path.name for path in self.path(folder).iterdir())
         except FileNotFoundError:
+            self._check_root()
+            if folder in self._known:
+                raise
             return []
+        except NotADirectoryError:
+            if folder:
+                raise
+            return []  # a file in the place of the training: whoever begins one reports it
+        self._known.add(folder)
+        return found
+
+    def _check_root(self) -> None:
+        """Raise OSError if the whole folder has vanished, as it does if it is unmounted."""
+        if self._known:
+            self.root.stat()
 
     def exists(self, name: str) -> bool:
-        """Return whether a name is there."""
-        return os.path.lexists(self.path(name))
+        """Return whether a name is listed.
 
-    def read(self, name: str) -> bytes | None:
-        """Content of a file; None where the name isn't there. Raises Unusable, OSError."""
+        It is not looked up: NFS then hides a name for half a minute if it is created afterwards.
+        """
+        folder, _, last = name.rpartition("/")
+        return last in self.names(folder)
+
+    def sees(self, name: str) -> bool:
+        """Return whether a name in the folder itself is listed now; an error counts as no."""
+        try:
+            return name in self._names("")
+        except OSError:
+            return False
+
+    def read(self, name: str, listed: bool = False) -> bytes | None:
+        """Content of a file; None where the name isn't there. Raises Unusable.
+
+        ``listed``: the name is there, because it was listed or follows from another one. If it
+        can't be opened all the same, that is an error of the file system.
+        """
+        try:
+            return self.retry(lambda: self._read(name, listed), name)
+        except FolderUnreachable as error:
+            if isinstance(error.__cause__, FileNotFoundError) and not self.exists(name):
+                raise StoreError(
+                    f"{self.root / name} was removed, although later files depend on it; copy it "
+                    "back, or begin a new folder"
+                ) from error
+            raise
+
+    def _read(self, name: str, listed: bool) -> bytes | None:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open(path := self.path(name), flags)
         except FileNotFoundError:
-            return None
-        except OSError as error:
-            if path.is_symlink():
-                raise Unusable(f"{path} is a symbolic link; put the file there") from None
-            if error.errno in PASSING:  # what is there isn't damaged
+            if listed:
                 raise
-            raise Unusable(f"{path} can't be read: {error.strerror}; ask its owner") from None
+            self._check_root()
+            return None
+        except OSError:
+            _check_kind(path)
+            raise
         try:
             about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode):
                 raise Unusable(f"{path} is no file")
             if not self.shared and about.st_uid != os.getuid():
-                raise Unusable(f"{path} belongs to user {about.st_uid}; --shared takes it")
+                raise ForeignFile(errno.EPERM, f"it belongs to user {about.st_uid}", str(path))
             with open(descriptor, "rb", closefd=False) as file:
                 content = file.read(LARGEST + 1)
         finally:
@@ -86,54 +148,156 @@ class Disk:
         """Give a name to a content, on disk; False where the name has another one.
 
         The reply of a link may be lost: after an error only what stands under the name decides.
-        Raises OSError where the file system takes nothing.
         """
-        beside = self.path(f"tmp/{secrets.token_hex(8)}")
-        with beside.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            return self._link(beside, name, content)
-        finally:
-            with contextlib.suppress(OSError):
-                beside.unlink()
+        return self.retry(lambda: self.publish_once(name, content), name)
 
-    def _link(self, beside: Path, name: str, content: bytes, tries: int = TRIES) -> bool:
+    def publish_once(self, name: str, content: bytes) -> bool:
+        """As `publish`, in a single attempt. Raises OSError if the file system fails."""
+        beside = self._write_beside(content)
+        try:
+            won = self._link(beside, name, content)
+        finally:
+            self.discard(beside)
+        if won:
+            self.sync(name.rpartition("/")[0])
+        return won
+
+    def _write_beside(self, content: bytes) -> Path:
+        """Write a new file in tmp/, and bring it to the disk."""
+        beside = self.path(f"tmp/{secrets.token_hex(8)}")
+        try:
+            file = beside.open("xb")
+        except FileNotFoundError:  # tools that copy or purge folders drop empty ones
+            self._make("tmp")
+            file = beside.open("xb")
+        try:
+            with file:
+                file.write(content)
+                file.flush()
+                self._share(file.fileno())
+                os.fsync(file.fileno())
+        except OSError:
+            self.discard(beside)
+            raise
+        return beside
+
+    def _link(self, beside: Path, name: str, content: bytes) -> bool:
+        failed = None
         try:
             self.link(beside, self.path(name))
-        except OSError:
-            try:
-                found = self.read(name)
-            except Unusable:
-                return False
-            if found is not None:
-                return found == content
-            if tries == 1:
-                raise
-            return self._link(beside, name, content, tries - 1)
-        self.sync(name.rpartition("/")[0])
-        return True
+        except OSError as error:
+            failed = error
+        if failed is None:
+            return True
+        try:
+            found = self._read(name, listed=isinstance(failed, FileExistsError))
+        except Unusable:
+            return False
+        if found is None:
+            if isinstance(failed, FileNotFoundError) and self._make(name.rpartition("/")[0]):
+                return self._link(beside, name, content)
+            raise failed
+        return found == content
 
     def link(self, beside: Path, path: Path) -> None:
         """Give a finished file a second name, in one step."""
         os.link(beside, path)
+
+    def share(self, path: Path) -> None:
+        """Make a file readable for other users if the folder is shared, whatever the umask."""
+        if self.shared:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                self._share(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _share(self, descriptor: int) -> None:
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        if self.shared and mode & READABLE != READABLE:
+            _change_mode(descriptor, mode | READABLE)
+
+    def open_to_others(self, folder: Path) -> None:
+        """Give a new folder the permissions of the training's own if that is shared."""
+        if self.shared:
+            _change_mode(folder, stat.S_IMODE(self.root.stat().st_mode))
 
     def sync(self, folder: str) -> None:
         """Bring a folder's names to the disk."""
         descriptor = os.open(self.path(folder), os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in NO_SYNC:
+                raise
         finally:
             os.close(descriptor)
 
+    def begin(self, folders: Iterable[str]) -> None:
+        """Make the folder itself, those above it, and these in it."""
+        self.retry(lambda: self.root.mkdir(parents=True, exist_ok=True))
+        for folder in folders:
+            self.make(folder)
+
     def make(self, folder: str) -> None:
-        """A folder and those above it."""
-        self.path(folder).mkdir(parents=True, exist_ok=True)
+        """Make a folder, and those between it and the training's own, which has to be there.
+
+        If the training's folder is shared, the new ones get its permissions, whatever the umask:
+        other users then may add names to them if they may add names to the training's folder.
+        """
+        self.retry(lambda: self._make(folder), folder)
+
+    def _make(self, folder: str) -> bool:
+        """Return whether the folder wasn't there."""
+        made, one, wanted = False, self.root, self.path(folder)
+        for part in wanted.relative_to(self.root).parts:
+            one /= part
+            try:
+                one.mkdir()
+            except FileExistsError:
+                if not one.is_dir():
+                    raise StoreError(f"{one} is no folder; move it away") from None
+                continue
+            self.open_to_others(one)
+            made = True
+        self._known.add(folder)
+        return made
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            self.path(name).unlink()
+        """Remove a file that nobody needs; after an error again with the next one."""
+        self.discard(self.path(name))
+
+    def discard(self, path: Path) -> None:
+        """Remove a file by its path, as `remove` does."""
+        unwanted, self._unwanted = [*self._unwanted, path], []
+        for at, one in enumerate(unwanted):
+            try:
+                one.unlink()
+            except (FileNotFoundError, PermissionError):
+                continue
+            except OSError:
+                self._unwanted += unwanted[at:]
+                return
+
+
+def _check_kind(path: Path) -> None:
+    """Raise Unusable if a name that can't be opened is no regular file; an error says nothing."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return
+    if stat.S_ISLNK(mode):
+        raise Unusable(f"{path} is a symbolic link; put the file there") from None
+    if not stat.S_ISREG(mode):
+        raise Unusable(f"{path} is no file") from None
+
+
+def _change_mode(file: int | Path, mode: int) -> None:
+    try:
+        os.fchmod(file, mode) if isinstance(file, int) else file.chmod(mode)
+    except OSError as error:
+        if error.errno not in NO_MODES:
+            raise
 
 
 # -- records -------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -19,17 +20,18 @@ from mpigossip.config.readable import note
 from mpigossip.engine.measurements import Record
 from mpigossip.mixing.base import Kind
 from mpigossip.mixing.members.live import POLL_S, Leaving, Live, layout
+from mpigossip.mixing.members.outages import FolderUnreachable
 from mpigossip.mixing.members.place import FOLDERS, Place, Plan
-from mpigossip.mixing.members.records import Disk, Round
+from mpigossip.mixing.members.records import NO_LINKS, Disk, Round
 from mpigossip.runs.launch import differing
 from mpigossip.runs.members.member import Member, steps_of_round
 from mpigossip.runs.printer import Printer
 from mpigossip.runs.progress import Progress
 from mpigossip.runs.recorder import Recorder
 from mpigossip.runs.stopper import Stopper, end_of_allocation
-from mpigossip.store import checkpoint
+from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
-from mpigossip.store.manifest import Number
+from mpigossip.store.manifest import MANIFEST, Number
 from mpigossip.training.assemble import Assembly, assemble, load
 from mpigossip.training.evaluate import Evaluation, evaluate
 from mpigossip.training.parts import make_parts
@@ -55,7 +57,8 @@ def join(
     """Train as one member until every chunk is trained, or until asked to stop; the summary.
 
     ``shared``: other users' files are taken. ``lease_s`` in place of the job's, ``stop``: whether
-    to leave. Raises JobError for user errors.
+    to leave. Raises JobError for user errors, FolderUnreachable if the folder's file system fails
+    for longer than a lease.
     """
     disk, given = Disk(folder, shared), job
     if job is None or disk.exists(JOB):
@@ -72,7 +75,7 @@ def join(
                 plan = plan_of(assembly, lease_s)
                 live = Live(
                     Place(disk, plan, tell=note),
-                    lambda: stop() or stopper.due() or disk.exists("STOP"),
+                    lambda: stop() or stopper.due(),
                     poll_s,
                 )
                 return _train(live, Member(assembly), folder, world)
@@ -126,7 +129,8 @@ class _Watched:
                              total_steps=live.place.plan.chunks * member.steps)  # fmt: skip
 
     def __enter__(self) -> Self:
-        self.recorder.start(self.progress, self.member.assembly)
+        self.live.place.disk.make("logs")
+        self._retry(lambda: self.recorder.start(self.progress, self.member.assembly))
         self.printer.start(self.shown, self.member.assembly)
         return self
 
@@ -148,26 +152,33 @@ class _Watched:
         known = min(place.progress * steps + within, self.shown.total_steps)
         self.printer.step(self.shown, replace(record, index=known - 1))
         if self.member.done % self.progress.job.log.flush_steps == 0:
-            self.recorder.flush()
+            self._retry(self.recorder.flush)
         if self.member.done == 2 * steps:
             check_lease(place.plan.lease_s, time.monotonic() - self.member.began)
         if self.live.stopping():
             raise Leaving
 
-    def __exit__(self, *_) -> None:
-        self.recorder.flush()
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        unreachable = kind is not None and issubclass(kind, FolderUnreachable)
+        with suppress(*[FolderUnreachable, StoreError] if unreachable else []):
+            self._retry(self.recorder.flush)
         self.printer.leave()
+
+    def _retry(self, write: Callable[[], None]) -> None:
+        """Write to the log, which can be repeated: what is there already isn't written twice."""
+        self.live.place.disk.outages.retry(write, self.progress.folder / "log.h5")
 
     def end(self, found: Evaluation, told: dict[str, Any]) -> None:
         place, progress, recorder = self.live.place, self.progress, self.recorder
         steps = place.plan.chunks * self.member.steps
-        recorder.evaluation(progress, steps, found)
-        recorder.stop(progress, {
+        self._retry(lambda: recorder.evaluation(progress, steps, found))
+        summary = {
             "finished": True, "steps": steps, "epochs": progress.epoch(steps), "nodes": 1,
             "slots": self.member.engine.group.slots, "seconds": progress.seconds,
             "bytes_sent": float(self.member.engine.mixer.bytes_sent[0]),
             "metrics": " ".join(progress.objective.metrics), **found.averaged, **told,
-        })  # fmt: skip
+        }  # fmt: skip
+        self._retry(lambda: recorder.stop(progress, summary))
 
 
 def _result(live: Live, member: Member, folder: Path) -> tuple[Evaluation, dict[str, Any]]:
@@ -179,8 +190,12 @@ def _result(live: Live, member: Member, folder: Path) -> tuple[Evaluation, dict[
     }
     member.begin(result(live, folder, steps, config.dump(job), facts))
     found = evaluate(member.trainer.replicas, member.trainer.mixer, member.assembly.loader)
-    path = checkpoint.latest(folder)  # meanwhile, if another writes it
-    return found, {"checkpoint": str(path), "digest": checkpoint.digest(path)} if path else {}
+
+    def of_checkpoint() -> dict[str, Any]:
+        path = checkpoint.latest(folder)  # meanwhile, if another writes it
+        return {"checkpoint": str(path), "digest": checkpoint.digest(path)} if path else {}
+
+    return found, live.place.disk.retry(of_checkpoint, "checkpoints")
 
 
 def result(
@@ -190,23 +205,42 @@ def result(
 
     ``job`` as text and ``facts`` go into its manifest: `checkpoint export` averages its nodes.
     """
-    if (path := checkpoint.latest(folder)) is not None:  # models may be purged long after the end
-        return [
-            checkpoint.read_node(path, node) for node in range(checkpoint.read_manifest(path).n)
-        ]
-    end = live.place.ended()
-    records = [live.place.record(one.place, one.round) for one in end.versions]
+    place, disk = live.place, live.place.disk
+    # models may be purged long after the end
+    if (stored := disk.retry(lambda: _stored(folder), "checkpoints")) is not None:
+        return stored
+    end = place.ended()
+    records = [place.record(one.place, one.round, listed=True) for one in end.versions]
     _, states = live.readable([one for one in records if isinstance(one, Round)], len(records))
-    if end.place == live.place.number or (live.place.number < 0 and _given_up(live, folder)):
-        temporary, entries = checkpoint.begin(folder, steps), []
-        for node, state in enumerate(states):
-            local = min(steps, int(state.numbers["local_steps"]))
-            numbers = state.numbers | {"index": steps, "bytes_sent": 0, "local_steps": local}
-            entries.append(checkpoint.write_node(temporary, node, replace(state, numbers=numbers)))
+    if end.place == place.number or (place.number < 0 and _given_up(live, folder)):
         n = len(states)
         meta = {"nodes": n, "asked": n, "lost": "", "lost_at": 0, **facts}
-        checkpoint.commit(temporary, folder, steps, entries, job, meta)
+        disk.make("checkpoints")
+        disk.retry(lambda: _write(disk, folder, steps, states, job, meta), "checkpoints")
     return states
+
+
+def _stored(folder: Path) -> list[NodeState] | None:
+    """Return the models of the checkpoint in a folder; None if there is none."""
+    path = checkpoint.latest(folder)
+    if path is None:
+        return None
+    return [checkpoint.read_node(path, node) for node in range(checkpoint.read_manifest(path).n)]
+
+
+def _write(
+    disk: Disk, folder: Path, steps: int, states: list[NodeState], job: str, meta: dict[str, Number]
+) -> None:
+    """Write the models that END names as a checkpoint, which other users can read if shared."""
+    temporary, entries = checkpoint.begin(folder, steps), []
+    disk.open_to_others(temporary)
+    for node, state in enumerate(states):
+        local = min(steps, int(state.numbers["local_steps"]))
+        numbers = state.numbers | {"index": steps, "bytes_sent": 0, "local_steps": local}
+        entries.append(checkpoint.write_node(temporary, node, replace(state, numbers=numbers)))
+        disk.share(temporary / entries[-1].file)
+    path = checkpoint.commit(temporary, folder, steps, entries, job, meta)
+    disk.share(path / MANIFEST)
 
 
 def _given_up(live: Live, folder: Path) -> bool:
@@ -225,12 +259,12 @@ def _given_up(live: Live, folder: Path) -> bool:
     disk = live.place.disk
     claim = f"END.{sum(name.startswith('END.') for name in disk.names(''))}"
     live.place.tell(f"{folder} has ended, but its checkpoint isn't whole: waiting for its writer")
-    before, since = seen(), time.monotonic()
+    before, since = disk.retry(seen, "checkpoints"), time.monotonic()
     while time.monotonic() - since < live.place.plan.lease_s:
-        if checkpoint.latest(folder) is not None or live.stopping():
+        if disk.retry(lambda: checkpoint.latest(folder), "checkpoints") or live.stopping():
             return False
         time.sleep(live.poll_s)
-        if (now := seen()) != before:
+        if (now := disk.retry(seen, "checkpoints")) != before:
             before, since = now, time.monotonic()
     return disk.publish(claim, secrets.token_bytes(8))
 
@@ -265,14 +299,14 @@ def job_of(folder: Path, job: Job | None, disk: Disk, name: str = JOB, parameter
     `layout` of their ``parameters`` ("": not known yet) among it. Raises JobError.
     """
     here = f"# {FORMAT}, torch {torch.__version__.partition('+')[0]}, parameters {parameters}"
-    if not (folder / name).exists():
+    if not disk.exists(name):
         _begin(folder, job, disk, name, here)
-    about = folder.stat()
+    about = disk.retry(folder.stat)
     if not disk.shared and (about.st_mode & 0o022 or about.st_uid != os.getuid()):
         raise JobError(f'others may write to "{folder}" and put anything into the average: '
                        f"`chmod go-w {folder}`, or give --shared")  # fmt: skip
     there = job_there(disk, job, name)
-    begun = (disk.read(name) or b"").decode(errors="replace").partition("\n")[0]
+    begun = (disk.read(name, listed=True) or b"").decode(errors="replace").partition("\n")[0]
     if not begun.startswith(here):
         other = begun[2:] if begun.startswith("# ") else "its job doesn't say which"
         text = f'"{folder}" was begun with another version or model ({other}; here {here[2:]})'
@@ -287,13 +321,15 @@ def _begin(folder: Path, job: Job | None, disk: Disk, name: str, head: str) -> N
         raise JobError(f'"{folder}" is a file; name a folder')
     if other := of_something_else(disk, name):
         raise JobError(other)
-    for one in FOLDERS:
-        disk.make(one)
+    disk.begin(FOLDERS)
+    content = f"{head}\n{config.dump(job)}".encode()
     try:
-        disk.publish(name, f"{head}\n{config.dump(job)}".encode())
+        disk.publish_once(name, content)
     except OSError as error:
-        raise JobError(f'"{folder}" takes no hard links ({error.strerror}), which members need; '
-                       "choose a folder on another file system") from None  # fmt: skip
+        if error.errno in NO_LINKS:
+            raise JobError(f'"{folder}" takes no hard links ({error.strerror}), which members '
+                           "need; choose a folder on another file system") from None  # fmt: skip
+        disk.publish(name, content)
 
 
 def none_there(disk: Disk) -> str:
@@ -321,14 +357,15 @@ def job_there(disk: Disk, own: Job | None = None, name: str = JOB, command: str 
 
     Raises JobError where that is another job.
     """
-    text = (disk.read(name) or b"").decode(errors="replace") + "\n"
+    text = (disk.read(name, listed=True) or b"").decode(errors="replace") + "\n"
     tables = config.as_dict(config.load(text))
     mine = config.as_dict(own) if own is not None else {}
     foreign = [
         f'{section}.{key} = "{value}"'
         for section, table in tables.items()
         for key, value in table.items()
-        if isinstance(value, str) and ":" in value and not value.startswith("file:")
+        if isinstance(value, str) and ":" in value
+        and not (f"{section}.{key}" == "graph.name" and value.startswith("file:"))
         and not {section, f"{section}.{key}"} & {*OWN, "node.devices"}
         and mine.get(section, {}).get(key) != value
     ]  # fmt: skip

@@ -42,7 +42,7 @@ class Script:
         self.models: dict[Version, NodeState] = {}
         for number in place.numbers("places"):
             for index in range(place.refresh(number).next):
-                found = place.record(number, index)
+                found = place.record(number, index)  # not listed, if a record is missing before it
                 if isinstance(found, Start):
                     self.starts[number] = found
                 elif not isinstance(found, Closed):
@@ -50,6 +50,38 @@ class Script:
                     self.rounds[Version(number, index)] = known
         end = place.ended()
         self.end: tuple[Version, ...] = end.versions if isinstance(end, End) else ()
+
+    def check_complete(self) -> None:
+        """Check that each chunk is in exactly one round, if the training has ended.
+
+        A listing may be older than the end, and then lack rounds or whole places.
+
+        :raises StoreError: if a chunk is missing, or is in several rounds
+        """
+        chunks = self.place.plan.chunks
+        rounds: dict[int, list[Version]] = {chunk: [] for chunk in range(chunks)}
+        for version in self.rounds:
+            rounds.setdefault(self.round(version).chunk, []).append(version)
+        trained = sum(map(bool, rounds.values()))
+        twice = [chunk for chunk, versions in rounds.items() if len(versions) > 1]
+        if twice:
+            names = ", ".join(record_name(*version) for version in rounds[twice[0]])
+            raise StoreError(
+                f"{self.place.disk.root}: chunk {twice[0]} was trained more than once, in {names}: "
+                "use a copy of the folder without the wrong record"
+            )
+        if trained == chunks:
+            return
+        missing = [chunk for chunk, versions in rounds.items() if not versions]
+        if not self.end:
+            self.place.tell(f"the training has not ended: {trained} of {chunks} chunks are trained")
+            return
+        numbers = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+        raise StoreError(
+            f"{self.place.disk.root}: the training has ended, but no record of {len(missing)} of "
+            f"its {chunks} chunks is listed here (chunks {numbers}): wait until this host renews "
+            "its listing of chain/, or copy the missing records there, and replay again"
+        )
 
     def round(self, version: Version) -> Round:
         """Its record; StoreError where that can't be used."""
@@ -191,7 +223,10 @@ def repeat(script: Script, wanted: Iterable[Version], member: Any) -> str:
 
 
 def wanted_of(script: Script, place: int | None, rounds: tuple[int, int] | None) -> list[Version]:
-    """The rounds that are asked for; JobError where there are none."""
+    """The rounds that are asked for; JobError where there are none.
+
+    Where all are asked for, all must be there: see `Script.check_complete`.
+    """
     low, high = rounds or (1, 1 << 60)
     found = [one for one in script.rounds
              if place in (None, one.place) and low <= one.round <= high]  # fmt: skip
@@ -201,6 +236,8 @@ def wanted_of(script: Script, place: int | None, rounds: tuple[int, int] | None)
         who = "they have" if place is None else f"place {place} has"
         raise JobError(f'"{script.place.disk.root}" has {len(script.starts)} places, from 0; '
                        f"{who} {most}")  # fmt: skip
+    if place is None and rounds is None:
+        script.check_complete()
     return found
 
 

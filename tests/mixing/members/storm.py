@@ -1,5 +1,6 @@
 """A training in a folder with members of four numbers, on the worst of disks."""
 
+import contextlib
 import errno
 import random
 import threading
@@ -11,11 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from mpigossip.mixing.members.live import Leaving, Live
+from mpigossip.mixing.members.outages import FolderUnreachable
 from mpigossip.mixing.members.place import FOLDERS, Place, Plan
 from mpigossip.mixing.members.records import Disk
 from mpigossip.runs.members.replay import Script, repeat
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
+from tests.mixing.members.faults import Faults, here, injected
 
 
 class Killed(BaseException):
@@ -38,8 +41,14 @@ class Bad(Disk):
     shared: bool = False
     operations: int = 0
     cache: dict = field(default_factory=dict)
+    faults: Faults | None = None
+
+    def __post_init__(self):
+        super().__init__(self.root, self.shared)
+        self.outages.tell = lambda line: None
 
     def path(self, name):
+        here.faults = self.faults
         if self.operations >= self.kill_at:
             raise Killed
         self.operations += 1
@@ -100,7 +109,7 @@ class Tiny:
 
 
 def member(disk: Disk, plan: Plan, stop=lambda: False, sleep=lambda: None, clock=0.0) -> str:
-    """One member to its end: "end", "killed", "left" or "failed"."""
+    """One member to its end: "end", "killed", "left", "queued", "failed" or "traceback"."""
     place = Place(
         disk, plan, now=lambda: time.monotonic() + clock, chance=disk.chance, tell=lambda line: None
     )
@@ -116,9 +125,14 @@ def member(disk: Disk, plan: Plan, stop=lambda: False, sleep=lambda: None, clock
         return "left"
     except Killed:
         return "killed"
-    except (OSError, StoreError):
+    except FolderUnreachable:
+        return "queued"
+    except StoreError:
         return "failed"
+    except OSError:
+        return "traceback"
     finally:
+        here.faults = None
         live.close()
 
 
@@ -135,10 +149,11 @@ def replay(root: Path, plan: Plan) -> int:
     return len(script.rounds)
 
 
-def storm(root: Path, seed: int, chunks=120, members=5, lease_s=0.3, slow=0.05, **ills):
+def storm(root: Path, seed: int, chunks=120, members=5, lease_s=0.3, slow=0.05, rate=0.0, **ills):
     """Members that join, leave, are killed at random and come back until the training has ended.
 
-    ``slow``: share of rounds that take longer than the lease. How the members ended.
+    ``slow``: share of rounds that take longer than the lease. ``rate``: of operations that begin a
+    fault, see `Faults`. Return how the members ended, and how often each operation has failed.
     """
     begin(root)
     chance = random.Random(seed)
@@ -150,7 +165,8 @@ def storm(root: Path, seed: int, chunks=120, members=5, lease_s=0.3, slow=0.05, 
         mine = random.Random(seed)
         while not done.is_set():
             kill = mine.randint(5, 400) if mine.random() < 0.8 else 1 << 60
-            disk = Bad(root, mine, kill_at=kill, **ills)
+            faults = Faults(mine.random(), lease_s, rate) if rate else None
+            disk = Bad(root, mine, kill_at=kill, faults=faults, **ills)
             how = member(
                 disk,
                 plan,
@@ -159,14 +175,16 @@ def storm(root: Path, seed: int, chunks=120, members=5, lease_s=0.3, slow=0.05, 
                 clock=mine.uniform(-600, 600),
             )
             ends[how] += 1
+            ends.update(faults.counts if faults else {})
             if how == "end" or ends["failed"] > 500:  # no model is left that can be read
                 done.set()
 
     threads = [threading.Thread(target=work, args=(chance.random(),)) for _ in range(members)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    with injected() if rate else contextlib.nullcontext():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
     ends["alive"] = sum(thread.is_alive() for thread in threads)
     done.set()
     return dict(ends)

@@ -1,8 +1,6 @@
 """The protocol of members that join and leave, with models of four numbers on bad disks."""
 
 import contextlib
-import errno
-import os
 import random
 import threading
 from pathlib import Path
@@ -227,15 +225,6 @@ def test_a_round_whose_model_could_not_be_written_is_closed_by_its_own_name(tmp_
     assert Place(Disk(root), plan).refresh(0).closed.round == 3
     assert member(Bad(root, random.Random(2)), plan) == "end"
     assert right(root, plan)
-
-
-def test_a_passing_error_of_the_file_system_is_not_a_damaged_record(tmp_path, monkeypatch):
-    def stale(*_):
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(os, "open", stale)
-    with pytest.raises(OSError, match="Stale"):
-        Disk(tmp_path).read("ledger/0000/0.0")
 
 
 def test_a_member_that_finds_no_readable_model_leaves_a_whole_chain(tmp_path):

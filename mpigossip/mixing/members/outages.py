@@ -1,0 +1,167 @@
+"""Retries of operations on a shared folder: no error of a file system is taken for an answer.
+
+An operation that fails says nothing about the file. It is therefore repeated until it succeeds, or
+until it has failed for longer than a lease. Then the member ends: with code 75, on which batch
+scripts queue it again, or with an error of the user if only the user can correct what is wrong.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from mpigossip.config.errors import STOPPED, Failure
+from mpigossip.config.readable import note
+from mpigossip.store import StoreError
+
+START_S = 10.0
+"""Time limit of an operation as long as the lease is not known, and once the member leaves."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 2.0
+"""Seconds between two attempts: each pause is twice as long as the one before it."""
+RIGHTS = "ask the owner for the right to use it (with --shared: `umask 022`)"
+SPACE = "free space there, or ask for a larger quota"
+REMEDIES = {
+    errno.EACCES: RIGHTS,
+    errno.EPERM: RIGHTS,
+    errno.EROFS: "mount its file system for writing, or name another folder",
+    errno.ENOSPC: SPACE,
+    errno.EDQUOT: SPACE,
+    errno.EFBIG: SPACE,
+    errno.ENOTDIR: "remove the file that has the name of a folder",
+    errno.ELOOP: "remove the symbolic link",
+    errno.ENAMETOOLONG: "name another folder",
+}
+"""Errors that last until the user corrects their cause, each with its remedy.
+
+A member that ends by one of these must not be queued again.
+"""
+
+T = TypeVar("T")
+
+
+class FolderUnreachable(Failure):
+    """An operation on a training's folder that failed for too long; another host may succeed."""
+
+    code = STOPPED
+
+
+class ForeignFile(PermissionError):
+    """A file of another user, in a folder that this member does not share with other users."""
+
+
+def cause(error: BaseException) -> OSError | None:
+    """Return the error of the file system behind an exception; None if there is none.
+
+    A `StoreError` without such a cause is about the content of a file, and so is an `OSError` of
+    the HDF5 library, which has no number.
+    """
+    found = error if isinstance(error, OSError) else error.__cause__
+    return found if isinstance(found, OSError) and found.errno is not None else None
+
+
+class Outages:
+    """Retry the operations of one member on its folder, in its main and in its writing thread.
+
+    ``limit_s``: seconds that an operation may fail. ``stopping``: whether the member was asked to
+    leave, which shortens them to `START_S`.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = note, limit_s: float = START_S):
+        self.tell, self.limit_s = tell, limit_s
+        self.stopping: Callable[[], bool] = lambda: False
+        self.given_up = False
+        """whether an operation has failed for too long: all others are then tried only once"""
+        self._lock = threading.Lock()
+        self._failing = 0
+        """number of threads whose operation fails at present"""
+        self._since, self._past, self._reported = 0.0, 0.0, float("-inf")
+
+    def seconds(self) -> float:
+        """Return the total duration of all outages until now, the present one included.
+
+        A member that cannot see the folder cannot see what others publish either. These seconds
+        must therefore not count as their silence.
+        """
+        with self._lock:
+            return self._past + (time.monotonic() - self._since if self._failing else 0.0)
+
+    def retry(self, operation: Callable[[], T], path: Path) -> T:
+        """Return the result of ``operation``, which is repeated as long as the file system fails.
+
+        :param operation: may be called again after any error
+        :param path: name for messages, if the error has none
+        :raises FolderUnreachable: if it fails for longer than the limit
+        :raises StoreError: if it does and only the user can correct the cause; at once for an error
+            that is not of the file system
+        """
+        try:
+            return operation()
+        except (OSError, StoreError) as error:
+            if cause(error) is None:
+                raise
+            first = error
+        with self._outage():
+            return self._again(operation, path, first)
+
+    def _again(self, operation: Callable[[], T], path: Path, error: Exception) -> T:
+        began, pause = time.monotonic(), FIRST_PAUSE_S
+        while True:
+            failed = cause(error)
+            if failed is None:
+                raise error
+            limit_s = min(self.limit_s, START_S) if self.stopping() else self.limit_s
+            left = began + limit_s - time.monotonic()
+            if self.given_up or left <= 0:
+                self.given_up = True
+                raise _final(failed, path, limit_s) from error
+            self._report(failed, path)
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            try:
+                return operation()
+            except (OSError, StoreError) as again:
+                error = again
+
+    @contextmanager
+    def _outage(self) -> Iterator[None]:
+        with self._lock:
+            if not self._failing:
+                self._since = time.monotonic()
+            self._failing += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._failing -= 1
+                if not self._failing:
+                    self._past += time.monotonic() - self._since
+
+    def _report(self, error: OSError, path: Path) -> None:
+        """Report an outage, but not more often than once in the time limit."""
+        with self._lock:
+            now = time.monotonic()
+            due = now - self._reported > self.limit_s
+            self._reported = now if due else self._reported
+        if due:
+            self.tell(f"{_describe(error, path)}; trying again for {self.limit_s:g} s")
+
+
+def _describe(error: OSError, path: Path) -> str:
+    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
+    return f"{name}: {error.strerror or error}"
+
+
+def _final(error: OSError, path: Path, limit_s: float) -> Exception:
+    """Return the exception that ends the member: its class decides whether it is queued again."""
+    text = f"{_describe(error, path)}, for {limit_s:g} s"
+    if isinstance(error, ForeignFile):
+        return StoreError(f"{text}; give --shared to use the files of other users")
+    if error.errno in REMEDIES:
+        return StoreError(f"{text}; {REMEDIES[error.errno]}, then start this member again")
+    return FolderUnreachable(f"{text}; this member ends, and the same command joins again")

@@ -1,0 +1,112 @@
+"""Errors of the file system for single members of a storm: calls of `os` fail at random."""
+
+import contextlib
+import errno
+import io
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+from mpigossip.mixing.members import records
+
+ERRORS = (errno.EACCES, errno.ENOTCONN, errno.ESHUTDOWN, errno.EKEYEXPIRED, errno.EINTR,
+          errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ENOENT)  # fmt: skip
+OPERATIONS = ("open", "read", "list", "link", "unlink", "fsync")
+OUTAGE = (errno.ENOTCONN, errno.EIO, errno.ESTALE)
+"""Errors of all operations at once."""
+IN_LEASES = (0.0, 0.5, 3.0)
+"""Durations of a fault: a single operation; shorter than a lease; longer than a lease."""
+
+
+class Faults:
+    """The faults that one member sees: one at a time, with pauses of some hundred operations."""
+
+    def __init__(self, seed: float, lease_s: float, rate: float = 0.01):
+        """``rate``: probability with which an operation begins a fault."""
+        self.chance, self.lease_s, self.rate = random.Random(seed), lease_s, rate
+        self.operation, self.number, self.until, self.once = "", 0, 0.0, False
+        self.path = ""
+        """The only file that can't be opened; "": any."""
+        self.counts: dict[str, int] = {}
+
+    def check(self, operation: str, path: str) -> None:
+        """Raise OSError if this operation fails at present."""
+        now = time.monotonic()
+        if now >= self.until and not self.once and self.chance.random() < self.rate:
+            self._begin(operation, path, now)
+        if not (self.once or now < self.until) or self.operation not in (operation, "all"):
+            return
+        if self.path and self.path != path:
+            return
+        if self.number == errno.ENOENT and is_new(path):
+            return
+        self.once = False
+        name = f"{operation} {errno.errorcode[self.number]}"
+        self.counts[name] = self.counts.get(name, 0) + 1
+        raise OSError(self.number, os.strerror(self.number), path)
+
+    def _begin(self, operation: str, path: str, now: float) -> None:
+        """Choose a fault: an outage of the folder, of an operation, or of the present file."""
+        if self.chance.random() < 0.2:
+            self.operation, self.number, self.path = "all", self.chance.choice(OUTAGE), ""
+        else:
+            self.operation = self.chance.choice([operation, *OPERATIONS])
+            self.number = self.chance.choice(ERRORS)
+            alone = self.operation == operation and self.chance.random() < 0.5
+            self.path = path if alone else ""
+            if self.number == errno.ENOENT and self.operation != "open":
+                self.operation, self.path = "open", ""
+        leases = self.chance.choice(IN_LEASES)
+        self.once, self.until = not leases, now + leases * self.lease_s
+
+
+def is_new(path: str) -> bool:
+    """Return whether a member writes this file, which nobody else knows yet."""
+    return path.split("/")[-2:-1] == ["tmp"]
+
+
+here = threading.local()
+"""``faults``: those of the member whose disk this thread has used last."""
+
+
+def _wrap(function, operation):
+    """Return a function of `os` that may fail if a member with faults calls it."""
+
+    def wrapped(path, *more, **settings):
+        faults = getattr(here, "faults", None)
+        if faults is not None and (operation == "read") == isinstance(path, int):
+            name = os.fspath(path) if not isinstance(path, int) else here.path
+            if operation != "open" or os.path.lexists(name) or is_new(name):
+                faults.check(operation, name)
+        if operation == "open" and not isinstance(path, int):
+            here.path = os.fspath(path)
+        return function(path, *more, **settings)
+
+    return wrapped
+
+
+def _wrap_fsync(function):
+    def wrapped(descriptor):
+        faults = getattr(here, "faults", None)
+        if faults is not None:
+            faults.check("fsync", getattr(here, "path", ""))
+        return function(descriptor)
+
+    return wrapped
+
+
+@contextlib.contextmanager
+def injected() -> Iterator[None]:
+    """Let the members whose disks have faults see them; all other threads are spared."""
+    with contextlib.ExitStack() as stack:
+        for name, operation in (("open", "open"), ("link", "link"), ("unlink", "unlink"),
+                                ("listdir", "list")):  # fmt: skip
+            stack.enter_context(mock.patch.object(os, name, _wrap(getattr(os, name), operation)))
+        stack.enter_context(mock.patch.object(os, "fsync", _wrap_fsync(os.fsync)))
+        stack.enter_context(mock.patch.object(io, "open", _wrap(io.open, "open")))
+        reads = _wrap(open, "read")
+        stack.enter_context(mock.patch.object(records, "open", reads, create=True))
+        yield

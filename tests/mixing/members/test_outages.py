@@ -1,0 +1,455 @@
+"""Members whose file system fails: no error is an answer, and no chunk is trained twice."""
+
+import errno
+import os
+import random
+import re
+import shutil
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+
+import mpigossip.mixing.members as package
+from mpigossip.mixing.members import outages
+from mpigossip.mixing.members.live import Leaving, Live
+from mpigossip.mixing.members.outages import FolderUnreachable, Outages, cause
+from mpigossip.mixing.members.place import Place, Plan
+from mpigossip.mixing.members.records import Disk, Round, Unusable
+from mpigossip.runs.members.replay import Script, wanted_of
+from mpigossip.store import StoreError, checkpoint
+from tests.cases import every
+from tests.mixing.members.faults import ERRORS, Faults, injected
+from tests.mixing.members.storm import (
+    Bad,
+    Tiny,
+    begin,
+    chunks_of,
+    member,
+    replay,
+    state,
+    storm,
+)
+
+PLAN = Plan(8, 2, 60.0)
+LASTING = [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR]
+
+
+def disk(root, limit_s=60.0, **ills) -> Bad:
+    made = Bad(root, random.Random(0), **ills)
+    made.outages.limit_s = limit_s
+    return made
+
+
+def place_of(found: Bad, plan=PLAN) -> Place:
+    return Place(found, plan, tell=lambda line: None)
+
+
+def fails(monkeypatch, name, number, times=1, function="open") -> list[str]:
+    """Let a function of `os` fail for paths that end with ``name``; return the failed paths."""
+    real, failed = getattr(os, function), []
+
+    def replaced(path, *more, **settings):
+        if str(path).endswith(name) and len(failed) < times:
+            failed.append(str(path))
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *more, **settings)
+
+    monkeypatch.setattr(os, function, replaced)
+    return failed
+
+
+def trained(root, rounds, plan=PLAN) -> None:
+    """Let one member publish rounds of its first claim, and stay."""
+    live = Live(place_of(disk(root), plan), lambda: False)
+    live.begin({})
+    for count in range(rounds):
+        live.chunk()
+        live.send(state(Tiny().x, count + 1))
+        live.written()
+    live.close()
+
+
+def right(root, plan) -> bool:
+    found = chunks_of(root, plan)
+    once = all(found[chunk] == 1 for chunk in range(plan.chunks))
+    return once and replay(root, plan) == plan.chunks
+
+
+# -- one operation ---------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_file_system_is_repeated_and_never_taken_for_content(tmp_path, monkeypatch):
+    """A listed name is read after any error; one that was never listed may not exist."""
+    begin(root := tmp_path / "run")
+    found = disk(root)
+    assert found.publish("END", b"content")
+    for number in {*ERRORS, *LASTING, errno.ENOENT}:
+        with monkeypatch.context() as patched:
+            failed = fails(patched, "/END", number)
+            assert found.read("END", listed=True) == b"content", errno.errorcode[number]
+            assert failed
+    assert found.read("other") is None
+
+
+def test_an_error_that_lasts_ends_the_member_by_its_kind(tmp_path, monkeypatch):
+    """Only the user can correct a missing right; another host may see what this one doesn't."""
+    begin(root := tmp_path / "run")
+    disk(root).publish("END", b"content")
+    for number in {*ERRORS, *LASTING}:
+        with monkeypatch.context() as patched:
+            fails(patched, "/END", number, times=1 << 30)
+            expected = StoreError if number in LASTING else FolderUnreachable
+            with pytest.raises(expected, match=re.escape(f"{root}/END: {os.strerror(number)}")):
+                disk(root, limit_s=0.0).read("END", listed=True)
+
+
+def test_an_outage_is_reported_once_and_no_silence_of_others(tmp_path):
+    told: list[str] = []
+    found, calls = Outages(told.append, limit_s=60.0), []
+
+    def operation():
+        calls.append(1)
+        if len(calls) < 4:
+            raise OSError(errno.EIO, "input/output error", "f")
+        return len(calls)
+
+    began = time.monotonic()
+    assert found.retry(operation, tmp_path) == 4
+    assert told == ["f: input/output error; trying again for 60 s"]
+    assert 0.1 < found.seconds() <= time.monotonic() - began
+    place = Place(disk(tmp_path), PLAN, now=lambda: 100.0)
+    place.disk.outages = found
+    assert place.now() == 100.0 - found.seconds()
+
+
+def test_a_member_that_was_asked_to_leave_does_not_wait_for_a_lease(tmp_path, monkeypatch):
+    monkeypatch.setattr(outages, "START_S", 0.05)
+    found = Outages(lambda line: None, limit_s=600.0)
+    found.stopping = lambda: True
+
+    def operation():
+        raise OSError(errno.EIO, "input/output error")
+
+    with pytest.raises(FolderUnreachable, match=r"for 0\.05 s"):
+        found.retry(operation, tmp_path)
+
+
+def test_errors_of_content_have_no_cause():
+    assert cause(OSError("Unable to open file (file signature not found)")) is None
+    assert cause(StoreError("damaged")) is None
+    error = StoreError("can't be written")
+    error.__cause__ = OSError(errno.EIO, "input/output error")
+    assert cause(error).errno == errno.EIO
+
+
+def test_a_name_that_was_removed_is_no_outage(tmp_path):
+    begin(root := tmp_path / "run")
+    with pytest.raises(StoreError, match="was removed.*copy it back"):
+        disk(root, limit_s=0.0).read("ledger/0000/000000.0", listed=True)
+
+
+def test_a_folder_that_vanishes_is_not_empty(tmp_path):
+    """An unmounted file system leaves an empty folder, or none."""
+    begin(root := tmp_path / "run")
+    found = disk(root, limit_s=0.0)
+    assert found.publish("places/000000", b"") and found.names("places") == ["000000"]
+    root.rename(tmp_path / "away")
+    for ask in (lambda: found.names("places"), lambda: found.names("ledger/0000"),
+                lambda: found.read("END"), lambda: found.publish("END", b"")):  # fmt: skip
+        with pytest.raises(FolderUnreachable):
+            ask()
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("gone", ["tmp", "closed"])
+def test_empty_folders_that_a_copy_has_dropped_are_made_again(tmp_path, gone):
+    begin(root := tmp_path / "run")
+    (root / gone).rmdir()
+    found = disk(root)
+    assert found.publish("closed/000000.000000", b"") and not found.outages.seconds()
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
+    begin(root := tmp_path / "run")
+    (root / "tmp").rmdir()
+    (root / "tmp").touch()
+    with pytest.raises(StoreError, match=r"/tmp/\w+: Not a directory.*remove the file"):
+        disk(root, limit_s=0.0).publish("END", b"")
+
+
+def test_a_full_folder_is_named_with_a_remedy(tmp_path, monkeypatch):
+    begin(root := tmp_path / "run")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match=r"run/END: No space left.*free space there"):
+        disk(root, limit_s=0.0).publish("END", b"")
+    assert not [*(root / "tmp").iterdir()]
+
+
+def test_what_could_not_be_removed_is_removed_later(tmp_path, monkeypatch):
+    begin(root := tmp_path / "run")
+    (root / "models/old.h5").touch()
+    fails(monkeypatch, "old.h5", errno.EIO, function="unlink")
+    found = disk(root)
+    found.remove("models/old.h5")
+    assert (root / "models/old.h5").exists()
+    found.remove("models/other.h5")
+    assert not (root / "models/old.h5").exists()
+
+
+def test_names_that_may_appear_later_are_listed_and_not_looked_up(tmp_path, monkeypatch):
+    """NFS remembers for half a minute that a name wasn't there."""
+    begin(root := tmp_path / "run")
+    asked: list[str] = []
+    for function in ("open", "stat", "lstat", "access"):
+        real = getattr(os, function)
+
+        def watched(path, *more, real=real, **settings):
+            asked.append(str(path))
+            return real(path, *more, **settings)
+
+        monkeypatch.setattr(os, function, watched)
+    place = place_of(disk(root))
+    live = Live(place, lambda: False, poll_s=0.0)
+    assert place.ended() is None and not live.stopping()
+    assert not [path for path in asked if Path(path).name in ("END", "STOP")]
+    (root / "STOP").touch()
+    place.number = 0
+    place.end([])
+    assert place.ended().versions == () and live.stopping()
+    live.close()
+
+
+# -- what follows from a record --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, every(errno.EACCES), errno.ENOTCONN])
+def test_a_newest_record_that_can_not_be_read_advances_nothing(tmp_path, monkeypatch, number):
+    begin(root := tmp_path / "run")
+    trained(root, 2)
+    other = place_of(disk(root, limit_s=0.0))
+    with monkeypatch.context() as patched:
+        fails(patched, "chain/000000/000002", number)
+        with pytest.raises((StoreError, FolderUnreachable)):
+            other.refresh(0)
+    assert other.chains[0].next == 0
+    assert other.refresh(0).rounds == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, every(errno.ENOTCONN)])
+@pytest.mark.parametrize("name", ["ledger/0000/00000?.0", "chain/000000/000001"])
+def test_no_claim_is_void_because_a_name_can_not_be_read(tmp_path, monkeypatch, number, name):
+    """Neither by a claim that can't be read, nor by a first round."""
+    begin(root := tmp_path / "run")
+    trained(root, 2, Plan(9, 3, 60.0))
+    (claim,) = (root / "ledger/0000").glob("*.0")
+    other = place_of(disk(root), plan=Plan(3 * (1 + int(claim.stem)), 3, 60.0))
+    other.join()
+    failed = fails(monkeypatch, name.replace("00000?", claim.stem), number)
+    other.ledger._first = int(claim.stem)  # the other blocks are not claimed yet
+    assert other.ledger.claim(other) is None
+    assert failed
+    assert sorted(path.name for path in (root / "ledger/0000").iterdir()) == [claim.name]
+
+
+def test_a_link_whose_name_can_not_be_read_is_decided_later(tmp_path, monkeypatch):
+    """Its reply was lost: the name is this member's own."""
+    begin(root := tmp_path / "run")
+    found = disk(root, lost=1.0)
+    failed = fails(monkeypatch, "/END", errno.EACCES)
+    assert found.publish("END", b"content") and failed
+
+
+def test_content_that_was_read_and_is_wrong_is_unusable(tmp_path):
+    begin(root := tmp_path / "run")
+    (root / "link").symlink_to("/etc/passwd")
+    (root / "folder").mkdir()
+    for name in ("link", "folder"):
+        with pytest.raises(Unusable):
+            disk(root, limit_s=0.0).read(name, listed=True)
+
+
+def test_a_file_of_another_user_is_no_void_claim(tmp_path, monkeypatch):
+    begin(root := tmp_path / "run")
+    disk(root).publish("END", b"content")
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    with pytest.raises(StoreError, match="belongs to user.*give --shared"):
+        disk(root, limit_s=0.0).read("END", listed=True)
+    assert disk(root, limit_s=0.0, shared=True).read("END") == b"content"
+
+
+# -- members ---------------------------------------------------------------------------------------
+
+
+def outage(seconds, number=errno.ENOTCONN) -> Faults:
+    made = Faults(0, 1.0, rate=0.0)
+    made.operation, made.number, made.until = "all", number, time.monotonic() + seconds
+    return made
+
+
+@pytest.mark.parametrize("number", [errno.ENOTCONN, every(errno.EIO)])
+def test_a_member_outlasts_an_outage_that_is_shorter_than_a_lease(tmp_path, number):
+    begin(root := tmp_path / "run")
+    told: list[str] = []
+    found = Bad(root, random.Random(1), faults=outage(0.3, number))
+    found.outages.tell = told.append
+    with injected():
+        assert member(found, PLAN) == "end"
+    assert len(told) == 1 and os.strerror(number) in told[0]
+    assert right(root, PLAN)
+
+
+def test_a_longer_outage_ends_the_member_with_the_code_that_queues_it_again(tmp_path):
+    begin(root := tmp_path / "run")
+    chance = random.Random(1)
+    found = Bad(root, chance)
+    with injected():
+        how = member(found, Plan(8, 2, 0.1), sleep=lambda: setattr(found, "faults", outage(60.0)))
+    assert how == "queued" and FolderUnreachable.code == 75
+    assert member(Bad(root, chance), Plan(8, 2, 0.1)) == "end"
+    assert right(root, Plan(8, 2, 0.1))
+
+
+def test_a_member_whose_unfinished_model_was_removed_joins_again(tmp_path, monkeypatch):
+    """Others have closed its place, and removed its files long after."""
+    begin(root := tmp_path / "run")
+    write = checkpoint.write_state
+
+    def slow(path, node, state):
+        if node == 0:
+            other = place_of(disk(root), Plan(8, 2, 0.0))
+            other.number = 7
+            other.refresh(0)
+            other.fence(0)
+            raise StoreError(f"{path} can't be written") from FileNotFoundError(2, "No such file")
+        return write(path, node, state)
+
+    monkeypatch.setattr(checkpoint, "write_state", slow)
+    assert member(Bad(root, random.Random(1)), PLAN) == "end"
+    assert Place(Disk(root), PLAN).refresh(0).closed.by == 7
+    assert right(root, PLAN)
+
+
+def test_a_folder_of_models_that_a_copy_has_dropped_is_made_again(tmp_path):
+    begin(root := tmp_path / "run")
+    (root / "models").rmdir()
+    assert member(Bad(root, random.Random(1)), PLAN) == "end"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become two other users")
+@pytest.mark.parametrize("made", [(), ("ledger/0000", "chain/000000")])
+def test_two_users_with_any_umask_train_each_chunk_once(made):
+    """The first one leaves after three chunks; its umask hides what it makes from all others.
+
+    ``made``: folders that exist already, so that the umask hides files only.
+    """
+    plan, folder = Plan(8, 2, 0.5), Path(tempfile.mkdtemp())
+
+    def first():
+        rounds = iter(range(3))
+
+        def leave():
+            if next(rounds, None) is None:
+                raise Leaving
+
+        found = Bad(root, random.Random(1), shared=True)
+        assert member(found, plan, sleep=leave) == "left"
+
+    def second():
+        found = Bad(root, random.Random(2), shared=True)
+        assert member(found, plan) == "end"
+
+    try:
+        begin(root := folder / "run")
+        for name in made:
+            (root / name).mkdir()
+        for path in (folder, root, *root.iterdir(), *root.glob("*/*")):
+            path.chmod(0o777)
+        assert as_user(1001, 0o077, first) == 0
+        assert as_user(1002, 0o022, second) == 0
+        assert right(root, plan)
+        modes = {oct(path.stat().st_mode & 0o777) for path in root.rglob("*/*") if path.is_dir()}
+        assert modes == {"0o777"}
+    finally:
+        shutil.rmtree(folder)
+
+
+def as_user(user, umask, work) -> int:
+    """Run a function in a process of another user; return its exit code."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 1
+    try:
+        os.setgid(user)
+        os.setuid(user)
+        os.umask(umask)
+        work()
+        code = 0
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.parametrize("seed", [2, *(every(seed) for seed in (4, 5, 6))])
+def test_storms_with_errors_of_the_file_system(tmp_path, seed):
+    """Each operation fails at times: once, for half a lease, for three leases."""
+    ends = storm(tmp_path / "run", seed, chunks=60, rate=0.01, stale_s=0.6, lost=0.2, full=0.02)
+    assert ends["alive"] == 0 and ends["end"] and not ends.get("traceback")
+    assert right(tmp_path / "run", Plan(60, 4, 0.3))
+
+
+# -- replay, and the page --------------------------------------------------------------------------
+
+
+def test_replay_rejects_a_listing_that_lacks_rounds(tmp_path, monkeypatch):
+    begin(root := tmp_path / "run")
+    trained(root, 1, Plan(8, 2, 0.02))
+    told: list[str] = []
+    wanted_of(Script(Place(Disk(root), PLAN, tell=told.append)), None, None)
+    assert told == ["the training has not ended: 1 of 8 chunks are trained"]
+    assert member(Bad(root, random.Random(1)), Plan(8, 2, 0.02)) == "end"
+    assert len(wanted_of(Script(place_of(disk(root))), None, None)) == 8
+    names = Disk.names
+    monkeypatch.setattr(Disk, "names", lambda *of: names(*of)[: 2 if "chain/" in of[1] else None])
+    script = Script(place_of(disk(root)))
+    with pytest.raises(StoreError, match=r"no record of \d of its 8 chunks is listed"):
+        wanted_of(script, None, None)
+    assert wanted_of(script, 0, None)  # these rounds are there
+
+
+def test_replay_rejects_a_chunk_that_was_trained_twice(tmp_path):
+    begin(root := tmp_path / "run")
+    assert member(Bad(root, random.Random(1)), PLAN) == "end"
+    place = place_of(disk(root))
+    last = place.refresh(0).last
+    twice = Round(**vars(last) | {"round": last.round + 1, "chunk": place.record(0, 1).chunk})
+    (root / f"chain/000000/{twice.round:06d}").write_bytes(twice.encode())
+    with pytest.raises(StoreError, match="trained more than once.*chain/000000/000001"):
+        wanted_of(Script(place_of(disk(root))), None, None)
+
+
+def test_the_tree_of_the_package_has_the_names_that_are_written(tmp_path):
+    begin(root := tmp_path / "run")
+    rounds = iter(range(3))
+
+    def leave():
+        if next(rounds, None) is None:
+            raise Leaving
+
+    assert member(Bad(root, random.Random(1)), PLAN, sleep=leave) == "left"
+    assert member(Bad(root, random.Random(1)), PLAN) == "end"
+    there = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
+    tree = re.findall(r"^    (\S+)  ", package.__doc__, re.M)
+    assert len(tree) == 7
+    for name in tree[1:]:  # the job is written by a command
+        pattern = re.sub(r"\d", r"\\d", re.escape(name)).replace("…", r"[0-9a-f]{16}")
+        assert any(re.fullmatch(pattern, one) for one in there), name
