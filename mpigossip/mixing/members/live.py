@@ -129,12 +129,11 @@ class Live:
         except Behind:
             place.tell(f"place {place.number} fell behind the others; joining anew")
             self.leave()
-        except FolderUnreachable:
-            with contextlib.suppress(FolderUnreachable, StoreError):
-                self.leave()
-            raise
         except BaseException:
-            self.leave()
+            # an outage that has ended this stay must not hide behind the errors of leaving
+            over = place.disk.outages.given_up
+            with contextlib.suppress(*(FolderUnreachable, StoreError) if over else ()):
+                self.leave()
             raise
 
     def begin(self, about: dict[str, str]) -> list[NodeState]:

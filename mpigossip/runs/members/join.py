@@ -158,9 +158,9 @@ class _Watched:
         if self.live.stopping():
             raise Leaving
 
-    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        unreachable = kind is not None and issubclass(kind, FolderUnreachable)
-        with suppress(*[FolderUnreachable, StoreError] if unreachable else []):
+    def __exit__(self, *_) -> None:
+        over = self.live.place.disk.outages.given_up
+        with suppress(*(FolderUnreachable, StoreError) if over else ()):
             self._retry(self.recorder.flush)
         self.printer.leave()
 

@@ -306,15 +306,19 @@ def test_a_member_outlasts_an_outage_that_is_shorter_than_a_lease(tmp_path, numb
     assert right(root, PLAN)
 
 
-def test_a_longer_outage_ends_the_member_with_the_code_that_queues_it_again(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "ended"), [(errno.ENOTCONN, "queued"), (errno.EACCES, "failed")]
+)
+def test_a_longer_outage_ends_the_member_by_the_error(tmp_path, number, ended):
+    """A member that is "queued" ends with the code on which batch scripts queue it again."""
     begin(root := tmp_path / "run")
-    chance = random.Random(1)
+    chance, plan = random.Random(1), Plan(8, 2, 0.1)
     found = Bad(root, chance)
     with injected():
-        how = member(found, Plan(8, 2, 0.1), sleep=lambda: setattr(found, "faults", outage(60.0)))
-    assert how == "queued" and FolderUnreachable.code == 75
-    assert member(Bad(root, chance), Plan(8, 2, 0.1)) == "end"
-    assert right(root, Plan(8, 2, 0.1))
+        how = member(found, plan, sleep=lambda: setattr(found, "faults", outage(60.0, number)))
+    assert how == ended and FolderUnreachable.code == 75
+    assert member(Bad(root, chance), plan) == "end"
+    assert right(root, plan)
 
 
 def test_a_member_whose_unfinished_model_was_removed_joins_again(tmp_path, monkeypatch):
