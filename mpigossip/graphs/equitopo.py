@@ -5,11 +5,17 @@ with O(1) Consensus Rate, NeurIPS 2022. All are made of the basis matrices A^(a)
 A^(a)[i, i+a] = (n−1)/n, A^(a)[i, i] = 1/n, whose mean over all a is J.
 """
 
+import math
+
 import numpy as np
 
 from mpigossip.graphs.base import Drawn, Graph, GraphError, random_words, static
 from mpigossip.graphs.exponential import rounds_needed
 from mpigossip.graphs.rounds import Circulant, Round, paired
+
+
+DRAWS = 1000
+"""Largest number of draws until the distances connect all nodes."""
 
 
 def _mean_of_basis(n: int, distances: np.ndarray) -> Graph:
@@ -23,14 +29,25 @@ def _distances(name: str, n: int, seed: int, peers: int | None) -> np.ndarray:
     peers = rounds_needed(n) if peers is None else peers
     if peers < 1:
         raise GraphError(f'graph "{name}" needs at least one peer, got {peers}')
-    return (random_words((seed, n), peers) % np.uint64(n - 1)).astype(np.int64) + 1
+    for draw in range(DRAWS):
+        # The first draw has the key of earlier versions, so connected graphs keep their weights.
+        key = (seed, n, draw) if draw else (seed, n)
+        distances = (random_words(key, peers) % np.uint64(n - 1)).astype(np.int64) + 1
+        # Sums of the distances modulo n are the multiples of this divisor: 1 connects all nodes.
+        if math.gcd(n, *distances.tolist()) == 1:
+            return distances
+    raise GraphError(
+        f'graph "{name}": none of {DRAWS} draws of peers = {peers} distances connects its n = {n} '
+        f"nodes; set peers = {peers + 1}"
+    )
 
 
 def d_equistatic(n: int, seed: int = 0, *, peers: int | None = None) -> Graph:
     """D-EquiStatic: the mean of `peers` basis matrices A^(a), a drawn from 1 … n−1 with repeats.
 
-    Node i receives from i + a. Degree ≤ peers (⌈log2 n⌉ unless given), period 1, directed, doubly
-    stochastic; ‖W − J‖ < ε with probability 1 − p for peers ≥ 8 ln(2n/p)/(3ε²).
+    Node i receives from i + a. Distances that do not connect all nodes are drawn again. Degree
+    ≤ peers (⌈log2 n⌉ unless given), period 1, directed, doubly stochastic; ‖W − J‖ < ε with
+    probability 1 − p for peers ≥ 8 ln(2n/p)/(3ε²).
     """
     return _mean_of_basis(n, _distances("d-equistatic", n, seed, peers))
 

@@ -116,10 +116,11 @@ def _pull(
 
 
 def _base(n: int, k: int) -> list[Pairs]:
-    """Base-(k+1) graph (algorithm 3): the shorter of Simple Base on n, and on p groups of n/p.
+    """Base-(k+1) graph (algorithm 3): the better of Simple Base on n, and on p groups of n/p.
 
     p is the part of n made of primes ≤ k+1; groups of q = n/p run Simple Base side by side, then
-    hyper-hypercubes across the groups average the p equal-numbered nodes.
+    hyper-hypercubes across the groups average the p equal-numbered nodes. The one with fewer
+    rounds is taken, then the one with fewer edges in a period, then Simple Base on n.
     """
     simple = _simple_base(range(n), k)
     p = 1
@@ -131,7 +132,7 @@ def _base(n: int, k: int) -> list[Pairs]:
     across = [_hyper_hypercube(range(i, n, q), k) for i in range(q)]
     joined = [_union(side_by_side) for side_by_side in zip(*groups, strict=True)]
     joined += [_union(side_by_side) for side_by_side in zip(*across, strict=True)]
-    return simple if len(simple) <= len(joined) else joined
+    return min(simple, joined, key=lambda rounds: (len(rounds), sum(map(len, rounds))))
 
 
 def _union(parts: Sequence[Pairs]) -> Pairs:

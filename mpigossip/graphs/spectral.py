@@ -5,6 +5,7 @@ eigenvalues); other graphs densely while n is small, and by scipy's iterations a
 J = 11ᵀ/n throughout, and Π W = W(t−1) … W(1) W(0).
 """
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from itertools import count
@@ -14,7 +15,7 @@ import numpy as np
 from mpigossip.graphs.base import Graph, GraphError
 from mpigossip.graphs.exponential import rounds_needed
 from mpigossip.graphs.rounds import Circulant, Round
-from mpigossip.graphs.weights import as_sparse
+from mpigossip.graphs.weights import as_sparse, links
 
 LARGE = 512
 """Nodes above which a run doesn't compute its graph's gap: that takes a while."""
@@ -142,6 +143,27 @@ def _radius_arnoldi(product: list[Round]) -> float:
         (n, n), matvec=lambda x: _applied(product, x.reshape(n)) - x.mean(), dtype=np.float64
     )
     return float(np.abs(eigs(operator, k=2, which="LM", v0=start, tol=1e-8)[0]).max())
+
+
+def unreached(graph: Graph) -> tuple[int, int] | None:
+    """Return nodes (j, i) such that what j sends never reaches i; None if the graph is connected.
+
+    Messages travel along the edges of all rounds of a period; with rounds that are drawn without
+    end, along those of the first few. Connected means strongly connected if edges are directed.
+    """
+    rounds = list(graph.schedule.rounds)
+    if circulants := _circulants(rounds):
+        offsets = (offset for c in circulants for offset in c.offsets)
+        return None if math.gcd(graph.n, *offsets) == 1 else (0, 1)
+    from scipy.sparse import csgraph
+
+    sent = links(graph)
+    for edges, forwards in ((sent, True), (sent.T.tocsr(), False)):
+        reached = csgraph.breadth_first_order(edges, 0, return_predecessors=False)
+        if len(reached) < graph.n:
+            other = int(np.setdiff1d(np.arange(graph.n), reached)[0])
+            return (0, other) if forwards else (other, 0)
+    return None
 
 
 def residue(graph: Graph, rounds: int | None = None, start: int = 0) -> float:

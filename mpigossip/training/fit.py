@@ -17,7 +17,8 @@ from mpigossip.config.choices import Part
 from mpigossip.config.errors import Mistake
 from mpigossip.data.pytree import Nested
 from mpigossip.graphs import Graph, GraphError
-from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact
+from mpigossip.graphs.base import Drawn
+from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact, unreached
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import Kind
 from mpigossip.mixing.wire import Wire
@@ -35,6 +36,7 @@ def unfit(parts: Parts) -> list[str]:
     job, graph, method, cadence = parts.job, parts.graph, parts.method, parts.cadence
     return [
         *_unfit_graph(job, graph, method.needs),
+        *_unconnected(job, graph, cadence),
         *_unfit_cadence(job, method.needs, cadence),
         *_unfit_periods(job, graph, method, cadence),
         *_unfit_length(job, graph, method.needs),
@@ -116,6 +118,29 @@ def _unfit_graph(job: Job, graph: Graph, needs: frozenset) -> list[str]:
     return [
         f'graph.name = "{job.graph.name}": algorithm "{job.algorithm.name}" needs a graph that is '
         f"{' and '.join(missing)}; with {graph.n} nodes these are{own}: {', '.join(fitting)}"
+    ]
+
+
+def _unconnected(job: Job, graph: Graph, cadence: Cadence) -> list[str]:
+    """Return why nodes would never agree, if the edges of the graph do not connect all of them.
+
+    Graph "identity" says by its name that nodes train alone. An average over all nodes connects
+    them, too. Rounds that are drawn without end have no edges that could be known beforehand.
+    """
+    whole = getattr(graph.schedule, "of", graph)  # without the links that [faults] loses
+    alone = graph.n == 1 or graph.name == "identity"
+    if alone or isinstance(whole.schedule, Drawn):
+        return []
+    if Kind.GOSSIP not in cadence.kinds or Kind.GLOBAL in cadence.kinds:
+        return []
+    nodes = unreached(whole)
+    if nodes is None:
+        return []
+    return [
+        f'graph.name = "{job.graph.name}": its {graph.n} nodes are not connected, as the model of '
+        f"node {nodes[0]} never reaches node {nodes[1]}; add edges, choose a cadence that averages "
+        'over all nodes, as cadence.name = "gossip-pga", or let nodes train alone by '
+        'graph.name = "identity"'
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mpigossip.graphs import BUILDERS, GraphError, graph
 from mpigossip.graphs.exponential import rounds_needed
-from mpigossip.graphs.finite_time import factors
+from mpigossip.graphs.finite_time import _simple_base, factors
 from mpigossip.graphs.spectral import residue, rounds_to_exact, spectral_gap
 from tests.cases import on_each
 
@@ -18,6 +18,14 @@ DRAWN = ["random-matching", "od-equidyn", "ou-equidyn"]
 def edges(g, t=0):
     """Directed edges (receiver, sender) of a round."""
     return {(i, int(j)) for i in range(g.n) for j in g.neighbours(t, i)[0]}
+
+
+def network(g, t=0):
+    """Return a round as a directed networkx graph, from senders to receivers."""
+    made = nx.DiGraph()
+    made.add_nodes_from(range(g.n))
+    made.add_edges_from((j, i) for i, j in edges(g, t))
+    return made
 
 
 def test_every_builder_documents_itself_and_shows_its_options():
@@ -166,6 +174,25 @@ def test_lengths_of_base_graphs(k, lengths):
     assert {n: graph(f"base-{k + 1}", n).period for n in lengths} == lengths
 
 
+@on_each(
+    ("base", "n", "simple", "joined"),
+    [
+        (5, 26, 247, 139),
+        (5, 62, 566, 589),
+        (5, 93, 887, 930),
+        (5, 124, 1232, 1302),
+        (3, 74, 515, 519),
+        (3, 14, 57, 47),
+        (4, 10, 40, 37),
+    ],
+)
+def test_base_graphs_of_equal_length_take_the_fewest_edges(base, n, simple, joined):
+    assert len(_simple_base(range(n), base - 1)) == graph(f"base-{base}", n).period
+    assert sum(map(len, _simple_base(range(n), base - 1))) == simple
+    made = graph(f"base-{base}", n)
+    assert sum(r.edge_count for r in made.schedule.rounds) // 2 == min(simple, joined)
+
+
 @on_each("p", (1, 2, 4, 6))
 def test_hyper_hypercube_is_exact_where_it_exists(p):
     for n in range(2, 130):
@@ -273,6 +300,19 @@ def test_equitopo_static():
     # ‖W − J‖ < ε with high probability for peers ≥ 8 ln(2n/p)/(3ε²)
     peers = int(8 * np.log(2 * 64 / 0.1) / (3 * 0.5**2)) + 1
     assert all(spectral_gap(graph("d-equistatic", 64, seed=s, peers=peers)) > 0.5 for s in range(8))
+
+
+@on_each("name", ["d-equistatic", "u-equistatic"])
+def test_equitopo_static_graphs_are_connected_for_every_seed(name):
+    for n in (4, 6, 8, 9, 30):
+        for seed in range(200):
+            assert np.gcd.reduce((n, *graph(name, n, seed=seed).round(0).offsets)) == 1
+    assert graph(name, 4) == graph(name, 4)
+    # a draw that is connected is taken as it is, so its weights are those of earlier versions
+    assert graph("d-equistatic", 16, seed=4).round(0).offsets == (9, 12, 13, 14)
+    # one distance has to be a unit modulo n, of which there are 8 among 29
+    for seed in range(20):
+        assert nx.is_strongly_connected(network(graph(name, 30, seed=seed, peers=1)))
 
 
 def test_equitopo_dynamic_matrices():

@@ -14,7 +14,9 @@ import pytest
 from mpigossip.graphs import BUILDERS, GraphError, from_networkx, graph
 from mpigossip.graphs import spectral as sp
 from mpigossip.graphs import theory as th
+from mpigossip.graphs.base import static
 from mpigossip.graphs.exponential import rounds_needed
+from mpigossip.graphs.rounds import Circulant
 from mpigossip.graphs.weights import as_sparse
 from tests.cases import on_each
 
@@ -272,3 +274,17 @@ def test_4096_nodes_are_described_without_dense_matrices_by_numpy_alone():
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
     seconds, _, modules = done.stdout.partition(" ")
     assert float(seconds) < 30 and modules.strip() == "[]"
+
+
+def test_unreached_names_a_sender_and_a_node_that_it_never_reaches():
+    ring, pairs = graph("ring", 6), np.kron(np.eye(2), np.full((2, 2), 0.5))
+    assert sp.unreached(ring) is None and sp.unreached(graph("star", 5)) is None
+    assert sp.unreached(graph("identity", 3)) == (0, 1)
+    assert sp.unreached(static(Circulant(6, 0.5, (2, 4), (0.25, 0.25)))) == (0, 1)
+    assert sp.unreached(graph(pairs)) == (0, 2)
+    follower = np.array([[1.0, 0.0], [0.5, 0.5]])  # node 1 receives from node 0 alone
+    assert sp.unreached(graph(follower)) == (1, 0)
+    assert sp.unreached(graph(follower[::-1, ::-1])) == (0, 1)
+    # edges of all rounds of a period count
+    turned = pairs[np.ix_([1, 2, 3, 0], [1, 2, 3, 0])]
+    assert sp.unreached(graph([pairs, turned])) is None

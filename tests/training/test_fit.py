@@ -1,12 +1,15 @@
 """What goes together in a job, where no other test has it."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.training import assemble
+from tests.cases import with_world
 
 
 class Buffered(nn.Module):
@@ -53,3 +56,40 @@ def test_vmap_bears_buffers_that_training_leaves_alone():
         else:
             with pytest.raises(JobError, match="changes its buffers in training"):
                 assemble.assemble(job, Alone(), 2)
+
+
+PAIRS = np.kron(np.eye(2), np.full((2, 2), 0.5))
+"""Two pairs of nodes that exchange nothing with each other."""
+
+
+def pairs(n, seed):
+    return PAIRS
+
+
+def test_a_graph_that_does_not_connect_its_nodes_is_rejected_in_jobs():
+    def problems(*settings):
+        return assemble.mistakes(assemble.load({}, ["algorithm.name=dsgd", *settings]), 4)
+
+    name = f"graph.name={__name__}:pairs"
+    for more in ([], ["graph.lazy=true"], ["faults.lost=0.1"]):
+        (found,) = problems(name, *more)
+        assert f'graph.name = "{__name__}:pairs"' in found and "node 0 never reaches node 2" in found
+    # averages over all nodes connect them, and "identity" is meant
+    assert not problems(name, "cadence.name=gossip-pga")
+    assert not problems(name, "cadence.name=global")
+    assert not problems("graph.name=identity")
+
+
+@with_world
+def loop_over_pairs(world):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(JobError, match=r"graph\.name") as caught:
+        mpigossip.Gossip(world, model, optimizer, "dsgd", graph=PAIRS)
+    mpigossip.Gossip(world, model, optimizer, "dsgd", graph=PAIRS, cadence="gossip-pga").close()
+    return str(caught.value)
+
+
+def test_a_graph_that_does_not_connect_its_nodes_is_rejected_in_loops(ranks):
+    found = ranks(4)(loop_over_pairs)
+    assert all("never reaches" in text for text in found)
