@@ -1,7 +1,8 @@
 """Transient iterations measured in a study; rates and lower bounds in its plots."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,10 +80,35 @@ def _known(log: Log) -> tuple[Graph, Problem | None, float]:
     return graph, made(log.nodes, **job.data.options) if made else None, noise
 
 
+class Bounded(NamedTuple):
+    """The quantities that a lower bound depends on; points that share them share the bound."""
+
+    diameter: int
+    nodes: int
+    noise: float
+    gap: float
+    smoothness: float
+
+    def label(self, others: Iterable["Bounded"]) -> str:
+        """Return the label of the bound: its diameter, and each quantity that differs in others."""
+        texts = {
+            "nodes": f"{self.nodes} nodes",
+            "noise": f"noise {self.noise:g}",
+            "gap": f"initial gap {self.gap:.6g}",
+            "smoothness": f"smoothness {self.smoothness:.6g}",
+        }
+        known = [self, *others]
+        differ = [text for key, text in texts.items() if len({getattr(k, key) for k in known}) > 1]
+        return ", ".join(["lower bound", f"diameter {self.diameter}", *differ])
+
+
+FLOOR_LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
+"""Lines of lower bounds, in turn."""
+
+
 def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
     """D-PSGD's rate on the graph of each point, dotted in its colour; the lower bounds in grey."""
-    floors: dict[int, np.ndarray] = {}
-    steps = np.empty(0)
+    floors: dict[Bounded, tuple[Figures, np.ndarray]] = {}
     low, high = axes.get_ylim()
     for cell, colour in colours.items():
         for run in study.ended(cell)[:1]:
@@ -98,8 +124,12 @@ def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
             rate = theory.gossip_rate(steps, *constants, problem.heterogeneity, n, gap)
             axes.plot(steps, rate, color=colour, linestyle=":", lw=1.2)
             across = theory.diameter(graph)
-            floors[across or 0] = theory.gradient_floor(steps, *constants, n, 1, across)
-    for across, floor in sorted(floors.items()):
-        axes.plot(steps, floor, color="#888888", lw=0.8, label=f"lower bound, diameter {across}")
+            bounded = Bounded(across or 0, n, noise, problem.gap, problem.smoothness)
+            floor = theory.gradient_floor(steps, *constants, n, 1, across)
+            floors.setdefault(bounded, (steps, floor))
+    drawn = sorted(floors.items(), key=lambda one: one[0])
+    for (bounded, (steps, floor)), line in zip(drawn, cycle(FLOOR_LINES), strict=False):
+        label = bounded.label(floors)
+        axes.plot(steps, floor, color="#888888", linestyle=line, lw=0.8, label=label)
     axes.plot([], [], ":", color="#888888", label="rate of D-PSGD, no constants")
     axes.set_ylim(low, high)  # orders without constants don't decide what is seen

@@ -55,3 +55,28 @@ def test_a_study_measures_transients_and_draws_rates(tmp_path):
         study.plot("loss", theory=True)
     with pytest.raises(JobError, match='against = "nobody"'):
         study.transient("nobody")
+
+
+def test_each_problem_has_a_lower_bound_of_its_own_with_a_label(tmp_path):
+    (tmp_path / "job.toml").write_text(JOB)
+    grid = {"task.noise": [0.01, 1.0], "graph.name": ["ring", "complete"]}
+    study = mpigossip.study(
+        tmp_path / "job.toml",
+        grid,
+        nodes=4,
+        seeds=1,
+        settings=["algorithm.name=dsgd"],
+        output=tmp_path / "runs",
+    )
+    (axes,) = study.plot("gradient_square", theory=True).axes
+    floors = {
+        line.get_label(): line.get_ydata()
+        for line in axes.get_lines()
+        if "lower bound" in line.get_label()
+    }
+    assert list(floors) == [
+        f"lower bound, diameter {across}, noise {noise}" for across in (1, 2) for noise in (0.01, 1)
+    ]
+    # per step, noise adds to the bound, and so does the diameter
+    last = [floor[-1] for floor in floors.values()]
+    assert last[0] < last[1] and last[2] < last[3] and last[0] < last[2]

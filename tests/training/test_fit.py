@@ -73,7 +73,9 @@ def test_a_graph_that_does_not_connect_its_nodes_is_rejected_in_jobs():
     name = f"graph.name={__name__}:pairs"
     for more in ([], ["graph.lazy=true"], ["faults.lost=0.1"]):
         (found,) = problems(name, *more)
-        assert f'graph.name = "{__name__}:pairs"' in found and "node 0 never reaches node 2" in found
+        assert (
+            f'graph.name = "{__name__}:pairs"' in found and "node 0 never reaches node 2" in found
+        )
     # averages over all nodes connect them, and "identity" is meant
     assert not problems(name, "cadence.name=gossip-pga")
     assert not problems(name, "cadence.name=global")
