@@ -13,7 +13,6 @@ from mpigossip.graphs.base import Drawn, Graph, GraphError, random_words, static
 from mpigossip.graphs.exponential import rounds_needed
 from mpigossip.graphs.rounds import Circulant, Round, paired
 
-
 DRAWS = 1000
 """Largest number of draws until the distances connect all nodes."""
 
