@@ -15,8 +15,22 @@ from typing import Any, cast
 
 import numpy as np
 
-from mpigossip.graphs.base import SAMPLED_ROUNDS, Graph, random_words
+from mpigossip.graphs.base import SAMPLED_ROUNDS, Graph, GraphError, random_words
 from mpigossip.graphs.rounds import TOLERANCE, Round, Sparse
+
+
+def least_rounds(share: float) -> float:
+    """Return the mean number of rounds off of a thing that is drawn independently each round."""
+    return 1 / (1 - share) if share < 1 else math.inf
+
+
+def _check(share: float, rounds: float, names: tuple[str, str]) -> None:
+    """Raise GraphError for fewer rounds than any chain of this share has."""
+    if rounds and not rounds >= (least := least_rounds(share)):
+        raise GraphError(
+            f"{names[1]} = {rounds:g}: must be at least 1/(1 - {names[0]}) = {least:.6g}, or 0 for "
+            "rounds that are drawn independently"
+        )
 
 
 @dataclass(frozen=True)
@@ -25,7 +39,7 @@ class OnOff:
 
     A chain of two states: with probability r a thing is drawn anew (off with probability
     ``share``), else it stays. Off it stays 1/(r (1 − share)) rounds; 0 means r = 1, drawn anew each
-    round.
+    round. GraphError for fewer rounds than that, 1/(1 − share).
     """
 
     share: float
@@ -33,6 +47,9 @@ class OnOff:
     key: tuple[int, ...]
     count: int
     _latest: dict = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check(self.share, self.rounds, ("share", "rounds"))
 
     @property
     def anew(self) -> float:
@@ -79,6 +96,10 @@ class Links:
     away: float = 0.0
     away_rounds: float = 0.0
     ticks: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self.lost, self.lost_rounds, ("lost", "lost_rounds"))
+        _check(self.away, self.away_rounds, ("away", "away_rounds"))
 
     def alive(self, t: int) -> np.ndarray:
         """Between which nodes something travels in round t: bool (n, n), symmetric."""

@@ -26,7 +26,7 @@ from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import MIXERS, open_mixer
 from mpigossip.mixing.compressors import WIRES
 from mpigossip.training import shape, task
-from mpigossip.training.fit import check_rounds, check_vmap, contradictions, unfit
+from mpigossip.training.fit import check_rounds, check_vmap, contradictions, short_faults, unfit
 from mpigossip.training.loop import Trainer
 from mpigossip.training.parts import Parts, make_graph, make_parts
 from mpigossip.training.precision import Precision, arranged, resolved
@@ -145,6 +145,8 @@ def lasting(job: Job, n: int) -> list[str]:
 
 def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
     """Return the graph, and why it can't be made or the parts don't go together."""
+    if found := short_faults(job):
+        return None, found
     try:
         graph = make_graph(job, n)
     except GraphError as error:

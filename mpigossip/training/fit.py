@@ -18,6 +18,7 @@ from mpigossip.config.errors import Mistake
 from mpigossip.data.pytree import Nested
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.base import Drawn
+from mpigossip.graphs.faulty import least_rounds
 from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact, unreached
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import Kind
@@ -302,21 +303,26 @@ def _links_fail(job: Job) -> bool:
 
 
 def _unfit_faults(job: Job, method: Algorithm) -> list[str]:
-    """Too short failures of links, and global averages, which need every link."""
+    """Return why a method that averages over all nodes can't lose links."""
+    if method.always_global and _links_fail(job):
+        return [
+            f'faults: algorithm "{job.algorithm.name}" averages over all nodes, which waits for '
+            "every link; leave [faults] out, or choose a method of neighbours"
+        ]
+    return []
+
+
+def short_faults(job: Job) -> list[str]:
+    """Return faults that last shorter than if each round were drawn: no graph can have them."""
     ill, found = job.faults, []
     stays = {"lost": (ill.lost, ill.lost_rounds), "away": (ill.away, ill.away_rounds)}
     for key, (share, rounds) in stays.items():
-        least = 1 / (1 - share)
+        least = least_rounds(share)
         if rounds and rounds < least:
             found.append(
                 f"faults.{key}_rounds = {rounds:g}: drawn anew each round they are {least:.3g} "
                 f"already, with faults.{key} = {share:g}; take more, or 0"
             )
-    if method.always_global and _links_fail(job):
-        found.append(
-            f'faults: algorithm "{job.algorithm.name}" averages over all nodes, which waits for '
-            "every link; leave [faults] out, or choose a method of neighbours"
-        )
     return found
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
-from mpigossip.graphs import graph
+from mpigossip.graphs import GraphError, graph
 from mpigossip.graphs.faulty import Links, OnOff, faulty
 from mpigossip.mixing.base import is_average
 from mpigossip.training import assemble
@@ -75,6 +75,17 @@ def test_chains_are_off_for_their_share_and_their_stays(share, rounds):
     # any round in any order: a resumed run sees the same
     fresh = OnOff(share, rounds, (7,), 400)
     assert (fresh.off(377) == states[377]).all() and (fresh.off(12) == states[12]).all()
+
+
+@on_each(("share", "rounds"), [(0.5, 0.5), (0.5, 1.2), (0.5, 1.99), (0.2, 1.2), (0.0, 0.5)])
+def test_shorter_stays_than_independent_rounds_have_are_rejected(share, rounds):
+    limit = f"{1 / (1 - share):g}"
+    with pytest.raises(GraphError, match=rf"rounds = {rounds:g}: .*{limit}"):
+        OnOff(share, rounds, (7,), 4)
+    for name in ("lost", "away"):
+        with pytest.raises(GraphError, match=rf"{name}_rounds = {rounds:g}: .*{limit}"):
+            Links(8, **{name: share, f"{name}_rounds": rounds})
+    OnOff(share, 1 / (1 - share), (7,), 4)
 
 
 def test_poisson_clocks_take_part_as_often_as_they_tick():
