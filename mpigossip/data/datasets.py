@@ -1,6 +1,7 @@
 """Torch Datasets as a job's data, returned by a user's function in `data.source`."""
 
 import contextlib
+import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -57,7 +58,10 @@ class Datasets:
         tests = [_length(one["test"]) for one in sets]
         if not isinstance(self.test, IterableDataset) and len(set(tests)) > 1:
             raise mistake(self.name, f'the nodes\' "test" have {tests} samples; give all as many')
-        first = next(leaves(self.sample("train")), torch.empty(0))
+        batch = self.sample("train")
+        # A stream is not read a second time, since it may not begin where it began before.
+        self._stream_digest = content_hash(batch) if self.streams and dealt else b""
+        first = next(leaves(batch), torch.empty(0))
         self.shape, self.classes, self.dtype = tuple(first.shape[1:]), data.classes, None
 
     @property
@@ -105,8 +109,65 @@ class Datasets:
         except Exception as error:
             raise mistake(self.name, f'a first sample of "{split}": {raised(error)}') from error
 
+    def content_digest(self) -> bytes:
+        """Return a hash of a few samples, by which ranks compare their data.
+
+        It is that of the first sample of a stream, and b"" for streams of one node each.
+        """
+        if self.streams:
+            return self._stream_digest
+        parts = []
+        with drawing(Draws(self.seed)):
+            for one in (self.train, self.test):
+                if not isinstance(one, IterableDataset):
+                    parts += [one[index] for index in compared_indices(_length(one) or 0).tolist()]
+        return content_hash(parts)
+
     def close(self) -> None:
         """Nothing to close."""
+
+
+COMPARED = 8
+"""Samples of a split that ranks compare."""
+
+
+def compared_indices(count: int) -> np.ndarray:
+    """Return the indices of samples that ranks compare, spread over ``count`` of them."""
+    return np.unique(np.linspace(0, count - 1, min(COMPARED, count)).astype(np.int64))
+
+
+def content_hash(value: Any) -> bytes:
+    """Return the SHA-256 of tensors, arrays, numbers and texts in nested containers.
+
+    Other objects count by their type alone: their repr may contain an address.
+    """
+    sha = hashlib.sha256()
+    _hash_into(sha, value)
+    return sha.digest()
+
+
+def _hash_into(sha: Any, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            sha.update(f"{key!r}:".encode())
+            _hash_into(sha, one)
+    elif isinstance(value, tuple | list):
+        sha.update(f"[{len(value)}]".encode())
+        for one in value:
+            _hash_into(sha, one)
+    elif isinstance(value, torch.Tensor):
+        sha.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        if value.layout == torch.strided:
+            flat = value.detach().cpu().resolve_conj().resolve_neg().flatten()
+            sha.update(flat.view(torch.uint8).numpy())
+    elif hasattr(value, "__array_interface__"):  # arrays, NumPy's numbers, and images
+        array = np.ascontiguousarray(value)
+        sha.update(f"{array.dtype.str}{np.shape(value)}".encode())
+        sha.update(array.tobytes() if not array.dtype.hasobject else b"")
+    elif isinstance(value, bool | int | float | complex | str | bytes | None):
+        sha.update(f"{value!r};".encode(errors="surrogatepass"))
+    else:
+        sha.update(type(value).__qualname__.encode())
 
 
 def _length(one: Dataset) -> int | None:

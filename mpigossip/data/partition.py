@@ -1,5 +1,6 @@
 """Partition of samples over nodes, and the order in which each node takes its own."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -141,6 +142,17 @@ def make_orders(
     fraction, alpha = section.shuffled_percent, section.dirichlet_alpha
     parts = partition(data.train_labels, n, section.partition, seed, fraction, alpha)
     return orders(parts, seed, per_step)
+
+
+def partition_digest(orders: Sequence[Order | Share]) -> str:
+    """Return the SHA-256 of the nodes' samples, in node order; "" for streams, which have none."""
+    sha = hashlib.sha256()
+    for order in orders:
+        if isinstance(order, Share):
+            return ""
+        sha.update(len(order.part).to_bytes(8, "little"))
+        sha.update(np.ascontiguousarray(order.part, "<i8"))
+    return sha.hexdigest()
 
 
 def orders(parts: Sequence[np.ndarray], seed: int, batch: int) -> list[Order]:

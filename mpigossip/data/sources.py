@@ -18,8 +18,17 @@ from torch import Tensor
 
 from mpigossip import config
 from mpigossip.config import JobError
-from mpigossip.config.own_parts import imported, is_own
-from mpigossip.data.datasets import WANTED, Datasets, call, mistake
+from mpigossip.config.errors import Failure, Mistake
+from mpigossip.config.own_parts import imported, is_own, raised
+from mpigossip.data.datasets import (
+    SPLITS,
+    WANTED,
+    Datasets,
+    call,
+    compared_indices,
+    content_hash,
+    mistake,
+)
 from mpigossip.data.images import Images, Recipe
 from mpigossip.data.philox import NOISE, words
 from mpigossip.data.problems import Problem, factorization, logistic, quadratics
@@ -78,6 +87,15 @@ class Source(ABC):
         """Return the labels of samples, int64."""
         return (self.train_labels if split == "train" else self.test_labels)[indices]
 
+    def content_digest(self) -> bytes:
+        """Return a hash of a few samples of each split, by which ranks compare their data."""
+        parts: list[Any] = []
+        for split, size, key in (("train", self.train_size, (0, 0)), ("test", self.test_size, ())):
+            if size:
+                indices = compared_indices(size)
+                parts += [self.labels(split, indices), self.raw(split, indices, key)]
+        return content_hash(parts)
+
     def make_batch(
         self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
@@ -117,6 +135,11 @@ class ImageSource(Source):
         inputs *= factor
         inputs += shift
         return inputs, labels
+
+    def content_digest(self) -> bytes:
+        # All samples, by their stored checksums: decoders of two hosts may differ in a bit.
+        splits = [self.images.data.split(split) for split in SPLITS]
+        return content_hash([[split.labels, split.checksums] for split in splits])
 
     def __reduce__(self):  # what a decoding process gets opens the file itself
         return ImageSource, (self.images.recipe._replace(cache="never"),)
@@ -287,8 +310,11 @@ def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1)
     )
 
 
-def check_alike(name: str, data: AnyData, world: "World") -> None:
-    """JobError where ranks don't see the same data, by their numbers; collective."""
+def check_alike(name: str, data: AnyData, world: "World", partition: str = "") -> None:
+    """JobError where ranks don't see the same data; collective.
+
+    Compared are numbers of samples, a hash of a few of them, and the digest of their partition.
+    """
     mine = data.train_size, data.test_size
     told = world.gather(mine)
     with world.together(JobError):
@@ -299,6 +325,59 @@ def check_alike(name: str, data: AnyData, world: "World") -> None:
                     f"and {mine[1]:,} test samples, rank {rank} on {world.hosts[rank]} has "
                     f"{train:,} and {test:,}; all ranks need the same data"
                 )
+    if world.size > 1:
+        _check_contents(name, data, world)
+        _check_equal(
+            world,
+            partition,
+            f'data.source = "{name}": the partition of the samples on rank {{}} on {{}} differs '
+            "from that on rank 0 on {}; all ranks need the same labels and the same version of "
+            "NumPy",
+        )
+
+
+def _check_contents(name: str, data: AnyData, world: "World") -> None:
+    """Compare samples; collective. Those that two reads on one rank give differently don't count.
+
+    The second read is made only if ranks differ.
+    """
+    with world.together(Mistake):
+        content = _content(name, data)
+    if not world.agree(int(content != world.broadcast(content))):
+        return
+    with world.together(Mistake):
+        again = _content(name, data)
+    if world.agree(int(again != content)):
+        return
+    _check_equal(
+        world,
+        content,
+        f'data.source = "{name}": samples on rank {{}} on {{}} differ from those of the same '
+        "numbers on rank 0 on {}; copy the same data to all hosts, or make the function that "
+        "data.source names independent of the rank",
+    )
+
+
+def _content(name: str, data: AnyData) -> bytes:
+    try:
+        return data.content_digest()
+    except (Mistake, Failure, MemoryError):
+        raise
+    except Exception as error:
+        text = f"a sample can't be read to compare it between ranks: {raised(error)}"
+        raise mistake(name, text) from error
+
+
+def _check_equal(world: "World", value: Any, text: str) -> None:
+    """JobError unless all ranks have the same value; collective.
+
+    :param text: message with three places: a rank, its host, and that of rank 0
+    """
+    values = world.gather(value)
+    with world.together(JobError):
+        for rank, other in enumerate(values or ()):
+            if other != value:
+                raise JobError(text.format(rank, world.hosts[rank], world.hosts[0]))
 
 
 def _packed(path: Path, data: config.Data) -> Source:

@@ -62,7 +62,7 @@ def _check_loaded(run: Run, path: Path) -> None:
             f"of {counted(manifest.n, 'node')}, and {loaded}: call optimizer.resume() to go "
             "on from there, or name another folder"
         )  # fmt: skip
-    run.take_over(checkpoint.read_node(path, run.node.mixer.rows[0]).numbers)
+    run.take_over(checkpoint.read_node(path, run.node.mixer.rows[0], manifest).numbers)
     run.saved_at = step if step == manifest.step else None
 
 

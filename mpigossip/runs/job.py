@@ -11,6 +11,7 @@ import torch
 
 from mpigossip import config
 from mpigossip.cluster.world import World
+from mpigossip.config import Job
 from mpigossip.engine.measurements import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.node import Arrays, Numbers
@@ -23,8 +24,13 @@ from mpigossip.runs.survive import Survival
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
 from mpigossip.store.log import read
-from mpigossip.training.assemble import Assembly, assemble
+from mpigossip.training.assemble import Assembly, assemble, load
 from mpigossip.training.evaluate import Evaluation, evaluate, norms
+
+PARTITION_KEY, NUMPY_KEY = "partition", "numpy"
+"""Facts of a checkpoint: digest of its partition, and the version of NumPy that drew it."""
+NOT_OF_PARTITION = {"batch", "augment", "image_size", "workers", "cache"}
+"""Settings of `[data]` on which the partition does not depend."""
 
 
 class JobNode:
@@ -42,6 +48,8 @@ class JobNode:
         self.assembly, self.trainer, self.engine = assembly, assembly.trainer, assembly.engine
         self.mixer, self.group = self.engine.mixer, self.engine.group
         self.facts: dict[str, Any] = {"steps_per_epoch": assembly.steps_per_epoch}
+        if assembly.partition:
+            self.facts |= {PARTITION_KEY: assembly.partition, NUMPY_KEY: np.__version__}
 
     @property
     def shift(self) -> int:
@@ -77,6 +85,31 @@ class JobNode:
     def fits(self, manifest: Manifest, first: NodeState) -> bool:
         """Return whether nodes had as many slots."""
         return manifest.meta["slots"] == self.group.slots
+
+    def check_saved(self, manifest: Manifest, path: Path) -> None:
+        """Raise StoreError if the same settings give the nodes other samples than before.
+
+        Another number of nodes, or other settings of the data, mean another partition. Checkpoints
+        of earlier versions have no digest of it.
+        """
+        saved, own = manifest.meta.get(PARTITION_KEY), self.facts.get(PARTITION_KEY)
+        if not saved or not own or saved == own or manifest.n != self.mixer.n:
+            return
+        if _partition_settings(load(manifest.job, resolve=False)) != _partition_settings(self.job):
+            return
+        drawn_by, here = str(manifest.meta.get(NUMPY_KEY))[:40], np.__version__
+        if drawn_by == here:
+            cause = "its samples or labels have changed; restore the data that the run began with"
+        else:
+            cause = (
+                f"NumPy {drawn_by} drew it, here is {here}: `pip install numpy=={drawn_by}`, or "
+                "restore the data, if they have changed"
+            )
+        raise StoreError(
+            f'data.partition = "{self.job.data.partition}": the samples of data.source = '
+            f'"{self.job.data.source}" are distributed over nodes otherwise than when {path} was '
+            f"saved; {cause}"
+        )
 
     def stand_at(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
         """Take the counters; the epoch goes on where it was, in its present number of steps."""
@@ -177,6 +210,12 @@ class JobNode:
                 f'the test\'s "{name}" is {value} at step {self.engine.index}{first}: a sum that '
                 "isn't a number, or a count of 0 over the whole test set"
             )
+
+
+def _partition_settings(job: Job) -> tuple[dict[str, Any], int]:
+    """Return the settings on which the partition depends, besides the number of nodes."""
+    data = config.as_dict(job)["data"]
+    return {key: data[key] for key in data.keys() - NOT_OF_PARTITION}, job.run.seed
 
 
 def train(node: JobNode, newest: Path | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def export(path: Path, out: Path, node: int | None = None, trust_model: bool = F
             f"--node {node}: {path} has nodes 0 to {manifest.n - 1}; leave --node out for their "
             "average"
         )
-    values = averaged(path, manifest.n) if node is None else model_of(path, node)
+    values = averaged(path, manifest) if node is None else model_of(path, node)
     made = trust_model and manifest.meta.get("door") != "loop"
     state, note = _completed(manifest, values) if made else _as_saved(manifest, values)
     who = f"the average of {manifest.n} nodes" if node is None else f"node {node} of {manifest.n}"
@@ -51,9 +51,9 @@ def export(path: Path, out: Path, node: int | None = None, trust_model: bool = F
     return "\n".join([told, *([f"note: {note}"] if note else []), "", *_three_lines(out, not note)])
 
 
-def averaged(path: Path, n: int) -> dict[str, np.ndarray]:
-    """Return parameters and buffers by name, floats averaged over the n nodes of a checkpoint."""
-    return _by_name(checkpoint.read_node(path, 0), checkpoint.average(path, n))
+def averaged(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
+    """Return parameters and buffers by name, floats averaged over the nodes of a checkpoint."""
+    return _by_name(checkpoint.read_node(path, 0, manifest), checkpoint.average(path, manifest))
 
 
 def model_of(path: Path, node: int) -> dict[str, np.ndarray]:

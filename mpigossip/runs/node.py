@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,6 +74,9 @@ class Node(Protocol):
 
     def fits(self, manifest: Manifest, first: NodeState) -> bool:
         """Return whether a checkpoint of as many nodes can be continued exactly."""
+
+    def check_saved(self, manifest: Manifest, path: Path) -> None:
+        """Raise StoreError if the checkpoint in ``path`` is not one to continue from; local."""
 
     def stand_at(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
         """Take the counters of a checkpoint, or of a step that was kept."""

@@ -144,10 +144,11 @@ def restore(
     state begins anew. StoreError where the model is another one.
     """
     _check_facts(manifest, node.facts, path)
+    node.check_saved(manifest, path)
     rows, fits = node.mixer.rows, manifest.n == node.mixer.n
-    first = checkpoint.read_node(path, rows[0] if fits else 0)
+    first = checkpoint.read_node(path, rows[0] if fits else 0, manifest)
     if fits and not node.fits(manifest, first):
-        first, fits = checkpoint.read_node(path, 0), False
+        first, fits = checkpoint.read_node(path, 0, manifest), False
     _check_model(first, node.engine.vector.flat, path)
     _check_counters(first, path)
     with reading(path):  # arrays of other shapes than the model's
@@ -156,11 +157,11 @@ def restore(
         if exact:
             told = []
             for row, number in enumerate(rows):
-                saved = checkpoint.read_node(path, number) if row else first
+                saved = checkpoint.read_node(path, number, manifest) if row else first
                 _check_counters(saved, path)
                 told += _exactly(node, row, saved)
         else:
-            slots, mean = manifest.meta["slots"], checkpoint.average(path, manifest.n)
+            slots, mean = manifest.meta["slots"], checkpoint.average(path, manifest)
             told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
             told += from_mean(node, mean, first.numbers) + node.put_own(0, first, mean)
     return exact, told, first.numbers

@@ -193,9 +193,13 @@ def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
     return removed
 
 
-def read_node(path: Path, node: int) -> NodeState:
-    """The state of one node, joined over its slots; its files are checked against the manifest."""
-    manifest = read_manifest(path)
+def read_node(path: Path, node: int, manifest: Manifest | None = None) -> NodeState:
+    """Return the state of one node, joined over its slots.
+
+    Its files are checked against the ``manifest``, which is read if it is None: that takes a time
+    proportional to the number of nodes, so read it once for many of them.
+    """
+    manifest = read_manifest(path) if manifest is None else manifest
     if not 0 <= node < manifest.n:
         raise StoreError(
             f"{path} holds nodes 0 to {manifest.n - 1}, node {node} was asked for; "
@@ -233,10 +237,10 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
         return state
 
 
-def average(path: Path, n: int) -> dict[str, np.ndarray]:
-    """Return the mean over a checkpoint's n nodes, as `node_state.over_nodes` has it."""
+def average(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
+    """Return the mean over a checkpoint's nodes, as `node_state.over_nodes` has it."""
     with reading(path):
-        return node_state.over_nodes(read_node(path, node) for node in range(n))
+        return node_state.over_nodes(read_node(path, i, manifest) for i in range(manifest.n))
 
 
 def _joined(parts: Sequence[NodeState]) -> NodeState:
@@ -281,7 +285,7 @@ def verify(path: Path) -> list[str]:
     layouts = set()
     for node in range(manifest.n):
         try:
-            state = read_node(path, node)
+            state = read_node(path, node, manifest)
         except StoreError as error:
             problems.append(str(error))
         else:

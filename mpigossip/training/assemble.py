@@ -14,7 +14,7 @@ from mpigossip.config import Job, JobError
 from mpigossip.config.choices import Tables
 from mpigossip.config.errors import Mistake
 from mpigossip.data.loader import Loader, processes
-from mpigossip.data.partition import make_orders
+from mpigossip.data.partition import make_orders, partition_digest
 from mpigossip.data.sources import SOURCES, AnyData, Source, check_alike, source
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat, flatten
@@ -45,6 +45,8 @@ class Assembly:
     loader: Loader
     steps_per_epoch: int
     total_steps: int
+    partition: str = ""
+    """digest of the partition of the samples over nodes; "" for streams"""
 
     @property
     def engine(self) -> Engine:
@@ -198,7 +200,8 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         objective = task.make(job.task).told(data).tried(module, sample)
         check_vmap(job, module, objective, sample)
         flat = lay_out(job, module, slots)
-    check_alike(job.data.source, data, world)
+    partition = partition_digest(each)
+    check_alike(job.data.source, data, world, partition)
     check_rounds(job, graph, world)
     graph = placed(job, graph, world)
     group = shape.make_group(job, world)
@@ -228,7 +231,7 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         schedule(job.schedule, per_epoch, total, n * per_step), loader.step,
     )  # fmt: skip
     total = total if job.run.steps is None else min(total, job.run.steps)
-    return Assembly(parts, trainer, data, loader, per_epoch, total)
+    return Assembly(parts, trainer, data, loader, per_epoch, total, partition)
 
 
 def with_output(job: Job, folder: str) -> Job:

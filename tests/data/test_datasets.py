@@ -6,18 +6,22 @@ import multiprocessing
 import os
 import random
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from mpigossip.config import Data, JobError
 from mpigossip.data import pytree
+from mpigossip.data.datasets import Datasets
 from mpigossip.data.loader import DataError, Loader
 from mpigossip.data.partition import Share, make_orders
-from mpigossip.data.sources import source
+from mpigossip.data.sources import check_alike, source
+from mpigossip.store.packing import pack
 from tests.cases import every, on_each, with_world
 
 
@@ -365,10 +369,11 @@ def sizes(world):
     """What each rank says of data that differ."""
     from types import SimpleNamespace
 
-    from mpigossip.data.sources import check_alike
+    def of_size(train_size):
+        return SimpleNamespace(train_size=train_size, test_size=2, content_digest=lambda: b"")
 
-    check_alike("mine:same", SimpleNamespace(train_size=8, test_size=2), world)
-    differing = SimpleNamespace(train_size=8 + world.rank // 2, test_size=2)
+    check_alike("mine:same", of_size(8), world)
+    differing = of_size(8 + world.rank // 2)
     with pytest.raises(JobError) as caught:
         check_alike("mine:other", differing, world)
     return str(caught.value)
@@ -378,3 +383,94 @@ def test_data_that_differ_between_ranks_are_named_on_all(ranks):
     for text in ranks(3)(sizes):
         assert '"mine:other": rank 0 on' in text and "has 8 training and 2 test samples" in text
         assert "rank 2 on" in text and "has 9 and 2" in text
+
+
+class Rows(IterableDataset):
+    """A stream of numbers from a first one on."""
+
+    def __init__(self, first):
+        self.first = first
+
+    def __iter__(self):
+        return iter(torch.arange(self.first, self.first + 20))
+
+
+def kinds(change, at, folder):
+    """Return each kind of data, with one changed sample if ``change``."""
+    x = torch.arange(40.0).reshape(20, 2)
+    x[at] += change
+    pairs = [(Image.new("L", (4, 4), int(row[0])), f"text {row[1]:g}") for row in x]
+    sets = {
+        "tensors": TensorDataset(x, torch.arange(20)),
+        "objects": [*pairs],
+        "stream": Rows(int(change)),
+    }
+    for name, train in sets.items():
+        if isinstance(train, list):
+            train = Listed(train)
+        found = {"train": train, "test": TensorDataset(x[:2])}
+        if name == "objects":
+            found["collate"] = lambda items: torch.zeros(len(items))
+        yield name, Datasets([found], Data(source=name), 0, dealt=True)
+    text = Data(source="synthetic", shape=(3,), samples=20)
+    yield "synthetic", source(text, 1 + int(change))
+    pixels = np.full((4, 4), 7, np.uint8)
+    for split, number in itertools.product(("train", "test"), range(3)):
+        place = folder / f"{int(change)}" / split / "class"
+        place.mkdir(parents=True, exist_ok=True)
+        pixels[0, 0] = number + (change if number == 2 else 0)
+        Image.fromarray(pixels).save(place / f"{number}.png")
+    packed = folder / f"{int(change)}.h5"
+    pack(folder / f"{int(change)}", packed)
+    yield "packed", source(Data(source=str(packed)), 0)
+
+
+class Listed(Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class Undetermined(Dataset):
+    """Samples that no two reads give alike, as of a transform with a generator of its own."""
+
+    def __init__(self):
+        self.random = np.random.default_rng()
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return self.random.random(3)
+
+
+@with_world
+def contents(world, folder):
+    """Return for each kind of data the message about samples that differ on the last rank."""
+    mine = Path(folder) / str(world.rank)
+    mine.mkdir()
+    found = {}
+    alike, changed = dict(kinds(0, 0, mine)), dict(kinds(1, 0, mine))
+    for name, same in alike.items():
+        check_alike(name, same, world)
+        with pytest.raises(JobError) as caught:
+            check_alike(name, changed[name] if world.rank == 2 else same, world)
+        found[name] = str(caught.value)
+    undetermined = {"train": Undetermined(), "test": Undetermined()}
+    check_alike("mine:random", Datasets([undetermined], Data(), 0, dealt=True), world)
+    with pytest.raises(JobError) as caught:
+        check_alike("digits", alike["tensors"], world, "ab" if world.rank == 1 else "cd")
+    return found, str(caught.value)
+
+
+def test_samples_that_differ_between_ranks_are_named_on_all(ranks, tmp_path):
+    for found, partition in ranks(3)(contents, str(tmp_path)):
+        assert set(found) == {"tensors", "objects", "stream", "synthetic", "packed"}
+        for name, text in found.items():
+            assert f'"{name}": samples on rank 2 on' in text
+        assert "partition of the samples on rank 1" in partition

@@ -84,7 +84,7 @@ def test_members_train_each_chunk_once_and_end_with_one_average(tmp_path, capsys
     for state in states[1:]:
         assert all(torch.equal(state[name], value) for name, value in states[0].items())
     saved = checkpoint.latest(tmp_path / "run")
-    mean = checkpoint.average(saved, checkpoint.read_manifest(saved).n)["parameters"]
+    mean = checkpoint.average(saved, checkpoint.read_manifest(saved))["parameters"]
     own = torch.cat([p.detach().ravel() for p in models[0][0].parameters()])
     torch.testing.assert_close(own, torch.from_numpy(mean).float())
     for path in (tmp_path / "run/models").iterdir():  # purged

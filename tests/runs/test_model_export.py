@@ -120,7 +120,7 @@ def test_what_is_evaluated_exported_and_gone_on_from_are_the_same_bits(trained, 
     folder, summary = trained
     monkeypatch.syspath_prepend(folder)
     path = Path(summary["checkpoint"])
-    exported = averaged(path, 3)
+    exported = averaged(path, checkpoint.read_manifest(path))
     job = assemble.load(checkpoint.read_manifest(path).job)
     for n in (3, 1):  # exactly, then elastically
         assembly = assemble.assemble(job, Alone(), n)
@@ -135,7 +135,7 @@ def test_what_is_evaluated_exported_and_gone_on_from_are_the_same_bits(trained, 
 def test_a_nodes_own_model_and_the_average(trained, monkeypatch):
     folder, summary = trained
     path = Path(summary["checkpoint"])
-    mean = averaged(path, 3)
+    mean = averaged(path, checkpoint.read_manifest(path))
     every = [checkpoint.read_node(path, node) for node in range(3)]
     stacked = np.stack([state.parameters for state in every]).astype(np.float64).mean(0)
     joined = np.concatenate([mean[name].ravel() for name in every[0].names])

@@ -3,7 +3,9 @@
 import contextlib
 import io
 import re
+import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +17,14 @@ from mpigossip.analysis.report import table
 from mpigossip.cli import main
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
+from mpigossip.data import partition
 from mpigossip.mixing.base import Kind
 from mpigossip.runs import launch, run
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.job import JobNode, train
 from mpigossip.runs.summary import describe
 from mpigossip.store import checkpoint
+from mpigossip.store import manifest as manifests
 from mpigossip.store.log import read
 from mpigossip.store.log_reading import with_nan
 from mpigossip.training import assemble
@@ -235,6 +239,39 @@ def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
     assert summary["finished"] and abs(summary["epochs"] - 5) < 1e-9
     assert summary["accuracy"] > 0.9
     assert len(read(folder / "log.h5").steps["loss"]) == summary["steps"]
+
+
+def test_a_resume_with_another_partition_is_rejected(tmp_path, monkeypatch):
+    """Another version of NumPy, or changed data, give nodes other samples at equal settings."""
+    settings = ["model.name=mlp", "data.partition=dirichlet"]
+    launch.train(job(*settings, "run.steps=2", folder=tmp_path), Alone(), 3)
+    meta = checkpoint.read_manifest(checkpoint.latest(tmp_path)).meta
+    assert len(meta["partition"]) == 64 and meta["numpy"] == np.__version__
+    # another batch leaves the partition as it is
+    launch.resume(tmp_path, ["run.steps=3", "data.batch=4"], Alone(), None)
+
+    drawn = partition._dirichlet
+    monkeypatch.setattr(
+        partition, "_dirichlet", lambda labels, n, seed, alpha: drawn(labels, n, seed + 1, alpha)
+    )
+    with pytest.raises(ValueError, match=r'data\.partition = "dirichlet": .*restore the data'):
+        launch.resume(tmp_path, ["run.steps=4"], Alone(), None)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "__version__", "9.8.7")
+        with pytest.raises(ValueError, match=r"pip install numpy==.*9\.8\.7|9\.8\.7.*pip install"):
+            launch.resume(tmp_path, ["run.steps=4"], Alone(), None)
+    # a partition that the user asks for, and other nodes, are accepted
+    kept = [tmp_path.with_name(name) for name in ("sorted", "nodes", "old")]
+    for folder in kept:
+        shutil.copytree(tmp_path, folder)
+    launch.resume(kept[0], ["run.steps=4", "data.partition=sorted"], Alone(), None)
+    launch.resume(kept[1], ["run.steps=4"], Alone(), 2)
+    # and a checkpoint of an earlier version, which has no digest
+    path = checkpoint.latest(kept[2])
+    manifest = checkpoint.read_manifest(path)
+    old = {key: value for key, value in manifest.meta.items() if key not in ("partition", "numpy")}
+    manifests.write(path / "checkpoint.h5", replace(manifest, meta=old))
+    assert launch.resume(kept[2], ["run.steps=4"], Alone(), None)["steps"] == 4
 
 
 def test_another_batch_goes_on_at_the_same_part_of_the_epoch(tmp_path):

@@ -86,6 +86,23 @@ def test_round_trip(tmp_path):
     assert checkpoint.latest(tmp_path) == path and checkpoint.steps(tmp_path) == [1200]
 
 
+def test_the_manifest_is_read_once_for_all_nodes(tmp_path, monkeypatch):
+    """Its length grows with the nodes: read for each of them, it takes n² time."""
+    path, reads = write(tmp_path, 3), []
+    read = checkpoint.read_manifest
+
+    def counting(path):
+        reads.append(path)
+        return read(path)
+
+    monkeypatch.setattr(checkpoint, "read_manifest", counting)
+    assert checkpoint.verify(path) == [] and len(reads) == 1
+    manifest = checkpoint.read_manifest(path)
+    checkpoint.average(path, manifest)
+    same(checkpoint.read_node(path, 2, manifest), state(2, 3))
+    assert len(reads) == 2
+
+
 def by_slot(node, step=0):
     """The same as `state`, of three slots: the last one's columns are padding alone."""
     whole, ends = state(node, step), (0, 600, 1006, 1006)

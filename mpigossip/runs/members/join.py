@@ -225,7 +225,8 @@ def _stored(folder: Path) -> list[NodeState] | None:
     path = checkpoint.latest(folder)
     if path is None:
         return None
-    return [checkpoint.read_node(path, node) for node in range(checkpoint.read_manifest(path).n)]
+    manifest = checkpoint.read_manifest(path)
+    return [checkpoint.read_node(path, node, manifest) for node in range(manifest.n)]
 
 
 def _write(
