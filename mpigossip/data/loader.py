@@ -237,20 +237,27 @@ class Loader(contextlib.AbstractContextManager):
         return started(self._test, self.data.name)
 
     def _test_stream(self, node: int, n: int) -> Iterator[Nested]:
-        """In this process: every n-th row of one stream for all, or all of a node's own."""
+        """Read the test stream in this process, a batch at a time.
+
+        It is every n-th row of one stream for all nodes, or all rows of a node's own.
+        """
         data, size = self.data, self.data.section.batch
         at = [order.node for order in self.orders].index(node) if not data.dealt else 0
         one = data.sets[at]["test"]
         turn, of = (node, n) if data.dealt else (0, 1)
+        state: list = [Draws(data.seed, (TEST, node))]
         try:
-            with drawing(Draws(data.seed, (TEST, node))):
-                rows, batches = itertools.islice(one, turn, data.test_size, of), []
-                while part := list(itertools.islice(rows, size)):
-                    batches.append(data.collate(part))
+            with drawing(state):
+                rows = itertools.islice(one, turn, data.test_size, of)
+            while True:
+                with drawing(state):  # and not while the batch is evaluated
+                    part = list(itertools.islice(rows, size))
+                    batch = data.collate(part) if part else Refused
+                if batch is Refused:
+                    return
+                yield batch
         except Exception as error:
-            batches = [Refused(f'data.source = "{data.name}": the stream of "test": '
-                               f"{raised(error)}")]  # fmt: skip
-        return iter(batches)
+            yield Refused(f'data.source = "{data.name}": the stream of "test": {raised(error)}')
 
     def _samples(self) -> Any:
         return (Raw if isinstance(self.data, Source) else Samples)(self.data)

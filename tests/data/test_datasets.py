@@ -385,6 +385,31 @@ def test_data_that_differ_between_ranks_are_named_on_all(ranks):
         assert "rank 2 on" in text and "has 9 and 2" in text
 
 
+class Watched(IterableDataset):
+    """A stream of 20 random rows that counts how many were read."""
+
+    read = 0
+
+    def __iter__(self):
+        for number in range(20):
+            self.read += 1
+            yield torch.tensor(number) + torch.rand(())
+
+
+def test_a_test_stream_is_read_a_batch_at_a_time(mine):
+    stream = Watched()
+    mine(watched=lambda seed: {"train": Rows(0), "test": stream})
+    with opened("watched", n=1, test_samples=20) as loader:
+        stream.read, batches = 0, loader.share(0, 1)
+        first = next(batches)
+        assert stream.read == len(first) == 4
+        torch.rand(3)  # the program's own draws change nothing of the stream's
+        rest = list(batches)
+        assert stream.read == 20
+        again = list(loader.share(0, 1))
+        assert torch.equal(torch.cat([first, *rest]), torch.cat(again))
+
+
 class Rows(IterableDataset):
     """A stream of numbers from a first one on."""
 
