@@ -30,7 +30,16 @@ def between(graph: Graph, racks: Sequence[Hashable]) -> float:
 
 
 def place(graph: Graph, racks: Sequence[Hashable], order: Sequence[int] | None = None) -> Graph:
-    """The graph renumbered for ranks in these racks; the same on every rank.
+    """The graph renumbered for ranks in these racks, by :func:`places_for`."""
+    return renumbered(graph, places_for(graph, racks, order))
+
+
+def places_for(
+    graph: Graph, racks: Sequence[Hashable], order: Sequence[int] | None = None
+) -> np.ndarray:
+    """Return the place of each rank, for ranks in these racks, (n,).
+
+    It takes several arrays (n, n) of float64, so one rank computes it for all of them.
 
     From two beginnings, the ranks' own numbers and their ``order`` (of racks, unless given),
     places are swapped as long as that takes messages off the edges between racks; the better end
@@ -38,12 +47,12 @@ def place(graph: Graph, racks: Sequence[Hashable], order: Sequence[int] | None =
     """
     label = _labels(racks, graph.n)
     if isinstance(graph.schedule, Drawn) or graph.n < 3:
-        return graph
+        return np.arange(graph.n)
     ranks = np.argsort(label, kind="stable") if order is None else np.asarray(order)
     counts = usage(graph)
     both = counts + counts.T
     found = [_improved(both, label, p) for p in (np.arange(graph.n), np.argsort(ranks))]
-    return renumbered(graph, min(found, key=lambda p: _crossing(both, label[np.argsort(p)])))
+    return min(found, key=lambda p: _crossing(both, label[np.argsort(p)]))
 
 
 def _crossing(counts: np.ndarray, rack_of: np.ndarray) -> float:

@@ -19,7 +19,7 @@ from mpigossip.data.sources import SOURCES, AnyData, Source, check_alike, source
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat, flatten
 from mpigossip.graphs import Graph, GraphError
-from mpigossip.graphs.placement import place
+from mpigossip.graphs.placement import places_for, renumbered
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group, held
 from mpigossip.groups.devices import slots_of
@@ -97,7 +97,11 @@ def placed(job: Job, graph: Graph, world: World) -> Graph:
     with world.together(JobError):
         found = nodes.racks(job.graph.placement, column.hosts, told)
     order = sorted(range(graph.n), key=lambda i: (nodes.natural(column.hosts[i]), i))
-    return place(graph, found, order)
+    places = None
+    with world.together(GraphError):
+        if world.rank == 0:
+            places = places_for(graph, found, order)
+    return renumbered(graph, world.broadcast(places))
 
 
 def make_model(job: Job, data: AnyData) -> torch.nn.Module:

@@ -9,7 +9,7 @@ import pytest
 from mpigossip.cluster import nodes
 from mpigossip.config import JobError
 from mpigossip.graphs import GraphError, graph
-from mpigossip.graphs.placement import between, place, renumbered, usage
+from mpigossip.graphs.placement import between, place, places_for, renumbered, usage
 from mpigossip.training import assemble
 from tests.cases import on_each
 
@@ -76,13 +76,13 @@ def test_a_scheduler_without_a_topology_is_named():
         nodes.racks("scheduler", ["n1", "n2"], ["s0.n1", ""])
 
 
-def test_a_job_places_its_ranks(tmp_path):
+def test_a_job_places_its_ranks(tmp_path, monkeypatch):
     hosts = tuple(f"r{rack}n{i}" for i, rack in enumerate("01101001"))
     told = [f"s{rack}.n{i}" for i, rack in enumerate("01101001")]
     path = tmp_path / "racks"
     path.write_text("".join(f"{host} {host[:2]}\n" for host in hosts))
     world = SimpleNamespace(
-        comm=object(), hosts=hosts, size=8, together=lambda *_: contextlib.nullcontext(),
+        comm=object(), hosts=hosts, size=8, rank=0, together=lambda *_: contextlib.nullcontext(),
         gather=lambda value: told, broadcast=lambda value: value,
     )  # fmt: skip
     world.nodes = SimpleNamespace(column=world)
@@ -92,5 +92,10 @@ def test_a_job_places_its_ranks(tmp_path):
         job = assemble.load({"graph": {"placement": placement}})
         assert between(assemble.placed(job, made, world), racks) < between(made, racks)
     assert assemble.placed(assemble.load({}), made, world) is made
+    # other ranks get the places of rank 0, and need none of its memory
+    expected = assemble.placed(job, made, world)
+    world.rank, world.broadcast = 3, lambda value: places_for(made, racks)
+    monkeypatch.setattr(assemble, "places_for", None)
+    assert assemble.placed(job, made, world) == expected
     with pytest.raises(JobError, match=r'must be "given", "hostnames", "scheduler" or "file:PATH"'):
         assemble.load({"graph": {"placement": "near"}})
