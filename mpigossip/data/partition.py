@@ -151,7 +151,7 @@ def partition_digest(orders: Sequence[Order | Share]) -> str:
         if isinstance(order, Share):
             return ""
         sha.update(len(order.part).to_bytes(8, "little"))
-        sha.update(np.ascontiguousarray(order.part, "<i8"))
+        sha.update(np.ascontiguousarray(order.part, "<i8").tobytes())
     return sha.hexdigest()
 
 

@@ -128,8 +128,8 @@ def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
             floor = theory.gradient_floor(steps, *constants, n, 1, across)
             floors.setdefault(bounded, (steps, floor))
     drawn = sorted(floors.items(), key=lambda one: one[0])
-    for (bounded, (steps, floor)), line in zip(drawn, cycle(FLOOR_LINES), strict=False):
+    for (bounded, (at, floor)), line in zip(drawn, cycle(FLOOR_LINES), strict=False):
         label = bounded.label(floors)
-        axes.plot(steps, floor, color="#888888", linestyle=line, lw=0.8, label=label)
+        axes.plot(at, floor, color="#888888", linestyle=line, lw=0.8, label=label)
     axes.plot([], [], ":", color="#888888", label="rate of D-PSGD, no constants")
     axes.set_ylim(low, high)  # orders without constants don't decide what is seen
