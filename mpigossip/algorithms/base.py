@@ -71,6 +71,9 @@ class Algorithm(NamedTuple):
     """receive makes mixed[0] x, first of all and without reading x: the two may be one array"""
     raw: bool = False
     """only the local step uses the gradient, and takes the parameters' own: g is None"""
+    distinct_state: bool = False
+    """the nodes' states belong together, as trackers whose mean is the mean gradient: if nodes
+    resumed from the state of one of them, the result would be wrong for good"""
     needs: frozenset = frozenset()
     """What the job must have; each is checked, and named where it is missing (training/fit.py).
 

@@ -140,4 +140,7 @@ def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
 
     init = starting(Choco, torch.zeros_like, torch.zeros_like, local.init)
     needs = frozenset({"static", "doubly", "never-global", "own-wire"})
-    return Algorithm(init, send, receive, on_inner(local.update), raw=local.raw, needs=needs)
+    update = on_inner(local.update)
+    return Algorithm(
+        init, send, receive, update, raw=local.raw, distinct_state=True, needs=needs
+    )

@@ -41,7 +41,9 @@ def sgp(local: Local) -> Algorithm:
         return state
 
     needs = frozenset({"column-stochastic"})
-    return Algorithm(init, send, receive, scalars=1, raw=local.raw, needs=needs)
+    return Algorithm(
+        init, send, receive, scalars=1, raw=local.raw, distinct_state=True, needs=needs
+    )
 
 
 class Carriers(NamedTuple):

@@ -234,6 +234,8 @@ class Gossip(WithFolder):
             self._stale.watch(p for group in self.param_groups for p in group["params"])
         if self._loaded is not None:
             states.check_method(self._world, self._loaded, self.engine)
+            name = self._job.algorithm.name
+            states.check_origin(self._node.world, self._loaded, self.engine, name)
             self._node.begin_anew()
             state, self._loaded = self._loaded, None
             states.restore(state, self.engine, self.vector)
@@ -283,12 +285,16 @@ class Gossip(WithFolder):
         mine = self._loaded
         if mine is None and self._node.laid_out:
             self.vector.check()
-            mine = states.state(self.engine, self.vector) | {"optimizer": title(self._inner)}
+            mine = states.state(self.engine, self.vector, self._node.world) | {"optimizer": title(self._inner)}
         state = self._inner.state_dict() | {"gossip": mine}
         return self._run_hooks("state_dict_post", state) or state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue bitwise from ``state_dict``, this node's own, at the next step; on all nodes."""
+        """Continue bitwise from ``state_dict``, this node's own, at the next step; on all nodes.
+
+        The next step reports once if the state is another node's, and raises JobError if the
+        method needs the state of each node.
+        """
         self._node.not_serving("load_state_dict()")
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         given = dict(state_dict)

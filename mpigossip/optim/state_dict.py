@@ -7,7 +7,9 @@ from torch import nn
 
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
+from mpigossip.config.readable import counted, note_once
 from mpigossip.engine.module import LOW, Parameters
+from mpigossip.engine.sharded import Shards
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat, joined, split
 from mpigossip.optim import equal_start
@@ -15,16 +17,26 @@ from mpigossip.optim.inner import complete
 from mpigossip.store.manifest import MOST, counter
 
 
-def state(engine: Engine, vector: Parameters) -> dict[str, Any]:
+ORIGIN = ("node", "nodes", "local_rank")
+"""Keys that say which rank saved a state; earlier versions did not write them."""
+
+
+def state(engine: Engine, vector: Parameters, world: World) -> dict[str, Any]:
     """Return tensors and plain values, so that torch.save keeps them."""
     flat = vector.flat.own
-    return {
+    return origin(world) | {
         "names": list(flat.names),
         "shapes": [list(shape) for shape in flat.shapes],
         "model": torch.from_numpy(joined(vector.x, 0, flat)),
         "arrays": _arrays(engine, flat),
         "numbers": engine.numbers() | {"bytes_sent": engine.mixer.bytes_sent[0]},
     }
+
+
+def origin(world: World) -> dict[str, int]:
+    """Return the number of this rank's node, of all nodes, and the local rank."""
+    nodes = world.nodes
+    return {"node": nodes.of[world.rank], "nodes": nodes.count, "local_rank": nodes.place}
 
 
 def _arrays(engine: Engine, flat: Flat) -> dict[str, torch.Tensor]:
@@ -74,6 +86,8 @@ def _check(state: Any, flat: Flat) -> None:
             _array(name, array, array.numel(), array.dtype)
         for name in ("index", "born", "round", "bytes_sent"):
             counter(numbers[name], name, MOST)
+        for name in ORIGIN:
+            counter(state.get(name, 0), name, MOST)
     except JobError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -113,6 +127,49 @@ def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
                 "load_state_dict: the state is of another algorithm or cadence; give Gossip those "
                 "that it was saved with"
             )  # fmt: skip
+
+
+def check_origin(world: World, state: dict[str, Any], engine: Engine, algorithm: str) -> None:
+    """Report once that ranks resume from the states of others; collective.
+
+    :raises JobError: on all ranks, if the method's state must be the node's own, or if a rank has
+        loaded another rank's shard
+    """
+    own = origin(world)
+    saved = {key: int(state.get(key, value)) for key, value in own.items()}
+    sharded = isinstance(engine.vector, Shards)
+    every = world.broadcast(world.gather((own, saved, sharded)))
+    places = [_place(*one) for one in every]
+    others = [rank for rank, (here, there) in enumerate(places) if here != there]
+    if not others:
+        return
+    first, *more = others
+    here, there = places[first]
+    also = f", and {counted(len(more), 'other rank')} likewise" if more else ""
+    found = f"load_state_dict: rank {first} is {here}, and loaded the state of {there}{also}"
+    remedy = 'save and load one file per rank, such as f"state-{world.rank}.pt"'
+    wrong_shard = any(own["local_rank"] != saved["local_rank"] for own, saved, cut in every if cut)
+    if wrong_shard:
+        raise JobError(f"{found}: each rank holds a shard of its own; {remedy}")
+    if engine.method.distinct_state:
+        raise JobError(
+            f'{found}: algorithm.name = "{algorithm}" needs the state of each node, as the nodes\' '
+            f'states belong together; {remedy}, or remove the entry "gossip" from the state, so '
+            "that the method begins anew"
+        )  # fmt: skip
+    if world.rank == 0:
+        note_once(f"{found}: its model and what its method has kept replace this node's; {remedy}")
+
+
+def _place(own: dict[str, int], saved: dict[str, int], sharded: bool) -> tuple[str, str]:
+    """Return in words which node, and which shard of it, a rank is and has loaded."""
+    here, there = (f"node {one['node']} of {one['nodes']}" for one in (own, saved))
+    if sharded:
+        here, there = (
+            f"local rank {one['local_rank']} of {text}"
+            for one, text in ((own, here), (saved, there))
+        )
+    return here, there
 
 
 def restore(state: dict[str, Any], engine: Engine, vector: Parameters) -> None:

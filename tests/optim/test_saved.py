@@ -1,6 +1,8 @@
 """States of a loop's nodes that don't belong together; states that no state_dict() has made."""
 
+import contextlib
 import copy
+import io
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 import mpigossip
 from mpigossip.cluster.ranks import Alone
-from mpigossip.config import JobError
+from mpigossip.config import JobError, readable
 from mpigossip.store import StoreError
 from tests.cases import on_each, with_world
 
@@ -50,6 +52,76 @@ def test_states_of_different_steps_are_refused_on_all_nodes(ranks):
         assert early == late
         assert "rank 0 goes on from step 2, rank 1 from step 1" in early
         assert "load the states of one step" in early
+
+
+# -- the state of another node ---------------------------------------------------------------------
+
+TRAINED = {"dsgd": {}, "diloco": {"period": 1}, "dmsgd": {}}
+DISTINCT = {
+    "dsgt": {},
+    "momentum-tracking": {},
+    "d2": {"graph": "ring"},
+    "detag": {},
+    "sgp": {},
+    "choco": {"graph": "ring", "wire": "sign"},
+}
+LOADED = {"own": lambda rank: rank, "of rank 0": lambda _: 0}
+
+
+@with_world
+def resumed(world, algorithm, loaded, names_its_node):
+    """The error that each rank raises and what it writes to stderr if it loads such a state."""
+    readable.noted.clear()
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        options = (TRAINED | DISTINCT)[algorithm]
+        return model, mpigossip.Gossip(world, model, inner, algorithm, **options)
+
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    states = world.comm.allgather(optimizer.state_dict())
+    state = states[LOADED[loaded](world.rank)]
+    if not names_its_node:
+        for key in ("node", "nodes", "local_rank"):
+            del state["gossip"][key]
+    model, optimizer = make()
+    written, error = io.StringIO(), ""
+    with contextlib.redirect_stderr(written):
+        for _ in range(2):
+            optimizer.load_state_dict(state)
+            try:
+                train(model, optimizer, 1)
+            except JobError as raised:
+                error = str(raised)
+    return error, written.getvalue()
+
+
+@on_each("algorithm", [*TRAINED, *DISTINCT])
+def test_the_state_of_another_node_is_named_once_or_rejected(ranks, algorithm):
+    for rank, (error, written) in enumerate(ranks(2)(resumed, algorithm, "of rank 0", True)):
+        told = error if algorithm in DISTINCT else written
+        if algorithm in TRAINED:
+            assert not error
+            assert bool(written) == (rank == 0)
+        if told:
+            assert told.count("rank 1 is node 1 of 2, and loaded the state of node 0 of 2") == 1
+            assert "state-{world.rank}.pt" in told
+        if algorithm in DISTINCT:
+            assert f'algorithm.name = "{algorithm}"' in error
+
+
+@on_each(("algorithm", "loaded", "names_its_node"), [
+    ("dsgd", "own", True), ("dsgt", "own", True),
+    ("dsgd", "of rank 0", False), ("dsgt", "of rank 0", False),
+])  # fmt: skip
+def test_the_own_state_and_one_without_a_node_load_in_silence(
+    ranks, algorithm, loaded, names_its_node
+):
+    got = ranks(2)(resumed, algorithm, loaded, names_its_node)
+    assert got == [("", "")] * 2
 
 
 def stepped(world, algorithm="dmsgd", shape=(4, 3), steps=2):
@@ -101,6 +173,8 @@ FORGED = {
     "negative": (number("index", -5), r"index = -5: must be a whole number from 0"),
     "a fraction": (number("round", 2.5), r"round = 2.5: must be a whole number from 0"),
     "a text": (number("born", "1"), r"born = 1: must be a whole number from 0"),
+    "a negative node": (put("node", -1), r"node = -1: must be a whole number from 0"),
+    "a node by name": (put("node", "first"), r"node = first: must be a whole number from 0"),
     "endless": (number("bytes_sent", 1 << 70), r"bytes_sent = 11805.*: must be a whole number"),
 }
 LATER = {
