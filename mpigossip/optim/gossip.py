@@ -108,7 +108,8 @@ class Gossip(WithFolder):
         :param on_change: with ``survive=True``, called as ``on_change(world)`` after a rank failure
         :param options: of the algorithm, graph and cadence by their plain names, and the settings
             of a job that the reference lists, such as ``seed``, ``timeout_s`` (seconds) and, with
-            ``run``, ``steps``, the whole loop's
+            ``run``, ``steps``, the whole loop's. A name that two sections have needs its section:
+            ``graph_lazy=True``, or ``**{"graph.lazy": True}``
         :raises JobError: on all ranks, with all that doesn't fit, each as in a job
         """
         with world.together(JobError) if hasattr(world, "together") else nullcontext():

@@ -1,6 +1,6 @@
 """The job that means the same as the arguments of `Gossip`; checks of what loops don't support."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ OF_RUN = {
     "log": ("flush_steps", "on_error", "hooks", "straggler_times", "straggler_s"),
 }
 """And those of a run with a folder."""
+SHARED = ("length", "on_error")
+"""Options that mean the same in each section that has them, and go to all of these sections."""
 STAND_IN = STILL._replace(raw=True)
 """Stands for the optimizer's step in checks."""
 
@@ -114,7 +116,10 @@ def _sections(
     options: Mapping[str, Any],
     plain: Mapping[str, set[str]],
 ) -> dict[str, dict[str, Any]]:
-    """Return a job's sections; an option goes to each part of the job that has it."""
+    """Return a job's sections; each option goes to the section that has it, or that it names.
+
+    :raises JobError: if an option is unknown, given twice, or known to several sections
+    """
     sections: dict[str, dict[str, Any]] = {"run": {}, "algorithm": {"name": algorithm}}
     sections |= {"graph": {}, "cadence": {}, "node": {}, "checkpoint": {}, "log": {}}
     for section, name in (("graph", graph), ("cadence", cadence)):
@@ -128,16 +133,40 @@ def _sections(
     known["algorithm"] |= {*options_of(algorithms.BUILDERS, algorithm)}
     known["graph"] |= {*options_of(graphs.BUILDERS, graph)}
     known["cadence"] |= {*options_of(cadences.BUILDERS, cadence)}
-    for key, value in options.items():
-        homes = [section for section, keys in known.items() if key in keys]
+    for option, value in options.items():
+        key, homes = _homes(option, known)
         if not homes:
-            if any(key in keys for keys in OF_RUN.values()):
-                raise JobError(f'{key}: goes with a run\'s folder: give Gossip run="runs/mine"')
-            unknown = f"{key}: unknown; {near(key, set().union(*known.values()))}"
-            raise JobError(removed.of_argument(key) or unknown)
+            if _homes(option, OF_RUN)[1]:
+                raise JobError(f'{option}: goes with a run\'s folder: give Gossip run="runs/mine"')
+            unknown = f"{option}: unknown; {near(option, set().union(*known.values()))}"
+            raise JobError(removed.of_argument(option) or unknown)
+        if len(homes) > 1 and key not in SHARED:
+            settings_of = " and ".join(f"{section}.{key}" for section in homes)
+            remedy = " or ".join(f"{section}_{key}={value!r}" for section in homes)
+            raise JobError(
+                f"{option} = {value!r}: {settings_of} are two settings of this name; "
+                f"name the section: {remedy}"
+            )
         for section in homes:
+            if key in sections[section]:
+                raise JobError(f"{option} = {value!r}: sets {section}.{key}, which another option "
+                               "sets, too; leave one of them out")  # fmt: skip
             sections[section][key] = value
     return sections
+
+
+def _homes(option: str, known: Mapping[str, Collection[str]]) -> tuple[str, list[str]]:
+    """Return the key that an option sets, and the sections in which it does.
+
+    ``lazy`` names a key, ``graph_lazy`` and ``graph.lazy`` a section as well.
+    """
+    if homes := [section for section, keys in known.items() if option in keys]:
+        return option, homes
+    for section, keys in known.items():
+        key = option.removeprefix(section)[1:]
+        if option in (f"{section}_{key}", f"{section}.{key}") and key in keys:
+            return key, [section]
+    return option, []
 
 
 def _unseen(parts: Parts) -> list[str]:
