@@ -11,8 +11,10 @@ import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.runs import launch
+from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
+from tests.cases import on_each
 
 OWN = '''
 import numpy as np
@@ -30,6 +32,11 @@ class State(NamedTuple):
     momentum: torch.Tensor
 
 
+class Exact(NamedTuple):
+    momentum: torch.Tensor
+    steps: torch.Tensor
+
+
 def heavy_ball(local, *, beta=0.9):
     """x <- W (x - lr m), m <- beta m + g: momentum stays at home."""
 
@@ -39,6 +46,25 @@ def heavy_ball(local, *, beta=0.9):
     def send(x, g, state, out, step):
         state.momentum.mul_(beta).add_(g)
         torch.add(x, state.momentum, alpha=-step.lr, out=out[0])
+        return state
+
+    def receive(x, g, state, sent, mixed, step):
+        x.copy_(mixed[0])
+        return state
+
+    return Algorithm(init, send, receive)
+
+
+def exact_heavy_ball(local, *, beta=0.9):
+    """The same with a momentum of float64, and one number per row."""
+
+    def init(x):
+        return Exact(torch.zeros_like(x, dtype=torch.float64), torch.zeros(len(x), 1).double())
+
+    def send(x, g, state, out, step):
+        state.momentum.mul_(beta).add_(g, alpha=1 / 3)
+        state.steps.add_(1)
+        torch.sub(x, (step.lr * state.momentum).float(), out=out[0])
         return state
 
     def receive(x, g, state, sent, mixed, step):
@@ -186,6 +212,31 @@ def test_all_of_ones_own_at_once(own):
         again = launch.resume(own / "cut", ["run.steps=none"], alone, None)
     assert half["steps"] == 40 and again["digest"] == summary["digest"]
     assert "beta = 0.8" in read(own / "run" / "log.h5").job
+
+
+@on_each("slots", [1, 2])
+def test_a_momentum_of_float64_resumes_bitwise(own, slots):
+    """Each slot of a node has a shard of the momentum, and all shards are saved."""
+
+    def made(folder, **run):
+        run = {"output": str(own / f"{folder}-{slots}"), "epochs": 1} | run
+        # 3 * 300 + 302 parameters: the second slot has a part of them
+        return job(
+            own, run=run, node={"devices": f"cpu:{slots}"}, model={"name": "mine:net", "width": 300},
+            algorithm={"name": "mine:exact_heavy_ball"}, graph={"name": "ring"},
+            data={"source": "mine:Points", "samples": 96, "test_samples": 8, "batch": 8},
+        )  # fmt: skip
+
+    whole = train(made("whole"), 2)
+    cut = made("cut", steps=3)
+    train(cut, 2)
+    saved = checkpoint.read_node(checkpoint.latest(cut.run.folder), 0)
+    assert saved.arrays["state/momentum"].shape == saved.parameters.shape
+    assert saved.arrays["state/momentum"].dtype == np.float64
+    assert saved.arrays["state/steps"].tolist() == [3.0]
+    with Alone() as alone:
+        again = launch.resume(cut.run.folder, ["run.steps=none"], alone, None)
+    assert again["digest"] == whole["digest"]
 
 
 GRAPHS = "tests.graphs.test_networks"

@@ -223,7 +223,7 @@ def joined(
 
     ``place``: an array of an earlier call that is overwritten; without one, whole pages are taken.
     """
-    if of_rows(parts[0]):
+    if of_rows(parts[0], flat):
         return parts[0][row].cpu().numpy().copy()
     # a single slot's shard is the whole: packing it is the only copy
     whole = parts[0][row] if len(parts) == 1 else torch.cat([part[row].cpu() for part in parts])
@@ -259,17 +259,21 @@ def split(
 ) -> None:
     """Inverse of :func:`joined`; ``here``: the shards that ``parts`` are, None: all."""
     values = torch.from_numpy(np.array(packed))
-    if of_rows(parts[0]):
+    if of_rows(parts[0], flat):
         for part in parts:
             part[row].copy_(values)
         return
-    whole = torch.empty(flat.size)
+    whole = torch.empty(flat.size, dtype=parts[0].dtype)
     flat.unpack(values, whole)
     pieces = whole.chunk(flat.slots)
     for part, shard in zip(parts, range(flat.slots) if here is None else here, strict=True):
         part[row].copy_(pieces[shard])
 
 
-def of_rows(part: torch.Tensor) -> bool:
-    """Whether an array has figures of a row, one or one a fragment, and isn't shaped like x."""
-    return part.shape[1] == 1 or part.dtype == torch.float64
+def of_rows(part: torch.Tensor, flat: Flat) -> bool:
+    """Return whether an array holds values per row, one or one for each fragment.
+
+    Any other array is shaped like the shard x, whatever its type. A shard has at least `BUCKET`
+    columns, more than there are values per row.
+    """
+    return part.shape[1] not in flat.widths

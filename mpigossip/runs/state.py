@@ -62,11 +62,12 @@ def _bytes_sent(node: Node) -> list[int]:
 def _large(node: Node) -> bool:
     """Return whether each slot of a node writes a file of its own."""
     engine = node.engine
-    flat, large = engine.vector.flat, sum(not of_rows(p[0]) for p in engine.parts().values())
+    flat, state = engine.vector.flat, [part for part, *_ in engine.parts().values()]
+    bytes_per_element = 4 + sum(a.element_size() for a in state if not of_rows(a, flat))
     several = node.world.nodes.per_node > 1 and engine.group.slots > 1
     # a permuted parameter can't be put in order by slots that have a part of it each
     able = several and flat.by_index
-    return able and 4 * flat.count * (1 + large) > 1e9 * node.job.checkpoint.one_file_gb
+    return able and flat.count * bytes_per_element > 1e9 * node.job.checkpoint.one_file_gb
 
 
 def _of_node(node: Node, row: int, numbers: dict, spare: NodeState | None) -> NodeState | None:
@@ -102,7 +103,7 @@ def _by_slot(
         pieces: dict[str, np.ndarray] = {}
         for name, parts in state.items():
             values = parts[place][0]
-            if not of_rows(parts[place]):
+            if not of_rows(parts[place], flat):
                 again = before.pieces[name] if before else None
                 pieces[name] = _packed(flat.inside(values, slot), again)
             elif slot == 0:  # figures, the same in all of them
@@ -255,10 +256,14 @@ def _check_model(saved: NodeState, flat: Flat, path: Path) -> None:
 
 def _same_method(saved: NodeState, engine: Engine) -> bool:
     was, parts = {name for name in saved.arrays if name.startswith("state/")}, engine.parts()
-    figures = {name: part.shape[1] for name, (part, *_) in parts.items() if of_rows(part)}
+    flat = engine.vector.flat
+    sizes = {
+        name: part.shape[1] if of_rows(part, flat) else flat.count
+        for name, (part, *_) in parts.items()
+    }
     return (
         was == set(parts)
-        and all(saved.arrays[name].size == size for name, size in figures.items())
+        and all(saved.arrays[name].size == size for name, size in sizes.items())
         and _same_cadence(saved.numbers, engine)
     )
 
