@@ -156,8 +156,10 @@ class Clock:
         """Context manager whose time is none of a step's."""
         if self.counting:
             self.lap("compute_s")
-        yield
-        self.skip()
+        try:
+            yield
+        finally:
+            self.skip()
 
 
 def check_message(

@@ -133,10 +133,12 @@ def paused(node: LoopNode) -> Iterator[None]:
         if not serves:
             yield
             return
-        with node.vector.set_aside(), _serving(node):
-            yield
-        with torch.no_grad():
-            node.publish()
+        try:
+            with node.vector.set_aside(), _serving(node):
+                yield
+        finally:
+            with torch.no_grad():
+                node.publish()
 
 
 @contextmanager

@@ -61,11 +61,13 @@ def load(
     of = given.pop("optimizer", None) if mine is None else mine.get("optimizer")
     given["param_groups"], told = complete(inner, given["param_groups"], str(of or ""))
     low = [(p, p.data) for p in model.parameters() if p.dtype in LOW]
-    for p, data in low:  # torch casts state to the parameter's type, and masters are float32
-        p.data = data.float()
-    inner.load_state_dict(given)
-    for p, data in low:
-        p.data = data
+    try:
+        for p, data in low:  # torch casts state to the parameter's type, and masters are float32
+            p.data = data.float()
+        inner.load_state_dict(given)
+    finally:
+        for p, data in low:
+            p.data = data
     if mine is not None:
         equal_start.place(model, flat, mine["model"])
     return told

@@ -150,16 +150,19 @@ def norms(module: nn.Module) -> list[_BatchNorm]:
 def recalibrating(module: nn.Module) -> Iterator[None]:
     """Inside, forward passes set batch norms' statistics to their mean; dropout is off."""
     modes = {one: one.training for one in module.modules()}
-    momenta = {one: one.momentum for one in norms(module.eval())}
-    for one in momenta:
-        one.reset_running_stats()
-        one.momentum = None  # the mean of all batches since they were reset
-        one.train()
-    yield
-    for one, momentum in momenta.items():
-        one.momentum = momentum
-    for each, training in modes.items():
-        each.training = training
+    momenta = {one: one.momentum for one in norms(module)}
+    try:
+        module.eval()
+        for one in momenta:
+            one.reset_running_stats()
+            one.momentum = None  # the mean of all batches since they were reset
+            one.train()
+        yield
+    finally:
+        for one, momentum in momenta.items():
+            one.momentum = momentum
+        for each, training in modes.items():
+            each.training = training
 
 
 def recalibrate(
@@ -197,11 +200,13 @@ def measure(
     ``works`` is called after each batch.
     """
     training = module.training
-    module.eval()
     sums = torch.zeros(1 + len(objective.metrics), 2, dtype=torch.float64)
-    with torch.no_grad():
-        for batch in loader.share(node, n):
-            sums += objective.tested(module, batch)
-            works()
-    module.train(training)
+    try:
+        module.eval()
+        with torch.no_grad():
+            for batch in loader.share(node, n):
+                sums += objective.tested(module, batch)
+                works()
+    finally:
+        module.train(training)
     return sums

@@ -198,6 +198,18 @@ def test_a_forged_state_is_refused_and_changes_nothing(forged):
         assert torch.equal(made.vector.x[0], before)
 
 
+@on_each("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_rejected_state_leaves_the_model_as_it_was(dtype):
+    model = nn.Linear(4, 2).to(dtype)
+    gossip = mpigossip.Gossip(Alone(), model, torch.optim.Adam(model.parameters(), 0.1))
+    state, before = gossip.state_dict(), [p.data for p in model.parameters()]
+    state["param_groups"] = [*state["param_groups"], {"params": []}]
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        gossip.load_state_dict(state)
+    for p, data in zip(model.parameters(), before, strict=True):
+        assert p.dtype == dtype and p.data_ptr() == data.data_ptr()
+
+
 TORCHS = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop")
 
 

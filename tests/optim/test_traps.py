@@ -319,6 +319,41 @@ def test_recalibration_without_a_batch_is_refused():
         optimizer.averaged(recalibrate=iter(())).__enter__()
 
 
+def test_a_batch_that_raises_during_recalibration_leaves_the_model_as_it_was():
+    model = make(0, nn.BatchNorm1d(2, momentum=0.3), nn.Dropout(0.5))
+    model[1].eval()
+    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    train(optimizer, model, 0, [0])
+    before, counted = values(model), model[3].num_batches_tracked.clone()
+    batches = [torch.randn(8, 6), torch.randn(8, 5)]  # the second has a feature too few
+    with pytest.raises(RuntimeError, match="shapes"), optimizer.averaged(recalibrate=batches):
+        pass
+    assert [m.training for m in model] == [True, False, True, True, True]
+    assert model[3].momentum == 0.3
+    assert torch.equal(values(model), before) and model[3].num_batches_tracked == counted
+    train(optimizer, model, 0, [1])
+
+
+@with_world
+def raised_in_a_pause(world):
+    """How often 16-bit parameters were rounded anew, from the pause to its end by an exception."""
+    model = make().bfloat16()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mpigossip.Gossip(world, model, inner, mixer="asynchronous")
+    model(torch.ones(4, 6).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    node, calls = optimizer._node, []
+    publish = node.publish
+    node.publish = lambda: calls.append(publish())
+    with pytest.raises(KeyError), optimizer.paused():
+        raise KeyError("of the user")
+    return len(calls)
+
+
+def test_an_exception_in_a_pause_leaves_16_bit_parameters_as_their_masters(ranks):
+    assert ranks(2)(raised_in_a_pause) == [1, 1]
+
+
 @with_world
 def recalibrated_on_one(world):
     model = make(world.rank, nn.BatchNorm1d(2))
