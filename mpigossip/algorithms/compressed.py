@@ -141,6 +141,4 @@ def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
     init = starting(Choco, torch.zeros_like, torch.zeros_like, local.init)
     needs = frozenset({"static", "doubly", "never-global", "own-wire"})
     update = on_inner(local.update)
-    return Algorithm(
-        init, send, receive, update, raw=local.raw, distinct_state=True, needs=needs
-    )
+    return Algorithm(init, send, receive, update, raw=local.raw, distinct_state=True, needs=needs)

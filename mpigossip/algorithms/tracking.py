@@ -45,9 +45,7 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
     init = starting(Adapted, torch.clone, local.init)
     proven = set() if damped else {"static", "symmetric", "above -1/3"}
     needs = frozenset({"doubly", "unmixed"} | proven)
-    return Algorithm(
-        init, send, receive, raw=local.raw, distinct_state=True, needs=needs
-    )
+    return Algorithm(init, send, receive, raw=local.raw, distinct_state=True, needs=needs)
 
 
 class Tracking(NamedTuple):
@@ -113,9 +111,7 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
         return state._replace(inner=inner)
 
     init = starting(Tracking, torch.zeros_like, torch.zeros_like, local.init)
-    made = partial(
-        Algorithm, init, vectors=2, distinct_state=True, needs=frozenset({"doubly"})
-    )
+    made = partial(Algorithm, init, vectors=2, distinct_state=True, needs=frozenset({"doubly"}))
     if style == "atc":
         return made(send_adapted, receive_combined)
     return made(send_as_is, receive_then_adapt, ahead=True)
@@ -183,9 +179,7 @@ def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay =
 
     init = starting(Detag, torch.clone, torch.clone, *(4 * [torch.zeros_like]))
     needs = frozenset({"doubly", "static", "symmetric"} if eta else {"doubly"})
-    return Algorithm(
-        init, send, receive, vectors=2, ahead=True, distinct_state=True, needs=needs
-    )
+    return Algorithm(init, send, receive, vectors=2, ahead=True, distinct_state=True, needs=needs)
 
 
 class Defacto(NamedTuple):

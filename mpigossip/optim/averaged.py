@@ -1,15 +1,17 @@
 """Pauses of a custom loop: the average model, consensus distance, work of a single rank."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 
 import torch
 from torch import nn
 
 from mpigossip.cluster import deadline
 from mpigossip.config import JobError
+from mpigossip.data.pytree import Nested, mapped
 from mpigossip.engine.measurements import consensus_distance
 from mpigossip.engine.sharded import fully_sharded, local, reshard
 from mpigossip.mixing.device.memory import current
@@ -62,7 +64,7 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
                 with draws, recalibrating(module):
                     for batch in batches:
                         seen += 1
-                        module((batch[0] if isinstance(batch, list | tuple) else batch).to(device))
+                        _show(module, mapped(lambda one: one.to(device), batch))
             with node.world.together(JobError):  # also where only others have batches
                 if batches is not None and not seen:
                     raise JobError(
@@ -77,6 +79,39 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
     finally:
         node.looking = False
         _put_back(kept, ends)
+
+
+def _show(module: nn.Module, batch: Nested) -> None:
+    """Call the module on a batch: the inputs of (inputs, targets), or a mapping's entries by name.
+
+    Entries that the module's ``forward`` does not name, such as labels, are left out; if it names
+    none of them, it gets the mapping itself.
+    """
+    inputs = batch[0] if isinstance(batch, list | tuple) else batch
+    if not isinstance(inputs, Mapping):
+        module(inputs)
+        return
+    names, takes_all = _keywords(module)
+    given = {key: value for key, value in inputs.items() if takes_all or key in names}
+    if given:
+        module(**given)
+    else:
+        module(inputs)
+
+
+def _keywords(module: nn.Module) -> tuple[set[str], bool]:
+    """Return the parameters of ``forward``, and whether it takes any others by name.
+
+    A wrapper that passes on all of its arguments, as AveragedModel does, is looked through.
+    """
+    parameters = signature(module.forward).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    inner = getattr(module, "module", None)
+    if takes_all and isinstance(inner, nn.Module):
+        return _keywords(inner)
+    return {
+        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }, takes_all
 
 
 def _leave(modules: Sequence[nn.Module], node: LoopNode) -> None:

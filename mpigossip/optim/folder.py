@@ -126,6 +126,11 @@ class WithFolder(Wrapper):
         for name, thing in things.items():
             if not name.isprintable():
                 raise JobError(f"keep: the name {name!r} has unprintable characters; give another")
+            if "/" in name or name.startswith("#") or not name.strip("."):
+                raise JobError(
+                    f"keep: the name {name!r} can't be part of a path in a checkpoint; give a name "
+                    'without "/" that does not begin with "#", such as scheduler=…'
+                )  # fmt: skip
             if not any(all(hasattr(thing, one) for one in pair) for pair in pairs):
                 raise JobError(
                     f"keep: {name} is a {type(thing).__name__}; give an object with state_dict() "

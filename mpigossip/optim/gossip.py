@@ -286,7 +286,9 @@ class Gossip(WithFolder):
         mine = self._loaded
         if mine is None and self._node.laid_out:
             self.vector.check()
-            mine = states.state(self.engine, self.vector, self._node.world) | {"optimizer": title(self._inner)}
+            mine = states.state(self.engine, self.vector, self._node.world) | {
+                "optimizer": title(self._inner)
+            }
         state = self._inner.state_dict() | {"gossip": mine}
         return self._run_hooks("state_dict_post", state) or state
 
@@ -333,7 +335,8 @@ class Gossip(WithFolder):
 
         :param twin: a module that is averaged and returned instead, such as an EMA of the model
         :param recalibrate: batches of this node, from which the averaged model finds BatchNorm's
-            mean and variance anew before those are averaged
+            mean and variance anew before those are averaged: tensors, pairs (inputs, targets), or
+            mappings, whose entries are passed by name if ``forward`` has them
         """
         self._laid_out()
         other = None if twin is None or twin is self._given else arguments.one_module(twin, "twin")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -277,7 +277,8 @@ def packed(value: Any, at: str, arrays: dict[str, np.ndarray]) -> Any:
         arrays[at] = plain(value).copy()
         return {"#tensor": at, "type": str(value.dtype)}
     if isinstance(value, Mapping):
-        items = [(key, packed(one, f"{at}/{_link(key)}", arrays)) for key, one in value.items()]
+        links = _links(value)
+        items = [(key, packed(value[key], f"{at}/{links[key]}", arrays)) for key in value]
         if all(isinstance(key, str) and not key.startswith("#") for key in value):
             return dict(items)
         return {"#items": [[packed(key, at, arrays), one] for key, one in items]}
@@ -307,6 +308,23 @@ def unpacked(saved: Any, arrays: Arrays) -> Any:
     if "#tuple" in saved:
         return tuple(unpacked(one, arrays) for one in saved["#tuple"])
     return {key: unpacked(one, arrays) for key, one in saved.items()}
+
+
+def _links(keys: Iterable[Any]) -> dict[Any, str]:
+    """Return a link's name for each key, all of them different.
+
+    ``1`` and ``"1"``, or ``"a/b"`` and ``"a|b"``, have the same :func:`_link`: the later of the two
+    gets an apostrophe.
+    """
+    links: dict[Any, str] = {}
+    taken = set[str]()
+    for key in keys:
+        name = _link(key)
+        while name in taken:
+            name += "'"
+        taken.add(name)
+        links[key] = name
+    return links
 
 
 def _link(key: Any) -> str:

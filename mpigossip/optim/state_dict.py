@@ -16,7 +16,6 @@ from mpigossip.optim import equal_start
 from mpigossip.optim.inner import complete
 from mpigossip.store.manifest import MOST, counter
 
-
 ORIGIN = ("node", "nodes", "local_rank")
 """Keys that say which rank saved a state; earlier versions did not write them."""
 

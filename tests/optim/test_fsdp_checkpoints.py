@@ -22,8 +22,14 @@ def trained(world, folder, per, steps, ddp=False, save=False):
     model = GPT(world.nodes.column.rank)
     made = model if ddp and per == 1 else wrapped(world, model, Case(ddp=ddp))
     optimizer = mpigossip.Gossip(
-        world, made, optimizer_of(model, "d2"), "d2", "ring",
-        algorithm_lazy=True, graph_lazy=True, run=folder,
+        world,
+        made,
+        optimizer_of(model, "d2"),
+        "d2",
+        "ring",
+        algorithm_lazy=True,
+        graph_lazy=True,
+        run=folder,
     )
     draw = torch.Generator().manual_seed(world.rank)
     optimizer.keep(draw=draw)

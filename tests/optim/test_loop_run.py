@@ -229,6 +229,9 @@ def make_run(folder):
         (lambda run: alone(run)[1].log({"a/b": 1}), "no name of a column"),
         (lambda run: alone(run)[1].keep(epoch=3), "keep: epoch is a int; give an object"),
         (lambda run: alone(run)[1].keep(**{"a\33[2J": torch.Generator()}), r"'a\\x1b\[2J' has"),
+        (lambda run: alone(run)[1].keep(**{"a/b": torch.Generator()}), r"keep: the name 'a/b' can"),
+        (lambda run: alone(run)[1].keep(**{"#1": torch.Generator()}), r"keep: the name '#1' can"),
+        (lambda run: alone(run)[1].keep(**{"..": torch.Generator()}), r"keep: the name '\.\.' can"),
         (lambda run: alone(run)[1].keep(draw=torch.Generator()) or alone(run), "in use by process"),
     ],
 )  # fmt: skip
@@ -495,3 +498,60 @@ def test_exit_saves_also_where_the_program_handles_an_exception(tmp_path):
         stopped_in_its_handler()
     assert left.value.code == 75
     assert checkpoint.latest(tmp_path / "run").name == "step-00000003"
+
+
+class Thing:
+    """An object of the program that keeps a state of any form."""
+
+    def __init__(self, state=None):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+KEYS = [
+    1,
+    "1",
+    "1'",
+    1.5,
+    "1.5",
+    "a/b",
+    "a|b",
+    "a|b'",
+    ".",
+    "_.",
+    "",
+    "_",
+    True,
+    None,
+    "None",
+    (1, 2),
+]
+
+
+def test_keys_that_look_alike_are_kept_apart(tmp_path):
+    """Each key has a tensor of its own in the checkpoint, also in nested tables."""
+    keys = list({key: None for key in KEYS})  # True is 1
+    state = {key: torch.full((2,), float(k)) for k, key in enumerate(keys)}
+    nested = {"x": {1: torch.zeros(1), "1": torch.ones(1)}, "x/1": torch.full((1,), 2.0)}
+    for saves, thing in ((True, Thing({"flat": state, "nested": nested})), (False, Thing())):
+        with Alone() as world:
+            model = torch.nn.Linear(2, 2)
+            inner = torch.optim.SGD(model.parameters(), 0.1)
+            gossip = mpigossip.Gossip(world, model, inner, run=tmp_path)
+            gossip.keep(thing=thing)
+            gossip.resume()
+            if saves:
+                model(torch.ones(1, 2)).sum().backward()
+                gossip.step()
+                gossip.save()
+    again = thing.state
+    assert again["flat"].keys() == state.keys()
+    assert all(torch.equal(again["flat"][key], value) for key, value in state.items())
+    assert torch.equal(again["nested"]["x"][1], torch.zeros(1))
+    assert torch.equal(again["nested"]["x"]["1"], torch.ones(1))
+    assert torch.equal(again["nested"]["x/1"], torch.full((1,), 2.0))

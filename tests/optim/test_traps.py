@@ -319,6 +319,49 @@ def test_recalibration_without_a_batch_is_refused():
         optimizer.averaged(recalibrate=iter(())).__enter__()
 
 
+class Named(nn.Module):
+    """A model that takes its inputs by name, as those of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = make(0, nn.BatchNorm1d(2))
+
+    def forward(self, values, mask=None):
+        return self.body(values if mask is None else values * mask)
+
+
+class Whole(Named):
+    """A model that takes the mapping itself."""
+
+    def forward(self, batch):
+        return super().forward(batch["values"], batch["mask"])
+
+
+class Kept(Named):
+    """A model that takes all names."""
+
+    def forward(self, **given):
+        assert set(given) == {"values", "mask", "labels"}
+        return super().forward(given["values"], given["mask"])
+
+
+@on_each("kind, twin, paired", [
+    (Named, False, False), (Named, True, False), (Whole, False, False), (Kept, False, True),
+])  # fmt: skip
+def test_batches_that_are_mappings_recalibrate(kind, twin, paired):
+    model = kind()
+    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    draws = [torch.randn(8, 6) + k for k in range(3)]
+    batches = [{"values": x, "mask": torch.full((8, 6), 2.0), "labels": x} for x in draws]
+    batches = [(batch, batch["labels"]) for batch in batches] if paired else batches
+    with torch.no_grad():
+        wanted = torch.stack([model.body[:3](2 * x).mean(0) for x in draws]).mean(0)
+    average = torch.optim.swa_utils.AveragedModel(model) if twin else None
+    with optimizer.averaged(average, recalibrate=batches) as averaged:
+        body = (averaged.module if twin else averaged).body
+        assert torch.allclose(body[3].running_mean, wanted, atol=1e-6)
+
+
 def test_a_batch_that_raises_during_recalibration_leaves_the_model_as_it_was():
     model = make(0, nn.BatchNorm1d(2, momentum=0.3), nn.Dropout(0.5))
     model[1].eval()

@@ -9,7 +9,7 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.runs import launch
 from mpigossip.store.log import read
 from mpigossip.training import assemble
-from mpigossip.training.evaluate import averaged_model, recalibrate
+from mpigossip.training.evaluate import averaged_model, measure, recalibrate
 from tests.cases import on_each
 
 N = 3
@@ -81,3 +81,17 @@ def test_without_batches_or_norms_nothing_is_recalibrated(tmp_path):
     plain, _ = trained(tmp_path / "a", *mlp)
     same, _ = trained(tmp_path / "b", *mlp, "run.recalibrate=3")
     assert plain["loss"] == same["loss"]
+
+
+def test_a_batch_that_raises_in_an_evaluation_leaves_the_model_in_training_mode():
+    with Alone() as alone:
+        assembly = assemble.assemble(assemble.load(JOB), alone, 1)
+    module = assembly.trainer.replicas.modules[0][0].train()
+    loader, objective = assembly.loader, assembly.trainer.replicas.objective
+
+    def raises():
+        raise KeyError("of the user")
+
+    with pytest.raises(KeyError):
+        measure(objective, module, loader, 0, 1, raises)
+    assert all(part.training for part in module.modules())
