@@ -356,6 +356,7 @@ class Gossip(WithFolder):
         word = deadline.CLOSES if alone else deadline.WAITS
         with torch.no_grad(), deadline.ends(self.steps, word):
             self._end()
+        self._stale.release()
         self._open.clear()
 
     def _end(self) -> None:

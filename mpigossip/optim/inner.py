@@ -296,13 +296,21 @@ class Stale:
         self._parameter: torch.Tensor | None = None
         self._spent: tuple[torch.Tensor, int, int] | None = None
         self._added, self._passes = False, 0
+        self._hook: Any = None
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Choose the smallest of the optimizer's parameters that has a gradient, if one has."""
+        self.release()
         having = [p for p in parameters if p.grad is not None and p.requires_grad]
         self._parameter = min(having, key=torch.Tensor.numel, default=None)
         if self._parameter is not None:
-            self._parameter.register_post_accumulate_grad_hook(self._accumulated)
+            self._hook = self._parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def release(self) -> None:
+        """Remove the hook from the watched parameter, and drop its gradient."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._parameter = self._spent = None
 
     def spent(self) -> None:
         """Note that a step has used the gradients."""

@@ -162,8 +162,10 @@ def _unfit_cadence(job: Job, needs: frozenset, cadence: Cadence) -> list[str]:
     elif "unmixed" in needs and len(kinds) > 1:
         reason = f"bears one kind of step only; choose {_cadences(lambda c: len(c.kinds) == 1)}"
     elif "never-global" in needs and Kind.GLOBAL in kinds:
+        adapts_later = job.algorithm.options.get("style") == "awc"
+        remedy = 'set algorithm.style = "atc", or choose' if adapts_later else "choose"
         reason = (
-            "does not leave nodes equal after a global average; choose "
+            f"does not leave nodes equal after a global average; {remedy} "
             f"{_cadences(lambda c: Kind.GLOBAL not in c.kinds)}"
         )
     elif "never-gossip" in needs and Kind.GOSSIP in kinds:

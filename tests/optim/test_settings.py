@@ -12,8 +12,9 @@ def read(algorithm, graph=None, folder=None, **options):
     """The job that these arguments of Gossip mean on 4 nodes."""
     world = Alone()
     world.size = 4
+    cadence = options.pop("cadence", None)
     return settings(
-        world, "cpu", algorithm, graph, None, None, "synchronous", folder, options
+        world, "cpu", algorithm, graph, cadence, None, "synchronous", folder, options
     ).job  # fmt: skip
 
 
@@ -63,3 +64,18 @@ def test_options_that_mean_the_same_set_all_of_their_sections(tmp_path):
 def test_options_without_a_single_meaning_are_rejected(options, message):
     with pytest.raises(JobError, match=message):
         read("dsgd", **options)
+
+
+@on_each("cadence", ["gossip-pga", "global", "cpsgd"])
+def test_global_averages_are_taken_or_the_style_that_takes_them_is_named(cadence):
+    """Adapt-while-combine leaves nodes one step apart unless the method corrects for it."""
+    with pytest.raises(
+        JobError, match=r'cadence\.name = .*set algorithm\.style = "atc", or choose'
+    ):
+        read("dsgd", style="awc", cadence=cadence)
+    assert read("dsgd", style="atc", cadence=cadence).cadence.name == cadence
+    for algorithm in ("dsgt", "momentum-tracking"):
+        assert read(algorithm, style="awc", cadence=cadence).cadence.name == cadence
+    with pytest.raises(JobError) as raised:
+        read("choco", "ring", cadence=cadence)
+    assert "style" not in str(raised.value)

@@ -578,6 +578,26 @@ def test_a_closed_gossip_is_let_go():
         assert last() is None
 
 
+def test_many_gossips_one_after_the_other_leave_nothing_behind():
+    """No hook, and no object of the package but the note in the world that it is closed."""
+    model, counts = make(), []
+    with Alone() as alone:
+        for cycle in range(25):
+            inner = sgd(model)
+            optimizer = mpigossip.Gossip(alone, model, inner)
+            train(optimizer, model, 0, range(2))
+            optimizer.close()
+            assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+            assert not inner._optimizer_step_pre_hooks
+            del inner, optimizer
+            if cycle in (4, 24):
+                gc.collect()
+                counts.append(
+                    sum(str(type(o).__module__).startswith("mpigossip") for o in gc.get_objects())
+                )
+    assert counts[0] == counts[1]
+
+
 def test_adpsgd_may_begin_at_rate_0():
     model = make()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
