@@ -58,7 +58,8 @@ class Gossip(WithFolder):
     where a node had none; others leave such parameters to the optimizer, which skips them. `record`
     has the metrics of the last step. Rejected, beside what a job rejects:
 
-    * LBFGS, whose curvature pairs averaging invalidates; parameters of float64;
+    * LBFGS, whose curvature pairs averaging invalidates, and other optimizers that need a closure,
+      as SAM, which can have ``Gossip`` as its base optimizer; parameters of float64;
     * methods with a momentum of their own (dmsgd, qg-dmsgd, decentlam, detag, defacto) with
       anything but plain SGD, or with several learning rates: they take rate and coupled weight
       decay from it, and never its step;
@@ -162,6 +163,13 @@ class Gossip(WithFolder):
 
     def __getattr__(self, name: str) -> Any:
         plain = f"'{type(self).__name__}' object has no attribute '{name}'"
+        inner = self.__dict__.get("_inner")
+        if inner is not None and hasattr(inner, name):
+            plain += (
+                f": it is of {title(inner)}, the inner optimizer, whose own attributes the program "
+                "reads from that. An optimizer that calls another one's step() can have Gossip "
+                "as its base optimizer (mpigossip/optim/README.md, Sharpness-aware minimization)"
+            )
         raise AttributeError(removed.of_argument(name) or plain)
 
     def __repr__(self) -> str:

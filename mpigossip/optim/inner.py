@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Any, Self
 
 import torch
@@ -155,11 +156,30 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "curvature pairs: train with torch.optim.Adam on all nodes, export the average "
             "(optimizer.averaged() or `mpigossip checkpoint export`), and run LBFGS on that alone"
         )  # fmt: skip
+    for one in parts_of(optimizer):
+        if needs_closure(one):
+            name = type(one).__name__
+            raise JobError(
+                f"{name} evaluates its closure, or computes gradients, several times a step, and "
+                f"Gossip evaluates it once: make Gossip the base optimizer of {name}, and call "
+                "step() of that (mpigossip/optim/README.md, Sharpness-aware minimization)"
+            )  # fmt: skip
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise JobError("differentiable = True: no gradient passes through an exchange, nor does "
                        "torch step leaf parameters so; make the optimizer without")  # fmt: skip
     if any(isinstance(one, Wrapper) for one in parts_of(optimizer)):
         raise JobError("the optimizer is a Gossip already: pass the torch optimizer, not Gossip")
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``step()`` can't be called without a closure.
+
+    SAM and its kin accept None and then raise an error, but are known by their two half steps.
+    """
+    if callable(getattr(optimizer, "first_step", None)):
+        return True
+    given = signature(optimizer.step).parameters.values()
+    return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in given)
 
 
 def check_group(known: Container[int], group: dict[str, Any]) -> None:
