@@ -14,6 +14,7 @@ from mpigossip.config.errors import Mistake
 from mpigossip.graphs import graph as make_graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.device.memory import check_default_device
 
 TYPES = {
     np.dtype(np.float32): torch.float32,
@@ -57,6 +58,7 @@ class Averager:
         :raises JobError: on all ranks, for what can't be averaged or differs between ranks
         """
         with world.together(Mistake):
+            check_default_device("Averager")
             if same_host not in ("read", "put"):
                 raise JobError(f'same_host = "{same_host}": give "read" or "put"')
             if (
@@ -161,6 +163,7 @@ class Averager:
 
     def _ready(self, what: str, array: Any = None, out: Any = None) -> Any:
         """Return the mixer; JobError where this is closed, or an array isn't like the first."""
+        check_default_device(f"Averager.{what}()")
         if self._mixer is None:
             raise JobError(f"{what}: this Averager is closed, as its world is; make another")
         check_process()

@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError, removed
 from mpigossip.config.readable import few, note_once
 from mpigossip.engine.module import LOW
 from mpigossip.engine.vector import check_type
+from mpigossip.mixing.device.memory import check_default_device
 from mpigossip.optim.inner import Together, check_free
 
 OVERLAPS = ("auto", "never")
@@ -19,6 +21,17 @@ OVERLAPS = ("auto", "never")
 def one_module(model: Any, name: str = "model") -> nn.Module:
     """Return the module; JobError for anything else."""
     if isinstance(model, nn.Module):
+        for kind, tensors in (
+            ("parameter", model.named_parameters()),
+            ("buffer", model.named_buffers()),
+        ):
+            for tensor_name, tensor in tensors:
+                if is_lazy(tensor):
+                    raise JobError(
+                        f"the {name}'s {kind} {tensor_name} has no shape yet, as those of "
+                        f"LazyLinear before their first batch: call {name}(batch) once, before "
+                        "the optimizer is made"
+                    )  # fmt: skip
         return model
     more = ""
     if isinstance(model, Sequence) and model and all(isinstance(m, nn.Module) for m in model):
@@ -54,6 +67,7 @@ def check(world: Any, model: Any, optimizer: Any) -> None:
             "torch.optim.AdamW(model.parameters())"
         )  # fmt: skip
     check_free(optimizer)
+    check_default_device("Gossip")
     for name, p in one_module(model).named_parameters():
         if p.device.type == "meta":
             raise JobError(f"the model's parameter {name} is on the meta device, without values: "

@@ -18,6 +18,7 @@ from mpigossip.engine.module import Parameters
 from mpigossip.engine.sharded import planned
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.base import Mixer
+from mpigossip.mixing.device.memory import check_default_device
 from mpigossip.optim import arguments, unwrapped
 from mpigossip.optim import state_dict as states
 from mpigossip.optim.averaged import averaged, distance, paused
@@ -37,6 +38,9 @@ from mpigossip.runs import printer
 from mpigossip.runs.node import closing
 from mpigossip.runs.survive import Survival, prepare
 from mpigossip.training.parts import Parts
+
+LOADED = "the first call after load_state_dict()"
+"""Name of a collective call that a rank makes alone if only it has loaded a state."""
 
 
 class Gossip(WithFolder):
@@ -234,6 +238,14 @@ class Gossip(WithFolder):
             raise JobError("this Gossip is closed, as its world is: call it inside the block "
                            "`with mpigossip.world() as world:`")  # fmt: skip
         check_process()
+        check_default_device(deadline.call or "Gossip")
+        if self._loaded is not None:
+            with deadline.calling(LOADED):
+                return self._resumed()
+        return self._resumed()
+
+    def _resumed(self) -> Engine:
+        """The engine, laid out at the first step, and with the state that was loaded."""
         first = not self._node.laid_out
         anew = first or self._loaded is not None
         if anew and self.mixer.synchronous:
@@ -290,6 +302,7 @@ class Gossip(WithFolder):
         place.
         """
         self._node.not_serving("state_dict()")
+        check_default_device("state_dict()")
         self._run_hooks("state_dict_pre")
         mine = self._loaded
         if mine is None and self._node.laid_out:
@@ -307,6 +320,7 @@ class Gossip(WithFolder):
         method needs the state of each node.
         """
         self._node.not_serving("load_state_dict()")
+        check_default_device("load_state_dict()")
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         given = dict(state_dict)
         mine = given.pop("gossip", None)
@@ -362,7 +376,8 @@ class Gossip(WithFolder):
         # asynchronous nodes, and survivors, take part in what others do until all have ended
         alone = self.mixer.synchronous and not self._world.survives
         word = deadline.CLOSES if alone else deadline.WAITS
-        with torch.no_grad(), deadline.ends(self.steps, word):
+        # the program's default device, which may be "meta", is none of what is written at the end
+        with torch.device("cpu"), torch.no_grad(), deadline.ends(self.steps, word):
             self._end()
         self._stale.release()
         self._open.clear()

@@ -18,6 +18,7 @@ from mpigossip import config
 from mpigossip.algorithms.base import no_state
 from mpigossip.algorithms.local import Local
 from mpigossip.algorithms.methods import DIVIDES, takes_local
+from mpigossip.cluster import deadline
 from mpigossip.cluster.process import report_unused
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
@@ -41,6 +42,9 @@ from mpigossip.training.parts import Parts, make_graph, make_parts
 
 SECTIONS = ("run", "algorithm", "graph", "cadence", "node", "checkpoint", "log")
 """Sections of a job that a loop has, too."""
+
+THAWED = "the step() at which parameters were thawed"
+"""Name of a collective call that a rank makes alone if only its parameters require gradients."""
 
 
 class LoopNode:
@@ -284,7 +288,8 @@ class LoopNode:
             self.check_known()
         changed = self.vector.check()
         if names := self.vector.thawed():
-            self.lay_out_again(names)
+            with deadline.calling(THAWED):
+                self.lay_out_again(names)
             changed = False
         if self._sent and (changed or self._sent != self.vector.versions()):
             raise JobError(

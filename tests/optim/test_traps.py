@@ -18,6 +18,8 @@ import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError, readable
 from mpigossip.config.errors import NotFinite
+from mpigossip.optim.gossip import LOADED
+from mpigossip.optim.node import THAWED
 from mpigossip.store import checkpoint
 from tests.cases import every, on_each, with_world
 
@@ -835,6 +837,7 @@ torch.set_num_threads(1)
 with mpigossip.world(timeout_s=1.5) as world:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
+    model.weight.requires_grad_(sys.argv[1] != "thaw")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = mpigossip.Gossip(world, model, optimizer, timeout_s=1.5, mixer=sys.argv[2])
     for step in range(3):
@@ -845,22 +848,80 @@ with mpigossip.world(timeout_s=1.5) as world:
             if sys.argv[1] == "averaged":
                 with optimizer.averaged():
                     pass
+            elif sys.argv[1] == "load":
+                optimizer.load_state_dict(optimizer.state_dict())
+            elif sys.argv[1] == "thaw":
+                model.weight.requires_grad_(True)
             else:
                 optimizer.consensus_distance()
 """
 
 
-@pytest.mark.parametrize(("n", "call"), [(2, "averaged"), every(3, "consensus_distance")])
-def test_what_only_one_rank_calls_is_named(mpirun, n, call):
-    done = mpirun(n, [sys.executable, "-c", APART, call, "synchronous"], timeout=40)
+CALLS = {"averaged": "averaged()", "consensus_distance": "consensus_distance()",
+         "load": LOADED, "thaw": THAWED}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("n", "does"), [(2, "averaged"), every(3, "consensus_distance"), (2, "load"), every(2, "thaw")]
+)
+def test_what_only_one_rank_calls_is_named(mpirun, n, does):
+    done = mpirun(n, [sys.executable, "-c", APART, does, "synchronous"], timeout=40)
+    call = re.escape(CALLS[does])
     assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
+    said = [line for line in lines if "don't require gradients" not in line]
     assert len(said) == 1, done.stderr
     # whoever's limit comes first speaks: of its own call and of the other
-    assert f"in {call}(), which all ranks have to call" in said[0] or (
+    assert re.search(f"in {call}, which all ranks have to call", said[0]) or (
         "in step(), which all ranks have to call" in said[0]
-        and re.search(rf"rank 0 on \S+ waits in {call}\(\)", said[0])
+        and re.search(rf"rank 0 on \S+ waits in {call}", said[0])
     )
+
+
+DEFAULT = {
+    "Gossip": lambda model, _: mpigossip.Gossip(Alone(), model, sgd(model)),
+    "step()": lambda model, optimizer: optimizer.step(),
+    "state_dict()": lambda model, optimizer: optimizer.state_dict(),
+    "load_state_dict()": lambda model, optimizer: optimizer.load_state_dict({}),
+    "average()": lambda model, optimizer: optimizer.average(),
+    "Averager": lambda model, _: mpigossip.Averager(Alone(), "ring", like=values(model)),
+}
+
+
+@on_each("call", DEFAULT)
+def test_meta_as_the_default_device_is_rejected(call):
+    model = make()
+    optimizer = mpigossip.Gossip(world := Alone(), model, sgd(model))
+    train(optimizer, model, 0, range(1))
+    torch.set_default_device("meta")
+    try:
+        with pytest.raises(
+            JobError, match=r'default device is "meta".*set_default_device\("cpu"\)'
+        ):
+            DEFAULT[call](model, optimizer)
+        world.close()  # with the default device as it is
+    finally:
+        torch.set_default_device(None)
+
+
+class LazyBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.register_buffer("mean", nn.parameter.UninitializedBuffer())
+
+
+@on_each("kind, name", [
+    (lambda: nn.Sequential(nn.LazyLinear(3)), "parameter 0.weight"),
+    (LazyBuffer, "buffer mean"),
+])  # fmt: skip
+def test_a_model_without_shapes_is_rejected(kind, name):
+    model, lazy = make(), kind()
+    with pytest.raises(JobError, match=rf"the model's {name} has no shape yet.*model\(batch\)"):
+        mpigossip.Gossip(Alone(), lazy, torch.optim.SGD(lazy.parameters(), lr=0.1))
+    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    with pytest.raises(JobError, match=f"the twin's {name} has no shape yet"):
+        optimizer.averaged(lazy).__enter__()
 
 
 def test_sparse_adam_is_refused_where_gradients_become_dense():

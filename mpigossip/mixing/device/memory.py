@@ -17,6 +17,7 @@ import torch
 
 from mpigossip.cluster.deadline import LateError
 from mpigossip.cluster.process import libraries
+from mpigossip.config import JobError
 from mpigossip.config.errors import Failure
 
 if TYPE_CHECKING:
@@ -37,6 +38,20 @@ class MemoryRefused(Failure, RuntimeError):
 def current(device: torch.device) -> contextlib.AbstractContextManager:
     """The context in which a device is the current one, as MPI libraries and CuPy look for it."""
     return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+def check_default_device(call: str) -> None:
+    """Check that new tensors have memory, as messages and metrics need it.
+
+    :param call: the public call that is checked, for the message
+    :raises JobError: if torch's default device is "meta"
+    """
+    if torch.get_default_device().type == "meta":
+        raise JobError(
+            f'{call}: torch\'s default device is "meta", on which tensors have no values; call '
+            'torch.set_default_device("cpu") first, or build models inside '
+            '`with torch.device("meta"):`'
+        )
 
 
 def ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
