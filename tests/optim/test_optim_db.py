@@ -1,0 +1,92 @@
+"""All optimizers and options of torch's own tests: each trains inside Gossip, or is rejected."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mpigossip
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from tests.cases import every, with_world
+
+common_optimizers = pytest.importorskip("torch.testing._internal.common_optimizers")
+REJECTED = {"LBFGS", "SparseAdam"}
+"""Optimizers that can't train this model: one needs a closure, one sparse gradients."""
+
+
+def cases():
+    """Name, class and keyword arguments of each case on a CPU."""
+    for info in common_optimizers.optim_db:
+        for case in info.optim_inputs_func(device="cpu"):
+            yield info.optim_cls.__name__, info.optim_cls, case.kwargs
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 2, bias=False))
+
+
+def train(made, optimizer, node):
+    for step in range(3):
+        draw = torch.Generator().manual_seed(100 * node + step)
+        optimizer.zero_grad()
+        made(torch.randn(4, 6, generator=draw)).square().mean().backward()
+        optimizer.step()
+
+
+def values(made):
+    return torch.cat([p.detach().reshape(-1) for p in made.parameters()])
+
+
+def trained(world):
+    """For each case its name and the parameters at the end, or the error."""
+    found = []
+    for name, kind, options in cases():
+        if name in REJECTED - {"LBFGS"}:
+            continue
+        made = model()
+        try:
+            inner = kind(made.parameters(), **copy.deepcopy(options))
+        except (ValueError, TypeError):  # torch itself rejects the options for this model
+            continue
+        try:
+            optimizer = mpigossip.Gossip(world, made, inner)
+        except JobError as error:
+            found.append((name, options, str(error)))
+            continue
+        train(made, optimizer, world.rank)
+        optimizer.close()
+        found.append((name, options, values(made)))
+    return found
+
+
+def test_each_optimizer_has_its_own_bits_or_is_rejected():
+    with Alone() as world:
+        found = trained(world)
+    names = {name for name, _, _ in found}
+    assert {"SGD", "AdamW", "LBFGS"} < names and len(found) > 80
+    for name, options, result in found:
+        rejected = name in REJECTED or options.get("differentiable")
+        assert isinstance(result, str) == bool(rejected), (name, options, result)
+        if rejected:
+            continue
+        made = model()
+        kind = getattr(torch.optim, name)
+        train(made, kind(made.parameters(), **copy.deepcopy(options)), 0)
+        assert torch.equal(values(made), result), (name, options)
+
+
+@with_world
+def on_ranks(world):
+    return [(name, str(result)) for name, _, result in trained(world) if isinstance(result, str)], [
+        result for _, _, result in trained(world) if not isinstance(result, str)
+    ]
+
+
+@pytest.mark.parametrize("n", [every(4)])
+def test_each_optimizer_trains_on_ranks(ranks, n):
+    rejected, results = ranks(n)(on_ranks, timeout=300)[0]
+    assert {name for name, _ in rejected} >= {"LBFGS"}
+    assert len(results) > 80 and all(bool(result.isfinite().all()) for result in results)
