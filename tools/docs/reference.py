@@ -240,7 +240,9 @@ def python_page() -> str:
     lines += ["```", "", "## Options of Gossip", ""]
     lines += ["Options of the algorithm, the graph and the cadence have the names that are on the"]
     lines += ["page [Settings](settings.md). These settings of a job go by their plain names, too;"]
-    lines += ["those of the run only where `run=` is given. If two sections have an option, as `lazy`"]
+    lines += [
+        "those of the run only where `run=` is given. If two sections have an option, as `lazy`"
+    ]
     lines += ["of `d2` and `graph.lazy`, name the section: `graph_lazy=True`, or"]
     lines += ['`**{"graph.lazy": True}`. `length` (of `defacto` and the cadence `halves`) and']
     lines += ["`on_error` (of the log and checkpoints) mean the same, and set both:", ""]
