@@ -127,6 +127,9 @@ steps does not follow that of the gradient: their rates are not scaled with the 
 DIVIDES = {"slowmo", "qg-dmsgd", "decentlam"}
 """Methods that divide by the learning rate."""
 
+KEEPS_MODEL = {"detag", "defacto"}
+"""Methods whose state has the model that is trained: they copy it over the parameters at times."""
+
 
 def takes_local(name: str) -> bool:
     """Return whether a method of this name takes a local step; the others have their own."""

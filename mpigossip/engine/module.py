@@ -7,10 +7,16 @@ import torch
 from torch import nn
 
 from mpigossip.config import JobError
+from mpigossip.config.readable import note_once
+from mpigossip.engine.shared_memory import check_separate
 from mpigossip.engine.vector import Flat, flatten
 
 LOW = (torch.bfloat16, torch.float16)
 """Types of parameters of which a float32 master is kept, stepped and exchanged."""
+BLOCK = 1 << 18
+"""Elements that are compared at a time on a CPU, so that they stay in its cache."""
+COMPARED = 1 << 24
+"""Elements that are compared at a time on a GPU, which needs up to 8 bytes for each."""
 
 
 class Parameters:
@@ -26,9 +32,10 @@ class Parameters:
 
     def __init__(self, models: Sequence[nn.Module]):
         """``models``: alike but for their values, which stay. ValueError for other types."""
+        for model in models:
+            check_separate(model)
         self._lay_out(models, flatten(models[0], types=(torch.float32, *LOW)))
         self.low = [p.dtype in LOW for p in self.rows[0]]
-        self._versions = [[-1] * len(row) for row in self.rows]
         self._own: list[list[torch.Tensor]] = []
         self._places: list[list[tuple]] = []
         with torch.no_grad():
@@ -36,7 +43,9 @@ class Parameters:
                 views = self.cut(row)
                 for p, view in zip(parameters, views, strict=True):
                     view.copy_(p)
-                    p.data = p.data if p.dtype in LOW else alone(view)
+                    if p.dtype not in LOW:
+                        report_shared(p)
+                        p.data = alone(view)
                 self._own.append([p.data for p in parameters])
                 self._places.append([_place(p) for p in parameters])
         self.publish()
@@ -45,6 +54,8 @@ class Parameters:
         self.flat, named = flat, [dict(model.named_parameters()) for model in models]
         self.rows = [[each[name] for name in flat.names] for each in named]
         self._owners = [[owner(model, name) for name in flat.names] for model in models]
+        self._models = models
+        self._paths = [self._module_paths(row) for row in range(len(models))]
         trained = {id(p) for row in self.rows for p in row}
         self.frozen = {name: p for name, p in named[0].items() if id(p) not in trained}
         """the first module's parameters that are no part of the vector"""
@@ -77,6 +88,43 @@ class Parameters:
 
     def _dense(self, grad: torch.Tensor) -> torch.Tensor:
         return grad.to_dense() if grad.is_sparse else grad
+
+    def _module_paths(self, row: int) -> list[tuple[nn.Module, str, nn.Module]]:
+        """Return parent, key and child of each submodule that contains a trained parameter.
+
+        A tied parameter has several such submodules.
+        """
+        trained = {id(p) for p in self.rows[row]}
+        found: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
+        for name, p in self._models[row].named_parameters(remove_duplicate=False):
+            if id(p) not in trained:
+                continue
+            parent = self._models[row]
+            for key in name.split(".")[:-1]:
+                child = parent.get_submodule(key)
+                found[id(parent), key] = parent, key, child
+                parent = child
+        return [*found.values()]
+
+    def _check_modules(self, row: int) -> None:
+        """Raise JobError if a module with trained parameters was replaced or removed.
+
+        A wrapper with the same Parameters, such as a compiled layer, may take a module's place.
+        """
+        if all(parent._modules.get(key) is child for parent, key, child in self._paths[row]):
+            return
+        every = self._models[row].named_parameters(remove_duplicate=False)
+        present = {id(p) for _, p in every}
+        for name, p in zip(self.flat.names, self.rows[row], strict=True):
+            if id(p) not in present:
+                raise JobError(left(name))
+        trained = {id(p) for p in self.rows[row]}
+        for parent, key, child in self._paths[row]:
+            now = parent._modules.get(key)
+            before = {id(p) for p in child.parameters()} & trained
+            if now is not None and not before <= {id(p) for p in now.parameters()}:
+                raise JobError(untied(key, child, now))
+        self._paths[row] = self._module_paths(row)
 
     def _check_owner(self, row: int, k: int) -> None:
         """JobError where the module holds another Parameter now."""
@@ -139,22 +187,23 @@ class Parameters:
                 continue
             for row, parameters in enumerate(self.rows):
                 parameters[k].data.copy_(self.cut(self.full[0][row])[k])
-                self._versions[row][k] = parameters[k]._version
 
     def check(self) -> bool:
         """Take parameters that were given other memory back into the vector, with their values.
 
-        Whether values changed by that. Masters of changed parameters follow. JobError where it
-        isn't clear what is meant: another type, shape or device, or another Parameter.
+        Whether values changed by that. JobError where it isn't clear what is meant: another type,
+        shape or device, another Parameter, or memory that two parameters share.
         """
-        changed = False
+        changed = moved = False
         for row, parameters in enumerate(self.rows):
+            self._check_modules(row)
             for k, (p, place) in enumerate(zip(parameters, self._places[row], strict=True)):
                 self._check_owner(row, k)
                 if _place(p) != place:
+                    if not moved:
+                        check_separate(self._models[row])
+                    moved = True
                     changed |= self._take_back(row, k)
-                if self.low[k] and p._version != self._versions[row][k]:
-                    self.cut(self.full[0][row])[k].copy_(p.data)
         return changed
 
     def _take_back(self, row: int, k: int) -> bool:
@@ -162,11 +211,59 @@ class Parameters:
         p, own = self.rows[row][k], self._own[row][k]
         if (p.dtype, p.shape, p.device) != (own.dtype, own.shape, own.device):
             raise JobError(unlike(self.flat.names[k], own, p))
+        if _place(own) != self._places[row][k]:
+            # The storage itself was moved, and `own` with it: torch.multiprocessing does this to
+            # all tensors that it sends. The row of the vector has a storage that nobody else has.
+            if self.low[k]:
+                self._places[row][k] = _place(own)
+            else:
+                report_shared(p)
+                own = self._own[row][k] = alone(self.cut(self.full[0][row])[k])
         changed = not torch.equal(p.data, own)
         own.copy_(p.data)
         p.data = own
-        self._versions[row][k] = -1
         return changed
+
+    def take_edits(self) -> None:
+        """Copy edited elements of 16-bit parameters to their master weights.
+
+        An element was edited if it isn't its rounded master. Edits through `.data` are found, too.
+        On a GPU the host doesn't wait for the comparison.
+        """
+        for row, parameters in enumerate(self.rows):
+            for p, master, low in zip(parameters, self._masters(row), self.low, strict=True):
+                if not low:
+                    continue
+                for now, exact in _blocks(p.data, master):
+                    written, rounded = _bits(now), _bits(exact.to(now.dtype))
+                    # a CPU looks first, which is faster; a GPU's host would have to wait for that
+                    if now.device.type != "cpu" or not torch.equal(rounded, written):
+                        torch.where(rounded == written, exact, now, out=exact)
+
+    def _masters(self, row: int) -> list[torch.Tensor]:
+        return self.cut(self.full[0][row])
+
+    def differ(self, sent: Sequence[torch.Tensor]) -> bool:
+        """Return whether parameters differ from ``sent``, which was x, in any bit.
+
+        On a GPU the host waits for the comparison.
+        """
+        for x, before in zip(self.x, sent, strict=True):
+            for now, then in _blocks(x, before):
+                if not torch.equal(_bits(now), _bits(then)):
+                    return True
+        return self._rounded_differ()
+
+    def _rounded_differ(self) -> bool:
+        """Return whether a 16-bit parameter isn't its rounded master."""
+        for row, parameters in enumerate(self.rows):
+            for p, master, low in zip(parameters, self._masters(row), self.low, strict=True):
+                if not low:
+                    continue
+                for now, exact in _blocks(p.data, master):
+                    if not torch.equal(_bits(exact.to(now.dtype)), _bits(now)):
+                        return True
+        return False
 
     def thawed(self) -> list[str]:
         """Parameters that were frozen when the vector was laid out, and are trained now."""
@@ -191,6 +288,47 @@ def alone(view: torch.Tensor) -> torch.Tensor:
     return torch.from_dlpack(view)
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as integers, as -0.0 equals 0.0 and NaN nothing."""
+    return tensor.view(torch.int32 if tensor.dtype.itemsize == 4 else torch.int16)
+
+
+def _blocks(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield views of the same elements of two tensors, a limited number at a time.
+
+    Temporary results then stay in the cache of a CPU, and take little of a GPU's memory.
+    """
+    size = BLOCK if one.device.type == "cpu" else COMPARED
+    alike = one.stride() == other.stride() and _fills(one)
+    if one.numel() <= size or not alike:
+        yield one, other
+        return
+    flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in (one, other)]
+    yield from zip(flat[0].split(size), flat[1].split(size), strict=True)
+
+
+def _fills(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill a stretch of memory without gaps, in any order."""
+    order = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    expected = 1
+    for stride, length in order:
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def report_shared(parameter: torch.Tensor) -> None:
+    """Report once that parameters leave memory that they shared with other processes."""
+    if parameter.device.type == "cpu" and parameter.is_shared():
+        note_once(
+            "parameters were in memory that processes share, as after share_memory() or when a "
+            "model or its state_dict() is sent to another process; they are back in the memory "
+            "that nodes average, and the other processes keep the values of now: send them the "
+            "state_dict() again when they need new ones"
+        )
+
+
 def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds a parameter, and its name there."""
     path, _, key = name.rpartition(".")
@@ -207,6 +345,15 @@ def left(name: str) -> str:
         f"parameter {name} has left the memory that nodes average: the module holds another "
         "Parameter now, which the optimizer doesn't know, as after load_state_dict(assign=True); "
         "load without assign, or before the optimizer is made"
+    )
+
+
+def untied(key: str, before: nn.Module, now: nn.Module) -> str:
+    """Return the message on a module in whose place another one is."""
+    return (
+        f"module {key} was a {type(before).__name__} with parameters that nodes average and is now "
+        f"a {type(now).__name__} with others, which the optimizer doesn't know; replace it before "
+        "the optimizer is made"
     )
 
 

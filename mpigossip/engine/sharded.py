@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mpigossip.config import JobError
-from mpigossip.engine.module import LOW, Parameters, alone, unlike
+from mpigossip.engine.module import LOW, Parameters, alone, report_shared, unlike
 from mpigossip.engine.vector import Flat, flatten
 from mpigossip.mixing.wire import ALIGN, BUCKET
 
@@ -204,6 +204,7 @@ class Shards(Parameters):
 
     def __init__(self, model: nn.Module, flat: ShardedLayout):
         self._lay_out([model], flat)
+        self.low = [False] * len(self.rows[0])
         self._pieces, self._modules = flat.own, fully_sharded(model)
         self._first = (self._pieces.size * flat.place,)
         self._gradients: dict[int, list[torch.Tensor]] = {}
@@ -211,16 +212,15 @@ class Shards(Parameters):
         self._insides: list[Any] = []
         known, views = insides(model), self.cut(self.x[0][0])
         for k, p in enumerate(self.rows[0]):
-            at, padded = flat.offsets[k], prod(flat.shape(k, 0))
+            padded = prod(flat.shape(k, 0))
             inside = known.get(id(p))
             views[k].copy_(local(p))
             self._insides.append(inside)
             if _as_known(inside, p, padded):
-                self._stretches.append(alone(self.x[0][0][at : at + padded]))
+                self._stretches.append(self._stretch(k))
                 self._lay(k, self._stretches[k])
             else:
                 self._stretches.append(None)
-        self._seen = [self._mark(p) for p in self.rows[0]]
 
     @property
     def first(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -231,17 +231,22 @@ class Shards(Parameters):
         """Return whether some shards are copied, as FSDP2's internals aren't as expected."""
         return any(stretch is None for stretch in self._stretches)
 
+    def _stretch(self, k: int) -> torch.Tensor:
+        """Return the row's memory for parameter k and its padding, as a storage of its own."""
+        flat: Any = self.flat
+        at, padded = flat.offsets[k], prod(flat.shape(k, 0))
+        return alone(self.x[0][0][at : at + padded])
+
+    def _address(self, k: int) -> int:
+        x = self.x[0]
+        return x.data_ptr() + x.element_size() * self.flat.offsets[k]
+
     def _lay(self, k: int, stretch: torch.Tensor | None) -> None:
         """Let torch keep the shard of parameter k, its padding included, in this memory."""
         if stretch is not None:
             shape = self._pieces.shapes[k]
             self._insides[k]._sharded_param_data = stretch
             self.rows[0][k]._local_tensor = stretch[: prod(shape)].view(shape)
-
-    def _mark(self, p: torch.Tensor) -> tuple[int, int]:
-        """Return a shard's address, and its version counters: by itself, and as a DTensor."""
-        shard = local(p)
-        return shard.data_ptr(), shard._version + p._version
 
     def _dense(self, grad: torch.Tensor) -> torch.Tensor:
         return local(grad)
@@ -305,15 +310,14 @@ class Shards(Parameters):
         for k, view in enumerate(self.cut(self.x[0][0])):
             if self._stretches[k] is None:
                 local(self.rows[0][k]).copy_(view)
-        self._seen = [self._mark(p) for p in self.rows[0]]
 
     def check(self) -> bool:
         """Take shards that were given other memory back into the vector, with their values.
 
-        And those that were changed, where they are copies. Whether values changed by that.
-        JobError as for whole parameters.
+        Whether values changed by that. JobError as for whole parameters.
         """
         reshard(self._modules)
+        self._check_modules(0)
         changed = False
         for k, (p, view) in enumerate(zip(self.rows[0], self.cut(self.x[0][0]), strict=True)):
             self._check_owner(0, k)
@@ -322,16 +326,33 @@ class Shards(Parameters):
                 raise JobError(unlike(self.flat.names[k], view, now))
             stretch = self._stretches[k]
             if stretch is None:
-                moved = self._mark(p) != self._seen[k]
-            else:
-                held = self._insides[k]._sharded_param_data
-                moved = held.data_ptr() != stretch.data_ptr()
-                moved |= bool(now.numel()) and now.data_ptr() != stretch.data_ptr()
-            if moved:
-                changed |= not torch.equal(now, view)
-                view.copy_(now)
-                self._lay(k, stretch)
+                continue
+            # The address is compared with the row's, whose storage nobody else has: the storage of
+            # `stretch` is moved when torch.multiprocessing sends the parameter.
+            begin = self._address(k)
+            held = self._insides[k]._sharded_param_data
+            if held.data_ptr() == begin and (not now.numel() or now.data_ptr() == begin):
+                continue
+            if stretch.data_ptr() != begin:
+                report_shared(now)
+                stretch = self._stretches[k] = self._stretch(k)
+            changed |= not torch.equal(now, view)
+            view.copy_(now)
+            self._lay(k, stretch)
         return changed
+
+    def take_edits(self) -> None:
+        """Copy shards that are copies of the vector's, edited or not, into it."""
+        for k, (p, view) in enumerate(zip(self.rows[0], self.cut(self.x[0][0]), strict=True)):
+            if self._stretches[k] is None:
+                view.copy_(local(p))
+
+    def differ(self, sent: Sequence[torch.Tensor]) -> bool:
+        pairs = zip(self.rows[0], self.cut(self.x[0][0]), strict=True)
+        copies = [
+            (local(p), view) for k, (p, view) in enumerate(pairs) if self._stretches[k] is None
+        ]
+        return super().differ(sent) or not all(torch.equal(*pair) for pair in copies)
 
     def versions(self) -> list[int]:
         return [local(p)._version + p._version for p in self.rows[0]]

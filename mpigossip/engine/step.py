@@ -28,6 +28,7 @@ class Engine:
     mixed_distance: torch.Tensor | None  # ‖mixed − sent‖ of the present step
     _kind: Kind | None
     _exchanged: Any
+    _outbox: Sequence | None
 
     def __init__(
         self,
@@ -122,6 +123,21 @@ class Engine:
         self.states = self.group.on_shards(send)
         self.mixer.start(now.kind, now.round, self.index)
         self.under_way = True
+        self._outbox = out
+
+    def sent_x(self) -> list[torch.Tensor]:
+        """Return, for each segment, memory with the x of the exchange that has just begun.
+
+        This is the outbox if the method sends x as it is, and a copy otherwise. With an exact wire,
+        nothing is written to the outbox before the next exchange begins; for a lossy one, the
+        progress thread may still have to quantize it. On a GPU the host waits for a comparison.
+        """
+        assert self._outbox is not None, "no exchange has begun"
+        found = []
+        for out, x in zip(self._outbox, self.vector.x, strict=True):
+            stays = self.mixer.layout.wire.exact and torch.equal(out[0], x)
+            found.append(out[0] if stays else x.clone())
+        return found
 
     @phase("wait for neighbours")
     def settle(self, into: torch.Tensor | None = None) -> None:
@@ -158,6 +174,7 @@ class Engine:
         self._kind = None  # of the step that has begun
         self.under_way = False  # whether its exchange has
         self._exchanged = None  # what it brought
+        self._outbox = None  # what was sent, until the next exchange begins
 
     def average(self, lr: float) -> None:
         """An exchange without a step: if nodes that wait were silent, others would drift away."""

@@ -79,6 +79,7 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
     finally:
         node.looking = False
         _put_back(kept, ends)
+        node.edits.renew(node.vector)
 
 
 def _show(module: nn.Module, batch: Nested) -> None:

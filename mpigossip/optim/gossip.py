@@ -16,6 +16,7 @@ from mpigossip.config import JobError, removed
 from mpigossip.engine.measurements import Record
 from mpigossip.engine.module import Parameters
 from mpigossip.engine.sharded import planned
+from mpigossip.engine.shared_memory import check_separate
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.base import Mixer
 from mpigossip.mixing.device.memory import check_default_device
@@ -105,7 +106,9 @@ class Gossip(WithFolder):
             "always"
         :param wire: format of a message, `node.wire`; None: "fp32"
         :param overlap: "auto": methods that are ahead exchange during forward and backward, others
-            begin with the step; "never": all begin with the step
+            begin with the step; "never": all begin with the step. With "auto", parameters that the
+            program changes while they are sent are rejected, but a rare change through `.data` may
+            be lost; "never" keeps every change
         :param mixer: "synchronous", or "asynchronous": neighbours' newest models, without waiting
         :param measure_every: steps between two consensus distances in `record`; None: 10 in a run,
             100 there on a GPU, else never
@@ -127,6 +130,7 @@ class Gossip(WithFolder):
         with world.together(JobError, ValueError):
             unwrapped.check(model, optimizer, world)
             check(self._model, optimizer)
+            check_separate(self._model)
             folder = Path(run) if run else None
             parts = settings(world, where, algorithm, graph, cadence, wire, mixer, folder, options)
             self._job = parts.job
@@ -215,6 +219,7 @@ class Gossip(WithFolder):
                 begin(self._run)
                 self._run.close_step()
         node.check()
+        node.edits.end()
         engine = node.engine
         self._stale.check(node.vector.rows[0], self._world.rank)
         skipped = unscaled(self, engine, node.vector)
@@ -306,7 +311,7 @@ class Gossip(WithFolder):
         self._run_hooks("state_dict_pre")
         mine = self._loaded
         if mine is None and self._node.laid_out:
-            self.vector.check()
+            self._node.edits.collect(self.vector)
             mine = states.state(self.engine, self.vector, self._node.world) | {
                 "optimizer": title(self._inner)
             }

@@ -17,7 +17,7 @@ from torch import nn
 from mpigossip import config
 from mpigossip.algorithms.base import no_state
 from mpigossip.algorithms.local import Local
-from mpigossip.algorithms.methods import DIVIDES, takes_local
+from mpigossip.algorithms.methods import DIVIDES, KEEPS_MODEL, takes_local
 from mpigossip.cluster import deadline
 from mpigossip.cluster.process import report_unused
 from mpigossip.cluster.world import World
@@ -32,6 +32,7 @@ from mpigossip.groups.devices import make_group
 from mpigossip.mixing.base import Layout, Mixer
 from mpigossip.optim import equal_start, state, state_dict, unwrapped
 from mpigossip.optim.arguments import named
+from mpigossip.optim.edits import EditDetector
 from mpigossip.optim.inner import StepGuard, check, decay, local_step_from_optimizers, rate, title
 from mpigossip.runs.node import Arrays, Numbers
 from mpigossip.runs.overview import between, nodes
@@ -75,7 +76,7 @@ class LoopNode:
         self.world, self.model, self.inner = world, model, inner
         self.job, self.graph = parts.job, parts.graph
         self._overlap, self._every = overlap, measure_every
-        self._sent: list[int] = []
+        self.edits = EditDetector()
         self.laid_out = self.looking = self.serving = self.closed = False
         self._facts = equal_start.layout(model)
         equal_start.agree(world, [*equal_start.settings_of(self.job), *self._facts])
@@ -140,8 +141,7 @@ class LoopNode:
         arrays: dict[str, np.ndarray] = {}
         numbers: dict[str, Number] = {"ranks": nodes.per_node}
         with suppress(JobError):  # a model that was converted since is saved as of the last step
-            if self.vector.check() and self._sent:
-                self._sent = [-1]  # no version: step() rejects the change
+            self.edits.collect(self.vector)
         with world.together(JobError):
             mine = state.of_rank(self.model, self.keeps)
             if nodes.first and not self.sharded:
@@ -213,12 +213,12 @@ class LoopNode:
         """Let exchanges begin at round 0, with none in flight; on all nodes."""
         # the mixer's rounds are consecutive; asynchronous ones need not be
         waits = self.mixer.synchronous
-        if self.engine.index or self._sent or (waits and self.engine.round):
+        if self.engine.index or self.edits.in_flight or (waits and self.engine.round):
             self._shut()
             self._open()
             self.engine.group = self._segments
             self.engine.replace_mixer(self.mixer)
-            self._sent = []
+            self.edits.end()
 
     def lay_out_again(self, names: list[str]) -> None:
         """Lay out the vector with thawed parameters; the method's state begins anew. Collective."""
@@ -229,7 +229,7 @@ class LoopNode:
         self.lay_out()
         for name, now in zip(self.flat.names, self.vector.cut(self.vector.x[0][0]), strict=True):
             now.copy_(masters.get(name, now))  # 16-bit parameters are rounded
-        self._sent = []
+        self.edits.end()
         self.engine.count_from(before.numbers() | {"born": before.index})
         self.mixer.bytes_sent[:] = before.mixer.bytes_sent
         if self.world.rank == 0:
@@ -240,7 +240,8 @@ class LoopNode:
             )
 
     def among(self, world: World) -> None:
-        self.world, self.graph, self._sent = world, make_graph(self.job, world.size), []
+        self.world, self.graph = world, make_graph(self.job, world.size)
+        self.edits.end()
         self._open()
         self._build()
 
@@ -286,23 +287,25 @@ class LoopNode:
         self.not_serving("step()")
         if any(id(p) not in self.known for g in self.inner.param_groups for p in g["params"]):
             self.check_known()
-        changed = self.vector.check()
+        self.edits.collect(self.vector)
         if names := self.vector.thawed():
             with deadline.calling(THAWED):
                 self.lay_out_again(names)
-            changed = False
-        if self._sent and (changed or self._sent != self.vector.versions()):
-            raise JobError(
-                "parameters were changed between steps while they were being sent to "
-                'neighbours; give Gossip overlap="never", or leave them alone'
-            )  # fmt: skip
-        self._sent = []
+        self.edits.check()
 
     def go_ahead(self) -> None:
         """Begin the next step's exchange, if the method can, so that it overlaps with backward."""
         if self._overlap == "auto" and self.engine.method.ahead and self.mixer.synchronous:
             self.engine.ahead()
-            self._sent = self.vector.versions()
+            self.edits.begin(self.vector, self.engine.sent_x)
+        elif (name := self.job.algorithm.name) in KEEPS_MODEL:
+            self.edits.begin(
+                self.vector,
+                lambda: [x.clone() for x in self.vector.x],
+                f'parameters were changed between steps, and algorithm.name = "{name}" would '
+                'overwrite them with the model of its state; use algorithm = "dsgt", or leave '
+                "them alone",
+            )
 
     def gather(self) -> None:
         """Gather gradients, with SGD's weight decay, if the method reads them.

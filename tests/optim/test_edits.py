@@ -1,0 +1,524 @@
+"""Parameters that a program edits through `.data`: kept or rejected; memory that it moves."""
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import mpigossip
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError, readable
+from tests.cases import every, on_each, with_world
+
+RATE = 0.1
+OUTER_RATE, OUTER_BETA = 0.7, 0.9
+PERIOD = 2
+"""Steps between two averages of diloco."""
+LATE = 25
+"""A step after the first 20, whose values aren't compared."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_reported_yet():
+    readable.noted.clear()
+
+
+def make(low=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    return model.bfloat16() if low else model
+
+
+def backward(model, node, step):
+    draw = torch.Generator().manual_seed(100 * node + step)
+    inputs = torch.randn(4, 6, generator=draw).to(model[0].weight.dtype)
+    model(inputs).float().square().mean().backward()
+
+
+def train(optimizer, model, steps, node=0):
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, node, step)
+        optimizer.step()
+
+
+def values(model):
+    return torch.cat([p.detach().float().reshape(-1) for p in model.parameters()])
+
+
+# -- every kind of edit ----------------------------------------------------------------------------
+
+EDITS = {
+    "mul_": lambda p: p.data.mul_(0.9),
+    "clamp_": lambda p: p.data.clamp_(-0.1, 0.1),
+    "copy_": lambda p: p.data.copy_(p.data + 0.03),
+    "add_": lambda p: p.grad is not None and p.data.add_(p.grad, alpha=-0.5),
+}
+METHODS = {
+    "awc": ("dsgd", {"style": "awc"}),
+    "atc": ("dsgd", {}),
+    "diloco": ("diloco", {"period": PERIOD}),
+}
+PLACES = ("before forward", "before step", "after step")
+WHEN = {"each": range(6), "early": (3,), "late": (LATE,)}
+
+
+class Case(NamedTuple):
+    """An edit: how, of which parameters, in which training, where in a step, in which steps."""
+
+    edit: str
+    low: bool
+    method: str
+    overlap: str
+    place: str
+    when: str
+
+    def apply(self, model: nn.Module, place: str, step: int) -> None:
+        if place == self.place and step in WHEN[self.when]:
+            for p in model.parameters():
+                EDITS[self.edit](p)
+
+    @property
+    def steps(self) -> range:
+        """One more step than the last that is edited, so that an edit could be lost."""
+        return range(max(WHEN[self.when]) + 2)
+
+
+CASES = [
+    Case(*one)
+    for one in itertools.product(EDITS, (False, True), METHODS, ("auto", "never"), PLACES, WHEN)
+]
+
+
+def representative(case: Case) -> bool:
+    """Return whether a case runs by default: each value of each field occurs, "each" throughout."""
+    if case.when != "each":
+        return case == Case("clamp_", case.low, "awc", "auto", "before forward", case.when)
+    if case.overlap == "never":
+        return case == Case("add_", True, case.method, "never", "before step", "each")
+    return case.edit == "mul_" and case.place != "before step"
+
+
+DEFAULT = [case for case in CASES if representative(case)]
+REST = [case for case in CASES if not representative(case)]
+
+
+def expected(case: Case) -> str:
+    if case.method != "awc" or case.overlap == "never":
+        return "kept"
+    return "lost" if case.when == "late" else "rejected"
+
+
+@with_world(timeout_s=60)
+def edited(world, cases):
+    """Return the parameters after each case, or None if Gossip rejected the edit."""
+    found = []
+    for case in cases:
+        model = make(case.low)
+        algorithm, options = METHODS[case.method]
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        gossip = mpigossip.Gossip(world, model, inner, algorithm, overlap=case.overlap, **options)
+        try:
+            for step in case.steps:
+                case.apply(model, "before forward", step)
+                gossip.zero_grad()
+                backward(model, world.rank, step)
+                case.apply(model, "before step", step)
+                gossip.step()
+                case.apply(model, "after step", step)
+            found.append(values(model).numpy())
+        except JobError as error:
+            assert 'overlap="never"' in str(error)
+            found.append(None)
+        gossip.close()
+    return found
+
+
+class Reference:
+    """The same training of n nodes in one process, written out in plain torch."""
+
+    def __init__(self, n: int, case: Case):
+        self.case = case
+        self.graph = mpigossip.graph("one-peer-exponential", n)
+        self.models = [make(case.low) for _ in range(n)]
+        self.exact = [
+            [p.detach().float().clone() for p in model.parameters()] for model in self.models
+        ]
+        self.outer: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        """of each node the parameters after diloco's last outer step, and its momentum"""
+
+    def edit(self, place: str, step: int) -> None:
+        """Apply the edit to the models; float32 copies follow where values have changed."""
+        for model, exact in zip(self.models, self.exact, strict=True):
+            self.case.apply(model, place, step)
+            for p, x in zip(model.parameters(), exact, strict=True):
+                x.copy_(torch.where(x.to(p.dtype) == p.data, x, p.data.float()))
+
+    def mixed(self, step: int) -> list[list[torch.Tensor]]:
+        found = []
+        for node in range(len(self.models)):
+            sources, weights, own = self.graph.neighbours(step, node)
+            row = [float(own) * x for x in self.exact[node]]
+            for j, weight in zip(sources, weights, strict=True):
+                row = [a + float(weight) * b for a, b in zip(row, self.exact[j], strict=True)]
+            found.append(row)
+        return found
+
+    def descend(self) -> None:
+        for model, exact in zip(self.models, self.exact, strict=True):
+            for p, x in zip(model.parameters(), exact, strict=True):
+                x.add_(p.grad.float(), alpha=-RATE)
+
+    def outer_step(self) -> None:
+        """Nesterov's step of diloco along what all nodes did, edits included."""
+        means = [sum(parts) / len(parts) for parts in zip(*self.exact, strict=True)]
+        for row, outer in zip(self.exact, self.outer, strict=True):
+            for x, mean, (anchor, slow) in zip(row, means, outer, strict=True):
+                slow.mul_(OUTER_BETA).add_(anchor - mean)
+                anchor.sub_(OUTER_RATE * (anchor - mean + OUTER_BETA * slow))
+                x.copy_(anchor)
+
+    def step(self, step: int) -> None:
+        self.edit("before forward", step)
+        for node, model in enumerate(self.models):
+            model.zero_grad()
+            backward(model, node, step)
+        self.edit("before step", step)
+        if step == 0:  # the method's state begins at the first step, edits before it included
+            self.outer = [[(x.clone(), torch.zeros_like(x)) for x in row] for row in self.exact]
+        if self.case.method == "awc":
+            self.exact = self.mixed(step)
+        self.descend()
+        if self.case.method == "atc":
+            self.exact = self.mixed(step)
+        if self.case.method == "diloco" and (step + 1) % PERIOD == 0:
+            self.outer_step()
+        for model, exact in zip(self.models, self.exact, strict=True):
+            for p, x in zip(model.parameters(), exact, strict=True):
+                p.data.copy_(x)
+        self.edit("after step", step)
+
+    def run(self) -> list[torch.Tensor]:
+        for step in self.case.steps:
+            self.step(step)
+        return [values(model) for model in self.models]
+
+
+def outcomes(n: int, cases: list[Case], found: list[list]) -> dict[Case, str]:
+    """Return "kept", "rejected" or "lost" for each case, the same on all ranks."""
+    table = {}
+    for k, case in enumerate(cases):
+        after = [of_rank[k] for of_rank in found]
+        if all(one is None for one in after):
+            table[case] = "rejected"
+            continue
+        wanted = Reference(n, case).run()
+        # diloco's average and outer step round in another order
+        near = 0.0 if case.method != "diloco" else 1e-2 if case.low else 1e-6
+        exact = all(
+            one is not None and float((torch.from_numpy(one) - two).abs().max()) <= near
+            for one, two in zip(after, wanted, strict=True)
+        )
+        table[case] = "kept" if exact else "lost"
+    return table
+
+
+@pytest.mark.parametrize(("n", "cases"), [(2, DEFAULT), every(2, REST), every(3, CASES)])
+def test_edits_in_each_step_are_kept_or_rejected(ranks, n, cases):
+    found = outcomes(n, cases, ranks(n)(edited, cases, timeout=600))
+    assert found == {case: expected(case) for case in cases}
+
+
+def outer_by_hand(steps: int, period: int, factor: float) -> float:
+    """Return a weight that begins at 1 and is multiplied after each step of diloco at rate 0."""
+    x = anchor = 1.0
+    slow = 0.0
+    for step in range(steps):
+        if (step + 1) % period == 0:
+            slow = OUTER_BETA * slow + anchor - x
+            x = anchor - OUTER_RATE * (anchor - x + OUTER_BETA * slow)
+            anchor = x
+        x *= factor
+    return x
+
+
+@on_each("period", [1, 4, 8, 50])
+def test_diloco_takes_edits_for_local_steps(period):
+    """Its outer step moves along them, with momentum: the weight isn't 0.9^20 afterwards."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    gossip = mpigossip.Gossip(Alone(), model, inner, "diloco", period=period)
+    for _ in range(20):
+        gossip.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        gossip.step()
+        model.weight.data.mul_(0.9)
+    assert model.weight.item() == pytest.approx(outer_by_hand(20, period, 0.9), abs=1e-6)
+
+
+def wrapped(algorithm="dsgd", low=False, **options):
+    model = make(low)
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    return model, mpigossip.Gossip(Alone(), model, inner, algorithm, **options)
+
+
+@on_each("algorithm", ["detag", "defacto"])
+def test_edits_are_rejected_by_methods_that_keep_their_own_model(algorithm):
+    model, gossip = wrapped(algorithm, overlap="never")
+    train(gossip, model, range(2))
+    EDITS["mul_"](model[0].weight)
+    with pytest.raises(JobError, match=f'"{algorithm}".*"dsgt"'):
+        gossip.step()
+
+
+@on_each("low", [False, True])
+def test_an_edit_after_a_look_at_all_nodes_is_rejected_as_one_before_it(low):
+    model, gossip = wrapped(style="awc", low=low)
+    train(gossip, model, range(2))
+    with gossip.averaged():
+        EDITS["mul_"](model[0].weight)  # reverted with the average
+    gossip.consensus_distance()
+    gossip.state_dict()
+    train(gossip, model, range(2, 4))
+    gossip.consensus_distance()
+    with torch.no_grad():
+        model[0].weight.mul_(0.9)
+    with pytest.raises(JobError, match='overlap="never"'):
+        gossip.step()
+
+
+def test_an_edit_before_state_dict_is_rejected_at_the_step():
+    model, gossip = wrapped(style="awc")
+    train(gossip, model, range(2))
+    model[0].weight.data = model[0].weight.data * 0.9
+    gossip.state_dict()
+    with pytest.raises(JobError, match='overlap="never"'):
+        gossip.step()
+
+
+# -- memory that is moved to other processes -------------------------------------------------------
+
+
+class Modelled(torch.utils.data.Dataset):
+    """Samples that a model computes in the loader's workers."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        with torch.no_grad():
+            return self.model(torch.ones(6, dtype=self.model[0].weight.dtype))
+
+
+def read(model):
+    """Run in another process."""
+    assert values(model).isfinite().all()
+
+
+def share(model):
+    model.share_memory()
+
+
+def queued(model):
+    from torch import multiprocessing
+
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    queue.put(model.state_dict())
+    queue.get()
+
+
+def forked_loader(model):
+    assert len([*torch.utils.data.DataLoader(Modelled(model), num_workers=1)]) == 4
+
+
+def spawned_loader(model):
+    context = "spawn"
+    loader = torch.utils.data.DataLoader(
+        Modelled(model), num_workers=1, multiprocessing_context=context
+    )
+    assert len([*loader]) == 4
+
+
+def spawned_process(model):
+    from torch import multiprocessing
+
+    process = multiprocessing.get_context("spawn").Process(target=read, args=(model,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    "move", [share, queued, forked_loader, every(spawned_loader), every(spawned_process)]
+)
+@pytest.mark.parametrize(("low", "options"), [(False, {}), (False, {"style": "awc"}), (True, {})])
+def test_parameters_that_are_moved_to_shared_memory_are_trained_on(move, low, options):
+    """A spawned process imports torch, which takes seconds."""
+    plain, gossip = wrapped(low=low, **options)
+    train(gossip, plain, range(6))
+    model, gossip = wrapped(low=low, **options)
+    move(model)
+    train(gossip, model, range(2))
+    move(model)
+    train(gossip, model, range(2, 4))
+    move(model)
+    train(gossip, model, range(4, 6))
+    assert torch.equal(values(model), values(plain))
+
+
+def test_a_move_to_shared_memory_is_reported_once(capsys):
+    model, gossip = wrapped()
+    train(gossip, model, range(1))
+    for step in range(1, 3):
+        model.share_memory()
+        train(gossip, model, [step])
+        assert not model[0].weight.is_shared()
+    assert capsys.readouterr().err.count("after share_memory()") == 1
+
+
+# -- parameters that share memory ------------------------------------------------------------------
+
+
+class Pieces(nn.Module):
+    """Parameters that are views of one array."""
+
+    def __init__(self, *views):
+        super().__init__()
+        array = torch.arange(24.0).view(4, 6) / 24
+        self.pieces = nn.ParameterList(nn.Parameter(view(array)) for view in views)
+
+    def forward(self, inputs):
+        return sum(piece.sum() for piece in self.pieces) * inputs
+
+
+def gossip_of(model):
+    return mpigossip.Gossip(Alone(), model, torch.optim.SGD(model.parameters(), lr=RATE))
+
+
+SHARED = {
+    "same": (lambda a: a[:2], lambda a: a[:2]),
+    "overlapping rows": (lambda a: a[:3], lambda a: a[2:]),
+    "overlapping columns": (lambda a: a[:, :4], lambda a: a[:, 3:]),
+    "transposed": (lambda a: a[:2], lambda a: a[1:3].t()),
+    "behind others": (lambda a: a[:, :1], lambda a: a[:, 1:2], lambda a: a[1:3, 0]),
+}
+SEPARATE = {
+    "rows": (lambda a: a[:2], lambda a: a[2:]),
+    "columns": (lambda a: a[:, :3], lambda a: a[:, 3:]),
+    "empty": (lambda a: a[:2], lambda a: a[:0]),
+    "strided": (lambda a: a[::2], lambda a: a[1::2]),
+}
+
+
+@on_each("views", [*SHARED.values()])
+def test_parameters_that_share_memory_are_rejected(views):
+    names = f"pieces.0 .* pieces.{len(views) - 1} "
+    with pytest.raises(JobError, match=rf"parameter {names}.*\.clone\(\)"):
+        gossip_of(Pieces(*views))
+
+
+@on_each("views", [*SEPARATE.values()])
+def test_parameters_that_lie_in_one_array_without_overlap_are_accepted(views):
+    model = Pieces(*views)
+    before = values(model)
+    gossip = gossip_of(model)
+    model(torch.ones(())).backward()
+    gossip.step()
+    assert torch.allclose(values(model), before - RATE)
+
+
+def test_parameters_that_come_to_share_memory_later_are_rejected():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    gossip = gossip_of(model)
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(JobError, match=r"parameter 0\.weight and parameter 1\.weight share"):
+        gossip.step()
+    model[1].weight.data = model[0].weight.data.clone()
+    model(torch.ones(4)).sum().backward()
+    gossip.step()
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(JobError, match=r"parameter 0\.weight and parameter 1\.weight share"):
+        gossip.step()
+
+
+def test_a_buffer_in_the_memory_of_a_parameter_is_rejected():
+    model = nn.Linear(4, 4)
+    model.register_buffer("copy", model.weight.data)
+    with pytest.raises(JobError, match="parameter weight and buffer copy share"):
+        gossip_of(model)
+    model.copy = model.weight.data.clone()
+    gossip_of(model)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, index):
+        return self.head(self.embedding(index))
+
+
+def test_weights_that_are_tied_by_one_parameter_are_accepted():
+    model = Tied()
+    gossip = gossip_of(model)
+    model(torch.tensor([1])).sum().backward()
+    gossip.step()
+    assert model.head.weight is model.embedding.weight
+
+
+# -- modules that are replaced ---------------------------------------------------------------------
+
+
+def replaced(model):
+    model[2] = nn.Linear(5, 2)
+
+
+def removed(model):
+    del model[2]
+
+
+def replaced_inside(model):
+    model[3] = nn.Sequential(nn.Linear(2, 2))
+
+
+@on_each(
+    ("replace", "name"),
+    [(replaced, "2.weight"), (removed, "2.weight"), (replaced_inside, "3.0.weight")],
+)
+def test_a_replaced_layer_is_rejected(replace, name):
+    model = make().append(nn.Sequential(nn.Linear(2, 2)))
+    gossip = gossip_of(model)
+    train(gossip, model, range(2))
+    replace(model)
+    for look in (gossip.step, gossip.state_dict):
+        with pytest.raises(JobError, match=rf"parameter {name} has left"):
+            look()
+
+
+def test_a_replaced_layer_of_a_tied_weight_is_rejected():
+    model = Tied()
+    gossip = gossip_of(model)
+    model(torch.tensor([1])).sum().backward()
+    gossip.step()
+    model.head = nn.Linear(3, 5, bias=False)
+    with pytest.raises(JobError, match="module head was a Linear"):
+        gossip.step()
+
+
+def test_a_wrapper_may_take_the_place_of_a_layer():
+    model, gossip = wrapped()
+    plain, other = wrapped()
+    train(gossip, model, range(2))
+    train(other, plain, range(4))
+    model[2] = nn.Sequential(model[2])
+    train(gossip, model, range(2, 4))
+    assert torch.equal(values(model), values(plain))
