@@ -158,20 +158,6 @@ def set_back(model):
         p.data = p.data.clone()
 
 
-def queued(model):
-    """Move the memory of shards to shared memory, as sending them to another process does."""
-    from torch import multiprocessing
-
-    queue = multiprocessing.get_context("spawn").SimpleQueue()
-    queue.put([p.to_local().detach() for p in model.parameters()])
-    queue.get()
-
-
-def doubled_by_data(model):
-    for p in model.parameters():
-        p.to_local().data.mul_(2.0)
-
-
 def doubled(model):
     with torch.no_grad():
         for p in model.parameters():
@@ -198,55 +184,17 @@ def trapped(world, known, *between):
 
 @with_world(per=2, timeout_s=30)
 def taken_back(world):
-    given = moved, loaded, queued, set_back, queued, doubled_by_data
-    plain = trapped(world, True, *[None] * 5, doubled)
-    return plain, [trapped(world, one, *given) for one in (True, False)]
+    given = moved, loaded, set_back, doubled
+    return trapped(world, True, *[None] * 4), [trapped(world, one, *given) for one in (True, False)]
 
 
 def test_parameters_that_were_given_other_memory_are_taken_back(ranks):
     for plain, (known, copied) in ranks(4)(taken_back):
-        for (wanted, far), (values, apart) in zip(plain, known, strict=True):
+        for (wanted, far), (values, apart) in zip(plain[:4], known[:4], strict=True):
             assert far > 0 and apart == far
             assert (values == wanted).all()
-        assert abs(plain[-1][0]).mean() > 1.5 * abs(plain[-2][0]).mean(), "edits are kept"
+        assert not (known[4][0] == plain[4][0]).all(), "what a program wrote is kept"
         assert all((a == b).all() for (a, _), (b, _) in zip(known, copied, strict=True))
-
-
-@with_world(per=2, timeout_s=30)
-def edited_in_flight(world, known):
-    """Return the error of a step before which shards were edited through `.data`, in flight."""
-    from mpigossip.engine import sharded
-    from mpigossip.optim.gossip import Gossip
-
-    before = sharded.insides
-    if not known:
-        sharded.insides = lambda model: {}
-    try:
-        case = Case()
-        model = wrapped(world, GPT(world.nodes.column.rank), case)
-        optimizer = Gossip(world, model, optimizer_of(model, "dsgd"), style="awc")
-        for index in range(2):
-            step(world, model, optimizer, index)
-            queued(model)
-        with optimizer.averaged():
-            pass
-        step(world, model, optimizer, 2)
-        doubled_by_data(model)
-        try:
-            step(world, model, optimizer, 3)
-        except JobError as error:
-            return str(error)
-        finally:
-            optimizer.close()
-    finally:
-        sharded.insides = before
-    return ""
-
-
-@pytest.mark.parametrize("known", [True, every(False)])
-def test_shards_that_are_edited_while_they_are_sent_are_rejected(ranks, known):
-    for error in ranks(4)(edited_in_flight, known):
-        assert 'overlap="never"' in error
 
 
 @with_world(per=2, timeout_s=30)
