@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpigossip.cluster import deadline
 from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import Agreement, World
@@ -45,10 +46,12 @@ class Communicator(World):
 
         :param value: a small value that can be pickled
         """
-        return limited(self.comm, self.timeout_s).gather(value)
+        with deadline.calling_unless("gather()"):
+            return limited(self.comm, self.timeout_s).gather(value)
 
     def broadcast(self, value: Any) -> Any:
-        return limited(self.comm, self.timeout_s).bcast(value)
+        with deadline.calling_unless("broadcast()"):
+            return limited(self.comm, self.timeout_s).bcast(value)
 
     def start_agree(self, flag: int) -> Agreement:
         from mpi4py import MPI
@@ -107,9 +110,10 @@ class Communicator(World):
     def barrier(self) -> None:
         check_process()
         request = self.comm.Ibarrier()
-        Deadline(self.timeout_s).wait(
-            request.Test, lambda: f"not all of {self.size} ranks came to a barrier", whom=tuple
-        )
+        with deadline.calling_unless("barrier()"):
+            Deadline(self.timeout_s).wait(
+                request.Test, lambda: f"not all of {self.size} ranks came to a barrier", whom=tuple
+            )
 
     def duplicate(self) -> "MPI.Intracomm":
         self._family = [comm for comm in self._family if comm]

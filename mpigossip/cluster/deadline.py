@@ -48,6 +48,12 @@ pauses = 0
 """Blocks of :func:`paused` around what this rank does now."""
 call, steps = "", 0
 """What of a user's program this rank is in, that all ranks have to call, and steps that it made."""
+order = 0
+"""Number of this call among those of this rank; 0 if ranks may make it in another order."""
+ordered_calls = 0
+"""Calls with such a number that this rank has made since its world was opened."""
+status = WAITS
+"""What a rank that waits tells those that wait for it: WAITS, or CLOSES inside :func:`ends`."""
 terminated = math.inf
 """When SIGTERM came, where a run is to stop at a step that all ranks agree on and hasn't yet."""
 
@@ -61,30 +67,44 @@ def tell(word: int) -> None:
 class calling:
     """Inside, waits that end at their limit name the call, to this rank and to the others."""
 
-    def __init__(self, name: str):
-        """``name``: with brackets, as "step()"."""
-        self._name, self._before = name, ""
+    def __init__(self, name: str, ordered: bool = True):
+        """Prepare the block; it may be entered several times, one after the other.
+
+        :param name: with brackets, as "step()"
+        :param ordered: all ranks make this call at the same place among their other ordered calls,
+            so that a wait in another call of the same number can't end
+        """
+        self._name, self._ordered, self._before = name, ordered, ("", 0)
 
     def __enter__(self) -> None:
-        global call
-        self._before, call = call, self._name
+        global call, order, ordered_calls
+        counts = self._ordered and not call
+        self._before = call, order
+        ordered_calls += counts
+        call, order = self._name, ordered_calls if counts else 0
 
     def __exit__(self, *raised: object) -> None:
-        global call
-        call = self._before
+        global call, order
+        call, order = self._before
+
+
+def calling_unless(name: str) -> contextlib.AbstractContextManager[None]:
+    """Return :class:`calling`, unless this rank is in a call already, which tells more."""
+    return contextlib.nullcontext() if call else calling(name)
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Inside, this rank works on purpose: waits for it, and for who waits for it, have no limit."""
     global pauses
-    pauses += 1
-    if pauses == 1:
-        tell(PAUSED)
+    entered = False
     try:
+        pauses, entered = pauses + 1, True
+        if pauses == 1:
+            tell(PAUSED)
         yield
-    finally:
-        pauses -= 1
+    finally:  # also after an interrupt in `tell`: otherwise the others would wait without a limit
+        pauses -= entered
         if not pauses:
             tell(WORKS)
 
@@ -108,13 +128,18 @@ class Patience:
 
 @contextlib.contextmanager
 def ends(made: int, word: int = CLOSES, what: str = "loop") -> Iterator[None]:
-    """A block at the end of a loop of so many steps, or of a world; all ranks are told of it."""
-    global steps
-    steps = made
-    with calling(END + what):
-        tell(word)
-        yield
-    tell(WORKS)
+    """A block at the end of a loop of so many steps, or of a world.
+
+    Nothing is announced: a rank that waits for this one in vain asks it, and is told ``word``.
+    """
+    global steps, status
+    before, steps = status, made
+    try:
+        status = word
+        with calling(END + what, ordered=word == CLOSES):
+            yield
+    finally:
+        status = before
 
 
 class LateError(Failure, TimeoutError):
@@ -154,6 +179,27 @@ class Deadline:
         """
         begin = time.monotonic()
         wait = roll.wait(self.seconds, whom) if roll is not None and whom is not None else None
+        try:
+            self._poll(predicate, what, rest, wait, begin)
+        except LateError:
+            raise  # this rank ends, and must not look as if it worked
+        except BaseException:  # such as an interrupt, which may be caught
+            if wait is not None:
+                wait.over()
+            raise
+        if wait is not None:
+            wait.over()
+        return time.monotonic() - begin
+
+    def _poll(
+        self,
+        predicate: Callable[[], Any],
+        what: Callable[[], str],
+        rest: Callable[[], bool],
+        wait: Any,
+        begin: float,
+    ) -> None:
+        """Ask until ``predicate`` is true; ``wait``: a `waits.Wait`, or None."""
         pause, patience = SHORTEST_S, Patience()
         while not predicate():
             now = time.monotonic()
@@ -173,19 +219,25 @@ class Deadline:
             if not rest() and now - begin >= SPIN_S:
                 time.sleep(pause)
                 pause = min(LONGEST_S, 1.2 * pause)
-        if wait is not None:
-            wait.over()
-        return time.monotonic() - begin
 
 
-def sharp_timers() -> None:
+def sharp_timers() -> Callable[[], None]:
     """Let short sleeps of this thread, and of those that it starts, end when they should.
 
     Linux lets a sleep last up to 50 µs longer than asked for; elsewhere nothing is done for that.
-    No thread may keep the interpreter for longer than `SWITCH_S`.
+    No thread may keep the interpreter for longer than `SWITCH_S`. Returns a function that restores
+    the interpreter's switch interval, unless somebody else has set it since.
     """
-    sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(SWITCH_S, before))
+    ours = sys.getswitchinterval()
     prctl(PR_SET_TIMERSLACK, 1)
+
+    def restore() -> None:
+        if sys.getswitchinterval() == ours:
+            sys.setswitchinterval(before)
+
+    return restore
 
 
 def prctl(option: int, value: int) -> None:

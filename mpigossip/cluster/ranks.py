@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,14 @@ class World(Communicator):
 
         process.own_mpi()
         host = MPI.Get_processor_name() or socket.gethostname()
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._told_as, self._roll = f"on {host}", None
+        # A call of MPI that doesn't return is reported by a thread, whose exception ends the job
+        # only with these hooks: install them before the first such call.
+        self._hooks = (sys.excepthook, threading.excepthook)
+        if self.size > 1:
+            sys.excepthook = self._uncaught
+            threading.excepthook = self._uncaught_in_thread
         own = limited(comm, timeout_s).Dup()
         super().__init__(own.plain, tuple(own.allgather(host)), timeout_s)
         self.launched = bool(places(os.environ))
@@ -74,12 +82,11 @@ class World(Communicator):
         self._closing = self.duplicate()
         self._open = True
         self.resources = contextlib.ExitStack()
-        self._roll = None if self.size == 1 else Roll(self.comm.Dup(), self.hosts)
-        deadline.roll = self._roll
-        self._hooks = (sys.excepthook, threading.excepthook)
-        if self.size > 1:
-            sys.excepthook = self._uncaught
-            threading.excepthook = self._uncaught_in_thread
+        self.after_close = contextlib.ExitStack()
+        self._roll = (
+            None if self.size == 1 else Roll(limited(comm, timeout_s).Dup().plain, self.hosts)
+        )
+        deadline.roll, deadline.ordered_calls = self._roll, 0
 
     def arrange(self, ranks_per_node: int | str) -> None:
         """Make the ranks into nodes: as many of a host as that, or all of it ("host").
@@ -109,7 +116,7 @@ class World(Communicator):
         self.hosts = tuple(hosts[name] for name in self.names)
         self.diminished, ending.survivors = True, comm
         given_up.append(self._roll)
-        self._roll = deadline.roll = None if self.size == 1 else Roll(comm.Dup(), self.hosts)
+        self._roll = deadline.roll = None if self.size == 1 else Roll(comm.Dup(), self.hosts, False)
 
     def node_group(self, backend: str | None = None) -> "ProcessGroup":
         """Return the torch process group of this rank's node, for DDP; collective.
@@ -150,6 +157,7 @@ class World(Communicator):
                 with deadline.ends(deadline.steps, what="world"):
                     self.settle()
             sys.excepthook, threading.excepthook = self._hooks
+            self.after_close.close()
             if deadline.roll is self._roll:
                 deadline.roll = None
             if not self.diminished:
@@ -204,7 +212,7 @@ class World(Communicator):
 
     @property
     def _name(self) -> str:
-        return f"rank {self.rank} of {self.size} on {self.hosts[self.rank]}"
+        return f"rank {self.rank} of {self.size} {self._told_as}"
 
 
 def world(timeout_s: float = TIMEOUT_S) -> World:
@@ -239,17 +247,37 @@ def _world(timeout_s: float) -> World:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise no_mpi(error) from error
-    sharp_timers()
     ours = not MPI.Is_initialized()
     if ours:
         check_library(MPI.Get_library_version(), os.environ)
         process.init()
-    ending.prepare(ours, limited(MPI.COMM_WORLD, timeout_s))
+    with _threads_end_the_job(MPI.COMM_WORLD):
+        ending.prepare(ours, limited(MPI.COMM_WORLD, timeout_s))
     check_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version(), os.environ)
     check_alone(MPI.COMM_WORLD.size, os.environ, multiprocessing.current_process()._identity)
+    restore = sharp_timers()
     made = World(MPI.COMM_WORLD, timeout_s)
+    made.after_close.callback(restore)
     process.started()
     return made
+
+
+@contextlib.contextmanager
+def _threads_end_the_job(comm: "MPI.Intracomm") -> Iterator[None]:
+    """Abort the job by an exception in a thread, until the world has installed its own hook."""
+    before, name = threading.excepthook, f"rank {comm.rank} of {comm.size} on {os.uname().nodename}"
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        thread = args.thread.name if args.thread else "a thread"
+        if args.exc_value is not None:
+            uncaught.say(uncaught.told(args.exc_value, name, where=f" in {thread}"))
+        process.abort(comm, FAILED)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 # -- going on without a rank: User Level Failure Mitigation, as Open MPI 5 has it ------------------

@@ -1,9 +1,17 @@
-"""Names of the ranks at fault, for a wait that ends at its limit.
+"""Names of the ranks at fault, for a wait that ends at its limit or can't end.
 
-Whoever has waited for half of its limit tells the others so in one small message, with the call
-that it waits in; whoever waits, too, answers. At the limit those are named that are awaited and of
-which nothing is heard: they compute, are stopped, or can't be reached. Ranks that close or leave
-tell that, too. Nothing is sent while no wait is long.
+A rank that has waited for a second sends one small message, with its status and the call that it is
+in, to some of the ranks that it waits for. A rank that receives such a message while it waits
+itself answers with its own. Calls that all ranks have to make are numbered by each rank: ranks that
+wait in different calls of the same number will never meet, and a rank that has come to the end of a
+loop doesn't come back. Both end the wait early. After half of the limit, the first ranks of the
+world are informed as well; at the limit those are named that are awaited and of which nothing is
+heard: they compute, are stopped, or can't be reached. As long as no wait is long, nothing is sent,
+not even at the end; only a rank that exits while its world is open announces that to all ranks.
+
+An interrupt (Ctrl-C) may arrive between any two instructions. A message is therefore received into
+memory of the `Roll` and recorded by steps that can be repeated, and a message whose sending was
+interrupted is followed by another one when the world closes.
 """
 
 from __future__ import annotations
@@ -28,7 +36,21 @@ if TYPE_CHECKING:
 TAG = 5
 LISTEN_S = 0.5
 """Seconds of a wait after which it listens to what others tell: short waits cost nothing."""
-TOLD_AS = np.dtype([("word", np.int64), ("call", "S48"), ("steps", np.int64)])
+ASK_S = 1.0
+"""Seconds after which a wait informs ranks that it waits for; each further time twice as long."""
+ASKED = 16
+"""Largest number of ranks that are informed so early."""
+TOLD_AS = np.dtype(
+    [
+        ("word", np.int64),
+        ("call", "S48"),
+        ("steps", np.int64),
+        ("order", np.int64),
+        ("rank", np.int64),
+        ("number", np.int64),
+    ]
+)
+"""A message: status, call, steps, number of the call, sender, number of the message (from 1)."""
 LEFT_S = 10.0
 """Seconds in which what a rank has sent before it left comes to those that wait for it."""
 TOLD = 64
@@ -38,18 +60,27 @@ TOLD = 64
 class Roll:
     """What one rank has heard of the others' waiting."""
 
-    def __init__(self, comm: MPI.Comm, hosts: Sequence[str]):
-        self._comm, self._hosts = comm, hosts
+    def __init__(self, comm: MPI.Comm, hosts: Sequence[str], ordered: bool = True):
+        """``ordered``: all ranks make the same calls, so that their numbers can be compared."""
+        self._comm, self._hosts, self._ordered = comm, hosts, ordered
         self._heard: dict[int, int] = {}
         """what the others do, by rank"""
         self._calls: dict[int, tuple[str, int, float]] = {}
         """what they have called, if all ranks have to, after how many steps; when it was heard"""
-        self._sent: list[tuple[MPI.Request, np.ndarray]] = []
+        self._orders: dict[int, int] = {}
+        """the numbers of these calls"""
+        self._sent: list[_Sent] = []
+        self._interrupted: set[_Sent] = set()
+        """messages of which it isn't known whether they were sent; MPI may read them"""
         self._told = np.zeros(comm.size, np.int64)
-        """messages sent to each rank so far"""
-        self._taken = 0
-        """messages taken in so far"""
-        self._lock, self._telling = threading.Lock(), threading.Lock()
+        """number of the last message sent to each rank"""
+        self._taken = np.zeros(comm.size, np.int64)
+        """number of the last message taken in from each rank"""
+        self._arrived = np.zeros(1, TOLD_AS)
+        """the message being taken in; its number is 0 if there is none"""
+        # `with` leaves no moment at which an interrupt could leave a lock held. A signal's handler
+        # may listen, too, so that this lock can be taken again by the same thread.
+        self._lock, self._telling = threading.RLock(), threading.Lock()
         self._process = os.getpid()
 
     def numbers(self, comm: MPI.Comm, ranks: Iterable[int]) -> list[int]:
@@ -70,34 +101,52 @@ class Roll:
         with self._telling:  # the pause may end, and be told to have ended, before that
             if deadline.pauses and word in (WAITS, WORKS):
                 word = PAUSED
-            self._sent = [one for one in self._sent if not one[0].Test()]
+            started = [one for one in self._sent if one.request is not None]
+            self._interrupted |= {*self._sent} - {*started}
+            self._sent = [one for one in started if not one.request.Test()]
             for rank in ranks:
-                with contextlib.suppress(Exception):  # one that is lost
-                    told = (word, deadline.call.encode(), deadline.steps)
-                    value = np.array(told, TOLD_AS).reshape(1).view(np.uint8)
-                    self._sent.append((self._comm.Isend(value, rank, TAG), value))
-                    self._told[rank] += 1
+                self._send(rank, word)
 
-    def listen(self) -> bool:
-        """Take in what was told; whether anything was."""
+    def _send(self, rank: int, word: int) -> None:
+        """Send one message; :meth:`close` finds one that was interrupted by its missing request."""
+        sent = _Sent(rank)
+        self._sent.append(sent)
+        self._told[rank] += 1
+        told = (word, deadline.call.encode(), deadline.steps, deadline.order)
+        value = np.array((*told, self._comm.rank, self._told[rank]), TOLD_AS)
+        sent.value = value.reshape(1).view(np.uint8)
+        try:
+            sent.request = self._comm.Isend(sent.value, rank, TAG)
+        except Exception:  # noqa: BLE001 - the rank was lost
+            self._told[rank] -= 1
+            self._sent.remove(sent)
+
+    def listen(self) -> set[int]:
+        """Take in all messages that have arrived; return the ranks that wait and have sent one."""
         from mpi4py import MPI
 
-        found = False
-        # a fork would take messages from its parent
-        if os.getpid() == self._process and self._lock.acquire(blocking=False):
-            with contextlib.suppress(Exception):
-                status = MPI.Status()
-                while self._comm.Iprobe(MPI.ANY_SOURCE, TAG, status):
-                    value = np.empty(TOLD_AS.itemsize, np.uint8)
-                    self._comm.Recv(value, status.source, TAG)
-                    self._taken += 1
-                    word, called, steps = value.view(TOLD_AS)[0]
-                    told = bytes(called).decode(), int(steps), time.monotonic()
-                    self._calls[status.source] = told
-                    self._heard[status.source] = int(word)
-                    found = True
-            self._lock.release()
-        return found
+        waiting: set[int] = set()
+        if os.getpid() != self._process:  # a fork would take messages from its parent
+            return waiting
+        with self._lock, contextlib.suppress(Exception):
+            self._take_in(waiting)  # left by an interrupt
+            while self._comm.Iprobe(MPI.ANY_SOURCE, TAG):
+                self._comm.Recv(self._arrived.view(np.uint8), MPI.ANY_SOURCE, TAG)
+                self._take_in(waiting)
+        return waiting
+
+    def _take_in(self, waiting: set[int]) -> None:
+        """Record the message that has arrived, if any; this can be repeated after an interrupt."""
+        word, called, steps, order, rank, number = self._arrived[0].tolist()
+        if number == 0:
+            return
+        self._calls[rank] = called.decode(), steps, time.monotonic()
+        self._orders[rank] = order
+        self._heard[rank] = word
+        self._taken[rank] = number
+        if word in (WAITS, CLOSES):
+            waiting.add(rank)
+        self._arrived["number"] = 0
 
     def tell_all(self, word: int) -> None:
         """The same to all ranks, as who waits for this one may not be known here; listens, too."""
@@ -124,11 +173,12 @@ class Roll:
     def left(self, whom: Callable[[], Iterable[int]]) -> int | None:
         """The exit code of a rank that is awaited in vain, as it has left; None where none is.
 
-        0 where it isn't known. One that closes comes to what others close, and one that has made
-        more steps than this rank has taken part in this step.
+        0 where it isn't known, and for a rank that waits in another call. One that closes comes to
+        what others close, and one that has made more steps than this rank has taken part in this
+        step.
         """
         every = list(self._heard.items())  # at once: another thread may listen
-        left = {rank: word for rank, word in every if word <= CLOSES}
+        left = {rank: word for rank, word in every if word <= CLOSES or self._misses(rank, word)}
         awaited = {*whom()} if left else ()
         for rank, word in left.items():
             _, steps, heard = self._calls[rank]
@@ -138,6 +188,25 @@ class Roll:
             if late and not comes and (rank in awaited or not awaited):
                 return max(0, EXITS - word)
         return None
+
+    def _misses(self, rank: int, word: int) -> bool:
+        """Return whether ``rank`` waits in another call than this rank, where both should be one.
+
+        A rank that is in a call of another number is ahead or behind, which is no fault.
+        """
+        differs = self._calls[rank][0] != deadline.call and not deadline.call.startswith(END)
+        order = self._orders[rank] if self._ordered else 0
+        return word == WAITS and differs and order > 0 and order == deadline.order
+
+    def asked(self, awaited: Iterable[int]) -> set[int]:
+        """Return the ranks to inform of a wait early: of ``awaited`` (empty: all) the next ones.
+
+        Ranks that wait in two calls border on each other somewhere, so that each needs to inform
+        only its next ones.
+        """
+        ranks = {*awaited} or {*range(self._comm.size)}
+        distance = {(rank - self._comm.rank) % self._comm.size: rank for rank in ranks}
+        return {distance[key] for key in sorted(distance)[: ASKED + 1]} - {self._comm.rank}
 
     def others(self, more: Iterable[int]) -> set[int]:
         """Those who are told: ``more``, and the first ranks."""
@@ -178,8 +247,7 @@ class Roll:
         own = np.frombuffer(hashlib.md5(mine, usedforsecurity=False).digest(), np.uint8).copy()
         every = np.empty((self._comm.size, own.size), np.uint8)
         request = self._comm.Iallgather(own, every)
-        self._sent.append((request, own))
-        self._every = every  # MPI may write into it later
+        self._every = request, own, every  # MPI may read and write them later
         until = time.monotonic() + seconds
         while not request.Test():
             if time.monotonic() > until:
@@ -195,15 +263,27 @@ class Roll:
         """
         from mpi4py import MPI
 
+        self.tell([], CLOSES)  # collects what was interrupted
+        # a message with a higher number than the one that was interrupted
+        self.tell({one.rank for one in self._interrupted}, CLOSES)
         coming = np.empty(1, np.int64)
         all_told = self._comm.Ireduce_scatter_block(self._told, coming, MPI.SUM)
 
         def taken_in() -> bool:
             self.listen()
-            return all_told.Test() and self._taken == coming[0]
+            return all_told.Test() and self._taken.sum() == coming[0]
 
         deadline.Deadline(timeout_s).wait(taken_in, lambda: "not all ranks closed the world")
         self._comm.Free()
+
+
+class _Sent:
+    """A message, with the memory that MPI reads; without a request, it may not have been sent."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.value: np.ndarray | None = None
+        self.request: MPI.Request | None = None
 
 
 class Wait:
@@ -213,21 +293,28 @@ class Wait:
         self._roll, self._whom = roll, whom
         self._begin = time.monotonic()
         self._listens, self._tells = min(LISTEN_S, seconds / 4), seconds / 2
+        self._asks = min(ASK_S, seconds / 2)
         self._told: set[int] = set()
 
     def look(self) -> int | None:
-        """To be called now and then: listens once the wait is long, tells when half is over.
+        """To be called now and then: listens once the wait is long, and informs other ranks.
 
-        Returns what :meth:`Roll.left` does. A rank at its end has told all that it is.
+        A rank that waits and informs this one is answered once. Returns what :meth:`Roll.left`
+        does.
         """
         waited = time.monotonic() - self._begin
         if waited < self._listens:
             return None
-        asked = self._roll.listen()
-        asked = (asked or waited >= self._tells) and not deadline.call.startswith(END)
-        if asked and not self._told:
-            self._told = self._roll.others(self._whom())
-            self._roll.tell(self._told, WAITS)
+        to = self._roll.listen() - self._told
+        if waited >= self._asks:
+            self._asks *= 2
+            to |= self._roll.asked(self._whom())
+        if waited >= self._tells:
+            self._tells = float("inf")
+            to |= self._roll.others(self._whom())
+        if to:
+            self._told |= to
+            self._roll.tell(to, deadline.status)
         return self._roll.left(self._whom)
 
     def over(self) -> None:

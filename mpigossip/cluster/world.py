@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from mpigossip.cluster import deadline
 from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.process import TIMEOUT_S
 
@@ -72,11 +73,14 @@ class World:
     """and has had to"""
     resources: ExitStack
     """what is to be closed before the world"""
+    after_close: ExitStack
+    """settings of the process that the world has changed, and restores when it closes"""
 
     def __init__(self) -> None:
         self.hosts = (socket.gethostname(),)
         self.nodes = Nodes.of_ranks(self)
         self.resources = ExitStack()
+        self.after_close = ExitStack()
 
     def gather(self, value: Any) -> list | None:
         """Return all ranks' values in rank order on rank 0, None elsewhere."""
@@ -92,7 +96,8 @@ class World:
 
     def agree(self, flag: int) -> int:
         """Return the maximum of all ranks' ``flag``, a whole number or bool; waits for all."""
-        return self.start_agree(flag).read()
+        with deadline.calling_unless("agree()"):
+            return self.start_agree(flag).read()
 
     @contextmanager
     def together(self, *mistakes: type[Exception]) -> Iterator[None]:
@@ -122,6 +127,7 @@ class World:
     def close(self) -> None:
         """Give back what it holds; can be called again."""
         self.resources.close()
+        self.after_close.close()
 
     def __enter__(self) -> Self:
         return self

@@ -93,7 +93,7 @@ class Averager:
         self._world, self._every = world, vars(world).setdefault("averagers", [])
         self._every.append(self)
         self._number, self._ordered = len(self._every), 1
-        self._finishing = deadline.calling(f"finish() of Averager {self._number}")
+        self._finishing = deadline.calling(f"finish() of Averager {self._number}", ordered=False)
         atexit.unregister(report_unused)
         world.resources.callback(self.close)
 

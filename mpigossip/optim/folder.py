@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from mpigossip.cluster import deadline
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import STOPPED, Mistake
@@ -141,7 +142,12 @@ class WithFolder(Wrapper):
     def save(self) -> None:
         """Write a checkpoint of the present step while the loop goes on; collective."""
         run, _ = self._own_run("save"), self._laid_out()
-        with self._node.engine.clock.uncounted(), torch.no_grad(), self._node.noticed():
+        with (
+            deadline.calling("save()"),
+            self._node.engine.clock.uncounted(),
+            torch.no_grad(),
+            self._node.noticed(),
+        ):
             begin(run)
             self._node.not_serving("save()")
             run.save()

@@ -202,7 +202,8 @@ class Gossip(WithFolder):
             with torch.enable_grad():
                 value = closure()
         deadline.steps = self.steps
-        with torch.no_grad(), deadline.calling("step()"):
+        ordered = self.mixer.synchronous  # otherwise ranks make other numbers of steps
+        with torch.no_grad(), deadline.calling("step()", ordered):
             if self._survival is None:
                 self._step()
             else:

@@ -8,6 +8,7 @@ from typing import Any
 from mpigossip import algorithms, graphs
 from mpigossip.algorithms import cadence as cadences
 from mpigossip.algorithms.local import STILL
+from mpigossip.cluster.process import TIMEOUT_S
 from mpigossip.cluster.world import World
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError, removed
 from mpigossip.config.choices import options_of, part_of
@@ -63,6 +64,8 @@ def settings(
     if world.nodes.per_node > 1:
         sections["node"]["ranks_per_node"] = world.nodes.per_node
     sections["node"] |= {"mixer": mixer, "devices": "cpu:1" if device == "cpu" else device}
+    if world.timeout_s != TIMEOUT_S:
+        sections["node"].setdefault("timeout_s", world.timeout_s)
     if wire is not None:
         sections["node"]["wire"] = wire
     job = assemble.load(sections)

@@ -12,7 +12,7 @@ from mpigossip.cluster import deadline, waits
 from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.ranks import world
 from tests import launch
-from tests.cases import every
+from tests.cases import every, on_each
 
 pytestmark = pytest.mark.both
 
@@ -21,7 +21,7 @@ HEAD = """
 import sys, time
 from mpigossip.cluster import waits
 from mpigossip.cluster.ranks import world
-waits.LEFT_S = 0.1
+waits.LEFT_S, waits.ASK_S = 0.1, 0.2
 """
 LOOP = """
 import torch, mpigossip
@@ -37,6 +37,7 @@ with mpigossip.world() as w:
 """
 
 
+OTHER = LOOP.replace("break", "break  # and on to another call") + "    {call}\n"
 LEFT = r"rank 1 on \S+ has come to the end of its "
 
 
@@ -50,8 +51,16 @@ LEFT = r"rank 1 on \S+ has come to the end of its "
         ),
         every("with world() as w:\n    if w.rank == 0: w.barrier()", None, f"{LEFT}world"),
         (LOOP, None, rf"in step\(\), which all ranks have to call; {LEFT}loop after 3 steps"),
+        (
+            OTHER.format(call="with optimizer.averaged(): pass"),
+            *(None, r"in step\(\), .*; rank 1 on \S+ waits in averaged\(\) after 3 steps"),
+        ),
+        every(
+            OTHER.format(call="w.gather(w.rank)"),
+            *(None, r"in step\(\), .*; rank 1 on \S+ waits in gather\(\) after 3 steps"),
+        ),
     ],
-    ids=["exit", "exit in a block", "end of a block", "break"],
+    ids=["exit", "exit in a block", "end of a block", "break", "averaged", "gather"],
 )
 def test_a_rank_that_leaves_early_ends_the_job_by_its_code(mpirun, body, code, words):
     # a fork's exit code isn't always its stub's
@@ -81,7 +90,7 @@ def test_a_thread_left_in_a_call_of_mpi_changes_no_exit_code(mpirun, given, code
 
 def slow_ranks(comm):
     """Rank 1 is late by 1 s for what it comes to: after a loop, in its last step, as all close."""
-    waits.LEFT_S, found = 0.1, []
+    waits.LEFT_S, waits.ASK_S, found = 0.1, 0.05, []
     try:
         with world(timeout_s=30) as w:
             with deadline.ends(5):
@@ -91,8 +100,11 @@ def slow_ranks(comm):
             w.barrier()
             found.append("after a loop")
             if w.rank == 1:
-                with deadline.ends(5):
-                    time.sleep(1)
+                until = time.monotonic() + 1
+                with deadline.ends(5):  # asked by rank 0, it answers that it closes
+                    Deadline(20).wait(
+                        lambda: time.monotonic() > until, lambda: "", whom=lambda: [0]
+                    )
                     comm.send(None, dest=0)
                     comm.barrier()
             else:
@@ -111,12 +123,92 @@ def slow_ranks(comm):
                     w.barrier()
             found.append("as all close")
     finally:
-        waits.LEFT_S = 10.0
+        waits.LEFT_S, waits.ASK_S = 10.0, 1.0
     return found
 
 
 def test_a_slow_rank_has_not_left(ranks):
     assert ranks(2)(slow_ranks) == [["after a loop", "in its last step", "as all close"]] * 2
+
+
+def one_is_slow(comm):
+    """Rank 2 comes late to a step, then to averaged(): the others wait in different calls."""
+    import torch
+
+    import mpigossip
+
+    waits.LEFT_S, waits.ASK_S = 0.1, 0.05
+    try:
+        with mpigossip.world(timeout_s=30) as w:
+            model = torch.nn.Linear(4, 3)
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = mpigossip.Gossip(w, model, inner, graph="one-peer-exponential")
+            for step in range(4):
+                time.sleep(1.2 * (step == 2 and w.rank == 2))
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with optimizer.averaged():
+                    pass
+            for _ in range(2):
+                w.agree(w.rank)
+                time.sleep(1.2 * (w.rank == 2))
+                with optimizer.averaged():
+                    pass
+                optimizer.consensus_distance()
+            return w._roll._told.sum() > 0
+    finally:
+        waits.LEFT_S, waits.ASK_S = 10.0, 1.0
+
+
+def test_ranks_that_wait_in_different_calls_for_a_slow_one_go_on(ranks):
+    assert any(ranks(4)(one_is_slow)), "the others asked"
+
+
+def messages_of_a_run(comm):
+    """Train, close Gossip and the world; return the messages that this rank has sent."""
+    import torch
+
+    import mpigossip
+
+    waits.ASK_S = float("inf")  # on a busy machine a wait may be long
+    try:
+        with mpigossip.world() as w:
+            model = torch.nn.Linear(4, 3)
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = mpigossip.Gossip(w, model, inner)
+            for _ in range(3):
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            roll = w._roll
+        return int(roll._told.sum())
+    finally:
+        waits.ASK_S = 1.0
+
+
+@on_each("n", [2, 3, 4, 6, 8])
+def test_the_end_of_a_run_is_not_announced_unless_a_rank_asks(ranks, n):
+    assert ranks(n)(messages_of_a_run) == [0] * n
+
+
+EXIT = """
+send = waits.Roll._send
+def counted(self, rank, word):
+    print(f"to {rank}: {word}", flush=True)
+    send(self, rank, word)
+waits.Roll._send = counted
+w = world()
+if w.rank == 1: sys.exit(3)
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_exits_announces_it_once_to_each_other_rank(mpistart):
+    job = mpistart(3, [sys.executable, "-c", HEAD + EXIT])
+    launch.until(lambda: job.output()[0].count(": ") >= 2, 60, "rank 1 announces its exit")
+    time.sleep(0.3)
+    assert sorted(job.output()[0].split("\n")[:-1]) == ["to 0: -8", "to 2: -8"]
 
 
 TERM = """

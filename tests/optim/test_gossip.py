@@ -63,6 +63,14 @@ def test_an_exchange_without_a_step_is_refused_while_one_is_under_way():
             gossip.average()
 
 
+def test_the_time_limit_of_the_world_is_that_of_gossip_unless_it_is_given():
+    world = Alone()
+    assert mpigossip.Gossip(world, *make(0))._job.node.timeout_s == 300
+    world.timeout_s = 60.0
+    assert mpigossip.Gossip(world, *make(0))._job.node.timeout_s == 60
+    assert mpigossip.Gossip(world, *make(0), timeout_s=5)._job.node.timeout_s == 5
+
+
 def test_a_model_that_is_not_float32_is_refused():
     model, _ = make(0)
     model.double()

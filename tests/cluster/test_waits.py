@@ -1,0 +1,142 @@
+"""cluster/waits.py: an interrupt at any point of a wait leaves what waits need in order."""
+
+import dis
+import sys
+import time
+from functools import partial
+
+import pytest
+
+from mpigossip.cluster import deadline, waits
+from mpigossip.cluster.deadline import Deadline, LateError
+from mpigossip.cluster.waits import Roll
+
+pytestmark = pytest.mark.both
+
+MODULES = {deadline.__file__, waits.__file__}
+CHECKED = ("CALL", "RESUME", "JUMP_BACKWARD")
+"""Instructions after which Python calls signals' handlers."""
+
+
+class Interrupt:
+    """Raise KeyboardInterrupt at the ``number``-th place where Ctrl-C can arrive in the modules."""
+
+    def __init__(self, number):
+        self.left, self.before = number, {}
+
+    def __enter__(self):
+        sys.settrace(self.of_call)
+
+    def __exit__(self, kind, *_):
+        sys.settrace(None)
+        return kind is KeyboardInterrupt
+
+    def of_call(self, frame, event, _):
+        if frame.f_code.co_filename not in MODULES:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self.before[frame] = ""
+        return self.of_opcode
+
+    def of_opcode(self, frame, event, _):
+        if event == "return":
+            self.before.pop(frame, None)
+        elif event == "opcode":
+            before = self.before[frame]
+            name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            # Python 3.14 enters a `with` block by LOAD_SPECIAL and CALL
+            entered = before == "LOAD_SPECIAL" and name == "CALL"
+            self.before[frame] = "entered" if entered else name
+            if before.startswith(CHECKED):
+                self.left -= 1
+                if self.left == 0:
+                    raise KeyboardInterrupt
+        return self.of_opcode
+
+
+def interrupted_everywhere(comm):
+    """Interrupt waits in which this rank sends to itself and receives; return what was wrong."""
+    from mpi4py import MPI
+
+    before, wrong, number = (waits.LISTEN_S, waits.ASK_S), [], 0
+    waits.LISTEN_S = waits.ASK_S = 0.0
+    deadline.roll = roll = Roll(MPI.COMM_SELF.Dup(), ["here"])
+    try:
+        interrupt = Interrupt(0)
+        while interrupt.left <= 0 and len(wrong) < 4:
+            number += 1
+            roll.tell([0], deadline.WAITS)  # the wait answers it
+            polls, interrupt = iter([False, False, True]), Interrupt(number)
+            with interrupt, deadline.calling("step()"):
+                Deadline(5).wait(partial(next, polls), lambda: "", whom=lambda: [0])
+            deadline.steps = number
+            roll.tell([0], deadline.WORKS)
+            until = time.monotonic() + 2
+            while roll._calls.get(0, ("", 0))[1] < number and time.monotonic() < until:
+                roll.listen()
+            if roll._calls.get(0, ("", 0))[1] < number:
+                wrong.append(f"after point {number} nothing is received")
+        began = time.monotonic()
+        roll.close(timeout_s=5)
+        if time.monotonic() - began > 4:
+            wrong.append("the world closes slowly")
+    except LateError as late:
+        wrong.append(f"{late}")
+    finally:
+        waits.LISTEN_S, waits.ASK_S = before
+        deadline.steps, deadline.roll = 0, None
+    return number, wrong
+
+
+def test_an_interrupt_at_any_point_of_a_wait_does_no_harm(ranks):
+    ((points, wrong),) = ranks(1)(interrupted_everywhere)
+    assert not wrong and points > 50, (points, wrong)
+
+
+def test_an_interrupt_as_a_pause_begins_ends_it(monkeypatch):
+    said = []
+
+    def interrupted(word):
+        said.append(word)
+        if word == deadline.PAUSED:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(deadline, "tell", interrupted)
+    with pytest.raises(KeyboardInterrupt), deadline.paused():
+        pass
+    assert deadline.pauses == 0 and said == [deadline.PAUSED, deadline.WORKS]
+
+
+def test_a_wait_that_is_interrupted_is_over_for_the_others(monkeypatch):
+    """A rank that catches an interrupt works on; one that is late ends as one that waited."""
+    said = []
+
+    class Wait:
+        def look(self):
+            return None
+
+        def over(self):
+            said.append("over")
+
+        def fault(self, left):
+            return ""
+
+    class Roll:
+        def wait(self, *_):
+            return Wait()
+
+        def pausing(self):
+            return False
+
+        excused = pausing
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(deadline, "roll", Roll())
+    with pytest.raises(KeyboardInterrupt):
+        Deadline(1).wait(interrupted, lambda: "", whom=list)
+    assert said == ["over"]
+    with pytest.raises(LateError):
+        Deadline(0).wait(lambda: False, lambda: "", whom=list)
+    assert said == ["over"]
