@@ -43,11 +43,20 @@ def places(env: Mapping[str, str]) -> list[tuple[int, int, str]]:
     ]
 
 
-def no_mpi(error: Exception) -> LaunchError:
+def no_mpi(error: Exception, env: Mapping[str, str] = os.environ) -> LaunchError:
     """Return what to say where mpi4py finds no MPI; ``error``: what it raised."""
     why = ": ".join(str(error).splitlines()[:2])  # of a list of libraries the first
     if "too short" in why or "invalid ELF" in why:
         why += ", a text for the linker: name the file with a number that it stands for"
+    if named := env.get("MPI4PY_LIBMPI", ""):
+        return LaunchError(
+            f"MPI can't be loaded ({why}) with MPI4PY_LIBMPI={named}: name a file that exists, or "
+            "`unset MPI4PY_LIBMPI; pip install mpich`. If the file exists, its name may not be the "
+            "one that mpi4py's wheel loads, libmpi.so.12 (Debian's MPICH has libmpich.so.12): "
+            "`pip install --no-binary mpi4py mpi4py`, or make a link and search its folder, "
+            f"`ln -s {named} DIR/libmpi.so.12; export LD_LIBRARY_PATH=DIR MPI4PY_LIBMPI=DIR/"
+            "libmpi.so.12`. `mpigossip simulate` needs no MPI"
+        )
     return LaunchError(
         f"MPI can't be loaded ({why}); load the site's MPI module, or "
         "`pip install mpich`, or name the library: MPI4PY_LIBMPI=/path/to/libmpi.so.12. "
@@ -186,12 +195,17 @@ which fails, or sums all gradients in silence; Lightning, that Slurm's tasks are
 which of a host's ranks this is stays, and so does all that tells of the allocation."""
 
 
-def hide(environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Keep these variables from frameworks, where one was imported; return the names of torch's.
+def hide(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
+    """Keep these variables from frameworks, where one was imported; return what was removed.
 
     To a framework each rank is a program of its own. MPI and this package have read theirs by then.
     """
     if not any(name in sys.modules for name in FRAMEWORKS):
-        return []
-    taken = [name for name in MISREAD if environ.pop(name, None) is not None]
-    return [name for name in taken if name in TORCH]
+        return {}
+    return {name: environ.pop(name) for name in MISREAD if name in environ}
+
+
+def restore(hidden: Mapping[str, str], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Put back what :func:`hide` has removed, except variables that were set again since."""
+    for name, value in hidden.items():
+        environ.setdefault(name, value)

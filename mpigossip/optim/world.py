@@ -14,9 +14,13 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
 
     Under a launcher (srun, mpirun) the world has its ranks; without one, it has this process.
     Where transformers, Lightning or Accelerate was imported before, the launcher's variables that
-    they would misread are taken out of ``os.environ``.
+    they would misread are taken out of ``os.environ`` until the world closes. Waits need threads
+    to be switched within 0.1 ms, so that the interpreter's switch interval is shortened until then,
+    too. ``sys.exit`` is replaced by a function that keeps the status and calls the original: ranks
+    that wait for this one when the program ends have to end by it. It stays.
 
-    :param timeout_s: seconds that ``barrier``, ``agree`` and `Averager` wait for other ranks
+    :param timeout_s: seconds that each wait for other ranks may take, also in `Averager`, and in
+        `Gossip` unless that is given ``timeout_s``
     :param ranks_per_node: 1: each rank is a node; "host": all ranks of a host are one; K: every K
         ranks of a host are one, and exchange a part of the model each
     :raises LaunchError: where MPI can't be loaded, or doesn't join the processes that were started
@@ -32,7 +36,9 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
     hidden = launcher.hide()
     if made.nodes.count > 1 and made.rank == 0:
         atexit.register(report_unused, made.nodes.count)
-    if hidden and made.rank == 0:
-        text = f"{', '.join(hidden)} are hidden, so that frameworks see one process a rank"
+    made.after_close.callback(launcher.restore, hidden)
+    of_torch = [name for name in hidden if name in launcher.TORCH]
+    if of_torch and made.rank == 0:
+        text = f"{', '.join(of_torch)} are hidden, so that frameworks see one process a rank"
         note(f"{text}; read them before mpigossip.world()")
     return made

@@ -32,15 +32,18 @@ KEPT = {
 def test_where_a_framework_is_loaded_rank_and_size_go_and_the_rest_stays(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     environment = RANK | KEPT
-    assert launcher.hide(environment) == ["RANK", "WORLD_SIZE"]
+    assert launcher.hide(environment) == RANK
     assert environment == KEPT
     assert launcher.places(environment) == []
-    assert launcher.hide(environment) == []
+    assert launcher.hide(environment) == {}
+    environment["RANK"] = "7"  # set again since
+    launcher.restore(RANK, environment)
+    assert environment == RANK | KEPT | {"RANK": "7"}
 
 
 def test_without_a_framework_a_loop_reads_what_it_likes(monkeypatch):
     for name in launcher.FRAMEWORKS:
         monkeypatch.delitem(sys.modules, name, raising=False)
     environment = RANK | KEPT
-    assert launcher.hide(environment) == []
+    assert launcher.hide(environment) == {}
     assert environment == RANK | KEPT
