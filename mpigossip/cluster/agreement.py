@@ -46,11 +46,11 @@ class Communicator(World):
 
         :param value: a small value that can be pickled
         """
-        with deadline.calling_unless("gather()"):
+        with deadline.calling_unless("gather()", self.whole):
             return limited(self.comm, self.timeout_s).gather(value)
 
     def broadcast(self, value: Any) -> Any:
-        with deadline.calling_unless("broadcast()"):
+        with deadline.calling_unless("broadcast()", self.whole):
             return limited(self.comm, self.timeout_s).bcast(value)
 
     def start_agree(self, flag: int) -> Agreement:
@@ -110,7 +110,7 @@ class Communicator(World):
     def barrier(self) -> None:
         check_process()
         request = self.comm.Ibarrier()
-        with deadline.calling_unless("barrier()"):
+        with deadline.calling_unless("barrier()", self.whole):
             Deadline(self.timeout_s).wait(
                 request.Test, lambda: f"not all of {self.size} ranks came to a barrier", whom=tuple
             )

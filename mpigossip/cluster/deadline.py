@@ -88,9 +88,9 @@ class calling:
         call, order = self._before
 
 
-def calling_unless(name: str) -> contextlib.AbstractContextManager[None]:
+def calling_unless(name: str, ordered: bool) -> contextlib.AbstractContextManager[None]:
     """Return :class:`calling`, unless this rank is in a call already, which tells more."""
-    return contextlib.nullcontext() if call else calling(name)
+    return contextlib.nullcontext() if call else calling(name, ordered)
 
 
 @contextlib.contextmanager

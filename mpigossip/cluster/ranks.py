@@ -56,6 +56,8 @@ class World(Communicator):
     began with.
     """
 
+    whole = True
+
     def __init__(self, comm: "MPI.Intracomm", timeout_s: float = TIMEOUT_S):
         from mpi4py import MPI
 

@@ -63,6 +63,8 @@ class World:
     """the numbers that the ranks began with: those that outlive a loss get new ones"""
     timeout_s = TIMEOUT_S
     """seconds after which a rank that doesn't come is given up"""
+    whole = False
+    """all ranks of the job take part, so that all make its calls in the same order"""
     launched = False
     """a launcher started this process, maybe alone"""
     fault_tolerant = False
@@ -96,7 +98,7 @@ class World:
 
     def agree(self, flag: int) -> int:
         """Return the maximum of all ranks' ``flag``, a whole number or bool; waits for all."""
-        with deadline.calling_unless("agree()"):
+        with deadline.calling_unless("agree()", self.whole):
             return self.start_agree(flag).read()
 
     @contextmanager

@@ -2,6 +2,8 @@
 
 python tools/labs/kill.py checkpoints [--count 200]   a rank dies while checkpoints are written
 python tools/labs/kill.py start [--count 50]          a rank dies before, in or after MPI's start
+python tools/labs/kill.py signals [--signals STOP]    a rank gets SIGKILL, SIGSTOP or SIGTERM in the
+                                                      start, training, a checkpoint or the end
 python tools/labs/kill.py start --tolerant            … with Open MPI's --with-ft ulfm
 python tools/labs/kill.py ranks [--count 50]          a rank dies in training, the others go on;
                                                       --losses 2, --victim 0, or each rank on a
@@ -208,6 +210,62 @@ def starts(options, top: Path, draw: random.Random) -> Iterator[Found]:
         found.facts |= phases
         found.facts["with the rank's number in our own words"] = named
         found.seconds("from kill to end", waits)
+        yield found
+
+
+# -- signals in the phases of a run ----------------------------------------------------------------
+
+
+def signals(options, top: Path, draw: random.Random) -> Iterator[Found]:
+    """Runs in which a random rank gets a signal: they end in time, with a complete checkpoint.
+
+    The phases take turns. A stopped rank leaves the others two time limits, of 10 s at least, for a
+    collective call. SIGTERM ends a run that trains with exit code 75, or 0 at its end.
+    """
+    ranks = options.nodes[0]
+    for name in options.signals:
+        number = getattr(signal, f"SIG{name}")
+        found, ends, waits = Found(f"SIG{name}, {ranks} ranks"), Counter[str](), []
+        for at in range(options.count or 20):
+            phase = ("start", "training", "checkpoint", "end")[at % 4]
+            folder, chosen = top / f"{name}-{at}", draw.randrange(ranks)
+            steps = "run.steps=400" if phase == "end" else "run.steps=100000"
+            settings = [*TINY, steps, f"node.timeout_s={STARTS_S:g}", "run.evaluate_every=1"]
+            with (
+                found.run(f"{folder}, rank {chosen}, {phase}", 1),
+                launched(ranks, job(folder, settings)) as run,
+            ):
+                wait(lambda: len(run.ranks()) == ranks, START_S, run)  # noqa: B023
+                if phase == "training":
+                    wait(lambda: last(folder) > 0, START_S, run)  # noqa: B023
+                elif phase == "checkpoint":
+                    wait(lambda: last(folder) > 0, START_S, run)  # noqa: B023
+                    wait(lambda: any(folder.glob("checkpoints/*.writing")), 30, run)  # noqa: B023
+                elif phase == "end":
+                    wait(lambda: last(folder) >= 395, START_S, run)  # noqa: B023
+                time.sleep(draw.random() * (BEGUN_S if phase == "start" else 0.2))
+                if run.process.poll() is not None:
+                    ends[f"{phase}, over before"] += 1
+                    continue
+                began = time.monotonic()
+                with contextlib.suppress(ProcessLookupError, IndexError):
+                    os.kill(run.ranks()[chosen], number)
+                while run.process.poll() is None:
+                    if time.monotonic() > began + 2 * max(STARTS_S, 10) + 30:
+                        stuck(f"no end within {2 * max(STARTS_S, 10) + 30:g} s", run)
+                    time.sleep(0.01)
+                waits.append(time.monotonic() - began)
+                code, newest = run.process.returncode, checkpoint.latest(folder)
+                named = re.search(rf"rank {chosen}\b", run.output()[1]) is not None
+                ends[f"{phase}, code {code}{', named' if named else ''}"] += 1
+                assert newest is None or not checkpoint.verify(newest), "a damaged checkpoint"
+                assert phase == "start" or newest is not None, "no checkpoint"
+                if name == "TERM" and phase != "start":
+                    assert code in (75, 0), f"code {code}: {run.output()[1][-900:]}"
+                if name == "STOP" and code:
+                    assert named, f"rank {chosen} is not named: {run.output()[1][-900:]}"
+        found.facts |= ends
+        found.seconds("from signal to end", waits)
         yield found
 
 
@@ -432,7 +490,9 @@ def stuck(text: str, run: launch.Launch) -> NoReturn:
 def set_launcher(options, top: Path) -> None:
     """The launcher of all runs that follow: Open MPI's tolerates losses; or one rank a host."""
     os.environ |= launch.beside_launcher() | {"PYTHONFAULTHANDLER": "1"}
-    if options.what == "checkpoints" or (options.what == "start" and not options.tolerant):
+    if options.what in ("checkpoints", "signals") or (
+        options.what == "start" and not options.tolerant
+    ):
         return
     tolerant = shlex.join([*launch.launcher(), "--with-ft", "ulfm"])
     if options.hosts:
@@ -446,8 +506,8 @@ def set_launcher(options, top: Path) -> None:
     os.environ["MPIGOSSIP_MPIEXEC"] = tolerant
 
 
-SERIES = {"checkpoints": checkpoints, "start": starts, "ranks": losses, "places": places,
-          "loop": loops}  # fmt: skip
+SERIES = {"checkpoints": checkpoints, "start": starts, "signals": signals, "ranks": losses,
+          "places": places, "loop": loops}  # fmt: skip
 
 
 def main() -> int:
@@ -462,6 +522,8 @@ def main() -> int:
     parser.add_argument("--folder", action="store_true")
     known = ["evaluation", "average", "flush", "training"]
     parser.add_argument("--where", nargs="+", default=known, choices=known)
+    names = ["KILL", "STOP", "TERM"]
+    parser.add_argument("--signals", nargs="+", default=names, choices=names)
     parser.add_argument("--tolerant", action="store_true")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--points", type=float, default=1.0, help="of accuracy that may be lost")
