@@ -258,6 +258,9 @@ def signals(options, top: Path, draw: random.Random) -> Iterator[Found]:
                 code, newest = run.process.returncode, checkpoint.latest(folder)
                 named = re.search(rf"rank {chosen}\b", run.output()[1]) is not None
                 ends[f"{phase}, code {code}{', named' if named else ''}"] += 1
+                print(
+                    f"SIG{name}, rank {chosen}, {phase}: code {code}, {waits[-1]:.1f} s", flush=True
+                )
                 assert newest is None or not checkpoint.verify(newest), "a damaged checkpoint"
                 assert phase == "start" or newest is not None, "no checkpoint"
                 if name == "TERM" and phase != "start":
