@@ -101,9 +101,10 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return the innermost place in user code that an exception came through, if there is one."""
     # this package, Python's own modules, and what is installed
     places = sysconfig.get_path("stdlib"), sysconfig.get_path("scripts")
-    others = (*places, str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<frozen ")
+    others = [*places, str(Path(__file__).parents[1]), str(Path(os.__file__).parent)]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        installed = f"site-packages{os.sep}" in frame.filename
-        if not installed and not frame.filename.startswith(others):
+        path = Path(frame.filename)
+        installed = "site-packages" in path.parts or any(map(path.is_relative_to, others))
+        if not installed and not frame.filename.startswith("<frozen "):
             return frame
     return None

@@ -8,10 +8,11 @@ from typing import Any
 def size(count: float) -> str:
     """Bytes: 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        # 999.6 is rounded to 1000, which is one of the next unit
+        if float(text := f"{count:.0f}" if unit == "B" else f"{count:.3g}") < 1000:
+            return f"{text} {unit}"
         count /= 1000
-    raise AssertionError("unreachable")
+    return f"{1000 * count:,.0f} TB"
 
 
 def clock(seconds: float) -> str:

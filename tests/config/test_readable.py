@@ -1,11 +1,14 @@
 """Texts as terminals and spreadsheets may have them."""
 
 import ast
+import math
+import random
+import re
 from pathlib import Path
 
 import mpigossip
 from mpigossip import cli
-from mpigossip.config.readable import aligned, cells, shown
+from mpigossip.config.readable import aligned, cells, shown, size
 
 JOB = str(Path(__file__).parents[2] / "jobs" / "digits.toml")
 EVIL = "a\x1b[31mb\x9b2Jc\u202ed\re"
@@ -61,3 +64,17 @@ exponential     3"""
     assert aligned(rows, left=(0, 2)) == expected
     assert aligned([("a", "b"), ("", "")]) == "a  b\n"
     assert aligned([]) == ""
+
+
+def test_a_number_of_bytes_is_below_1000_of_its_unit_and_right():
+    draw = random.Random(0)
+    counts = [999, 999.4, 999.6, 1000, 999_499, 999_500, 999_600, 10**15 - 1, 10**18]
+    counts += [10 ** draw.uniform(0, 17) for _ in range(5000)]
+    counts += [k * 1000**unit for unit in range(5) for k in (1, 999, 999.5, 999.6)]
+    for count in counts:
+        number, unit = re.fullmatch(r"([\d,]+(?:\.\d+)?) (B|[kMGT]B)", size(count)).groups()
+        value = float(number.replace(",", ""))
+        assert value < 1000 or unit == "TB", count
+        meant = value * 1000 ** ("B", "kB", "MB", "GB", "TB").index(unit)
+        assert math.isclose(meant, count, rel_tol=0.006, abs_tol=0.51), count
+    assert size(999_600) == "1 MB"
