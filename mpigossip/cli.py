@@ -146,7 +146,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             raise
         return FAILED
     except MemoryError as error:
-        note(f"not enough memory: {error}; take fewer nodes, samples, classes or parameters")
+        why = f" ({error})" if str(error) else ""
+        note(f"not enough memory{why}: take fewer nodes, samples, classes or parameters")
         return WRONG
     except KeyboardInterrupt:
         note("interrupted")

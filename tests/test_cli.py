@@ -163,7 +163,20 @@ SEARCH = ["graph", "search", "--nodes", "8", "--out", "g.json"]
         ([*DRY, "data.batch=2147483648"], "at most 10^7"),
         ([*DRY, "data.workers=2147483648"], "at most 1024"),
         ([*DRY, "node.threads=10000000"], "at most 1024"),
-        ([*DRY, "data.source=synthetic", "data.shape=[1000000,1000000,1]"], "not enough memory"),
+        (
+            [*DRY, "data.source=synthetic", "model.name=mlp", "data.shape=[1000000,1000000,1]"],
+            "shape of the samples",
+        ),
+        (
+            [
+                *DRY,
+                "model.name=mlp",
+                "model.hidden=[1000000000]",
+                "data.source=synthetic",
+                "data.shape=[10000]",
+            ],
+            "model.hidden",
+        ),
         ([*DRY, "data.samples=1000000000000"], "at most 10^9"),
         ([*DRY, "data.context=100000000000000000"], "at most 10^9"),
         ([*DRY, "run.epochs=9000000000000000000"], "at most 10^9"),
@@ -185,6 +198,18 @@ def test_wrong_words_and_values_are_explained(alone, words, says):
     done = alone(*words)
     assert done.returncode == 2, done
     assert says in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("why", ["", "Unable to allocate 3.64 TiB"])
+def test_memory_that_runs_out_is_said_in_a_sentence(why, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise MemoryError(*filter(None, [why]))
+
+    monkeypatch.setattr("mpigossip.training.assemble.load", fail)
+    assert cli.main(DRY) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("mpigossip: not enough memory") and why in said
+    assert ": ;" not in said and "memory: take fewer" in said.replace(f" ({why})", "")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure
+from mpigossip.config.memory import host_memory
 from mpigossip.config.readable import note
 from mpigossip.graphs import Graph, GraphError, graph
 from mpigossip.mixing import open_mixer
@@ -102,9 +103,8 @@ def room_for_messages(world: World) -> int:
 
     That many it takes: windows, the limit's two arrays, and what the library copies. Collective.
     """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ranks = max(map(world.hosts.count, world.hosts))
-    return world.comm.allreduce(memory // 2 // 8 // ranks, MPI.MIN)
+    return world.comm.allreduce(host_memory() // 2 // 8 // ranks, MPI.MIN)
 
 
 def sizes_that_fit(world: World, options) -> list[int]:

@@ -8,6 +8,7 @@ to, into what a model takes. So a GPU gets a quarter of the bytes and does the n
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from mpigossip import config
 from mpigossip.config import JobError
 from mpigossip.config.errors import Failure, Mistake
+from mpigossip.config.memory import require_memory
 from mpigossip.config.own_parts import imported, is_own, raised
 from mpigossip.data.datasets import (
     SPLITS,
@@ -162,29 +164,60 @@ class SyntheticSource(Source):
     def __init__(
         self, shape: tuple[int, ...], classes: int, samples: int, test_samples: int, seed: int
     ) -> None:
-        self.classes, self.shape = classes, shape
-        self.train_labels = np.arange(samples, dtype=np.int64) % classes
-        self.test_labels = np.arange(test_samples, dtype=np.int64) % classes
-        size = math.prod(shape)
+        self.classes, self.shape, self.seed = classes, shape, seed
+        self._counts = samples, test_samples
+
+    @property
+    def train_size(self) -> int:
+        return self._counts[0]
+
+    @property
+    def test_size(self) -> int:
+        return self._counts[1]
+
+    @cached_property
+    def train_labels(self) -> np.ndarray:  # type: ignore[override]
+        return self._labels(self.train_size)
+
+    @cached_property
+    def test_labels(self) -> np.ndarray:  # type: ignore[override]
+        return self._labels(self.test_size)
+
+    def _labels(self, samples: int) -> np.ndarray:
+        require_memory(16 * samples, "data.samples or data.test_samples")
+        return np.arange(samples, dtype=np.int64) % self.classes
+
+    @cached_property
+    def _windows(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        """Windows of the noise and where each sample's begins; the same of patterns and classes.
+
+        They are made when a first sample is: who only counts a job's costs needs none.
+        """
+        samples, size = sum(self._counts), math.prod(self.shape)
+        require_memory(16 * size, "data.shape")
+        require_memory(40 * (samples + self.classes), "data.samples, data.classes")
         length = size + self.OFFSETS
-        random = np.random.Generator(np.random.Philox(key=seed & (1 << 64) - 1))
+        random = np.random.Generator(np.random.Philox(key=self.seed & (1 << 64) - 1))
         steps = random.standard_normal(-(-length // 8), np.float32) / np.float32(2)
         pattern = np.repeat(steps, 8)[:length]
         noise = random.standard_normal(length, np.float32)
         places, kinds = (
-            (words(seed, NOISE, np.arange(count), block=block)[0] % self.OFFSETS).astype(np.int64)
-            for block, count in enumerate((samples + test_samples, classes))
+            (words(self.seed, NOISE, np.arange(count), block=block)[0] % self.OFFSETS).astype(
+                np.int64
+            )
+            for block, count in enumerate((samples, self.classes))
         )
-        self._noise = sliding_window_view(noise, size), places
-        self._pattern = sliding_window_view(pattern, size), kinds
+        return (
+            (sliding_window_view(noise, size), places),
+            (sliding_window_view(pattern, size), kinds),
+        )
 
     def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
         """Return (B, *shape) float32."""
-        numbers = indices if split == "train" else indices + len(self.train_labels)
-        vectors, places = self._pattern
-        x = vectors[places[self.labels(split, indices)]]
-        vectors, places = self._noise
-        x += vectors[places[numbers]]
+        numbers = indices if split == "train" else indices + self.train_size
+        (noise, begins), (patterns, kinds) = self._windows
+        x = patterns[kinds[self.labels(split, indices)]]
+        x += noise[begins[numbers]]
         return x.reshape(len(indices), *self.shape)
 
     def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

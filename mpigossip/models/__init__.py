@@ -1,7 +1,8 @@
 """Networks by name: mlp, lenet, resnet20, resnet56, resnet50, gpt, or "package.module:factory"."""
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +12,17 @@ from torch.nn import functional
 from mpigossip.config import JobError
 from mpigossip.config.errors import Mistake
 from mpigossip.config.limits import AboveZero, Positive
+from mpigossip.config.memory import host_memory
 from mpigossip.config.own_parts import given, imported, is_own, raised
+from mpigossip.config.readable import size as in_bytes
 from mpigossip.config.toml import near
+from mpigossip.models.counting import (
+    MAX_PARAMETERS,
+    MAX_TENSORS,
+    is_small,
+    limited,
+    on_meta,
+)
 from mpigossip.models.gpt import gpt
 from mpigossip.models.resnet import image_shape, resnet20, resnet50, resnet56
 
@@ -91,31 +101,97 @@ def model(
     torch.int64 for tokens. The global random generator is left as it was. The result has been tried
     on one sample of zeros (of the last token), for scores of all classes; with dtype None it
     hasn't, and may give anything. Raises JobError for what can't be imported, built or applied to
-    the shape.
+    the shape, and for a model whose parameters don't fit into the memory of this host, before that
+    memory is allocated.
     """
-    builder = _factory(name)
+    described, memory = _described(name, shape, options), host_memory()
+    smaller = f"this host has {in_bytes(memory)} of memory: {_smaller(options)}"
+    if name in BUILDERS:  # custom code is called once only
+        with limited(described, memory // 4, MAX_TENSORS, smaller):
+            _build_on_meta(name, shape, classes, options)
     with torch.random.fork_rng(devices=()):
         # Not torch.manual_seed: that would reseed the generators of all GPUs too.
         torch.default_generator.manual_seed(seed)
-        try:
-            network = given(builder, {"shape": tuple(shape), "classes": classes}, options)
-        except Mistake:
-            raise
-        except (Exception, SystemExit) as error:
-            raise JobError(
-                f'model "{name}" can\'t be built with the options {options} for samples of shape '
-                f"{tuple(shape)} and {classes} classes: {raised(error)}"
-            ) from error
-        if not isinstance(network, nn.Module):
-            raise JobError(
-                f'model "{name}" returned {type(network).__name__}; it should return '
-                "a torch.nn.Module"
-            )
+        with limited(described, memory // 4, math.inf, smaller):
+            network = _build(name, shape, classes, options)
         if dtype is not None:
             # tokens: the last one, which a model made for fewer hasn't
             value = classes - 1 if dtype == torch.int64 else 0
             _try(network, name, torch.full((1, *shape), value, dtype=dtype), classes)
     return network
+
+
+def counted(
+    name: str,
+    shape: Shape,
+    classes: int,
+    seed: int,
+    dtype: torch.dtype | None = torch.float32,
+    **options: Any,
+) -> nn.Module:
+    """Return a network whose parameters are only to be counted, with the arguments of `model`.
+
+    A large network lies on the meta device: it takes no memory, and hasn't been tried on a sample.
+    Custom code that can't run there makes the network that `model` returns. Raises JobError, too,
+    for more parameters than any host has memory for.
+    """
+    most = (MAX_PARAMETERS, MAX_TENSORS) if name in BUILDERS else (math.inf, math.inf)
+    try:
+        with (
+            limited(_described(name, shape, options), *most, _smaller(options)),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # values that are loaded don't get anywhere
+            network = _build_on_meta(name, shape, classes, options)
+    except JobError:
+        if name in BUILDERS:
+            raise
+    else:
+        if not is_small(network, tuple(shape), dtype == torch.int64):
+            return network
+    return model(name, shape, classes, seed, dtype, **options)
+
+
+def _build_on_meta(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) -> nn.Module:
+    """Build a network on the meta device; the global random generator is left as it was."""
+    with torch.random.fork_rng(devices=()), on_meta():
+        return _build(name, shape, classes, options)
+
+
+def _build(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) -> nn.Module:
+    """Call the builder of this name; JobError if it fails or returns something else."""
+    builder = _factory(name)
+    try:
+        network = given(builder, {"shape": tuple(shape), "classes": classes}, options)
+    except Mistake:
+        raise
+    except (Exception, SystemExit) as error:
+        raise JobError(
+            f'model "{name}" can\'t be built with the options {options} for samples of shape '
+            f"{tuple(shape)} and {classes} classes: {raised(error)}"
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise JobError(
+            f'model "{name}" returned {type(network).__name__}; it should return a torch.nn.Module'
+        )
+    return network
+
+
+def _described(name: str, shape: Shape, options: Mapping[str, Any]) -> str:
+    """Describe a model by the settings that decide its size."""
+    settings = "".join(f", model.{key} = {options[key]}" for key in _sizes(options))
+    return f'model.name = "{name}"{settings}, for samples of shape {tuple(shape)},'
+
+
+def _sizes(options: Mapping[str, Any]) -> list[str]:
+    """Return the names of the options that are whole numbers, or several of them."""
+    return [key for key, value in options.items() if type(value) in (int, tuple, list)]
+
+
+def _smaller(options: Mapping[str, Any]) -> str:
+    """Name the settings that decide the size of a model, as a remedy."""
+    settings = [*(f"model.{key}" for key in _sizes(options)), "the shape of the samples"]
+    return f"make {' or '.join(settings)} smaller"
 
 
 def decayed(module: nn.Module) -> set[str]:

@@ -104,13 +104,17 @@ def placed(job: Job, graph: Graph, world: World) -> Graph:
     return renumbered(graph, world.broadcast(places))
 
 
-def make_model(job: Job, data: AnyData) -> torch.nn.Module:
+def make_model(job: Job, data: AnyData, counted: bool = False) -> torch.nn.Module:
     """The model with its initial parameters, the same on all nodes.
 
     Where the task is one of the package's own, and so are the data, its output has a given shape.
+
+    :param counted: only the number and shapes of the parameters are needed; a large model then has
+        no values
     """
     scores = job.task.name in task.TASKS and isinstance(data, Source)
-    return models.model(
+    make = models.counted if counted else models.model
+    return make(
         job.model.name, data.shape, data.classes, job.run.seed, data.dtype if scores else None,
         **job.model.options,
     )  # fmt: skip

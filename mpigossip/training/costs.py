@@ -56,7 +56,7 @@ class Subject:
 def subject(job: Job) -> tuple[Subject, str]:
     """Return the subject, and a note if a stand-in takes the place of missing data."""
     data, note = data_or_stand_in(job)
-    module = assemble.make_model(job, data)
+    module = assemble.make_model(job, data, counted=True)
     slots = shape.slots(job)
     flat = assemble.lay_out(job, module, slots)
     told = "; ".join(filter(None, (note, shape.assumed(job))))

@@ -1,0 +1,24 @@
+"""Memory of this host: what doesn't fit is rejected before it is allocated."""
+
+import os
+
+from mpigossip.config.errors import JobError
+from mpigossip.config.readable import size
+
+
+def host_memory() -> int:
+    """Return the bytes of memory that this host has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def require_memory(needed: int, settings: str) -> None:
+    """Raise JobError if ``needed`` bytes are more than the memory of this host.
+
+    :param settings: names of the settings that decide the number of bytes
+    """
+    memory = host_memory()
+    if needed > memory:
+        raise JobError(
+            f"not enough memory: {settings} need {size(needed)}, and this host has "
+            f"{size(memory)}; make {settings} smaller"
+        )

@@ -1,0 +1,87 @@
+"""Models on torch's meta device: their parameters are counted before any memory is allocated."""
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from mpigossip.config import JobError
+from mpigossip.config.readable import size
+
+MAX_TENSORS = 1 << 13
+"""Largest number of parameter tensors of a built-in model: GPT has 12 for each layer."""
+MAX_PARAMETERS = 10**12
+"""Largest number of parameters of a built-in model."""
+TRIED_PARAMETERS, TRIED_ELEMENTS, TRIED_TOKENS = 1 << 25, 1 << 18, 1 << 10
+"""A larger model, or one for larger samples, is only counted when nothing is to be trained."""
+INITIALIZERS = frozenset(name for name in vars(nn.init) if name.endswith("_") and name[0] != "_")
+"""Names of the functions of torch.nn.init, and of those methods of tensors that they call."""
+
+
+class _Uninitialized(TorchFunctionMode):
+    """Leave out the initialization of meta tensors: torch imports its compiler for some of it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensor = args[0] if args else kwargs.get("tensor")
+        on_meta = isinstance(tensor, torch.Tensor) and tensor.is_meta
+        if on_meta and getattr(func, "__name__", "") in INITIALIZERS:
+            return tensor
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Create tensors of this thread on the meta device, without values or memory."""
+    with torch.device("meta"), _Uninitialized():
+        yield
+
+
+@contextlib.contextmanager
+def limited(described: str, parameters: float, tensors: float, remedy: str) -> Iterator[None]:
+    """Raise JobError as soon as the modules made by this thread have too many parameters.
+
+    :param described: the model, with the settings that decide its size
+    :param parameters: largest number of elements of all parameters
+    :param tensors: largest number of parameters
+    :param remedy: what to do about a model that is too large
+    """
+    thread, elements, count = threading.get_ident(), 0, 0
+
+    def add(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal elements, count
+        if parameter is None or threading.get_ident() != thread:
+            return
+        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            return  # it has no shape yet
+        count += 1
+        elements += parameter.numel()
+        if count > tensors:
+            raise JobError(f"{described} has more than {tensors:,} parameter tensors; {remedy}")
+        if elements > parameters:
+            raise JobError(
+                f"{described} has {elements:,} parameters or more ({size(4 * elements)} in "
+                f"float32), and at most {parameters:,} are possible; {remedy}"
+            )
+
+    handle = register_module_parameter_registration_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def is_small(module: nn.Module, shape: tuple[int, ...], tokens: bool) -> bool:
+    """Return whether a model may be built and tried on a sample even if nothing is trained."""
+    elements = math.prod(shape)
+    return sum(
+        parameter.numel() for parameter in module.parameters()
+    ) <= TRIED_PARAMETERS and elements <= (TRIED_TOKENS if tokens else TRIED_ELEMENTS)
