@@ -5,10 +5,11 @@ import difflib
 import io
 import json
 from collections.abc import Callable, Sequence
-from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mpigossip.analysis.compared import (
     PARTS,
@@ -33,24 +34,14 @@ from mpigossip.store.log import Log
 from mpigossip.store.log_reading import metrics_in
 from mpigossip.studies.seeds import CURVES, settings
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2833; --paper: #fff; --soft: #f4f6f7; --line: #ccd;
-        --about: #566573; --wrong: #a93226; --note: #7d5a00 }
-@media (prefers-color-scheme: dark) { :root { --ink: #e5e8eb; --paper: #14181c; --soft: #20262c;
-        --line: #3c4650; --about: #a5b1bb; --wrong: #ff8a7a; --note: #e6c26a } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-       max-width: 76rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word }
-h1 { font-size: 1.6rem; margin-bottom: 0 }
-h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line) }
-.wide { overflow-x: auto } table { border-collapse: collapse }
-td, th { padding: .25rem .9rem .25rem 0; text-align: left; vertical-align: top }
-th { border-bottom: 1px solid var(--line) } td.number { text-align: right }
-pre { background: var(--soft); padding: .8rem 1rem; overflow-x: auto; font-size: 13px }
-img { width: 100%; min-width: 40rem; height: auto }
-@media (prefers-color-scheme: dark) { img { filter: invert(.9) hue-rotate(180deg) } }
-summary { cursor: pointer; margin: .4rem 0 } .about { color: var(--about) }
-.wrong { color: var(--wrong); font-weight: bold } .note { color: var(--note) }
-"""
+TEMPLATE = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+"""Finds the page's template, which escapes every value: what files hold never becomes markup."""
 FINDINGS = "doctor.json"
 """Output of `mpigossip doctor --json`, where a user has put it into a run directory."""
 
@@ -156,29 +147,23 @@ def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
     few = len(runs) <= CURVES
     title = ", ".join(run.name for run in runs) if few else f"{len(runs)} runs"
     about = dict.fromkeys(description(run.log) for run in runs)
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="about">{escape("; ".join(about))}</p>',
-        "<h2>Result</h2>", _result(runs),
-        "<h2>Figures</h2>", _picture(runs),
-    ]  # fmt: skip
-    if any(findings):
-        parts += ["<h2>The doctor's findings</h2>"]
-        parts += [_doctor(run, found) for run, found in zip(runs, findings, strict=True) if found]
-    parts += ["<h2>Evaluations</h2>"]
-    parts += [_folded(run.name, table(run.log), opened=len(runs) == 1) for run in runs]
-    stayed = [(run.name, text) for run in runs if (text := stays(run.path))]
-    parts += ["<h2>Members</h2>"] * bool(stayed)
-    parts += [_folded(name, text, opened=len(runs) == 1) for name, text in stayed]
-    parts += ["<h2>Job</h2>", *_jobs(runs), "<h2>Environment</h2>"]
-    for run in runs:
-        about_it = aligned(run.log.environment.items(), left=(0, 1))
-        parts.append(_folded(run.name, about_it, opened=True))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
-        '</title><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    head, rows = _result(runs)
+    whole = TEMPLATE.get_template("report.html.jinja").render(
+        title=title,
+        about="; ".join(about),
+        head=head,
+        rows=rows,
+        picture=_picture(runs),
+        findings=[(run.name, found) for run, found in zip(runs, findings, strict=True) if found],
+        evaluations=[(run.name, table(run.log)) for run in runs],
+        members=[(run.name, text) for run in runs if (text := stays(run.path))],
+        alone=len(runs) == 1,
+        jobs=_jobs(runs),
+        environments=[
+            (run.name, aligned(run.log.environment.items(), left=(0, 1))) for run in runs
+        ],
     )
+    return whole + "\n"
 
 
 COLUMNS = {
@@ -187,39 +172,42 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def _result(runs: Sequence[LoggedRun]) -> str:
-    """One row a run: what its summary says."""
+def _result(runs: Sequence[LoggedRun]) -> tuple[list[str], list[tuple[list[str], list[str]]]]:
+    """Return the names of columns, and for each run its texts and numbers."""
     tested = dict.fromkeys([*(name for run in runs for name in run.metrics), "loss"])
     columns = {n: (f"test {n}", "{:.4g}") for n in tested} | COLUMNS
-    head = "".join(
-        f"<th>{escape(name)}</th>" for name in ["run", "what", *(c for c, _ in columns.values())]
-    )
     rows = []
     for run in runs:
         summary = run.log.summary
         cells = [
-            f'<td class="number">{form.format(summary[key]) if key in summary else "–"}</td>'
+            _formatted(summary[key], form) if key in summary else "–"
             for key, (_, form) in columns.items()
         ]
         if not summary.get("finished", 0) and not of_members(run.log):  # they log no end
-            cells[-1] = "<td>not finished</td>"
-        about = escape(description(run.log))
-        rows.append(f"<tr><td>{escape(run.name)}</td><td>{about}</td>{''.join(cells)}</tr>")
-    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+            cells[-1] = "not finished"
+        rows.append(([run.name, description(run.log)], cells))
+    return ["run", "what", *(c for c, _ in columns.values())], rows
+
+
+def _formatted(value: Any, form: str) -> str:
+    """Format a value of a summary; one of another type than ours stands as it is."""
+    try:
+        return form.format(value)
+    except (ValueError, TypeError):
+        return str(value)
 
 
 def _picture(runs: Sequence[LoggedRun]) -> str:
+    """Return the plot of the runs as base64 of a PNG."""
     image = io.BytesIO()
     figure(runs).savefig(image, format="png", transparent=True)
-    data = base64.b64encode(image.getvalue()).decode()
-    alt = "loss, metrics, consensus distance, spread, time and traffic"
-    return f'<div class="wide"><img alt="{alt}" src="data:image/png;base64,{data}"></div>'
+    return base64.b64encode(image.getvalue()).decode()
 
 
-def _jobs(runs: Sequence[LoggedRun]) -> list[str]:
+def _jobs(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
     """The first run's whole job; of the others, what differs from it."""
     first, *others = runs
-    parts = [_folded(first.name, first.log.job, opened=not others)]
+    parts = [(first.name, first.log.job)]
     for run in others:
         before, now = (
             [f"{key} = {show(value)}" for key, value in settings(one.log.job).items()]
@@ -227,7 +215,7 @@ def _jobs(runs: Sequence[LoggedRun]) -> list[str]:
         )
         lines = difflib.unified_diff(before, now, first.name, run.name, n=0, lineterm="")
         changed = [line for line in lines if not line.startswith("@@")]
-        parts.append(_folded(run.name, "\n".join(changed) or "the same job", opened=True))
+        parts.append((run.name, "\n".join(changed) or "the same job"))
     return parts
 
 
@@ -261,17 +249,3 @@ def _findings(run: Path) -> list[dict]:
         return [
             {key: str(one[key]) for key in ("name", "text", "level", "remedy")} for one in found
         ]
-
-
-def _doctor(run: LoggedRun, found: Sequence[dict]) -> str:
-    rows = []
-    for one in found:
-        name, text, level, remedy = (escape(one[k]) for k in ("name", "text", "level", "remedy"))
-        text += f"<br>→ {remedy}" if remedy else ""
-        rows.append(f'<tr class="{level}"><td>{name}</td><td>{text}</td></tr>')
-    return f'<h3>{escape(run.name)}</h3><div class="wide"><table>{"".join(rows)}</table></div>'
-
-
-def _folded(title: str, text: str, opened: bool) -> str:
-    state = " open" if opened else ""
-    return f"<details{state}><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
