@@ -78,7 +78,11 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
     names = [*stored, "arrays", "layout", "numbers"]
     objects = {path for name in names for path in accumulate(name.split("/"), "{}/{}".format)}
     for count, what, most in (
-        (len(objects), "groups and arrays", guard.OBJECTS),
+        (
+            len(objects),
+            "groups and arrays",
+            guard.max_objects(sum(a.nbytes for a in stored.values())),
+        ),
         (len(numbers), "bytes of counters and texts", guard.TEXT),
     ):
         if count > most:

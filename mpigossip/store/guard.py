@@ -29,6 +29,8 @@ from mpigossip.store import StoreError
 
 OBJECTS, ATTRIBUTES = 1 << 17, 1 << 10
 """Most groups and arrays in a file (11 kB and 0.1 to 0.3 ms each), most attributes of one."""
+FEW_OBJECTS, BYTES_OF_OBJECT = 1 << 13, 1 << 12
+"""Groups and arrays that a file of any size may have, and bytes of a file for each further one."""
 NAME, WORDS, TEXT = 1 << 10, 1 << 16, 1 << 24
 """Most bytes of a name, of an attribute, and of a job, an environment or the counters."""
 SPARSE, LEAST = 64, 1 << 26
@@ -145,7 +147,7 @@ def look(
     of the group `again` may stand at the top, too. `views`: paths of virtual datasets, which aren't
     looked at.
     """
-    found, stored, spread = _objects(content, again), 0, 0
+    found, stored, spread = _objects(content, size, again), 0, 0
     for path, thing in found.items():
         if isinstance(thing, h5py.Dataset) and path not in views and f"{again}/{path}" not in found:
             in_file, in_memory = _bytes(path, thing.id, size, tables)
@@ -157,16 +159,28 @@ def look(
     return found
 
 
-def _objects(content: h5py.File, again: str) -> dict[str, Any]:
+def max_objects(size: int) -> int:
+    """Return how many groups and arrays a file of ``size`` bytes may have.
+
+    Each of them takes time and memory to look at. The large files that have many are those of large
+    models; a small file with as many is forged.
+    """
+    return min(OBJECTS, FEW_OBJECTS + size // BYTES_OF_OBJECT)
+
+
+def _objects(content: h5py.File, size: int, again: str) -> dict[str, Any]:
     """Groups and arrays by path; ValueError for other links, names, cycles and second paths."""
+    most = max_objects(size)
     found: dict[str, Any] = {}
     # not by h5o.get_info: where an array's index is damaged, HDF5 2.0 crashes in it
     places: dict[int, str] = {h5g.get_objinfo(content.id).objno[0]: "/"}
     groups = [("", content.id)]
     while groups:
         above, group = groups.pop()
-        if len(found) + group.get_num_objs() > OBJECTS:
-            raise ValueError(f"more than {OBJECTS} groups and arrays; a file of ours has fewer")
+        if len(found) + group.get_num_objs() > most:
+            raise ValueError(
+                f"more than {most} groups and arrays in {size} bytes; a file of ours has fewer"
+            )
         for link in group:
             name, about = link.decode(), group.links.get_info(link)
             if not name.isprintable() or not 0 < len(link) <= NAME or name in (".", ".."):

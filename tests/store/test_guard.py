@@ -297,3 +297,26 @@ def test_a_forged_data_set_is_refused(tmp_path, forged):
         change(file)
     with pytest.raises(StoreError, match=message):
         open_dataset(path)
+
+
+def crowded(file):
+    for k in range(2000):
+        file.create_group(f"arrays/{k}")
+
+
+def test_a_small_file_with_many_groups_is_rejected_before_they_are_walked(tmp_path, monkeypatch):
+    path = write(tmp_path, 3)
+    resigned(path, crowded)
+    monkeypatch.setattr(guard, "FEW_OBJECTS", 1000)
+    opened, real = [], guard.h5o.open
+    monkeypatch.setattr(guard.h5o, "open", lambda *a, **k: opened.append(a) or real(*a, **k))
+    with pytest.raises(StoreError, match="groups and arrays"):
+        checkpoint.read_node(path, 0)
+    assert len(opened) < 100
+
+
+def test_a_large_file_may_have_many_groups_and_arrays():
+    many = guard.FEW_OBJECTS + 1000
+    assert guard.max_objects(1000) == guard.FEW_OBJECTS < many
+    assert guard.max_objects(1000 * guard.BYTES_OF_OBJECT) == many
+    assert guard.max_objects(1 << 60) == guard.OBJECTS
