@@ -57,6 +57,17 @@ def test_the_centres_own_cache_monitor_stays(name):
     assert "export FI_MR_CACHE_MONITOR" not in made(name)
 
 
+@on_each("name", ["frontier", "leonardo", "perlmutter"])
+def test_sites_ask_for_all_memory_of_a_node(name):
+    assert "#SBATCH --mem=0\n" in made(name)
+
+
+@on_each("name", ["frontier", "perlmutter"])
+def test_each_rank_takes_the_network_card_of_its_gpu(name):
+    assert "export MPICH_OFI_NIC_POLICY=GPU\n" in made(name)
+    assert ("export MPICH_SMP_SINGLE_COPY_MODE=NONE" in made(name)) == (name == "frontier")
+
+
 @on_each("name", SITES)
 def test_every_site_gives_a_script_that_bash_can_read(name):
     text = made(name)
