@@ -135,16 +135,15 @@ def counted(
     Custom code that can't run there makes the network that `model` returns. Raises JobError, too,
     for more parameters than any host has memory for.
     """
-    most = (MAX_PARAMETERS, MAX_TENSORS) if name in BUILDERS else (math.inf, math.inf)
+    built_in = name in BUILDERS
+    parameters, tensors = (MAX_PARAMETERS, MAX_TENSORS) if built_in else (math.inf, math.inf)
+    described, smaller = _described(name, shape, options), _smaller(options)
     try:
-        with (
-            limited(_described(name, shape, options), *most, _smaller(options)),
-            warnings.catch_warnings(),
-        ):
+        with limited(described, parameters, tensors, smaller), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # values that are loaded don't get anywhere
             network = _build_on_meta(name, shape, classes, options)
     except JobError:
-        if name in BUILDERS:
+        if built_in:
             raise
     else:
         if not is_small(network, tuple(shape), dtype == torch.int64):
