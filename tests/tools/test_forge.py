@@ -21,6 +21,15 @@ def test_forged_files_are_refused_in_words_fast_and_open_nothing_else():
     assert "60 forged, 0 wrong" in done.stdout and "structure: refused" in done.stdout
 
 
+def test_mutated_jobs_and_forged_folders_of_members_end_in_a_sentence():
+    """A sample of the lab's 10,000 jobs; times and memory count on a quiet machine only."""
+    few = ["--count", "20", "--steps", "1", "--files", "3", "--seed", "3"]
+    forge = [sys.executable, REPO / "tools/labs/forge_jobs.py", *few]
+    done = subprocess.run(forge, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "seed 3: 0 wrong" in done.stdout and "dry run: exit code 2" in done.stdout
+
+
 def test_a_log_whose_index_counts_wrongly_is_refused_in_words(tmp_path):
     """HDF5 2.0 reads past what it allocated: more entries are claimed than a deep tree has."""
     names = ("loss", *(f"column_{k}" for k in range(90)))

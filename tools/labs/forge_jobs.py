@@ -1,0 +1,252 @@
+"""Mutated job files and settings: each is a job, or is rejected in a sentence.
+
+python tools/labs/forge_jobs.py [--count 10000] [--steps 200] [--seed 0] [--files 500]
+                               [--minutes M]
+
+Each case is a job file of jobs/ with up to four settings changed, on the command line or in the
+file, or (one in five) with bytes of its text changed. ``mpigossip simulate … --dry-run`` reads it
+in a fork with a limit of time and memory. ``--steps``: that many of the accepted jobs are run for
+ten steps. Then ``--files`` folders of members are forged and read by ``report``, ``replay``
+and ``join``. Wrong, and printed: a traceback, a crash, an exit code other than 0, 1, 2 and 75, a
+rejection without a sentence, an import or a command that a file names. Slow, and printed: more than
+2 s of time or 200 MB more than before the fork. Exit code 1 if anything is wrong.
+``--minutes``: stop after half of them with jobs, after a quarter with steps, then with members.
+"""
+
+import argparse
+import os
+import random
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPO), str(REPO / "tools" / "labs")]
+
+from forge import forked  # noqa: E402
+
+from mpigossip.cli import main as mpigossip  # noqa: E402
+from mpigossip.config.toml import show  # noqa: E402
+from mpigossip.studies.seeds import settings as settings_of  # noqa: E402
+from mpigossip.training import assemble  # noqa: E402
+
+SECONDS, MEGABYTES, LIMIT_S = 2.0, 200.0, 60
+JOBS = ("digits", "cifar10-lenet", "cifar10-resnet20", "gpt-10m", "imagenet-resnet50", "text-gpt")
+VALUES = ("-1", "0", "1", "2", "3", "17", "1e9", "1e-320", "nan", "inf", "-0.0", "1000000000",
+          "9223372036854775808", "true", "none", '""', '"x"', "[]", "[0]", "[1,2]", "[1000000,1]",
+          "{}", '"forged_module:part"', '"os:system"', '"../../x"', '"file:/etc/passwd"', "0.5",
+          '"\\u001b[31m"', '"' + "x" * 5000 + '"', "1979-05-27", "0x10", "=",
+          "'", "[[")  # fmt: skip
+NAMES = {
+    "model.name": ("mlp", "lenet", "resnet20", "gpt", "point", "factors"),
+    "data.source": ("digits", "synthetic", "quadratics", "logistic", "factorization", "none.h5"),
+    "task.name": ("classification", "language-model", "quadratics", "logistic", "factorization"),
+    "graph.name": ("ring", "complete", "exponential", "one-peer-exponential", "grid", "base-3"),
+    "node.mixer": ("auto", "synchronous", "asynchronous"),
+}
+"""Names for settings that decide which others there are."""
+FURTHER = ("model.hidden", "model.layers", "model.width", "model.heads", "data.dimension",
+           "data.steps", "data.points", "data.height", "cadence.period", "cadence.fragments",
+           "graph.lazy", "local.beta1", "schedule.milestones", "nothing.at_all")  # fmt: skip
+LATE = ("analysis.dryrun", "analysis.report", "runs.launch", "runs.members.join",
+        "runs.members.replay", "mixing.asynchronous", "studies.theory")  # fmt: skip
+"""Imported once, not in each fork."""
+
+
+def mutated(draw: random.Random, folder: Path) -> list[str]:
+    """Return the words behind a command: a job file in ``folder``, and settings."""
+    text = (REPO / "jobs" / f"{draw.choice(JOBS)}.toml").read_text()
+    path = folder / "job.toml"
+    if draw.random() < 0.2:
+        data = bytearray(text.encode())
+        for _ in range(draw.randrange(1, 6)):
+            at = draw.randrange(len(data))
+            data[at : at + draw.randrange(3)] = bytes(draw.choices(range(256), k=draw.randrange(3)))
+        path.write_bytes(data)
+        return [str(path)]
+    path.write_text(text)
+    known = list(settings_of(show_job(text)))
+    words = []
+    for _ in range(draw.randrange(1, 5)):
+        key = draw.choice([*known, *NAMES, *FURTHER])
+        if key in NAMES and draw.random() < 0.7:
+            value = draw.choice(NAMES[key])
+        elif draw.random() < 0.3:
+            value = show(draw.choice([1, 2, 3, 4, 8, 0.1, 0.01, True, False, 64]))
+        else:
+            value = draw.choice(VALUES)
+        words.append(f"{key}={value}")
+    return [str(path), *words]
+
+
+_SHOWN: dict[str, str] = {}
+
+
+def show_job(text: str) -> str:
+    """Return a job file with all defaults."""
+    if text not in _SHOWN:
+        import tomllib
+
+        from mpigossip import config
+
+        _SHOWN[text] = config.dump(assemble.load(tomllib.loads(text)))
+    return _SHOWN[text]
+
+
+def outcome(words: list[str], out: Path) -> tuple[object, float, float, list[str]]:
+    """Run a command in this fork: exit code or traceback, seconds, megabytes, forbidden events."""
+    strays = list[str]()
+
+    def hook(event: str, facts: tuple) -> None:
+        if event == "import" and facts[0].partition(".")[0] in ("forged_module", "x"):
+            strays.append(f"import {facts[0]}")
+        elif event in ("os.system", "os.exec", "socket.connect"):
+            strays.append(event)
+
+    with out.open("wb") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sys.addaudithook(hook)
+    begin = time.process_time()
+    try:
+        code: object = mpigossip(words)
+    except SystemExit as left:
+        code = left.code
+    except BaseException:
+        code = traceback.format_exc()
+    spent = time.process_time() - begin
+    sys.stdout.flush()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return code, spent, grown, strays
+
+
+def check(words: list[str], top: Path, limited: bool = True) -> tuple[str, str]:
+    """Run one command in a fork; return its outcome in a word, and the fault or an empty text."""
+    out = top / "out"
+    found, _ = forked(lambda: outcome(words, out), LIMIT_S)
+    text = out.read_bytes().decode(errors="replace")
+    if isinstance(found, str):
+        return "wrong", f"{found}: {text[-300:]}"
+    code, spent, grown, strays = found
+    # the user's own command may name code to import; nothing else may
+    own = any("forged_module" in word or "os:system" in word for word in words)
+    if code not in (0, 1, 2, 75) or "Traceback" in text:
+        return "wrong", f"exit code {code}: {text[-1500:]}"
+    if code and len(text) < 20:
+        return "wrong", f"exit code {code} without a sentence: {text}"
+    if strays and not own:
+        return "wrong", f"{strays[:3]}"
+    if limited and (spent > SECONDS or grown > MEGABYTES):
+        return "slow", f"{spent:.1f} s, {grown:.0f} MB more"
+    return f"exit code {code}", ""
+
+
+def forged_members(original: Path, folder: Path, draw: random.Random) -> str:
+    """Copy a folder of members with one of its files forged; return what was done."""
+    shutil.copytree(original, folder)
+    path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    how = draw.choice(
+        ["bytes", "bytes", "cut", "empty", "json", "removed", "folder", "link", "pipe"]
+    )
+    data = bytearray(path.read_bytes())
+    path.unlink()
+    if how == "bytes":
+        for _ in range(draw.randrange(1, 5)):
+            data[draw.randrange(len(data) or 1)] = draw.randrange(256)
+        path.write_bytes(data)
+    elif how == "cut":
+        path.write_bytes(data[: draw.randrange(len(data) or 1)])
+    elif how == "empty":
+        path.touch()
+    elif how == "json":
+        path.write_text(
+            draw.choice(['{"a": 1}', "[]", "null", "1" * 5000, "[" * 5000, '"\\ud800"'])
+        )
+    elif how == "folder":
+        path.mkdir()
+    elif how == "link":
+        path.symlink_to("/dev/zero")
+    elif how == "pipe":
+        os.mkfifo(path)
+    return f"{path.relative_to(folder)}: {how}"
+
+
+def main() -> int:
+    """Forge, run the commands, count."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--files", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="end early, with what was counted"
+    )
+    options = parser.parse_args()
+    begin = time.monotonic()
+
+    def late(share: float) -> bool:
+        return time.monotonic() - begin > 60 * options.minutes * share
+
+    draw, counts, bad = random.Random(options.seed), Counter[str](), 0
+    for name in LATE:
+        import_module(f"mpigossip.{name}")
+    with tempfile.TemporaryDirectory(prefix="forge-jobs-") as folder:
+        top = Path(folder)
+        os.chdir(top)
+
+        def count(kind: str, words: list[str], about: str = "", limited: bool = True) -> str:
+            nonlocal bad
+            came, fault = check(words, top, limited)
+            counts[f"{kind}: {came}"] += 1
+            if fault:
+                bad += came == "wrong"
+                print(f"{came.upper()} {about} {' '.join(words)[:600]}\n{fault}\n", flush=True)
+            return came
+
+        accepted = list[tuple[bytes, list[str]]]()
+        for _ in range(options.count):
+            if late(0.5):
+                break
+            job, *words = mutated(draw, top)
+            nodes = str(draw.choice([1, 2, 3, 4, 8]))
+            if count("dry run", ["simulate", job, "--nodes", nodes, "--dry-run", *words]) == (
+                "exit code 0"
+            ):
+                accepted.append((Path(job).read_bytes(), words))
+        for data, words in draw.sample(accepted, min(options.steps, len(accepted))):
+            if late(0.75):
+                break
+            (top / "job.toml").write_bytes(data)
+            limits = ["run.steps=10", "data.workers=0", f"run.output={top / 'run'}"]
+            shutil.rmtree(top / "run", ignore_errors=True)
+            count("ten steps", ["simulate", "job.toml", "--nodes", "2", *words, *limits],
+                  limited=False)  # fmt: skip
+        if options.files:
+            begun = ["join", "members", str(REPO / "jobs/digits.toml"), "model.name=mlp",
+                     "algorithm.style=atc", "run.steps=2", "cadence.name=every",
+                     "cadence.period=1", "run.epochs=1", "data.samples=64"]  # fmt: skip
+            count("members", begun, limited=False)
+        for number in range(options.files if (top / "members").is_dir() else 0):
+            if late(1):
+                break
+            said = forged_members(top / "members", top / "forged", draw)
+            words = [["report", "forged"], ["replay", "forged", "--rounds", "1:2"],
+                     ["join", "forged"]][number % 3]  # fmt: skip
+            count(f"members, {words[0]}", words, said, limited=words[0] == "report")
+            shutil.rmtree(top / "forged")
+        os.chdir("/")
+    for line, number in sorted(counts.items()):
+        print(f"{number:6}  {line}")
+    print(f"seed {options.seed}: {bad} wrong")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
