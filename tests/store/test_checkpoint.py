@@ -252,7 +252,7 @@ def test_wrong_calls_are_refused(tmp_path, monkeypatch):
             checkpoint.write_node(
                 temporary, 0, NodeState(good.parameters, good.names, good.shapes, {name: array}, {})
             )
-    for limit, value, said in (("FEW_OBJECTS", 15, "16 groups"), ("TEXT", 60, "109 bytes of")):
+    for limit, value, said in (("OBJECTS", 15, "16 groups"), ("TEXT", 60, "109 bytes of")):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint.guard, limit, value)
             with pytest.raises(StoreError, match=f"would have {said}"):
