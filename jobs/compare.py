@@ -16,9 +16,12 @@ study = mpigossip.study(
         "method": {label: f"algorithm.name={name}" for label, name in methods.items()},
         "graph.name": ["ring", "one-peer-exponential"],
     },
-    nodes=32, seeds=3, rates="search", output="runs/compare",
+    nodes=32,
+    seeds=3,
+    rates="search",
+    output="runs/compare",
     settings=["data.partition=dirichlet", "data.dirichlet_alpha=0.1", "local.name=none"],
-)  # fmt: skip
+)
 print(study)
 Path("runs/compare/table.tex").write_text(study.table("latex"), "utf-8")
 study.plot(x="epoch", out="runs/compare/curves.pdf")

@@ -23,9 +23,14 @@ WIDTHS = (512, 512)
 LAYERS = (96, 64, 160, 192, 320, 128, 64)
 """Columns of the layers: the fifth lies in both slots."""
 FLAT = Flat(
-    tuple(f"{k}.weight" for k in range(len(LAYERS))), tuple((width,) for width in LAYERS),
-    ((1,),) * len(LAYERS), tuple(np.cumsum((0, *LAYERS[:-1])).tolist()), 1024, 512, 2,
-)  # fmt: skip
+    tuple(f"{k}.weight" for k in range(len(LAYERS))),
+    tuple((width,) for width in LAYERS),
+    ((1,),) * len(LAYERS),
+    tuple(np.cumsum((0, *LAYERS[:-1])).tolist()),
+    1024,
+    512,
+    2,
+)
 SYMMETRIC = {"decentlam", "choco"}
 WIRES = ("bf16", "qsgd", "qsgd node.levels=7", "fp4")
 
@@ -127,17 +132,22 @@ class Driver(Engine):
 
     def __init__(self, settings, n, mixer=None, *, lr=0.1, noise=0.0, scale=1.0, steps=40):
         made = job(settings) if isinstance(settings, str) else settings
-        self.lr, self.noise, self.scale, self.job = lr, noise, scale, made
+        self.lr = lr
+        self.noise = noise
+        self.scale = scale
+        self.job = made
         self.graph = make_graph(made, n)
         parts = make_parts(made, self.graph, FLAT, total=steps)
-        self.layout, times = parts.layout, parts.cadence.fragment_schedule.fragments
+        self.layout = parts.layout
+        times = parts.cadence.fragment_schedule.fragments
         self.mixer = (mixer or Simulated)(self.graph.slowed(times), self.layout)
         fragments = parts.make_fragments(FLAT, range(2))
         equal = bool(parts.method.needs & {"always-global", "never-gossip"})
         self.x = [self._drawn([0 if equal else 1, slot], equal) for slot in range(2)]
         self.b = [self._drawn([2, slot]) for slot in range(2)]
         vector = SimpleNamespace(x=self.x, g=[torch.empty_like(x) for x in self.x], full=self.x)
-        vector.flat, vector.first = FLAT, (0, 512)
+        vector.flat = FLAT
+        vector.first = (0, 512)
         more = {} if fragments is None else {"fragments": fragments}
         super().__init__(self.mixer, Two(), vector, parts.methods, parts.cadence, **more)
 
@@ -176,7 +186,8 @@ class DriverOfParts(Driver, Fragmented):
 def driven(method, graph, x, gradient, lr=0.1, wire=FP32):
     """The method's state after each step of nodes x, which move in place; ``gradient(t)``: at x."""
     layout = Layout((x.shape[1],), method.vectors, method.scalars, dtype=x.dtype, wire=wire)
-    mixer, state = Simulated(graph, layout), method.init(x)
+    mixer = Simulated(graph, layout)
+    state = method.init(x)
     for t in count():
         now, (out,), g = Step(t, t, Kind.GOSSIP, lr), mixer.outbox(t), gradient(t)
         if method.ahead:

@@ -48,7 +48,8 @@ def on_each(names: str | Iterable[str], values: Iterable, few: Collection = ()) 
 
 def few(cases: Iterable[str]) -> list[str]:
     """Of settings with words "section.key=value" those with a word that none before them has."""
-    seen, found = set[str](), []
+    seen = set[str]()
+    found = []
     for case in cases:
         if not seen.issuperset(case.split()):
             found.append(case)
@@ -81,10 +82,15 @@ def command(comm, folder, words) -> tuple[int, str, str]:
     from mpigossip.config import readable
 
     readable.noted.clear()
-    hush, cli.HUSH_S = cli.HUSH_S, 0.0  # no launcher ends the others here
-    out, err = io.StringIO(), io.StringIO()
+    # no launcher ends the others here
+    hush = cli.HUSH_S
+    cli.HUSH_S = 0.0
+    out = io.StringIO()
+    err = io.StringIO()
     redirected = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
-    paths, given, code = sys.path[:], sys.argv, 0
+    paths = sys.path[:]
+    given = sys.argv
+    code = 0
     try:
         with contextlib.chdir(folder), redirected[0], redirected[1]:
             if words[0].endswith(".py"):
@@ -96,7 +102,9 @@ def command(comm, folder, words) -> tuple[int, str, str]:
     except SystemExit as ended:
         code = ended.code or 0
     finally:
-        cli.HUSH_S, sys.path[:], sys.argv = hush, paths, given
+        cli.HUSH_S = hush
+        sys.path[:] = paths
+        sys.argv = given
     return code, out.getvalue(), err.getvalue()
 
 

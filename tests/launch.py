@@ -181,7 +181,8 @@ def warm_python() -> str:
 def _server() -> str:
     """The address of tests/warmserver.py, which ends with this process."""
     folder = tempfile.mkdtemp(prefix="warm-")
-    file, address = Path(folder, "python"), f"{folder}/server"
+    file = Path(folder, "python")
+    address = f"{folder}/server"
     stub = shlex.join([PYTHON, "-IS", str(REPO / "tests" / "warmstub.py"), address])
     file.write_text(
         '#!/bin/sh\ncase "$MPIGOSSIP_DOUBLE_NO_CUPY$1 $2" in "-m "*|*".py "*|"-c "*" mpigossip."*) '
@@ -218,7 +219,8 @@ class Launch:
         folder: Path | None = None,
         warm: bool = False,
     ):
-        self.n, self.args = n, [str(a) for a in args]
+        self.n = n
+        self.args = [str(a) for a in args]
         if self.args[0] == "mpigossip":
             self.args = [sys.executable, "-m", *self.args]
         self.token = secrets.token_hex(8)

@@ -70,7 +70,8 @@ class Pool:
                     f"asked for {self.n} ranks, MPI says {size}: "
                     "the launcher and mpi4py's libmpi belong to different MPIs"
                 )
-            self.links[rank], self.pids[rank] = link, pid
+            self.links[rank] = link
+            self.pids[rank] = pid
 
     def call(self, function: Callable, args: tuple, kwargs: dict, timeout: float) -> list:
         """Results in rank order; RankError and the end of this pool otherwise."""
@@ -103,7 +104,8 @@ class Pool:
                 try:
                     good, value = pickle.loads(link.recv_bytes())
                 except (EOFError, OSError):
-                    good, value = False, "died"
+                    good = False
+                    value = "died"
                 if good:
                     results[rank] = value
                 else:
@@ -114,7 +116,8 @@ class Pool:
     def _ask_for_stacks(self, ranks: list[int]) -> None:
         """Silent ranks write where they are (faulthandler) into the log."""
         stacks = lambda: "".join(self.launch.output()).count("most recent call first")  # noqa: E731
-        wanted, until = stacks() + len(ranks), time.monotonic() + 5
+        wanted = stacks() + len(ranks)
+        until = time.monotonic() + 5
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal.SIGQUIT)

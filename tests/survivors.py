@@ -38,7 +38,9 @@ class Node:
     """One of them: model, SGD with momentum, and the rank that it began with."""
 
     def __init__(self, name, loop):
-        self.name, self.loop, self.model = name, loop, loop.net()
+        self.name = name
+        self.loop = loop
+        self.model = loop.net()
         self.inner = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
 
     def step(self, rank, size, step):
@@ -89,12 +91,14 @@ def after(n, steps, losses=()):
     """The nodes that are left."""
     torch.set_num_threads(1)
     loop = script()
-    nodes, t = [Node(name, loop) for name in range(n)], 0
+    nodes = [Node(name, loop) for name in range(n)]
+    t = 0
     todo = list(losses)
     for step in range(steps):
         while todo and todo[0][1] == step:
             nodes = [node for node in nodes if node.name not in todo[0][0]]
-            todo, t = todo[1:], 0
+            todo = todo[1:]
+            t = 0
             become_average(nodes, Node.values, torch.float64)
             if step:
                 become_average(nodes, Node.momentum, torch.float64)

@@ -281,8 +281,10 @@ def test_a_search_that_is_stopped_keeps_the_best_so_far(tmp_path, number):
     words = ["graph", "search", "--nodes", "16", "--degree", "4", "--seconds", "60", "--json"]
     with subprocess.Popen(
         [*MAIN, *words, "--out", "best.json"],
-        cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         while not catches(process.pid, signal.SIGTERM):  # it begins to search
             assert process.poll() is None
             time.sleep(0.02)
@@ -380,7 +382,8 @@ def full(comm, folder):
     """What `bench checkpoint` says on a full disk."""
     from mpigossip.analysis import bench
 
-    error, options = OSError(28, "No space left"), Namespace(folder=folder, sizes=[1000], seconds=0)
+    error = OSError(28, "No space left")
+    options = Namespace(folder=folder, sizes=[1000], seconds=0)
     broken = patch.object(bench, "alternate", side_effect=error)
     with Alone() as alone, broken, pytest.raises(Failure) as caught:
         next(bench.checkpoint(alone, options))

@@ -222,11 +222,14 @@ def test_a_momentum_of_float64_resumes_bitwise(own, slots):
         run = {"output": str(own / f"{folder}-{slots}"), "epochs": 1} | run
         # 3 * 300 + 302 parameters: the second slot has a part of them
         return job(
-            own, run=run, node={"devices": f"cpu:{slots}"},
+            own,
+            run=run,
+            node={"devices": f"cpu:{slots}"},
             model={"name": "mine:net", "width": 300},
-            algorithm={"name": "mine:exact_heavy_ball"}, graph={"name": "ring"},
+            algorithm={"name": "mine:exact_heavy_ball"},
+            graph={"name": "ring"},
             data={"source": "mine:Points", "samples": 96, "test_samples": 8, "batch": 8},
-        )  # fmt: skip
+        )
 
     whole = train(made("whole"), 2)
     cut = made("cut", steps=3)

@@ -21,7 +21,8 @@ pytestmark = [
         not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no GPU"
     ),
 ]
-STEPS, BAR = 6 if active() else 20, 1e-5
+STEPS = 6 if active() else 20
+BAR = 1e-5
 OTHERS = {"sparseloco": 0.01}
 """Share of entries that may be others: this method sends the largest ones, and a rounding of 1e-7
 decides between some (on CPUs, too)."""
@@ -199,6 +200,7 @@ def test_gpus_average_by_nccl():
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip(f"NCCL joins two GPUs or more, torch sees {count}")
-    devices, elements = [f"cuda:{k}" for k in range(count)], 1 << (16 if active() else 22)
+    devices = [f"cuda:{k}" for k in range(count)]
+    elements = 1 << (16 if active() else 22)
     seconds = trials.averaged_in_node(devices, 60, elements=elements)
     assert [*seconds] == ["slots", "nccl"]

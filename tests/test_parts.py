@@ -136,8 +136,15 @@ def test_one_of_each_trains(added, tmp_path):
 
 
 def test_their_options_and_needs_are_checked_like_all_others(added):
-    wrong = ["algorithm.shre=1", "local.size=big", "graph.apart=x", "node.wire=roundd",
-             "node.mixer=cuonting", "model.bas=1", "cadence.length=y"]  # fmt: skip
+    wrong = [
+        "algorithm.shre=1",
+        "local.size=big",
+        "graph.apart=x",
+        "node.wire=roundd",
+        "node.mixer=cuonting",
+        "model.bas=1",
+        "cadence.length=y",
+    ]
     with pytest.raises(JobError) as caught:
         assemble.load(JOB, wrong)
     assert len(caught.value.messages) == len(wrong), caught.value

@@ -59,25 +59,33 @@ def shell(mpirun, pooled, tmp_path, monkeypatch, capfd, request):
     launched = {"readme" not in request.node.name}
 
     def run(line):
-        words, n = shlex.split(line.partition(" >")[0]), 0
+        words = shlex.split(line.partition(" >")[0])
+        n = 0
         if words[0] == "mpirun":
-            n, words = int(words[2]), words[3:]
+            n = int(words[2])
+            words = words[3:]
         if words[0] == "mpigossip":
             words += FEWER.get(words[1], []) * (not re.search("--dry-run|run.steps", line))
         if words[0] == "python":
             monkeypatch.setattr(sys, "argv", words[1:])
-            code, said = runpy.run_path(words[1])["main"](), capfd.readouterr()
+            code = runpy.run_path(words[1])["main"]()
+            said = capfd.readouterr()
         elif words[1] not in APART:
-            words = ["1" if w == "5" and p == "--seconds" else w
-                     for p, w in zip(["", *words], words, strict=False)]  # fmt: skip
-            code, said = cli.main(words[1:]), capfd.readouterr()
+            words = [
+                "1" if w == "5" and p == "--seconds" else w
+                for p, w in zip(["", *words], words, strict=False)
+            ]
+            code = cli.main(words[1:])
+            said = capfd.readouterr()
         elif n and True in launched:
             ran = pooled(n, *words[1:], timeout=120)
-            code, said = ran.returncode, ran
+            code = ran.returncode
+            said = ran
         else:
             launched.add(n > 0)
             ran = mpirun(n, [sys.executable, "-m", *words], timeout=120, cwd=tmp_path)
-            code, said = ran.returncode, ran
+            code = ran.returncode
+            said = ran
         assert code == 0, f"{line}\n{said}"
         return said[0] if isinstance(said, tuple) else said.stdout
 
@@ -160,7 +168,8 @@ def test_what_a_scheduler_is_given_is_there():
     batch = [line for line in lines if "sbatch" in line or line.startswith("srun")]
     known = dict(every(cli.parser()))
     assert len(batch) >= 5
-    jobs, named = ROOT / "jobs", text("jobs/README.md")
+    jobs = ROOT / "jobs"
+    named = text("jobs/README.md")
     for line in batch:
         for path in re.findall(r"(?<= )[a-z]+\.sbatch", line):
             made = f">{path}\n" in named

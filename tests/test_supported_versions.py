@@ -26,7 +26,7 @@ CUPY = {
 VALUES = {
     RUNTIME + "cudaDevAttrGPUDirectRDMAFlushWritesOptions": 117,
     RUNTIME + "cudaDevAttrGPUDirectRDMAWritesOrdering": 118,
-}  # fmt: skip
+}
 LOOK = """
 import functools, json, sys, cupy
 asked, found = json.load(sys.stdin), {"version": cupy.__version__}
@@ -78,10 +78,20 @@ TORCH = {
     "cuda.graph_pool_handle": [],
     "nn.Module.to": [],
 }
-NAMES = ("cuda.Stream.wait_stream", "cuda.Stream.record_event", "cuda.Event.query", "cuda.cudart",
-         "cuda.set_stream", "cuda.CUDAGraph.replay", "cuda.mem_get_info", "from_dlpack",
-         "backends.cudnn.benchmark", "are_deterministic_algorithms_enabled", "Tensor.record_stream",
-         "Generator.graphsafe_set_state")  # fmt: skip
+NAMES = (
+    "cuda.Stream.wait_stream",
+    "cuda.Stream.record_event",
+    "cuda.Event.query",
+    "cuda.cudart",
+    "cuda.set_stream",
+    "cuda.CUDAGraph.replay",
+    "cuda.mem_get_info",
+    "from_dlpack",
+    "backends.cudnn.benchmark",
+    "are_deterministic_algorithms_enabled",
+    "Tensor.record_stream",
+    "Generator.graphsafe_set_state",
+)
 
 
 @pytest.mark.parametrize("end", ["2.6", "2.13"])

@@ -52,7 +52,9 @@ def armed():
 
     plan = dict(one.split("@") for one in os.environ["VICTIMS"].split())
     at = plan.get(os.environ["OMPI_COMM_WORLD_RANK"], "-1")
-    settle, send, write = Engine.settle, Engine.send, checkpoint.write_node
+    settle = Engine.settle
+    send = Engine.send
+    write = checkpoint.write_node
 
     def settled(engine, *given):
         if at in (f"{engine.index}", f"{engine.index}g"):
@@ -71,7 +73,9 @@ def armed():
             die("a checkpoint")
         return write(folder, node, state)
 
-    Engine.settle, Engine.send, checkpoint.write_node = settled, sent, written
+    Engine.settle = settled
+    Engine.send = sent
+    checkpoint.write_node = written
     if at == "end":
         Recorder.stop = lambda *_: die("the end of its loop")
 

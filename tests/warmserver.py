@@ -20,15 +20,26 @@ import threading
 import types
 from pathlib import Path
 
-HEAVY = ("torch", "torch._dynamo", "h5py", "scipy.sparse.linalg", "networkx", "matplotlib.figure",
-         "rich.table", "rich.console", "cattrs", "PIL.Image")  # fmt: skip
+HEAVY = (
+    "torch",
+    "torch._dynamo",
+    "h5py",
+    "scipy.sparse.linalg",
+    "networkx",
+    "matplotlib.figure",
+    "rich.table",
+    "rich.console",
+    "cattrs",
+    "PIL.Image",
+)
 """Of others only: the package itself is imported anew each time, as it may read the environment."""
 
 
 def receive(stub: socket.socket) -> tuple[dict, list[int]]:
     """The command of a stub and the files that it passed on."""
     head, files, _, _ = socket.recv_fds(stub, 4, 8)
-    left, text = int.from_bytes(head, "little"), b""
+    left = int.from_bytes(head, "little")
+    text = b""
     while len(text) < left:
         if not (more := stub.recv(left - len(text))):
             raise ConnectionError("a stub was cut off")

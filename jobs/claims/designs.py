@@ -48,8 +48,10 @@ class Cell(NamedTuple):
 def best_rate(tried: Sequence[dict[str, Any]]) -> float:
     """That of the highest accuracy, the smaller of equals; what diverged, late or not, is last."""
     order = lambda r: (  # noqa: E731
-        not r.keys() & {"late", "diverged"}, r["figures"].get("accuracy", -1.0), -r["lr"]
-    )  # fmt: skip
+        not r.keys() & {"late", "diverged"},
+        r["figures"].get("accuracy", -1.0),
+        -r["lr"],
+    )
     return max(tried, key=order)["lr"]
 
 
@@ -62,7 +64,8 @@ def tried(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> dict[float
 
 def searched_rates(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> list[float]:
     """The rates to try: those of the cell, then by twos beyond an end at which the best lies."""
-    rates, found = list(cell.rates), tried(cell, method, done)
+    rates = list(cell.rates)
+    found = tried(cell, method, done)
     for _ in range(FURTHER):
         if not all(rate in found for rate in rates):
             break
@@ -100,7 +103,9 @@ CONTROLS = {
 """No exchange must not be a remedy; an EMA that helps parallel as much doesn't close a gap."""
 ORDER = sorted(REMEDIES | CONTROLS, key=["no exchange", "exact every 16"].count, reverse=True)
 """A remedy and a control first."""
-REMEDIED, AT_PARALLELS, EQUAL = "remedies", "remedies at parallel's rate", "equal rates"
+REMEDIED = "remedies"
+AT_PARALLELS = "remedies at parallel's rate"
+EQUAL = "equal rates"
 GRID = (0.0125, 0.025, 0.05, 0.1, 0.2)
 
 
@@ -110,10 +115,12 @@ def reported(
     """A pair's reported runs at a rate by their seed, from whichever of the gap's cells."""
     same = labels["model"], labels["batch"]
     return {
-        r["seed"]: r for r in done
+        r["seed"]: r
+        for r in done
         if (r["study"], r["nodes"], r["method"], r["lr"]) == ("gap", nodes, method, lr)
-        and (r["cell"]["model"], r["cell"]["batch"]) == same and r["level"] != "search"
-    }  # fmt: skip
+        and (r["cell"]["model"], r["cell"]["batch"]) == same
+        and r["level"] != "search"
+    }
 
 
 def pair_rates(
@@ -154,7 +161,8 @@ def at_parallels(labels: dict[str, str], done: Sequence[dict[str, Any]]) -> Iter
 def remedied(cell: Cell, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
     """Rates of each, then the best one, if that isn't the rate at which it ran before."""
     for method in cell.methods:
-        rates, found = searched_rates(cell, method, done), tried(cell, method, done)
+        rates = searched_rates(cell, method, done)
+        found = tried(cell, method, done)
         yield from ((method, "search", lr, SEARCH) for lr in rates)
         if not all(lr in found for lr in rates):
             continue
@@ -235,18 +243,38 @@ def until() -> Iterator[Cell]:
         "ADPSGD": f"algorithm.name=adpsgd {momentum}=complete",
         "DiLoCo warm": f"algorithm.name=parts:warm_diloco {warm} {momentum}=complete",
     }
-    own = ("data.source=digits", "data.batch=8", "data.partition=shuffled", "model.name=mlp",
-           "node.vmap=true", "run.epochs=20", "run.evaluate_steps=5", "schedule.name=cosine",
-           "log.consensus_every=20")  # fmt: skip
+    own = (
+        "data.source=digits",
+        "data.batch=8",
+        "data.partition=shuffled",
+        "model.name=mlp",
+        "node.vmap=true",
+        "run.epochs=20",
+        "run.evaluate_steps=5",
+        "schedule.name=cosine",
+        "log.consensus_every=20",
+    )
     rates = (0.05, 0.1, 0.2, 0.4)
     yield Cell("time", 16, {"model": "mlp on digits"}, methods, own, rates, {"best": 1.0})
 
 
-TEXT = ("task.name=language-model", "data.source={text}", "data.context=64", "data.batch=8",
-        "model.name=gpt", "model.heads=4", "run.epochs=1", "run.evaluate_every=0",
-        "algorithm.clip_norm=1.0", "algorithm.decay_all=false", "local.name=adamw",
-        "local.decoupled_decay=0.01", "graph.name=complete", "schedule.name=cosine",
-        "schedule.final_lr=0.0001")  # fmt: skip
+TEXT = (
+    "task.name=language-model",
+    "data.source={text}",
+    "data.context=64",
+    "data.batch=8",
+    "model.name=gpt",
+    "model.heads=4",
+    "run.epochs=1",
+    "run.evaluate_every=0",
+    "algorithm.clip_norm=1.0",
+    "algorithm.decay_all=false",
+    "local.name=adamw",
+    "local.decoupled_decay=0.01",
+    "graph.name=complete",
+    "schedule.name=cosine",
+    "schedule.final_lr=0.0001",
+)
 """A character model; {text}: `run_queue.py` makes it."""
 TEXT_IS = "the 166 modules (*.py) beside each other in CPython 3.11.7's library, 4,661,318 bytes"
 TEXT_SHA256 = "29e6ffb976cc49b03c7b9ba137bb03fdc3df9083a193c303a1069fb4c85dd19b"
@@ -256,7 +284,8 @@ SIZES = {
     "gpt of 0.36 M": (1920, ("model.layers=3", "model.width=96")),
 }
 """Models, smallest first: steps, settings. A tenth of the steps is a multiple of all H."""
-STARTS, OUTER = (10, 20, 30), (0.4, 0.7)
+STARTS = (10, 20, 30)
+OUTER = (0.4, 0.7)
 """Percent of the steps after which DiLoCo begins, its outer rates."""
 WAYS = ((32, 20), (32, 10), (32, 30), (8, 20))
 """Steps between averages, and start, that are searched."""
@@ -265,7 +294,9 @@ SHORT = {"gpt of 0.07 M"}
 RATES = (0.003, 0.006, 0.012)
 WITHIN = 1.0
 """Percent of parallel's loss."""
-NO_MERGE, NO_MOMENTUM, ALONE = "H = ∞", "no outer momentum, H = 32", "one node alone"
+NO_MERGE = "H = ∞"
+NO_MOMENTUM = "no outer momentum, H = 32"
+ALONE = "one node alone"
 
 
 def label(period: int, start: int, outer: float) -> str:
@@ -278,10 +309,11 @@ def methods_of(steps: int) -> dict[str, str]:
 
     def after(start: int, period: int, outer: float, more: str) -> str:
         warm = steps * start // 100
-        return (f"algorithm.name=parts:after_parallel algorithm.warm={warm} "
-                f"algorithm.outer_lr={outer} {more} "
-                f"cadence.name=warm-periodic cadence.warm={warm} cadence.period={period}"
-                )  # fmt: skip
+        return (
+            f"algorithm.name=parts:after_parallel algorithm.warm={warm} "
+            f"algorithm.outer_lr={outer} {more} "
+            f"cadence.name=warm-periodic cadence.warm={warm} cadence.period={period}"
+        )
 
     found = {"parallel": "algorithm.name=parallel"}
     for (h, start), outer in product(WAYS, OUTER):
@@ -317,7 +349,7 @@ def losses(model: str, done: Sequence[dict[str, Any]]) -> dict[tuple[str, float]
         for r in done
         if (r["study"], r["nodes"], r["level"]) == ("diloco", 4, "search")
         and r["cell"]["model"] == model
-    }  # fmt: skip
+    }
 
 
 def best_of(loss: dict[tuple[str, float], float], *tried: tuple[str, float]) -> Search:
@@ -347,7 +379,8 @@ def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, 
     first = yield from best_of(loss, first, *((first[0], lr) for lr in others))
     if not first:
         return None
-    lr, outer = first[1], float(first[0].rpartition(" ")[2])
+    lr = first[1]
+    outer = float(first[0].rpartition(" ")[2])
     few = WAYS[:1] if model in SHORT else WAYS
     ways = {(label(h, start, outer), lr): (h, start) for h, start in few}
     nearest = yield from best_of(loss, *ways)
@@ -401,8 +434,16 @@ def diloco() -> Iterator[Cell]:
         for nodes, these, order in turns:
             warmup = f"schedule.warmup_epochs={0.0125 * nodes}"  # as many steps on one node
             own = (*TEXT, *size, f"run.steps={steps}", warmup)
-            yield Cell("diloco", nodes, {"model": model}, these, own, RATES, {"best": 1.0},
-                       partial(order, model))  # fmt: skip
+            yield Cell(
+                "diloco",
+                nodes,
+                {"model": model},
+                these,
+                own,
+                RATES,
+                {"best": 1.0},
+                partial(order, model),
+            )
 
 
 STUDIES = {"gap": gap, "searched": searched, "time": until, "diloco": diloco}

@@ -50,11 +50,12 @@ def behind(title: str, first: dict[int, Line], second: dict[int, Line]) -> Gap |
         return None
     ends = [[r["figures"]["accuracy"] for r in side] for side in zip(*both, strict=True)]
     return Gap(
-        title, (both[0][0]["lr"], both[0][1]["lr"]),
+        title,
+        (both[0][0]["lr"], both[0][1]["lr"]),
         (100 * float(np.mean(ends[0])), 100 * float(np.mean(ends[1]))),
         [100 * (a - b) for a, b in zip(*ends, strict=True)],
         [b["figures"]["distance"] for _, b in both],
-    )  # fmt: skip
+    )
 
 
 def pairs() -> list[Cell]:
@@ -71,10 +72,13 @@ def title(cell: Cell, tail: str) -> str:
 def gaps(runs: Sequence[Line]) -> list[Gap]:
     """Those at fractions of each method's best rate."""
     found = (
-        behind(title(cell, f"{level} rate"),
-               *(finals(runs, cell, method, level) for method in ("parallel", "one-peer")))
-        for cell in pairs() for level in cell.levels
-    )  # fmt: skip
+        behind(
+            title(cell, f"{level} rate"),
+            *(finals(runs, cell, method, level) for method in ("parallel", "one-peer")),
+        )
+        for cell in pairs()
+        for level in cell.levels
+    )
     return [one for one in found if one]
 
 
@@ -109,8 +113,10 @@ def regression(found: Sequence[Gap], draws: int = 2000) -> Slope | None:
     """Least squares through 0 over at least six rows; the interval by resampling whole rows."""
     if len(found) < 6:
         return None
-    a, b = (np.array([np.mean(v) for v in side]) for side in zip(*(
-        (100 * np.array(one.distance), one.values) for one in found), strict=True))  # fmt: skip
+    a, b = (
+        np.array([np.mean(v) for v in side])
+        for side in zip(*((100 * np.array(one.distance), one.values) for one in found), strict=True)
+    )
     drawn = np.random.default_rng(0).integers(0, len(a), (draws, len(a)))
     slopes = (a * b)[drawn].sum(1) / (a * a)[drawn].sum(1)
     low, high = np.quantile(slopes, [LEVEL / 2, 1 - LEVEL / 2])
@@ -134,15 +140,18 @@ def rule(found: Sequence[Gap]) -> str:
     against = [one.title for one in near if of_values(one.values).beyond(SMALL) <= LEVEL]
     if against:
         return text + f"No rule of thumb follows; against it: {'; '.join(against)}."
-    return text + (f"Rule of thumb: below a distance of {c:.2f} % [{low:.2f}, {high:.2f}] the gap "
-                   f"is less than {SMALL} points.")  # fmt: skip
+    return text + (
+        f"Rule of thumb: below a distance of {c:.2f} % [{low:.2f}, {high:.2f}] the gap "
+        f"is less than {SMALL} points."
+    )
 
 
 def _rows(found: Sequence[Gap], rates: bool) -> list[str]:
     lines = [
         f"| cell |{' rates |' * rates} parallel, one-peer | gap, points | distance "
-        "| within 1 point |", "|---|---|---|---|---|" + "---|" * rates,
-    ]  # fmt: skip
+        "| within 1 point |",
+        "|---|---|---|---|---|" + "---|" * rates,
+    ]
     for one, verdict in zip(found, verdicts(found), strict=True):
         lr = f" {one.lr[0]:g}, {one.lr[1]:g} |" * rates
         lines.append(
@@ -215,10 +224,18 @@ def remedies(runs: Sequence[Line]) -> list[Remedy]:
                 continue
             a, b, p = ([100 * one[s]["figures"]["accuracy"] for s in SEEDS] for one in three[:3])
             sent = own[1]["figures"]["bytes_sent"] / both["one-peer"][1]["figures"]["bytes_sent"]
-            found.append(Remedy(
-                method, "own best rate" if where == REMEDIED else "parallel's rate", own[1]["lr"],
-                float(np.mean(a)), base, _less(a, b), _less(p, a), sent,
-            ))  # fmt: skip
+            found.append(
+                Remedy(
+                    method,
+                    "own best rate" if where == REMEDIED else "parallel's rate",
+                    own[1]["lr"],
+                    float(np.mean(a)),
+                    base,
+                    _less(a, b),
+                    _less(p, a),
+                    sent,
+                )
+            )
     return found
 
 
@@ -228,9 +245,9 @@ def _less(a: Iterable[float], b: Iterable[float]) -> list[float]:
 
 def remedy_verdicts(found: Sequence[Remedy]) -> list[Verdict]:
     """Whether it is ahead of what it is compared with: "no exchange" must not be."""
-    return holm([
-        judged(f"{x.method}, {x.where}: ahead of {x.base}", [of_values(x.ahead)]) for x in found
-    ])  # fmt: skip
+    return holm(
+        [judged(f"{x.method}, {x.where}: ahead of {x.base}", [of_values(x.ahead)]) for x in found]
+    )
 
 
 def remedy_page(runs: Sequence[Line]) -> str:
@@ -242,7 +259,9 @@ def remedy_page(runs: Sequence[Line]) -> str:
     ]
     for x, verdict in zip(found, remedy_verdicts(found), strict=True):
         ahead = said(of_values(x.ahead)) + (f" ({x.base})" if x.base != "one-peer" else "")
-        lines.append(f"| {x.method}, {x.where}, {x.lr:g} | {x.accuracy:.1f} % | {ahead} | "
-                     f"{said(of_values(x.behind))} | {x.sent:.2f} | {verdict.words} |")  # fmt: skip
+        lines.append(
+            f"| {x.method}, {x.where}, {x.lr:g} | {x.accuracy:.1f} % | {ahead} | "
+            f"{said(of_values(x.behind))} | {x.sent:.2f} | {verdict.words} |"
+        )
     whole = 2 * len(REMEDIES | CONTROLS)
     return "\n".join([*lines, "", f"{len(found)} of {whole} rows are finished."]) + "\n"

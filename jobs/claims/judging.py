@@ -83,7 +83,8 @@ def judged(
     else:
         shown = [max(one.beyond(-alike), one.below(alike)) for one in found]
         against = [min(one.beyond(alike), one.below(-alike)) for one in found]
-    yes, no = max(shown), min(against)
+    yes = max(shown)
+    no = min(against)
     if no <= LEVEL:
         return Verdict(claim, False, min(1.0, len(found) * no))
     return Verdict(claim, True if yes <= LEVEL else None, min(1.0, yes))
@@ -91,7 +92,9 @@ def judged(
 
 def holm(rows: Sequence[Verdict]) -> list[Verdict]:
     """The rows with p adjusted for all that the table judges."""
-    order, least, found = sorted(range(len(rows)), key=lambda k: rows[k].p), 0.0, list(rows)
+    order = sorted(range(len(rows)), key=lambda k: rows[k].p)
+    least = 0.0
+    found = list(rows)
     for place, k in enumerate(order):
         least = max(least, min(1.0, (len(rows) - place) * rows[k].p))
         found[k] = rows[k]._replace(adjusted=least)

@@ -27,8 +27,11 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE / "runs.jsonl"
-SIZES, ZETAS, DRAWS = (8, 16, 32, 64), (0.3, 3.0), 5
-EPSILON, MOST = 1e-3, 60_000
+SIZES = (8, 16, 32, 64)
+ZETAS = (0.3, 3.0)
+DRAWS = 5
+EPSILON = 1e-3
+MOST = 60_000
 RATES = 2.0 ** np.arange(-14, 1.3, 1 / 4)
 SMALL_RATES = 2.0 ** np.arange(-30, 1.3, 1 / 8)
 """Of D-PSGD, whose models end apart in proportion to the rate."""
@@ -62,7 +65,8 @@ def minima(zeta: float, draw: int) -> Array:
 def squares(x: Array, best: Array) -> Array:
     """The mean over nodes of ‖∇f(x_i)‖²."""
     with np.errstate(over="ignore", invalid="ignore"):
-        mean, apart = CURVATURE * (x[..., 0, :] - best), CURVATURE * x[..., 1, :]
+        mean = CURVATURE * (x[..., 0, :] - best)
+        apart = CURVATURE * x[..., 1, :]
         return (mean**2).sum(-1) + (apart**2).sum(-1) / 2
 
 
@@ -75,7 +79,8 @@ def gossip(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
 
 def dpsgd(b: Array, n: int, epsilon: float = EPSILON) -> tuple[int, float]:
     """Iterations and rate of :func:`gossip` by its formula, as they are too many to be done."""
-    lam, least = rho(n), (2**62, 0.0)
+    lam = rho(n)
+    least = (2**62, 0.0)
     for rate in SMALL_RATES:
         keep = np.maximum(1 - rate * CURVATURE, 0.0)  # rates up to 1/L
         limit = lam * rate * CURVATURE * b[1] / (1 - lam * keep)
@@ -103,16 +108,20 @@ def tracking(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
     while True:
         x = w * (x - rate * y)
         after = CURVATURE * (x - b)
-        y, g = w * y + after - g, after
+        y = w * y + after - g
+        g = after
         yield x
 
 
 def detag(b: Array, rate: Array, x: Array, w: Array, phase: int, eta: float) -> Iterator[Array]:
     """DeTAG as the package has it (Lu & De Sa, algorithm 2)."""
-    z, y = x, np.zeros_like(x)
+    z = x
+    y = np.zeros_like(x)
     g = old = y
     while True:
-        z_before, y_before = z, y  # gossip's memory begins anew
+        # gossip's memory begins anew
+        z_before = z
+        y_before = y
         for r in range(phase):
             z, z_before = (1 + eta) * w * z - eta * z_before, z
             y, y_before = (1 + eta) * w * y - eta * y_before, y
@@ -120,7 +129,9 @@ def detag(b: Array, rate: Array, x: Array, w: Array, phase: int, eta: float) -> 
             if r < phase - 1:
                 yield x
         z = z - rate * y
-        y, old, g = y + g - old, g, np.zeros_like(g)
+        y = y + g - old
+        old = g
+        g = np.zeros_like(g)
         x = z
         yield x
 
@@ -136,8 +147,11 @@ def iterations(models: Iterator[Array], best: Array, most: int) -> tuple[int, in
 
 def measure(n: int, zeta: float, draw: int) -> Iterator[dict[str, Any]]:
     """A line for each method."""
-    b, lam, w = minima(zeta, draw), rho(n), weights(n)
-    rate, x = RATES[:, None, None], np.zeros((len(RATES), 2, len(CURVATURE)))
+    b = minima(zeta, draw)
+    lam = rho(n)
+    w = weights(n)
+    rate = RATES[:, None, None]
+    x = np.zeros((len(RATES), 2, len(CURVATURE)))
     eta = (1 - math.sqrt(1 - lam**2)) / (1 + math.sqrt(1 - lam**2))
     lengths = sorted({max(1, round(k / math.sqrt(1 - lam))) for k in PHASES})
     found = {"D-PSGD": (*dpsgd(b, n), 1)}
@@ -152,10 +166,17 @@ def measure(n: int, zeta: float, draw: int) -> Iterator[dict[str, Any]]:
         found[name] = best
     for name, (count, lr, length) in found.items():
         yield {
-            "study": "optimal", "nodes": n, "cell": {"zeta": f"{zeta:g}"}, "method": name,
-            "level": "best", "lr": lr, "seed": draw, "settings": [f"phase={length}"],
-            "figures": {"iterations": count}, "digest": None,
-        }  # fmt: skip
+            "study": "optimal",
+            "nodes": n,
+            "cell": {"zeta": f"{zeta:g}"},
+            "method": name,
+            "level": "best",
+            "lr": lr,
+            "seed": draw,
+            "settings": [f"phase={length}"],
+            "figures": {"iterations": count},
+            "digest": None,
+        }
 
 
 class Slope(NamedTuple):
@@ -184,7 +205,9 @@ def slopes(lines: Sequence[dict[str, Any]]) -> list[Slope]:
     found = []
     for name, zeta in dict.fromkeys((line["method"], line["cell"]["zeta"]) for line in lines):
         mine = [x for x in lines if (x["method"], x["cell"]["zeta"]) == (name, zeta)]
-        power, values, counts = 0.5 if name.startswith("DeTAG") else 1.0, [], []
+        power = 0.5 if name.startswith("DeTAG") else 1.0
+        values = []
+        counts = []
         for seed in sorted({x["seed"] for x in mine}):
             own = sorted(
                 (x["nodes"], x["figures"]["iterations"]) for x in mine if x["seed"] == seed

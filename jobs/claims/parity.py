@@ -51,17 +51,20 @@ def ahead(found: Accuracies) -> dict[str, list[float]]:
     first = found[FIRST][1]
     return {
         other: [a - b for a, b in zip(first, values, strict=True)]
-        for other, (_, values) in found.items() if other != FIRST
-    }  # fmt: skip
+        for other, (_, values) in found.items()
+        if other != FIRST
+    }
 
 
 def searched_verdicts(runs: Sequence[Line]) -> list[Verdict]:
     """Whether it is ahead of each other graph of degree 4."""
-    return holm([
-        judged(f"{cell.labels['model']}: {FIRST} ahead of {other}", [of_values(values)])
-        for cell in STUDIES["searched"]()
-        for other, values in ahead(accuracies(runs, cell)).items()
-    ])  # fmt: skip
+    return holm(
+        [
+            judged(f"{cell.labels['model']}: {FIRST} ahead of {other}", [of_values(values)])
+            for cell in STUDIES["searched"]()
+            for other, values in ahead(accuracies(runs, cell)).items()
+        ]
+    )
 
 
 def searched_page(runs: Sequence[Line]) -> str:
@@ -73,7 +76,8 @@ def searched_page(runs: Sequence[Line]) -> str:
         "|---|---|---|---|---|",
     ]
     for cell in STUDIES["searched"]():
-        model, found = cell.labels["model"], accuracies(runs, cell)
+        model = cell.labels["model"]
+        found = accuracies(runs, cell)
         if not any(run["cell"] == cell.labels for run in mine):
             continue
         for method in cell.methods:
@@ -111,10 +115,12 @@ def losses(
 ) -> dict[int, float]:
     """The reported losses by their seed, without those that diverged."""
     return {
-        r["seed"]: r["figures"]["loss"] for r in runs
+        r["seed"]: r["figures"]["loss"]
+        for r in runs
         if (r["study"], r["nodes"], r["cell"], r["method"], r["level"], r["lr"])
-        == ("diloco", nodes, {"model": model}, method, "best", lr) and r["figures"]
-    }  # fmt: skip
+        == ("diloco", nodes, {"model": model}, method, "best", lr)
+        and r["figures"]
+    }
 
 
 def compared(
@@ -150,11 +156,16 @@ def parities(runs: Sequence[Line], model: str) -> list[Parity]:
 
 def diloco_verdicts(runs: Sequence[Line]) -> list[Verdict]:
     """Whether the loss is within 1 % of parallel's: what the controls must not be."""
-    return holm([
-        judged(f"{model}, {one.method}: within {WITHIN:g} % of parallel",
-               [of_values([WITHIN - v for v in one.above])])
-        for model in SIZES for one in parities(runs, model)
-    ])  # fmt: skip
+    return holm(
+        [
+            judged(
+                f"{model}, {one.method}: within {WITHIN:g} % of parallel",
+                [of_values([WITHIN - v for v in one.above])],
+            )
+            for model in SIZES
+            for one in parities(runs, model)
+        ]
+    )
 
 
 def diloco_page(runs: Sequence[Line]) -> str:

@@ -26,19 +26,22 @@ from mpigossip.mixing.base import Kind
 
 def exact_parts(*, first: Share = 0.0, last: Share = 0.0, total: Positive | None = None) -> Cadence:
     """Exact averages in the ``first`` and ``last`` share of the steps, gossip between."""
-    begin, end = first * (total or 0), (1 - last) * (total or 0)
+    begin = first * (total or 0)
+    end = (1 - last) * (total or 0)
     return fixed(
         lambda index: Kind.GOSSIP if begin <= index < end else Kind.GLOBAL,
-        Kind.GOSSIP, Kind.GLOBAL,
-    )  # fmt: skip
+        Kind.GOSSIP,
+        Kind.GLOBAL,
+    )
 
 
 def warm_periodic(*, warm: Count = 0, period: Positive = 16) -> Cadence:
     """Parallel SGD for ``warm`` steps, then an exact average at every ``period``-th."""
     return fixed(
         lambda index: Kind.GLOBAL if index < warm or not (index + 1) % period else Kind.LOCAL,
-        Kind.GLOBAL, Kind.LOCAL,
-    )  # fmt: skip
+        Kind.GLOBAL,
+        Kind.LOCAL,
+    )
 
 
 def static_first(n: int, seed: int, t: int, *, first: int = 0) -> Round:
@@ -156,8 +159,10 @@ class Paced(torch.nn.Module):
 
     def __init__(self, inner: torch.nn.Module, padding: int, seconds: Sequence[float]):
         super().__init__()
-        self.inner, self.padding = inner, torch.nn.Parameter(torch.zeros(padding))
-        self._seconds, self._step = seconds, 0
+        self.inner = inner
+        self.padding = torch.nn.Parameter(torch.zeros(padding))
+        self._seconds = seconds
+        self._step = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and self._seconds:
@@ -169,9 +174,16 @@ class Paced(torch.nn.Module):
 
 
 def paced(
-    shape: tuple[int, ...], classes: int, *, padding: Positive = 1, compute_s: NotNegative = 0.0,
-    slow: Share = 0.0, times: OneOrMore = 1.0, draw: Count = 0, stop: Count = 0,
-) -> torch.nn.Module:  # fmt: skip
+    shape: tuple[int, ...],
+    classes: int,
+    *,
+    padding: Positive = 1,
+    compute_s: NotNegative = 0.0,
+    slow: Share = 0.0,
+    times: OneOrMore = 1.0,
+    draw: Count = 0,
+    stop: Count = 0,
+) -> torch.nn.Module:
     """The MLP with ``padding`` more entries in its messages; it ends the run at step ``stop``."""
     seconds: list[float] = []
     if own := next(iter(places(os.environ)), None):

@@ -84,9 +84,13 @@ def run(words: list[str], folder: Path) -> Log:
     shutil.rmtree(folder, ignore_errors=True)
     around = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*words, f"run.output={folder}"], env=around, timeout=LIMIT_S, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [*words, f"run.output={folder}"],
+        env=around,
+        timeout=LIMIT_S,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     if done.returncode not in (OK, STOPPED):
         sys.exit(f"{' '.join(words)}: code {done.returncode}\n{done.stdout[-3000:]}")
     return read(folder / "log.h5")
@@ -95,8 +99,10 @@ def run(words: list[str], folder: Path) -> Log:
 def measured(method: str, link: Link, scratch: Path) -> Line:
     """A run up to the goal: the seconds it took, and those of the virtual clock."""
     stored = seconds.finals(lines(RUNS))
-    asked, cell = settings(stored[method][SEED], link), seconds.CELL
-    program, nodes = [sys.executable, "-m", "mpigossip"], str(cell.nodes)
+    asked = settings(stored[method][SEED], link)
+    cell = seconds.CELL
+    program = [sys.executable, "-m", "mpigossip"]
+    nodes = str(cell.nodes)
     told = run([*program, "simulate", JOB, *asked, "--nodes", nodes], scratch / "simulated")
     curve = zip(*map(Found(told).curve, ("step", "accuracy")), strict=True)
     steps = int(next(t for t, accuracy in curve if accuracy >= seconds.goal_of(stored)))
@@ -106,16 +112,25 @@ def measured(method: str, link: Link, scratch: Path) -> Line:
     if not np.array_equal(log.steps["loss"][:steps], told.steps["loss"][:steps]):
         sys.exit(f"{method}: {len(log.steps['loss'])} steps aren't the simulator's {steps}")
     clock = seconds.ends(
-        method, np.flatnonzero(told.steps["kind"][:, 0]).tolist(), len(told.steps["step"]),
-        cell.nodes, seconds.machine(link.gbit, link.latency), SEED, steps, overlap=False,
-    )  # fmt: skip
+        method,
+        np.flatnonzero(told.steps["kind"][:, 0]).tolist(),
+        len(told.steps["step"]),
+        cell.nodes,
+        seconds.machine(link.gbit, link.latency),
+        SEED,
+        steps,
+        overlap=False,
+    )
     spent = {name: log.steps[name][:steps].sum(0) for name in PARTS}
     figures = {"clock_s": clock[-1], "measured_s": sum(spent.values()).max()}
     figures |= {name: each.mean() for name, each in spent.items()}
     return {
-        **link._asdict(), "method": method, "seed": SEED, "steps": steps,
+        **link._asdict(),
+        "method": method,
+        "seed": SEED,
+        "steps": steps,
         **{name: round(float(value), 3) for name, value in figures.items()},
-    }  # fmt: skip
+    }
 
 
 def main(given: list[str] | None = None) -> int:
@@ -129,7 +144,8 @@ def main(given: list[str] | None = None) -> int:
     os.environ["MPIGOSSIP_NET_LAB_BURST"] = "32kb"
     done = {(x["gbit"], x["latency"], x["method"]) for x in lines(LINKS)}
     for link in CELLS:
-        rate, ms = f"{link.megabits}mbit", "0" if link.latency < 1e-4 else f"{1e3 * link.latency:g}"
+        rate = f"{link.megabits}mbit"
+        ms = "0" if link.latency < 1e-4 else f"{1e3 * link.latency:g}"
         subprocess.run([LAB, "up", str(seconds.CELL.nodes), rate, ms], check=True)
         try:
             for method in METHODS:

@@ -175,7 +175,8 @@ def _text(line: Line, options: argparse.Namespace) -> Path:
     """The modules of Python's own standard library, packed, where a run asks for them."""
     file = options.scratch / "text.h5"
     if "{text}" in str(line["settings"]) and not file.exists():
-        folder, mark = options.scratch / "text", hashlib.sha256()
+        folder = options.scratch / "text"
+        mark = hashlib.sha256()
         folder.mkdir(exist_ok=True)
         for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
             if path.stem in sys.stdlib_module_names:
@@ -207,7 +208,9 @@ def clock(text: str) -> str:
 def queue(options: argparse.Namespace) -> int:
     """Do what is missing, cell after cell, until the time is over; how many runs were done."""
     done = lines(options.out)
-    known, count, of = {identity(line) for line in done}, 0, origin()
+    known = {identity(line) for line in done}
+    count = 0
+    of = origin()
     for cell in cells(options):
         while True:
             missing = [one for one in wanted(cell, done) if identity(one) not in known]

@@ -43,7 +43,9 @@ from mpigossip.training.parts import make_graph, make_parts  # noqa: E402
 from mpigossip.training.time_model import Clock, Timing  # noqa: E402
 
 LINKS = [(gbit, latency) for latency in (50e-6, 5e-3) for gbit in (1, 10, 25, 100)]
-SLOW, TIMES, BELOW = 0.05, 5.0, 0.005
+SLOW = 0.05
+TIMES = 5.0
+BELOW = 0.005
 """Fraction of slow steps, by how much, and how far below parallel's accuracy the goal lies."""
 (CELL,) = until()
 WARM = 44
@@ -62,9 +64,13 @@ def machine(gbit: float, latency: float) -> Machine:
     """The paper's nodes on another link, without jitter."""
     rate = gbit * 1e9 / 8
     return replace(
-        EXPONENTIAL, latency_s=latency, global_latency_s=latency, bandwidth=rate,
-        global_bandwidth=rate, jitter=0.0,
-    )  # fmt: skip
+        EXPONENTIAL,
+        latency_s=latency,
+        global_latency_s=latency,
+        bandwidth=rate,
+        global_bandwidth=rate,
+        jitter=0.0,
+    )
 
 
 @functools.cache
@@ -81,18 +87,28 @@ def exchanges(method: str, n: int, total: int) -> Exchanges:
 
 
 def ends(
-    method: str, met: Sequence[int], steps: int, n: int, on: Machine, seed: int,
-    until: float = math.inf, overlap: bool = True,
-) -> list[float]:  # fmt: skip
+    method: str,
+    met: Sequence[int],
+    steps: int,
+    n: int,
+    on: Machine,
+    seed: int,
+    until: float = math.inf,
+    overlap: bool = True,
+) -> list[float]:
     """Seconds at the end of each step, of the node that is last; ``met``: steps with exchanges.
 
     Of a training of ``steps``, up to step ``until``. Without ``overlap`` nothing is hidden but
     what is sent ahead.
     """
     made = exchanges(method, n, steps)
-    plain, hidden = Clock(Timing(made, on, ddp=overlap)), Clock(Hidden(made, on))
+    plain = Clock(Timing(made, on, ddp=overlap))
+    hidden = Clock(Hidden(made, on))
     overlapped = steps if method == "parallel" else WARM if method == "DiLoCo warm" else 0
-    overlapped, times, there, t = overlapped * overlap, [], {*met}, 0
+    overlapped = overlapped * overlap
+    times = []
+    there = {*met}
+    t = 0
     gossip = Kind.GOSSIP in made.parts.cadence.kinds
     draws = parts.paces(n, seed, SLOW, TIMES)
     for step, pace in zip(range(int(min(steps, until))), draws, strict=False):
@@ -124,11 +140,14 @@ def goal_of(runs: dict[str, dict[int, Line]]) -> float:
 def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
     """Of each link and method: steps, seconds a seed, and parallel's seconds over them."""
     runs = finals(lines)
-    goal, found = goal_of(runs), []
+    goal = goal_of(runs)
+    found = []
     for gbit, latency in links:
-        on, base = machine(gbit, latency), {}
+        on = machine(gbit, latency)
+        base = {}
         for method, own in runs.items():
-            seconds, steps = {}, {}
+            seconds = {}
+            steps = {}
             for seed in SEEDS:
                 line = own[seed]
                 steps[seed] = reached(line, goal)
@@ -138,18 +157,28 @@ def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
             if method == "parallel":
                 base = seconds
             gains = [base[s] / seconds[s] for s in SEEDS if math.isfinite(seconds[s] + base[s])]
-            found.append({
-                "gbit": gbit, "latency": latency, "method": method, "goal": goal, "gains": gains,
-                "steps": [steps[s] for s in SEEDS], "seconds": [seconds[s] for s in SEEDS],
-            })  # fmt: skip
+            found.append(
+                {
+                    "gbit": gbit,
+                    "latency": latency,
+                    "method": method,
+                    "goal": goal,
+                    "gains": gains,
+                    "steps": [steps[s] for s in SEEDS],
+                    "seconds": [seconds[s] for s in SEEDS],
+                }
+            )
     return found
 
 
 def paper(n: int = 32, steps: int = 300) -> str:
     """Speed-up of a step of D-PSGD with local momentum at 32 nodes, 25 Gbit/s, 50 µs."""
-    on, every = machine(25, 50e-6), range(steps)
-    last = {m: np.mean([ends(m, every, steps, n, on, s)[-1] for s in SEEDS])
-            for m in ("parallel", "dsgd ahead", "dmsgd")}  # fmt: skip
+    on = machine(25, 50e-6)
+    every = range(steps)
+    last = {
+        m: np.mean([ends(m, every, steps, n, on, s)[-1] for s in SEEDS])
+        for m in ("parallel", "dsgd ahead", "dmsgd")
+    }
     return ", ".join(f"{m} {last['parallel'] / t:.2f} x" for m, t in last.items())
 
 
@@ -169,10 +198,16 @@ def draw(found: Sequence[dict[str, Any]], out: Path) -> None:
             half = [stats.t.ppf(0.975, len(SEEDS) - 1) * stats.sem(x["gains"]) for x in whole]
             there = min(len(x["gains"]) for x in rows)
             label = method + f" ({there} of {len(SEEDS)} get there)" * (there < len(SEEDS))
-            axes.errorbar([x["gbit"] for x in whole], mean, half, fmt="o-", capsize=3,
-                          color=COLOURS[k], label=label)  # fmt: skip
-        axes.set(xscale="log", yscale="log", xlabel="Gbit/s",
-                 title=f"{1e3 * latency:g} ms")  # fmt: skip
+            axes.errorbar(
+                [x["gbit"] for x in whole],
+                mean,
+                half,
+                fmt="o-",
+                capsize=3,
+                color=COLOURS[k],
+                label=label,
+            )
+        axes.set(xscale="log", yscale="log", xlabel="Gbit/s", title=f"{1e3 * latency:g} ms")
         axes.set_xticks(ticks := sorted({x["gbit"] for x in found}), map(str, ticks))
         axes.minorticks_off()
         axes.set_yticks(ys := [0.5, 1, 2, 4], map(str, ys))
@@ -194,8 +229,10 @@ def main(given: list[str] | None = None) -> int:
     lines = list(map(json.loads, options.runs.read_text("utf-8").splitlines()))
     found = measured(lines)
     for one in found:
-        print(f"{one['gbit']:4} Gbit/s {1e3 * one['latency']:g} ms {one['method']:12} "
-              f"{np.mean(one['seconds']):8.0f} s {np.median(one['steps']):5g} steps")  # fmt: skip
+        print(
+            f"{one['gbit']:4} Gbit/s {1e3 * one['latency']:g} ms {one['method']:12} "
+            f"{np.mean(one['seconds']):8.0f} s {np.median(one['steps']):5g} steps"
+        )
     print(f"A step at 32 nodes, 25 Gbit/s, 50 µs, equal steps: {paper()}. Published: 1.47 x.")
     if options.figure:
         draw(found, options.figure)

@@ -33,17 +33,22 @@ def took(link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit:
     A step ends when a node has computed, sent and received; ``ahead``: it sends at its beginning.
     As with windows, a node may write for round k once its reader has left round k - 2.
     """
-    nodes, size = range(NODES), 4 * seconds.resnet().count * vectors * link.scale * FRAMES
-    rate, span = link.megabits * 1e6 / 8, (NODES - 1).bit_length()
+    nodes = range(NODES)
+    size = 4 * seconds.resnet().count * vectors * link.scale * FRAMES
+    rate = link.megabits * 1e6 / 8
+    span = (NODES - 1).bit_length()
     draws = parts.paces(NODES, SEED, seconds.SLOW, seconds.TIMES)
     paces = [seconds.EXPONENTIAL.compute_s * one for one in itertools.islice(draws, steps)]
-    step, computing, left = [0] * NODES, list(paces[0]), [size] * NODES
+    step = [0] * NODES
+    computing = list(paces[0])
+    left = [size] * NODES
     came: set[tuple[int, int]] = set()  # (reader, round)
     now = 0.0
     while min(step) < steps:
         flows: dict[int, list[int]] = {}
         for i in nodes:
-            k, reader = step[i], (i + 2 ** (step[i] % span)) % NODES
+            k = step[i]
+            reader = (i + 2 ** (step[i] % span)) % NODES
             free = step[reader] >= k - 1 and (not admit or k == 0 or (reader, k - 1) in came)
             if k < steps and left[i] and (ahead or not computing[i]) and free:
                 flows.setdefault(reader, []).append(i)
@@ -62,7 +67,8 @@ def took(link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit:
             if step[i] < steps and not computing[i] and not left[i] and (i, step[i]) in came:
                 step[i] += 1
                 if step[i] < steps:
-                    computing[i], left[i] = paces[step[i]][i], size
+                    computing[i] = paces[step[i]][i]
+                    left[i] = size
     return now
 
 
@@ -74,11 +80,14 @@ def main() -> int:
     ):
         (run,) = [x for x in found if (x["gbit"], x["method"]) == (link.gbit, method)]
         kinds = {"alone": (False, False), "shared": (True, False), "admitted": (True, True)}
-        flows = {name: took(link, run["steps"], vectors, ahead, *kind)
-                 for name, kind in kinds.items()}  # fmt: skip
+        flows = {
+            name: took(link, run["steps"], vectors, ahead, *kind) for name, kind in kinds.items()
+        }
         told = ", ".join(f"{name} {value:.0f} s" for name, value in flows.items())
-        print(f"{link.gbit} Gbit/s, {1e3 * link.latency:g} ms, {method}, clock "
-              f"{run['clock_s']:.0f} s, measured {run['measured_s']:.0f} s: {told}")  # fmt: skip
+        print(
+            f"{link.gbit} Gbit/s, {1e3 * link.latency:g} ms, {method}, clock "
+            f"{run['clock_s']:.0f} s, measured {run['measured_s']:.0f} s: {told}"
+        )
     return 0
 
 

@@ -18,7 +18,8 @@ from mpigossip.training.costs import Subject, subject
 from mpigossip.training.machines import Machine
 
 JOB = Path(__file__).parents[1] / "imagenet-resnet50.toml"
-EPOCHS, NODES = 90, (4, 8, 16, 32)
+EPOCHS = 90
+NODES = (4, 8, 16, 32)
 HOURS = {
     ALL_REDUCE: (11.6, 6.3, 3.7, 2.2),
     "ring": (11.6, 6.5, 3.3, 1.8),
@@ -80,9 +81,14 @@ def speed_up(link: str, compute_s: float, jitter: float = EXPONENTIAL.jitter) ->
     )
     wire = LINKS[link]
     machine = replace(
-        EXPONENTIAL, compute_s=compute_s, latency_s=wire[0], bandwidth=wire[1],
-        global_latency_s=wire[0], global_bandwidth=wire[1], jitter=jitter,
-    )  # fmt: skip
+        EXPONENTIAL,
+        compute_s=compute_s,
+        latency_s=wire[0],
+        bandwidth=wire[1],
+        global_latency_s=wire[0],
+        global_bandwidth=wire[1],
+        jitter=jitter,
+    )
     every, seldom = (
         predict(what, machine, choice, 16, EPOCHS)
         for choice in (Choice(ALL_REDUCE), Choice("complete", "adpsgd"))
@@ -93,7 +99,8 @@ def speed_up(link: str, compute_s: float, jitter: float = EXPONENTIAL.jitter) ->
 
 def compute_for(claimed: float) -> float:
     """Seconds of computing at which 10 Gbit/s give a speed-up; less computing gives more."""
-    low, high = 0.02, 0.2
+    low = 0.02
+    high = 0.2
     for _ in range(30):
         middle = (low + high) / 2
         low, high = (middle, high) if speed_up("10 Gbit/s", middle) > claimed else (low, middle)
@@ -115,8 +122,11 @@ def main() -> None:
     for slow, fast in zip(*SPEED_UPS.values(), strict=True):
         compute_s = compute_for(slow)
         there = speed_up("100 Gbit/s", compute_s)
-        print(f"{1e3 * compute_s:.0f} ms (from 10 Gbit/s)".ljust(24) + f"{slow:>16.2f}"
-              + f"{fast:.2f} / {there:.2f}".rjust(16))  # fmt: skip
+        print(
+            f"{1e3 * compute_s:.0f} ms (from 10 Gbit/s)".ljust(24)
+            + f"{slow:>16.2f}"
+            + f"{fast:.2f} / {there:.2f}".rjust(16)
+        )
     print(ASSUMED + UNEXPLAINED, end="")
 
 

@@ -21,7 +21,8 @@ def read(path: Path) -> list[Line]:
 def faults(runs: Sequence[Line]) -> list[str]:
     """What can't be true of honest runs: one run under two names, a seed used twice."""
     designs = {(c.study, c.nodes, key(c.labels)): c for make in STUDIES.values() for c in make()}
-    wrong, seen = list[str](), dict[str, Line]()
+    wrong = list[str]()
+    seen = dict[str, Line]()
     for line in runs:
         name = called(line)
         cell = designs.get((line["study"], line["nodes"], key(line["cell"])))
@@ -50,10 +51,11 @@ def faults(runs: Sequence[Line]) -> list[str]:
 def finals(runs: Sequence[Line], cell: Cell, method: str, level: str) -> dict[int, Line]:
     """The reported runs of a method by their seed; of another rate than the search's, none."""
     mine = [
-        r for r in runs
+        r
+        for r in runs
         if (r["study"], r["nodes"], key(r["cell"])) == (cell.study, cell.nodes, key(cell.labels))
         and r["method"] == method
-    ]  # fmt: skip
+    ]
     tried = [r for r in mine if r["level"] == "search" and r["figures"]]
     if not tried:
         return {}

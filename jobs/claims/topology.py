@@ -26,9 +26,15 @@ study = mpigossip.study(
     seeds=3,
     rates="search",
     output="runs/claims-figures/topology",
-    settings=["algorithm.name=dmsgd", "local.name=none", "run.epochs=30", "schedule.lr=0.2",
-              "schedule.name=milestones", "schedule.milestones=[20,26]"],
-)  # fmt: skip
+    settings=[
+        "algorithm.name=dmsgd",
+        "local.name=none",
+        "run.epochs=30",
+        "schedule.lr=0.2",
+        "schedule.name=milestones",
+        "schedule.milestones=[20,26]",
+    ],
+)
 print(study)
 
 # %% accuracy at the end against the nodes: means, their 95 % intervals in [0, 1], each seed

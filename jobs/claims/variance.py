@@ -27,11 +27,13 @@ study = mpigossip.study(
     rates="search",
     judge="train_loss",
     settings=[
-        "data.partition=shuffled", "schedule.name=milestones", "schedule.milestones=[10,15]",
+        "data.partition=shuffled",
+        "schedule.name=milestones",
+        "schedule.milestones=[10,15]",
         "log.consensus_every=1",  # the variance is drawn at each average
     ],
     output="runs/claims-figures/variance",
-)  # fmt: skip
+)
 print(study)
 
 # %% against what a node has sent
@@ -44,7 +46,8 @@ for k, cell in enumerate(study.cells[:3]):  # QSGD averages gradients, of models
     for seed, run in enumerate(study.ended(cell)):
         steps = run.log.steps
         met = (steps["kind"] == 2).all(1)
-        sent, apart = steps["bytes_sent"][met].mean(1), steps["mixed_distance"][met]
+        sent = steps["bytes_sent"][met].mean(1)
+        apart = steps["mixed_distance"][met]
         label = cell.label("method") if seed == 0 else None
         axes.plot(sent / 1e6, (apart**2).mean(1), ".-", lw=1, color=COLOURS[k], label=label)
 axes.set(xlabel="MB sent by a node", ylabel="variance at an average", yscale="log")

@@ -29,7 +29,9 @@ from designs import SEEDS  # noqa: E402
 from judging import LEVEL, Verdict, holm, judged, of_interval, of_values, said  # noqa: E402
 from stored import Line, faults, read  # noqa: E402
 
-PAGE, RUNS, INTERVALS = HERE / "RESULTS.md", HERE / "runs.jsonl", HERE / "intervals.jsonl"
+PAGE = HERE / "RESULTS.md"
+RUNS = HERE / "runs.jsonl"
+INTERVALS = HERE / "intervals.jsonl"
 LINKS = HERE / "links.jsonl"
 HEADINGS = {
     "own rates": "## Training, each method at its own rate",
@@ -46,10 +48,14 @@ def published(table: str, lines: Iterable[Line]) -> list[Verdict]:
     for line in lines:
         if line["table"] == table:
             claims.setdefault(line["claim"], []).append(line)
-    return holm([
-        judged(claim, list(map(of_interval, rows)), rows[0].get("by", 0.0), rows[0].get("alike"))
-        for claim, rows in claims.items()
-    ])  # fmt: skip
+    return holm(
+        [
+            judged(
+                claim, list(map(of_interval, rows)), rows[0].get("by", 0.0), rows[0].get("alike")
+            )
+            for claim, rows in claims.items()
+        ]
+    )
 
 
 # -- the other studies -----------------------------------------------------------------------------
@@ -57,11 +63,16 @@ def published(table: str, lines: Iterable[Line]) -> list[Verdict]:
 
 def slope_verdicts(found: Sequence[optimal.Slope]) -> list[Verdict]:
     """Whether a method's iterations grow as the power of 1/(1 − λ) that it is held to."""
-    return holm([
-        judged(f"{one.method}, ζ = {one.zeta}: {one.against}",
-               [of_values([v - 1 for v in one.values])], alike=optimal.BAR)
-        for one in found
-    ])  # fmt: skip
+    return holm(
+        [
+            judged(
+                f"{one.method}, ζ = {one.zeta}: {one.against}",
+                [of_values([v - 1 for v in one.values])],
+                alike=optimal.BAR,
+            )
+            for one in found
+        ]
+    )
 
 
 def slope_page(found: Sequence[optimal.Slope]) -> str:
@@ -72,8 +83,9 @@ def slope_page(found: Sequence[optimal.Slope]) -> str:
     for one, verdict in zip(found, slope_verdicts(found), strict=True):
         counts = " | ".join(f"{t:,}" for t in one.counts)
         slope = said(of_values(one.values))
-        lines.append(f"| {one.method} | {one.zeta} | {counts} | {one.against} | {slope} "
-                     f"| {verdict.words} |")  # fmt: skip
+        lines.append(
+            f"| {one.method} | {one.zeta} | {counts} | {one.against} | {slope} | {verdict.words} |"
+        )
     bound = " | ".join(f"x {growth:.2f}" for growth in optimal.bound())
     lines.append(f"| lower bound, from n = {optimal.SIZES[0]} on |  | {bound} | 1/√(1−λ) | 1 |  |")
     return "\n".join(lines) + "\n"
@@ -81,11 +93,16 @@ def slope_page(found: Sequence[optimal.Slope]) -> str:
 
 def gain_verdicts(found: Sequence[Line]) -> list[Verdict]:
     """Whether a method is there before parallel, by logarithms of the seeds' ratios of seconds."""
-    return holm([
-        judged(f"{x['gbit']} Gbit/s, {1e3 * x['latency']:g} ms: {x['method']} before parallel",
-               [of_values(np.log(x["gains"]))])
-        for x in found if x["method"] != "parallel" and len(x["gains"]) == len(SEEDS)
-    ])  # fmt: skip
+    return holm(
+        [
+            judged(
+                f"{x['gbit']} Gbit/s, {1e3 * x['latency']:g} ms: {x['method']} before parallel",
+                [of_values(np.log(x["gains"]))],
+            )
+            for x in found
+            if x["method"] != "parallel" and len(x["gains"]) == len(SEEDS)
+        ]
+    )
 
 
 def gain_page(found: Sequence[Line]) -> str:
@@ -122,8 +139,11 @@ def links_page(found: Sequence[Line]) -> str:
     """The table of seconds on real links, beside the clock's."""
     if not found:
         return "Not run yet.\n"
-    lines = ["| link | method | steps | measured, s | clock, s | longer than the clock says "
-             "| times parallel's speed, measured | clock |", "|" + "---|" * 8]  # fmt: skip
+    lines = [
+        "| link | method | steps | measured, s | clock, s | longer than the clock says "
+        "| times parallel's speed, measured | clock |",
+        "|" + "---|" * 8,
+    ]
     base = {(x["gbit"], x["latency"]): x for x in found if x["method"] == "parallel"}
     for x in found:
         parallel = base[x["gbit"], x["latency"]]
@@ -185,7 +205,8 @@ def rewritten(page: str, found: Found) -> str:
     for table, heading in HEADINGS.items():
         begin = page.index(heading)
         end = page.index("\n## ", begin + 1)
-        lines, told = page[begin:end].split("\n"), {one.claim: one for one in found.verdicts[table]}
+        lines = page[begin:end].split("\n")
+        told = {one.claim: one for one in found.verdicts[table]}
         for at, line in enumerate(lines):
             cells = line.split(" | ")
             one = told.get(cells[0].removeprefix("| "))
@@ -195,7 +216,8 @@ def rewritten(page: str, found: Found) -> str:
         page = page[:begin] + "\n".join(lines) + page[end:]
     for name, text in found.pages.items():
         first, last = (mark.format(name) for mark in MARKS)
-        begin, end = page.index(first) + len(first), page.index(last)
+        begin = page.index(first) + len(first)
+        end = page.index(last)
         page = page[:begin] + text + page[end:]
     return page
 
@@ -207,7 +229,8 @@ def main(given: list[str] | None = None) -> int:
     )
     parser.add_argument("--write", action="store_true", help="put the verdicts into RESULTS.md")
     options = parser.parse_args(given)
-    runs, page = read(RUNS), PAGE.read_text("utf-8")
+    runs = read(RUNS)
+    page = PAGE.read_text("utf-8")
     found = everything(runs)
     wrong = faults(runs)
     print("\n".join(wrong), end="\n" * bool(wrong))

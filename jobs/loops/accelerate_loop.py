@@ -20,7 +20,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import mpigossip  # <-
 
-BATCH, ACCUMULATE, CLIP, RATE = 4, 2, 1.0, 3e-3
+BATCH = 4
+ACCUMULATE = 2
+CLIP = 1.0
+RATE = 3e-3
 
 
 def points(count=240):
@@ -34,8 +37,11 @@ def points(count=240):
 
 def train(world, options):
     """Train to the last step, from the first or from a checkpoint."""
-    data, out = points(), options.out
-    sampler, out = DistributedSampler(data, world.size, world.rank), out / f"{world.rank}"  # <-
+    data = points()
+    out = options.out
+    # <-
+    sampler = DistributedSampler(data, world.size, world.rank)
+    out = out / f"{world.rank}"
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     optimizer = gossip = mpigossip.Gossip(world, model, optimizer, run=options.out / "run")  # <-
@@ -49,7 +55,8 @@ def train(world, options):
     )
     if options.resume:
         accelerator.load_state(out / str(options.resume))
-    loss, step = torch.tensor(math.nan), options.resume
+    loss = torch.tensor(math.nan)
+    step = options.resume
     a_pass = math.ceil(len(loader) / ACCUMULATE)  # the last of an odd number is a step, too
     while step < options.steps:
         loader.set_epoch(step // a_pass)

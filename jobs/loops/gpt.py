@@ -18,8 +18,16 @@ from torch.nn import functional as F
 
 import mpigossip  # <-
 
-VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 256, 64, 64, 4, 2
-BATCH, ACCUMULATE, CLIP, RATE, WARMUP = 8, 2, 1.0, 3e-3, 10
+VOCABULARY = 256
+CONTEXT = 64
+WIDTH = 64
+HEADS = 4
+LAYERS = 2
+BATCH = 8
+ACCUMULATE = 2
+CLIP = 1.0
+RATE = 3e-3
+WARMUP = 10
 
 
 class Block(nn.Module):
@@ -28,9 +36,12 @@ class Block(nn.Module):
     def __init__(self):
         """Of the widths above."""
         super().__init__()
-        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attend, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.before = nn.LayerNorm(WIDTH)
+        self.between = nn.LayerNorm(WIDTH)
+        self.attend = nn.Linear(WIDTH, 3 * WIDTH)
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
         """(batch, time, width) -> the same."""
@@ -52,7 +63,8 @@ class GPT(nn.Module):
         self.places = nn.Embedding(CONTEXT, WIDTH)
         nn.init.normal_(self.tokens.weight, std=0.02)
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, inputs, targets):
@@ -117,7 +129,8 @@ def main():
     rank = world.rank  # <-
     options.out.mkdir(parents=True, exist_ok=True)
     data = torch.tensor(list(Path(options.text).read_bytes()))
-    model, draw = GPT(), torch.Generator().manual_seed(1337 + rank)
+    model = GPT()
+    draw = torch.Generator().manual_seed(1337 + rank)
     optimizer = configure(model)
     optimizer = mpigossip.Gossip(world, model, optimizer, graph="one-peer-exponential")  # <-
     if options.resume:

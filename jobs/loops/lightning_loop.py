@@ -21,7 +21,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import mpigossip  # <-
 
-BATCH, ACCUMULATE, CLIP, RATE = 4, 2, 1.0, 3e-3
+BATCH = 4
+ACCUMULATE = 2
+CLIP = 1.0
+RATE = 3e-3
 
 
 def points(count=240):
@@ -39,7 +42,9 @@ class Arms(lightning.LightningModule):
     def __init__(self, world, options):
         """``options.passes``: in which the rate falls to 0."""
         super().__init__()
-        self.world, self.passes, self.run = world, options.passes, options.out / "run"
+        self.world = world
+        self.passes = options.passes
+        self.run = options.out / "run"
         self.layers = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 3))
 
     def training_step(self, batch, index):
@@ -59,16 +64,26 @@ class Arms(lightning.LightningModule):
 
 def train(world, options):
     """Train to the last pass, from the first or from a checkpoint."""
-    data, out = points(), options.out
-    sampler, out = DistributedSampler(data, world.size, world.rank), out / f"{world.rank}"  # <-
-    model, loader = Arms(world, options), DataLoader(data, BATCH, sampler=sampler)
+    data = points()
+    out = options.out
+    # <-
+    sampler = DistributedSampler(data, world.size, world.rank)
+    out = out / f"{world.rank}"
+    model = Arms(world, options)
+    loader = DataLoader(data, BATCH, sampler=sampler)
     callbacks = [ModelCheckpoint(out, save_top_k=-1)]
     callbacks.append(mpigossip.Gossip.callback(lightning))  # <-
     trainer = lightning.Trainer(
-        accelerator=options.device, devices=1, max_epochs=options.passes,
-        accumulate_grad_batches=ACCUMULATE, gradient_clip_val=CLIP, callbacks=callbacks,
-        logger=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator=options.device,
+        devices=1,
+        max_epochs=options.passes,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=CLIP,
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     resumed = out.glob(f"epoch={options.resume - 1}-*.ckpt") if options.resume else [None]
     trainer.fit(model, loader, ckpt_path=next(iter(resumed)))
     loss = trainer.callback_metrics["loss"]

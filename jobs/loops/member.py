@@ -12,7 +12,9 @@ from torch import nn
 
 import mpigossip
 
-CHUNKS, H = 60, 20  # chunks of the whole training; steps of a chunk
+# chunks of the whole training; steps of a chunk
+CHUNKS = 60
+H = 20
 
 torch.manual_seed(0)
 features = torch.randn(4096, 20)

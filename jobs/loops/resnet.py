@@ -17,7 +17,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mpigossip  # <-
 
-CLASSES, SIDE, BATCH, RATE, NOISE = 8, 12, 32, 0.1, 1.5
+CLASSES = 8
+SIDE = 12
+BATCH = 32
+RATE = 0.1
+NOISE = 1.5
 
 
 class Block(nn.Module):
@@ -79,7 +83,8 @@ def main():
     torch.manual_seed(0)
     with mpigossip.world() as world:  # <-
         rank = world.rank  # <-
-        draw, mine = torch.Generator().manual_seed(rank), of_rank(rank)
+        draw = torch.Generator().manual_seed(rank)
+        mine = of_rank(rank)
         test = pictures(400, torch.Generator().manual_seed(1000), torch.arange(CLASSES))
         model = resnet()
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95), use_buffers=True)
@@ -93,13 +98,17 @@ def main():
             optimizer.step()
             rates.step()
             ema.update_parameters(model)
-        own, own_ema = accuracy(model, *test), accuracy(ema, *test)
+        own = accuracy(model, *test)
+        own_ema = accuracy(ema, *test)
         with optimizer.averaged():  # <-
             whole = accuracy(model, *test)
         with optimizer.averaged(ema):  # <-
             whole_ema = accuracy(ema, *test)
-        print(f"rank {rank}: own {own:.4f}, averaged {whole:.4f}, EMA {own_ema:.4f}, "
-              f"EMA averaged {whole_ema:.4f}", flush=True)  # fmt: skip
+        print(
+            f"rank {rank}: own {own:.4f}, averaged {whole:.4f}, EMA {own_ema:.4f}, "
+            f"EMA averaged {whole_ema:.4f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

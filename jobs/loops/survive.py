@@ -24,7 +24,8 @@ class Loader:
     """Batches of the node `rank` of `size`, by step: each node has its own share of the data."""
 
     def __init__(self, rank, size):
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
 
     def batch(self, step):
         """Inputs and targets."""
@@ -42,7 +43,8 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     with mpigossip.world() as world:
-        model, loader = net(), Loader(world.rank, world.size)
+        model = net()
+        loader = Loader(world.rank, world.size)
 
         def changed(world):  # <- called on the nodes that are left, by rank and size anew
             nonlocal loader
@@ -50,8 +52,13 @@ def main():
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         optimizer = mpigossip.Gossip(
-            world, model, optimizer, run=options.out, survive=True, on_change=changed  # <-
-        )  # fmt: skip
+            world,
+            model,
+            optimizer,
+            run=options.out,
+            survive=True,
+            on_change=changed,  # <-
+        )
         if options.out:
             optimizer.resume()
         loss = torch.tensor(float("nan"))  # of a run that is at its end
@@ -74,8 +81,11 @@ def main():
                 if options.out:
                     optimizer.save()
         flat = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
-        print(f"node {world.names[world.rank]} of {world.size}: loss {float(loss.detach()):.4f}, "
-              f"{hashlib.sha256(flat.tobytes()).hexdigest()}", flush=True)  # fmt: skip
+        print(
+            f"node {world.names[world.rank]} of {world.size}: loss {float(loss.detach()):.4f}, "
+            f"{hashlib.sha256(flat.tobytes()).hexdigest()}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

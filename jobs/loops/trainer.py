@@ -18,7 +18,10 @@ import transformers
 
 import mpigossip  # <-
 
-CONTEXT, BATCH, ACCUMULATE, RATE = 32, 4, 2, 3e-3
+CONTEXT = 32
+BATCH = 4
+ACCUMULATE = 2
+RATE = 3e-3
 
 
 def pieces(text):
@@ -31,24 +34,40 @@ def pieces(text):
 def train(world, options):
     """Train to the last step, from the first or from a checkpoint."""
     data = pieces(options.text)
-    data, out = data[world.rank :: world.size], options.out / f"node-{world.rank}"  # <-
+    # <-
+    data = data[world.rank :: world.size]
+    out = options.out / f"node-{world.rank}"
     config = transformers.GPT2Config(
-        vocab_size=256, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=2,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=256,
+        n_positions=CONTEXT,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = transformers.GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     optimizer = mpigossip.Gossip(world, model, optimizer, run=options.out / "run")  # <-
     scheduler = transformers.get_cosine_schedule_with_warmup(optimizer, 10, options.steps)
     arguments = transformers.TrainingArguments(
-        str(out), max_steps=options.steps, per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=ACCUMULATE, save_steps=options.save_every, logging_steps=10,
-        report_to=[], disable_tqdm=True, use_cpu=options.cpu,
-    )  # fmt: skip
+        str(out),
+        max_steps=options.steps,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=ACCUMULATE,
+        save_steps=options.save_every,
+        logging_steps=10,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=options.cpu,
+    )
     trainer = transformers.Trainer(
-        model, arguments, train_dataset=data, optimizers=(optimizer, scheduler),
+        model,
+        arguments,
+        train_dataset=data,
+        optimizers=(optimizer, scheduler),
         callbacks=[mpigossip.Gossip.callback(transformers)],  # <-
-    )  # fmt: skip
+    )
     resumed = str(out / f"checkpoint-{options.resume}") if options.resume else None
     loss = trainer.train(resume_from_checkpoint=resumed).training_loss
     parameters = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())

@@ -17,7 +17,9 @@ class Windows(Dataset):
 
     def __init__(self, samples, context, first):
         """Window i begins at place first + 5 i of the text, which is repeated."""
-        self.samples, self.context, self.first = samples, context, first
+        self.samples = samples
+        self.context = context
+        self.first = first
         self.text = torch.tensor(list(TEXT.encode()))
 
     def __len__(self):
@@ -43,7 +45,12 @@ def llama(width=32, layers=2):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=128, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+    )
     return LlamaForCausalLM(config)

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-DAMPING, FREQUENCY, END = 0.4, 2.0, 4.0
+DAMPING = 0.4
+FREQUENCY = 2.0
+END = 4.0
 
 
 def solution(t):

@@ -16,7 +16,10 @@ class Discs(Dataset):
 
     def __init__(self, samples, size, noise, first=0):
         """Samples ``first`` to ``first + samples``."""
-        self.samples, self.size, self.noise, self.first = samples, size, noise, first
+        self.samples = samples
+        self.size = size
+        self.noise = noise
+        self.first = first
 
     def __len__(self):
         """Number of samples."""
@@ -43,10 +46,13 @@ def discs(samples, test_samples, size=32, noise=0.8):
 def network(width=8):
     """Images (B, 1, H, W) to scores (B, H, W)."""
     return nn.Sequential(
-        nn.Conv2d(1, width, 5, padding=2), nn.ReLU(),
-        nn.Conv2d(width, width, 5, padding=4, dilation=2), nn.ReLU(),
-        nn.Conv2d(width, 1, 5, padding=2), nn.Flatten(1, 2),
-    )  # fmt: skip
+        nn.Conv2d(1, width, 5, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 5, padding=4, dilation=2),
+        nn.ReLU(),
+        nn.Conv2d(width, 1, 5, padding=2),
+        nn.Flatten(1, 2),
+    )
 
 
 class Overlap:
@@ -56,9 +62,11 @@ class Overlap:
 
     def loss(self, model, batch):
         """Means over pixels; the overlap is summed over all images, not averaged over them."""
-        scores, mask = model(batch["image"]), batch["mask"]
+        scores = model(batch["image"])
+        mask = batch["mask"]
         found = scores.detach() > 0
-        both, either = (found * mask).sum(), (found + mask).clamp(max=1).sum()
+        both = (found * mask).sum()
+        either = (found + mask).clamp(max=1).sum()
         right = (found == mask.bool()).sum()
         return F.binary_cross_entropy_with_logits(scores, mask), {
             "overlap": (both, either),

@@ -11,10 +11,23 @@ Decay = Chance
 """Type of options, checked when a job is read: momenta and running means."""
 
 NEEDS = (
-    "static", "symmetric", "row-stochastic", "column-stochastic", "doubly", "above -1/3",
-    "graph:ceca", "always-global", "unmixed", "never-global", "never-gossip", "phases",
-    "exact-wire", "own-wire", "shared-wire", "keeps-x",
-)  # fmt: skip
+    "static",
+    "symmetric",
+    "row-stochastic",
+    "column-stochastic",
+    "doubly",
+    "above -1/3",
+    "graph:ceca",
+    "always-global",
+    "unmixed",
+    "never-global",
+    "never-gossip",
+    "phases",
+    "exact-wire",
+    "own-wire",
+    "shared-wire",
+    "keeps-x",
+)
 """The words of `Algorithm.needs`."""
 
 

@@ -33,7 +33,8 @@ def build(
     """
     form = "(local, *, option=…) that returns an Algorithm"
     part = Part(imported("algorithm.name", name, form)) if is_own(name) else BUILDERS[name]
-    step, has = local or part.local, getattr(part.build, "__kwdefaults__", None) or {}
+    step = local or part.local
+    has = getattr(part.build, "__kwdefaults__", None) or {}
     mine = {key: value for key, value in options.items() if key in has}
     others = {key: value for key, value in options.items() if key not in has}
     if graph is not None:

@@ -205,10 +205,12 @@ def adpsgd(
         return Kind.LOCAL if state.since + 1 < state.period else Kind.GLOBAL
 
     def observe(state: Varying, step, measured) -> Varying:
-        since, rates = state.since + 1, state.rates + step.lr
+        since = state.since + 1
+        rates = state.rates + step.lr
         if step.kind is not Kind.GLOBAL:
             return state._replace(since=since, rates=rates)
-        ratio, period = measured["variance"] * since / (rates or 1.0), state.period
+        ratio = measured["variance"] * since / (rates or 1.0)
+        period = state.period
         if step.index < first_sample or not rates:  # at rate 0 nodes don't part
             return state._replace(since=0, rates=0.0)
         if step.index < last_sample or not state.samples:
@@ -262,7 +264,8 @@ def gossip_aga(*, period: Period = 4, warmup: Positive = 4, longest: Positive = 
     def observe(state: ByLoss, step, measured) -> ByLoss:
         if step.kind is not Kind.GLOBAL:
             return state._replace(since=state.since + 1)
-        loss, samples = measured["loss"], state.samples
+        loss = measured["loss"]
+        samples = state.samples
         if samples < warmup:
             first = 0.5 * (state.first_loss + loss) if samples else loss
             return ByLoss(state.period, 0, first, samples + 1)

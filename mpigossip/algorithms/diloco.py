@@ -164,7 +164,8 @@ def gasloc(
         if step.waits:
             x.copy_(mixed[0])
             return state
-        before, y = state.slow, sent[0]
+        before = state.slow
+        y = sent[0]
         torch.sub(mixed[0], y, out=x).mul_(consensus_step).add_(y)
         x.add_(y, alpha=outer_beta).sub_(before, alpha=outer_beta)
         before.copy_(y)

@@ -52,8 +52,10 @@ def by_row(local: Local) -> Local:
             return local.adapt(x, g, state, step._replace(index=counts[0]), out)
         _stay(x, g, state, step, out)
         for row in rows:
-            one, now = slice(row, row + 1), step._replace(index=counts[row], skipped=(), counts=())
-            mine, own = out[one], type(state)(*(part[one] for part in state))
+            one = slice(row, row + 1)
+            now = step._replace(index=counts[row], skipped=(), counts=())
+            mine = out[one]
+            own = type(state)(*(part[one] for part in state))
             after = local.adapt(mine, g[one], own, now, mine)
             for part, value in zip(own, after, strict=True):
                 part.copy_(value)  # nothing to do where the state was changed in place

@@ -167,7 +167,8 @@ def momentum_of_gossip(graph: Graph, steps: int) -> float:
     others = np.delete(values, np.abs(values - 1).argmin())  # all but the 1 of the mean
     largest = min(float(np.abs(others).max()), 1.0)
     eta = (1 - sqrt(1 - largest**2)) / (1 + sqrt(1 - largest**2))
-    z, before = np.ones_like(others), np.ones_like(others)
+    z = np.ones_like(others)
+    before = np.ones_like(others)
     for _ in range(steps):
         z, before = (1 + eta) * others * z - eta * before, z
     return eta if np.abs(z).max() < largest**steps else 0.0

@@ -43,10 +43,13 @@ def muon(
     others = [
         adamw(
             min(max(layout.decayed - run.start, 0), run.stop - run.start),
-            beta1=beta1, beta2=beta2, eps=eps, decoupled_decay=decoupled_decay,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            decoupled_decay=decoupled_decay,
         )
         for run in rest
-    ]  # fmt: skip
+    ]
     settings = {"momentum": beta, "ns_steps": newton_schulz, "adjust_lr_fn": adjust}
 
     def adapt(x, g, state: Moments, step: Step, out):
@@ -86,7 +89,7 @@ def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
         raise JobError(
             f'local.name = "muon": torch {torch.__version__} has no torch.optim.Muon, which came '
             'with 2.9; install a newer torch, or use "adamw"'
-        )  # fmt: skip
+        )
     found = [
         name
         for name, shape in zip(layout.names, layout.shapes, strict=True)

@@ -166,7 +166,9 @@ def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay =
         return state
 
     def receive(x, g, state: Detag, sent, mixed, step: Step):
-        r, fast, old = step.index % phase, eta or 0.0, state
+        r = step.index % phase
+        fast = eta or 0.0
+        old = state
         model, before = _accelerated(old.model, old.model_before, mixed[0], fast, step, r == 0)
         y, y_before = _accelerated(old.tracker, old.tracker_before, mixed[1], fast, step, r == 0)
         old.gathered.add_(g, alpha=1 / phase)

@@ -36,7 +36,8 @@ GRAPHS = ("one-peer-hypercube", "one-peer-exponential", "exponential", "ring", "
 
 def limit_memory(count: int) -> Callable[[], object]:
     """The memory bus at work: blocked in-place average a ← (a + b)/2 of two private arrays."""
-    a, b = torch.ones(count), torch.ones(count)
+    a = torch.ones(count)
+    b = torch.ones(count)
 
     def work() -> None:
         for x, y in zip(a.split(BLOCK), b.split(BLOCK), strict=True):
@@ -47,7 +48,8 @@ def limit_memory(count: int) -> Callable[[], object]:
 
 def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[[], object]:
     """The wire at work: a plain stream to the neighbour of the first round."""
-    out, into = np.ones(count, np.float32), np.empty(count, np.float32)
+    out = np.ones(count, np.float32)
+    into = np.empty(count, np.float32)
 
     def work() -> None:
         pending = {(source, 0): comm.Irecv(into, source), (to, 1): comm.Isend(out, to)}
@@ -73,7 +75,8 @@ def alternate(comm: MPI.Comm, works: Sequence[Callable[[], object]], seconds: fl
     times: list[list[float]] = [[] for _ in works]
     for work in works:
         work()
-    spent, repeats = 0.0, 0
+    spent = 0.0
+    repeats = 0
     while repeats < 5 or (spent < seconds and repeats < 2000):
         for kept, work in zip(times, works, strict=True):
             kept.append(timed(comm, work))
@@ -84,7 +87,8 @@ def alternate(comm: MPI.Comm, works: Sequence[Callable[[], object]], seconds: fl
 
 def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) -> dict[str, Any]:
     """One line of the table: medians, spread (interquartile range over median), multiples."""
-    median, bound = statistics.median(times), statistics.median(limit)
+    median = statistics.median(times)
+    bound = statistics.median(limit)
     quarters = statistics.quantiles(times, n=4)
     return {
         "graph": name,
@@ -154,7 +158,8 @@ def exchange(world: World, options) -> Iterator[dict[str, Any]]:
             if on_one_host:
                 bound = limit_memory(count)
             else:
-                right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+                right = (world.rank + 1) % world.size
+                left = (world.rank - 1) % world.size
                 bound = limit_network(world.comm, count, right, left)
             ours = partial(one_round, mixer, numbers())
             times, limit = alternate(world.comm, [ours, bound], options.seconds)
@@ -167,7 +172,8 @@ def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
     made = graph("complete", world.size)
     for size in sizes_that_fit(world, options):
         mixer, count = _opened(made, size, world, options)
-        own, total = np.ones(count, np.float32), np.empty(count, np.float32)
+        own = np.ones(count, np.float32)
+        total = np.empty(count, np.float32)
 
         def library(own=own, total=total) -> None:
             world.comm.Allreduce(own, total)
@@ -241,8 +247,12 @@ def _plainly(path: Path, values: np.ndarray) -> None:
     path.with_suffix(".new").replace(path)
 
 
-MEASURES = {"exchange": exchange, "allreduce": allreduce, "overlap": overlap,
-            "checkpoint": checkpoint}  # fmt: skip
+MEASURES = {
+    "exchange": exchange,
+    "allreduce": allreduce,
+    "overlap": overlap,
+    "checkpoint": checkpoint,
+}
 
 
 def save(rows: Sequence[dict[str, Any]], path: Path, world: World, what: str) -> None:

@@ -81,7 +81,8 @@ class LoggedRun:
 
     def virtual_seconds(self, steps: np.ndarray) -> np.ndarray:
         """Virtual time of training at these steps, mean over nodes."""
-        at, spent = self.log.steps["step"], self.log.steps[VIRTUAL].mean(1)
+        at = self.log.steps["step"]
+        spent = self.log.steps[VIRTUAL].mean(1)
         block = at[1] - at[0] if len(at) > 1 else 1  # a row is the mean of so many steps
         done = at + (1 + block) / 2
         return np.interp(steps, [0.0, *done], [0.0, *spent])
@@ -100,7 +101,8 @@ def load(paths: Sequence[Path]) -> list[LoggedRun]:
     apart = differences([logs[group[0]] for group in groups])
     runs = []
     for k, group in enumerate(groups):
-        name, log = names[group[0]], logs[group[0]]
+        name = names[group[0]]
+        log = logs[group[0]]
         bands: Bands = {}
         if len(group) > 1:
             log, bands = joined([logs[member] for member in group])
@@ -165,7 +167,8 @@ def smooth(values: np.ndarray) -> np.ndarray:
     total = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     count = np.concatenate([[0], np.cumsum(known)])
     index = np.arange(len(values))
-    first, last = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    first = np.maximum(index - half, 0)
+    last = np.minimum(index + half + 1, len(values))
     with np.errstate(invalid="ignore"):
         return (total[last] - total[first]) / (count[last] - count[first])
 

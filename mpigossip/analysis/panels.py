@@ -72,7 +72,8 @@ def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     _dress(axes, "Loss", "cross entropy (nat)" if units == [" (nat)"] else f"loss{units[0]}")
     shown = [np.ones(0)]
     for run in runs:
-        at, values = axis.at(run, run.log.steps["step"]), run.log.steps["loss"]
+        at = axis.at(run, run.log.steps["step"])
+        values = run.log.steps["loss"]
         smoothed = smooth(over_nodes(np.nanmean, values))
         if len(runs) == 1 < run.log.nodes:
             low, high = (smooth(over_nodes(f, values)) for f in (np.nanmin, np.nanmax))
@@ -182,9 +183,14 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     if least < ROUNDING:
         axes.axhspan(least, ROUNDING, color="#EEEEEE", zorder=0)
         axes.text(
-            0.01, ROUNDING, "below: equal, up to float32's rounding", va="top", fontsize=8.5,
-            color="#666666", transform=axes.get_yaxis_transform(),
-        )  # fmt: skip
+            0.01,
+            ROUNDING,
+            "below: equal, up to float32's rounding",
+            va="top",
+            fontsize=8.5,
+            color="#666666",
+            transform=axes.get_yaxis_transform(),
+        )
     if equal:
         named = ", ".join(equal) if len(equal) <= 3 else f"{len(equal)} of {len(runs)} runs"
         text = f"all nodes equal, up to rounding: {named}"
@@ -227,7 +233,8 @@ def staleness(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     for run in runs:
         if not stale(run):
             continue
-        values, at = run.log.steps["staleness"], axis.at(run, run.log.steps["step"])
+        values = run.log.steps["staleness"]
+        at = axis.at(run, run.log.steps["step"])
         low, high = (smooth(over_nodes(f, values)) for f in (np.nanmin, np.nanmax))
         axes.fill_between(at, low, high, color=run.style["color"], alpha=0.2, lw=0)
         axes.plot(at, smooth(over_nodes(np.nanmean, values)), lw=1.8, **run.line)
@@ -241,11 +248,17 @@ def members(axes: Axes, run: LoggedRun) -> None:
 
     _dress(axes, "Members", "place")
     times = run.log.steps["time"]
-    first, last = np.nanmin(times, axis=0), np.nanmax(times, axis=0)
+    first = np.nanmin(times, axis=0)
+    last = np.nanmax(times, axis=0)
     begin = first.min()
     scale, word = (3600, "hours") if last.max() - begin > 7200 else (1, "seconds")
-    axes.barh(range(run.log.nodes), (last - first) / scale, left=(first - begin) / scale,
-              color=run.style["color"], height=0.7)  # fmt: skip
+    axes.barh(
+        range(run.log.nodes),
+        (last - first) / scale,
+        left=(first - begin) / scale,
+        color=run.style["color"],
+        height=0.7,
+    )
     axes.set_xlabel(f"time since the first member's first step ({word})")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_ylim(run.log.nodes - 0.5, -0.5)
@@ -269,7 +282,8 @@ def traffic(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """Stacked parts of the time of a step of one run, smoothed."""
     (run,) = runs
-    log, label = run.log, "milliseconds, mean over nodes"
+    log = run.log
+    label = "milliseconds, mean over nodes"
     parts = [name for name in PARTS if name in log.steps]
     if not parts or not len(log.steps["step"]):
         _dress(axes, "Step time", label)
@@ -285,9 +299,11 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     _dress(axes, "Step time", label + note)
     shades = [SHADES[list(PARTS).index(name)] for name in parts]
     layers = axes.stackplot(
-        axis.at(run, log.steps["step"]), [smooth(v) for v in values], labels=shares(log, parts),
+        axis.at(run, log.steps["step"]),
+        [smooth(v) for v in values],
+        labels=shares(log, parts),
         colors=[colour for colour, _ in shades],
-    )  # fmt: skip
+    )
     for layer, (_, hatch) in zip(layers, shades, strict=True):
         layer.set(hatch=hatch, edgecolor="white", lw=0.3)
     axes.set_ylim(bottom=0)
@@ -343,9 +359,17 @@ def _dress(axes: Axes, title: str, label: str) -> None:
 def _key(axes: Axes, handles: Iterable) -> None:
     """A legend above the axes, beside the title, where no line runs."""
     axes.legend(
-        handles=list(handles), loc="lower right", bbox_to_anchor=(1, 0.99), ncols=4, frameon=False,
-        fontsize=8.5, borderaxespad=0.2, columnspacing=0.9, handlelength=1.4, handletextpad=0.4,
-    )  # fmt: skip
+        handles=list(handles),
+        loc="lower right",
+        bbox_to_anchor=(1, 0.99),
+        ncols=4,
+        frameon=False,
+        fontsize=8.5,
+        borderaxespad=0.2,
+        columnspacing=0.9,
+        handlelength=1.4,
+        handletextpad=0.4,
+    )
 
 
 def key_below_title(axes: Axes) -> None:

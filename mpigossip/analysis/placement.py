@@ -53,12 +53,20 @@ def seen(world: World, slots: Sequence[str]) -> Place:
     near.Free()
     visible, mine, buses = _gpus(slots)
     cores = tuple(sorted(allowed()))
-    given, driver = os.environ.get("SLURM_GPUS_ON_NODE", ""), SYSTEM / "proc/driver/nvidia/gpus"
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    driver = SYSTEM / "proc/driver/nvidia/gpus"
     there = max(visible, len(list(driver.glob("*"))), int(given) if given.isdigit() else 0)
     return Place(
-        world.hosts[world.rank], mine, visible, there, _hidden(visible, there, os.environ), cores,
-        memory_of(cores), nodes_of(buses), sharing,
-    )  # fmt: skip
+        world.hosts[world.rank],
+        mine,
+        visible,
+        there,
+        _hidden(visible, there, os.environ),
+        cores,
+        memory_of(cores),
+        nodes_of(buses),
+        sharing,
+    )
 
 
 def _gpus(slots: Sequence[str]) -> tuple[int, tuple[str, ...], list[str]]:
@@ -163,8 +171,9 @@ def _devices(places: Sequence[Place], per_node: int) -> Finding:
     if not any(place.there for place in places):
         return Finding("gpus", "none on these hosts", data=data)
     hosts = _hosts(places)
-    used = {host: {gpu for rank in ranks for gpu in places[rank].mine}
-            for host, ranks in hosts.items()}  # fmt: skip
+    used = {
+        host: {gpu for rank in ranks for gpu in places[rank].mine} for host, ranks in hosts.items()
+    }
     text = "; ".join(
         f"{host}: {counted(len(ranks), 'rank')} on {len(used[host])} of "
         f"{counted(max(places[rank].there for rank in ranks), 'GPU')}"

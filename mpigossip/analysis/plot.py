@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, FigureBase
 
-HIGH, LINE = 3.9, 0.21
+HIGH = 3.9
+LINE = 0.21
 """Inches: of a row of panels, of a line of text."""
 
 
@@ -99,9 +100,11 @@ def _names(runs: Sequence[LoggedRun]) -> float:
 def _draw(made: FigureBase, runs: Sequence[LoggedRun], title: str, heights: list[float]) -> None:
     stale = any(map(panels.stale, runs))
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    below, last = 1 + len(metrics), 2 + len(metrics)
+    below = 1 + len(metrics)
+    last = 2 + len(metrics)
     grid = made.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
-    by_step, by_time = panels.steps(runs), panels.clock(runs)
+    by_step = panels.steps(runs)
+    by_time = panels.clock(runs)
     tested = [partial(panels.metric, name=name) for name in metrics]
     both: list[Callable] = [panels.loss, *tested]
     for row, draw in enumerate(both):
@@ -140,6 +143,11 @@ def _name_runs(made: FigureBase, runs: Sequence[LoggedRun], title: str) -> None:
         for run, label in zip(runs, labels, strict=True)
     ]
     made.legend(
-        handles=lines, loc="outside upper left", handlelength=4.5, frameon=False,
-        ncols=1 + (len(runs) > 3), title=title or None, title_fontsize=13,
-    )  # fmt: skip
+        handles=lines,
+        loc="outside upper left",
+        handlelength=4.5,
+        frameon=False,
+        ncols=1 + (len(runs) > 3),
+        title=title or None,
+        title_fontsize=13,
+    )

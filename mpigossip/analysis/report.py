@@ -77,8 +77,10 @@ def table(log: Log) -> str:
         lines += ["no evaluation; metrics of steps:", ""]
     lines += [aligned(rows if columns else _logged(log), left=())]
     if log.nodes > 1 and np.isfinite(local).any():
-        lines += [f"* {first} of the nodes, each on its own 1/{log.nodes} of the test samples;",
-                  "  beside the averaged model's on the same samples"]  # fmt: skip
+        lines += [
+            f"* {first} of the nodes, each on its own 1/{log.nodes} of the test samples;",
+            "  beside the averaged model's on the same samples",
+        ]
     total = sum(mean_ms(log, part) for part in PARTS)
     spent = f"a step takes {total:.3g} ms: {', '.join(shares(log, list(PARTS)))}"
     lines += ["", spent if total else "no steps yet"]
@@ -167,9 +169,11 @@ def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
 
 
 COLUMNS = {
-    "steps": ("steps", "{:,}"), "seconds": ("seconds", "{:,.1f}"),
-    "samples_per_second": ("samples/s", "{:,.0f}"), "digest": ("digest", "{:.16}…"),
-}  # fmt: skip
+    "steps": ("steps", "{:,}"),
+    "seconds": ("seconds", "{:,.1f}"),
+    "samples_per_second": ("samples/s", "{:,.0f}"),
+    "digest": ("digest", "{:.16}…"),
+}
 
 
 def _result(runs: Sequence[LoggedRun]) -> tuple[list[str], list[tuple[list[str], list[str]]]]:
@@ -226,14 +230,16 @@ def stays(run: Path) -> str:
     place = Place(Disk(run, shared=True), Plan(0, 1, 0.0), tell=lambda line: None)
     rows = [("place", "host", "rounds", "end")]
     for each in place.numbers("places"):
-        chain, start = place.refresh(each), place.record(each, 0)
+        chain = place.refresh(each)
+        start = place.record(each, 0)
         host = start.about.get("host", "–") if isinstance(start, Start) else "–"
         closed = chain.closed
         end = "open, or there at the end" if closed is None else closed.why
         if closed is not None and closed.by != each:
             end += f"; closed by place {closed.by}"
         rows.append((str(each), host, str(chain.rounds), end))
-    names, parts = place.disk.names, place.disk.names("ledger")
+    names = place.disk.names
+    parts = place.disk.names("ledger")
     claims = [name for part in parts for name in names(f"ledger/{part}")]
     anew = sum(not name.endswith((".0", ".done")) for name in claims)
     told = f"{counted(anew, 'claim')} of chunks whose rounds an earlier claim had left void"

@@ -40,7 +40,8 @@ def all_tests(options, world: World, slots: Sequence[str], devices: str, found: 
     found.append(library(world))
     tried = graph(options.graph, world.size)
     size = max(options.megabytes << 20, 1 << 20)
-    several, on_gpus = world.size > 1, not world.agree(int(not slots[0].startswith("cuda")))
+    several = world.size > 1
+    on_gpus = not world.agree(int(not slots[0].startswith("cuda")))
 
     def test(name: str, work: Callable[[list[str]], Finding]) -> None:
         if world.rank == 0 and not options.json:
@@ -61,9 +62,9 @@ def all_tests(options, world: World, slots: Sequence[str], devices: str, found: 
     if several:
         test("routes", partial(trials.routes, world, tried, slots, options.sizes[0]))
     if several and world.nodes.count > 1:
-        test("training", lambda now: trials.compared(
-            world, devices, options.graph, options.timeout
-        ))  # fmt: skip
+        test(
+            "training", lambda now: trials.compared(world, devices, options.graph, options.timeout)
+        )
 
 
 def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
@@ -71,7 +72,8 @@ def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
 
     A rank that raises where others wait is named when their wait ends.
     """
-    found, failed = Finding(name, ""), ""
+    found = Finding(name, "")
+    failed = ""
     try:
         found = work()
     except (MPI.Exception, Failure, Mistake, RuntimeError, OSError) as error:
@@ -80,14 +82,16 @@ def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
     ranks = [rank for rank, text in enumerate(every) if text]
     if not ranks:
         return found
-    first, where = every[ranks[0]], f"rank {ranks[0]} on {world.hosts[ranks[0]]}"
+    first = every[ranks[0]]
+    where = f"rank {ranks[0]} on {world.hosts[ranks[0]]}"
     more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
     return Finding(name, "failed", "wrong", f"{where}{more}: {first}")
 
 
 def sums(world: World, slots: Sequence[str], timeout_s: float) -> Finding:
     """Sums between the slots of each node, by each order that they can have."""
-    count, elements = len(slots) * world.nodes.per_node, 1 << 20
+    count = len(slots) * world.nodes.per_node
+    elements = 1 << 20
     seconds = trials.averaged_in_node(slots, timeout_s, world, elements)
     rates = {order: trials.rate(count, elements, s) for order, s in seconds.items()}
     shown = ", ".join(f'{rate / 1e9:.1f} GB/s (node.sums = "{o}")' for o, rate in rates.items())

@@ -34,7 +34,8 @@ from mpigossip.training import assemble
 
 ORDERS = "slots", "nccl"
 REPEATS = 3
-ROUNDS, ROUNDS_TIMED = 16, 4
+ROUNDS = 16
+ROUNDS_TIMED = 4
 """Rounds of the graph that are tried, and of those that are timed, at most."""
 ROUNDING = 1e-5
 """Relative error at most: of averages, and between a GPU's run and the simulator's."""
@@ -98,12 +99,15 @@ def rates(
     On CPUs by the mixer that training uses, compared with the mixing matrix; between GPUs as the
     choice of a way times them, where one that isn't proven is an answer.
     """
-    room, each, worst = room_for_messages(world), 0.0, 0.0
+    room = room_for_messages(world)
+    each = 0.0
+    worst = 0.0
     found: dict[str, float] = {}
     data: dict[str, Any] = {"way": way, "bytes_per_second": found}
     shown: list[str] = []
     for size, some in product(options.sizes, dict.fromkeys((tuple(slots), tuple(slots[:1])))):
-        name, total = f"{size / 1e6:,.0f} MB x {len(some)}", size * len(some)
+        name = f"{size / 1e6:,.0f} MB x {len(some)}"
+        total = size * len(some)
         now.append(f"exchanges of {name} by {way}")
         late = ROUNDS_TIMED * each * total > options.timeout / 4
         if late or world.agree(int(total > room or not _on_gpus_fit(size, some))):
@@ -114,10 +118,12 @@ def rates(
             spent, off = _timed(world, tried, some, size, way, now)
         except MemoryRefused as error:
             return Finding("exchange", f"{way}: not proven: {error}", "note", data=data)
-        worst, each = max(worst, off), spent / total
+        worst = max(worst, off)
+        each = spent / total
         found[name] = total / spent
         shown.append(f"{name} {total / spent / 1e9:.2f} GB/s")
-    text, data["error"] = f"{way}: {', '.join(shown)}", worst
+    text = f"{way}: {', '.join(shown)}"
+    data["error"] = worst
     if worst > ROUNDING:
         return Finding("exchange", text, "wrong", OFF.format(worst), data)
     return Finding("exchange", text, data=data)
@@ -157,7 +163,8 @@ def _try_out(
     world: World, tried: Graph, mixer: Mixer, now: list[str], what: str, rounds: int = ROUNDS
 ) -> tuple[float, float]:
     """Median seconds of some rounds and their largest relative error; closes the mixer."""
-    seconds, worst = [], 0.0
+    seconds = []
+    worst = 0.0
     try:
         for t in range(min(2 * (tried.period or 4), rounds)):
             now.append(f"exchange {t} with {what}")
@@ -185,9 +192,12 @@ def routes(
 
     ``gpus``: as between GPUs, whatever the slots are.
     """
-    ways = {r: "read (same host)" if host == world.hosts[world.rank] else "put (another host)"
-            for r, host in enumerate(world.hosts)}  # fmt: skip
-    spent, worst = 0.0, 0.0
+    ways = {
+        r: "read (same host)" if host == world.hosts[world.rank] else "put (another host)"
+        for r, host in enumerate(world.hosts)
+    }
+    spent = 0.0
+    worst = 0.0
     if gpus or not world.agree(int(slots[0] == "cpu")):
         now.append("opening the fastest way between GPUs")
         width = max(size // 4 // len(slots), 1)

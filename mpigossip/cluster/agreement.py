@@ -34,8 +34,11 @@ class Communicator(World):
 
     def __init__(self, comm: "MPI.Intracomm", hosts: tuple[str, ...], timeout_s: float):
         """`comm` belongs to this object from now on."""
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self.hosts, self.timeout_s = hosts, timeout_s
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self.hosts = hosts
+        self.timeout_s = timeout_s
         self._votes = self._closing = comm  # that agreements are begun on, and that `settle` uses
         self._family = [comm]  # all are revoked when a rank is lost
         self._asked: list[Agreement] = []

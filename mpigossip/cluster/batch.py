@@ -27,12 +27,16 @@ Slurm may send it a minute earlier still. Shorter jobs stop by the clock alone."
 EARLY_FROM_S = 1800
 
 Line = Annotated[str, Limit(str.isprintable, "must be one line of printable text")]
-Module = Annotated[str, Limit(lambda v: re.fullmatch(WORD, v) is not None,
-                              "must be a module's name")]  # fmt: skip
-Directive = Annotated[str, Limit(
-    lambda v: re.fullmatch(r"-[A-Za-z0-9_.,:+@=/ &-]*", v) is not None,
-    "must be an option of the scheduler, such as --constraint=gpu",
-)]  # fmt: skip
+Module = Annotated[
+    str, Limit(lambda v: re.fullmatch(WORD, v) is not None, "must be a module's name")
+]
+Directive = Annotated[
+    str,
+    Limit(
+        lambda v: re.fullmatch(r"-[A-Za-z0-9_.,:+@=/ &-]*", v) is not None,
+        "must be an option of the scheduler, such as --constraint=gpu",
+    ),
+]
 Count = Annotated[int, Limit(lambda v: v >= 0, "must be at least 0")]
 Asked = Literal["account", "partition", "qos"]
 

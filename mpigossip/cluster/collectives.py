@@ -26,11 +26,13 @@ def joined(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
     that doesn't return can't be left: a thread names it, which ends the job.
     """
     check_process()
-    limit, others = max(timeout_s, LEAST_S), {*range(comm.size)} - {comm.rank}
+    limit = max(timeout_s, LEAST_S)
+    others = {*range(comm.size)} - {comm.rank}
     Deadline(2 * limit).wait(
-        comm.Ibarrier().Test, lambda: f"not all ranks came to {call}",
+        comm.Ibarrier().Test,
+        lambda: f"not all ranks came to {call}",
         whom=lambda: numbers(comm, others),
-    )  # fmt: skip
+    )
 
     def late() -> None:
         raise LateError(f"{call} doesn't return (waited {limit:g} s)")
@@ -54,7 +56,8 @@ class Comm(MPI.Intracomm):
     def of(cls, comm: Any, timeout_s: float) -> Comm:
         """``comm`` is not duplicated."""
         made = cls(comm)
-        made.plain, made.timeout_s = getattr(comm, "plain", comm), timeout_s
+        made.plain = getattr(comm, "plain", comm)
+        made.timeout_s = timeout_s
         return made
 
 

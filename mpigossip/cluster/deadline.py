@@ -15,7 +15,8 @@ from mpigossip.config.errors import FAILED, Failure
 
 SPIN_S = 50e-6
 """Seconds of asking again at once: to be put to sleep and woken takes about as long."""
-SHORTEST_S, LONGEST_S = 20e-6, 1e-3
+SHORTEST_S = 20e-6
+LONGEST_S = 1e-3
 """Seconds of the first sleep between two looks, and of the last."""
 PR_SET_TIMERSLACK = 29
 SWITCH_S = 1e-4
@@ -23,13 +24,17 @@ SWITCH_S = 1e-4
 several hand-overs, and with Python's 5 ms one busy thread makes it 2 - 8 times as long."""
 
 
-WAITS, WORKS, PAUSED = -1, -2, -3
+WAITS = -1
+WORKS = -2
+PAUSED = -3
 """What a rank does: it waits; it doesn't; it works on purpose."""
 SPEAKS = 1
 """It says why the job ends."""
-CLOSES, EXITS = -4, -5
+CLOSES = -4
+EXITS = -5
 """It makes no further calls: it closes what it opened; it exits (EXITS less its exit code)."""
-STEP, END = "step()", "the end of its "
+STEP = "step()"
+END = "the end of its "
 TERM_S = 20.0
 """Seconds after SIGTERM from which a wait ends: schedulers kill after about 30."""
 roll: Any = None
@@ -46,7 +51,8 @@ def numbers(comm: "MPI.Comm", ranks: Iterable[int]) -> list[int]:
 
 pauses = 0
 """Blocks of :func:`paused` around what this rank does now."""
-call, steps = "", 0
+call = ""
+steps = 0
 """What of a user's program this rank is in, that all ranks have to call, and steps that it made."""
 order = 0
 """Number of this call among those of this rank; 0 if ranks may make it in another order."""
@@ -74,14 +80,17 @@ class calling:
         :param ordered: all ranks make this call at the same place among their other ordered calls,
             so that a wait in another call of the same number can't end
         """
-        self._name, self._ordered, self._before = name, ordered, ("", 0)
+        self._name = name
+        self._ordered = ordered
+        self._before = ("", 0)
 
     def __enter__(self) -> None:
         global call, order, ordered_calls
         counts = self._ordered and not call
         self._before = call, order
         ordered_calls += counts
-        call, order = self._name, ordered_calls if counts else 0
+        call = self._name
+        order = ordered_calls if counts else 0
 
     def __exit__(self, *raised: object) -> None:
         global call, order
@@ -99,7 +108,8 @@ def paused() -> Iterator[None]:
     global pauses
     entered = False
     try:
-        pauses, entered = pauses + 1, True
+        pauses = pauses + 1
+        entered = True
         if pauses == 1:
             tell(PAUSED)
         yield
@@ -122,7 +132,8 @@ class Patience:
 
     def more(self) -> bool:
         """Return whether some rank is paused, or was when this was last asked."""
-        before, self._paused = self._paused, excused()
+        before = self._paused
+        self._paused = excused()
         return before or self._paused
 
 
@@ -133,7 +144,8 @@ def ends(made: int, word: int = CLOSES, what: str = "loop") -> Iterator[None]:
     Nothing is announced: a rank that waits for this one in vain asks it, and is told ``word``.
     """
     global steps, status
-    before, steps = status, made
+    before = status
+    steps = made
     try:
         status = word
         with calling(END + what, ordered=word == CLOSES):
@@ -200,7 +212,8 @@ class Deadline:
         begin: float,
     ) -> None:
         """Ask until ``predicate`` is true; ``wait``: a `waits.Wait`, or None."""
-        pause, patience = SHORTEST_S, Patience()
+        pause = SHORTEST_S
+        patience = Patience()
         while not predicate():
             now = time.monotonic()
             if now - self._start >= self.seconds and patience.more():

@@ -28,8 +28,10 @@ class Part(Communicator):
         comm = limited(world.comm, world.timeout_s).Split(color, key)
         members = comm.allgather(world.rank)
         super().__init__(comm, tuple(world.hosts[rank] for rank in members), world.timeout_s)
-        self.world, self.names = world, tuple(members)
-        self.launched, self.fault_tolerant = world.launched, world.fault_tolerant
+        self.world = world
+        self.names = tuple(members)
+        self.launched = world.launched
+        self.fault_tolerant = world.fault_tolerant
         self.resources = world.resources
         self.nodes = Nodes.of_ranks(self)
         world.resources.callback(comm.Free)
@@ -77,7 +79,8 @@ def arranged(world: World, ranks_per_node: int | str) -> Nodes:
     if max(place for _, place in where) == 0:
         return Nodes.of_ranks(world)
     node, place = where[world.rank]
-    column, inside = Part(world, place, node), Part(world, node, place)
+    column = Part(world, place, node)
+    inside = Part(world, node, place)
     column.beside = place, inside.size
     return Nodes(tuple(node for node, _ in where), column, inside)
 
@@ -93,12 +96,13 @@ def places(
     called = {number: f"{names[list(host).index(number)]}" for number in on}
     says = f'{SETTING} = "host"' if ranks_per_node == "host" else f"{SETTING} = {ranks_per_node}"
     if ranks_per_node == "host" and len(set(on.values())) > 1:
-        most, least = max(on, key=on.__getitem__), min(on, key=on.__getitem__)
+        most = max(on, key=on.__getitem__)
+        least = min(on, key=on.__getitem__)
         raise JobError(
             f"{says}: {called[most]} has {on[most]} ranks and {called[least]} has {on[least]}, "
             "but every node has equally many slots; start as many on each (srun "
             f"--ntasks-per-node={on[least]}, mpirun --map-by ppr:{on[least]}:node)"
-        )  # fmt: skip
+        )
     size = on[host[0]] if ranks_per_node == "host" else int(ranks_per_node)
     odd = next((number for number in on if on[number] % size), None)
     if odd is not None:
@@ -107,7 +111,7 @@ def places(
         raise JobError(
             f"{says}: {called[odd]} has {counted(on[odd], 'rank')}, no nodes of {size}; start "
             f"{fitting} there, or set {SETTING} to a divisor of {on[odd]}"
-        )  # fmt: skip
+        )
     found: list[tuple[int, int]] = []
     seen: Counter[int] = Counter()
     begun: dict[tuple[int, int], int] = {}
@@ -152,7 +156,7 @@ def _from_scheduler(told: Sequence[str]) -> list[str]:
         raise JobError(
             f'graph.placement = "scheduler": {VARIABLE} is not set on rank {missing[0]}; Slurm '
             'sets it where its topology plugin is configured; use "hostnames" or "file:PATH"'
-        )  # fmt: skip
+        )
     return [address.rpartition(".")[0] or address for address in told]
 
 
@@ -172,5 +176,5 @@ def _from_file(path: Path, hosts: Sequence[str]) -> list[str]:
         raise JobError(
             f'graph.placement = "file:{path}" names no rack of host {absent[0]} '
             f"({len(absent)} missing); add a line: {absent[0]} RACK"
-        )  # fmt: skip
+        )
     return [found[host] for host in hosts]

@@ -138,7 +138,8 @@ def abort(comm: "MPI.Comm", code: int) -> None:
     # a rank that a signal ends counts as a success for Open MPI's launcher with fault tolerance:
     # libc's `_exit` ends it with SIGTERM's number
     library = ctypes.CDLL(None)
-    library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], None
+    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    library.signal.restype = None
     library.signal(signal.SIGTERM, ctypes.cast(library._exit, ctypes.c_void_p))
     kind = ctypes.c_int if MPI._sizeof(MPI.Comm) == 4 else ctypes.c_void_p
     ctypes.CDLL(MPI.__file__).MPI_Abort(kind.from_address(MPI._addressof(comm)), code)

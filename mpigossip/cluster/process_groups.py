@@ -55,7 +55,8 @@ def open_groups(world: World, places: Sequence[Place], timeout_s: float) -> list
     if any(is_gpu(place.device) for place in places):
         with contextlib.suppress(Exception):  # without NCCL the threads say so
             torch.cuda.nccl.version()  # loads the library, which threads must not do at once
-    store, found = _store(), dict[int, Any]()
+    store = _store()
+    found = dict[int, Any]()
     store.set_timeout(timedelta(seconds=timeout_s))
 
     def connect(index: int) -> None:
@@ -106,7 +107,8 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
     It is started if the program hasn't done so, and ended with ``world``. JobError where it runs
     with other ranks than the node's.
     """
-    node, backend = world.nodes.inside, backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    node = world.nodes.inside
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     rank, size = (0, 1) if node is None else (node.rank, node.size)
     limit = timedelta(seconds=timeout_s)
     if dist.is_initialized():
@@ -116,10 +118,11 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
                     f"torch.distributed has {dist.get_world_size()} ranks and calls this one "
                     f"{dist.get_rank()}, but its world has to be this node, whose rank {rank} of "
                     f"{size} this is: leave init_process_group to world.node_group()"
-                )  # fmt: skip
+                )
         same = dist.get_backend() == backend
         return dist.group.WORLD if same else dist.new_group(timeout=limit, backend=backend)
-    store, port = None, 0
+    store = None
+    port = 0
     if rank == 0:  # on the host itself, for its own ranks
         store = dist.TCPStore("127.0.0.1", 0, size, True, limit, wait_for_workers=False)
         port = store.port
@@ -148,14 +151,16 @@ def _without_watchdog() -> Iterator[None]:
 
 def _connected(store: dist.Store, place: Place, limit: timedelta) -> dist.ProcessGroup:
     """The only place where torch's groups are made: their constructors change between versions."""
-    device, kind = torch.device(place.device), dist.ProcessGroup.BackendType
+    device = torch.device(place.device)
+    kind = dist.ProcessGroup.BackendType
     prefixed = dist.PrefixStore(place.group, store)
     backend: Any
     if is_gpu(place.device):
         torch.cuda.set_device(device)
         # above computing: a slot that waits for a sum holds up the others
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout, options.group_name = limit, place.group
+        options._timeout = limit
+        options.group_name = place.group
         options.global_ranks_in_group = list(range(place.size))
         backend = dist.ProcessGroupNCCL(prefixed, place.rank, place.size, options)
         # at once: connections made at the first message are of two ranks, and a mismatch hangs
@@ -179,7 +184,8 @@ class _Listed(dist.Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self._inner, self._keys = dist.HashStore(), dict[str, None]()
+        self._inner = dist.HashStore()
+        self._keys = dict[str, None]()
 
     def set(self, key: str, value: Any) -> None:
         self._inner.set(key, value)
@@ -212,7 +218,8 @@ def _share_keys(
     """Give all ranks each other's keys until every group is connected; waits for all ranks."""
     comm = None if world.comm is None else limited(world.comm, timeout_s)
     shared: set[str] = set()
-    until, pause = time.monotonic() + timeout_s, SHORTEST_S
+    until = time.monotonic() + timeout_s
+    pause = SHORTEST_S
     while True:
         keys = {key: store.get(key) for key in store.list_keys() if key not in shared}
         failed = [_named(places[k], e) for k, e in [*found.items()] if isinstance(e, BaseException)]

@@ -63,8 +63,11 @@ class World(Communicator):
 
         process.own_mpi()
         host = MPI.Get_processor_name() or socket.gethostname()
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self._told_as, self._roll = f"on {host}", None
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self._told_as = f"on {host}"
+        self._roll = None
         # A call of MPI that doesn't return is reported by a thread, whose exception ends the job
         # only with these hooks: install them before the first such call.
         self._hooks = (sys.excepthook, threading.excepthook)
@@ -88,7 +91,8 @@ class World(Communicator):
         self._roll = (
             None if self.size == 1 else Roll(limited(comm, timeout_s).Dup().plain, self.hosts)
         )
-        deadline.roll, deadline.ordered_calls = self._roll, 0
+        deadline.roll = self._roll
+        deadline.ordered_calls = 0
 
     def arrange(self, ranks_per_node: int | str) -> None:
         """Make the ranks into nodes: as many of a host as that, or all of it ("host").
@@ -110,13 +114,17 @@ class World(Communicator):
         comm = shrunken([comm for comm in self._family if comm], self.timeout_s)
         given_up.append((self._family, self._asked))
         self._votes = comm.Dup()
-        self._family, self._asked = [comm, self._votes], []
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._family = [comm, self._votes]
+        self._asked = []
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
         self.nodes = Nodes.of_ranks(self)
         group, hosts = self._first
         self.names = tuple(comm.group.Translate_ranks(group=group))
         self.hosts = tuple(hosts[name] for name in self.names)
-        self.diminished, ending.survivors = True, comm
+        self.diminished = True
+        ending.survivors = comm
         given_up.append(self._roll)
         self._roll = deadline.roll = None if self.size == 1 else Roll(comm.Dup(), self.hosts, False)
 
@@ -267,7 +275,8 @@ def _world(timeout_s: float) -> World:
 @contextlib.contextmanager
 def _threads_end_the_job(comm: "MPI.Intracomm") -> Iterator[None]:
     """Abort the job by an exception in a thread, until the world has installed its own hook."""
-    before, name = threading.excepthook, f"rank {comm.rank} of {comm.size} on {os.uname().nodename}"
+    before = threading.excepthook
+    name = f"rank {comm.rank} of {comm.size} on {os.uname().nodename}"
 
     def hook(args: threading.ExceptHookArgs) -> None:
         thread = args.thread.name if args.thread else "a thread"

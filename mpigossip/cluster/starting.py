@@ -34,11 +34,15 @@ class Start:
 
     def __init__(self, folder: Path, rank: int, size: int, timeout_s: float):
         """``folder``: where the ranks' files lie, absolute."""
-        self._rank, self._size, self._timeout_s = rank, size, timeout_s
-        self._folder, self._host = folder, os.uname().nodename
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout_s
+        self._folder = folder
+        self._host = os.uname().nodename
         self._process = os.getpid()
         self._file = folder / f"{rank}.{self._process}.{self._host}"
-        self._began, self._entered = time.monotonic(), float("inf")
+        self._began = time.monotonic()
+        self._entered = float("inf")
         self._living: dict[int, tuple[int, int]] = {}
         """rank and process of this host's ranks, by the files that tell of their ends"""
         self._over = threading.Event()

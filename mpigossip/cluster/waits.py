@@ -62,7 +62,9 @@ class Roll:
 
     def __init__(self, comm: MPI.Comm, hosts: Sequence[str], ordered: bool = True):
         """``ordered``: all ranks make the same calls, so that their numbers can be compared."""
-        self._comm, self._hosts, self._ordered = comm, hosts, ordered
+        self._comm = comm
+        self._hosts = hosts
+        self._ordered = ordered
         self._heard: dict[int, int] = {}
         """what the others do, by rank"""
         self._calls: dict[int, tuple[str, int, float]] = {}
@@ -80,12 +82,14 @@ class Roll:
         """the message being taken in; its number is 0 if there is none"""
         # `with` leaves no moment at which an interrupt could leave a lock held. A signal's handler
         # may listen, too, so that this lock can be taken again by the same thread.
-        self._lock, self._telling = threading.RLock(), threading.Lock()
+        self._lock = threading.RLock()
+        self._telling = threading.Lock()
         self._process = os.getpid()
 
     def numbers(self, comm: MPI.Comm, ranks: Iterable[int]) -> list[int]:
         """The numbers here of ranks of another communicator; of those that are left."""
-        theirs, ours = comm.Get_group(), self._comm.Get_group()
+        theirs = comm.Get_group()
+        ours = self._comm.Get_group()
         found = theirs.Translate_ranks(list(ranks), ours)
         theirs.Free()
         ours.Free()
@@ -290,9 +294,11 @@ class Wait:
     """One wait of this rank."""
 
     def __init__(self, roll: Roll, seconds: float, whom: Callable[[], Iterable[int]]):
-        self._roll, self._whom = roll, whom
+        self._roll = roll
+        self._whom = whom
         self._begin = time.monotonic()
-        self._listens, self._tells = min(LISTEN_S, seconds / 4), seconds / 2
+        self._listens = min(LISTEN_S, seconds / 4)
+        self._tells = seconds / 2
         self._asks = min(ASK_S, seconds / 2)
         self._told: set[int] = set()
 

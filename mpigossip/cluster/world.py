@@ -29,7 +29,9 @@ class Agreement:
         self, value: np.ndarray, request: MPI.Request | None, timeout_s: float = TIMEOUT_S
     ):
         """``request``: that of the reduction into ``value``; None: it is done."""
-        self._value, self._request, self._timeout_s = value, request, timeout_s
+        self._value = value
+        self._request = request
+        self._timeout_s = timeout_s
 
     def ready(self) -> bool:
         """Return whether `read` returns at once."""

@@ -141,15 +141,20 @@ def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
     return read
 
 
-many, whole, seed = number(int, 1, 65_536), number(int, 1, 10**15), number(int, 0, 2**63 - 1)
-amount, times = number(float, 0, 10**7), number(float, 1, 10**7)
+many = number(int, 1, 65_536)
+whole = number(int, 1, 10**15)
+seed = number(int, 0, 2**63 - 1)
+amount = number(float, 0, 10**7)
+times = number(float, 1, 10**7)
 
 
 def size_in_bytes(text: str) -> int:
     """Bytes, such as 1KB or 100MB."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-    figure, factor = text.upper(), 1
+    figure = text.upper()
+    factor = 1
     for unit, value in units.items():
         if figure.endswith(unit):
-            figure, factor = figure.removesuffix(unit), value
+            figure = figure.removesuffix(unit)
+            factor = value
     return whole(f"{float(figure) * factor:.0f}")

@@ -29,14 +29,16 @@ def _add_data(commands) -> None:
     pack.add_argument("out", type=Path, metavar="OUT.h5")
     pack.add_argument("--image-size", type=many, help="shorter side in pixels to resize to")
     pack.add_argument(
-        "--decoded", action="store_true",
+        "--decoded",
+        action="store_true",
         help="store pixels: for small images of one size, so that no run decodes them",
-    )  # fmt: skip
+    )
     pack.add_argument("--text", action="store_true", help="pack text files for a language model")
     pack.add_argument(
-        "--tokenizer", default="byte",
+        "--tokenizer",
+        default="byte",
         help="byte (default), or bpe: byte-pair encoding learned from the text (needs tokenizers)",
-    )  # fmt: skip
+    )
     pack.add_argument(
         "--vocabulary", type=int, default=4096, help="entries of a bpe: 257 to 65536 (4096)"
     )
@@ -50,9 +52,14 @@ def _pack(options) -> None:
     from mpigossip.store.dataset import pack, show
 
     pack(
-        options.folder, options.out, image_size=options.image_size, decoded=options.decoded,
-        text=options.text, tokenizer=options.tokenizer, vocabulary=options.vocabulary,
-    )  # fmt: skip
+        options.folder,
+        options.out,
+        image_size=options.image_size,
+        decoded=options.decoded,
+        text=options.text,
+        tokenizer=options.tokenizer,
+        vocabulary=options.vocabulary,
+    )
     tell(show(options.out))
 
 
@@ -144,7 +151,8 @@ mpigossip checkpoint export runs/digits --out node2.pt --node 2
 
 def _add_checkpoint(commands) -> None:
     told = "mpigossip checkpoint {} runs/digits".format
-    members, summary = "show|verify|export", "look into checkpoints, export models"
+    members = "show|verify|export"
+    summary = "look into checkpoints, export models"
     checkpoint = family(commands, "checkpoint", members, summary, told("verify"), MODEL)
     summary = "what a checkpoint holds"
     show = command(checkpoint, "show", _show_checkpoint, summary, told("show"))

@@ -77,9 +77,11 @@ def _add_search(group) -> None:
         "--seconds", type=amount, metavar="S", help="at most (60 unless --evaluations is given)"
     )
     search.add_argument(
-        "--evaluations", type=whole, metavar="K",
+        "--evaluations",
+        type=whole,
+        metavar="K",
         help="graphs judged at most; without --seconds a seed gives one graph on every machine",
-    )  # fmt: skip
+    )
     search.add_argument("--seed", type=seed, default=0, help="of the search")
     search.add_argument(
         "--circulant", action="store_true", help="all circulant graphs, however long it takes"
@@ -146,8 +148,10 @@ def _show(options) -> None:
         tell(_as_json(facts))
         return
     tell(made)
-    figures = [(f"  {key.replace('_', ' ')}", _number(facts[key]), meaning)
-               for key, _, meaning in _figures(facts)]  # fmt: skip
+    figures = [
+        (f"  {key.replace('_', ' ')}", _number(facts[key]), meaning)
+        for key, _, meaning in _figures(facts)
+    ]
     tell(aligned(figures, left=(0, 2)))
     if facts["least_weight"] < 0:
         tell(f"  some weights are negative, down to {facts['least_weight']:.4g}")
@@ -177,7 +181,8 @@ def _number(value: Any) -> str:
 
 
 def _compare(options) -> None:
-    rows, refused = [], None
+    rows = []
+    refused = None
     for name in options.names or BUILDERS:
         try:
             rows.append(_facts(_make(name, options), options.parameters))
@@ -221,9 +226,13 @@ def _search(options) -> None:
         if options.degree is None and options.edges is None:
             raise GraphError("a search needs a budget: --degree D, or --edges E")
         found = search(
-            options.nodes, degree=options.degree, seconds=options.seconds,
-            evaluations=options.evaluations, seed=options.seed, **budget,
-        )  # fmt: skip
+            options.nodes,
+            degree=options.degree,
+            seconds=options.seconds,
+            evaluations=options.evaluations,
+            seed=options.seed,
+            **budget,
+        )
     if sys.stderr.isatty():
         tell(file=sys.stderr)
     save(found, options.out)

@@ -33,10 +33,12 @@ def _add_job(commands) -> None:
     settings(job)
     job.add_argument("--nodes", type=many, required=True, metavar="N", help="nodes to ask for")
     job.add_argument(
-        "--ranks", type=many, metavar="R",
+        "--ranks",
+        type=many,
+        metavar="R",
         help="ranks on each, where node.ranks_per_node asks for several; default: as many as it "
         'says, with "host" as the site has GPUs',
-    )  # fmt: skip
+    )
     job.add_argument("--time", required=True, metavar="T", help="30m, 2h, 4:00:00, 1-12:00:00")
     job.add_argument("--account", help="project that pays; some sites need it")
     job.add_argument("--partition", help="partition or queue")
@@ -76,10 +78,16 @@ def _job(options) -> None:
             file=sys.stderr,
         )
     wish = batch.BatchRequest(
-        nodes=options.nodes, seconds=batch.seconds_of(options.time), ranks=ranks,
-        name=job.run.name, account=options.account, partition=options.partition, qos=options.qos,
-        venv=_venv(options.venv), launcher=options.launcher,
-    )  # fmt: skip
+        nodes=options.nodes,
+        seconds=batch.seconds_of(options.time),
+        ranks=ranks,
+        name=job.run.name,
+        account=options.account,
+        partition=options.partition,
+        qos=options.qos,
+        venv=_venv(options.venv),
+        launcher=options.launcher,
+    )
     tell(batch.script(site, str(options.job), options.settings, job.run.folder, wish), end="")
 
 

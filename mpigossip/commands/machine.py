@@ -40,21 +40,30 @@ def _add_doctor(commands) -> None:
     doctor = command(commands, "doctor", _doctor, summary, DOCTOR)
     doctor.add_argument("--graph", default="one-peer-exponential", help="whose neighbours to try")
     doctor.add_argument(
-        "--devices", type=_devices, default="auto",
+        "--devices",
+        type=_devices,
+        default="auto",
         help="slots of a node, as node.devices; default: %(default)s",
-    )  # fmt: skip
+    )
     doctor.add_argument(
-        "--ranks-per-node", type=_ranks, default="auto", metavar="K",
+        "--ranks-per-node",
+        type=_ranks,
+        default="auto",
+        metavar="K",
         help='as node.ranks_per_node: a number, "host" or "auto"; default: %(default)s',
-    )  # fmt: skip
+    )
     doctor.add_argument("--workers", type=number(int, 0, 1024), default=2, help="as data.workers")
     doctor.add_argument(
         "--megabytes", type=many, default=16, help="of a link's put and of the file written"
     )
     doctor.add_argument(
-        "--sizes", nargs="+", type=size_in_bytes, metavar="BYTES", default=[25 * 10**6, 10**9],
+        "--sizes",
+        nargs="+",
+        type=size_in_bytes,
+        metavar="BYTES",
+        default=[25 * 10**6, 10**9],
         help="bytes of a slot in exchanges; default: 25MB 1GB, as memory and time allow",
-    )  # fmt: skip
+    )
     doctor.add_argument(
         "--folder", type=Path, default=Path(), metavar="DIR", help="where runs are to be written"
     )
@@ -100,10 +109,13 @@ def _add_bench(commands) -> None:
     bench.add_argument("what", choices=kinds, help="what to measure")
     bench.add_argument("--graphs", nargs="+", metavar="GRAPH", help="for exchange")
     bench.add_argument(
-        "--sizes", nargs="+", type=size_in_bytes, metavar="BYTES",
+        "--sizes",
+        nargs="+",
+        type=size_in_bytes,
+        metavar="BYTES",
         default=[10**k for k in range(3, 10)],
         help="bytes of a message, such as 1KB or 100MB; default: 1KB 10KB … 1GB, as memory allows",
-    )  # fmt: skip
+    )
     bench.add_argument("--seconds", type=amount, default=1.0, help="spent on each row, about")
     bench.add_argument(
         "--same-host", choices=["read", "put"], default="read", help="as node.same_host"
@@ -133,7 +145,8 @@ def _bench(options) -> None:
         if name not in BUILDERS and not name.startswith("file:"):
             graph(name, 2)
     with world() as ranks:
-        speaks, rows = ranks.rank == 0, []
+        speaks = ranks.rank == 0
+        rows = []
         if speaks and not options.json:
             hosts = len(set(ranks.hosts))
             tell(f"{ranks.size} ranks on {hosts} host{'s' * (hosts > 1)}; medians")
@@ -173,7 +186,8 @@ def _add_plan(commands) -> None:
         "--nodes", required=True, type=numbers_of_nodes, metavar="N,N,…", help="numbers of nodes"
     )
     plan.add_argument("--epochs", type=amount, help="default: the job's run.epochs")
-    time, rate = quantity(SECONDS), quantity(BYTES_A_SECOND)
+    time = quantity(SECONDS)
+    rate = quantity(BYTES_A_SECOND)
     plan.add_argument("--compute", type=time, metavar="T", help="of a step, 80ms; unset: measured")
     plan.add_argument("--node", type=time, metavar="T", help="averaging inside the node")
     plan.add_argument("--latency", type=time, metavar="T", help="of a small round, such as 5us")
@@ -185,9 +199,10 @@ def _add_plan(commands) -> None:
     plan.add_argument("--seconds", type=amount, default=8.0, help="spent on measuring, about")
     plan.add_argument("--best", action="store_true", help="propose graph, method, H and wire")
     plan.add_argument(
-        "--members", action="store_true",
+        "--members",
+        action="store_true",
         help="advise N members of a folder with --bandwidth",
-    )  # fmt: skip
+    )
     plan.add_argument("--save", type=Path, metavar="FILE", help="write it for clock.network")
     plan.add_argument("--out", type=Path, metavar="OUT.png", help="a picture")
     plan.add_argument("--json", action="store_true", help="every combination, as one object")
@@ -220,10 +235,14 @@ def _plan(options) -> None:
         with ranks.together(JobError):
             what, note = subject(job)
         given = {
-            "compute_s": options.compute, "node_s": options.node, "latency_s": options.latency,
-            "bandwidth": options.bandwidth, "combine_rate": options.sum,
-            "coding_rate": options.coding, "jitter": options.jitter,
-        }  # fmt: skip
+            "compute_s": options.compute,
+            "node_s": options.node,
+            "latency_s": options.latency,
+            "bandwidth": options.bandwidth,
+            "combine_rate": options.sum,
+            "coding_rate": options.coding,
+            "jitter": options.jitter,
+        }
         machine = examine(what, ranks, given, options.seconds)
         if ranks.rank != 0:
             return
@@ -250,7 +269,8 @@ def _plan(options) -> None:
 def _members(options, what, machine, epochs) -> None:
     from mpigossip.analysis.plan.members import advise, text
 
-    step_s, rate = machine.compute_s, machine.bandwidth
+    step_s = machine.compute_s
+    rate = machine.bandwidth
     tell(text(what, [advise(what, n, step_s, rate, epochs) for n in options.nodes]))
 
 

@@ -159,11 +159,21 @@ mpigossip replay runs/big --place 3 --rounds 10:20
 
 def _add_members(commands) -> None:
     for name, run, about, examples, needed in (
-        ("join", _join, "train as one member, joining and leaving at will", JOIN,
-         "needed to begin; later it has to be the same"),
-        ("replay", _replay, "repeat such a training, bit by bit", REPLAY,
-         "one's own copy, needed where the job names code of one's own"),
-    ):  # fmt: skip
+        (
+            "join",
+            _join,
+            "train as one member, joining and leaving at will",
+            JOIN,
+            "needed to begin; later it has to be the same",
+        ),
+        (
+            "replay",
+            _replay,
+            "repeat such a training, bit by bit",
+            REPLAY,
+            "one's own copy, needed where the job names code of one's own",
+        ),
+    ):
         made = command(commands, name, run, about, examples)
         made.add_argument("folder", type=Path, metavar="RUN")
         made.add_argument("job", type=Path, nargs="?", metavar="JOB.toml", help=needed)
@@ -193,8 +203,10 @@ def _own_job(options):
     if options.job is None:
         return None
     if "=" in str(options.job) and not options.job.exists():
-        raise Mistake(f'"{options.job}" is a setting, which follows a job: RUN JOB.toml '
-                      f"{options.job}; a training that has begun keeps its job")  # fmt: skip
+        raise Mistake(
+            f'"{options.job}" is a setting, which follows a job: RUN JOB.toml '
+            f"{options.job}; a training that has begun keeps its job"
+        )
     return assemble.load(options.job, options.settings)
 
 
@@ -210,8 +222,11 @@ def _join(options) -> int:
             return OK
         tell(f"{options.folder}: left; the other members go on, and the same command joins again")
         return STOPPED
-    shown = {name: number(value) if isinstance(value, float) else value
-             for name, value in summary.items() if name not in ("finished", "places")}  # fmt: skip
+    shown = {
+        name: number(value) if isinstance(value, float) else value
+        for name, value in summary.items()
+        if name not in ("finished", "places")
+    }
     shown.setdefault("checkpoint", "still being written, by another member")
     every = [f"  {name:<12}{value}" for name, value in shown.items()]
     tell("\n".join(["\nthe training has ended; the average of its last models:", *every]))
@@ -234,9 +249,12 @@ STUDY = "mpigossip study study --out runs/study"
 
 def _add_study(commands) -> None:
     study = command(
-        commands, "study", _study,
-        "simulate a grid of settings, nodes and seeds; what is there isn't repeated", STUDY,
-    )  # fmt: skip
+        commands,
+        "study",
+        _study,
+        "simulate a grid of settings, nodes and seeds; what is there isn't repeated",
+        STUDY,
+    )
     study.add_argument("file", type=Path, metavar="FILE.toml", help="its keys are those of study()")
     study.add_argument(
         "--out", type=Path, metavar="DIR", help="where logs, tables and curves go (default: output)"
@@ -269,7 +287,8 @@ def _study(options) -> None:
         found.plot(y, out=found.folder / f"{y}.png")
     for name, why in found.left_out.items():
         tell(f"left out: {name}: {why}")
-    best, ties = found.best(), len(found.ties())
+    best = found.best()
+    ties = len(found.ties())
     word = ", ".join(str(best[axis]) for axis in found.axes) or "the job"
     tell(f"best by {found.judge}: {word}" + (f"; {ties} can't be told from it" if ties else ""))
     tell(f"{found.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in found.curves)}")

@@ -18,9 +18,12 @@ from mpigossip.config.toml import near, show
 OWN = r"[A-Za-z_][\w.]*:\w+"
 """The form of a name that stands for something to import: "package.module:factory"."""
 OPEN = {
-    "graph.name": rf"file:.+|{OWN}", "model.name": OWN, "algorithm.name": OWN, "task.name": OWN,
+    "graph.name": rf"file:.+|{OWN}",
+    "model.name": OWN,
+    "algorithm.name": OWN,
+    "task.name": OWN,
     "data.source": OWN,
-}  # fmt: skip
+}
 """Settings that hold other names too, by their form: a graph from a file, what a user brings along.
 These have options of their own, which nobody can check before they are made."""
 

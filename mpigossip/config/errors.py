@@ -8,7 +8,10 @@ from collections.abc import Iterable
 
 from mpigossip.config.readable import shown
 
-OK, FAILED, WRONG, STOPPED = 0, 1, 2, 75
+OK = 0
+FAILED = 1
+WRONG = 2
+STOPPED = 75
 """Exit codes: done; a run that can't go on (`Failure`); a mistake of the user (`Mistake`), or a
 check that found something; stopped before the end with a checkpoint (EX_TEMPFAIL). The batch
 scripts under jobs/ queue a job again on the last."""

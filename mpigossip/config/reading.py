@@ -62,7 +62,8 @@ def read(source: Path | str | Mapping) -> dict[str, Any]:
     if isinstance(source, Mapping):
         tables = dict(source)
     else:
-        where, text = "the job", source
+        where = "the job"
+        text = source
         if isinstance(source, Path) or "\n" not in source:
             where = f'job file "{source}"'
             path = packaged.given(source)
@@ -90,7 +91,9 @@ def _beside(path: Path) -> str:  # job files in the folder where `path` was look
 
 def _override(raw: dict[str, Any], overrides: Sequence[str], tables: Tables) -> list[str]:
     """Put overrides into `raw`; options of names that they change go."""
-    before, given, messages = _names(raw, tables), set(), list[str]()
+    before = _names(raw, tables)
+    given = set()
+    messages = list[str]()
     for text in overrides:
         path, wrong = toml.override(raw, text)
         given.add(path)
@@ -193,9 +196,11 @@ def local_options(sections: dict[str, Any], tables: Tables) -> list[str]:
 
 def check_local(sections: dict[str, Any], tables: Tables) -> list[str]:
     """Check the local step with its options against its table and the algorithm; fill them in."""
-    values, algorithms = sections.setdefault("local", {}), tables["algorithm.name"]
+    values = sections.setdefault("local", {})
+    algorithms = tables["algorithm.name"]
     known = _keys("local") - {"options"}
-    name, algorithm = local_in_effect(sections, tables), _algorithm(sections)
+    name = local_in_effect(sections, tables)
+    algorithm = _algorithm(sections)
     part = part_of(algorithms, algorithm)
     takes = [key for key in algorithms if (line := part_of(algorithms, key)) and line.local]
     if name is not None and part and part.local is None:

@@ -38,7 +38,8 @@ class BadValue(ValueError):
     """A value and what is wrong with it; `at` adds where it stands."""
 
     def __init__(self, value: object, need: str) -> None:
-        self.value, self.need = value, need
+        self.value = value
+        self.need = need
         super().__init__(value, need)
 
     def at(self, path: str, default: object = None) -> str:
@@ -62,7 +63,8 @@ def near(word: object, words: Iterable[str], others: Iterable[str] = ()) -> str:
 
     `others` may be meant, too, and aren't listed.
     """
-    words, part = sorted(words), _bare(str(word))
+    words = sorted(words)
+    part = _bare(str(word))
     meant = sorted({*words, *others})
     whole = [each for each in meant if len(part) > 2 and part in _bare(each)]
     if close := sorted(whole, key=len)[:3] or difflib.get_close_matches(str(word), meant, 1):
@@ -136,8 +138,13 @@ def converter() -> cattrs.Converter:
     needs = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     for kind, words in needs.items():
         made.register_structure_hook(kind, functools.partial(_scalar, words))
-    hooks = {Literal: _choice, tuple: _tuple, typing.Union: _union, types.UnionType: _union,
-             Annotated: _limited}  # fmt: skip
+    hooks = {
+        Literal: _choice,
+        tuple: _tuple,
+        typing.Union: _union,
+        types.UnionType: _union,
+        Annotated: _limited,
+    }
     made.register_structure_hook_func(
         lambda kind: typing.get_origin(kind) in hooks,
         lambda value, kind: hooks[typing.get_origin(kind)](value, kind),

@@ -20,7 +20,8 @@ from mpigossip.data.philox import mixed
 from mpigossip.data.pytree import Nested, leaves
 
 SPLITS = ("train", "test")
-TRAIN, TEST = 0, 1
+TRAIN = 0
+TEST = 1
 """Uses of random numbers: a batch of training, or of a test."""
 EMPTY = 'its "{}" has no sample; nothing can be done with it'
 WANTED = (
@@ -46,7 +47,10 @@ class Datasets:
 
         JobError for what isn't a data set, or has no sample.
         """
-        self.name, self.section, self.seed, self.dealt = data.source, data, seed, dealt
+        self.name = data.source
+        self.section = data
+        self.seed = seed
+        self.dealt = dealt
         self.sets = sets
         self.train, self.test = (sets[0][split] for split in SPLITS)
         self.collate: Callable = sets[0].get("collate", default_collate)
@@ -62,7 +66,9 @@ class Datasets:
         # A stream is not read a second time, since it may not begin where it began before.
         self._stream_digest = content_hash(batch) if self.streams and dealt else b""
         first = next(leaves(batch), torch.empty(0))
-        self.shape, self.classes, self.dtype = tuple(first.shape[1:]), data.classes, None
+        self.shape = tuple(first.shape[1:])
+        self.classes = data.classes
+        self.dtype = None
 
     @property
     def train_size(self) -> int:

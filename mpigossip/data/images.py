@@ -59,7 +59,8 @@ def random_box(width: int, height: int, index: int, seed: int, epoch: int) -> tu
     attempts, else the largest box in the middle whose ratio lies within these limits (Szegedy et
     al., "Going deeper with convolutions", CVPR 2015; the form used by Goyal et al., 2017).
     """
-    low, high = 3 / 4, 4 / 3
+    low = 3 / 4
+    high = 4 / 3
     drawn = words(
         seed, CROP, np.full(ATTEMPTS + 1, index), epoch, np.arange(ATTEMPTS + 1)
     ).T.tolist()
@@ -67,19 +68,24 @@ def random_box(width: int, height: int, index: int, seed: int, epoch: int) -> tu
     for area_word, ratio_word, left_word, top_word in drawn[:ATTEMPTS]:
         area = width * height * (0.08 + 0.92 * area_word / 2**32)
         ratio = math.exp(math.log(low) + math.log(high / low) * ratio_word / 2**32)
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        w = round(math.sqrt(area * ratio))
+        h = round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            left, top = left_word * (width - w + 1) >> 32, top_word * (height - h + 1) >> 32
+            left = left_word * (width - w + 1) >> 32
+            top = top_word * (height - h + 1) >> 32
             return (left, top, left + w, top + h), mirror
-    w, h = min(width, round(height * high)), min(height, round(width / low))
-    left, top = (width - w) // 2, (height - h) // 2
+    w = min(width, round(height * high))
+    h = min(height, round(width / low))
+    left = (width - w) // 2
+    top = (height - h) // 2
     return (left, top, left + w, top + h), mirror
 
 
 def centre_box(width: int, height: int, fraction: float) -> Box:
     """Return the square in the middle whose side is `fraction` of the shorter side."""
     side = min(width, height) * fraction
-    left, top = (width - side) / 2, (height - side) / 2
+    left = (width - side) / 2
+    top = (height - side) / 2
     return (left, top, left + side, top + side)
 
 
@@ -209,7 +215,8 @@ class Images:
                 "set data.image_size, for example to 224"
             )
         sizes = np.concatenate([self.data.train.sizes, self.data.test.sizes])
-        low, high = sizes.min(0), sizes.max(0)
+        low = sizes.min(0)
+        high = sizes.max(0)
         if (low != high).any():
             raise JobError(
                 f"the images of {self.recipe.path} are of {low[0]}x{low[1]} to "

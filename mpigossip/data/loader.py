@@ -115,7 +115,8 @@ class Loader(contextlib.AbstractContextManager):
     ) -> None:
         self.data: Any = data
         self.orders: Sequence[Any] = list(orders)  # Share for streams, else Order
-        self.seed, self.timeout_s = seed, timeout_s
+        self.seed = seed
+        self.timeout_s = timeout_s
         self.carriers = [Carrier(torch.device(device)) for device in devices]
         self.slots = slots or len(self.carriers)
         self.mine = mine or range(self.slots)
@@ -211,7 +212,8 @@ class Loader(contextlib.AbstractContextManager):
         return started(self._by_request(requests), self.data.name)
 
     def _of_step(self, step: int) -> Iterator[Request]:
-        own, epoch = isinstance(self.data, Source), self.orders[0].epoch(step)
+        own = isinstance(self.data, Source)
+        epoch = self.orders[0].epoch(step)
         draw_together(self.orders, epoch)
         for order in self.orders:
             cuts = np.split(order.batch_indices(step), self.slots)
@@ -241,7 +243,8 @@ class Loader(contextlib.AbstractContextManager):
 
         It is every n-th row of one stream for all nodes, or all rows of a node's own.
         """
-        data, size = self.data, self.data.section.batch
+        data = self.data
+        size = self.data.section.batch
         at = [order.node for order in self.orders].index(node) if not data.dealt else 0
         one = data.sets[at]["test"]
         turn, of = (node, n) if data.dealt else (0, 1)

@@ -89,8 +89,11 @@ class Order:
     def __init__(
         self, part: np.ndarray, node: int, seed: int, batch: int, steps_per_epoch: int
     ) -> None:
-        self.part, self.node, self.seed = part, node, seed
-        self.batch, self.steps_per_epoch = batch, steps_per_epoch
+        self.part = part
+        self.node = node
+        self.seed = seed
+        self.batch = batch
+        self.steps_per_epoch = steps_per_epoch
         self.latest = -1, part  # an epoch, and the samples in its order
 
     def epoch(self, step: int) -> int:
@@ -107,7 +110,8 @@ class Order:
 def draw_together(orders: Sequence[Order], epoch: int) -> None:
     """Draw the permutations of many nodes in an epoch: one draw takes as long as n."""
     if late := [order for order in orders if order.latest[0] != epoch]:
-        lengths, nodes = [len(order.part) for order in late], [order.node for order in late]
+        lengths = [len(order.part) for order in late]
+        nodes = [order.node for order in late]
         drawn = permutations(lengths, late[0].seed, ORDER, epoch, nodes)
         for order, one in zip(late, drawn, strict=True):
             order.latest = epoch, order.part[one]
@@ -139,7 +143,8 @@ def make_orders(
                 "smaller"
             )
         return [Share(node, n, steps, per_step) for node in range(n)]
-    fraction, alpha = section.shuffled_percent, section.dirichlet_alpha
+    fraction = section.shuffled_percent
+    alpha = section.dirichlet_alpha
     parts = partition(data.train_labels, n, section.partition, seed, fraction, alpha)
     return orders(parts, seed, per_step)
 

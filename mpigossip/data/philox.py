@@ -28,16 +28,17 @@ def philox(counters: tuple, key: int) -> np.ndarray:
     """
     shape = np.broadcast_shapes(*(np.shape(counter) for counter in counters)) or (1,)
     a, b, c, d = (np.broadcast_to(np.asarray(counter, np.uint64), shape) for counter in counters)
-    low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+    low = key & 0xFFFFFFFF
+    high = key >> 32 & 0xFFFFFFFF
     for _ in range(10):
-        left, right = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
-        a, b, c, d = (
-            (right >> HALF) ^ b ^ np.uint64(low),
-            right & LOW,
-            (left >> HALF) ^ d ^ np.uint64(high),
-            left & LOW,
-        )
-        low, high = (low + WEYL[0]) & 0xFFFFFFFF, (high + WEYL[1]) & 0xFFFFFFFF
+        left = a * MULTIPLIERS[0]
+        right = c * MULTIPLIERS[1]
+        a = (right >> HALF) ^ b ^ np.uint64(low)
+        b = right & LOW
+        c = (left >> HALF) ^ d ^ np.uint64(high)
+        d = left & LOW
+        low = (low + WEYL[0]) & 0xFFFFFFFF
+        high = (high + WEYL[1]) & 0xFFFFFFFF
     return np.stack([a, b, c, d])
 
 

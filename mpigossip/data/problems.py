@@ -177,7 +177,8 @@ def factorization(
     mean_i ‖A_i − A‖².
     """
     random = np.random.default_rng((draw, 3))
-    left, right = random.standard_normal((height, rank)), random.standard_normal((width, rank))
+    left = random.standard_normal((height, rank))
+    right = random.standard_normal((width, rank))
     whole = left @ right.T
     whole /= np.linalg.norm(whole, 2)
     each = whole + _spread(nodes, (height, width), heterogeneity, "random", random)

@@ -116,11 +116,14 @@ class ImageSource(Source):
     """A packed data set of images: float32 inputs, per channel (value − mean) / std."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.images, self.name = Images(recipe), recipe.path
+        self.images = Images(recipe)
+        self.name = recipe.path
         data = self.images.data
-        self.classes, self.in_memory = len(data.classes), self.images.cached
+        self.classes = len(data.classes)
+        self.in_memory = self.images.cached
         self.shape = self.images.shape
-        self.train_labels, self.test_labels = data.train.labels, data.test.labels
+        self.train_labels = data.train.labels
+        self.test_labels = data.test.labels
         pair = np.stack([1 / (data.scale * data.std), -data.mean / data.std])
         scaling = torch.tensor(pair, dtype=torch.float32)[:, :, None, None]
         self._scaling = {torch.device("cpu"): scaling}
@@ -164,7 +167,9 @@ class SyntheticSource(Source):
     def __init__(
         self, shape: tuple[int, ...], classes: int, samples: int, test_samples: int, seed: int
     ) -> None:
-        self.classes, self.shape, self.seed = classes, shape, seed
+        self.classes = classes
+        self.shape = shape
+        self.seed = seed
         self._counts = samples, test_samples
 
     @property
@@ -193,7 +198,8 @@ class SyntheticSource(Source):
 
         They are made when a first sample is: who only counts a job's costs needs none.
         """
-        samples, size = sum(self._counts), math.prod(self.shape)
+        samples = sum(self._counts)
+        size = math.prod(self.shape)
         require_memory(16 * size, "data.shape")
         require_memory(40 * (samples + self.classes), "data.samples, data.classes")
         length = size + self.OFFSETS
@@ -236,8 +242,11 @@ class TextSource(Source):
 
     def __init__(self, path: str, context: int, windows: str = "joined", every: int = 1) -> None:
         """``every``: of the training windows only each so many-th is there."""
-        self.shape, self.name = (context,), path
-        self._text, self._begins, labels = {}, {}, {}
+        self.shape = (context,)
+        self.name = path
+        self._text = {}
+        self._begins = {}
+        labels = {}
         with open_dataset(path) as data:
             self.tokenizer = data.tokenizer
             for name in ("train", "test"):
@@ -251,7 +260,8 @@ class TextSource(Source):
                 self._begins[name] = begins
                 labels[name] = np.searchsorted(ends, begins, side="right") - 1
         self.classes = len(self.tokenizer.lengths)
-        self.train_labels, self.test_labels = labels["train"], labels["test"]
+        self.train_labels = labels["train"]
+        self.test_labels = labels["test"]
 
     def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
         """Return (B, T + 1) int32."""
@@ -277,7 +287,8 @@ def _apart(ends: np.ndarray, context: int) -> np.ndarray:
 
 
 def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -> str:
-    has, more = f"has {ends[-1]} tokens", ""
+    has = f"has {ends[-1]} tokens"
+    more = ""
     if windows == "apart":
         has = f"has no document of more than {np.diff(ends).max()} tokens"
         more = ', data.windows = "joined"'

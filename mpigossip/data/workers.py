@@ -65,14 +65,18 @@ class Samples(Sent, Dataset):
     """Batches of Datasets by request."""
 
     def __init__(self, data: Datasets):
-        self.name, self.seed, self.collate = data.name, data.seed, data.collate
+        self.name = data.name
+        self.seed = data.seed
+        self.collate = data.collate
         self.sets = {"train": data.train, "test": data.test}
         if not data.dealt:  # each node's own
             self.sets |= {f"test {at}": one["test"] for at, one in enumerate(data.sets)}
 
     def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
         """The batch of a request, or why there is none."""
-        one, at, indices = self.sets[request.split], None, request.indices.tolist()
+        one = self.sets[request.split]
+        at = None
+        indices = request.indices.tolist()
         try:
             with drawing(Draws(self.seed, request.key)):
                 if hasattr(one, "__getitems__"):
@@ -84,8 +88,7 @@ class Samples(Sent, Dataset):
         except Exception as error:
             which = f"sample {at}" if at is not None else f"a batch of the samples {indices[0]}, …"
             split = request.split.split()[0]
-            return Refused(f'data.source = "{self.name}": {which} of "{split}": '
-                           f"{raised(error)}")  # fmt: skip
+            return Refused(f'data.source = "{self.name}": {which} of "{split}": {raised(error)}')
 
 
 class Raw(Sent, Dataset):
@@ -101,8 +104,10 @@ class Raw(Sent, Dataset):
             raw = torch.from_numpy(np.ascontiguousarray(self.source.raw(split, indices, key)))
             return raw, torch.from_numpy(self.source.labels(split, indices))
         except Exception as error:
-            return Refused(f'data.source = "{self.source.name}": a batch of the samples '
-                           f'{indices[0]}, … of "{split}": {raised(error)}')  # fmt: skip
+            return Refused(
+                f'data.source = "{self.source.name}": a batch of the samples '
+                f'{indices[0]}, … of "{split}": {raised(error)}'
+            )
 
 
 class Stream(Sent, IterableDataset):
@@ -115,11 +120,16 @@ class Stream(Sent, IterableDataset):
 
         What other slots take, and all before that step, is read and left out.
         """
-        self.name, self.seed, self.collate = data.name, data.seed, data.collate
+        self.name = data.name
+        self.seed = data.seed
+        self.collate = data.collate
         sets = data.sets if len(data.sets) == len(shares) else list(data.sets) * len(shares)
         self.streams = [each["train"] for each in sets]
-        self.dealt, self.shares, self.step = data.dealt, shares, step
-        self.slots, self.mine = slots, mine
+        self.dealt = data.dealt
+        self.shares = shares
+        self.step = step
+        self.slots = slots
+        self.mine = mine
 
     def __iter__(self) -> Iterator[Nested]:
         readers: list[tuple[Iterator, list, Share]] = []
@@ -152,8 +162,10 @@ def _endless(one: IterableDataset, turn: int, of: int) -> Iterator[Any]:
             one.set_epoch(number)
         rows = iter(one)
         if rows is one:
-            raise ValueError("iter() of it is itself, so it can't be read anew or by several "
-                             "nodes; let __iter__ be a generator")  # fmt: skip
+            raise ValueError(
+                "iter() of it is itself, so it can't be read anew or by several "
+                "nodes; let __iter__ be a generator"
+            )
         seen = False
         for sample in itertools.islice(rows, turn, None, of):
             seen = True

@@ -74,7 +74,8 @@ class Fragmented(Engine):
     def exchange(self, now: Step) -> tuple[Sequence, Sequence]:
         """The local step, and the exchange of the due fragment; without a delay, all of it."""
         self.adapt(now)
-        fragment, count = self.fragments.schedule.due(now.index), self.fragments.schedule.fragments
+        fragment = self.fragments.schedule.due(now.index)
+        count = self.fragments.schedule.fragments
         assert fragment is not None, "all other steps are LOCAL"
         # as if the fragment were alone: the graph's round is that of its own exchanges
         own = now._replace(round=now.round // count)
@@ -162,7 +163,8 @@ class Fragmented(Engine):
     def _blend(self, k: int, fragment: int) -> None:
         blend = self.fragments.blend
         for c in self.fragments.cuts[k][fragment] if blend else ():
-            mine, theirs = self.vector.x[k][:, c], self._received[k][:, c]
+            mine = self.vector.x[k][:, c]
+            theirs = self._received[k][:, c]
             if blend == 1:
                 mine.copy_(theirs)
             else:
@@ -170,7 +172,8 @@ class Fragmented(Engine):
 
 
 def _places(columns: Columns) -> list[tuple[slice, slice]]:
-    found, at = [], 0
+    found = []
+    at = 0
     for c in columns:
         found.append((slice(at, at + c.stop - c.start), c))
         at += c.stop - c.start

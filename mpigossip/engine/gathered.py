@@ -26,11 +26,18 @@ class Gathered(Mixer):
         # whole buckets, as wires see them, equally many of each rank
         width = -(-size // (slots * BUCKET)) * BUCKET
         (slot,) = group.mine
-        self.layout, self._group, self._size = layout, group, size
+        self.layout = layout
+        self._group = group
+        self._size = size
         own = Layout(
-            (width,), layout.vectors, layout.scalars, layout.devices, layout.wire, layout.dtype,
+            (width,),
+            layout.vectors,
+            layout.scalars,
+            layout.devices,
+            layout.wire,
+            layout.dtype,
             (width * slot,),
-        )  # fmt: skip
+        )
         self._inner = make(own)
         self._own = slice(min(width * slot, size), min(width * (slot + 1), size))
         both = [[group.zeros(1, width * slots)[0] for _ in range(layout.vectors)] for _ in range(2)]
@@ -40,8 +47,10 @@ class Gathered(Mixer):
         one = torch.zeros(1, 1, dtype=torch.float64, device=device)
         self._scalars = [one.clone() for _ in range(layout.scalars)]
         self._kind = Kind.LOCAL
-        self.n, self.rows = self._inner.n, self._inner.rows
-        self.bytes_sent, self.staleness = self._inner.bytes_sent, self._inner.staleness
+        self.n = self._inner.n
+        self.rows = self._inner.rows
+        self.bytes_sent = self._inner.bytes_sent
+        self.staleness = self._inner.staleness
 
     @property
     def exchange_seconds(self) -> float:
@@ -55,7 +64,8 @@ class Gathered(Mixer):
         return [(*self._out, *self._scalars)]
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
-        self._kind, at = kind, self._own
+        self._kind = kind
+        at = self._own
         (inner,) = self._inner.outbox(t)
         for whole, part in zip(self._out, inner, strict=False):
             part[:, : at.stop - at.start].copy_(whole[:, at])
@@ -97,5 +107,6 @@ class Gathered(Mixer):
 
     def close(self) -> None:
         self._inner.close()
-        self._sent, self._mixed = [], []
+        self._sent = []
+        self._mixed = []
         self._group.close()

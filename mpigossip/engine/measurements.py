@@ -17,7 +17,8 @@ from mpigossip.groups.base import Group
 from mpigossip.mixing.base import Kind, Mixer
 
 NAN = float("nan")
-EVERY, EVERY_ON_GPUS = 10, 100
+EVERY = 10
+EVERY_ON_GPUS = 100
 """Steps between two measurements where `log.consensus_every` is "auto"."""
 
 
@@ -100,7 +101,9 @@ def measured(
     engine: Any, now: Any, loss: torch.Tensor | None, norm: torch.Tensor | None
 ) -> tuple[Record, dict[str, float]]:
     """The record of a step that an engine has just made, and the averages of its cadence."""
-    mixer, rows, apart = engine.mixer, len(engine.mixer.rows), engine.mixed_distance
+    mixer = engine.mixer
+    rows = len(engine.mixer.rows)
+    apart = engine.mixed_distance
     loss, norm = (unmeasured(rows) if value is None else value for value in (loss, norm))
     if apart is None:
         apart = unmeasured(rows, 0.0 if engine.measuring else NAN)  # nothing was exchanged
@@ -115,7 +118,8 @@ def measured(
         distance = consensus_distance(engine.vector.x, mixer, engine.group)
     record = Record(engine.index, now.kind, now.lr, loss, norm, apart, distance)
     record.seconds = engine.clock.end()
-    record.bytes_sent, record.staleness = list(mixer.bytes_sent), list(mixer.staleness)
+    record.bytes_sent = list(mixer.bytes_sent)
+    record.staleness = list(mixer.staleness)
     return record, averages
 
 
@@ -123,7 +127,8 @@ class Clock:
     """Seconds of a step by what they went to; waiting for other nodes is told apart as idle."""
 
     def __init__(self, mixer: Mixer):
-        self._mixer, self.counting = mixer, False
+        self._mixer = mixer
+        self.counting = False
         self.seconds: dict[str, float] = {}
         self._at = self._waited = 0.0
 
@@ -137,15 +142,18 @@ class Clock:
 
     def lap(self, name: str) -> None:
         """Book the time since the last lap."""
-        at, waited = time.perf_counter(), self._mixer.wait_seconds
+        at = time.perf_counter()
+        waited = self._mixer.wait_seconds
         idle = min(waited - self._waited, at - self._at)
         self.seconds[name] += at - self._at - idle
         self.seconds["idle_s"] += idle
-        self._at, self._waited = at, waited
+        self._at = at
+        self._waited = waited
 
     def skip(self) -> None:
         """The time since the last lap is none of the step's."""
-        self._at, self._waited = time.perf_counter(), self._mixer.wait_seconds
+        self._at = time.perf_counter()
+        self._waited = self._mixer.wait_seconds
 
     def end(self) -> dict[str, float]:
         self.counting = False

@@ -51,7 +51,8 @@ class Parameters:
         self.publish()
 
     def _lay_out(self, models: Sequence[nn.Module], flat: Flat) -> None:
-        self.flat, named = flat, [dict(model.named_parameters()) for model in models]
+        self.flat = flat
+        named = [dict(model.named_parameters()) for model in models]
         self.rows = [[each[name] for name in flat.names] for each in named]
         self._owners = [[owner(model, name) for name in flat.names] for model in models]
         self._models = models
@@ -61,7 +62,8 @@ class Parameters:
         """the first module's parameters that are no part of the vector"""
         device = self.rows[0][0].device
         self.full = [torch.zeros(len(models), flat.own.size, device=device)]
-        self.x, self.g = self.full, [torch.empty(0, device=device)]
+        self.x = self.full
+        self.g = [torch.empty(0, device=device)]
         self._cache: dict[int, list[torch.Tensor]] = {}
 
     def cut(self, row: torch.Tensor) -> list[torch.Tensor]:
@@ -141,7 +143,8 @@ class Parameters:
         if array is self.x[0] and g is None and not any(self.low):
             yield
             return
-        parameters, own = self.rows[row], self._own[row]
+        parameters = self.rows[row]
+        own = self._own[row]
         grads = [p.grad for p in parameters]
         given = self.cut(g[row]) if g is not None else [None] * len(parameters)
         # who was frozen since is not stepped, as in torch
@@ -208,7 +211,8 @@ class Parameters:
 
     def _take_back(self, row: int, k: int) -> bool:
         """Copy a parameter's new memory into its own, and lay it there; whether values differ."""
-        p, own = self.rows[row][k], self._own[row][k]
+        p = self.rows[row][k]
+        own = self._own[row][k]
         if (p.dtype, p.shape, p.device) != (own.dtype, own.shape, own.device):
             raise JobError(unlike(self.flat.names[k], own, p))
         if _place(own) != self._places[row][k]:
@@ -235,7 +239,8 @@ class Parameters:
                 if not low:
                     continue
                 for now, exact in _blocks(p.data, master):
-                    written, rounded = _bits(now), _bits(exact.to(now.dtype))
+                    written = _bits(now)
+                    rounded = _bits(exact.to(now.dtype))
                     # a CPU looks first, which is faster; a GPU's host would have to wait for that
                     if now.device.type != "cpu" or not torch.equal(rounded, written):
                         torch.where(rounded == written, exact, now, out=exact)

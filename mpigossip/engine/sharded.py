@@ -39,7 +39,8 @@ def part_like(parameter: Any, whole: Any) -> Any:
     """Of a tensor shaped like a parameter that is cut, this rank's part; all else as it is."""
     if not is_sharded(parameter) or not torch.is_tensor(whole) or whole.shape != parameter.shape:
         return whole
-    mesh, (placement,) = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    (placement,) = parameter.placements
     at, rows = _rows(parameter.shape[placement.dim], mesh.size(), mesh.get_local_rank())
     part = whole.narrow(placement.dim, at, rows).to(local(parameter).device, copy=True)
     return type(parameter).from_local(
@@ -87,7 +88,8 @@ class ShardedLayout(Flat):
 
     def shape(self, k: int, slot: int) -> tuple[int, ...]:
         """Of a slot's piece of parameter k."""
-        whole, dim = self.shapes[k], self.dims[k]
+        whole = self.shapes[k]
+        dim = self.dims[k]
         return (*whole[:dim], self.rows(k, slot)[1], *whole[dim + 1 :])
 
     @property
@@ -105,7 +107,8 @@ class ShardedLayout(Flat):
     def _pieces(self, row: torch.Tensor, k: int) -> list[torch.Tensor]:
         found = []
         for slot, shard in enumerate(row.chunk(self.slots)):
-            shape, at = self.shape(k, slot), self.offsets[k]
+            shape = self.shape(k, slot)
+            at = self.offsets[k]
             found.append(shard[at : at + prod(shape)].view(shape))
         return found
 
@@ -140,7 +143,9 @@ def planned(model: nn.Module) -> Flat:
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if not any(is_sharded(p) for _, p in trained):
         return flatten(model, types=(torch.float32, *LOW))
-    offsets, at, dims = [], 0, []
+    offsets = []
+    at = 0
+    dims = []
     mesh: Any = next(p for _, p in trained if is_sharded(p)).device_mesh
     slots = mesh.size()
     for name, parameter in trained:
@@ -149,7 +154,7 @@ def planned(model: nn.Module) -> Flat:
                 f"the model's parameter {name} is {parameter.dtype} and sharded: float32 is kept "
                 "and exchanged; shard it as float32, with fully_shard(mp_policy="
                 "MixedPrecisionPolicy(param_dtype=torch.bfloat16)) for 16-bit arithmetic"
-            )  # fmt: skip
+            )
         (placement,) = parameter.placements
         offsets.append(at)
         dims.append(placement.dim)
@@ -205,12 +210,14 @@ class Shards(Parameters):
     def __init__(self, model: nn.Module, flat: ShardedLayout):
         self._lay_out([model], flat)
         self.low = [False] * len(self.rows[0])
-        self._pieces, self._modules = flat.own, fully_sharded(model)
+        self._pieces = flat.own
+        self._modules = fully_sharded(model)
         self._first = (self._pieces.size * flat.place,)
         self._gradients: dict[int, list[torch.Tensor]] = {}
         self._stretches: list[torch.Tensor | None] = []
         self._insides: list[Any] = []
-        known, views = insides(model), self.cut(self.x[0][0])
+        known = insides(model)
+        views = self.cut(self.x[0][0])
         for k, p in enumerate(self.rows[0]):
             padded = prod(flat.shape(k, 0))
             inside = known.get(id(p))
@@ -234,7 +241,8 @@ class Shards(Parameters):
     def _stretch(self, k: int) -> torch.Tensor:
         """Return the row's memory for parameter k and its padding, as a storage of its own."""
         flat: Any = self.flat
-        at, padded = flat.offsets[k], prod(flat.shape(k, 0))
+        at = flat.offsets[k]
+        padded = prod(flat.shape(k, 0))
         return alone(self.x[0][0][at : at + padded])
 
     def _address(self, k: int) -> int:
@@ -259,11 +267,15 @@ class Shards(Parameters):
             pairs: Any = zip(self.rows[0], self.cut(row), strict=True)
             found = self._gradients[row.data_ptr()] = [
                 type(p).from_local(
-                    view, p.device_mesh, p.placements, run_check=False, shape=p.shape,
+                    view,
+                    p.device_mesh,
+                    p.placements,
+                    run_check=False,
+                    shape=p.shape,
                     stride=p.stride(),
                 )
                 for p, view in pairs
-            ]  # fmt: skip
+            ]
         return found
 
     @contextmanager

@@ -41,9 +41,15 @@ class Engine:
         measure_every: int = 0,
     ):
         """``methods``: one a segment; ``measure_every``: steps between two consensus distances."""
-        self.group, self.vector, self.cadence = group, vector, cadence
-        self.methods, self.method, self.measure_every = methods, methods[0], measure_every
-        self.index, self.state_start, self.round = 0, 0, 0
+        self.group = group
+        self.vector = vector
+        self.cadence = cadence
+        self.methods = methods
+        self.method = methods[0]
+        self.measure_every = measure_every
+        self.index = 0
+        self.state_start = 0
+        self.round = 0
         self.replace_mixer(mixer)
         self.restart()
 
@@ -112,7 +118,9 @@ class Engine:
     @phase("send")
     def send(self, now: Step) -> None:
         """Let the algorithm fill the outbox, shard by shard, and begin the exchange."""
-        out, x = self.mixer.outbox(now.round), self.vector.x  # waits for its last readers
+        # waits for its last readers
+        out = self.mixer.outbox(now.round)
+        x = self.vector.x
 
         def send(slot: int):
             g = None if self.method.ahead else self._gradient(slot)
@@ -157,7 +165,9 @@ class Engine:
         """Let the algorithm apply what was received, shard by shard."""
 
         def receive(slot: int):
-            x, g, state = self.vector.x[slot], self._gradient(slot), self.states[slot]
+            x = self.vector.x[slot]
+            g = self._gradient(slot)
+            state = self.states[slot]
             return self.methods[slot].receive(x, g, state, sent[slot], mixed[slot], now)
 
         self.states = self.group.on_shards(receive)
@@ -167,7 +177,8 @@ class Engine:
 
     def replace_mixer(self, mixer: Mixer) -> None:
         """Go on with another mixer; a step that has begun begins again."""
-        self.mixer, self.clock = mixer, Clock(mixer)
+        self.mixer = mixer
+        self.clock = Clock(mixer)
         self._end()
 
     def _end(self) -> None:
@@ -241,7 +252,8 @@ class Engine:
 
     def count_from(self, numbers: Mapping[str, Any], row: int | None = None) -> None:
         """Take the counters alone; "local_steps", if saved, of a row or all."""
-        self.index, self.round = int(numbers["index"]), int(numbers["round"])
+        self.index = int(numbers["index"])
+        self.round = int(numbers["round"])
         self.state_start = int(numbers["born"])
         count = int(numbers.get("local_steps", self.index - self.state_start))
         for place in range(len(self.counts)) if row is None else [row]:

@@ -160,7 +160,7 @@ def check_type(name: str, parameter: torch.Tensor, types: Collection[torch.dtype
             f"parameter {name} has unsupported dtype {parameter.dtype} (need {need}): call "
             "model.float(); to train in float64, step with torch's optimizer and average the "
             "parameters by mpigossip.Averager (mpigossip/optim/README.md)"
-        )  # fmt: skip
+        )
 
 
 def flatten(
@@ -186,7 +186,9 @@ def flatten(
     ordered = [pair for pair in trained if pair[0] in chosen]
     first_undecayed = len(ordered)
     ordered += [pair for pair in trained if pair[0] not in chosen]
-    offsets, at, boundary = [], 0, 0
+    offsets = []
+    at = 0
+    boundary = 0
     for index, (_, parameter) in enumerate(ordered):
         boundary = at if index == first_undecayed else boundary
         offsets.append(at)

@@ -40,7 +40,8 @@ def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
             )
         if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
             raise GraphError(f'graph "{name}" needs at least one node, got {n!r}')
-        n, seed = operator.index(n), checked_seed(seed, f'graph "{name}"')
+        n = operator.index(n)
+        seed = checked_seed(seed, f'graph "{name}"')
         made = build(n, seed, **options) if n > 1 else classic.identity(n)
         return made.renamed(name, **options).slack(slack)
 

@@ -56,7 +56,8 @@ class Budget:
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        seconds, count = self.seconds, self.evaluations
+        seconds = self.seconds
+        count = self.evaluations
         if (seconds is not None and not seconds > 0) or (count is not None and count < 1):
             raise GraphError(f"a search needs time: got seconds={seconds}, evaluations={count}")
 
@@ -106,7 +107,9 @@ class Plan:
     """A graph with a cyclic symmetry of order m, as a set of edge orbits."""
 
     def __init__(self, task: Task, m: int) -> None:
-        self.task, self.m, self.b = task, m, task.n // m
+        self.task = task
+        self.m = m
+        self.b = task.n // m
         self.orbits: list[Orbit] = []
         self.place: dict[Orbit, int] = {}
         self.degrees = [0] * self.b
@@ -154,9 +157,11 @@ class Plan:
 
     def remove(self, orbit: Orbit) -> None:
         """Take an orbit out; the last one takes its place."""
-        at, last = self.place.pop(orbit), self.orbits.pop()
+        at = self.place.pop(orbit)
+        last = self.orbits.pop()
         if last != orbit:
-            self.orbits[at], self.place[last] = last, at
+            self.orbits[at] = last
+            self.place[last] = at
         self._count(orbit, -1)
 
     def apply(self, move: Move) -> bool:
@@ -182,13 +187,15 @@ class Plan:
         found = set()
         for a, c, s in self.orbits:
             for k in range(self.m):
-                i, j = a * self.m + k, c * self.m + (k + s) % self.m
+                i = a * self.m + k
+                j = c * self.m + (k + s) % self.m
                 found.add((min(i, j), max(i, j)))
         return sorted(found)
 
     def laplacian(self) -> np.ndarray:
         """The blocks of the weighted Laplacian, (m//2 + 1, b, b); real for m ≤ 2."""
-        least, most = min(self.degrees), max(self.degrees)
+        least = min(self.degrees)
+        most = max(self.degrees)
         if self.task.weights == "laplacian":
             return self.blocks
         if self.task.weights == "max-degree" or least == most:
@@ -234,7 +241,8 @@ def fill(plan: Plan, rng: np.random.Generator, most: int = 2, tries: int = 2000)
 
 def random_move(plan: Plan, rng: np.random.Generator) -> Move | None:
     """A swap of two orbits' ends, a new shift, or an orbit put elsewhere."""
-    orbits, m = plan.orbits, plan.m
+    orbits = plan.orbits
+    m = plan.m
     kind = rng.random()
     i, j = rng.integers(len(orbits), size=2)
     (a, c, _), (e, f, _) = orbits[i], orbits[j]
@@ -242,7 +250,8 @@ def random_move(plan: Plan, rng: np.random.Generator) -> Move | None:
         if rng.random() < 0.5:
             e, f = f, e
         s, t = rng.integers(m, size=2)
-        one, other = plan.canonical(a, f, int(s)), plan.canonical(e, c, int(t))
+        one = plan.canonical(a, f, int(s))
+        other = plan.canonical(e, c, int(t))
         return ([orbits[i], orbits[j]], [one, other]) if one != other else None
     if kind < 0.8 and m > 1:
         return [orbits[i]], [plan.canonical(a, c, int(rng.integers(m)))]
@@ -257,7 +266,8 @@ class Screen:
 
     def __init__(self, plan: Plan) -> None:
         values, vectors = np.linalg.eigh(plan.laplacian()[0])
-        low, high = values[1], values[-1]
+        low = values[1]
+        high = values[-1]
         # the floor keeps rounding errors out of a graph in parts, where λ_2 = 0
         width = max(0.1 * low, NARROW)
         rises = self._change(values - low, vectors, skip=1, width=width)
@@ -353,7 +363,8 @@ def anneal(
         score = plan.task.score(*plan.extremes())
         # drawn in any case: else one comparison would shift all random numbers to come
         if rng.random() < math.exp(min(0.0, (score - current) / temperature)):
-            current, screen = score, None
+            current = score
+            screen = None
             found(plan, score)
         else:
             plan.apply((move[1], move[0]))

@@ -192,7 +192,8 @@ class Graph:
         "static", "symmetric", "row-stochastic", "column-stochastic" (rows, columns sum to one),
         "signed" (some weight is negative).
         """
-        rounds, limit = self.schedule.rounds, TOLERANCE * max(self.n, 10)
+        rounds = self.schedule.rounds
+        limit = TOLERANCE * max(self.n, 10)
         known = {
             "static": self.period == 1,
             "symmetric": all(r.symmetric() for r in rounds),

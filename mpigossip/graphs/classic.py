@@ -181,9 +181,11 @@ def random_regular(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
 def _matched(n: int, seed: int, t: int) -> Round:
     """A uniformly drawn perfect matching (one node idles if n is odd)."""
     shuffled = np.argsort(random_words((seed, t), n), kind="stable")
-    first, second = shuffled[: n // 2], shuffled[n // 2 : n // 2 * 2]
+    first = shuffled[: n // 2]
+    second = shuffled[n // 2 : n // 2 * 2]
     partner = np.arange(n)
-    partner[first], partner[second] = second, first
+    partner[first] = second
+    partner[second] = first
     return paired(partner)
 
 

@@ -66,12 +66,14 @@ def _one_basis(n: int, seed: int, t: int) -> Circulant:
 def _swept(n: int, seed: int, t: int) -> Round:
     """Sweep i from a drawn start; pair i with i + a, a drawn, where both are free."""
     words = random_words((seed, t), 2)
-    a, start = int(words[0] % (n - 1)) + 1, int(words[1] % n)
+    a = int(words[0] % (n - 1)) + 1
+    start = int(words[1] % n)
     partner = np.arange(n)
     for i in (i % n for i in range(start, start + n)):
         j = (i + a) % n
         if partner[i] == i and partner[j] == j:
-            partner[i], partner[j] = j, i
+            partner[i] = j
+            partner[j] = i
     return paired(partner, (n - 1) / n)
 
 

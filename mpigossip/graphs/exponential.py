@@ -17,9 +17,11 @@ Order = Literal["cyclic", "permuted", "uniform"]
 
 def rounds_needed(n: int, base: int = 2) -> int:
     """⌈log_base n⌉ in integers."""
-    rounds, reach = 0, 1
+    rounds = 0
+    reach = 1
     while reach < n:
-        rounds, reach = rounds + 1, reach * base
+        rounds = rounds + 1
+        reach = reach * base
     return rounds
 
 
@@ -95,12 +97,15 @@ def alternating_exponential_ring(n: int, seed: int = 0) -> Graph:
     two. Wang et al., From promise to practice (Decent-DP), ICLR 2025, arXiv 2410.11998.
     """
     check_power_of_two("alternating-exponential-ring", n)
-    nodes, rounds, number = np.arange(n), [], 0
+    nodes = np.arange(n)
+    rounds = []
+    number = 0
     for k in range(rounds_needed(n)):
         partners = (nodes.copy(), nodes.copy())
         for i in nodes[nodes & 2**k == 0]:
             partner = partners[1 - number % 2]
-            partner[i], partner[i ^ 2**k] = i ^ 2**k, i
+            partner[i] = i ^ 2**k
+            partner[i ^ 2**k] = i
             number += 1
         rounds += [paired(partner) for partner in partners]
     return Graph(Cycle(tuple(rounds)))

@@ -66,7 +66,8 @@ class OnOff:
         while not drawn.all() and back > 0 and before is None:
             back -= 1
             also, state = self._drawn(back)
-            off, drawn = np.where(drawn, off, state), drawn | also
+            off = np.where(drawn, off, state)
+            drawn = drawn | also
         if before is not None:
             off = np.where(drawn, off, before)
         self._latest.clear()
@@ -114,7 +115,8 @@ class Links:
 
 @lru_cache(maxsize=8)
 def _chains(links: Links) -> tuple[OnOff, OnOff, OnOff]:
-    n, seed = links.n, links.seed
+    n = links.n
+    seed = links.seed
     asleep = math.exp(-links.ticks) if links.ticks else 0.0
     return (
         OnOff(links.lost, links.lost_rounds, (seed, 11), n * (n - 1) // 2),
@@ -174,7 +176,8 @@ def without_lost_links(whole: Round, alive: np.ndarray, facts: frozenset[str]) -
     left = np.where(off & alive, w, 0.0)
     own = w.diagonal().copy()
     if {"row-stochastic", "column-stochastic"} <= facts and not whole.symmetric():
-        left, kept = np.where(off, w, 0.0), own
+        left = np.where(off, w, 0.0)
+        kept = own
         for nodes, weight in _circles(whole):
             after = np.roll(nodes, -1)
             if not alive[nodes, after].all():
@@ -204,7 +207,8 @@ def _circles(whole: Round) -> list[tuple[np.ndarray, float]]:
     left -= both + both.T
     for start in range(len(left)):
         while left[start].max() > TOLERANCE:
-            walk, at = [], start
+            walk = []
+            at = start
             while at not in walk:
                 walk.append(at)
                 at = int(np.argmax(left[at]))

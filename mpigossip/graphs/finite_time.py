@@ -40,7 +40,8 @@ def _add_clique(pairs: Pairs, nodes: Sequence[int]) -> None:
 
 def _hyper_hypercube(nodes: Sequence[int], k: int) -> list[Pairs]:
     """Rounds after which all nodes hold their mean; the number of nodes has factors ≤ k+1."""
-    rounds, stride = [], 1
+    rounds = []
+    stride = 1
     for f in factors(len(nodes), k + 1):
         pairs: Pairs = {}
         for start in range(len(nodes)):
@@ -53,7 +54,8 @@ def _hyper_hypercube(nodes: Sequence[int], k: int) -> list[Pairs]:
 
 def _digits(n: int, base: int) -> list[tuple[int, int]]:
     """Digits of n = Σ a · base^p: the pairs (a, p) with a > 0, largest power first."""
-    found, p = [], 0
+    found = []
+    p = 0
     while n:
         n, a = divmod(n, base)
         found += [(a, p)] if a else []
@@ -71,7 +73,9 @@ def _simple_base(nodes: Sequence[int], k: int) -> list[Pairs]:
     """
     if factors(len(nodes), k + 1) is not None:
         return _hyper_hypercube(nodes, k)
-    blocks, subs, start = [], [], 0
+    blocks = []
+    subs = []
+    start = 0
     for a, p in _digits(len(nodes), k + 1):
         size = (k + 1) ** p
         cuts = range(start, start + a * size, size)
@@ -186,17 +190,20 @@ def tree(parents: Sequence[int]) -> Graph:
     Spread, the root's level first: node u with d_u nodes in its subtree gives each child c the
     part d_c/d_u of what it has and keeps 1/d_u. All columns sum to one.
     """
-    n, root = len(parents), parents.index(-1)
+    n = len(parents)
+    root = parents.index(-1)
     depth = np.array([_depth(parents, i) for i in range(n)])
     sizes = np.ones(n)
     for i in np.argsort(-depth, kind="stable"):
         if i != root:
             sizes[parents[i]] += sizes[i]
-    gather, spread = [], []
+    gather = []
+    spread = []
     for level in range(int(depth.max()), 0, -1):
         nodes = np.flatnonzero(depth == level)
         above = np.array(parents)[nodes]
-        emptied, kept = np.ones(n), np.ones(n)
+        emptied = np.ones(n)
+        kept = np.ones(n)
         emptied[nodes] = 0.0
         kept[above] = 1.0 / sizes[above]
         gather.append(Sparse.from_edges(n, above, nodes, 1.0, emptied))
@@ -207,7 +214,8 @@ def tree(parents: Sequence[int]) -> Graph:
 def _depth(parents: Sequence[int], i: int) -> int:
     depth = 0
     while parents[i] >= 0:
-        i, depth = parents[i], depth + 1
+        i = parents[i]
+        depth = depth + 1
     return depth
 
 
@@ -232,7 +240,8 @@ def ceca(n: int, seed: int = 0) -> Graph:
     By the binary digits d of n − 1 from the top, c = 0 at first: node i gets what node
     i − c − d sent, then c ← 2c + d. The method, not the graph, does the averaging.
     """
-    rounds, c = [], 0
+    rounds = []
+    c = 0
     for digit in map(int, f"{n - 1:b}"):
         rounds.append(Circulant(n, 0.0, (n - c - digit,), (1.0,)))
         c = 2 * c + digit

@@ -23,7 +23,8 @@ from mpigossip.graphs.rounds import Round, Sparse
 from mpigossip.graphs.weights import rule
 
 NETWORKX = (".graphml", ".gml", ".edgelist", ".adjlist")
-NODES, LARGEST = 1 << 16, 1 << 26
+NODES = 1 << 16
+LARGEST = 1 << 26
 """Most nodes of a graph in a file, and bytes of that."""
 
 
@@ -124,7 +125,8 @@ def from_function(function: Any, n: int, seed: int = 0, **options: Any) -> Graph
         function = imported("graph.name", name, "n, seed and, for one round, t, returning matrices")
     if "t" not in parameters(function)[0]:
         return _asked(function, name, options, n=n, seed=seed)
-    period, degree = options.pop("period", None), options.pop("degree", None)
+    period = options.pop("period", None)
+    degree = options.pop("degree", None)
     stated = period or degree
 
     def draw(n: int, seed: int, t: int) -> Round:

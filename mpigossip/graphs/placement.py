@@ -24,7 +24,8 @@ def usage(graph: Graph) -> np.ndarray:
 
 def between(graph: Graph, racks: Sequence[Hashable]) -> float:
     """The share of a graph's messages that leave their rack; ``racks``: one for each node."""
-    counts, label = usage(graph), _labels(racks, graph.n)
+    counts = usage(graph)
+    label = _labels(racks, graph.n)
     total = counts.sum()
     return _crossing(counts, label) / float(total) if total else 0.0
 
@@ -100,7 +101,8 @@ def renumbered(graph: Graph, places: Sequence[int] | np.ndarray) -> Graph:
 
     def change(r: Round) -> Round:
         edges = as_sparse(r)
-        to, source = node_at[edges.edge_receivers], node_at[edges.indices]
+        to = node_at[edges.edge_receivers]
+        source = node_at[edges.indices]
         return Sparse.from_edges(graph.n, to, source, edges.weights, edges.own[where])
 
     if isinstance(graph.schedule, Drawn):

@@ -136,10 +136,13 @@ class Sparse:
 
         Every pair occurs at most once, none from a node to itself.
         """
-        to, source = np.asarray(receivers, np.int64), np.asarray(senders, np.int64)
+        to = np.asarray(receivers, np.int64)
+        source = np.asarray(senders, np.int64)
         values = np.broadcast_to(np.asarray(weights, np.float64), to.shape)
         order = np.lexsort((source, to))
-        to, source, values = to[order], source[order], values[order].copy()
+        to = to[order]
+        source = source[order]
+        values = values[order].copy()
         indptr = np.concatenate(([0], np.cumsum(np.bincount(to, minlength=n))))
         if own is None:
             own = 1.0 - np.bincount(to, weights=values, minlength=n)
@@ -250,7 +253,8 @@ def paired(partner: np.ndarray, weight: float = 0.5) -> Sparse:
 
     partner (n,) is its own inverse.
     """
-    nodes, partner = np.arange(len(partner)), np.asarray(partner, np.int64)
+    nodes = np.arange(len(partner))
+    partner = np.asarray(partner, np.int64)
     busy = np.flatnonzero(partner != nodes)
     own = np.where(partner != nodes, 1.0 - weight, 1.0)
     alike = partner[0] > 0 and np.array_equal(partner, nodes ^ partner[0])

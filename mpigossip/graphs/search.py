@@ -22,7 +22,8 @@ from mpigossip.graphs.weights import undirected
 WEIGHTS = ("laplacian", "metropolis-hastings", "max-degree")
 """Weights that a search can judge by."""
 
-HOT, COLD = 0.02, 0.0005
+HOT = 0.02
+COLD = 0.0005
 """Temperatures of annealing, in units of the score."""
 
 Progress = Callable[[float, float, int], None]
@@ -136,7 +137,8 @@ def search(
     if seconds is None and evaluations is None:
         seconds = 60.0
     budget = Budget(seconds, evaluations)
-    best, random = _Best(task, budget, progress), generator(seed)
+    best = _Best(task, budget, progress)
+    random = generator(seed)
     interrupted = False
     try:
         _run(task, budget, best, random)
@@ -171,7 +173,8 @@ def _result(task: Task, best: _Best, seed: int, interrupted: bool) -> Found:
 def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> None:
     """Circulants, then annealing without symmetry, with each cyclic symmetry, without, a polish."""
     n = task.n
-    path, tree = Plan(task, 1), Plan(task, 1)
+    path = Plan(task, 1)
+    tree = Plan(task, 1)
     fill(path, rng, most=min(2, n - 1))
     fill(tree, rng, most=task.degree)
     for plan in (tree, path):

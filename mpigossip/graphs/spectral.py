@@ -26,7 +26,8 @@ DENSE = 1024
 COLUMNS = 32
 """Columns from which the effective number of neighbours is estimated for large n."""
 
-EXACT, BEFORE = 1e-12, 1e-3
+EXACT = 1e-12
+BEFORE = 1e-3
 """‖Π W − J‖ at most after the round that makes a product the exact average, and at least before
 it: only an exact round divides it by 1e9, and a product that decays passes between the two."""
 
@@ -101,7 +102,8 @@ def _radius(product: list[Round]) -> float:
         return _largest(circulants)
     if _exact_after(product) is not None:
         return 0.0
-    n, first = product[0].n, as_sparse(product[0])
+    n = product[0].n
+    first = as_sparse(product[0])
     symmetric = len(product) == 1 and first.symmetric()
     if n > 2 * DENSE:
         return _radius_symmetric(first) if symmetric else _radius_arnoldi(product)
@@ -187,7 +189,8 @@ def _norm(product: list[Round]) -> float:
 
 def _norm_iterated(product: list[Round]) -> float:
     """‖Π W − J‖_2 of large rounds: the square root of the largest eigenvalue of AᵀA."""
-    n, back = product[0].n, [r.transposed for r in reversed(product)]
+    n = product[0].n
+    back = [r.transposed for r in reversed(product)]
 
     def squared(x: np.ndarray) -> np.ndarray:
         y = _applied(product, x.reshape(n)) - x.mean()
@@ -206,7 +209,8 @@ def _norm_iterated(product: list[Round]) -> float:
 
 def residues(graph: Graph, rounds: int, start: int = 0) -> np.ndarray:
     """‖Π W − J‖_2 after 0, 1, …, `rounds` rounds, (rounds + 1,): the curve of consensus."""
-    product, n = _rounds(graph, rounds, start), graph.n
+    product = _rounds(graph, rounds, start)
+    n = graph.n
     sizes = [float(n > 1)]
     if circulants := _circulants(product):
         values = np.ones(n - 1, complex)
@@ -249,7 +253,8 @@ def _first_exact(sizes: np.ndarray) -> int | None:
 def _exact_after(product: list[Round]) -> int | None:
     """The same of rounds tried on random vectors, which they deceive with probability zero."""
     x = np.random.default_rng(0).standard_normal((product[0].n, 4))
-    mean, sizes = x.mean(axis=0), [1.0]
+    mean = x.mean(axis=0)
+    sizes = [1.0]
     for r in product:
         x = r.apply(x)
         sizes.append(np.abs(x - mean).max())
@@ -285,7 +290,8 @@ def effective_neighbours(graph: Graph, gamma: float = 0.951) -> float:
     """
     if not 0.0 <= gamma < 1.0:
         raise GraphError(f"gamma = {gamma} is outside [0, 1)")
-    n, first = graph.n, graph.round(0)
+    n = graph.n
+    first = graph.round(0)
     if graph.period == 1 and (isinstance(first, Circulant) or (n <= DENSE and first.symmetric())):
         squares = np.abs(eigenvalues(graph)) ** 2
         return float(1.0 / (1.0 - gamma) / np.mean(squares / (1.0 - squares * gamma)))
@@ -296,7 +302,8 @@ def effective_neighbours(graph: Graph, gamma: float = 0.951) -> float:
 
 def _decayed(graph: Graph, start: int, gamma: float) -> float:
     """Σ_k γ^k ‖W(start+k) … W(start)‖_F²/n; once the product is J, the rest is a geometric sum."""
-    total, weight = 0.0, 1.0
+    total = 0.0
+    weight = 1.0
     for square in _squares(graph, start):
         if graph.doubly_stochastic and abs(square * graph.n - 1.0) < 1e-9:
             return total + weight / (1.0 - gamma) / graph.n

@@ -141,7 +141,8 @@ def gossip_rate(
     first and, with p = 1, the last are parallel SGD's, which has no second: gap = inf. Koloskova
     et al., A Unified Theory of Decentralized SGD, ICML 2020, theorem 2, from memory.
     """
-    steps, size = np.asarray(steps, float), smoothness * delta
+    steps = np.asarray(steps, float)
+    size = smoothness * delta
     p = 1.0 if gap >= 1 else gap * (2 - gap)
     apart = 0.0 if gap == float("inf") else (heterogeneity + noise * p**0.5) / p
     return (
@@ -162,11 +163,13 @@ def quadratic_limit(
         raise GraphError(f"{graph!r}: a limit needs a period and at most {spectral.LARGE} nodes")
     limits = []
     for b, a in zip(centre.T, curvature.T, strict=True):
-        map_, shift = np.eye(graph.n), np.zeros(graph.n)
+        map_ = np.eye(graph.n)
+        shift = np.zeros(graph.n)
         for t in range(graph.period):
             w = graph.matrix(t)
             pull = w * (lr * a) if style == "atc" else np.diag(lr * a)
-            map_, shift = (w - pull) @ map_, (w - pull) @ shift + pull @ b
+            map_ = (w - pull) @ map_
+            shift = (w - pull) @ shift + pull @ b
         if max(abs(np.linalg.eigvals(map_))) >= 1:
             raise GraphError(f"lr = {lr:g}: D-PSGD diverges there; a smaller one has a limit")
         limits.append(np.linalg.solve(np.eye(graph.n) - map_, shift))

@@ -144,10 +144,13 @@ def _solved(r: Round, signed: bool) -> Round:
         ) from error
     edges = as_sparse(r)
     one_way = np.flatnonzero(edges.edge_receivers < edges.indices)
-    to, source = edges.edge_receivers[one_way], edges.indices[one_way]
+    to = edges.edge_receivers[one_way]
+    source = edges.indices[one_way]
     incidence = np.zeros((r.n, len(to)))
-    incidence[to, np.arange(len(to))], incidence[source, np.arange(len(to))] = 1.0, -1.0
-    w, s = cvxpy.Variable(len(to)), cvxpy.Variable()
+    incidence[to, np.arange(len(to))] = 1.0
+    incidence[source, np.arange(len(to))] = -1.0
+    w = cvxpy.Variable(len(to))
+    s = cvxpy.Variable()
     rest = np.eye(r.n) - 1.0 / r.n - incidence @ cvxpy.diag(w) @ incidence.T
     limits = [rest << s * np.eye(r.n), -s * np.eye(r.n) << rest]
     if not signed:
@@ -163,7 +166,8 @@ def _solved(r: Round, signed: bool) -> Round:
     if not isinstance(r, Circulant):
         return made
     # the problem is convex and looks alike from every node: so may its solution be made
-    matrix, nodes = made.matrix(), np.arange(r.n)
+    matrix = made.matrix()
+    nodes = np.arange(r.n)
     return _with(r, np.array([matrix[nodes, (nodes + o) % r.n].mean() for o in r.offsets]))
 
 

@@ -170,9 +170,14 @@ class Whole:
 
     def __init__(self, inner: Group):
         self._inner = inner
-        self.slots, self.mine, self.devices = inner.slots, inner.mine, inner.devices
-        self.zeros, self.works, self.to_first = inner.zeros, inner.works, inner.to_first
-        self.run, self.broadcast = inner.run, inner.broadcast
+        self.slots = inner.slots
+        self.mine = inner.mine
+        self.devices = inner.devices
+        self.zeros = inner.zeros
+        self.works = inner.works
+        self.to_first = inner.to_first
+        self.run = inner.run
+        self.broadcast = inner.broadcast
 
     def on_shards(self, work: Callable[[int], T]) -> list[T]:
         return [work(0)]

@@ -53,7 +53,8 @@ def resolved(
     More ranks than GPUs: they share these, and each is a node. ``visible``: GPUs that torch sees,
     ``on_host``: that are there (None: ask).
     """
-    count, ranks = _visible(visible), local_rank(environ)[1]
+    count = _visible(visible)
+    ranks = local_rank(environ)[1]
     several = False
     if devices == "auto" and not count:
         devices = "cpu:1"
@@ -102,14 +103,16 @@ def slots_of(
     kind, _, which = devices.partition(":")
     if kind != "gpu":
         return _listed(devices)
-    each, count = int(which), _visible(visible)
+    each = int(which)
+    count = _visible(visible)
     first = local_rank(environ)[0] * each if count > each else 0
     return tuple(f"cuda:{(first + k) % max(count, each)}" for k in range(each))
 
 
 def beside(devices: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
     """A note on GPUs that torch sees beside these, or that ranks of this host share; else ""."""
-    count, used = torch.cuda.device_count(), len(set(devices) - {"cpu"})
+    count = torch.cuda.device_count()
+    used = len(set(devices) - {"cpu"})
     ranks = local_rank(environ)[1]
     if used and ranks > count > 0 and not _dealt_out(environ, count, ranks, None):
         return f"; {ranks} ranks share {count} GPU{'s' * (count > 1)}"
@@ -139,7 +142,8 @@ def mistakes(
     if devices[0] == "cpu":
         return []
     count = _visible(visible)
-    says, numbers = f'node.devices = "{setting}"', [int(d.partition(":")[2]) for d in devices]
+    says = f'node.devices = "{setting}"'
+    numbers = [int(d.partition(":")[2]) for d in devices]
     if not count:
         return [
             f"{says}: torch {torch.__version__} sees no GPU here; "

@@ -31,7 +31,8 @@ class SharedMemory:
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int):
         """Allocate zeroed arrays of ``nbytes`` bytes; collective."""
-        self._comm, (self.window, memory) = comm, open_shared(comm, nbytes)
+        self._comm = comm
+        (self.window, memory) = open_shared(comm, nbytes)
         self.arrays = [torch.frombuffer(one, dtype=torch.uint8)[:nbytes] for one in memory]
         self.arrays[comm.rank].zero_()  # by its owner: pages lie near who touches them first
 
@@ -44,7 +45,8 @@ class Barrier:
     """A barrier of a node's ranks through memory alone."""
 
     def __init__(self, node: World):
-        self._node, self._shared = node, SharedMemory(node.comm, LINE + 2 * 8 * CAPACITY)
+        self._node = node
+        self._shared = SharedMemory(node.comm, LINE + 2 * 8 * CAPACITY)
         self._arrived, self._working = (
             [array[at : at + 8].numpy().view(np.int64) for array in self._shared.arrays]
             for at in (0, 8)
@@ -61,7 +63,8 @@ class Barrier:
         LateError after twice the node's time limit, which restarts while a late rank reports that
         it is working.
         """
-        node, window = self._node, self._shared.window
+        node = self._node
+        window = self._shared.window
         self._count += 1
         window.Sync()
         self._arrived[node.rank][0] = self._count
@@ -74,7 +77,8 @@ class Barrier:
             world = numbers(node.comm, missing())
             return f"{purpose}: rank {', '.join(map(str, world))} of this node didn't come"
 
-        deadline, heard = Deadline(2 * node.timeout_s), [-1]
+        deadline = Deadline(2 * node.timeout_s)
+        heard = [-1]
 
         def all_arrived() -> bool:
             awaited = missing()
@@ -101,7 +105,9 @@ class Barrier:
         return [given[half, :count].clone() for given in self._values]
 
     def close(self) -> None:
-        self._arrived, self._working, self._values = [], [], []
+        self._arrived = []
+        self._working = []
+        self._values = []
         self._shared.free()
 
 
@@ -117,7 +123,9 @@ class Ranks:
         self.slots = self.segments = own * node.size
         self.mine = range(own * node.rank, own * (node.rank + 1))
         self.devices = inner.devices
-        self._inner, self._node, self.barrier = inner, node, Barrier(node)
+        self._inner = inner
+        self._node = node
+        self.barrier = Barrier(node)
         self.run = self.on_shards = inner.run
         self.works = self.barrier.works
         self._memory: list[SharedMemory] = []
@@ -189,9 +197,11 @@ class Ranks:
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum in slot order, of what every rank shows the others; the same bits on all."""
-        shape, own = per_slot[0].shape, len(per_slot)
+        shape = per_slot[0].shape
+        own = len(per_slot)
         flat = torch.stack([values.double().cpu().reshape(-1) for values in per_slot])
-        each, pieces = max(1, CAPACITY // own), []
+        each = max(1, CAPACITY // own)
+        pieces = []
         for at in range(0, flat.shape[1], each):
             shown = self.barrier.gather(flat[:, at : at + each].reshape(-1))
             pieces.append(added([row for rank in shown for row in rank.view(own, -1)]))
@@ -199,7 +209,8 @@ class Ranks:
 
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         own = [values.detach().cpu().contiguous() for values in per_slot]
-        comm, here = self._node.comm, len(own)
+        comm = self._node.comm
+        here = len(own)
         if comm.rank:
             self._settle([comm.Isend(piece, 0, TAG) for one in own for piece in _pieces(one)], [0])
             return None

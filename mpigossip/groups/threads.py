@@ -40,7 +40,8 @@ class Threads(Group):
         """
         self.slots = self.segments = slots
         self.mine = range(slots)
-        self._first, self._limit = first, min(SOONER * timeout_s, threading.TIMEOUT_MAX)
+        self._first = first
+        self._limit = min(SOONER * timeout_s, threading.TIMEOUT_MAX)
         self._open: Any = None
         """of the work that slot 0 does now"""
         self.devices = tuple(devices) if devices is not None else ("cpu",) * slots
@@ -161,7 +162,9 @@ class Threads(Group):
         until = time.monotonic() + GRACE_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        self._threads, self._work, self.slots = [], [], 0
+        self._threads = []
+        self._work = []
+        self.slots = 0
 
 
 def _next(entries: queue.SimpleQueue, limit_s: float) -> tuple | None:

@@ -54,14 +54,20 @@ class TorchGroup:
         done after ``timeout_s`` ends the job. Raises Failure where slots can't be connected.
         """
         self.slots = self.segments = host.slots
-        self.mine, self.devices = host.mine, host.devices
+        self.mine = host.mine
+        self.devices = host.devices
         self.run = self.on_shards = host.run
-        self.sum_scalars, self.works, self.to_first = host.sum_scalars, host.works, host.to_first
-        self._host, self._order, self._timeout_s = host, order, timeout_s
+        self.sum_scalars = host.sum_scalars
+        self.works = host.works
+        self.to_first = host.to_first
+        self._host = host
+        self._order = order
+        self._timeout_s = timeout_s
         self._barrier: Callable[[str], None] | None = (
             host.barrier.wait if node.size > 1 else None  # type: ignore[attr-defined]
         )
-        self._on_gpus, self._broken = is_gpu(self.devices[0]), False
+        self._on_gpus = is_gpu(self.devices[0])
+        self._broken = False
         self._calls, self._begun = 0, [0] * len(self.mine)
         """calls so far, and those that each slot here has begun"""
         self._works: list[tuple[str, Any]] = []
@@ -123,7 +129,8 @@ class TorchGroup:
             self._synchronize()  # the watchdog looks on
         self._watchdog.close()
         close_groups(self._groups, self.devices, self._broken)
-        self._groups, self._scratch = [], []
+        self._groups = []
+        self._scratch = []
         self._host.close()
 
     def _sum(self, k: int, array: torch.Tensor, out: torch.Tensor) -> None:
@@ -172,10 +179,12 @@ class TorchGroup:
     def _launched(self, calls: int) -> list[tuple[str, Any]]:
         slots = zip(self.mine, self.devices, range(len(self.mine)), strict=True)
         return [
-            (f"{device} (slot {slot} didn't come)",
-             SimpleNamespace(is_completed=lambda k=k: self._begun[k] >= calls))
+            (
+                f"{device} (slot {slot} didn't come)",
+                SimpleNamespace(is_completed=lambda k=k: self._begun[k] >= calls),
+            )
             for slot, device, k in slots
-        ]  # fmt: skip
+        ]
 
     def _wait(self, k: int, work: Any) -> None:
         """Let the device's current stream wait, or the host where there is none."""
@@ -208,15 +217,21 @@ class Watchdog:
     """A thread that ends the job if a collective fails or isn't done in time."""
 
     def __init__(
-        self, timeout_s: float, remedy: str, end: Callable[[str], None] | None = None,
+        self,
+        timeout_s: float,
+        remedy: str,
+        end: Callable[[str], None] | None = None,
         device: str = "cpu",
-    ):  # fmt: skip
+    ):
         """``end``: called at last; None: :func:`end_job`. ``device``: current in the thread."""
         self._device = device
-        self.timeout_s, self._remedy, self._end = timeout_s, remedy, end or end_job
+        self.timeout_s = timeout_s
+        self._remedy = remedy
+        self._end = end or end_job
         self._calls: deque[tuple[str, float, Sequence[tuple[str, Any]]]] = deque()
         self._failure = ""
-        self._stop, self._noticed = threading.Event(), threading.Event()
+        self._stop = threading.Event()
+        self._noticed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mpigossip-watchdog", daemon=True)
 
     def start(self) -> None:

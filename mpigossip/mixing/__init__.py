@@ -56,9 +56,12 @@ def open_mixer(
     of the options that its constructor names.
     """
     given = {
-        "world": world, "same_host": same_host, "exchange": exchange, "timeout_s": timeout_s,
+        "world": world,
+        "same_host": same_host,
+        "exchange": exchange,
+        "timeout_s": timeout_s,
         "ages": ages,
-    }  # fmt: skip
+    }
     on_devices = set(layout.devices) - {"cpu"}
     where = "survivors" if world.survives else "devices" if on_devices else "ranks"
     made = mixer_class(mixer, "process" if world.comm is None else where)

@@ -42,7 +42,10 @@ from mpigossip.mixing.base import Kind, Layout, Segments, traffic
 from mpigossip.mixing.delayed import flow, readers
 from mpigossip.mixing.progress_thread import ProgressThread
 
-BEGUN, DONE, ROUND, INCLUDED = 0, 1, 2, 3
+BEGUN = 0
+DONE = 1
+ROUND = 2
+INCLUDED = 3
 """Words (int64) at the head of a rank's window: the counter that is raised before the model is
 written, the one raised after it, the copy's round, and for each node the number of its last
 deposit that the copy includes."""
@@ -64,7 +67,8 @@ class Map(NamedTuple):
 
     @classmethod
     def of(cls, graph, layout: Layout) -> Map:
-        head, stride = 8 * (INCLUDED + graph.n), -(-layout.nbytes // 8) * 8
+        head = 8 * (INCLUDED + graph.n)
+        stride = -(-layout.nbytes // 8) * 8
         bells = head + stride
         return cls(head, bells, bells + 8 * graph.n, stride, bells - 8 * ROUND)
 
@@ -95,7 +99,8 @@ class Asynchronous(OfRank):
     def __init__(self, graph, layout: Layout, world: World, *, timeout_s=300.0):
         """Collective over ``world``; ``graph.n`` must be its size. The wire is exact."""
         super().__init__(graph, layout, world, timeout_s)
-        self.torn, self.skipped = 0, 0
+        self.torn = 0
+        self.skipped = 0
         self._open_window()
         poll = len(set(world.hosts)) > 1
         self._thread = ProgressThread(self._comm, timeout_s=timeout_s, poll=poll)
@@ -187,15 +192,19 @@ class Asynchronous(OfRank):
     def _load(self, j: int, at: int, count: int = 1) -> np.ndarray:
         """Load words from rank j's window, each atomically, before all later loads."""
         self._window.Sync()
-        words, nothing = np.zeros(count, np.int64), np.zeros(1, np.int64)
+        words = np.zeros(count, np.int64)
+        nothing = np.zeros(1, np.int64)
         if count == 1:
             result = [words, MPI.INT64_T]
             self._window.Fetch_and_op([nothing, MPI.INT64_T], result, j, at, MPI.NO_OP)
         else:
             self._window.Get_accumulate(
-                [nothing, 0, MPI.INT64_T], [words, MPI.INT64_T], j, [at, count, MPI.INT64_T],
+                [nothing, 0, MPI.INT64_T],
+                [words, MPI.INT64_T],
+                j,
+                [at, count, MPI.INT64_T],
                 MPI.NO_OP,
-            )  # fmt: skip
+            )
         self._window.Flush(j)
         self._window.Sync()
         return words
@@ -242,7 +251,8 @@ class Asynchronous(OfRank):
 
     def _finish_gossip(self, t: int) -> None:
         nodes, weights, _ = self.graph.neighbours(t, self.rank)
-        seen, deposits = [], []
+        seen = []
+        deposits = []
         for copy, j, weight in zip(self._copies, map(int, nodes), weights, strict=False):
             if not self._may_take(copy, j):
                 self.skipped += 1
@@ -250,7 +260,8 @@ class Asynchronous(OfRank):
             seen.append(t - int(copy.head[0]))
             model = copy.memory[self._map.head - 8 * ROUND :]
             for dtype, part in self.layout.parts:
-                own, other = self._message[part].view(dtype), model[part].view(dtype)
+                own = self._message[part].view(dtype)
+                other = model[part].view(dtype)
                 other.copy_(flow(float(weight) / 2, own, other))
                 self._result[part].view(dtype).add_(other)
             self._made[j] += 1
@@ -309,10 +320,12 @@ class Asynchronous(OfRank):
         if self._round is not None:
             self.finish()
         self._arrive()
-        before, included = self._result.clone(), self._included.copy()
+        before = self._result.clone()
+        included = self._included.copy()
         self._result.zero_()
         self._take_in()
-        found, self._result = self._result, before
+        found = self._result
+        self._result = before
         self._included = included
         return self.layout.views(found)
 
@@ -325,7 +338,8 @@ class Asynchronous(OfRank):
             self.finish()
         self._arrive()
         self._thread.close()
-        self._out, self._copies = None, []
+        self._out = None
+        self._copies = []
         del self._memory, self._message, self._words
         close_window(self._window, self._comm)
         self._comm.Free()

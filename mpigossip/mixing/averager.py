@@ -69,10 +69,13 @@ class Averager:
                 raise JobError(
                     f"like is {_told(like)}: arrays of numpy and torch are averaged, dense, of "
                     "float32 or float64 in the processor's byte order, without a mask; convert it"
-                )  # fmt: skip
+                )
             self.graph = make_graph(graph, world.size, **options)
-        self._dtype, self._shape, self._tensor = like.dtype, like.shape, torch.is_tensor(like)
-        self._count, kind = int(np.prod(like.shape)), TYPES[like.dtype]
+        self._dtype = like.dtype
+        self._shape = like.shape
+        self._tensor = torch.is_tensor(like)
+        self._count = int(np.prod(like.shape))
+        kind = TYPES[like.dtype]
         rounds = f"{self.graph!r} with {options}, of first rounds {self.graph.fingerprint[:16]}"
         mine = {"dtype": str(kind), "shape": tuple(like.shape), "graph": rounds}
         first = world.broadcast(mine)
@@ -90,9 +93,11 @@ class Averager:
         self.round = 0
         """The graph's clock: of the exchange in flight, else of the next."""
         self._open = False
-        self._world, self._every = world, vars(world).setdefault("averagers", [])
+        self._world = world
+        self._every = vars(world).setdefault("averagers", [])
         self._every.append(self)
-        self._number, self._ordered = len(self._every), 1
+        self._number = len(self._every)
+        self._ordered = 1
         self._finishing = deadline.calling(f"finish() of Averager {self._number}", ordered=False)
         atexit.unregister(report_unused)
         world.resources.callback(self.close)
@@ -109,12 +114,13 @@ class Averager:
                 f"start: the exchange of round {self.round} is under way; finish() comes first"
             )
         if self._ordered < len(self._every):  # once after another one was made
-            last, first = self._world.agree(self._number), -self._world.agree(-self._number)
+            last = self._world.agree(self._number)
+            first = -self._world.agree(-self._number)
             if last != first:
                 raise JobError(
                     f"start: some ranks call Averager {first} here and others Averager {last}, "
                     "numbered as they were made; call them in the same order on all ranks"
-                )  # fmt: skip
+                )
             self._ordered = len(self._every)
         (out,) = mixer.outbox(self.round)
         self._copy(x, self._shaped(out[0]))
@@ -133,7 +139,8 @@ class Averager:
         deadline.steps = self.round
         with self._finishing:
             _, (mixed,) = mixer.finish()
-        self._open, self.round = False, self.round + 1
+        self._open = False
+        self.round = self.round + 1
         return self._given(self._shaped(mixed[0]), out)
 
     def average(self, x: Any, out: Any = None) -> Any:
@@ -156,7 +163,8 @@ class Averager:
         """Free the memory; collective, and done by the world where it ends."""
         if self._mixer is not None:
             check_process()
-        mixer, self._mixer = self._mixer, None
+        mixer = self._mixer
+        self._mixer = None
         if mixer is not None:
             with deadline.ends(self.round):
                 mixer.close()
@@ -178,7 +186,7 @@ class Averager:
                     f"{what}: an array is {_told(one)}; this Averager was made for "
                     f"{'torch' if self._tensor else 'numpy'} arrays of {self._dtype} and shape "
                     f"{tuple(self._shape)}"
-                )  # fmt: skip
+                )
         if out is not None and (
             torch._debug_has_internal_overlap(out) == 1 if self._tensor else not out.flags.writeable
         ):

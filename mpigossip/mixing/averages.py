@@ -46,8 +46,10 @@ def average(
     2(n−1)/n of the vector, and all ranks hold the same bits. Arrays on GPUs need ``rooms``, n
     shares there that others may write, and ``on``, the context of a slot's sums.
     """
-    waited, peers = 0.0, [j for j in range(n) if j != rank]
-    slots, count = range(len(own)), own[0].numel()
+    waited = 0.0
+    peers = [j for j in range(n) if j != rank]
+    slots = range(len(own))
+    count = own[0].numel()
     most = max(1, min(share, -(-count // n)))
     rooms = rooms or [torch.empty(n * most, dtype=one.dtype) for one in own]
     scratch = [room[: n * most].view(n, most) for room in rooms]
@@ -131,7 +133,8 @@ def swap_by_messages(comm: MPI.Comm, timeout_s: float, out: ByRank, into: ByRank
             for k, part in enumerate(memory.view(torch.uint8).split(CUT))
         }
 
-    received, sent = begun(comm.Irecv, into), begun(comm.Isend, out)
+    received = begun(comm.Irecv, into)
+    sent = begun(comm.Isend, out)
     try:
         waited = wait_all(received, timeout_s, late, comm=comm)
         return waited + wait_all(sent, timeout_s, late, comm=comm)
@@ -154,7 +157,9 @@ class OfRank(Mixer):
                 "bytes, and scalars (float64) stand behind them: pad the vectors to an even width"
             )
         super().__init__(graph, layout, range(world.rank, world.rank + 1))
-        self.rank, self._comm, self._timeout_s = world.rank, world.duplicate(), timeout_s
+        self.rank = world.rank
+        self._comm = world.duplicate()
+        self._timeout_s = timeout_s
         self._comm.timeout_s = timeout_s
         self._swap = partial(swap_by_messages, self._comm, timeout_s)
 
@@ -167,7 +172,8 @@ class OfRank(Mixer):
 
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
         check_process()
-        own, n = values.contiguous().cpu(), self.n
+        own = values.contiguous().cpu()
+        n = self.n
         rows = torch.empty(n, own.shape[1], dtype=own.dtype)
         request = self._comm.Iallgather(own.numpy(), rows.numpy())
         say = "average of scalars: a rank is late"

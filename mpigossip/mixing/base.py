@@ -152,8 +152,12 @@ class Mixer:
 
     def __init__(self, graph, layout: Any, rows: Sequence[int]):
         """Nothing sent, nothing waited; ``rows``: the nodes that live here."""
-        self.graph, self.layout, self.n, self.rows = graph, layout, graph.n, rows
-        self.bytes_sent, self.staleness = [0] * len(rows), [0.0] * len(rows)
+        self.graph = graph
+        self.layout = layout
+        self.n = graph.n
+        self.rows = rows
+        self.bytes_sent = [0] * len(rows)
+        self.staleness = [0.0] * len(rows)
         self._waited = 0.0
 
     @property

@@ -126,7 +126,8 @@ def sign() -> Wire:
         torch.mul(signs, scale.unsqueeze(2), out=out.view_as(signs))
 
     def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
-        runs, ordinal = buckets.view(len(buckets), -1, ALIGN), _ordinal(buckets)
+        runs = buckets.view(len(buckets), -1, ALIGN)
+        ordinal = _ordinal(buckets)
         used = (ordinal * (runs != 0)).amax(dim=2, keepdim=True)
         # divided first, as a sum of large values overflows; by halves: the same bits in any shape
         scale = buckets.abs().div_(used.sum(dim=1).clamp(min=1))
@@ -141,7 +142,8 @@ def sign() -> Wire:
 
     def decode(codes, out: torch.Tensor) -> None:
         both = apart(codes[1], 1, BUCKET + BUCKET // ALIGN).bool()
-        bits, full = both[:, :BUCKET].reshape(len(out), -1, ALIGN), both[:, BUCKET:].unsqueeze(2)
+        bits = both[:, :BUCKET].reshape(len(out), -1, ALIGN)
+        full = both[:, BUCKET:].unsqueeze(2)
         last = (_ordinal(out) * bits).amax(dim=2, keepdim=True)
         spread(bits, torch.where(full, ALIGN, last - 1), codes[0].view(torch.float32), out)
 

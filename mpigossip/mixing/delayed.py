@@ -145,8 +145,10 @@ class Delayed(Simulated):
         if kind is not Kind.GOSSIP:
             return super().finish()
         self._open = None
-        ages, past = self._ages(t), dict(self._past)
-        sent, mixed = _flat(self._out), _flat(self._mixed)
+        ages = self._ages(t)
+        past = dict(self._past)
+        sent = _flat(self._out)
+        mixed = _flat(self._mixed)
         for own, result in zip(sent, mixed, strict=True):
             result.copy_(own)
         for i in self.rows:

@@ -32,7 +32,8 @@ class SharedMemory:
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], nbytes: int, timeout_s: float):
         """``comm``: this host's ranks, which the mixer calls ``ranks``; ``nbytes``: a message's."""
-        self.size, self.rank = comm.size, comm.rank
+        self.size = comm.size
+        self.rank = comm.rank
         self.places = {rank: place for place, rank in enumerate(ranks)}
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         room = whole_pages(nbytes)
@@ -41,7 +42,8 @@ class SharedMemory:
         self._notifications = Notifications(comm, timeout_s)
         self.outboxes = [area[:nbytes] for area in areas]
         self._results = [area[room : room + nbytes] for area in areas]
-        self.own, self.result = self.outboxes[self.rank], self._results[self.rank]
+        self.own = self.outboxes[self.rank]
+        self.result = self._results[self.rank]
         self._halves: dict[int, list[tuple[torch.Tensor, ...]]] = {}
 
     @property
@@ -147,7 +149,9 @@ class SharedMemory:
 
     def close(self) -> None:
         """Free window and communicator; collective. The memory must not be used any more."""
-        self.outboxes, self._results, self._halves = [], [], {}
+        self.outboxes = []
+        self._results = []
+        self._halves = {}
         del self.own, self.result
         close_window(self._window, self._notifications.comm)
         self._notifications.close()
@@ -168,14 +172,22 @@ class HostBuffers:
     """Neighbours on the same host read the outbox in place; others are sent it, or its codes."""
 
     def __init__(
-        self, layout: Layout, rank: int, n: int, shared: SharedMemory | None,
+        self,
+        layout: Layout,
+        rank: int,
+        n: int,
+        shared: SharedMemory | None,
         transport: Transport | None,
-    ):  # fmt: skip
-        self._layout, self._rank, self._n, self._shared = layout, rank, n, shared
+    ):
+        self._layout = layout
+        self._rank = rank
+        self._n = n
+        self._shared = shared
         # views are made once: to cut and view memory takes longer than a small message
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._segments: dict[int, Segments] = {}
-        lossy, own = not layout.wire.exact, shared.own if shared else None
+        lossy = not layout.wire.exact
+        own = shared.own if shared else None
         preferred = transport.outbox if transport else None
         self.codes: list[torch.Tensor] | None = None
         if lossy and transport:
@@ -227,9 +239,12 @@ class HostBuffers:
         return self.sent
 
     def add(
-        self, weights: Sequence[float], received: Sequence[Sequence[Source]], chunk: Chunk,
+        self,
+        weights: Sequence[float],
+        received: Sequence[Sequence[Source]],
+        chunk: Chunk,
         into: Segments | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add up a chunk; of exact messages into the first source's buffer, if nobody reads it."""
         if not self.codes:
             received = [[self._source(one) for one in each] for each in received]
@@ -248,7 +263,9 @@ class HostBuffers:
 
     def average(self, transport: Transport) -> float:
         """The same bits either way: decoded values summed in rank order."""
-        layout, rank, n = self._layout, self._rank, self._n
+        layout = self._layout
+        rank = self._rank
+        n = self._n
         self.result = self.segments(self.memory)
         result = self.memory.split(layout.slot_bytes)
         if self.codes is None or n * layout.sent_bytes >= 2 * layout.nbytes:
@@ -261,7 +278,11 @@ class HostBuffers:
         """Nothing: all is done at once."""
 
     def close(self) -> None:
-        self._views, self._segments, self.out, self.result, self.sent = {}, {}, [], [], []
+        self._views = {}
+        self._segments = {}
+        self.out = []
+        self.result = []
+        self.sent = []
         self.codes = self._shared = None
         del self.own, self._by_slot
         self.__dict__.pop("memory", None)

@@ -11,7 +11,13 @@ from mpigossip.cluster.deadline import Deadline, numbers
 from mpigossip.cluster.process import check_process
 from mpigossip.mixing.kernels.waiting import rest
 
-READY, DONE, REDUCED, HALF, ARRIVED, FREE, BEGUN = 1, 2, 3, 4, 11, 12, 13
+READY = 1
+DONE = 2
+REDUCED = 3
+HALF = 4
+ARRIVED = 11
+FREE = 12
+BEGUN = 13
 """Tags: an outbox is complete; it was read; a share of an average is written; a half of a pair's
 average is written; a chunk is in an inbox buffer; the buffer may be written; a group of NCCL calls
 has begun."""
@@ -40,7 +46,8 @@ class Notifications:
 
     def __init__(self, comm: MPI.Comm, timeout_s: float):
         """``comm`` is duplicated (collective)."""
-        self.comm, self.timeout_s = comm.Dup(), timeout_s
+        self.comm = comm.Dup()
+        self.timeout_s = timeout_s
         self.waited = 0.0
         self.per_round = 1
         """Numbers that a round has: error messages name the round."""
@@ -91,7 +98,8 @@ class Notifications:
 
     def late(self, rank: int, tag: int, number: int) -> str:
         """Return the message for a notification that doesn't come."""
-        last, each = self._reached.get(rank), self.per_round
+        last = self._reached.get(rank)
+        each = self.per_round
         seen = "has not been heard of yet"
         if last is not None:
             seen = f"last reached round {self.first + last // each}"

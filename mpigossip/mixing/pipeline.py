@@ -42,9 +42,12 @@ class Buffers(Protocol):
         """Return for each slot the message as sent, of which this chunk is ready; waits for it."""
 
     def add(
-        self, weights: Sequence[float], received: Sequence[Sequence[Source]], chunk: Chunk,
+        self,
+        weights: Sequence[float],
+        received: Sequence[Sequence[Source]],
+        chunk: Chunk,
         into: Segments | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add up a chunk of the own message and the sources', each given by slot."""
 
     @property
@@ -66,7 +69,9 @@ class Pipeline:
 
     def __init__(self, transport: Transport, buffers: Buffers, thread: ProgressThread):
         """``thread``: whose waits are used."""
-        self._transport, self._buffers, self._thread = transport, buffers, thread
+        self._transport = transport
+        self._buffers = buffers
+        self._thread = thread
         self.threaded = thread.threaded
 
     def begin(self, r: Round) -> None:
@@ -88,8 +93,10 @@ class Pipeline:
         self._kept(self._run, r)
 
     def _run(self, r: Round) -> None:
-        advance, late = partial(self._advance, r), partial(self._late, r)
-        pause, whom = partial(self._pause, r), partial(self._whom, r)
+        advance = partial(self._advance, r)
+        late = partial(self._late, r)
+        pause = partial(self._pause, r)
+        whom = partial(self._whom, r)
         while not self._over(r):
             Deadline(self._transport.timeout_s).wait(advance, late, pause, whom)
         self._buffers.complete()
@@ -123,7 +130,8 @@ class Pipeline:
 
     def _advance(self, r: Round) -> bool:
         """Do what can be done now without waiting; return whether there was anything."""
-        sent, came = self._send(r), self._receive(r)
+        sent = self._send(r)
+        came = self._receive(r)
         return self._add(r) or sent or came
 
     def _pause(self, r: Round) -> bool:
@@ -152,7 +160,8 @@ class Pipeline:
 
     def _receive(self, r: Round) -> bool:
         # from each source its next chunk; the sources needn't be equally far
-        moved, chunks = False, self._transport.chunks
+        moved = False
+        chunks = self._transport.chunks
         for rank, count in r.arrived.items():
             if count < len(chunks) and self._transport.arrived(r, rank, chunks[count]):
                 r.arrived[rank] += 1

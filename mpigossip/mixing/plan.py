@@ -39,9 +39,16 @@ class Plan:
 
     @classmethod
     def of(
-        cls, graph, layout: Layout, rank: int, kind: Kind, t: int, near: Near = (),
-        *, halves: bool = False,
-    ) -> Plan:  # fmt: skip
+        cls,
+        graph,
+        layout: Layout,
+        rank: int,
+        kind: Kind,
+        t: int,
+        near: Near = (),
+        *,
+        halves: bool = False,
+    ) -> Plan:
         """Plan round t; ``halves``: pairs on one host average by halves."""
         nbytes = traffic(graph, kind, t, rank, layout.sent_bytes, layout.raw_bytes)
         if kind is not Kind.GOSSIP or is_average(graph, t):
@@ -140,7 +147,8 @@ def chunks(layout: Layout, size: float) -> list[Chunk]:
         for at in range(0, whole.stop, CHUNK):
             if end - begin >= size and not scalar:
                 found.append(Chunk(len(found), slice(begin, end), tuple(fields)))
-                fields, begin = [], end
+                fields = []
+                begin = end
             columns = slice(at, min(at + CHUNK, whole.stop))
             end += 8 if scalar else layout.vector_bytes(columns.stop - at)
             if fields and fields[-1][0] == index:

@@ -55,9 +55,11 @@ class ProgressThread:
         ``cores``: where it runs; none: where the scheduler likes. ``device``: a GPU that is to be
         current in it before anything else, as MPI libraries look for a context.
         """
-        self._cores, self._device = cores, device
+        self._cores = cores
+        self._device = device
         self.threaded = threaded = threaded and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._comm, self._timeout_s = comm, timeout_s
+        self._comm = comm
+        self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self.busy = 0.0
@@ -179,9 +181,13 @@ class ProgressThread:
 
 
 def attempt(
-    comm: MPI.Intracomm, work: Callable[[], object], now: Callable[[], str], limit_s: float,
-    device: torch.device, holds: Any = (),
-) -> str:  # fmt: skip
+    comm: MPI.Intracomm,
+    work: Callable[[], object],
+    now: Callable[[], str],
+    limit_s: float,
+    device: torch.device,
+    holds: Any = (),
+) -> str:
     """Do the work on all ranks, each in a thread; return what went wrong on any, "" for nothing.
 
     Collective over ``comm``, which the work must not use; the same text on all ranks. It goes wrong
@@ -191,7 +197,8 @@ def attempt(
     """
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     thread = ProgressThread(comm, timeout_s=limit_s, device=str(device))
-    waits, wrong = False, ""
+    waits = False
+    wrong = ""
 
     def over() -> bool:
         return future.done() or comm.Iprobe(MPI.ANY_SOURCE, FAILED)

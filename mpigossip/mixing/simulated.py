@@ -73,7 +73,8 @@ class Simulated(Mixer):
     def __init__(self, graph, layout: Layout):
         """Arrays of n rows on the layout's devices; ``graph`` says who averages with whom."""
         super().__init__(graph, layout, range(graph.n))
-        self._out, self._mixed = layout.empty(graph.n), layout.empty(graph.n)
+        self._out = layout.empty(graph.n)
+        self._mixed = layout.empty(graph.n)
         self._open: tuple[Kind, int] | None = None
         self._groups = lru_cache(KEPT)(partial(_groups, graph))
         self._sends = lru_cache(KEPT)(partial(_sends, graph, layout))
@@ -83,7 +84,8 @@ class Simulated(Mixer):
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
         """Quantize the messages, if the wire does, and remember what :meth:`finish` is to do."""
-        self._open, layout = (kind, t), self.layout
+        self._open = (kind, t)
+        layout = self.layout
         if not layout.wire.exact and kind is not Kind.LOCAL:
             encode(layout, self._out, self.rows, t if exchange is None else exchange, None)
         for node, nbytes in zip(self.rows, self._sends(kind, self._clock(t)), strict=True):

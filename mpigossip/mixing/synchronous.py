@@ -48,9 +48,16 @@ class Synchronous(OfRank):
     """The mixer of one rank."""
 
     def __init__(
-        self, graph, layout: Layout, world: World, *, same_host="read", exchange="auto",
-        timeout_s=300.0, on_devices: bool | None = None,
-    ):  # fmt: skip
+        self,
+        graph,
+        layout: Layout,
+        world: World,
+        *,
+        same_host="read",
+        exchange="auto",
+        timeout_s=300.0,
+        on_devices: bool | None = None,
+    ):
         """Collective over ``world``; ``graph.n`` must be its size.
 
         ``exchange``: "auto", "windows", "messages", "nccl" or "host"; MemoryRefused where one that
@@ -106,22 +113,28 @@ class Synchronous(OfRank):
             return made
 
         way = probe.open_way(exchange, self._comm, self.layout, buffers, world, on_host)
-        self._transport, self._buffers = way.transport, way.buffers
+        self._transport = way.transport
+        self._buffers = way.buffers
         self.routes = {j: way.text for j in range(self.n) if j != self.rank}
 
     def _open_thread(self, world: World) -> None:
         """Start the progress thread, if a transport has something to do for it."""
         self._thread: ProgressThread | None = None
-        transport, layout = self._transport, self.layout
+        transport = self._transport
+        layout = self.layout
         if transport is None:
             return
         poll = len(set(world.hosts)) > 1
         computing = torch.get_num_threads() * layout.slots
         cores = own_core(transport.comm, computing, world.beside) if poll else frozenset()
         self._thread = ProgressThread(
-            transport.comm, timeout_s=self._timeout_s, threaded=not world.survives, poll=poll,
-            cores=cores, device=layout.devices[0] if layout.devices else "cpu",
-        )  # fmt: skip
+            transport.comm,
+            timeout_s=self._timeout_s,
+            threaded=not world.survives,
+            poll=poll,
+            cores=cores,
+            device=layout.devices[0] if layout.devices else "cpu",
+        )
         on_host = isinstance(self._buffers, HostBuffers)
         self._inline = not self._thread.threaded or (on_host and layout.sent_bytes <= INLINE)
         self._pipeline = Pipeline(transport, self._buffers, self._thread)
@@ -136,8 +149,10 @@ class Synchronous(OfRank):
         result is for averages. Codes are sent in place of the outbox. On GPUs "host" is what
         exchanges through host memory take besides.
         """
-        lossy, gpu = not layout.wire.exact, bool(set(layout.devices) - {"cpu"})
-        shared, sends = bool(near and near[node]), not near or len(near[node]) < graph.n
+        lossy = not layout.wire.exact
+        gpu = bool(set(layout.devices) - {"cpu"})
+        shared = bool(near and near[node])
+        sends = not near or len(near[node]) < graph.n
         area = whole_pages(layout.nbytes) if shared else layout.nbytes
         averages = averages or not sums_in_inbox(graph, node)
         separate = shared or averages or lossy
@@ -199,7 +214,9 @@ class Synchronous(OfRank):
         return self._plan(kind, t % self._period if self._period else t)
 
     def _start_average(self, r: Round) -> None:
-        transport, buffers, thread = self._transport, self._buffers, self._thread
+        transport = self._transport
+        buffers = self._buffers
+        thread = self._thread
         if transport is None or thread is None:
             self._shared.publish(self._shared.places.keys() - {self.rank}, r.t)
         elif transport.in_main:
@@ -211,14 +228,16 @@ class Synchronous(OfRank):
     def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
         r = self._round
         r.finished = True
-        plan, buffers = r.plan, self._buffers
+        plan = r.plan
+        buffers = self._buffers
         if plan.kind is Kind.LOCAL:
             return buffers.out, buffers.out
         if plan.average:
             return buffers.out, self._finish_average(r)
         if plan.partner is not None and into is None:
             # waits for the partner's outbox, then for its half of the one result
-            parts, weight = self.layout.parts, plan.weights[0]
+            parts = self.layout.parts
+            weight = plan.weights[0]
             r.halved = True
             average = self._shared.average_pair(parts, weight, plan.partner, r.t)
             return buffers.out, buffers.segments(average)
@@ -245,7 +264,9 @@ class Synchronous(OfRank):
 
     def _sum(self, r: Round, into: torch.Tensor | None) -> None:
         """Sum the outboxes on this host and what was sent, in the graph's order."""
-        shared, received, far = self._shared, [], r.plan.far
+        shared = self._shared
+        received = []
+        far = r.plan.far
         for j in r.plan.sources:
             if j in shared.places:
                 received.append(self._buffers.segments(shared.outbox(j)))
@@ -259,7 +280,8 @@ class Synchronous(OfRank):
 
         Here, as the progress thread has nothing to do now: to wake it takes longer.
         """
-        r, self._round = self._round, None
+        r = self._round
+        self._round = None
         if r is None or r.plan.kind is not Kind.GOSSIP:
             return
         # readers of this outbox on this host; those that were sent to have their own copy
@@ -305,9 +327,14 @@ class Surviving(Synchronous):
     def __init__(self, graph, layout: Layout, world: World, *, timeout_s=300.0, on_devices=None):
         """Collective over ``world``; messages of GPUs go through host memory."""
         super().__init__(
-            graph, layout, world, same_host="put", exchange="host", timeout_s=timeout_s,
+            graph,
+            layout,
+            world,
+            same_host="put",
+            exchange="host",
+            timeout_s=timeout_s,
             on_devices=on_devices,
-        )  # fmt: skip
+        )
 
     def _open_on_host(self, buffers: int, world: World) -> Transport:
         made = Messages(self._comm, self.layout, buffers, self._timeout_s, hosts=world.hosts)
@@ -323,11 +350,13 @@ def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
     """
     if comm.size == 1 or nbytes <= SMALLEST:
         return float("inf")
-    out, into = np.zeros(SMALLEST, np.uint8), np.empty(SMALLEST, np.uint8)
+    out = np.zeros(SMALLEST, np.uint8)
+    into = np.empty(SMALLEST, np.uint8)
     for _ in range(2):  # the first opens connections
         comm.Barrier()
         began = time.perf_counter()
-        source, to = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        source = (comm.rank - 1) % comm.size
+        to = (comm.rank + 1) % comm.size
         pending = {(source, 0): comm.Irecv(into, source), (to, 1): comm.Isend(out, to)}
         wait_all(pending, timeout_s, lambda _: SLOW, comm=comm)
         slowest = comm.allreduce(time.perf_counter() - began, MPI.MAX)

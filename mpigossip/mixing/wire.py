@@ -82,15 +82,20 @@ class Wire(NamedTuple):
         """Decode columns ``part`` (whole buckets) of an encoded vector of ``width`` columns."""
         out = out.view(-1)
         for at in range(part.start // CHUNK * CHUNK, part.stop, CHUNK):
-            low, high = max(at, part.start), min(at + CHUNK, part.stop)
-            chunk, values = message[self.nbytes(at) :], out[low - part.start : high - part.start]
+            low = max(at, part.start)
+            high = min(at + CHUNK, part.stop)
+            chunk = message[self.nbytes(at) :]
+            values = out[low - part.start : high - part.start]
             self._unpack_chunk(chunk, min(CHUNK, width - at), slice(low - at, high - at), values)
 
     def _unpack_chunk(
         self, message: torch.Tensor, width: int, part: slice, out: torch.Tensor
     ) -> None:
-        total, codes, at = width // BUCKET, [], 0
-        begin, end = part.start // BUCKET, part.stop // BUCKET
+        total = width // BUCKET
+        codes = []
+        at = 0
+        begin = part.start // BUCKET
+        end = part.stop // BUCKET
         for size in self.sizes:
             codes.append(message[at + begin * size : at + end * size].view(end - begin, size))
             at += total * size
@@ -128,9 +133,14 @@ def encode(
 
 
 def encode_slot(
-    layout, slot: int, arrays, nodes, exchange: int, codes: torch.Tensor | None,
+    layout,
+    slot: int,
+    arrays,
+    nodes,
+    exchange: int,
+    codes: torch.Tensor | None,
     fields: Sequence[Field] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """:func:`encode` of one slot."""
     for field, columns in layout.fields if fields is None else fields:
         at = layout.offset(field)

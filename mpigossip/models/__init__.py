@@ -48,13 +48,19 @@ def lenet(shape: Shape, classes: int) -> nn.Module:
     padding = 0 if min(height, width) >= 32 else 2
     sides = [((side + 2 * padding - 4) // 2 + 2 * padding - 4) // 2 for side in (height, width)]
     return nn.Sequential(
-        nn.Conv2d(channels, 6, 5, padding=padding), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5, padding=padding), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(channels, 6, 5, padding=padding),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5, padding=padding),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(16 * sides[0] * sides[1], 120), nn.ReLU(),
-        nn.Linear(120, 84), nn.ReLU(),
+        nn.Linear(16 * sides[0] * sides[1], 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
         nn.Linear(84, classes),
-    )  # fmt: skip
+    )
 
 
 class Point(nn.Module):
@@ -79,10 +85,15 @@ def factors(shape: Shape, *, rank: Positive = 3, size: AboveZero = 0.3) -> nn.Mo
 
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
-    "mlp": mlp, "lenet": lenet, "resnet20": resnet20, "resnet56": resnet56,
-    "resnet50": resnet50, "gpt": gpt,
-    "point": point, "factors": factors,
-}  # fmt: skip
+    "mlp": mlp,
+    "lenet": lenet,
+    "resnet20": resnet20,
+    "resnet56": resnet56,
+    "resnet50": resnet50,
+    "gpt": gpt,
+    "point": point,
+    "factors": factors,
+}
 """What `model.name` can be; keyword-only parameters are the options of section `[model]`."""
 
 
@@ -104,7 +115,8 @@ def model(
     the shape, and for a model whose parameters don't fit into the memory of this host, before that
     memory is allocated.
     """
-    described, memory = _described(name, shape, options), host_memory()
+    described = _described(name, shape, options)
+    memory = host_memory()
     smaller = f"this host has {in_bytes(memory)} of memory: {_smaller(options)}"
     if name in BUILDERS:  # custom code is called once only
         with limited(described, memory // 4, MAX_TENSORS, smaller):
@@ -137,7 +149,8 @@ def counted(
     """
     built_in = name in BUILDERS
     parameters, tensors = (MAX_PARAMETERS, MAX_TENSORS) if built_in else (math.inf, math.inf)
-    described, smaller = _described(name, shape, options), _smaller(options)
+    described = _described(name, shape, options)
+    smaller = _smaller(options)
     try:
         with limited(described, parameters, tensors, smaller), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # values that are loaded don't get anywhere
@@ -206,7 +219,8 @@ def loss_and_correct(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     outputs: (..., classes), targets: (...) int64; for tokens both have a time axis.
     """
-    flat, wanted = outputs.flatten(0, -2).float(), targets.flatten()
+    flat = outputs.flatten(0, -2).float()
+    wanted = targets.flatten()
     return functional.cross_entropy(flat, wanted), (flat.detach().argmax(-1) == wanted).sum()
 
 
@@ -229,7 +243,8 @@ def _factory(name: str) -> Callable[..., nn.Module]:
 
 def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
     """Apply the network to one sample (1, ...) and compare the shape of what comes out."""
-    shape, tokens = tuple(sample.shape[1:]), sample.dtype == torch.int64
+    shape = tuple(sample.shape[1:])
+    tokens = sample.dtype == torch.int64
     what = f"tokens of shape {shape}, 0 … {classes - 1}" if tokens else f"samples of shape {shape}"
     expected = (*sample.shape, classes) if sample.dtype == torch.int64 else (1, classes)
     training = network.training

@@ -18,7 +18,9 @@ MAX_TENSORS = 1 << 13
 """Largest number of parameter tensors of a built-in model: GPT has 12 for each layer."""
 MAX_PARAMETERS = 10**12
 """Largest number of parameters of a built-in model."""
-TRIED_PARAMETERS, TRIED_ELEMENTS, TRIED_TOKENS = 1 << 25, 1 << 18, 1 << 10
+TRIED_PARAMETERS = 1 << 25
+TRIED_ELEMENTS = 1 << 18
+TRIED_TOKENS = 1 << 10
 """A larger model, or one for larger samples, is only counted when nothing is to be trained."""
 INITIALIZERS = frozenset(name for name in vars(nn.init) if name.endswith("_") and name[0] != "_")
 """Names of the functions of torch.nn.init, and of those methods of tensors that they call."""
@@ -54,7 +56,9 @@ def limited(described: str, parameters: float, tensors: float, remedy: str) -> I
     :param tensors: largest number of parameters
     :param remedy: what to do about a model that is too large
     """
-    thread, elements, count = threading.get_ident(), 0, 0
+    thread = threading.get_ident()
+    elements = 0
+    count = 0
 
     def add(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         nonlocal elements, count

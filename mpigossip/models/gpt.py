@@ -39,10 +39,12 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, norm: str = "layer", bias: bool = True) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = NORMS[norm](width), NORMS[norm](width)
+        self.norm1 = NORMS[norm](width)
+        self.norm2 = NORMS[norm](width)
         self.attention = nn.Linear(width, 3 * width, bias)
         self.join = nn.Linear(width, width, bias)
-        self.up, self.down = nn.Linear(width, 4 * width, bias), nn.Linear(4 * width, width, bias)
+        self.up = nn.Linear(width, 4 * width, bias)
+        self.down = nn.Linear(4 * width, width, bias)
 
     def forward(self, x: Tensor, turn: Turn | None = None) -> Tensor:
         """(B, T, width) to the same."""
@@ -50,7 +52,8 @@ class Block(nn.Module):
         split = self.attention(self.norm1(x)).view(batch, time, 3, self.heads, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4)
         if turn is not None:
-            query, key = turned(query, turn), turned(key, turn)
+            query = turned(query, turn)
+            key = turned(key, turn)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.join(seen.transpose(1, 2).reshape(batch, time, width))
         return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
@@ -73,7 +76,8 @@ class GPT(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.turned, self.recompute = width // heads if rotary else 0, recompute
+        self.turned = width // heads if rotary else 0
+        self.recompute = recompute
         self.tokens = nn.Embedding(classes, width)
         self.places = None if rotary else nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads, norm, bias) for _ in range(layers))
@@ -87,7 +91,8 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        time, device = tokens.shape[1], tokens.device
+        time = tokens.shape[1]
+        device = tokens.device
         x = self.tokens(tokens)
         if self.places is not None:
             x = x + self.places(torch.arange(time, device=device))
@@ -136,6 +141,13 @@ def gpt(
             f"need an even one; choose model.width = {width + heads}"
         )
     return GPT(
-        shape[0], classes, layers, heads, width,
-        rotary=rotary, norm=norm, bias=bias, recompute=recompute,
-    )  # fmt: skip
+        shape[0],
+        classes,
+        layers,
+        heads,
+        width,
+        rotary=rotary,
+        norm=norm,
+        bias=bias,
+        recompute=recompute,
+    )

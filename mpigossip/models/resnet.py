@@ -29,7 +29,8 @@ class Basic(nn.Module):
         self.bn1 = nn.BatchNorm2d(out)
         self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(out)
-        self.stride, self.extra = stride, out - wide
+        self.stride = stride
+        self.extra = out - wide
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, wide, H, W) to (B, out, H/stride, W/stride)."""

@@ -31,7 +31,7 @@ def one_module(model: Any, name: str = "model") -> nn.Module:
                         f"the {name}'s {kind} {tensor_name} has no shape yet, as those of "
                         f"LazyLinear before their first batch: call {name}(batch) once, before "
                         "the optimizer is made"
-                    )  # fmt: skip
+                    )
         return model
     more = ""
     if isinstance(model, Sequence) and model and all(isinstance(m, nn.Module) for m in model):
@@ -49,7 +49,7 @@ def one_optimizer(optimizer: Any) -> Any:
         raise JobError(
             f"optimizer has a {type(wrong[0]).__name__} among its {len(optimizer)}: give "
             "torch.optim optimizers, such as [Muon(matrices), AdamW(others)]"
-        )  # fmt: skip
+        )
     return optimizer[0] if len(optimizer) == 1 else Together(optimizer)
 
 
@@ -59,19 +59,21 @@ def check(world: Any, model: Any, optimizer: Any) -> None:
         raise JobError(
             f"world is a {type(world).__name__}: give what mpigossip.world() returns, as in "
             "Gossip(world, model, optimizer)"
-        )  # fmt: skip
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise JobError(
             f"optimizer is {what}: give a torch.optim optimizer that is made already, such as "
             "torch.optim.AdamW(model.parameters())"
-        )  # fmt: skip
+        )
     check_free(optimizer)
     check_default_device("Gossip")
     for name, p in one_module(model).named_parameters():
         if p.device.type == "meta":
-            raise JobError(f"the model's parameter {name} is on the meta device, without values: "
-                           "call model.to_empty(device=…) and initialize it")  # fmt: skip
+            raise JobError(
+                f"the model's parameter {name} is on the meta device, without values: "
+                "call model.to_empty(device=…) and initialize it"
+            )
         if p.requires_grad:
             check_type(name, p, (torch.float32, *LOW))
 
@@ -90,7 +92,7 @@ def check_callback(job: Job, on_change: object) -> None:
             f"survive = True with on_change = {on_change!r}: after a loss the loader is to be "
             "made anew for the nodes that are left, which only the program can; give on_change, "
             "a function of the world that is called then"
-        )  # fmt: skip
+        )
     if on_change is not None and not job.run.survive:
         raise JobError("on_change is called after a loss, with survive = True only; give both")
 

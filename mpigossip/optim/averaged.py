@@ -30,8 +30,10 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
     """
     module = node.model if twin is None else twin
     if batches is not None and not norms(module):
-        raise JobError("averaged(recalibrate=…): the model has no BatchNorm whose running mean "
-                       "and variance could be found anew; leave recalibrate out")  # fmt: skip
+        raise JobError(
+            "averaged(recalibrate=…): the model has no BatchNorm whose running mean "
+            "and variance could be found anew; leave recalibrate out"
+        )
     with torch.no_grad(), deadline.calling("averaged()"):
         _wait_ready(node, "averaged()")
         with node.noticed():
@@ -40,7 +42,8 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
         kept = [(t, t.clone()) for t in buffers]
         own = node.vector.x[0] if twin is None else None
         if own is not None:
-            parts, done = [own], node.publish
+            parts = [own]
+            done = node.publish
             ends = done
         else:
             modules = fully_sharded(module)
@@ -49,7 +52,8 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
             ends = partial(_leave, modules, node)
             parts = [local(p.detach()) for p in module.parameters() if p.is_floating_point()]
         kept += [(t, t.clone()) for t in parts]
-    node.looking, whole = True, False
+    node.looking = True
+    whole = False
     try:
         with torch.no_grad(), deadline.calling("averaged()"), node.noticed():
             for part in parts:
@@ -70,7 +74,7 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
                     raise JobError(
                         f"averaged(recalibrate=…): no batch came on rank {node.world.rank}; "
                         "give a list, or a generator that is made anew each time"
-                    )  # fmt: skip
+                    )
             average_buffers(node.mixer, node.group, [[buffers]], module)
             whole = True
         if not whole:  # a rank was lost: what there is without the others
@@ -164,7 +168,7 @@ def paused(node: LoopNode) -> Iterator[None]:
         raise JobError(
             "paused() inside averaged(): an asynchronous node would go on exchanging, with the "
             "average for its own model; evaluate a copy of it (copy.deepcopy) behind averaged()"
-        )  # fmt: skip
+        )
     with deadline.paused(), node.engine.clock.uncounted() if node.laid_out else nullcontext():
         if not serves:
             yield
@@ -179,7 +183,8 @@ def paused(node: LoopNode) -> Iterator[None]:
 
 @contextmanager
 def _serving(node: LoopNode) -> Iterator[None]:
-    done, failed = threading.Event(), list[BaseException]()
+    done = threading.Event()
+    failed = list[BaseException]()
     node.vector.gather()  # its memory is there
     device = next(node.model.parameters()).device
 

@@ -80,4 +80,5 @@ class EditDetector:
     def end(self) -> None:
         """Forget the exchange: it is received, or given up."""
         self.in_flight = self._edited = False
-        self._versions, self._sent = [], ()
+        self._versions = []
+        self._sent = ()

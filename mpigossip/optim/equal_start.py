@@ -27,7 +27,8 @@ Facts = Sequence[tuple[str, str]]
 
 def layout(model: nn.Module) -> Facts:
     """Return parameters and buffers by name: shape, type, memory order, frozen or sharded."""
-    parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
+    parameters = list(model.named_parameters())
+    buffers = list(model.named_buffers())
     facts = [
         (f"parameter {n}", _told(p) + ", frozen" * (not p.requires_grad)) for n, p in parameters
     ]
@@ -68,7 +69,8 @@ def agree(world: World, facts: Facts) -> None:
 def _difference(mine: tuple[str, str] | None, first: tuple[str, str] | None) -> str:
     remedy = "all ranks need the same, by name, shape, type and order: build it by the same code"
     if mine is None or first is None:
-        one, (name, what) = ("rank 0" if mine is None else "this rank"), mine or first or ("", "")
+        one = "rank 0" if mine is None else "this rank"
+        (name, what) = mine or first or ("", "")
         return f"{name} ({what}) is there on {one} only; {remedy}"
     if mine[0] != first[0]:
         return f"{mine[0]} ({mine[1]}) stands where rank 0 has {first[0]} ({first[1]}); {remedy}"
@@ -86,8 +88,10 @@ def begin(world: World, model: nn.Module) -> None:
             ranks = world.nodes.column if is_sharded(tensor) else world
             differ |= _from_rank_0(ranks, local(tensor.detach()))
     if others := sum(world.gather(differ) or ()):
-        note_once(f"the initial models of {others} other ranks differed from rank 0's, with which "
-               "all nodes begin, as in DDP; seed models alike, and data by rank")  # fmt: skip
+        note_once(
+            f"the initial models of {others} other ranks differed from rank 0's, with which "
+            "all nodes begin, as in DDP; seed models alike, and data by rank"
+        )
 
 
 def _from_rank_0(world: World, tensor: torch.Tensor) -> bool:

@@ -38,7 +38,7 @@ def open_run(world: World, job: Job) -> Run:
             raise JobError(
                 f'run: "{folder}" holds the run of a job: go on with it by `mpigossip resume '
                 f"{folder}`, or name another folder"
-            )  # fmt: skip
+            )
     return Run(world, job, path, world.resources)
 
 
@@ -55,14 +55,16 @@ def begin(run: Run) -> None:
 
 
 def _check_loaded(run: Run, path: Path) -> None:
-    manifest, step, n = checkpoint.read_manifest(path), run.node.engine.index, run.node.mixer.n
+    manifest = checkpoint.read_manifest(path)
+    step = run.node.engine.index
+    n = run.node.mixer.n
     if step < manifest.step or manifest.n != n:
         loaded = f"a state of step {step} was loaded" if step else "nothing was loaded"
         raise JobError(
             f'run: "{run.folder}" holds a run that has {path.name} as its newest checkpoint, '
             f"of {counted(manifest.n, 'node')}, and {loaded}: call optimizer.resume() to go "
             "on from there, or name another folder"
-        )  # fmt: skip
+        )
     run.take_over(checkpoint.read_node(path, run.node.mixer.rows[0], manifest).numbers)
     run.saved_at = step if step == manifest.step else None
 
@@ -110,7 +112,7 @@ class WithFolder(Wrapper):
                 f"log: step {at} is not open: {done} steps are made, counted from 0 by "
                 f"optimizer.step(), and {' or '.join(map(str, open_steps))} can be logged (a step "
                 "is written when the next begins, and by save(): log before that)"
-            )  # fmt: skip
+            )
         check_names(figures, MEASURED)
         of_step = run.figures.setdefault(-1 if at is None else at, {})
         for name, value in figures.items():
@@ -131,17 +133,18 @@ class WithFolder(Wrapper):
                 raise JobError(
                     f"keep: the name {name!r} can't be part of a path in a checkpoint; give a name "
                     'without "/" that does not begin with "#", such as scheduler=…'
-                )  # fmt: skip
+                )
             if not any(all(hasattr(thing, one) for one in pair) for pair in pairs):
                 raise JobError(
                     f"keep: {name} is a {type(thing).__name__}; give an object with state_dict() "
                     "and load_state_dict(), or with get_state() and set_state()"
-                )  # fmt: skip
+                )
         self._node.keeps |= things
 
     def save(self) -> None:
         """Write a checkpoint of the present step while the loop goes on; collective."""
-        run, _ = self._own_run("save"), self._laid_out()
+        run = self._own_run("save")
+        _ = self._laid_out()
         with (
             deadline.calling("save()"),
             self._node.engine.clock.uncounted(),
@@ -159,7 +162,8 @@ class WithFolder(Wrapper):
         what :meth:`keep` was given. With another one from the exact average; what is dropped is
         reported.
         """
-        run, _ = self._own_run("resume"), self._laid_out()
+        run = self._own_run("resume")
+        _ = self._laid_out()
         if run.begun:
             raise JobError("resume() comes before the first step, and before save() and log()")
         if run.newest is not None:
@@ -212,7 +216,7 @@ class WithFolder(Wrapper):
         raise JobError(
             f"callback({name}): give transformers, lightning or pytorch_lightning; in a custom "
             "loop call optimizer.exit_if_stopping() after each step"
-        )  # fmt: skip
+        )
 
     def _own_run(self, call: str) -> Run:
         if self._run is None:
@@ -228,7 +232,7 @@ def _ours(optimizer: Any) -> Any:
             raise JobError(
                 f"callback: the trainer's optimizer is {type(optimizer).__name__}; give it "
                 'mpigossip.Gossip(…, run="runs/mine")'
-            )  # fmt: skip
+            )
         optimizer = inner
     return optimizer
 

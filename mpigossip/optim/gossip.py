@@ -124,7 +124,9 @@ class Gossip(WithFolder):
             optimizer = arguments.one_optimizer(optimizer)
             arguments.check(world, model, optimizer)
         super().__init__(optimizer)
-        self._world, self._given, self._model = world, model, unwrapped.bare(model)
+        self._world = world
+        self._given = model
+        self._model = unwrapped.bare(model)
         arguments.check_overlap(overlap)
         where = str(next(self._model.parameters()).device)
         with world.together(JobError, ValueError):
@@ -147,7 +149,8 @@ class Gossip(WithFolder):
         on_change: Callable[[World], object] | None,
     ) -> None:
         """Make this rank's node, and prepare it for rank failures; collective."""
-        world, run = self._world, self._run
+        world = self._world
+        run = self._run
         self._loaded: dict | None = None
         self._stale = Stale()
         self.record: Record | None = None
@@ -212,7 +215,8 @@ class Gossip(WithFolder):
         return value
 
     def _step(self) -> None:
-        node, engine = self._node, self._laid_out()
+        node = self._node
+        engine = self._laid_out()
         if engine.clock.counting:
             engine.clock.lap("compute_s")
         if self._run:
@@ -241,8 +245,10 @@ class Gossip(WithFolder):
     def _laid_out(self) -> Engine:
         """The engine, where it is to go on from."""
         if self._node.closed:
-            raise JobError("this Gossip is closed, as its world is: call it inside the block "
-                           "`with mpigossip.world() as world:`")  # fmt: skip
+            raise JobError(
+                "this Gossip is closed, as its world is: call it inside the block "
+                "`with mpigossip.world() as world:`"
+            )
         check_process()
         check_default_device(deadline.call or "Gossip")
         if self._loaded is not None:
@@ -264,7 +270,8 @@ class Gossip(WithFolder):
             name = self._job.algorithm.name
             states.check_origin(self._node.world, self._loaded, self.engine, name)
             self._node.begin_anew()
-            state, self._loaded = self._loaded, None
+            state = self._loaded
+            self._loaded = None
             states.restore(state, self.engine, self.vector)
             with torch.no_grad():
                 self._node.publish()

@@ -22,8 +22,13 @@ from mpigossip.optim.base import Wrapper
 from mpigossip.store import StoreError
 from mpigossip.training.parts import Parts
 
-BESIDE = {"params", "param_names", *(f"{name}_lr" for name in ("initial", "max", "min", "swa")),
-          "base_momentum", "max_momentum"}  # fmt: skip
+BESIDE = {
+    "params",
+    "param_names",
+    *(f"{name}_lr" for name in ("initial", "max", "min", "swa")),
+    "base_momentum",
+    "max_momentum",
+}
 """Keys of a group that are no settings of its optimizer: torch's schedulers add some."""
 
 
@@ -65,11 +70,12 @@ class Together(torch.optim.Optimizer):
             raise JobError(
                 f"optimizer: {twice} parameters are in two of the {len(parts)} optimizers, and "
                 "would take two steps; give each parameter to one of them"
-            )  # fmt: skip
+            )
         super().__init__([group for one in parts for group in one.param_groups], {})
         for one in parts:
             self.state.update(one.state)
-        self._parts, self._counts = parts, [len(one.param_groups) for one in parts]
+        self._parts = parts
+        self._counts = [len(one.param_groups) for one in parts]
         self._share()
 
     def _share(self) -> None:
@@ -89,7 +95,7 @@ class Together(torch.optim.Optimizer):
             raise JobError(
                 "add_param_group: there are several optimizers, and nothing says which of them is "
                 "to have it; give Gossip optimizers that have all groups"
-            )  # fmt: skip
+            )
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -119,7 +125,8 @@ def complete(
 
     ``saved``: the :func:`title` of their optimizer, "" if not known. StoreError where it differs.
     """
-    here, now = title(optimizer), optimizer.param_groups
+    here = title(optimizer)
+    now = optimizer.param_groups
     pairs = list(zip(groups, now, strict=False))  # torch refuses another number of groups
     unknown = sorted({key for old, new in pairs for key in old.keys() - new.keys() - BESIDE})
     lacking = {key: new[key] for old, new in pairs for key in new.keys() - old.keys() - BESIDE}
@@ -144,18 +151,18 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise JobError(
             "the optimizer has none of the model's parameters; make it from "
             "model.parameters() of the model that is given to Gossip"
-        )  # fmt: skip
+        )
     if moved - own:
         raise JobError(
             f"the optimizer has {len(moved - own)} parameters that are not the model's: they "
             "would not be exchanged; give Gossip torch.nn.ModuleList([…]) of all that it trains"
-        )  # fmt: skip
+        )
     if any(isinstance(one, torch.optim.LBFGS) for one in parts_of(optimizer)):
         raise JobError(
             "LBFGS evaluates its closure several times a step, and averaging invalidates its "
             "curvature pairs: train with torch.optim.Adam on all nodes, export the average "
             "(optimizer.averaged() or `mpigossip checkpoint export`), and run LBFGS on that alone"
-        )  # fmt: skip
+        )
     for one in parts_of(optimizer):
         if needs_closure(one):
             name = type(one).__name__
@@ -163,10 +170,12 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 f"{name} evaluates its closure, or computes gradients, several times a step, and "
                 f"Gossip evaluates it once: make Gossip the base optimizer of {name}, and call "
                 "step() of that (mpigossip/optim/README.md, Sharpness-aware minimization)"
-            )  # fmt: skip
+            )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise JobError("differentiable = True: no gradient passes through an exchange, nor does "
-                       "torch step leaf parameters so; make the optimizer without")  # fmt: skip
+        raise JobError(
+            "differentiable = True: no gradient passes through an exchange, nor does "
+            "torch step leaf parameters so; make the optimizer without"
+        )
     if any(isinstance(one, Wrapper) for one in parts_of(optimizer)):
         raise JobError("the optimizer is a Gossip already: pass the torch optimizer, not Gossip")
 
@@ -191,7 +200,7 @@ def check_group(known: Container[int], group: dict[str, Any]) -> None:
             f"add_param_group: {foreign} parameters that are not the model's, or joined it later, "
             "would not be exchanged; build all that is to be trained before Gossip(…), as one "
             "module, frozen (requires_grad = False) until then"
-        )  # fmt: skip
+        )
 
 
 def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
@@ -204,7 +213,7 @@ def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
         raise JobError(
             f'algorithm.name = "{algorithm}" takes learning rate and weight decay of a plain '
             f"torch.optim.SGD and replaces its step; this optimizer {has}"
-        )  # fmt: skip
+        )
 
 
 def check_method(parts: Parts, optimizer: torch.optim.Optimizer) -> None:
@@ -217,13 +226,14 @@ def check_method(parts: Parts, optimizer: torch.optim.Optimizer) -> None:
         raise JobError(
             f'algorithm.name = "{name}" exchanges gradients as dense arrays, which '
             'SparseAdam does not take; use torch.optim.Adam, or algorithm="dsgd"'
-        )  # fmt: skip
+        )
 
 
 def decay(vector: Parameters, optimizer: torch.optim.Optimizer, row: int = 0) -> None:
     """Add SGD's weight decay to the row's gradients in the vector."""
     place = {id(p): k for k, p in enumerate(vector.rows[row])}
-    x, g = vector.cut(vector.x[0][row]), vector.cut(vector.g[0][row])
+    x = vector.cut(vector.x[0][row])
+    g = vector.cut(vector.g[0][row])
     for group in optimizer.param_groups:
         for p in group["params"] if group["weight_decay"] else ():
             k = place.get(id(p))
@@ -244,18 +254,19 @@ def one_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> fl
         raise JobError(
             f'algorithm.name = "{algorithm}" has one learning rate for all parameters; the '
             "optimizer's groups have several: give them the same"
-        )  # fmt: skip
+        )
     if lr == 0 and algorithm in DIVIDES:
         raise JobError(
             f'algorithm.name = "{algorithm}" divides by the learning rate, which is 0 at step '
             f"{index}: begin the warm-up above it"
-        )  # fmt: skip
+        )
     return lr
 
 
 def unscaled(optimizer: Wrapper, engine: Engine, vector: Parameters) -> tuple[int, ...]:
     """Divide the gradients by GradScaler's scale; return (0,) where they overflowed."""
-    found, vector.inverse = getattr(optimizer, "found_inf", None), None
+    found = getattr(optimizer, "found_inf", None)
+    vector.inverse = None
     if found is None:
         return ()
     wrong = torch.as_tensor(float(found) > 0, dtype=torch.float64).reshape(1, 1)
@@ -272,8 +283,10 @@ def check_free(optimizer: torch.optim.Optimizer) -> None:
     for one in parts_of(optimizer):
         hooks = getattr(one, "_optimizer_step_pre_hooks", {}).values()  # not of a wrapper
         if any(isinstance(getattr(hook, "__self__", None), StepGuard) for hook in hooks):
-            raise JobError(f"the {type(one).__name__} is inside another Gossip; make a torch "
-                           "optimizer for each, or close() the other Gossip first")  # fmt: skip
+            raise JobError(
+                f"the {type(one).__name__} is inside another Gossip; make a torch "
+                "optimizer for each, or close() the other Gossip first"
+            )
 
 
 class StepGuard:
@@ -298,7 +311,7 @@ class StepGuard:
             raise JobError(
                 f"{type(optimizer).__name__}.step() was called directly, but Gossip calls it: "
                 "call step() of the Gossip optimizer, and pass that to GradScaler.step()"
-            )  # fmt: skip
+            )
 
     def release(self) -> None:
         """Give the optimizer back to the program."""
@@ -315,7 +328,8 @@ class Stale:
     def __init__(self) -> None:
         self._parameter: torch.Tensor | None = None
         self._spent: tuple[torch.Tensor, int, int] | None = None
-        self._added, self._passes = False, 0
+        self._added = False
+        self._passes = 0
         self._hook: Any = None
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -336,7 +350,8 @@ class Stale:
         """Note that a step has used the gradients."""
         grad = None if self._parameter is None else self._parameter.grad
         self._spent = None if grad is None else (grad, grad._version, local(grad)._version)
-        self._passes, self._added = 0, False
+        self._passes = 0
+        self._added = False
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """A backward pass after a step: zeroing before it would have counted, too."""
@@ -351,12 +366,14 @@ class Stale:
     def check(self, parameters: Iterable[torch.Tensor], rank: int) -> None:
         """JobError where backward added to gradients that were used; report if there are none."""
         if all(p.grad is None for p in parameters):  # a rank without data may mean it
-            note_once(f"step() on rank {rank} without any gradient: only the exchange changes its "
-                   "model; call zero_grad() before backward(), and that on the model given to "
-                   "Gossip, not on a copy")  # fmt: skip
+            note_once(
+                f"step() on rank {rank} without any gradient: only the exchange changes its "
+                "model; call zero_grad() before backward(), and that on the model given to "
+                "Gossip, not on a copy"
+            )
         if self._added and self._parameter.grad is self._spent[0]:
             self._added = False
             raise JobError(
                 "backward() accumulated into the previous step's gradients; call "
                 "optimizer.zero_grad() first"
-            )  # fmt: skip
+            )

@@ -59,11 +59,15 @@ class Member:
         replay: bool,
     ):
         """Prepare to train by what `join` has checked; ``job`` stands in the folder."""
-        self._live, self._folder = live, folder
+        self._live = live
+        self._folder = folder
         self._chunks = self._repeat() if replay else self._train()
-        self._model, self._optimizer, self._done = model, optimizer, 0
+        self._model = model
+        self._optimizer = optimizer
+        self._done = 0
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._seed, self._figures = self._capture(), dict[str, float]()
+        self._seed = self._capture()
+        self._figures = dict[str, float]()
         gossip = replace(job.algorithm, name="dsgd", options={"style": "atc"})  # what members do
         self._job = loop_text(replace(job, algorithm=gossip), model, optimizer, self._trained)
         self.finished = False
@@ -92,30 +96,41 @@ class Member:
         }
 
     def _train(self) -> Generator[int]:
-        live, place = self._live, self._live.place
-        names, shapes, device = self._seed.names, self._seed.shapes, self._device
+        live = self._live
+        place = self._live.place
+        names = self._seed.names
+        shapes = self._seed.shapes
+        device = self._device
         try:
             while not place.ended():
                 if live.stopping():
                     return
                 with live.stay():
                     states = live.begin(about(names, shapes, [str(device)]))
-                    note(f"place {place.number} of {self._folder}: {place.plan.chunks:,} chunks "
-                         "for all members together")  # fmt: skip
+                    note(
+                        f"place {place.number} of {self._folder}: {place.plan.chunks:,} chunks "
+                        "for all members together"
+                    )
                     self._put(average(states or [self._seed]))
                     live.place.disk.make("logs")
-                    writer, self._done = self._retry(self._writer), 0
+                    writer = self._retry(self._writer)
+                    self._done = 0
                     while (found := live.chunk()) is not None:
                         chunk, progress = found
                         self.progress = min(progress, place.plan.chunks - 1)
-                        began, peer = time.perf_counter(), place.peer
+                        began = time.perf_counter()
+                        peer = place.peer
                         number = place.round
                         yield chunk
                         self._done += 1
-                        self._figures |= {"compute_s": time.perf_counter() - began,
-                                          "chunk": chunk, "round": number, "time": time.time(),
-                                          "history": place.age,
-                                          "peer": peer.place if peer else np.nan}  # fmt: skip
+                        self._figures |= {
+                            "compute_s": time.perf_counter() - began,
+                            "chunk": chunk,
+                            "round": number,
+                            "time": time.time(),
+                            "history": place.age,
+                            "peer": peer.place if peer else np.nan,
+                        }
                         self._retry(partial(writer.append, self._row(writer)))
                         self._exchange()
                         if self._done == 2:
@@ -198,13 +213,17 @@ class Member:
         folder = self._folder / "logs" / f"{self._live.place.number:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         return LogWriter(
-            folder / "log.h5", nodes=1, job=self._job, columns=COLUMNS | MEMBER_COLUMNS,
+            folder / "log.h5",
+            nodes=1,
+            job=self._job,
+            columns=COLUMNS | MEMBER_COLUMNS,
             environment=environment(),
-        )  # fmt: skip
+        )
 
     def _row(self, writer: LogWriter) -> dict[str, np.ndarray]:
         """Return the log's row of the chunk, for which the log gets new columns if necessary."""
-        figures, self._figures = self._figures, {}
+        figures = self._figures
+        self._figures = {}
         new = {name: FIGURE for name in figures if name not in writer.columns}
         self._retry(lambda: writer.widen(new))
         return {
@@ -214,7 +233,8 @@ class Member:
 
     def _retry(self, write: Callable[[], T]) -> T:
         """Write to the log, again if the folder's file system fails."""
-        disk, number = self._live.place.disk, self._live.place.number
+        disk = self._live.place.disk
+        number = self._live.place.number
         return disk.retry(write, f"logs/{number:06d}/log.h5")
 
 
@@ -298,8 +318,10 @@ def _check_figures(chunks: int, lease_s: float) -> None:
 def _job(disk: Disk, model: nn.Module, chunks: int, replay: bool) -> Job:
     """What stands for a job in the folder; begins it, but for a replay."""
     if replay and not disk.exists(LOOP):
-        raise JobError(f'"{disk.root}" has no {LOOP}: no program has begun a training there that '
-                       "it could repeat")  # fmt: skip
+        raise JobError(
+            f'"{disk.root}" has no {LOOP}: no program has begun a training there that '
+            "it could repeat"
+        )
     about_run = {"output": str(disk.root), "name": disk.root.name or "run", "steps": chunks}
     job = load({"run": about_run, "cadence": {"name": "every", "period": 1}})
     trained = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}

@@ -73,9 +73,13 @@ class LoopNode:
         measure_every: int | str,
     ):
         """Copy node 0's model to all nodes; collective."""
-        self.world, self.model, self.inner = world, model, inner
-        self.job, self.graph = parts.job, parts.graph
-        self._overlap, self._every = overlap, measure_every
+        self.world = world
+        self.model = model
+        self.inner = inner
+        self.job = parts.job
+        self.graph = parts.graph
+        self._overlap = overlap
+        self._every = measure_every
         self.edits = EditDetector()
         self.laid_out = self.looking = self.serving = self.closed = False
         self._facts = equal_start.layout(model)
@@ -102,10 +106,15 @@ class LoopNode:
         local = Local(no_state, lambda *given: self.local.adapt(*given), raw=True)
         shard = self.flat.place if isinstance(self.flat, ShardedLayout) else 0
         self.parts = make_parts(
-            self.job, self.graph, self.flat, shards=range(shard, shard + 1),
-            devices=(self._device,), local=local,
-        )  # fmt: skip
-        node, nodes = self.job.node, self.world.nodes
+            self.job,
+            self.graph,
+            self.flat,
+            shards=range(shard, shard + 1),
+            devices=(self._device,),
+            local=local,
+        )
+        node = self.job.node
+        nodes = self.world.nodes
         # alone there is nobody whose pace could differ
         mixer = "synchronous" if self.world.comm is None else node.mixer
 
@@ -115,7 +124,8 @@ class LoopNode:
         if isinstance(self.flat, ShardedLayout) and nodes.per_node > 1:
             from mpigossip.groups.ranks import Apart  # needs MPI
 
-            self.mixer, self.group = of(self.parts.layout), Apart(own, nodes.inside)
+            self.mixer = of(self.parts.layout)
+            self.group = Apart(own, nodes.inside)
         elif nodes.per_node == 1:
             self.mixer = of(self.parts.layout)
         else:
@@ -154,7 +164,8 @@ class LoopNode:
         return (arrays | of_ranks, numbers | kept) if nodes.first else ({}, {})
 
     def put_own(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
-        arrays, nodes = saved.arrays if mean is None else mean, self.world.nodes
+        arrays = saved.arrays if mean is None else mean
+        nodes = self.world.nodes
         text = str(saved.numbers["torch"])
         given, lacking = state.read_optimizer(self.inner, self.model, text, arrays)
         settings = state_dict.load(given, None, self.inner, self.model, self.flat.own)
@@ -184,7 +195,8 @@ class LoopNode:
     def lay_out(self) -> None:
         """Make the vector where the model now is, and the engine over it; collective."""
         unwrapped.check_late(self.model, self.world)
-        facts, self._facts = self._facts, equal_start.layout(self.model)
+        facts = self._facts
+        self._facts = equal_start.layout(self.model)
         if self.mixer.synchronous or facts != self._facts:  # others meet where they have to
             equal_start.agree(self.world, self._facts)
         device = str(next(self.model.parameters()).device)
@@ -192,7 +204,8 @@ class LoopNode:
             self._shut()
             self._open()
         self.check_known()
-        f, model = self.flat, self.model
+        f = self.flat
+        model = self.model
         self.vector = Shards(model, f) if isinstance(f, ShardedLayout) else Parameters([model])
         self._build()
         self.laid_out = True
@@ -202,8 +215,10 @@ class LoopNode:
         check(self.model, self.inner)
         new = [(n, p) for n, p in self.model.named_parameters() if id(p) not in self.known]
         if late := [n for n, p in new if p.requires_grad]:
-            raise JobError(f"{named(late)} joined the model after Gossip was made, and would "
-                           "never be exchanged; add them before Gossip(…)")  # fmt: skip
+            raise JobError(
+                f"{named(late)} joined the model after Gossip was made, and would "
+                "never be exchanged; add them before Gossip(…)"
+            )
 
     def _build(self) -> None:
         self.local = local_step_from_optimizers(self.vector, [self.inner], self.guard)
@@ -222,7 +237,8 @@ class LoopNode:
 
     def lay_out_again(self, names: list[str]) -> None:
         """Lay out the vector with thawed parameters; the method's state begins anew. Collective."""
-        before, drops = self.engine, bool(self.engine.parts())
+        before = self.engine
+        drops = bool(self.engine.parts())
         before.settle()
         rows = self.vector.cut(before.vector.x[0][0])
         masters = dict(zip(self.vector.flat.names, rows, strict=True))
@@ -261,7 +277,8 @@ class LoopNode:
         return {"total_steps": self.job.run.steps or 0, "text": text}
 
     def about(self, progress: Progress) -> list[tuple[str, str]]:
-        job, count = self.job, self.flat.count
+        job = self.job
+        count = self.flat.count
         cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
         method = f"{job.algorithm.name} ({title(self.inner)}) on {job.graph.name}{cadence}"
         model = f"{type(self.model).__name__}, {count:,} parameters, {size(4 * count)}"
@@ -271,9 +288,12 @@ class LoopNode:
             ("model", model),
             ("method", method),
             *between(self.engine, self.graph, job.node, self.world),
-            ("files", f"{job.run.folder}: log.h5 every {job.log.flush_steps} steps, checkpoints/ "
-                      "by save() and at the end"),
-        ]  # fmt: skip
+            (
+                "files",
+                f"{job.run.folder}: log.h5 every {job.log.flush_steps} steps, checkpoints/ "
+                "by save() and at the end",
+            ),
+        ]
 
     def summary(self, progress: Progress) -> dict[str, Any]:
         """Nothing: the program's figures are the run's."""
@@ -321,7 +341,7 @@ class LoopNode:
                         f'{named(names)} are frozen now, and algorithm.name = "{name}" would move '
                         'them on by its own momentum; use algorithm = "dsgd", whose optimizer '
                         "leaves them"
-                    )  # fmt: skip
+                    )
                 decay(self.vector, self.inner)
 
     def publish(self) -> None:
@@ -333,12 +353,12 @@ class LoopNode:
             raise JobError(
                 "average(): with fragments or a delay, the step decides what is sent; leave the "
                 "call out, or Gossip's fragments and delay"
-            )  # fmt: skip
+            )
         if self.engine.under_way:  # its readers would wait for this node, and it for them
             raise JobError(
                 "average(): the next step's exchange is in flight, as this method sends before "
                 'the gradient is there; give Gossip overlap="never"'
-            )  # fmt: skip
+            )
         self.vector.gather()
         self.exchange()
         self.publish()
@@ -355,12 +375,12 @@ class LoopNode:
             raise JobError(
                 f"{what} inside averaged(): the model, or its twin, is the average there, and is "
                 "put back when the block ends; leave it first"
-            )  # fmt: skip
+            )
         if self.serving:
             raise JobError(
                 f"{what} inside paused(): an asynchronous node goes on exchanging there, in a "
                 "thread; leave the block first"
-            )  # fmt: skip
+            )
 
     def close(self, together: bool) -> None:
         self.guard.release()
@@ -373,7 +393,8 @@ def loop_text(
     job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, names: Collection[str]
 ) -> str:
     """Return a loop's settings as TOML, with its program's; ``names``: trained parameters."""
-    buffers, saved = {name for name, _ in model.named_buffers()}, model.state_dict().keys()
+    buffers = {name for name, _ in model.named_buffers()}
+    saved = model.state_dict().keys()
     loop = {
         "program": " ".join(sys.argv),
         "model": type(model).__name__,

@@ -71,7 +71,8 @@ def settings(
     job = assemble.load(sections)
     try:
         if drawn:
-            of, slack = job.graph, {"slack": job.graph.options.get("slack", 1.0)}
+            of = job.graph
+            slack = {"slack": job.graph.options.get("slack", 1.0)}
             made = graphs.graph(
                 graph, world.nodes.count, of.weights, job.run.seed, of.lazy, **slack
             )
@@ -152,8 +153,10 @@ def _sections(
             )
         for section in homes:
             if key in sections[section]:
-                raise JobError(f"{option} = {value!r}: sets {section}.{key}, which another option "
-                               "sets, too; leave one of them out")  # fmt: skip
+                raise JobError(
+                    f"{option} = {value!r}: sets {section}.{key}, which another option "
+                    "sets, too; leave one of them out"
+                )
             sections[section][key] = value
     return sections
 
@@ -174,7 +177,8 @@ def _homes(option: str, known: Mapping[str, Collection[str]]) -> tuple[str, list
 
 def _unseen(parts: Parts) -> list[str]:
     """Return what needs facts that a job has and a custom loop doesn't."""
-    job, cadence = parts.job, parts.cadence
+    job = parts.job
+    cadence = parts.cadence
     if cadence.own:
         return [
             f"period = {list(cadence.own)}: a custom loop makes each step that is called; "
@@ -187,6 +191,8 @@ def _unseen(parts: Parts) -> list[str]:
             'gradient doesn\'t see; use "gossip-pga", or a job'
         ]
     if job.cadence.name == "adpsgd" and job.cadence.options.get("total") is None:
-        return ['cadence.name = "adpsgd": give total=…, the steps of the whole run: a loop of '
-                "one's own doesn't say them"]  # fmt: skip
+        return [
+            'cadence.name = "adpsgd": give total=…, the steps of the whole run: a loop of '
+            "one's own doesn't say them"
+        ]
     return []

@@ -40,7 +40,8 @@ def write_optimizer(
 
     Collective over ranks between which parameters are sharded: all get the full state.
     """
-    state, names = optimizer.state_dict(), _names(optimizer, model)
+    state = optimizer.state_dict()
+    names = _names(optimizer, model)
     groups = [
         {key: names[k] if key == "params" else value for key, value in group.items()}
         for k, group in enumerate(state["param_groups"])
@@ -61,7 +62,8 @@ def read_optimizer(
 
     StoreError where the groups have other parameters.
     """
-    saved, names = json.loads(text), _names(optimizer, model)
+    saved = json.loads(text)
+    names = _names(optimizer, model)
     groups = unpacked(saved["groups"], arrays)
     was = [group["params"] for group in groups]
     if was != names:
@@ -70,7 +72,8 @@ def read_optimizer(
             f"{_counts(was)}, or in another order: make it as it was"
         )
     index = {name: k for k, name in enumerate(name for group in names for name in group)}
-    found, lacking = {}, []
+    found = {}
+    lacking = []
     own = dict(model.named_parameters())
     for name, one in saved["state"].items():
         try:
@@ -196,10 +199,11 @@ def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> RankState:
     kept = {
         name: packed(
             one.state_dict() if hasattr(one, "state_dict") else one.get_state(),
-            f"own/{name}", arrays,
+            f"own/{name}",
+            arrays,
         )
         for name, one in keeps.items()
-    }  # fmt: skip
+    }
     return RankState(arrays, kept)
 
 
@@ -236,7 +240,9 @@ def load_kept(saved: NodeState, rank: int, keeps: Mapping[str, Any], draws: bool
 
     Those of a node's further rank are its own, or else the first rank's.
     """
-    own, mine, anew = json.loads(str(saved.numbers["own"])), dict[str, Any](), []
+    own = json.loads(str(saved.numbers["own"]))
+    mine = dict[str, Any]()
+    anew = []
     if rank:
         mine = json.loads(str(saved.numbers.get(f"own/#{rank}", "{}")))
     for name, thing in keeps.items():
@@ -244,7 +250,8 @@ def load_kept(saved: NodeState, rank: int, keeps: Mapping[str, Any], draws: bool
         if name not in own | mine or not (draws or loads):
             anew.append(name)
             continue
-        arrays, at = saved.arrays, f"own/#{rank}/"
+        arrays = saved.arrays
+        at = f"own/#{rank}/"
         if name in mine:
             arrays = {f"own/{k[len(at) :]}": a for k, a in arrays.items() if k.startswith(at)}
         state = unpacked((own | mine)[name], arrays)
@@ -257,15 +264,29 @@ def dropped_ranks(saved: NodeState, now: int) -> list[str]:
     were = int(saved.numbers.get("ranks", 1))
     if were == now:
         return []
-    return [f"from nodes of {counted(were, 'rank')}, now {now}: random numbers of all but "
-            "a node's first rank are dropped, or begin anew"]  # fmt: skip
+    return [
+        f"from nodes of {counted(were, 'rank')}, now {now}: random numbers of all but "
+        "a node's first rank are dropped, or begin anew"
+    ]
 
 
 # -- values as JSON and arrays ---------------------------------------------------------------------
 
-TYPES = {str(getattr(torch, name)): getattr(torch, name) for name in (
-    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
-)}  # fmt: skip
+TYPES = {
+    str(getattr(torch, name)): getattr(torch, name)
+    for name in (
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+    )
+}
 
 
 def packed(value: Any, at: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -292,7 +313,7 @@ def packed(value: Any, at: str, arrays: dict[str, np.ndarray]) -> Any:
     raise JobError(
         f"save: {at} is a {type(value).__name__}; a checkpoint takes tensors, numbers, texts, "
         "lists and tables of these"
-    )  # fmt: skip
+    )
 
 
 def unpacked(saved: Any, arrays: Arrays) -> Any:

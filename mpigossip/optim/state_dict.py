@@ -75,13 +75,16 @@ def load(
 def _check(state: Any, flat: Flat) -> None:
     """JobError unless it is what :func:`state` makes, and of this model: files can be anything."""
     try:
-        names, shapes, model = state["names"], state["shapes"], state["model"]
-        arrays, numbers = state["arrays"], state["numbers"]
+        names = state["names"]
+        shapes = state["shapes"]
+        model = state["model"]
+        arrays = state["arrays"]
+        numbers = state["numbers"]
         if list(names) != list(flat.names) or list(map(tuple, shapes)) != list(flat.shapes):
             raise JobError(
                 "load_state_dict: the state is of a model with other parameters: "
                 f"{', '.join(map(str, names[:3]))} …; load the state of this model"
-            )  # fmt: skip
+            )
         _array("model", model, flat.count)
         for name, array in arrays.items():
             _array(name, array, array.numel(), array.dtype)
@@ -114,7 +117,7 @@ def check_step(world: World, mine: dict[str, Any] | None) -> None:
         raise JobError(
             f"load_state_dict: rank 0 goes on from {at[0]}, rank {other} from {at[other]}: load "
             "the states of one step on all nodes, the last one that each of them has"
-        )  # fmt: skip
+        )
 
 
 def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
@@ -127,7 +130,7 @@ def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
             raise JobError(
                 "load_state_dict: the state is of another algorithm or cadence; give Gossip those "
                 "that it was saved with"
-            )  # fmt: skip
+            )
 
 
 def check_origin(world: World, state: dict[str, Any], engine: Engine, algorithm: str) -> None:
@@ -157,7 +160,7 @@ def check_origin(world: World, state: dict[str, Any], engine: Engine, algorithm:
             f'{found}: algorithm.name = "{algorithm}" needs the state of each node, as the nodes\' '
             f'states belong together; {remedy}, or remove the entry "gossip" from the state, so '
             "that the method begins anew"
-        )  # fmt: skip
+        )
     if world.rank == 0:
         note_once(f"{found}: its model and what its method has kept replace this node's; {remedy}")
 
@@ -175,7 +178,8 @@ def _place(own: dict[str, int], saved: dict[str, int], sharded: bool) -> tuple[s
 
 def restore(state: dict[str, Any], engine: Engine, vector: Parameters) -> None:
     """Put vector, method and counters where they stood; the mixer begins its rounds anew."""
-    flat, numbers = vector.flat.own, state["numbers"]
+    flat = vector.flat.own
+    numbers = state["numbers"]
     split(state["model"].cpu().numpy(), vector.x, 0, flat)
     for name, parts in engine.parts().items():
         split(state["arrays"][name].cpu().numpy(), parts, 0, flat)

@@ -48,12 +48,12 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | Non
             f"the optimizer has been wrapped by {home} already ({kind.__name__}), which would "
             "leave out steps that neighbours wait for: give Gossip the torch optimizer, and what "
             "comes back to the framework"
-        )  # fmt: skip
+        )
     if kind.__name__ in SHARING:
         raise JobError(
             f"the optimizer is a {kind.__name__}, which joins ranks by torch.distributed: give "
             "Gossip the optimizer inside it"
-        )  # fmt: skip
+        )
     shards = _sharded(model, world)
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     several = world.nodes.per_node if world and not shards else 1
@@ -62,7 +62,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | Non
             f"ranks_per_node: a node has {several} ranks, whose gradients nobody averages: wrap "
             "the model as DistributedDataParallel(model, process_group=world.node_group()), or "
             "cut it by fully_shard(model, mesh=world.node_mesh()), before it is given to Gossip"
-        )  # fmt: skip
+        )
     _check_groups(wrappers, world)
 
 
@@ -82,7 +82,8 @@ def check_late(model: nn.Module, world: World | None = None) -> None:
 
 def _check_groups(wrappers: Iterable[DistributedDataParallel], world: World | None) -> None:
     for wrapper in wrappers:
-        group, node = wrapper.process_group, _node(world)
+        group = wrapper.process_group
+        node = _node(world)
         told = "DistributedDataParallel around the model sums the gradients of "
         told += f"{group.size()} processes"
         if node and distributed.get_process_group_ranks(group) != node:
@@ -104,7 +105,7 @@ def _sharded(model: nn.Module, world: World | None) -> bool:
         raise JobError(
             "the model is in FullyShardedDataParallel, whose flat parameters are its own: cut it "
             "by fully_shard(model, mesh=world.node_mesh()) inside the node, or leave it away"
-        )  # fmt: skip
+        )
     modules = fully_sharded(model)
     reshard(modules)
     cut = [(n, p) for n, p in model.named_parameters() if is_sharded(p)]
@@ -116,14 +117,15 @@ def _sharded(model: nn.Module, world: World | None) -> bool:
             f"{named(whole)} aren't sharded, where others are: nobody averages their gradients "
             "inside the node; call fully_shard(model, mesh=world.node_mesh()) on the whole model, "
             "too, after its layers"
-        )  # fmt: skip
+        )
     return bool(cut)
 
 
 def _of_node(name: str, parameter: Any, world: World | None) -> None:
     """JobError unless a shard is one of this node's, made by `fully_shard` alone."""
     node = _node(world) or [0]
-    mesh, (first, *more) = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    (first, *more) = parameter.placements
     on = mesh.mesh.flatten().tolist()
     if on != node:
         they = "rank" if len(node) == 1 else "ranks"
@@ -132,10 +134,10 @@ def _of_node(name: str, parameter: Any, world: World | None) -> None:
             f"is the {they} {', '.join(map(str, node))}: fully_shard(model, "
             "mesh=world.node_mesh()) cuts it inside the node, whose ranks "
             "mpigossip.world(ranks_per_node=…) joins"
-        )  # fmt: skip
+        )
     if more or not first.is_shard() or type(first).__name__ != "Shard":
         raise JobError(
             f"parameter {name} is a DTensor placed {parameter.placements}: inside the node "
             "fully_shard alone can cut it, not parallelize_module or replicas (HSDP), whose place "
             "gossip takes"
-        )  # fmt: skip
+        )

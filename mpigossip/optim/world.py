@@ -30,7 +30,7 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
         raise JobError(
             f'ranks_per_node = {ranks_per_node!r}: give 1, "host", or how many ranks of a host '
             "are a node"
-        )  # fmt: skip
+        )
     made = ranks.world(timeout_s)
     made.arrange(ranks_per_node)
     hidden = launcher.hide()

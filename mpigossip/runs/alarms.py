@@ -23,7 +23,9 @@ class Straggler:
 
     def __init__(self, times: float, seconds: float, hosts: Sequence[str] = ()):
         """``hosts``: where each node lives, if they differ."""
-        self._times, self._seconds, self._hosts = times, seconds, hosts
+        self._times = times
+        self._seconds = seconds
+        self._hosts = hosts
         self._slow_s: np.ndarray | None = None
         self._told: set[int] = set()
 
@@ -64,7 +66,8 @@ class Divergence:
 
     def __init__(self, times: float, steps: int):
         """Growth below a distance of `APART` counts from there."""
-        self._times, self._steps = times, steps
+        self._times = times
+        self._steps = steps
         self._recent: deque[tuple[int, float]] = deque()
         self._told = False
 
@@ -73,7 +76,8 @@ class Divergence:
         values = rows["consensus_distance"].max(axis=1)
         measured = ~np.isnan(values) if self._times else np.zeros(len(values), bool)
         for at in np.flatnonzero(measured):
-            step, value = first + int(at), float(values[at])
+            step = first + int(at)
+            value = float(values[at])
             while self._recent and self._recent[0][0] < step - self._steps:
                 self._recent.popleft()
             before, least = min(
@@ -97,10 +101,12 @@ class CadenceWarning:
     """The cadence's warning about its state, once until it has none."""
 
     def __init__(self, says: Callable[[], str]):
-        self._says, self._told = says, False
+        self._says = says
+        self._told = False
 
     def see(self, first: int, rows: Rows) -> list[str]:
-        said, told = self._says(), self._told
+        said = self._says()
+        told = self._told
         self._told = bool(said)
         return [f"{said} (step {first + len(rows['loss'])})"] if said and not told else []
 

@@ -134,6 +134,6 @@ def _made(name: str, world: World) -> Hook:
         raise JobError(
             f'log.hooks: "{name}" is none of {", ".join(HOOKS)} and not of the form '
             '"package.module:factory"'
-        )  # fmt: skip
+        )
     factory = imported("log.hooks", where, "(world) that returns a Hook")
     return made("log.hooks", name, Hook, factory, world)

@@ -27,7 +27,8 @@ from mpigossip.store.log import read
 from mpigossip.training.assemble import Assembly, assemble, load
 from mpigossip.training.evaluate import Evaluation, evaluate, norms
 
-PARTITION_KEY, NUMPY_KEY = "partition", "numpy"
+PARTITION_KEY = "partition"
+NUMPY_KEY = "numpy"
 """Facts of a checkpoint: digest of its partition, and the version of NumPy that drew it."""
 NOT_OF_PARTITION = {"batch", "augment", "image_size", "workers", "cache"}
 """Settings of `[data]` on which the partition does not depend."""
@@ -39,14 +40,18 @@ class JobNode:
     counts_all = True
 
     def __init__(self, assembly: Assembly, world: World):
-        self.job, self.world = assembly.parts.job, world
+        self.job = assembly.parts.job
+        self.world = world
         self._doubted: set[str] = set()
         """metrics that were reported as no numbers"""
         self._take(assembly)
 
     def _take(self, assembly: Assembly) -> None:
-        self.assembly, self.trainer, self.engine = assembly, assembly.trainer, assembly.engine
-        self.mixer, self.group = self.engine.mixer, self.engine.group
+        self.assembly = assembly
+        self.trainer = assembly.trainer
+        self.engine = assembly.engine
+        self.mixer = self.engine.mixer
+        self.group = self.engine.group
         self.facts: dict[str, Any] = {"steps_per_epoch": assembly.steps_per_epoch}
         if assembly.partition:
             self.facts |= {PARTITION_KEY: assembly.partition, NUMPY_KEY: np.__version__}
@@ -92,12 +97,14 @@ class JobNode:
         Another number of nodes, or other settings of the data, mean another partition. Checkpoints
         of earlier versions have no digest of it.
         """
-        saved, own = manifest.meta.get(PARTITION_KEY), self.facts.get(PARTITION_KEY)
+        saved = manifest.meta.get(PARTITION_KEY)
+        own = self.facts.get(PARTITION_KEY)
         if not saved or not own or saved == own or manifest.n != self.mixer.n:
             return
         if _partition_settings(load(manifest.job, resolve=False)) != _partition_settings(self.job):
             return
-        drawn_by, here = str(manifest.meta.get(NUMPY_KEY))[:40], np.__version__
+        drawn_by = str(manifest.meta.get(NUMPY_KEY))[:40]
+        here = np.__version__
         if drawn_by == here:
             cause = "its samples or labels have changed; restore the data that the run began with"
         else:
@@ -113,7 +120,8 @@ class JobNode:
 
     def stand_at(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
         """Take the counters; the epoch goes on where it was, in its present number of steps."""
-        trainer, before = self.trainer, int(facts["steps_per_epoch"])
+        trainer = self.trainer
+        before = int(facts["steps_per_epoch"])
         self.engine.count_from(numbers)
         trainer.shift = int(numbers["shift"])
         now = self.assembly.steps_per_epoch
@@ -158,7 +166,8 @@ class JobNode:
 
     def samples(self, record: Record) -> int:
         """Return the samples of a step, over all nodes that didn't rest."""
-        nodes, engine = self.mixer.n, self.engine
+        nodes = self.mixer.n
+        engine = self.engine
         rested = engine.cadence.resting(record.index - engine.state_start, range(nodes))
         return self._samples(nodes - len(rested))
 
@@ -167,8 +176,9 @@ class JobNode:
 
     def summary(self, progress: Progress) -> dict[str, Any]:
         found: dict[str, Any] = {
-            "finished": self.finished, "epochs": progress.epoch(self.engine.index)
-        }  # fmt: skip
+            "finished": self.finished,
+            "epochs": progress.epoch(self.engine.index),
+        }
         if progress.evaluation:
             metrics = self.trainer.replicas.objective.metrics
             found |= {name: progress.evaluation.averaged[name] for name in (*metrics, "loss")}
@@ -179,7 +189,8 @@ class JobNode:
 
     def to_evaluate(self) -> bool:
         """Return whether the present step is the last one, or one at which the job evaluates."""
-        done, asked = self.engine.index, self.job.run
+        done = self.engine.index
+        asked = self.job.run
         epoch, over = divmod(done - self.shift, self.assembly.steps_per_epoch)
         due = over == 0 and asked.evaluate_every and epoch % asked.evaluate_every == 0
         steps = asked.evaluate_steps
@@ -188,8 +199,10 @@ class JobNode:
     def evaluate(self, run: Run) -> None:
         """Test the averaged model and the nodes' own; waits for all nodes."""
         run.wait_for_nodes("an evaluation")
-        trainer, modules = self.trainer, self.trainer.replicas.modules
-        begin, count = self.engine.index - self.shift, self.job.run.recalibrate
+        trainer = self.trainer
+        modules = self.trainer.replicas.modules
+        begin = self.engine.index - self.shift
+        count = self.job.run.recalibrate
         shown = range(begin, begin + count if norms(modules[0][0]) else begin)
         batches = [trainer.batches(step) for step in shown]
         found = evaluate(trainer.replicas, self.mixer, self.assembly.loader, batches)

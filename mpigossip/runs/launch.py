@@ -62,7 +62,8 @@ def newest(folder: Path, world: World) -> Path | None:
     Damaged ones that are newer are named and set aside. JobError where only such are left, and
     for a training of members.
     """
-    found, place = None, folder / "checkpoints"
+    found = None
+    place = folder / "checkpoints"
     with world.together(Mistake):
         if world.rank == 0:
             if all((folder / one).is_dir() for one in FOLDERS):
@@ -73,10 +74,13 @@ def newest(folder: Path, world: World) -> Path | None:
             found, damaged = checkpoint.newest(folder)
             if found is None and (damaged or any(place.glob("step-*.damaged*"))):
                 raise JobError(
-                    [*damaged.values(), f'"{place}" holds checkpoints, and none of them is '
-                     "complete, so no run begins at step 0 there: copy a complete one to it, or "
-                     f"begin anew after `mv {quote(str(place))} {quote(f'{place}.damaged')}`"]
-                )  # fmt: skip
+                    [
+                        *damaged.values(),
+                        f'"{place}" holds checkpoints, and none of them is '
+                        "complete, so no run begins at step 0 there: copy a complete one to it, or "
+                        f"begin anew after `mv {quote(str(place))} {quote(f'{place}.damaged')}`",
+                    ]
+                )
             for path, problem in damaged.items():
                 aside = checkpoint.set_aside(path).name
                 say(f"{problem}. The run goes on from {found}, and keeps this one as {aside}")
@@ -98,7 +102,7 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
                 raise JobError(
                     f'no complete checkpoint in "{folder}"; start the run with '
                     "`mpigossip train JOB.toml`"
-                )  # fmt: skip
+                )
             manifest = _of_a_job(found)
             job = load(manifest.job, overrides)
             asked = any(one.strip().startswith("run.output") for one in overrides)
@@ -106,7 +110,7 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
                 raise JobError(
                     f'run.output: a run goes on in its own folder, "{folder}"; to keep it as it is '
                     "and go on elsewhere, copy the folder and resume the copy"
-                )  # fmt: skip
+                )
             # the folder may have been moved since
             job = replace(job, run=replace(job.run, output=str(folder)))
         if world.comm is not None:
@@ -121,7 +125,7 @@ def _of_a_job(path: Path) -> Manifest:
         raise JobError(
             f'"{path.parents[1]}" holds the run of a custom training loop: start that program '
             "again, its optimizer.resume() continues (`mpigossip checkpoint show` prints which)"
-        )  # fmt: skip
+        )
     return manifest
 
 
@@ -136,7 +140,7 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
             f'run.output: "{job.run.folder}" holds a run of {asked_of(manifest)} nodes, here are '
             f"{n}; name another folder with run.output=…, or change the number by `mpigossip "
             f"resume {job.run.folder}` on {n} ranks (simulated: with --simulate --nodes {n})"
-        )  # fmt: skip
+        )
     # `resume` has saved the folder in place of its pattern
     if found := differing(job, load(manifest.job), {"run.output"}):
         folder = job.run.folder
@@ -144,12 +148,13 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
             f'run.output: "{folder}" holds a run of another job ({"; ".join(found[:4])}); '
             f"name another folder with run.output=…, or go on with it by `mpigossip resume "
             f"{folder} section.key=value`"
-        )  # fmt: skip
+        )
 
 
 def differing(job: Job, there: Job, apart: Collection[str] = ()) -> list[str]:
     """Return the settings in which jobs differ, but for some sections and settings, ``apart``."""
-    now, before = config.as_dict(job), config.as_dict(there)
+    now = config.as_dict(job)
+    before = config.as_dict(there)
     return [
         f"{section}.{key} = {now[section].get(key)!r}, there {before[section].get(key)!r}"
         for section in now

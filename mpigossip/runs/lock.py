@@ -61,7 +61,7 @@ def lock(folder: Path, setting: str = SETTING) -> TextIO:
         raise JobError(
             f'{setting}: can\'t write into "{folder}": {error.strerror}; make room there, or '
             "name another folder"
-        ) from None  # fmt: skip
+        ) from None
     return handle
 
 

@@ -64,7 +64,8 @@ def model_of(path: Path, node: int) -> dict[str, np.ndarray]:
 
 def _by_name(saved: NodeState, mean: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the averages by the model's own names, in the types that were saved."""
-    values, at = {}, 0
+    values = {}
+    at = 0
     for name, shape in zip(saved.names, saved.shapes, strict=True):
         values[name] = mean["parameters"][at : at + prod(shape)].reshape(shape).astype(np.float32)
         at += prod(shape)
@@ -83,9 +84,11 @@ def _as_saved(
         job = tomllib.loads(manifest.job)
         name = str(job.get("model", {}).get("name", ""))  # a forged one may be a list
         loop = job.get("loop", {})
-        left_out, temporary = loop.get("left_out"), set(loop.get("temporary", ()))
+        left_out = loop.get("left_out")
+        temporary = set(loop.get("temporary", ()))
     except (tomllib.TOMLDecodeError, AttributeError, TypeError):
-        name, left_out = "?", None
+        name = "?"
+        left_out = None
     if left_out is not None:  # a user's own program
         note = (
             "frozen parameters and second names of tied ones are left out: load with strict=False"
@@ -151,8 +154,10 @@ def _write(state: dict[str, torch.Tensor], path: Path, manifest: Manifest, node:
 
 def _three_lines(out: Path, strict: bool) -> list[str]:
     if out.suffix == ".safetensors":
-        first, call = "from safetensors.torch import load_file", f'load_file("{out}")'
+        first = "from safetensors.torch import load_file"
+        call = f'load_file("{out}")'
     else:
-        first, call = "import torch", f'torch.load("{out}", weights_only=True)'
+        first = "import torch"
+        call = f'torch.load("{out}", weights_only=True)'
     call = call if strict else f"{call}, strict=False"
     return [first, "model = …  # made as for the training", f"model.load_state_dict({call})"]

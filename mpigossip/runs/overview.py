@@ -30,33 +30,44 @@ if TYPE_CHECKING:
 ROUNDS = 64
 """Rounds of a long or random graph that neighbours and bytes are taken from."""
 WAYS = {
-    "windows": "put from GPU to GPU", "messages": "messages from GPU to GPU", "nccl": "NCCL",
+    "windows": "put from GPU to GPU",
+    "messages": "messages from GPU to GPU",
+    "nccl": "NCCL",
     "host": "host staging",
-}  # fmt: skip
+}
 """How vectors on GPUs are exchanged, by the first word of a mixer's routes."""
 
 
 def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple[str, str]]:
     """Return the screen as (word, text); local."""
-    job, trainer, graph = progress.job, assembly.trainer, assembly.parts.graph
-    flat, section = trainer.replicas.flat, job.checkpoint
+    job = progress.job
+    trainer = assembly.trainer
+    graph = assembly.parts.graph
+    flat = trainer.replicas.flat
+    section = job.checkpoint
     local = f" ({job.local.name})" if job.local.name else ""
     cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
     saves = f"every {section.every_steps} steps" if section.every_steps else "at the end"
-    data, per_step = assembly.source, progress.samples_per_step
+    data = assembly.source
+    per_step = progress.samples_per_step
     return [
         ("nodes", nodes(trainer.mixer.n, trainer.engine.group.devices, world)),
         ("model", f"{job.model.name}, {flat.count:,} parameters, {size(4 * flat.count)}"),
-        ("data", f"{job.data.source}: {data.train_size:,} training and {data.test_size:,} "
-                 f"test samples; {per_step} a step, {per_step // progress.nodes} a node"),
+        (
+            "data",
+            f"{job.data.source}: {data.train_size:,} training and {data.test_size:,} "
+            f"test samples; {per_step} a step, {per_step // progress.nodes} a node",
+        ),
         ("method", f"{job.algorithm.name}{local} on {job.graph.name}{cadence}"),
         *between(trainer.engine, graph, job.node, world),
         ("memory", f"{size(_memory(progress, trainer, world))} a node, without activations"),
         ("rate", full_rate(job.schedule, per_step)[1]),
         ("steps", f"{progress.total_steps:,}, {progress.steps_per_epoch:,} an epoch"),
-        ("files", f"{progress.folder}: log.h5 every {job.log.flush_steps} steps, checkpoints/ "
-                  f"{saves}"),
-    ]  # fmt: skip
+        (
+            "files",
+            f"{progress.folder}: log.h5 every {job.log.flush_steps} steps, checkpoints/ {saves}",
+        ),
+    ]
 
 
 def between(engine: Engine, graph: Graph, node: NodeSection, world: World) -> list[tuple[str, str]]:
@@ -104,7 +115,8 @@ def _graph(graph: Graph) -> str:
         text += ", mean drifts"
     if graph.n > spectral.LARGE or graph.name == "ceca":  # whose rounds alone only permute
         return text
-    exact, rate = spectral.rounds_to_exact(graph), spectral.consensus_rate(graph)
+    exact = spectral.rounds_to_exact(graph)
+    rate = spectral.consensus_rate(graph)
     if exact is not None and graph.period is not None:
         return f"{text}, exact average in {counted(exact, 'round')}"
     if graph.period is None and rate == 0:  # equal after some draws, by luck
@@ -117,7 +129,8 @@ def _graph(graph: Graph) -> str:
 
 def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> str:
     """Describe the transport to each neighbour of this process's first node."""
-    mine, wire = engine.mixer.rows[0], node.wire
+    mine = engine.mixer.rows[0]
+    wire = node.wire
     over = "" if wire == "fp32" else f", {wire} on the wire"
     if graph.n == 1:
         return "none"
@@ -153,8 +166,11 @@ def _listed(nodes: list[int]) -> str:
 
 def _traffic(engine: Engine, graph: Graph, world: World) -> str:
     """Describe bytes of a round, the mean over a period, beside those of an all-reduce."""
-    n, method, mixer = graph.n, engine.method, engine.mixer
-    layout, waits = mixer.layout, mixer.synchronous
+    n = graph.n
+    method = engine.method
+    mixer = engine.mixer
+    layout = mixer.layout
+    waits = mixer.synchronous
     if n == 1:
         return "none"
     kind = Kind.GOSSIP if _gossips(engine) else Kind.GLOBAL
@@ -174,11 +190,13 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
 
 
 def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
-    mixer, replicas = trainer.mixer, trainer.replicas
+    mixer = trainer.mixer
+    replicas = trainer.replicas
     state = sum(a.nbytes for each in trainer.engine.states for _, a in leaves(each)) // len(
         mixer.rows
     )
-    per, slots = world.nodes.per_node, trainer.engine.group.slots
+    per = world.nodes.per_node
+    slots = trainer.engine.group.slots
     averages = Kind.GLOBAL in trainer.engine.cadence.kinds
     messages = {name: per * count for name, count in mixer.memory(averages).items()}
     parts = held(progress.job, replicas.flat, slots, per * state, messages, world.survives)

@@ -22,7 +22,8 @@ from mpigossip.runs.summary import describe, mean, number
 from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS
 from mpigossip.training.evaluate import Evaluation
 
-LIVE_S, PLAIN_S = 0.2, 30.0
+LIVE_S = 0.2
+PLAIN_S = 30.0
 """Seconds between refreshes of the live line, and between the lines of a batch log."""
 KNOWN = COLUMNS | MEMBER_COLUMNS
 """Figures that the live line has no room for."""
@@ -31,8 +32,16 @@ WINDOW = 50
 HEADING_EVERY = 25
 """Rows of the table between two headings."""
 
-WIDTHS = {"epoch": 7, "step": 8, "rate": 8, "train loss": 11, "test loss": 10, "local": 8,
-          "consensus": 10, "time": 9}  # fmt: skip
+WIDTHS = {
+    "epoch": 7,
+    "step": 8,
+    "rate": 8,
+    "train loss": 11,
+    "test loss": 10,
+    "local": 8,
+    "consensus": 10,
+    "time": 9,
+}
 """Widths of the columns that every task has."""
 
 
@@ -48,18 +57,24 @@ class Printer(Hook):
         It counts as a terminal if it is one; among ranks if the launcher passes it on to one
         (Open MPI gives rank 0 a terminal of its own, wherever its output goes).
         """
-        self._world, self._speaks = world, world.rank == 0
+        self._world = world
+        self._speaks = world.rank == 0
         self._stream = stream or sys.stdout
         self._plain_s = plain_s
         terminal = terminal_of_launcher() if stream is None and world.comm else None
         launched = stream is None and world.size > 1
         self._live = terminal is not None or (self._stream.isatty() and not launched)
         self._console = Console(
-            file=self._stream, force_terminal=self._live, highlight=False, soft_wrap=True,
-            width=_width(terminal), legacy_windows=False,
-        )  # fmt: skip
+            file=self._stream,
+            force_terminal=self._live,
+            highlight=False,
+            soft_wrap=True,
+            width=_width(terminal),
+            legacy_windows=False,
+        )
         self._shown = time.monotonic()
-        self._dirty, self._rows = False, 0
+        self._dirty = False
+        self._rows = 0
         self._losses: list[float] = []
         self._lr = float("nan")
         self._consensus = float("nan")
@@ -107,7 +122,8 @@ class Printer(Hook):
 
     def _line(self, progress, done: int) -> str:
         """Return progress, speed, time left, and the fraction of a step spent on exchange."""
-        first, last = self._recent[0][0], self._recent[-1][0]
+        first = self._recent[0][0]
+        last = self._recent[-1][0]
         speed = (len(self._recent) - 1) / max(last - first, 1e-9)
         spent = {name: sum(s[name] for _, s in self._recent) for name in self._recent[-1][1]}
         share = (spent.get("exchange_s", 0.0) + spent.get("idle_s", 0.0)) / sum(spent.values())
@@ -152,17 +168,22 @@ class Printer(Hook):
 
     def _row(self, progress, step: int, found: Evaluation) -> list[tuple[str, str]]:
         """Return (column, text); "local" is the nodes' own first metric."""
-        seen, self._losses = [loss for loss in self._losses if loss == loss], []
+        seen = [loss for loss in self._losses if loss == loss]
+        self._losses = []
         metrics = [(name, number(value)) for name, value in found.averaged.items()][1:]
         first = metrics[0][0] if metrics else "loss"
         return [
-            ("epoch", f"{progress.epoch(step):.2f}"), ("step", f"{step}"),
+            ("epoch", f"{progress.epoch(step):.2f}"),
+            ("step", f"{step}"),
             ("rate", f"{self._lr:.{'3g' if self._lr >= 1e-3 else '1e'}}".replace("e-0", "e-")),
             ("train loss", number(sum(seen) / len(seen)) if seen else "–"),
             ("test loss", number(found.loss)),
-            *metrics[:1], ("local", number(found.mean_local[first])), *metrics[1:],
-            ("consensus", f"{found.consensus_distance:.2e}"), ("time", clock(progress.seconds)),
-        ]  # fmt: skip
+            *metrics[:1],
+            ("local", number(found.mean_local[first])),
+            *metrics[1:],
+            ("consensus", f"{found.consensus_distance:.2e}"),
+            ("time", clock(progress.seconds)),
+        ]
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         if self._speaks:

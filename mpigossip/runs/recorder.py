@@ -62,8 +62,10 @@ class Recorder(Hook):
         """whose steps are kept; other than the world's after a rank failure"""
 
     def start(self, progress, assembly) -> None:
-        self._progress, self._rows = progress, len(assembly.engine.mixer.rows)
-        about, task = "{} of the node's training samples in the step", progress.objective
+        self._progress = progress
+        self._rows = len(assembly.engine.mixer.rows)
+        about = "{} of the node's training samples in the step"
+        task = progress.objective
         self._columns = COLUMNS | {"loss": COLUMNS["loss"]._replace(unit=task.unit("loss"))}
         self._metrics = {name: Column(task.unit(name), about.format(name)) for name in task.metrics}
         self._metrics |= MEMBER_COLUMNS | {VIRTUAL: VIRTUAL_COLUMN}
@@ -84,7 +86,8 @@ class Recorder(Hook):
                 progress.folder.mkdir(parents=True, exist_ok=True)
                 self._writer = self._open(progress, progress.nodes, progress.first_step)
                 self._append_left(progress, left)
-        self._kept, self._evaluations = [], []
+        self._kept = []
+        self._evaluations = []
         self._names = self._world.names
         self._clock = self._virtual(progress, assembly)
 
@@ -122,7 +125,8 @@ class Recorder(Hook):
         names, rows = kept[0]
         if not rows:
             return
-        writer, block = self._open(progress, len(names), rows[0]["step"]), {}
+        writer = self._open(progress, len(names), rows[0]["step"])
+        block = {}
         writer.widen(self._others(rows[0]))
         for name, column in writer.columns.items():
             block[name] = np.full((len(rows), len(names)), column.unknown)
@@ -197,7 +201,8 @@ class Recorder(Hook):
             if gathered is not None:
                 self._write_or_begin(gathered, [row for row, _ in self._evaluations])
         # not earlier: should rank 0 be lost on the way, the others still have it
-        self._kept, self._evaluations = [], []
+        self._kept = []
+        self._evaluations = []
 
     def _of_nodes(self, gathered: list | None) -> list | None:
         """Merge the ranks' rows by node: those of its first rank, with all of its bytes.
@@ -226,7 +231,8 @@ class Recorder(Hook):
         try:
             self._write(gathered, evaluations)
         except LogGone as gone:
-            progress, first = self._progress, self._writer.next_step
+            progress = self._progress
+            first = self._writer.next_step
             progress.folder.mkdir(parents=True, exist_ok=True)
             self._writer = self._open(progress, progress.nodes, first)
             progress.warn(f"{gone}: a new one begins at step {first}")
@@ -277,8 +283,11 @@ def _clock_at(log: Path, first_step: int, nodes: int) -> np.ndarray:
 
 def _beside(
     blocks: Sequence[Mapping[str, np.ndarray]],
-    name: str, first: int, shape: tuple[int, int], column: Column,
-) -> np.ndarray:  # fmt: skip
+    name: str,
+    first: int,
+    shape: tuple[int, int],
+    column: Column,
+) -> np.ndarray:
     """Join a column of all ranks, of the steps from ``first`` on; missing rows are unknown."""
     parts = [np.full(shape, column.unknown) for _ in blocks]
     for part, block in zip(parts, blocks, strict=True):

@@ -60,8 +60,11 @@ class Run:
 
         ``newest``: the folder's checkpoint to continue from. ``node`` is set by the caller.
         """
-        self.world, self.job, self.folder = world, job, job.run.folder
-        self.newest, self.resources = newest, resources
+        self.world = world
+        self.job = job
+        self.folder = job.run.folder
+        self.newest = newest
+        self.resources = resources
         self._together = world.comm is None or job.node.mixer == "synchronous"
         self._recorder = Recorder(world)
         self.hooks: list[Hook] = [self._recorder, Printer(world)]
@@ -70,7 +73,8 @@ class Run:
         lag = Stopper.LAG if self._together else 1  # in calls: asynchronous nodes' are rounds
         self.stopper = resources.enter_context(Stopper(world, self.folder, end, lag))
         self.hooks.append(self.stopper)
-        self.tally, self._before_s = Tally(), 0.0
+        self.tally = Tally()
+        self._before_s = 0.0
         self.last: Record | None = None
         """the last step's, which waits"""
         self.figures: dict[int, dict[str, float]] = {}
@@ -94,7 +98,8 @@ class Run:
 
     def resume(self) -> int:
         """Put the node to where the newest checkpoint stands; its step, 0 without. Collective."""
-        path, self.newest = self.newest, None
+        path = self.newest
+        self.newest = None
         if path is None:
             return 0
         with self.world.together(Mistake):
@@ -118,12 +123,14 @@ class Run:
         self._before_s = float(numbers["seconds"])
 
     def _remember(self, manifest: checkpoint.Manifest) -> list[str]:
-        asked, lost_at = asked_of(manifest), manifest.meta.get("lost_at", 0)
+        asked = asked_of(manifest)
+        lost_at = manifest.meta.get("lost_at", 0)
         lost = "".join(c for c in str(manifest.meta.get("lost", "")) if c.isprintable())
         self._lost = [lost] if lost else []
         if asked == manifest.n or not isinstance(lost_at, int):
             return []
-        steps, now = counted(manifest.step - lost_at, "step"), self.node.mixer.n
+        steps = counted(manifest.step - lost_at, "step")
+        now = self.node.mixer.n
         return [f"{lost}; {steps} since then on {manifest.n} of {asked} nodes, now {now}"]
 
     def begin(self) -> None:
@@ -137,25 +144,35 @@ class Run:
             hook.start(self.progress, self.node.assembly)
 
     def _open(self) -> None:
-        node, self.begun = self.node, True
+        node = self.node
+        self.begun = True
         self.progress = Progress(
-            job=self.job, folder=self.folder, nodes=node.mixer.n, asked=node.mixer.n,
-            first_step=node.engine.index, seconds_before=self._before_s, lost=self._lost,
-            about=lambda: node.about(self.progress), **node.expected(),
-        )  # fmt: skip
+            job=self.job,
+            folder=self.folder,
+            nodes=node.mixer.n,
+            asked=node.mixer.n,
+            first_step=node.engine.index,
+            seconds_before=self._before_s,
+            lost=self._lost,
+            about=lambda: node.about(self.progress),
+            **node.expected(),
+        )
         self._open_saver()
         if self.saved_at == node.engine.index:
             self.saver.last = checkpoint.folder(self.folder, node.engine.index)
 
     def _open_saver(self) -> None:
-        text, settings = self.progress.text, self.job.checkpoint
+        text = self.progress.text
+        settings = self.job.checkpoint
         self.saver = Saver(self.world, self.folder, text, settings)
 
     # -- a step -----------------------------------------------------------------------------------
 
     def after(self, record: Record, samples: int | None = None) -> None:
         """Take a step's record; ask for stops. ``samples``: None, those that the program logs."""
-        self.last, self._samples, done = record, samples, record.index + 1
+        self.last = record
+        self._samples = samples
+        done = record.index + 1
         if self._in_step:
             self.saver.poll(done)
         self.progress.checkpoint = self.saver.last or self.progress.checkpoint
@@ -176,7 +193,8 @@ class Run:
 
     def hand_over(self) -> None:
         """Give the record that waits to the hooks; not collective."""
-        record, self.last = self.last, None
+        record = self.last
+        self.last = None
         if record is None:
             return
         figures = self.figures.pop(-1, {}) | self.figures.pop(record.index, {})
@@ -221,10 +239,13 @@ class Run:
         if len(set(calls)) > 1:
             some = ", ".join(f"rank {rank} in {one}" for rank, one in enumerate(calls[:8]))
             raise AgreedError(
-                [f"asynchronous nodes meet in different calls: {some}; the log is written every "
-                 f"{self.job.log.flush_steps} steps (flush_steps): let all nodes call save() after "
-                 "equally many"]
-            )  # fmt: skip
+                [
+                    f"asynchronous nodes meet in different calls: {some}; the log is written every "
+                    f"{self.job.log.flush_steps} steps (flush_steps): let all nodes call save() "
+                    f"after "
+                    "equally many"
+                ]
+            )
 
     def _same_step(self, call: str) -> int:
         """The steps made, equal on all ranks or JobError; asynchronous: the most that one made."""
@@ -235,10 +256,13 @@ class Run:
         if len(set(stands)) > 1:
             some = ", ".join(f"rank {r} {c} ({what})" for r, (c, what) in enumerate(stands[:8]))
             raise AgreedError(
-                [f"ranks have made different numbers of steps: {some}; synchronous nodes take "
-                 "equally many, and meet in the same calls: give all as many batches (drop_last), "
-                 'or use mixer="asynchronous"']
-            )  # fmt: skip
+                [
+                    f"ranks have made different numbers of steps: {some}; synchronous nodes take "
+                    "equally many, and meet in the same calls: give all as many batches "
+                    "(drop_last), "
+                    'or use mixer="asynchronous"'
+                ]
+            )
         return index
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -250,15 +274,18 @@ class Run:
 
     def _save(self) -> None:
         self.begin()
-        node, progress = self.node, self.progress
+        node = self.node
+        progress = self.progress
         self.wait_for_nodes("save()")
         index = self._same_step("save()")
         self.hand_over()
         for hook in self.hooks:
             hook.flush()
         numbers = self.tally.numbers() | {
-            "index": index, "seconds": progress.seconds, "samples": self.tally.samples,
-        }  # fmt: skip
+            "index": index,
+            "seconds": progress.seconds,
+            "samples": self.tally.samples,
+        }
         own = [node.own(row, self.world) for row in range(len(node.mixer.rows))]
         self.saver.finish()  # and so the last snapshot can be overwritten
         self._states = snapshot(node, numbers, self._states)
@@ -271,9 +298,12 @@ class Run:
             state.numbers.update(more)
             states.append((rows[row], state))
         meta = node.facts | {
-            "nodes": progress.nodes, "asked": progress.asked, "slots": node.group.slots,
-            "lost": "; ".join(progress.lost), "lost_at": progress.lost_at,
-        }  # fmt: skip
+            "nodes": progress.nodes,
+            "asked": progress.asked,
+            "slots": node.group.slots,
+            "lost": "; ".join(progress.lost),
+            "lost_at": progress.lost_at,
+        }
         self.saver.begin(index, states, meta)
         self.saved_at = node.engine.index
 
@@ -285,7 +315,8 @@ class Run:
         ``lost``: which ranks, a line each. ``parted``: some are at the end of their loops, where
         the others come to them. Figures not logged yet of the step before are unknown.
         """
-        node, world = self.node, self.world
+        node = self.node
+        world = self.world
         self._lost.extend(lost)
         if not world.agree(self.begun and not self.closed):
             return  # nobody has begun, or all are through
@@ -297,11 +328,16 @@ class Run:
         self.hand_over()
         self.saver.abandon()
         self.figures.clear()
-        self.closed, self._parted, self.saved_at, self._states = False, parted, None, ()
+        self.closed = False
+        self._parted = parted
+        self.saved_at = None
+        self._states = ()
         for name, value in node.expected().items():
             setattr(progress, name, value)
-        progress.nodes, progress.seconds_before = world.nodes.count, progress.seconds
-        progress.began, progress.first_step = time.perf_counter(), -world.agree(-node.engine.index)
+        progress.nodes = world.nodes.count
+        progress.seconds_before = progress.seconds
+        progress.began = time.perf_counter()
+        progress.first_step = -world.agree(-node.engine.index)
         if world.agree(self.stopping):
             self._asked_at = progress.first_step
             if world.rank == 0:  # which may not have read that all had agreed
@@ -326,10 +362,12 @@ class Run:
         if self.closed or not self.begun:
             self.closed = True
             return
-        node, progress = self.node, self.progress
+        node = self.node
+        progress = self.progress
         if not self._together:
             self.hand_over()
-            done, every = node.engine.index, self.job.log.flush_steps
+            done = node.engine.index
+            every = self.job.log.flush_steps
             while not self._round(done := (done // every + 1) * every, ended=True)[1]:
                 pass
         index = self._same_step("the end of the run")
@@ -342,11 +380,13 @@ class Run:
                 summary["digest"] = checkpoint.digest(Path(summary["checkpoint"]))
         for hook in self.hooks:
             hook.stop(progress, summary)
-        self.closed, self.summary = True, summary
+        self.closed = True
+        self.summary = summary
 
     def _summary(self, index: int) -> dict[str, Any]:
         """The figures of a whole run, on rank 0; those that programs log are means over nodes."""
-        node, progress = self.node, self.progress
+        node = self.node
+        progress = self.progress
         mine = self.tally.spent, self.tally.samples, sum(node.mixer.bytes_sent), self._shown
         gathered = self.world.gather(mine)
         if gathered is None:
@@ -354,10 +394,13 @@ class Run:
         spent, samples, sent, shown = zip(*gathered, strict=True)
         every = samples[0] if node.counts_all else sum(samples)
         summary: dict[str, Any] = {
-            "finished": not self.stopped, "steps": node.engine.index, "nodes": progress.nodes,
-            "slots": node.group.slots, "seconds": progress.seconds,
+            "finished": not self.stopped,
+            "steps": node.engine.index,
+            "nodes": progress.nodes,
+            "slots": node.group.slots,
+            "seconds": progress.seconds,
             "bytes_sent": sum(sent) / progress.nodes,
-        }  # fmt: skip
+        }
         summary |= shares(spent, every) | node.summary(progress)
         names = dict.fromkeys(name for one in shown for name in one)
         means = {name: np.mean([one[name] for one in shown if name in one]) for name in names}

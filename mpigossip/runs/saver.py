@@ -38,8 +38,11 @@ class Saver:
 
     def __init__(self, world: World, folder: Path, job: str, settings: CheckpointSection):
         """``job``: its TOML; ``settings``: what to keep, and what to do where a disk fails."""
-        self._world, self._folder, self._job = world, folder, job
-        self._settings, self._goes_on = settings, settings.on_error == "continue"
+        self._world = world
+        self._folder = folder
+        self._job = job
+        self._settings = settings
+        self._goes_on = settings.on_error == "continue"
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._now: _Writing | None = None
         self.last: Path | None = None
@@ -53,7 +56,8 @@ class Saver:
         ``states``: with the number of the node. They must not change before `finish` has returned.
         """
         self.finish()
-        place, error = None, None
+        place = None
+        error = None
         if self._world.rank == 0:
             try:
                 place = checkpoint.begin(self._folder, step)
@@ -73,7 +77,8 @@ class Saver:
             self.last = (not now.commit.exception() and now.commit.result()) or self.last
         if now is None or done % LAG or now.commit is not None:
             return
-        asked, now.agreement = now.agreement, None
+        asked = now.agreement
+        now.agreement = None
         if asked is not None and asked.read() == 0:
             self._gather(now)
         else:
@@ -139,9 +144,12 @@ class Saver:
             raise NotFinite(f"{text}. Earlier ones are kept: lower the learning rate, and resume")
         if not self._goes_on and not gone:
             raise AgreedError(
-                [f"{text}. Earlier checkpoints are complete; make room and resume, or let runs go "
-                 'on without with checkpoint.on_error = "continue"']
-            )  # fmt: skip
+                [
+                    f"{text}. Earlier checkpoints are complete; make room and resume, or let runs "
+                    f"go "
+                    'on without with checkpoint.on_error = "continue"'
+                ]
+            )
         if self._world.rank == 0:
             note(f"{text}; training goes on")
 

@@ -62,7 +62,8 @@ def _bytes_sent(node: Node) -> list[int]:
 def _large(node: Node) -> bool:
     """Return whether each slot of a node writes a file of its own."""
     engine = node.engine
-    flat, state = engine.vector.flat, [part for part, *_ in engine.parts().values()]
+    flat = engine.vector.flat
+    state = [part for part, *_ in engine.parts().values()]
     bytes_per_element = 4 + sum(a.element_size() for a in state if not of_rows(a, flat))
     several = node.world.nodes.per_node > 1 and engine.group.slots > 1
     # a permuted parameter can't be put in order by slots that have a part of it each
@@ -71,7 +72,8 @@ def _large(node: Node) -> bool:
 
 
 def _of_node(node: Node, row: int, numbers: dict, spare: NodeState | None) -> NodeState | None:
-    engine, found = node.engine, dict[str, np.ndarray]()
+    engine = node.engine
+    found = dict[str, np.ndarray]()
     buffers = node.buffers(row)
     for name in buffers[0] if buffers else ():
         each = node.group.to_first([of_slot[name] for of_slot in buffers])
@@ -95,7 +97,9 @@ def _by_slot(
     spare: Sequence[NodeState],
 ) -> list[NodeState]:
     """Copy the slots here of the one node of this process; nothing goes to another process."""
-    flat, state, found = engine.vector.flat, engine.parts(), []
+    flat = engine.vector.flat
+    state = engine.parts()
+    found = []
     for place, slot in enumerate(engine.group.mine):
         before = spare[place] if spare else None
         of_slot = buffers[place] if buffers else {}
@@ -146,10 +150,12 @@ def restore(
     """
     _check_facts(manifest, node.facts, path)
     node.check_saved(manifest, path)
-    rows, fits = node.mixer.rows, manifest.n == node.mixer.n
+    rows = node.mixer.rows
+    fits = manifest.n == node.mixer.n
     first = checkpoint.read_node(path, rows[0] if fits else 0, manifest)
     if fits and not node.fits(manifest, first):
-        first, fits = checkpoint.read_node(path, 0, manifest), False
+        first = checkpoint.read_node(path, 0, manifest)
+        fits = False
     _check_model(first, node.engine.vector.flat, path)
     _check_counters(first, path)
     with reading(path):  # arrays of other shapes than the model's
@@ -162,14 +168,16 @@ def restore(
                 _check_counters(saved, path)
                 told += _exactly(node, row, saved)
         else:
-            slots, mean = manifest.meta["slots"], checkpoint.average(path, manifest)
+            slots = manifest.meta["slots"]
+            mean = checkpoint.average(path, manifest)
             told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
             told += from_mean(node, mean, first.numbers) + node.put_own(0, first, mean)
     return exact, told, first.numbers
 
 
 def _exactly(node: Node, row: int, saved: NodeState) -> list[str]:
-    engine, group = node.engine, node.group
+    engine = node.engine
+    group = node.group
     split(saved.parameters, engine.vector.x, row, engine.vector.flat, held(engine.group))
     engine.restore(saved.arrays, saved.numbers, row)
     put_buffers(dict(zip(group.mine, node.buffers(row), strict=True)), saved)
@@ -191,8 +199,12 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
     ``numbers``: those saved, with the cadence's state, which goes on where the method's does. The
     graph's clock begins at 0.
     """
-    engine, rows = node.engine, range(len(node.mixer.rows))
-    state, x, flat, here = engine.parts(), engine.vector.x, engine.vector.flat, held(engine.group)
+    engine = node.engine
+    rows = range(len(node.mixer.rows))
+    state = engine.parts()
+    x = engine.vector.x
+    flat = engine.vector.flat
+    here = held(engine.group)
     names = [name.removeprefix("state/") for name in state]
     kept = all(name.split("/")[-1] in AVERAGED and name in mean for name in state)
     for row in rows:
@@ -255,7 +267,8 @@ def _check_model(saved: NodeState, flat: Flat, path: Path) -> None:
 
 
 def _same_method(saved: NodeState, engine: Engine) -> bool:
-    was, parts = {name for name in saved.arrays if name.startswith("state/")}, engine.parts()
+    was = {name for name in saved.arrays if name.startswith("state/")}
+    parts = engine.parts()
     flat = engine.vector.flat
     sizes = {
         name: part.shape[1] if of_rows(part, flat) else flat.count

@@ -17,7 +17,9 @@ from mpigossip.runs.hooks import Hook
 END_TIMES = ("MPIGOSSIP_END_TIME", "SLURM_JOB_END_TIME")
 """Variables that hold the end of the allocation in seconds since 1970; the batch scripts of
 `mpigossip job` set the first one for every scheduler."""
-SHARE, LEAST_S, MOST_S = 0.05, 5.0, 120.0
+SHARE = 0.05
+LEAST_S = 5.0
+MOST_S = 120.0
 
 
 def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) -> float | None:
@@ -45,10 +47,13 @@ class Reserve:
 
         ``now``: a clock that nobody sets: a wall clock that jumps would look like a long step.
         """
-        self._end, self._lag, self._now = None if end is None else now() + end, lag, now
+        self._end = None if end is None else now() + end
+        self._lag = lag
+        self._now = now
         self._first = 0.0
         self._last: float | None = None
-        self._longest, self._steps = 0.0, 0
+        self._longest = 0.0
+        self._steps = 0
         self._least = min(max(SHARE * (end or 0.0), LEAST_S), MOST_S)
 
     def over(self) -> bool:
@@ -91,10 +96,13 @@ class Stopper(Hook):
         of :meth:`wants_stop`, one a step or one a round, that the ranks may be apart.
         """
         self._lag = lag
-        self._world, self._file = world, folder / "STOP"
+        self._world = world
+        self._file = folder / "STOP"
         self._clock = Reserve(end, lag=2 * lag)
-        self._asked, self._looked = False, float("-inf")
-        self._launcher, self._warnings = os.getppid(), list[str]()
+        self._asked = False
+        self._looked = float("-inf")
+        self._launcher = os.getppid()
+        self._warnings = list[str]()
         self._pending: Agreement | None = None
 
     def __enter__(self) -> Self:
@@ -128,7 +136,8 @@ class Stopper(Hook):
             self._warnings.append("stopped because the launcher's process is gone: resume the run")
         if done % self._lag:
             return False
-        agreed, self._pending = self._pending, None
+        agreed = self._pending
+        self._pending = None
         if agreed is not None and agreed.read():
             deadline.terminated = math.inf  # what is left may take long, as to save does
             if self._world.rank == 0:
@@ -151,7 +160,8 @@ class Stopper(Hook):
 
     def start(self, progress, assembly) -> None:
         """Drop an agreement with ranks that were lost."""
-        self._pending, self._warnings = None, progress.warnings
+        self._pending = None
+        self._warnings = progress.warnings
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         if self._pending is not None:

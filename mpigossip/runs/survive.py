@@ -52,7 +52,8 @@ class RecentSteps:
         state, aside = self.states.popleft() if full else (None, None)
         (made,) = snapshot(node, {}, [state] if state else [])
         self.states.append((made, node.aside(aside)))
-        self.facts, self.done_at = dict(node.facts), time.perf_counter()
+        self.facts = dict(node.facts)
+        self.done_at = time.perf_counter()
 
     def agree(self, world: World) -> tuple[NodeState, Any, dict[str, Number], dict[str, Any]]:
         """Return this rank's copy, and the counters and facts that all go on from. Collective.
@@ -76,9 +77,12 @@ class Survival:
 
     def __init__(self, node: Node, run: Run | None, on_change: Callable[[World], object]):
         """``on_change(world)`` is called when the survivors are ready to go on."""
-        self._node, self._run, self._on_change = node, run, on_change
+        self._node = node
+        self._run = run
+        self._on_change = on_change
         self._world = node.world
-        self._names, self._hosts = node.world.names, node.world.hosts
+        self._names = node.world.names
+        self._hosts = node.world.hosts
         self._recent = RecentSteps()
         self._lost = self._leaving = False
 
@@ -157,7 +161,9 @@ class Survival:
 
     def _rejoin(self) -> None:
         """Go on between the survivors; alone where some of them leave the loop."""
-        node, run, here = self._node, self._run, self._world
+        node = self._node
+        run = self._run
+        here = self._world
         if run is not None:
             self._lock_anew(run)
         given_up.append(node.mixer)
@@ -171,7 +177,8 @@ class Survival:
                 note(text)
         else:
             lost = self._go_on(Alone() if parted else here, parted, lost)
-        self._names, self._hosts = here.names, here.hosts
+        self._names = here.names
+        self._hosts = here.hosts
         if run is not None:
             run.rejoin(lost, parted)
         if parted and not self._leaving:  # its calls on the world meet nobody until it leaves, too
@@ -201,7 +208,8 @@ class Survival:
         return lines
 
     def _mean(self, mine: NodeState) -> dict[str, Any]:
-        engine, mean = self._node.engine, dict[str, Any]()
+        engine = self._node.engine
+        mean = dict[str, Any]()
         for name, array in over_slots(mine).items():
             mean[name] = array
             if is_floating(array):

@@ -70,11 +70,13 @@ def write_node(folder: Path, node: int, state: NodeState) -> Entry:
 def write_state(path: Path, node: int, state: NodeState) -> Entry:
     """Write and fsync a node's file; returns the entry by which it is read."""
     length = sum(map(math.prod, state.shapes))
-    flat, slot = state.parameters, state.slot
+    flat = state.parameters
+    slot = state.slot
     fits = flat.shape == (length,) if slot is None else flat.ndim == 1 and flat.size <= length
     if flat.dtype != np.float32 or not fits or len(state.names) != len(state.shapes):
         raise ValueError(f"parameters {flat.dtype} {flat.shape} don't fit {length} in the layout")
-    stored, numbers = state.stored(), json.dumps(state.numbers, default=lambda v: v.item())
+    stored = state.stored()
+    numbers = json.dumps(state.numbers, default=lambda v: v.item())
     names = [*stored, "arrays", "layout", "numbers"]
     objects = {path for name in names for path in accumulate(name.split("/"), "{}/{}".format)}
     for count, what, most in (
@@ -249,7 +251,8 @@ def average(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
 
 def _joined(parts: Sequence[NodeState]) -> NodeState:
     """A node from its slots; ValueError where they are of different ones."""
-    first, arrays = parts[0], dict[str, np.ndarray]()
+    first = parts[0]
+    arrays = dict[str, np.ndarray]()
     for part in parts:
         same = (part.names, part.shapes, part.pieces.keys())
         twice = arrays.keys() & (part.arrays.keys() | first.pieces.keys())

@@ -84,7 +84,8 @@ class Split:
 
     def encoded(self, index: int) -> bytes:
         """Return the encoded bytes of one sample (kinds "images" and "text")."""
-        begin, end = int(self.offsets[index]), int(self.offsets[index + 1])
+        begin = int(self.offsets[index])
+        end = int(self.offsets[index + 1])
         data = self._read(begin, end - begin)
         self._check(index, data)
         return data
@@ -106,7 +107,8 @@ class Split:
         return flat.reshape(self.array_shape)
 
     def _read(self, offset: int, size: int) -> bytes:
-        pieces, got = [], 0
+        pieces = []
+        got = 0
         while got < size:  # Linux gives at most 2 GiB per call
             place = self.start + offset + got
             piece = os.pread(self.file.fileno(), min(size - got, 1 << 30), place)
@@ -216,7 +218,8 @@ def _read(raw: io.FileIO, path: Path) -> Dataset:
 
 def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str, Any]) -> Dataset:
     """The data set of these attributes and arrays, if they go together."""
-    kind, channels = facts["kind"], facts["channels"]
+    kind = facts["kind"]
+    channels = facts["channels"]
     require(kind in KINDS, f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
     stored = guard.array(found, "classes", "S", 1)
     right = zlib.crc32(stored.tobytes()) == facts["checksum"]
@@ -225,7 +228,8 @@ def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str,
     classes = tuple(guard.printable(name, "classes") for name in names)
     count = isinstance(channels, int) and 1 <= channels <= CHANNELS
     require(count, f"channels = {channels}, not a number from 1 to {CHANNELS}")
-    mean, std = np.array(facts["mean"], float), np.array(facts["std"], float)
+    mean = np.array(facts["mean"], float)
+    std = np.array(facts["std"], float)
     numbers = np.concatenate([mean.ravel(), std.ravel(), [facts["scale"]]])
     whole = mean.shape == std.shape == (channels,) and np.isfinite(numbers).all()
     whole = whole and (std > 0).all() and 0 < facts["scale"] <= SCALE
@@ -242,8 +246,9 @@ def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str,
     require(not odd, f"documents of {', '.join(odd)} end in the middle of a token")
     words = {key: value for key, value in facts.items() if isinstance(value, str)}
     scale = float(facts["scale"])
-    return Dataset(path, kind, classes, channels, scale, mean, std, words, **splits,
-                   tokenizer=tokenizer)  # fmt: skip
+    return Dataset(
+        path, kind, classes, channels, scale, mean, std, words, **splits, tokenizer=tokenizer
+    )
 
 
 def _tokenizer(found: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
@@ -266,9 +271,11 @@ def _split(
     def read(part: str, ndim: int) -> np.ndarray:
         return guard.array(found, f"{name}/{part}", "iu", ndim).astype(np.int64)
 
-    kind, labels = facts["kind"], read("labels", 1)
+    kind = facts["kind"]
+    labels = read("labels", 1)
     payload = guard.dataset(found, f"{name}/{'images' if kind == 'arrays' else 'bytes'}")
-    start, shape = payload.id.get_offset(), payload.shape
+    start = payload.id.get_offset()
+    shape = payload.shape
     require(payload.dtype == np.uint8, f"{payload.name} holds {payload.dtype}, not uint8")
     require(start is not None, f"{payload.name} is not stored contiguously")
     offsets = sizes = None
@@ -316,7 +323,8 @@ def show(path: Path | str) -> str:
                 each = data.tokenizer.lengths[tokens].mean() if tokens.size else 0.0
                 line += f", {tokens.size} tokens of {each:.2f} bytes"
             if split.sizes is not None:
-                low, high = split.sizes.min(0), split.sizes.max(0)
+                low = split.sizes.min(0)
+                high = split.sizes.max(0)
                 line += f", {low[0]}x{low[1]}"
                 line += "" if (low == high).all() else f" to {high[0]}x{high[1]}"
                 counts = np.bincount(split.labels, minlength=len(data.classes))

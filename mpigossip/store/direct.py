@@ -56,7 +56,8 @@ def fill(path: Path, parts: Sequence[Part]) -> str:
     buffered = os.open(path, os.O_RDWR)
     direct = _open_direct(path)
     try:
-        value, at = 0, 0
+        value = 0
+        at = 0
         for part in sorted(parts, key=lambda one: one.offset):
             value = crc(buffered, at, part.offset, value)
             value = _write(buffered, direct, part, value)

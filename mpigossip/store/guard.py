@@ -27,15 +27,21 @@ from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t, h5z
 
 from mpigossip.store import StoreError
 
-OBJECTS, ATTRIBUTES = 1 << 17, 1 << 10
+OBJECTS = 1 << 17
+ATTRIBUTES = 1 << 10
 """Most groups and arrays in a file (11 kB and 0.1 to 0.3 ms each), most attributes of one."""
-FEW_OBJECTS, BYTES_OF_OBJECT = 1 << 13, 1 << 12
+FEW_OBJECTS = 1 << 13
+BYTES_OF_OBJECT = 1 << 12
 """Groups and arrays that a file of any size may have, and bytes of a file for each further one."""
-NAME, WORDS, TEXT = 1 << 10, 1 << 16, 1 << 24
+NAME = 1 << 10
+WORDS = 1 << 16
+TEXT = 1 << 24
 """Most bytes of a name, of an attribute, and of a job, an environment or the counters."""
-SPARSE, LEAST = 64, 1 << 26
+SPARSE = 64
+LEAST = 1 << 26
 """Bytes of tables for a byte of their file, as rows of later columns are open; and in any file."""
-METADATA, HEADER = 1 << 16, 68
+METADATA = 1 << 16
+HEADER = 68
 """Most bytes that HDF5 reads of its headers at once, and of the longest that is checked."""
 CHUNKS = 1 << 20
 """Most chunks of a table, and bytes of their index."""
@@ -78,7 +84,8 @@ class _Checked:
 
     def __init__(self, file: Any) -> None:
         self.file = file
-        self.seek, self.tell = file.seek, file.tell
+        self.seek = file.seek
+        self.tell = file.tell
 
     def readinto(self, data: memoryview) -> int:
         at = self.file.tell()
@@ -147,11 +154,14 @@ def look(
     of the group `again` may stand at the top, too. `views`: paths of virtual datasets, which aren't
     looked at.
     """
-    found, stored, spread = _objects(content, size, again), 0, 0
+    found = _objects(content, size, again)
+    stored = 0
+    spread = 0
     for path, thing in found.items():
         if isinstance(thing, h5py.Dataset) and path not in views and f"{again}/{path}" not in found:
             in_file, in_memory = _bytes(path, thing.id, size, tables)
-            stored, spread = stored + in_file, spread + in_memory
+            stored = stored + in_file
+            spread = spread + in_memory
     if stored > size:
         raise ValueError(f"its arrays claim {stored} bytes, the file has {size}")
     if spread > max(LEAST, SPARSE * size):
@@ -182,7 +192,8 @@ def _objects(content: h5py.File, size: int, again: str) -> dict[str, Any]:
                 f"more than {most} groups and arrays in {size} bytes; a file of ours has fewer"
             )
         for link in group:
-            name, about = link.decode(), group.links.get_info(link)
+            name = link.decode()
+            about = group.links.get_info(link)
             if not name.isprintable() or not 0 < len(link) <= NAME or name in (".", ".."):
                 raise ValueError(f"{name[:40]!r} is no name of an array")
             path = above + name
@@ -204,7 +215,8 @@ def _objects(content: h5py.File, size: int, again: str) -> dict[str, Any]:
 
 def _bytes(path: str, data: h5d.DatasetID, size: int, tables: bool) -> tuple[int, int]:
     """Bytes of an array in the file and in memory; ValueError where it isn't as ours are."""
-    kind, creation = data.get_type(), data.get_create_plist()
+    kind = data.get_type()
+    creation = data.get_create_plist()
     if not _plain(kind):
         raise ValueError(f'"{path}" holds no numbers or texts of fixed length')
     if data.get_space().get_simple_extent_type() not in (h5s.SCALAR, h5s.SIMPLE):
@@ -213,7 +225,8 @@ def _bytes(path: str, data: h5d.DatasetID, size: int, tables: bool) -> tuple[int
     if layout == h5d.VIRTUAL or creation.get_external_count():
         raise ValueError(f'"{path}" lies in other files')
     width = kind.get_size()
-    claimed, stored = math.prod(data.shape) * width, data.get_storage_size()
+    claimed = math.prod(data.shape) * width
+    stored = data.get_storage_size()
     filters = [creation.get_filter(k)[0] for k in range(creation.get_nfilters())]
     if tables and layout == h5d.CHUNKED:
         if filters not in ([], [h5z.FILTER_FLETCHER32]):
@@ -229,7 +242,8 @@ def _bytes(path: str, data: h5d.DatasetID, size: int, tables: bool) -> tuple[int
 
 def _chunks(path: str, data: h5d.DatasetID, size: int, width: int, checked: bool) -> int:
     """Bytes of a table's chunks, each of which is whole, in the file and as its filters say."""
-    whole, count = math.prod(data.get_create_plist().get_chunk()) * width + 4 * checked, 0
+    whole = math.prod(data.get_create_plist().get_chunk()) * width + 4 * checked
+    count = 0
 
     def one(chunk: Any) -> None:
         nonlocal count
@@ -311,8 +325,10 @@ def attribute(thing: Any, name: str, long: bool = False) -> Any:
     """
     if not h5a.exists(thing.id, name.encode()):
         raise ValueError(f'it has no attribute "{name}"')
-    about, most = h5a.open(thing.id, name.encode()), TEXT if long else WORDS
-    kind, shape = about.get_type(), about.shape
+    about = h5a.open(thing.id, name.encode())
+    most = TEXT if long else WORDS
+    kind = about.get_type()
+    shape = about.shape
     is_text = isinstance(kind, h5t.TypeStringID)
     free = long and is_text and kind.is_variable_str() and not kind.committed()
     small = _plain(kind) and math.prod(shape) * kind.get_size() <= most

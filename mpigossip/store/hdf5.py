@@ -16,8 +16,15 @@ from mpigossip.store import StoreError
 # HDF5 1.10 and later read this; unlike the earliest format it has checksums on all metadata.
 LIBVER = ("v110", "v110")
 
-WRONG = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
-         MemoryError)  # fmt: skip
+WRONG = (
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+)
 """Exceptions of Python and h5py over content that isn't as expected."""
 
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)

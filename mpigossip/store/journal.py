@@ -141,7 +141,8 @@ def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str
     """
     file: Any
     for _ in range(TRIES):
-        before, change = stamp(path), _read_journal(path)
+        before = stamp(path)
+        change = _read_journal(path)
         file = guard.regular(path) if change is None else Overlay(path, change)
         if before.size > SMALL:
             break

@@ -31,7 +31,9 @@ __all__ = ["Column", "EVALUATION_COLUMNS", "Log", "LogWriter", "read"]
 MESSAGES = logging.getLogger("mpigossip")
 EMPTY = "holds no step"
 SIGNATURE = b"\x89HDF\r\n\x1a\n"  # of every HDF5 file
-ALONE, AMONG = 24_000, 3_000  # bytes of a text among few and among many attributes
+# bytes of a text among few and among many attributes
+ALONE = 24_000
+AMONG = 3_000
 CHUNK_BYTES = 1 << 16
 """Of a column; a flush writes whole chunks, one or two a column. Each has HDF5's own checksum."""
 
@@ -113,8 +115,10 @@ class LogWriter:
         first_step: int = 0,
         evaluation_columns: Mapping[str, Column] = EVALUATION_COLUMNS,
     ) -> None:
-        self.path, self.nodes = Path(path), nodes
-        self.columns, self.evaluation_columns = dict(columns), evaluation_columns
+        self.path = Path(path)
+        self.nodes = nodes
+        self.columns = dict(columns)
+        self.evaluation_columns = evaluation_columns
         self.next_step = first_step
         with writing(self.path):
             if recover(self.path):
@@ -304,9 +308,14 @@ def _dataset(
     group: h5py.Group, name: str, column: Column, shape: tuple[int, ...], chunks: tuple[int, ...]
 ) -> h5py.Dataset:
     data = group.create_dataset(
-        name, shape, column.dtype, maxshape=(None,) * len(shape), chunks=chunks,
-        fillvalue=column.unknown, fletcher32=True,
-    )  # fmt: skip
+        name,
+        shape,
+        column.dtype,
+        maxshape=(None,) * len(shape),
+        chunks=chunks,
+        fillvalue=column.unknown,
+        fletcher32=True,
+    )
     data.attrs["units"] = fixed(column.unit)
     data.attrs["description"] = fixed(column.description)
     data.attrs["long_name"] = fixed(column.description)  # what xarray and netCDF programs show

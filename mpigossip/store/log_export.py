@@ -103,9 +103,11 @@ class Events:
                 "TensorBoard's files can't be written: tensorboard isn't installed; `pip install "
                 "mpigossip[tensorboard]` brings it"
             ) from None
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
         folder.mkdir(parents=True, exist_ok=True)
-        host, now = socket.gethostname(), time.time()
+        host = socket.gethostname()
+        now = time.time()
         name = f"events.out.tfevents.{now:.0f}.{host}.{os.getpid()}.{time.monotonic_ns()}"
         self._file = (folder / name).open("xb")
         self._records = RecordWriter(self._file)

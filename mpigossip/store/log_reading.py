@@ -22,8 +22,17 @@ INDEX = {"steps": "step", "evaluations": "at_step"}
 COLUMNS = 1 << 10  # of a group
 TEXTS = ("metrics", "figures", "lost", "warnings", "checkpoint", "digest")
 NEEDED = {"steps", "nodes", "slots", "seconds", "bytes_sent"}
-NUMBERS = (*NEEDED, "finished", "epochs", "loss", "samples_per_second", "compute_s", "node_s",
-           "exchange_s", "idle_s")  # fmt: skip
+NUMBERS = (
+    *NEEDED,
+    "finished",
+    "epochs",
+    "loss",
+    "samples_per_second",
+    "compute_s",
+    "node_s",
+    "exchange_s",
+    "idle_s",
+)
 """Entries of a summary that are texts, those of every finished run, and those that are numbers."""
 
 
@@ -176,7 +185,8 @@ def _check(have: dict[str, h5py.Dataset], group: str, index: str) -> None:
             raise ValueError(f'"{group}/{scale}" doesn\'t ascend from 0 or later')
     if group == "steps" and "loss" not in have:
         raise ValueError('its column "steps/loss" is missing')
-    rows, nodes = len(have[index]), len(have["node"])
+    rows = len(have[index])
+    nodes = len(have["node"])
     for name, data in have.items():
         right = [(rows,), (rows, nodes)] if group == "evaluations" else [(rows, nodes)]
         if name not in (index, "node") and (data.shape not in right or data.dtype.kind not in "fi"):

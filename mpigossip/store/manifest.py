@@ -98,8 +98,10 @@ def write(path: Path, manifest: Manifest) -> None:
         file.attrs["step"], file.attrs["n"] = manifest.step, manifest.n
         write_text(file, "job", manifest.job)
         write_text(file, "meta", json.dumps(manifest.meta, default=lambda v: v.item()))
-        rows = [(e.node, e.file.encode(), e.bytes, e.checksum.encode(), e.parameters)
-                for e in manifest.entries]  # fmt: skip
+        rows = [
+            (e.node, e.file.encode(), e.bytes, e.checksum.encode(), e.parameters)
+            for e in manifest.entries
+        ]
         file.create_dataset("nodes", data=np.array(rows, np.dtype(kind)))
         if length:
             joined = h5py.VirtualLayout((manifest.n, length), "<f4")
@@ -117,7 +119,8 @@ def write(path: Path, manifest: Manifest) -> None:
 
 def _parts(entries: Iterable[Entry]) -> Iterator[tuple[Entry, slice]]:
     """The files that have parameters, and which of its node's they are."""
-    node, at = -1, 0
+    node = -1
+    at = 0
     for entry in entries:
         node, at = entry.node, at if entry.node == node else 0
         if entry.parameters:
@@ -170,7 +173,8 @@ def _content(file: h5py.File, found: dict[str, Any]) -> Manifest:
         counter(entry.parameters, "parameters", MOST)
     if "parameters" in found:
         _check_view(found["parameters"], n, entries)
-    job, meta = guard.text(found, "job"), plain(guard.text(found, "meta"), "meta")
+    job = guard.text(found, "job")
+    meta = plain(guard.text(found, "meta"), "meta")
     return Manifest(counter(facts["step"], "step", MOST), n, job, meta, entries)
 
 
@@ -225,7 +229,8 @@ def _check_view(view: Any, n: int, entries: Sequence[Entry]) -> None:
     right = isinstance(view, h5py.Dataset) and view.is_virtual
     if not right or view.shape != (n, length) or view.dtype != "<f4":
         raise ValueError(f'"parameters" is no view of {n} nodes of {length} parameters')
-    parts, count = list(_parts(entries)), view.id.get_create_plist().get_virtual_count()
+    parts = list(_parts(entries))
+    count = view.id.get_create_plist().get_virtual_count()
     if count != len(parts):
         raise ValueError(f'"parameters" shows {count} files, not {len(parts)}')
     for (entry, columns), shown in zip(parts, view.virtual_sources(), strict=True):

@@ -69,7 +69,8 @@ class NodeState:
 
 def table(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
     """The table of parameters: name, offset, size, and the first `ndim` numbers of `shape`."""
-    texts, sizes = [name.encode() for name in names], [math.prod(shape) for shape in shapes]
+    texts = [name.encode() for name in names]
+    sizes = [math.prod(shape) for shape in shapes]
     widest = max(map(len, shapes), default=0) or 1
     text = h5py.string_dtype("utf-8", max(map(len, texts), default=1) or 1)
     kind = [("name", text), ("offset", "<i8"), ("size", "<i8"), ("ndim", "<i8")]
@@ -82,7 +83,9 @@ def read_table(
     rows: Iterable[tuple], length: int
 ) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
     """Names and shapes of the table; ValueError unless they fill `length` one after the other."""
-    names, shapes, offset = [], [], 0
+    names = []
+    shapes = []
+    offset = 0
     for name, at, size, ndim, numbers in rows:
         shape = tuple(map(int, numbers[:ndim]))
         fits = len(shape) == ndim <= DIMENSIONS and min(shape, default=0) >= 0
@@ -105,7 +108,8 @@ def average(
     ValueError where parts differ in names or shapes. Names that begin with one of ``loose`` are
     left out where a part lacks them, or has them in another shape.
     """
-    rest, count = iter(parts), 1
+    rest = iter(parts)
+    count = 1
     total = {k: a.astype(np.float64) if is_floating(a) else a for k, a in next(rest, {}).items()}
     for part in rest:
         count += 1

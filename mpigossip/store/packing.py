@@ -19,7 +19,8 @@ from mpigossip.store import StoreError, texts
 from mpigossip.store.hdf5 import fixed, reading, replacing
 
 FORMAT = "mpigossip-dataset"
-VERSION, PLAIN = 3, 2
+VERSION = 3
+PLAIN = 2
 """Of packs with a tokenizer, which earlier programs would take for bytes; of all others."""
 VOCABULARY = 4096
 SPLITS = ("train", "test")
@@ -101,7 +102,8 @@ def pack(
     only when whole. Raises StoreError naming missing folders and all files that can't be read (the
     first ten).
     """
-    folder, out = Path(folder), Path(out)
+    folder = Path(folder)
+    out = Path(out)
     if not folder.is_dir() and not (text and folder.is_file()):
         wanted = "text files" if text else "train/CLASS/*.jpg and test/CLASS/*.jpg"
         raise StoreError(f"{folder} is not a folder; name one that holds {wanted}")
@@ -132,7 +134,9 @@ def pack(
 
 def _pack_images(folder: Path, file: h5py.File, image_size: int | None, decoded: bool) -> None:
     classes, lists = _find(folder)
-    gray, moments, problems = True, np.zeros((3, 3)), list[str]()
+    gray = True
+    moments = np.zeros((3, 3))
+    problems = list[str]()
     with _halves(file) as halves:
         for name, (files, _) in lists.items():
             every = max(1, len(files) // SAMPLE_FOR_MEAN) if name == "train" else 0
@@ -160,7 +164,8 @@ def _pack_images(folder: Path, file: h5py.File, image_size: int | None, decoded:
 
 
 def _find(folder: Path) -> tuple[list[str], dict[str, Files]]:
-    train, test = folder / "train", folder / "test"
+    train = folder / "train"
+    test = folder / "test"
     if not test.is_dir():
         test = folder / "val"
     for needed in (train, test):
@@ -193,9 +198,13 @@ def _write_facts(file: h5py.File, kind: str, classes: Sequence[str], moments: np
     names = np.array([fixed(name) for name in classes])
     file["classes"] = names
     file.attrs.update(
-        kind=fixed(kind), channels=len(moments), scale=255.0, mean=mean, std=std,
+        kind=fixed(kind),
+        channels=len(moments),
+        scale=255.0,
+        mean=mean,
+        std=std,
         checksum=zlib.crc32(names.tobytes()),
-    )  # fmt: skip
+    )
 
 
 def checksum_of(group: Mapping[str, h5py.Dataset]) -> int:
@@ -209,7 +218,8 @@ def checksum_of(group: Mapping[str, h5py.Dataset]) -> int:
 
 def _write_split(group: h5py.Group, labels: Sequence[int], half: _Half) -> None:
     offsets = np.concatenate([[0], np.cumsum(half.lengths, dtype=np.int64)])
-    group["labels"], group["offsets"] = np.array(labels, np.int64), offsets
+    group["labels"] = np.array(labels, np.int64)
+    group["offsets"] = offsets
     group["checksums"] = np.array(half.checksums, np.uint32)
     group.attrs["checksum"] = checksum_of(group)
     target = group.create_dataset("bytes", (int(offsets[-1]),), np.uint8)
@@ -247,7 +257,8 @@ def _write_decoded(
             block[row] = pixels if gray else pixels.transpose(2, 0, 1)
             checksums[begin + row] = zlib.crc32(block[row])
         target[begin : begin + len(block)] = block
-    group["labels"], group["checksums"] = np.array(labels, np.int64), checksums
+    group["labels"] = np.array(labels, np.int64)
+    group["checksums"] = checksums
     group.attrs["checksum"] = checksum_of(group)
 
 

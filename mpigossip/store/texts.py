@@ -105,7 +105,8 @@ class Coder:
         """``kind``: one of KINDS; "bpe" learns ``vocabulary`` entries of ``files``. StoreError."""
         if kind not in KINDS:
             raise StoreError(f"tokenizer {kind!r} is unknown; choose one of {', '.join(KINDS)}")
-        self.tokenizer, self._library = BYTES, None
+        self.tokenizer = BYTES
+        self._library = None
         if kind == "bpe":
             self._library = learned(files, vocabulary)
             entries = sorted(self._library.get_vocab().items(), key=lambda pair: pair[1])

@@ -40,7 +40,8 @@ FILLS = ("full", "none", "left", "bottom", "right")
 """Of markers, one for each line, and markers one for each colour: for grey print."""
 SPAN = 3.0
 """Largest over smallest value from which on an axis is logarithmic."""
-WIDE, HIGH = 5.4, 4.2
+WIDE = 5.4
+HIGH = 4.2
 """Inches of a panel."""
 INK = 0.6
 """Opacity of all bands of a panel together; of one at most a quarter of it."""
@@ -162,10 +163,14 @@ def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
     elif len(others) == 1 or len(first) > len(COLOURS) or len(others) > len(LINES):
         at = {name: (k, k) for k, name in enumerate(at)}
     return {
-        name: {"color": COLOURS[colour % len(COLOURS)], "linestyle": LINES[line % len(LINES)],
-               "marker": MARKERS[colour % len(COLOURS)], "fillstyle": FILLS[line % len(LINES)]}
+        name: {
+            "color": COLOURS[colour % len(COLOURS)],
+            "linestyle": LINES[line % len(LINES)],
+            "marker": MARKERS[colour % len(COLOURS)],
+            "fillstyle": FILLS[line % len(LINES)],
+        }
         for name, (colour, line) in at.items()
-    }  # fmt: skip
+    }
 
 
 def _places(run: Found, x: str) -> np.ndarray:
@@ -190,9 +195,11 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
         return
     mean, half = interval(np.stack([run.curve(y) for run in runs]))
     at = np.mean([_places(run, x) for run in runs], axis=0)
-    low, high = mean - half, mean + half
+    low = mean - half
+    high = mean + half
     if "accuracy" in y:  # Student's t knows no ends
-        low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
+        low = np.clip(low, 0, 1)
+        high = np.clip(high, 0, 1)
     elif (mean > 0).all() and (low <= 0).any():  # in ratio as far below as above
         low = mean**2 / high
     banded = bool(np.isfinite(half).any())

@@ -52,7 +52,8 @@ def cells_of(
     if not nodes or min(nodes) < 1:
         raise JobError(f"nodes = {list(nodes)}: a study needs whole numbers of at least 1")
     axes = [_points(axis, values) for axis, values in grid.items()]
-    cells, unfit = [], {}
+    cells = []
+    unfit = {}
     for n, point in itertools.product(nodes, itertools.product(*axes)):
         labels = tuple(label for label, _ in point)
         own = [setting for _, settings in point for setting in settings]

@@ -44,8 +44,12 @@ class Results:
         larger: bool | None = None,
     ):
         """``cells``: the points; ``rates``: which each took; ``found``: their runs."""
-        self.cells, self.rates, self.seeds = list(cells), dict(rates), list(seeds)
-        self.tried, self.left_out, self.folder = list(tried), dict(left_out), folder
+        self.cells = list(cells)
+        self.rates = dict(rates)
+        self.seeds = list(seeds)
+        self.tried = list(tried)
+        self.left_out = dict(left_out)
+        self.folder = folder
         self._found = dict(found)
         self.judge = figure_of(found.values(), judge)
         self.larger = larger
@@ -143,7 +147,8 @@ class Results:
             return out.getvalue()
         if form not in ("text", "latex"):
             raise JobError(f'table("{form}"): choose one of text, csv, latex')
-        left, rates = len(self.axes), ["lr"] * ("lr" in self.rows[0])
+        left = len(self.axes)
+        rates = ["lr"] * ("lr" in self.rows[0])
         heads = [axis.removesuffix(".name").rpartition(".")[2] for axis in self.axes]
         heads += [f"lr{self._per()}" for _ in rates] + [*self.figures, "MB a node"]
         columns = [[str(row[axis]) for row in self.rows] for axis in self.axes]
@@ -174,9 +179,10 @@ class Results:
         told = [settings(run.log.job) for run in self._found.values() if run.log is not None]
         found = {
             f" per {job['schedule.reference_batch']} samples"
-            if job.get("schedule.scale") == "linear" else ""
+            if job.get("schedule.scale") == "linear"
+            else ""
             for job in told
-        }  # fmt: skip
+        }
         return found.pop() if len(found) == 1 else ""
 
     def _comments(self) -> list[str]:

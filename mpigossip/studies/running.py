@@ -39,7 +39,8 @@ DERIVED: dict[str, Callable[[Log], float]] = {
 }
 """Figures of a run besides those of its summary: training loss of the last twentieth of the steps,
 mean consensus distance, steps with an exchange."""
-WINDOWS, NOISE = 20, 1.1
+WINDOWS = 20
+NOISE = 1.1
 """Parts of a run whose training losses are compared, and how much of a rise is noise."""
 LEAVE_S = 20.0
 """Seconds that runs have to write their checkpoints when the study is stopped."""
@@ -96,7 +97,8 @@ class Found:
 
     def _trained(self) -> np.ndarray:
         """Mean training loss of the steps since the evaluation before; NaN without steps."""
-        steps, loss = self.log.steps["step"], np.nanmean(self.log.steps["loss"], axis=1)
+        steps = self.log.steps["step"]
+        loss = np.nanmean(self.log.steps["loss"], axis=1)
         ends = np.searchsorted(steps, self.log.evaluations["step"])
         parts = [loss[low:high] for low, high in pairwise([0, *ends])]
         return np.array([part.mean() if len(part) else np.nan for part in parts])
@@ -117,7 +119,8 @@ class Runner:
 
     def __init__(self, job: Path, folder: Path, processes: int | None = None):
         """``processes``: how many at once, None for one a core that this process may use."""
-        self.job, self.folder = job, folder
+        self.job = job
+        self.folder = folder
         self.processes = len(os.sched_getaffinity(0)) if processes is None else processes
 
     def place(self, key: Key) -> Path:
@@ -173,7 +176,9 @@ class Runner:
         return found
 
     def _do(self, keys: Sequence[Key]) -> list[str]:
-        waiting, running, failed = list(keys)[::-1], dict[Key, tuple[subprocess.Popen, float]](), []
+        waiting = list(keys)[::-1]
+        running = dict[Key, tuple[subprocess.Popen, float]]()
+        failed = []
         try:
             while waiting or running:
                 while waiting and len(running) < self.processes:
@@ -204,8 +209,11 @@ class Runner:
         with (place / OUTPUT).open("a") as output:
             return subprocess.Popen(
                 [*child, "simulate", str(self.job), *self.words(key)],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+            )
 
     def _ended(self, key: Key, code: int) -> list[str]:
         """Mark a run that diverged; what another one that didn't finish says."""

@@ -25,7 +25,8 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
     from scipy import stats
 
     values = np.asarray(values, float)
-    count, unknown = len(values), np.full(values.shape[1:], np.nan)
+    count = len(values)
+    unknown = np.full(values.shape[1:], np.nan)
     if count < 2:
         return (values[0] if count else unknown), unknown
     half = stats.t.ppf((1 + LEVEL) / 2, count - 1) * values.std(0, ddof=1) / count**0.5
@@ -40,7 +41,8 @@ def many_to_one(values: np.ndarray) -> np.ndarray:
     """
     from scipy import stats
 
-    others, seeds = len(values) - 1, values.shape[1]
+    others = len(values) - 1
+    seeds = values.shape[1]
     if seeds < 2:
         return np.full(others, np.nan)
     rest = values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
@@ -92,12 +94,14 @@ def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
     steps = {"step": first.steps["step"]}
     for name in first.steps.keys() - {"step"}:
         steps[name] = np.concatenate([log.steps[name] for log in logs], axis=1)
-    evaluations, bands = {"step": first.evaluations["step"]}, {}
+    evaluations = {"step": first.evaluations["step"]}
+    bands = {}
     for name in first.evaluations.keys() - {"step"}:
         values = [log.evaluations[name] for log in logs]
         if values[0].ndim == 1:
             mean, half = interval(values)
-            evaluations[name], bands[name] = mean, (mean - half, mean + half)
+            evaluations[name] = mean
+            bands[name] = (mean - half, mean + half)
         else:
             evaluations[name] = np.concatenate(values, axis=1)
     shared = set.intersection(*(set(log.summary) for log in logs))

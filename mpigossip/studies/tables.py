@@ -95,7 +95,8 @@ def latex(
 
 
 def _marks(rows: Sequence[Row]) -> dict[str, str]:
-    notes, marks = dict.fromkeys(row.note for row in rows if row.note), [*MARKS]
+    notes = dict.fromkeys(row.note for row in rows if row.note)
+    marks = [*MARKS]
     return {note: marks[k % len(marks)] * (k // len(marks) + 1) for k, note in enumerate(notes)}
 
 

@@ -115,9 +115,13 @@ def make_model(job: Job, data: AnyData, counted: bool = False) -> torch.nn.Modul
     scores = job.task.name in task.TASKS and isinstance(data, Source)
     make = models.counted if counted else models.model
     return make(
-        job.model.name, data.shape, data.classes, job.run.seed, data.dtype if scores else None,
+        job.model.name,
+        data.shape,
+        data.classes,
+        job.run.seed,
+        data.dtype if scores else None,
         **job.model.options,
-    )  # fmt: skip
+    )
 
 
 def lay_out(job: Job, module: torch.nn.Module, slots: int) -> Flat:
@@ -176,8 +180,9 @@ def make_replicas(
     node = job.node
     eager = node.vmap or group.devices[0] == "cpu"
     graphs = "never" if eager else node.cuda_graphs
-    replicas = Replicas(module, flat, rows, group, together=node.vmap, graphs=graphs,
-                        objective=objective)  # fmt: skip
+    replicas = Replicas(
+        module, flat, rows, group, together=node.vmap, graphs=graphs, objective=objective
+    )
     if node.compile:
         for replica in (each for row in replicas.modules for each in row):
             replica.compile()
@@ -235,9 +240,13 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     engine = parts.make_engine(mixer, group, replicas, job.log.consensus_every)
     arithmetic = resolved(job.node.precision, group.devices[0])
     trainer = Trainer(
-        job, engine, replicas, Precision(arithmetic, group.devices, len(mixer.rows)),
-        schedule(job.schedule, per_epoch, total, n * per_step), loader.step,
-    )  # fmt: skip
+        job,
+        engine,
+        replicas,
+        Precision(arithmetic, group.devices, len(mixer.rows)),
+        schedule(job.schedule, per_epoch, total, n * per_step),
+        loader.step,
+    )
     total = total if job.run.steps is None else min(total, job.run.steps)
     return Assembly(parts, trainer, data, loader, per_epoch, total, partition)
 

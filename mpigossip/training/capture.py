@@ -34,7 +34,8 @@ class Captured:
 
         Leaves parameters, buffers and random generators as they were. Raises CannotCapture.
         """
-        self.rows, self.slots = len(modules), len(modules[0])
+        self.rows = len(modules)
+        self.slots = len(modules[0])
         self._inputs: list[Nested] = []
         self._found: list[torch.Tensor] = []
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -91,7 +92,8 @@ class Captured:
         """
         pairs = []
         for fixed, batch in zip(self._inputs, batches, strict=True):
-            places, values = list(leaves(fixed)), list(leaves(batch))
+            places = list(leaves(fixed))
+            values = list(leaves(batch))
             if [one.shape for one in places] != [one.shape for one in values]:
                 raise CannotCapture(
                     f"a batch of {form(batch)} where the captured one has {form(fixed)}; "

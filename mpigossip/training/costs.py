@@ -108,7 +108,8 @@ class Exchanges:
 
     def rounds(self) -> Iterator[tuple[Kind, int | None]]:
         """Each exchange of `steps` steps, as `carried_out`."""
-        cadence, clock = self.parts.cadence, 0
+        cadence = self.parts.cadence
+        clock = 0
         state = cadence.init()
         for index in range(self.steps):
             kind = cadence.kind(state, index)
@@ -131,8 +132,10 @@ class Exchanges:
     def bytes_per_step(self) -> float:
         """Bytes that node 0 sends in an average step."""
         layout = self.parts.layout
-        sent, raw = layout.sent_bytes, layout.raw_bytes
-        graph, waits = self.parts.graph, not self.asynchronous
+        sent = layout.sent_bytes
+        raw = layout.raw_bytes
+        graph = self.parts.graph
+        waits = not self.asynchronous
         each = self.counted.items()
         total = sum(k * traffic(graph, kind, t or 0, 0, sent, raw, waits) for (kind, t), k in each)
         return total / self.steps
@@ -166,7 +169,8 @@ def average_period(what: Subject, n: int) -> float:
     constant: what a cadence that measures S is told. ADPSGD's period then tends to p₀ r₀/r, r₀ the
     mean rate of its samples. One that goes by the loss is told that this stays.
     """
-    job, an_epoch = what.job, what.steps_per_epoch(n)
+    job = what.job
+    an_epoch = what.steps_per_epoch(n)
     total = min(LONGEST, job.run.epochs * an_epoch) or STEPS
     key = repr((job.algorithm, job.cadence, job.schedule, an_epoch, total, n * what.per_step))
     if key not in _PERIODS:
@@ -178,13 +182,17 @@ def average_period(what: Subject, n: int) -> float:
 
 def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int:
     """Number of global averages in ``total`` steps, at these learning rates."""
-    state, spread, found = cadence.init(), 0.0, 0
+    state = cadence.init()
+    spread = 0.0
+    found = 0
     for index in range(total):
-        kind, lr = cadence.kind(state, index), rate(index)
+        kind = cadence.kind(state, index)
+        lr = rate(index)
         spread += lr * lr
         state = cadence.observe(state, Step(index, 0, kind, lr), STEADY | {"variance": spread})
         if kind is Kind.GLOBAL:
-            found, spread = found + 1, 0.0
+            found = found + 1
+            spread = 0.0
     return found
 
 
@@ -200,7 +208,9 @@ def steady(cadence: Cadence, period: float) -> Cadence:
 
 def memory(what: Subject, made: Exchanges) -> dict[str, int]:
     """Bytes of a node by purpose, each node on a host of its own; see :func:`held`."""
-    job, flat, parts = what.job, what.flat, made.parts
+    job = what.job
+    flat = what.flat
+    parts = made.parts
     state = parts.method.init(torch.empty(1, flat.size, device="meta"))
     arrays = sum(array.numel() * array.element_size() for _, array in leaves(state))
     if parts.cadence.fragment_schedule.delay:

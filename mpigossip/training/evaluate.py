@@ -63,7 +63,8 @@ def evaluate(
     slot: the averaged model's batch norms are recalibrated by them. Uses the gradients' memory.
     Collective over nodes and their slots.
     """
-    objective, group = replicas.objective, replicas.group
+    objective = replicas.objective
+    group = replicas.group
     averaged = averaged_model(replicas, mixer)
     if batches and norms(averaged):
         recalibrate(averaged, replicas, mixer, batches)
@@ -73,10 +74,12 @@ def evaluate(
     for row, node in enumerate(mixer.rows if 0 in group.mine else ()):
         for which, module in enumerate((averaged, replicas.modules[row][0])):
             rows[row, which] = measure(objective, module, loader, node, mixer.n, group.works)
-    flat, nothing = rows.flatten(1), torch.zeros_like(rows.flatten(1))
+    flat = rows.flatten(1)
+    nothing = torch.zeros_like(rows.flatten(1))
     rows = group.sum_scalars([nothing if slot else flat for slot in group.mine]).view(rows.shape)
     total = mixer.mean_scalars(rows.flatten(1)).view(rows.shape[1:])
-    whole, mine = total[..., 0] / total[..., 1], rows[..., 0] / rows[..., 1]
+    whole = total[..., 0] / total[..., 1]
+    mine = rows[..., 0] / rows[..., 1]
     return Evaluation(
         averaged=dict(zip(names, whole[0].tolist(), strict=True)),
         mean_local=dict(zip(names, whole[1].tolist(), strict=True)),
@@ -93,7 +96,8 @@ def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
     here and what is exported or gone on from are the same bits. Every slot averages its shard;
     collective over nodes and their slots.
     """
-    module, group = copy.deepcopy(replicas.modules[0][0]), replicas.group
+    module = copy.deepcopy(replicas.modules[0][0])
+    group = replicas.group
     rows = [grads[:1] for grads in replicas.grads]
     means = shards(rows, group.segments, held(group))
     for mean, x in zip(means, replicas.x, strict=True):
@@ -174,7 +178,8 @@ def recalibrate(
     Here each node's slot 0 shows the model its ``batches``, in training mode of these layers alone;
     the statistics are the mean over batches, then over nodes, exactly. Collective.
     """
-    group, slots = replicas.group, len(replicas.group.mine)
+    group = replicas.group
+    slots = len(replicas.group.mine)
     parts: list[Any] = [p for one in norms(module) for p in (one.running_mean, one.running_var)]
     mine = torch.zeros(replicas.rows, sum(p.numel() for p in parts), dtype=torch.float64)
     for row in range(replicas.rows if 0 in group.mine else 0):

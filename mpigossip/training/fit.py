@@ -34,7 +34,10 @@ FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
 
 def unfit(parts: Parts) -> list[str]:
     """Return what doesn't go together, each with a remedy."""
-    job, graph, method, cadence = parts.job, parts.graph, parts.method, parts.cadence
+    job = parts.job
+    graph = parts.graph
+    method = parts.method
+    cadence = parts.cadence
     return [
         *_unfit_graph(job, graph, method.needs),
         *_unconnected(job, graph, cadence),
@@ -61,7 +64,7 @@ def check_rounds(job: Job, graph: Graph, world: World) -> None:
             raise JobError(
                 f'graph.name = "{job.graph.name}": its first 64 rounds differ from those of rank '
                 "0: a function may use only n, seed and t, and files have to be alike"
-            )  # fmt: skip
+            )
 
 
 def lacking(needs: frozenset, graph: Graph) -> list[str]:
@@ -154,7 +157,8 @@ def _fits(name: str, n: int, needs: frozenset) -> bool:
 
 
 def _unfit_cadence(job: Job, needs: frozenset, cadence: Cadence) -> list[str]:
-    kinds, reason = cadence.kinds, None
+    kinds = cadence.kinds
+    reason = None
     if "always-global" in needs and job.cadence.name not in ("always", "global"):
         reason = "averages over all nodes at every step; leave the cadence out"
     elif "phases" in needs and job.cadence.name != "halves":
@@ -178,7 +182,8 @@ def _unfit_cadence(job: Job, needs: frozenset, cadence: Cadence) -> list[str]:
 
 def _unfit_periods(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[str]:
     """Numbers of local steps by node: the method must allow idle nodes, and each has one."""
-    own, name = cadence.own, job.algorithm.name
+    own = cadence.own
+    name = job.algorithm.name
     if not own:
         return []
     said = f"cadence.period = {list(own)}"
@@ -223,7 +228,8 @@ def _cadences(bearable) -> str:
 
 
 def _unfit_wire(job: Job, coding: Wire, needs: frozenset) -> list[str]:
-    wire, name = job.node.wire, job.algorithm.name
+    wire = job.node.wire
+    name = job.algorithm.name
     if coding.exact:
         return []
     if "shared-wire" in needs and not coding.shared:
@@ -244,7 +250,8 @@ def _unfit_wire(job: Job, coding: Wire, needs: frozenset) -> list[str]:
 def contradictions(job: Job) -> list[str]:
     """Return settings that have no effect, or contradict each other."""
     found = shape.cut(job, shape.slots(job))
-    data, plain = job.data, Data()
+    data = job.data
+    plain = Data()
     for key, reader in (("shuffled_percent", "mixed"), ("dirichlet_alpha", "dirichlet")):
         if getattr(data, key) != getattr(plain, key) and data.partition != reader:
             found.append(
@@ -278,7 +285,7 @@ def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested)
         raise JobError(
             "node.vmap = true: model.recompute = true keeps what backward needs by hooks, which "
             "can't be vectorized over nodes; leave one of them out"
-        )  # fmt: skip
+        )
     tried = copy.deepcopy(module).train()
     with torch.random.fork_rng(devices=()), torch.no_grad(), contextlib.suppress(Exception):
         objective(tried, batch)  # one sample is too few for some norms, which have counted it
@@ -286,7 +293,7 @@ def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested)
         raise JobError(
             f'node.vmap = true: model "{job.model.name}" changes its buffers in training (norm '
             "statistics, averages), which can't be vectorized over nodes; leave node.vmap out"
-        )  # fmt: skip
+        )
 
 
 def bears_delay(method: Algorithm) -> bool:
@@ -316,7 +323,8 @@ def _unfit_faults(job: Job, method: Algorithm) -> list[str]:
 
 def short_faults(job: Job) -> list[str]:
     """Return faults that last shorter than if each round were drawn: no graph can have them."""
-    ill, found = job.faults, []
+    ill = job.faults
+    found = []
     stays = {"lost": (ill.lost, ill.lost_rounds), "away": (ill.away, ill.away_rounds)}
     for key, (share, rounds) in stays.items():
         least = least_rounds(share)
@@ -340,7 +348,9 @@ def _unfit_nccl(job: Job) -> list[str]:
 
 
 def _unfit_asynchrony(job: Job, coding: Wire, method: Algorithm) -> list[str]:
-    node, faults, found = job.node, job.faults, []
+    node = job.node
+    faults = job.faults
+    found = []
     if node.mixer != "asynchronous":
         if faults.slow_times > 1:
             found.append(

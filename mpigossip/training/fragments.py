@@ -27,7 +27,8 @@ def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, .
     fragment has no room left is cut, and its rest is the next one's.
     """
     found: list[list[slice]] = [[] for _ in range(count)]
-    room, turn = [width] * count, 0
+    room = [width] * count
+    turn = 0
     for layer in layers:
         at = layer.start
         while at < layer.stop:
@@ -41,13 +42,15 @@ def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, .
                 found[fragment][-1] = slice(before[0].start, end)
             else:
                 found[fragment].append(slice(at, end))
-            at, turn = end, turn + 1
+            at = end
+            turn = turn + 1
     return tuple(map(tuple, found))
 
 
 def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[str]:
     """Fragments, or a delay, that period, method or mixer don't bear."""
-    schedule, blend = cadence.fragment_schedule, job.algorithm.blend
+    schedule = cadence.fragment_schedule
+    blend = job.algorithm.blend
     found = _unfit_period(schedule)
     if blend is not None and not schedule.delay:
         found.append(
@@ -61,7 +64,9 @@ def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence)
         )
     if schedule.plain:
         return found
-    count, delay, name = schedule.fragments, schedule.delay, job.algorithm.name
+    count = schedule.fragments
+    delay = schedule.delay
+    name = job.algorithm.name
     said = f"cadence.fragments = {count}" if count > 1 else f"cadence.delay = {delay}"
     exchange = method
     if method.local_update is not None:
@@ -120,10 +125,13 @@ def layers_of(flat: Flat, within: slice) -> list[slice]:
     found: list[slice] = []
     last = None
     for name, place in zip(flat.names, flat.places, strict=True):
-        begin, end = max(place.start, within.start), min(place.stop, within.stop)
+        begin = max(place.start, within.start)
+        end = min(place.stop, within.stop)
         if begin >= end:
             continue
-        begin, end, module = begin - within.start, end - within.start, name.rpartition(".")[0]
+        begin = begin - within.start
+        end = end - within.start
+        module = name.rpartition(".")[0]
         if found and module == last:
             begin = found.pop().start
         found.append(slice(begin, end))

@@ -37,9 +37,14 @@ class Trainer:
 
         ``batches``: step -> batches, row after row, slot after slot of those here.
         """
-        self.section, self.seed = job.algorithm, job.run.seed
-        self.engine, self.replicas, self.precision = engine, replicas, precision
-        self.rate, self.batches, self.shift = rate, batches, 0
+        self.section = job.algorithm
+        self.seed = job.run.seed
+        self.engine = engine
+        self.replicas = replicas
+        self.precision = precision
+        self.rate = rate
+        self.batches = batches
+        self.shift = 0
 
     @property
     def mixer(self) -> Mixer:
@@ -47,14 +52,18 @@ class Trainer:
 
     def step(self) -> Record:
         """One gradient a node, one update, and the exchange that the cadence asks for."""
-        engine, replicas = self.engine, self.replicas
+        engine = self.engine
+        replicas = self.replicas
         engine.ahead()
         # whose nodes make fewer local steps than others
         rested = engine.cadence.resting(engine.index - engine.state_start, self.mixer.rows)
         figures = replicas.gradients(
-            self.batches(engine.index - self.shift), self.section.accumulate, self.precision,
-            self._seeds(), rested,
-        )  # fmt: skip
+            self.batches(engine.index - self.shift),
+            self.section.accumulate,
+            self.precision,
+            self._seeds(),
+            rested,
+        )
         self._check(figures, rested)
         lr = self.rate(engine.index - self.shift)
         engine.clock.lap("compute_s")
@@ -97,8 +106,13 @@ class Trainer:
 
     def _clip_and_decay(self) -> torch.Tensor | None:
         """Clip by the norm of the node's whole gradient, then add weight decay; norms (rows,)."""
-        group, replicas, g = self.engine.group, self.replicas, self.replicas.g
-        clip, decay, norms, factors = self.section.clip_norm, self.section.weight_decay, None, None
+        group = self.engine.group
+        replicas = self.replicas
+        g = self.replicas.g
+        clip = self.section.clip_norm
+        decay = self.section.weight_decay
+        norms = None
+        factors = None
         if clip is not None or self.engine.measuring:
             squares = group.on_shards(lambda s: square_norms(g[s]))
             norms = group.sum_scalars(squares).sqrt()

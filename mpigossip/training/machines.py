@@ -11,7 +11,8 @@ from mpigossip.config import ClockSection, JobError
 from mpigossip.config.toml import near
 from mpigossip.store.hdf5 import replacing
 
-SUM_RATE, CODING_RATE = 300e9, 50e9
+SUM_RATE = 300e9
+CODING_RATE = 50e9
 """Bytes/s of one term of the sum and of coding that are assumed of a GPU: a third of the memory's
 rate of a V100, and a few operations a value."""
 OFF = "none"
@@ -82,7 +83,8 @@ def named(section: ClockSection) -> Machine:
 
     Raises JobError.
     """
-    name, compute_s = section.network, section.compute_s
+    name = section.network
+    compute_s = section.compute_s
     if name in NETWORKS:
         if compute_s is None:
             remedy = "say how long forward and backward of a step take on the device"
@@ -103,7 +105,7 @@ def _read(name: str) -> Machine:
         raise JobError(
             f'clock.network: "{name}" is no file that `mpigossip plan … --save FILE` wrote, and '
             f"no network by name; {near(name, {*NETWORKS, OFF})}"
-        ) from None  # fmt: skip
+        ) from None
     except (ValueError, TypeError, OSError) as error:
         told = f"clock.network: {name} is not what `mpigossip plan --save` writes: {error}"
         raise JobError(told) from None

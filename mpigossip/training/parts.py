@@ -57,16 +57,29 @@ class Parts:
 
         ``layout``, ``mixer``: in place of the job's. Collective.
         """
-        job, node, ill = self.job, self.job.node, self.job.faults
+        job = self.job
+        node = self.job.node
+        ill = self.job.faults
         faults = Faults(
-            self.graph.n, job.run.seed, ill.slow_times, ill.slow_nodes, ill.slow_steps, ill.lost,
+            self.graph.n,
+            job.run.seed,
+            ill.slow_times,
+            ill.slow_nodes,
+            ill.slow_steps,
+            ill.lost,
             job.log.flush_steps,
-        )  # fmt: skip
+        )
         graph = self.graph.slowed(self.cadence.fragment_schedule.fragments)
         return open_mixer(
-            graph, layout or self.layout, world, mixer or node.mixer, same_host=node.same_host,
-            exchange=node.exchange, timeout_s=node.timeout_s, ages=faults.ages,
-        )  # fmt: skip
+            graph,
+            layout or self.layout,
+            world,
+            mixer or node.mixer,
+            same_host=node.same_host,
+            exchange=node.exchange,
+            timeout_s=node.timeout_s,
+            ages=faults.ages,
+        )
 
     def make_engine(
         self, mixer: Mixer, group: Group, vector: Vector, measure_every: int | str
@@ -79,10 +92,12 @@ class Parts:
 
     def make_fragments(self, flat: Flat, shards: range) -> Fragments | None:
         """Return the fragments of these shards; None if the model is exchanged as a whole."""
-        schedule, blend = self.cadence.fragment_schedule, self.job.algorithm.blend
+        schedule = self.cadence.fragment_schedule
+        blend = self.job.algorithm.blend
         if schedule.plain:
             return None
-        own, width = flat.own, self.layout.widths[0]
+        own = flat.own
+        width = self.layout.widths[0]
         shard = own.size // own.slots
         within = [slice(shard * slot, shard * (slot + 1)) for slot in _slots(flat, shards)]
         cuts = [cut(layers_of(own, each), schedule.fragments, width) for each in within]
@@ -98,15 +113,18 @@ class Parts:
 
 def make_graph(job: Job, n: int) -> Graph:
     """Return the graph that the job names, over n nodes; GraphError if it has none for n."""
-    section, ill = job.graph, job.faults
+    section = job.graph
+    ill = job.faults
     seed = job.run.seed if section.seed is None else section.seed
     made = graphs.graph(
         section.name, n, weights=section.weights, seed=seed, lazy=section.lazy, **section.options
     )
     if job.node.mixer == "asynchronous" or not (ill.lost or ill.away or ill.ticks):
         return made
-    return faulty(made, Links(n, job.run.seed, ill.lost, ill.lost_rounds, ill.away,
-                              ill.away_rounds, ill.ticks))  # fmt: skip
+    return faulty(
+        made,
+        Links(n, job.run.seed, ill.lost, ill.lost_rounds, ill.away, ill.away_rounds, ill.ticks),
+    )
 
 
 def make_parts(
@@ -135,9 +153,13 @@ def make_parts(
     coding = wire(node.wire, node.levels, node.density, job.run.seed)
     width = fragment_width(flat.size // flat.slots, cadence.fragment_schedule, coding)
     layout = Layout(
-        (width,) * len(shards), bare[0].vectors, bare[0].scalars, tuple(devices), coding,
+        (width,) * len(shards),
+        bare[0].vectors,
+        bare[0].scalars,
+        tuple(devices),
+        coding,
         first=tuple(width * shard for shard in shards),
-    )  # fmt: skip
+    )
     methods = [_over_wire(method, coding, cadence) for method in bare]
     return Parts(job, graph, methods, cadence, layout)
 
@@ -152,9 +174,15 @@ def _method(
     """The method for a shard with so many decayed elements; ``whole``: its layout, if it is all."""
     section = job.local
     return algorithms.build(
-        job.algorithm.name, local or section.name, job.algorithm.options, decayed, graph,
-        local_options=section.options, node=job.node, layout=whole,
-    )  # fmt: skip
+        job.algorithm.name,
+        local or section.name,
+        job.algorithm.options,
+        decayed,
+        graph,
+        local_options=section.options,
+        node=job.node,
+        layout=whole,
+    )
 
 
 def _cadence(job: Job, method: Algorithm, graph: Graph, total: int | None) -> Cadence:
@@ -164,7 +192,8 @@ def _cadence(job: Job, method: Algorithm, graph: Graph, total: int | None) -> Ca
     """
     if method.always_global:
         return cadences.globally()
-    part, options = Part.of(cadences.BUILDERS, job.cadence.name), job.cadence.options
+    part = Part.of(cadences.BUILDERS, job.cadence.name)
+    options = job.cadence.options
     return part(**options | part.following(options, Known(graph, options, total=total)))
 
 

@@ -29,7 +29,8 @@ def without_tf32() -> None:
 
     Since torch 2.9 the older one warns, and raises where both have been used.
     """
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
     if hasattr(matmul, "fp32_precision"):
         for place in (matmul, cudnn.conv, cudnn.rnn):
             place.fp32_precision = "ieee"
@@ -51,13 +52,15 @@ class Precision:
 
         With "fp32" TensorFloat-32 is switched off, which torch leaves on for convolutions.
         """
-        self.name, self._scales = name, name == "fp16"
+        self.name = name
+        self._scales = name == "fp16"
         self._kind = "cuda" if devices[0].startswith("cuda") else "cpu"
         if self._kind == "cuda" and name == "fp32":
             without_tf32()
         self.scales = [torch.full((rows, 1), FIRST_SCALE, device=device) for device in devices]
         """per slot (rows, 1), at a fixed address for captured graphs"""
-        self._values, self._clean = [FIRST_SCALE] * rows, [0] * rows
+        self._values = [FIRST_SCALE] * rows
+        self._clean = [0] * rows
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The context of a forward pass."""
@@ -82,7 +85,8 @@ class Precision:
             self._set(row, numbers["loss_scale"], int(numbers["clean_steps"]))
 
     def _set(self, row: int, scale: float, clean: int) -> None:
-        self._values[row], self._clean[row] = scale, clean
+        self._values[row] = scale
+        self._clean[row] = clean
         for scales in self.scales:
             scales[row].fill_(scale)
 
@@ -117,7 +121,8 @@ class Precision:
         return tuple(row for row, bad in enumerate(overflowed.tolist()) if bad)
 
     def _adapt(self, row: int, overflowed: bool) -> None:
-        scale, clean = self._values[row], self._clean[row] + 1
+        scale = self._values[row]
+        clean = self._clean[row] + 1
         if overflowed:
             self._set(row, max(scale / 2, 2.0**-14), 0)
         elif clean == PATIENCE:

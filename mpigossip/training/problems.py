@@ -76,7 +76,8 @@ class Factorization(Theory):
 
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
         (whole,) = batch
-        left, right = point[: whole.shape[1]], point[whole.shape[1] :]
+        left = point[: whole.shape[1]]
+        right = point[whole.shape[1] :]
         apart = left @ right.T - whole
         square = apart.square().sum((-2, -1)).mean()
         mean = apart.mean(0)

@@ -42,10 +42,15 @@ class Replicas:
         GPUs become CUDA graphs, "always", "never" or (where they can) "auto". ``objective``: what
         they are trained for.
         """
-        self.flat, self.group, self.rows, self.together = flat, group, rows, together
-        self.graphs, self.objective = graphs, objective
+        self.flat = flat
+        self.group = group
+        self.rows = rows
+        self.together = together
+        self.graphs = graphs
+        self.objective = objective
         self._captured: Captured | None = None
-        self.full, self.grads = group.zeros(rows, flat.size), group.zeros(rows, flat.size)
+        self.full = group.zeros(rows, flat.size)
+        self.grads = group.zeros(rows, flat.size)
         self.x = shards(self.full, group.segments, held(group))
         self.g = shards(self.grads, group.segments, held(group))
         self.modules: list[list[nn.Module]] = []
@@ -89,7 +94,8 @@ class Replicas:
         slots = len(self.group.mine)
 
         def one(row: int, slot: int, batch: Nested) -> torch.Tensor:  # waits for no GPU
-            gradient, module = self.grads[slot][row], self.modules[row][slot]
+            gradient = self.grads[slot][row]
+            module = self.modules[row][slot]
             found = torch.zeros(self.objective.width, dtype=torch.float64, device=gradient.device)
             if row in resting:
                 return found
@@ -129,7 +135,8 @@ class Replicas:
         except CannotCapture as error:
             if self.graphs == "always":
                 raise
-            self.graphs, self._captured = "never", None
+            self.graphs = "never"
+            self._captured = None
             warnings.warn(f"{error}; training goes on with a thread a slot", stacklevel=2)
             return None
 
@@ -140,7 +147,8 @@ class Replicas:
 
         ``cuts``: of each row the parts whose gradients are averaged.
         """
-        module, full = self.modules[0][slot], self.full[slot]
+        module = self.modules[0][slot]
+        full = self.full[slot]
         grads = self.grads[slot].zero_()
         accumulate = len(cuts[0])
         found = torch.zeros(len(full), self.objective.width, dtype=torch.float64)

@@ -8,7 +8,8 @@ from mpigossip import config
 
 def full_rate(section: config.Schedule, samples_per_step: int) -> tuple[float, str]:
     """The learning rate behind the warm-up, and what a user is told of it."""
-    full, why = section.lr, "not scaled"
+    full = section.lr
+    why = "not scaled"
     if section.scale == "linear":
         full *= samples_per_step / section.reference_batch
         scaled = f"{samples_per_step} samples / {section.reference_batch}"

@@ -48,7 +48,8 @@ def assumed(job: Job) -> str:
 
 def mistakes(job: Job, world: World) -> list[str]:
     """Return what this world, of ranks or simulated, doesn't support, with remedies."""
-    node, found = job.node, []
+    node = job.node
+    found = []
     if slots(job) == 1:  # else it has been said
         found += cut(job, slots(job, world))
     if node.ranks_per_node == "host" and world.comm is None:
@@ -102,21 +103,24 @@ def check_alike(job: Job, world: World) -> None:
     if world.nodes.per_node == 1:
         return
     found = world.broadcast(world.gather(slots_of(job.node.devices)))
-    counts, kinds = [len(slots) for slots in found], [slots[0].split(":")[0] for slots in found]
+    counts = [len(slots) for slots in found]
+    kinds = [slots[0].split(":")[0] for slots in found]
     if len(set(counts)) > 1:
-        most, least = counts.index(max(counts)), counts.index(min(counts))
+        most = counts.index(max(counts))
+        least = counts.index(min(counts))
         raise JobError(
             f'node.devices = "{job.node.devices}": rank {most} on {world.hosts[most]} has '
             f"{max(counts)} slots, rank {least} on {world.hosts[least]} has {min(counts)}; every "
             "rank needs as many: name them, or have the scheduler give each rank as many GPUs"
-        )  # fmt: skip
+        )
     if len(set(kinds)) > 1:  # slots of one kind sum by NCCL, of the other in shared memory
-        cpu, gpu = kinds.index("cpu"), kinds.index("cuda")
+        cpu = kinds.index("cpu")
+        gpu = kinds.index("cuda")
         raise JobError(
             f'node.devices = "{job.node.devices}": rank {gpu} on {world.hosts[gpu]} has a GPU, '
             f"rank {cpu} on {world.hosts[cpu]} sees none; every rank needs one where nodes have "
             'several: have the scheduler give each rank a GPU, or use node.devices = "cpu:1"'
-        )  # fmt: skip
+        )
     if kinds[0] == "cuda":
         _check_gpus(job, world, found[world.rank])
 
@@ -138,7 +142,7 @@ def _check_gpus(job: Job, world: World, mine: tuple[str, ...]) -> None:
                     f"have the same GPU ({gpu}), and NCCL joins slots on GPUs of their own; start "
                     "one rank for each GPU, have the scheduler give each rank its own, or use "
                     "node.ranks_per_node = 1"
-                )  # fmt: skip
+                )
 
 
 def gpu_of(device: str) -> str:

@@ -25,11 +25,38 @@ Metrics = Mapping[str, tuple[Any, Any]]
 batches, slots and nodes."""
 
 TAKEN = frozenset(
-    ("step", "at_step", "node", "epoch", "epochs", "seconds", "lr", "kind", "gradient_norm",
-     "mixed_distance", "consensus_distance", "samples_per_second", "staleness", "bytes_sent",
-     "compute_s", "node_s", "exchange_s", "idle_s", "finished", "steps", "nodes", "slots", "lost",
-     "evaluations", "summary", "warnings", "metrics", "checkpoint", "digest")
-)  # fmt: skip
+    (
+        "step",
+        "at_step",
+        "node",
+        "epoch",
+        "epochs",
+        "seconds",
+        "lr",
+        "kind",
+        "gradient_norm",
+        "mixed_distance",
+        "consensus_distance",
+        "samples_per_second",
+        "staleness",
+        "bytes_sent",
+        "compute_s",
+        "node_s",
+        "exchange_s",
+        "idle_s",
+        "finished",
+        "steps",
+        "nodes",
+        "slots",
+        "lost",
+        "evaluations",
+        "summary",
+        "warnings",
+        "metrics",
+        "checkpoint",
+        "digest",
+    )
+)
 """Names of columns and of lines of the summary that are no task's own."""
 NAME = r"(?!local_|share_)[A-Za-z][A-Za-z0-9_.-]{0,31}"
 """The form of a metric's name; local_NAME and share_NAME are columns beside it."""
@@ -114,8 +141,13 @@ class LanguageModel:
 
 def _problem(made_by: str, source: str, model: str) -> Part:
     """A task of theory brings its functions and what they are functions of; an f_i is a sample."""
-    brings = {"data.source": source, "model.name": model, "data.batch": 1,
-              "data.partition": "sorted", "schedule.scale": "none"}  # fmt: skip
+    brings = {
+        "data.source": source,
+        "model.name": model,
+        "data.batch": 1,
+        "data.partition": "sorted",
+        "schedule.scale": "none",
+    }
     only = ("data.source", "model.name")
     return Part(f"mpigossip.training.problems:{made_by}", brings=brings, only=only)
 
@@ -135,7 +167,9 @@ class Objective:
 
     def __init__(self, task: Task, name: str = "classification", metrics: tuple[str, ...] = ()):
         """``metrics``: without "loss"."""
-        self.task, self.name, self.metrics = task, name, metrics
+        self.task = task
+        self.name = name
+        self.metrics = metrics
         self.width = 1 + 2 * len(metrics)
         """of :meth:`figures`"""
 
@@ -199,13 +233,20 @@ class Objective:
         names = tuple(name for name in metrics if name != "loss")
         for name in names:
             if name in TAKEN:
-                raise JobError(self._says(f'its metric "{name}" has the name of a column that '
-                                          "every log has; choose another name"))  # fmt: skip
+                raise JobError(
+                    self._says(
+                        f'its metric "{name}" has the name of a column that '
+                        "every log has; choose another name"
+                    )
+                )
             if re.fullmatch(NAME, name) is None:
-                raise JobError(self._says(
-                    f'its metric "{name}" has a name that no column can have: letters, digits and '
-                    "_ . - only, at most 32, not local_… or share_…"
-                ))  # fmt: skip
+                raise JobError(
+                    self._says(
+                        f'its metric "{name}" has a name that no column can have: letters, digits '
+                        f"and "
+                        "_ . - only, at most 32, not local_… or share_…"
+                    )
+                )
         return Objective(self.task, self.name, names)
 
     def _says(self, text: str) -> str:

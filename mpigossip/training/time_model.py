@@ -19,9 +19,11 @@ from mpigossip.training.machines import Machine, named
 
 BACKWARD = 2 / 3
 """Share of computing that is backward: two of three products of matrices a layer."""
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
+FIRST_BUCKET = 1 << 20
+BUCKET = 25 << 20
 """Bytes of gradients that torch's DistributedDataParallel sends at once, as it comes."""
-BURN_IN, SHOWN = 24, 96
+BURN_IN = 24
+SHOWN = 96
 """Rounds until waiting has spread over a graph, and rounds over which it is then averaged."""
 DRAWN = 512
 """Nodes, over all repetitions, whose steps are drawn for that."""
@@ -64,7 +66,8 @@ class Edges(NamedTuple):
 @lru_cache(maxsize=512)
 def edges_of(graph: Graph, t: int) -> Edges:
     """Those of round t."""
-    r, n = graph.round(t), graph.n
+    r = graph.round(t)
+    n = graph.n
     senders = [[i, *r.neighbours(i)[0]] for i in range(n)]
     received = np.array([len(each) - 1 for each in senders])
     flat = np.concatenate(senders)
@@ -87,9 +90,13 @@ class Timing:
         bandwidth: np.ndarray | None = None,
         ddp: bool = True,
     ):
-        self.made, self.parts, self.machine = made, made.parts, machine
-        layout, method = self.parts.layout, self.parts.method
-        self._bandwidth, self.delay = bandwidth, self.parts.cadence.fragment_schedule.delay
+        self.made = made
+        self.parts = made.parts
+        self.machine = machine
+        layout = self.parts.layout
+        method = self.parts.method
+        self._bandwidth = bandwidth
+        self.delay = self.parts.cadence.fragment_schedule.delay
         self.last = last_bucket(layout.nbytes) if ddp and method.always_global else 1.0
         """share of an exchange that begins when backward is over"""
         lossy = 0.0 if layout.wire.exact else layout.nbytes
@@ -105,7 +112,9 @@ class Timing:
         takes as long as all those that its sender sends, or its receiver receives. A node's edge to
         itself takes as long as its slowest message, as its step ends when that has left.
         """
-        m, layout, n = self.machine, self.parts.layout, self.parts.graph.n
+        m = self.machine
+        layout = self.parts.layout
+        n = self.parts.graph.n
         if kind is Kind.LOCAL:
             return 0.0, 0.0
         if kind is Kind.GLOBAL:
@@ -131,7 +140,8 @@ class Timing:
         Ahead: of the message, during all of it. DDP: of all but the last bucket, during backward.
         With a delay: during the steps until it is applied.
         """
-        compute, whole = self.machine.compute_s, wire + sums
+        compute = self.machine.compute_s
+        whole = wire + sums
         if self.parts.method.ahead:
             return np.minimum(wire, compute)
         if self.delay:
@@ -166,7 +176,8 @@ class Timing:
         of their own each: √h σ E[max of n], a formula. With neighbours waits spread from step to
         step over the graph, and how fast such a system goes has no formula: drawn, from a seed.
         """
-        sigma, n = self.machine.jitter * self.machine.compute_s, self.parts.graph.n
+        sigma = self.machine.jitter * self.machine.compute_s
+        n = self.parts.graph.n
         if not sigma or n == 1:
             return 0.0
         schedule = self.parts.cadence.fragment_schedule
@@ -175,11 +186,14 @@ class Timing:
             ends = [step for step, (kind, _) in kinds if kind is Kind.GLOBAL]
             gaps = sum(map(math.sqrt, np.diff(ends, prepend=0)))
             return sigma * expected_maximum(n) * gaps / self.made.steps
-        rows, random, waited = max(1, DRAWN // n), np.random.default_rng(0), []
+        rows = max(1, DRAWN // n)
+        random = np.random.default_rng(0)
+        waited = []
         clock = Clock(self, rows)
         burn_in, shown = (schedule.period * -(-k // schedule.fragments) for k in (BURN_IN, SHOWN))
         for kind, t in replace(self.made, steps=burn_in + shown).rounds():
-            noise, begin = 1 + self.machine.jitter * random.standard_normal((rows, n)), clock.now
+            noise = 1 + self.machine.jitter * random.standard_normal((rows, n))
+            begin = clock.now
             end = clock.step(kind, t, self.machine.compute_s * np.maximum(noise, 0.0))
             exchange, hidden = self.exchange_s(kind, t)
             waited.append((end - begin).mean() - (self.steady_s + exchange - hidden))
@@ -194,13 +208,15 @@ class Clock:
     """
 
     def __init__(self, timing: Timing, rows: int = 1):
-        self._timing, self._n = timing, timing.parts.graph.n
+        self._timing = timing
+        self._n = timing.parts.graph.n
         self.now = np.zeros((rows, self._n))
         self._sent = deque([self.now] * timing.delay)
 
     def step(self, kind: Kind, t: int | None, compute: np.ndarray) -> np.ndarray:
         """Let a step pass whose computing takes ``compute`` (rows, n) seconds; `now` behind it."""
-        machine, begin = self._timing.machine, self.now
+        machine = self._timing.machine
+        begin = self.now
         rest = machine.node_s + machine.update_s
         ready = begin + compute + rest
         kind, t = self._timing.made.carried_out(kind, t)
@@ -213,7 +229,8 @@ class Clock:
 
     def _exchanged(self, kind: Kind, t, begin: np.ndarray, ready: np.ndarray) -> np.ndarray:
         """Return when each node has the result of an exchange, sent when all are `ready`."""
-        timing, made = self._timing, self._timing.made
+        timing = self._timing
+        made = self._timing.made
         wire, sums = timing.message_s(kind, t)
         if kind is Kind.LOCAL or made.asynchronous:
             return ready + np.max(wire + sums)
@@ -244,17 +261,23 @@ class VirtualClock:
 
     def __init__(self, job: Job, assembly: Assembly, begun: np.ndarray | None = None):
         """``begun`` (n,): when each node was through with the steps before, NaN: not known."""
-        section, engine, parts = job.clock, assembly.engine, assembly.parts
-        self._machine, self._fragments = named(section), parts.cadence.fragment_schedule.fragments
+        section = job.clock
+        engine = assembly.engine
+        parts = assembly.parts
+        self._machine = named(section)
+        self._fragments = parts.cadence.fragment_schedule.fragments
         # of all slots of a node, also those in other ranks
         widths = parts.layout.widths[:1] * assembly.trainer.replicas.flat.slots
         node = replace(parts, layout=replace(parts.layout, widths=widths))
         self._clock = Clock(Timing(Exchanges(node), self._machine))
         if begun is not None:
             self._clock.now[0] = begun
-        self._round, self._seed, self._engine = engine.round, job.run.seed, engine
+        self._round = engine.round
+        self._seed = job.run.seed
+        self._engine = engine
         # the stragglers of a simulated asynchronous run are its own
-        ill, own = job.faults, job.faults.slow_times > 1
+        ill = job.faults
+        own = job.faults.slow_times > 1
         slow = ill if own else section
         self._slow = Faults(
             parts.graph.n, job.run.seed, slow.slow_times, slow.slow_nodes, slow.slow_steps
@@ -262,7 +285,8 @@ class VirtualClock:
 
     def step(self, index: int, kind: Kind) -> np.ndarray:
         """(n,): seconds at the end of step ``index``."""
-        machine, n = self._machine, len(self._clock.now[0])
+        machine = self._machine
+        n = len(self._clock.now[0])
         pace = 1 + machine.jitter * normal((self._seed, DRAWS, index), n)
         pace = np.maximum(pace, 0.0) * self._slow.costs(index)
         begun = index - self._engine.state_start

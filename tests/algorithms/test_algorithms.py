@@ -83,7 +83,8 @@ def test_mean_is_preserved_and_consensus_reached(case):
     start = driver.whole()
     spread = (start - start.mean(0)).norm()
     x = driver.run(60).whole()
-    drift, lossy = (x.mean(0) - start.mean(0)).abs().max(), "node.wire" in case
+    drift = (x.mean(0) - start.mean(0)).abs().max()
+    lossy = "node.wire" in case
     by_average = lossy and Kind.GLOBAL in driver.cadence.kinds and not never_apart(case)
     # D² adds its rounding up twice, DecentLaM divides it by the rate
     rounding = 1e-4 if name_of(case) in ("d2", "decentlam") else 2e-5
@@ -99,14 +100,16 @@ def test_mean_is_preserved_and_consensus_reached(case):
 
 def test_mass_of_push_sum_is_preserved_and_its_mean_reached():
     """A directed graph whose rows don't sum to one: plain gossip ends somewhere else."""
-    n, matrix = 6, np.eye(6) / 2
+    n = 6
+    matrix = np.eye(6) / 2
     for j in range(n):
         others = [(j + 1) % n] if j % 2 else [(j + 1) % n, (j + 2) % n, (j + 3) % n]
         matrix[others, j] = 0.5 / len(others)
     directed = from_matrices([matrix])
     assert directed.facts >= {"column-stochastic"} and "row-stochastic" not in directed.facts
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((n, 4), np.float32))
-    mean, method = x.mean(0), algorithms.build("sgp", "sgd", {}, 0, directed)
+    mean = x.mean(0)
+    method = algorithms.build("sgp", "sgd", {}, 0, directed)
     *_, state = islice(driven(method, directed, x, lambda _: torch.zeros_like(x)), 80)
     assert torch.allclose(state.weight.sum(), torch.tensor(float(n), dtype=torch.float64))
     assert not torch.allclose(state.weight, torch.ones_like(state.weight), atol=0.05)
@@ -121,7 +124,8 @@ EXACT = {"parallel", "cpsgd", "d2", "dsgt", "momentum-tracking", "detag"}
 def test_a_quadratic_is_solved(case):
     name = name_of(case)
     driver = Driver(case, 6, lr=0.01 if name == "slowmo" else 0.05, steps=400)
-    optimum, before = driver.optimum(), driver.whole()
+    optimum = driver.optimum()
+    before = driver.whole()
     after = driver.run(400).whole()
     adaptive = name in ("diloco", "noloco", "gasloc", "sparseloco", "sparta") or "accumadam" in case
     slow = {"defacto": 0.3, "slowmo": 0.05}.get(name, 0.5 if adaptive else 1e-3)
@@ -131,7 +135,8 @@ def test_a_quadratic_is_solved(case):
 
 
 def test_defacto_is_sgd_on_the_joined_batch():
-    n, driver = 6, Driver("algorithm.name=defacto", 6, lr=0.2)
+    n = 6
+    driver = Driver("algorithm.name=defacto", 6, lr=0.2)
     half = driver.graph.period
     for x in driver.x:
         x.copy_(x[:1].expand_as(x))
@@ -153,7 +158,8 @@ def test_gossip_pga_with_period_one_is_a_global_average():
 def test_ceca_is_exact_in_log2_n_rounds(n):
     made = graph("ceca", n)
     x = torch.from_numpy(np.random.default_rng(n).standard_normal((n, 8)))
-    mean, method = x.mean(0), algorithms.build("ceca", "sgd", {}, 0, made)
+    mean = x.mean(0)
+    method = algorithms.build("ceca", "sgd", {}, 0, made)
     for _ in islice(driven(method, made, x, lambda _: torch.zeros_like(x)), (n - 1).bit_length()):
         pass
     assert (x - mean).abs().max() < 1e-9
@@ -207,11 +213,15 @@ def test_limits_have_the_published_order():
 
 
 ZEROS = [
-    ("d2", "third", {"lazy": False}), *(("d2", toy, {"lazy": True}) for toy in TOYS),
-    *(("dsgt", toy, {}) for toy in TOYS), ("dsgt", "third", {"style": "awc"}),
-    ("dsgt", "one-peer", {"style": "awc"}), *(("detag", toy, {}) for toy in TOYS),
-    ("detag", "third", {"phase": 3, "beta": 0.8}), ("momentum-tracking", "one-peer", {}),
-]  # fmt: skip
+    ("d2", "third", {"lazy": False}),
+    *(("d2", toy, {"lazy": True}) for toy in TOYS),
+    *(("dsgt", toy, {}) for toy in TOYS),
+    ("dsgt", "third", {"style": "awc"}),
+    ("dsgt", "one-peer", {"style": "awc"}),
+    *(("detag", toy, {}) for toy in TOYS),
+    ("detag", "third", {"phase": 3, "beta": 0.8}),
+    ("momentum-tracking", "one-peer", {}),
+]
 
 
 @on_each(("name", "toy", "options"), ZEROS)
@@ -233,7 +243,8 @@ def test_methods_diverge_where_they_are_known_to(name, toy, options):
 
 
 def test_options_are_computed_from_the_graph():
-    third, w45 = TOYS["third"], TOYS["w45"]
+    third = TOYS["third"]
+    w45 = TOYS["w45"]
     assert "symmetric" not in algorithms.build("d2", None, {}, 0, third).needs
     lazy = make_graph(battery.job("graph.name=ring graph.lazy=true"), 16)
     assert "above -1/3" in algorithms.build("d2", None, {}, 0, lazy).needs
@@ -275,7 +286,8 @@ def test_sparseloco_in_full_is_the_averaged_pseudo_gradient():
 def test_sparta_averages_the_same_few_values_on_all_nodes():
     driver = Driver("algorithm.name=sparta node.density=0.01", 6, scale=0.0)
     before = driver.whole()
-    (mean, x) = before.mean(0), driver.run(1).whole()
+    mean = before.mean(0)
+    x = driver.run(1).whole()
     met = (x != before).any(0)
     assert int(met.sum()) == 2 * 6 and torch.allclose(x[:, met], mean[met].expand(6, -1), atol=1e-6)
     assert (x[:, met] == x[0, met]).all() and (x[:, ~met] == before[:, ~met]).all()
@@ -298,7 +310,8 @@ def test_what_a_biased_wire_leaves_out_is_sent_later(wire):
 
 def moved(name, options, gradients, lr=0.1):
     """x of nodes on a ring after each step, in float64, given these gradients whatever x is."""
-    made, x = graph("ring", gradients.shape[1]), torch.zeros_like(gradients[0])
+    made = graph("ring", gradients.shape[1])
+    x = torch.zeros_like(gradients[0])
     method = algorithms.build(name, None, options, 0, made)
     run = driven(method, made, x, lambda k: gradients[k].clone(), lr)
     return torch.stack([x.clone() for _ in islice(run, len(gradients))])
@@ -317,14 +330,18 @@ def test_detag_is_the_listing_of_its_paper():
     """Algorithm 4 without acceleration, phase by phase: x is frozen until a phase's end."""
     gradients = torch.from_numpy(np.random.default_rng(1).standard_normal((12, 5, 3)))
     found = moved("detag", {"phase": 3, "eta": 0.0, "beta": 0.8}, gradients)
-    weights, x = torch.from_numpy(graph("ring", 5).matrix()), torch.zeros_like(gradients[0])
-    y, v = x, x
+    weights = torch.from_numpy(graph("ring", 5).matrix())
+    x = torch.zeros_like(gradients[0])
+    y = x
+    v = x
     for k, g in enumerate(gradients.view(4, 3, 5, 3).mean(1)):
         assert (found[3 * k : 3 * k + 2] == (found[3 * k - 1] if k else 0)).all()
         for _ in range(3):
-            x, y = weights @ x, weights @ y
+            x = weights @ x
+            y = weights @ y
         x = x - 0.1 * y
-        y, v = y + 0.8 * v + g - v, 0.8 * v + g
+        y = y + 0.8 * v + g - v
+        v = 0.8 * v + g
         assert torch.allclose(found[3 * k + 2], x, rtol=0, atol=1e-14)
     assert x.abs().max() > 0.1
 
@@ -356,12 +373,14 @@ def test_padding_stays_zero_so_that_files_may_leave_it_out(case, monkeypatch):
     flat = replace(battery.FLAT, shapes=shapes)
     full = torch.zeros(1, flat.size)
     flat.unpack(torch.ones(flat.count), full[0])
-    masks, drawn = full.chunk(2, 1), Driver._drawn
+    masks = full.chunk(2, 1)
+    drawn = Driver._drawn
     padded = lambda self, key, *more: drawn(self, key, *more) * masks[key[1]]  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(battery, "FLAT", flat)
         patch.setattr(Driver, "_drawn", padded)
-        driver, resumed = Driver(case, 3, noise=0.2).run(5), Driver(case, 3, noise=0.2)
+        driver = Driver(case, 3, noise=0.2).run(5)
+        resumed = Driver(case, 3, noise=0.2)
         parts = {"x": driver.x} | driver.parts()
         for name, arrays in parts.items():
             for array, mask in zip(arrays, masks, strict=True):
@@ -369,8 +388,10 @@ def test_padding_stays_zero_so_that_files_may_leave_it_out(case, monkeypatch):
             for row in range(3):
                 into = {"x": resumed.x} | resumed.parts()
                 split(joined(arrays, row, flat), into[name], row, flat)
-        resumed.index, resumed.counts = driver.index, list(driver.counts)
-        resumed.round, resumed.cadence_state = driver.round, driver.cadence_state
+        resumed.index = driver.index
+        resumed.counts = list(driver.counts)
+        resumed.round = driver.round
+        resumed.cadence_state = driver.cadence_state
         assert (resumed.run(3).whole() == driver.run(3).whole()).all()
 
 

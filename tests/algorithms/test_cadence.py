@@ -11,7 +11,8 @@ LETTER = {Kind.LOCAL: "l", Kind.GOSSIP: "g", Kind.GLOBAL: "A"}
 
 def run(made, steps, lr=lambda k: 0.1, measured=lambda k, kind: {}):
     """The kinds as letters, and the last state."""
-    state, letters = made.init(), ""
+    state = made.init()
+    letters = ""
     for k in range(steps):
         kind = made.kind(state, k)
         letters += LETTER[kind]
@@ -52,7 +53,8 @@ def spread(rate, per_step=1.0):
         sums[0] += rate(k) ** 2 * per_step
         if kind is not Kind.GLOBAL:
             return {}
-        value, sums[0] = sums[0], 0.0
+        value = sums[0]
+        sums[0] = 0.0
         return {"variance": value}
 
     return measured
@@ -82,7 +84,9 @@ def test_adpsgd_does_not_shorten_the_period_when_the_rate_drops():
         return 0.1 if k < 42 else 0.01
 
     made = cadence.adpsgd(period=4, sampling=0.5, total=80)
-    measured, periods, state = spread(rate), [], made.init()
+    measured = spread(rate)
+    periods = []
+    state = made.init()
     for k in range(80):
         kind = made.kind(state, k)
         state = made.observe(state, Step(k, 0, kind, rate(k)), measured(k, kind))

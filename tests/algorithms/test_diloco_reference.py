@@ -16,7 +16,9 @@ from mpigossip.models import loss_and_correct
 from mpigossip.store.packing import pack
 from mpigossip.training import assemble
 
-N, STEPS, RATE = 4, 48, 3e-3
+N = 4
+STEPS = 48
+RATE = 3e-3
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +32,19 @@ def text(tmp_path_factory):
 
 def job(text, period, lr, beta):
     model = {"name": "gpt", "layers": 2, "heads": 2, "width": 32}
-    settings = ["algorithm.name=diloco", f"cadence.period={period}", f"algorithm.outer_lr={lr}",
-                f"algorithm.outer_beta={beta}", "local.decoupled_decay=0.1", f"schedule.lr={RATE}",
-                "schedule.scale=none", "schedule.name=constant", f"data.source={text}",
-                "data.context=32", "data.batch=4"]  # fmt: skip
+    settings = [
+        "algorithm.name=diloco",
+        f"cadence.period={period}",
+        f"algorithm.outer_lr={lr}",
+        f"algorithm.outer_beta={beta}",
+        "local.decoupled_decay=0.1",
+        f"schedule.lr={RATE}",
+        "schedule.scale=none",
+        "schedule.name=constant",
+        f"data.source={text}",
+        "data.context=32",
+        "data.batch=4",
+    ]
     return assemble.load({"model": model, "task": {"name": "language-model"}}, settings)
 
 
@@ -48,7 +59,8 @@ class Reference:
         ]
         nesterov = {"momentum": beta, "nesterov": True} if beta else {}
         self.sgd = torch.optim.SGD(self.outer.parameters(), lr, **nesterov)
-        self.period, self.index = period, 0
+        self.period = period
+        self.index = 0
 
     def step(self, batches):
         losses = []
@@ -80,8 +92,10 @@ def test_the_loss_curve_is_the_known_methods(text, period, lr, beta):
         made = assemble.assemble(job(text, period, lr, beta), world, N)
         model = assemble.make_model(made.parts.job, made.source)
         reference = Reference(model, N, period, lr, beta)
-        batches = [[tuple(map(torch.clone, each)) for each in made.loader.step(step)]
-                   for step in range(STEPS)]  # fmt: skip
+        batches = [
+            [tuple(map(torch.clone, each)) for each in made.loader.step(step)]
+            for step in range(STEPS)
+        ]
         ours = np.array([made.trainer.step().loss.tolist() for _ in range(STEPS)])
         made.close()
     theirs = np.array([reference.step(each) for each in batches])

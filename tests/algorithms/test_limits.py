@@ -14,7 +14,8 @@ from mpigossip.mixing.wire import FP32
 from tests.battery import driven
 from tests.cases import on_each
 
-N, LR = 16, 0.05
+N = 16
+LR = 0.05
 PROBLEM = quadratics(N, dimension=4, condition=2.0, bend=0.2)
 CENTRE, CURVATURE = map(torch.from_numpy, PROBLEM.train)
 
@@ -42,7 +43,9 @@ def test_dsgd_is_off_by_what_the_formula_says(graph, style):
 
 
 def test_choco_agrees_at_a_linear_rate_at_least_as_fast_as_its_theorem():
-    made, kept, width = graphs.graph("ring", 8), 0.25, 512
+    made = graphs.graph("ring", 8)
+    kept = 0.25
+    width = 512
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
     wire = compressors.wire("top-k", 127, kept, 0)
     all_x = after(120, made, "choco", {"consensus_step": 0.3}, x, 1e-30, wire, every=1)

@@ -20,8 +20,14 @@ pytestmark = pytest.mark.skipif(
     reason=f"torch {torch.__version__} has no Muon: it came with 2.9",
 )
 JOB = {"model": {"name": "mlp", "hidden": [24, 16]}, "local": {"name": "muon"}}
-SETTINGS = ["algorithm.name=dsgd", "data.batch=4", "schedule.lr=0.01", "schedule.scale=none",
-            "local.decoupled_decay=0.1", "algorithm.decay_all=false"]  # fmt: skip
+SETTINGS = [
+    "algorithm.name=dsgd",
+    "data.batch=4",
+    "schedule.lr=0.01",
+    "schedule.scale=none",
+    "local.decoupled_decay=0.1",
+    "algorithm.decay_all=false",
+]
 METHODS = [
     "dsgd",
     "dsgd algorithm.style=awc",
@@ -66,7 +72,9 @@ def test_matrices_take_torchs_step_and_the_rest_adamw():
         for row in wanted
     ]
     adamw = algorithms.LOCALS["adamw"](flat.decayed, decoupled_decay=0.1, beta2=0.95)
-    other, state, others = x.clone(), muon.init(x), adamw.init(x)
+    other = x.clone()
+    state = muon.init(x)
+    others = adamw.init(x)
     for index in range(4):
         g = torch.zeros_like(x)
         for row in g:
@@ -79,12 +87,14 @@ def test_matrices_take_torchs_step_and_the_rest_adamw():
             optimizer.step()
         now = Step(index, 0, Kind.LOCAL, 0.03)
         others = adamw.adapt(other, g.clone(), others, now, other)
-        before, out = x.clone(), torch.full_like(x, float("nan"))
+        before = x.clone()
+        out = torch.full_like(x, float("nan"))
         state = muon.adapt(x, g, state, now, out)
         assert torch.equal(x, before), "x½ goes out; x stays"
         x = out
     for row in range(2):
-        mine, rest = flat.views(x[row]), flat.views(other[row])
+        mine = flat.views(x[row])
+        rest = flat.views(other[row])
         for k, name in enumerate(flat.names):
             assert torch.equal(mine[k], wanted[row][k] if k in hidden else rest[k]), name
     padded = x.clone()
@@ -97,7 +107,8 @@ def test_matrices_take_torchs_step_and_the_rest_adamw():
 def test_adamw_takes_matrices_by_name():
     network = gpt()
     flat = flatten(network)
-    x, g = torch.ones(1, flat.size), torch.ones(1, flat.size)
+    x = torch.ones(1, flat.size)
+    g = torch.ones(1, flat.size)
     now = Step(0, 0, Kind.LOCAL, 0.1)
     adamw = algorithms.LOCALS["adamw"](0)
     wanted = adamw.adapt(x.clone(), g.clone(), adamw.init(x), now, out := x.clone()) and out

@@ -40,7 +40,8 @@ def test_steps_are_spread_evenly_and_the_last_of_a_period_is_made_by_all():
 @on_each("name", ["dsgd cadence.name=every", "cpsgd"])
 def test_it_is_so_many_local_steps_and_the_exchange(name):
     driver = Driver(f"algorithm.name={name} local.name=sgd cadence.period=[4,1,3]", 3, lr=0.2)
-    x, b = driver.whole().double(), torch.cat(driver.b, dim=1).double()
+    x = driver.whole().double()
+    b = torch.cat(driver.b, dim=1).double()
     left = 0.8 ** torch.tensor([OWN], dtype=torch.float64).T
     for t in range(5):
         w = driver.graph.matrix(t) if "every" in name else np.full((3, 3), 1 / 3)
@@ -78,7 +79,8 @@ def train(folder, *settings):
 
 
 def test_a_run_says_who_rested_and_goes_on_where_it_was(tmp_path):
-    whole, _ = train(tmp_path / "whole"), train(tmp_path / "cut", "run.steps=6")
+    whole = train(tmp_path / "whole")
+    _ = train(tmp_path / "cut", "run.steps=6")
     saved = checkpoint.latest(tmp_path / "cut")
     steps = [checkpoint.read_node(saved, node).numbers["local_steps"] for node in range(3)]
     mean = checkpoint.average(saved, checkpoint.read_manifest(saved))
@@ -100,11 +102,13 @@ def test_who_rests_stays_where_it_is(vmap):
         trainer = (assembly := assemble.assemble(made, world, 3)).trainer
         rested = []
         for _ in range(8):
-            x, first = trainer.replicas.x[0].clone(), trainer.engine.states[0].inner.first.clone()
+            x = trainer.replicas.x[0].clone()
+            first = trainer.engine.states[0].inner.first.clone()
             rested.append(trainer.step().rested)
             for before, after in (
-                (x, trainer.replicas.x[0]), (first, trainer.engine.states[0].inner.first)
-            ):  # fmt: skip
+                (x, trainer.replicas.x[0]),
+                (first, trainer.engine.states[0].inner.first),
+            ):
                 still = (before == after).all(1)
                 assert tuple(still.nonzero().flatten().tolist()) == rested[-1]
         assembly.close()
@@ -158,7 +162,8 @@ def loops(world):
     """What a loop of one's own says to numbers by node: a list, numbers by rank, the same free."""
     import mpigossip
 
-    found, own = [], 2 + world.rank
+    found = []
+    own = 2 + world.rank
     for mixer, period in (("synchronous", [2, 3]), ("synchronous", own), ("asynchronous", own)):
         model = torch.nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

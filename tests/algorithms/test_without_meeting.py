@@ -38,7 +38,8 @@ class Looked(Simulated):
 @on_each("settings", METHODS)
 def test_local_steps_show_what_an_exchange_would_send(settings):
     """Else who looks in between averages a model with what is none: θ + η (x − θ), x − φ and φ."""
-    looked, unseen = Driver(settings, 4, Looked, noise=0.1), Driver(settings, 4, noise=0.1)
+    looked = Driver(settings, 4, Looked, noise=0.1)
+    unseen = Driver(settings, 4, noise=0.1)
     kinds = []
     for _ in range(7):
         anchors = [state.anchor.clone() for state in looked.states]
@@ -60,11 +61,14 @@ def held(driver):
 
     gasloc: θ − γ y' + α f; noloco: φ + (μ m + a f)/(1 − μ), f what is under way.
     """
-    options, total = driver.job.algorithm.options, []
+    options = driver.job.algorithm.options
+    total = []
     pending = [sum(part.double() for part in parts)[0] for parts in driver.mixer.pending()]
     for state, way in zip(driver.states, pending, strict=True):
-        anchor, slow = state.anchor.double().sum(0), state.slow.double().sum(0)
-        beta, lr = options["outer_beta"], options["outer_lr"]
+        anchor = state.anchor.double().sum(0)
+        slow = state.slow.double().sum(0)
+        beta = options["outer_beta"]
+        lr = options["outer_lr"]
         if "consensus_step" in options:
             total.append(anchor - beta * slow + options["consensus_step"] * way)
         else:
@@ -77,7 +81,9 @@ def held(driver):
 def test_the_mean_stays_and_is_reached_whatever_is_seen(settings, n):
     ages = table(np.random.default_rng(n).integers(-1, 4, size=(7, n, n)))
     driver = Driver(settings, n, lambda g, layout: Delayed(g, layout, ages), scale=0.0)
-    begin, mean, spread = held(driver), driver.whole().mean(0), driver.whole().std()
+    begin = held(driver)
+    mean = driver.whole().mean(0)
+    spread = driver.whole().std()
     for _ in range(40):
         driver.run(3)
         assert torch.allclose(held(driver), begin, atol=1e-4)
@@ -100,7 +106,8 @@ def test_a_straggler_leaves_nodes_near_the_optimum(settings, n):
     """Nodes of unlike data, one 4 x slower: copies of it are up to 16 rounds old."""
     ill = Faults(n, times=4.0, steps=10**6, lost=0.05)
     driver = Driver(settings, n, lambda g, layout: Delayed(g, layout, ill.ages), lr=0.05)
-    begin, best = driver.whole(), driver.optimum()
+    begin = driver.whole()
+    best = driver.optimum()
     after = driver.run(600).whole()
     assert (after.mean(0) - best).norm() < 0.25 * (begin.mean(0) - best).norm()
     assert (after - best).norm() < 0.5 * (begin - best).norm()

@@ -26,9 +26,13 @@ QUICK = ["--megabytes", "1", "--sizes", "1MB"]
 
 def alone(*words, cwd, **env):
     return subprocess.run(
-        [*MAIN, *map(str, words)], capture_output=True, text=True, cwd=cwd, timeout=120,
+        [*MAIN, *map(str, words)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"} | env,
-    )  # fmt: skip
+    )
 
 
 def named(found, name):
@@ -78,8 +82,10 @@ def test_on_ranks_every_neighbour_is_put_to(pooled, n, graph):
     (mpi,) = named(found, "mpi")
     assert mpi["data"]["size"] == n and mpi["data"]["thread_level"] == "MULTIPLE"
     assert set(named(found, "gpu-aware")[0]["data"]) >= {
-        "mpi_memory_alloc_kinds", "MPIX_Query_cuda_support", "MPICH_GPU_SUPPORT_ENABLED"
-    }  # fmt: skip
+        "mpi_memory_alloc_kinds",
+        "MPIX_Query_cuda_support",
+        "MPICH_GPU_SUPPORT_ENABLED",
+    }
 
 
 @with_world
@@ -209,7 +215,8 @@ def test_a_full_disk_and_one_without_locks(monkeypatch, tmp_path):
 
 
 def test_ranks_that_find_the_same_are_said_once():
-    good, bad = Finding("disk", "fast"), Finding("disk", "gone", "wrong", "mend it")
+    good = Finding("disk", "fast")
+    bad = Finding("disk", "gone", "wrong", "mend it")
     assert len(merged([[good]] * 3)) == 1
     found = merged([[good], [bad], [good], [bad]])
     assert [one.text for one in found] == ["2 ranks (0, 2): fast", "2 ranks (1, 3): gone"]
@@ -317,7 +324,8 @@ def samples(comm, nodes):
     """What a trial on so many nodes of 8 GPUs trains on."""
     from mpigossip.analysis import trials
 
-    seen, original = [], trials._trained
+    seen = []
+    original = trials._trained
     trials._trained = lambda job, *_: seen.append((job.data.source, job.data.samples))
     shape = Namespace(count=nodes, per_node=1, first=False)
     try:

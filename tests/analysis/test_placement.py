@@ -48,7 +48,8 @@ def host(name="a", ranks=4, gpus=4):
     """A host as it should be: each rank sees all GPUs and has one, near its cores."""
 
     def place(k):
-        cores, memory = (2 * k, 2 * k + 1), (k // 2,)
+        cores = (2 * k, 2 * k + 1)
+        memory = (k // 2,)
         return Place(name, (f"GPU-{name}{k}",), gpus, gpus, "", cores, memory, memory, ranks)
 
     return [place(k) for k in range(ranks)]
@@ -71,17 +72,33 @@ def test_hosts_as_they_should_be_are_good():
 @on_each(
     ("changed", "name", "level", "words"),
     [
-        (lambda p, k: replace(p, sharing=1), "shared", "wrong",
-         "4 ranks on a, of which rank 0 shares memory with 1 only"),
-        (lambda p, k: replace(p, visible=1, hidden="CUDA_VISIBLE_DEVICES = 0"), "gpus", "note",
-         "rank 0 on a sees 1 of 4 GPUs (CUDA_VISIBLE_DEVICES = 0): MPI and NCCL may not"),
-        (lambda p, k: replace(p, mine=(f"GPU-{k % 2}",)), "gpus", "wrong",
-         "4 ranks on a share 2 GPUs, which NCCL can't join: start a rank for each"),
+        (
+            lambda p, k: replace(p, sharing=1),
+            "shared",
+            "wrong",
+            "4 ranks on a, of which rank 0 shares memory with 1 only",
+        ),
+        (
+            lambda p, k: replace(p, visible=1, hidden="CUDA_VISIBLE_DEVICES = 0"),
+            "gpus",
+            "note",
+            "rank 0 on a sees 1 of 4 GPUs (CUDA_VISIBLE_DEVICES = 0): MPI and NCCL may not",
+        ),
+        (
+            lambda p, k: replace(p, mine=(f"GPU-{k % 2}",)),
+            "gpus",
+            "wrong",
+            "4 ranks on a share 2 GPUs, which NCCL can't join: start a rank for each",
+        ),
         (lambda p, k: replace(p, there=8, visible=8), "gpus", "note", "GPUs of a are idle"),
-        (lambda p, k: replace(p, near=(3,)) if k == 2 else p, "numa", "note",
-         "rank 2 on a has its cores on memory node 1 and its GPU on 3 (1 rank so)"),
+        (
+            lambda p, k: replace(p, near=(3,)) if k == 2 else p,
+            "numa",
+            "note",
+            "rank 2 on a has its cores on memory node 1 and its GPU on 3 (1 rank so)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_host_lacks_is_named_with_its_remedy(changed, name, level, words):
     places = [changed(place, k) for k, place in enumerate(host())]
     found = named(places, name)

@@ -27,9 +27,11 @@ def made(**algorithm):
 
 
 def test_a_step_is_compute_and_messages():
-    what, n = made(), 8
+    what = made()
+    n = 8
     vector = 4 * what.flat.size
-    base, summed = 13e-3, vector / 1e9
+    base = 13e-3
+    summed = vector / 1e9
     message = 50e-6 + vector / 2.5e6
     expected = {
         Choice("one-peer-exponential"): base + message + summed,
@@ -119,9 +121,14 @@ def test_the_command_plans_alone(alone, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["machine"]["sources"] == {
-        "compute": "given", "node-local": "not given", "latency": "given",
-        "bandwidth": "given", "jitter": "not given", "sum": "measured", "coding": "measured",
-    }  # fmt: skip
+        "compute": "given",
+        "node-local": "not given",
+        "latency": "given",
+        "bandwidth": "given",
+        "jitter": "not given",
+        "sum": "measured",
+        "coding": "measured",
+    }
     assert {row["nodes"] for row in found["rows"]} == {4, 8, 16, 32}
     assert (tmp_path / "p.png").stat().st_size > 20_000
     saved = tmp_path / "net.json"

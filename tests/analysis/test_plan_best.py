@@ -89,9 +89,13 @@ def test_a_job_s_own_option_is_named_where_it_keeps_a_way_out(what):
 
 def test_accuracy_is_told_of_the_model_it_was_measured_with_alone():
     unknown = "not measured for this model and task"
-    digits, texts = JOB, JOB.with_name("text-gpt.toml")
-    for job, model, right in ((digits, "mlp", []), (digits, "lenet", ["bf16", "diloco"]),
-                              (texts, "gpt", ["gasloc"])):  # fmt: skip
+    digits = JOB
+    texts = JOB.with_name("text-gpt.toml")
+    for job, model, right in (
+        (digits, "mlp", []),
+        (digits, "lenet", ["bf16", "diloco"]),
+        (texts, "gpt", ["gasloc"]),
+    ):
         settings = [f"model.name={model}"]
         what = subject(assemble.load(job, settings))[0]
         told = {one.known for one in proposals(job, settings, what, machine(1e7), 8)[0]}

@@ -31,8 +31,17 @@ pytestmark = pytest.mark.usefixtures("warm")
 NAMES = ("loss", "consensus_distance", "compute_s", "node_s", "exchange_s", "idle_s")
 
 
-def run(folder, steps=200, nodes=3, evaluations=(50, 100, 200), consensus=1e-4, epoch=50,
-        seed=0, graph="ring", lr=0.1):  # fmt: skip
+def run(
+    folder,
+    steps=200,
+    nodes=3,
+    evaluations=(50, 100, 200),
+    consensus=1e-4,
+    epoch=50,
+    seed=0,
+    graph="ring",
+    lr=0.1,
+):
     """A run folder with a made-up log."""
     folder.mkdir(parents=True)
     job = config.load({"graph": {"name": graph}, "run": {"seed": seed}, "schedule": {"lr": lr}})
@@ -252,8 +261,11 @@ def test_csv_holds_every_number(tmp_path):
 
 def test_many_runs_are_parted_by_a_setting():
     graphs = ("ring", "exponential", "complete")
-    jobs = [f'[graph]\nname = "{graph}"\n[schedule]\nlr = {lr}\n'
-            for lr in (0.1, 0.2, 0.3, 0.4) for graph in graphs]  # fmt: skip
+    jobs = [
+        f'[graph]\nname = "{graph}"\n[schedule]\nlr = {lr}\n'
+        for lr in (0.1, 0.2, 0.3, 0.4)
+        for graph in graphs
+    ]
     logs = [SimpleNamespace(job=job, nodes=2) for job in jobs]
     assert parted(logs[:10]) == {"": list(range(10))}
     assert parted(logs) == {
@@ -301,8 +313,15 @@ def test_the_page_fits_a_phone_and_a_screen_without_other_servers(tmp_path, widt
     inside = html.escape(f"{page}<script>parent.document.title = {size}</script>")
     host = f'<iframe width="{width}" height="900" style="border: 0" srcdoc="{inside}"></iframe>'
     (tmp_path / "page.html").write_text(f"<!doctype html><title></title>{host}")
-    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile",
-             "--window-size=1400,900", "--dump-dom", f"file://{tmp_path}/page.html"]  # fmt: skip
+    words = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}/profile",
+        "--window-size=1400,900",
+        "--dump-dom",
+        f"file://{tmp_path}/page.html",
+    ]
     done = subprocess.run([browser, *words], capture_output=True, text=True, timeout=60)
     found, window = map(int, re.search(r"<title>(\d+) of (\d+)", done.stdout).groups())
     assert found <= window and window in (width, width - 15)  # a scroll bar

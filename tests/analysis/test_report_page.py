@@ -14,13 +14,48 @@ from tests.cases import every
 
 pytestmark = pytest.mark.usefixtures("warm")
 
-TAGS = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "div", "table",
-        "tr", "th", "td", "img", "br", "details", "summary", "pre"}  # fmt: skip
+TAGS = {
+    "html",
+    "head",
+    "meta",
+    "title",
+    "style",
+    "body",
+    "h1",
+    "h2",
+    "h3",
+    "p",
+    "div",
+    "table",
+    "tr",
+    "th",
+    "td",
+    "img",
+    "br",
+    "details",
+    "summary",
+    "pre",
+}
 ATTRIBUTES = {"lang", "charset", "name", "content", "class", "alt", "src", "open"}
-MARKUP = ["<script src=//x>", "</pre><img src=x onerror=alert(1)>", "<svg/onload=alert(1)>",
-          "</td>", "</title><script>", "<!--", "-->", "&lt;b&gt;", "&", "{{ 7 * 7 }}", "{% raw %}",
-          "$x^$", "' onclick='x", '" onmouseover="x', "]]>", "</style>",
-          "<base href=//x>"]  # fmt: skip
+MARKUP = [
+    "<script src=//x>",
+    "</pre><img src=x onerror=alert(1)>",
+    "<svg/onload=alert(1)>",
+    "</td>",
+    "</title><script>",
+    "<!--",
+    "-->",
+    "&lt;b&gt;",
+    "&",
+    "{{ 7 * 7 }}",
+    "{% raw %}",
+    "$x^$",
+    "' onclick='x",
+    '" onmouseover="x',
+    "]]>",
+    "</style>",
+    "<base href=//x>",
+]
 
 
 class Page(HTMLParser):
@@ -28,7 +63,9 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.attributes, self.texts = [], [], []
+        self.tags = []
+        self.attributes = []
+        self.texts = []
         self.feed(text)
         self.close()
 
@@ -52,14 +89,31 @@ def hostile(draw):
 def forged(folder, draw):
     """A run whose log and findings hold markup wherever they hold a text; those texts."""
     folder.mkdir(parents=True)
-    texts = {name: hostile(draw) for name in ("digest", "checkpoint", "host", "key", "run", "text",
-                                              "remedy", "level", "name")}  # fmt: skip
+    texts = {
+        name: hostile(draw)
+        for name in (
+            "digest",
+            "checkpoint",
+            "host",
+            "key",
+            "run",
+            "text",
+            "remedy",
+            "level",
+            "name",
+        )
+    }
     job = config.dump(config.load({"run": {"name": "a"}})).replace(
         'name = "a"', f"name = {json.dumps(texts['run'])}"
     )
     environment = {"host": texts["host"], texts["key"]: "x"}
-    out = LogWriter(folder / "log.h5", nodes=1, job=job, columns={"loss": Column("nat", "loss")},
-                    environment=environment)  # fmt: skip
+    out = LogWriter(
+        folder / "log.h5",
+        nodes=1,
+        job=job,
+        columns={"loss": Column("nat", "loss")},
+        environment=environment,
+    )
     out.append({"loss": np.ones((3, 1))})
     out.evaluation({"step": 3, "loss": 0.5, "accuracy": 0.5})
     numbers = {name: 1 for name in ("steps", "nodes", "slots", "seconds", "bytes_sent")}
@@ -73,7 +127,8 @@ def forged(folder, draw):
 @pytest.mark.parametrize("count", [50, every(1000)])
 def test_texts_of_forged_logs_are_no_markup(count, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_picture", lambda runs: "")  # a picture has no markup
-    plain, draw = None, random.Random(0)
+    plain = None
+    draw = random.Random(0)
     for number in range(count):
         run = tmp_path / str(number)
         texts = forged(run, draw)

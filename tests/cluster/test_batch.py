@@ -19,8 +19,16 @@ from tests.cases import on_each
 REPO = Path(__file__).parents[2]
 JOB = str(REPO / "jobs" / "digits.toml")
 NAMED = {"account": "m1_g", "partition": "gpu", "qos": "regular"}
-SITES = ["frontier", "generic-flux", "generic-pbs", "generic-slurm", "juwels-booster", "leonardo",
-         "lumi", "perlmutter"]  # fmt: skip
+SITES = [
+    "frontier",
+    "generic-flux",
+    "generic-pbs",
+    "generic-slurm",
+    "juwels-booster",
+    "leonardo",
+    "lumi",
+    "perlmutter",
+]
 
 
 def made(site="generic-slurm", job="jobs/digits.toml", settings=(), run="runs/digits", **wish):
@@ -114,18 +122,31 @@ def test_short_jobs_are_stopped_by_the_clock_alone():
 
 def test_pbs_and_flux_ask_for_the_same():
     pbs = made("generic-pbs", seconds=36 * 3600)
-    for text in ("-l select=4:mpiprocs=1", "walltime=36:00:00", "-A m1_g", "-q gpu", 'qsub "$0"',
-                 'mpiexec -n "$NODES" --ppn 1'):  # fmt: skip
+    for text in (
+        "-l select=4:mpiprocs=1",
+        "walltime=36:00:00",
+        "-A m1_g",
+        "-q gpu",
+        'qsub "$0"',
+        'mpiexec -n "$NODES" --ppn 1',
+    ):
         assert text in pbs
     flux = made("generic-flux")
-    for text in ("--nodes=4", "--time-limit=3600s", "--bank=m1_g", "--queue=gpu",
-                 'flux run --nodes="$NODES"', 'flux --parent batch "$0"'):  # fmt: skip
+    for text in (
+        "--nodes=4",
+        "--time-limit=3600s",
+        "--bank=m1_g",
+        "--queue=gpu",
+        'flux run --nodes="$NODES"',
+        'flux --parent batch "$0"',
+    ):
         assert text in flux
 
 
 @on_each("name", SITES)
 def test_every_site_starts_several_ranks_a_node_too(name):
-    one, several = made(name), made(name, ranks=4)
+    one = made(name)
+    several = made(name, ranks=4)
     assert "One rank a node" in one and "RANKS=" not in one
     assert "4 ranks a node; each sees all GPUs of it and takes its own." in several
     assert "RANKS=4 TASKS=16 CORES=" in several
@@ -148,8 +169,9 @@ def test_ranks_share_the_cores_that_there_are():
     lines = made("generic-slurm", ranks=2).splitlines()
     some = [line for line in lines if line.startswith(("export OMP_", "RANKS="))]
     assert len(some) == 2
-    done = subprocess.run(["bash"], input="\n".join([*some, "echo $CORES"]), text=True,
-                          capture_output=True)  # fmt: skip
+    done = subprocess.run(
+        ["bash"], input="\n".join([*some, "echo $CORES"]), text=True, capture_output=True
+    )
     assert int(done.stdout) == len(os.sched_getaffinity(0)) // 2
 
 
@@ -168,10 +190,13 @@ def test_a_site_without_a_way_to_several_ranks_says_so():
         (["node.ranks_per_node=2"], ["--ranks", "3"], "--ranks 3: node.ranks_per_node = 2 makes"),
         (["node.ranks_per_node=2"], ["--ranks", "0"], "--ranks: 0: must be at least 1"),
         # three of the scheduler's nodes with two of ours each
-        (["node.ranks_per_node=2", "graph.name=one-peer-hypercube"], ["--ranks", "4"],
-         "power of two nodes, got 6"),
+        (
+            ["node.ranks_per_node=2", "graph.name=one-peer-hypercube"],
+            ["--ranks", "4"],
+            "power of two nodes, got 6",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_command_counts_ranks_and_nodes(alone, settings, more, says):
     given = ["--nodes", "3", "--time", "2h", "--account", "a", "--qos", "b"]
     done = alone("job", "perlmutter", JOB, *given, *more, *settings)
@@ -187,9 +212,18 @@ def test_gpus_of_this_machine_are_not_those_of_a_site(alone, monkeypatch):
 
 @on_each(
     "text, seconds",
-    [("1", 60), ("90", 5400), ("90s", 90), ("30m", 1800), ("2h", 7200), ("1d", 86400),
-     ("4:00:00", 14400), ("100:00:01", 360001), ("1-12:00:00", 129600)],
-)  # fmt: skip
+    [
+        ("1", 60),
+        ("90", 5400),
+        ("90s", 90),
+        ("30m", 1800),
+        ("2h", 7200),
+        ("1d", 86400),
+        ("4:00:00", 14400),
+        ("100:00:01", 360001),
+        ("1-12:00:00", 129600),
+    ],
+)
 def test_time_limits(text, seconds):
     assert seconds_of(text) == seconds
 
@@ -239,9 +273,14 @@ def execute(tmp_path):
     def run(text, **env):
         calls = tmp_path / "calls"
         calls.write_bytes(b"")
-        given = {"PATH": f"{stubs}:{os.environ['PATH']}", "CALLS": str(calls), "HOME": "/home/me",
-                 "SLURM_CPUS_ON_NODE": "7", "SLURM_JOB_ID": "9",
-                 "PBS_O_WORKDIR": str(work)}  # fmt: skip
+        given = {
+            "PATH": f"{stubs}:{os.environ['PATH']}",
+            "CALLS": str(calls),
+            "HOME": "/home/me",
+            "SLURM_CPUS_ON_NODE": "7",
+            "SLURM_JOB_ID": "9",
+            "PBS_O_WORKDIR": str(work),
+        }
         done = subprocess.run(
             ["bash", "-c", text],
             capture_output=True,
@@ -261,7 +300,8 @@ def execute(tmp_path):
 @on_each("evil", EVIL)
 @pytest.mark.parametrize("site", ["generic-slurm", "generic-pbs", "generic-flux"])
 def test_names_and_paths_stay_what_they_are(execute, site, evil):
-    job, settings = f"{evil}.toml", [f"run.name={evil}", f"data.source={evil}"]
+    job = f"{evil}.toml"
+    settings = [f"run.name={evil}", f"data.source={evil}"]
     done, words = execute(made(site, job, settings, run=f"runs/{evil}", name=evil))
     assert done.returncode == 0, done.stderr
     at = words.index("train")
@@ -447,8 +487,12 @@ def test_a_sweep_takes_its_line_as_words(execute):
     done, words = execute(text, SLURM_ARRAY_TASK_ID="2")
     assert done.returncode == 0, done.stderr
     at = words.index("train")
-    assert words[at + 1 : at + 5] == ["jobs/digits.toml", "run.output=runs/digits-2",
-                                      "run.seed=$(id)", "a.b=*"]  # fmt: skip
+    assert words[at + 1 : at + 5] == [
+        "jobs/digits.toml",
+        "run.output=runs/digits-2",
+        "run.seed=$(id)",
+        "a.b=*",
+    ]
     assert execute(text, SLURM_ARRAY_TASK_ID="3")[0].returncode == 2
     # the last task of an array has the array's own number: to requeue that requeues all
     ids = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}

@@ -25,7 +25,8 @@ def opens_without_rank_1(comm, mixer):
     w = world()
     kind = Synchronous if mixer == "synchronous" else Asynchronous
     name = "_open_on_host" if mixer == "synchronous" else "_open_window"
-    before, told = getattr(kind, name), None
+    before = getattr(kind, name)
+    told = None
 
     def late(*args):
         comm.recv(source=0)
@@ -65,7 +66,8 @@ def does_not_return(comm):
     from mpigossip.cluster.collectives import Comm, joined
 
     said = []
-    before, threading.excepthook = threading.excepthook, lambda args: said.append(args.exc_value)
+    before = threading.excepthook
+    threading.excepthook = lambda args: said.append(args.exc_value)
     collectives.LEAST_S = 0.1
     try:
         with joined(MPI.COMM_SELF, "MPI's Win.Allocate", 0.1):
@@ -73,7 +75,8 @@ def does_not_return(comm):
                 time.sleep(0.02)
         made = Comm.of(comm, 30.0).Split(comm.rank % 2, 0).Dup()
     finally:
-        threading.excepthook, collectives.LEAST_S = before, 10.0
+        threading.excepthook = before
+        collectives.LEAST_S = 10.0
     return str(said[0]), type(said[0]) is LateError, type(made) is Comm and made.timeout_s
 
 
@@ -89,7 +92,10 @@ def calls_while_mixers_open(comm):
     from mpigossip.cluster import collectives
     from mpigossip.cluster.ranks import World
 
-    inside, plain, limited, joined = [], [], [], collectives.joined
+    inside = []
+    plain = []
+    limited = []
+    joined = collectives.joined
 
     @contextlib.contextmanager
     def entered(*args):

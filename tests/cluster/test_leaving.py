@@ -90,7 +90,9 @@ def test_a_thread_left_in_a_call_of_mpi_changes_no_exit_code(mpirun, given, code
 
 def slow_ranks(comm):
     """Rank 1 is late by 1 s for what it comes to: after a loop, in its last step, as all close."""
-    waits.LEFT_S, waits.ASK_S, found = 0.1, 0.05, []
+    waits.LEFT_S = 0.1
+    waits.ASK_S = 0.05
+    found = []
     try:
         with world(timeout_s=30) as w:
             with deadline.ends(5):
@@ -123,7 +125,8 @@ def slow_ranks(comm):
                     w.barrier()
             found.append("as all close")
     finally:
-        waits.LEFT_S, waits.ASK_S = 10.0, 1.0
+        waits.LEFT_S = 10.0
+        waits.ASK_S = 1.0
     return found
 
 
@@ -137,7 +140,8 @@ def one_is_slow(comm):
 
     import mpigossip
 
-    waits.LEFT_S, waits.ASK_S = 0.1, 0.05
+    waits.LEFT_S = 0.1
+    waits.ASK_S = 0.05
     try:
         with mpigossip.world(timeout_s=30) as w:
             model = torch.nn.Linear(4, 3)
@@ -158,7 +162,8 @@ def one_is_slow(comm):
                 optimizer.consensus_distance()
             return w._roll._told.sum() > 0
     finally:
-        waits.LEFT_S, waits.ASK_S = 10.0, 1.0
+        waits.LEFT_S = 10.0
+        waits.ASK_S = 1.0
 
 
 def test_ranks_that_wait_in_different_calls_for_a_slow_one_go_on(ranks):

@@ -21,11 +21,14 @@ NAMES = ["a"] * 4 + ["b"] * 4
         (TWO, 4, [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]),
         # ranks dealt out to the hosts in turn, as `srun --distribution=cyclic` does
         ([0, 1, 0, 1], "host", [(0, 0), (1, 0), (0, 1), (1, 1)]),
-        ([0, 1, 0, 1, 0, 1, 0, 1], 2,
-         [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]),
+        (
+            [0, 1, 0, 1, 0, 1, 0, 1],
+            2,
+            [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)],
+        ),
         ([0, 1, 2], "host", [(0, 0), (1, 0), (2, 0)]),
     ],
-)  # fmt: skip
+)
 def test_every_k_ranks_of_a_host_are_a_node_numbered_by_its_first(host, per, expected):
     assert places(host, ["x"] * len(host), per) == expected
 
@@ -54,12 +57,17 @@ def columns(world, per):
     world.arrange(per)
     nodes = world.nodes
     found = {
-        "of": nodes.of, "place": nodes.place, "node": nodes.column.rank,
-        "column": nodes.column.gather(world.rank), "count": nodes.count,
+        "of": nodes.of,
+        "place": nodes.place,
+        "node": nodes.column.rank,
+        "column": nodes.column.gather(world.rank),
+        "count": nodes.count,
         "inside": nodes.inside.gather(world.rank) if nodes.inside else None,
-        "hosts": len(nodes.column.hosts), "whole": nodes.column is world,
-        "beside": nodes.column.beside, "says": [],
-    }  # fmt: skip
+        "hosts": len(nodes.column.hosts),
+        "whole": nodes.column is world,
+        "beside": nodes.column.beside,
+        "says": [],
+    }
     for alone in (lambda: nodes.column.arrange(2), nodes.column.shrink):
         if nodes.column is not world:
             with pytest.raises(RuntimeError) as refused:

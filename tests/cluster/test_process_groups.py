@@ -79,7 +79,9 @@ def test_variables_that_make_nccl_hang_are_rejected(name, value, monkeypatch):
 
 
 def test_groups_of_an_opening_that_failed_are_cut_off(monkeypatch):
-    cut, first, thread = [], threading.Event(), []
+    cut = []
+    first = threading.Event()
+    thread = []
 
     def connect(store, place, limit):
         if place.rank:

@@ -379,7 +379,8 @@ def test_the_other_mpis_launcher_is_told_before_mpi_aborts(mpirun, number, tmp_p
     theirs |= {"OMPI_COMM_WORLD_SIZE": number}
     by = "Open MPI"
     if launch.is_open_mpi():
-        theirs, by = {"PMI_RANK": "0", "PMI_SIZE": number, "HYDI_CONTROL_FD": "7"}, "MPICH"
+        theirs = {"PMI_RANK": "0", "PMI_SIZE": number, "HYDI_CONTROL_FD": "7"}
+        by = "MPICH"
     words = ["mpigossip", "train", "digits", "run.steps=0"]
     done = mpirun(0, words, cwd=tmp_path, env=theirs, timeout=60)
     if number == "1" and by == "MPICH":  # alone on purpose, and not hurt by it
@@ -528,7 +529,8 @@ def test_a_waiting_thread_doesnt_end_the_pause_of_its_rank(monkeypatch):
 
 
 def test_a_thread_that_tells_while_the_pause_ends_doesnt_begin_it_anew(monkeypatch):
-    sent, told = [], threading.Event()
+    sent = []
+    told = threading.Event()
 
     def keep(value, *_):
         sent.append(int(value[:8].view(np.int64)[0]))
@@ -545,7 +547,8 @@ def test_a_thread_that_tells_while_the_pause_ends_doesnt_begin_it_anew(monkeypat
             pass
 
     roll = Roll(SimpleNamespace(size=2, rank=0, Isend=keep), ["a", "b"])
-    roll._telling, roll.listen = Lock(), lambda: False
+    roll._telling = Lock()
+    roll.listen = lambda: False
     other = threading.Thread(target=roll.tell, args=([1], deadline.WORKS))
     monkeypatch.setattr(deadline, "roll", roll)
     with deadline.paused():

@@ -22,7 +22,8 @@ class Interrupt:
     """Raise KeyboardInterrupt at the ``number``-th place where Ctrl-C can arrive in the modules."""
 
     def __init__(self, number):
-        self.left, self.before = number, {}
+        self.left = number
+        self.before = {}
 
     def __enter__(self):
         sys.settrace(self.of_call)
@@ -34,7 +35,8 @@ class Interrupt:
     def of_call(self, frame, event, _):
         if frame.f_code.co_filename not in MODULES:
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
         self.before[frame] = ""
         return self.of_opcode
 
@@ -58,7 +60,9 @@ def interrupted_everywhere(comm):
     """Interrupt waits in which this rank sends to itself and receives; return what was wrong."""
     from mpi4py import MPI
 
-    before, wrong, number = (waits.LISTEN_S, waits.ASK_S), [], 0
+    before = (waits.LISTEN_S, waits.ASK_S)
+    wrong = []
+    number = 0
     waits.LISTEN_S = waits.ASK_S = 0.0
     deadline.roll = roll = Roll(MPI.COMM_SELF.Dup(), ["here"])
     try:
@@ -66,7 +70,8 @@ def interrupted_everywhere(comm):
         while interrupt.left <= 0 and len(wrong) < 4:
             number += 1
             roll.tell([0], deadline.WAITS)  # the wait answers it
-            polls, interrupt = iter([False, False, True]), Interrupt(number)
+            polls = iter([False, False, True])
+            interrupt = Interrupt(number)
             with interrupt, deadline.calling("step()"):
                 Deadline(5).wait(partial(next, polls), lambda: "", whom=lambda: [0])
             deadline.steps = number
@@ -84,7 +89,8 @@ def interrupted_everywhere(comm):
         wrong.append(f"{late}")
     finally:
         waits.LISTEN_S, waits.ASK_S = before
-        deadline.steps, deadline.roll = 0, None
+        deadline.steps = 0
+        deadline.roll = None
     return number, wrong
 
 

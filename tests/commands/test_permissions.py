@@ -25,7 +25,8 @@ def plain_user():
     if os.geteuid():
         yield
         return
-    library, head = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint32 * 2)(0x20080522, 0)
+    library = ctypes.CDLL(None, use_errno=True)
+    head = (ctypes.c_uint32 * 2)(0x20080522, 0)
     have = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable, twice
     if library.capget(head, have):
         pytest.skip(f"rights don't count here: {os.strerror(ctypes.get_errno())}")

@@ -90,8 +90,9 @@ def test_a_wheel_trains_without_a_clone(tmp_path, mpirun):
     into = ["install", "--target", "site", "--no-index", "-f", "dist", "mpigossip"]
     for words in (["wheel", "-w", "dist", str(JOBS.parent)], into):
         words.insert(1, "--no-deps")
-        done = subprocess.run([sys.executable, "-m", "pip", *words], cwd=tmp_path, text=True,
-                              capture_output=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", *words], cwd=tmp_path, text=True, capture_output=True
+        )
         assert done.returncode == 0, done.stderr
     program = (
         "import sys; sys.path.insert(0, 'site'); from mpigossip import cli; sys.exit(cli.main())"

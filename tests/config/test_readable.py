@@ -18,8 +18,14 @@ def test_what_is_not_printable_is_shown():
     assert shown(EVIL + "\n\tä→") == "a\\x1b[31mb\\x9b2Jc\\u202ed\\re\n\tä→"
     assert shown("\udc80 \x7f") == "\\udc80 \\x7f"
     assert cells(["=1+1", "+a", "-b", "@c", "", "a=b", -1.5]) == [
-        "'=1+1", "'+a", "'-b", "'@c", "", "a=b", -1.5
-    ]  # fmt: skip
+        "'=1+1",
+        "'+a",
+        "'-b",
+        "'@c",
+        "",
+        "a=b",
+        -1.5,
+    ]
 
 
 def test_everything_is_printed_by_one_function():

@@ -66,7 +66,8 @@ class Counts(IterableDataset):
     """0, 1, 2, … with a random number each, up to a number or without an end."""
 
     def __init__(self, end=None, start=0):
-        self.start, self.end = start, end
+        self.start = start
+        self.end = end
 
     def __iter__(self):
         numbers = itertools.count(self.start) if self.end is None else range(self.start, self.end)
@@ -400,7 +401,8 @@ def test_a_test_stream_is_read_a_batch_at_a_time(mine):
     stream = Watched()
     mine(watched=lambda seed: {"train": Rows(0), "test": stream})
     with opened("watched", n=1, test_samples=20) as loader:
-        stream.read, batches = 0, loader.share(0, 1)
+        stream.read = 0
+        batches = loader.share(0, 1)
         first = next(batches)
         assert stream.read == len(first) == 4
         torch.rand(3)  # the program's own draws change nothing of the stream's
@@ -480,7 +482,8 @@ def contents(world, folder):
     mine = Path(folder) / str(world.rank)
     mine.mkdir()
     found = {}
-    alike, changed = dict(kinds(0, 0, mine)), dict(kinds(1, 0, mine))
+    alike = dict(kinds(0, 0, mine))
+    changed = dict(kinds(1, 0, mine))
     for name, same in alike.items():
         check_alike(name, same, world)
         with pytest.raises(JobError) as caught:

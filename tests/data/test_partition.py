@@ -7,7 +7,8 @@ from mpigossip.data.philox import ORDER, permutation, permutations
 
 
 def test_permutations_drawn_together_are_those_drawn_one_by_one():
-    lengths, blocks = [1, 7, 7, 30], [3, 0, 9, 2]
+    lengths = [1, 7, 7, 30]
+    blocks = [3, 0, 9, 2]
     found = permutations(lengths, 5, ORDER, 4, blocks)
     for length, block, one in zip(lengths, blocks, found, strict=True):
         assert (one == permutation(length, 5, ORDER, 4, block)).all()
@@ -15,7 +16,8 @@ def test_permutations_drawn_together_are_those_drawn_one_by_one():
 
 def test_orders_take_what_was_drawn_for_the_epoch_of_a_step():
     parts = np.array_split(np.arange(50), 4)
-    apart, joined = orders(parts, 3, 4), orders(parts, 3, 4)
+    apart = orders(parts, 3, 4)
+    joined = orders(parts, 3, 4)
     for step in (0, 1, 2, 3, 11, 2):
         draw_together(joined, joined[0].epoch(step))
         assert all(order.latest[0] == order.epoch(step) for order in joined)

@@ -27,7 +27,8 @@ def at(task, samples, x):
 @on_each("name", MADE)
 def test_the_optimum_is_known_and_so_is_what_nodes_differ_by_there(name):
     make, task, options = MADE[name]
-    made, task = make(6, **options), task(noise=0)
+    made = make(6, **options)
+    task = task(noise=0)
     optimum = torch.from_numpy(made.test[1 if name == "logistic" else 0])
     _, gradients = at(task, made.train, optimum)
     assert gradients.mean(0).abs().max() < 1e-12
@@ -44,7 +45,8 @@ def test_the_optimum_is_known_and_so_is_what_nodes_differ_by_there(name):
 @on_each("name", MADE)
 def test_the_smoothness_is_the_largest_curvature_anywhere(name):
     make, task, options = MADE[name]
-    made, task = make(6, **options), task(noise=0)
+    made = make(6, **options)
+    task = task(noise=0)
     whole = [torch.as_tensor(np.array(array))[None] for array in made.test]
 
     def largest(x):

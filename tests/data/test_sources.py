@@ -140,7 +140,8 @@ def test_random_boxes_keep_the_protocol():
     boxes = [random_box(60, 40, index, seed=0, epoch=2) for index in range(500)]
     for (left, top, right, bottom), _ in boxes:
         assert 0 <= left < right <= 60 and 0 <= top < bottom <= 40
-        wide, high = right - left, bottom - top
+        wide = right - left
+        high = bottom - top
         assert wide * high >= 0.07 * 2400 and 0.7 < wide / high < 1.43
     areas = [(box[2] - box[0]) * (box[3] - box[1]) / 2400 for box, _ in boxes]
     assert 0.3 < np.mean(areas) < 0.6
@@ -175,7 +176,9 @@ def test_digits(opened):
 
 def test_synthetic_is_learnable_and_reproducible(opened):
     fields = {"source": "synthetic", "shape": (3, 8, 8), "classes": 4, "samples": 400}
-    data, again, other = opened(**fields), opened(**fields), opened(1, **fields)
+    data = opened(**fields)
+    again = opened(**fields)
+    other = opened(1, **fields)
     x, y = data.make_batch("train", np.arange(400), (0, 0))
     assert torch.equal(x, again.make_batch("train", np.arange(400), (5, 9))[0])
     assert not torch.equal(x, other.make_batch("train", np.arange(400), (0, 0))[0])
@@ -398,7 +401,9 @@ def test_workers_change_no_bit(varied, opened):
 class Sleepy(SyntheticSource):
     """Made in another process; its third batch never comes."""
 
-    in_memory, name, calls = False, "sleepy", 0
+    in_memory = False
+    name = "sleepy"
+    calls = 0
 
     def raw(self, split, indices, key=()):
         self.calls += 1

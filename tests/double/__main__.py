@@ -24,9 +24,10 @@ def environment(folder: Path, devices: int = 8) -> dict[str, str]:
     subprocess.run(["c++", *flags, *made], check=True, timeout=300)
     path = [str(HERE / "site"), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
-        "MPIGOSSIP_DOUBLE": str(devices), "MPIGOSSIP_DOUBLE_FOLDER": str(folder),
+        "MPIGOSSIP_DOUBLE": str(devices),
+        "MPIGOSSIP_DOUBLE_FOLDER": str(folder),
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
-    }  # fmt: skip
+    }
 
 
 def main(arguments: list[str]) -> int:

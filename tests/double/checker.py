@@ -22,7 +22,9 @@ class Timeline:
     """A stream, or the host: its own tick, and the ticks of others that it comes after."""
 
     def __init__(self, name: str):
-        self.name, self.tick, self.knows = name, 0, dict[Timeline, int]()
+        self.name = name
+        self.tick = 0
+        self.knows = dict[Timeline, int]()
         self._met = self.knows
 
     def clock(self) -> dict[Timeline, int]:
@@ -51,7 +53,8 @@ class Timeline:
         storage, (low, high), kept = tensor.untyped_storage(), span(tensor), []
         for old in vars(storage).get("touched", ()):
             first, last, wrote, line, tick, past = old
-            apart, mine = last <= low or high <= first, line is self
+            apart = last <= low or high <= first
+            mine = line is self
             raced = not apart and not mine and (writes or wrote)
             if raced and self.knows.get(line, 0) < tick:
                 raise Unordered(

@@ -42,7 +42,8 @@ class Stream(torch.cuda.Stream):
     def __init__(self, device=None, priority=0, *, number: int | None = None):
         index = _get_device_index(device, optional=True)
         number = next(_numbers[index]) % POOL + 1 if number is None else number
-        self.device, self.cuda_stream = torch.device("cuda", index), index << 32 | number
+        self.device = torch.device("cuda", index)
+        self.cuda_stream = index << 32 | number
         self.line = line(self.cuda_stream)
 
     def __eq__(self, other) -> bool:
@@ -86,7 +87,8 @@ class CUDAGraph:
 
     def capture_begin(self, *pool, **_) -> None:
         self.recorded: list = []
-        recording.into, recording.broken = self.recorded, fails("capture")
+        recording.into = self.recorded
+        recording.broken = fails("capture")
 
     def capture_end(self) -> None:
         recording.into = None
@@ -139,7 +141,8 @@ def install() -> None:
     one_thread = torch.autograd.set_multithreading_enabled(False)
     torch.autograd._engine_run_backward = one_thread(torch.autograd._engine_run_backward)
     torch.Tensor.record_stream = lambda self, stream: None
-    torch.version.cuda, torch._C._host_emptyCache = "13.0", lambda: None
+    torch.version.cuda = "13.0"
+    torch._C._host_emptyCache = lambda: None
     torch.cuda.streams.Event = Event
     torch.distributed.is_nccl_available = lambda: True
     generator = SimpleNamespace(
@@ -149,12 +152,21 @@ def install() -> None:
         cudaHostRegister=lambda *_: int(fails("pin")), cudaHostUnregister=lambda *_: 0
     )
     answers = {
-        "is_available": True, "is_initialized": True, "device_count": COUNT, "cudart": runtime,
-        "is_bf16_supported": True, "get_device_name": "a double", "memory_allocated": 0,
-        "get_device_capability": (9, 0), "_lazy_init": None,
-        "max_memory_allocated": 0, "reset_peak_memory_stats": None, "graph_pool_handle": (0, 1),
-        "empty_cache": None, "manual_seed_all": None,
-    }  # fmt: skip
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": COUNT,
+        "cudart": runtime,
+        "is_bf16_supported": True,
+        "get_device_name": "a double",
+        "memory_allocated": 0,
+        "get_device_capability": (9, 0),
+        "_lazy_init": None,
+        "max_memory_allocated": 0,
+        "reset_peak_memory_stats": None,
+        "graph_pool_handle": (0, 1),
+        "empty_cache": None,
+        "manual_seed_all": None,
+    }
     vars(torch.cuda).update(
         {name: lambda *_, value=value, **__: value for name, value in answers.items()},
         Stream=Stream, Event=Event, CUDAGraph=CUDAGraph, synchronize=synchronize,

@@ -64,15 +64,18 @@ def install() -> None:
 
     torch.from_dlpack = from_dlpack
     runtime = SimpleNamespace(
-        CUDARuntimeError=CUDARuntimeError, deviceSynchronize=cuda.synchronize,
+        CUDARuntimeError=CUDARuntimeError,
+        deviceSynchronize=cuda.synchronize,
         runtimeGetVersion=lambda: 13000,
         deviceGetPCIBusId=lambda index: f"0000:{index:02x}:00.0",
-    )  # fmt: skip
+    )
     driver = SimpleNamespace(
-        runtime=runtime, Memory=Memory, Device=lambda index: nullcontext(),
+        runtime=runtime,
+        Memory=Memory,
+        Device=lambda index: nullcontext(),
         MemoryPointer=lambda memory, offset: memory,
         Stream=SimpleNamespace(from_external=lambda pointer: nullcontext()),
-    )  # fmt: skip
+    )
     cupy = SimpleNamespace(cuda=driver, ndarray=Array, uint8=np.uint8, RawKernel=RawKernel)
     there = "MPIGOSSIP_DOUBLE_NO_CUPY" not in os.environ
     sys.modules |= {"cupy": cupy, "cupy.cuda": driver} if there else {"cupy": None}

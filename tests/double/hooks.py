@@ -97,7 +97,8 @@ def buffers(module) -> None:
     make = device._swap
 
     def swapping(self, transport):
-        bring, devices = make(self, transport), [each.device for each in self._streams]
+        bring = make(self, transport)
+        devices = [each.device for each in self._streams]
         if transport.in_main:
             return bring
         return lambda out, into: flushing("messages", devices if into else [], bring, out, into)
@@ -186,13 +187,17 @@ def gpu_sum(module) -> None:
 def install() -> None:
     """Let these see their modules of `mpigossip` once they are loaded."""
     watched = {
-        "data.loader": loader, "mixing.averages": averages, "mixing.device.buffers": buffers,
+        "data.loader": loader,
+        "mixing.averages": averages,
+        "mixing.device.buffers": buffers,
         "mixing.transports.windows": of_transport("Windows"),
         "mixing.transports.messages": of_transport("Messages"),
-        "mixing.device.memory": memory, "mixing.device.streams": streams,
-        "mixing.device.proof": proof, "mixing.kernels.gpu_sum": gpu_sum,
+        "mixing.device.memory": memory,
+        "mixing.device.streams": streams,
+        "mixing.device.proof": proof,
+        "mixing.kernels.gpu_sum": gpu_sum,
         "cluster.process_groups": torch_nccl.install,
-    }  # fmt: skip
+    }
     load = SourceFileLoader.exec_module
 
     def exec_module(self, module) -> None:

@@ -14,14 +14,21 @@ from pathlib import Path
 from tests.double.__main__ import environment
 from tools.mutants import REPO, copy_of, run_tests
 
-BUFFERS, STREAMS = "mpigossip.mixing.device.buffers", "mpigossip.mixing.device.streams"
-MIXER, WINDOWS = "mpigossip.mixing.synchronous", "mpigossip.mixing.transports.windows"
-NCCL, NCCL_NODES = "mpigossip.groups.torch_group", "mpigossip.mixing.transports.nccl"
+BUFFERS = "mpigossip.mixing.device.buffers"
+STREAMS = "mpigossip.mixing.device.streams"
+MIXER = "mpigossip.mixing.synchronous"
+WINDOWS = "mpigossip.mixing.transports.windows"
+NCCL = "mpigossip.groups.torch_group"
+NCCL_NODES = "mpigossip.mixing.transports.nccl"
 MESSAGES = "mpigossip.mixing.transports.messages"
-PROOF, KERNELS = "mpigossip.mixing.device.proof", "mpigossip.mixing.kernels.gpu_sum"
-LOADER, CAPTURE = "mpigossip.data.loader", "mpigossip.training.capture"
-PROBE, GROUPS = "mpigossip.mixing.transports.probe", "mpigossip.cluster.process_groups"
-FAILURES, LOOPS = "tests/double/test_failures.py", "tests/double/test_loops.py"
+PROOF = "mpigossip.mixing.device.proof"
+KERNELS = "mpigossip.mixing.kernels.gpu_sum"
+LOADER = "mpigossip.data.loader"
+CAPTURE = "mpigossip.training.capture"
+PROBE = "mpigossip.mixing.transports.probe"
+GROUPS = "mpigossip.cluster.process_groups"
+FAILURES = "tests/double/test_failures.py"
+LOOPS = "tests/double/test_loops.py"
 REFUSED = f"{LOOPS}::test_windows_are_refused_without_cupy_and_auto_takes_another_way"
 SOON = (
     f"{FAILURES}::test_nccl_that_fails_or_hangs_is_named_within_the_deadline"
@@ -34,7 +41,8 @@ ENCODED = "tests/double/test_training.py::test_every_wire_has_the_cpus_bits[top-
 DELAYED = (
     "tests/mixing/test_windows.py::test_windows_equal_the_simulator_under_random_delays[4-put]"
 )
-HOST, DEVICE = f"{TRAINING}[host]", f"{TRAINING}[windows]"
+HOST = f"{TRAINING}[host]"
+DEVICE = f"{TRAINING}[windows]"
 NODES = "tests/double/test_training.py::test_windows_by_nccl_equal_the_simulator[3-bf16]"
 NODES_FP32 = NODES.replace("3-bf16", "4-fp32")
 KERNEL = "tests/double/test_training.py::test_a_kernel_runs_where_its_arrays_are"
@@ -118,7 +126,7 @@ MUTANTS = [
      "tests/double/test_nccl.py::test_nccl_that_cannot_be_had_is_refused_or_left"
      "[hang-cuda:{rank}-a round of nccl failed: round 0: NCCL isn]"),
     ("a slot that does not finish on a CPU has no limit", "mpigossip.groups.threads",
-     "first, min(SOONER * timeout_s, threading.TIMEOUT_MAX)", "first, threading.TIMEOUT_MAX",
+     "min(SOONER * timeout_s, threading.TIMEOUT_MAX)", "threading.TIMEOUT_MAX",
      "tests/groups/test_groups.py::test_a_slot_that_does_not_finish_is_named_in_time"),
     ("2: messages of GPU memory are never tried", PROBE,
      'WAYS = "windows", "messages", "nccl", "host"', 'WAYS = "windows", "nccl", "host"', REFUSED),

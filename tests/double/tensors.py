@@ -108,9 +108,12 @@ def tensors(tree) -> list[torch.Tensor]:
 def schema(func) -> tuple[list[str], list[str], list[bool], bool]:
     """Names of arguments; of those written; which results are these; whether memory is touched."""
     given, returned = (
-        [(one.name, one.alias_info, one.alias_info is not None and one.alias_info.is_write)
-         for one in ones] for ones in (func._schema.arguments, func._schema.returns)
-    )  # fmt: skip
+        [
+            (one.name, one.alias_info, one.alias_info is not None and one.alias_info.is_write)
+            for one in ones
+        ]
+        for ones in (func._schema.arguments, func._schema.returns)
+    )
     views = any(alias is not None and not writes for _, alias, writes in returned)
     touches = not views and not func._schema.name.startswith("aten::empty")
     written = [name for name, _, writes in given if writes]
@@ -148,7 +151,8 @@ def perform(func, args, kwargs):
 
     def tell() -> None:
         for one, two in pairwise(sorted({*there, at})):  # torch has such a copy in both streams
-            first, second = torch.cuda.current_stream(one), torch.cuda.current_stream(two)
+            first = torch.cuda.current_stream(one)
+            second = torch.cuda.current_stream(two)
             first.wait_stream(second)
             second.wait_stream(first)
         torch.cuda.current_stream(at).line.given(str(func), read, written)
@@ -177,8 +181,10 @@ def perform(func, args, kwargs):
         if tensor.shape != memory.shape:  # an `out` that had no elements
             tensor.data = OnDevice(memory, target)
     mine = iter(changed)
-    done = [next(mine) if known else mapped(partial(_wrapped, target), one)
-            for one, known in zip(results, same, strict=True)]  # fmt: skip
+    done = [
+        next(mine) if known else mapped(partial(_wrapped, target), one)
+        for one, known in zip(results, same, strict=True)
+    ]
     return tuple(done) if len(same) > 1 else done[0] if done else None
 
 

@@ -36,7 +36,8 @@ def proven_on(comm, what, rank, devices):
 
     from mpigossip.mixing.device import proof
 
-    began, given = time.perf_counter(), proof.tried
+    began = time.perf_counter()
+    given = proof.tried
     if what and "alone" not in what:  # the processes of their own, which would find nothing
         proof.tried = lambda *_: (True, "")
     try:
@@ -118,7 +119,8 @@ def timed(comm, what):
 
     from mpigossip.mixing.transports import probe
 
-    given, began = probe.LIMIT_S, time.monotonic()
+    given = probe.LIMIT_S
+    began = time.monotonic()
     probe.LIMIT_S = 10 if what == "hanging put" else 3
     try:
         return *windows(comm, what, 0, "auto", True), time.monotonic() - began
@@ -136,7 +138,7 @@ def timed(comm, what):
         ("exchange put:1", "no windows: a round of windows failed: MPI_ERR_RMA_RANGE"),
         every("hanging exchange put:1", "no windows: a round of windows failed: "),
     ],
-)  # fmt: skip
+)
 def test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way(ranks, what, named):
     from tests.rankpool import Ranks
 
@@ -160,7 +162,8 @@ def unflushed(comm, kind):
     from mpigossip.mixing.device.memory import MemoryRefused
     from mpigossip.mixing.synchronous import Synchronous
 
-    world, layout = World(comm), Layout((512,), devices=("cuda:0",))
+    world = World(comm)
+    layout = Layout((512,), devices=("cuda:0",))
     with failing("", aware=True):
         ways = {"exchange": "windows", "timeout_s": 5}
         mixer = Synchronous(graph("ring", comm.size), layout, world, **ways)

@@ -79,9 +79,15 @@ def loops(comm, kept, way, options):
 
 @pytest.mark.parametrize(
     ("way", "style"),
-    [("host", "atc"), ("messages", "awc"), ("nccl", "awc"),
-     every("host", "awc"), every("messages", "atc"), every("nccl", "atc")],
-)  # fmt: skip
+    [
+        ("host", "atc"),
+        ("messages", "awc"),
+        ("nccl", "awc"),
+        every("host", "awc"),
+        every("messages", "atc"),
+        every("nccl", "atc"),
+    ],
+)
 def test_a_loop_saved_and_resumed_has_the_cpus_bits(ranks, tmp_path, way, style):
     options = {"algorithm": "dsgd", "style": style}
     assert ranks(3)(loops, str(tmp_path), way, options, timeout=120) == [True] * 3
@@ -95,7 +101,8 @@ def test_a_state_may_lie_in_the_gpus_memory():
 
     with Alone() as world:
         optimizer = stepped(world)
-        state, before = copy.deepcopy(optimizer.state_dict()), optimizer.vector.x[0].clone()
+        state = copy.deepcopy(optimizer.state_dict())
+        before = optimizer.vector.x[0].clone()
         for change in (put("model", moved), momenta(moved)):
             change(state)
         optimizer.load_state_dict(state)
@@ -118,7 +125,8 @@ def refused(comm):
     from mpigossip.mixing.device.memory import MemoryRefused
     from mpigossip.mixing.synchronous import Synchronous
 
-    layout, ring = Layout((512,), devices=(f"cuda:{comm.rank}",)), graph("ring", comm.size)
+    layout = Layout((512,), devices=(f"cuda:{comm.rank}",))
+    ring = graph("ring", comm.size)
     with without_cupy(), World(comm) as world:
         with pytest.raises(MemoryRefused) as said:
             Synchronous(ring, layout, world, exchange="windows", timeout_s=20)
@@ -178,15 +186,25 @@ def test_a_job_stopped_and_resumed_has_the_simulators_digest(mpirun, tmp_path):
     words += ["schedule.name=constant"]  # others depend on the number of steps
     gpus = ["node.devices=cuda:0,1", "node.timeout_s=20", f"run.output={tmp_path / 'gpu'}"]
     env = {"MPIGOSSIP_DOUBLE_NO_CUPY": "1", "MPICH_GPU_SUPPORT_ENABLED": "1"}
-    main, job = [sys.executable, "-m", "mpigossip"], str(Path("jobs/digits.toml").resolve())
+    main = [sys.executable, "-m", "mpigossip"]
+    job = str(Path("jobs/digits.toml").resolve())
 
     def digest(n, *command):
         done = mpirun(n, [*main, *command], timeout=150, env=env)
         assert done.returncode == 0, done.stderr
         return done.stdout.partition("digest")[2].split()[0], done.stdout
 
-    wanted, _ = digest(1, "simulate", job, *words, "--nodes", "2", "node.devices=cpu:2",
-                       "run.steps=6", f"run.output={tmp_path / 'cpu'}")  # fmt: skip
+    wanted, _ = digest(
+        1,
+        "simulate",
+        job,
+        *words,
+        "--nodes",
+        "2",
+        "node.devices=cpu:2",
+        "run.steps=6",
+        f"run.output={tmp_path / 'cpu'}",
+    )
     digest(2, "train", job, *words, *gpus, "run.steps=3")
     found, said = digest(2, "resume", str(tmp_path / "gpu"), "run.steps=6")
     assert found == wanted and "CuPy" in said

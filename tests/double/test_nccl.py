@@ -19,7 +19,8 @@ def by_nccl(comm, what, limit_s, device, window):
     from mpigossip.mixing.device.memory import MemoryRefused
     from mpigossip.mixing.synchronous import Synchronous
 
-    world, began = World(comm), time.perf_counter()
+    world = World(comm)
+    began = time.perf_counter()
     layout = Layout((512,), devices=(device.format(rank=comm.rank),))
     ways = {"same_host": "put", "exchange": window, "timeout_s": limit_s}
     opening, then = (what, "") if "initRank" in what or window == "auto" else ("", what)

@@ -37,7 +37,8 @@ def aware():
             proven[key] = original(devices, timeout_s, way)
         return proven[key]
 
-    original, proof.tried = proof.tried, tried
+    original = proof.tried
+    proof.tried = tried
     os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "1"
     try:
         yield
@@ -59,7 +60,8 @@ def on_own(comm, model, names, slots, more):
 
 def same(ranks, n, devices, slots, names, *more, train=None):
     """Whether the ranks' parameters have the bits of slots on the CPU."""
-    settings, window = list(more), more[0].removeprefix("node.exchange=") if more else ""
+    settings = list(more)
+    window = more[0].removeprefix("node.exchange=") if more else ""
     ways = {"windows": on_aware_ranks, "messages": on_aware_ranks, "nccl": on_own}
     train = train or ways.get(window, on_ranks)
     got = ranks(n)(train, "mlp", names, devices, settings, timeout=240)
@@ -141,7 +143,9 @@ def differing_rounds(comm, slots):
     from mpigossip.mixing.base import Kind, Layout
     from mpigossip.mixing.synchronous import Synchronous
 
-    found, wrong, ring = 0, [], graph("ring", comm.size)
+    found = 0
+    wrong = []
+    ring = graph("ring", comm.size)
     with aware(), World(comm) as world:
         for way, name in itertools.product([*WAYS, "nccl"], compressors.WIRES):
             # NCCL needs GPUs of a rank's own; torch's device guard for tests knows 8 indices
@@ -150,7 +154,8 @@ def differing_rounds(comm, slots):
             there = replace(layout, devices=tuple(f"cuda:{k}" for k in range(slots)))
             mixer = Synchronous(ring, there, world, exchange=way, timeout_s=90)
             off = beside(mixer, [Kind.GOSSIP, Kind.GLOBAL, Kind.GOSSIP, Kind.GOSSIP], layout)
-            found, wrong = found + 1, wrong + [(way, name)] * bool(off)
+            found = found + 1
+            wrong = wrong + [(way, name)] * bool(off)
     del os.environ["MPIGOSSIP_DOUBLE_HOST"]
     return found, wrong
 

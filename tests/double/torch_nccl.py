@@ -29,7 +29,8 @@ class Launching:
     """The package's lock, which knows the thread that holds it."""
 
     def __init__(self):
-        self._lock, self._holder = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._holder = None
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -56,8 +57,11 @@ class Work:
     """Calls that were launched, and what comes after them on their stream."""
 
     def __init__(self, works, clock, group):
-        self._clock, self._error = clock, None
-        self._hangs, self._done = fails("hang"), threading.Event()  # bytes come all the same
+        self._clock = clock
+        self._error = None
+        # bytes come all the same
+        self._hangs = fails("hang")
+        self._done = threading.Event()
         if self._hangs and group.name.startswith("nodes-"):
             hanging[group] = group.device
         threading.Thread(target=self._finish, args=(works,), daemon=True).start()
@@ -88,7 +92,10 @@ class Group:
     """A device's rank of a process group."""
 
     def __init__(self, inner: dist.ProcessGroup, device: torch.device, together: set, name: str):
-        self.name, self.inner, self.device, self._together = name, inner, device, together
+        self.name = name
+        self.inner = inner
+        self.device = device
+        self._together = together
         self.stream = Stream(device).line
         self._batch: list | None = None
 
@@ -132,29 +139,38 @@ class Group:
         return self._launch("allreduce", tensors, tensors, lambda: [self.inner.allreduce(mine)])
 
     def alltoall_base(self, out, given, received, sent):
-        return self._launch("alltoall", [given], [out], lambda: [
-            self.inner.alltoall_base(plain(out), plain(given), received, sent)
-        ])  # fmt: skip
+        return self._launch(
+            "alltoall",
+            [given],
+            [out],
+            lambda: [self.inner.alltoall_base(plain(out), plain(given), received, sent)],
+        )
 
     def _reduce_scatter_base(self, out, given):
-        return self._launch("reduce-scatter", [given], [out], lambda: [
-            self.inner._reduce_scatter_base(plain(out), plain(given))
-        ])  # fmt: skip
+        return self._launch(
+            "reduce-scatter",
+            [given],
+            [out],
+            lambda: [self.inner._reduce_scatter_base(plain(out), plain(given))],
+        )
 
     def _allgather_base(self, out, given):
-        return self._launch("all-gather", [given], [out], lambda: [
-            self.inner._allgather_base(plain(out), plain(given))
-        ])  # fmt: skip
+        return self._launch(
+            "all-gather",
+            [given],
+            [out],
+            lambda: [self.inner._allgather_base(plain(out), plain(given))],
+        )
 
     def reduce(self, tensor, root):
-        return self._launch("reduce", [tensor], [tensor], lambda: [
-            self.inner.reduce(plain(tensor), root)
-        ])  # fmt: skip
+        return self._launch(
+            "reduce", [tensor], [tensor], lambda: [self.inner.reduce(plain(tensor), root)]
+        )
 
     def broadcast(self, tensor, root):
-        return self._launch("broadcast", [tensor], [tensor], lambda: [
-            self.inner.broadcast(plain(tensor), root)
-        ])  # fmt: skip
+        return self._launch(
+            "broadcast", [tensor], [tensor], lambda: [self.inner.broadcast(plain(tensor), root)]
+        )
 
     # -- sends and receives, which have to stand in one group of calls --------------------------
 
@@ -173,7 +189,8 @@ class Group:
         self._batch.append((name, tensors, peer, tag))
 
     def _end_coalescing(self, device) -> Work:
-        calls, self._batch = self._batch, None
+        calls = self._batch
+        self._batch = None
         read = [t for name, tensors, *_ in calls for t in tensors if name == "send"]
         written = [t for name, tensors, *_ in calls for t in tensors if name == "recv"]
 
@@ -269,8 +286,10 @@ def install(module) -> None:
     """Let the package make these."""
     global torch_connected, launching, torch_world
     launching = module.launching = Launching()
-    torch_connected, module._connected = module._connected, connected
-    torch_world, dist.init_process_group = dist.init_process_group, as_world
+    torch_connected = module._connected
+    module._connected = connected
+    torch_world = dist.init_process_group
+    dist.init_process_group = as_world
     get_backend = dist.get_backend
     dist.get_backend = lambda *group: get_backend(*group).replace(DOUBLE, "nccl")
     dist.Backend.register_backend(DOUBLE, Node, devices=["cuda"])

@@ -71,7 +71,8 @@ WHOLE = [
 @on_each("n", [1, 4, 5])
 @on_each("settings", WHOLE)
 def test_one_fragment_without_a_delay_is_the_method(settings, n):
-    plain, forced = Driver(settings, n, noise=0.1), Forced(settings, n, noise=0.1)
+    plain = Driver(settings, n, noise=0.1)
+    forced = Forced(settings, n, noise=0.1)
     assert type(plain) is Driver and forced.fragments.schedule.fragments == 1
     assert torch.equal(plain.run(9).whole(), forced.run(9).whole())
     assert plain.mixer.bytes_sent == forced.mixer.bytes_sent
@@ -105,8 +106,11 @@ def streaming_diloco(driver, steps, period, count, delay, blend):
         torch.cat([torch.arange(c.start, c.stop) + 512 * k for k in range(2) for c in cuts[k][p]])
         for p in range(count)
     ]
-    x, b = driver.whole().double(), torch.cat(driver.b, dim=1).double()
-    outer, momentum, coming = x.clone(), torch.zeros_like(x), {}
+    x = driver.whole().double()
+    b = torch.cat(driver.b, dim=1).double()
+    outer = x.clone()
+    momentum = torch.zeros_like(x)
+    coming = {}
     for step in range(1, steps + 1):
         x -= driver.lr * (x - b)
         for p, c in enumerate(places):
@@ -135,8 +139,11 @@ def test_delayed_fragments_of_diloco_are_streaming_diloco(count, delay, blend):
 
 def eager_diloco(driver, steps, period, n):
     """The docstring's formula in float64, whole models."""
-    x, b = driver.whole().double(), torch.cat(driver.b, dim=1).double()
-    outer, momentum, others = x.clone(), torch.zeros_like(x), torch.zeros_like(x)
+    x = driver.whole().double()
+    b = torch.cat(driver.b, dim=1).double()
+    outer = x.clone()
+    momentum = torch.zeros_like(x)
+    others = torch.zeros_like(x)
     for step in range(1, steps + 1):
         x -= driver.lr * (x - b)
         if step % period == 0:
@@ -144,18 +151,21 @@ def eager_diloco(driver, steps, period, n):
             taken = own / n + others
             momentum = 0.9 * momentum + taken
             x = outer - 0.7 * (taken + 0.9 * momentum)
-            outer, others = x.clone(), own.mean(0) - own / n
+            outer = x.clone()
+            others = own.mean(0) - own / n
     return x
 
 
 def test_eager_updates_need_an_average_one_period_later():
     settings = "algorithm.name=diloco algorithm.eager=true local.name=sgd cadence.period=4"
-    at_once, late = Driver(settings, 5), Driver(f"{settings} cadence.delay=4", 5)
+    at_once = Driver(settings, 5)
+    late = Driver(f"{settings} cadence.delay=4", 5)
     expected = eager_diloco(at_once, 22, 4, 5)
     found = at_once.run(22).whole()
     assert torch.allclose(found.double(), expected, atol=1e-5)
     assert torch.equal(late.run(22).whole(), found)
-    alone, plain = Driver(settings, 1), Driver(settings.replace("=true", "=false"), 1)
+    alone = Driver(settings, 1)
+    plain = Driver(settings.replace("=true", "=false"), 1)
     for mine, theirs in zip(plain.x, alone.x, strict=True):
         mine.copy_(theirs)
     plain.restart()
@@ -167,7 +177,8 @@ def test_eager_updates_need_an_average_one_period_later():
 def test_a_step_sends_at_most_its_share(name, period):
     settings = f"algorithm.name={name} cadence.period={period}"
     parts = Driver(f"{settings} cadence.fragments=4", 6)
-    whole, sent = Driver(settings, 6).run(period).mixer.bytes_sent[0], [0]
+    whole = Driver(settings, 6).run(period).mixer.bytes_sent[0]
+    sent = [0]
     for _ in range(3 * period):
         sent.append(parts.run(1).mixer.bytes_sent[0])
     assert max(np.diff(sent)) <= 1.05 / 4 * whole and sent[-1] >= 3 * whole - 12
@@ -183,7 +194,8 @@ def test_resume_at_every_step_of_a_period(case, n):
         first, second = (Driver(case, n, noise=0.1) for _ in range(2))
         first.run(steps - 1 + at)
         saved = {name: [a.clone() for a in parts] for name, parts in first.parts().items()}
-        numbers, x = first.numbers(), [a.clone() for a in first.x]
+        numbers = first.numbers()
+        x = [a.clone() for a in first.x]
         if at == 2:  # the run that was saved goes on unchanged
             assert torch.equal(first.run(steps + 2 - at).whole(), whole)
         for mine, theirs in zip(second.x, x, strict=True):

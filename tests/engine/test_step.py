@@ -17,7 +17,8 @@ from mpigossip.training.parts import make_graph, make_parts
 from tests.battery import Driver
 from tests.cases import on_each
 
-N, P = 3, 512
+N = 3
+P = 512
 
 
 class Numbers:
@@ -59,7 +60,8 @@ LOCAL = [
 
 @on_each("settings", LOCAL)
 def test_a_local_step_without_an_outbox_has_the_same_bits(settings):
-    with_it, without = engine(settings), engine(settings, lambda m: m._replace(local_update=None))
+    with_it = engine(settings)
+    without = engine(settings, lambda m: m._replace(local_update=None))
     for one, other in zip(steps(with_it, 0, 7, (1,)), steps(without, 0, 7, (1,)), strict=True):
         same = torch.allclose(one.mixed_distance, other.mixed_distance, rtol=0, equal_nan=True)
         assert one.kind is other.kind and one.bytes_sent == other.bytes_sent and same
@@ -68,7 +70,8 @@ def test_a_local_step_without_an_outbox_has_the_same_bits(settings):
 
 @on_each("settings", [*LOCAL, "algorithm.name=dsgt algorithm.style=awc", "algorithm.name=sgp"])
 def test_state_by_name_goes_on_to_the_bit(settings):
-    whole, fresh = engine(settings), engine(settings)
+    whole = engine(settings)
+    fresh = engine(settings)
     list(steps(whole, 0, 4))
     kept = [(whole.vector.x[0].clone(), [whole.arrays(row) for row in range(N)], whole.numbers())]
     list(steps(whole, 4, 8))
@@ -95,7 +98,8 @@ def test_an_exchange_may_be_taken_in_before_the_step():
 def test_an_average_without_a_gradient_leaves_the_mean_and_draws_nodes_together():
     made = engine("algorithm.name=dsgd")
     x = made.vector.x[0]
-    mean, apart = x.mean(0), (x - x.mean(0)).norm()
+    mean = x.mean(0)
+    apart = (x - x.mean(0)).norm()
     for _ in range(3):
         made.average(0.1)
     assert torch.allclose(x.mean(0), mean, atol=1e-5) and (x - mean).norm() < 0.2 * apart
@@ -150,13 +154,16 @@ def test_large_values_are_no_fault():
 
 def adamw(x, g, m, v, t, lr=0.1, beta1=0.9, beta2=0.999):
     """A step of AdamW in float64, from its paper."""
-    m[:], v[:] = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    m[:] = beta1 * m + (1 - beta1) * g
+    v[:] = beta2 * v + (1 - beta2) * g * g
     x -= lr * (m / (1 - beta1**t)) / (np.sqrt(v / (1 - beta2**t)) + 1e-8)
 
 
 def test_adam_corrects_its_bias_by_the_local_steps_of_each_row():
-    made, own = engine("algorithm.name=dsgd cadence.name=never local.name=adamw"), [0, 0, 0]
-    x, (m, v) = made.vector.x[0].double().numpy(), np.zeros((2, N, P))
+    made = engine("algorithm.name=dsgd cadence.name=never local.name=adamw")
+    own = [0, 0, 0]
+    x = made.vector.x[0].double().numpy()
+    (m, v) = np.zeros((2, N, P))
     for step in range(40):
         skipped = ((1,) if step % 4 else ()) + ((2,) if step in (0, 7) else ())
         made.vector.draw(step)
@@ -179,7 +186,8 @@ def test_adam_corrects_its_bias_by_the_local_steps_of_each_row():
 
 def test_accumulated_adam_counts_its_period_by_row():
     settings = "algorithm.name=dsgd cadence.name=never local.name=accumadam local.period=4"
-    rested, alone = engine(settings), engine(settings)
+    rested = engine(settings)
+    alone = engine(settings)
     for step in range(24):
         rested.vector.draw(step)
         g = rested.vector.g[0][1].clone()
@@ -196,7 +204,8 @@ def test_torchs_profiler_shows_the_phases_of_a_step():
 
     from mpigossip.groups.threads import Threads
 
-    made, group = engine("algorithm.name=dsgd"), Threads(2)
+    made = engine("algorithm.name=dsgd")
+    group = Threads(2)
     full = [torch.ones(1, 8) for _ in range(2)]
     [*steps(made, 0, 1)]
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -204,6 +213,13 @@ def test_torchs_profiler_shows_the_phases_of_a_step():
         group.all_gather(group.reduce_scatter_mean(full), full)
     group.close()
     names = {event.key for event in seen.key_averages()}
-    assert {f"mpigossip: {name}" for name in (
-        "send", "wait for neighbours", "receive", "sum inside the node", "gather inside the node"
-    )} <= names  # fmt: skip
+    assert {
+        f"mpigossip: {name}"
+        for name in (
+            "send",
+            "wait for neighbours",
+            "receive",
+            "sum inside the node",
+            "gather inside the node",
+        )
+    } <= names

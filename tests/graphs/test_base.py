@@ -71,7 +71,8 @@ def test_facts_are_true_of_the_matrices(name, n):
 
 @on_each("name", BUILDERS)
 def test_graphs_are_values(name):
-    g, again = graph(name, 8, seed=3), graph(name, 8, seed=3)
+    g = graph(name, 8, seed=3)
+    again = graph(name, 8, seed=3)
     assert g == again and hash(g) == hash(again)
     assert g != graph("path", 9)
     assert pickle.loads(pickle.dumps(g)) == g
@@ -89,7 +90,8 @@ def test_equality_is_of_content_not_of_names():
 
 
 def test_a_cycle_knows_its_least_period():
-    a, b = paired(np.array([1, 0, 3, 2])), paired(np.array([3, 2, 1, 0]))
+    a = paired(np.array([1, 0, 3, 2]))
+    b = paired(np.array([3, 2, 1, 0]))
     assert Graph(Cycle((a, b, a, b))).period == 2
     assert Graph(Cycle((a, a, a))).facts >= {"static"}
     assert Graph(Cycle((a, b, b))).period == 3

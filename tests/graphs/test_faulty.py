@@ -14,17 +14,27 @@ from tests.cases import on_each
 
 @on_each(
     ("name", "options"),
-    [("ring", {}), ("exponential", {}), ("one-peer-exponential", {}), ("base-3", {}),
-     ("erdos-renyi", {}), ("one-peer-exponential", {"order": "uniform"}), ("d-equistatic", {})],
-)  # fmt: skip
+    [
+        ("ring", {}),
+        ("exponential", {}),
+        ("one-peer-exponential", {}),
+        ("base-3", {}),
+        ("erdos-renyi", {}),
+        ("one-peer-exponential", {"order": "uniform"}),
+        ("d-equistatic", {}),
+    ],
+)
 def test_every_round_stays_doubly_stochastic_and_uses_no_dead_link(name, options):
     whole = graph(name, 12, **options)
     links = Links(12, 3, lost=0.15, away=0.1)
-    made, fewer = faulty(whole, links), 0
+    made = faulty(whole, links)
+    fewer = 0
     assert made.doubly_stochastic and made.period is None
     assert ("symmetric" in made.facts) == ("symmetric" in whole.facts)
     for t in range(30):
-        w, before, alive = made.matrix(t), whole.matrix(t), links.alive(t)
+        w = made.matrix(t)
+        before = whole.matrix(t)
+        alive = links.alive(t)
         off = w - np.diag(w.diagonal())
         assert np.allclose(w.sum(0), 1) and np.allclose(w.sum(1), 1) and w.min() >= 0
         assert not off[~alive].any() and (off <= before + 1e-12).all()
@@ -35,7 +45,8 @@ def test_every_round_stays_doubly_stochastic_and_uses_no_dead_link(name, options
 def test_pairs_lose_what_they_share_and_nothing_else():
     made = faulty(graph("ring", 10), links := Links(10, 0, lost=0.3))
     for t in range(20):
-        w, alive = made.matrix(t), links.alive(t)
+        w = made.matrix(t)
+        alive = links.alive(t)
         expected = graph("ring", 10).matrix(0) * alive
         np.fill_diagonal(expected, 0)
         assert np.allclose(w - np.diag(w.diagonal()), expected)
@@ -66,7 +77,8 @@ def test_one_sided_sums_are_kept(weights):
 
 @on_each(("share", "rounds"), [(0.2, 0.0), (0.2, 10.0), (0.5, 4.0)])
 def test_chains_are_off_for_their_share_and_their_stays(share, rounds):
-    chain, count = OnOff(share, rounds, (7,), 400), 500
+    chain = OnOff(share, rounds, (7,), 400)
+    count = 500
     states = np.array([chain.off(t) for t in range(count)])
     ends = (states[:-1] & ~states[1:]).sum()
     stay = states[:-1].sum() / ends
@@ -110,7 +122,8 @@ def trainer(*settings, n=8):
 
 @on_each("ill", ["lost=0.3", "away=0.2", "ticks=0.5"])
 def test_the_mean_goes_its_way_whatever_is_lost(ill):
-    whole, hurt = trainer(), trainer(f"faults.{ill}")
+    whole = trainer()
+    hurt = trainer(f"faults.{ill}")
     for _ in range(12):
         whole.step()
         record = hurt.step()

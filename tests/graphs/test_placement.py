@@ -16,7 +16,8 @@ from tests.cases import on_each
 
 @on_each("name", ["one-peer-exponential", "ring", "exponential", "base-2", "grid"])
 def test_places_take_messages_off_the_edges_between_racks(name):
-    racks, made = [f"rack{k}" for k in "01101001"], graph(name, 8)
+    racks = [f"rack{k}" for k in "01101001"]
+    made = graph(name, 8)
     placed = place(made, racks)
     assert between(placed, racks) < between(made, racks)
     assert placed.facts == made.facts and placed.degree == made.degree
@@ -82,9 +83,14 @@ def test_a_job_places_its_ranks(tmp_path, monkeypatch):
     path = tmp_path / "racks"
     path.write_text("".join(f"{host} {host[:2]}\n" for host in hosts))
     world = SimpleNamespace(
-        comm=object(), hosts=hosts, size=8, rank=0, together=lambda *_: contextlib.nullcontext(),
-        gather=lambda value: told, broadcast=lambda value: value,
-    )  # fmt: skip
+        comm=object(),
+        hosts=hosts,
+        size=8,
+        rank=0,
+        together=lambda *_: contextlib.nullcontext(),
+        gather=lambda value: told,
+        broadcast=lambda value: value,
+    )
     world.nodes = SimpleNamespace(column=world)
     racks = [host[:2] for host in hosts]
     made = graph("one-peer-exponential", 8)
@@ -94,7 +100,8 @@ def test_a_job_places_its_ranks(tmp_path, monkeypatch):
     assert assemble.placed(assemble.load({}), made, world) is made
     # other ranks get the places of rank 0, and need none of its memory
     expected = assemble.placed(job, made, world)
-    world.rank, world.broadcast = 3, lambda value: places_for(made, racks)
+    world.rank = 3
+    world.broadcast = lambda value: places_for(made, racks)
     monkeypatch.setattr(assemble, "places_for", None)
     assert assemble.placed(job, made, world) == expected
     with pytest.raises(JobError, match=r'must be "given", "hostnames", "scheduler" or "file:PATH"'):

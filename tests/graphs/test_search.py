@@ -147,7 +147,8 @@ def test_blocks_of_a_symmetric_plan_have_the_spectrum_of_the_whole(m, weights):
 def test_a_move_that_breaks_a_budget_changes_nothing():
     plan = Plan(Task(8, 3, 12, "laplacian"), 1)
     fill(plan, np.random.default_rng(0))
-    before, blocks = sorted(plan.orbits), plan.blocks.copy()
+    before = sorted(plan.orbits)
+    blocks = plan.blocks.copy()
     a, c, _ = plan.orbits[0]
     assert not plan.apply(([], [(0, 7, 0), (0, 6, 0), (0, 5, 0), (0, 4, 0)]))
     assert not plan.apply(([], [(a, c, 0)])) and not plan.apply(([], [(2, 2, 0)]))

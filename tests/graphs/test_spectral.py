@@ -100,7 +100,8 @@ def exact_in_rationals(g, limit):
     x = np.arange(1, g.n + 1) ** 3 * 1_234_567 % PRIME
     mean = int(x.sum()) * pow(g.n, -1, PRIME) % PRIME
     for t in range(limit):
-        r, k = edges[t % len(edges)], t % len(edges)
+        r = edges[t % len(edges)]
+        k = t % len(edges)
         y = owns[k] * x % PRIME
         np.add.at(y, r.edge_receivers, weights[k] * x[r.indices] % PRIME)
         x = y % PRIME
@@ -152,7 +153,8 @@ def test_mean_square_contraction_of_matchings_is_about_a_half():
 def by_definition(g, gamma, starts):
     totals = []
     for start in range(starts):
-        p, total = np.eye(g.n), 0.0
+        p = np.eye(g.n)
+        total = 0.0
         for k in range(600):
             p = g.matrix(start + k) @ p
             total += gamma**k * (p**2).sum() / g.n
@@ -277,7 +279,8 @@ def test_4096_nodes_are_described_without_dense_matrices_by_numpy_alone():
 
 
 def test_unreached_names_a_sender_and_a_node_that_it_never_reaches():
-    ring, pairs = graph("ring", 6), np.kron(np.eye(2), np.full((2, 2), 0.5))
+    ring = graph("ring", 6)
+    pairs = np.kron(np.eye(2), np.full((2, 2), 0.5))
     assert sp.unreached(ring) is None and sp.unreached(graph("star", 5)) is None
     assert sp.unreached(graph("identity", 3)) == (0, 1)
     assert sp.unreached(static(Circulant(6, 0.5, (2, 4), (0.25, 0.25)))) == (0, 1)

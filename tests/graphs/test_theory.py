@@ -28,7 +28,8 @@ def test_rates_are_above_the_floor_and_fall_as_they_should():
 
 
 def test_there_is_no_limit_without_a_period_or_beyond_the_stable_rate():
-    centre, curvature = np.ones((8, 1)), np.ones((8, 1))
+    centre = np.ones((8, 1))
+    curvature = np.ones((8, 1))
     drawn = graph("one-peer-exponential", 8, order="uniform")
     with pytest.raises(GraphError, match="needs a period"):
         theory.quadratic_limit(drawn, centre, curvature, 0.1)

@@ -21,7 +21,8 @@ def matrix(rule, network=STAR):
 def test_formulas_on_a_star_of_four():
     quarter = 1 / 4
     uniform = np.diag([quarter, 0.5, 0.5, 0.5])
-    uniform[0, 1:], uniform[1:, 0] = quarter, 0.5
+    uniform[0, 1:] = quarter
+    uniform[1:, 0] = 0.5
     assert np.allclose(matrix("uniform"), uniform)
     assert np.allclose(matrix("push"), uniform.T)
     even = np.diag([quarter, 0.75, 0.75, 0.75])

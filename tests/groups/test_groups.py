@@ -171,7 +171,8 @@ def test_a_failure_names_its_slot_and_the_group_goes_on(slots):
 
 def test_a_slot_that_does_not_finish_is_named_in_time(monkeypatch):
     monkeypatch.setattr(threads, "GRACE_S", 0.2)
-    group, over = Threads(3, first=4, timeout_s=1.5), threading.Event()
+    group = Threads(3, first=4, timeout_s=1.5)
+    over = threading.Event()
     began = time.monotonic()
     with pytest.raises(
         LateError, match=r"slot 6 of this node, on cpu, has not finished \(waited 1.2"
@@ -199,7 +200,8 @@ def test_after_a_pause_slots_have_a_whole_limit(monkeypatch):
         looks.append(limit_s)
         raise queue.Empty
 
-    group, paused = Threads(1), iter([True, True, False, False])
+    group = Threads(1)
+    paused = iter([True, True, False, False])
     monkeypatch.setattr(deadline, "excused", lambda: next(paused))
     monkeypatch.setattr(threads, "_next", nothing)
     with pytest.raises(queue.Empty):

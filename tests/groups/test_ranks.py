@@ -31,16 +31,21 @@ RIGHT = {"scatter": 0, "gather": 0, "sum": 0, "first": 0, "mean": 0}
 
 def beside(group, size, rows, steps=3, rest=lambda: None):
     """How many results of some steps differ from those of threads, by call."""
-    slots, mine, wrong = group.slots, group.mine, dict(RIGHT)
+    slots = group.slots
+    mine = group.mine
+    wrong = dict(RIGHT)
     reference = host_of(slots)
-    grads, full = group.zeros(rows, size), group.zeros(rows, size)
-    x, whole = shards(full, slots, held(group)), [torch.zeros(rows, size) for _ in range(slots)]
+    grads = group.zeros(rows, size)
+    full = group.zeros(rows, size)
+    x = shards(full, slots, held(group))
+    whole = [torch.zeros(rows, size) for _ in range(slots)]
     for step in range(steps):
         given = numbers(slots, rows, size, step)
         for k, slot in enumerate(mine):
             grads[k].copy_(given[slot])
             rest()
-        found, expected = group.reduce_scatter_mean(grads), reference.reduce_scatter_mean(given)
+        found = group.reduce_scatter_mean(grads)
+        expected = reference.reduce_scatter_mean(given)
         for k, slot in enumerate(mine):
             wrong["scatter"] += not torch.equal(found[k], expected[slot])
             x[k].add_(found[k])
@@ -93,7 +98,8 @@ def mistakes(world):
     from mpigossip.cluster.deadline import LateError
     from mpigossip.groups.ranks import Ranks
 
-    node, said = world.nodes.inside, []
+    node = world.nodes.inside
+    said = []
     group = Ranks(Single(), node)
     try:
         group.reduce_scatter_mean([torch.zeros(1, 8)])
@@ -126,7 +132,8 @@ def working(world, signs):
     from mpigossip.groups.ranks import Ranks
 
     node = world.nodes.inside
-    group, late = Ranks(Single(), node), ""
+    group = Ranks(Single(), node)
+    late = ""
     node.timeout_s, work_s = (1.0, 5.0) if signs else (0.4, 2.4)  # Barrier waits twice as long
     if world.rank == 0:
         until = time.monotonic() + work_s

@@ -45,7 +45,8 @@ def test_processes_have_the_bits_of_threads(ranks, n, own):
 
 
 def test_sums_in_the_librarys_order_are_close_to_those_of_slots(one_thread):
-    group, given = TorchGroup(Threads(4), Alone(), "nccl", 20), numbers(4, 2, 4096, 0)
+    group = TorchGroup(Threads(4), Alone(), "nccl", 20)
+    given = numbers(4, 2, 4096, 0)
     mean = sum(given) / 4
     array = [one.clone() for one in given]
     parts = group.reduce_scatter_mean(array)
@@ -65,8 +66,10 @@ def test_equal_shards_are_needed():
 def test_a_slot_that_stays_away_is_named_in_time(monkeypatch):
     monkeypatch.setattr(threads, "GRACE_S", 0.2)
     # so long torch waits when it forgets the call that the other two have begun
-    group, stop = TorchGroup(Threads(3), Alone(), timeout_s=2), threading.Event()
-    groups, group._timeout_s = group._groups, 0.5
+    group = TorchGroup(Threads(3), Alone(), timeout_s=2)
+    stop = threading.Event()
+    groups = group._groups
+    group._timeout_s = 0.5
     late = SimpleNamespace(alltoall_base=lambda *_: stop.wait())
     group._groups = [groups[0], late, groups[2]]
     began = time.monotonic()
@@ -82,7 +85,8 @@ def test_a_slot_that_stays_away_is_named_in_time(monkeypatch):
 def one_is_late(world):
     from mpigossip.groups.ranks import Ranks
 
-    node, said = world.nodes.inside, ""
+    node = world.nodes.inside
+    said = ""
     group = TorchGroup(Ranks(Single(), node), node, timeout_s=20)
     full = group.zeros(1, 8)
     node.timeout_s = 0.3

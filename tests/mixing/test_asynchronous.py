@@ -74,7 +74,8 @@ def test_any_delay_table_keeps_the_mean_and_reaches_it(name, n):
     ages = table(draw.integers(-1, 6, size=(7, n, n)))
     mixer = Delayed(graph(name, n), LAYOUT, ages)
     x = start(mixer)
-    before, mean = total(mixer, x), [s[0].mean(0) for s in x]
+    before = total(mixer, x)
+    mean = [s[0].mean(0) for s in x]
     kinds = random.Random(1)
     for t in range(400):
         x = exchange(mixer, x, kinds.choice([Kind.GOSSIP] * 9 + [Kind.LOCAL]), t)
@@ -124,7 +125,8 @@ def test_methods_go_on_well_with_old_copies(name, n):
     driver = Driver(
         f"algorithm.name={name}", n, lambda g, layout: Delayed(g, layout, ill.ages), lr=0.05
     )
-    x, best = driver.run(300).whole().double(), driver.optimum().double()
+    x = driver.run(300).whole().double()
+    best = driver.optimum().double()
     off = float((x - best).norm() / (n**0.5 * best.norm()))
     assert off < (1e-2 if "tracking" in name or name == "dsgt" else 2.5)
     begin = Driver(f"algorithm.name={name}", n).whole().double()
@@ -146,7 +148,8 @@ def rounds_under_delays(world, count, width, checked=True):
     mixer = Asynchronous(graph("one-peer-exponential", world.size), Layout((width,)), world)
     if not checked:
         mixer._is_whole = lambda done, begun: done > 0
-    used, x = 0, torch.full((1, width), float(world.rank))
+    used = 0
+    x = torch.full((1, width), float(world.rank))
     stale: list[float] = []
     for t in range(20 * count):
         if t and t % count == 0 and world.agree(int(bool(mixer.torn or used))):
@@ -188,7 +191,9 @@ def reads_while_it_is_written(world, width, wanted, seconds):
     """
     from mpigossip.mixing.asynchronous import ROUND, Asynchronous
 
-    comm, stop, reads = world.comm, 77, []
+    comm = world.comm
+    stop = 77
+    reads = []
     mixer = Asynchronous(graph("ring", 2), Layout((width,)), world)
     if world.rank == 1:
         t = 0
@@ -202,7 +207,8 @@ def reads_while_it_is_written(world, width, wanted, seconds):
             t += 1
         comm.recv(source=0, tag=stop)
     else:
-        copy, until = mixer._copies[0], time.monotonic() + seconds
+        copy = mixer._copies[0]
+        until = time.monotonic() + seconds
         model = copy.memory[mixer._map.head - 8 * ROUND :][: 4 * width].view(torch.float32)
         while time.monotonic() < until:
             mixer._read(copy, 1)
@@ -229,7 +235,8 @@ class Spied:
     """A window that records the calls, targets and bytes of what is sent through it."""
 
     def __init__(self, window):
-        self.window, self.calls = window, []
+        self.window = window
+        self.calls = []
 
     def __getattr__(self, name):
         plain = getattr(self.window, name)
@@ -323,7 +330,8 @@ def one_waits(world, algorithm):
     x = trainer.replicas.x[0]
     x.add_(torch.randn(x.shape, generator=torch.Generator().manual_seed(world.rank)))
     before = x[0].numpy().copy()
-    rounds, until = 0, time.monotonic() + 20
+    rounds = 0
+    until = time.monotonic() + 20
     while world.rank == 0 and rounds - trainer.mixer.skipped < 30 and time.monotonic() < until:
         trainer.average()
         rounds += 1
@@ -332,7 +340,8 @@ def one_waits(world, algorithm):
     waiting = SimpleNamespace(mixer=trainer.mixer, group=group, average=trainer.average)
     wait_for_nodes(waiting, world)
     pending = trainer.mixer.pending()[0][0][0].numpy()
-    behind, index = x[0].numpy().copy(), trainer.engine.index
+    behind = x[0].numpy().copy()
+    index = trainer.engine.index
     assembly.close()
     return before, behind, pending, index
 
@@ -367,7 +376,8 @@ def exchanges_while_waiting(world, folder):
 
     settings = [f"run.output={folder}", "log.flush_steps=4", "run.steps=6"]
     job = assemble.load(JOB, [*settings, f'log.hooks=["{__name__}:Late"]'])
-    average, count = Trainer.average, []
+    average = Trainer.average
+    count = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "average", lambda self: count.append(average(self)))
         launch.train(job, world)

@@ -17,7 +17,8 @@ from mpigossip.mixing.simulated import Simulated
 from tests.cases import some, with_world
 from tests.launch import REPO
 
-SHAPE, ROUNDS = (3, 5, 2), 6
+SHAPE = (3, 5, 2)
+ROUNDS = 6
 EPS = {"float32": 1e-6, "float64": 1e-14}
 
 
@@ -63,10 +64,12 @@ def test_every_graph_has_its_closed_form(ranks, n, same_host):
     """W(t)…W(0) x by a plain matrix product; the exact mean where that is 11ᵀ/n."""
     exact = set()
     for at, (name, graph) in enumerate(graphs_over(n)):
-        dtype, kind = ("float64", "float32")[at % 3 == 2], ("numpy", "torch")[at % 2]
+        dtype = ("float64", "float32")[at % 3 == 2]
+        kind = ("numpy", "torch")[at % 2]
         found = ranks(n)(averages, name, dtype, kind, same_host)
         expected = np.stack([drawn(rank, dtype).astype(np.float64) for rank in range(n)])
-        start, product = expected, np.eye(n)
+        start = expected
+        product = np.eye(n)
         for t in range(graph.period or ROUNDS):
             product = graph.matrix(t) @ product
             expected = np.einsum("ij,jabc->iabc", product, start)
@@ -84,7 +87,8 @@ def test_every_graph_has_its_closed_form(ranks, n, same_host):
 
 
 def simulated(graph, rounds):
-    mixer, x = Simulated(graph, Layout((30,), dtype=torch.float64)), None
+    mixer = Simulated(graph, Layout((30,), dtype=torch.float64))
+    x = None
     for t in range(rounds):
         (out,) = mixer.outbox(t)
         rows = [torch.from_numpy(drawn(r)).view(-1) for r in range(graph.n)]
@@ -110,7 +114,8 @@ def halves(world):
     averager.start(x[:, ::-1][:, ::-1])
     x[...] = -1  # the values of the start are what travels
     first = averager.finish()
-    kept, out = first.copy(), np.full(SHAPE, np.nan)
+    kept = first.copy()
+    out = np.full(SHAPE, np.nan)
     for _ in range(3):
         assert averager.average(first, out=out) is out
     whole = averager.mean(drawn(world.rank), out=x)
@@ -139,7 +144,8 @@ def test_halves_and_memory(ranks):
 @with_world
 def mistaken(world):
     """What each mistake is told as."""
-    x, told = np.zeros(4), []
+    x = np.zeros(4)
+    told = []
 
     def tell(act, *arguments, **options):
         with pytest.raises(JobError) as caught:
@@ -162,7 +168,8 @@ def mistaken(world):
     tell(averager.start, torch.zeros(4, dtype=torch.float64))
     tell(averager.average, x.astype("float32"))
     tell(averager.finish)
-    fixed, spread = np.broadcast_to(0.0, 4), torch.zeros(1, dtype=torch.float64).expand(4)
+    fixed = np.broadcast_to(0.0, 4)
+    spread = torch.zeros(1, dtype=torch.float64).expand(4)
     tell(averager.average, x, fixed)
     averager.start(x)
     tell(averager.start, x)
@@ -219,7 +226,8 @@ def test_mistakes_are_told_in_words_on_every_rank(ranks):
 
 def in_float64(comm):
     """A float64 model that torch steps and the Averager averages, as the page has it."""
-    flat, back = torch.nn.utils.parameters_to_vector, torch.nn.utils.vector_to_parameters
+    flat = torch.nn.utils.parameters_to_vector
+    back = torch.nn.utils.vector_to_parameters
     model = torch.nn.Linear(3, 1, bias=False).double()
     with torch.no_grad(), World(comm) as world:
         model.weight.fill_(world.rank / 3)

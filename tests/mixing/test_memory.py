@@ -41,7 +41,9 @@ def allocated(mixer):
     if name in ("Simulated", "Delayed"):
         arrays = [a for segments in (mixer._out, mixer._mixed) for parts in segments for a in parts]
         return sum(a.nbytes for a in arrays)
-    transport, buffers, shared = mixer._transport, mixer._buffers, mixer._shared
+    transport = mixer._transport
+    buffers = mixer._buffers
+    shared = mixer._shared
     found = list(transport.memory) if transport else []
     host = getattr(buffers, "host", None) or buffers
     if shared:
@@ -59,7 +61,8 @@ def allocated(mixer):
 @with_world
 def opened(world, asked, survives, name, wire_name, averages, **options):
     """Bytes said by the opened mixer and by its class, and bytes allocated after two periods."""
-    made, layout = graph(name, world.size), layout_of(wire_name)
+    made = graph(name, world.size)
+    layout = layout_of(wire_name)
     world.survives = survives
     if "exchange" in options:
         from mpigossip.mixing.synchronous import Synchronous
@@ -76,7 +79,8 @@ def opened(world, asked, survives, name, wire_name, averages, **options):
                     part.fill_(1.0)
             mixer.start(kind, t)
             mixer.finish()
-    said, real = mixer.memory(averages), allocated(mixer)
+    said = mixer.memory(averages)
+    real = allocated(mixer)
     planned = mixer.estimate_memory(made, mixer.layout, world.rank, mixer._near, averages)
     mixer.close()
     world.survives = False
@@ -109,7 +113,9 @@ def test_what_is_said_is_what_is_allocated(ranks, name, averages):
 
 @on_each("asked", ["synchronous", "asynchronous"])
 def test_what_the_simulator_says_of_a_node_is_what_it_holds(asked):
-    n, layout, made = 4, layout_of("fp32", slots=2), graph("exponential", 4)
+    n = 4
+    layout = layout_of("fp32", slots=2)
+    made = graph("exponential", 4)
     mixer = mixing.open_mixer(made, layout, Alone(), asked, ages=Faults(n, times=4.0).ages)
     for t in range(OLDEST + 5):
         for segment in mixer.outbox(t):

@@ -13,7 +13,8 @@ LAYOUT = Layout((512,))
 
 
 def test_in_this_process():
-    made, alone = graph("ring", 3), Alone()
+    made = graph("ring", 3)
+    alone = Alone()
     assert type(mixing.open_mixer(made, LAYOUT, alone)) is Simulated
     delayed = mixing.open_mixer(made, LAYOUT, alone, "asynchronous", ages=Faults(3).ages)
     assert type(delayed).__name__ == "Delayed" and not delayed.synchronous

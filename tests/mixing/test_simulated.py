@@ -9,10 +9,19 @@ from mpigossip.mixing.simulated import Simulated
 from tests.cases import on_each
 
 NAMES = [
-    ("ring", {}), ("exponential", {}), ("one-peer-exponential", {}), ("grid", {}), ("base-2", {}),
-    ("one-peer-exponential", {"order": "uniform"}), ("random-regular", {"degree": 4}),
-    ("complete", {}), ("star", {}), ("identity", {}), ("random-matching", {}), ("base-3", {}),
-]  # fmt: skip
+    ("ring", {}),
+    ("exponential", {}),
+    ("one-peer-exponential", {}),
+    ("grid", {}),
+    ("base-2", {}),
+    ("one-peer-exponential", {"order": "uniform"}),
+    ("random-regular", {"degree": 4}),
+    ("complete", {}),
+    ("star", {}),
+    ("identity", {}),
+    ("random-matching", {}),
+    ("base-3", {}),
+]
 
 
 def exchanged(mixer, x, t, kind=Kind.GOSSIP):
@@ -38,7 +47,9 @@ def test_rows_at_once_have_the_bits_of_rows_one_by_one(name, options, n):
             for part, mixed in zip(x, found, strict=True):
                 rows = [part[i : i + 1], *(part[j : j + 1] for j in sources)]
                 if name == "complete":  # one average, in the order of nodes
-                    rows, weights, own = list(part.split(1)), [1 / n] * (n - 1), 1 / n
+                    rows = list(part.split(1))
+                    weights = [1 / n] * (n - 1)
+                    own = 1 / n
                 row = combine([own, *weights], rows, torch.empty_like(rows[0]))
                 assert torch.equal(mixed[i : i + 1], row)
     assert mixer.bytes_sent == sent

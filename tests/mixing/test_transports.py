@@ -15,7 +15,8 @@ from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.plan import Plan, chunks, inbox_buffers
 from tests.cases import on_each, with_world
 
-LAYOUT, ROUNDS = Layout((1024, 1024), vectors=2, scalars=1), 5
+LAYOUT = Layout((1024, 1024), vectors=2, scalars=1)
+ROUNDS = 5
 
 
 def opened(world, way):
@@ -24,7 +25,8 @@ def opened(world, way):
     from mpigossip.mixing.transports.nccl import Nccl
     from mpigossip.mixing.transports.windows import Windows
 
-    cpu, comm = torch.device("cpu"), world.comm
+    cpu = torch.device("cpu")
+    comm = world.comm
     if way == "nccl":
         streams = [Streams(cpu) for _ in LAYOUT.widths]
         return Nccl(comm, LAYOUT, 1, 20, world=world, streams=streams)
@@ -46,7 +48,8 @@ def kept(world, way):
     from mpigossip.mixing.plan import Round
 
     comm = world.comm
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    right = (comm.rank + 1) % comm.size
+    left = (comm.rank - 1) % comm.size
     plan = Plan(Kind.GOSSIP, False, 0, (left,), (0.5, 0.5), (right,), (left,), ((right, 0),))
     transport = opened(world, way)
     size = LAYOUT.slot_sent_bytes
@@ -107,7 +110,8 @@ def notified(comm):
     """What `Windows.notify` asks of two windows, and says to two readers, in order."""
     from mpigossip.mixing.transports.windows import Windows
 
-    said, transport = [], Windows.__new__(Windows)
+    said = []
+    transport = Windows.__new__(Windows)
     transport._devices = [torch.device("cpu")] * 2
     transport._opened = [
         SimpleNamespace(Flush=lambda rank, k=k: said.append((rank, k))) for k in range(2)
@@ -134,7 +138,8 @@ NAMES = ["one-peer-exponential", "exponential", "ring", "one-peer-hypercube", "b
 @on_each("hosts", [1, 8])
 def test_plans_of_many_ranks_fit_together(name, hosts):
     """Who sends to a rank is who it receives from, each in an inbox buffer of its own."""
-    made, layout = graphs.graph(name, LARGE), SimpleNamespace(sent_bytes=4, raw_bytes=None)
+    made = graphs.graph(name, LARGE)
+    layout = SimpleNamespace(sent_bytes=4, raw_bytes=None)
     near = [frozenset(range(i // hosts * hosts, (i // hosts + 1) * hosts)) for i in range(LARGE)]
     near = near if hosts > 1 else []
     for t in (0, 1, 5):
@@ -172,7 +177,8 @@ def in_pieces(comm):
     into = {key: torch.zeros(1500) for key in keys}
     out = {(j, slot): torch.full((1500,), 10.0 * comm.rank + slot) for j, slot in keys}
     averages.swap_by_messages(comm, 20, out, into)
-    averages.CUT, averages.raw = whole, raw
+    averages.CUT = whole
+    averages.raw = raw
     half_there = Messages.__new__(Messages)
     half_there._receives = {(0, 0): [False, True]}  # as complete and open requests are
     wrong = [key for key, got in into.items() if not bool((got == 10 * key[0] + key[1]).all())]

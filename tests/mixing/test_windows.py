@@ -67,7 +67,8 @@ def beside(mixer, kinds, layout=None, first=0, delay=0.004, into=None, also=None
     what else may differ, asked of both mixers and the step while a round is on its way, and behind.
     """
     (row,), t, wrong = mixer.rows, first, 0
-    delays, reference = random.Random(row), Simulated(mixer.graph, layout or mixer.layout)
+    delays = random.Random(row)
+    reference = Simulated(mixer.graph, layout or mixer.layout)
     for step, kind in enumerate(kinds):
         for one in (mixer, reference):
             fill(one.outbox(t), step, one.rows)
@@ -197,7 +198,8 @@ def free_for_the_next_round(mixer):
 
 def counting_global_rounds(mixer):
     """The graph's clock runs on in GLOBAL rounds."""
-    start, extra = mixer.start, [0]
+    start = mixer.start
+    extra = [0]
 
     def counting(kind, t, exchange):
         start(kind, t + extra[0], exchange)
@@ -334,7 +336,8 @@ def test_the_native_sum_has_the_bits_of_the_pure_one(weights, width, monkeypatch
     arrays = [row[1:].unsqueeze(0) for row in memory[: len(weights)]]  # at odd addresses
     out, copy = (row[:width].unsqueeze(0) for row in memory[len(weights) :])
     combine(weights, arrays, out, copy)
-    pure, other = torch.empty(1, width), torch.empty(1, width)
+    pure = torch.empty(1, width)
+    other = torch.empty(1, width)
     with monkeypatch.context() as patch:  # the cases share the fixture
         patch.setattr(native, "library", lambda: None)
         combine(weights, arrays, pure, other)

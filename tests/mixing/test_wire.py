@@ -16,9 +16,17 @@ from mpigossip.mixing.wire import BUCKET, decode, encode
 from tests.cases import on_each, with_world
 
 ALL = [
-    "bf16", "qsgd", "qsgd-7", "qsgd-1", "fp4", "sign", "top-k", "top-k-int2", "random-k",
+    "bf16",
+    "qsgd",
+    "qsgd-7",
+    "qsgd-1",
+    "fp4",
+    "sign",
+    "top-k",
+    "top-k-int2",
+    "random-k",
     "shared-k",
-]  # fmt: skip
+]
 
 
 def made(name, seed=3):
@@ -54,7 +62,8 @@ def test_what_is_decoded_is_what_the_sender_keeps(name):
 
 @on_each("name", ALL)
 def test_a_shard_has_the_bits_that_it_has_in_the_whole(name):
-    one, whole = made(name), values()
+    one = made(name)
+    whole = values()
     one.pack(whole, (1, 4, 1), 0)
     shards = values().view(2, -1).clone()
     for k, shard in enumerate(shards):
@@ -86,7 +95,9 @@ def test_bytes_of_a_bucket(name, nbytes):
 
 @on_each("name", ["qsgd", "qsgd-7", "qsgd-1"])
 def test_qsgd_is_unbiased_within_its_levels(name):
-    one, x, total = made(name), values(), torch.zeros(4 * BUCKET, dtype=torch.float64)
+    one = made(name)
+    x = values()
+    total = torch.zeros(4 * BUCKET, dtype=torch.float64)
     scale = x.view(-1, BUCKET).abs().amax(1, keepdim=True) / int((name + "-127").split("-")[1])
     for draw in range(400):
         one.pack(q := x.clone(), (draw, 0, 0), 0)
@@ -98,7 +109,9 @@ def test_qsgd_is_unbiased_within_its_levels(name):
 
 @on_each(("name", "levels"), [("fp4", 2.0 ** torch.arange(-6, 1)), ("qsgd-1", [1.0])])
 def test_few_bits_are_unbiased_and_the_two_values_around(name, levels):
-    one, x, total = made(name), values(), torch.zeros(4 * BUCKET, dtype=torch.float64)
+    one = made(name)
+    x = values()
+    total = torch.zeros(4 * BUCKET, dtype=torch.float64)
     scale = x.view(-1, BUCKET).abs().amax(1, keepdim=True)
     positive = torch.as_tensor(levels)
     steps = torch.cat([-positive.flip(0), torch.zeros(1), positive])
@@ -141,9 +154,12 @@ def test_padding_enters_neither_values_nor_scale_of_signs_and_large_sums_are_fin
         for size in (most, 1.0, 1e-30):
             x = torch.zeros(2 * BUCKET)
             given = x[BUCKET : BUCKET + count].fill_(size)
-            given[::2], given[4:8] = -size, 0.0  # a zero before other values is one of them
+            # a zero before other values is one of them
+            given[::2] = -size
+            given[4:8] = 0.0
             made("sign").pack(q := x.clone(), (0, 0, 0), 0)
-            inside, mean = q[BUCKET : BUCKET + count], given.double().abs().mean()
+            inside = q[BUCKET : BUCKET + count]
+            mean = given.double().abs().mean()
             assert torch.equal(inside >= 0, given >= 0), (count, size)
             assert torch.allclose(inside.double().abs(), mean, 1e-6, 0), (count, size)
             assert not q[:BUCKET].any() and not q[BUCKET + count :].any(), (count, size)
@@ -166,7 +182,8 @@ def test_padding_enters_neither_values_nor_scale_of_signs_and_large_sums_are_fin
 def test_errors_are_at_most_what_the_page_says(name, most):
     """On average over draws, as a multiple of ‖v‖²; buckets of one large value come near to it."""
     worst = {"bf16": [1.0039], "qsgd": [5e-4], "qsgd-7": [0.04], "qsgd-1": [0.042], "fp4": [2 / 3]}
-    one, found = made(name), []
+    one = made(name)
+    found = []
     for small in (1e-9, 3e-3, 0.1, 0.3, 0.999, *worst.get(name, ())):
         x = torch.full((512 * BUCKET,), small)
         x[torch.arange(512) * (BUCKET + 1)] = 1.0  # in each bucket, at another place
@@ -198,7 +215,8 @@ def test_all_nodes_send_the_same_places_where_they_are_shared():
 
 
 def test_draws_depend_on_all_that_names_them():
-    one, other = made("qsgd", seed=3), made("qsgd", seed=4)
+    one = made("qsgd", seed=3)
+    other = made("qsgd", seed=4)
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
     draws = [*((one, key, 0) for key in keys), (other, keys[0], 0), (one, keys[0], 512)]
     packed = []
@@ -230,7 +248,8 @@ def test_top_k_keeps_the_largest_and_sign_the_mean_modulus():
 
 
 def test_random_k_takes_every_value_equally_often():
-    one, counts = made("random-k"), torch.zeros(BUCKET)
+    one = made("random-k")
+    counts = torch.zeros(BUCKET)
     for draw in range(2000):
         one.pack(x := torch.ones(BUCKET), (draw, 0, 0), 0)
         counts += x
@@ -315,7 +334,8 @@ def drawn(number, slot, part, width):
 
 def by_numpy(layout, number, kind, t):
     """By slot and part what is sent and mixed, (3, p): own term first, then in order of nodes."""
-    found, matrix = {}, MATRICES[t % 2]
+    found = {}
+    matrix = MATRICES[t % 2]
     for slot, width in enumerate(layout.widths):
         for part in range(layout.vectors + layout.scalars):
             vector = part < layout.vectors
@@ -326,9 +346,11 @@ def by_numpy(layout, number, kind, t):
             mixed = np.empty_like(sent)
             for i, row in enumerate(matrix):
                 order = sorted(np.flatnonzero(row), key=lambda j, i=i: (j != i, j))
-                weights, nodes = sent.dtype.type(row)[order], order
+                weights = sent.dtype.type(row)[order]
+                nodes = order
                 if kind is Kind.GLOBAL:
-                    weights, nodes = sent.dtype.type([1 / 3] * 3), range(3)
+                    weights = sent.dtype.type([1 / 3] * 3)
+                    nodes = range(3)
                 if len(set(weights)) == 1:
                     mixed[i] = sum(sent[j] for j in nodes) * weights[0]
                 else:

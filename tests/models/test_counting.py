@@ -36,7 +36,8 @@ def built(monkeypatch):
 def test_a_model_is_counted_as_it_is_built(name, monkeypatch):
     monkeypatch.setattr(counting, "TRIED_PARAMETERS", 0)
     arguments = name, SHAPES.get(name, (3, 8, 8)), 10, 0, None
-    meta, real = models.counted(*arguments), models.model(*arguments)
+    meta = models.counted(*arguments)
+    real = models.model(*arguments)
     assert all(parameter.is_meta for parameter in meta.parameters())
     sizes = [{n: (p.shape, p.dtype) for n, p in m.named_parameters()} for m in (meta, real)]
     assert sizes[0] == sizes[1]

@@ -80,7 +80,8 @@ def test_it_learns_and_looks_back_only(options):
     tokens = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
     changed[0, 9:] = 0
-    before, after = network(tokens), network(changed)
+    before = network(tokens)
+    after = network(changed)
     assert before.shape == (1, 16, 64)
     loss, _ = loss_and_correct(before, 63 - tokens)
     assert abs(float(loss.detach()) - np.log(64)) < 0.1  # begins by guessing
@@ -94,7 +95,8 @@ def test_it_learns_and_looks_back_only(options):
 
 @on_each("options", [{}, LATER])
 def test_computing_again_has_the_same_bits_and_keeps_less(options):
-    kept, found = [], []
+    kept = []
+    found = []
     tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(1))
     for again in (False, True):
         network = made(**options, recompute=again)

@@ -22,8 +22,9 @@ def not_a_module(shape, classes):
 
 def wide(shape, classes, *, width=3):
     network = nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(shape)), classes * width))
-    return nn.Sequential(network, nn.Unflatten(1, (classes, width)), nn.AdaptiveMaxPool1d(1),
-                         nn.Flatten())  # fmt: skip
+    return nn.Sequential(
+        network, nn.Unflatten(1, (classes, width)), nn.AdaptiveMaxPool1d(1), nn.Flatten()
+    )
 
 
 def parameters(network: nn.Module) -> int:
@@ -79,7 +80,8 @@ def test_residual_blocks_begin_as_the_identity():
 @on_each("name", sorted(BUILDERS.keys() - {"point", "factors"}))
 def test_seed_alone_decides(name):
     shape, dtype = ((32,), torch.int64) if name == "gpt" else ((3, 32, 32), torch.float32)
-    random_state, numpy_state = random.getstate(), np.random.get_state()[1].copy()
+    random_state = random.getstate()
+    numpy_state = np.random.get_state()[1].copy()
     before = torch.get_rng_state()
     networks = [model(name, shape, 16, seed, dtype) for seed in (1, 1, 2)]
     assert torch.equal(torch.get_rng_state(), before)

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 import mpigossip
 from mpigossip.config import JobError
 
-STEPS, CLIP = 6, 0.05
+STEPS = 6
+CLIP = 0.05
 QUIET = {
     "accelerator": "cpu",
     "devices": 1,

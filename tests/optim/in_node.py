@@ -12,7 +12,10 @@ from torch.nn import functional as F
 
 from tests.cases import with_world
 
-VOCABULARY, CONTEXT, WIDTH, BATCH = 51, 12, 20, 4
+VOCABULARY = 51
+CONTEXT = 12
+WIDTH = 20
+BATCH = 4
 """A vocabulary that 2 and 3 don't divide, a width that 3 doesn't."""
 SGD = ("dmsgd", "qg-dmsgd", "decentlam", "detag", "defacto")
 
@@ -37,11 +40,13 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.before = nn.LayerNorm(WIDTH)
+        self.between = nn.LayerNorm(WIDTH)
         # a bias of keys has no gradient but rounding, of which AdamW makes steps
         self.attend = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.project = nn.Linear(WIDTH, WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
         b, t, _ = x.shape
@@ -58,9 +63,11 @@ class GPT(nn.Module):
     def __init__(self, seed: int):
         super().__init__()
         torch.manual_seed(seed)
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(CONTEXT, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
         self.scale = nn.Parameter(torch.ones(1))
 
@@ -114,7 +121,8 @@ def trained(world, case: Case, per: int) -> torch.Tensor:
     from mpigossip.engine import sharded
     from mpigossip.optim.gossip import Gossip
 
-    node, place = world.nodes.column.rank, world.nodes.place
+    node = world.nodes.column.rank
+    place = world.nodes.place
     known = sharded.insides
     if case.copies:
         sharded.insides = lambda model: {}
@@ -185,9 +193,13 @@ def mixed(n: int, per: int, case: Case) -> torch.Tensor:
     from mpigossip.training import assemble
     from mpigossip.training.parts import make_graph
 
-    homes = {"graph": ("graph", "name"), "cadence": ("cadence", "name"),
-             "exchange": ("node", "exchange"), "period": ("cadence", "period"),
-             "total": ("cadence", "total")}  # fmt: skip
+    homes = {
+        "graph": ("graph", "name"),
+        "cadence": ("cadence", "name"),
+        "exchange": ("node", "exchange"),
+        "period": ("cadence", "period"),
+        "total": ("cadence", "total"),
+    }
     sections = {"algorithm": {"name": case.algorithm}}
     for key, value in case.options:
         section, name = homes.get(key, ("algorithm", key))

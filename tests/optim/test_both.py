@@ -31,7 +31,9 @@ def job(name, steps, late):
 def own_loop(world, name, steps, late):
     """The same data, model and rates without any of the job's step."""
     made = assemble.assemble(job(name, steps, late), world, world.size)
-    loader, trainer, data = made.loader, made.trainer, made.source
+    loader = made.loader
+    trainer = made.trainer
+    data = made.source
     model = assemble.make_model(made.parts.job, data)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1e-4)
     more = LATE if late else {}
@@ -54,7 +56,8 @@ def simulated(name, steps, late):
     made = assemble.assemble(job(name, steps, late), Alone(), 4)
     for _ in range(steps):
         record = made.trainer.step()
-    flat, rows = made.trainer.replicas.flat, made.trainer.replicas.full[0]
+    flat = made.trainer.replicas.flat
+    rows = made.trainer.replicas.full[0]
     packed = [flat.pack(row).numpy().copy() for row in rows]
     made.close()
     return packed, record.bytes_sent

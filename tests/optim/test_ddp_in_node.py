@@ -8,7 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mpigossip.config import JobError
 from tests.cases import every, with_world
 
-STEPS, BATCH, PER = 6, 8, 2
+STEPS = 6
+BATCH = 8
+PER = 2
 SETTINGS = [
     dict(algorithm="dsgd"),
     dict(algorithm="d2", graph="ring"),
@@ -60,14 +62,18 @@ def stepped(world, settings, node, slots, wrap):
 
 @with_world(per=PER, timeout_s=30)
 def several(world, settings):
-    group, nodes = world.node_group(), world.nodes
+    group = world.node_group()
+    nodes = world.nodes
     found = [
         stepped(
-            world, one, nodes.column.rank, [nodes.place],
+            world,
+            one,
+            nodes.column.rank,
+            [nodes.place],
             lambda model: DistributedDataParallel(model, process_group=group),
         )
         for one in settings
-    ]  # fmt: skip
+    ]
     mesh = world.node_mesh()
     return nodes.column.rank, found, (mesh.size(), mesh.mesh_dim_names)
 
@@ -99,9 +105,11 @@ def test_ddp_inside_the_node_has_the_bits_of_one_rank_a_node(ranks, n, count):
 def refused(world):
     from mpigossip.optim.gossip import Gossip
 
-    model, said = network(0), []
+    model = network(0)
+    said = []
     made = torch.optim.SGD(model.parameters(), lr=0.1)
-    group, alone = world.node_group(), torch.distributed.new_subgroups(1)[0]
+    group = world.node_group()
+    alone = torch.distributed.new_subgroups(1)[0]
     for whole, more in (
         (model, {}),
         (DistributedDataParallel(model, process_group=alone), {}),

@@ -13,7 +13,8 @@ from mpigossip.config import JobError, readable
 from tests.cases import every, on_each, with_world
 
 RATE = 0.1
-OUTER_RATE, OUTER_BETA = 0.7, 0.9
+OUTER_RATE = 0.7
+OUTER_BETA = 0.9
 PERIOD = 2
 """Steps between two averages of diloco."""
 LATE = 25

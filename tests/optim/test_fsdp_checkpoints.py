@@ -10,7 +10,9 @@ from mpigossip.store import checkpoint
 from tests.cases import with_world
 from tests.optim.in_node import GPT, Case, batch, optimizer_of, whole, wrapped
 
-NODES, HALF, STEPS = 2, 2, 4
+NODES = 2
+HALF = 2
+STEPS = 4
 
 
 @with_world(timeout_s=30)

@@ -91,8 +91,12 @@ def looks(world):
                     # without a backward pass torch keeps the root's parameters gathered
                     loss = float(averaged(*batch(0, world.nodes.place, 50)))
                 seen.append((before, inside, whole(model), loss, optimizer.consensus_distance()))
-        found.append(([one.numpy() if hasattr(one, "numpy") else one for t in seen for one in t],
-                      whole(model).numpy()))  # fmt: skip
+        found.append(
+            (
+                [one.numpy() if hasattr(one, "numpy") else one for t in seen for one in t],
+                whole(model).numpy(),
+            )
+        )
         optimizer.close()
     return world.nodes.column.rank, found
 
@@ -168,7 +172,8 @@ def trapped(world, known, *between):
     """What a program may do to the parameters between steps; what each step then makes of them."""
     from mpigossip.engine import sharded
 
-    before, found = sharded.insides, []
+    before = sharded.insides
+    found = []
     if not known:
         sharded.insides = lambda model: {}
     model, optimizer = made(world)
@@ -201,7 +206,8 @@ def test_parameters_that_were_given_other_memory_are_taken_back(ranks):
 def scaled(world):
     """With a GradScaler, and an overflow on one node at one step; the steps that were taken."""
     model, optimizer = made(world)
-    scaler, stepped = torch.amp.GradScaler("cpu", init_scale=2.0**8), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    stepped = []
     for index in range(4):
         optimizer.zero_grad()
         loss = model(*batch(world.nodes.column.rank, world.nodes.place, index))
@@ -231,7 +237,8 @@ def refused(world):
 
     from mpigossip.optim.gossip import Gossip
 
-    mesh, said = world.node_mesh(), []
+    mesh = world.node_mesh()
+    said = []
     hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))
 
     def partly():

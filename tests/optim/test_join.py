@@ -66,7 +66,8 @@ def train(folder, model, optimizer, most=CHUNKS, chunks=CHUNKS, meet=None, **mor
 
 def test_members_train_each_chunk_once_and_end_with_one_average(tmp_path, capsys):
     models = [parts(seed) for seed in range(3)]
-    found, more = [], {"meet": threading.Barrier(3)}
+    found = []
+    more = {"meet": threading.Barrier(3)}
     threads = [
         threading.Thread(target=lambda one=one: found.append(train(tmp_path / "run", *one, **more)))
         for one in models
@@ -91,15 +92,19 @@ def test_members_train_each_chunk_once_and_end_with_one_average(tmp_path, capsys
         path.unlink()
     late, optimizer = parts(9)
     assert train(tmp_path / "run", late, optimizer)
-    assert all(torch.equal(state, own) for state, own in zip(
-        late.state_dict().values(), models[0][0].state_dict().values(), strict=True
-    ))  # fmt: skip
+    assert all(
+        torch.equal(state, own)
+        for state, own in zip(
+            late.state_dict().values(), models[0][0].state_dict().values(), strict=True
+        )
+    )
     log = read(tmp_path / "run/log.h5").steps
     assert {"loss", "chunk", "peer", "extra"} <= log.keys()
 
 
 def test_a_newcomer_begins_at_the_average_with_the_state_of_adam(tmp_path):
-    first, second = parts(0), parts(1)
+    first = parts(0)
+    second = parts(1)
     assert not train(tmp_path / "run", *first, most=5)
     assert not train(tmp_path / "run", *second, most=0)
     state = second[0].state_dict()
@@ -179,7 +184,8 @@ def test_other_models_and_folders_are_rejected(tmp_path, capsys):
 def test_a_program_repeats_its_training(tmp_path, capsys):
     folder = tmp_path / "run"
     assert not train(folder, *parts(0), most=5)
-    models, more = [parts(0), parts(1)], {"meet": threading.Barrier(2)}
+    models = [parts(0), parts(1)]
+    more = {"meet": threading.Barrier(2)}
     threads = [threading.Thread(target=train, args=(folder, *one), kwargs=more) for one in models]
     for thread in threads:
         thread.start()
@@ -208,7 +214,8 @@ def test_a_lease_is_five_rounds_or_more(tmp_path):
 
 def test_programs_of_the_sample(tmp_path, monkeypatch, capsys):
     """Two processes, with half the chunks; one that repeats them; then the average is exported."""
-    folder, program = tmp_path / "run", tmp_path / "member.py"
+    folder = tmp_path / "run"
+    program = tmp_path / "member.py"
     text = PROGRAM.read_text().replace("CHUNKS, H = 60, 20", "CHUNKS, H = 30, 20")
     program.write_text(text.replace(LOOP, MEETS + LOOP))
     command = [sys.executable, str(program), str(folder)]

@@ -24,15 +24,18 @@ from tests.cases import with_world
 from tests.rankpool import RankError
 
 SCRIPT = Path(__file__).parents[2] / "jobs/loops/classify.py"
-STEPS, HALF = 7, 4
+STEPS = 7
+HALF = 4
 
 
 def make(rank, width=5, inner="AdamW"):
     torch.manual_seed(rank)
     model = torch.nn.Sequential(
-        torch.nn.Linear(6, width), torch.nn.BatchNorm1d(width), torch.nn.Dropout(0.3),
+        torch.nn.Linear(6, width),
+        torch.nn.BatchNorm1d(width),
+        torch.nn.Dropout(0.3),
         torch.nn.Linear(width, 2),
-    )  # fmt: skip
+    )
     narrow = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": narrow, "lr": 0.03}, {"params": [model[0].weight, model[3].weight]}]
     return model, getattr(torch.optim, inner)(groups if inner == "AdamW" else narrow, lr=0.02)
@@ -234,7 +237,7 @@ def make_run(folder):
         (lambda run: alone(run)[1].keep(**{"..": torch.Generator()}), r"keep: the name '\.\.' can"),
         (lambda run: alone(run)[1].keep(draw=torch.Generator()) or alone(run), "in use by process"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_a_folder_is_refused(tmp_path, wrong, said):
     make_run(tmp_path / "run")
     with pytest.raises((JobError, StoreError, ValueError), match=said):

@@ -15,10 +15,15 @@ from tests import launch
 from tests.cases import on_each
 
 SCRIPTS = launch.REPO / "jobs/loops"
-N, STEPS = 4, 7
+N = 4
+STEPS = 7
 CHANGED = {
-    "gpt.py": 6, "fsdp.py": 5, "accelerate_loop.py": 5, "lightning_loop.py": 5, "trainer.py": 5
-}  # fmt: skip
+    "gpt.py": 6,
+    "fsdp.py": 5,
+    "accelerate_loop.py": 5,
+    "lightning_loop.py": 5,
+    "trainer.py": 5,
+}
 """How many lines of a script may be marked as changed."""
 
 

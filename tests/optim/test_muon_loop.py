@@ -14,7 +14,8 @@ from tests.optim import in_node
 from tests.optim.in_node import GPT, Case, batch, whole, wrapped
 from tests.optim.test_torch import mix
 
-N, STEPS = 2, 5
+N = 2
+STEPS = 5
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -70,8 +71,10 @@ def test_a_loop_goes_on_where_its_state_dict_stood():
             backward(model, 0, step)
             optimizer.step()
 
-    first, other = GPT(0), GPT(1)
-    optimizer, second = alone(first), alone(other)
+    first = GPT(0)
+    other = GPT(1)
+    optimizer = alone(first)
+    second = alone(other)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     steps(first, optimizer, 0, 3)
     scheduler.step()
@@ -128,7 +131,8 @@ def test_what_several_optimizers_cannot_be_is_refused():
 @with_world(per=2, timeout_s=60)
 def cut(world, ddp):
     """Nodes of two ranks: FSDP2 or DDP inside."""
-    node, place = world.nodes.column.rank, world.nodes.place
+    node = world.nodes.column.rank
+    place = world.nodes.place
     model = GPT(node)
     made = wrapped(world, model, Case(ddp=ddp))
     try:

@@ -14,7 +14,11 @@ from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from tests.cases import with_world
 
-NODES, PER, HALF, STEPS, BATCH = 2, 2, 4, 7, 8
+NODES = 2
+PER = 2
+HALF = 4
+STEPS = 7
+BATCH = 8
 
 
 def network(seed, norm=True):
@@ -41,7 +45,8 @@ def begun(world, folder, model, whole, limit=30.0):
 def several(world, folder, steps, save_at=(), after=None, per=PER, norm=True, limit=30.0):
     """On ranks of which PER are a node; what ``after`` finds, and the steps resumed from."""
     world.arrange(per)
-    node, slot = world.nodes.column.rank, world.nodes.place
+    node = world.nodes.column.rank
+    slot = world.nodes.place
     whole = model = network(node, norm)
     if per > 1:
         whole = DistributedDataParallel(model, process_group=world.node_group())

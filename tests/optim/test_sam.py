@@ -122,7 +122,8 @@ def values(model):
 
 
 def test_the_recipe_alone_has_the_bits_of_sam():
-    model, plain = net(), net()
+    model = net()
+    plain = net()
     optimizer = recipe(Alone(), model)
     train(model, optimizer, 0, 4)
     train(plain, SAM(plain.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9), 0, 4)

@@ -88,7 +88,8 @@ def resumed(world, algorithm, loaded, names_its_node):
         for key in ("node", "nodes", "local_rank"):
             del state["gossip"][key]
     model, optimizer = make()
-    written, error = io.StringIO(), ""
+    written = io.StringIO()
+    error = ""
     with contextlib.redirect_stderr(written):
         for _ in range(2):
             optimizer.load_state_dict(state)
@@ -113,10 +114,15 @@ def test_the_state_of_another_node_is_named_once_or_rejected(ranks, algorithm):
             assert f'algorithm.name = "{algorithm}"' in error
 
 
-@on_each(("algorithm", "loaded", "names_its_node"), [
-    ("dsgd", "own", True), ("dsgt", "own", True),
-    ("dsgd", "of rank 0", False), ("dsgt", "of rank 0", False),
-])  # fmt: skip
+@on_each(
+    ("algorithm", "loaded", "names_its_node"),
+    [
+        ("dsgd", "own", True),
+        ("dsgt", "own", True),
+        ("dsgd", "of rank 0", False),
+        ("dsgt", "of rank 0", False),
+    ],
+)
 def test_the_own_state_and_one_without_a_node_load_in_silence(
     ranks, algorithm, loaded, names_its_node
 ):
@@ -190,7 +196,8 @@ def test_a_forged_state_is_refused_and_changes_nothing(forged):
     change, message = (FORGED | LATER)[forged]
     with Alone() as world:
         made = stepped(world)
-        state, before = copy.deepcopy(made.state_dict()), made.vector.x[0].clone()
+        state = copy.deepcopy(made.state_dict())
+        before = made.vector.x[0].clone()
         change(state)
         with pytest.raises(JobError, match=message):
             made.load_state_dict(state)
@@ -202,7 +209,8 @@ def test_a_forged_state_is_refused_and_changes_nothing(forged):
 def test_a_rejected_state_leaves_the_model_as_it_was(dtype):
     model = nn.Linear(4, 2).to(dtype)
     gossip = mpigossip.Gossip(Alone(), model, torch.optim.Adam(model.parameters(), 0.1))
-    state, before = gossip.state_dict(), [p.data for p in model.parameters()]
+    state = gossip.state_dict()
+    before = [p.data for p in model.parameters()]
     state["param_groups"] = [*state["param_groups"], {"params": []}]
     with pytest.raises(ValueError, match="different number of parameter groups"):
         gossip.load_state_dict(state)
@@ -271,7 +279,8 @@ def test_settings_that_a_state_lacks_are_as_given_now(capsys):
 
 def test_an_exchange_without_a_step_is_refused_with_fragments():
     model = nn.Linear(4, 32)
-    inner, more = torch.optim.AdamW(model.parameters(), 0.01), {"fragments": 2, "delay": 2}
+    inner = torch.optim.AdamW(model.parameters(), 0.01)
+    more = {"fragments": 2, "delay": 2}
     optimizer = mpigossip.Gossip(Alone(), model, inner, "diloco", period=4, **more)
     with pytest.raises(JobError, match=r"the step decides what is sent; leave the call out"):
         optimizer.average()

@@ -15,12 +15,17 @@ def read(algorithm, graph=None, folder=None, **options):
     cadence = options.pop("cadence", None)
     return settings(
         world, "cpu", algorithm, graph, cadence, None, "synchronous", folder, options
-    ).job  # fmt: skip
+    ).job
 
 
-@on_each(("algorithm", "graph", "key"), [
-    ("d2", None, "lazy"), ("d2", "ring", "lazy"), ("detag", "od-equidyn", "eta"),
-])  # fmt: skip
+@on_each(
+    ("algorithm", "graph", "key"),
+    [
+        ("d2", None, "lazy"),
+        ("d2", "ring", "lazy"),
+        ("detag", "od-equidyn", "eta"),
+    ],
+)
 def test_an_option_of_two_sections_is_rejected_unless_it_names_its_section(algorithm, graph, key):
     value = True if key == "lazy" else 0.25
     with pytest.raises(JobError) as raised:
@@ -54,13 +59,16 @@ def test_options_that_mean_the_same_set_all_of_their_sections(tmp_path):
     assert (job.checkpoint.on_error, job.log.on_error) == ("stop", "continue")
 
 
-@on_each(("options", "message"), [
-    ({"timeout_s": 5.0, "node_timeout_s": 6.0}, r"node_timeout_s = 6.0: sets node\.timeout_s"),
-    ({"log_on_error": "stop"}, r'log_on_error: goes with .* run="runs/mine"'),
-    ({"graph_lazzy": True}, "graph_lazzy: unknown"),
-    ({"cadence_lazy": True}, "cadence_lazy: unknown"),
-    ({"lazy_graph": True}, "lazy_graph: unknown"),
-])  # fmt: skip
+@on_each(
+    ("options", "message"),
+    [
+        ({"timeout_s": 5.0, "node_timeout_s": 6.0}, r"node_timeout_s = 6.0: sets node\.timeout_s"),
+        ({"log_on_error": "stop"}, r'log_on_error: goes with .* run="runs/mine"'),
+        ({"graph_lazzy": True}, "graph_lazzy: unknown"),
+        ({"cadence_lazy": True}, "cadence_lazy: unknown"),
+        ({"lazy_graph": True}, "lazy_graph: unknown"),
+    ],
+)
 def test_options_without_a_single_meaning_are_rejected(options, message):
     with pytest.raises(JobError, match=message):
         read("dsgd", **options)

@@ -20,7 +20,8 @@ from tests.cases import every, on_each
 pytestmark = pytest.mark.both
 
 
-N, STEPS = 4, 30
+N = 4
+STEPS = 30
 
 
 @pytest.fixture
@@ -79,7 +80,8 @@ def test_whoever_is_behind_others_that_are_done_ends_alone(tolerant, tmp_path, f
     assert found[0] == first.digest(), done.stderr
     assert "the others have left their loops" in done.stderr
     if folder:  # which all three have ended
-        log, path = read(out / "log.h5"), checkpoint.latest(out)
+        log = read(out / "log.h5")
+        path = checkpoint.latest(out)
         assert (path.name, log.summary["nodes"]) == (f"step-{STEPS:08d}", N - 1)
         assert log.steps["step"].tolist() == list(range(STEPS)) and not checkpoint.verify(path)
         states = [checkpoint.read_node(path, node).parameters for node in range(N - 1)]
@@ -97,10 +99,12 @@ def test_whoever_is_behind_others_that_are_done_ends_alone(tolerant, tmp_path, f
 )
 def test_a_run_with_a_folder_goes_on_with_log_and_checkpoints(tolerant, mpirun, tmp_path, victims):
     done = tolerant(victims, "--out", tmp_path)
-    left, lost = N - len(victims), survivors.lost(done.stderr)
+    left = N - len(victims)
+    lost = survivors.lost(done.stderr)
     wanted = survivors.expected(N, STEPS, lost)
     assert survivors.digests(done.stdout) == wanted, done.stderr
-    log, path = read(tmp_path / "log.h5"), checkpoint.latest(tmp_path)
+    log = read(tmp_path / "log.h5")
+    path = checkpoint.latest(tmp_path)
     assert log.steps["step"].tolist() == list(range(STEPS))
     assert not np.isnan(log.steps["loss"]).all(axis=1).any(), "a step that nobody has logged"
     after = log.steps["loss"][lost[-1][1] :]
@@ -115,7 +119,8 @@ def test_a_run_with_a_folder_goes_on_with_log_and_checkpoints(tolerant, mpirun, 
     again = mpirun(left, [sys.executable, survivors.SCRIPT, *words])
     assert again.returncode == 0, again.stderr[-3000:]
     assert read(tmp_path / "log.h5").summary["lost"] == log.summary["lost"]
-    longer, found = survivors.expected(N, STEPS + 10, lost), survivors.digests(again.stdout)
+    longer = survivors.expected(N, STEPS + 10, lost)
+    found = survivors.digests(again.stdout)
     assert [found[node] for node in range(left)] == list(longer.values()), again.stdout
 
 
@@ -123,7 +128,8 @@ def test_the_end_of_a_run_is_written_by_those_who_outlive_it(tolerant, tmp_path)
     """Rank 0 dies when the last checkpoint is whole, before the summary."""
     done = tolerant({0: "end"}, "--out", tmp_path)
     assert survivors.digests(done.stdout) == survivors.expected(N, STEPS)
-    log, path = read(tmp_path / "log.h5"), checkpoint.latest(tmp_path)
+    log = read(tmp_path / "log.h5")
+    path = checkpoint.latest(tmp_path)
     assert f"was lost after step {STEPS}; 3 nodes end the run" in done.stderr
     assert log.steps["step"].tolist() == list(range(STEPS))
     assert (log.summary["finished"], log.summary["nodes"]) == (1, N - 1)
@@ -176,10 +182,13 @@ def test_an_undone_step_leaves_no_trace_in_the_optimizer(name):
         some.grad = gradients[k].clone()
         inner.step()
         spare = copied(inner, spare)
-    kept, before, known = spare, some.detach().clone(), late in inner.state
+    kept = spare
+    before = some.detach().clone()
+    known = late in inner.state
     after = []
     for _ in range(2):
-        some.grad, late.grad = gradients[2].clone(), gradients[3].clone()
+        some.grad = gradients[2].clone()
+        late.grad = gradients[3].clone()
         inner.step()
         after.append(some.detach().clone())
         put_back(inner, kept)

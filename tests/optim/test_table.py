@@ -52,7 +52,8 @@ def trained(world, cases):
     torch.set_num_threads(1)
     found = []
     for name, inner, mixer, wire in cases:
-        made, more = model(world.rank), OPTIONS.get(name, {})
+        made = model(world.rank)
+        more = OPTIONS.get(name, {})
         inside = optimizer(inner, made)
         gossip = mpigossip.Gossip(world, made, inside, name, wire=wire, mixer=mixer, seed=3, **more)
         for step in range(STEPS):
@@ -66,7 +67,8 @@ def trained(world, cases):
 
 def read(n, name, mixer, wire):
     """The parts that Gossip's arguments mean on n nodes."""
-    alone, options = Alone(), dict(OPTIONS.get(name, {})) | {"seed": 3}
+    alone = Alone()
+    options = dict(OPTIONS.get(name, {})) | {"seed": 3}
     alone.size = n
     graph = options.pop("graph", None)
     return settings(alone, "cpu", name, graph, None, wire, mixer, None, options)
@@ -95,12 +97,14 @@ def pairs(n, apart=()):
     """Few of them, in which all their pairs of two values occur, but those of two axes."""
     every = {
         case: {
-            pair for pair in itertools.combinations(enumerate(case), 2)
+            pair
+            for pair in itertools.combinations(enumerate(case), 2)
             if tuple(axis for axis, _ in pair) != apart
         }
         for case in taken(n)
-    }  # fmt: skip
-    missing, chosen = set().union(*every.values()), []
+    }
+    missing = set().union(*every.values())
+    chosen = []
     while missing:
         chosen.append(max(every, key=lambda case: len(missing & every[case])))
         missing -= every[chosen[-1]]

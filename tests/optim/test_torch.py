@@ -12,7 +12,8 @@ from mpigossip.config import JobError
 from tests import survivors
 from tests.cases import with_world
 
-N, STEPS = 2, 5
+N = 2
+STEPS = 5
 OPTIMIZERS = {
     "AdamW": {},
     "AdamW fused": {"fused": True},
@@ -40,10 +41,12 @@ class Net(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3)
         self.norm = nn.BatchNorm2d(4)
-        self.narrow, self.wide = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.narrow = nn.Linear(16, 16)
+        self.wide = nn.Linear(16, 16)
         self.wide.weight = self.narrow.weight
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
-        self.sometimes, self.never = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.sometimes = nn.Linear(16, 16)
+        self.never = nn.Linear(16, 16)
 
     def forward(self, x, use):
         x = self.norm(self.conv(x)).flatten(1)
@@ -62,7 +65,8 @@ def net(node=None):
 
 
 def optimizer(model, name, **options):
-    few, others = list(model.conv.parameters()), []
+    few = list(model.conv.parameters())
+    others = []
     others = [p for p in model.parameters() if all(p is not one for one in few)]
     groups = [{"params": few, "lr": 0.03}, {"params": others}]
     return getattr(torch.optim, name.split()[0])(groups, lr=0.01, **options)
@@ -126,7 +130,9 @@ def test_the_bits_are_those_of_the_optimizer_mixed(ranks):
 
 
 def scaled(models, steppers, scalers, clip, node, step):
-    model, stepper, scaler = models[node], steppers[node], scalers[node]
+    model = models[node]
+    stepper = steppers[node]
+    scaler = scalers[node]
     stepper.zero_grad()
     scale = float(scaler.scale(torch.ones(())))
     overflow = float("inf") if (node, step) == (1, 2) else 1.0
@@ -144,7 +150,9 @@ def scaler():
 
 @with_world
 def with_scaler(world, clip):
-    model, one, node = net(), scaler(), world.rank
+    model = net()
+    one = scaler()
+    node = world.rank
     gossip = mpigossip.Gossip(world, model, optimizer(model, "AdamW"))
     for step in range(STEPS):
         scaled({node: model}, {node: gossip}, {node: one}, clip, node, step)
@@ -258,8 +266,10 @@ def test_what_does_not_go_is_refused_in_words():
     refused(r"cadence\.name = 4: needs text", cadence=4)
     refused(r'perio: unknown; did you mean "period"', "gossip-pga", perio=3)
     refused(r"the optimizer is the local step here", local="adamw")
-    refused(r"1 parameters that are not the model's", make=lambda p: torch.optim.SGD(
-        [*p, nn.Parameter(torch.ones(1))], lr=0.1))  # fmt: skip
+    refused(
+        r"1 parameters that are not the model's",
+        make=lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1),
+    )
 
 
 def ready(algorithm="dsgd", **options):

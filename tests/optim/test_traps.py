@@ -103,11 +103,18 @@ def after(world, name, options):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("cast", {}), ("put_back", AHEAD), every("from_vector", {}),
-     every("cast", AHEAD), every("put_back", {}), every("from_vector", AHEAD)],
-)  # fmt: skip
+    [
+        ("cast", {}),
+        ("put_back", AHEAD),
+        every("from_vector", {}),
+        every("cast", AHEAD),
+        every("put_back", {}),
+        every("from_vector", AHEAD),
+    ],
+)
 def test_parameters_that_were_given_other_memory_are_taken_back(ranks, name, options):
-    plain, other = ranks(N)(after, "nothing", options), ranks(N)(after, name, options)
+    plain = ranks(N)(after, "nothing", options)
+    other = ranks(N)(after, name, options)
     for (a, _, _), (b, mean, apart) in zip(plain, other, strict=True):
         assert (a == b).all()
         centre = b.mean(0)
@@ -173,7 +180,8 @@ def from_seeds(world, same):
         model[3].running_mean.fill_(0 if same else world.rank)
         model[3].num_batches_tracked.fill_(0 if same else world.rank)
     first = world.broadcast(model.state_dict())
-    begun, optimizer = io.StringIO(), torch.optim.SGD(model[0].parameters(), lr=0.1)
+    begun = io.StringIO()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     with contextlib.redirect_stderr(begun):
         mpigossip.Gossip(world, model, optimizer)
         mpigossip.Gossip(world, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
@@ -269,7 +277,8 @@ def skewed(world, recalibrate):
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-    own, counted = values(model), model[3].num_batches_tracked.clone()
+    own = values(model)
+    counted = model[3].num_batches_tracked.clone()
     by_hand = together(world, model).double().mean(0)
     draws = torch.get_rng_state()
     with optimizer.averaged(recalibrate=batches if recalibrate else None) as averaged:
@@ -347,9 +356,15 @@ class Kept(Named):
         return super().forward(given["values"], given["mask"])
 
 
-@on_each("kind, twin, paired", [
-    (Named, False, False), (Named, True, False), (Whole, False, False), (Kept, False, True),
-])  # fmt: skip
+@on_each(
+    "kind, twin, paired",
+    [
+        (Named, False, False),
+        (Named, True, False),
+        (Whole, False, False),
+        (Kept, False, True),
+    ],
+)
 def test_batches_that_are_mappings_recalibrate(kind, twin, paired):
     model = kind()
     optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
@@ -369,7 +384,8 @@ def test_a_batch_that_raises_during_recalibration_leaves_the_model_as_it_was():
     model[1].eval()
     optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
     train(optimizer, model, 0, [0])
-    before, counted = values(model), model[3].num_batches_tracked.clone()
+    before = values(model)
+    counted = model[3].num_batches_tracked.clone()
     batches = [torch.randn(8, 6), torch.randn(8, 5)]  # the second has a feature too few
     with pytest.raises(RuntimeError, match="shapes"), optimizer.averaged(recalibrate=batches):
         pass
@@ -387,7 +403,8 @@ def raised_in_a_pause(world):
     optimizer = mpigossip.Gossip(world, model, inner, mixer="asynchronous")
     model(torch.ones(4, 6).bfloat16()).float().square().mean().backward()
     optimizer.step()
-    node, calls = optimizer._node, []
+    node = optimizer._node
+    calls = []
     publish = node.publish
     node.publish = lambda: calls.append(publish())
     with pytest.raises(KeyError), optimizer.paused():
@@ -421,7 +438,8 @@ def with_twin(world):
     for step in range(3):
         train(optimizer, model, world.rank, [step])
         twin.update_parameters(model)
-    before, own = values(twin), values(model)
+    before = values(twin)
+    own = values(model)
     expected = together(world, twin).double().mean(0)
     with optimizer.averaged(twin) as averaged:
         assert averaged is twin and torch.equal(values(model), own)
@@ -456,9 +474,12 @@ def unfrozen(world, algorithm):
     optimizer._inner.param_groups[0]["lr"] = optimizer._inner.param_groups[1]["lr"] = 0.0
     train(optimizer, model, world.rank, range(4, 40))
     return (
-        bool((equal == equal[0]).all()), still, model_apart.numpy(),
-        together(world, model).numpy(), optimizer.engine.index,
-    )  # fmt: skip
+        bool((equal == equal[0]).all()),
+        still,
+        model_apart.numpy(),
+        together(world, model).numpy(),
+        optimizer.engine.index,
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["dsgd", "dsgt"])
@@ -556,7 +577,8 @@ def test_masters_stay_where_others_are_unfrozen():
 
 def test_the_loss_of_another_network_passes_through_between_steps():
     """As in a GAN: the generator's backward() goes through the discriminator behind its step."""
-    model, other = make(), nn.Linear(6, 6)
+    model = make()
+    other = nn.Linear(6, 6)
     optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
     for none in (True, False, True):
         x = torch.randn(4, 6)
@@ -582,7 +604,8 @@ def test_a_closed_gossip_is_let_go():
 
 def test_many_gossips_one_after_the_other_leave_nothing_behind():
     """No hook, and no object of the package but the note in the world that it is closed."""
-    model, counts = make(), []
+    model = make()
+    counts = []
     with Alone() as alone:
         for cycle in range(25):
             inner = sgd(model)
@@ -613,7 +636,8 @@ def test_adpsgd_may_begin_at_rate_0():
 
 @with_world
 def two_modules(world):
-    body, head = make(world.rank), nn.Linear(2, 2)
+    body = make(world.rank)
+    head = nn.Linear(2, 2)
     parameters = [*body.parameters(), *head.parameters()]
     optimizer = mpigossip.Gossip(
         world, nn.ModuleList([body, head]), torch.optim.SGD(parameters, lr=0.1)
@@ -629,7 +653,8 @@ def two_modules(world):
 def test_several_modules_are_given_as_one(ranks):
     for equal, mean, expected in ranks(2)(two_modules):
         assert equal and np.allclose(mean, expected, rtol=1e-6)
-    body, head = make(), make()
+    body = make()
+    head = make()
     both = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
     with pytest.raises(JobError, match="4 parameters that are not the model's.*ModuleList.*of all"):
         mpigossip.Gossip(Alone(), body, both)
@@ -693,7 +718,8 @@ def test_steps_without_a_gradient_are_reported_once(capsys):
 
 
 def test_training_and_saving_inside_averaged_are_refused(tmp_path):
-    world, model = Alone(), make()
+    world = Alone()
+    model = make()
     optimizer = mpigossip.Gossip(world, model, sgd(model), run=tmp_path)
     with optimizer.averaged():
         with pytest.raises(JobError, match=r"step\(\) inside averaged\(\)"):
@@ -775,7 +801,8 @@ def test_a_node_that_nobody_launched_says_once_that_it_is_alone(mpirun, pooled, 
 
 def poisoned(world, value, save=False, **options):
     """A loop in which one value on the last rank is none in step 3; what is said of it."""
-    model, last = make(), world.rank == world.size - 1
+    model = make()
+    last = world.rank == world.size - 1
     optimizer = mpigossip.Gossip(world, model, sgd(model), **options)
     for step in range(6):
         x = torch.randn(4, 6)
@@ -857,8 +884,12 @@ with mpigossip.world(timeout_s=1.5) as world:
 """
 
 
-CALLS = {"averaged": "averaged()", "consensus_distance": "consensus_distance()",
-         "load": LOADED, "thaw": THAWED}  # fmt: skip
+CALLS = {
+    "averaged": "averaged()",
+    "consensus_distance": "consensus_distance()",
+    "load": LOADED,
+    "thaw": THAWED,
+}
 
 
 @pytest.mark.parametrize(
@@ -911,12 +942,16 @@ class LazyBuffer(nn.Module):
         self.register_buffer("mean", nn.parameter.UninitializedBuffer())
 
 
-@on_each("kind, name", [
-    (lambda: nn.Sequential(nn.LazyLinear(3)), "parameter 0.weight"),
-    (LazyBuffer, "buffer mean"),
-])  # fmt: skip
+@on_each(
+    "kind, name",
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(3)), "parameter 0.weight"),
+        (LazyBuffer, "buffer mean"),
+    ],
+)
 def test_a_model_without_shapes_is_rejected(kind, name):
-    model, lazy = make(), kind()
+    model = make()
+    lazy = kind()
     with pytest.raises(JobError, match=rf"the model's {name} has no shape yet.*model\(batch\)"):
         mpigossip.Gossip(Alone(), lazy, torch.optim.SGD(lazy.parameters(), lr=0.1))
     optimizer = mpigossip.Gossip(Alone(), model, sgd(model))

@@ -34,7 +34,8 @@ def test_the_end_is_the_earliest_that_is_known():
     now = time.time()
     assert end_of_allocation(0, {}) is None
     assert end_of_allocation(0, {"SLURM_JOB_END_TIME": "nonsense"}) is None
-    later, soon = str(int(now) + 500), str(int(now) + 100)
+    later = str(int(now) + 500)
+    soon = str(int(now) + 100)
     assert end_of_allocation(0, {"SLURM_JOB_END_TIME": later}) == pytest.approx(499.5, abs=2)
     both = {"SLURM_JOB_END_TIME": later, "MPIGOSSIP_END_TIME": soon}
     assert end_of_allocation(0, both) == pytest.approx(99.5, abs=2)
@@ -80,7 +81,8 @@ def rows(compute, idle=None):
 
 def test_a_straggler_is_named_once_it_has_lasted_and_again_after_a_recovery():
     watch = Straggler(times=2.0, seconds=25.0, hosts=("a", "b", "c", "d"))
-    even, slow = rows([[1, 1, 1, 1]] * 10), rows([[1, 1, 3, 1]] * 5)
+    even = rows([[1, 1, 1, 1]] * 10)
+    slow = rows([[1, 1, 3, 1]] * 5)
     assert watch.see(0, even) == []
     assert watch.see(10, slow) == []  # 15 s
     (line,) = watch.see(15, slow)
@@ -186,7 +188,8 @@ def test_a_file_system_that_fails_for_a_moment_stops_nothing():
 
 def test_a_rank_whose_launcher_is_gone_stops(tmp_path, monkeypatch):
     for size, stops in ((2, [8]), (1, [])):  # a program without a launcher may lose its shell
-        world, progress = Alone(), SimpleNamespace(warnings=[])
+        world = Alone()
+        progress = SimpleNamespace(warnings=[])
         world.size = size
         with monkeypatch.context() as patch, Stopper(world, tmp_path) as stopper:
             stopper.start(progress, None)
@@ -210,7 +213,8 @@ def test_ranks_end_with_a_checkpoint_where_their_launcher_is_killed(mpistart, tm
         os.kill(process, signal.SIGKILL)
     launch.until(lambda: not set(ranks) & set(run.ranks()), 60, "the ranks' end")
     if not launch.is_open_mpi():  # whose library ends them
-        log, newest = read(tmp_path / "log.h5"), checkpoint.latest(tmp_path)
+        log = read(tmp_path / "log.h5")
+        newest = checkpoint.latest(tmp_path)
         assert "the launcher's process is gone" in log.summary["warnings"]
         assert checkpoint.verify(newest) == []
         assert checkpoint.read_manifest(newest).step == log.steps["step"][-1] + 1

@@ -28,9 +28,16 @@ from mpigossip.training.assemble import load
 from tests.cases import every
 from tests.mixing.members.storm import begin
 
-SMALL = ["run.epochs=2", "model.name=mlp", "cadence.name=every", "cadence.period=4",
-         "local.name=adamw", "schedule.lr=0.003", "schedule.name=constant",
-         "data.batch=64"]  # fmt: skip
+SMALL = [
+    "run.epochs=2",
+    "model.name=mlp",
+    "cadence.name=every",
+    "cadence.period=4",
+    "local.name=adamw",
+    "schedule.lr=0.003",
+    "schedule.name=constant",
+    "data.batch=64",
+]
 
 
 def job(*settings, algorithm="dsgd"):
@@ -40,7 +47,8 @@ def job(*settings, algorithm="dsgd"):
 @pytest.fixture(autouse=True)
 def one_draws_at_a_time(monkeypatch):
     """Members are processes; here they are threads, which share torch's random generator."""
-    lock, assemble = threading.Lock(), joining.assemble
+    lock = threading.Lock()
+    assemble = joining.assemble
 
     def locked(*given):
         with lock:
@@ -89,7 +97,8 @@ def test_members_train_and_replay_is_equal(tmp_path, algorithm):
 
 def test_waiting_for_a_chunk_is_no_part_of_a_round(tmp_path, monkeypatch):
     """A lease is five rounds or more: those of training, not what others take meanwhile."""
-    chunk, asked = Live.chunk, []
+    chunk = Live.chunk
+    asked = []
 
     def late(live):
         asked.append(1)
@@ -105,7 +114,8 @@ def test_waiting_for_a_chunk_is_no_part_of_a_round(tmp_path, monkeypatch):
 
 
 def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
-    folder, asked = tmp_path / "run", []
+    folder = tmp_path / "run"
+    asked = []
 
     def stop():
         asked.append(1)
@@ -301,7 +311,8 @@ def test_a_folder_that_can_not_be_read_ends_the_command(
     tmp_path, monkeypatch, capsys, number, code
 ):
     """Only an error that another start may not meet has the code that queues a job again."""
-    folder, real = tmp_path / "run", os.open
+    folder = tmp_path / "run"
+    real = os.open
     begin(folder)
     (folder / "job.toml").touch()
 
@@ -319,7 +330,8 @@ def test_a_folder_that_can_not_be_read_ends_the_command(
 
 
 def test_a_log_that_can_not_be_written_for_a_moment_ends_no_member(tmp_path, monkeypatch):
-    append, failed = LogWriter.append, []
+    append = LogWriter.append
+    failed = []
 
     def fails(writer, columns):
         if not failed:
@@ -339,7 +351,8 @@ def linear():
 
 
 def test_code_of_ones_own_is_repeated_with_ones_own_copy(tmp_path, capsys):
-    path, folder = tmp_path / "job.toml", str(tmp_path / "run")
+    path = tmp_path / "job.toml"
+    folder = str(tmp_path / "run")
     path.write_text(f'[model]\nname = "{__name__}:linear"\n[algorithm]\nname = "dsgd"\n')
     own = [str(path), "run.output=runs:1", *(one for one in SMALL if "model" not in one)]
     assert cli.main(["join", folder, *own]) == 0
@@ -385,7 +398,10 @@ def test_who_comes_later_writes_the_checkpoint_that_a_killed_member_left(tmp_pat
         with pytest.raises(SystemExit):
             join(folder, job("run.epochs=1"), lease_s=5.0, poll_s=0.05)
     assert checkpoint.latest(folder) is None
-    given_up, both, writers, found = joining._given_up, threading.Barrier(2), [], []
+    given_up = joining._given_up
+    both = threading.Barrier(2)
+    writers = []
+    found = []
 
     def at_once(*given):
         writes = given_up(*given)

@@ -15,10 +15,17 @@ def test_gpus_measure_consensus_more_rarely():
 
 @pytest.mark.parametrize(
     "setting, slots, on, per_node, cores, many",
-    [("auto", 4, "cpu", 1, 64, 2), ("auto", 4, "cpu", 2, 64, 1), ("auto", 8, "cuda:0", 1, 64, 16),
-     ("auto", 8, "cuda:0", 1, 20, 11), ("auto", 8, "cuda:0", 1, 8, 2), (16, 1, "cuda:0", 8, 64, 2),
-     ("auto", 1, "cuda:0", 8, 64, 2), (0, 8, "cuda:0", 1, 64, 0)],
-)  # fmt: skip
+    [
+        ("auto", 4, "cpu", 1, 64, 2),
+        ("auto", 4, "cpu", 2, 64, 1),
+        ("auto", 8, "cuda:0", 1, 64, 16),
+        ("auto", 8, "cuda:0", 1, 20, 11),
+        ("auto", 8, "cuda:0", 1, 8, 2),
+        (16, 1, "cuda:0", 8, 64, 2),
+        ("auto", 1, "cuda:0", 8, 64, 2),
+        (0, 8, "cuda:0", 1, 64, 0),
+    ],
+)
 def test_workers_grow_with_gpus(monkeypatch, setting, slots, on, per_node, cores, many):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert processes(setting, [on] * slots, per_node) == many

@@ -65,17 +65,29 @@ def buffers(module, *slots):
 @pytest.mark.parametrize(
     ("settings", "arrays", "numbers"),
     [
-        ("algorithm.name=dmsgd node.precision=fp16 node.devices=cpu:2",
-         "arrays/state/momentum:float32", "loss_scale:float clean_steps:int"),
-        ("algorithm.name=diloco cadence.period=2 cadence.fragments=2",
-         "arrays/state/anchor:float32 arrays/state/inner/first:float32 "
-         "arrays/state/inner/second:float32 arrays/state/slow:float32", ""),
-        ("algorithm.name=sgp graph.name=exponential graph.weights=push",
-         "arrays/state/inner/momentum:float32 arrays/state/weight:float64", ""),
-        ("algorithm.name=gossip-aga cadence.warmup=1", "",
-         "cadence/first_loss:float cadence/period:int cadence/samples:int cadence/since:int"),
+        (
+            "algorithm.name=dmsgd node.precision=fp16 node.devices=cpu:2",
+            "arrays/state/momentum:float32",
+            "loss_scale:float clean_steps:int",
+        ),
+        (
+            "algorithm.name=diloco cadence.period=2 cadence.fragments=2",
+            "arrays/state/anchor:float32 arrays/state/inner/first:float32 "
+            "arrays/state/inner/second:float32 arrays/state/slow:float32",
+            "",
+        ),
+        (
+            "algorithm.name=sgp graph.name=exponential graph.weights=push",
+            "arrays/state/inner/momentum:float32 arrays/state/weight:float64",
+            "",
+        ),
+        (
+            "algorithm.name=gossip-aga cadence.warmup=1",
+            "",
+            "cadence/first_loss:float cadence/period:int cadence/samples:int cadence/since:int",
+        ),
     ],
-)  # fmt: skip
+)
 def test_of_a_job(tmp_path, settings, arrays, numbers):
     train(tmp_path, *MLP, *settings.split())
     assert found(tmp_path) == (
@@ -101,7 +113,8 @@ def by_slot(world, folder):
 
 def test_of_a_job_by_slot(ranks, tmp_path):
     ranks(4)(by_slot, tmp_path)
-    numbers, meta = words(COUNTERS, RUN), words(META, "steps_per_epoch:int")
+    numbers = words(COUNTERS, RUN)
+    meta = words(META, "steps_per_epoch:int")
     pieces = words("parameters:float32 pieces/state/inner/momentum:float32")
     for slot, more in enumerate([{"arrays/state/weight:float64"}, set()]):
         assert found(tmp_path, f"node-0001-000{slot}.h5") == (pieces | more, numbers, meta)

@@ -249,7 +249,8 @@ class Page(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.open, self.outside = [], []
+        self.open = []
+        self.outside = []
 
     def handle_starttag(self, tag, attrs):
         if tag not in ("meta", "img", "br"):
@@ -270,9 +271,15 @@ def test_one_page_has_everything_and_loads_nothing(trained):
     page.feed(text)
     assert page.open == [] and page.outside == []
     for part in (
-        f"{summary['accuracy']:.4f}", summary["digest"][:16], "1 of &lt;64&gt;", "--cpu-bind=none",
-        "own_net:Net", torch.__version__, "the same job", "data:image/png;base64,",
-    ):  # fmt: skip
+        f"{summary['accuracy']:.4f}",
+        summary["digest"][:16],
+        "1 of &lt;64&gt;",
+        "--cpu-bind=none",
+        "own_net:Net",
+        torch.__version__,
+        "the same job",
+        "data:image/png;base64,",
+    ):
         assert part in text
     assert len(re.findall("<h2>", text)) == 6
     with pytest.raises(StoreError, match="doesn't exist"):

@@ -37,7 +37,8 @@ class Told(Simulated):
 def progress_of(assembly, world):
     node = JobNode(assembly, world)
     about = lambda: node.about(found)  # noqa: E731
-    folder, n = node.job.run.folder, node.mixer.n
+    folder = node.job.run.folder
+    n = node.mixer.n
     found = Progress(node.job, folder, n, about=about, **node.expected())
     return found
 
@@ -93,13 +94,15 @@ def test_who_rests_leaves_the_figures_of_the_step_before():
     with Alone() as alone:
         settings = ["run.output=nowhere/else", "algorithm.name=gasloc", "cadence.period=[1,3]"]
         assembly = assemble.assemble(assemble.load(JOB, settings), alone, 2)
-        progress, stream = progress_of(assembly, alone), io.StringIO()
+        progress = progress_of(assembly, alone)
+        stream = io.StringIO()
         printer = Printer(alone, stream, 0.0)
         printer.start(progress, assembly)
         for k, (loss, rested) in enumerate([(0.5, ()), (float("nan"), (0,))]):
             value = torch.tensor([loss], dtype=torch.float64)
             record = Record(k, Kind.LOCAL, 0.1, value, value, value, loss, {"compute_s": 1.0})
-            record.figures, record.rested = {"accuracy": value}, rested
+            record.figures = {"accuracy": value}
+            record.rested = rested
             printer.step(progress, record)
         assembly.close()
     (last,) = [line for line in stream.getvalue().splitlines() if line.startswith("step 2/")]

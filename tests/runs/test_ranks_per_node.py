@@ -15,8 +15,13 @@ from mpigossip.store.log import read
 from mpigossip.training import assemble
 from tests.cases import every, with_world
 
-BASE = ["data.batch=2", "run.epochs=1", "log.consensus_every=2", "schedule.scale=none",
-        "node.timeout_s=30"]  # fmt: skip
+BASE = [
+    "data.batch=2",
+    "run.epochs=1",
+    "log.consensus_every=2",
+    "schedule.scale=none",
+    "node.timeout_s=30",
+]
 
 
 def job(*settings, folder=None):
@@ -91,9 +96,16 @@ def test_a_simulated_job_counts_the_ranks_of_a_node():
 @with_world
 def whole_runs(world, folder, per, own, second, files):
     """A run of 6 steps, and one that goes on from where the other shape stopped at 3."""
-    settings = ["run.steps=6", "checkpoint.every_steps=3", "log.flush_steps=3",
-                "run.evaluate_every=0", "checkpoint.keep=5", "model.name=resnet20",
-                "model.width=4", *files]  # fmt: skip
+    settings = [
+        "run.steps=6",
+        "checkpoint.every_steps=3",
+        "log.flush_steps=3",
+        "run.evaluate_every=0",
+        "checkpoint.keep=5",
+        "model.name=resnet20",
+        "model.width=4",
+        *files,
+    ]
     shape = [f"node.ranks_per_node={per}", f"node.devices=cpu:{own}"]
     name = f"{per}x{own}"
     whole = job(*settings, *shape, folder=f"{folder}/{name}")
@@ -163,8 +175,10 @@ def evaluated(world):
 
     shape = ["node.ranks_per_node=2", "node.devices=cpu:1", "data.batch=64"]
     assembly = assemble.assemble(job(*shape), world, 2)
-    replicas, node = assembly.trainer.replicas, world.nodes.inside
-    objective, batches = replicas.objective, []
+    replicas = assembly.trainer.replicas
+    node = world.nodes.inside
+    objective = replicas.objective
+    batches = []
 
     class Slow:
         metrics = objective.metrics
@@ -175,10 +189,14 @@ def evaluated(world):
             return objective.tested(module, batch)
 
     replicas.objective = Slow()
-    node.timeout_s, whole, loader.TEST_BATCH = 1.0, loader.TEST_BATCH, 16
+    node.timeout_s = 1.0
+    whole = loader.TEST_BATCH
+    loader.TEST_BATCH = 16
     began = time.monotonic()
     found = evaluate(replicas, assembly.trainer.mixer, assembly.loader)
-    spent, node.timeout_s, loader.TEST_BATCH = time.monotonic() - began, 30, whole
+    spent = time.monotonic() - began
+    node.timeout_s = 30
+    loader.TEST_BATCH = whole
     assembly.close()
     return found.accuracy, spent, len(batches)
 

@@ -13,8 +13,15 @@ from mpigossip.store import checkpoint
 from mpigossip.training import assemble
 from tests.cases import some
 
-BASE = ["model.name=mlp", "data.batch=2", "schedule.scale=none", "node.timeout_s=20",
-        "checkpoint.every_steps=4", "log.flush_steps=4", "run.evaluate_every=0"]  # fmt: skip
+BASE = [
+    "model.name=mlp",
+    "data.batch=2",
+    "schedule.scale=none",
+    "node.timeout_s=20",
+    "checkpoint.every_steps=4",
+    "log.flush_steps=4",
+    "run.evaluate_every=0",
+]
 SEVERAL = ["node.ranks_per_node=2", "node.devices=cpu:1"]
 
 

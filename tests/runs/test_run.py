@@ -125,8 +125,9 @@ def test_parallel_sgd_is_a_plain_loop_on_the_joined_batch(local, slots):
         "schedule.lr=0.01",
         "algorithm.weight_decay=1e-3",
         f"node.devices=cpu:{slots}",
-        "model.name=mlp", "model.hidden=[]",  # without kinks: at one, rounding decides a derivative
-    )  # fmt: skip
+        "model.name=mlp",
+        "model.hidden=[]",  # without kinks: at one, rounding decides a derivative
+    )
     assembly = assemble.assemble(made, Alone(), n)
     module = assemble.make_model(made, assembly.source)
     rate = assembly.trainer.rate
@@ -225,7 +226,8 @@ def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
         "data.batch=8",
         "model.name=mlp",
     ]
-    folder, summary = tmp_path / "run", {}
+    folder = tmp_path / "run"
+    summary = {}
     launch.train(job(*settings, "run.steps=45", folder=folder), Alone(), 8)
     with contextlib.redirect_stdout(io.StringIO()) as told:
         launch.resume(folder, ["run.steps=46"], Alone(), 3)
@@ -347,7 +349,8 @@ def test_the_number_of_nodes_is_part_of_the_job(tmp_path):
 
 
 def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
-    folder, place = tmp_path / "run", tmp_path / "run/checkpoints"
+    folder = tmp_path / "run"
+    place = tmp_path / "run/checkpoints"
     words = ["model.name=mlp", "model.hidden=[4]", "checkpoint.every_steps=2", "run.steps=6"]
     made = job(*words, "checkpoint.keep=3", folder=folder)
     digest = launch.train(made, Alone(), 2)["digest"]
@@ -399,7 +402,8 @@ class Lost(Hook):
     """Makes 3 nodes what is left of 4."""
 
     def start(self, progress, assembly):
-        progress.asked, progress.lost_at = 4, 2
+        progress.asked = 4
+        progress.lost_at = 2
         progress.lost = ["rank 1 on a was lost after step 2 (0.10 s lost)"]
 
 
@@ -416,8 +420,10 @@ def test_after_a_loss_the_next_life_has_all_nodes_again_and_says_what_it_cost(
         launch.train(made, Alone(), 3)
     with contextlib.redirect_stdout(io.StringIO()) as told:
         summary = launch.train(made, Alone(), 4)
-    assert "was lost after step 2 (0.10 s lost); 6 steps since then on 3 of 4 nodes, now 4; from " \
-        "the exact average of 3 nodes" in told.getvalue()  # fmt: skip
+    assert (
+        "was lost after step 2 (0.10 s lost); 6 steps since then on 3 of 4 nodes, now 4; from "
+        "the exact average of 3 nodes" in told.getvalue()
+    )
     assert summary["finished"] and "rank 1 on a" in summary["lost"]
     assert read(tmp_path / "run" / "log.h5").steps["loss"].shape[1] == 4
 
@@ -443,7 +449,8 @@ def poisoned(patch):
 
     def bad(self, figures, rested):
         if self.engine.index == 3 and 1 in self.mixer.rows:
-            flat, row = self.replicas.flat, self.mixer.rows.index(1)
+            flat = self.replicas.flat
+            row = self.mixer.rows.index(1)
             self.replicas.grads[0][row, flat.offsets[flat.names.index("3.bias")]] = np.nan
         check(self, figures, rested)
 

@@ -22,7 +22,9 @@ def job(folder, *settings):
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     """The writer is held until later steps have run; what it writes is the step that it saw."""
-    later, seen, write = threading.Event(), [], checkpoint.write_node
+    later = threading.Event()
+    seen = []
+    write = checkpoint.write_node
     from mpigossip.training.loop import Trainer
 
     step = Trainer.step
@@ -48,7 +50,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
 
 
 def test_snapshots_use_one_memory_over_and_over(tmp_path, monkeypatch):
-    places, write = set(), checkpoint.write_node
+    places = set()
+    write = checkpoint.write_node
 
     def noting(folder, node, state):
         places.add((node, state.parameters.ctypes.data, state.parameters.ctypes.data % 4096))
@@ -108,7 +111,8 @@ def test_a_file_system_that_fails_for_a_moment_costs_a_checkpoint(tmp_path, monk
 def test_checkpoints_that_are_deleted_while_one_is_written_end_no_run(
     tmp_path, monkeypatch, capsys, at
 ):
-    write, taken = getattr(checkpoint, at), []
+    write = getattr(checkpoint, at)
+    taken = []
 
     def take(*args):
         if not taken and len(checkpoint.steps(tmp_path)) == 1:

@@ -131,11 +131,19 @@ def test_the_log_is_completed_with_what_survivors_still_have(tmp_path):
 
     def progress(nodes, first):
         job = assemble.load({}, [f"run.output={tmp_path}"])
-        return Progress(job, tmp_path, nodes, steps_per_epoch=1, total_steps=9,
-                        samples_per_step=1, first_step=first)  # fmt: skip
+        return Progress(
+            job,
+            tmp_path,
+            nodes,
+            steps_per_epoch=1,
+            total_steps=9,
+            samples_per_step=1,
+            first_step=first,
+        )
 
     world = Alone()
-    log, parts = recorder.Recorder(world), stub(3)
+    log = recorder.Recorder(world)
+    parts = stub(3)
     log.start(progress(3, 0), parts)
     log._writer.append({name: np.zeros((3, 3)) for name in recorder.COLUMNS})
     world.names = (0, 2)  # now of two survivors, whose rows are:

@@ -26,9 +26,15 @@ from tests.cases import some
 
 NODES = 4
 SMALL = [
-    "model.name=mlp", "data.source=synthetic", "data.samples=128", "data.test_samples=32",
-    "data.batch=4", "run.epochs=3", "algorithm.name=dsgd", "schedule.warmup_epochs=0",
-]  # fmt: skip
+    "model.name=mlp",
+    "data.source=synthetic",
+    "data.samples=128",
+    "data.test_samples=32",
+    "data.batch=4",
+    "run.epochs=3",
+    "algorithm.name=dsgd",
+    "schedule.warmup_epochs=0",
+]
 CLOCK = ["clock.network=1gbit", "clock.compute_s=0.01"]
 UNEVEN = [*CLOCK, "clock.jitter=0.1", "clock.slow_times=5", "clock.slow_steps=3"]
 
@@ -80,7 +86,8 @@ def test_without_jitter_it_is_what_plan_says(tmp_path, graph, cadence):
 
 
 def test_a_stopped_run_goes_on_at_its_time(runs, tmp_path):
-    folder, (_, whole) = runs[0], runs[1]["timed"]
+    folder = runs[0]
+    (_, whole) = runs[1]["timed"]
     for name in ("parts", "fewer"):
         shutil.copytree(folder / "begun", tmp_path / name)
     with Alone() as alone:
@@ -147,9 +154,11 @@ def test_a_machine_is_a_name_or_a_file(tmp_path):
     found = named(section)
     assert found.jitter == 0.2 and found.bandwidth == 5e6 and found.compute_s == 0.01
     (tmp_path / "wrong.json").write_text(json.dumps({"compute_s": 1}))
-    wrong = [(["clock.network=1gbit"], "compute_s is not set"),
-             (["clock.network=10gigabit"], "no network by name"),
-             ([f"clock.network={tmp_path}/wrong.json"], "plan --save")]  # fmt: skip
+    wrong = [
+        (["clock.network=1gbit"], "compute_s is not set"),
+        (["clock.network=10gigabit"], "no network by name"),
+        ([f"clock.network={tmp_path}/wrong.json"], "plan --save"),
+    ]
     for settings, says in wrong:
         with pytest.raises(JobError, match=says):
             trained(tmp_path / "wrong", *settings)

@@ -88,7 +88,8 @@ def test_round_trip(tmp_path):
 
 def test_the_manifest_is_read_once_for_all_nodes(tmp_path, monkeypatch):
     """Its length grows with the nodes: read for each of them, it takes n² time."""
-    path, reads = write(tmp_path, 3), []
+    path = write(tmp_path, 3)
+    reads = []
     read = checkpoint.read_manifest
 
     def counting(path):
@@ -105,7 +106,8 @@ def test_the_manifest_is_read_once_for_all_nodes(tmp_path, monkeypatch):
 
 def by_slot(node, step=0):
     """The same as `state`, of three slots: the last one's columns are padding alone."""
-    whole, ends = state(node, step), (0, 600, 1006, 1006)
+    whole = state(node, step)
+    ends = (0, 600, 1006, 1006)
     for slot, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
         pieces = {"state/momentum": whole.arrays["state/momentum"][begin:end]}
         rest = {k: v for k, v in whole.arrays.items() if k not in pieces}
@@ -152,7 +154,8 @@ def test_files_of_two_slots_that_were_changed_for_each_other_are_found(tmp_path,
     commands._show_checkpoint(argparse.Namespace(path=path))
     shown = capsys.readouterr().out
     assert "step 7, 2 nodes" in shown and shown.count("node-000") == 6
-    one, other = path / "node-0000-0000.h5", path / "node-0000-0001.h5"
+    one = path / "node-0000-0000.h5"
+    other = path / "node-0000-0001.h5"
     data = one.read_bytes(), other.read_bytes()
     one.write_bytes(data[1])
     other.write_bytes(data[0])
@@ -211,7 +214,8 @@ def test_large_arrays_go_past_the_page_cache_where_that_is_possible(tmp_path, mo
     arrays = {"off a page": np.arange(size // 2)[1:], "flags": np.arange(direct.LARGE) % 3 == 0}
     node = NodeState(aligned, ("x",), ((size,),), arrays, {"index": 1})
     expected = checkpoint.write_node(checkpoint.begin(tmp_path / "a", 1), 0, node)
-    taken, write = [], os.pwrite
+    taken = []
+    write = os.pwrite
 
     def pwrite(descriptor, data, offset):
         is_direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
@@ -316,7 +320,8 @@ def test_truncated_foreign_and_missing_files(tmp_path, where):
 
 
 def test_wrong_manifest_swapped_and_extra_files(tmp_path):
-    one, two = write(tmp_path, 1), write(tmp_path, 2, n=4)
+    one = write(tmp_path, 1)
+    two = write(tmp_path, 2, n=4)
     shutil.copy(two / "checkpoint.h5", one / "checkpoint.h5")
     problems = checkpoint.verify(one)
     assert "another one's manifest" in problems[0]

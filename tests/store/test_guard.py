@@ -22,7 +22,8 @@ from tests.store.test_log import fill
 
 def resigned(path, change, node=0):
     """Change a node's file, with a manifest that agrees."""
-    file, manifest = path / f"node-{node:04d}.h5", checkpoint.read_manifest(path)
+    file = path / f"node-{node:04d}.h5"
+    manifest = checkpoint.read_manifest(path)
     with h5py.File(file, "r+", libver=("v110", "v110")) as opened:
         change(opened)
     entries = list(manifest.entries)
@@ -203,7 +204,9 @@ def test_pipes_devices_and_links_in_place_of_files_are_not_opened(tmp_path, name
 def test_any_flipped_byte_of_a_log_is_found_or_means_nothing(tmp_path):
     path = tmp_path / "log.h5"
     whole = fill(path)
-    data, draw, refused = path.read_bytes(), random.Random(3), 0
+    data = path.read_bytes()
+    draw = random.Random(3)
+    refused = 0
     for _ in range(150):
         bad = bytearray(data)
         bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
@@ -308,7 +311,8 @@ def test_a_small_file_with_many_groups_is_rejected_before_they_are_walked(tmp_pa
     path = write(tmp_path, 3)
     resigned(path, crowded)
     monkeypatch.setattr(guard, "FEW_OBJECTS", 1000)
-    opened, real = [], guard.h5o.open
+    opened = []
+    real = guard.h5o.open
     monkeypatch.setattr(guard.h5o, "open", lambda *a, **k: opened.append(a) or real(*a, **k))
     with pytest.raises(StoreError, match="groups and arrays"):
         checkpoint.read_node(path, 0)

@@ -342,7 +342,8 @@ def test_what_reading_a_journal_copies_is_linear_in_its_size(tmp_path, monkeypat
 
 def test_overlay_behaves_like_a_file(tmp_path):
     draw = random.Random(3)
-    path, model = tmp_path / "a", tmp_path / "b"
+    path = tmp_path / "a"
+    model = tmp_path / "b"
     content = draw.randbytes(20_000)
     path.write_bytes(content)
     model.write_bytes(content)
@@ -350,13 +351,15 @@ def test_overlay_behaves_like_a_file(tmp_path):
         overlay = journal.Overlay(path)
         for _ in range(3000):
             action = draw.random()
-            at, length = draw.randrange(40_000), draw.choice([1, 100, 4096, 10_000])
+            at = draw.randrange(40_000)
+            length = draw.choice([1, 100, 4096, 10_000])
             assert overlay.seek(at) == twin.seek(at)
             if action < 0.45:
                 data = draw.randbytes(length)
                 assert overlay.write(memoryview(data)) == twin.write(data)
             elif action < 0.95:
-                one, two = bytearray(length), bytearray(length)
+                one = bytearray(length)
+                two = bytearray(length)
                 assert overlay.readinto(memoryview(one)) == twin.readinto(two) and one == two
             else:
                 overlay.truncate(at)
@@ -398,7 +401,8 @@ def test_read_while_a_run_writes(tmp_path):
     with start(path) as process:
         try:
             assert process.stdout.readline() == "go\n", process.stderr.read()
-            began, lengths = time.monotonic(), set()
+            began = time.monotonic()
+            lengths = set()
             while (spent := time.monotonic() - began) < 1.5 or len(lengths) < 4:
                 assert spent < 60, lengths
                 got = read(path)
@@ -424,8 +428,10 @@ def test_a_full_disk_loses_nothing_written(tmp_path):
     here = Path(__file__).parents[2]
     got = subprocess.run(
         warmed([sys.executable, "-c", code, str(path), str(here), str(here.parent)], {}),
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert "can't be written" in got.stdout and "free space" in got.stdout, got.stderr
     assert len(read(path).steps["loss"]) == 5
     assert len(fill(path, steps=10, first_step=5).steps["loss"]) == 10
@@ -441,8 +447,10 @@ def test_a_flush_costs_the_same_however_long_the_log(tmp_path):
         real = journal._apply
         try:
             journal._apply = lambda *a, real=real, kept=overlay: (kept.update(a[2]), real(*a))
-            out.append({"step": np.arange(start_ + 49_950, start_ + 50_000)}
-                       | values(range(start_ + 49_950, start_ + 50_000), 3))  # fmt: skip
+            out.append(
+                {"step": np.arange(start_ + 49_950, start_ + 50_000)}
+                | values(range(start_ + 49_950, start_ + 50_000), 3)
+            )
         finally:
             journal._apply = real
         sizes.append(len(overlay) * journal.PAGE)
@@ -458,8 +466,17 @@ def test_a_log_without_losses_is_refused(tmp_path):
 
 
 def test_entries_of_another_type_are_refused(tmp_path):
-    whole = {"finished": True, "steps": 3, "nodes": 2, "slots": 1, "seconds": 1.0,
-             "bytes_sent": 5, "metrics": "accuracy", "accuracy": 0.5, "digest": "ab"}  # fmt: skip
+    whole = {
+        "finished": True,
+        "steps": 3,
+        "nodes": 2,
+        "slots": 1,
+        "seconds": 1.0,
+        "bytes_sent": 5,
+        "metrics": "accuracy",
+        "accuracy": 0.5,
+        "digest": "ab",
+    }
     path = tmp_path / "log.h5"
     wrong = [{**whole, name: "text"} for name in ("steps", "seconds", "accuracy", "compute_s")]
     wrong += [{**whole, "digest": 3}, {"finished": True}]

@@ -77,7 +77,8 @@ def test_a_tokenizer_is_learned_the_same_twice_and_from_the_training_text_alone(
 def test_windows_run_over_documents_or_stay_within(bpe, plain):
     for path in (bpe, plain):
         with open_dataset(path) as data:
-            text, ends = data.tokens("train"), data.train.offsets // data.tokenizer.width
+            text = data.tokens("train")
+            ends = data.train.offsets // data.tokenizer.width
         joined, apart = (
             source(Data(source=str(path), context=16, windows=windows), 0)
             for windows in ("joined", "apart")
@@ -104,11 +105,23 @@ def test_windows_run_over_documents_or_stay_within(bpe, plain):
 
 
 def job(path, folder, *settings):
-    base = {"task": {"name": "language-model"},
-            "model": {"name": "gpt", "layers": 1, "heads": 2, "width": 16}}  # fmt: skip
-    return assemble.load(base, [f"data.source={path}", "data.context=16", "data.batch=4",
-                                f"run.output={folder}", "run.steps=6", "algorithm.name=dsgd",
-                                "schedule.scale=none", *settings])  # fmt: skip
+    base = {
+        "task": {"name": "language-model"},
+        "model": {"name": "gpt", "layers": 1, "heads": 2, "width": 16},
+    }
+    return assemble.load(
+        base,
+        [
+            f"data.source={path}",
+            "data.context=16",
+            "data.batch=4",
+            f"run.output={folder}",
+            "run.steps=6",
+            "algorithm.name=dsgd",
+            "schedule.scale=none",
+            *settings,
+        ],
+    )
 
 
 def test_losses_are_logged_per_byte(bpe, plain, tmp_path):
@@ -139,14 +152,17 @@ def test_losses_are_logged_per_byte(bpe, plain, tmp_path):
     ("text", "more", "message"),
     [
         (b"", {}, "is empty; name a file or folder with text"),
-        (b"ab\xffcd" * 40, {"tokenizer": "bpe"},
-         r"is not UTF-8: byte 0xff at 2; convert it .*--tokenizer byte"),
+        (
+            b"ab\xffcd" * 40,
+            {"tokenizer": "bpe"},
+            r"is not UTF-8: byte 0xff at 2; convert it .*--tokenizer byte",
+        ),
         ("é".encode() * 90 + b"\xe9\n", {"tokenizer": "bpe"}, "is not UTF-8: byte 0xe9 at 180;"),
         (b"abc", {"tokenizer": "words"}, "tokenizer 'words' is unknown; choose one of byte, bpe"),
         (b"abc", {"tokenizer": "bpe", "vocabulary": 256}, "vocabulary 256 .* give 257 to 65536"),
         (b"abc", {"tokenizer": "bpe", "vocabulary": 70_000}, "vocabulary 70000 .* give 257"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_packed_is_said(tmp_path, text, more, message):
     if "UTF-8" in message:
         pytest.importorskip("tokenizers")

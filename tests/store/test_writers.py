@@ -49,8 +49,12 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     before = set(tmp_path.iterdir())
     done = subprocess.run(
         warmed([sys.executable, "-c", CODE, json.dumps(asked)], {}),
-        cwd=tmp_path, env=environment(""), capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment(""),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     ends = [line.split() for line in done.stdout.splitlines() if line.startswith("END")]
     assert [end[2] for end in ends] == [out for _, out in asked], done.stderr[-2000:]
     for (_, code, name), (words, _) in zip(ends, asked, strict=True):

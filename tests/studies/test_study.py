@@ -36,10 +36,16 @@ from tests.launch import REPO
 pytestmark = pytest.mark.usefixtures("warm")
 
 SMALL = [
-    "model.name=mlp", "data.source=synthetic", "data.samples=64", "data.test_samples=32",
-    "data.batch=4", "run.epochs=2", "node.devices=cpu:1", "schedule.warmup_epochs=0",
+    "model.name=mlp",
+    "data.source=synthetic",
+    "data.samples=64",
+    "data.test_samples=32",
+    "data.batch=4",
+    "run.epochs=2",
+    "node.devices=cpu:1",
+    "schedule.warmup_epochs=0",
     "schedule.milestones=[]",
-]  # fmt: skip
+]
 GRID = {"algorithm.name": ["dsgd", "dmsgd"], "graph.name": ["ring"]}
 
 
@@ -143,8 +149,10 @@ def test_each_point_takes_its_own_rate_by_a_seed_that_is_not_reported(here):
     study = small({"algorithm.name": ["dsgd"]}, rates=[1e-4, 0.5, 1e9], judge="loss", seeds=1)
     assert study.rows[0]["lr"] == 0.5
     assert {(one.rate, math.isnan(one.judged)) for one in study.tried} == {
-        (1e-4, False), (0.5, False), (1e9, True),
-    }  # fmt: skip
+        (1e-4, False),
+        (0.5, False),
+        (1e9, True),
+    }
     assert study.judge == "loss" and study.figures[0] == "loss"
     places = {path.parent.name for path in Path("runs").rglob("log.h5")}
     assert places == {"seed-0", "seed-1000"}
@@ -154,7 +162,8 @@ class Invented:
     """Runs whose training loss is least at one rate."""
 
     def __init__(self, job, best):
-        self.job, self.best = job, best
+        self.job = job
+        self.best = best
 
     def fill(self, keys):
         return {key: Found(self.log(abs(math.log(key[1] / self.best)))) for key in keys}
@@ -211,7 +220,8 @@ def test_many_to_one_is_dunnetts_test_with_seeds_as_blocks():
 
 
 def test_equal_points_are_ties_though_they_are_many():
-    random, missed = np.random.default_rng(0), 0
+    random = np.random.default_rng(0)
+    missed = 0
     for _ in range(30):
         study = study_of([[told(a) for a in row] for row in random.normal(size=(10, 5))])
         missed += len(study.ties()) < 9
@@ -255,7 +265,9 @@ def test_what_rounding_leaves_of_equal_values_is_no_interval():
 def test_labels_as_latex_has_to_have_them():
     row = tables.Row(["κ^2~{50 %}_\\", "1"], 1, "", False)
     words = tables.latex(["graph", "loss"], [row], 1)
-    letter, hat, tilde = r"\ensuremath{\kappa}", r"\textasciicircum{}", r"\textasciitilde{}"
+    letter = r"\ensuremath{\kappa}"
+    hat = r"\textasciicircum{}"
+    tilde = r"\textasciitilde{}"
     assert letter + hat + "2" + tilde + r"\{50 \%\}\_\textbackslash{} & 1 \\" in words
 
 
@@ -363,7 +375,8 @@ def test_a_band_of_what_is_above_0_stays_above_it_and_curves_have_names_and_mark
         axes.lines, axes.collections, [(0.505, 6.29), (0.5, 1.27)], strict=True
     ):
         heights = band.get_paths()[0].vertices[:, 1]
-        low, high = mean**2 / (mean + half), mean + half
+        low = mean**2 / (mean + half)
+        high = mean + half
         assert (heights.min(), heights.max()) == pytest.approx((low, high), rel=2e-3)
         assert len(line.get_marker()) == 1
     study = study_of([[told(0.9), told(0.8)]])
@@ -387,7 +400,9 @@ class Ends(Runner):
 
     def __init__(self, folder, code, said=""):
         super().__init__(Path("job.toml"), Path(folder), 2)
-        self.code, self.said, self.begun = code, said, []
+        self.code = code
+        self.said = said
+        self.begun = []
 
     def _start(self, key):
         place = self.place(key)
@@ -479,7 +494,8 @@ def test_which_of_a_metric_of_ones_own_is_better_is_said():
 
 
 def test_a_table_says_what_its_figures_are_and_what_was_lost():
-    good, tie = [told(0.9, 0.25), told(0.91, 0.25)], [told(0.88), told(0.92)]
+    good = [told(0.9, 0.25), told(0.91, 0.25)]
+    tie = [told(0.88), told(0.92)]
     late = [told(0.5, late=True), told(0.52, late=True)]
     points = cells(method=5)
     tried = [Tried(points[2], 0.1, 0.6, late=True), Tried(points[2], 1.0, math.nan)]

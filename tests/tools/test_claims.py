@@ -73,7 +73,8 @@ def test_protocols_are_studies_that_fit_in_six_hours(capsys):
     together = capsys.readouterr().out.strip().splitlines()[-1].split()
     assert together[0] == "together" and float(together[3]) <= 6
     for protocol in measure.protocols(measure.arguments([])):
-        grid, axes = protocol.given["grid"], {"nodes": protocol.given["nodes"]}
+        grid = protocol.given["grid"]
+        axes = {"nodes": protocol.given["nodes"]}
         for row in protocol.own["row"]:
             assert {*row.get("order", [])} <= {*grid["method"]}
             for axis, label in row.get("at", {}).items():
@@ -108,9 +109,11 @@ def test_the_page_has_every_stored_interval():
         return wide if abs(value) < 0.1 else f"{100 * value:.1f}"
 
     forms = {
-        "accuracy": (points, " points"), "train_loss": ("{:.4f}".format, ""),
-        "spread": ("{:.6f}".format, ""), "bytes_sent": (lambda v: f"{v / 1e6:.0f}", " MB"),
-    }  # fmt: skip
+        "accuracy": (points, " points"),
+        "train_loss": ("{:.4f}".format, ""),
+        "spread": ("{:.6f}".format, ""),
+        "bytes_sent": (lambda v: f"{v / 1e6:.0f}", " MB"),
+    }
     page = verdicts.PAGE.read_text("utf-8").partition("## Details of the training claims")[2]
     rows = [row.split(" | ") for row in page.splitlines() if row.startswith("| ")]
     for line in verdicts.read(verdicts.INTERVALS):
@@ -119,9 +122,11 @@ def test_the_page_has_every_stored_interval():
         at = {"own rates": -2, "common rate": -1}[line["table"]]
         first = line["first"].partition(",")[0]
         assert [
-            row for row in rows if f"{mean} [{low}, {high}]{unit}" == row[at].removesuffix(" |")
+            row
+            for row in rows
+            if f"{mean} [{low}, {high}]{unit}" == row[at].removesuffix(" |")
             and first in " ".join(row[:2])
-        ], line  # fmt: skip
+        ], line
 
 
 def test_verdicts_are_those_of_the_intervals_before_holm():
@@ -165,7 +170,9 @@ def test_a_planted_falsehood_is_found(plant):
 @on_each("name", ["detag", "dsgt", "dsgd"])
 def test_modes_of_the_ring_move_as_the_packages_nodes_do(name):
     """`optimal.py` iterates two modes in place of n nodes."""
-    n, rate, b = 8, 0.05, optimal.minima(0.3, 0)
+    n = 8
+    rate = 0.05
+    b = optimal.minima(0.3, 0)
     wave = np.cos(2 * np.pi * np.arange(n) / n)
     each = torch.from_numpy(b[0] + np.multiply.outer(wave, b[1]))
     options = {
@@ -177,7 +184,8 @@ def test_modes_of_the_ring_move_as_the_packages_nodes_do(name):
     curvature = torch.from_numpy(optimal.CURVATURE)
     x = torch.zeros(n, 5, dtype=torch.float64)
     there = toy.steps(method, graph("ring", n), x, lambda x: curvature * (x - each), rate)
-    start, w = np.zeros((1, 2, 5)), optimal.weights(n)
+    start = np.zeros((1, 2, 5))
+    w = optimal.weights(n)
     here = {
         "detag": lambda: optimal.detag(b, np.array(rate), start, w, 3, 0.4),
         "dsgt": lambda: optimal.tracking(b, np.array(rate), start, w),
@@ -189,9 +197,11 @@ def test_modes_of_the_ring_move_as_the_packages_nodes_do(name):
 
 
 def test_the_formula_of_dpsgd_is_its_iteration():
-    b, n = optimal.minima(3.0, 1), 8
+    b = optimal.minima(3.0, 1)
+    n = 8
     count, rate = optimal.dpsgd(b, n, 1e-1)
-    start, w = np.zeros((2, 5)), optimal.weights(n)
+    start = np.zeros((2, 5))
+    w = optimal.weights(n)
     models = list(itertools.islice(optimal.gossip(b, np.array(rate), start, w), count))
     sizes = [float(optimal.squares(x, b[0])) for x in models]
     assert sizes[-1] <= 1e-2 < min(sizes[:-1])
@@ -232,7 +242,9 @@ def test_on_a_link_that_costs_nothing_nobody_is_faster(monkeypatch):
 
 def test_ranks_compute_as_long_as_the_clock_says(monkeypatch):
     """On a link that costs nothing a step of parallel lasts as long as its slowest node sleeps."""
-    slept, ended, rows = [], [], torch.ones(2, 4)
+    slept = []
+    ended = []
+    rows = torch.ones(2, 4)
     monkeypatch.setattr(parts.time, "sleep", slept.append)
     monkeypatch.setattr(parts.signal, "raise_signal", ended.append)
     on = dataclasses.replace(seconds.machine(1e9, 0.0), combine_rate=1e30)
@@ -270,9 +282,10 @@ def test_a_queue_goes_on_where_it_was(tmp_path):
     )
     done: list[dict] = []
     while missing := [
-        line for line in run_queue.wanted(cell, done)
+        line
+        for line in run_queue.wanted(cell, done)
         if run_queue.identity(line) not in {*map(run_queue.identity, done)}
-    ]:  # fmt: skip
+    ]:
         target = {"a": 2.1, "b": 8.0}[missing[0]["method"]]
         accuracy = 1 / (1 + abs(missing[0]["lr"] - target))
         done.append(missing[0] | {"figures": {"accuracy": accuracy}})

@@ -47,7 +47,8 @@ def test_a_changed_constant_of_one_algorithm_is_found(tmp_path):
     ran = compare(ROOT, tmp_path, *words)
     assert ran.returncode == 1, ran.stderr
     rows = {row["job"]: row for row in json.loads(ran.stdout)}
-    same, other = rows["dsgd-asynchronous"], rows["dmsgd-base-2"]
+    same = rows["dsgd-asynchronous"]
+    other = rows["dmsgd-base-2"]
     assert same["verdict"] == "equal" and not same["reasons"] and len(same["new"]["digest"]) == 64
     assert other["old"]["onward"] == other["old"]["digest"]
     assert other["verdict"] == "differs"

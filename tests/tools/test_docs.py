@@ -86,7 +86,8 @@ def callables():
 
 def test_the_page_python_names_every_argument_and_no_other():
     """In a field ``:param``, where there are several, or in the text, where it is the only one."""
-    wrong, seen = [], set()
+    wrong = []
+    seen = set()
     for name, made in callables():
         text = inspect.getdoc(made)
         there = inspect.signature(made).parameters.keys() - {"self", "progress", "record", "found"}
@@ -226,8 +227,14 @@ def test_the_script_of_a_rank_for_each_gpu_is_as_the_page_says(capsys, monkeypat
     (tmp_path / "bin/activate").write_text("")
     assert cli.main([*shlex.split(line)[1:], "--venv", str(tmp_path)]) == 0
     script = capsys.readouterr().out
-    for part in ("--nodes=8", "--ntasks-per-node=4", "--gpus-per-node=4", "module load openmpi",
-                 "node.ranks_per_node=host", "RANKS=4 TASKS=32"):  # fmt: skip
+    for part in (
+        "--nodes=8",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=4",
+        "module load openmpi",
+        "node.ranks_per_node=host",
+        "RANKS=4 TASKS=32",
+    ):
         assert part in script
 
 
@@ -237,10 +244,18 @@ def test_the_table_of_choose_is_what_plan_predicts(capsys):
     (line,) = [each for each in lines("choose") if " plan " in each]
     assert cli.main([*shlex.split(line)[1:], "--json"]) == 0
     found = {row["label"]: row for row in json.loads(capsys.readouterr().out)["16"]["proposals"]}
-    labels = ["all-reduce (DDP)", "dsgd, one-peer-exponential", "dsgd, one-peer-exponential, bf16",
-              "diloco, H = 32, 4 fragments", "gasloc, one-peer-exponential, H = 32"]  # fmt: skip
-    table = [row.strip("| ").split(" | ") for row in PAGES["choose"].splitlines()
-             if re.search(r"\| [\d,]+ \| \d+ \|$", row)]  # fmt: skip
+    labels = [
+        "all-reduce (DDP)",
+        "dsgd, one-peer-exponential",
+        "dsgd, one-peer-exponential, bf16",
+        "diloco, H = 32, 4 fragments",
+        "gasloc, one-peer-exponential, H = 32",
+    ]
+    table = [
+        row.strip("| ").split(" | ")
+        for row in PAGES["choose"].splitlines()
+        if re.search(r"\| [\d,]+ \| \d+ \|$", row)
+    ]
     for label, (_, _, gigabit, _, megabytes) in zip(labels, table, strict=True):
         milliseconds = 1e3 * found[label]["step_s"]
         assert float(gigabit.replace(",", "")) == pytest.approx(milliseconds, rel=0.02), label
@@ -283,9 +298,13 @@ def test_the_table_of_evidence_is_that_of_its_json():
 
 @pytest.mark.parametrize(
     "page",
-    ["jobs/claims/RESULTS.md", "tools/labs/RELIABILITY.md", "tools/bench/BENCHMARKS.md",
-     "tools/docs/evidence.md"],
-)  # fmt: skip
+    [
+        "jobs/claims/RESULTS.md",
+        "tools/labs/RELIABILITY.md",
+        "tools/bench/BENCHMARKS.md",
+        "tools/docs/evidence.md",
+    ],
+)
 def test_a_page_of_evidence_begins_with_a_table_of_ten_rows(page):
     text = (ROOT / page).read_text()
     first = re.search(r"^\|.*?\n\n", text, re.DOTALL | re.MULTILINE)

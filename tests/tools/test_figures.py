@@ -9,8 +9,15 @@ import mpigossip
 from tests.cases import every
 from tests.launch import REPO
 
-TINY = ["data.source=synthetic", "data.samples=64", "data.test_samples=32", "data.batch=4",
-        "model.name=mlp", "run.epochs=2", "node.devices=cpu:1"]  # fmt: skip
+TINY = [
+    "data.source=synthetic",
+    "data.samples=64",
+    "data.test_samples=32",
+    "data.batch=4",
+    "model.name=mlp",
+    "run.epochs=2",
+    "node.devices=cpu:1",
+]
 FEW = ["run.epochs=2"]
 
 

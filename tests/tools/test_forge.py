@@ -33,10 +33,12 @@ def test_mutated_jobs_and_forged_folders_of_members_end_in_a_sentence():
 def test_a_log_whose_index_counts_wrongly_is_refused_in_words(tmp_path):
     """HDF5 2.0 reads past what it allocated: more entries are claimed than a deep tree has."""
     names = ("loss", *(f"column_{k}" for k in range(90)))
-    path, columns = tmp_path / "log.h5", {name: Column("1", "") for name in names}
+    path = tmp_path / "log.h5"
+    columns = {name: Column("1", "") for name in names}
     out = LogWriter(path, nodes=2, job="", columns=columns, environment={})
     out.append({name: np.zeros((3, 2)) for name in columns})
-    data, at = bytearray(path.read_bytes()), -1
+    data = bytearray(path.read_bytes())
+    at = -1
     while (at := data.find(b"BTHD", at + 1)) >= 0:
         if data[at + 12]:  # its depth
             data[at + 27] = 4

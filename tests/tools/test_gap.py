@@ -24,14 +24,19 @@ import stored  # noqa: E402
 
 def fake(line, count):
     """Figures by a rule: parallel is best at .025, others at .05; the gap is the rate's."""
-    method, lr = line["method"], line["lr"]
+    method = line["method"]
+    lr = line["lr"]
     best = 0.025 if method.startswith("parallel") else 0.05
     accuracy = 0.5 - 0.01 * abs(np.log2(lr / best))
     accuracy += {"EMA": 0.02, "exact every 16": 0.01, "no exchange": -0.1}.get(method, 0.0)
     if line["level"] != "search":
         accuracy += 0.002 * (line["seed"] + 7 * len(method) % 5)
-    return {"accuracy": accuracy + 1e-7 * count, "loss": 1.0 + 1e-4 * count,
-            "distance": 0.2 * lr, "bytes_sent": 100.0 + len(method)}  # fmt: skip
+    return {
+        "accuracy": accuracy + 1e-7 * count,
+        "loss": 1.0 + 1e-4 * count,
+        "distance": 0.2 * lr,
+        "bytes_sent": 100.0 + len(method),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +47,9 @@ def done():
         if (cell.nodes, cell.labels["model"], cell.labels["batch"]) != (16, "perceptron", "16"):
             continue
         known = {*map(run_queue.identity, runs)}
-        while missing := [one for one in run_queue.wanted(cell, runs)
-                          if run_queue.identity(one) not in known]:  # fmt: skip
+        while missing := [
+            one for one in run_queue.wanted(cell, runs) if run_queue.identity(one) not in known
+        ]:
             line = missing[0] | {"settings": run_queue.settings(cell, missing[0])}
             runs.append(line | {"figures": fake(line, len(runs)), "digest": str(len(runs))})
             known.update(map(run_queue.identity, runs))
@@ -55,8 +61,12 @@ def test_no_run_of_equal_rates_or_remedies_is_another_cells(done):
     settings = [tuple(sorted(run["settings"])) for run in done]
     assert len(set(settings)) == len(settings) and stored.faults(done) == []
     at = {(r["method"], r["lr"]) for r in done if r["cell"].get("of") == designs.EQUAL}
-    assert at == {("parallel", 0.05), ("one-peer", 0.025), ("parallel", 0.0125),
-                  ("one-peer", 0.0125)}  # fmt: skip
+    assert at == {
+        ("parallel", 0.05),
+        ("one-peer", 0.025),
+        ("parallel", 0.0125),
+        ("one-peer", 0.0125),
+    }
 
 
 def test_rows_at_equal_rates_are_those_at_which_both_ran(done):
@@ -71,8 +81,9 @@ def test_a_remedy_holds_and_no_exchange_does_not(done):
     rows = gap.remedies(done)
     assert len(rows) == 14 and {x.where for x in rows} == {"own best rate", "parallel's rate"}
     assert {x.lr for x in rows if x.where == "parallel's rate"} == {0.025}
-    words = {(x.method, x.where): v.words
-             for x, v in zip(rows, gap.remedy_verdicts(rows), strict=True)}  # fmt: skip
+    words = {
+        (x.method, x.where): v.words for x, v in zip(rows, gap.remedy_verdicts(rows), strict=True)
+    }
     for where in ("own best rate", "parallel's rate"):
         assert words["EMA", where] == "holds"
         assert words["no exchange", where] == "**does not hold**"
@@ -117,13 +128,12 @@ def test_the_last_model_is_the_average_over_time(name):
     for method in (name, f"parts:ema_{name}"):
         options = {} if method == name else {"decay": 0.75, "total": 4}
         made = algorithms.build(method, "momentum" if name == "parallel" else None, options, 3)
-        x, models = torch.zeros(2, 3), []
+        x = torch.zeros(2, 3)
+        models = []
         state = made.init(x)
         for t in range(4):
-            now, out = (
-                Step(t, t, Kind.GLOBAL, 0.1),
-                [torch.empty(2, 3) for _ in range(made.vectors)],
-            )
+            now = Step(t, t, Kind.GLOBAL, 0.1)
+            out = [torch.empty(2, 3) for _ in range(made.vectors)]
             state = made.send(x, torch.full((2, 3), t + 1.0), state, out, now)
             state = made.receive(x, torch.full((2, 3), t + 1.0), state, out, out, now)
             models.append(x.clone())

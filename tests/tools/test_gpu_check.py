@@ -65,7 +65,8 @@ def replaced(tool, monkeypatch, **ways):
 
 
 def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, monkeypatch):
-    late, broken = tool.NotRun("2 s were not enough"), ValueError("a wrong | shape\nand a story")
+    late = tool.NotRun("2 s were not enough")
+    broken = ValueError("a wrong | shape\nand a story")
     checks = replaced(tool, monkeypatch, one=("93%", True), two=late, three=broken, four=("", True))
     checks[3] = checks[3]._replace(gpus=2)
     rows = []

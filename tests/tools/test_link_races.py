@@ -7,16 +7,23 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "labs" / "link_races.py"
 LAB = runpy.run_path(str(SCRIPT))
-GOOD, BROKEN, UNKNOWN = 0, 1, 2
+GOOD = 0
+BROKEN = 1
+UNKNOWN = 2
 
 
 def reports(*winners, users=(1, 1), seen=None):
     """One report for each of the processes a and b, of names that were won by these."""
     return [
-        LAB["Report"](name, user, [k for k, one in enumerate(winners) if one == name],
-                      list(seen or winners), [])
+        LAB["Report"](
+            name,
+            user,
+            [k for k, one in enumerate(winners) if one == name],
+            list(seen or winners),
+            [],
+        )
         for name, user in zip("ab", users, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def test_a_verdict_needs_names_that_both_have_won():

@@ -23,9 +23,14 @@ TRAIN = ["jobs/digits.toml", "run.steps=8", "run.evaluate_every=0", "data.worker
 def run(*words, check=True):
     """A command's output."""
     done = subprocess.run(
-        [str(word) for word in words], cwd=REPO, timeout=120, text=True,
-        env=launch.environment("net-lab"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [str(word) for word in words],
+        cwd=REPO,
+        timeout=120,
+        text=True,
+        env=launch.environment("net-lab"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert done.returncode == 0 or not check, done.stdout
     return done.stdout
 

@@ -78,10 +78,12 @@ def searched(request):
     done = []
     for cell in [cell for cell in designs.diloco() if cell.labels["model"] == MODEL]:
         while missing := [
-            one for one in run_queue.wanted(cell, done)
+            one
+            for one in run_queue.wanted(cell, done)
             if run_queue.identity(one) not in {*map(run_queue.identity, done)}
-        ]:  # fmt: skip
-            line, loss = missing[0], loss_of(missing[0]["method"], missing[0]["lr"])
+        ]:
+            line = missing[0]
+            loss = loss_of(missing[0]["method"], missing[0]["lr"])
             figures = {"loss": loss + 1e-4 * line["seed"] * len(line["method"])}
             figures["accuracy"] = 1e-3 * len(done)
             if line["level"] == "search":
@@ -122,7 +124,8 @@ def test_a_row_that_lacks_a_seed_is_not_judged(searched):
 
 @on_each("better", [0.02, -0.02, 0.0])
 def test_searched_graphs_are_ahead_of_what_they_beat_with_each_seed(better):
-    runs, (cell, *_) = [], designs.searched()
+    runs = []
+    (cell, *_) = designs.searched()
     for method in cell.methods:
         for level, seeds in (("search", [designs.SEARCH]), ("best", designs.SEEDS)):
             for seed in seeds:

@@ -84,8 +84,18 @@ def state(lab, job):
 
 def submit(lab, folder, *settings, options=(), time_limit="5m", nodes=4):
     """The id of a job made by `mpigossip job`."""
-    made = bash(*MAIN, "job", "generic-slurm", REPO / "jobs" / "digits.toml", *settings,
-                "--nodes", nodes, "--time", time_limit, cwd=folder)  # fmt: skip
+    made = bash(
+        *MAIN,
+        "job",
+        "generic-slurm",
+        REPO / "jobs" / "digits.toml",
+        *settings,
+        "--nodes",
+        nodes,
+        "--time",
+        time_limit,
+        cwd=folder,
+    )
     (folder / "job.sbatch").write_text(made.stdout)
     return lab("sbatch", "--parsable", *options, "job.sbatch", cwd=folder).strip()
 
@@ -109,8 +119,14 @@ def same(folder, name):
 def test_a_job_that_is_signalled_queues_itself_and_ends_with_the_same_bits(lab, tmp_path):
     settings = [*SMALL, "run.steps=400", "run.evaluate_every=0"]
     job = submit(lab, tmp_path, *settings)
-    report = lab("sbatch", "--parsable", f"--dependency=afterok:{job}",
-                 REPO / "jobs" / "report.sbatch", "runs/digits", cwd=tmp_path).strip()  # fmt: skip
+    report = lab(
+        "sbatch",
+        "--parsable",
+        f"--dependency=afterok:{job}",
+        REPO / "jobs" / "report.sbatch",
+        "runs/digits",
+        cwd=tmp_path,
+    ).strip()
     output = tmp_path / f"digits-{job}.out"
 
     def said():
@@ -146,8 +162,16 @@ def test_two_ranks_a_node_queue_themselves_and_one_a_node_goes_on(lab, tmp_path)
     at = int(re.findall(r"resumed at step (\d+)", said())[-1])
     assert 0 < at < 600
     shape = ["node.ranks_per_node=1", "node.devices=cpu:2"]
-    done = lab("srun", "--nodes=2", "--ntasks-per-node=1", *MAIN, "resume", "runs/digits", *shape,
-               cwd=tmp_path)  # fmt: skip
+    done = lab(
+        "srun",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        *MAIN,
+        "resume",
+        "runs/digits",
+        *shape,
+        cwd=tmp_path,
+    )
     assert "2 slots each" in done
     whole = [*settings, "node.devices=cpu:2", "run.output=whole"]
     bash(*MAIN, "simulate", REPO / "jobs" / "digits.toml", "--nodes", 2, *whole, cwd=tmp_path)
@@ -167,9 +191,21 @@ def test_a_loop_of_ones_own_queues_itself_and_ends_with_the_same_bits(lab, tmp_p
     loops = REPO / "jobs" / "loops"
 
     def queued(out, *options):
-        return lab("sbatch", "--parsable", "--nodes=2", *options, loops / "loop.sbatch",
-                   loops / "classify.py", "--out", out, "--steps", 1500, "--save-every", 9999,
-                   cwd=tmp_path).strip()  # fmt: skip
+        return lab(
+            "sbatch",
+            "--parsable",
+            "--nodes=2",
+            *options,
+            loops / "loop.sbatch",
+            loops / "classify.py",
+            "--out",
+            out,
+            "--steps",
+            1500,
+            "--save-every",
+            9999,
+            cwd=tmp_path,
+        ).strip()
 
     job = queued("cut")
     output = tmp_path / f"loop-{job}.out"

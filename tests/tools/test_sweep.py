@@ -19,8 +19,9 @@ def sweep(*words):
 def test_a_line_for_each_combination():
     made = sweep("graph.name=ring,base-2", "run.steps=2")
     assert made.stdout.splitlines() == [
-        "graph.name=ring run.steps=2", "graph.name=base-2 run.steps=2",
-    ]  # fmt: skip
+        "graph.name=ring run.steps=2",
+        "graph.name=base-2 run.steps=2",
+    ]
 
 
 def test_a_line_that_makes_no_job_is_said_first():

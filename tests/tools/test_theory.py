@@ -27,15 +27,20 @@ def cells(line):
 @on_each("name", ["ring", "one-peer-exponential"])
 def test_a_run_settles_where_the_formula_says(data, name):
     """Gradient noise is drawn: 256 coordinates, 400 steps."""
-    made, lr = graph(name, 8), 0.2
-    formula, found = theory.expected(made, data, lr), theory.measured(made, data, lr)
+    made = graph(name, 8)
+    lr = 0.2
+    formula = theory.expected(made, data, lr)
+    found = theory.measured(made, data, lr)
     assert found == pytest.approx(formula, rel=0.03 if data == "noise" else 1e-6)
     assert formula > 0 and theory.expected(made, data, lr / 2) < formula / 1.5
 
 
 def test_the_mean_of_the_nodes_is_parallel_sgd():
     """On any graph: its error is the noise's alone."""
-    n, lr, square, b = 8, 0.2, 0.0, theory.minima(8, "noise")
+    n = 8
+    lr = 0.2
+    square = 0.0
+    b = theory.minima(8, "noise")
     run = theory.models(graph("ring", n), "dsgd", {}, b, lr, 1.0)
     for t, x in zip(range(460), run, strict=False):
         square += float(x.mean(0).square().mean()) * (t >= 60) / 400

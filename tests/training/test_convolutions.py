@@ -18,7 +18,8 @@ def trained(setting, *more, model="lenet", steps=4):
     made = assemble.assemble(job, Alone(), 2)
     for _ in range(steps):
         made.trainer.step()
-    flat, rows = made.trainer.replicas.flat, made.trainer.replicas.full[0]
+    flat = made.trainer.replicas.flat
+    rows = made.trainer.replicas.full[0]
     packed = torch.stack([flat.pack(row) for row in rows])
     module = made.trainer.replicas.modules[0][0]
     made.close()
@@ -60,9 +61,14 @@ def test_a_vector_is_packed_by_index_and_unpacked_into_any_order():
 
 @pytest.mark.parametrize(
     "setting, device, hip, last",
-    [("auto", "cuda:0", None, True), ("auto", "cuda:0", "6.4", False), ("auto", "cpu", None, False),
-     ("never", "cuda:0", None, False), ("always", "cpu", None, True)],
-)  # fmt: skip
+    [
+        ("auto", "cuda:0", None, True),
+        ("auto", "cuda:0", "6.4", False),
+        ("auto", "cpu", None, False),
+        ("never", "cuda:0", None, False),
+        ("always", "cpu", None, True),
+    ],
+)
 def test_who_gets_it(monkeypatch, setting, device, hip, last):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)

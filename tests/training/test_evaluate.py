@@ -14,21 +14,32 @@ from tests.cases import on_each
 
 N = 3
 JOB = {
-    "data": {"source": "synthetic", "shape": [6], "classes": 3, "samples": 72, "test_samples": 30,
-             "batch": 8, "partition": "sorted"},
+    "data": {
+        "source": "synthetic",
+        "shape": [6],
+        "classes": 3,
+        "samples": 72,
+        "test_samples": 30,
+        "batch": 8,
+        "partition": "sorted",
+    },
     "model": {"name": f"{__name__}:normed"},
     "algorithm": {"name": "dsgd"},
     "graph": {"name": "ring"},
     "schedule": {"lr": 1.0},
     "run": {"epochs": 2},
-}  # fmt: skip
+}
 
 
 def normed(shape, classes):
     return nn.Sequential(
-        nn.BatchNorm1d(shape[0]), nn.Linear(shape[0], 8), nn.BatchNorm1d(8), nn.ReLU(),
-        nn.Dropout(0.5), nn.Linear(8, classes),
-    )  # fmt: skip
+        nn.BatchNorm1d(shape[0]),
+        nn.Linear(shape[0], 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(8, classes),
+    )
 
 
 def trained(folder, *settings):
@@ -60,8 +71,10 @@ def test_statistics_are_those_of_the_averaged_model_on_all_nodes_batches(devices
     )
     assert not torch.allclose(module[0].running_mean, before, atol=1e-3)
     with torch.no_grad():  # the second layer sees what the first gives in training
-        hidden = [nn.functional.batch_norm(x, None, None, module[0].weight, module[0].bias, True)
-                  for x in shown]  # fmt: skip
+        hidden = [
+            nn.functional.batch_norm(x, None, None, module[0].weight, module[0].bias, True)
+            for x in shown
+        ]
         second = torch.stack([module[1](h).mean(0) for h in hidden]).mean(0)
     assert module[2].running_mean == pytest.approx(second, rel=1e-4, abs=1e-6)
     assert not module.training and not module[2].training
@@ -87,7 +100,8 @@ def test_a_batch_that_raises_in_an_evaluation_leaves_the_model_in_training_mode(
     with Alone() as alone:
         assembly = assemble.assemble(assemble.load(JOB), alone, 1)
     module = assembly.trainer.replicas.modules[0][0].train()
-    loader, objective = assembly.loader, assembly.trainer.replicas.objective
+    loader = assembly.loader
+    objective = assembly.trainer.replicas.objective
 
     def raises():
         raise KeyError("of the user")

@@ -17,7 +17,8 @@ class Buffered(nn.Module):
 
     def __init__(self, change):
         super().__init__()
-        self.change, self.linear = change, nn.Linear(64, 10)
+        self.change = change
+        self.linear = nn.Linear(64, 10)
         self.register_buffer("mean", torch.ones(64))
 
     def forward(self, x):

@@ -37,7 +37,8 @@ def test_every_method_is_made_without_neighbours_and_a_model(name):
 
 
 def test_a_layout_has_the_shards_that_live_here():
-    both, second = of("algorithm.name=dsgt"), of("", shards=range(1, 2), devices=["cpu"])
+    both = of("algorithm.name=dsgt")
+    second = of("", shards=range(1, 2), devices=["cpu"])
     assert both.layout.widths == (512, 512) and both.layout.first == (0, 512)
     assert both.layout.vectors == 2 and len(both.methods) == 2
     assert second.layout.widths == (512,) and second.layout.first == (512,)
@@ -46,9 +47,11 @@ def test_a_layout_has_the_shards_that_live_here():
 
 def test_each_shard_decays_its_own_elements():
     made = of("algorithm.name=dsgd local.name=adamw local.decoupled_decay=0.5")
-    x, change = torch.ones(1, 512), []
+    x = torch.ones(1, 512)
+    change = []
     for method in made.methods:
-        now, out = x.clone(), (torch.empty(1, 512),)
+        now = x.clone()
+        out = (torch.empty(1, 512),)
         step = algorithms.Step(0, 0, Kind.GOSSIP, 0.1, counts=(0,))
         method.send(now, torch.zeros(1, 512), method.init(now), out, step)
         change.append(int((out[0] != 1).sum()))

@@ -108,7 +108,8 @@ def test_a_skipped_row_takes_no_local_step_and_the_others_do(words):
     def two_steps(skipped):
         draw = torch.Generator().manual_seed(1)
         x = torch.randn(2, 16, generator=draw)
-        state, seen = method.init(x), []
+        state = method.init(x)
+        seen = []
         for index, rows in enumerate([(), skipped]):
             g = torch.randn(2, 16, generator=draw)
             g[list(rows)] = 0
@@ -120,7 +121,8 @@ def test_a_skipped_row_takes_no_local_step_and_the_others_do(words):
             seen.append([part.clone() for part in (x, *leaves(state))])
         return seen
 
-    plain, (before, after) = two_steps(()), two_steps((0,))
+    plain = two_steps(())
+    (before, after) = two_steps((0,))
     for old, new, usual in zip(before, after, plain[1], strict=True):
         assert torch.equal(new[1], usual[1])
         if name != "d2":  # it repeats the last change of x
@@ -132,7 +134,8 @@ def test_the_scale_grows_after_clean_steps_and_has_ends(monkeypatch):
     monkeypatch.setattr(precision, "PATIENCE", 3)
     scaler = precision.Precision("fp16", ["cpu"], rows=1)
     place = scaler.scales[0].data_ptr()
-    clean, broken = torch.ones(1, 4), torch.full((1, 4), float("nan"))
+    clean = torch.ones(1, 4)
+    broken = torch.full((1, 4), float("nan"))
     for _ in range(3):
         scaler.unscale([clean.clone()], Single())
     assert scaler.numbers(0) == {"loss_scale": 2.0**17, "clean_steps": 0}
@@ -248,15 +251,21 @@ class FakeGraphs:
     """CUDA's graphs, noted down: what is captured runs at once, and a replay is only noted."""
 
     def __init__(self, monkeypatch, fails=""):
-        self.log, self.fails = [], fails
+        self.log = []
+        self.fails = fails
         quiet = contextlib.nullcontext
         stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=self.synchronize)
         fakes = {
-            "Stream": lambda: stream, "current_stream": lambda: stream, "graph": self.graph,
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "graph": self.graph,
             "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.log.append("replay")),
-            "current_device": lambda: 0, "graph_pool_handle": iter(range(9)).__next__,
-            "stream": lambda s: quiet(), "device": lambda d: quiet(), "set_stream": lambda s: None,
-        }  # fmt: skip
+            "current_device": lambda: 0,
+            "graph_pool_handle": iter(range(9)).__next__,
+            "stream": lambda s: quiet(),
+            "device": lambda d: quiet(),
+            "set_stream": lambda s: None,
+        }
         states = {name: getattr(self, name) for name in ("clone_state", "graphsafe_set_state")}
         fakes["default_generators"] = (SimpleNamespace(**states),)
         for name, fake in fakes.items():
@@ -329,8 +338,10 @@ def test_a_capture_that_fails_is_waited_for_before_buffers_are_put_back(monkeypa
     assert fake.log[:3] == ["synchronize", "capture into pool 0", "synchronize"]
     # what torch leaves behind would stop eager work later
     assert fake.log[3:] == [
-        "no more into pool 0 of 0", "a new state", "the new state is used",
-    ]  # fmt: skip
+        "no more into pool 0 of 0",
+        "a new state",
+        "the new state is used",
+    ]
     assert not module.running_mean.any(), "warm-up passes leave no trace"
 
 
@@ -338,7 +349,9 @@ class FakeCaptured:
     """Runs the passes where a graph would be replayed."""
 
     def __init__(self, run, modules, batches):
-        self.run, self.rows, self.slots = run, len(modules), len(modules[0])
+        self.run = run
+        self.rows = len(modules)
+        self.slots = len(modules[0])
 
     def replay(self, batches):
         found = [

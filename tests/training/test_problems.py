@@ -33,7 +33,8 @@ def trained(tmp_path, *settings):
 
 def test_noise_is_of_the_gradient_alone_and_of_its_size():
     torch.manual_seed(0)
-    task, x = Quadratics(noise=0.5), torch.ones(10, requires_grad=True)
+    task = Quadratics(noise=0.5)
+    x = torch.ones(10, requires_grad=True)
     batch = torch.zeros(1, 10), torch.full((1, 10), 2.0)
     found = []
     for _ in range(4000):
@@ -48,7 +49,8 @@ def test_noise_is_of_the_gradient_alone_and_of_its_size():
 
 
 def test_the_gradient_that_is_logged_is_autograds():
-    task, whole = Factorization(noise=0), torch.randn(1, 4, 3)
+    task = Factorization(noise=0)
+    whole = torch.randn(1, 4, 3)
     point = torch.randn(7, 2, requires_grad=True)
     value, gradient, distance = task.function(point, [whole])
     assert torch.autograd.grad(value, point)[0].flatten() == pytest.approx(gradient.detach())

@@ -54,7 +54,8 @@ def test_more_ranks_than_gpus_are_told_before_nccl_finds_one_twice(monkeypatch):
     assert "ranks 0 and 2 on a have the same GPU (GPU-1)" in text and "\n" not in text
     gpus[2] = "GPU-3"
     shape.check_alike(job, world)
-    world.hosts, gpus[2] = ("a", "a", "b"), "GPU-1"
+    world.hosts = ("a", "a", "b")
+    gpus[2] = "GPU-1"
     shape.check_alike(job, world)
     gpus[:] = ["", "", ""]  # a torch that doesn't tell them apart
     shape.check_alike(job, world)

@@ -231,8 +231,10 @@ def test_failures_on_the_way_say_where_and_on_what(mine, tmp_path):
     def loss(model, batch):
         return model(batch["x"]).mean(), {}
 
-    mine(points=lambda: {"train": Changing(), "test": Changing()},
-         Fit=lambda weight: SimpleNamespace(loss=loss))  # fmt: skip
+    mine(
+        points=lambda: {"train": Changing(), "test": Changing()},
+        Fit=lambda weight: SimpleNamespace(loss=loss),
+    )
     with pytest.raises(TaskError, match=r'KeyError at .*: \'x\', on a batch of {"y": float32') as e:
         train(job(tmp_path / "run", "data.batch=1", "data.workers=0"))
     assert "\n" not in str(e.value)
@@ -286,7 +288,8 @@ def test_the_mean_loss_weighs_batches_by_their_samples_or_as_the_task_says():
 
 
 def test_classification_and_text_have_the_same_loss():
-    scores, wanted = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5))
+    scores = torch.randn(4, 5, 7)
+    wanted = torch.randint(0, 7, (4, 5))
     for one in (task.Classification(), task.LanguageModel()):
         loss, metrics = one.loss(lambda x: x, (scores, wanted))
         assert torch.equal(loss, F.cross_entropy(scores.flatten(0, 1), wanted.flatten()))

@@ -24,9 +24,12 @@ AT_ONCE = Machine(10e-3, 1e-3, 2e-3, 0.0, 1e15, 0.0, 1e15, 1e15)
 
 def made(n=8, graph="one-peer-exponential", cadence="always", **algorithm):
     job = assemble.load(
-        {"algorithm": {"name": "dsgd", **algorithm}, "graph": {"name": graph},
-         "cadence": {"name": cadence}}
-    )  # fmt: skip
+        {
+            "algorithm": {"name": "dsgd", **algorithm},
+            "graph": {"name": graph},
+            "cadence": {"name": cadence},
+        }
+    )
     return exchanges(subject(job)[0], n)
 
 
@@ -40,7 +43,8 @@ def test_the_largest_of_n_normal_numbers():
 
 @on_each("jitter", [0.0, 0.1])
 def test_a_collective_waits_for_the_slowest_of_n(jitter):
-    machine, what = replace(SLOW, jitter=jitter), subject(made().parts.job)[0]
+    machine = replace(SLOW, jitter=jitter)
+    what = subject(made().parts.job)[0]
     for n in (4, 32):
         row = predict(what, machine, Choice(ALL_REDUCE), n, 1)
         calm = predict(what, SLOW, Choice(ALL_REDUCE), n, 1)
@@ -67,7 +71,8 @@ def test_gossip_waits_longer_than_for_its_partners_and_shorter_than_for_all(grap
 @on_each("graph", ["one-peer-exponential", "ring", "complete"])
 def test_the_clock_of_events_goes_as_fast_as_the_formula(graph, cadence, algorithm):
     found = made(8, graph, cadence, **algorithm)
-    clock, timing = Clock(Timing(found, SLOW)), Timing(found, SLOW)
+    clock = Clock(Timing(found, SLOW))
+    timing = Timing(found, SLOW)
     for kind, t in found.rounds():
         clock.step(kind, t, np.full((1, 8), SLOW.compute_s))
     assert np.ptp(clock.now) < 1e-9
@@ -129,9 +134,11 @@ def test_ddp_sends_all_but_its_last_bucket_during_backward():
 
 def test_an_adaptive_period_grows_as_the_learning_rate_falls():
     job = {
-        "algorithm": {"name": "adpsgd"}, "cadence": {"period": 4}, "run": {"epochs": 90},
+        "algorithm": {"name": "adpsgd"},
+        "cadence": {"period": 4},
+        "run": {"epochs": 90},
         "data": {"source": "synthetic", "samples": 32 * 8 * 40},
-    }  # fmt: skip
+    }
     constant = subject(assemble.load(job | {"schedule": {"name": "constant"}}))[0]
     falling = assemble.load(job | {"schedule": {"name": "milestones", "milestones": [30, 60]}})
     what = subject(falling)[0]
@@ -149,11 +156,10 @@ def test_an_adaptive_period_grows_as_the_learning_rate_falls():
 
 def test_the_sum_s_rate_and_the_coding_s_count():
     what = subject(made().parts.job)[0]
-    fast, slow = (
-        replace(SLOW, encode_rate=1e12, decode_rate=1e12),
-        replace(SLOW, encode_rate=1e6, decode_rate=1e6),
-    )
-    choice, vector = Choice("one-peer-exponential", wire="bf16"), 4 * what.flat.size
+    fast = replace(SLOW, encode_rate=1e12, decode_rate=1e12)
+    slow = replace(SLOW, encode_rate=1e6, decode_rate=1e6)
+    choice = Choice("one-peer-exponential", wire="bf16")
+    vector = 4 * what.flat.size
     rows = [predict(what, machine, choice, 8, 1) for machine in (fast, slow)]
     assert rows[1].step_s - rows[0].step_s == pytest.approx(2 * vector / 1e6, rel=1e-4)
 
@@ -161,8 +167,10 @@ def test_the_sum_s_rate_and_the_coding_s_count():
 def test_the_papers_speed_tables(capsys):
     """What plan explains of them, and that it says what it can't."""
     script = runpy.run_path(str(SPEED))
-    published, found = script["HOURS"], script["hours"]()
-    peer, reduce = "one-peer-exponential", ALL_REDUCE
+    published = script["HOURS"]
+    found = script["hours"]()
+    peer = "one-peer-exponential"
+    reduce = ALL_REDUCE
     assert np.allclose(found[peer], published[peer], rtol=0.115)
     assert np.allclose(found[reduce][:2], published[reduce][:2], rtol=0.03)
     grown = np.array(found[reduce]) / np.array(found[peer])
@@ -185,15 +193,21 @@ def test_an_exchange_with_a_delay_is_waited_for_when_it_is_taken_in(delay, bandw
     """What the steps in between don't hide is waited for, once a period; then the sum is formed."""
     cadence = {"name": "every", "period": 4, "delay": delay}
     job = assemble.load(
-        {"algorithm": {"name": "dsgd"}, "graph": {"name": "one-peer-exponential"},
-         "cadence": cadence}
-    )  # fmt: skip
-    found, machine = exchanges(subject(job)[0], 8), replace(SLOW, bandwidth=bandwidth)
+        {
+            "algorithm": {"name": "dsgd"},
+            "graph": {"name": "one-peer-exponential"},
+            "cadence": cadence,
+        }
+    )
+    found = exchanges(subject(job)[0], 8)
+    machine = replace(SLOW, bandwidth=bandwidth)
     own = machine.compute_s + machine.node_s + machine.update_s
     size = found.parts.layout.sent_bytes
-    message, term = machine.latency_s + size / bandwidth, size / machine.combine_rate
+    message = machine.latency_s + size / bandwidth
+    term = size / machine.combine_rate
     wanted = own + (max(message - delay * own, 0) + term) / 4
-    clock, timing = Clock(Timing(found, machine)), Timing(found, machine)
+    clock = Clock(Timing(found, machine))
+    timing = Timing(found, machine)
     for kind, t in replace(found, steps=400).rounds():
         clock.step(kind, t, np.full((1, 8), machine.compute_s))
     assert clock.now.max() / 400 == pytest.approx(wanted, rel=0.02)  # its first period has none

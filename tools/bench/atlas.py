@@ -27,13 +27,16 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 LAB = ROOT / "tools" / "labs" / "net.sh"
-HOSTS, COMPUTE_S, SLOW_TIMES = 4, 0.2, 3.0
+HOSTS = 4
+COMPUTE_S = 0.2
+SLOW_TIMES = 3.0
 SLOW_GBIT = 0.02
 NOMINAL = 119e6
 """Bytes/s of TCP's payload over a link of 1 Gbit/s."""
 BASE = "1 Gbit/s"
 """Links of other rates are predicted from the machine that was measured with these."""
-WIDTH, LAYERS = 512, 4
+WIDTH = 512
+LAYERS = 4
 """4 layers of 512 x 512: 1.05 M parameters with the first and the last."""
 SECONDS = 6.0
 """Of a cell, about; but whole periods, and two steps at least."""
@@ -124,7 +127,8 @@ def predicted(words: str, slow: str, machine, gbit: float | None) -> float:
     job = job_of(words, slow)
     made = exchanges(subject(job)[0], HOSTS)
     here = linked(machine, gbit) if gbit else machine
-    links, pace = np.full(HOSTS, here.bandwidth), np.ones((1, HOSTS))
+    links = np.full(HOSTS, here.bandwidth)
+    pace = np.ones((1, HOSTS))
     if slow == "link":
         links[-1] = at_rate(machine.bandwidth, SLOW_GBIT)
     pace[0, -1] = SLOW_TIMES if slow == "node" else 1
@@ -230,7 +234,8 @@ def ddp(world, slow: str):
     join(world.comm, "eth0")
     own = {"times": SLOW_TIMES, "slow": HOSTS - 1} if slow == "node" else {}
     model = nn.parallel.DistributedDataParallel(layers((1, 2, 2), 2, seconds=COMPUTE_S, **own))
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=1e-3), torch.ones(1, 1, 2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.ones(1, 1, 2, 2)
 
     def step():
         optimizer.zero_grad()
@@ -250,15 +255,18 @@ def measured(world, step, period: int) -> dict:
     for _ in range(-2 % period if period <= 8 else 0):  # any whole period will do where it is long
         step()
     world.barrier()
-    sent, begin = sent_bytes(), time.perf_counter()
+    sent = sent_bytes()
+    begin = time.perf_counter()
     for _ in range(count):
         step()
     seconds = time.perf_counter() - begin
     each = world.comm.allgather((seconds, sent_bytes() - sent))
     return {
-        "steps": count, "step_s": max(s for s, _ in each) / count,
-        "bytes": float(np.mean([b for _, b in each])) / count, "load": os.getloadavg()[0],
-    }  # fmt: skip
+        "steps": count,
+        "step_s": max(s for s, _ in each) / count,
+        "bytes": float(np.mean([b for _, b in each])) / count,
+        "load": os.getloadavg()[0],
+    }
 
 
 # -- the table ---------------------------------------------------------------------
@@ -293,9 +301,13 @@ def on_hosts(links: Network, words: list[str]) -> Iterator[dict]:
             shape = f"root tbf rate {1000 * SLOW_GBIT:g}mbit burst 256kb latency 10ms"
             command = ["tc", "qdisc", "change", "dev", "eth0", *shape.split()]
             subprocess.run([LAB, "on", f"h{HOSTS}", *command], check=True)
-        run = subprocess.Popen([LAB, "run", str(HOSTS), sys.executable, *words], cwd=ROOT,
-                               text=True, stdout=subprocess.PIPE,
-                               env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+        run = subprocess.Popen(
+            [LAB, "run", str(HOSTS), sys.executable, *words],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
         for line in run.stdout or ():
             if line.startswith("{"):
                 print(line.strip(), flush=True)
@@ -312,7 +324,8 @@ def rows_of(out: Path) -> list[dict]:
 
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     machines = {line["network"]: Machine(**line["machine"]) for line in lines if "machine" in line}
-    first, rows = machines[BASE], []
+    first = machines[BASE]
+    rows = []
     for line in lines:
         if "cell" in line:
             links = NETWORKS[line["network"]]
@@ -335,10 +348,13 @@ def show(out: Path) -> None:
         line = []
         for network in networks:
             row = cells.get((name, network))
-            line.append("-" if row is None else
-                        f"{100 * COMPUTE_S / row['step_s']:.0f} "
-                        f"({100 * COMPUTE_S / row['predicted_s']:.0f}) "
-                        f"{row['bytes'] / 1e6:.3g}")  # fmt: skip
+            line.append(
+                "-"
+                if row is None
+                else f"{100 * COMPUTE_S / row['step_s']:.0f} "
+                f"({100 * COMPUTE_S / row['predicted_s']:.0f}) "
+                f"{row['bytes'] / 1e6:.3g}"
+            )
         print(f"| {name} | " + " | ".join(line) + " |")
     for bar in (0.15, 0.2):
         near = sum(abs(row["predicted_s"] / row["step_s"] - 1) <= bar for row in rows)

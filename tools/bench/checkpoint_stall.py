@@ -48,7 +48,8 @@ def seconds(ranks, folder: Path, options: argparse.Namespace, every: int) -> flo
     settings += [f"run.steps={options.steps}", "run.evaluate_every=0", "log.consensus_every=0"]
     settings += ["checkpoint.keep=1", f"checkpoint.every_steps={every}", f"run.output={folder}"]
     job = assemble.load({}, settings)
-    assembly, stamps = assemble.assemble(job, ranks, ranks.size), Stamps()
+    assembly = assemble.assemble(job, ranks, ranks.size)
+    stamps = Stamps()
     # the last step is the same in both arms: evaluation and checkpoint lie behind it
     train(JobNode(assembly, ranks), hooks=[stamps])
     assembly.close()

@@ -40,7 +40,9 @@ class Ours:
         self.name = f"mpigossip {name if kind is Kind.GOSSIP else 'global average'}"
         self.name += ", with copies in and out" if copies else ""
         self.mixer = open_mixer(graph(name, ranks.size), Layout((count,)), ranks, timeout_s=WAIT_S)
-        self.kind, self.copies, self.t = kind, copies, 0
+        self.kind = kind
+        self.copies = copies
+        self.t = 0
         self.x = torch.zeros(1, count)
 
     def fill(self, value: float) -> None:
@@ -129,15 +131,21 @@ def average(ranks: World, options) -> None:
     middle = {name: statistics.median(each) for name, each in times.items()}
     ours = [name for name in middle if name.startswith("mpigossip one-peer")]
     say(ranks, f"{ranks.size} ranks, {4 * count / 1e6:.0f} MB, {repeat + 1} repeats; medians")
-    say(ranks, f"{'':46}{'ms':>8} {'spread':>7} {'x limit':>8} {'exact':>6} {'/ pairs':>8} "
-        f"{'/ directed':>10}")  # fmt: skip
+    say(
+        ranks,
+        f"{'':46}{'ms':>8} {'spread':>7} {'x limit':>8} {'exact':>6} {'/ pairs':>8} "
+        f"{'/ directed':>10}",
+    )
     for name, each in times.items():
         quarters = statistics.quantiles(each, n=4)
         spread = (quarters[2] - quarters[0]) / middle[name]
         ratios = [middle[name] / middle[other] for other in (ours[0], ours[2])]
-        say(ranks, f"{name:46}{1e3 * middle[name]:8.1f} {spread:7.0%} "
+        say(
+            ranks,
+            f"{name:46}{1e3 * middle[name]:8.1f} {spread:7.0%} "
             f"{middle[name] / middle[found[0].name]:8.2f} {right.get(name, '-')!s:>6} "
-            f"{ratios[0]:8.2f} {ratios[1]:10.2f}")  # fmt: skip
+            f"{ratios[0]:8.2f} {ratios[1]:10.2f}",
+        )
     for one in found:
         if isinstance(one, Ours):
             one.mixer.close()
@@ -151,7 +159,8 @@ class Gossip:
 
     def __init__(self, ranks: World, name: str, job: dict):
         """A trainer without its mixer."""
-        self.ranks, self.name = ranks, name
+        self.ranks = ranks
+        self.name = name
         self.job = assemble.load(job)
         self.assembly = assemble.assemble(self.job, ranks, ranks.size)
         self.close()
@@ -251,15 +260,23 @@ def train(ranks: World, options) -> None:
             steps = range(first, first + per_epoch)
             seconds[one.name].append(turn(ranks, one, steps))
             right[one.name].append(accuracy(ranks, one, shared))
-        say(ranks, f"epoch {epoch + 1}: " + ", ".join(
-            f"{one.name} {seconds[one.name][-1]:.1f} s {right[one.name][-1]:.3f}" for one in found
-        ))  # fmt: skip
+        say(
+            ranks,
+            f"epoch {epoch + 1}: "
+            + ", ".join(
+                f"{one.name} {seconds[one.name][-1]:.1f} s {right[one.name][-1]:.3f}"
+                for one in found
+            ),
+        )
     ours = statistics.median(seconds[found[0].name])
     say(ranks, f"\n{'':32}{'s an epoch':>11} {'ms a step':>10} {'/ ahead':>8} {'accuracy':>9}")
     for one in found:
         median = statistics.median(seconds[one.name])
-        say(ranks, f"{one.name:32}{median:11.2f} {1e3 * median / per_epoch:10.2f} "
-            f"{median / ours:8.2f} {right[one.name][-1]:9.3f}")  # fmt: skip
+        say(
+            ranks,
+            f"{one.name:32}{median:11.2f} {1e3 * median / per_epoch:10.2f} "
+            f"{median / ours:8.2f} {right[one.name][-1]:9.3f}",
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -64,9 +64,12 @@ def join(comm: MPI.Comm, interface: str) -> None:
             where = f"tcp://{_address(interface)}:{free.getsockname()[1]}"
     where = comm.bcast(where)
     dist.init_process_group(
-        "gloo", init_method=where, rank=comm.rank, world_size=comm.size,
+        "gloo",
+        init_method=where,
+        rank=comm.rank,
+        world_size=comm.size,
         timeout=timedelta(seconds=120),
-    )  # fmt: skip
+    )
 
 
 def _address(interface: str) -> str:
@@ -109,8 +112,11 @@ class Neighbour:
 
     def __init__(self, comm: MPI.Comm, count: int):
         """A vector and a buffer."""
-        self.rank, self.n, self.t = comm.rank, comm.size, 0
-        self.x, self.buffer = torch.zeros(count), torch.zeros(count)
+        self.rank = comm.rank
+        self.n = comm.size
+        self.t = 0
+        self.x = torch.zeros(count)
+        self.buffer = torch.zeros(count)
 
     def fill(self, value: float) -> None:
         """Every element becomes the value."""
@@ -119,7 +125,8 @@ class Neighbour:
     def round(self) -> None:
         """One round of the one-peer exponential graph."""
         hop = 1 << self.t % (self.n - 1).bit_length()
-        to, source = (self.rank + hop) % self.n, (self.rank - hop) % self.n
+        to = (self.rank + hop) % self.n
+        source = (self.rank - hop) % self.n
         if self.pairs:
             to = source = self.rank ^ hop
         works = [dist.isend(self.x, to), dist.irecv(self.buffer, source)]
@@ -210,11 +217,16 @@ class Ddp:
 
     def __init__(self, module: torch.nn.Module, lr: float, batches: Callable, cap: float):
         """``batches(index)`` gives this rank's batch; ``cap``: bucket_cap_mb."""
-        self.name, self.module, self.batches = f"DDP, bucket_cap_mb {cap:g}", module, batches
+        self.name = f"DDP, bucket_cap_mb {cap:g}"
+        self.module = module
+        self.batches = batches
         self.run = DistributedDataParallel(
-            module, bucket_cap_mb=cap, gradient_as_bucket_view=True, broadcast_buffers=False,
+            module,
+            bucket_cap_mb=cap,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
             static_graph=True,
-        )  # fmt: skip
+        )
         self.optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
 
     def step(self, index: int) -> None:

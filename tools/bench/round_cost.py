@@ -21,7 +21,8 @@ from mpigossip.mixing.base import Kind, Layout, Mixer
 
 COUNT = 256
 """Elements of the vector: 1 KB; half as many of float64."""
-ROUNDS, REPEATS = 12, 300
+ROUNDS = 12
+REPEATS = 300
 """Short turns, so that some fall between those of other programs."""
 
 
@@ -50,8 +51,10 @@ def plain(averager: mpigossip.Averager, x: np.ndarray) -> Callable[[], None]:
 
 def bare(comm: MPI.Comm, window: MPI.Win, put: bool) -> Callable[[], None]:
     """The MPI calls of it: [a put and its flush,] a token "ready" and one "done" both ways."""
-    other, data = 1 - comm.rank, np.ones(4 * COUNT, np.uint8)
-    out, into = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    other = 1 - comm.rank
+    data = np.ones(4 * COUNT, np.uint8)
+    out = np.zeros(1, np.int64)
+    into = np.zeros(1, np.int64)
 
     def work() -> None:
         if put:

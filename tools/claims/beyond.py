@@ -23,9 +23,12 @@ def ceca(options) -> Iterator[Row]:
         method = algorithms.build("ceca", "sgd", {}, 0, made)
         worst = max(worst, _off(after(method, made, rounds_needed(n))))
     yield Row(
-        "CECA exact in ⌈log2 n⌉ one-peer rounds, n = 2 … 129", "Ding et al. 2023",
-        "≤ 1e-9", f"furthest from the mean: {worst:.1e}", worst <= 1e-9,
-    )  # fmt: skip
+        "CECA exact in ⌈log2 n⌉ one-peer rounds, n = 2 … 129",
+        "Ding et al. 2023",
+        "≤ 1e-9",
+        f"furthest from the mean: {worst:.1e}",
+        worst <= 1e-9,
+    )
 
 
 def _off(ends: torch.Tensor) -> float:
@@ -47,15 +50,17 @@ def equitopo(options) -> Iterator[Row]:
         words = ", ".join(f"n = {n}: {value:.4f}" for n, value in found.items())
         yield Row(
             f"OD-EquiDyn, η = {eta:g}: factor of E ‖x − x̄‖² a round",
-            "Song et al. 2022", wanted,
+            "Song et al. 2022",
+            wanted,
             f"{words}; 40 rounds drawn, n = 64: {rate:.3f} a round from the worst start",
             all(abs(found[n] - bar) < 1e-3 for n, bar in bars.items()),
-        )  # fmt: skip
+        )
 
 
 def push_sum(options) -> Iterator[Row]:
     """On a directed irregular graph, whose rows don't sum to one, only push-sum finds the mean."""
-    n, ends = 11, []
+    n = 11
+    ends = []
     network = networkx.cycle_graph(n, networkx.DiGraph)
     network.add_edges_from((0, to) for to in range(2, n, 3))
     for name, weights in (("sgp", "push"), ("dsgd", "uniform")):
@@ -65,10 +70,12 @@ def push_sum(options) -> Iterator[Row]:
     apart = float((ends[1] - ends[1].mean(0)).abs().max())
     yield Row(
         f"directed irregular graph of {n} nodes, 400 rounds: distance from the true mean",
-        "Assran et al. 2019", "sgp ≤ 1e-9, plain gossip > 1e-2",
+        "Assran et al. 2019",
+        "sgp ≤ 1e-9, plain gossip > 1e-2",
         f"sgp {pushed:.1e}; dsgd (rows sum to one) {plain:.2g}, though its nodes agree to "
-        f"{apart:.0e}", pushed <= 1e-9 and plain > 1e-2,
-    )  # fmt: skip
+        f"{apart:.0e}",
+        pushed <= 1e-9 and plain > 1e-2,
+    )
 
 
 CLAIMS = (ceca, equitopo, push_sum)

@@ -51,7 +51,9 @@ def main() -> int:
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
     settings = comm.allreduce(list(combinations(comm.size, comm.rank, comm.size)))
-    world, got, different = World(comm), {}, []
+    world = World(comm)
+    got = {}
+    different = []
     for way in ("read", "put"):
         mine = [d.whole().numpy()[0] for d in on_ranks(settings, world, way, STEPS)]
         got[way] = np.stack(comm.allgather(np.stack(mine)), axis=1)
@@ -70,7 +72,8 @@ def equal(options) -> Iterator[Row]:
     """All combinations at each size, neighbours of the same host read in place and by put."""
     from tests.launch import mpirun
 
-    counts, different = [], []
+    counts = []
+    different = []
     for n in SIZES:
         ran = mpirun(n, [sys.executable, __file__], timeout=1500)
         if ran.returncode:
@@ -79,11 +82,12 @@ def equal(options) -> Iterator[Row]:
         counts.append(f"n = {n}: {told['combinations']}")
         different += [f"n = {n}: {case}" for case in told["different"]]
     yield Row(
-        "every algorithm x graph x wire format that a job may name: simulated = ranks", "own bar",
+        "every algorithm x graph x wire format that a job may name: simulated = ranks",
+        "own bar",
         "equal to the last bit, neighbours read in place and by put",
         f"combinations {', '.join(counts)}; different: {'; '.join(different) or 'none'}",
         not different,
-    )  # fmt: skip
+    )
 
 
 CLAIMS = (equal,)

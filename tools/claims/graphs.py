@@ -27,9 +27,30 @@ RESIDUES = {3: 0.25, 5: 0.2023, 6: 0.2165, 7: 0.125, 12: 0.2091, 24: 0.2073, 25:
 """What one period of the one-peer exponential graph leaves."""
 
 BASE2_LENGTHS = {
-    2: 1, 3: 3, 4: 2, 5: 5, 6: 4, 7: 5, 8: 3, 9: 7, 10: 6, 12: 5, 15: 7, 16: 4, 17: 9, 20: 7, 24: 6,
-    25: 9, 31: 9, 32: 5, 33: 11, 40: 8, 48: 7, 63: 11, 64: 6,
-}  # fmt: skip
+    2: 1,
+    3: 3,
+    4: 2,
+    5: 5,
+    6: 4,
+    7: 5,
+    8: 3,
+    9: 7,
+    10: 6,
+    12: 5,
+    15: 7,
+    16: 4,
+    17: 9,
+    20: 7,
+    24: 6,
+    25: 9,
+    31: 9,
+    32: 5,
+    33: 11,
+    40: 8,
+    48: 7,
+    63: 11,
+    64: 6,
+}
 """Rounds of the Base-2 graph."""
 
 MIXING = {
@@ -50,13 +71,15 @@ def exponential_gap(options) -> Iterator[Row]:
     """The gap of the static exponential graph."""
     gaps = ((n, spectral_gap(graph("exponential", n))) for n in range(2, 257))
     over = [gap - 2 / (1 + rounds_needed(n)) for n, gap in gaps]
-    even, odd = max(map(abs, over[::2])), min(over[1::2])
+    even = max(map(abs, over[::2]))
+    odd = min(over[1::2])
     yield Row(
         "static exponential gap = 2/(1+⌈log2 n⌉) for even n, larger for odd n; n = 2 … 256",
-        "Ying et al., NeurIPS 2021", "≤ 1e-12; > 0",
+        "Ying et al., NeurIPS 2021",
+        "≤ 1e-12; > 0",
         f"even: differs by ≤ {even:.1e}; odd: larger by ≥ {odd:.3f}",
         even <= 1e-12 and odd > 0,
-    )  # fmt: skip
+    )
 
 
 def one_peer_exact(options) -> Iterator[Row]:
@@ -70,27 +93,35 @@ def one_peer_exact(options) -> Iterator[Row]:
         worst = max(worst, *(residue(g, tau, k * tau) for g in drawn for k in range(4)))
     yield Row(
         "one-peer exponential exact in log2 n rounds, n = 2 … 256: cyclic from any round, permuted "
-        "in each period", "Ying et al., NeurIPS 2021", "≤ 1e-12", f"‖ΠW − J‖ ≤ {worst:.1e}",
+        "in each period",
+        "Ying et al., NeurIPS 2021",
+        "≤ 1e-12",
+        f"‖ΠW − J‖ ≤ {worst:.1e}",
         worst <= 1e-12,
-    )  # fmt: skip
+    )
     found = {n: residue(graph("one-peer-exponential", n)) for n in RESIDUES}
     yield Row(
-        "what one period leaves for other n", "own arithmetic",
+        "what one period leaves for other n",
+        "own arithmetic",
         ", ".join(f"{n}: {value:g}" for n, value in RESIDUES.items()),
         ", ".join(f"{n}: {value:.4f}" for n, value in found.items()),
         all(abs(found[n] - value) < 6e-5 for n, value in RESIDUES.items()),
-    )  # fmt: skip
+    )
 
 
 def finite_time(options) -> Iterator[Row]:
     """Base-(k+1) and hyper-hypercube graphs are exact, short and of degree ≤ k."""
     for k in range(1, 5):
-        base, smooth = f"base-{k + 1}", [n for n in range(2, 130) if factors(n, k + 1)]
+        base = f"base-{k + 1}"
+        smooth = [n for n in range(2, 130) if factors(n, k + 1)]
         for name, which, graphs in (
             (base, "n = 2 … 129", [graph(base, n) for n in range(2, 130)]),
-            ("hyper-hypercube", f"{len(smooth)} n ≤ 129",
-             [graph("hyper-hypercube", n, p=k) for n in smooth]),
-        ):  # fmt: skip
+            (
+                "hyper-hypercube",
+                f"{len(smooth)} n ≤ 129",
+                [graph("hyper-hypercube", n, p=k) for n in smooth],
+            ),
+        ):
             worst = max(residue(g) for g in graphs)
             degree = max(g.degree for g in graphs)
             used = max(g.period / (2 * math.log(g.n, k + 1) + 2) for g in graphs)
@@ -98,11 +129,12 @@ def finite_time(options) -> Iterator[Row]:
             right = name != "base-2" or BASE2_LENGTHS.items() <= lengths.items()
             note = ", lengths of 6.2 reproduced" * (right and name == "base-2")
             yield Row(
-                f"{name} with k = {k} exact for {which}", "Takezawa et al., NeurIPS 2023",
+                f"{name} with k = {k} exact for {which}",
+                "Takezawa et al., NeurIPS 2023",
                 f"≤ 1e-9, length ≤ 2 log n + 2 (base {k + 1}), degree ≤ {k}",
                 f"residue {worst:.0e}, longest {used:.2f} of the bound, degree {degree}{note}",
                 worst <= 1e-9 and used <= 1 and degree <= k and right,
-            )  # fmt: skip
+            )
 
 
 def laplacian_weights(options) -> Iterator[Row]:
@@ -110,14 +142,16 @@ def laplacian_weights(options) -> Iterator[Row]:
     for label, (name, n, *expected) in MIXING.items():
         drawn = name in ("random-regular", "G(n, 2n)")
         pairs = np.array([_rates(name, n, seed) for seed in range(20 if drawn else 1)])
-        found, near = np.median(pairs, axis=0), 0.05 if drawn else 6e-5
+        found = np.median(pairs, axis=0)
+        near = 0.05 if drawn else 6e-5
         ahead = bool((pairs[:, 0] < pairs[:, 1] + 1e-12 * (name == "hypercube")).all())
         yield Row(
             f"ρ by Laplacian and Metropolis weights, {label}" + " (median of 20 draws)" * drawn,
-            "own arithmetic" + ", one draw" * drawn, "{:.4f}, {:.4f}".format(*expected),
+            "own arithmetic" + ", one draw" * drawn,
+            "{:.4f}, {:.4f}".format(*expected),
             "{:.4f}, {:.4f}".format(*found) + "; never slower" * ahead,
             ahead and bool((np.abs(found - expected) <= near).all()),
-        )  # fmt: skip
+        )
 
 
 def _rates(name: str, n: int, seed: int) -> list[float]:
@@ -131,9 +165,12 @@ def _rates(name: str, n: int, seed: int) -> list[float]:
 def topology_search(options) -> Iterator[Row]:
     """The search reaches its bars and stays connected and within its budget."""
     plans = [(16, 20.0, 0.37), (32, 60.0, 0.23), (64, 60.0, 0.17)]
-    kind, said = "seconds", "{:g} s on one core"
+    kind = "seconds"
+    said = "{:g} s on one core"
     if options.quick:
-        plans, kind, said = [(16, 10_000, 0.31)], "evaluations", "{} graphs judged"
+        plans = [(16, 10_000, 0.31)]
+        kind = "evaluations"
+        said = "{} graphs judged"
     for n, limit, bar in plans:
         found = search(n, degree=4, seed=0, **{kind: limit})
         degrees = np.bincount(np.array(found.edges).ravel(), minlength=n)
@@ -142,26 +179,35 @@ def topology_search(options) -> Iterator[Row]:
         agrees = abs(rho - (1 - found.score) / (1 + found.score)) < 1e-9
         yield Row(
             f"topology search, degree 4, n = {n}, {said.format(limit)}",
-            "own bar, after Jameel et al. 2020", f"r ≥ {bar}, connected, within the budget",
+            "own bar, after Jameel et al. 2020",
+            f"r ≥ {bar}, connected, within the budget",
             f"r = {found.score:.4f} after {found.seconds:.1f} s, {found.evaluations} graphs",
             bool(sound and agrees and found.score >= bar),
-        )  # fmt: skip
+        )
 
 
 def speed(options) -> Iterator[Row]:
     """`graph show` for 4,096 nodes, and a simulated step against its gradients alone."""
     took = {}
-    for name in ("exponential", "ring", "ring-lattice", "one-peer-exponential",
-                 "one-peer-hypercube", "base-2"):  # fmt: skip
+    for name in (
+        "exponential",
+        "ring",
+        "ring-lattice",
+        "one-peer-exponential",
+        "one-peer-hypercube",
+        "base-2",
+    ):
         begin = sum(os.times()[2:4])  # of children that have ended
         command = [sys.executable, "-m", "mpigossip", "graph", "show", name, "--nodes", "4096"]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
         took[name] = sum(os.times()[2:4]) - begin
     yield Row(
         "`graph show`, n = 4,096: circulant and one-peer graphs, processor time of the command",
-        "own bar", "< 2 s", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items()),
+        "own bar",
+        "< 2 s",
+        ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items()),
         max(took.values()) < 2,
-    )  # fmt: skip
+    )
     data = {"source": "synthetic", "samples": 32 * 64, "workers": 0}
     assembly = _nodes(64, data=data, model={"name": "lenet"})
     module = assemble.make_model(assembly.parts.job, assembly.source)
@@ -176,10 +222,11 @@ def speed(options) -> Iterator[Row]:
     assembly.close()
     yield Row(
         "64 LeNet nodes (batch 32, CIFAR's shape) simulated: a step against 64 single gradients",
-        "own bar", "≤ 1.3 times",
+        "own bar",
+        "≤ 1.3 times",
         f"{whole * 1e3:.0f} ms against {alone * 1e3:.0f} ms: {whole / alone:.2f} times",
         whole <= 1.3 * alone,
-    )  # fmt: skip
+    )
 
 
 def _nodes(n: int, **sections):
@@ -204,12 +251,20 @@ def vectorized(options) -> Iterator[Row]:
         for one in both:
             one.close()
         yield Row(
-            f"node.vmap, {n} {name} nodes on digits, a step", "own bar", "same numbers to rounding",
-            f"loop {loop:.0f} ms, vmap {vmap:.0f} ms; apart {apart:.0e}", apart < 1e-5,
-        )  # fmt: skip
+            f"node.vmap, {n} {name} nodes on digits, a step",
+            "own bar",
+            "same numbers to rounding",
+            f"loop {loop:.0f} ms, vmap {vmap:.0f} ms; apart {apart:.0e}",
+            apart < 1e-5,
+        )
 
 
 CLAIMS = (
-    exponential_gap, one_peer_exact, finite_time, laplacian_weights, topology_search, speed,
+    exponential_gap,
+    one_peer_exact,
+    finite_time,
+    laplacian_weights,
+    topology_search,
+    speed,
     vectorized,
-)  # fmt: skip
+)

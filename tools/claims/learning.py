@@ -45,7 +45,8 @@ class Protocol:
 
     def __init__(self, path: Path, options):
         """``options``: the command line."""
-        self.name, self.options = path.stem, options
+        self.name = path.stem
+        self.options = options
         given = arguments(path, mpigossip.study, OWN_KEYS)
         self.own = {key: given.pop(key, None) for key in OWN_KEYS}
         folder = options.runs / f"{self.name}{'-rehearsal' * options.rehearse}"
@@ -59,7 +60,8 @@ class Protocol:
         places = {"{data}": str(self.options.data)}
         if "{searched}" in str(self.given):
             places["{searched}"] = str(self._searched(self.given["nodes"]))
-        given, common = _filled(self.given, places), self.own["common"]
+        given = _filled(self.given, places)
+        common = self.own["common"]
         for table in ("", COMMON)[: 1 + bool(common)]:
             rates = given | ({"rates": [common]} if table else {})
             yield table, mpigossip.study(**rates | {"grid": self._grid(rates)})
@@ -151,13 +153,16 @@ def judged(apart: Sequence[float], by: float = 0.0, alike: float | None = None) 
     None where it lies on both sides, or there are fewer than SEEDS.
     """
     mean, half = interval(apart)
-    low, high = mean - half, mean + half
+    low = mean - half
+    high = mean + half
     if len(apart) < SEEDS:
         return None
     if alike is not None:
-        within, beyond = -alike <= low and high <= alike, low > alike or high < -alike
+        within = -alike <= low and high <= alike
+        beyond = low > alike or high < -alike
     else:
-        within, beyond = low >= by, high < by
+        within = low >= by
+        beyond = high < by
     return True if within else False if beyond else None
 
 
@@ -169,7 +174,8 @@ def _interval(values: Sequence[float]) -> str:
 
 def _method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
     """A method's figures with their intervals, its rate, and bytes where they are judged."""
-    found, runs = study.rows[study.cells.index(cell)], study.ended(cell)
+    found = study.rows[study.cells.index(cell)]
+    runs = study.ended(cell)
     words = []
     for name in dict.fromkeys([study.judge, *figures]):
         if name != "bytes_sent":

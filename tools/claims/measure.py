@@ -42,8 +42,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="short searches, no training")
-    add("--only", action="append", metavar="NAME", default=[], choices=[*FUNCTIONS, *PROTOCOLS],
-        help="one of %(choices)s; repeatable")  # fmt: skip
+    add(
+        "--only",
+        action="append",
+        metavar="NAME",
+        default=[],
+        choices=[*FUNCTIONS, *PROTOCOLS],
+        help="one of %(choices)s; repeatable",
+    )
     add("--data", type=Path, help="CIFAR-10, packed by `mpigossip data pack`")
     add("--out", type=Path, help="write the table there, in Markdown")
     add("--before", type=Path, help="an older table: verdicts that have changed say so")
@@ -87,7 +93,8 @@ def main(given: list[str] | None = None) -> int:
             print(f"{name:<12} {runs:5} runs  {hours:.2f} hours, {options.workers} at a time")
         return 0
     before = verdicts(options.before.read_text("utf-8")) if options.before else {}
-    rows, began = list[Row](), time.monotonic()
+    rows = list[Row]()
+    began = time.monotonic()
     for row in measure(options):
         rows.append(row)
         print(f"{row.verdict:<18} {row.claim}: {row.measured} (bar: {row.expected})", flush=True)

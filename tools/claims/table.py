@@ -61,7 +61,8 @@ def markdown(rows: Sequence[Row], before: Mapping[str, str]) -> str:
 
 def laid_out(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table without long cells, and below it in full the rows that were shortened."""
-    lines, below = [HEAD], []
+    lines = [HEAD]
+    below = []
     for claim, source, expected, measured, verdict in rows:
         if max(len(expected), len(measured)) > WIDE:
             below += ["", f"**{claim}** ({source}). Expected: {expected}. Measured:", ""]

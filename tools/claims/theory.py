@@ -36,7 +36,8 @@ from mpigossip.graphs.spectral import spectral_gap
 from mpigossip.graphs.theory import quadratic_limit
 from mpigossip.mixing import compressors
 
-SIZES, N = (8, 16, 32, 64), 16
+SIZES = (8, 16, 32, 64)
+N = 16
 GRAPHS = {
     "ring": ("n⁷", "n¹¹"),
     "grid": ("n⁵ log² n", "n⁷ log⁴ n"),
@@ -44,7 +45,8 @@ GRAPHS = {
     "one-peer-exponential": ("n³ log² n", "n³ log⁴ n"),
 }
 """What the exponential-graph paper's table has for data alike and not alike."""
-WIDTH, SEED = 256, 0
+WIDTH = 256
+SEED = 0
 LARGEST = 0.9
 """Of the rates; γ < 2 is stable here."""
 READING = """
@@ -88,7 +90,8 @@ def minima(n: int, data: str, width: int = 1) -> torch.Tensor:
 
 def expected(made: Graph, data: str, lr: float) -> float:
     """Mean over nodes and a period of E (x_i − x̄)² a coordinate, where D-PSGD settles."""
-    n, period = made.n, made.period or 1
+    n = made.n
+    period = made.period or 1
     ws = [made.matrix(t) - 1 / n for t in range(period)]
     if data != "noise":
         width = 64 if data == "random" else 1
@@ -99,10 +102,13 @@ def expected(made: Graph, data: str, lr: float) -> float:
             x = w @ (x - lr * (x - b))
             found.append((x**2).mean())
         return float(np.mean(found))
-    map_, add = np.eye(n), np.zeros((n, n))
+    map_ = np.eye(n)
+    add = np.zeros((n, n))
     for w in ws:
-        map_, add = (1 - lr) * w @ map_, w @ ((1 - lr) ** 2 * add + lr**2 * np.eye(n)) @ w.T
-    spread, found = solve_discrete_lyapunov(map_, add), []
+        map_ = (1 - lr) * w @ map_
+        add = w @ ((1 - lr) ** 2 * add + lr**2 * np.eye(n)) @ w.T
+    spread = solve_discrete_lyapunov(map_, add)
+    found = []
     for w in ws:
         spread = w @ ((1 - lr) ** 2 * spread + lr**2 * np.eye(n)) @ w.T
         found.append(np.trace(spread) / n)
@@ -161,7 +167,8 @@ def transients(out: Callable[[str], None]) -> None:
         heads = " | ".join(f"n = {n}: measured, formula" for n in SIZES)
         out(f"\n| T*, {data} | {heads} | slope | paper |\n|{'---|' * (len(SIZES) + 3)}")
         for name, orders in GRAPHS.items():
-            steps, said = [], []
+            steps = []
+            said = []
             for n in SIZES:
                 made = graph(name, n)
                 by_hand = meets(expected, made, data, 0.1 / n)
@@ -206,8 +213,10 @@ def limits(out: Callable[[str], None]) -> None:
         for t in range(made.period or 1):
             x = torch.from_numpy(made.matrix(t)) @ x
         apart = float((x - 1 / n).abs().max())
-        out(f"| one-peer, {n} nodes: largest entry of Π W − J after {made.period} rounds | "
-            f"{apart:.0e} | 0 | {apart:.0e} |")  # fmt: skip
+        out(
+            f"| one-peer, {n} nodes: largest entry of Π W − J after {made.period} rounds | "
+            f"{apart:.0e} | 0 | {apart:.0e} |"
+        )
 
 
 def choco(out: Callable[[str], None]) -> None:
@@ -216,7 +225,8 @@ def choco(out: Callable[[str], None]) -> None:
     out("|---|---|---|")
     for name in ("ring", "exponential"):
         for kept, size in ((0.05, 0.1), (0.25, 0.3)):
-            made, draw = graph(name, N), torch.Generator().manual_seed(0)
+            made = graph(name, N)
+            draw = torch.Generator().manual_seed(0)
             method = algorithms.build("choco", "sgd", {"consensus_step": size}, 0, made)
             wire = compressors.wire("top-k", 127, kept, 0)
             x = torch.randn(N, 512, generator=draw)

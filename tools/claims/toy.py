@@ -18,7 +18,10 @@ from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.mixing.wire import FP32, Wire
 
-N, LR, BETA, SEED = 16, 0.05, 0.9, 0
+N = 16
+LR = 0.05
+BETA = 0.9
+SEED = 0
 INF = np.inf
 METHODS: dict[str, tuple] = {
     "DSGD ATC": ("dsgd", "sgd", {"style": "atc"}, 5.6e-2, 4.4e-2, 2.7e-2),
@@ -42,9 +45,11 @@ They are by arithmetic apart from the package, ≤ 1e-10 written as 0, divergenc
 Averaged momentum steps along the old momentum there, and tracking ATC is the textbook's: the
 gradient is taken between two exchanges, where the package's `dsgt` has one exchange a step.
 """
-ZERO, TIE = 1e-10, 0.1
+ZERO = 1e-10
+TIE = 0.1
 """A limit that counts as zero, and the relative difference below which two limits tie."""
-STEPS, WINDOW = 20_000, 100
+STEPS = 20_000
+WINDOW = 100
 """Steps at most, and after how many it is seen whether a limit is reached."""
 
 
@@ -58,7 +63,8 @@ def settled(models: Iterable[torch.Tensor]) -> float:
 
     Ends where the figure is below ZERO/100 or has changed by less than 1e-7 of it in WINDOW steps.
     """
-    mean, squares = minima().mean(), []
+    mean = minima().mean()
+    squares = []
     for t, x in enumerate(itertools.islice(models, STEPS)):
         squares.append(float(((x - mean) ** 2).mean()))
         if not squares[-1] < 1e6:
@@ -71,12 +77,17 @@ def settled(models: Iterable[torch.Tensor]) -> float:
 
 
 def steps(
-    method: Algorithm, made: Graph, x: torch.Tensor, gradient: Callable, rate: float = LR,
+    method: Algorithm,
+    made: Graph,
+    x: torch.Tensor,
+    gradient: Callable,
+    rate: float = LR,
     wire: Wire = FP32,
-) -> Iterator[torch.Tensor]:  # fmt: skip
+) -> Iterator[torch.Tensor]:
     """The models x, (n, p) and changed in place, after each step of a method of the package."""
     layout = Layout((x.shape[1],), method.vectors, method.scalars, dtype=x.dtype, wire=wire)
-    mixer, state = Simulated(made, layout), method.init(x)
+    mixer = Simulated(made, layout)
+    state = method.init(x)
     for t in itertools.count():
         (out,), g, step = mixer.outbox(t), gradient(x), Step(t, t, Kind.GOSSIP, rate)
         if method.ahead:
@@ -103,17 +114,20 @@ def after(method: Algorithm, made: Graph, rounds: int) -> torch.Tensor:
 def textbook_tracking(made: Graph) -> Iterator[torch.Tensor]:
     """Tracking with the gradient between two exchanges: x ← W (x − lr y); y ← W (y + g⁺ − g)."""
     b = minima()
-    x, y = torch.zeros_like(b), -b
+    x = torch.zeros_like(b)
+    y = -b
     for t in itertools.count():
         w = torch.from_numpy(made.matrix(t))
-        before, x = x, w @ (x - LR * y)
+        before = x
+        x = w @ (x - LR * y)
         y = w @ (y + x - before)
         yield x
 
 
 def _limit(made: Graph, method: str) -> float:
     """Where a method settles."""
-    b, (name, local, options, *_) = minima(), METHODS[method]
+    b = minima()
+    (name, local, options, *_) = METHODS[method]
     if name == "textbook":
         return settled(textbook_tracking(made))
     built = algorithms.build(name, local, options, 1)
@@ -147,9 +161,12 @@ def toy_limits(options) -> Iterator[Row]:
         wrong = _alike(found, expected)
         yield Row(
             f"limits on 16 quadratics, {name}, lr .05, β .9, float64, b normal (seed {SEED}): "
-            "order, zeros, divergences", "own arithmetic (sizes depend on b)", _words(expected),
-            _words(found) + (f"; differs: {', '.join(wrong)}" if wrong else ""), not wrong,
-        )  # fmt: skip
+            "order, zeros, divergences",
+            "own arithmetic (sizes depend on b)",
+            _words(expected),
+            _words(found) + (f"; differs: {', '.join(wrong)}" if wrong else ""),
+            not wrong,
+        )
 
 
 def _words(column: dict[str, float]) -> str:
@@ -159,7 +176,8 @@ def _words(column: dict[str, float]) -> str:
 
 def accelerated(options) -> Iterator[Row]:
     """DeTAG's accelerated gossip against plain gossip: ‖M − J‖ of a phase's linear map on x̃."""
-    ring, left = graph("ring", N), []
+    ring = graph("ring", N)
+    left = []
     for eta, phase in itertools.product((0.0, None), (20, 40)):
         method = algorithms.build("detag", None, {"phase": phase, "eta": eta}, 1, ring)
         left.append(float(torch.linalg.matrix_norm(after(method, ring, phase) - 1 / N, 2)))
@@ -167,10 +185,12 @@ def accelerated(options) -> Iterator[Row]:
     expected = [6.5e-3 / 2.3e-1, 1.8e-5 / 8.2e-2]
     yield Row(
         "ring 16: what R = 20, 40 steps of accelerated gossip leave, as a part of what plain "
-        "gossip leaves (worst start)", "Lu & De Sa, JMLR 2023", "{:.1e}, {:.1e}".format(*expected),
+        "gossip leaves (worst start)",
+        "Lu & De Sa, JMLR 2023",
+        "{:.1e}, {:.1e}".format(*expected),
         "{:.1e}, {:.1e} (plain {:.2f}, {:.2f})".format(*found, *left[:2]),
         bool(np.allclose(found, expected, rtol=0.1, atol=0)),
-    )  # fmt: skip
+    )
 
 
 CLAIMS = (toy_limits, accelerated)

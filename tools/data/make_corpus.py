@@ -26,7 +26,8 @@ LARGEST = 1 << 18
 
 def chosen(sizes: dict[str, int], most: int) -> list[str]:
     """Names, in the order of their checksums, of files that have ``most`` bytes together."""
-    found, total = [], 0
+    found = []
+    total = 0
     for name in sorted(sizes, key=lambda name: (zlib.crc32(name.encode()), name)):
         if total >= most:
             break
@@ -66,7 +67,8 @@ def write(archive: Path, folder: Path, most: int) -> tuple[int, int, int]:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-        files, total = files + 1, total + len(data)
+        files = files + 1
+        total = total + len(data)
     return files, total, odd
 
 

@@ -32,10 +32,14 @@ from mpigossip.store import checkpoint, log
 from mpigossip.training import assemble, task
 
 TABLES = {
-    "task": task.TASKS, "data": assemble.SOURCES, "model": models.BUILDERS,
-    "algorithm": algorithms.BUILDERS, "local": algorithms.LOCALS, "graph": graphs.BUILDERS,
+    "task": task.TASKS,
+    "data": assemble.SOURCES,
+    "model": models.BUILDERS,
+    "algorithm": algorithms.BUILDERS,
+    "local": algorithms.LOCALS,
+    "graph": graphs.BUILDERS,
     "cadence": cadence.BUILDERS,
-}  # fmt: skip
+}
 """What the names of a section stand for; their keyword-only parameters are further settings."""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 EXAMPLES = {
@@ -92,7 +96,8 @@ def docstrings(cls: type) -> dict[str, str]:
 
 def kind(hint: Any) -> str:
     """Return a type and its limits in words."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if hasattr(hint, "__metadata__"):
         (limit,) = (each for each in hint.__metadata__ if isinstance(each, Limit))
         return f"{kind(hint.__origin__)}; {limit.words}"
@@ -139,10 +144,12 @@ def settings() -> dict[str, tuple[str, ...]]:
         for field in fields(cls):
             if field.name == "options":
                 continue
-            path, default = f"{name}.{field.name}", field.default
+            path = f"{name}.{field.name}"
+            default = field.default
             shown = "unset" if default is None else f"`{show(default)}`"
             assert default is not MISSING, path
-            words, text = kind(hints[field.name]), example(path, default, hints[field.name])
+            words = kind(hints[field.name])
+            text = example(path, default, hints[field.name])
             found[path] = (words, shown, about[field.name], text)
     return found
 
@@ -177,11 +184,14 @@ def head(*titles: str) -> list[str]:
 def settings_page() -> str:
     """Return the page of settings and options."""
     lines = [
-        "# Settings", "",
+        "# Settings",
+        "",
         "A job file has these sections. `section.key=value` behind a command replaces a setting;",
-        "`--dry-run` prints the complete job. `none` unsets what may be unset.", "",
-    ]  # fmt: skip
-    known, own = settings(), list(options())
+        "`--dry-run` prints the complete job. `none` unsets what may be unset.",
+        "",
+    ]
+    known = settings()
+    own = list(options())
     for name, cls in sections.SECTIONS.items():
         text = inspect.getdoc(cls).split(": ", 1)[1]
         lines += [f"## [{name}]", "", text[0].upper() + text[1:], ""]
@@ -259,8 +269,10 @@ def files_page() -> str:
     evaluations = "One row an evaluation (group `evaluations`):"
     members = "Of members that come and go, a row a step besides:"
     for title, columns in (
-        ("", steps), (members, log.MEMBER_COLUMNS), (evaluations, log.EVALUATION_COLUMNS),
-    ):  # fmt: skip
+        ("", steps),
+        (members, log.MEMBER_COLUMNS),
+        (evaluations, log.EVALUATION_COLUMNS),
+    ):
         lines += ["", title, "", *head("column", "unit", "meaning")]
         lines += [cells(f"`{n}`", c.unit, c.description) for n, c in columns.items()]
     lines += ["", "A task's metrics are further columns. Evaluations have its loss, too:"]
@@ -288,9 +300,11 @@ def exit_codes() -> dict[int, str]:
 
 
 PAGES = {
-    "settings": settings_page, "commands": commands_page, "python": python_page,
+    "settings": settings_page,
+    "commands": commands_page,
+    "python": python_page,
     "files": files_page,
-}  # fmt: skip
+}
 
 
 def main() -> None:

@@ -28,7 +28,8 @@ from measures import Place
 
 from tests.launch import Launch, found_launcher
 
-TOTAL_S, SEVERAL_S = 570, 900
+TOTAL_S = 570
+SEVERAL_S = 900
 """Seconds after which nothing new is begun and what runs is ended: of one GPU, more of several."""
 FIRST_S = 120
 """Seconds that torch may take to find the GPU."""
@@ -68,7 +69,10 @@ class Row(NamedTuple):
     good: bool | None
 
 
-BITS, EQUAL, NONE, NO_BAR = "the CPU's bits", "equal by both ways", "none wrong", "no bar"
+BITS = "the CPU's bits"
+EQUAL = "equal by both ways"
+NONE = "none wrong"
+NO_BAR = "no bar"
 SLOWER = "<= 5 % slower than without, under MPS"
 CHECKS = [
     Check("weighted sums, denormals among the numbers", BITS, 60, "sums"),
@@ -115,8 +119,14 @@ def main() -> int:
     parser.add_argument("--double", action="store_true", help="on the tests' emulation of GPUs")
     parser.add_argument("--gpus", type=int, help="of so many GPUs, the first ones")
     parser.add_argument("--only", default="", help="rows whose text has this word")
-    parser.add_argument("--from", type=int, default=1, metavar="N", dest="first",
-                        help="go on with the N-th row of the table")  # fmt: skip
+    parser.add_argument(
+        "--from",
+        type=int,
+        default=1,
+        metavar="N",
+        dest="first",
+        help="go on with the N-th row of the table",
+    )
     where = "where GPU_RESULTS.md gets the table on top (default: tools/gpu)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=where)
     options = parser.parse_args()
@@ -139,7 +149,8 @@ def run(place: Place, options: argparse.Namespace) -> int:
     try:
         gpus, device = result_of([sys.executable, str(MEASURES), "device", "0"], place, FIRST_S)
     except (NotRun, RuntimeError) as error:
-        gpus, device = 0, str(error)
+        gpus = 0
+        device = str(error)
     if not gpus:
         print(f"no GPU was found: {device}; nothing was tested or measured")
         return NO_GPU
@@ -181,10 +192,12 @@ def all_rows(
                 raise NotRun(f"needs {check.gpus} GPUs or more")
             said, good = measured(check, place, min(ends - began, check.seconds))
         except NotRun as reason:
-            said, good = f"not run: {reason}", None
+            said = f"not run: {reason}"
+            good = None
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
-            said, good = f"failed: {type(error).__name__}: {first}".replace("|", "/"), False
+            said = f"failed: {type(error).__name__}: {first}".replace("|", "/")
+            good = False
         rows.append(Row(check.title, said, check.limit, good))
         print(f"   {said}   ({time.monotonic() - began:.0f} s)", flush=True)
 

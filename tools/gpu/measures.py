@@ -102,7 +102,8 @@ def sums(place: Place):
 
     if place.device == "cpu":
         return DEVICE_ONLY, None
-    draw, wrong = torch.Generator().manual_seed(1), []
+    draw = torch.Generator().manual_seed(1)
+    wrong = []
     for weights in ([0.5, 0.5], [1 / 3] * 3, [0.2, 0.5, 0.3], [0.125] * 8):
         for width in (1, 511, place.size(1_000_003, 4099)):
             # from denormals (below 1.2e-38) to large ones; sums of denormals are denormal, too
@@ -144,12 +145,11 @@ def nccl(place: Place):
 
     if place.device == "cpu":
         return DEVICE_ONLY, None
-    wanted, wrong = torch.randn(1, place.size(1 << 22, 1 << 10)), []
+    wanted = torch.randn(1, place.size(1 << 22, 1 << 10))
+    wrong = []
     for order in ("slots", "nccl"):
-        group, full = (
-            TorchGroup(Single(place.device), Alone(), order, 30),
-            [wanted.to(place.device)],
-        )
+        group = TorchGroup(Single(place.device), Alone(), order, 30)
+        full = [wanted.to(place.device)]
         group.all_gather([group.reduce_scatter_mean(full)[0].clone()], full)
         group.broadcast(full)
         wrong += [] if torch.equal(full[0].cpu(), wanted) else [order]
@@ -162,7 +162,8 @@ def resnet(place: Place, *settings: str, nodes=None):
     from mpigossip.cluster.ranks import Alone
     from mpigossip.training import assemble
 
-    batch, side = place.size(256, 2), place.size(224, 32)
+    batch = place.size(256, 2)
+    side = place.size(224, 32)
     given = [f"data.shape=[3,{side},{side}]", "data.classes=1000", "data.source=synthetic"]
     given += [f"data.batch={batch}", f"data.samples={32 * batch}", "data.test_samples=2"]
     given += ["log.consensus_every=0", "node.precision=bf16"]
@@ -209,7 +210,8 @@ def beside_torch(place: Place):
     assembly, batch = resnet(place, *MODES["eager"], "algorithm.name=dmsgd")
     ours = place.median(assembly.trainer.step, place.size(15, 1))
     assembly.close()
-    side, name = place.size(224, 32), place.size("resnet50", "resnet20")
+    side = place.size(224, 32)
+    name = place.size("resnet50", "resnet20")
     network = model(name, (3, side, side), 1000, 0).to(place.device)
     optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
     x = torch.randn(batch, 3, side, side).to(place.device)
@@ -235,10 +237,12 @@ def scaled(place: Place):
 
     def trained(wrap):
         torch.manual_seed(1)
-        network = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(),
-                                      torch.nn.Linear(64, 8)).to(place.device)  # fmt: skip
+        network = torch.nn.Sequential(
+            torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
+        ).to(place.device)
         optimizer = wrap(network, torch.optim.SGD(network.parameters(), 0.05))
-        kind, on_gpu = place.device.partition(":")[0], not place.rehearsed
+        kind = place.device.partition(":")[0]
+        on_gpu = not place.rehearsed
         scaler = torch.amp.GradScaler(kind, enabled=on_gpu)
         for k in range(20):
             x = torch.randn(32, 64, generator=torch.Generator().manual_seed(k)).to(place.device)
@@ -251,9 +255,11 @@ def scaled(place: Place):
         return torch.cat([p.detach().cpu().flatten() for p in network.parameters()])
 
     wanted = trained(lambda network, optimizer: optimizer)
-    found = trained(lambda network, optimizer: mpigossip.Gossip(
-        Alone(), network, optimizer, algorithm="dsgd", graph="complete"
-    ))  # fmt: skip
+    found = trained(
+        lambda network, optimizer: mpigossip.Gossip(
+            Alone(), network, optimizer, algorithm="dsgd", graph="complete"
+        )
+    )
     off = float((found - wanted).norm() / wanted.norm())
     return f"relative difference {off:.1e}", off <= 1e-5
 
@@ -310,7 +316,8 @@ def put_seconds(place: Place, w, nbytes: int) -> float:
 
     from mpigossip.cluster.collectives import close_window
 
-    window, after = MPI.Win.Allocate(nbytes, 1, comm=w.comm), (w.rank + 1) % w.size
+    window = MPI.Win.Allocate(nbytes, 1, comm=w.comm)
+    after = (w.rank + 1) % w.size
     window.Lock_all()
     source = np.ones(nbytes, np.uint8)
 
@@ -357,7 +364,8 @@ def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
     mixer.close()
     if memory == "auto" and route == "host":
         return f"not run: no other way than host memory {why}", None
-    share, (fair, how) = least / took, mps()
+    share = least / took
+    (fair, how) = mps()
     said = f"{share:.0%} ({route}, {4 * width / 1e6:.0f} MB in {took * 1e3:.1f} ms; {how})"
     return said, place.bar(share >= float(bar) or fair)
 
@@ -370,7 +378,8 @@ def overlap(place: Place, w):
         assembly, _ = resnet(place, *ahead, nodes=w)
         found.append(place.median(assembly.trainer.step, place.size(12, 1), w.barrier))
         assembly.close()
-    more, (fair, how) = found[1] / found[0] - 1, mps()
+    more = found[1] / found[0] - 1
+    (fair, how) = mps()
     return f"{more:+.1%} ({found[0] * 1e3:.0f} ms without; {how})", place.bar(more <= 0.05 or fair)
 
 
@@ -378,7 +387,8 @@ def naps(place: Place, seed: int):
     """A function that lets the current stream sleep for 1 to 20 ms, not every time."""
     import torch
 
-    draw, cycles = random.Random(seed), 0.0
+    draw = random.Random(seed)
+    cycles = 0.0
     if not place.rehearsed:
         one, two = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(1000)
@@ -408,16 +418,22 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
     from mpigossip.mixing.simulated import Simulated
     from mpigossip.mixing.synchronous import Synchronous
 
-    widths, options = (3 << 14,) * 2, {"vectors": 2, "scalars": 1}
-    made, devices = graph("exponential", w.size), (place.device,) * len(widths)
+    widths = (3 << 14,) * 2
+    options = {"vectors": 2, "scalars": 1}
+    made = graph("exponential", w.size)
+    devices = (place.device,) * len(widths)
     layout = Layout(widths, devices=devices, **options)
     try:
         mixer = Synchronous(made, layout, w, exchange=memory, timeout_s=40, on_devices=True)
     except MemoryRefused as error:
         return f"not run: {error}", None
-    reference, nap = Simulated(made, Layout(widths, **options)), naps(place, w.rank)
+    reference = Simulated(made, Layout(widths, **options))
+    nap = naps(place, w.rank)
     mutate(mixer)
-    ends, wrong, ran, t = time.monotonic() + place.seconds / 3, 0, 0, 0
+    ends = time.monotonic() + place.seconds / 3
+    wrong = 0
+    ran = 0
+    t = 0
     for index in range(place.size(count, 8)):
         if w.agree(int(time.monotonic() > ends)):
             break
@@ -441,7 +457,8 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
         for got, rows in zip(mixer.finish()[1], reference.finish()[1], strict=True):
             for array, row in zip(got, rows, strict=True):
                 wrong += not torch.equal(array[0].cpu(), row[w.rank])
-        ran, t = index + 1, t + (kind is Kind.GOSSIP)
+        ran = index + 1
+        t = t + (kind is Kind.GOSSIP)
     way = next(iter(mixer.routes.values())).partition(" ")[0]
     everyone = sum(w.gather(wrong) or ())
     mixer.close()
@@ -471,7 +488,8 @@ def digests(place: Place, w):
     """Parameters after some steps by each way: the same bits on every way, for two methods."""
     from tests.test_gpu import settings_of, trained
 
-    differ, said = [], []
+    differ = []
+    said = []
     for name in ("dmsgd", "sgp"):
         found = []
         for way in ("auto", "host"):
@@ -491,9 +509,11 @@ def tell(found, world=None) -> None:
 
 def main(known: dict[str, Callable], name: str, seconds: str, *words: str) -> None:
     """One measurement, in the place that the command line names."""
-    rehearsed, words = "--rehearse" in words, tuple(w for w in words if w != "--rehearse")
+    rehearsed = "--rehearse" in words
+    words = tuple(w for w in words if w != "--rehearse")
     on_cpu = rehearsed and "MPIGOSSIP_DOUBLE" not in os.environ
-    place, work = Place("cpu" if on_cpu else "cuda:0", rehearsed, float(seconds)), known[name]
+    place = Place("cpu" if on_cpu else "cuda:0", rehearsed, float(seconds))
+    work = known[name]
     if "w" not in work.__code__.co_varnames[: work.__code__.co_argcount]:
         if (found := work(place, *words)) is not None:  # else it has told it itself
             tell(found)
@@ -505,9 +525,21 @@ def main(known: dict[str, Callable], name: str, seconds: str, *words: str) -> No
 
 
 MEASURED = (
-    device, sums, combining, nccl, step, exchange, overlap, stress, mutant, digests,
-    beside_torch, scaled, stored, sharded,
-)  # fmt: skip
+    device,
+    sums,
+    combining,
+    nccl,
+    step,
+    exchange,
+    overlap,
+    stress,
+    mutant,
+    digests,
+    beside_torch,
+    scaled,
+    stored,
+    sharded,
+)
 
 if __name__ == "__main__":
     main({f.__name__: f for f in MEASURED}, *sys.argv[1:])

@@ -26,7 +26,9 @@ def matrix(place: Place):
     """Every GPU copies a pattern of its own to every other: bytes that differ, and rates."""
     import torch
 
-    size, wrong, rates = place.size(256 << 20, 1 << 16), [], []
+    size = place.size(256 << 20, 1 << 16)
+    wrong = []
+    rates = []
     for k, one in enumerate(names()):
         source = torch.full((size,), 37 + 11 * k, dtype=torch.uint8, device=one)
         for two in names():
@@ -74,8 +76,11 @@ def cold(place: Place, w, window: str):
     from mpigossip.groups.devices import make_group
     from mpigossip.mixing.base import Kind
 
-    wrong, ran, ends = 0, 0, time.monotonic() + place.seconds - 30
-    mine, width = names()[w.rank :: w.size], place.size(1 << 20, 1 << 10)
+    wrong = 0
+    ran = 0
+    ends = time.monotonic() + place.seconds - 30
+    mine = names()[w.rank :: w.size]
+    width = place.size(1 << 20, 1 << 10)
     group = make_group(tuple(mine), 1, True, 60)
     gradients = [torch.ones(1, width * len(mine), device=name) for name in mine]
     for again in range(place.size(200, 3)):
@@ -91,7 +96,8 @@ def cold(place: Place, w, window: str):
             wrong += not bool((array == (w.size - 1) / 2 + slot + again).all())
         for array in gradients:
             array.fill_(1.0)
-        way, ran = mixer.routes[1 - w.rank].partition(" ")[0], again + 1
+        way = mixer.routes[1 - w.rank].partition(" ")[0]
+        ran = again + 1
         mixer.close()
     group.close()
     everyone = sum(w.gather(wrong) or ())
@@ -105,10 +111,12 @@ def killed(place: Place):
     from mpigossip.groups.base import GroupError
     from mpigossip.groups.devices import make_group
 
-    group, victim = make_group(tuple(names()), 1, True, 20), names()[-1]
+    group = make_group(tuple(names()), 1, True, 20)
+    victim = names()[-1]
     full = [torch.ones(1, 1024 * len(names()), device=name) for name in names()]
     group.reduce_scatter_mean(full)
-    began, text = time.perf_counter(), "nothing was said"
+    began = time.perf_counter()
+    text = "nothing was said"
     if place.rehearsed:
         os.environ["MPIGOSSIP_DOUBLE_FAILS"] = "lost"
     else:  # a device-side assertion: its context is lost
@@ -167,7 +175,8 @@ def ddp(place: Place):
         optimizer.step()
         torch.cuda.synchronize()
 
-    taken, ranks = place.median(one, 15, dist.barrier), dist.get_world_size()
+    taken = place.median(one, 15, dist.barrier)
+    ranks = dist.get_world_size()
     if dist.get_rank() == 0:
         tell(256 * ranks / taken)
     dist.destroy_process_group()

@@ -75,7 +75,8 @@ class Failed(Exception):
 
     def __init__(self, code: int, said: str):
         super().__init__(code, said)
-        self.code, self.said = code, said
+        self.code = code
+        self.said = said
 
 
 class Checkout:
@@ -129,7 +130,8 @@ def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str]
 
     `old_run(name)`: the folder of a job's run in OLD, which isn't there where OLD has failed.
     """
-    begin, result = time.monotonic(), Result(command(job))
+    begin = time.monotonic()
+    result = Result(command(job))
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if job.how == "read":
@@ -139,9 +141,11 @@ def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str]
             result.seconds = round(time.monotonic() - begin, 1)
             _resume(checkout, job, folder, old_run, result)
     except Failed as failed:
-        result.code, result.said = failed.code, failed.said
+        result.code = failed.code
+        result.said = failed.said
     except (OSError, KeyError, IndexError) as error:  # a run without what it should hold
-        result.code, result.said = 1, f"{type(error).__name__}: {error}"
+        result.code = 1
+        result.said = f"{type(error).__name__}: {error}"
     result.seconds = result.seconds or round(time.monotonic() - begin, 1)
     return result
 
@@ -162,7 +166,8 @@ def _training(job: Job, run: Path | str, jobs: Path) -> list[str]:
 
 
 def _train(checkout: Checkout, job: Job, folder: Path, result: Result) -> None:
-    run, words = folder / "run", _training(job, folder / "run", checkout.folder / "jobs")
+    run = folder / "run"
+    words = _training(job, folder / "run", checkout.folder / "jobs")
     result.digest = digest(run, checkout.mpigossip(words, job.ranks))
     result.figures = figures(run / "log.h5")
 
@@ -174,7 +179,8 @@ def _resume(
     run = old_run(job.name)
     if not run.is_dir() or "forgets" in job.marks:
         return
-    half, way = cut(run, folder / "half"), [] if job.ranks else ["--simulate"]
+    half = cut(run, folder / "half")
+    way = [] if job.ranks else ["--simulate"]
     try:
         result.onward = digest(half, checkout.mpigossip(["resume", str(half), *way], job.ranks))
     except Failed as failed:
@@ -190,7 +196,8 @@ def cut(run: Path, to: Path) -> Path:
 
 def digest(run: Path, said: str) -> str:
     """The printed digest, if the files of the nodes have it too. Raises Failed."""
-    newest, sha = sorted((run / "checkpoints").iterdir())[-1], hashlib.sha256()
+    newest = sorted((run / "checkpoints").iterdir())[-1]
+    sha = hashlib.sha256()
     for path in sorted(newest.glob("node-*.h5")):
         with h5py.File(path) as file:
             sha.update(file["parameters"][:].astype("<f4").tobytes())
@@ -230,7 +237,8 @@ def _read(checkout: Checkout, job: Job, folder: Path, old_run: Path, result: Res
                 for name, *values in columns
             }
     elif made.suffix == ".safetensors":
-        tensors, sha = load_file(made), hashlib.sha256()
+        tensors = load_file(made)
+        sha = hashlib.sha256()
         for name in sorted(tensors):  # the file's own order is drawn anew each time
             sha.update(name.encode() + tensors[name].tobytes())
         result.digest = sha.hexdigest()
@@ -243,7 +251,8 @@ class Store:
     """Results of a checkout with the runs that they came from, in a folder."""
 
     def __init__(self, checkout: Checkout, folder: Path):
-        self.checkout, self.folder = checkout, folder
+        self.checkout = checkout
+        self.folder = folder
         self.known: set[str] = set()
         """jobs whose results were there"""
 

@@ -109,7 +109,8 @@ def gone(rows: Sequence[dict]) -> list[str]:
 
 def line(job: Job, row: dict) -> str:
     """A row as it is printed."""
-    old, new = row["old"], row["new"]
+    old = row["old"]
+    new = row["new"]
     shown = (old["digest"], new["digest"], new["onward"])
     digests = " ".join(f"{text[:8] or '-':8}" for text in shown)
     seconds = f"{old['seconds']:6.1f} {new['seconds']:6.1f}"
@@ -150,14 +151,17 @@ def main() -> int:
 
 def compare(options: argparse.Namespace, work: Path) -> int:
     """The exit code of a whole comparison."""
-    begin, jobs = time.monotonic(), chosen(options.only)
+    begin = time.monotonic()
+    jobs = chosen(options.only)
     chosen([name for name in options.may_differ if not name.startswith(COLUMNS)])
-    old, new = Checkout(options.old), Checkout(options.new)
+    old = Checkout(options.old)
+    new = Checkout(options.new)
     commit = old.commit() if options.cache else None
     if options.cache and commit is None:
         print(f"{options.old} has no commit or local changes: nothing cached", file=sys.stderr)
     kept = options.cache.resolve() / f"{commit[:12]}-{surroundings()}" if commit else work / "old"
-    store, rows = Store(old, kept), []
+    store = Store(old, kept)
+    rows = []
     say: Callable = (lambda text: None) if options.json else lambda text: print(text, flush=True)
     say(f"{'job':18} {'':15} {'OLD':8} {'NEW':8} {'resumed':8} {'OLD s':>6} {'NEW s':>6}")
     for name in {job.of for job in jobs if job.how == "read"}:

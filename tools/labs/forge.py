@@ -42,7 +42,8 @@ from mpigossip.store.dataset import open_dataset, pack  # noqa: E402
 from mpigossip.store.log import Column, LogWriter, read  # noqa: E402
 from mpigossip.store.packing import checksum_of  # noqa: E402
 
-SECONDS, MEGABYTES = 2.0, 200.0
+SECONDS = 2.0
+MEGABYTES = 200.0
 KINDS = ("checkpoint", "log", "data set")
 MAIN = {"checkpoint": "node-0000.h5", "log": "log.h5", "data set": "set.h5"}
 TARGETS = {
@@ -50,8 +51,11 @@ TARGETS = {
     "log": ("steps/step", "steps/node", "steps/loss", "evaluations/at_step"),
     "data set": ("classes", "train/labels", "train/bytes", "test/offsets", "test/checksums"),
 }
-WORDS = {"checkpoint": ("format", "node"), "log": ("format", "job", "environment"),
-         "data set": ("format", "version", "kind", "channels", "mean", "std", "scale")}  # fmt: skip
+WORDS = {
+    "checkpoint": ("format", "node"),
+    "log": ("format", "job", "environment"),
+    "data set": ("format", "version", "kind", "channels", "mean", "std", "scale"),
+}
 LATEST = ("v110", "v110")
 
 
@@ -62,7 +66,8 @@ def originals(top: Path) -> None:
     """A folder for each kind with whole files in it."""
     for kind in KINDS:
         (top / kind).mkdir(parents=True)
-    beside, entries = checkpoint.begin(top, 3), []
+    beside = checkpoint.begin(top, 3)
+    entries = []
     for node in range(2):
         draw = np.random.default_rng(node)
         values, mean = draw.standard_normal((2, 500), np.float32)
@@ -137,7 +142,10 @@ class Forger:
     """Changes one copy of an original, drawn at random."""
 
     def __init__(self, kind: str, folder: Path, outside: Path, draw: random.Random) -> None:
-        self.kind, self.folder, self.outside, self.draw = kind, folder, outside, draw
+        self.kind = kind
+        self.folder = folder
+        self.outside = outside
+        self.draw = draw
         self.path = folder / MAIN[kind]
 
     def structure(self) -> str:
@@ -171,7 +179,8 @@ class Forger:
             del file[path.removeprefix("steps/")]
         del file[path]
         big = 1 << self.draw.randrange(24, 48)
-        secret, made = str(self.outside / "secret.h5"), file.create_dataset
+        secret = str(self.outside / "secret.h5")
+        made = file.create_dataset
         view = h5py.VirtualLayout((500,), "<f4")
         view[:] = h5py.VirtualSource(secret, "x", (500,), "<f4")
         nested = np.dtype([("a", [("b", [("c", "<f8")])])])
@@ -213,7 +222,8 @@ class Forger:
     def _further(self, file: h5py.File) -> str:
         """Something beside what belongs there."""
         top = {"checkpoint": "arrays/", "log": "steps/", "data set": "train/"}[self.kind]
-        secret, first = str(self.outside / "secret.h5"), TARGETS[self.kind][0]
+        secret = str(self.outside / "secret.h5")
+        first = TARGETS[self.kind][0]
         deep = file.require_group(top.strip("/"))
         ways = {
             "further link": lambda: file.__setitem__(top + "x", h5py.ExternalLink(secret, "/x")),
@@ -237,9 +247,19 @@ class Forger:
     def _attribute(self, file: h5py.File) -> str:
         """A fact missing or of another kind."""
         name = self.draw.choice(WORDS[self.kind])
-        values = [None, -5, 1 << 62, np.zeros(1 << 12), np.zeros(1 << 20), h5py.Empty("f4"),
-                  file.ref, np.bytes_(b"\x1b]0;x"), np.full(3, np.nan), float("inf"),
-                  "x" * (1 << 20)]  # fmt: skip
+        values = [
+            None,
+            -5,
+            1 << 62,
+            np.zeros(1 << 12),
+            np.zeros(1 << 20),
+            h5py.Empty("f4"),
+            file.ref,
+            np.bytes_(b"\x1b]0;x"),
+            np.full(3, np.nan),
+            float("inf"),
+            "x" * (1 << 20),
+        ]
         value = self.draw.choice(values)
         del file.attrs[name]
         if value is not None:
@@ -261,7 +281,8 @@ class Forger:
 
     def manifest(self) -> str:
         """Counts and names in a checkpoint's manifest, whose checksum agrees."""
-        draw, path = self.draw, self.folder / checkpoint.MANIFEST
+        draw = self.draw
+        path = self.folder / checkpoint.MANIFEST
         with h5py.File(path, "r+", libver=LATEST) as file:
             table = file["nodes"][()]
             field = draw.choice((*table.dtype.names, "n", "step", "view"))
@@ -316,11 +337,13 @@ class Forger:
 
     def damage(self) -> str:
         """Bits flipped, or bytes cut off, zeroed, swapped, doubled; no checksum is repaired."""
-        draw, file = self.draw, self.draw.choice(sorted(self.folder.iterdir()))
+        draw = self.draw
+        file = self.draw.choice(sorted(self.folder.iterdir()))
         data = bytearray(file.read_bytes())
         at, other = sorted(draw.sample(range(len(data)), 2))
         length = min(draw.choice([1, 8, 64, 512]), other - at)
-        first, second = data[at : at + length], data[other : other + length]
+        first = data[at : at + length]
+        second = data[other : other + length]
         how = draw.choice(["flipped", "flipped", "flipped", "cut", "zeroed", "swapped", "doubled"])
         if how == "flipped":
             for _ in range(draw.choice([1, 1, 2, 8])):
@@ -472,7 +495,9 @@ def main() -> int:
     parser.add_argument("--only", help="one way of forging, such as header")
     parser.add_argument("--keep", type=Path, help="folder for the files that went wrong")
     options = parser.parse_args()
-    draw, found, wrong = random.Random(options.seed), Counter(), 0
+    draw = random.Random(options.seed)
+    found = Counter()
+    wrong = 0
     slowest = largest = 0.0
     with tempfile.TemporaryDirectory(prefix="forge-") as folder:
         top = Path(folder)
@@ -501,19 +526,25 @@ def main() -> int:
             opened = watch.seen()
             loads = answer == right[kind] and way in (forger.damage, forger.header, forger.journal)
             if (kind, said, answer) == ("log", "missing", right["missing"]):
-                answer, loads = "without that column, the rest as it was", True
+                answer = "without that column, the rest as it was"
+                loads = True
             if way == forger.header and len(answer) == len(right[kind]) and not loads:
-                answer, loads = "another number or text, with the checksum of its own", True
+                answer = "another number or text, with the checksum of its own"
+                loads = True
             good = (answer == "refused" or loads) and seconds < SECONDS and peak < MEGABYTES
             good = good and not strays and not opened
             told = "loads as it was" if answer == right[kind] else answer[:80]
             found[f"{way.__name__}: {told}"] += 1
-            slowest, largest = max(slowest, seconds), max(largest, peak)
+            slowest = max(slowest, seconds)
+            largest = max(largest, peak)
             if not good:
                 wrong += 1
                 what = "same" if answer == right[kind] else answer
-                print(f"WRONG {number} {kind}, {said}: {what}, {seconds} s, {peak} MB, "
-                      f"{strays or ('opened outside' if opened else '')}", flush=True)  # fmt: skip
+                print(
+                    f"WRONG {number} {kind}, {said}: {what}, {seconds} s, {peak} MB, "
+                    f"{strays or ('opened outside' if opened else '')}",
+                    flush=True,
+                )
                 if options.keep:
                     options.keep.mkdir(parents=True, exist_ok=True)
                     shutil.copytree(case, options.keep / f"{number}", symlinks=True)

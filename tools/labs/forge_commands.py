@@ -45,19 +45,51 @@ from mpigossip.store import manifest as manifests  # noqa: E402
 from mpigossip.store.hdf5 import fixed  # noqa: E402
 from tests import launch  # noqa: E402
 
-LIMIT_S, RANKS_S = 120, 40.0
+LIMIT_S = 120
+RANKS_S = 40.0
 """Seconds until a command, and ranks, count as hanging."""
 CRASH = re.compile("crash -(4|6|7|8|11)")
 """By a signal of the processor, or abort()."""
-LATE = ("analysis.report", "runs.launch", "runs.model_export",
-        "store.log_export")  # fmt: skip
+LATE = ("analysis.report", "runs.launch", "runs.model_export", "store.log_export")
 """Imported once, not in each fork."""
-JOB = ["jobs/digits.toml", "--nodes", "2", "model.name=mlp", "model.hidden=[4]", "data.batch=8",
-       "data.workers=0", "checkpoint.every_steps=1", "checkpoint.keep=9", "run.steps=5",
-       "run.evaluate_every=1"]  # fmt: skip
-VALUES = (None, -1, 0, 1 << 62, 1 << 70, 0.5, float("nan"), float("inf"), True, "", "x",
-          "\x1b[31mred", "\x9b2J", "\u202etxt", "a\rb", [], {}, [1, "x"], {"a": {"b": []}},
-          "forged_module:part", "os:system", "../../x", "x" * 100_000)  # fmt: skip
+JOB = [
+    "jobs/digits.toml",
+    "--nodes",
+    "2",
+    "model.name=mlp",
+    "model.hidden=[4]",
+    "data.batch=8",
+    "data.workers=0",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep=9",
+    "run.steps=5",
+    "run.evaluate_every=1",
+]
+VALUES = (
+    None,
+    -1,
+    0,
+    1 << 62,
+    1 << 70,
+    0.5,
+    float("nan"),
+    float("inf"),
+    True,
+    "",
+    "x",
+    "\x1b[31mred",
+    "\x9b2J",
+    "\u202etxt",
+    "a\rb",
+    [],
+    {},
+    [1, "x"],
+    {"a": {"b": []}},
+    "forged_module:part",
+    "os:system",
+    "../../x",
+    "x" * 100_000,
+)
 
 
 class Texts(Forger):
@@ -69,7 +101,8 @@ class Texts(Forger):
 
     def _table(self, found: dict) -> str:
         """Change, add or remove a value of a table."""
-        key, value = self.draw.choice([*found, "further"]), self.draw.choice(VALUES)
+        key = self.draw.choice([*found, "further"])
+        value = self.draw.choice(VALUES)
         if self.draw.random() < 0.2:
             found.pop(key, None)
             return f"without {key}"
@@ -88,7 +121,8 @@ class Texts(Forger):
     def _checkpoint(self) -> str:
         manifest = checkpoint.read_manifest(self.folder)
         which = self.draw.choice(["job", "meta", "numbers", "numbers"])
-        job, meta = manifest.job, dict(manifest.meta)
+        job = manifest.job
+        meta = dict(manifest.meta)
         if which == "job":
             job, said = self._job(job)
         elif which == "meta":
@@ -138,7 +172,9 @@ def ran(words: list[str], out: Path) -> tuple[object, list[str], list[str]]:
 
     In a fork of its own; what it prints goes into a file.
     """
-    strays, resumed, real = list[str](), list[str](), Run.resume
+    strays = list[str]()
+    resumed = list[str]()
+    real = Run.resume
 
     def resume(run: Run):
         resumed.append(str(run.newest))
@@ -171,16 +207,19 @@ def commands(kind: str, run: Path, out: Path) -> list[list[str]]:
     there = str(run)
     if kind == "log":
         return [
-            ["log", "show", there], ["log", "export", there, "--csv", str(out / "a.csv")],
+            ["log", "show", there],
+            ["log", "export", there, "--csv", str(out / "a.csv")],
             ["log", "plot", there, "--out", str(out / "a.png")],
             ["report", there, "--html", str(out / "a.html")],
             ["resume", there, "--simulate"],
-        ]  # fmt: skip
+        ]
     return [
-        ["checkpoint", "show", there], ["checkpoint", "verify", there],
+        ["checkpoint", "show", there],
+        ["checkpoint", "verify", there],
         ["checkpoint", "export", there, "--out", str(out / "a.safetensors")],
-        ["resume", there, "--simulate"], ["simulate", *JOB, f"run.output={run}"],
-    ]  # fmt: skip
+        ["resume", there, "--simulate"],
+        ["simulate", *JOB, f"run.output={run}"],
+    ]
 
 
 def copied(source: str, to: str) -> None:
@@ -195,7 +234,8 @@ def on_ranks(run: Path, ranks: int) -> str:
     """Resume a forged run under the launcher; what is wrong with that, "" where nothing is."""
     made = launch.Launch(ranks, ["mpigossip", "resume", str(run), "run.steps=6"], REPO)
     with contextlib.closing(made), contextlib.suppress(subprocess.TimeoutExpired):
-        code, err = made.process.wait(RANKS_S), made.output()[1]
+        code = made.process.wait(RANKS_S)
+        err = made.output()[1]
         well = (not code or "mpigossip: " in err) and "Traceback" not in err
         return "" if well else f"exit code {code}: {err[-900:]}"
     return f"no end: {made.output()[1][-900:]}"
@@ -227,7 +267,8 @@ def forged(run: Path, kind: str, top: Path, draw: random.Random) -> tuple[str, s
     ways = [forger.structure] * 4 + [forger.texts] * 6
     ways += [forger.place, forger.damage, forger.damage, forger.header]
     ways += [forger.manifest] * 2 if kind == "checkpoint" else [forger.journal]
-    way, said = draw.choice(ways), ""
+    way = draw.choice(ways)
+    said = ""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RuntimeError):
         said = way()
     if kind == "log":
@@ -269,13 +310,17 @@ def main() -> int:
     parser.add_argument("--ranks", action="store_true", help="resume checkpoints on ranks instead")
     options = parser.parse_args()
     os.chdir(REPO)
-    draw, found = random.Random(options.seed), Counter[str]()
-    bad, done = 0, 0
+    draw = random.Random(options.seed)
+    found = Counter[str]()
+    bad = 0
+    done = 0
     for name in LATE:
         import_module(f"mpigossip.{name}")
     with tempfile.TemporaryDirectory(prefix="forge-commands-") as folder:
         top = Path(folder)
-        watch, run, original = Watch(outside(top)), top / "run", top / "original"
+        watch = Watch(outside(top))
+        run = top / "run"
+        original = top / "original"
         begun, _ = forked(lambda: ran(["simulate", *JOB, f"run.output={run}"], top / "out"), 300)
         assert begun[0] == 0, (top / "out").read_text()
         for step in (1, 4, 5):

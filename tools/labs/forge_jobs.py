@@ -36,13 +36,46 @@ from mpigossip.config.toml import show  # noqa: E402
 from mpigossip.studies.seeds import settings as settings_of  # noqa: E402
 from mpigossip.training import assemble  # noqa: E402
 
-SECONDS, MEGABYTES, LIMIT_S = 2.0, 200.0, 60
+SECONDS = 2.0
+MEGABYTES = 200.0
+LIMIT_S = 60
 JOBS = ("digits", "cifar10-lenet", "cifar10-resnet20", "gpt-10m", "imagenet-resnet50", "text-gpt")
-VALUES = ("-1", "0", "1", "2", "3", "17", "1e9", "1e-320", "nan", "inf", "-0.0", "1000000000",
-          "9223372036854775808", "true", "none", '""', '"x"', "[]", "[0]", "[1,2]", "[1000000,1]",
-          "{}", '"forged_module:part"', '"os:system"', '"../../x"', '"file:/etc/passwd"', "0.5",
-          '"\\u001b[31m"', '"' + "x" * 5000 + '"', "1979-05-27", "0x10", "=",
-          "'", "[[")  # fmt: skip
+VALUES = (
+    "-1",
+    "0",
+    "1",
+    "2",
+    "3",
+    "17",
+    "1e9",
+    "1e-320",
+    "nan",
+    "inf",
+    "-0.0",
+    "1000000000",
+    "9223372036854775808",
+    "true",
+    "none",
+    '""',
+    '"x"',
+    "[]",
+    "[0]",
+    "[1,2]",
+    "[1000000,1]",
+    "{}",
+    '"forged_module:part"',
+    '"os:system"',
+    '"../../x"',
+    '"file:/etc/passwd"',
+    "0.5",
+    '"\\u001b[31m"',
+    '"' + "x" * 5000 + '"',
+    "1979-05-27",
+    "0x10",
+    "=",
+    "'",
+    "[[",
+)
 NAMES = {
     "model.name": ("mlp", "lenet", "resnet20", "gpt", "point", "factors"),
     "data.source": ("digits", "synthetic", "quadratics", "logistic", "factorization", "none.h5"),
@@ -51,11 +84,31 @@ NAMES = {
     "node.mixer": ("auto", "synchronous", "asynchronous"),
 }
 """Names for settings that decide which others there are."""
-FURTHER = ("model.hidden", "model.layers", "model.width", "model.heads", "data.dimension",
-           "data.steps", "data.points", "data.height", "cadence.period", "cadence.fragments",
-           "graph.lazy", "local.beta1", "schedule.milestones", "nothing.at_all")  # fmt: skip
-LATE = ("analysis.dryrun", "analysis.report", "runs.launch", "runs.members.join",
-        "runs.members.replay", "mixing.asynchronous", "studies.theory")  # fmt: skip
+FURTHER = (
+    "model.hidden",
+    "model.layers",
+    "model.width",
+    "model.heads",
+    "data.dimension",
+    "data.steps",
+    "data.points",
+    "data.height",
+    "cadence.period",
+    "cadence.fragments",
+    "graph.lazy",
+    "local.beta1",
+    "schedule.milestones",
+    "nothing.at_all",
+)
+LATE = (
+    "analysis.dryrun",
+    "analysis.report",
+    "runs.launch",
+    "runs.members.join",
+    "runs.members.replay",
+    "mixing.asynchronous",
+    "studies.theory",
+)
 """Imported once, not in each fork."""
 
 
@@ -194,7 +247,9 @@ def main() -> int:
     def late(share: float) -> bool:
         return time.monotonic() - begin > 60 * options.minutes * share
 
-    draw, counts, bad = random.Random(options.seed), Counter[str](), 0
+    draw = random.Random(options.seed)
+    counts = Counter[str]()
+    bad = 0
     for name in LATE:
         import_module(f"mpigossip.{name}")
     with tempfile.TemporaryDirectory(prefix="forge-jobs-") as folder:
@@ -226,19 +281,34 @@ def main() -> int:
             (top / "job.toml").write_bytes(data)
             limits = ["run.steps=10", "data.workers=0", f"run.output={top / 'run'}"]
             shutil.rmtree(top / "run", ignore_errors=True)
-            count("ten steps", ["simulate", "job.toml", "--nodes", "2", *words, *limits],
-                  limited=False)  # fmt: skip
+            count(
+                "ten steps",
+                ["simulate", "job.toml", "--nodes", "2", *words, *limits],
+                limited=False,
+            )
         if options.files:
-            begun = ["join", "members", str(REPO / "jobs/digits.toml"), "model.name=mlp",
-                     "algorithm.style=atc", "run.steps=2", "cadence.name=every",
-                     "cadence.period=1", "run.epochs=1", "data.samples=64"]  # fmt: skip
+            begun = [
+                "join",
+                "members",
+                str(REPO / "jobs/digits.toml"),
+                "model.name=mlp",
+                "algorithm.style=atc",
+                "run.steps=2",
+                "cadence.name=every",
+                "cadence.period=1",
+                "run.epochs=1",
+                "data.samples=64",
+            ]
             count("members", begun, limited=False)
         for number in range(options.files if (top / "members").is_dir() else 0):
             if late(1):
                 break
             said = forged_members(top / "members", top / "forged", draw)
-            words = [["report", "forged"], ["replay", "forged", "--rounds", "1:2"],
-                     ["join", "forged"]][number % 3]  # fmt: skip
+            words = [
+                ["report", "forged"],
+                ["replay", "forged", "--rounds", "1:2"],
+                ["join", "forged"],
+            ][number % 3]
             count(f"members, {words[0]}", words, said, limited=words[0] == "report")
             shutil.rmtree(top / "forged")
         os.chdir("/")

@@ -83,7 +83,8 @@ class Found:
 
     def seconds(self, what: str, values: Sequence[float]) -> None:
         """Median and most of some times."""
-        middle, most = statistics.median(values or [0]), max(values, default=0)
+        middle = statistics.median(values or [0])
+        most = max(values, default=0)
         self.facts[f"s {what}, median and most"] = f"{middle:.2f} {most:.2f}"
 
     def line(self) -> str:
@@ -115,10 +116,13 @@ def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Found]:
 
     Each chain ends with the digest of a run that was never killed.
     """
-    ranks, count, torn = 2, options.count or 200, 0
+    ranks = 2
+    count = options.count or 200
+    torn = 0
     found = Found(f"checkpoints, {ranks} ranks")
     while found.kills + len(found.wrong) < count:
-        folder, whole = top / f"chain-{found.kills}", top / "whole"
+        folder = top / f"chain-{found.kills}"
+        whole = top / "whole"
         for _ in range(min(options.chain, count - found.kills)):
             with found.run(folder, 1):
                 torn += one_life(folder, ranks, draw)
@@ -127,8 +131,10 @@ def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Found]:
             assert newest is not None, "no whole checkpoint"
             steps = f"run.steps={checkpoint.read_manifest(newest).step + 5}"
             digests = []
-            for words in (["mpigossip", "resume", folder, steps],
-                          [*job(whole, TINY), steps, "checkpoint.every_steps=0"]):  # fmt: skip
+            for words in (
+                ["mpigossip", "resume", folder, steps],
+                [*job(whole, TINY), steps, "checkpoint.every_steps=0"],
+            ):
                 said = launch.mpirun(ranks, words, START_S, REPO).stdout
                 digests += re.findall(r"digest +([0-9a-f]{64})", said)
             assert len(digests) == 2 and digests[0] == digests[1], f"digests {digests}, {steps}"
@@ -172,9 +178,13 @@ def starts(options, top: Path, draw: random.Random) -> Iterator[Found]:
     """
     settings = [*TINY[:-1], "run.steps=1500", "run.survive=true", f"node.timeout_s={STARTS_S:g}"]
     for ranks in options.nodes:
-        found, phases, waits, named = Found(f"start, {ranks} ranks"), Counter[str](), [], 0
+        found = Found(f"start, {ranks} ranks")
+        phases = Counter[str]()
+        waits = []
+        named = 0
         for at in range(options.count or 50):
-            folder, chosen = top / f"start-{ranks}-{at}", draw.randrange(ranks)
+            folder = top / f"start-{ranks}-{at}"
+            chosen = draw.randrange(ranks)
             with (
                 found.run(f"{folder}, rank {chosen}", 1),
                 launched(ranks, job(folder, settings)) as run,
@@ -184,7 +194,8 @@ def starts(options, top: Path, draw: random.Random) -> Iterator[Found]:
                 if at % 2:
                     wait(lambda: any(folder.glob(entered)), LIMIT_S, run)  # noqa: B023
                 time.sleep(draw.random() * (0.3 if at % 2 else BEGUN_S))
-                told, phase = "".join(run.output()), "before its hello"
+                told = "".join(run.output())
+                phase = "before its hello"
                 if "parameters" in told:
                     phase = "in training"
                 elif any(folder.glob(entered)):
@@ -225,10 +236,13 @@ def signals(options, top: Path, draw: random.Random) -> Iterator[Found]:
     ranks = options.nodes[0]
     for name in options.signals:
         number = getattr(signal, f"SIG{name}")
-        found, ends, waits = Found(f"SIG{name}, {ranks} ranks"), Counter[str](), []
+        found = Found(f"SIG{name}, {ranks} ranks")
+        ends = Counter[str]()
+        waits = []
         for at in range(options.count or 20):
             phase = ("start", "training", "checkpoint", "end")[at % 4]
-            folder, chosen = top / f"{name}-{at}", draw.randrange(ranks)
+            folder = top / f"{name}-{at}"
+            chosen = draw.randrange(ranks)
             steps = "run.steps=400" if phase == "end" else "run.steps=100000"
             settings = [*TINY, steps, f"node.timeout_s={STARTS_S:g}", "run.evaluate_every=1"]
             with (
@@ -255,7 +269,8 @@ def signals(options, top: Path, draw: random.Random) -> Iterator[Found]:
                         stuck(f"no end within {2 * max(STARTS_S, 10) + 30:g} s", run)
                     time.sleep(0.01)
                 waits.append(time.monotonic() - began)
-                code, newest = run.process.returncode, checkpoint.latest(folder)
+                code = run.process.returncode
+                newest = checkpoint.latest(folder)
                 named = re.search(rf"rank {chosen}\b", run.output()[1]) is not None
                 ends[f"{phase}, code {code}{', named' if named else ''}"] += 1
                 print(
@@ -280,16 +295,19 @@ def places(options, top: Path, draw: random.Random) -> Iterator[Found]:
 
     The others come to the end, with a whole log; that the rank died there, it has said itself.
     """
-    lost, path = options.losses, os.pathsep.join([str(REPO / "tests"), *sys.path[:1]])
+    lost = options.losses
+    path = os.pathsep.join([str(REPO / "tests"), *sys.path[:1]])
     common = [*DIGITS, "data.batch=60", "data.workers=0", "run.steps=20", "log.flush_steps=5"]
     common += ['log.hooks=["victim:Victim"]', "run.epochs=100"]
     for ranks, where in ((n, where) for n in options.nodes for where in options.where):
-        found, waits = Found(f"in {where}, {ranks} ranks, {lost} at once"), []
+        found = Found(f"in {where}, {ranks} ranks, {lost} at once")
+        waits = []
         mark = {"evaluation": "e", "average": "g", "flush": "!", "training": ""}[where]
         average = ["cadence.name=gossip-pga", "cadence.period=3"] * (where == "average")
         for at in range(options.count or 20):
             # the log is written by the first rank that lives; two at once are two in one step
-            step, chosen = draw.randrange(2, 14), draw.sample(range(ranks), lost)
+            step = draw.randrange(2, 14)
+            chosen = draw.sample(range(ranks), lost)
             who = range(lost) if where == "flush" else chosen
             plan = " ".join(f"{one}@{step}{mark}" for one in who)
             folder = top / f"{where}-{ranks}-{at}"
@@ -316,13 +334,18 @@ def losses(options, top: Path, draw: random.Random) -> Iterator[Found]:
 
     Their accuracy may be so many points below that of a run without a loss, and no more.
     """
-    lost, epochs, victim = options.losses, options.epochs, options.victim
+    lost = options.losses
+    epochs = options.epochs
+    victim = options.victim
     who = "a random rank" if victim is None else f"rank {victim}"
     # the job's schedule, for as many epochs: at a high rate accuracies differ by chance alone
     milestones = f"schedule.milestones=[{2 * epochs // 3},{13 * epochs // 15}]"
     settings = [*DIGITS, f"run.epochs={epochs}", milestones]
     for ranks in options.nodes:
-        found, points, waits, spent = Found(f"training, {ranks} ranks, {lost} x {who}"), [], [], []
+        found = Found(f"training, {ranks} ranks, {lost} x {who}")
+        points = []
+        waits = []
+        spent = []
         trained(ranks, job(top / f"whole-{ranks}", settings), draw, [])
         whole = checked(top / f"whole-{ranks}", 0)
         for at in range(-(-(options.count or 50) // len(options.nodes))):
@@ -337,7 +360,8 @@ def losses(options, top: Path, draw: random.Random) -> Iterator[Found]:
                 print(f"run {at + 1}: accuracy {one['accuracy']:.4f}", flush=True)
                 assert points[-1] >= -options.points, f"accuracy {points[-1]:+.2f} points"
         found.facts["accuracy of the whole run"] = f"{whole['accuracy']:.4f}"
-        mean, worst = statistics.mean(points or [0]), min(points, default=0)
+        mean = statistics.mean(points or [0])
+        worst = min(points, default=0)
         found.facts["points apart, mean and worst"] = f"{mean:+.2f} {worst:+.2f}"
         found.seconds("from kill to going on", waits)
         found.seconds("lost as logged", spent)
@@ -353,7 +377,8 @@ def trained(
     pause: float = 0.0,
 ) -> list[float]:
     """A run in which a rank dies up to ``pause`` s after each of some epochs; s to going on."""
-    waits, alive = list[float](), list(range(ranks))
+    waits = list[float]()
+    alive = list(range(ranks))
     with launched(ranks, words) as run:
         wait(lambda: "parameters" in run.output()[0], START_S, run)
         pids = run.ranks()
@@ -401,11 +426,14 @@ def checked(folder: Path, lost: int) -> dict:
 
 def loops(options, top: Path, draw: random.Random) -> Iterator[Found]:
     """Custom loops that lose ranks: survivors' models are those of a computation without MPI."""
-    steps, lost = 600, options.losses
+    steps = 600
+    lost = options.losses
     for nodes in options.nodes:
-        found, waits = Found(f"a custom loop, {nodes} ranks, {lost} x a random rank"), []
+        found = Found(f"a custom loop, {nodes} ranks, {lost} x a random rank")
+        waits = []
         for at in range(options.count or 20):
-            folder, alive = top / f"loop-{nodes}-{at}", list(range(nodes))
+            folder = top / f"loop-{nodes}-{at}"
+            alive = list(range(nodes))
             words = [sys.executable, survivors.SCRIPT, "--steps", steps, "--evaluate-every", 50]
             words += ["--out", folder] * options.folder
             with found.run(folder, lost), launched(nodes, words) as run:
@@ -434,7 +462,8 @@ def loops(options, top: Path, draw: random.Random) -> Iterator[Found]:
 
 def check_folder(folder: Path, steps: int, models: dict[int, str]) -> None:
     """AssertionError unless log and last checkpoint are those of the nodes that are left."""
-    path, log = checkpoint.latest(folder), read(folder / "log.h5")
+    path = checkpoint.latest(folder)
+    log = read(folder / "log.h5")
     assert path is not None and path.name == f"step-{steps:08d}", path
     assert not checkpoint.verify(path), checkpoint.verify(path)
     states = [checkpoint.read_node(path, node).parameters for node in range(len(models))]
@@ -471,11 +500,13 @@ def watch(ready: Callable[[], bool], limit: float, run: launch.Launch) -> None:
 
     One that trains writes a line each 30 s: a busy machine is not taken for a hang.
     """
-    end, seen = time.monotonic() + limit, 0
+    end = time.monotonic() + limit
+    seen = 0
     while not ready():
         written = sum(map(len, run.output()))
         if written > seen:
-            end, seen = time.monotonic() + limit, written
+            end = time.monotonic() + limit
+            seen = written
         if time.monotonic() > end:
             stuck(f"nothing within {limit:g} s", run)
         time.sleep(0.005)
@@ -509,8 +540,14 @@ def set_launcher(options, top: Path) -> None:
     os.environ["MPIGOSSIP_MPIEXEC"] = tolerant
 
 
-SERIES = {"checkpoints": checkpoints, "start": starts, "signals": signals, "ranks": losses,
-          "places": places, "loop": loops}  # fmt: skip
+SERIES = {
+    "checkpoints": checkpoints,
+    "start": starts,
+    "signals": signals,
+    "ranks": losses,
+    "places": places,
+    "loop": loops,
+}
 
 
 def main() -> int:

@@ -23,12 +23,15 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-NAMES, WAIT_S = 200, 120.0
+NAMES = 200
+WAIT_S = 120.0
 SHARE = 0.05
 """Smallest share of the names that each process has to win, as a proof that they raced."""
 DELAY_S = 3e-4
 """Longest random delay of a link after the start, so that no process is always first."""
-GOOD, BROKEN, UNKNOWN = 0, 1, 2
+GOOD = 0
+BROKEN = 1
+UNKNOWN = 2
 TEXTS = {GOOD: "good", BROKEN: "BROKEN: members must not use this folder", UNKNOWN: "no verdict"}
 
 
@@ -86,8 +89,9 @@ class Peers:
     def _wait_for(self, folder: Path, count: int) -> list[str]:
         while len(names := sorted(path.name for path in folder.glob("[!.]*"))) < count:
             if time.monotonic() > self.end:
-                raise TimeoutError("nobody else came: start a second process on another host, "
-                                   "on the same folder")  # fmt: skip
+                raise TimeoutError(
+                    "nobody else came: start a second process on another host, on the same folder"
+                )
             time.sleep(0.05)
         return names[:count]
 
@@ -153,9 +157,11 @@ def race(root: Path, me: str, peers: Peers) -> Report:
     make(root / "own" / me, root)
     for k in range(NAMES):  # some file systems allow few names for one file
         write(root / "own" / me / f"{k:04d}", me)
-    won, errors = [], []
+    won = []
+    errors = []
     for k in range(NAMES):
-        own, name = root / "own" / me / f"{k:04d}", root / "race" / f"{k:04d}"
+        own = root / "own" / me / f"{k:04d}"
+        name = root / "race" / f"{k:04d}"
         peers.start()
         until = time.perf_counter() + random.random() * DELAY_S
         while time.perf_counter() < until:
@@ -185,7 +191,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="that take part (default: 2)")
     parser.add_argument("--shared", action="store_true", help="two users take part")
     options = parser.parse_args()
-    root, me = options.folder, f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
+    root = options.folder
+    me = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
     root.mkdir(parents=True, exist_ok=True)
     for folder in ("race", "here", "own"):
         make(root / folder, root)

@@ -36,9 +36,17 @@ from mpigossip.studies.seeds import interval  # noqa: E402
 from mpigossip.training.assemble import assemble, load  # noqa: E402
 from mpigossip.training.evaluate import evaluate  # noqa: E402
 
-JOB = ["model.name=mlp", "algorithm.style=atc", "local.name=adamw", "schedule.lr=0.001",
-       "cadence.name=every", "cadence.period=4", "run.evaluate_every=0", "run.epochs=1000000",
-       "checkpoint.every_steps=0"]  # fmt: skip
+JOB = [
+    "model.name=mlp",
+    "algorithm.style=atc",
+    "local.name=adamw",
+    "schedule.lr=0.001",
+    "cadence.name=every",
+    "cadence.period=4",
+    "run.evaluate_every=0",
+    "run.epochs=1000000",
+    "checkpoint.every_steps=0",
+]
 
 
 class Clock:
@@ -46,7 +54,9 @@ class Clock:
 
     def __init__(self, threads: int):
         """So many threads, all of which call ``wait`` first."""
-        self.turn, self.running, self.times = threading.Condition(), threads, dict[int, float]()
+        self.turn = threading.Condition()
+        self.running = threads
+        self.times = dict[int, float]()
 
     def wait(self, until: float) -> None:
         """Let others go on until then."""
@@ -94,7 +104,9 @@ class Paced(Live):
 
     def __init__(self, lab: "Lab", index: int, at: float):
         """At a virtual time."""
-        self.lab, self.index, self.at = lab, index, at
+        self.lab = lab
+        self.index = index
+        self.at = at
         self.chance = random.Random(1000 * lab.seed + index)
         place = Place(
             Disk(lab.folder), lab.plan, chance=self.chance, now=lambda: self.at, tell=lambda _: None
@@ -112,7 +124,8 @@ class Paced(Live):
 
     def receive(self):
         """Read at once, while the own model is being written."""
-        found, place = super().receive(), self.place
+        found = super().receive()
+        place = self.place
         if found is not None:
             self.lab.lags.append(place.age - place.peer.age)
         self.at += self.lab.options.delay
@@ -138,8 +151,13 @@ class Lab:
 
     def __init__(self, folder: Path, members: int, seed: int, options):
         """Prepare it; ``options``: of the command."""
-        self.folder, self.members, self.seed, self.options = folder, members, seed, options
-        self.newest, self.lags, self.rises = {}, list[int](), list[tuple[float, float]]()
+        self.folder = folder
+        self.members = members
+        self.seed = seed
+        self.options = options
+        self.newest = {}
+        self.lags = list[int]()
+        self.rises = list[tuple[float, float]]()
         self.clock = Clock(members + options.newcomers)
 
     def run(self) -> dict:
@@ -149,7 +167,8 @@ class Lab:
             made = [assemble(job, world, 1) for _ in range(self.members + 2)]
             self.folder.mkdir()
             join.job_of(self.folder, job, Disk(self.folder))
-            self.plan, self.spare = join.plan_of(made[0], 1e9), Member(made[-1])
+            self.plan = join.plan_of(made[0], 1e9)
+            self.spare = Member(made[-1])
             works = [(self.member, i, Member(made[i])) for i in range(self.members)]
             if self.options.newcomers:
                 works.append((self.newcomers, self.members, Member(made[-2])))
@@ -169,7 +188,8 @@ class Lab:
     def test(self, states) -> dict[str, float]:
         """Loss and accuracy of the average of these models."""
         self.spare.begin(states)
-        trainer, loader = self.spare.trainer, self.spare.assembly.loader
+        trainer = self.spare.trainer
+        loader = self.spare.assembly.loader
         return evaluate(trainer.replicas, trainer.mixer, loader).averaged
 
     def member(self, index: int, member: Member) -> None:
@@ -185,7 +205,8 @@ class Lab:
         """Every 20 rounds one joins and leaves after two: what it makes of the average."""
         rounds = self.options.steps // member.steps
         for at in range(rounds // 5, rounds * 4 // 5, 20):
-            live, losses = Paced(self, index, at + 0.5), []
+            live = Paced(self, index, at + 0.5)
+            losses = []
             self.clock.wait(live.at)
             others = list(self.newest.values())
             states = live.begin({})
@@ -235,11 +256,17 @@ def one(given) -> dict:
 def kept(run: dict, members: int, seed: int, options, simulated: bool) -> dict:
     """A run's figures, of which a line is written if that was asked for."""
     figures = {k: run[k] for k in ("loss", "accuracy", "lag", "places", "digest") if k in run}
-    made = {"members": members, "seed": seed, "how": "simulate" if simulated else "members",
-            "steps": options.steps, "delay": None if simulated else options.delay,
-            "slow": None if simulated else options.slow,
-            "settings": settings_of(options), "torch": torch.__version__,
-            "figures": figures}  # fmt: skip
+    made = {
+        "members": members,
+        "seed": seed,
+        "how": "simulate" if simulated else "members",
+        "steps": options.steps,
+        "delay": None if simulated else options.delay,
+        "slow": None if simulated else options.slow,
+        "settings": settings_of(options),
+        "torch": torch.__version__,
+        "figures": figures,
+    }
     if options.lines:
         with options.lines.open("a") as file:
             file.write(json.dumps(made) + "\n")
@@ -273,20 +300,26 @@ def main() -> int:
             found = [
                 kept(run, *work) for work, run in zip(works, pool.imap(one, works), strict=True)
             ]
-            ours, theirs = found[: len(seeds)], found[len(seeds) :]
+            ours = found[: len(seeds)]
+            theirs = found[len(seeds) :]
             pairs = list(zip(ours, theirs, strict=True))
             points = np.mean([100 * (a["accuracy"] - b["accuracy"]) for a, b in pairs])
             above = percent([a["loss"] / b["loss"] - 1 for a, b in pairs])
-            print(f"{members} members: loss {above}, accuracy {points:+.1f} points, "
-                  f"lag {np.mean([a['lag'] for a in ours]):.2f}, "
-                  f"places {sum(a['places'] for a in ours)}, simulate's loss "
-                  f"{np.mean([b['loss'] for b in theirs]):.4f}", flush=True)  # fmt: skip
+            print(
+                f"{members} members: loss {above}, accuracy {points:+.1f} points, "
+                f"lag {np.mean([a['lag'] for a in ours]):.2f}, "
+                f"places {sum(a['places'] for a in ours)}, simulate's loss "
+                f"{np.mean([b['loss'] for b in theirs]):.4f}",
+                flush=True,
+            )
             rises = 100 * np.array([rise for a in ours for rise in a["rises"]]).reshape(-1, 2)
             if len(rises):
                 at_once, later = np.median(rises, 0)
-                print(f"  {len(rises)} newcomers: {at_once:+.2f} % at once (95 %: "
-                      f"{np.quantile(rises[:, 0], 0.95):+.2f} %), {later:+.2f} % a round later",
-                      flush=True)  # fmt: skip
+                print(
+                    f"  {len(rises)} newcomers: {at_once:+.2f} % at once (95 %: "
+                    f"{np.quantile(rises[:, 0], 0.95):+.2f} %), {later:+.2f} % a round later",
+                    flush=True,
+                )
     return 0
 
 

@@ -27,9 +27,15 @@ def one(seed: int, plan: Plan, rate: float) -> tuple[str, dict[str, int]]:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
         ends = storm(
-            root, seed, plan.chunks, lease_s=plan.lease_s, rate=rate,
-            stale_s=2 * plan.lease_s, lost=0.2, full=0.02,
-        )  # fmt: skip
+            root,
+            seed,
+            plan.chunks,
+            lease_s=plan.lease_s,
+            rate=rate,
+            stale_s=2 * plan.lease_s,
+            lost=0.2,
+            full=0.02,
+        )
         found = chunks_of(root, plan)
         wrong = []
         if twice := sum(found[chunk] > 1 for chunk in range(plan.chunks)):
@@ -60,7 +66,9 @@ def main() -> int:
     )
     options = parser.parse_args()
     plan = Plan(options.chunks, 4, options.lease)
-    total, wrong, begun = Counter(), {}, time.monotonic()
+    total = Counter()
+    wrong = {}
+    begun = time.monotonic()
     for seed in range(options.seed, options.seed + options.runs):
         began = time.monotonic()
         what, ends = one(seed, plan, options.rate)

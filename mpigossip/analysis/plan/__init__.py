@@ -42,7 +42,8 @@ class Choice:
         if always_global(job):
             section = replace(job.algorithm, name=GOSSIP, options={})
             job = replace(job, algorithm=section, local=LocalSection())
-        graph, cadence = job.graph, job.cadence
+        graph = job.graph
+        cadence = job.cadence
         if graph.name != self.graph:
             graph = replace(graph, name=self.graph, weights=None, lazy=False, options={})
         if cadence.name != self.cadence:
@@ -139,10 +140,20 @@ def predict(
     step = timing.steady_s + exchange - hidden + waiting
     per_epoch = what.steps_per_epoch(n)
     return Row(
-        choice.graph, choice.cadence, choice.wire, n, step, exchange, hidden, waiting,
-        made.bytes_per_step, per_epoch, per_epoch * step, epochs * per_epoch * step,
+        choice.graph,
+        choice.cadence,
+        choice.wire,
+        n,
+        step,
+        exchange,
+        hidden,
+        waiting,
+        made.bytes_per_step,
+        per_epoch,
+        per_epoch * step,
+        epochs * per_epoch * step,
         _transient(made, job.data.partition == "shuffled"),
-    )  # fmt: skip
+    )
 
 
 _CODED: dict[tuple[str, int], tuple[float, float]] = {}
@@ -191,7 +202,8 @@ def table(
     period: float | None = None,
 ) -> list[Row]:
     """All compatible combinations of graph, cadence and wire on each number of nodes."""
-    every, rows = choices(what.job, everything=True), list[Row]()
+    every = choices(what.job, everything=True)
+    rows = list[Row]()
     for n in nodes:
         found = (predict(what, machine, choice, n, epochs, period) for choice in every)
         at = [row for row in found if row is not None]

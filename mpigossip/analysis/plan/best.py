@@ -64,8 +64,13 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
     if always_global(job):
         method = GOSSIP
     own = (f"algorithm.name={method}",)
-    graphs = {"one-peer-exponential": "one-peer", "one-peer-hypercube": "one-peer",
-              "base-2": "one-peer", "exponential": "static", "ring": "ring"}  # fmt: skip
+    graphs = {
+        "one-peer-exponential": "one-peer",
+        "one-peer-hypercube": "one-peer",
+        "base-2": "one-peer",
+        "exponential": "static",
+        "ring": "ring",
+    }
     for graph, known in graphs.items():
         if n & (n - 1) and graph == "one-peer-exponential":
             continue  # not exact for this n, as base-2 is
@@ -75,7 +80,8 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
     wire = ("cadence.name=always", "node.wire=bf16")
     yield Proposal(f"{method}, {peer}, bf16", 2, "bf16", peer, (*own, *wire))
     for step, period in enumerate(PERIODS):
-        level, seldom = 4 + step, f"cadence.period={period}"
+        level = 4 + step
+        seldom = f"cadence.period={period}"
         outer = ("algorithm.name=diloco", "cadence.name=cpsgd", seldom, "node.wire=fp32")
         parts = (f"cadence.fragments={FRAGMENTS}", "cadence.delay=1")
         gasloc = ("algorithm.name=gasloc", "cadence.name=every", seldom, "node.wire=fp32")
@@ -89,7 +95,8 @@ def proposals(
     path: Path, settings: Sequence[str], what: Subject, machine: Machine, n: int, epochs: float = 1
 ) -> tuple[list[Proposal], dict[str, str]]:
     """All that can be pasted behind a job's file and settings, and what can't, with the reason."""
-    found, left_out = [], {}
+    found = []
+    left_out = {}
     ranks = f"node.ranks_per_node={what.job.node.ranks_per_node}"
     for way in _ways(what.job, n):
         graph = "complete" if way.graph == ALL_REDUCE else way.graph
@@ -159,8 +166,14 @@ def as_json(found: Sequence[Proposal], left_out: dict[str, str]) -> dict[str, An
     """The same as plain values."""
     chosen = best(found)
     rows = [
-        {"label": one.label, "level": one.level, "known": one.known,
-         "settings": list(one.settings), "proposed": one is chosen, **one.row.as_json()}
+        {
+            "label": one.label,
+            "level": one.level,
+            "known": one.known,
+            "settings": list(one.settings),
+            "proposed": one is chosen,
+            **one.row.as_json(),
+        }
         for one in found
-    ]  # fmt: skip
+    ]
     return {"proposals": rows, "left_out": left_out}

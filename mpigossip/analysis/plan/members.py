@@ -84,23 +84,33 @@ def _most(advice: Advice) -> int:
 
 def text(what: Subject, every: Sequence[Advice]) -> str:
     """A table with a row for each number of members, and what it means."""
-    section, model = what.job.members, every[0].model
+    section = what.job.members
+    model = every[0].model
     head = ["members", "read", "at your H", "H for 5 %", "lease", "files", "disk"]
     rows = [
-        [f"{one.members:,}", f"{one.read_s:.3g} s", f"{one.share:.1%}", f"{one.least:,}",
-         f"{max(120, ceil(one.lease_s)):,} s", f"{one.files(one.period, section.claim_rounds):,}",
-         size(KEEP * one.members * model + RECORD * -(-one.steps // one.period))]
+        [
+            f"{one.members:,}",
+            f"{one.read_s:.3g} s",
+            f"{one.share:.1%}",
+            f"{one.least:,}",
+            f"{max(120, ceil(one.lease_s)):,} s",
+            f"{one.files(one.period, section.claim_rounds):,}",
+            size(KEEP * one.members * model + RECORD * -(-one.steps // one.period)),
+        ]
         for one in every
-    ]  # fmt: skip
+    ]
     first = every[0]
-    return "\n".join([
-        f"{size(model)} of model and state, {first.step_s:.3g} s a step, H = {first.period:,} "
-        "(cadence.period),",
-        f"{size(first.rate)}/s of the folder for all members",
-        "",
-        aligned([head, *rows]),
-        "",
-        "read: seconds to read one model; at your H: its share of a round.",
-        "Set cadence.period to H for 5 % or more, members.lease_s to the lease or more",
-        f"(now {section.lease_s:g}). A dead member holds up the end for a lease, {LEASES} at most.",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"{size(model)} of model and state, {first.step_s:.3g} s a step, H = {first.period:,} "
+            "(cadence.period),",
+            f"{size(first.rate)}/s of the folder for all members",
+            "",
+            aligned([head, *rows]),
+            "",
+            "read: seconds to read one model; at your H: its share of a round.",
+            "Set cadence.period to H for 5 % or more, members.lease_s to the lease or more",
+            f"(now {section.lease_s:g}). A dead member holds up the end for a lease, {LEASES} at "
+            f"most.",
+        ]
+    )

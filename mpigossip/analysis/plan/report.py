@@ -63,7 +63,8 @@ def _wrapped(words: str, indent: str = "") -> list[str]:
 
 
 def _head(what: Subject, machine: Machine, note: str) -> list[str]:
-    job, told = what.job, machine.sources
+    job = what.job
+    told = machine.sources
     method = job.algorithm.name
     if always_global(job):
         method = f"{method}; gossip as {GOSSIP}"

@@ -6,6 +6,7 @@ the wire. The CPU runs the same code in the tests.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -31,14 +32,19 @@ class DeviceBuffers:
         self, layout: Layout, rank: int, n: int, transport: Transport, streams: Sequence[Streams]
     ):
         """Raises MemoryRefused where memory that MPI may reach can't be had."""
-        self._layout, self._rank, self._n, self._streams = layout, rank, n, streams
+        self._layout = layout
+        self._rank = rank
+        self._n = n
+        self._streams = streams
         take = transport.allocate
-        lossy, devices = not layout.wire.exact, [each.device for each in streams]
+        lossy = not layout.wire.exact
+        devices = [each.device for each in streams]
         own = [take(layout.slot_bytes, device) for device in devices]
         self._mixed = [take(layout.slot_bytes, device) for device in devices]
         size = layout.slot_sent_bytes
         self.codes = [take(size, device) for device in devices] if lossy else None
-        self.sent, self._own = self.codes or own, own
+        self.sent = self.codes or own
+        self._own = own
         self.out: Segments = [layout.slot_views(one) for one in own]
         self.result: Segments = [layout.slot_views(one) for one in self._mixed]
         self._ready: list[torch.cuda.Event | None] = []
@@ -77,7 +83,8 @@ class DeviceBuffers:
         for slot, parts in enumerate(self.out if self.codes else ()):
             with current(self._streams[slot].device):
                 encode_slot(self._layout, slot, parts, [self._rank], number, self.codes[slot])
-        self._ready, self._copied = [each.ready() for each in self._streams], []
+        self._ready = [each.ready() for each in self._streams]
+        self._copied = []
         for each, event in zip(self._streams, self._ready, strict=True):
             each.follow(event)
 
@@ -100,9 +107,12 @@ class DeviceBuffers:
         return [each.copied_out() for each in self._streams]
 
     def add(
-        self, weights: Sequence[float], received: Sequence[Sequence[Source]], chunk: Chunk,
+        self,
+        weights: Sequence[float],
+        received: Sequence[Sequence[Source]],
+        chunk: Chunk,
         into: Segments | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for slot, each in enumerate(self._streams):
             sources: list[Source] = [self.out[slot]]
             with each.incoming():
@@ -125,8 +135,14 @@ class DeviceBuffers:
             return 0.0
         if self.host:
             return self._on_host(self.host, transport)
-        layout, rank, n = self._layout, self._rank, self._n
-        swap, on = self._swap(transport), lambda s: self._streams[s].incoming()
+        layout = self._layout
+        rank = self._rank
+        n = self._n
+        swap = self._swap(transport)
+
+        def on(s: int) -> AbstractContextManager[None]:
+            return self._streams[s].incoming()
+
         if self._gathers:
             size = layout.slot_sent_bytes
             rows = [room[: n * size].view(n, size) for room in self._rooms]
@@ -174,8 +190,14 @@ class DeviceBuffers:
 
     def close(self) -> None:
         self._unpin()
-        self.out, self.result, self.sent, self._own, self._mixed = [], [], [], [], []
-        self._inbox, self._rooms, self.codes = [], [], None
+        self.out = []
+        self.result = []
+        self.sent = []
+        self._own = []
+        self._mixed = []
+        self._inbox = []
+        self._rooms = []
+        self.codes = None
         if self.host:
             self.host.close()
             self.host = None

@@ -69,7 +69,8 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
     """An allocation of its own (cudaMalloc) as uint8 (nbytes,); zeros on the CPU."""
     if device.type == "cpu":
         return ordinary(nbytes, device)
-    cupy, taken = _cupy(device), -(-max(nbytes, 1) // UNIT) * UNIT
+    cupy = _cupy(device)
+    taken = -(-max(nbytes, 1) // UNIT) * UNIT
     try:
         with current(device), cupy.cuda.Device(device.index):
             memory = cupy.cuda.Memory(taken)
@@ -102,9 +103,10 @@ def create(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
 
 
 def agreed(
-    comm: MPI.Comm, make: Callable[[], Any],
+    comm: MPI.Comm,
+    make: Callable[[], Any],
     failures: tuple[type[Exception], ...] = (MemoryRefused,),
-) -> Any:  # fmt: skip
+) -> Any:
     """Return what is made, or raise MemoryRefused on all ranks where a failure is raised on one.
 
     Who only waited for a rank that failed isn't quoted.
@@ -130,7 +132,8 @@ def pages(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         begin = address // mmap.PAGESIZE * mmap.PAGESIZE
         end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         if runs and begin <= sum(runs[-1]):
-            begin, end = runs[-1][0], max(end, sum(runs.pop()))
+            begin = runs[-1][0]
+            end = max(end, sum(runs.pop()))
         runs.append((begin, end - begin))
     return runs
 
@@ -190,11 +193,13 @@ def _cupy(device: torch.device) -> Any:
     return cupy
 
 
-OPTIONS, ORDERING = 117, 118
+OPTIONS = 117
+ORDERING = 118
 """CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS and …_WRITES_ORDERING."""
 BY_HOST = 1
 """The option of a flush that the host asks for."""
-CURRENT, TO_OWNER = 0, 100
+CURRENT = 0
+TO_OWNER = 100
 """Target and scope of a flush: the current device, for its own work."""
 
 
@@ -203,7 +208,8 @@ def ordered(device: torch.device) -> bool:
     """Whether writes are seen by the device's later work as they are; MemoryRefused: never."""
     if device.type == "cpu" or torch.version.hip:
         return True
-    answer, found = ctypes.c_int(), []
+    answer = ctypes.c_int()
+    found = []
     for which in (ORDERING, OPTIONS):
         if driver().cuDeviceGetAttribute(ctypes.byref(answer), which, device.index):
             return True  # a driver that doesn't know the question

@@ -41,7 +41,9 @@ PROOF_S = 30.0
 """Seconds that each wait of the proof may take; a process of its own, which has to start, twice as
 many."""
 PROVING = "proof that this MPI moves GPU memory"
-BEGUN, ARRIVED, WRONG = "begun", "arrived", "wrong: "
+BEGUN = "begun"
+ARRIVED = "arrived"
+WRONG = "wrong: "
 LAUNCHED = re.compile(
     "PMI|PRTE|SLURM|PALS|HYDRA|HYDI|FLUX|JSM|MPI_LOCAL|MV2_COMM|OMPI_(?!MCA_)"
     "|OMPI_MCA_(orte|prte|ess|pmix|plm|ras|rmaps|initial)"
@@ -50,9 +52,11 @@ LAUNCHED = re.compile(
 
 
 def proven(
-    comm: MPI.Intracomm, devices: Sequence[torch.device], way: str = "windows",
+    comm: MPI.Intracomm,
+    devices: Sequence[torch.device],
+    way: str = "windows",
     timeout_s: float = PROOF_S,
-) -> tuple[bool, str]:  # fmt: skip
+) -> tuple[bool, str]:
     """Return whether MPI moves memory of all slots' devices on all ranks, and why (not).
 
     Collective; the answer is that of all ranks. ``way``: puts ("windows") or "messages". A library
@@ -143,10 +147,15 @@ def tried(devices: Sequence, timeout_s: float, way: str = "windows") -> tuple[bo
     names = list(dict.fromkeys(map(str, devices)))
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program, way, *names], env=environment(os.environ),
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=timeout_s, check=False,
-        )  # fmt: skip
+            [sys.executable, "-c", program, way, *names],
+            env=environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
     except subprocess.TimeoutExpired as late:
         said = (late.stdout or b"").decode(errors="replace")
         return _judged(said, f"didn't end within {timeout_s:g} s")
@@ -202,7 +211,8 @@ def arrives(
     "": nothing. Collective, the same on all ranks. It has a communicator of its own, as a rank that
     hangs leaves the others' calls unanswered.
     """
-    proof, rank = Proof(comm.Dup(), devices, timeout_s, way), numbers(comm, [comm.rank])[0]
+    proof = Proof(comm.Dup(), devices, timeout_s, way)
+    rank = numbers(comm, [comm.rank])[0]
     killed = f"mpigossip: rank {rank} ended in the {PROVING}; if nothing else ended the job, "
     killed += "node.exchange=host goes without it"
     with told_if_killed(killed):
@@ -233,8 +243,12 @@ class Proof:
     def __init__(
         self, comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float, way: str
     ):
-        self.comm, self._devices, self._timeout_s, self._way = comm, devices, timeout_s, way
-        self._left, self._right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        self.comm = comm
+        self._devices = devices
+        self._timeout_s = timeout_s
+        self._way = way
+        self._left = (comm.rank - 1) % comm.size
+        self._right = (comm.rank + 1) % comm.size
         self._memory: list[torch.Tensor] = []
         self._windows: list[MPI.Win] = []
         self._pending: list[MPI.Request] = []

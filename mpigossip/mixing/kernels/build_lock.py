@@ -65,7 +65,8 @@ class BuildLock:
         except FileNotFoundError:  # it was released meanwhile: the next call looks again
             return True
         if seen != self._seen:
-            self._seen, self._seen_since = seen, time.monotonic()
+            self._seen = seen
+            self._seen_since = time.monotonic()
         return time.monotonic() - self._seen_since < LEASE_S
 
     def touch(self) -> None:

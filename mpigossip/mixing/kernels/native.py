@@ -57,7 +57,8 @@ def combine(
     kernel = library()
     if kernel is None:
         return False
-    sources, targets = [a.data_ptr() for a in arrays], [out.data_ptr() for out in outs]
+    sources = [a.data_ptr() for a in arrays]
+    targets = [out.data_ptr() for out in outs]
     _call(kernel, weights, sources, targets, outs[0].numel())
     return True
 
@@ -113,7 +114,8 @@ def _load() -> Any:
         raise NoKernel("MPIGOSSIP_NATIVE=0")
     try:
         place = _place()
-        cache, there = place.parent, _safe(place.parent) and _safe(place)
+        cache = place.parent
+        there = _safe(place.parent) and _safe(place)
     except (RuntimeError, OSError) as error:  # no home, or one that may not be entered
         raise NoKernel(f"no cache folder: {error}; XDG_CACHE_HOME names one") from error
     if not there:
@@ -128,7 +130,8 @@ def _load() -> Any:
     if not _proven(kernel):
         raise NoKernel(f"{place} sums with other bits than torch; remove it, or set CC")
     if sys.platform == "linux":
-        count, real = ctypes.c_int, ctypes.c_double
+        count = ctypes.c_int
+        real = ctypes.c_double
         kernel.mpigossip_wait.argtypes = [ctypes.c_void_p] * 2 + [count] * 3 + [real] * 4
     return kernel
 
@@ -174,7 +177,8 @@ def _build(place: Path) -> Path:
 
 def _build_once(place: Path, compiler: list[str]) -> Path:
     """Build the library, or wait until another process has built it."""
-    lock, until = BuildLock(place), time.monotonic() + WAIT_S
+    lock = BuildLock(place)
+    until = time.monotonic() + WAIT_S
     while True:
         holds = lock.acquire()
         try:

@@ -57,9 +57,16 @@ def rest(
     addresses = [MPI._addressof(request) for request in requests]
     count = len(addresses)
     error = native.library().mpigossip_wait(
-        _test(), (ctypes.c_void_p * count)(*addresses), count, count if need is None else need,
-        wake, spin, shortest, longest, limit,
-    )  # fmt: skip
+        _test(),
+        (ctypes.c_void_p * count)(*addresses),
+        count,
+        count if need is None else need,
+        wake,
+        spin,
+        shortest,
+        longest,
+        limit,
+    )
     if error:
         raise MPI.Exception(error)
     return True

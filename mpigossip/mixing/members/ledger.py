@@ -30,7 +30,10 @@ class Ledger:
     """The blocks of a training; ``done`` names are hints that save reading claims."""
 
     def __init__(self, disk, chunks: int, block: int, chance: random.Random):
-        self.disk, self.chunks, self.block, self.chance = disk, chunks, block, chance
+        self.disk = disk
+        self.chunks = chunks
+        self.block = block
+        self.chance = chance
         self._first = 0
         """the oldest block that isn't known as done"""
 
@@ -75,7 +78,8 @@ class Ledger:
 
     def _rest(self, member: Any, block: int, attempts: int) -> Rest | None:
         """Return what the claims of a block have left void."""
-        chunk, end = block * self.block, self._end(block)
+        chunk = block * self.block
+        end = self._end(block)
         for attempt in range(attempts):
             claim = member.read(name := self._name(block, attempt), Claim, listed=True)
             if not isinstance(claim, Claim) or claim.chunk != chunk:
@@ -90,7 +94,8 @@ class Ledger:
 
     def _blocks(self) -> Iterator[tuple[int, int, bool]]:
         """From the oldest block that isn't done: (block, number of attempts, done)."""
-        total, all_done = -(-self.chunks // self.block), True
+        total = -(-self.chunks // self.block)
+        all_done = True
         for first in range(self._first // FOLDER * FOLDER, total, FOLDER):
             attempts: dict[int, int] = {}
             done: set[int] = set()

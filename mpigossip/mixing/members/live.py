@@ -73,13 +73,15 @@ def read_model(
 
     ``failures``: collects errors of the file system, which say nothing about the model.
     """
-    disk, name = place.disk, f"models/{version.file}"
+    disk = place.disk
+    name = f"models/{version.file}"
     try:
         owner = os.lstat(disk.path(name)).st_uid
         if not disk.shared and owner != os.getuid():
             raise StoreError(f"it belongs to user {owner}; --shared takes it")
-        entry = Entry(version.place, version.file, version.bytes, version.checksum,
-                      version.parameters)  # fmt: skip
+        entry = Entry(
+            version.place, version.file, version.bytes, version.checksum, version.parameters
+        )
         found = checkpoint.read_state(disk.root / "models", entry, version.parameters, version.step)
         if digest(found) != version.digest:
             raise StoreError("it is another model than its record says")
@@ -104,8 +106,12 @@ class Live:
 
     def __init__(self, place: Place, stopping: Callable[[], bool], poll_s: float = POLL_S):
         """``stopping``: whether to leave, asked while there is nothing to train."""
-        self.place, self.poll_s, self.promises = place, poll_s, 1
-        self._asked, self._stop_seen, self._looked = stopping, False, float("-inf")
+        self.place = place
+        self.poll_s = poll_s
+        self.promises = 1
+        self._asked = stopping
+        self._stop_seen = False
+        self._looked = float("-inf")
         place.disk.outages.stopping = stopping
         self._writer = ThreadPoolExecutor(1, "models")
         self._written: Future | None = None
@@ -154,7 +160,8 @@ class Live:
             try:
                 return self.newest(versions, most)
             except NoModel:
-                before, versions = versions, wanted()
+                before = versions
+                versions = wanted()
                 if versions == before:
                     raise
 
@@ -223,7 +230,8 @@ class Live:
         """Publish this round's model in the background; its bytes. Waits for the one before."""
         self.written()
         place = self.place
-        draft, claim = place.draft(int(state.numbers["index"])), place.left
+        draft = place.draft(int(state.numbers["index"]))
+        claim = place.left
         kept = replace(state, arrays={})
         self._own = [*self._own[1 - KEEP :], (draft.age, kept)]
 
@@ -233,9 +241,14 @@ class Live:
                 place.fenced = True
                 return
             place.publish(
-                draft, claim == 0, file=entry.file, bytes=entry.bytes, checksum=entry.checksum,
-                parameters=entry.parameters, digest=digest(state),
-            )  # fmt: skip
+                draft,
+                claim == 0,
+                file=entry.file,
+                bytes=entry.bytes,
+                checksum=entry.checksum,
+                parameters=entry.parameters,
+                digest=digest(state),
+            )
 
         self._written = self._writer.submit(work)
         return sum(array.nbytes for array in state.stored().values())
@@ -263,7 +276,8 @@ class Live:
     def written(self) -> None:
         """Wait for the model that is being published; raises Fenced."""
         if self._written is not None:
-            written, self._written = self._written, None
+            written = self._written
+            self._written = None
             written.result()
         if self.place.fenced:
             raise Fenced

@@ -22,7 +22,8 @@ from mpigossip.store import StoreError
 
 START_S = 10.0
 """Time limit of an operation as long as the lease is not known, and once the member leaves."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 2.0
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 2.0
 """Seconds between two attempts: each pause is twice as long as the one before it."""
 RIGHTS = "ask the owner for the right to use it (with --shared: `umask 022`)"
 SPACE = "free space there, or ask for a larger quota"
@@ -73,14 +74,17 @@ class Outages:
     """
 
     def __init__(self, tell: Callable[[str], None] = note, limit_s: float = START_S):
-        self.tell, self.limit_s = tell, limit_s
+        self.tell = tell
+        self.limit_s = limit_s
         self.stopping: Callable[[], bool] = lambda: False
         self.given_up = False
         """whether an operation has failed for too long: all others are then tried only once"""
         self._lock = threading.Lock()
         self._failing = 0
         """number of threads whose operation fails at present"""
-        self._since, self._past, self._reported = 0.0, 0.0, float("-inf")
+        self._since = 0.0
+        self._past = 0.0
+        self._reported = float("-inf")
 
     def seconds(self) -> float:
         """Return the total duration of all outages until now, the present one included.
@@ -110,7 +114,8 @@ class Outages:
             return self._again(operation, path, first)
 
     def _again(self, operation: Callable[[], T], path: Path, error: Exception) -> T:
-        began, pause = time.monotonic(), FIRST_PAUSE_S
+        began = time.monotonic()
+        pause = FIRST_PAUSE_S
         while True:
             failed = cause(error)
             if failed is None:

@@ -92,7 +92,9 @@ class Place:
         tell: Callable[[str], None] = print,
     ):
         """``disk``: the run's folder, in which `job.toml` stands."""
-        self.disk, self.plan, self.tell = disk, plan, tell
+        self.disk = disk
+        self.plan = plan
+        self.tell = tell
         # an outage of the folder is no silence of the other members
         self.now = lambda: now() - disk.outages.seconds()
         self.chance = chance or random.Random()
@@ -107,15 +109,21 @@ class Place:
     def join(self, promises: int = 1) -> None:
         """Take a number that nobody has had; ``promises``: leases that a record promises."""
         self.disk.outages.limit_s = self.plan.lease_s
-        places, stride = self.numbers("places"), 1
+        places = self.numbers("places")
+        stride = 1
         number = places[-1] + 1 if places else 0
         while not self.disk.publish(f"places/{number:06d}", Record(place=number).encode()):
             number += self.chance.randint(1, stride)
             stride *= 2
         self.disk.make(f"chain/{number:06d}")
-        self.number, self.promise = number, min(promises, LEASES) * self.plan.lease_s
-        self.round, self.age, self.progress = 0, 0, 0
-        self.claim, self.claim_name, self.left = None, "", 0
+        self.number = number
+        self.promise = min(promises, LEASES) * self.plan.lease_s
+        self.round = 0
+        self.age = 0
+        self.progress = 0
+        self.claim = None
+        self.claim_name = ""
+        self.left = 0
         self._own: set[str] = set()
         self.peer: Round | None = None
         self.averaged: dict[int, int] = {}
@@ -178,7 +186,8 @@ class Place:
                 new.append(self.record(place, number, listed=True))
                 if isinstance(new[-1], Round | Start):
                     break
-            chain.next, chain.seen = numbers[-1] + 1, self.now()
+            chain.next = numbers[-1] + 1
+            chain.seen = self.now()
             for found in new:
                 if isinstance(found, Closed):
                     chain.closed = found
@@ -208,8 +217,10 @@ class Place:
         record = Closed(place=place, round=chain.next, why="silent", by=self.number)
         self.disk.make(f"chain/{place:06d}")
         if self.disk.publish(record_name(place, chain.next), record.encode()):
-            self.tell(f"place {place} has been silent for longer than it promised: it is closed, "
-                      "and its chunks are claimed anew")  # fmt: skip
+            self.tell(
+                f"place {place} has been silent for longer than it promised: it is closed, "
+                "and its chunks are claimed anew"
+            )
             self._hint_closed(place, chain.last.age if chain.last else 0)
         self.refresh(place)
 
@@ -220,7 +231,8 @@ class Place:
         the next ones; a version is averaged once. Raises Behind.
         """
         places = self.present()
-        here, m = places.index(self.number), len(places)
+        here = places.index(self.number)
+        m = len(places)
         turns = max(1, (m - 1).bit_length())
         for turn in range(min(turns, 4)):
             place = places[(here + (1 << (self.round + turn) % turns)) % m]
@@ -236,7 +248,8 @@ class Place:
 
     def took(self, version: Round) -> None:
         """This version was averaged."""
-        self.peer, self.averaged[version.place] = version, version.round
+        self.peer = version
+        self.averaged[version.place] = version.round
 
     # -- chunks -----------------------------------------------------------------------------------
 
@@ -271,15 +284,29 @@ class Place:
 
     def draft(self, step: int) -> Round:
         """The record of the round that ends now, without its model; counts the round."""
-        chunk, peer = self.claim.chunk + self.round - self.claim.first, self.peer
+        chunk = self.claim.chunk + self.round - self.claim.first
+        peer = self.peer
         self.age = 1 + max(self.age, peer.age if peer else 0)
         self.progress = max(self.progress, chunk + 1, peer.progress if peer else 0)
         made = Round(
-            place=self.number, round=self.round, claim=self.claim_name, chunk=chunk,
-            peer=(peer.version,) if peer else (), age=self.age, progress=self.progress,
-            promise=self.promise, step=step, file="", bytes=0, checksum="", parameters=0, digest="",
-        )  # fmt: skip
-        self.round, self.left, self.peer = self.round + 1, self.left - 1, None
+            place=self.number,
+            round=self.round,
+            claim=self.claim_name,
+            chunk=chunk,
+            peer=(peer.version,) if peer else (),
+            age=self.age,
+            progress=self.progress,
+            promise=self.promise,
+            step=step,
+            file="",
+            bytes=0,
+            checksum="",
+            parameters=0,
+            digest="",
+        )
+        self.round = self.round + 1
+        self.left = self.left - 1
+        self.peer = None
         return made
 
     def publish(self, draft: Round, done: bool, **model: Any) -> None:
@@ -325,8 +352,10 @@ class Place:
             self.refresh(place)
         found = _furthest([chain.last for chain in self.chains.values()])
         if not found:  # an END without models couldn't be taken back
-            raise StoreError(f"{self.disk.root}: all chunks are trained, and no record in chain/ "
-                             "can be read; copy them back, or begin a new folder")  # fmt: skip
+            raise StoreError(
+                f"{self.disk.root}: all chunks are trained, and no record in chain/ "
+                "can be read; copy them back, or begin a new folder"
+            )
         return found
 
     def end(self, versions: Sequence[Round]) -> None:

@@ -48,7 +48,8 @@ class Disk:
 
     def __init__(self, root: Path, shared: bool = False):
         """``shared``: files of other users are taken, too."""
-        self.root, self.shared = Path(root), shared
+        self.root = Path(root)
+        self.shared = shared
         self.outages = Outages()
         self._known: set[str] = set()
         """Folders that have been there; no member removes one."""
@@ -249,7 +250,9 @@ class Disk:
 
     def _make(self, folder: str) -> bool:
         """Return whether the folder wasn't there."""
-        made, one, wanted = False, self.root, self.path(folder)
+        made = False
+        one = self.root
+        wanted = self.path(folder)
         for part in wanted.relative_to(self.root).parts:
             one /= part
             try:
@@ -269,7 +272,8 @@ class Disk:
 
     def discard(self, path: Path) -> None:
         """Remove a file by its path, as `remove` does."""
-        unwanted, self._unwanted = [*self._unwanted, path], []
+        unwanted = [*self._unwanted, path]
+        self._unwanted = []
         for at, one in enumerate(unwanted):
             try:
                 one.unlink()

@@ -33,7 +33,9 @@ class Transport:
 
     def __init__(self, comm: MPI.Intracomm, layout: Layout, buffers: int, timeout_s: float):
         """Collective. ``buffers``: the most sources of a round."""
-        self.layout, self.buffers, self.timeout_s = layout, buffers, timeout_s
+        self.layout = layout
+        self.buffers = buffers
+        self.timeout_s = timeout_s
         self.notifications = Notifications(comm, timeout_s)
         self.comm = self.notifications.comm
         self.cut(float("inf"))
@@ -99,9 +101,12 @@ class Transport:
 
 
 def inboxes(
-    comm: MPI.Intracomm, layout: Layout, buffers: int, devices: Sequence[torch.device],
+    comm: MPI.Intracomm,
+    layout: Layout,
+    buffers: int,
+    devices: Sequence[torch.device],
     allocate: Callable[[int, torch.device], torch.Tensor] = ordinary,
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     """Allocate room for so many messages on each slot's device, uint8 (buffers, bytes).
 
     Collective. Raises MemoryRefused, on all ranks, where one has no room.

@@ -16,7 +16,8 @@ from mpigossip.mixing.notifications import called, wait_all
 from mpigossip.mixing.plan import Chunk, Plan, Round
 from mpigossip.mixing.transports import Transport, inboxes
 
-ROUNDS, FIRST_TAG = 1 << 14, 64
+ROUNDS = 1 << 14
+FIRST_TAG = 64
 """Tags tell rounds apart, modulo this number (MPI promises 32,767 tags), so that they never mix."""
 
 
@@ -24,15 +25,22 @@ class Messages(Transport):
     """Messages into inbox buffers that are posted when a round begins, on the host or on GPUs."""
 
     def __init__(
-        self, comm: MPI.Intracomm, layout: Layout, buffers: int, timeout_s: float, *,
-        devices: Sequence[torch.device] = (), hosts: Sequence[str] = (),
-    ):  # fmt: skip
+        self,
+        comm: MPI.Intracomm,
+        layout: Layout,
+        buffers: int,
+        timeout_s: float,
+        *,
+        devices: Sequence[torch.device] = (),
+        hosts: Sequence[str] = (),
+    ):
         """Collective. ``devices``: of the slots' buffers; none: the host's.
 
         ``hosts``: names of the ranks' hosts. Raises MemoryRefused, on all ranks.
         """
         self._devices = devices or [torch.device("cpu")] * layout.slots
-        self.on_device, self._hosts = bool(devices), hosts
+        self.on_device = bool(devices)
+        self._hosts = hosts
         areas = inboxes(comm, layout, buffers, self._devices)
         self._inbox = [[area[k] for area in areas] for k in range(buffers)]
         self.memory = () if devices else [area.view(-1) for area in areas]
@@ -51,7 +59,9 @@ class Messages(Transport):
         self, call: Callable, r: Round, chunk: Chunk, areas: Sequence[torch.Tensor], rank: int
     ) -> list[MPI.Request]:
         """Call for a chunk of every slot, in pieces that MPI can count; the device is current."""
-        tag, span, found = FIRST_TAG + r.t % ROUNDS, chunk.span, []
+        tag = FIRST_TAG + r.t % ROUNDS
+        span = chunk.span
+        found = []
         for area, device in zip(areas, self._devices, strict=True):
             with current(device):
                 for at in range(span.start, span.stop, CUT):
@@ -83,9 +93,11 @@ class Messages(Transport):
     def free(self, r: Round, coming: Plan) -> None:
         if self._sends:
             self.notifications.waited += wait_all(
-                self._sends, self.timeout_s, lambda key: self._named(key[0], "takes no message"),
+                self._sends,
+                self.timeout_s,
+                lambda key: self._named(key[0], "takes no message"),
                 comm=self.comm,
-            )  # fmt: skip
+            )
 
     def pending(self, r: Round) -> list[MPI.Request]:
         # without those that are complete, which would end each rest at once

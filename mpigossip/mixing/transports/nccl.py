@@ -40,11 +40,18 @@ class Nccl(Transport):
     on_device = in_main = True
 
     def __init__(
-        self, comm: MPI.Intracomm, layout: Layout, buffers: int, timeout_s: float, *,
-        world: World, streams: Sequence[Streams],
-    ):  # fmt: skip
+        self,
+        comm: MPI.Intracomm,
+        layout: Layout,
+        buffers: int,
+        timeout_s: float,
+        *,
+        world: World,
+        streams: Sequence[Streams],
+    ):
         """Collective. Raises MemoryRefused, on all ranks, where one has no room or no NCCL."""
-        self._streams, self._broken = streams, False
+        self._streams = streams
+        self._broken = False
         self._on_cpu = streams[0].device.type == "cpu"
         areas = inboxes(comm, layout, buffers, [each.device for each in streams])
         self._inbox = [[area[k] for area in areas] for k in range(buffers)]
@@ -158,7 +165,8 @@ class Nccl(Transport):
 
     def _end(self, broken: bool) -> None:
         close_groups(self._groups, [str(each.device) for each in self._streams], broken)
-        self._works, self._groups = [], []
+        self._works = []
+        self._groups = []
 
 
 def _calls(group: Any, device: torch.device, sent: list, received: list) -> list[Any]:

@@ -56,12 +56,20 @@ class Probe:
     """Opens, proves and times the ways to other nodes; all methods are collective."""
 
     def __init__(
-        self, comm: MPI.Intracomm, layout: Layout, buffers: int, world: World,
+        self,
+        comm: MPI.Intracomm,
+        layout: Layout,
+        buffers: int,
+        world: World,
         on_host: Callable[[int], Transport],
-    ):  # fmt: skip
+    ):
         """``buffers``: sources of a round at most; ``on_host``: opens the way through the host."""
-        self._comm, self._layout, self._world, self._on_host = comm, layout, world, on_host
-        self._many, self._limit_s = buffers, getattr(comm, "timeout_s", world.timeout_s)
+        self._comm = comm
+        self._layout = layout
+        self._world = world
+        self._on_host = on_host
+        self._many = buffers
+        self._limit_s = getattr(comm, "timeout_s", world.timeout_s)
         self._proven = PROVEN.setdefault(world, {})
         names = layout.devices or ("cpu",) * layout.slots
         self._devices = [torch.device(name) for name in names]
@@ -73,7 +81,8 @@ class Probe:
 
         ``most_s``: seconds that each wait has at most.
         """
-        comm, layout = self._comm, self._layout
+        comm = self._comm
+        layout = self._layout
         given: Any = comm, layout, many, min(self._limit_s, most_s)
         why = ""
         if way in ("windows", "messages"):
@@ -92,7 +101,8 @@ class Probe:
             why = "NCCL has joined the nodes"
         else:
             transport = self._on_host(many)
-        rank, n = comm.rank, comm.size
+        rank = comm.rank
+        n = comm.size
         try:
             buffers = agreed(comm, lambda: DeviceBuffers(layout, rank, n, transport, self._streams))
         except MemoryRefused:
@@ -111,10 +121,13 @@ class Probe:
         comm = limited(self._comm, 2 * self._limit_s)  # one that hangs gives up after the others
         many = max(1, self._many)
         opened = agreed(comm, lambda: self.open(way, many, LIMIT_S), (RuntimeError,))
-        rank, n = comm.rank, comm.size
-        left, right = (rank - 1) % n, (rank + 1) % n
+        rank = comm.rank
+        n = comm.size
+        left = (rank - 1) % n
+        right = (rank + 1) % n
         plan = Plan(Kind.GOSSIP, False, 0, (left,), (0.5, 0.5), (right,), (left,), ((right, 0),))
-        transport, device = opened.transport, str(self._devices[0])
+        transport = opened.transport
+        device = str(self._devices[0])
         thread = ProgressThread(transport.comm, timeout_s=transport.timeout_s, device=device)
         one = partial(self._round, Pipeline(transport, opened.buffers, thread), opened, plan)
         try:
@@ -141,9 +154,13 @@ class Probe:
 
 
 def open_way(
-    asked: str, comm: MPI.Intracomm, layout: Layout, buffers: int, world: World,
+    asked: str,
+    comm: MPI.Intracomm,
+    layout: Layout,
+    buffers: int,
+    world: World,
     on_host: Callable[[int], Transport],
-) -> Way:  # fmt: skip
+) -> Way:
     """Open the way that is asked for, or for "auto" the fastest that works; collective.
 
     Raises MemoryRefused where a way that is asked for by name can't be had.

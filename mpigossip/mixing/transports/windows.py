@@ -34,15 +34,24 @@ class Windows(Transport):
     halves = 2
 
     def __init__(
-        self, comm: MPI.Intracomm, layout: Layout, buffers: int, timeout_s: float, *,
-        devices: Sequence[torch.device] = (), outbox: bool = False,
-    ):  # fmt: skip
+        self,
+        comm: MPI.Intracomm,
+        layout: Layout,
+        buffers: int,
+        timeout_s: float,
+        *,
+        devices: Sequence[torch.device] = (),
+        outbox: bool = False,
+    ):
         """Collective. ``devices``: of the slots' windows; none: in memory that MPI allocates.
 
         ``outbox``: room for an own message there. Raises MemoryRefused, on all ranks.
         """
-        count, size, slots = 2 * buffers, layout.slot_sent_bytes, layout.slots
-        self._devices, self.on_device = devices or [CPU] * slots, bool(devices)
+        count = 2 * buffers
+        size = layout.slot_sent_bytes
+        slots = layout.slots
+        self._devices = devices or [CPU] * slots
+        self.on_device = bool(devices)
         self._windows: list[MPI.Win] = []
         self._others = comm.allgather(buffers)
         if devices:
@@ -55,12 +64,14 @@ class Windows(Transport):
                     with current(device):
                         self._windows.append(create(raw(area), own))
 
-            held, limit_s = (self._windows, areas), min(timeout_s, LIMIT_S)
+            held = (self._windows, areas)
+            limit_s = min(timeout_s, LIMIT_S)
             if wrong := attempt(comm, open_all, lambda: CREATING, limit_s, devices[0], held):
                 raise MemoryRefused(wrong)
             own.Free()
             # from one buffer to the next, and where a slot's part of it begins
-            self._stride, self._begins = size, [0] * slots
+            self._stride = size
+            self._begins = [0] * slots
         else:
             room = size * slots * (count + outbox)
             window = open_window(MPI.Win.Allocate, max(room, 8), comm)
@@ -68,8 +79,10 @@ class Windows(Transport):
             self.outbox = memory[size * slots * count :] if outbox else None
             self.memory = [memory]
             whole = memory[: size * slots * count].view(count, slots, size)
-            areas, self._windows = list(whole.unbind(1)), [window] * slots
-            self._stride, self._begins = size * slots, [size * slot for slot in range(slots)]
+            areas = list(whole.unbind(1))
+            self._windows = [window] * slots
+            self._stride = size * slots
+            self._begins = [size * slot for slot in range(slots)]
         self._inbox = [[area[k] for area in areas] for k in range(count)]
         self._opened = self._windows if devices else self._windows[:1]
         super().__init__(comm, layout, buffers, timeout_s)
@@ -84,7 +97,8 @@ class Windows(Transport):
         own message, which took 1.5 times as long at 35 Mbit/s.
         """
         flying: list[MPI.Request] = []
-        span, half = chunk.span, r.index % 2
+        span = chunk.span
+        half = r.index % 2
         step = min(CUT, max(FLIGHT, (span.stop - span.start) // 16))
         for rank, buffer in r.plan.targets:
             base = (half * self._others[rank] + buffer) * self._stride
@@ -93,7 +107,8 @@ class Windows(Transport):
                 if self.on_device:
                     self._put(slot, message, span, rank, there)
                     continue
-                array, window = message.numpy(), self._windows[slot]
+                array = message.numpy()
+                window = self._windows[slot]
                 for at in range(span.start, span.stop, step):
                     some = array[at : min(at + step, span.stop)]
                     target = [there + at, some.size, MPI.BYTE]
@@ -130,7 +145,8 @@ class Windows(Transport):
         self.notifications.send(coming.far, FREE, number)
 
     def late(self, r: Round, ranks: Sequence[int]) -> str:
-        rank, many = min(ranks), len(self.chunks)
+        rank = min(ranks)
+        many = len(self.chunks)
         if r.full:
             return self.notifications.late(rank, FREE, self.number(r))
         if (count := r.arrived.get(rank, many)) < many:
@@ -141,7 +157,9 @@ class Windows(Transport):
         for index, plan in coming:
             readers = [rank for rank, _ in plan.targets]
             self.notifications.wait(readers, FREE, index * len(self.chunks))
-        self.memory, self.outbox, self._inbox = [], None, []
+        self.memory = []
+        self.outbox = None
+        self._inbox = []
         for window in self._opened:
             close_window(window, self.comm)
         self._windows = self._opened = []

@@ -37,10 +37,18 @@ from mpigossip.training.evaluate import Evaluation, evaluate
 from mpigossip.training.parts import make_parts
 
 FORMAT = "mpigossip members 2"
-JOB, LOOP = "job.toml", "loop.toml"
+JOB = "job.toml"
+LOOP = "loop.toml"
 """What all members share: a job, or what stands for a custom loop."""
-OWN = {"checkpoint", "log", "run.output", "run.name", "data.workers", "data.cache",
-       "node.timeout_s"}  # fmt: skip
+OWN = {
+    "checkpoint",
+    "log",
+    "run.output",
+    "run.name",
+    "data.workers",
+    "data.cache",
+    "node.timeout_s",
+}
 """Sections and settings in which members may differ."""
 OWN_COPY = "to run that code give your own copy: `mpigossip {command} {folder} JOB.toml`"
 
@@ -60,7 +68,8 @@ def join(
     to leave. Raises JobError for user errors, FolderUnreachable if the folder's file system fails
     for longer than a lease.
     """
-    disk, given = Disk(folder, shared), job
+    disk = Disk(folder, shared)
+    given = job
     if job is None or disk.exists(JOB):
         job = job_of(folder, given, disk)
     check_fit(job)
@@ -84,7 +93,9 @@ def join(
 
 
 def _train(live: Live, member: Member, folder: Path, world: Alone) -> dict[str, Any]:
-    place, places, flat = live.place, list[int](), member.engine.vector.flat
+    place = live.place
+    places = list[int]()
+    flat = member.engine.vector.flat
     told = about(flat.names, flat.shapes, member.engine.group.devices)
     watched = None
     try:
@@ -111,22 +122,38 @@ class _Watched:
 
     def __init__(self, member: Member, live: Live, folder: Path, world: Alone):
         """The log is logs/000007/log.h5 in the training's folder."""
-        self.member, self.live = member, live
-        assembly, group = member.assembly, member.engine.group
+        self.member = member
+        self.live = live
+        assembly = member.assembly
+        group = member.engine.group
         job = assembly.parts.job
         self.progress = Progress(
-            job=job, folder=folder / "logs" / f"{live.place.number:06d}", nodes=1, asked=1,
-            steps_per_epoch=assembly.steps_per_epoch, total_steps=0,
+            job=job,
+            folder=folder / "logs" / f"{live.place.number:06d}",
+            nodes=1,
+            asked=1,
+            steps_per_epoch=assembly.steps_per_epoch,
+            total_steps=0,
             samples_per_step=group.slots * job.data.batch * job.algorithm.accumulate,
-            objective=assembly.trainer.replicas.objective, text=config.dump(job),
-            about=lambda: [("place", f"{live.place.number} of {folder}: "
-                            f"{live.place.plan.chunks:,} chunks of {member.steps} steps "
-                            "for all members together")],
-        )  # fmt: skip
-        self.recorder, self.printer = Recorder(world), Printer(world)
+            objective=assembly.trainer.replicas.objective,
+            text=config.dump(job),
+            about=lambda: [
+                (
+                    "place",
+                    f"{live.place.number} of {folder}: "
+                    f"{live.place.plan.chunks:,} chunks of {member.steps} steps "
+                    "for all members together",
+                )
+            ],
+        )
+        self.recorder = Recorder(world)
+        self.printer = Printer(world)
         # its lines count what all members have trained
-        self.shown = replace(self.progress, first_step=live.place.progress * member.steps,
-                             total_steps=live.place.plan.chunks * member.steps)  # fmt: skip
+        self.shown = replace(
+            self.progress,
+            first_step=live.place.progress * member.steps,
+            total_steps=live.place.plan.chunks * member.steps,
+        )
 
     def __enter__(self) -> Self:
         self.live.place.disk.make("logs")
@@ -136,7 +163,9 @@ class _Watched:
 
     def after(self, record: Record, chunk: int) -> None:
         """Log a step; raises Leaving."""
-        place, peer, steps = self.live.place, self.live.place.peer, self.member.steps
+        place = self.live.place
+        peer = self.live.place.peer
+        steps = self.member.steps
         within = self.member.done % steps  # 0: the round is over, its record drafted
         # a member knows no distance from the average: not 0, which is its own from itself
         record = replace(record, index=self.member.done - 1, consensus_distance=float("nan"))
@@ -169,21 +198,30 @@ class _Watched:
         self.live.place.disk.outages.retry(write, self.progress.folder / "log.h5")
 
     def end(self, found: Evaluation, told: dict[str, Any]) -> None:
-        place, progress, recorder = self.live.place, self.progress, self.recorder
+        place = self.live.place
+        progress = self.progress
+        recorder = self.recorder
         steps = place.plan.chunks * self.member.steps
         self._retry(lambda: recorder.evaluation(progress, steps, found))
         summary = {
-            "finished": True, "steps": steps, "epochs": progress.epoch(steps), "nodes": 1,
-            "slots": self.member.engine.group.slots, "seconds": progress.seconds,
+            "finished": True,
+            "steps": steps,
+            "epochs": progress.epoch(steps),
+            "nodes": 1,
+            "slots": self.member.engine.group.slots,
+            "seconds": progress.seconds,
             "bytes_sent": float(self.member.engine.mixer.bytes_sent[0]),
-            "metrics": " ".join(progress.objective.metrics), **found.averaged, **told,
-        }  # fmt: skip
+            "metrics": " ".join(progress.objective.metrics),
+            **found.averaged,
+            **told,
+        }
         self._retry(lambda: recorder.stop(progress, summary))
 
 
 def _result(live: Live, member: Member, folder: Path) -> tuple[Evaluation, dict[str, Any]]:
     """The average at the end, tested; who linked the end writes it as a checkpoint."""
-    job, steps = member.assembly.parts.job, live.place.plan.chunks * member.steps
+    job = member.assembly.parts.job
+    steps = live.place.plan.chunks * member.steps
     facts: dict[str, Number] = {
         "slots": member.engine.group.slots,
         "steps_per_epoch": member.assembly.steps_per_epoch,
@@ -205,7 +243,8 @@ def result(
 
     ``job`` as text and ``facts`` go into its manifest: `checkpoint export` averages its nodes.
     """
-    place, disk = live.place, live.place.disk
+    place = live.place
+    disk = live.place.disk
     # models may be purged long after the end
     if (stored := disk.retry(lambda: _stored(folder), "checkpoints")) is not None:
         return stored
@@ -233,7 +272,8 @@ def _write(
     disk: Disk, folder: Path, steps: int, states: list[NodeState], job: str, meta: dict[str, Number]
 ) -> None:
     """Write the models that END names as a checkpoint, which other users can read if shared."""
-    temporary, entries = checkpoint.begin(folder, steps), []
+    temporary = checkpoint.begin(folder, steps)
+    entries = []
     disk.open_to_others(temporary)
     for node, state in enumerate(states):
         local = min(steps, int(state.numbers["local_steps"]))
@@ -260,13 +300,15 @@ def _given_up(live: Live, folder: Path) -> bool:
     disk = live.place.disk
     claim = f"END.{sum(name.startswith('END.') for name in disk.names(''))}"
     live.place.tell(f"{folder} has ended, but its checkpoint isn't whole: waiting for its writer")
-    before, since = disk.retry(seen, "checkpoints"), time.monotonic()
+    before = disk.retry(seen, "checkpoints")
+    since = time.monotonic()
     while time.monotonic() - since < live.place.plan.lease_s:
         if disk.retry(lambda: checkpoint.latest(folder), "checkpoints") or live.stopping():
             return False
         time.sleep(live.poll_s)
         if (now := disk.retry(seen, "checkpoints")) != before:
-            before, since = now, time.monotonic()
+            before = now
+            since = time.monotonic()
     return disk.publish(claim, secrets.token_bytes(8))
 
 
@@ -281,13 +323,19 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> Plan:
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:
     """What a member's bits depend on, for its first record."""
     return {
-        "format": FORMAT, "mpigossip": mpigossip.__version__, "torch": torch.__version__,
-        "layout": layout(names, shapes), "host": platform.node(), "pid": str(os.getpid()),
-        "processor": torch.backends.cpu.get_cpu_capability(), "machine": platform.machine(),
+        "format": FORMAT,
+        "mpigossip": mpigossip.__version__,
+        "torch": torch.__version__,
+        "layout": layout(names, shapes),
+        "host": platform.node(),
+        "pid": str(os.getpid()),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
         "threads": str(torch.get_num_threads()),
-        "devices": ",".join(torch.cuda.get_device_name(one) if one.startswith("cuda") else one
-                            for one in devices),
-    }  # fmt: skip
+        "devices": ",".join(
+            torch.cuda.get_device_name(one) if one.startswith("cuda") else one for one in devices
+        ),
+    }
 
 
 # -- the folder and its job ---------------------------------------------------------------------
@@ -304,8 +352,10 @@ def job_of(folder: Path, job: Job | None, disk: Disk, name: str = JOB, parameter
         _begin(folder, job, disk, name, here)
     about = disk.retry(folder.stat)
     if not disk.shared and (about.st_mode & 0o022 or about.st_uid != os.getuid()):
-        raise JobError(f'others may write to "{folder}" and put anything into the average: '
-                       f"`chmod go-w {folder}`, or give --shared")  # fmt: skip
+        raise JobError(
+            f'others may write to "{folder}" and put anything into the average: '
+            f"`chmod go-w {folder}`, or give --shared"
+        )
     there = job_there(disk, job, name)
     begun = (disk.read(name, listed=True) or b"").decode(errors="replace").partition("\n")[0]
     if not begun.startswith(here):
@@ -328,16 +378,20 @@ def _begin(folder: Path, job: Job | None, disk: Disk, name: str, head: str) -> N
         disk.publish_once(name, content)
     except OSError as error:
         if error.errno in NO_LINKS:
-            raise JobError(f'"{folder}" takes no hard links ({error.strerror}), which members '
-                           "need; choose a folder on another file system") from None  # fmt: skip
+            raise JobError(
+                f'"{folder}" takes no hard links ({error.strerror}), which members '
+                "need; choose a folder on another file system"
+            ) from None
         disk.publish(name, content)
 
 
 def none_there(disk: Disk) -> str:
     """Return the message for a folder without a job."""
     if disk.exists(LOOP):
-        return (f'"{disk.root}" holds the training of a program, as {LOOP} says: start that '
-                "program; with mpigossip.join(…, replay=True) it repeats the training")  # fmt: skip
+        return (
+            f'"{disk.root}" holds the training of a program, as {LOOP} says: start that '
+            "program; with mpigossip.join(…, replay=True) it repeats the training"
+        )
     none = f'"{disk.root}" holds no training yet; begin one: `mpigossip join {disk.root} JOB.toml`'
     return of_something_else(disk, JOB) or none
 
@@ -365,55 +419,72 @@ def job_there(disk: Disk, own: Job | None = None, name: str = JOB, command: str 
         f'{section}.{key} = "{value}"'
         for section, table in tables.items()
         for key, value in table.items()
-        if isinstance(value, str) and ":" in value
+        if isinstance(value, str)
+        and ":" in value
         and not (f"{section}.{key}" == "graph.name" and value.startswith("file:"))
         and not {section, f"{section}.{key}"} & {*OWN, "node.devices"}
         and mine.get(section, {}).get(key) != value
-    ]  # fmt: skip
+    ]
     if foreign:
         told = OWN_COPY.format(folder=disk.root, command=command)
         raise JobError(f"{disk.root}/{name} imports {', '.join(foreign)}: {told}")
     there = load(text)
     if own is not None and (wrong := differing(own, there, OWN)):
-        raise JobError(f'"{disk.root}" holds the training of another job ({"; ".join(wrong[:4])}); '
-                       f"leave JOB.toml out to {command} it, or name another folder")  # fmt: skip
+        raise JobError(
+            f'"{disk.root}" holds the training of another job ({"; ".join(wrong[:4])}); '
+            f"leave JOB.toml out to {command} it, or name another folder"
+        )
     return there
 
 
 def check_lease(lease_s: float, round_s: float) -> None:
     """Raise JobError for a lease under five rounds: others would close members that work."""
     if lease_s < 5 * round_s:
-        raise JobError(f"a round takes {round_s:.3g} s here, and a lease is {lease_s:g} s: others "
-                       "would take this member for dead; it needs five rounds or more: begin "
-                       f"another folder with a lease of {5 * round_s:.0f} s (members.lease_s; in "
-                       "a program lease_s), or with fewer steps in a round")  # fmt: skip
+        raise JobError(
+            f"a round takes {round_s:.3g} s here, and a lease is {lease_s:g} s: others "
+            "would take this member for dead; it needs five rounds or more: begin "
+            f"another folder with a lease of {5 * round_s:.0f} s (members.lease_s; in "
+            "a program lease_s), or with fewer steps in a round"
+        )
 
 
 def check_fit(job: Job) -> None:
     """Raise JobError for what keeps a job from being trained by members that come and go."""
-    found, goes = [], [name for name in algorithms.BUILDERS if _goes(name)]
+    found = []
+    goes = [name for name in algorithms.BUILDERS if _goes(name)]
     if not _goes(job.algorithm.name):
-        found.append(f'algorithm.name = "{job.algorithm.name}" needs more than one model of one '
-                     f"other member in a round; those that go are {', '.join(goes)}")  # fmt: skip
+        found.append(
+            f'algorithm.name = "{job.algorithm.name}" needs more than one model of one '
+            f"other member in a round; those that go are {', '.join(goes)}"
+        )
     else:
         parts = make_parts(job)
         if parts.method.ahead:
-            found.append('algorithm.style = "awc" sends the model before the last step; members '
-                         'need algorithm.style = "atc"')  # fmt: skip
+            found.append(
+                'algorithm.style = "awc" sends the model before the last step; members '
+                'need algorithm.style = "atc"'
+            )
         cadence = parts.cadence
         others = cadence.kinds - {Kind.LOCAL, Kind.GOSSIP}
         if others or cadence.own or not cadence.fragment_schedule.plain:
-            found.append(f'cadence.name = "{job.cadence.name}": members average with one other '
-                         'every H steps: cadence.name = "every", cadence.period = H')  # fmt: skip
-    wanted = {"node.wire": ("fp32",), "node.mixer": ("synchronous",),
-              "graph.name": ("one-peer-exponential", "random-matching")}  # fmt: skip
+            found.append(
+                f'cadence.name = "{job.cadence.name}": members average with one other '
+                'every H steps: cadence.name = "every", cadence.period = H'
+            )
+    wanted = {
+        "node.wire": ("fp32",),
+        "node.mixer": ("synchronous",),
+        "graph.name": ("one-peer-exponential", "random-matching"),
+    }
     for name, values in wanted.items():
         section, _, key = name.partition(".")
         if (given := getattr(getattr(job, section), key)) not in values:
             found.append(f'{name} = "{given}": members need "{values[0]}"')
     if job.node.ranks_per_node != 1:
-        found.append(f'node.ranks_per_node = "{job.node.ranks_per_node}": a member is one rank: '
-                     "set 1, and node.devices for several GPUs")  # fmt: skip
+        found.append(
+            f'node.ranks_per_node = "{job.node.ranks_per_node}": a member is one rank: '
+            "set 1, and node.devices for several GPUs"
+        )
     if job.node.precision == "fp16":
         found.append('node.precision = "fp16": members have no common loss scale; take "bf16"')
     if found:

@@ -50,9 +50,11 @@ class Member:
     """The training of a member: x ← H steps on a chunk, published, then ½ (x + x_j)."""
 
     def __init__(self, assembly: Assembly):
-        self.trainer, self.assembly = assembly.trainer, assembly
+        self.trainer = assembly.trainer
+        self.assembly = assembly
         self.engine = engine = assembly.engine
-        rate, self.ahead = self.trainer.rate, 0
+        rate = self.trainer.rate
+        self.ahead = 0
         self.trainer.rate = lambda step: rate(step + self.ahead)
         self.steps = steps_of_round(assembly)
         self.done = 0
@@ -74,7 +76,8 @@ class Member:
         engine = self.engine
         self._stand(state)
         engine.counts = [int(state.numbers["local_steps"])]
-        self.done, self.exchange = rounds * self.steps, exchange
+        self.done = rounds * self.steps
+        self.exchange = exchange
         for out, x in zip(engine.mixer.outbox(0), engine.vector.x, strict=True):
             out[0].copy_(x)
         engine.mixer.start(Kind.GOSSIP, rounds - 1)
@@ -85,8 +88,10 @@ class Member:
 
     def _stand(self, state: NodeState, names: Container[str] | None = None) -> None:
         """Take a model, its buffers and arrays of these names (None: all) of its method's state."""
-        engine, replicas = self.engine, self.trainer.replicas
-        flat, here = engine.vector.flat, held(engine.group)
+        engine = self.engine
+        replicas = self.trainer.replicas
+        flat = engine.vector.flat
+        here = held(engine.group)
         split(state.parameters, engine.vector.x, 0, flat, here)
         engine.group.all_gather(engine.vector.x, engine.vector.full)
         self.done = engine.index = engine.round = 0
@@ -107,7 +112,8 @@ class Member:
         self.exchange = exchange
         while (found := exchange.chunk()) is not None:
             (chunk, progress), self.began = found, time.monotonic()
-            engine, trainer = self.engine, self.trainer
+            engine = self.engine
+            trainer = self.trainer
             engine.index = chunk * self.steps
             engine.state_start = engine.index - self.done
             self.ahead = max(progress - chunk, 0) * self.steps
@@ -118,7 +124,8 @@ class Member:
 
     def capture(self, message: Segments) -> NodeState:
         """The model in a message, with the state behind it."""
-        engine, flat = self.engine, self.engine.vector.flat
+        engine = self.engine
+        flat = self.engine.vector.flat
         arrays = engine.arrays(0)
         for slot, buffers in enumerate(self.trainer.replicas.buffers(0)):
             for name, buffer in buffers.items():
@@ -138,14 +145,16 @@ class Member:
         state = self.exchange.receive()
         if state is None:
             return False
-        flat, here = self.engine.vector.flat, held(self.engine.group)
+        flat = self.engine.vector.flat
+        here = held(self.engine.group)
         split(state.parameters, [parts[0] for parts in into], 0, flat, here)
         return True
 
 
 def steps_of_round(assembly: Assembly) -> int:
     """H: steps from one exchange to the next."""
-    cadence, index = assembly.engine.cadence, 0
+    cadence = assembly.engine.cadence
+    index = 0
     while cadence.kind(cadence.init(), index) is Kind.LOCAL:
         index += 1
     return index + 1

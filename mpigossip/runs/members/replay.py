@@ -35,7 +35,8 @@ class Script:
 
     def __init__(self, place: Place):
         """``place``: a reader of the folder, which joins nothing."""
-        self.place, self.stored = place, 0
+        self.place = place
+        self.stored = 0
         self.starts: dict[int, Start] = {}
         self.rounds: dict[Version, Round | None] = {}
         """None: its record can't be used"""
@@ -106,7 +107,8 @@ class Script:
 
     def choose(self, wanted: Iterable[Version]) -> list[Version]:
         """These and what they depend on that isn't stored any more, in an order to repeat them."""
-        found, wanted = set[Version](), set(wanted)
+        found = set[Version]()
+        wanted = set(wanted)
         open_ = [*wanted]
         while open_:
             version = open_.pop()
@@ -126,7 +128,8 @@ class Script:
     def repeating(self, wanted: Iterable[Version]) -> Iterator[Version]:
         """Iterate over these and what they depend on, and tell how far that is."""
         order = self.order = self.choose(wanted := set(wanted))
-        more, tell = len(order) - len(wanted), self.place.tell
+        more = len(order) - len(wanted)
+        tell = self.place.tell
         depend = f" and {counted(more, 'round')} that they depend on" if more else ""
         tell(f"repeating {counted(len(wanted), 'round')}{depend}")
         for index, version in enumerate(order):
@@ -163,16 +166,21 @@ class Script:
 
     def _unlike(self, place: int) -> str:
         """Return where the place's machine and versions were others than here."""
-        start, here = self.starts.get(place), about((), (), [])
+        start = self.starts.get(place)
+        here = about((), (), [])
         was = start.about if start else {}
-        unlike = [f"{key} {was[key]}, here {here[key]}" for key in BITS
-                  if key in was and was[key] != here[key]]  # fmt: skip
+        unlike = [
+            f"{key} {was[key]}, here {here[key]}"
+            for key in BITS
+            if key in was and was[key] != here[key]
+        ]
         return f"; it was made with {', '.join(unlike)}" if unlike else ""
 
     def told(self) -> str:
         """What `repeating` has compared."""
         order = self.order
-        rounds, places = counted(len(order), "round"), len({one.place for one in order})
+        rounds = counted(len(order), "round")
+        places = len({one.place for one in order})
         found = f"{rounds} of {counted(places, 'place')} repeated: every digest is equal"
         if self.stored:
             found += f"\nbegun with {counted(self.stored, 'model')} that models/ still has"
@@ -190,11 +198,13 @@ class Scripted:
     sent: NodeState
 
     def __init__(self, peer: NodeState | None, chunk: int, progress: int):
-        self._peer, self._next = peer, (chunk, progress)
+        self._peer = peer
+        self._next = (chunk, progress)
 
     def chunk(self) -> tuple[int, int] | None:
         """The round's chunk and the progress before it, once."""
-        found, self._next = self._next, None
+        found = self._next
+        self._next = None
         return found
 
     def send(self, state: NodeState) -> int:
@@ -204,7 +214,8 @@ class Scripted:
 
     def receive(self) -> NodeState | None:
         """The peer's model, once."""
-        found, self._peer = self._peer, None
+        found = self._peer
+        self._peer = None
         return found
 
 
@@ -228,14 +239,16 @@ def wanted_of(script: Script, place: int | None, rounds: tuple[int, int] | None)
     Where all are asked for, all must be there: see `Script.check_complete`.
     """
     low, high = rounds or (1, 1 << 60)
-    found = [one for one in script.rounds
-             if place in (None, one.place) and low <= one.round <= high]  # fmt: skip
+    found = [
+        one for one in script.rounds if place in (None, one.place) and low <= one.round <= high
+    ]
     if not found:
         there = [one.round for one in script.rounds if place in (None, one.place)]
         most = f"at most {max(there)} rounds" if there else "no rounds"
         who = "they have" if place is None else f"place {place} has"
-        raise JobError(f'"{script.place.disk.root}" has {len(script.starts)} places, from 0; '
-                       f"{who} {most}")  # fmt: skip
+        raise JobError(
+            f'"{script.place.disk.root}" has {len(script.starts)} places, from 0; {who} {most}'
+        )
     if place is None and rounds is None:
         script.check_complete()
     return found

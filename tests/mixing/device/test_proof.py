@@ -13,14 +13,17 @@ from tests.rankpool import Ranks
 def proven(comm, version, devices):
     from mpigossip.mixing.device import proof
 
-    kept, tried, proof.ucx_version = proof.ucx_version, proof.tried, lambda: version
+    kept = proof.ucx_version
+    tried = proof.tried
+    proof.ucx_version = lambda: version
     if devices > 1:  # in one case a process is started
         proof.tried = lambda *_: (True, "")
     os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "1"
     try:
         return proof.proven(comm, [torch.device("cpu", k) for k in range(devices)], timeout_s=20)
     finally:
-        proof.ucx_version, proof.tried = kept, tried
+        proof.ucx_version = kept
+        proof.tried = tried
         del os.environ["MPICH_GPU_SUPPORT_ENABLED"]
 
 
@@ -45,7 +48,8 @@ def hung(comm, way):
 
     from mpigossip.mixing.device import proof
 
-    slots, began = [torch.device("cpu")] * 2, time.monotonic()
+    slots = [torch.device("cpu")] * 2
+    began = time.monotonic()
     given = proof.put, proof.Proof._post
     if comm.rank == 1:
         proof.put = proof.Proof._post = lambda *_: threading.Event().wait()
@@ -75,7 +79,8 @@ def answers(comm, what):
     """The proof where rank 0's library says no, has another UCX, or its own process crashes."""
     from mpigossip.mixing.device import proof
 
-    kept, other = (proof.asked, proof.tried, proof.ucx_version), comm.rank == 0
+    kept = (proof.asked, proof.tried, proof.ucx_version)
+    other = comm.rank == 0
     proof.asked = lambda _: {"asking": not (other and what == "no")}
     proof.tried = lambda *_: (not (other and what == "crash"), "it crashed" if other else "")
     proof.ucx_version = lambda: (1, 18, 0) if other and what == "old" else (1, 20, 0)
@@ -100,8 +105,15 @@ def environment(comm, given):
 
 
 def test_a_process_of_its_own_is_no_rank_but_has_what_sets_mpi_up(ranks):
-    launched = {"PMI_RANK": "1", "PMIX_ID": "2", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_PROCID": "0",
-                "OMPI_MCA_ess_base": "x", "PALS_RANKID": "0", "FLUX_TASK_RANK": "1"}  # fmt: skip
+    launched = {
+        "PMI_RANK": "1",
+        "PMIX_ID": "2",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "SLURM_PROCID": "0",
+        "OMPI_MCA_ess_base": "x",
+        "PALS_RANKID": "0",
+        "FLUX_TASK_RANK": "1",
+    }
     kept = {"MPICH_GPU_SUPPORT_ENABLED": "1", "OMPI_MCA_pml": "ucx", "UCX_TLS": "all", "PATH": "/"}
     assert ranks(1)(environment, launched | kept) == [kept]
 

@@ -28,7 +28,8 @@ def compare(*args, **kwargs):
     from mpigossip.mixing.device import buffers
     from mpigossip.mixing.transports import probe
 
-    proven, sizes = probe.proven, (synchronous.STAGED, buffers.SHARE)
+    proven = probe.proven
+    sizes = (synchronous.STAGED, buffers.SHARE)
     try:
         return compared(*args, **kwargs)
     finally:
@@ -57,14 +58,16 @@ def compared(
     from mpigossip.mixing.synchronous import Synchronous
     from mpigossip.mixing.transports import probe
 
-    synchronous.STAGED, buffers.SHARE = chunk, 6000
+    synchronous.STAGED = chunk
+    buffers.SHARE = 6000
     able = {memory} & {"windows", "messages"} if proofs is None else proofs
     if device == "cpu":  # it stands in for a device: MPI reads and writes its memory
         probe.proven = lambda comm, devices, way, limit_s: (way in able, "the CPU stands in")
     options = {"vectors": 2, "scalars": 1, "wire": wire(wire_name, 127, 0.1, 3)}
     layout = Layout(WIDTHS, **options)
     there = replace(layout, devices=(device.format(rank=world.rank),) * len(WIDTHS))
-    found, routes = {}, {}
+    found = {}
+    routes = {}
     for name, made in graphs_for(world.size, names):
         mixer = Synchronous(made, there, world, exchange=memory, timeout_s=30, on_devices=True)
         routes |= mixer.routes
@@ -142,7 +145,8 @@ def proofs(comm):
     from mpigossip.mixing.synchronous import Synchronous
     from mpigossip.mixing.transports import probe
 
-    given, done = probe.proven, []
+    given = probe.proven
+    done = []
     probe.proven = lambda comm, devices, way, limit_s: (True, done.append((way, limit_s)))
     try:
         for mixers in (2, 1):

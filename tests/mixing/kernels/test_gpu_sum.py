@@ -21,7 +21,8 @@ from mpigossip.mixing.kernels import gpu_sum
 from tests.cases import on_each
 from tests.mixing.kernels import on_cpu
 
-FLOAT, CODE = torch.float32, torch.bfloat16
+FLOAT = torch.float32
+CODE = torch.bfloat16
 
 
 @pytest.fixture
@@ -64,7 +65,8 @@ def test_it_has_the_bits_of_the_sum(on_the_cpu, weights, coded):
 
 
 def test_what_it_cannot_do_is_left_to_torch(on_the_cpu):
-    one, two = torch.ones(2, 64), torch.ones(2, 64)
+    one = torch.ones(2, 64)
+    two = torch.ones(2, 64)
     assert gpu_sum.combine([0.5, 0.5], [one, two], one)
     assert not gpu_sum.combine([0.5, 0.5], [one.double(), two], one)
     assert not gpu_sum.combine([0.5, 0.5], [one, two], one.to(CODE))
@@ -76,11 +78,13 @@ def test_what_it_cannot_do_is_left_to_torch(on_the_cpu):
 @on_each(
     ("error", "said"),
     [
-        (RuntimeError("CuPy failed to load libnvrtc.so.12\nand a long story"),
-         "RuntimeError: CuPy failed to load .*so.12;.*pip install"),
+        (
+            RuntimeError("CuPy failed to load libnvrtc.so.12\nand a long story"),
+            "RuntimeError: CuPy failed to load .*so.12;.*pip install",
+        ),
         (PermissionError(13, "Permission denied", "/home/me/.cupy"), ".*let CUPY_CACHE_DIR name"),
     ],
-)  # fmt: skip
+)
 def test_a_device_whose_kernels_fail_is_left_to_torch_with_a_warning(monkeypatch, error, said):
     def fails(*_):
         raise error
@@ -111,7 +115,8 @@ def toolkit():
 def compiled(toolkit, source, flush="true"):
     """The machine code (ELF) of a kernel."""
     nvrtc = ctypes.CDLL(str(max(toolkit.glob("lib/libnvrtc.so.*"))))
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    program = ctypes.c_void_p()
+    size = ctypes.c_size_t()
 
     def call(name, *arguments):
         code = getattr(nvrtc, f"nvrtc{name}")(*arguments)

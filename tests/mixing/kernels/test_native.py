@@ -37,7 +37,8 @@ def compiler(tmp_path, monkeypatch):
 
     It adds a line to the file "calls", and runs a line of shell before it compiles.
     """
-    real, script = native._compiler(), tmp_path / "cc"
+    real = native._compiler()
+    script = tmp_path / "cc"
     monkeypatch.setenv("CC", shlex.quote(str(script)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 

@@ -16,8 +16,10 @@ def rested(comm):
     """Seconds that rests took: answered, at its limit, woken, told before."""
     import numpy as np
 
-    value, found = np.zeros(1, np.int64), []
-    bell, never = waiting.Bell(), comm.Irecv(np.zeros(1, np.int64), 1 - comm.rank, 77)
+    value = np.zeros(1, np.int64)
+    found = []
+    bell = waiting.Bell()
+    never = comm.Irecv(np.zeros(1, np.int64), 1 - comm.rank, 77)
 
     def timed(*requests, began=None, **how):
         began = began or time.monotonic()
@@ -77,7 +79,8 @@ def test_a_rest_does_not_outlast_the_deadline(ranks):
 
 def without_c(comm, size):
     layout = Layout(widths=(size, size), vectors=2, scalars=1)
-    before, waiting.available = waiting.available, lambda: False
+    before = waiting.available
+    waiting.available = lambda: False
     try:
         return compare(comm, GRAPHS, "put", 12, layout=layout)
     finally:

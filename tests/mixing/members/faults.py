@@ -12,8 +12,17 @@ from unittest import mock
 
 from mpigossip.mixing.members import records
 
-ERRORS = (errno.EACCES, errno.ENOTCONN, errno.ESHUTDOWN, errno.EKEYEXPIRED, errno.EINTR,
-          errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ENOENT)  # fmt: skip
+ERRORS = (
+    errno.EACCES,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.EKEYEXPIRED,
+    errno.EINTR,
+    errno.ENOMEM,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOENT,
+)
 OPERATIONS = ("open", "read", "list", "link", "unlink", "fsync")
 OUTAGE = (errno.ENOTCONN, errno.EIO, errno.ESTALE)
 """Errors of all operations at once."""
@@ -26,8 +35,13 @@ class Faults:
 
     def __init__(self, seed: float, lease_s: float, rate: float = 0.01):
         """``rate``: probability with which an operation begins a fault."""
-        self.chance, self.lease_s, self.rate = random.Random(seed), lease_s, rate
-        self.operation, self.number, self.until, self.once = "", 0, 0.0, False
+        self.chance = random.Random(seed)
+        self.lease_s = lease_s
+        self.rate = rate
+        self.operation = ""
+        self.number = 0
+        self.until = 0.0
+        self.once = False
         self.path = ""
         """The only file that can't be opened; "": any."""
         self.counts: dict[str, int] = {}
@@ -58,9 +72,11 @@ class Faults:
             alone = self.operation == operation and self.chance.random() < 0.5
             self.path = path if alone else ""
             if self.number == errno.ENOENT and self.operation != "open":
-                self.operation, self.path = "open", ""
+                self.operation = "open"
+                self.path = ""
         leases = self.chance.choice(IN_LEASES)
-        self.once, self.until = not leases, now + leases * self.lease_s
+        self.once = not leases
+        self.until = now + leases * self.lease_s
 
 
 def is_new(path: str) -> bool:
@@ -102,8 +118,12 @@ def _wrap_fsync(function):
 def injected() -> Iterator[None]:
     """Let the members whose disks have faults see them; all other threads are spared."""
     with contextlib.ExitStack() as stack:
-        for name, operation in (("open", "open"), ("link", "link"), ("unlink", "unlink"),
-                                ("listdir", "list")):  # fmt: skip
+        for name, operation in (
+            ("open", "open"),
+            ("link", "link"),
+            ("unlink", "unlink"),
+            ("listdir", "list"),
+        ):
             stack.enter_context(mock.patch.object(os, name, _wrap(getattr(os, name), operation)))
         stack.enter_context(mock.patch.object(os, "fsync", _wrap_fsync(os.fsync)))
         stack.enter_context(mock.patch.object(io, "open", _wrap(io.open, "open")))

@@ -82,7 +82,9 @@ class Tiny:
     """x ← x + sin(chunk + parameter), then the mean with a peer, in float32."""
 
     def __init__(self, sleep=lambda: None):
-        self.x, self.index, self.sleep = np.zeros(4, np.float32), 0, sleep
+        self.x = np.zeros(4, np.float32)
+        self.index = 0
+        self.sleep = sleep
 
     def begin(self, states) -> None:
         self.x = np.zeros(4, np.float32)
@@ -90,7 +92,8 @@ class Tiny:
             self.x += one.parameters / np.float32(len(states))
 
     def resume(self, state, rounds, exchange) -> None:
-        self.x, self.index = state.parameters, rounds
+        self.x = state.parameters
+        self.index = rounds
         self.meet(exchange)
 
     def meet(self, exchange) -> None:

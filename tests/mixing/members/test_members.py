@@ -49,7 +49,8 @@ def test_storms(tmp_path, seed):
 @pytest.mark.parametrize("step", [7, every(1)])
 def test_a_kill_at_every_operation(tmp_path, step):
     """Another member finishes what one that was killed anywhere has begun."""
-    plan, kills = Plan(6, 2, 0.02), 0
+    plan = Plan(6, 2, 0.02)
+    kills = 0
     while True:
         root = tmp_path / str(kills)
         begin(root)
@@ -69,7 +70,8 @@ def renamed(disk, beside, path):
 
 def torn(root, stop):
     """Flip a number in one of four models, as a bad disk does."""
-    chance, seen = random.Random(0), set()
+    chance = random.Random(0)
+    seen = set()
     while not stop.wait(0.005):
         for path in set((root / "models").glob("*.h5")) - seen:
             seen.add(path)
@@ -163,7 +165,9 @@ def test_operations_do_not_grow_with_members(tmp_path):
 def test_late_models_hold_nobody_back(tmp_path):
     """Two members move by 1 a round; the first one always reads a model of the round before."""
     begin(root := tmp_path / "run")
-    plan, x, lives = Plan(64, 32, 60.0), [np.zeros(4, np.float32) for _ in range(2)], []
+    plan = Plan(64, 32, 60.0)
+    x = [np.zeros(4, np.float32) for _ in range(2)]
+    lives = []
     for _ in x:
         lives.append(Live(Place(Disk(root), plan), lambda: False))
         lives[-1].begin({})
@@ -194,7 +198,8 @@ def test_differences_seen_late_are_made_up_for_once():
 def test_models_of_places_that_closed_long_ago_are_removed(tmp_path):
     """Members that leave again and again leave no more than a bounded number of models."""
     begin(root := tmp_path / "run")
-    plan, most = Plan(200, 2, 60.0), 0
+    plan = Plan(200, 2, 60.0)
+    most = 0
     for seed in range(60):
 
         def leave(rounds=iter(range(5))):  # noqa: B008
@@ -212,7 +217,8 @@ def test_models_of_places_that_closed_long_ago_are_removed(tmp_path):
 
 def test_a_round_whose_model_could_not_be_written_is_closed_by_its_own_name(tmp_path, monkeypatch):
     begin(root := tmp_path / "run")
-    plan, write = Plan(8, 2, 60.0), checkpoint.write_state
+    plan = Plan(8, 2, 60.0)
+    write = checkpoint.write_state
 
     def full(path, node, state):
         if state.numbers["index"] == 3:
@@ -263,7 +269,8 @@ def test_an_end_without_models_is_never_written(tmp_path):
 def test_models_of_other_parameters_are_passed_over(tmp_path):
     """A forged one with a right record."""
     begin(root := tmp_path / "run")
-    plan, told = Plan(8, 2, 60.0), []
+    plan = Plan(8, 2, 60.0)
+    told = []
     assert member(Bad(root, random.Random(1), kill_at=90), plan) == "killed"
     place = Place(Disk(root), plan, tell=told.append)
     live = Live(place, lambda: False, 0.01)
@@ -277,7 +284,8 @@ def test_models_of_other_parameters_are_passed_over(tmp_path):
 @pytest.mark.parametrize("bad", ["cut", "huge", "link", "folder", "foreign"])
 def test_bad_records_are_named_once_and_passed_over(tmp_path, bad):
     begin(root := tmp_path / "run")
-    plan, told = Plan(8, 2, 0.02), []
+    plan = Plan(8, 2, 0.02)
+    told = []
     assert member(Bad(root, random.Random(1), kill_at=60), plan) == "killed"
     chain = root / "chain/000000"
     newest = sorted(chain.iterdir())[-1]

@@ -49,7 +49,8 @@ def place_of(found: Bad, plan=PLAN) -> Place:
 
 def fails(monkeypatch, name, number, times=1, function="open") -> list[str]:
     """Let a function of `os` fail for paths that end with ``name``; return the failed paths."""
-    real, failed = getattr(os, function), []
+    real = getattr(os, function)
+    failed = []
 
     def replaced(path, *more, **settings):
         if str(path).endswith(name) and len(failed) < times:
@@ -108,7 +109,8 @@ def test_an_error_that_lasts_ends_the_member_by_its_kind(tmp_path, monkeypatch):
 
 def test_an_outage_is_reported_once_and_no_silence_of_others(tmp_path):
     told: list[str] = []
-    found, calls = Outages(told.append, limit_s=60.0), []
+    found = Outages(told.append, limit_s=60.0)
+    calls = []
 
     def operation():
         calls.append(1)
@@ -157,8 +159,12 @@ def test_a_folder_that_vanishes_is_not_empty(tmp_path):
     found = disk(root, limit_s=0.0)
     assert found.publish("places/000000", b"") and found.names("places") == ["000000"]
     root.rename(tmp_path / "away")
-    for ask in (lambda: found.names("places"), lambda: found.names("ledger/0000"),
-                lambda: found.read("END"), lambda: found.publish("END", b"")):  # fmt: skip
+    for ask in (
+        lambda: found.names("places"),
+        lambda: found.names("ledger/0000"),
+        lambda: found.read("END"),
+        lambda: found.publish("END", b""),
+    ):
         with pytest.raises(FolderUnreachable):
             ask()
     assert not root.exists()
@@ -290,7 +296,9 @@ def test_a_file_of_another_user_is_no_void_claim(tmp_path, monkeypatch):
 
 def outage(seconds, number=errno.ENOTCONN) -> Faults:
     made = Faults(0, 1.0, rate=0.0)
-    made.operation, made.number, made.until = "all", number, time.monotonic() + seconds
+    made.operation = "all"
+    made.number = number
+    made.until = time.monotonic() + seconds
     return made
 
 
@@ -312,7 +320,8 @@ def test_a_member_outlasts_an_outage_that_is_shorter_than_a_lease(tmp_path, numb
 def test_a_longer_outage_ends_the_member_by_the_error(tmp_path, number, ended):
     """A member that is "queued" ends with the code on which batch scripts queue it again."""
     begin(root := tmp_path / "run")
-    chance, plan = random.Random(1), Plan(8, 2, 0.1)
+    chance = random.Random(1)
+    plan = Plan(8, 2, 0.1)
     found = Bad(root, chance)
     with injected():
         how = member(found, plan, sleep=lambda: setattr(found, "faults", outage(60.0, number)))
@@ -354,7 +363,8 @@ def test_two_users_with_any_umask_train_each_chunk_once(made):
 
     ``made``: folders that exist already, so that the umask hides files only.
     """
-    plan, folder = Plan(8, 2, 0.5), Path(tempfile.mkdtemp())
+    plan = Plan(8, 2, 0.5)
+    folder = Path(tempfile.mkdtemp())
 
     def first():
         rounds = iter(range(3))
