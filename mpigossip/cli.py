@@ -14,10 +14,10 @@ from typing import NoReturn
 
 import mpigossip
 from mpigossip.cluster.deadline import prctl
-from mpigossip.cluster.launcher import places
-from mpigossip.commands.arguments import every, told
-from mpigossip.config.errors import FAILED, OK, WRONG, Failure, Mistake, output_fails
-from mpigossip.config.readable import note, shown
+from mpigossip.cluster.launcher import launcher_ranks
+from mpigossip.commands.arguments import every, help_text
+from mpigossip.config.errors import FAILED, OK, WRONG, Failure, UserError, output_error
+from mpigossip.config.readable import print_note, printable
 
 COMMANDS = ("train", "files", "graph", "machine", "jobs")
 """The modules of `mpigossip.commands`, in the order of the help."""
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if _unprinted():
         code = code or FAILED
     if process := sys.modules.get("mpigossip.cluster.process"):
-        process.ending.status = code
-        process.leave(code)
+        process.exit_handler.status = code
+        process.exit_after_failure(code)
     return code
 
 
@@ -82,7 +82,7 @@ def _able_to_print() -> None:
 def _may_crash(words: Sequence[str]) -> bool:
     """Return whether the command reads files that others may have made; never a rank's."""
     waits = hasattr(signal, "sigwaitinfo")  # not on macOS
-    return waits and any(word in READERS for word in words[:1]) and not places(os.environ)
+    return waits and any(word in READERS for word in words[:1]) and not launcher_ranks(os.environ)
 
 
 def _in_child(words: Sequence[str]) -> int | None:
@@ -106,14 +106,14 @@ def _in_child(words: Sequence[str]) -> int | None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if -code in CRASHES:
         what = " ".join(words[:3])
-        note(
+        print_note(
             f"`{what}` crashed ({signal.Signals(-code).name}), as the HDF5 library does on some "
             "damaged or forged files; use another copy of what it reads"
         )
         return FAILED
     if -code == signal.SIGKILL:  # of which there is no handler to set
         fix = ": take fewer nodes" if words[0] in ("resume", "simulate") else ""
-        note(f"killed by the system, as it does where memory runs out{fix}")
+        print_note(f"killed by the system, as it does where memory runs out{fix}")
         signal.raise_signal(-code)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
@@ -128,29 +128,29 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return OK
-    except Mistake as error:
+    except UserError as error:
         if _speaks(error):
-            note(error)
+            print_note(error)
         else:
             time.sleep(HUSH_S)
         return WRONG
     except Failure as error:
-        note(error)
+        print_note(error)
         return error.code
     except OSError as error:
         if error.filename and error.errno in REMEDIES:
             name = os.fsdecode(error.filename)[-200:]
-            note(f"{name}: {error.strerror}; {REMEDIES[error.errno]}")
+            print_note(f"{name}: {error.strerror}; {REMEDIES[error.errno]}")
             return WRONG
         if not _unprinted(error if _keeps_nothing() else None):
             raise
         return FAILED
     except MemoryError as error:
         why = f" ({error})" if str(error) else ""
-        note(f"not enough memory{why}: take fewer nodes, samples, classes or parameters")
+        print_note(f"not enough memory{why}: take fewer nodes, samples, classes or parameters")
         return WRONG
     except KeyboardInterrupt:
-        note("interrupted")
+        print_note("interrupted")
         return 130
 
 
@@ -165,9 +165,9 @@ def _keeps_nothing() -> bool:
 
 def _unprinted(error: OSError | None = None) -> bool:
     """Return whether standard output can't be written, which is then said."""
-    why = output_fails(error)
+    why = output_error(error)
     if why:
-        note(f"standard output can't be written: {why}")
+        print_note(f"standard output can't be written: {why}")
     return bool(why)
 
 
@@ -202,13 +202,13 @@ def _check_command(top: argparse.ArgumentParser, given: list[str]) -> None:
         top.error(f'"{given[0]}" is no command; {hint}')
 
 
-def _speaks(error: Mistake) -> bool:
+def _speaks(error: UserError) -> bool:
     """Return whether this process prints the message that all ranks have."""
     if error.rank is not None:
         return error.rank == 0
     from mpigossip.cluster import process
 
-    return process.speaks()
+    return process.prints_shared_messages()
 
 
 class Parser(argparse.ArgumentParser):
@@ -216,14 +216,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with a message on a call that can't be understood."""
-        super().error(shown(message))
+        super().error(printable(message))
 
 
 def parser() -> argparse.ArgumentParser:
     """All commands with their arguments."""
     top = Parser(
         prog="mpigossip",
-        **told("Train PyTorch models across nodes by averaging with neighbours.", EXAMPLES),
+        **help_text("Train PyTorch models across nodes by averaging with neighbours.", EXAMPLES),
     )
     top.add_argument("--version", action="version", version=mpigossip.__version__)
     commands = top.add_subparsers(metavar="COMMAND", required=True)

@@ -11,9 +11,9 @@ from mpigossip import algorithms
 from mpigossip.algorithms import Step
 from mpigossip.engine.fragments import Fragmented
 from mpigossip.engine.step import Engine
-from mpigossip.engine.vector import Flat
+from mpigossip.engine.vector import ParameterLayout
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.mixing.wire import FP32
 from mpigossip.training import assemble
@@ -22,7 +22,7 @@ from mpigossip.training.parts import make_graph, make_parts
 WIDTHS = (512, 512)
 LAYERS = (96, 64, 160, 192, 320, 128, 64)
 """Columns of the layers: the fifth lies in both slots."""
-FLAT = Flat(
+FLAT = ParameterLayout(
     tuple(f"{k}.weight" for k in range(len(LAYERS))),
     tuple((width,) for width in LAYERS),
     ((1,),) * len(LAYERS),
@@ -152,7 +152,7 @@ class Driver(Engine):
         super().__init__(self.mixer, Two(), vector, parts.methods, parts.cadence, **more)
 
     def _drawn(self, key, equal=False):
-        rows = [np.random.default_rng([*key, 0 if equal else i]) for i in self.mixer.rows]
+        rows = [np.random.default_rng([*key, 0 if equal else i]) for i in self.mixer.local_nodes]
         return torch.from_numpy(np.stack([r.standard_normal(512, np.float32) for r in rows]))
 
     def advance(self):
@@ -162,8 +162,10 @@ class Driver(Engine):
             torch.sub(self.x[slot], self.b[slot], out=g).mul_(self.scale)
             if self.noise:
                 g.add_(self._drawn([3, slot, self.index]), alpha=self.noise)
-        resting = self.cadence.resting(self.index - self.state_start, self.mixer.rows)
-        self.step(self.lr, resting, loss=torch.ones(len(self.mixer.rows), dtype=torch.float64))
+        resting = self.cadence.idle_nodes(self.index - self.state_start, self.mixer.local_nodes)
+        self.step(
+            self.lr, resting, loss=torch.ones(len(self.mixer.local_nodes), dtype=torch.float64)
+        )
 
     def run(self, steps):
         for _ in range(steps):
@@ -185,16 +187,16 @@ class DriverOfParts(Driver, Fragmented):
 
 def driven(method, graph, x, gradient, lr=0.1, wire=FP32):
     """The method's state after each step of nodes x, which move in place; ``gradient(t)``: at x."""
-    layout = Layout((x.shape[1],), method.vectors, method.scalars, dtype=x.dtype, wire=wire)
+    layout = MessageLayout((x.shape[1],), method.vectors, method.scalars, dtype=x.dtype, wire=wire)
     mixer = Simulated(graph, layout)
     state = method.init(x)
     for t in count():
-        now, (out,), g = Step(t, t, Kind.GOSSIP, lr), mixer.outbox(t), gradient(t)
+        now, (out,), g = Step(t, t, ExchangeKind.GOSSIP, lr), mixer.outbox(t), gradient(t)
         if method.ahead:
             state = method.send(x, None, state, out, now._replace(lr=None))
         else:
             state = method.send(x, g, state, out, now)
-        mixer.start(Kind.GOSSIP, t)
+        mixer.start(ExchangeKind.GOSSIP, t)
         (sent,), (mixed,) = mixer.finish()
         state = method.receive(x, g, state, sent, mixed, now)
         yield state

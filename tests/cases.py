@@ -70,7 +70,7 @@ def with_world(function: Callable | None = None, *, per: int | str = 1, **limits
         from mpigossip.cluster.ranks import World
 
         with World(comm, **limits) as world:
-            world.arrange(per)
+            world.group_into_nodes(per)
             return function(world, *args, **options)
 
     return on_rank

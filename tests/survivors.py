@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mpigossip.graphs import graph
-from mpigossip.mixing.combine import combine
+from mpigossip.mixing.combine import weighted_sum
 from tests.launch import REPO
 
 SCRIPT = REPO / "jobs/loops/survive.py"
@@ -65,7 +65,7 @@ def weighted(columns, weights, dtype=torch.float32):
     sums = []
     for parts in zip(*columns, strict=True):
         rows = [part.reshape(1, -1).to(dtype) for part in parts]
-        sums.append(combine(weights, rows, torch.empty_like(rows[0])).view(parts[0].shape))
+        sums.append(weighted_sum(weights, rows, torch.empty_like(rows[0])).view(parts[0].shape))
     return sums
 
 

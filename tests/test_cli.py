@@ -17,7 +17,7 @@ import h5py
 import pytest
 
 from mpigossip import cli
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config.errors import Failure
 from mpigossip.graphs.search import search
 from tests.cases import every, on_each
@@ -385,7 +385,7 @@ def full(comm, folder):
     error = OSError(28, "No space left")
     options = Namespace(folder=folder, sizes=[1000], seconds=0)
     broken = patch.object(bench, "alternate", side_effect=error)
-    with Alone() as alone, broken, pytest.raises(Failure) as caught:
+    with SingleProcess() as alone, broken, pytest.raises(Failure) as caught:
         next(bench.checkpoint(alone, options))
     return str(caught.value)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.runs import launch
 from mpigossip.store import checkpoint
@@ -195,7 +195,7 @@ def job(folder, **sections):
 
 
 def train(made, nodes):
-    with Alone() as alone:
+    with SingleProcess() as alone:
         return launch.train(made, alone, nodes)
 
 
@@ -208,7 +208,7 @@ def test_all_of_ones_own_at_once(own):
     assert mine.SEEN[0][:2] == (0, 0) and mine.SEEN[-1] == summary["accuracy"]
     assert len(mine.SEEN) == 1 + summary["steps"]
     half = train(job(own, run={"output": str(own / "cut"), "epochs": 12, "steps": 40}), 10)
-    with Alone() as alone:
+    with SingleProcess() as alone:
         again = launch.resume(own / "cut", ["run.steps=none"], alone, None)
     assert half["steps"] == 40 and again["digest"] == summary["digest"]
     assert "beta = 0.8" in read(own / "run" / "log.h5").job
@@ -238,7 +238,7 @@ def test_a_momentum_of_float64_resumes_bitwise(own, slots):
     assert saved.arrays["state/momentum"].shape == saved.parameters.shape
     assert saved.arrays["state/momentum"].dtype == np.float64
     assert saved.arrays["state/steps"].tolist() == [3.0]
-    with Alone() as alone:
+    with SingleProcess() as alone:
         again = launch.resume(cut.run.folder, ["run.steps=none"], alone, None)
     assert again["digest"] == whole["digest"]
 
@@ -272,7 +272,7 @@ def on_ranks(comm, folder, stop):
 
 def test_a_graph_of_ones_own_trains_in_jobs_and_resumes(ranks, tmp_path, one_thread):
     """Each round from a function: the simulator's bits on ranks, across a stop in between."""
-    with Alone() as alone:
+    with SingleProcess() as alone:
         wanted = [
             launch.train(with_rounds(tmp_path / f"s{k}", graph), alone, 3)["digest"]
             for k, graph in enumerate(ROUNDS)

@@ -6,8 +6,8 @@ import torch
 
 from mpigossip import algorithms
 from mpigossip.analysis import trials
-from mpigossip.cluster.ranks import Alone
-from mpigossip.mixing.combine import combine
+from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.kernels import gpu_sum
 from mpigossip.training import assemble
 from mpigossip.training.capture import Captured
@@ -79,7 +79,7 @@ def worst(ranks, n, model, slots, names, *more):
     differences = {}
     for index, name in enumerate(names):
         full = torch.from_numpy(np.concatenate([rank[index] for rank in got]))
-        reference = trained(Alone(), n, model, f"cpu:{slots}", settings_of(name))
+        reference = trained(SingleProcess(), n, model, f"cpu:{slots}", settings_of(name))
         differences[name] = difference(full, reference)
     name = max(differences, key=differences.get)
     return differences[name], name
@@ -97,8 +97,8 @@ def test_training_on_a_shared_gpu_is_the_cpus_within_rounding(ranks, slots, memo
 # of the double's one arithmetic a third of them shows what there is to see
 @on_each("name", sorted(algorithms.BUILDERS)[:: 3 if active() else 1])
 def test_simulated_nodes_on_a_gpu_are_the_cpus_within_rounding(name):
-    found = trained(Alone(), 4, "mlp", "cuda:0", settings_of(name), 8)
-    reference = trained(Alone(), 4, "mlp", "cpu:1", settings_of(name), 8)
+    found = trained(SingleProcess(), 4, "mlp", "cuda:0", settings_of(name), 8)
+    reference = trained(SingleProcess(), 4, "mlp", "cpu:1", settings_of(name), 8)
     assert difference(found, reference, OTHERS.get(name, 0.0)) <= BAR
 
 
@@ -122,12 +122,12 @@ def test_lossy_wires_on_a_gpu(ranks):
 def test_the_kernels_sum_has_the_cpus_bits(weights, width):
     needs_cupy()
     arrays = [torch.randn(2, width) for _ in weights]
-    expected = combine(weights, arrays, torch.empty(2, width))
+    expected = weighted_sum(weights, arrays, torch.empty(2, width))
     there = [array.cuda() for array in arrays]
     out = torch.empty(2, width, device="cuda")
     assert gpu_sum.combine(weights, there, out)
     assert torch.equal(out.cpu(), expected)
-    combine(weights, there, there[1])  # in place
+    weighted_sum(weights, there, there[1])  # in place
     assert torch.equal(there[1].cpu(), expected)
 
 
@@ -138,7 +138,7 @@ def test_bf16_of_the_wire_is_summed_with_the_cpus_bits(weights):
     values[1] = values[1].to(torch.bfloat16)
     out = torch.empty(1, 70_001, device="cuda")
     assert gpu_sum.combine(weights, [value.cuda() for value in values], out)
-    expected = combine(weights, [value.float() for value in values], torch.empty(1, 70_001))
+    expected = weighted_sum(weights, [value.float() for value in values], torch.empty(1, 70_001))
     assert torch.equal(out.cpu(), expected)
 
 
@@ -150,7 +150,7 @@ def test_bf16_of_the_wire_is_summed_with_the_cpus_bits(weights):
 def test_captured_replicas_train_as_eager_ones(model, precision):
     def run(graphs):
         settings = [f"node.cuda_graphs={graphs}", f"node.precision={precision}"]
-        assembly = assemble.assemble(job(model, "cuda:0,0", *settings), Alone(), 2)
+        assembly = assemble.assemble(job(model, "cuda:0,0", *settings), SingleProcess(), 2)
         losses = [float(assembly.trainer.step().loss.mean()) for _ in range(6)]
         captured = assembly.trainer.replicas._captured
         assembly.close()
@@ -176,7 +176,7 @@ class Waits(torch.nn.Module):
 
 def test_a_model_that_waits_for_the_gpu_trains_eagerly():
     settings = ["model.name=tests.test_gpu:Waits"]
-    assembly = assemble.assemble(job("mlp", "cuda:0", *settings), Alone(), 1)
+    assembly = assemble.assemble(job("mlp", "cuda:0", *settings), SingleProcess(), 1)
     with pytest.warns(UserWarning, match="can't be captured"):
         assembly.trainer.step()
     for _ in range(4):  # on batches, too, whose copies were begun after the capture

@@ -11,12 +11,12 @@ from torch import nn
 from mpigossip import algorithms, cli, commands, graphs, mixing, models
 from mpigossip.algorithms import Algorithm, cadence
 from mpigossip.algorithms.local import Local
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.commands.arguments import command
-from mpigossip.config import JobError, Part
+from mpigossip.config import BuilderSpec, JobError
 from mpigossip.data import sources
 from mpigossip.mixing import compressors, wire
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.runs import launch
 from mpigossip.training import assemble
@@ -52,8 +52,8 @@ def pairs(n, seed=0, *, apart: int = 1):
 
 
 def bursts(*, length: int = 2):
-    kinds = [Kind.GOSSIP] * length + [Kind.LOCAL]
-    return cadence.fixed(lambda index: kinds[index % len(kinds)], *kinds)
+    kinds = [ExchangeKind.GOSSIP] * length + [ExchangeKind.LOCAL]
+    return cadence.fixed_schedule(lambda index: kinds[index % len(kinds)], *kinds)
 
 
 def rounded(levels):
@@ -89,7 +89,7 @@ def two_sides(data, seed):
 
 
 LINES = [
-    (algorithms.BUILDERS, "halfway", Part(halfway, "signs", {"cadence.name": "bursts"})),
+    (algorithms.BUILDERS, "halfway", BuilderSpec(halfway, "signs", {"cadence.name": "bursts"})),
     (algorithms.LOCALS, "signs", signs),
     (graphs.BUILDERS, "pairs", pairs),
     (cadence.BUILDERS, "bursts", bursts),
@@ -127,10 +127,10 @@ def test_one_of_each_trains(added, tmp_path):
     assert (job.cadence.name, job.cadence.options) == ("bursts", {"length": 2})
     assert (job.local.name, job.local.options) == (None, {"size": 0.01})
     Counting.started = 0
-    with Alone() as alone:
+    with SingleProcess() as alone:
         summary = launch.train(job, alone, 4)
     assert summary["steps"] == 6 and Counting.started >= 6
-    with Alone() as alone:
+    with SingleProcess() as alone:
         again = launch.train(assemble.load(JOB, [f"run.output={tmp_path / '2'}"]), alone, 4)
     assert again["digest"] == summary["digest"]
 
@@ -148,7 +148,7 @@ def test_their_options_and_needs_are_checked_like_all_others(added):
     with pytest.raises(JobError) as caught:
         assemble.load(JOB, wrong)
     assert len(caught.value.messages) == len(wrong), caught.value
-    with pytest.raises(JobError, match="doubly stochastic"), Alone() as alone:
+    with pytest.raises(JobError, match="doubly stochastic"), SingleProcess() as alone:
         assemble.assemble(
             assemble.load(JOB, ["graph.name=star", "graph.weights=uniform"]), alone, 4
         )

@@ -52,7 +52,7 @@ def armed():
 
     plan = dict(one.split("@") for one in os.environ["VICTIMS"].split())
     at = plan.get(os.environ["OMPI_COMM_WORLD_RANK"], "-1")
-    settle = Engine.settle
+    settle = Engine.wait_exchange
     send = Engine.send
     write = checkpoint.write_node
 
@@ -73,7 +73,7 @@ def armed():
             die("a checkpoint")
         return write(folder, node, state)
 
-    Engine.settle = settled
+    Engine.wait_exchange = settled
     Engine.send = sent
     checkpoint.write_node = written
     if at == "end":

@@ -15,32 +15,34 @@ import torch
 from mpigossip import models
 from mpigossip.algorithms import cadence, diloco, gossip
 from mpigossip.algorithms.base import Algorithm, Decay, Step
-from mpigossip.algorithms.cadence import Cadence, fixed
-from mpigossip.cluster.launcher import places
-from mpigossip.config import Part
+from mpigossip.algorithms.cadence import Cadence, fixed_schedule
+from mpigossip.cluster.launcher import launcher_ranks
+from mpigossip.config import BuilderSpec
 from mpigossip.config.limits import AboveZero, Count, NotNegative, OneOrMore, Positive, Share
 from mpigossip.graphs import graph
 from mpigossip.graphs.rounds import Round
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 
 
 def exact_parts(*, first: Share = 0.0, last: Share = 0.0, total: Positive | None = None) -> Cadence:
     """Exact averages in the ``first`` and ``last`` share of the steps, gossip between."""
     begin = first * (total or 0)
     end = (1 - last) * (total or 0)
-    return fixed(
-        lambda index: Kind.GOSSIP if begin <= index < end else Kind.GLOBAL,
-        Kind.GOSSIP,
-        Kind.GLOBAL,
+    return fixed_schedule(
+        lambda index: ExchangeKind.GOSSIP if begin <= index < end else ExchangeKind.GLOBAL,
+        ExchangeKind.GOSSIP,
+        ExchangeKind.GLOBAL,
     )
 
 
 def warm_periodic(*, warm: Count = 0, period: Positive = 16) -> Cadence:
     """Parallel SGD for ``warm`` steps, then an exact average at every ``period``-th."""
-    return fixed(
-        lambda index: Kind.GLOBAL if index < warm or not (index + 1) % period else Kind.LOCAL,
-        Kind.GLOBAL,
-        Kind.LOCAL,
+    return fixed_schedule(
+        lambda index: (
+            ExchangeKind.GLOBAL if index < warm or not (index + 1) % period else ExchangeKind.LOCAL
+        ),
+        ExchangeKind.GLOBAL,
+        ExchangeKind.LOCAL,
     )
 
 
@@ -186,7 +188,7 @@ def paced(
 ) -> torch.nn.Module:
     """The MLP with ``padding`` more entries in its messages; it ends the run at step ``stop``."""
     seconds: list[float] = []
-    if own := next(iter(places(os.environ)), None):
+    if own := next(iter(launcher_ranks(os.environ)), None):
         rank, n, _ = own
         drawn = islice(paces(n, draw, slow, times), stop + LAG)
         seconds = [compute_s * pace[rank] for pace in drawn]
@@ -194,4 +196,6 @@ def paced(
 
 
 cadence.BUILDERS["warm-periodic"] = warm_periodic
-cadence.BUILDERS["exact-parts"] = Part(exact_parts, follows={"total": lambda known: known.total})
+cadence.BUILDERS["exact-parts"] = BuilderSpec(
+    exact_parts, follows={"total": lambda known: known.total}
+)

@@ -34,7 +34,7 @@ from mpigossip import models  # noqa: E402
 from mpigossip.config.errors import OK, STOPPED  # noqa: E402
 from mpigossip.store.log import read  # noqa: E402
 from mpigossip.store.log_reading import Log  # noqa: E402
-from mpigossip.studies.running import Found  # noqa: E402
+from mpigossip.studies.running import RunResult  # noqa: E402
 
 LINKS = HERE / "links.jsonl"
 LAB = HERE.parents[1] / "tools" / "labs" / "net.sh"
@@ -104,7 +104,7 @@ def measured(method: str, link: Link, scratch: Path) -> Line:
     program = [sys.executable, "-m", "mpigossip"]
     nodes = str(cell.nodes)
     told = run([*program, "simulate", JOB, *asked, "--nodes", nodes], scratch / "simulated")
-    curve = zip(*map(Found(told).curve, ("step", "accuracy")), strict=True)
+    curve = zip(*map(RunResult(told).curve, ("step", "accuracy")), strict=True)
     steps = int(next(t for t, accuracy in curve if accuracy >= seconds.goal_of(stored)))
     asked += ["run.evaluate_every=0", "run.evaluate_steps=0", "log.consensus_every=0"]
     words = [str(LAB), "run", nodes, *program, "train", JOB, *asked, f"model.stop={steps}"]

@@ -47,13 +47,13 @@ from designs import (  # noqa: E402
 )
 
 from mpigossip.cluster.process import end_with  # noqa: E402
-from mpigossip.cluster.ranks import Alone  # noqa: E402
-from mpigossip.config.errors import NotFinite  # noqa: E402
+from mpigossip.cluster.ranks import SingleProcess  # noqa: E402
+from mpigossip.config.errors import NonFiniteError  # noqa: E402
 from mpigossip.graphs.search import save, search  # noqa: E402
 from mpigossip.runs import launch  # noqa: E402
 from mpigossip.store.log import read  # noqa: E402
 from mpigossip.store.packing import pack  # noqa: E402
-from mpigossip.studies.running import Found  # noqa: E402
+from mpigossip.studies.running import RunResult  # noqa: E402
 from mpigossip.training import assemble  # noqa: E402
 
 RUNS = HERE / "runs.jsonl"
@@ -120,19 +120,20 @@ def train(line: Line, options: argparse.Namespace) -> Line:
     job = assemble.load(Path(JOB), [*filled.split(), f"run.output={folder}"])
     began = time.process_time()
     try:
-        with Alone() as alone:
+        with SingleProcess() as alone:
             summary = launch.train(job, alone, line["nodes"])
         if not summary["finished"]:
             sys.exit("stopped: the run that was begun isn't written")
-    except NotFinite:
+    except NonFiniteError:
         return line | {"figures": {}, "diverged": True, "digest": None}
-    found = Found(read(folder / "log.h5"))
+    found = RunResult(read(folder / "log.h5"))
     steps = found.log.steps
+    # the distance is relative to the averaged model's norm
     figures = {name: summary[name] for name in FIGURES} | {
         "train_loss": found.last("train_loss"),
         "distance": float(np.sqrt(np.nanmean(steps["consensus_distance"]))),
         "processor_s": time.process_time() - began,
-    }  # the distance is relative to the averaged model's norm
+    }
     rounded = {name: float(f"{value:.6g}") for name, value in figures.items()}
     more: Line = {"late": True} if found.late else {}
     if line["study"] == "time":

@@ -34,8 +34,8 @@ from designs import JOB, SEEDS, until  # noqa: E402
 from speed import EXPONENTIAL  # noqa: E402
 from speed import JOB as RESNET  # noqa: E402
 
-from mpigossip.engine.vector import Flat  # noqa: E402
-from mpigossip.mixing.base import Kind  # noqa: E402
+from mpigossip.engine.vector import ParameterLayout  # noqa: E402
+from mpigossip.mixing.base import ExchangeKind  # noqa: E402
 from mpigossip.training import assemble  # noqa: E402
 from mpigossip.training.costs import Exchanges, subject  # noqa: E402
 from mpigossip.training.machines import Machine  # noqa: E402
@@ -74,7 +74,7 @@ def machine(gbit: float, latency: float) -> Machine:
 
 
 @functools.cache
-def resnet() -> Flat:
+def resnet() -> ParameterLayout:
     """The layout of ResNet-50."""
     return subject(assemble.load(RESNET, ["node.devices=cpu:1"]))[0].flat
 
@@ -109,14 +109,20 @@ def ends(
     times = []
     there = {*met}
     t = 0
-    gossip = Kind.GOSSIP in made.parts.cadence.kinds
+    gossip = ExchangeKind.GOSSIP in made.parts.cadence.kinds
     draws = parts.paces(n, seed, SLOW, TIMES)
     for step, pace in zip(range(int(min(steps, until))), draws, strict=False):
-        kind = Kind.LOCAL if step not in there else Kind.GOSSIP if gossip else Kind.GLOBAL
+        kind = (
+            ExchangeKind.LOCAL
+            if step not in there
+            else ExchangeKind.GOSSIP
+            if gossip
+            else ExchangeKind.GLOBAL
+        )
         clock, other = (hidden, plain) if step < overlapped else (plain, hidden)
         now = clock.step(kind, t, on.compute_s * pace)
         other.now = now
-        t += kind is Kind.GOSSIP
+        t += kind is ExchangeKind.GOSSIP
         times.append(float(now.max()))
     return times
 

@@ -82,7 +82,8 @@ def main():
                     optimizer.save()
         flat = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
         print(
-            f"node {world.names[world.rank]} of {world.size}: loss {float(loss.detach()):.4f}, "
+            f"node {world.original_ranks[world.rank]} of {world.size}: loss "
+            f"{float(loss.detach()):.4f}, "
             f"{hashlib.sha256(flat.tobytes()).hexdigest()}",
             flush=True,
         )

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from mpigossip.config.limits import Chance
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 
 Decay = Chance
 """Type of options, checked when a job is read: momenta and running means."""
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     """steps since init, from 0; restarts where state was dropped"""
     round: int
     """the graph's clock: counts GOSSIP rounds only"""
-    kind: Kind
+    kind: ExchangeKind
     """GOSSIP or GLOBAL; LOCAL where nothing is exchanged"""
     lr: float | None
     """learning rate, > 0; None in an ahead send"""
@@ -104,12 +104,12 @@ class Algorithm(NamedTuple):
         return "always-global" in self.needs
 
 
-def starting(kind: Callable[..., Any], *parts: Callable[..., Any]) -> Callable[..., Any]:
+def init_from(kind: Callable[..., Any], *parts: Callable[..., Any]) -> Callable[..., Any]:
     """Init of a state of this kind, whose parts are made of x: copies, zeros, a local step's."""
     return lambda x: kind(*(part(x) for part in parts))
 
 
-def on_inner(update: Callable[..., Any]) -> Callable[..., Any]:
+def inner_update(update: Callable[..., Any]) -> Callable[..., Any]:
     """A local update that steps along the part ``inner`` of a method's state."""
 
     def local_update(x, g, state, step: Step):
@@ -128,10 +128,10 @@ def preserved(step: Step, *arrays) -> Iterator[None]:
         array[rows] = values
 
 
-class Empty(NamedTuple):
+class NoState(NamedTuple):
     """The state of a method or cadence without one."""
 
 
-def no_state(x) -> Empty:
+def no_state(x) -> NoState:
     """Init of a method without state."""
-    return Empty()
+    return NoState()

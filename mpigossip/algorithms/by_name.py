@@ -5,11 +5,11 @@ from typing import Any
 
 from mpigossip.algorithms import compressed
 from mpigossip.algorithms.base import NEEDS, Algorithm
-from mpigossip.algorithms.local import STILL, Local, by_row
+from mpigossip.algorithms.local import NO_LOCAL_STEP, Local, by_row
 from mpigossip.algorithms.methods import BUILDERS, LOCALS, Known
-from mpigossip.config import JobError, NodeSection, Part
-from mpigossip.config.own_parts import imported, is_own, made
+from mpigossip.config import BuilderSpec, JobError, NodeSection
 from mpigossip.config.toml import near
+from mpigossip.config.user_code import build_checked, import_object, is_user_code
 from mpigossip.graphs import Graph
 
 
@@ -32,7 +32,11 @@ def build(
     ``layout``: of the vector, where a local step takes whole parameters.
     """
     form = "(local, *, option=…) that returns an Algorithm"
-    part = Part(imported("algorithm.name", name, form)) if is_own(name) else BUILDERS[name]
+    part = (
+        BuilderSpec(import_object("algorithm.name", name, form))
+        if is_user_code(name)
+        else BUILDERS[name]
+    )
     step = local or part.local
     has = getattr(part.build, "__kwdefaults__", None) or {}
     mine = {key: value for key, value in options.items() if key in has}
@@ -41,7 +45,7 @@ def build(
         mine |= part.following(mine, Known(graph, options, node))
     if isinstance(step, str):
         step = _made(step, decayed, layout, others | dict(local_options or {}))
-    elif others and step is not STILL:
+    elif others and step is not NO_LOCAL_STEP:
         raise JobError(
             [
                 f'algorithm.{key}: unknown; options of "{name}" are its keyword-only parameters: '
@@ -49,7 +53,7 @@ def build(
                 for key in sorted(others)
             ]
         )
-    method = made("algorithm.name", name, Algorithm, part.build, step, **mine)
+    method = build_checked("algorithm.name", name, Algorithm, part.build, step, **mine)
     if unknown := sorted(method.needs - {*NEEDS}):
         raise JobError(
             [f'algorithm.name = "{name}": needs has "{one}"; {near(one, NEEDS)}' for one in unknown]

@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
-from mpigossip.algorithms.base import Empty
-from mpigossip.config import Part
+from mpigossip.algorithms.base import NoState
+from mpigossip.config import BuilderSpec
 from mpigossip.config.limits import Count, NotNegative, Period, Positive, Share
 from mpigossip.config.toml import Limit
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 
 ByNode = Annotated[tuple[Period, ...], Limit(bool, "must name a number for each node")]
 
@@ -28,7 +28,7 @@ class FragmentSchedule(NamedTuple):
     """τ"""
 
     @property
-    def plain(self) -> bool:
+    def is_whole_model(self) -> bool:
         """Return whether the whole model is sent at once, and waited for."""
         return self.fragments == 1 and not self.delay
 
@@ -51,44 +51,44 @@ class Cadence(NamedTuple):
 
     init: Callable[[], Any]
     """() -> state"""
-    kind: Callable[[Any, int], Kind]
+    kind: Callable[[Any, int], ExchangeKind]
     """(state, steps since start) -> Kind"""
     observe: Callable[..., Any]
     """(state, step, measured: dict) -> state; once a step, with the same numbers everywhere"""
     measures: frozenset = frozenset()
     """measurements that it needs at GLOBAL steps: "variance" (‖mixed − sent‖²), "loss" """
-    kinds: frozenset = frozenset({Kind.GOSSIP})
+    kinds: frozenset = frozenset({ExchangeKind.GOSSIP})
     """the kinds that it can give"""
     warning: Callable[[Any], str] = lambda state: ""
     """(state) -> a warning for the user, or "" """
     fragment_schedule: FragmentSchedule = FragmentSchedule()
     """fragments of its exchanges, and the steps at which they are applied"""
-    own: tuple[int, ...] = ()
+    periods: tuple[int, ...] = ()
     """local steps of each node in a period, where they differ"""
 
     @property
-    def share(self) -> float:
+    def local_fraction(self) -> float:
         """Mean number of local steps of a node, as a fraction of the largest."""
-        return sum(self.own) / (max(self.own) * len(self.own)) if self.own else 1.0
+        return sum(self.periods) / (max(self.periods) * len(self.periods)) if self.periods else 1.0
 
-    def resting(self, index: int, nodes: Sequence[int]) -> tuple[int, ...]:
+    def idle_nodes(self, index: int, nodes: Sequence[int]) -> tuple[int, ...]:
         """Return the indexes in ``nodes`` of those that make no local step at a step since start.
 
         Of a period's H = max H_i steps node i makes H_i, evenly spread, and the last one always.
         """
-        if not self.own:
+        if not self.periods:
             return ()
-        period = max(self.own)
+        period = max(self.periods)
         before = index % period
-        steps = [self.own[node] for node in nodes]
+        steps = [self.periods[node] for node in nodes]
         made = [(before + 1) * own // period > before * own // period for own in steps]
         return tuple(place for place, does in enumerate(made) if not does)
 
 
-def fixed(kind: Callable[[int], Kind], *kinds: Kind) -> Cadence:
+def fixed_schedule(kind: Callable[[int], ExchangeKind], *kinds: ExchangeKind) -> Cadence:
     """A cadence that depends on the step's number alone and gives these kinds."""
     return Cadence(
-        Empty,
+        NoState,
         lambda state, index: kind(index),
         lambda state, step, measured: state,
         kinds=frozenset(kinds),
@@ -97,36 +97,36 @@ def fixed(kind: Callable[[int], Kind], *kinds: Kind) -> Cadence:
 
 def always() -> Cadence:
     """Gossip at every step."""
-    return fixed(lambda index: Kind.GOSSIP, Kind.GOSSIP)
+    return fixed_schedule(lambda index: ExchangeKind.GOSSIP, ExchangeKind.GOSSIP)
 
 
 def globally() -> Cadence:
     """Average over all nodes at every step, as parallel SGD does."""
-    return fixed(lambda index: Kind.GLOBAL, Kind.GLOBAL)
+    return fixed_schedule(lambda index: ExchangeKind.GLOBAL, ExchangeKind.GLOBAL)
 
 
 def never() -> Cadence:
     """No exchange at all: n separate trainings."""
-    return fixed(lambda index: Kind.LOCAL, Kind.LOCAL)
+    return fixed_schedule(lambda index: ExchangeKind.LOCAL, ExchangeKind.LOCAL)
 
 
-def _each(period: int, last: Kind, others: Kind) -> Cadence:
+def _each(period: int, last: ExchangeKind, others: ExchangeKind) -> Cadence:
     """``last`` at every period-th step, ``others`` between."""
     if period == 1:
-        return fixed(lambda index: last, last)
-    return fixed(lambda index: others if (index + 1) % period else last, last, others)
+        return fixed_schedule(lambda index: last, last)
+    return fixed_schedule(lambda index: others if (index + 1) % period else last, last, others)
 
 
-def _in_turn(kind: Kind, period: int | ByNode, fragments: int, delay: int) -> Cadence:
+def _in_turn(kind: ExchangeKind, period: int | ByNode, fragments: int, delay: int) -> Cadence:
     """Exchanges of a kind at every ``period``-th step of each fragment, local steps between."""
     own: tuple[int, ...] = () if isinstance(period, int) else period
     longest = period if isinstance(period, int) else max(period)
     schedule = FragmentSchedule(longest, fragments, delay)
-    if schedule.plain:
-        return _each(longest, kind, Kind.LOCAL)._replace(own=own)
-    kinds = kind, Kind.LOCAL
-    made = fixed(lambda index: kinds[schedule.due(index) is None], *kinds)
-    return made._replace(fragment_schedule=schedule, own=own)
+    if schedule.is_whole_model:
+        return _each(longest, kind, ExchangeKind.LOCAL)._replace(periods=own)
+    kinds = kind, ExchangeKind.LOCAL
+    made = fixed_schedule(lambda index: kinds[schedule.due(index) is None], *kinds)
+    return made._replace(fragment_schedule=schedule, periods=own)
 
 
 def every(*, period: Period | ByNode = 4, fragments: Positive = 1, delay: Count = 0) -> Cadence:
@@ -141,7 +141,7 @@ def every(*, period: Period | ByNode = 4, fragments: Positive = 1, delay: Count 
     a fragment stays open for τ = ``delay`` steps, at most ⌊H/P⌋, and is then applied as
     x ← α · mixed + (1 − α) · x, α = ``algorithm.blend``, x with the local steps made meanwhile.
     """
-    return _in_turn(Kind.GOSSIP, period, fragments, delay)
+    return _in_turn(ExchangeKind.GOSSIP, period, fragments, delay)
 
 
 def cpsgd(*, period: Period | ByNode = 8, fragments: Positive = 1, delay: Count = 0) -> Cadence:
@@ -149,19 +149,21 @@ def cpsgd(*, period: Period | ByNode = 8, fragments: Positive = 1, delay: Count 
 
     A ``period`` for each node, ``fragments`` and ``delay`` as in :func:`every`.
     """
-    return _in_turn(Kind.GLOBAL, period, fragments, delay)
+    return _in_turn(ExchangeKind.GLOBAL, period, fragments, delay)
 
 
 def gossip_pga(*, period: Period = 6) -> Cadence:
     """Gossip-PGA (Chen et al., ICML 2021): gossip, and a global average at every period-th step."""
-    return _each(period, Kind.GLOBAL, Kind.GOSSIP)
+    return _each(period, ExchangeKind.GLOBAL, ExchangeKind.GOSSIP)
 
 
 def halves(*, length: Positive | None = None) -> Cadence:
     """``length`` local steps, then ``length`` gossip steps; unset: the graph's period (DeFacto)."""
     half = length or 1
-    return fixed(
-        lambda index: Kind.GOSSIP if index // half % 2 else Kind.LOCAL, Kind.LOCAL, Kind.GOSSIP
+    return fixed_schedule(
+        lambda index: ExchangeKind.GOSSIP if index // half % 2 else ExchangeKind.LOCAL,
+        ExchangeKind.LOCAL,
+        ExchangeKind.GOSSIP,
     )
 
 
@@ -201,13 +203,13 @@ def adpsgd(
     last_sample = sampling * (total or 0)
     first_sample = skip * last_sample
 
-    def kind(state: Varying, index: int) -> Kind:
-        return Kind.LOCAL if state.since + 1 < state.period else Kind.GLOBAL
+    def kind(state: Varying, index: int) -> ExchangeKind:
+        return ExchangeKind.LOCAL if state.since + 1 < state.period else ExchangeKind.GLOBAL
 
     def observe(state: Varying, step, measured) -> Varying:
         since = state.since + 1
         rates = state.rates + step.lr
-        if step.kind is not Kind.GLOBAL:
+        if step.kind is not ExchangeKind.GLOBAL:
             return state._replace(since=since, rates=rates)
         ratio = measured["variance"] * since / (rates or 1.0)
         period = state.period
@@ -235,7 +237,7 @@ def adpsgd(
         kind,
         observe,
         measures=frozenset({"variance"}),
-        kinds=frozenset({Kind.LOCAL, Kind.GLOBAL}),
+        kinds=frozenset({ExchangeKind.LOCAL, ExchangeKind.GLOBAL}),
         warning=warning,
     )
 
@@ -258,11 +260,11 @@ def gossip_aga(*, period: Period = 4, warmup: Positive = 4, longest: Positive = 
     (F₀ = F at the first), later the period becomes ⌈``period`` · F₀/F⌉, at most ``longest``.
     """
 
-    def kind(state: ByLoss, index: int) -> Kind:
-        return Kind.GOSSIP if state.since + 1 < state.period else Kind.GLOBAL
+    def kind(state: ByLoss, index: int) -> ExchangeKind:
+        return ExchangeKind.GOSSIP if state.since + 1 < state.period else ExchangeKind.GLOBAL
 
     def observe(state: ByLoss, step, measured) -> ByLoss:
-        if step.kind is not Kind.GLOBAL:
+        if step.kind is not ExchangeKind.GLOBAL:
             return state._replace(since=state.since + 1)
         loss = measured["loss"]
         samples = state.samples
@@ -277,19 +279,19 @@ def gossip_aga(*, period: Period = 4, warmup: Positive = 4, longest: Positive = 
         kind,
         observe,
         measures=frozenset({"loss"}),
-        kinds=frozenset({Kind.GOSSIP, Kind.GLOBAL}),
+        kinds=frozenset({ExchangeKind.GOSSIP, ExchangeKind.GLOBAL}),
     )
 
 
-BUILDERS: dict[str, Part | Callable[..., Cadence]] = {
+BUILDERS: dict[str, BuilderSpec | Callable[..., Cadence]] = {
     "always": always,
     "global": globally,
     "never": never,
     "every": every,
     "cpsgd": cpsgd,
-    "adpsgd": Part(adpsgd, follows={"total": lambda known: known.total}),
+    "adpsgd": BuilderSpec(adpsgd, follows={"total": lambda known: known.total}),
     "gossip-pga": gossip_pga,
     "gossip-aga": gossip_aga,
-    "halves": Part(halves, follows={"length": lambda known: known.graph.period}),
+    "halves": BuilderSpec(halves, follows={"length": lambda known: known.graph.period}),
 }
 """Every cadence by name: builder(*, option=…) -> Cadence."""

@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Step, on_inner, preserved, starting
+from mpigossip.algorithms.base import Algorithm, Step, init_from, inner_update, preserved
 from mpigossip.algorithms.local import Local
 from mpigossip.config.limits import Share
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 
 
 def difference(base: Algorithm) -> Algorithm:
@@ -33,7 +33,7 @@ def difference(base: Algorithm) -> Algorithm:
         return state
 
     def receive(x, g, state, sent, mixed, step: Step):
-        if step.kind is not Kind.GOSSIP:
+        if step.kind is not ExchangeKind.GOSSIP:
             return base.receive(x, g, state, sent, mixed, step)
         exact, corrected = copies(sent)
         if base.ahead:
@@ -62,19 +62,19 @@ def anchored(base: Algorithm) -> Algorithm:
 
     def send(x, g, state: Anchored, out, step: Step):
         inner = base.send(x, g, state.inner, out, step)
-        if step.kind is Kind.GLOBAL:
+        if step.kind is ExchangeKind.GLOBAL:
             out[0].sub_(state.anchor)
         return state._replace(inner=inner)
 
     def receive(x, g, state: Anchored, sent, mixed, step: Step):
-        if step.kind is Kind.GLOBAL:
+        if step.kind is ExchangeKind.GLOBAL:
             sent = (sent[0] + state.anchor, *sent[1:])
             mixed = (state.anchor.add_(mixed[0]), *mixed[1:])
         inner = base.receive(x, g, state.inner, sent, mixed, step)
         return state._replace(inner=inner)
 
-    init = starting(Anchored, torch.zeros_like, base.init)
-    update = base.local_update and on_inner(base.local_update)
+    init = init_from(Anchored, torch.zeros_like, base.init)
+    update = base.local_update and inner_update(base.local_update)
     return base._replace(init=init, send=send, receive=receive, local_update=update)
 
 
@@ -102,7 +102,7 @@ def error_feedback(base: Algorithm) -> Algorithm:
             state.error.sub_(sent[0])
         return state._replace(inner=base.receive(x, g, state.inner, sent, mixed, step))
 
-    init = starting(Feedback, torch.zeros_like, base.init)
+    init = init_from(Feedback, torch.zeros_like, base.init)
     return base._replace(init=init, send=send, receive=receive, local_update=None)
 
 
@@ -132,13 +132,13 @@ def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
         return state._replace(inner=inner)
 
     def receive(x, g, state: Choco, sent, mixed, step: Step):
-        if step.kind is Kind.GOSSIP:
+        if step.kind is ExchangeKind.GOSSIP:
             state.public.add_(sent[0])
             state.memory.add_(mixed[0])
             x.add_(state.memory, alpha=zeta).add_(state.public, alpha=-zeta)
         return state
 
-    init = starting(Choco, torch.zeros_like, torch.zeros_like, local.init)
+    init = init_from(Choco, torch.zeros_like, torch.zeros_like, local.init)
     needs = frozenset({"static", "doubly", "never-global", "own-wire"})
-    update = on_inner(local.update)
+    update = inner_update(local.update)
     return Algorithm(init, send, receive, update, raw=local.raw, distinct_state=True, needs=needs)

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Step, on_inner, starting
+from mpigossip.algorithms.base import Algorithm, Decay, Step, init_from, inner_update
 from mpigossip.algorithms.gossip import AVERAGING
 from mpigossip.algorithms.local import Local
 from mpigossip.config.limits import AboveZero, Positive, Share
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 
 
 class Outer(NamedTuple):
@@ -20,7 +20,7 @@ class Outer(NamedTuple):
     inner: Any
 
 
-def _outer(local: Local, kind: Kind, update: Callable) -> Algorithm:
+def _outer(local: Local, kind: ExchangeKind, update: Callable) -> Algorithm:
     """D-PSGD whose exchanges of one kind are followed by ``update(x, state, step)``."""
 
     def send(x, g, state: Outer, out, step: Step):
@@ -33,8 +33,10 @@ def _outer(local: Local, kind: Kind, update: Callable) -> Algorithm:
             state.anchor.copy_(x)
         return state
 
-    init = starting(Outer, torch.clone, torch.zeros_like, local.init)
-    made = Algorithm(init, send, receive, on_inner(local.update), raw=local.raw, needs=AVERAGING)
+    init = init_from(Outer, torch.clone, torch.zeros_like, local.init)
+    made = Algorithm(
+        init, send, receive, inner_update(local.update), raw=local.raw, needs=AVERAGING
+    )
     return made._replace(takes_mixed=True)
 
 
@@ -53,7 +55,7 @@ def slowmo(local: Local, *, slow_beta: Decay = 0.5, slow_lr: AboveZero = 1.0) ->
         state.slow.add_(x, alpha=-1 / step.lr)
         torch.add(state.anchor, state.slow, alpha=-slow_lr * step.lr, out=x)
 
-    return _outer(local, Kind.GLOBAL, update)
+    return _outer(local, ExchangeKind.GLOBAL, update)
 
 
 def diloco(
@@ -81,7 +83,7 @@ def diloco(
         x.sub_(state.anchor).mul_(outer_lr).add_(state.anchor)
         x.add_(state.slow, alpha=-outer_lr * outer_beta)
 
-    return _outer(local, Kind.GLOBAL, update)
+    return _outer(local, ExchangeKind.GLOBAL, update)
 
 
 class Eager(NamedTuple):
@@ -103,7 +105,7 @@ def _eager(local: Local, outer_lr: float, outer_beta: float, nodes: int) -> Algo
 
     def send(x, g, state: Eager, out, step: Step):
         inner = local.adapt(x, g, state.inner, step, out[0])
-        if step.kind is Kind.GLOBAL:
+        if step.kind is ExchangeKind.GLOBAL:
             own = out[0].neg_().add_(state.anchor)
             torch.add(state.others, own, alpha=1 / nodes, out=x)
             state.slow.mul_(outer_beta).add_(x)
@@ -112,15 +114,15 @@ def _eager(local: Local, outer_lr: float, outer_beta: float, nodes: int) -> Algo
         return state._replace(inner=inner)
 
     def receive(x, g, state: Eager, sent, mixed, step: Step):
-        if step.kind is Kind.GLOBAL:
+        if step.kind is ExchangeKind.GLOBAL:
             torch.sub(mixed[0], sent[0], alpha=1 / nodes, out=state.others)
         else:
             x.copy_(mixed[0])
         return state
 
-    init = starting(Eager, torch.clone, torch.zeros_like, torch.zeros_like, local.init)
+    init = init_from(Eager, torch.clone, torch.zeros_like, torch.zeros_like, local.init)
     needs = frozenset({"never-gossip", "keeps-x"})
-    return Algorithm(init, send, receive, on_inner(local.update), raw=local.raw, needs=needs)
+    return Algorithm(init, send, receive, inner_update(local.update), raw=local.raw, needs=needs)
 
 
 def noloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.5) -> Algorithm:
@@ -135,7 +137,7 @@ def noloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.5) 
         state.slow.mul_(outer_beta).add_(x, alpha=outer_lr).add_(state.anchor, alpha=-outer_lr)
         torch.add(state.anchor, state.slow, out=x)
 
-    return _outer(local, Kind.GOSSIP, update)
+    return _outer(local, ExchangeKind.GOSSIP, update)
 
 
 def gasloc(
@@ -159,7 +161,7 @@ def gasloc(
         return state._replace(inner=inner)
 
     def receive(x, g, state: Outer, sent, mixed, step: Step):
-        if step.kind is Kind.LOCAL:
+        if step.kind is ExchangeKind.LOCAL:
             return state
         if step.waits:
             x.copy_(mixed[0])
@@ -172,8 +174,10 @@ def gasloc(
         state.anchor.copy_(x)
         return state
 
-    init = starting(Outer, torch.clone, torch.clone, local.init)
-    return Algorithm(init, send, receive, on_inner(local.update), raw=local.raw, needs=AVERAGING)
+    init = init_from(Outer, torch.clone, torch.clone, local.init)
+    return Algorithm(
+        init, send, receive, inner_update(local.update), raw=local.raw, needs=AVERAGING
+    )
 
 
 class Sparse(NamedTuple):
@@ -195,22 +199,22 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
 
     def send(x, g, state: Sparse, out, step: Step):
         inner = local.adapt(x, g, state.inner, step, out[0])
-        if step.kind is Kind.GLOBAL:
+        if step.kind is ExchangeKind.GLOBAL:
             state.error.mul_(memory).add_(state.anchor).sub_(out[0])
             out[0].copy_(state.error)
         return state._replace(inner=inner)
 
     def receive(x, g, state: Sparse, sent, mixed, step: Step):
-        if step.kind is Kind.GLOBAL:
+        if step.kind is ExchangeKind.GLOBAL:
             state.error.sub_(sent[0])
             x.copy_(state.anchor.sub_(mixed[0], alpha=outer_lr))
         else:
             x.copy_(mixed[0])
         return state
 
-    init = starting(Sparse, torch.clone, torch.zeros_like, local.init)
+    init = init_from(Sparse, torch.clone, torch.zeros_like, local.init)
     needs = frozenset({"own-wire", "never-gossip"})
-    return Algorithm(init, send, receive, on_inner(local.update), raw=local.raw, needs=needs)
+    return Algorithm(init, send, receive, inner_update(local.update), raw=local.raw, needs=needs)
 
 
 def sparta(local: Local) -> Algorithm:
@@ -228,7 +232,8 @@ def sparta(local: Local) -> Algorithm:
         return state
 
     def receive(x, g, state, sent, mixed, step: Step):
-        if step.kind is not Kind.LOCAL:  # x − sent is 0 where it was taken: mixed to the bit
+        # x − sent is 0 where it was taken: mixed to the bit
+        if step.kind is not ExchangeKind.LOCAL:
             x.sub_(sent[0]).add_(mixed[0])
         return state
 

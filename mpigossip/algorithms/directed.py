@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Step, starting
+from mpigossip.algorithms.base import Algorithm, Step, init_from
 from mpigossip.algorithms.local import Local
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 
 
 class PushSum(NamedTuple):
@@ -73,15 +73,15 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
         inner = local.adapt(x, g, state.inner, step, out[0])
         state.others.sub_(x.sub_(out[0]))  # the same step for both carriers: x½ − x
         x.copy_(out[0])
-        if step.kind is Kind.GOSSIP and digit(step)[0] == "0":
+        if step.kind is ExchangeKind.GOSSIP and digit(step)[0] == "0":
             out[0].copy_(state.others)
         return state._replace(inner=inner)
 
     def receive(x, g, state: Carriers, sent, mixed, step: Step):
-        if step.kind is Kind.GLOBAL:
+        if step.kind is ExchangeKind.GLOBAL:
             x.copy_(mixed[0])
             state.others.copy_(x)
-        elif step.kind is Kind.GOSSIP:
+        elif step.kind is ExchangeKind.GOSSIP:
             which, c = digit(step)
             part = (c + (which == "1")) / (2 * c + 1)
             one, other = (x, state.others) if which == "1" else (state.others, x)
@@ -89,6 +89,6 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
             other.mul_(1 - part).add_(mixed[0], alpha=part)
         return state
 
-    init = starting(Carriers, torch.clone, local.init)
+    init = init_from(Carriers, torch.clone, local.init)
     needs = frozenset({"graph:ceca", "exact-wire"})
     return Algorithm(init, send, receive, raw=local.raw, needs=needs)

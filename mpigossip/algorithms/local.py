@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Decay, Empty, Step, no_state, starting
+from mpigossip.algorithms.base import Decay, NoState, Step, init_from, no_state
 from mpigossip.config.limits import NotNegative, Positive
 
 BLOCK = 1 << 15
@@ -35,7 +35,7 @@ class Local(NamedTuple):
 
 def zeros(kind: type) -> Callable[..., Any]:
     """Init of a state of this kind: arrays of zeros, shaped like x."""
-    return starting(kind, *(torch.zeros_like for _ in kind._fields))  # type: ignore[attr-defined]
+    return init_from(kind, *(torch.zeros_like for _ in kind._fields))  # type: ignore[attr-defined]
 
 
 def by_row(local: Local) -> Local:
@@ -70,7 +70,7 @@ def _stay(x, g, state, step, out):
     return state
 
 
-STILL = Local(no_state, _stay)
+NO_LOCAL_STEP = Local(no_state, _stay)
 """No step at all, x½ = x: of a method that exchanges what another step has left."""
 
 
@@ -90,7 +90,7 @@ class Moments(NamedTuple):
 def sgd(decayed: int) -> Local:
     """Plain gradient descent: d = g."""
 
-    def adapt(x, g, state: Empty, step: Step, out):
+    def adapt(x, g, state: NoState, step: Step, out):
         torch.add(x, g, alpha=-step.lr, out=out)
         return state
 

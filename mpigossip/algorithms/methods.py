@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpigossip.config.choices import Part, part_of
+from mpigossip.config.choices import BuilderSpec, spec_of
 from mpigossip.graphs import Graph
 from mpigossip.graphs.spectral import eigenvalues
 
@@ -39,72 +39,78 @@ def _bearable(known: Known) -> float | None:
     return min(0.5, node.density) if node and node.wire == "random-k" else None
 
 
-BUILDERS: dict[str, Part] = {
-    "parallel": Part(HERE + "gossip:parallel", "momentum", {"graph.name": "complete"}, only=True),
-    "dsgd": Part(HERE + "gossip:dsgd", "sgd"),
-    "dmsgd": Part(HERE + "gossip:dmsgd"),
-    "dmsgd-vanilla": Part(HERE + "gossip:dsgd", "momentum"),
-    "qg-dmsgd": Part(HERE + "gossip:qg_dmsgd"),
-    "decentlam": Part(HERE + "gossip:decentlam"),
-    "d2": Part(
+BUILDERS: dict[str, BuilderSpec] = {
+    "parallel": BuilderSpec(
+        HERE + "gossip:parallel", "momentum", {"graph.name": "complete"}, only=True
+    ),
+    "dsgd": BuilderSpec(HERE + "gossip:dsgd", "sgd"),
+    "dmsgd": BuilderSpec(HERE + "gossip:dmsgd"),
+    "dmsgd-vanilla": BuilderSpec(HERE + "gossip:dsgd", "momentum"),
+    "qg-dmsgd": BuilderSpec(HERE + "gossip:qg_dmsgd"),
+    "decentlam": BuilderSpec(HERE + "gossip:decentlam"),
+    "d2": BuilderSpec(
         HERE + "tracking:d2",
         "sgd",
         follows={"lazy": lambda known: not above_minus_third(known.graph)},
     ),
-    "dsgt": Part(HERE + "tracking:dsgt", "sgd"),
-    "momentum-tracking": Part(HERE + "tracking:momentum_tracking", "sgd"),
-    "detag": Part(
+    "dsgt": BuilderSpec(HERE + "tracking:dsgt", "sgd"),
+    "momentum-tracking": BuilderSpec(HERE + "tracking:momentum_tracking", "sgd"),
+    "detag": BuilderSpec(
         HERE + "tracking:detag",
         follows={
             "eta": lambda known: momentum_of_gossip(known.graph, known.options.get("phase") or 2),
         },
     ),
-    "defacto": Part(
+    "defacto": BuilderSpec(
         HERE + "tracking:defacto",
-        brings={"cadence.name": "halves", "graph.name": "spanning-tree"},
+        implies={"cadence.name": "halves", "graph.name": "spanning-tree"},
         follows={"length": lambda known: known.graph.period or 1},
     ),
-    "sgp": Part(HERE + "directed:sgp", "momentum"),
-    "ceca": Part(
+    "sgp": BuilderSpec(HERE + "directed:sgp", "momentum"),
+    "ceca": BuilderSpec(
         HERE + "directed:ceca",
         "sgd",
         {"graph.name": "ceca"},
         follows={"nodes": lambda known: known.graph.n},
     ),
-    "choco": Part(HERE + "compressed:choco", "sgd", follows={"consensus_step": _bearable}),
-    "slowmo": Part(HERE + "diloco:slowmo", "momentum", {"cadence.name": "gossip-pga"}),
-    "diloco": Part(
+    "choco": BuilderSpec(HERE + "compressed:choco", "sgd", follows={"consensus_step": _bearable}),
+    "slowmo": BuilderSpec(HERE + "diloco:slowmo", "momentum", {"cadence.name": "gossip-pga"}),
+    "diloco": BuilderSpec(
         HERE + "diloco:diloco",
         "adamw",
         {"cadence.name": "cpsgd"},
         follows={"nodes": lambda known: known.graph.n},
     ),
-    "noloco": Part(
+    "noloco": BuilderSpec(
         HERE + "diloco:noloco",
         "adamw",
         {"cadence.name": "every", "graph.name": "random-matching"},
     ),
-    "gasloc": Part(
+    "gasloc": BuilderSpec(
         HERE + "diloco:gasloc",
         "adamw",
         {"cadence.name": "every", "graph.name": "one-peer-exponential"},
     ),
-    "sparseloco": Part(
+    "sparseloco": BuilderSpec(
         HERE + "diloco:sparseloco",
         "adamw",
         {"cadence.name": "cpsgd", "node.wire": "top-k-int2", "node.density": 0.03},
     ),
-    "sparta": Part(
+    "sparta": BuilderSpec(
         HERE + "diloco:sparta",
         "adamw",
         {"cadence.name": "global", "node.wire": "shared-k", "node.density": 0.005},
     ),
     # methods from above, with a cadence or a wire that makes them those of the papers
-    "cpsgd": Part(HERE + "gossip:dsgd", "sgd", {"cadence.name": "cpsgd"}, only=True),
-    "adpsgd": Part(HERE + "gossip:dsgd", "sgd", {"cadence.name": "adpsgd"}, only=True),
-    "gossip-pga": Part(HERE + "gossip:dsgd", "sgd", {"cadence.name": "gossip-pga"}, only=True),
-    "gossip-aga": Part(HERE + "gossip:dsgd", "sgd", {"cadence.name": "gossip-aga"}, only=True),
-    "qsgd": Part(
+    "cpsgd": BuilderSpec(HERE + "gossip:dsgd", "sgd", {"cadence.name": "cpsgd"}, only=True),
+    "adpsgd": BuilderSpec(HERE + "gossip:dsgd", "sgd", {"cadence.name": "adpsgd"}, only=True),
+    "gossip-pga": BuilderSpec(
+        HERE + "gossip:dsgd", "sgd", {"cadence.name": "gossip-pga"}, only=True
+    ),
+    "gossip-aga": BuilderSpec(
+        HERE + "gossip:dsgd", "sgd", {"cadence.name": "gossip-aga"}, only=True
+    ),
+    "qsgd": BuilderSpec(
         HERE + "gossip:parallel",
         "momentum",
         {"graph.name": "complete", "node.wire": "qsgd"},
@@ -113,10 +119,10 @@ BUILDERS: dict[str, Part] = {
 }
 """Every algorithm by name: what `algorithm.name` can be."""
 
-LOCALS: dict[str, Part] = {
-    name: Part(f"{HERE}local:{name}") for name in ("sgd", "momentum", "nesterov")
+LOCALS: dict[str, BuilderSpec] = {
+    name: BuilderSpec(f"{HERE}local:{name}") for name in ("sgd", "momentum", "nesterov")
 } | {
-    name: Part(f"{HERE}{module}:{name}", brings={"schedule.scale": "none"})
+    name: BuilderSpec(f"{HERE}{module}:{name}", implies={"schedule.scale": "none"})
     for name, module in {"adamw": "local", "accumadam": "local", "muon": "muon"}.items()
 }
 """Every local step by name, builder(decayed, *, option=…) -> Local: what `local.name` can be.
@@ -133,7 +139,7 @@ KEEPS_MODEL = {"detag", "defacto"}
 
 def takes_local(name: str) -> bool:
     """Return whether a method of this name takes a local step; the others have their own."""
-    part = part_of(BUILDERS, name)
+    part = spec_of(BUILDERS, name)
     return part is not None and part.local is not None
 
 

@@ -5,10 +5,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Step, preserved, starting
+from mpigossip.algorithms.base import Algorithm, Decay, Step, init_from, preserved
 from mpigossip.algorithms.local import Local
 from mpigossip.config.limits import Positive, Share
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 
 
 class Adapted(NamedTuple):
@@ -36,13 +36,13 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
         return state._replace(inner=inner)
 
     def receive(x, g, state: Adapted, sent, mixed, step: Step):
-        if damped and step.kind is Kind.GOSSIP:
+        if damped and step.kind is ExchangeKind.GOSSIP:
             torch.add(sent[0], mixed[0], out=x).mul_(0.5)
         else:
             x.copy_(mixed[0])
         return state
 
-    init = starting(Adapted, torch.clone, local.init)
+    init = init_from(Adapted, torch.clone, local.init)
     proven = set() if damped else {"static", "symmetric", "above -1/3"}
     needs = frozenset({"doubly", "unmixed"} | proven)
     return Algorithm(init, send, receive, raw=local.raw, distinct_state=True, needs=needs)
@@ -110,7 +110,7 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
         inner = local.adapt(x, g.copy_(state.tracker), state.inner, step, x)
         return state._replace(inner=inner)
 
-    init = starting(Tracking, torch.zeros_like, torch.zeros_like, local.init)
+    init = init_from(Tracking, torch.zeros_like, torch.zeros_like, local.init)
     made = partial(Algorithm, init, vectors=2, distinct_state=True, needs=frozenset({"doubly"}))
     if style == "atc":
         return made(send_adapted, receive_combined)
@@ -135,9 +135,9 @@ def _accelerated(z, before, mixed, eta: float, step: Step, first: bool):
     """z_{r+1} = (1 + η) W z_r − η z_{r−1}, memory afresh in each phase: (z_{r+1}, z_r)."""
     if first:
         before.copy_(z)
-    if step.kind is Kind.LOCAL:
+    if step.kind is ExchangeKind.LOCAL:
         return z, before
-    if step.kind is Kind.GLOBAL:
+    if step.kind is ExchangeKind.GLOBAL:
         return z.copy_(mixed), before.copy_(mixed)
     return before.mul_(-eta).add_(mixed, alpha=1 + eta), z
 
@@ -179,7 +179,7 @@ def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay =
             x.copy_(model)
         return old._replace(model=model, model_before=before, tracker=y, tracker_before=y_before)
 
-    init = starting(Detag, torch.clone, torch.clone, *(4 * [torch.zeros_like]))
+    init = init_from(Detag, torch.clone, torch.clone, *(4 * [torch.zeros_like]))
     needs = frozenset({"doubly", "static", "symmetric"} if eta else {"doubly"})
     return Algorithm(init, send, receive, vectors=2, ahead=True, distinct_state=True, needs=needs)
 
@@ -207,7 +207,7 @@ def defacto(local, *, length: Positive | None = None) -> Algorithm:
         return state
 
     def receive(x, g, state: Defacto, sent, mixed, step: Step):
-        if step.kind is Kind.LOCAL:
+        if step.kind is ExchangeKind.LOCAL:
             state.model.add_(g, alpha=-step.lr / rounds)
             return state
         state.model.copy_(mixed[0])
@@ -216,5 +216,5 @@ def defacto(local, *, length: Positive | None = None) -> Algorithm:
         return state
 
     needs = frozenset({"phases", "exact-wire"})
-    init = starting(Defacto, torch.clone)
+    init = init_from(Defacto, torch.clone)
     return Algorithm(init, send, receive, ahead=True, needs=needs)

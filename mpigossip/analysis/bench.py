@@ -21,10 +21,10 @@ from mpi4py import MPI
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure
 from mpigossip.config.memory import host_memory
-from mpigossip.config.readable import note
+from mpigossip.config.readable import print_note
 from mpigossip.graphs import Graph, GraphError, graph
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Kind, Layout, Mixer
+from mpigossip.mixing.base import ExchangeKind, MessageLayout, Mixer
 from mpigossip.mixing.combine import BLOCK
 from mpigossip.mixing.kernels import native
 from mpigossip.mixing.notifications import wait_all
@@ -117,14 +117,16 @@ def sizes_that_fit(world: World, options) -> list[int]:
     left = [f"{size:,}" for size in options.sizes if size > room]
     if world.rank == 0 and left:
         ranks = max(map(world.hosts.count, world.hosts))
-        note(f"left out: {', '.join(left)} bytes; {ranks} ranks a host have room for {room:,}")
+        print_note(
+            f"left out: {', '.join(left)} bytes; {ranks} ranks a host have room for {room:,}"
+        )
     return [size for size in options.sizes if size <= room]
 
 
 def _opened(made: Graph, size: int, world: World, options) -> tuple[Mixer, int]:
     """Windows for one vector of at least ``size`` bytes, filled, and its number of elements."""
     count = max(512, -(-size // 4 // 512) * 512)
-    mixer = open_mixer(made, Layout((count,)), world, same_host=options.same_host)
+    mixer = open_mixer(made, MessageLayout((count,)), world, same_host=options.same_host)
     mixer.outbox(0)[0][0].fill_(1.0)
     return mixer, count
 
@@ -133,7 +135,7 @@ def one_round(
     mixer: Mixer,
     clock: Iterator[int],
     work: Callable[[], object] = lambda: None,
-    kind: Kind = Kind.GOSSIP,
+    kind: ExchangeKind = ExchangeKind.GOSSIP,
 ) -> None:
     """The clock's next round, with work while it is in flight."""
     t = next(clock)
@@ -179,7 +181,7 @@ def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
             world.comm.Allreduce(own, total)
             np.multiply(total, 1 / world.size, out=total)
 
-        ours = partial(one_round, mixer, repeat(0), kind=Kind.GLOBAL)
+        ours = partial(one_round, mixer, repeat(0), kind=ExchangeKind.GLOBAL)
         works: list[Callable[[], object]] = [ours, library, limit_memory(count)]
         times, theirs, limit = alternate(world.comm, works, options.seconds)
         mixer.close()
@@ -226,7 +228,7 @@ def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
     for size in options.sizes:
         values = np.ones(size // 4, np.float32)
         state = store.NodeState(values, ("x",), ((values.size,),), {}, {})
-        with world.together(StoreError), writing(options.folder / "checkpoint"):
+        with world.raise_together(StoreError), writing(options.folder / "checkpoint"):
             made = tempfile.TemporaryDirectory(dir=options.folder)
         with made as folder:
             ours = partial(store.write_node, Path(folder), world.rank, state)

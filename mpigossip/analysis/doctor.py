@@ -24,9 +24,9 @@ import torch
 import mpigossip
 from mpigossip.analysis.findings import GRACE_S, Finding, Findings, merged, report, watched
 from mpigossip.cluster.launcher import LaunchError
-from mpigossip.cluster.ranks import Alone, World, world
+from mpigossip.cluster.ranks import SingleProcess, World, world
 from mpigossip.config.errors import Failure
-from mpigossip.config.readable import counted
+from mpigossip.config.readable import pluralize
 from mpigossip.groups import devices
 from mpigossip.mixing.kernels import native
 
@@ -63,7 +63,7 @@ class Machine:
 def examine(options) -> int:
     """Check everything and print the report on rank 0; return 0 if the machine is ready, else 1."""
     found = Findings()
-    ranks: Alone | World = Alone()
+    ranks: SingleProcess | World = SingleProcess()
     try:
         ranks = world(options.timeout)
     except LaunchError as error:
@@ -91,7 +91,7 @@ def examine(options) -> int:
 
 def _local(options, now: list[str]) -> list[Finding]:
     now.append("looking for GPUs")
-    setting, _ = devices.resolved(options.devices, options.ranks_per_node)
+    setting, _ = devices.resolve_auto(options.devices, options.ranks_per_node)
     slots = devices.slots_of(setting)
     found = [versions(), kernel(), gpus(setting, slots, options.timeout / 2), cards(slots)]
     now.append(f'writing into "{options.folder}"')
@@ -100,7 +100,7 @@ def _local(options, now: list[str]) -> list[Finding]:
 
 def _together(options, ranks, found: Findings) -> None:
     """Add what takes all ranks; complete on rank 0."""
-    setting, ranks_per_node = devices.resolved(options.devices, options.ranks_per_node)
+    setting, ranks_per_node = devices.resolve_auto(options.devices, options.ranks_per_node)
     slots = devices.slots_of(setting)
     machine = Machine(
         host=ranks.hosts[ranks.rank],
@@ -112,7 +112,7 @@ def _together(options, ranks, found: Findings) -> None:
     several = ranks_per_node != 1
     found += [] if machines is None else [hosts(machines, several), cores(machines)]
     found += alike(ranks.gather(versions().text))
-    if ranks.agree(int(bool(devices.mistakes(setting)))):  # a finding of that rank's slots
+    if ranks.agree(int(bool(devices.device_problems(setting)))):  # a finding of that rank's slots
         # MPI and the network can still be tested
         setting = "cpu:1"
         slots = ("cpu",)
@@ -177,7 +177,7 @@ for device in sys.argv[1:]:
 def gpus(setting: str, slots: Sequence[str], limit_s: float = 60.0) -> Finding:
     """The slots of this rank, and whether torch computes on them, in a process of its own."""
     there = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
-    text = f"{counted(len(slots), 'slot')}: {', '.join(slots)}"
+    text = f"{pluralize(len(slots), 'slot')}: {', '.join(slots)}"
     data = {"devices": list(slots), "gpus": torch.cuda.device_count()}
     if there and not torch.cuda.is_available():
         remedy = (
@@ -185,7 +185,7 @@ def gpus(setting: str, slots: Sequence[str], limit_s: float = 60.0) -> Finding:
             "it, ask the scheduler for GPUs, or look at CUDA_VISIBLE_DEVICES"
         )
         return Finding("slots", text, "wrong", remedy, data)
-    if wrong := devices.mistakes(setting):
+    if wrong := devices.device_problems(setting):
         return Finding("slots", text, "wrong", "; ".join(wrong), data)
     named = [slot for slot in dict.fromkeys(slots) if slot.startswith("cuda")]
     command = [sys.executable, "-c", COMPUTE, *named]
@@ -213,7 +213,7 @@ def cards(slots: Sequence[str], top: Path = Path("/sys/class")) -> Finding:
     if not fast:
         shown = ", ".join(plain) or "none that is hardware"
         return Finding("network", f"no InfiniBand or Slingshot card; Ethernet: {shown}", data=data)
-    text = f"{counted(len(fast), 'card')}: {', '.join(fast)}"
+    text = f"{pluralize(len(fast), 'card')}: {', '.join(fast)}"
     if len(fast) < count:
         remedy = f"{count} GPUs share {len(fast)} cards; `mpigossip bench exchange` measures it"
         return Finding("network", text, "note", remedy, data)
@@ -283,7 +283,7 @@ def hosts(machines: Sequence[Machine], several: bool = False) -> Finding:
     names = [machine.host for machine in machines]
     count = {name: names.count(name) for name in dict.fromkeys(names)}
     shown = ", ".join(f"{name} x {k}" if k > 1 else name for name, k in list(count.items())[:8])
-    text = f"{counted(len(names), 'rank')} on {counted(len(count), 'host')}: {shown}"
+    text = f"{pluralize(len(names), 'rank')} on {pluralize(len(count), 'host')}: {shown}"
     text += " …" if len(count) > 8 else ""
     data = {"hosts": names}
     if len(count) > 1 and max(count.values()) > 1 and not several:
@@ -337,7 +337,7 @@ def cores(machines: Sequence[Machine]) -> Finding:
         union = set().union(*(m.allowed for m in there))
         need = sum(m.need for m in there)
         if len(union) < need:
-            ranks = counted(len(there), "rank")
+            ranks = pluralize(len(there), "rank")
             remedy = f"{ranks} on {host} would use {need} cores, there are {len(union)}"
             return Finding("cores", text, "note", remedy, data)
     return Finding("cores", text, data=data)

@@ -5,9 +5,9 @@ import textwrap
 
 from mpigossip import config
 from mpigossip.config import Job, JobError
-from mpigossip.config.readable import counted, size
+from mpigossip.config.readable import format_bytes, pluralize
 from mpigossip.groups.devices import local_rank
-from mpigossip.mixing.base import Kind, traffic
+from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange
 from mpigossip.training import assemble, costs, shape
 
 NODES = 8
@@ -30,7 +30,10 @@ def describe(job: Job, nodes: int | None) -> str:
     lines = [
         config.dump(job),
         *_row(f"planned for {n} nodes x {what.slots} slots", f"; {note}" if note else ""),
-        *_row("model", f"{what.flat.count:,} parameters, {size(4 * what.flat.count)} in float32"),
+        *_row(
+            "model",
+            f"{what.flat.count:,} parameters, {format_bytes(4 * what.flat.count)} in float32",
+        ),
         *_row("graph", str(made.parts.graph)),
         *_row(
             "step",
@@ -56,9 +59,9 @@ def _row(label: str, words: str) -> list[str]:
 
 def launched() -> int | None:
     """The number of processes that a launcher's environment tells."""
-    from mpigossip.cluster.launcher import places
+    from mpigossip.cluster.launcher import launcher_ranks
 
-    return next((ranks for _, ranks, _ in places(os.environ)), None)
+    return next((ranks for _, ranks, _ in launcher_ranks(os.environ)), None)
 
 
 def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
@@ -77,19 +80,20 @@ def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
 
 def _traffic(job: Job, made: costs.Exchanges, what: costs.Subject) -> list[str]:
     """Bytes of an average step, beside what all-reduce would send."""
-    ring = traffic(made.parts.graph, Kind.GLOBAL, 0, 0, 4 * what.flat.size)
+    ring = bytes_per_exchange(made.parts.graph, ExchangeKind.GLOBAL, 0, 0, 4 * what.flat.size)
     average = made.bytes_per_step
     ratio = f"{average / ring:.2f} x" if ring else "against"
-    vectors = counted(made.parts.method.vectors, "vector")
+    vectors = pluralize(made.parts.method.vectors, "vector")
     return _row(
         "traffic",
-        f"{size(average)} a node and step between nodes ({vectors}, {job.node.wire}); {ratio} the "
-        f"{size(ring)} of a ring all-reduce",
+        f"{format_bytes(average)} a node and step between nodes ({vectors}, {job.node.wire}); "
+        f"{ratio} the "
+        f"{format_bytes(ring)} of a ring all-reduce",
     )
 
 
 def _memory(parts: dict[str, int]) -> list[str]:
     """Bytes of a node by purpose; activations, batches and libraries are not counted."""
-    listed = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
-    whole = size(sum(parts.values()))
+    listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
+    whole = format_bytes(sum(parts.values()))
     return _row("memory", f"{whole} a node: {listed}; activations and batches come on top")

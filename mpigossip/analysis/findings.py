@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpigossip.cluster.world import World
-from mpigossip.config.readable import tell
+from mpigossip.config.readable import print_safe
 
 GRACE_S = 10.0
 """Seconds that other ranks wait longer than rank 0, which prints what was found."""
@@ -40,7 +40,7 @@ class Findings(list[Finding]):
     def show(self) -> None:
         """Print a line for each that isn't, at once: the next test may end the process."""
         for one in self[self.shown :]:
-            tell(f"{SIGN[one.level]:5}  {one.name:9}  {one.text}", flush=True)
+            print_safe(f"{SIGN[one.level]:5}  {one.name:9}  {one.text}", flush=True)
         self.shown = len(self)
 
 
@@ -83,7 +83,7 @@ def report(found: Findings, json_asked: bool) -> None:
     """Print the findings, and the verdict."""
     if not json_asked:
         found.show()
-    tell(as_json(found) if json_asked else verdict(found), flush=True)
+    print_safe(as_json(found) if json_asked else verdict(found), flush=True)
 
 
 def as_json(found: Sequence[Finding]) -> str:

@@ -9,11 +9,11 @@ import torch
 
 from mpigossip.cluster.world import World
 from mpigossip.config import GraphSection, Job, JobError
-from mpigossip.config.readable import counted
+from mpigossip.config.readable import pluralize
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Kind, Layout
-from mpigossip.mixing.combine import combine
+from mpigossip.mixing.base import ExchangeKind, MessageLayout
+from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.wire import Wire
 from mpigossip.training.costs import Subject, data_or_stand_in
 from mpigossip.training.machines import CODING_RATE, SUM_RATE, Machine
@@ -103,19 +103,19 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
     Means over the ranks. The jitter is half of what lies between the quantiles at 16 and 84 %, as
     a share of the median: a normal distribution's deviation, which a rare pause doesn't move.
     """
-    from mpigossip.cluster.nodes import node_alone
-    from mpigossip.cluster.ranks import Alone
+    from mpigossip.cluster.nodes import isolate_node
+    from mpigossip.cluster.ranks import SingleProcess
     from mpigossip.groups import devices
     from mpigossip.training import assemble
 
     job = replace(what.job, graph=GraphSection(name="identity"))
-    with world.together(JobError):
-        missing = devices.mistakes(job.node.devices)
+    with world.raise_together(JobError):
+        missing = devices.device_problems(job.node.devices)
         if missing:
             raise JobError([*missing, "or say how long forward and backward take: --compute 80ms"])
     # no other node: the ranks of one step together
-    alone = node_alone(world) if world.nodes.per_node > 1 else Alone()
-    with world.together(JobError):
+    alone = isolate_node(world) if world.nodes.per_node > 1 else SingleProcess()
+    with world.raise_together(JobError):
         assembly = assemble.assemble(_with_data(job, what), alone, 1)
     try:
         found: dict[str, list[float]] = {"compute_s": [], "node_s": [], "exchange_s": []}
@@ -167,7 +167,7 @@ def _best(work: Callable[[], object], repeats: int = 5) -> float:
 
 def _combine_rate(what: Subject) -> float:
     a, b, out = (torch.ones(1, what.flat.size) for _ in range(3))
-    return 4 * what.flat.size / _best(lambda: combine((0.5, 0.5), (a, b), out))
+    return 4 * what.flat.size / _best(lambda: weighted_sum((0.5, 0.5), (a, b), out))
 
 
 def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
@@ -188,7 +188,7 @@ def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s:
     column = world.nodes.column
     per = world.nodes.per_node
     n = column.size
-    hosts = counted(len(set(world.hosts)), "host")
+    hosts = pluralize(len(set(world.hosts)), "host")
     where = f"{n} ranks on {hosts}" if per == 1 else f"{n} nodes of {per} ranks on {hosts}"
     if n == 1:
         alone = "this process alone" if per == 1 else f"one node of {per} ranks"
@@ -200,7 +200,7 @@ def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s:
     )
     fitted = []
     # messages that pass a node's link, and latencies one after the other
-    shapes = {Kind.GOSSIP: (1.0, 1), Kind.GLOBAL: (2 * (n - 1) / n, hops(n))}
+    shapes = {ExchangeKind.GOSSIP: (1.0, 1), ExchangeKind.GLOBAL: (2 * (n - 1) / n, hops(n))}
     for kind, (messages, latencies) in shapes.items():
         # what can't be resolved, or a sum dearer than measured alone, counts half as latency
         whole = max(large[kind] - nbytes / combine_rate, large[kind] / 2)
@@ -211,7 +211,7 @@ def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s:
 
 def _rounds(
     world: World, what: Subject, count: int, budget_s: float, work_s: float
-) -> dict[Kind, float]:
+) -> dict[ExchangeKind, float]:
     """Median seconds that a one-peer round and a global average of one vector add to work.
 
     Timed in bursts, as steps follow each other: after a barrier the first round would be late.
@@ -224,7 +224,7 @@ def _rounds(
     node = what.job.node
     mixer = open_mixer(
         graph("one-peer-exponential", world.size),
-        Layout((count,)),
+        MessageLayout((count,)),
         world,
         same_host=node.same_host,
         timeout_s=node.timeout_s,
@@ -232,25 +232,29 @@ def _rounds(
     clock = iter(range(1 << 60))
     work = arithmetic(world.comm, min(work_s, LONGEST_S)) if work_s else lambda: None
 
-    def burst(kind: Kind, rounds: int) -> float:
+    def burst(kind: ExchangeKind, rounds: int) -> float:
         began = time.perf_counter()
         for _ in range(rounds):
             work()
-            if kind is Kind.LOCAL:
+            if kind is ExchangeKind.LOCAL:
                 continue
-            t = next(clock) if kind is Kind.GOSSIP else 0
+            t = next(clock) if kind is ExchangeKind.GOSSIP else 0
             mixer.outbox(t)[0][0].fill_(1.0)
             mixer.start(kind, t)
             mixer.finish()
         return (time.perf_counter() - began) / rounds
 
     # the second: the first makes connections
-    longest = max(world.comm.allgather([burst(Kind.GLOBAL, 1) for _ in range(2)][1]))
-    times: dict[Kind, list[float]] = {Kind.LOCAL: [], Kind.GOSSIP: [], Kind.GLOBAL: []}
+    longest = max(world.comm.allgather([burst(ExchangeKind.GLOBAL, 1) for _ in range(2)][1]))
+    times: dict[ExchangeKind, list[float]] = {
+        ExchangeKind.LOCAL: [],
+        ExchangeKind.GOSSIP: [],
+        ExchangeKind.GLOBAL: [],
+    }
     rounds = max(1, min(BURST, int(budget_s / 4 / BURSTS / len(times) / longest)))
     began = time.perf_counter()
     late = 0
-    while not late or len(times[Kind.GOSSIP]) < BURSTS:
+    while not late or len(times[ExchangeKind.GOSSIP]) < BURSTS:
         for kind, kept in times.items():
             world.barrier()
             kept.append(burst(kind, rounds))
@@ -260,4 +264,7 @@ def _rounds(
     mine = [statistics.median(kept[1:]) for kept in times.values()]
     every = zip(*world.comm.allgather(mine), strict=True)
     alone, gossip, everywhere = map(statistics.fmean, every)
-    return {Kind.GOSSIP: max(gossip - alone, 1e-6), Kind.GLOBAL: max(everywhere - alone, 1e-6)}
+    return {
+        ExchangeKind.GOSSIP: max(gossip - alone, 1e-6),
+        ExchangeKind.GLOBAL: max(everywhere - alone, 1e-6),
+    }

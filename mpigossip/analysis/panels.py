@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpigossip.analysis.compared import PARTS, LoggedRun, mean_ms, over_nodes, shares, smooth
+from mpigossip.analysis.logged_runs import PARTS, LoggedRun, mean_ms, over_nodes, shares, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from mpigossip.analysis.findings import Finding
 from mpigossip.cluster.cores import allowed
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.config.readable import counted
+from mpigossip.config.readable import pluralize
 
 SYSTEM = Path("/")
 ALL_SEEN = (
@@ -127,13 +127,13 @@ def nodes(world: World, ranks_per_node: int | str) -> Finding:
     """The nodes that the ranks make; collective, the same on all of them."""
     data = {"ranks_per_node": ranks_per_node}
     try:
-        world.arrange(ranks_per_node)
+        world.group_into_nodes(ranks_per_node)
     except JobError as error:
-        text = f"{counted(world.size, 'rank')} make no nodes"
+        text = f"{pluralize(world.size, 'rank')} make no nodes"
         return Finding("nodes", text, "wrong", "; ".join(error.messages), data)
     made = world.nodes
     per = "each rank is one" if made.per_node == 1 else f"{made.per_node} ranks each"
-    return Finding("nodes", f"{counted(made.count, 'node')}: {per}", data=data)
+    return Finding("nodes", f"{pluralize(made.count, 'node')}: {per}", data=data)
 
 
 def judged(places: Sequence[Place], per_node: int) -> list[Finding]:
@@ -151,12 +151,13 @@ def _hosts(places: Sequence[Place]) -> dict[str, list[int]]:
 def _memory(places: Sequence[Place], per_node: int) -> Finding:
     """Ranks of a host share memory: sums inside a node, and neighbours on a host, go through it."""
     most = max(place.sharing for place in places)
-    text = f"MPI shares memory between {counted(most, 'rank')} at most"
+    text = f"MPI shares memory between {pluralize(most, 'rank')} at most"
     data = {"sharing": [place.sharing for place in places]}
     for host, ranks in _hosts(places).items():
         if per_node > 1 and places[ranks[0]].sharing < len(ranks):
             remedy = (
-                f"{counted(len(ranks), 'rank')} on {host}, of which rank {ranks[0]} shares memory "
+                f"{pluralize(len(ranks), 'rank')} on {host}, of which rank {ranks[0]} shares "
+                f"memory "
                 f"with {places[ranks[0]].sharing} only: each task has an IPC namespace or a "
                 "/dev/shm of its own; start the tasks of a host in one container, or without "
                 "namespaces of their own"
@@ -175,8 +176,8 @@ def _devices(places: Sequence[Place], per_node: int) -> Finding:
         host: {gpu for rank in ranks for gpu in places[rank].mine} for host, ranks in hosts.items()
     }
     text = "; ".join(
-        f"{host}: {counted(len(ranks), 'rank')} on {len(used[host])} of "
-        f"{counted(max(places[rank].there for rank in ranks), 'GPU')}"
+        f"{host}: {pluralize(len(ranks), 'rank')} on {len(used[host])} of "
+        f"{pluralize(max(places[rank].there for rank in ranks), 'GPU')}"
         for host, ranks in list(hosts.items())[:4]
     )
     for host, ranks in hosts.items():
@@ -184,7 +185,8 @@ def _devices(places: Sequence[Place], per_node: int) -> Finding:
         if "" not in used[host] and len(used[host]) < count:
             level = "wrong" if per_node > 1 else "note"
             remedy = (
-                f"{counted(len(ranks), 'rank')} on {host} share {counted(len(used[host]), 'GPU')}, "
+                f"{pluralize(len(ranks), 'rank')} on {host} share "
+                f"{pluralize(len(used[host]), 'GPU')}, "
                 "which NCCL can't join: start a rank for each GPU"
             )
             return Finding("gpus", text, level, remedy, data)
@@ -210,14 +212,14 @@ def _numa(places: Sequence[Place]) -> Finding:
         if place.near and place.memory and not set(place.near) & set(place.memory)
     ]
     count = len({node for place in places for node in place.memory})
-    text = f"cores on {counted(count, 'memory node')}" if count else "the system doesn't tell"
+    text = f"cores on {pluralize(count, 'memory node')}" if count else "the system doesn't tell"
     data = {"cores": [p.memory for p in places], "gpus": [p.near for p in places]}
     if far:
         first = places[far[0]]
         remedy = (
             f"rank {far[0]} on {first.host} has its cores on memory node "
             f"{', '.join(map(str, first.memory))} and its GPU on {', '.join(map(str, first.near))} "
-            f"({counted(len(far), 'rank')} so): srun --cpu-bind=none, or --distribution and "
+            f"({pluralize(len(far), 'rank')} so): srun --cpu-bind=none, or --distribution and "
             "--cpu-bind=cores in the order of the GPUs"
         )
         return Finding("numa", text, "note", remedy, data)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpigossip.analysis import panels
-from mpigossip.analysis.compared import LoggedRun, description, load, of_members
+from mpigossip.analysis.logged_runs import LoggedRun, description, load, of_members
 from mpigossip.runs.summary import number
 from mpigossip.store.hdf5 import replacing
 from mpigossip.studies.seeds import parted

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from mpigossip.analysis.compared import (
+from mpigossip.analysis.logged_runs import (
     PARTS,
     LoggedRun,
     description,
@@ -24,10 +24,10 @@ from mpigossip.analysis.compared import (
     who,
 )
 from mpigossip.analysis.plot import figure
-from mpigossip.config.readable import aligned, counted
+from mpigossip.config.readable import aligned, pluralize
 from mpigossip.config.toml import show
-from mpigossip.mixing.members.place import Place, Plan
-from mpigossip.mixing.members.records import Disk, Start
+from mpigossip.mixing.members.place import Place, TrainingPlan
+from mpigossip.mixing.members.records import RecordStore, Start
 from mpigossip.runs.summary import describe, number
 from mpigossip.store.hdf5 import reading, replacing
 from mpigossip.store.log import Log
@@ -227,7 +227,7 @@ def stays(run: Path) -> str:
     """How each place of a training of members ended, and claims of void rounds; else ""."""
     if not (run / "places").is_dir():
         return ""
-    place = Place(Disk(run, shared=True), Plan(0, 1, 0.0), tell=lambda line: None)
+    place = Place(RecordStore(run, shared=True), TrainingPlan(0, 1, 0.0), report=lambda line: None)
     rows = [("place", "host", "rounds", "end")]
     for each in place.numbers("places"):
         chain = place.refresh(each)
@@ -242,7 +242,7 @@ def stays(run: Path) -> str:
     parts = place.disk.names("ledger")
     claims = [name for part in parts for name in names(f"ledger/{part}")]
     anew = sum(not name.endswith((".0", ".done")) for name in claims)
-    told = f"{counted(anew, 'claim')} of chunks whose rounds an earlier claim had left void"
+    told = f"{pluralize(anew, 'claim')} of chunks whose rounds an earlier claim had left void"
     return f"{aligned(rows, left=(1, 3))}\n\n{told}"
 
 

@@ -16,10 +16,10 @@ from mpi4py import MPI
 from mpigossip.analysis import trials
 from mpigossip.analysis.findings import Finding, Findings, watched
 from mpigossip.cluster.ranks import World
-from mpigossip.config.errors import Failure, Mistake
-from mpigossip.config.readable import counted
+from mpigossip.config.errors import Failure, UserError
+from mpigossip.config.readable import pluralize
 from mpigossip.graphs import Graph, graph
-from mpigossip.mixing.device.proof import asked
+from mpigossip.mixing.device.proof import reported_gpu_support
 from mpigossip.mixing.transports import probe
 
 REPEATS = 5
@@ -76,7 +76,7 @@ def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
     failed = ""
     try:
         found = work()
-    except (MPI.Exception, Failure, Mistake, RuntimeError, OSError) as error:
+    except (MPI.Exception, Failure, UserError, RuntimeError, OSError) as error:
         failed = str(error).splitlines()[0] or type(error).__name__
     every = world.gather(failed) or []
     ranks = [rank for rank, text in enumerate(every) if text]
@@ -104,7 +104,7 @@ def library(world: World) -> Finding:
     name = " ".join(MPI.Get_library_version().split("\n")[0].split())[:80].strip("\0 ")
     level = next(one for one in LEVELS if getattr(MPI, f"THREAD_{one}") == MPI.Query_thread())
     text = f"{name}, MPI {'.'.join(map(str, MPI.Get_version()))}, thread level {level}, "
-    text += counted(world.size, "rank")
+    text += pluralize(world.size, "rank")
     data = {"library": name, "thread_level": level, "size": world.size}
     if level != "MULTIPLE":
         remedy = (
@@ -203,7 +203,7 @@ def _judge(world: World, links: list, wrong: list[str], size: int) -> Finding:
         )
 
     text = (
-        f"{counted(len(links), 'link')}: {SMALL} B in {small * 1e6:.1f} us, {size >> 20} MiB at "
+        f"{pluralize(len(links), 'link')}: {SMALL} B in {small * 1e6:.1f} us, {size >> 20} MiB at "
         f"{size / large / 1e6:,.0f} MB/s (medians); slowest {size / worst[3] / 1e6:,.0f} MB/s, "
         f"{name(worst)}"
     )
@@ -225,7 +225,7 @@ def _judge(world: World, links: list, wrong: list[str], size: int) -> Finding:
 
 def gpu_awareness(world: World, on_gpus: bool) -> Finding:
     """What MPI says about GPU memory; the exchanges between GPUs prove it."""
-    said = asked(world.comm)
+    said = reported_gpu_support(world.comm)
     text = "MPI says " + ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in said.items())
     text += "" if on_gpus else "; no GPU on every rank, nothing to prove"
     if any(said.values()) or not on_gpus:

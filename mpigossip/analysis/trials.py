@@ -16,17 +16,17 @@ from mpi4py import MPI
 from mpigossip.analysis.bench import room_for_messages
 from mpigossip.analysis.findings import Finding
 from mpigossip.cluster.process_groups import is_gpu
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.cluster.world import World
 from mpigossip.config import Job
-from mpigossip.config.readable import counted
+from mpigossip.config.readable import pluralize
 from mpigossip.graphs import Graph
 from mpigossip.groups.base import Group, GroupError
 from mpigossip.groups.devices import make_group, slots_of
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Kind, Layout, Mixer
-from mpigossip.mixing.device.memory import MemoryRefused
-from mpigossip.mixing.synchronous import STAGED, Synchronous
+from mpigossip.mixing.base import ExchangeKind, MessageLayout, Mixer
+from mpigossip.mixing.device.memory import TransportUnavailable
+from mpigossip.mixing.synchronous import STAGING_BYTES, Synchronous
 from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.transports.probe import Probe
 from mpigossip.mixing.transports.windows import Windows
@@ -69,7 +69,7 @@ def _averaged(group: Group, elements: int) -> float:
     full = group.zeros(1, elements * group.slots)
     seconds = []
     for _ in range(REPEATS):  # the first opens connections
-        for slot, array in zip(group.mine, full, strict=True):
+        for slot, array in zip(group.local_slots, full, strict=True):
             array.fill_(float(slot))
         _wait(group)
         begin = time.perf_counter()
@@ -116,7 +116,7 @@ def rates(
             continue
         try:
             spent, off = _timed(world, tried, some, size, way, now)
-        except MemoryRefused as error:
+        except TransportUnavailable as error:
             return Finding("exchange", f"{way}: not proven: {error}", "note", data=data)
         worst = max(worst, off)
         each = spent / total
@@ -141,16 +141,16 @@ def _timed(
     """Return the seconds of a round on the slowest rank, and the largest relative error."""
     widths = (max(size // 4, 1),) * len(slots)
     if slots[0] == "cpu":
-        layout = Layout(widths)
+        layout = MessageLayout(widths)
         mixer = open_mixer(tried, layout, world, same_host=way)
         both = _try_out(world, tried, mixer, now, f"same_host={way}", ROUNDS_TIMED)
         spent, off = (world.comm.allreduce(one, MPI.MAX) for one in both)
         return spent / max(tried.degree, 1), off
-    layout = Layout(widths, devices=tuple(slots))
+    layout = MessageLayout(widths, devices=tuple(slots))
 
     def on_host(buffers: int) -> Transport:
         made = Windows(world.comm, layout, buffers, world.timeout_s)
-        made.cut(STAGED)
+        made.set_chunk_size(STAGING_BYTES)
         return made
 
     return Probe(world.comm, layout, 1, world, on_host).seconds(way), 0.0
@@ -171,7 +171,7 @@ def _try_out(
             for (values,) in mixer.outbox(t):
                 values.fill_(float(world.rank + 1 + t))
             begin = time.perf_counter()
-            mixer.start(Kind.GOSSIP, t)
+            mixer.start(ExchangeKind.GOSSIP, t)
             mixed = mixer.finish()[1]
             seconds.append(time.perf_counter() - begin)
             sources, weights, own = tried.neighbours(t, world.rank)
@@ -201,7 +201,7 @@ def routes(
     if gpus or not world.agree(int(slots[0] == "cpu")):
         now.append("opening the fastest way between GPUs")
         width = max(size // 4 // len(slots), 1)
-        layout = Layout((width,) * len(slots), devices=tuple(slots))
+        layout = MessageLayout((width,) * len(slots), devices=tuple(slots))
         mixer = Synchronous(tried, layout, world, on_devices=True)
         ways = mixer.routes
         spent, worst = _try_out(world, tried, mixer, now, "GPU memory")
@@ -214,7 +214,7 @@ def routes(
     links = [link for part, *_ in gathered for link in part]
     spent, worst = (max(one[k] for one in gathered) for k in (1, 2))
     counts = Counter(way for *_, way in links)
-    text = "; ".join(f"{counted(count, 'link')} by {way}" for way, count in counts.items())
+    text = "; ".join(f"{pluralize(count, 'link')} by {way}" for way, count in counts.items())
     data = {"links": [{"from": a, "to": b, "way": way} for a, b, way in links], "error": worst}
     if spent:
         text += f"; exchanges of {size >> 20} MiB: {spent * 1e3:.1f} ms each"
@@ -250,12 +250,12 @@ def compared(world: World, devices: str, graph: str, timeout_s: float) -> Findin
     begin = time.perf_counter()
     mine = _trained(job, world, n)
     seconds = time.perf_counter() - begin
-    found = world.gather(mine if world.nodes.first else None)
+    found = world.gather(mine if world.nodes.is_leader else None)
     if found is None or n > MOST:
         text = f"{STEPS} steps; not compared, as more than {MOST} nodes aren't simulated here"
         return Finding("training", text)
     nodes = torch.cat([rows for rows in found if rows is not None])
-    reference = _trained(job, Alone(), n)
+    reference = _trained(job, SingleProcess(), n)
     off = float((nodes - reference).double().norm() / reference.double().norm())
     exact = torch.equal(nodes, reference)
     text = f"{STEPS} steps of {n} nodes in {seconds:.1f} s, "

@@ -62,7 +62,9 @@ def for_messages(
     return frozenset({near[-1 - place]})
 
 
-def own_core(comm: MPI.Comm, threads: int, beside: tuple[int, int] = (0, 1)) -> frozenset[int]:
+def pick_communication_core(
+    comm: MPI.Comm, threads: int, beside: tuple[int, int] = (0, 1)
+) -> frozenset[int]:
     """The core of this rank's communication thread, of a rank with so many threads; collective.
 
     ``beside``: this rank's place among the ranks of its node, and their number, where ``comm`` has

@@ -24,53 +24,53 @@ SWITCH_S = 1e-4
 several hand-overs, and with Python's 5 ms one busy thread makes it 2 - 8 times as long."""
 
 
-WAITS = -1
-WORKS = -2
+WAITING = -1
+WORKING = -2
 PAUSED = -3
 """What a rank does: it waits; it doesn't; it works on purpose."""
-SPEAKS = 1
+REPORTING = 1
 """It says why the job ends."""
-CLOSES = -4
-EXITS = -5
+CLOSING = -4
+EXITED = -5
 """It makes no further calls: it closes what it opened; it exits (EXITS less its exit code)."""
-STEP = "step()"
-END = "the end of its "
+STEP_CALL = "step()"
+END_PREFIX = "the end of its "
 TERM_S = 20.0
 """Seconds after SIGTERM from which a wait ends: schedulers kill after about 30."""
-roll: Any = None
+monitor: Any = None
 """What the ranks tell each other about their waits, a `Roll`, while a world of several is open."""
 
 
-def numbers(comm: "MPI.Comm", ranks: Iterable[int]) -> list[int]:
+def world_ranks(comm: "MPI.Comm", ranks: Iterable[int]) -> list[int]:
     """Return the world's numbers of these ranks of one of its communicators, for messages.
 
     Their own numbers where no world of several ranks is open.
     """
-    return list(ranks) if roll is None else roll.numbers(comm, ranks)
+    return list(ranks) if monitor is None else monitor.world_ranks(comm, ranks)
 
 
-pauses = 0
+pause_depth = 0
 """Blocks of :func:`paused` around what this rank does now."""
-call = ""
-steps = 0
+current_call = ""
+steps_done = 0
 """What of a user's program this rank is in, that all ranks have to call, and steps that it made."""
 order = 0
 """Number of this call among those of this rank; 0 if ranks may make it in another order."""
 ordered_calls = 0
 """Calls with such a number that this rank has made since its world was opened."""
-status = WAITS
+status = WAITING
 """What a rank that waits tells those that wait for it: WAITS, or CLOSES inside :func:`ends`."""
-terminated = math.inf
+sigterm_time = math.inf
 """When SIGTERM came, where a run is to stop at a step that all ranks agree on and hasn't yet."""
 
 
-def tell(word: int) -> None:
+def announce(word: int) -> None:
     """Tell all ranks of an open world."""
-    if roll is not None:
-        roll.tell_all(word)
+    if monitor is not None:
+        monitor.announce(word)
 
 
-class calling:
+class user_call:
     """Inside, waits that end at their limit name the call, to this rank and to the others."""
 
     def __init__(self, name: str, ordered: bool = True):
@@ -85,76 +85,76 @@ class calling:
         self._before = ("", 0)
 
     def __enter__(self) -> None:
-        global call, order, ordered_calls
-        counts = self._ordered and not call
-        self._before = call, order
+        global current_call, order, ordered_calls
+        counts = self._ordered and not current_call
+        self._before = current_call, order
         ordered_calls += counts
-        call = self._name
+        current_call = self._name
         order = ordered_calls if counts else 0
 
     def __exit__(self, *raised: object) -> None:
-        global call, order
-        call, order = self._before
+        global current_call, order
+        current_call, order = self._before
 
 
 def calling_unless(name: str, ordered: bool) -> contextlib.AbstractContextManager[None]:
     """Return :class:`calling`, unless this rank is in a call already, which tells more."""
-    return contextlib.nullcontext() if call else calling(name, ordered)
+    return contextlib.nullcontext() if current_call else user_call(name, ordered)
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Inside, this rank works on purpose: waits for it, and for who waits for it, have no limit."""
-    global pauses
+    global pause_depth
     entered = False
     try:
-        pauses = pauses + 1
+        pause_depth = pause_depth + 1
         entered = True
-        if pauses == 1:
-            tell(PAUSED)
+        if pause_depth == 1:
+            announce(PAUSED)
         yield
     finally:  # also after an interrupt in `tell`: otherwise the others would wait without a limit
-        pauses -= entered
-        if not pauses:
-            tell(WORKS)
+        pause_depth -= entered
+        if not pause_depth:
+            announce(WORKING)
 
 
-def excused() -> bool:
+def any_rank_paused() -> bool:
     """Return whether some rank is paused, as far as was heard."""
-    return roll is not None and roll.excused()
+    return monitor is not None and monitor.poll_paused()
 
 
-class Patience:
+class PauseExtension:
     """Of a wait at its limit: a rank that is paused leaves it a whole limit more, when it ends."""
 
     def __init__(self) -> None:
         self._paused = False
 
-    def more(self) -> bool:
+    def extends(self) -> bool:
         """Return whether some rank is paused, or was when this was last asked."""
         before = self._paused
-        self._paused = excused()
+        self._paused = any_rank_paused()
         return before or self._paused
 
 
 @contextlib.contextmanager
-def ends(made: int, word: int = CLOSES, what: str = "loop") -> Iterator[None]:
+def announce_end(made: int, word: int = CLOSING, what: str = "loop") -> Iterator[None]:
     """A block at the end of a loop of so many steps, or of a world.
 
     Nothing is announced: a rank that waits for this one in vain asks it, and is told ``word``.
     """
-    global steps, status
+    global steps_done, status
     before = status
-    steps = made
+    steps_done = made
     try:
         status = word
-        with calling(END + what, ordered=word == CLOSES):
+        with user_call(END_PREFIX + what, ordered=word == CLOSING):
             yield
     finally:
         status = before
 
 
-class LateError(Failure, TimeoutError):
+class WaitTimeoutError(Failure, TimeoutError):
     """Something awaited didn't come before its deadline; the message names what."""
 
     def __init__(self, message: str, code: int = 0):
@@ -179,28 +179,36 @@ class Deadline:
         predicate: Callable[[], Any],
         what: Callable[[], str],
         rest: Callable[[], bool] = lambda: False,
-        whom: Callable[[], Iterable[int]] | None = None,
+        awaited_ranks: Callable[[], Iterable[int]] | None = None,
     ) -> float:
-        """Polls until `predicate()` is true; returns the seconds waited.
+        """Poll until ``predicate()`` is true; return the seconds waited.
 
-        First it asks again at once, then it sleeps for 20 µs, growing to 1 ms: an answer that
-        is near costs little latency, a far one little of the core that others compute on. `rest`
-        may do the waiting for it, and says whether it did. At the deadline raises LateError with
-        `what()`, which is called only then. `whom` gives the world's ranks that are awaited, none
-        for all: then the others are told, and the message names who is at fault (`waits`).
+        It first polls without a pause, then sleeps for 20 µs, growing to 1 ms: an answer that comes
+        soon has little latency, and one that comes late leaves the core to others.
+
+        :param what: function that describes the wait; it is called at the deadline only
+        :param rest: function that may sleep in place of this one, and returns whether it did
+        :param awaited_ranks: function that returns the awaited ranks of the world, none for all.
+            The other ranks are then informed of the wait, and the message names the rank at fault
+            (`waits`)
+        :raises WaitTimeoutError: at the deadline
         """
         begin = time.monotonic()
-        wait = roll.wait(self.seconds, whom) if roll is not None and whom is not None else None
+        wait = (
+            monitor.start_wait(self.seconds, awaited_ranks)
+            if monitor is not None and awaited_ranks is not None
+            else None
+        )
         try:
             self._poll(predicate, what, rest, wait, begin)
-        except LateError:
+        except WaitTimeoutError:
             raise  # this rank ends, and must not look as if it worked
         except BaseException:  # such as an interrupt, which may be caught
             if wait is not None:
-                wait.over()
+                wait.finish()
             raise
         if wait is not None:
-            wait.over()
+            wait.finish()
         return time.monotonic() - begin
 
     def _poll(
@@ -213,22 +221,29 @@ class Deadline:
     ) -> None:
         """Ask until ``predicate`` is true; ``wait``: a `waits.Wait`, or None."""
         pause = SHORTEST_S
-        patience = Patience()
+        patience = PauseExtension()
         while not predicate():
             now = time.monotonic()
-            if now - self._start >= self.seconds and patience.more():
+            if now - self._start >= self.seconds and patience.extends():
                 self._start = now
-            left = wait.look() if wait is not None else None  # listens
-            if wait is not None and roll is not None and roll.pausing():
+            left = wait.poll() if wait is not None else None  # listens
+            if wait is not None and monitor is not None and monitor.has_paused():
                 self._start = now  # a whole limit, too, where the pause ends before this one
-            stopped = wait is not None and now - max(begin, terminated) >= TERM_S and not excused()
+            stopped = (
+                wait is not None
+                and now - max(begin, sigterm_time) >= TERM_S
+                and not any_rank_paused()
+            )
             over = now - self._start >= self.seconds
             if over or stopped or left is not None:
-                told = f", in {call}, which all ranks have to call" if call else ""
-                faults = [wait.fault(left) if wait is not None else "", "SIGTERM came" * stopped]
+                told = f", in {current_call}, which all ranks have to call" if current_call else ""
+                faults = [
+                    wait.describe_fault(left) if wait is not None else "",
+                    "SIGTERM came" * stopped,
+                ]
                 told = "; ".join(filter(None, [what() + told, *faults]))
                 waited = self.seconds if over else round(now - begin, 1)
-                raise LateError(f"{told} (waited {waited:g} s)", left or 0)
+                raise WaitTimeoutError(f"{told} (waited {waited:g} s)", left or 0)
             if not rest() and now - begin >= SPIN_S:
                 time.sleep(pause)
                 pause = min(LONGEST_S, 1.2 * pause)

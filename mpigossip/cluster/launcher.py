@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from mpigossip.config.errors import Mistake
+from mpigossip.config.errors import UserError
 
 # Launchers tell each process its rank and the number of processes. The pair counts, not one of
 # them: SLURM_PROCID (0) and SLURM_NTASKS are also in the batch script's own environment, where a
@@ -22,7 +22,7 @@ LAUNCHERS = (
 )
 
 
-class LaunchError(Mistake):
+class LaunchError(UserError):
     """MPI is missing, or its world isn't what the launcher meant.
 
     Each process finds this by itself; `rank` is the launcher's number for it, so that a program
@@ -34,7 +34,7 @@ class LaunchError(Mistake):
         self.rank = rank
 
 
-def places(env: Mapping[str, str]) -> list[tuple[int, int, str]]:
+def launcher_ranks(env: Mapping[str, str]) -> list[tuple[int, int, str]]:
     """Return by launcher: the rank of this process, the number of ranks, the variable's name."""
     return [
         (int(env[rank]), int(env[count]), count)
@@ -71,7 +71,7 @@ def check_launcher(size: int, library: str, env: Mapping[str, str]) -> None:
     inside one another (mpirun starts its daemons by srun, one per host), so one variable that
     agrees with MPI is enough.
     """
-    meant = places(env)
+    meant = launcher_ranks(env)
     if size > 1 or not meant or any(number == size for _, number, _ in meant):
         return
     rank, number, variable = meant[0]
@@ -86,7 +86,7 @@ def check_alone(size: int, env: Mapping[str, str], child: tuple[int, ...]) -> No
     (``torch.multiprocessing.spawn``) has ``child``, its number among its parent's, from 1. Each
     would be a world of one, and train a model of its own.
     """
-    if size > 1 or any(number == 1 for _, number, _ in places(env)):
+    if size > 1 or any(number == 1 for _, number, _ in launcher_ranks(env)):
         return
     count = env.get("WORLD_SIZE", "")
     if count.isdigit() and int(count) > 1:
@@ -114,7 +114,7 @@ def check_library(library: str, env: Mapping[str, str]) -> None:
     An MPICH without PMIx aborts in MPI_Init under Open MPI's launcher and `srun --mpi=pmix`; an
     Open MPI under MPICH's launcher would be a world of 1. `library`: what MPI says of itself.
     """
-    meant = places(env)
+    meant = launcher_ranks(env)
     mpich = library.startswith("MPICH Version") and "pmix" not in library.lower()
     if mpich and "PMIX_RANK" in env and "PMI_RANK" not in env:
         theirs = "a launcher that speaks PMIx"

@@ -10,34 +10,34 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpigossip.cluster.agreement import Communicator, limited
+from mpigossip.cluster.agreement import Communicator, with_timeout
 from mpigossip.cluster.world import Nodes, World
 from mpigossip.config import JobError
-from mpigossip.config.readable import counted
+from mpigossip.config.readable import pluralize
 
 SETTING = "node.ranks_per_node"
 VARIABLE = "SLURM_TOPOLOGY_ADDR"
 """Set by Slurm's topology plugin: switches from the root down and the node, joined by dots."""
 
 
-class Part(Communicator):
+class SubWorld(Communicator):
     """Some of a world's ranks, numbered anew; it ends with its world."""
 
     def __init__(self, world: World, color: int, key: int):
         """The ranks of equal ``color``, in the order of ``key``; collective over ``world``."""
-        comm = limited(world.comm, world.timeout_s).Split(color, key)
+        comm = with_timeout(world.comm, world.timeout_s).Split(color, key)
         members = comm.allgather(world.rank)
         super().__init__(comm, tuple(world.hosts[rank] for rank in members), world.timeout_s)
         self.world = world
-        self.names = tuple(members)
+        self.original_ranks = tuple(members)
         self.launched = world.launched
         self.fault_tolerant = world.fault_tolerant
         self.resources = world.resources
         self.nodes = Nodes.of_ranks(self)
         world.resources.callback(comm.Free)
-        world.resources.callback(self.settle)
+        world.resources.callback(self.drain_agreements)
 
-    def arrange(self, ranks_per_node: int | str) -> None:
+    def group_into_nodes(self, ranks_per_node: int | str) -> None:
         raise RuntimeError(f"{SETTING} is of a whole world; these are {self.size} of its ranks")
 
     def shrink(self) -> None:
@@ -53,15 +53,15 @@ class Part(Communicator):
         """Nothing: the world frees it."""
 
 
-def node_alone(world: World) -> World:
+def isolate_node(world: World) -> World:
     """This rank's node of several as a world of its own, with no node beside it; collective."""
     nodes = world.nodes
-    found = Part(world, nodes.column.rank, nodes.place)
-    found.nodes = Nodes((0,) * found.size, Part(world, world.rank, 0), found)
+    found = SubWorld(world, nodes.inter_node.rank, nodes.local_rank)
+    found.nodes = Nodes((0,) * found.size, SubWorld(world, world.rank, 0), found)
     return found
 
 
-def arranged(world: World, ranks_per_node: int | str) -> Nodes:
+def group_ranks(world: World, ranks_per_node: int | str) -> Nodes:
     """The ranks as nodes of so many of a host, or of all of a host; collective.
 
     Raises JobError on every rank where hosts don't have the ranks for it.
@@ -71,21 +71,21 @@ def arranged(world: World, ranks_per_node: int | str) -> Nodes:
     from mpi4py import MPI
 
     # memory that can be shared makes a host, not its name: containers have names of their own
-    near = limited(world.comm, world.timeout_s).Split_type(MPI.COMM_TYPE_SHARED)
+    near = with_timeout(world.comm, world.timeout_s).Split_type(MPI.COMM_TYPE_SHARED)
     first = near.bcast(world.rank)
     near.Free()
-    every = limited(world.comm, world.timeout_s).allgather(first)
-    where = places(every, world.hosts, ranks_per_node)
+    every = with_timeout(world.comm, world.timeout_s).allgather(first)
+    where = assign_nodes(every, world.hosts, ranks_per_node)
     if max(place for _, place in where) == 0:
         return Nodes.of_ranks(world)
     node, place = where[world.rank]
-    column = Part(world, place, node)
-    inside = Part(world, node, place)
-    column.beside = place, inside.size
+    column = SubWorld(world, place, node)
+    inside = SubWorld(world, node, place)
+    column.node_position = place, inside.size
     return Nodes(tuple(node for node, _ in where), column, inside)
 
 
-def places(
+def assign_nodes(
     host: Sequence[int], names: Sequence[str], ranks_per_node: int | str
 ) -> list[tuple[int, int]]:
     """Node, and place in it, of each rank.
@@ -109,7 +109,7 @@ def places(
         whole = on[odd] // size * size
         fitting = f"{whole} or {whole + size}" if whole else f"{size}"
         raise JobError(
-            f"{says}: {called[odd]} has {counted(on[odd], 'rank')}, no nodes of {size}; start "
+            f"{says}: {called[odd]} has {pluralize(on[odd], 'rank')}, no nodes of {size}; start "
             f"{fitting} there, or set {SETTING} to a divisor of {on[odd]}"
         )
     found: list[tuple[int, int]] = []

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpigossip.cluster import deadline, uncaught
-from mpigossip.cluster.deadline import Deadline, LateError, prctl
-from mpigossip.cluster.launcher import job_id, places
+from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, prctl
+from mpigossip.cluster.launcher import job_id, launcher_ranks
 from mpigossip.cluster.starting import Start
 from mpigossip.config import JobError
-from mpigossip.config.readable import note
+from mpigossip.config.readable import print_note
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -75,14 +75,14 @@ def end_with(parent: int) -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-def begin(folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> float:
+def before_mpi(folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> float:
     """Before MPI is imported: from now on it has ``timeout_s`` to start; the limit, returned.
 
     ``folder``: the run's, in which ranks see each other before MPI joins them; a temporary one
     where there is none. A process that no launcher started with others needs nothing of this.
     """
     global _start
-    told = places(os.environ)
+    told = launcher_ranks(os.environ)
     if _start is None and told and told[0][1] > 1:
         rank, size, _ = told[0]
         _start = Start(_shared(folder), rank, size, timeout_s)
@@ -106,7 +106,7 @@ def _shared(folder: Path | None) -> Path:
     return Path(tempfile.mkdtemp(prefix="mpigossip.ranks-"))
 
 
-def init() -> None:
+def start_mpi() -> None:
     """Start MPI, beside what `begin` began."""
     from mpi4py import MPI
 
@@ -145,7 +145,7 @@ def abort(comm: "MPI.Comm", code: int) -> None:
     ctypes.CDLL(MPI.__file__).MPI_Abort(kind.from_address(MPI._addressof(comm)), code)
 
 
-class Ending:
+class ExitHandler:
     """How this process leaves MPI: once per process, after the last World."""
 
     def __init__(self) -> None:
@@ -180,18 +180,18 @@ class Ending:
             return
         if MPI.Is_finalized():
             return
-        leave(self.code)
-        with deadline.calling(f"{deadline.END}program"):
+        exit_after_failure(self.code)
+        with deadline.user_call(f"{deadline.END_PREFIX}program"):
             uncaught_here = getattr(sys, "last_value", None)
             code = self.code or uncaught.code(uncaught_here or SystemExit(self.status))
-            deadline.tell(deadline.EXITS - (code & 255))
+            deadline.announce(deadline.EXITED - (code & 255))
         # Waiting here, not in MPI_Finalize, costs no core and can be given up.
         limit = LEAVE_S if self.code else float("inf")
         stuck = bytearray([any(thread.name == PROGRESS for thread in threading.enumerate())])
         try:
             every = comm.Iallreduce(MPI.IN_PLACE, [stuck, MPI.BYTE], MPI.BOR)
             Deadline(limit).wait(every.Test, lambda: "other ranks still run")
-        except LateError as late:
+        except WaitTimeoutError as late:
             host = MPI.Get_processor_name()
             text = f"mpigossip: rank {comm.rank} on {host} ended by {self.cause}; {late}"
             os.write(2, f"{text}: stopping the job\n".encode(errors="replace"))
@@ -202,7 +202,8 @@ class Ending:
             sys.stderr.flush()
             os._exit(code)
         if finalize or self.code:
-            # mpi4py would keep the interpreter's lock, which the thread of `uncaught.leave` needs
+            # mpi4py would keep the interpreter's lock, which the thread of `uncaught.exit_now`
+            # needs
             ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
     def _leave_fork(self, finalize: bool) -> None:
@@ -217,36 +218,36 @@ class Ending:
             os._exit(uncaught.code(getattr(sys, "last_value", None) or SystemExit(self.status)))
 
 
-ending = Ending()
+exit_handler = ExitHandler()
 
 
-def leave(code: int) -> None:
+def exit_after_failure(code: int) -> None:
     """After a loss: ends this process here, as MPI_Finalize may never return; else nothing."""
-    if ending.survivors is None:
+    if exit_handler.survivors is None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
     # together, as far as possible: who goes first is one more rank that is lost to the others
     with contextlib.suppress(Exception):
-        request = ending.survivors.Ibarrier()
+        request = exit_handler.survivors.Ibarrier()
         Deadline(LEAVE_S).wait(request.Test, lambda: "other ranks still run")
     os._exit(code)
 
 
 def report_unused(nodes: int) -> None:
     """Report at exit that nodes exchanged nothing; what exchanges unregisters it."""
-    if not ending.code and not is_fork():
+    if not exit_handler.code and not is_fork():
         text = f"{nodes} nodes exchanged nothing, so each has a model of its own; write "
-        note(f"{text}optimizer = mpigossip.Gossip(world, model, optimizer)")
+        print_note(f"{text}optimizer = mpigossip.Gossip(world, model, optimizer)")
 
 
-def speaks() -> bool:
+def prints_shared_messages() -> bool:
     """Whether this process prints messages that all ranks have: the first rank that lives."""
-    if ending.survivors is not None:
-        return ending.survivors.rank == 0
+    if exit_handler.survivors is not None:
+        return exit_handler.survivors.rank == 0
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized():
-        return all(rank == 0 for rank, _, _ in places(os.environ)[:1])
+        return all(rank == 0 for rank, _, _ in launcher_ranks(os.environ)[:1])
     return mpi.COMM_WORLD.rank == 0
 
 

@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mpigossip.cluster.agreement import limited
-from mpigossip.cluster.deadline import LONGEST_S, SHORTEST_S, LateError
+from mpigossip.cluster.agreement import with_timeout
+from mpigossip.cluster.deadline import LONGEST_S, SHORTEST_S, WaitTimeoutError
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure, JobError
 
 REFUSED = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_LAUNCH_MODE": "GROUP"}
 """Variables under which NCCL calls of several threads wait for each other for ever."""
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-launching = threading.Lock()
+launch_lock = threading.Lock()
 """Held while several slots' NCCL calls are launched. Every other thread takes it around its CUDA
 calls: one that waits for a device would wait for launches that wait for it."""
 REMEDY = "run with NCCL_DEBUG=INFO to see the cause"
 
 
-class Place(NamedTuple):
+class GroupRank(NamedTuple):
     """A rank of a process group, and the device of the slot in this process that has it."""
 
     group: str
@@ -43,13 +43,17 @@ def is_gpu(device: str) -> bool:
     return device.startswith("cuda")
 
 
-def open_groups(world: World, places: Sequence[Place], timeout_s: float) -> list[dist.ProcessGroup]:
+def open_groups(
+    world: World, places: Sequence[GroupRank], timeout_s: float
+) -> list[dist.ProcessGroup]:
     """Connect a process group for each place; collective over ``world``, in a thread a place.
 
     Groups get the keys of each other's ranks by MPI. Each is used by one thread, whose current
     device is the place's. ``timeout_s``: limit of connecting; a call on the group ends at twice
-    that at the latest. Raises JobError for variables that make NCCL hang, LateError and Failure
-    with the ranks at fault; on all ranks.
+    that at the latest.
+
+    :raises JobError: on all ranks, if a variable of the environment makes NCCL hang
+    :raises WaitTimeoutError, Failure: on all ranks, with the ranks at fault
     """
     check_environment(world, places)
     if any(is_gpu(place.device) for place in places):
@@ -89,9 +93,9 @@ def close_groups(
             _ = backend.abort() if broken else shutdown()
 
 
-def check_environment(world: World, places: Sequence[Place]) -> None:
+def check_environment(world: World, places: Sequence[GroupRank]) -> None:
     """Raise JobError on all ranks where a variable makes NCCL hang; collective."""
-    with world.together(JobError):
+    with world.raise_together(JobError):
         wrong = [name for name, value in REFUSED.items() if os.environ.get(name) == value]
         if wrong and any(is_gpu(place.device) for place in places):
             raise JobError(
@@ -107,12 +111,12 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
     It is started if the program hasn't done so, and ended with ``world``. JobError where it runs
     with other ranks than the node's.
     """
-    node = world.nodes.inside
+    node = world.nodes.intra_node
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     rank, size = (0, 1) if node is None else (node.rank, node.size)
     limit = timedelta(seconds=timeout_s)
     if dist.is_initialized():
-        with world.together(JobError):
+        with world.raise_together(JobError):
             if (dist.get_rank(), dist.get_world_size()) != (rank, size):
                 raise JobError(
                     f"torch.distributed has {dist.get_world_size()} ranks and calls this one "
@@ -149,7 +153,7 @@ def _without_watchdog() -> Iterator[None]:
             os.environ[ASYNC_ERRORS] = before
 
 
-def _connected(store: dist.Store, place: Place, limit: timedelta) -> dist.ProcessGroup:
+def _connected(store: dist.Store, place: GroupRank, limit: timedelta) -> dist.ProcessGroup:
     """The only place where torch's groups are made: their constructors change between versions."""
     device = torch.device(place.device)
     kind = dist.ProcessGroup.BackendType
@@ -213,10 +217,10 @@ class _Listed(dist.Store):
 
 
 def _share_keys(
-    world: World, store: Any, places: Sequence[Place], found: dict[int, Any], timeout_s: float
+    world: World, store: Any, places: Sequence[GroupRank], found: dict[int, Any], timeout_s: float
 ) -> None:
     """Give all ranks each other's keys until every group is connected; waits for all ranks."""
-    comm = None if world.comm is None else limited(world.comm, timeout_s)
+    comm = None if world.comm is None else with_timeout(world.comm, timeout_s)
     shared: set[str] = set()
     until = time.monotonic() + timeout_s
     pause = SHORTEST_S
@@ -238,11 +242,13 @@ def _share_keys(
         if not missing:
             return
         if any(late for *_, late in every):
-            raise LateError(f"not connected: {', '.join(missing[:4])} (waited {timeout_s:g} s)")
+            raise WaitTimeoutError(
+                f"not connected: {', '.join(missing[:4])} (waited {timeout_s:g} s)"
+            )
         time.sleep(pause)
         pause = min(20 * LONGEST_S, 1.5 * pause)
 
 
-def _named(place: Place, error: BaseException | None = None) -> str:
+def _named(place: GroupRank, error: BaseException | None = None) -> str:
     text = f"process group {place.group}, rank {place.rank} of {place.size} on {place.device}"
     return f"{text}: {str(error).splitlines()[0] or type(error).__name__}" if error else text

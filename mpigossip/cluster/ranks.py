@@ -15,21 +15,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpigossip.cluster import deadline, process, uncaught
-from mpigossip.cluster.agreement import Communicator, limited
-from mpigossip.cluster.deadline import Deadline, LateError, sharp_timers
+from mpigossip.cluster.agreement import Communicator, with_timeout
+from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, sharp_timers
 from mpigossip.cluster.launcher import (
     LaunchError,
     check_alone,
     check_launcher,
     check_library,
+    launcher_ranks,
     no_mpi,
-    places,
 )
-from mpigossip.cluster.nodes import arranged
-from mpigossip.cluster.process import TIMEOUT_S, ending
-from mpigossip.cluster.waits import Roll
-from mpigossip.cluster.world import Alone as Alone
+from mpigossip.cluster.nodes import group_ranks
+from mpigossip.cluster.process import TIMEOUT_S, exit_handler
+from mpigossip.cluster.waits import WaitMonitor
 from mpigossip.cluster.world import Nodes
+from mpigossip.cluster.world import SingleProcess as SingleProcess
 from mpigossip.config.errors import FAILED, Failure
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-given_up: list[Any] = []
+keep_alive: list[Any] = []
 """What had to be left behind after a loss: MPI may write there, and some of it can't be freed."""
 
 
@@ -74,59 +74,63 @@ class World(Communicator):
         if self.size > 1:
             sys.excepthook = self._uncaught
             threading.excepthook = self._uncaught_in_thread
-        own = limited(comm, timeout_s).Dup()
+        own = with_timeout(comm, timeout_s).Dup()
         super().__init__(own.plain, tuple(own.allgather(host)), timeout_s)
-        self.launched = bool(places(os.environ))
+        self.launched = bool(launcher_ranks(os.environ))
         self.fault_tolerant = fault_tolerant(MPI.Get_library_version(), os.environ)
-        self.names = tuple(range(self.size))
+        self.original_ranks = tuple(range(self.size))
         self.nodes = Nodes.of_ranks(self)
         self._first = (self.comm.group, self.hosts)
         # agreements are begun at steps, which ranks of a user's loop may miss
-        self._votes = self.duplicate()
+        self._agreement_comm = self.duplicate()
         # MPI would match what a rank that closes calls with another rank's barrier
         self._closing = self.duplicate()
         self._open = True
         self.resources = contextlib.ExitStack()
         self.after_close = contextlib.ExitStack()
         self._roll = (
-            None if self.size == 1 else Roll(limited(comm, timeout_s).Dup().plain, self.hosts)
+            None
+            if self.size == 1
+            else WaitMonitor(with_timeout(comm, timeout_s).Dup().plain, self.hosts)
         )
-        deadline.roll = self._roll
+        deadline.monitor = self._roll
         deadline.ordered_calls = 0
 
-    def arrange(self, ranks_per_node: int | str) -> None:
+    def group_into_nodes(self, ranks_per_node: int | str) -> None:
         """Make the ranks into nodes: as many of a host as that, or all of it ("host").
 
         JobError on every rank where they can't be.
         """
-        self.nodes = arranged(self, ranks_per_node)
+        self.nodes = group_ranks(self, ranks_per_node)
 
-    def lost_by(self, error: BaseException) -> bool:
-        return self.survives and is_loss(error)
+    def is_rank_failure(self, error: BaseException) -> bool:
+        return self.survives and is_rank_failure(error)
 
     def shrink(self) -> None:
         """Goes on with the survivors: all of them call it, also those that saw nothing yet.
 
         Every communicator of this world is revoked, which brings the others out of their waits.
-        LateError where a survivor doesn't come.
+        WaitTimeoutError where a survivor doesn't come.
         """
         process.check_process()
         comm = shrunken([comm for comm in self._family if comm], self.timeout_s)
-        given_up.append((self._family, self._asked))
-        self._votes = comm.Dup()
-        self._family = [comm, self._votes]
-        self._asked = []
+        keep_alive.append((self._family, self._pending_agreements))
+        self._agreement_comm = comm.Dup()
+        self._family = [comm, self._agreement_comm]
+        self._pending_agreements = []
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
         self.nodes = Nodes.of_ranks(self)
         group, hosts = self._first
-        self.names = tuple(comm.group.Translate_ranks(group=group))
-        self.hosts = tuple(hosts[name] for name in self.names)
-        self.diminished = True
-        ending.survivors = comm
-        given_up.append(self._roll)
-        self._roll = deadline.roll = None if self.size == 1 else Roll(comm.Dup(), self.hosts, False)
+        self.original_ranks = tuple(comm.group.Translate_ranks(group=group))
+        self.hosts = tuple(hosts[name] for name in self.original_ranks)
+        self.shrunk = True
+        exit_handler.survivors = comm
+        keep_alive.append(self._roll)
+        self._roll = deadline.monitor = (
+            None if self.size == 1 else WaitMonitor(comm.Dup(), self.hosts, False)
+        )
 
     def node_group(self, backend: str | None = None) -> "ProcessGroup":
         """Return the torch process group of this rank's node, for DDP; collective.
@@ -163,17 +167,17 @@ class World(Communicator):
             process.check_process()
             self._open = False
             self.resources.close()
-            if not self.diminished:
-                with deadline.ends(deadline.steps, what="world"):
-                    self.settle()
+            if not self.shrunk:
+                with deadline.announce_end(deadline.steps_done, what="world"):
+                    self.drain_agreements()
             sys.excepthook, threading.excepthook = self._hooks
             self.after_close.close()
-            if deadline.roll is self._roll:
-                deadline.roll = None
-            if not self.diminished:
+            if deadline.monitor is self._roll:
+                deadline.monitor = None
+            if not self.shrunk:
                 if self._roll is not None:
                     self._roll.close(self.timeout_s)
-                for comm in (self._votes, self._closing, self.comm):
+                for comm in (self._agreement_comm, self._closing, self.comm):
                     comm.Free()
 
     def __exit__(
@@ -186,8 +190,8 @@ class World(Communicator):
         if kind is None:
             self.close()
         else:
-            ending.code = uncaught.code(error)
-            ending.cause = f"{kind.__name__}: {error}"
+            exit_handler.code = uncaught.code(error)
+            exit_handler.cause = f"{kind.__name__}: {error}"
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -195,20 +199,20 @@ class World(Communicator):
         if process.is_fork():  # its exceptions end no other process
             self._hooks[0](kind, error, trace)
             return
-        ending.code = uncaught.code(error)
-        every = None if self._roll is None else uncaught.ended_by_all(self._roll, error)
+        exit_handler.code = uncaught.code(error)
+        every = None if self._roll is None else uncaught.errors_of_all_ranks(self._roll, error)
         if every is None:  # some go on, or wait for this one, whose word ends the job
             uncaught.takes_turn(self.rank)
-            if self._roll is None or self._roll.speaks_first():
-                uncaught.say(uncaught.told(error, self._name))
+            if self._roll is None or self._roll.claim_report():
+                uncaught.write_stderr(uncaught.format_error(error, self._name))
         else:  # the first of each kind says it
             if every.index(every[self.rank]) == self.rank:
                 who = "" if len(set(every)) == 1 else self._name
-                uncaught.say(uncaught.told(error, who, f"all {self.size} ranks"))
+                uncaught.write_stderr(uncaught.format_error(error, who, f"all {self.size} ranks"))
             if not isinstance(error, Failure):  # exchanges may be open, which MPI would wait for
-                uncaught.leave(ending.code)
+                uncaught.exit_now(exit_handler.code)
             uncaught.takes_turn(self.rank)
-        self.abort(ending.code)
+        self.abort(exit_handler.code)
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
         if process.is_fork():
@@ -217,7 +221,9 @@ class World(Communicator):
         if args.exc_type is SystemExit or args.exc_value is None:
             return
         name = args.thread.name if args.thread else "a thread"
-        uncaught.say(uncaught.told(args.exc_value, self._name, where=f" in {name}"))
+        uncaught.write_stderr(
+            uncaught.format_error(args.exc_value, self._name, where=f" in {name}")
+        )
         self.abort(1)
 
     @property
@@ -237,10 +243,10 @@ def world(timeout_s: float = TIMEOUT_S) -> World:
     except LaunchError as error:
         sys.excepthook = uncaught.once(error)
         raise
-    except LateError as error:  # the end of MPI would wait, too
+    except WaitTimeoutError as error:  # the end of MPI would wait, too
         from mpi4py import MPI
 
-        uncaught.say(f"mpigossip.world(): {error}; ending the job")
+        uncaught.write_stderr(f"mpigossip.world(): {error}; ending the job")
         process.abort(MPI.COMM_WORLD, FAILED)
         raise
 
@@ -248,7 +254,7 @@ def world(timeout_s: float = TIMEOUT_S) -> World:
 def _world(timeout_s: float) -> World:
     process.check_process()
     if "mpi4py.MPI" not in sys.modules:
-        process.begin(timeout_s=timeout_s)
+        process.before_mpi(timeout_s=timeout_s)
     try:
         import mpi4py
 
@@ -260,9 +266,9 @@ def _world(timeout_s: float) -> World:
     ours = not MPI.Is_initialized()
     if ours:
         check_library(MPI.Get_library_version(), os.environ)
-        process.init()
+        process.start_mpi()
     with _threads_end_the_job(MPI.COMM_WORLD):
-        ending.prepare(ours, limited(MPI.COMM_WORLD, timeout_s))
+        exit_handler.prepare(ours, with_timeout(MPI.COMM_WORLD, timeout_s))
     check_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version(), os.environ)
     check_alone(MPI.COMM_WORLD.size, os.environ, multiprocessing.current_process()._identity)
     restore = sharp_timers()
@@ -281,7 +287,9 @@ def _threads_end_the_job(comm: "MPI.Intracomm") -> Iterator[None]:
     def hook(args: threading.ExceptHookArgs) -> None:
         thread = args.thread.name if args.thread else "a thread"
         if args.exc_value is not None:
-            uncaught.say(uncaught.told(args.exc_value, name, where=f" in {thread}"))
+            uncaught.write_stderr(
+                uncaught.format_error(args.exc_value, name, where=f" in {thread}")
+            )
         process.abort(comm, FAILED)
 
     threading.excepthook = hook
@@ -310,7 +318,7 @@ def fault_tolerant(library: str, env: Mapping[str, str]) -> bool:
     return "Open MPI" in library and asked in ("1", "true", "yes", "t", "y", "enabled")
 
 
-def is_loss(error: BaseException) -> bool:
+def is_rank_failure(error: BaseException) -> bool:
     """Whether an exception says that a process failed, or that another one has seen it fail."""
     from mpi4py import MPI
 
@@ -322,7 +330,7 @@ def shrunken(comms: "Sequence[MPI.Intracomm]", timeout_s: float) -> "MPI.Intraco
     """Revokes all, and makes the first one's survivors a communicator; collective over them.
 
     In a thread that can be given up: Open MPI 5.0 has no Ishrink, and a survivor may be away.
-    LateError at the time limit.
+    WaitTimeoutError at the time limit.
     """
     from mpi4py import MPI
 

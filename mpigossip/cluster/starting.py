@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from mpigossip.config.errors import FAILED
-from mpigossip.config.readable import few
+from mpigossip.config.readable import abbreviate
 
 ENTERED = "+"
 """Behind the name of a rank's file: it waits for MPI to start."""
@@ -130,11 +130,13 @@ class Start:
     def _missing(self) -> str:
         begun = self._begun()
         names = [str(rank) for rank in range(self._size) if rank not in begun]
-        which = f"{few(names, 8)} (in {self._folder}, as far as hosts share it)"
+        which = f"{abbreviate(names, 8)} (in {self._folder}, as far as hosts share it)"
         return f"nothing is seen of {len(names)} of {self._size} ranks: {which}" if names else ""
 
     def _late(self) -> str:
         late = {r: rest for r, rest in sorted(self._begun().items()) if not rest.endswith(ENTERED)}
-        names = few([f"{rank} on {rest.partition('.')[2]}" for rank, rest in late.items()], 8)
+        names = abbreviate(
+            [f"{rank} on {rest.partition('.')[2]}" for rank, rest in late.items()], 8
+        )
         which = f"{len(late)} of {self._size} ranks have begun but not come so far: {names}"
         return which if late else ""

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpigossip.config.errors import FAILED, WRONG, Failure, Mistake
-from mpigossip.config.own_parts import user_frame
+from mpigossip.config.errors import FAILED, WRONG, Failure, UserError
+from mpigossip.config.user_code import user_frame
 
 if TYPE_CHECKING:
     from mpigossip.cluster.launcher import LaunchError
-    from mpigossip.cluster.waits import Roll
+    from mpigossip.cluster.waits import WaitMonitor
 
 INTERRUPTED = 130
 ALL_S = 1.0
@@ -37,16 +37,16 @@ def code(error: BaseException | None) -> int:
         return INTERRUPTED
     if isinstance(error, Failure):
         return error.code
-    return WRONG if isinstance(error, Mistake) else FAILED
+    return WRONG if isinstance(error, UserError) else FAILED
 
 
-def told(error: BaseException, rank: str = "", every: str = "", where: str = "") -> str:
+def format_error(error: BaseException, rank: str = "", every: str = "", where: str = "") -> str:
     """A paragraph for what its reader can mend or can't help, and where; else the traceback.
 
     ``rank``, ``every``: who it is that says so, if not all do so; and who they all are.
     ``where``: behind the word exception.
     """
-    if isinstance(error, KeyboardInterrupt | Mistake | Failure):
+    if isinstance(error, KeyboardInterrupt | UserError | Failure):
         frame = None if isinstance(error, KeyboardInterrupt) else user_frame(error)
         text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{error}"
         text = "; ".join([text, *getattr(error, "__notes__", ())])
@@ -56,7 +56,7 @@ def told(error: BaseException, rank: str = "", every: str = "", where: str = "")
     return f"mpigossip: {rank or every} stopped the job by an exception{where}:\n{trace}"
 
 
-def kind(error: BaseException) -> bytes:
+def error_key(error: BaseException) -> bytes:
     """Return what is equal in exceptions that are alike on all ranks: type and line, no values."""
     words = type(error).__name__
     if not isinstance(error, KeyboardInterrupt | Failure):  # those come wherever a rank is
@@ -65,16 +65,16 @@ def kind(error: BaseException) -> bytes:
     return words.encode()
 
 
-def ended_by_all(roll: Roll, error: BaseException) -> list[bytes] | None:
+def errors_of_all_ranks(roll: WaitMonitor, error: BaseException) -> list[bytes] | None:
     """By rank, what :func:`kind` of exception ends it; None where some go on, or wait."""
     with contextlib.suppress(ValueError):  # a second Ctrl-C would leave the others alone
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(Exception):  # a rank was lost: MPI says so, or nothing
-        return roll.last_words(kind(error), ALL_S)
+        return roll.gather_error_keys(error_key(error), ALL_S)
     return None
 
 
-def say(text: str) -> None:
+def write_stderr(text: str) -> None:
     """One write, so that the lines of several ranks don't mix."""
     os.write(2, (text + "\n").encode(errors="replace"))
 
@@ -84,7 +84,7 @@ def takes_turn(rank: int) -> None:
     time.sleep(TURN_S * min(rank, 20))
 
 
-def leave(number: int) -> None:
+def exit_now(number: int) -> None:
     """End this process by the exit code, from within an exception hook."""
     sys.stdout.flush()
     watch = threading.Timer(END_S, os._exit, (number,))
@@ -102,7 +102,7 @@ def once(error: LaunchError) -> Callable:
             before(kind, found, trace)
             return
         if error.rank == 0:
-            say(told(error))
+            write_stderr(format_error(error))
         else:
             time.sleep(5 * ALL_S)  # launchers end all at the first that fails
         raise SystemExit(WRONG)

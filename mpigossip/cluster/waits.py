@@ -27,20 +27,29 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpigossip.cluster import deadline
-from mpigossip.cluster.deadline import CLOSES, END, EXITS, PAUSED, SPEAKS, STEP, WAITS, WORKS
-from mpigossip.config.readable import few
+from mpigossip.cluster.deadline import (
+    CLOSING,
+    END_PREFIX,
+    EXITED,
+    PAUSED,
+    REPORTING,
+    STEP_CALL,
+    WAITING,
+    WORKING,
+)
+from mpigossip.config.readable import abbreviate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 TAG = 5
-LISTEN_S = 0.5
+RECEIVE_AFTER_S = 0.5
 """Seconds of a wait after which it listens to what others tell: short waits cost nothing."""
 ASK_S = 1.0
 """Seconds after which a wait informs ranks that it waits for; each further time twice as long."""
 ASKED = 16
 """Largest number of ranks that are informed so early."""
-TOLD_AS = np.dtype(
+STATUS_DTYPE = np.dtype(
     [
         ("word", np.int64),
         ("call", "S48"),
@@ -51,13 +60,13 @@ TOLD_AS = np.dtype(
     ]
 )
 """A message: status, call, steps, number of the call, sender, number of the message (from 1)."""
-LEFT_S = 10.0
+DEPARTURE_GRACE_S = 10.0
 """Seconds in which what a rank has sent before it left comes to those that wait for it."""
-TOLD = 64
+MAX_RECIPIENTS = 64
 """Ranks that are told, at most, besides those that are awaited: the first ones."""
 
 
-class Roll:
+class WaitMonitor:
     """What one rank has heard of the others' waiting."""
 
     def __init__(self, comm: MPI.Comm, hosts: Sequence[str], ordered: bool = True):
@@ -78,7 +87,7 @@ class Roll:
         """number of the last message sent to each rank"""
         self._taken = np.zeros(comm.size, np.int64)
         """number of the last message taken in from each rank"""
-        self._arrived = np.zeros(1, TOLD_AS)
+        self._arrived = np.zeros(1, STATUS_DTYPE)
         """the message being taken in; its number is 0 if there is none"""
         # `with` leaves no moment at which an interrupt could leave a lock held. A signal's handler
         # may listen, too, so that this lock can be taken again by the same thread.
@@ -95,15 +104,15 @@ class Roll:
         ours.Free()
         return [rank for rank in found if rank >= 0]
 
-    def wait(self, seconds: float, whom: Callable[[], Iterable[int]]) -> Wait:
+    def start_wait(self, seconds: float, whom: Callable[[], Iterable[int]]) -> Wait:
         return Wait(self, seconds, whom)
 
-    def tell(self, ranks: Iterable[int], word: int) -> None:
+    def send_status(self, ranks: Iterable[int], word: int) -> None:
         """Say what this rank does, and in which call; in a pause a thread's waits don't end it."""
         if os.getpid() != self._process:  # a fork: what it says would be taken for this rank's word
             return
         with self._telling:  # the pause may end, and be told to have ended, before that
-            if deadline.pauses and word in (WAITS, WORKS):
+            if deadline.pause_depth and word in (WAITING, WORKING):
                 word = PAUSED
             started = [one for one in self._sent if one.request is not None]
             self._interrupted |= {*self._sent} - {*started}
@@ -116,8 +125,8 @@ class Roll:
         sent = _Sent(rank)
         self._sent.append(sent)
         self._told[rank] += 1
-        told = (word, deadline.call.encode(), deadline.steps, deadline.order)
-        value = np.array((*told, self._comm.rank, self._told[rank]), TOLD_AS)
+        told = (word, deadline.current_call.encode(), deadline.steps_done, deadline.order)
+        value = np.array((*told, self._comm.rank, self._told[rank]), STATUS_DTYPE)
         sent.value = value.reshape(1).view(np.uint8)
         try:
             sent.request = self._comm.Isend(sent.value, rank, TAG)
@@ -125,7 +134,7 @@ class Roll:
             self._told[rank] -= 1
             self._sent.remove(sent)
 
-    def listen(self) -> set[int]:
+    def receive_status(self) -> set[int]:
         """Take in all messages that have arrived; return the ranks that wait and have sent one."""
         from mpi4py import MPI
 
@@ -148,33 +157,33 @@ class Roll:
         self._orders[rank] = order
         self._heard[rank] = word
         self._taken[rank] = number
-        if word in (WAITS, CLOSES):
+        if word in (WAITING, CLOSING):
             waiting.add(rank)
         self._arrived["number"] = 0
 
-    def tell_all(self, word: int) -> None:
+    def announce(self, word: int) -> None:
         """The same to all ranks, as who waits for this one may not be known here; listens, too."""
-        self.tell((rank for rank in range(self._comm.size) if rank != self._comm.rank), word)
-        self.listen()
+        self.send_status((rank for rank in range(self._comm.size) if rank != self._comm.rank), word)
+        self.receive_status()
 
-    def speaks_first(self) -> bool:
+    def claim_report(self) -> bool:
         """Whether no other rank has said why the job ends; this one does then, and tells them."""
-        self.listen()
-        if SPEAKS in self._heard.values():
+        self.receive_status()
+        if REPORTING in self._heard.values():
             return False
-        self.tell_all(SPEAKS)
+        self.announce(REPORTING)
         return True
 
-    def excused(self) -> bool:
+    def poll_paused(self) -> bool:
         """Return whether a rank is paused, as far as was heard."""
-        self.listen()
-        return self.pausing()
+        self.receive_status()
+        return self.has_paused()
 
-    def pausing(self) -> bool:
+    def has_paused(self) -> bool:
         """The same of what was taken in already."""
         return PAUSED in self._heard.values()
 
-    def left(self, whom: Callable[[], Iterable[int]]) -> int | None:
+    def departed_code(self, whom: Callable[[], Iterable[int]]) -> int | None:
         """The exit code of a rank that is awaited in vain, as it has left; None where none is.
 
         0 where it isn't known, and for a rank that waits in another call. One that closes comes to
@@ -182,15 +191,15 @@ class Roll:
         step.
         """
         every = list(self._heard.items())  # at once: another thread may listen
-        left = {rank: word for rank, word in every if word <= CLOSES or self._misses(rank, word)}
+        left = {rank: word for rank, word in every if word <= CLOSING or self._misses(rank, word)}
         awaited = {*whom()} if left else ()
         for rank, word in left.items():
             _, steps, heard = self._calls[rank]
-            comes = word == CLOSES and deadline.call.startswith(END)
-            comes |= deadline.call == STEP and steps > deadline.steps
-            late = time.monotonic() - heard >= LEFT_S
+            comes = word == CLOSING and deadline.current_call.startswith(END_PREFIX)
+            comes |= deadline.current_call == STEP_CALL and steps > deadline.steps_done
+            late = time.monotonic() - heard >= DEPARTURE_GRACE_S
             if late and not comes and (rank in awaited or not awaited):
-                return max(0, EXITS - word)
+                return max(0, EXITED - word)
         return None
 
     def _misses(self, rank: int, word: int) -> bool:
@@ -198,9 +207,11 @@ class Roll:
 
         A rank that is in a call of another number is ahead or behind, which is no fault.
         """
-        differs = self._calls[rank][0] != deadline.call and not deadline.call.startswith(END)
+        differs = self._calls[rank][
+            0
+        ] != deadline.current_call and not deadline.current_call.startswith(END_PREFIX)
         order = self._orders[rank] if self._ordered else 0
-        return word == WAITS and differs and order > 0 and order == deadline.order
+        return word == WAITING and differs and order > 0 and order == deadline.order
 
     def asked(self, awaited: Iterable[int]) -> set[int]:
         """Return the ranks to inform of a wait early: of ``awaited`` (empty: all) the next ones.
@@ -212,38 +223,42 @@ class Roll:
         distance = {(rank - self._comm.rank) % self._comm.size: rank for rank in ranks}
         return {distance[key] for key in sorted(distance)[: ASKED + 1]} - {self._comm.rank}
 
-    def others(self, more: Iterable[int]) -> set[int]:
+    def recipients(self, more: Iterable[int]) -> set[int]:
         """Those who are told: ``more``, and the first ranks."""
-        return {*range(min(TOLD, self._comm.size)), *more} - {self._comm.rank}
+        return {*range(min(MAX_RECIPIENTS, self._comm.size)), *more} - {self._comm.rank}
 
-    def fault(self, awaited: Iterable[int]) -> str:
+    def describe_fault(self, awaited: Iterable[int]) -> str:
         """Return the ranks at fault where these don't come, as far as was heard; all, if empty."""
         given = sorted({*awaited} or range(self._comm.size))
         ranks = [rank for rank in given if rank != self._comm.rank]
-        silent = [rank for rank in ranks if self._heard.get(rank, WORKS) == WORKS]
+        silent = [rank for rank in ranks if self._heard.get(rank, WORKING) == WORKING]
         if len(silent) == self._comm.size - 1 > 1:
             return "nothing is heard of any other rank: is this host cut off?"
         names = [f"rank {rank} on {self._hosts[rank]}" for rank in silent or ranks]
-        found = [f"nothing is heard of {few(names)}"] if silent else []
-        elsewhere = self.elsewhere()
+        found = [f"nothing is heard of {abbreviate(names)}"] if silent else []
+        elsewhere = self.describe_other_calls()
         if not silent and not elsewhere and ranks:
-            found = [f"waited for {few(names)}, which wait themselves"]
+            found = [f"waited for {abbreviate(names)}, which wait themselves"]
         return "; ".join(found + elsewhere)
 
-    def elsewhere(self) -> list[str]:
+    def describe_other_calls(self) -> list[str]:
         """A clause on ranks that wait in another call than this one, or have left."""
         calls: dict[str, list[int]] = {}
         for rank, (called, steps, _) in sorted(self._calls.items()):
-            if self._heard.get(rank, WORKS) != WORKS and called and called != deadline.call:
-                does = f"{'has come to' if called.startswith(END) else 'waits in'} {called}"
+            if (
+                self._heard.get(rank, WORKING) != WORKING
+                and called
+                and called != deadline.current_call
+            ):
+                does = f"{'has come to' if called.startswith(END_PREFIX) else 'waits in'} {called}"
                 does += f" after {steps} steps" if steps else ""
                 calls.setdefault(does, []).append(rank)
         return [
-            f"{few([f'rank {rank} on {self._hosts[rank]}' for rank in ranks], 1)} {does}"
+            f"{abbreviate([f'rank {rank} on {self._hosts[rank]}' for rank in ranks], 1)} {does}"
             for does, ranks in calls.items()
         ]
 
-    def last_words(self, mine: bytes, seconds: float) -> list[bytes] | None:
+    def gather_error_keys(self, mine: bytes, seconds: float) -> list[bytes] | None:
         """Return what all ranks end by, as short words by rank; None where some don't come in time.
 
         The only collective call on this communicator, and the last of a rank.
@@ -267,14 +282,14 @@ class Roll:
         """
         from mpi4py import MPI
 
-        self.tell([], CLOSES)  # collects what was interrupted
+        self.send_status([], CLOSING)  # collects what was interrupted
         # a message with a higher number than the one that was interrupted
-        self.tell({one.rank for one in self._interrupted}, CLOSES)
+        self.send_status({one.rank for one in self._interrupted}, CLOSING)
         coming = np.empty(1, np.int64)
         all_told = self._comm.Ireduce_scatter_block(self._told, coming, MPI.SUM)
 
         def taken_in() -> bool:
-            self.listen()
+            self.receive_status()
             return all_told.Test() and self._taken.sum() == coming[0]
 
         deadline.Deadline(timeout_s).wait(taken_in, lambda: "not all ranks closed the world")
@@ -293,16 +308,16 @@ class _Sent:
 class Wait:
     """One wait of this rank."""
 
-    def __init__(self, roll: Roll, seconds: float, whom: Callable[[], Iterable[int]]):
+    def __init__(self, roll: WaitMonitor, seconds: float, whom: Callable[[], Iterable[int]]):
         self._roll = roll
         self._whom = whom
         self._begin = time.monotonic()
-        self._listens = min(LISTEN_S, seconds / 4)
+        self._listens = min(RECEIVE_AFTER_S, seconds / 4)
         self._tells = seconds / 2
         self._asks = min(ASK_S, seconds / 2)
         self._told: set[int] = set()
 
-    def look(self) -> int | None:
+    def poll(self) -> int | None:
         """To be called now and then: listens once the wait is long, and informs other ranks.
 
         A rank that waits and informs this one is answered once. Returns what :meth:`Roll.left`
@@ -311,26 +326,26 @@ class Wait:
         waited = time.monotonic() - self._begin
         if waited < self._listens:
             return None
-        to = self._roll.listen() - self._told
+        to = self._roll.receive_status() - self._told
         if waited >= self._asks:
             self._asks *= 2
             to |= self._roll.asked(self._whom())
         if waited >= self._tells:
             self._tells = float("inf")
-            to |= self._roll.others(self._whom())
+            to |= self._roll.recipients(self._whom())
         if to:
             self._told |= to
-            self._roll.tell(to, deadline.status)
-        return self._roll.left(self._whom)
+            self._roll.send_status(to, deadline.status)
+        return self._roll.departed_code(self._whom)
 
-    def over(self) -> None:
+    def finish(self) -> None:
         if self._told:
-            self._roll.tell(self._told, WORKS)
+            self._roll.send_status(self._told, WORKING)
 
-    def fault(self, left: int | None = None) -> str:
+    def describe_fault(self, departed_code: int | None = None) -> str:
         """A clause on who is at fault; "" where it isn't known. ``left``: see :meth:`look`."""
-        self._roll.listen()
-        if left is None:
-            return self._roll.fault(self._whom())
+        self._roll.receive_status()
+        if departed_code is None:
+            return self._roll.describe_fault(self._whom())
         fix = "all ranks have to leave a loop after the same step: `if world.agree(done): break`"
-        return "; ".join([*self._roll.elsewhere(), fix])
+        return "; ".join([*self._roll.describe_other_calls(), fix])

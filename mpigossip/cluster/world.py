@@ -38,9 +38,12 @@ class Agreement:
         return self._request is None or self._request.Test()
 
     def read(self) -> int:
-        """Return the maximum, the same on every rank; waits for it, LateError at the limit."""
+        """Wait for the maximum and return it, the same on every rank.
+
+        :raises WaitTimeoutError: at the time limit
+        """
         Deadline(self._timeout_s).wait(
-            self.ready, lambda: "not all ranks came to an agreement", whom=tuple
+            self.ready, lambda: "not all ranks came to an agreement", awaited_ranks=tuple
         )
         return int(self._value[0])
 
@@ -59,9 +62,9 @@ class World:
     """host name of each rank"""
     nodes: Nodes
     """which ranks are which node"""
-    beside = (0, 1)
+    node_position = (0, 1)
     """of a column: this rank's place in its node, and how many have one; else (0, 1)"""
-    names: tuple[int, ...] = (0,)
+    original_ranks: tuple[int, ...] = (0,)
     """the numbers that the ranks began with: those that outlive a loss get new ones"""
     timeout_s = TIMEOUT_S
     """seconds after which a rank that doesn't come is given up"""
@@ -73,7 +76,7 @@ class World:
     """MPI can go on after the loss of a rank"""
     survives = False
     """and this run wants to"""
-    diminished = False
+    shrunk = False
     """and has had to"""
     resources: ExitStack
     """what is to be closed before the world"""
@@ -104,23 +107,23 @@ class World:
             return self.start_agree(flag).read()
 
     @contextmanager
-    def together(self, *mistakes: type[Exception]) -> Iterator[None]:
+    def raise_together(self, *mistakes: type[Exception]) -> Iterator[None]:
         """Context manager that all ranks leave with the same mistake, or none."""
         yield
 
     def barrier(self) -> None:
-        """Return when every rank has come; LateError at the time limit."""
+        """Return when every rank has come; WaitTimeoutError at the time limit."""
 
     def duplicate(self) -> Any:
         """Return a communicator of the same ranks, given up with this world; None without MPI."""
 
-    def arrange(self, ranks_per_node: int | str) -> None:
+    def group_into_nodes(self, ranks_per_node: int | str) -> None:
         """Make every so many ranks of a host a node, or all of it ("host"); JobError on all."""
 
     def shrink(self) -> None:
         """Go on with those who are left."""
 
-    def lost_by(self, error: BaseException) -> bool:
+    def is_rank_failure(self, error: BaseException) -> bool:
         """Return whether an exception says that a rank was lost and others can go on; local."""
         return False
 
@@ -140,7 +143,7 @@ class World:
         self.close()
 
 
-Alone = World
+SingleProcess = World
 """What a world of one process without MPI is called where it is made."""
 
 
@@ -148,11 +151,11 @@ Alone = World
 class Nodes:
     """The ranks of a world as nodes."""
 
-    of: tuple[int, ...]
+    node_of_rank: tuple[int, ...]
     """the node of each rank; nodes are numbered by their first ranks"""
-    column: World
+    inter_node: World
     """the ranks of this one's place in all nodes: rank i is node i"""
-    inside: World | None = None
+    intra_node: World | None = None
     """the ranks of this one's node by place; None where it is the only one"""
 
     @classmethod
@@ -162,19 +165,19 @@ class Nodes:
 
     @property
     def count(self) -> int:
-        return self.column.size
+        return self.inter_node.size
 
     @property
     def per_node(self) -> int:
         """Ranks in each of them."""
-        return self.inside.size if self.inside else 1
+        return self.intra_node.size if self.intra_node else 1
 
     @property
-    def place(self) -> int:
+    def local_rank(self) -> int:
         """Of this rank in its node."""
-        return self.inside.rank if self.inside else 0
+        return self.intra_node.rank if self.intra_node else 0
 
     @property
-    def first(self) -> bool:
+    def is_leader(self) -> bool:
         """Return whether this rank speaks for its node."""
-        return self.place == 0
+        return self.local_rank == 0

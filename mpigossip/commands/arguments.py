@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpigossip.config.readable import tell as tell
+from mpigossip.config.readable import print_safe as print_safe
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 BYTES_A_SECOND = {
@@ -37,10 +37,10 @@ def family(commands, name: str, members: str, summary: str, *examples: str):
 
 
 def _parser(commands, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
-    return commands.add_parser(name, help=summary, **told(summary, examples))
+    return commands.add_parser(name, help=summary, **help_text(summary, examples))
 
 
-def told(summary: str, examples: str) -> dict:
+def help_text(summary: str, examples: str) -> dict:
     """Description and examples of a parser's help, 80 columns wide."""
     lines = textwrap.dedent(examples).strip().splitlines()
     plural = "s" * (sum(not line.startswith(" ") for line in lines) > 1)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mpigossip.commands.arguments import command, family, many, run_named, tell
+from mpigossip.commands.arguments import command, family, many, print_safe, run_named
 from mpigossip.config.errors import OK, WRONG
 
 PACK = """
@@ -60,13 +60,13 @@ def _pack(options) -> None:
         tokenizer=options.tokenizer,
         vocabulary=options.vocabulary,
     )
-    tell(show(options.out))
+    print_safe(show(options.out))
 
 
 def _show_data(options) -> None:
     from mpigossip.store.dataset import show
 
-    tell(show(options.file))
+    print_safe(show(options.file))
 
 
 PLOT = """
@@ -103,15 +103,15 @@ def _add_log(commands) -> None:
 
 
 def _show_log(options) -> None:
-    from mpigossip.analysis.compared import log_of
+    from mpigossip.analysis.logged_runs import log_of
     from mpigossip.analysis.report import table
     from mpigossip.store.log import read
 
-    tell(table(read(log_of(run_named(options.run_folder)))))
+    print_safe(table(read(log_of(run_named(options.run_folder)))))
 
 
 def _export_log(options) -> None:
-    from mpigossip.analysis.compared import log_of
+    from mpigossip.analysis.logged_runs import log_of
     from mpigossip.store import log_export
     from mpigossip.store.log import read
 
@@ -120,7 +120,7 @@ def _export_log(options) -> None:
         log_export.to_csv(log, options.csv)
     else:
         log_export.to_tensorboard(log, options.tensorboard)
-    tell(options.csv or options.tensorboard)
+    print_safe(options.csv or options.tensorboard)
 
 
 def _plot(options) -> None:
@@ -128,7 +128,7 @@ def _plot(options) -> None:
 
     out = options.out or _beside(options.runs[0], "log.png")
     plot([run_named(run) for run in options.runs], out)
-    tell(out)
+    print_safe(out)
 
 
 def _report(options) -> None:
@@ -136,7 +136,7 @@ def _report(options) -> None:
 
     out = options.html or _beside(options.runs[0], "report.html")
     write([run_named(run) for run in options.runs], out)
-    tell(out)
+    print_safe(out)
 
 
 def _beside(run: Path, name: str) -> Path:
@@ -190,10 +190,10 @@ def _show_checkpoint(options) -> None:
 
     path = _checkpoint_of(options.path)
     manifest = checkpoint.read_manifest(path)
-    tell(f"{path}: step {manifest.step}, {manifest.n} nodes")
+    print_safe(f"{path}: step {manifest.step}, {manifest.n} nodes")
     for entry in manifest.entries:
-        tell(f"  {entry.file}  {entry.bytes:,} bytes")
-    tell(f"digest {checkpoint.digest(path)}\n\n{manifest.job}")
+        print_safe(f"  {entry.file}  {entry.bytes:,} bytes")
+    print_safe(f"digest {checkpoint.digest(path)}\n\n{manifest.job}")
 
 
 def _verify(options) -> int:
@@ -201,7 +201,7 @@ def _verify(options) -> int:
 
     path = _checkpoint_of(options.path)
     problems = checkpoint.verify(path)
-    tell("\n".join(problems) or f"{path}: whole")
+    print_safe("\n".join(problems) or f"{path}: whole")
     return WRONG if problems else OK
 
 
@@ -209,4 +209,4 @@ def _export_model(options) -> None:
     from mpigossip.runs.model_export import export
 
     path = _checkpoint_of(options.path)
-    tell(export(path, options.out, options.node, options.trust_model))
+    print_safe(export(path, options.out, options.node, options.trust_model))

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mpigossip.commands.arguments import amount, command, family, many, seed, tell, whole
+from mpigossip.commands.arguments import amount, command, family, many, print_safe, seed, whole
 from mpigossip.config.readable import aligned
 from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
 
@@ -145,20 +145,20 @@ def _show(options) -> None:
     made = _make(options.name, options)
     facts = _facts(made, options.parameters)
     if options.json:
-        tell(_as_json(facts))
+        print_safe(_as_json(facts))
         return
-    tell(made)
+    print_safe(made)
     figures = [
         (f"  {key.replace('_', ' ')}", _number(facts[key]), meaning)
         for key, _, meaning in _figures(facts)
     ]
-    tell(aligned(figures, left=(0, 2)))
+    print_safe(aligned(figures, left=(0, 2)))
     if facts["least_weight"] < 0:
-        tell(f"  some weights are negative, down to {facts['least_weight']:.4g}")
+        print_safe(f"  some weights are negative, down to {facts['least_weight']:.4g}")
     if made.n <= 12 and made.period is not None:
         for t in range(min(made.period, 4)):
-            tell(f"\nW({t}): row i is what node i gives to each sender")
-            tell(_matrix(made.matrix(t)))
+            print_safe(f"\nW({t}): row i is what node i gives to each sender")
+            print_safe(_matrix(made.matrix(t)))
 
 
 def _figures(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -193,14 +193,14 @@ def _compare(options) -> None:
     if refused and not rows:
         raise refused
     if options.json:
-        tell(_as_json(rows))
+        print_safe(_as_json(rows))
         return
     figures = [(key, head) for key, head, _ in _figures(rows[0])]
     tables = []
     for part in (figures[:5], figures[5:]):  # as one, wider than a terminal
         lines = [[row["name"], *(_number(row[key]) for key, _ in part)] for row in rows]
         tables.append(aligned([["graph", *(head for _, head in part)], *lines]))
-    tell("\n\n".join(tables))
+    print_safe("\n\n".join(tables))
 
 
 def _draw(options) -> None:
@@ -208,7 +208,7 @@ def _draw(options) -> None:
 
     made = _make(options.name, options)
     picture(made, options.out)
-    tell(json.dumps({"out": str(options.out)}) if options.json else options.out)
+    print_safe(json.dumps({"out": str(options.out)}) if options.json else options.out)
 
 
 def _search(options) -> None:
@@ -234,7 +234,7 @@ def _search(options) -> None:
             **budget,
         )
     if sys.stderr.isatty():
-        tell(file=sys.stderr)
+        print_safe(file=sys.stderr)
     save(found, options.out)
     _report(found, options)
 
@@ -257,12 +257,12 @@ def _report(found, options) -> None:
         "out": str(options.out),
     }
     if options.json:
-        tell(json.dumps(facts))
+        print_safe(json.dumps(facts))
         return
     measure = "r = λ_{n−1}/λ_1" if found.weights == "laplacian" else "1 − ρ(W − J)"
     if found.interrupted:
-        tell("interrupted: the best graph so far", file=sys.stderr)
-    tell(
+        print_safe("interrupted: the best graph so far", file=sys.stderr)
+    print_safe(
         f"{measure} = {found.score:.5f}: {found.n} nodes, {facts['edges']} edges, degree "
         f"{facts['degree']}, {found.evaluations:,} graphs judged in {found.seconds:.1f} s\n"
         f'saved to {options.out}; use it as graph.name = "file:{options.out}"'

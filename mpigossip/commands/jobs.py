@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpigossip.commands.arguments import command, many, settings, tell
+from mpigossip.commands.arguments import command, many, print_safe, settings
 
 if TYPE_CHECKING:
     from mpigossip.cluster.batch import Site
@@ -72,7 +72,7 @@ def _job(options) -> None:
     if found:
         raise JobError(found)
     if site.gpus and job.node.devices.startswith("cpu"):
-        tell(
+        print_safe(
             f'mpigossip: node.devices = "{job.node.devices}" leaves the {site.gpus} GPUs of a node '
             f"idle; node.devices={'auto' if ranks > 1 else f'cuda:0-{site.gpus - 1}'} uses them",
             file=sys.stderr,
@@ -88,7 +88,7 @@ def _job(options) -> None:
         venv=_venv(options.venv),
         launcher=options.launcher,
     )
-    tell(batch.script(site, str(options.job), options.settings, job.run.folder, wish), end="")
+    print_safe(batch.script(site, str(options.job), options.settings, job.run.folder, wish), end="")
 
 
 def _ranks(job: Job, site: Site, given: int | None) -> int:
@@ -146,15 +146,15 @@ def _list(options) -> None:
     group = None
     for name, path in examples().items():
         if group not in (None, path.parent):
-            tell()
+            print_safe()
         group = path.parent
-        tell(f"{name:18}{summary(path)}")
-    tell("\n`mpigossip examples copy NAME` copies one of them. Commands take a job of the")
-    tell("first group by its name: mpirun -n 4 mpigossip train digits")
+        print_safe(f"{name:18}{summary(path)}")
+    print_safe("\n`mpigossip examples copy NAME` copies one of them. Commands take a job of the")
+    print_safe("first group by its name: mpirun -n 4 mpigossip train digits")
 
 
 def _copy(options) -> None:
     from mpigossip.config.packaged import copy
 
     for path in copy(options.name, options.to):
-        tell(path)
+        print_safe(path)

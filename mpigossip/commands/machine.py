@@ -13,11 +13,11 @@ from mpigossip.commands.arguments import (
     many,
     number,
     numbers_of_nodes,
+    print_safe,
     quantity,
     settings,
     share,
     size_in_bytes,
-    tell,
     times,
 )
 
@@ -149,20 +149,20 @@ def _bench(options) -> None:
         rows = []
         if speaks and not options.json:
             hosts = len(set(ranks.hosts))
-            tell(f"{ranks.size} ranks on {hosts} host{'s' * (hosts > 1)}; medians")
-            tell(f"{'':24} {'bytes':>13} {'ms':>9} {'spread':>7} {'GB/s':>7} {'x limit':>8}")
+            print_safe(f"{ranks.size} ranks on {hosts} host{'s' * (hosts > 1)}; medians")
+            print_safe(f"{'':24} {'bytes':>13} {'ms':>9} {'spread':>7} {'GB/s':>7} {'x limit':>8}")
         for line in MEASURES[options.what](ranks, options):
             rows.append(line)
             if speaks and not options.json:
                 hidden = f"  {line['hidden']:.0%} hidden" if "hidden" in line else ""
-                tell(
+                print_safe(
                     f"{line['graph']:24} {line['bytes']:13,} {1e3 * line['seconds']:9.3f} "
                     f"{line['spread']:7.0%} {line['gigabytes_per_second']:7.2f} "
                     f"{line['times_limit']:8.2f}{hidden}",
                     flush=True,
                 )
         if speaks and options.json:
-            tell(json.dumps(rows))
+            print_safe(json.dumps(rows))
         if speaks and options.out:
             save(rows, options.out, ranks, options.what)
 
@@ -213,7 +213,7 @@ def _plan(options) -> None:
     from mpigossip.analysis.machine import examine
     from mpigossip.analysis.plan import as_json, coded, table
     from mpigossip.analysis.plan.report import picture, text
-    from mpigossip.cluster.ranks import Alone, world
+    from mpigossip.cluster.ranks import SingleProcess, world
     from mpigossip.config import JobError
     from mpigossip.training import assemble
     from mpigossip.training.costs import subject
@@ -226,13 +226,13 @@ def _plan(options) -> None:
         )
     if (options.members and options.json) or ((options.members or options.best) and options.out):
         raise JobError("--members takes no --json and no --out, --best no --out: leave them out")
-    with world() if (launched() or 1) > 1 else Alone() as ranks:
-        with ranks.together(JobError):
+    with world() if (launched() or 1) > 1 else SingleProcess() as ranks:
+        with ranks.raise_together(JobError):
             job = assemble.load(options.job, options.settings)
-        ranks.arrange(job.node.ranks_per_node)
+        ranks.group_into_nodes(job.node.ranks_per_node)
         if ranks.comm is not None:
             job = with_ranks(job, ranks.nodes.per_node)
-        with ranks.together(JobError):
+        with ranks.raise_together(JobError):
             what, note = subject(job)
         given = {
             "compute_s": options.compute,
@@ -259,11 +259,11 @@ def _plan(options) -> None:
         if options.out:
             picture(what, rows, options.nodes, epochs, options.out)
         if options.json:
-            tell(json.dumps(as_json(what, machine, rows, epochs)))
+            print_safe(json.dumps(as_json(what, machine, rows, epochs)))
             return
-        tell(text(what, machine, rows, options.nodes, epochs, note))
+        print_safe(text(what, machine, rows, options.nodes, epochs, note))
         if options.out:
-            tell(options.out)
+            print_safe(options.out)
 
 
 def _members(options, what, machine, epochs) -> None:
@@ -271,7 +271,7 @@ def _members(options, what, machine, epochs) -> None:
 
     step_s = machine.compute_s
     rate = machine.bandwidth
-    tell(text(what, [advise(what, n, step_s, rate, epochs) for n in options.nodes]))
+    print_safe(text(what, [advise(what, n, step_s, rate, epochs) for n in options.nodes]))
 
 
 def _best(options, what, machine, epochs) -> None:
@@ -280,7 +280,7 @@ def _best(options, what, machine, epochs) -> None:
     given = options.job, options.settings, what, machine
     each = {n: proposals(*given, n, epochs) for n in options.nodes}
     if options.json:
-        tell(json.dumps({n: as_json(*found) for n, found in each.items()}))
+        print_safe(json.dumps({n: as_json(*found) for n, found in each.items()}))
         return
     told = [text(options.job, options.settings, *found, n) for n, found in each.items()]
-    tell("\n\n".join(told))
+    print_safe("\n\n".join(told))

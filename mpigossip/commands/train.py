@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from mpigossip.cluster.world import World
-from mpigossip.commands.arguments import command, dry_run, many, settings, tell, whole
-from mpigossip.config.errors import FAILED, OK, STOPPED, Mistake
+from mpigossip.commands.arguments import command, dry_run, many, print_safe, settings, whole
+from mpigossip.config.errors import FAILED, OK, STOPPED, UserError
 
 TRAIN = """
 mpirun -n 4 mpigossip train digits node.devices=cpu:2
@@ -62,8 +62,8 @@ def _train(options) -> int:
         from mpigossip.training import assemble
 
         text = describe(assemble.load(options.job, options.settings), options.nodes)
-        if process.speaks():
-            tell(text)
+        if process.prints_shared_messages():
+            print_safe(text)
         return OK
     limit = _begin(options.job, options.settings)
     from mpigossip.cluster.ranks import world
@@ -71,7 +71,7 @@ def _train(options) -> int:
     from mpigossip.training import assemble
 
     with world(limit) as ranks:
-        with ranks.together(Mistake):
+        with ranks.raise_together(UserError):
             job = assemble.load(options.job, options.settings)
         return _exit_code(launch.train(job, ranks), ranks)
 
@@ -85,10 +85,10 @@ def _resume(options) -> int:
             "--simulate a number from 1 on"
         )
     if options.simulate:
-        from mpigossip.cluster.ranks import Alone
+        from mpigossip.cluster.ranks import SingleProcess
         from mpigossip.runs import launch
 
-        with Alone() as alone:
+        with SingleProcess() as alone:
             found = launch.resume(options.folder, options.settings, alone, options.nodes)
             return _exit_code(found, alone)
     folder = options.folder if options.folder.is_dir() else None
@@ -102,7 +102,7 @@ def _resume(options) -> int:
 
 def _simulate(options) -> int:
     from mpigossip.analysis.dryrun import describe
-    from mpigossip.cluster.ranks import Alone
+    from mpigossip.cluster.ranks import SingleProcess
     from mpigossip.runs import launch
     from mpigossip.training import assemble
 
@@ -111,9 +111,9 @@ def _simulate(options) -> int:
         # a real run of the same job has the folder's plain name
         job = assemble.with_output(job, f"{job.run.folder}-simulated")
     if options.dry_run:
-        tell(describe(job, options.nodes))
+        print_safe(describe(job, options.nodes))
         return OK
-    with Alone() as alone:
+    with SingleProcess() as alone:
         return _exit_code(launch.train(job, alone, options.nodes), alone)
 
 
@@ -138,8 +138,8 @@ def _begin(job: Path | dict, settings: list[str], folder: Path | None = None) ->
     try:
         found = config.load(job, settings)
     except config.JobError:  # told once all ranks are there
-        return process.begin(folder)
-    return process.begin(folder or found.run.folder, found.node.timeout_s)
+        return process.before_mpi(folder)
+    return process.before_mpi(folder or found.run.folder, found.node.timeout_s)
 
 
 def _exit_code(summary: dict, world: World) -> int:
@@ -203,7 +203,7 @@ def _own_job(options):
     if options.job is None:
         return None
     if "=" in str(options.job) and not options.job.exists():
-        raise Mistake(
+        raise UserError(
             f'"{options.job}" is a setting, which follows a job: RUN JOB.toml '
             f"{options.job}; a training that has begun keeps its job"
         )
@@ -211,16 +211,18 @@ def _own_job(options):
 
 
 def _join(options) -> int:
-    from mpigossip.mixing.members.records import Disk
+    from mpigossip.mixing.members.records import RecordStore
     from mpigossip.runs.members.join import join
     from mpigossip.runs.summary import number
 
     summary = join(options.folder, _own_job(options), shared=options.shared)
     if not summary["finished"]:
-        if Disk(options.folder).sees("STOP"):
-            tell(f"{options.folder}: stopped, as the file STOP asks; remove it to go on")
+        if RecordStore(options.folder).sees("STOP"):
+            print_safe(f"{options.folder}: stopped, as the file STOP asks; remove it to go on")
             return OK
-        tell(f"{options.folder}: left; the other members go on, and the same command joins again")
+        print_safe(
+            f"{options.folder}: left; the other members go on, and the same command joins again"
+        )
         return STOPPED
     shown = {
         name: number(value) if isinstance(value, float) else value
@@ -229,17 +231,17 @@ def _join(options) -> int:
     }
     shown.setdefault("checkpoint", "still being written, by another member")
     every = [f"  {name:<12}{value}" for name, value in shown.items()]
-    tell("\n".join(["\nthe training has ended; the average of its last models:", *every]))
+    print_safe("\n".join(["\nthe training has ended; the average of its last models:", *every]))
     return OK
 
 
 def _replay(options) -> int:
-    from mpigossip.runs.members.replay import Differs, replay
+    from mpigossip.runs.members.replay import ReplayMismatch, replay
 
     try:
-        tell(replay(options.folder, options.place, options.rounds, _own_job(options)))
-    except Differs as error:
-        tell(f"{options.folder}: {error}")
+        print_safe(replay(options.folder, options.place, options.rounds, _own_job(options)))
+    except ReplayMismatch as error:
+        print_safe(f"{options.folder}: {error}")
         return FAILED
     return OK
 
@@ -274,21 +276,25 @@ def _study(options) -> None:
         given["output"] = options.out
     if options.dry_run:
         try:
-            tell(study(**given | {"processes": 0}))
+            print_safe(study(**given | {"processes": 0}))
         except Missing as missing:
-            tell(missing)
+            print_safe(missing)
         return
     found = study(**given)
-    tell(found)
+    print_safe(found)
     for name, text in (("table.csv", found.table("csv")), ("table.tex", found.table("latex"))):
         with replacing(found.folder / name) as beside:
             beside.write_text(text, encoding="utf-8")
     for y in found.curves:
         found.plot(y, out=found.folder / f"{y}.png")
     for name, why in found.left_out.items():
-        tell(f"left out: {name}: {why}")
+        print_safe(f"left out: {name}: {why}")
     best = found.best()
     ties = len(found.ties())
     word = ", ".join(str(best[axis]) for axis in found.axes) or "the job"
-    tell(f"best by {found.judge}: {word}" + (f"; {ties} can't be told from it" if ties else ""))
-    tell(f"{found.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in found.curves)}")
+    print_safe(
+        f"best by {found.judge}: {word}" + (f"; {ties} can't be told from it" if ties else "")
+    )
+    print_safe(
+        f"{found.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in found.curves)}"
+    )

@@ -1,6 +1,6 @@
 """A job: frozen dataclasses read from TOML, with every mistake reported at once."""
 
-from mpigossip.config.choices import Part as Part
+from mpigossip.config.choices import BuilderSpec as BuilderSpec
 from mpigossip.config.errors import JobError as JobError
 from mpigossip.config.reading import as_dict as as_dict
 from mpigossip.config.reading import dump as dump

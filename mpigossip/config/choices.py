@@ -31,12 +31,12 @@ These have options of their own, which nobody can check before they are made."""
 FILES = ("data.source",)
 """Settings that may name a file, too; a file has no options."""
 
-Table = Mapping[str, "Part | Callable"]
+Table = Mapping[str, "BuilderSpec | Callable"]
 Tables = Mapping[str, Table]
 
 
 @dataclass(frozen=True)
-class Part:
+class BuilderSpec:
     """A line of a table: the builder of a name, and all that is to be known without calling it."""
 
     made_by: Callable | str
@@ -44,7 +44,7 @@ class Part:
     imported at its first use."""
     local: str | None = None
     """An algorithm's usual local step; None where it has its own."""
-    brings: Mapping[str, Any] = field(default_factory=dict)
+    implies: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of other settings that the name brings: "section.key" -> value."""
     only: bool | Collection[str] = False
     """With anything else than `brings`, or these settings of it, it would be another method; the
@@ -53,7 +53,7 @@ class Part:
     """Options that follow from the rest of the run where a job leaves them unset."""
 
     @classmethod
-    def of(cls, table: Table, name: str) -> Part:
+    def of(cls, table: Table, name: str) -> BuilderSpec:
         """The line of a name that a table has."""
         found = table[name]
         return found if isinstance(found, cls) else cls(found)
@@ -76,18 +76,20 @@ class Part:
         return self.build(*arguments, **options)
 
 
-def part_of(table: Table, name: Any) -> Part | None:
+def spec_of(table: Table, name: Any) -> BuilderSpec | None:
     """The line of this name, None where there is none."""
-    return Part.of(table, name) if isinstance(name, str) and name in table else None
+    return BuilderSpec.of(table, name) if isinstance(name, str) and name in table else None
 
 
 def options_of(table: Table, name: Any) -> Collection[str]:
     """The options of this name; none where it isn't in the table."""
-    part = part_of(table, name)
+    part = spec_of(table, name)
     return toml.keyword_only(part.build)[0] if part else ()
 
 
-def bring(sections: dict[str, dict[str, Any]], tables: Tables, local: Any = None) -> list[str]:
+def apply_implied(
+    sections: dict[str, dict[str, Any]], tables: Tables, local: Any = None
+) -> list[str]:
     """Fill in what the chosen names bring, ``local`` being the local step in effect.
 
     Naming something else is a mistake where it is all.
@@ -96,8 +98,8 @@ def bring(sections: dict[str, dict[str, Any]], tables: Tables, local: Any = None
     for path, table in tables.items():
         section, key = path.split(".")
         name = local if section == "local" else sections.get(section, {}).get(key)
-        part = part_of(table, name)
-        for other, value in part.brings.items() if part else {}:
+        part = spec_of(table, name)
+        for other, value in part.implies.items() if part else {}:
             there, what = other.split(".")
             named = sections.setdefault(there, {}).setdefault(what, value)
             own = isinstance(named, str) and re.fullmatch(OWN, named) is not None
@@ -125,7 +127,7 @@ def check(
     section, key = path.split(".")
     if not isinstance(name, str):
         return []  # the section's own check reports it
-    part = part_of(table, name)
+    part = spec_of(table, name)
     if part is None:
         if re.fullmatch(OPEN.get(path, "(?!)"), name):
             return []

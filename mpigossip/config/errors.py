@@ -6,18 +6,18 @@ import os
 import sys
 from collections.abc import Iterable
 
-from mpigossip.config.readable import shown
+from mpigossip.config.readable import printable
 
 OK = 0
 FAILED = 1
 WRONG = 2
 STOPPED = 75
-"""Exit codes: done; a run that can't go on (`Failure`); a mistake of the user (`Mistake`), or a
+"""Exit codes: done; a run that can't go on (`Failure`); a mistake of the user (`UserError`), or a
 check that found something; stopped before the end with a checkpoint (EX_TEMPFAIL). The batch
 scripts under jobs/ queue a job again on the last."""
 
 
-class Mistake(ValueError):
+class UserError(ValueError):
     """A user error: the message names value, limit and remedy."""
 
     rank: int | None = None
@@ -30,14 +30,14 @@ class Failure(Exception):
     code = FAILED  # what the process exits with
 
 
-class NotFinite(Failure, ArithmeticError):
+class NonFiniteError(Failure, ArithmeticError):
     """A loss, message or state with NaN or infinite values; the message names step and node."""
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-def output_fails(error: OSError | None = None) -> str:
+def output_error(error: OSError | None = None) -> str:
     """Return why standard output can't be written (a full disk behind it); "" where it can.
 
     ``error``: what a write has raised. From then on what is printed goes nowhere, so that nothing
@@ -57,14 +57,14 @@ def output_fails(error: OSError | None = None) -> str:
     return ""
 
 
-class JobError(Mistake):
+class JobError(UserError):
     """Mistakes in a job, all of them: `messages` holds one sentence or paragraph for each."""
 
     messages: tuple[str, ...]
 
     def __init__(self, messages: Iterable[str]) -> None:
         messages = (messages,) if isinstance(messages, str) else messages
-        self.messages = tuple(map(shown, messages))
+        self.messages = tuple(map(printable, messages))
         super().__init__(self.messages)
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 import os
 
 from mpigossip.config.errors import JobError
-from mpigossip.config.readable import size
+from mpigossip.config.readable import format_bytes
 
 
 def host_memory() -> int:
@@ -19,6 +19,6 @@ def require_memory(needed: int, settings: str) -> None:
     memory = host_memory()
     if needed > memory:
         raise JobError(
-            f"not enough memory: {settings} need {size(needed)}, and this host has "
-            f"{size(memory)}; make {settings} smaller"
+            f"not enough memory: {settings} need {format_bytes(needed)}, and this host has "
+            f"{format_bytes(memory)}; make {settings} smaller"
         )

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes: 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         # 999.6 is rounded to 1000, which is one of the next unit
@@ -15,48 +15,48 @@ def size(count: float) -> str:
     return f"{1000 * count:,.0f} TB"
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time: 0:07, 12:00, 1:02:03."""
     minutes, seconds = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def counted(count: int, word: str) -> str:
+def pluralize(count: int, word: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
-def few(names: Sequence[str], most: int = 4) -> str:
+def abbreviate(names: Sequence[str], most: int = 4) -> str:
     """The first of some names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
-def shown(text: object) -> str:
+def printable(text: object) -> str:
     r"""A text as a terminal may have it: escapes, marks of direction and their like as \x1b."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(text))
 
 
-def tell(*texts: object, **options: Any) -> None:
+def print_safe(*texts: object, **options: Any) -> None:
     """Print texts as `shown`; all that this package prints goes through here."""
-    print(*map(shown, texts), **options)
+    print(*map(printable, texts), **options)
 
 
-def note(text: object) -> None:
+def print_note(text: object) -> None:
     """Tell something on standard error."""
-    tell(f"mpigossip: {text}", file=sys.stderr, flush=True)
+    print_safe(f"mpigossip: {text}", file=sys.stderr, flush=True)
 
 
 noted: set[str] = set()
-"""What `note_once` has told."""
+"""What `print_note_once` has told."""
 
 
-def note_once(text: str) -> None:
+def print_note_once(text: str) -> None:
     """Tell something on standard error, unless this process has."""
     if text not in noted:
         noted.add(text)
-        note(text)
+        print_note(text)
 
 
 def cells(row: Iterable[Any]) -> list[Any]:

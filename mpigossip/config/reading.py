@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mpigossip.config import packaged, removed, toml
-from mpigossip.config.choices import FILES, Tables, bring, check, options_of, part_of
+from mpigossip.config.choices import FILES, Tables, apply_implied, check, options_of, spec_of
 from mpigossip.config.errors import JobError
-from mpigossip.config.own_parts import is_own
 from mpigossip.config.sections import SECTIONS, AlgorithmSection, Job
 from mpigossip.config.toml import converter, explain, near, show
+from mpigossip.config.user_code import is_user_code
 
 
 def load(
@@ -42,7 +42,7 @@ def load(
     for name, section in list(sections.items()):
         sections[name], wrong = toml.plain_table(name, section)
         messages += wrong
-    messages += bring(sections, tables, local_in_effect(sections, tables))
+    messages += apply_implied(sections, tables, local_in_effect(sections, tables))
     messages += _check_names(sections, tables)
     try:
         job = converter().structure({n: _fold_options(n, s) for n, s in sections.items()}, Job)
@@ -106,7 +106,7 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], tables: Tables) -> 
             table = raw[section] if isinstance(raw.get(section), dict) else {}
             for key in [key for key in table if f"{section}.{key}" not in kept]:
                 del table[key]
-    part = part_of(tables.get("algorithm.name", {}), _algorithm(raw))
+    part = spec_of(tables.get("algorithm.name", {}), _algorithm(raw))
     changed = "algorithm.name" in given and not any(path.startswith("local.") for path in given)
     if changed and part and part.local is None:
         raw.pop("local", None)  # the new algorithm has a local step of its own
@@ -184,7 +184,7 @@ def local_in_effect(sections: dict[str, Any], tables: Tables) -> Any:
     named = _table(sections, "local").get("name")
     if named not in (None, "none"):
         return named
-    part = part_of(tables.get("algorithm.name", {}), _algorithm(sections))
+    part = spec_of(tables.get("algorithm.name", {}), _algorithm(sections))
     return part.local if part else None
 
 
@@ -201,14 +201,14 @@ def check_local(sections: dict[str, Any], tables: Tables) -> list[str]:
     known = _keys("local") - {"options"}
     name = local_in_effect(sections, tables)
     algorithm = _algorithm(sections)
-    part = part_of(algorithms, algorithm)
-    takes = [key for key in algorithms if (line := part_of(algorithms, key)) and line.local]
+    part = spec_of(algorithms, algorithm)
+    takes = [key for key in algorithms if (line := spec_of(algorithms, key)) and line.local]
     if name is not None and part and part.local is None:
         return [
             f'local.name = {show(name)}: "{algorithm}" has its own local step; leave it out, or '
             f"choose one of {', '.join(takes)}"
         ]
-    if name is None and (part or is_own(str(algorithm))):
+    if name is None and (part or is_user_code(str(algorithm))):
         return [
             f'local.{key}: algorithm "{algorithm}" has no local step that it could be an option '
             "of; leave it out, or name a local step"

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from mpigossip.config import Data, JobError
-from mpigossip.config.errors import Failure, Mistake
-from mpigossip.config.own_parts import given, parameters, raised
+from mpigossip.config.errors import Failure, UserError
+from mpigossip.config.user_code import call_factory, describe_exception, parameters
 from mpigossip.data.philox import mixed
 from mpigossip.data.pytree import Nested, leaves
 
@@ -113,7 +113,9 @@ class Datasets:
         except JobError:
             raise
         except Exception as error:
-            raise mistake(self.name, f'a first sample of "{split}": {raised(error)}') from error
+            raise mistake(
+                self.name, f'a first sample of "{split}": {describe_exception(error)}'
+            ) from error
 
     def content_digest(self) -> bytes:
         """Return a hash of a few samples, by which ranks compare their data.
@@ -197,16 +199,16 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
 
     def made(node: int) -> Any:
         with drawing(Draws(seed)):
-            return given(make, known | {"node": node}, data.options, (data, seed))
+            return call_factory(make, known | {"node": node}, data.options, (data, seed))
 
     try:
         found = [made(node) for node in (rows if own else rows[:1])]
     except TypeError as error:
         raise mistake(data.source, f"{error}; {WANTED}") from error
-    except (Mistake, Failure, MemoryError):
+    except (UserError, Failure, MemoryError):
         raise
     except (Exception, SystemExit) as error:
-        raise mistake(data.source, raised(error)) from error
+        raise mistake(data.source, describe_exception(error)) from error
     first = found[0]
     if not isinstance(first, Mapping):
         return first

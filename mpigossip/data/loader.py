@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mpigossip.config.errors import Failure
-from mpigossip.config.own_parts import raised
+from mpigossip.config.user_code import describe_exception
 from mpigossip.data.datasets import TEST, TRAIN, Draws, drawing
 from mpigossip.data.partition import Order, Share, draw_together
-from mpigossip.data.pytree import Nested, mapped
+from mpigossip.data.pytree import Nested, map_tensors
 from mpigossip.data.sources import AnyData, ImageSource, Source, SyntheticSource, TextSource
 from mpigossip.data.workers import (
     Raw,
@@ -61,29 +61,29 @@ class _Copy(NamedTuple):
     copied: torch.cuda.Event | None
 
 
-class Carrier:
+class DeviceCopier:
     """Copies batches to one slot: on a GPU in a stream of its own, beside what is computed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def bring(self, batch: Nested, finish: Callable[[Nested], Any]) -> _Copy:
+    def start_copy(self, batch: Nested, finish: Callable[[Nested], Any]) -> _Copy:
         """Begin to copy a batch and to finish it there; returns at once on a GPU."""
         if self.stream is None:
-            return _Copy(finish(mapped(lambda one: one.to(self.device), batch)), None)
-        pinned = mapped(Tensor.pin_memory, batch)
+            return _Copy(finish(map_tensors(lambda one: one.to(self.device), batch)), None)
+        pinned = map_tensors(Tensor.pin_memory, batch)
         with torch.cuda.stream(self.stream):
-            copied = mapped(lambda one: one.to(self.device, non_blocking=True), pinned)
+            copied = map_tensors(lambda one: one.to(self.device, non_blocking=True), pinned)
             return _Copy(finish(copied), self.stream.record_event())
 
-    def hand_over(self, there: _Copy) -> Any:
+    def finish_copy(self, there: _Copy) -> Any:
         """The batch for the device's default stream, which waits for the copy."""
         if there.copied is not None:
             compute = torch.cuda.default_stream(self.device)
             compute.wait_event(there.copied)
             # allocated on the other stream, needed on this one
-            mapped(lambda one: one.record_stream(compute), there.batch)
+            map_tensors(lambda one: one.record_stream(compute), there.batch)
         return there.batch
 
 
@@ -117,7 +117,7 @@ class Loader(contextlib.AbstractContextManager):
         self.orders: Sequence[Any] = list(orders)  # Share for streams, else Order
         self.seed = seed
         self.timeout_s = timeout_s
-        self.carriers = [Carrier(torch.device(device)) for device in devices]
+        self.carriers = [DeviceCopier(torch.device(device)) for device in devices]
         self.slots = slots or len(self.carriers)
         self.mine = mine or range(self.slots)
         self.workers = 0 if data.in_memory else min(workers, 1) if data.streams else workers
@@ -140,7 +140,7 @@ class Loader(contextlib.AbstractContextManager):
             return self._at_once(step)
         there = self._there.pop(step, None) or self._bring(step)
         pairs = zip(self.carriers * len(self.orders), there, strict=True)
-        batches = [carrier.hand_over(one) for carrier, one in pairs]
+        batches = [carrier.finish_copy(one) for carrier, one in pairs]
         self._there.clear()
         if self.early:
             with contextlib.suppress(DataError):  # raised again when that step is asked for
@@ -154,7 +154,7 @@ class Loader(contextlib.AbstractContextManager):
         else:
             batches = self._tests(np.arange(node, self.data.test_size, n), self._test_of(node))
         while (batch := self._received(batches, "the test")) is not Refused:
-            yield self.carriers[0].hand_over(self.carriers[0].bring(batch, self._finish))
+            yield self.carriers[0].finish_copy(self.carriers[0].start_copy(batch, self._finish))
 
     def note(self, step: int) -> list[str]:
         """Return messages on a run that continues at a step."""
@@ -180,7 +180,7 @@ class Loader(contextlib.AbstractContextManager):
             self._batches = self._begin(step)
         self._next = -1  # unless all of them come
         found = [
-            carrier.bring(self._received(self._batches, f"step {step}"), self._finish)
+            carrier.start_copy(self._received(self._batches, f"step {step}"), self._finish)
             for _ in self.orders
             for carrier in self.carriers
         ]
@@ -260,7 +260,9 @@ class Loader(contextlib.AbstractContextManager):
                     return
                 yield batch
         except Exception as error:
-            yield Refused(f'data.source = "{data.name}": the stream of "test": {raised(error)}')
+            yield Refused(
+                f'data.source = "{data.name}": the stream of "test": {describe_exception(error)}'
+            )
 
     def _samples(self) -> Any:
         return (Raw if isinstance(self.data, Source) else Samples)(self.data)
@@ -285,7 +287,8 @@ class Loader(contextlib.AbstractContextManager):
             unwatch(batches)  # torch's handler of SIGCHLD may raise, too
             raise DataError(
                 f'data.source = "{self.data.name}": a loading process ended or gives nothing '
-                f"for node.timeout_s = {self.timeout_s:g} s at {what} ({raised(error)}); with "
+                f"for node.timeout_s = {self.timeout_s:g} s at {what} "
+                f"({describe_exception(error)}); with "
                 "data.workers = 0 the training process loads by itself"
             ) from error
         if isinstance(batch, Refused):

@@ -15,16 +15,16 @@ class CutError(Failure, ValueError):
     """A batch that has no equal parts; the message says which, and why."""
 
 
-def mapped(change: Callable[[torch.Tensor], Any], batch: Nested) -> Nested:
+def map_tensors(change: Callable[[torch.Tensor], Any], batch: Nested) -> Nested:
     """The same form with every tensor changed; any mapping becomes a dict."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {key: mapped(change, value) for key, value in batch.items()}
+        return {key: map_tensors(change, value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(change, value) for value in batch))
+        return type(batch)(*(map_tensors(change, value) for value in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(mapped(change, value) for value in batch)
+        return type(batch)(map_tensors(change, value) for value in batch)
     return batch
 
 
@@ -58,7 +58,7 @@ def parts(batch: Nested, count: int) -> list[Nested]:
         )
 
     def part(number: int) -> Nested:
-        return mapped(lambda one: one.chunk(count)[number] if one.ndim else one, batch)
+        return map_tensors(lambda one: one.chunk(count)[number] if one.ndim else one, batch)
 
     return [part(number) for number in range(count)]
 
@@ -67,7 +67,7 @@ def stacked(batches: Sequence[Nested]) -> Nested:
     """Batches of one form as one, with a new first dimension."""
     columns = zip(*map(leaves, batches), strict=True)
     tensors = iter([torch.stack(column) for column in columns])
-    return mapped(lambda _: next(tensors), batches[0])
+    return map_tensors(lambda _: next(tensors), batches[0])
 
 
 def form(batch: Nested) -> str:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from mpigossip import config
 from mpigossip.config import JobError
-from mpigossip.config.errors import Failure, Mistake
+from mpigossip.config.errors import Failure, UserError
 from mpigossip.config.memory import require_memory
-from mpigossip.config.own_parts import imported, is_own, raised
+from mpigossip.config.user_code import describe_exception, import_object, is_user_code
 from mpigossip.data.datasets import (
     SPLITS,
     WANTED,
@@ -301,7 +301,7 @@ def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -
 def _own(data: config.Data, seed: int, rows: Sequence[int], n: int) -> AnyData:
     """Call a user's function for the nodes `rows`; JobError where it returns no data."""
     form = "that returns torch Datasets or a Source"
-    made = call(imported("data.source", data.source, form), data, seed, rows, n)
+    made = call(import_object("data.source", data.source, form), data, seed, rows, n)
     if not isinstance(made, Source | Datasets):
         raise mistake(data.source, f"returned {type(made).__name__}; {WANTED}")
     made.name = made.name or data.source
@@ -345,7 +345,7 @@ def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1)
     path = Path(data.source).expanduser()
     if path.exists():
         return _packed(path, data)
-    if is_own(data.source):
+    if is_user_code(data.source):
         return _own(data, seed, rows, n)
     known = ", ".join(f'"{name}"' for name in SOURCES)
     raise JobError(
@@ -361,7 +361,7 @@ def check_alike(name: str, data: AnyData, world: "World", partition: str = "") -
     """
     mine = data.train_size, data.test_size
     told = world.gather(mine)
-    with world.together(JobError):
+    with world.raise_together(JobError):
         for rank, (train, test) in enumerate(told or ()):
             if (train, test) != mine:
                 raise JobError(
@@ -385,11 +385,11 @@ def _check_contents(name: str, data: AnyData, world: "World") -> None:
 
     The second read is made only if ranks differ.
     """
-    with world.together(Mistake):
+    with world.raise_together(UserError):
         content = _content(name, data)
     if not world.agree(int(content != world.broadcast(content))):
         return
-    with world.together(Mistake):
+    with world.raise_together(UserError):
         again = _content(name, data)
     if world.agree(int(again != content)):
         return
@@ -405,10 +405,10 @@ def _check_contents(name: str, data: AnyData, world: "World") -> None:
 def _content(name: str, data: AnyData) -> bytes:
     try:
         return data.content_digest()
-    except (Mistake, Failure, MemoryError):
+    except (UserError, Failure, MemoryError):
         raise
     except Exception as error:
-        text = f"a sample can't be read to compare it between ranks: {raised(error)}"
+        text = f"a sample can't be read to compare it between ranks: {describe_exception(error)}"
         raise mistake(name, text) from error
 
 
@@ -418,7 +418,7 @@ def _check_equal(world: "World", value: Any, text: str) -> None:
     :param text: message with three places: a rank, its host, and that of rank 0
     """
     values = world.gather(value)
-    with world.together(JobError):
+    with world.raise_together(JobError):
         for rank, other in enumerate(values or ()):
             if other != value:
                 raise JobError(text.format(rank, world.hosts[rank], world.hosts[0]))

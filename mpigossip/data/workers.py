@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import signal_handling
 
 from mpigossip.config import JobError
-from mpigossip.config.own_parts import raised
+from mpigossip.config.user_code import describe_exception
 from mpigossip.data.datasets import TRAIN, Datasets, Draws, drawing
 from mpigossip.data.partition import Share
 from mpigossip.data.pytree import Nested
@@ -88,7 +88,9 @@ class Samples(Sent, Dataset):
         except Exception as error:
             which = f"sample {at}" if at is not None else f"a batch of the samples {indices[0]}, …"
             split = request.split.split()[0]
-            return Refused(f'data.source = "{self.name}": {which} of "{split}": {raised(error)}')
+            return Refused(
+                f'data.source = "{self.name}": {which} of "{split}": {describe_exception(error)}'
+            )
 
 
 class Raw(Sent, Dataset):
@@ -106,7 +108,7 @@ class Raw(Sent, Dataset):
         except Exception as error:
             return Refused(
                 f'data.source = "{self.source.name}": a batch of the samples '
-                f'{indices[0]}, … of "{split}": {raised(error)}'
+                f'{indices[0]}, … of "{split}": {describe_exception(error)}'
             )
 
 
@@ -152,7 +154,9 @@ class Stream(Sent, IterableDataset):
                                 batch = self.collate(samples)
                             yield batch
         except Exception as error:
-            yield Refused(f'data.source = "{self.name}": the stream of "train": {raised(error)}')
+            yield Refused(
+                f'data.source = "{self.name}": the stream of "train": {describe_exception(error)}'
+            )
 
 
 def _endless(one: IterableDataset, turn: int, of: int) -> Iterator[Any]:
@@ -185,7 +189,8 @@ def started(loader: DataLoader, name: str) -> Iterator[Nested]:
             raise
         raise JobError(
             f'data.source = "{name}": what it returned can\'t be sent to the '
-            f"{loader.num_workers} loading processes ({raised(error)}); define its classes and "
+            f"{loader.num_workers} loading processes ({describe_exception(error)}); define its "
+            f"classes and "
             "functions at the top of a module, or load in the training process: data.workers = 0"
         ) from error
 

@@ -13,7 +13,7 @@ from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import FragmentSchedule
 from mpigossip.engine.measurements import check_message
 from mpigossip.engine.step import Engine
-from mpigossip.mixing.base import Kind, Mixer
+from mpigossip.mixing.base import ExchangeKind, Mixer
 
 Columns = Sequence[slice]
 
@@ -32,19 +32,19 @@ class Fragments(NamedTuple):
     """α of x ← α · received + (1 − α) · x, where there is a delay"""
 
 
-class Part(NamedTuple):
+class FragmentArrays(NamedTuple):
     """A segment's fragment, gathered: arrays (rows, width), 0 behind its columns."""
 
     x: torch.Tensor
     state: Any
 
 
-class Open(NamedTuple):
+class OpenExchange(NamedTuple):
     """An exchange that has begun: of which fragment, at which step, of what."""
 
     fragment: int
     step: Step
-    parts: list[Part]
+    parts: list[FragmentArrays]
 
 
 class Fragmented(Engine):
@@ -59,16 +59,16 @@ class Fragmented(Engine):
     def __init__(self, *given: Any, fragments: Fragments, **more: Any):
         self.fragments = fragments
         self._needs = fragments.exchanges[0].init(torch.empty(1, 2, device="meta"))
-        self._open: Open | None = None
+        self._open: OpenExchange | None = None
         self._received: list[torch.Tensor] = []
         super().__init__(*given, **more)
 
     def adapt(self, now: Step) -> None:
         """The local step; then apply the fragment that was sent τ steps ago."""
-        super().adapt(now._replace(kind=Kind.LOCAL))
+        super().adapt(now._replace(kind=ExchangeKind.LOCAL))
         arriving = self.fragments.schedule.arriving(now.index)
         if arriving is not None:
-            self.settle()
+            self.wait_exchange()
             self.group.on_shards(lambda k: self._blend(k, arriving))
 
     def exchange(self, now: Step) -> tuple[Sequence, Sequence]:
@@ -82,24 +82,24 @@ class Fragmented(Engine):
         # waits for those who read the exchange before the last out of this memory
         out = self.mixer.outbox(now.round)
 
-        def send(k: int) -> Part:
+        def send(k: int) -> FragmentArrays:
             x, state = self._gathered(k, fragment)
             state = self.fragments.exchanges[k].send(x, None, state, out[k], own)
             check_message(self, k, out[k], self.fragments.cuts[k][fragment])
             if "keeps-x" in self.method.needs:
                 _scatter(x, self.vector.x[k], self.fragments.cuts[k][fragment])
-            return Part(x, state)
+            return FragmentArrays(x, state)
 
-        self._open = Open(fragment, own, self.group.on_shards(send))
+        self._open = OpenExchange(fragment, own, self.group.on_shards(send))
         self.mixer.start(now.kind, now.round, self.index)
         if not self.fragments.schedule.delay:
-            self.settle()
+            self.wait_exchange()
         return (), ()
 
     def receive(self, sent: Sequence, mixed: Sequence, now: Step) -> None:
         """Nothing: :meth:`settle` has received, or is going to."""
 
-    def settle(self, into: torch.Tensor | None = None) -> None:
+    def wait_exchange(self, into: torch.Tensor | None = None) -> None:
         """Wait for the neighbours of an open exchange, and receive what it brings."""
         if self._open is None:
             return
@@ -124,7 +124,7 @@ class Fragmented(Engine):
 
     def parts(self) -> dict[str, list[torch.Tensor]]:
         """The method's arrays, and what was received; waits for an open exchange's neighbours."""
-        self.settle()
+        self.wait_exchange()
         found = super().parts()
         if self.fragments.schedule.delay:
             found["state/fragments/received"] = self._rooms()
@@ -135,10 +135,10 @@ class Fragmented(Engine):
             self._received = [torch.zeros_like(x) for x in self.vector.x]
         return self._received
 
-    def _gathered(self, k: int, fragment: int) -> Part:
+    def _gathered(self, k: int, fragment: int) -> FragmentArrays:
         columns = self.fragments.cuts[k][fragment]
         x = self._gather(self.vector.x[k], columns)
-        return Part(x, self._taken(self._needs, self.states[k], columns))
+        return FragmentArrays(x, self._taken(self._needs, self.states[k], columns))
 
     def _gather(self, array: torch.Tensor, columns: Columns) -> torch.Tensor:
         found = array.new_zeros(len(array), self.fragments.width)

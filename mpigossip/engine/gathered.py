@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mpigossip.groups.base import Group, shards
-from mpigossip.mixing.base import Kind, Layout, Mixer, Segments
+from mpigossip.groups.base import Group, shard_views
+from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout, Mixer
 from mpigossip.mixing.wire import BUCKET
 
 
@@ -20,16 +20,16 @@ class Gathered(Mixer):
     those of the whole vector exchanged by one rank. What is sent is counted by rank.
     """
 
-    def __init__(self, layout: Layout, group: Group, make: Callable[[Layout], Mixer]):
+    def __init__(self, layout: MessageLayout, group: Group, make: Callable[[MessageLayout], Mixer]):
         """``layout``: of the whole vector; ``make``: the column's mixer, by a shard's layout."""
         (size,), slots = layout.widths, group.slots
         # whole buckets, as wires see them, equally many of each rank
         width = -(-size // (slots * BUCKET)) * BUCKET
-        (slot,) = group.mine
+        (slot,) = group.local_slots
         self.layout = layout
         self._group = group
         self._size = size
-        own = Layout(
+        own = MessageLayout(
             (width,),
             layout.vectors,
             layout.scalars,
@@ -46,9 +46,9 @@ class Gathered(Mixer):
         self._out = [torch.zeros(1, size, device=device) for _ in range(layout.vectors)]
         one = torch.zeros(1, 1, dtype=torch.float64, device=device)
         self._scalars = [one.clone() for _ in range(layout.scalars)]
-        self._kind = Kind.LOCAL
+        self._kind = ExchangeKind.LOCAL
         self.n = self._inner.n
-        self.rows = self._inner.rows
+        self.rows = self._inner.local_nodes
         self.bytes_sent = self._inner.bytes_sent
         self.staleness = self._inner.staleness
 
@@ -60,10 +60,10 @@ class Gathered(Mixer):
     def wait_seconds(self) -> float:
         return self._inner.wait_seconds
 
-    def outbox(self, t: int) -> Segments:
+    def outbox(self, t: int) -> MessageArrays:
         return [(*self._out, *self._scalars)]
 
-    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
+    def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
         self._kind = kind
         at = self._own
         (inner,) = self._inner.outbox(t)
@@ -74,11 +74,11 @@ class Gathered(Mixer):
             place.copy_(value)
         self._inner.start(kind, t, exchange)
 
-    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
         """``sent`` and ``mixed``, whole: the node's ranks gather their shards."""
         (sent,), (mixed,) = self._inner.finish()
         own = [(*self._out, *self._scalars)]
-        if self._kind is Kind.LOCAL:
+        if self._kind is ExchangeKind.LOCAL:
             return own, own
         vectors = self.layout.vectors
         if not self.layout.wire.exact:
@@ -90,7 +90,7 @@ class Gathered(Mixer):
     ) -> list[torch.Tensor]:
         """The whole vectors, (1, P), from all ranks' shards."""
         for room, part in zip(rooms, parts, strict=True):
-            (place,) = shards([room], self._group.slots, self._group.mine)
+            (place,) = shard_views([room], self._group.slots, self._group.local_slots)
             self._group.all_gather([place.copy_(part)], [room])
         return [room[:, : self._size] for room in rooms]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mpigossip.config.errors import NotFinite
+from mpigossip.config.errors import NonFiniteError
 from mpigossip.groups.base import Group
-from mpigossip.mixing.base import Kind, Mixer
+from mpigossip.mixing.base import ExchangeKind, Mixer
 
 NAN = float("nan")
 EVERY = 10
@@ -28,7 +28,7 @@ class Record:
 
     index: int
     """the step, from 0"""
-    kind: Kind
+    kind: ExchangeKind
     lr: float
     loss: torch.Tensor
     gradient_norm: torch.Tensor
@@ -42,9 +42,9 @@ class Record:
     """of each row, between nodes"""
     staleness: list[float] = field(default_factory=list)
     """age in rounds of the models that each row averaged with"""
-    figures: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
     """further metrics by name: a number of this process, or one a row"""
-    rested: tuple[int, ...] = ()
+    idle_rows: tuple[int, ...] = ()
     """rows that made no local step because of the cadence"""
 
 
@@ -97,7 +97,7 @@ def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) ->
     return total / size if size else 0.0
 
 
-def measured(
+def make_record(
     engine: Any, now: Any, loss: torch.Tensor | None, norm: torch.Tensor | None
 ) -> tuple[Record, dict[str, float]]:
     """The record of a step that an engine has just made, and the averages of its cadence."""
@@ -109,7 +109,8 @@ def measured(
         apart = unmeasured(rows, 0.0 if engine.measuring else NAN)  # nothing was exchanged
     averages: dict[str, float] = {}
     names = sorted(engine.cadence.measures)
-    if names and now.kind is Kind.GLOBAL:  # at any other step all nodes would wait for each other
+    # at any other step all nodes would wait for each other
+    if names and now.kind is ExchangeKind.GLOBAL:
         wanted = {"loss": loss, "variance": apart**2}
         means = mixer.mean_scalars(torch.stack([wanted[name] for name in names], dim=1))
         averages = dict(zip(names, means.tolist(), strict=True))
@@ -173,7 +174,7 @@ class Clock:
 def check_message(
     engine: Any, segment: int, out: Sequence[torch.Tensor], columns: Sequence[slice]
 ) -> None:
-    """Raise NotFinite where what a segment is about to send has NaN or infinite values.
+    """Raise NonFiniteError where what a segment is about to send has NaN or infinite values.
 
     ``out``: its part of the outbox; ``columns``: those of the segment that lie there side by side.
     """
@@ -183,7 +184,7 @@ def check_message(
             continue
         for node, row in zip(engine.mixer.rows, part, strict=True):
             if len(wrong := row.isfinite().logical_not().nonzero()):
-                raise NotFinite(
+                raise NonFiniteError(
                     f"step {engine.index}: {len(wrong):,} values that node {node} was about to "
                     "send are NaN or infinite, the first in "
                     f"{_parameter(engine.vector, segment, columns, int(wrong[0]))}; the other "

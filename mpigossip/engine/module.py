@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from mpigossip.config import JobError
-from mpigossip.config.readable import note_once
+from mpigossip.config.readable import print_note_once
 from mpigossip.engine.shared_memory import check_separate
-from mpigossip.engine.vector import Flat, flatten
+from mpigossip.engine.vector import ParameterLayout, flatten
 
 LOW = (torch.bfloat16, torch.float16)
 """Types of parameters of which a float32 master is kept, stepped and exchanged."""
@@ -19,7 +19,7 @@ COMPARED = 1 << 24
 """Elements that are compared at a time on a GPU, which needs up to 8 bytes for each."""
 
 
-class Parameters:
+class ModuleParameters:
     """The trained parameters of one module a row, in float32, and their gradients.
 
     float32 parameters are views of the row from now on, in the order of their strides
@@ -45,12 +45,12 @@ class Parameters:
                     view.copy_(p)
                     if p.dtype not in LOW:
                         report_shared(p)
-                        p.data = alone(view)
+                        p.data = own_storage(view)
                 self._own.append([p.data for p in parameters])
                 self._places.append([_place(p) for p in parameters])
         self.publish()
 
-    def _lay_out(self, models: Sequence[nn.Module], flat: Flat) -> None:
+    def _lay_out(self, models: Sequence[nn.Module], flat: ParameterLayout) -> None:
         self.flat = flat
         named = [dict(model.named_parameters()) for model in models]
         self.rows = [[each[name] for name in flat.names] for each in named]
@@ -61,7 +61,7 @@ class Parameters:
         self.frozen = {name: p for name, p in named[0].items() if id(p) not in trained}
         """the first module's parameters that are no part of the vector"""
         device = self.rows[0][0].device
-        self.full = [torch.zeros(len(models), flat.own.size, device=device)]
+        self.full = [torch.zeros(len(models), flat.local_layout.size, device=device)]
         self.x = self.full
         self.g = [torch.empty(0, device=device)]
         self._cache: dict[int, list[torch.Tensor]] = {}
@@ -72,7 +72,7 @@ class Parameters:
         if found is None:
             if len(self._cache) > 8 * len(self.rows):
                 self._cache.clear()
-            found = self._cache[row.data_ptr()] = self.flat.own.views(row)
+            found = self._cache[row.data_ptr()] = self.flat.local_layout.views(row)
         return found
 
     def gather(self) -> None:
@@ -119,7 +119,7 @@ class Parameters:
         present = {id(p) for _, p in every}
         for name, p in zip(self.flat.names, self.rows[row], strict=True):
             if id(p) not in present:
-                raise JobError(left(name))
+                raise JobError(replaced_message(name))
         trained = {id(p) for p in self.rows[row]}
         for parent, key, child in self._paths[row]:
             now = parent._modules.get(key)
@@ -132,7 +132,7 @@ class Parameters:
         """JobError where the module holds another Parameter now."""
         module, key = self._owners[row][k]
         if module._parameters.get(key) is not self.rows[row][k]:
-            raise JobError(left(self.flat.names[k]))
+            raise JobError(replaced_message(self.flat.names[k]))
 
     @contextmanager
     def bind_to(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
@@ -175,7 +175,7 @@ class Parameters:
         for row, parameters in enumerate(self.rows):
             for k, p in enumerate(parameters):
                 if not self.low[k]:
-                    p.data = alone(self._own[row][k].clone())
+                    p.data = own_storage(self._own[row][k].clone())
         try:
             yield
         finally:
@@ -214,7 +214,7 @@ class Parameters:
         p = self.rows[row][k]
         own = self._own[row][k]
         if (p.dtype, p.shape, p.device) != (own.dtype, own.shape, own.device):
-            raise JobError(unlike(self.flat.names[k], own, p))
+            raise JobError(changed_message(self.flat.names[k], own, p))
         if _place(own) != self._places[row][k]:
             # The storage itself was moved, and `own` with it: torch.multiprocessing does this to
             # all tensors that it sends. The row of the vector has a storage that nobody else has.
@@ -222,7 +222,7 @@ class Parameters:
                 self._places[row][k] = _place(own)
             else:
                 report_shared(p)
-                own = self._own[row][k] = alone(self.cut(self.full[0][row])[k])
+                own = self._own[row][k] = own_storage(self.cut(self.full[0][row])[k])
         changed = not torch.equal(p.data, own)
         own.copy_(p.data)
         p.data = own
@@ -270,11 +270,11 @@ class Parameters:
                         return True
         return False
 
-    def thawed(self) -> list[str]:
+    def newly_trained(self) -> list[str]:
         """Parameters that were frozen when the vector was laid out, and are trained now."""
         return [name for name, p in self.frozen.items() if p.requires_grad]
 
-    def froze(self) -> list[str]:
+    def newly_frozen(self) -> list[str]:
         """Parameters that were trained when the vector was laid out, and are frozen now."""
         pairs = zip(self.flat.names, self.rows[0], strict=True)
         return [name for name, p in pairs if not p.requires_grad]
@@ -284,7 +284,7 @@ class Parameters:
         return [p._version for parameters in self.rows for p in parameters]
 
 
-def alone(view: torch.Tensor) -> torch.Tensor:
+def own_storage(view: torch.Tensor) -> torch.Tensor:
     """The same memory as a storage of its own.
 
     Views of one storage look like tied weights to what writes safetensors: Accelerate would drop
@@ -326,7 +326,7 @@ def _fills(tensor: torch.Tensor) -> bool:
 def report_shared(parameter: torch.Tensor) -> None:
     """Report once that parameters leave memory that they shared with other processes."""
     if parameter.device.type == "cpu" and parameter.is_shared():
-        note_once(
+        print_note_once(
             "parameters were in memory that processes share, as after share_memory() or when a "
             "model or its state_dict() is sent to another process; they are back in the memory "
             "that nodes average, and the other processes keep the values of now: send them the "
@@ -344,7 +344,7 @@ def _place(parameter: torch.Tensor) -> tuple:
     return parameter.data_ptr(), parameter.dtype, parameter.shape
 
 
-def left(name: str) -> str:
+def replaced_message(name: str) -> str:
     """Return the message on a parameter in whose place another one is."""
     return (
         f"parameter {name} has left the memory that nodes average: the module holds another "
@@ -362,7 +362,7 @@ def untied(key: str, before: nn.Module, now: nn.Module) -> str:
     )
 
 
-def unlike(name: str, own: torch.Tensor, now: torch.Tensor) -> str:
+def changed_message(name: str, own: torch.Tensor, now: torch.Tensor) -> str:
     """Return the message on a parameter whose type, shape or device has changed."""
     was, became = ((f"{tuple(t.shape)} {t.dtype} on {t.device}") for t in (own, now))
     return (

@@ -14,8 +14,14 @@ import torch
 from torch import nn
 
 from mpigossip.config import JobError
-from mpigossip.engine.module import LOW, Parameters, alone, report_shared, unlike
-from mpigossip.engine.vector import Flat, flatten
+from mpigossip.engine.module import (
+    LOW,
+    ModuleParameters,
+    changed_message,
+    own_storage,
+    report_shared,
+)
+from mpigossip.engine.vector import ParameterLayout, flatten
 from mpigossip.mixing.wire import ALIGN, BUCKET
 
 
@@ -24,13 +30,13 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "DTensor"
 
 
-def local(tensor: Any) -> torch.Tensor:
+def local_shard(tensor: Any) -> torch.Tensor:
     """Return this rank's part of a DTensor; any other tensor as it is."""
     with torch.no_grad():  # else it is another tensor, made for autograd
         return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def full(tensor: Any) -> Any:
+def gather_full(tensor: Any) -> Any:
     """A DTensor whole, in every rank that has a part of it (collective); all else as it is."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
@@ -42,7 +48,7 @@ def part_like(parameter: Any, whole: Any) -> Any:
     mesh = parameter.device_mesh
     (placement,) = parameter.placements
     at, rows = _rows(parameter.shape[placement.dim], mesh.size(), mesh.get_local_rank())
-    part = whole.narrow(placement.dim, at, rows).to(local(parameter).device, copy=True)
+    part = whole.narrow(placement.dim, at, rows).to(local_shard(parameter).device, copy=True)
     return type(parameter).from_local(
         part, mesh, (placement,), run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
@@ -70,7 +76,7 @@ def reshard(modules: Sequence[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class ShardedLayout(Flat):
+class ShardedLayout(ParameterLayout):
     """Layout of the pieces of each parameter, at equal offsets in each slot's shard.
 
     A node's row (P,) is all shards, one after the other, P / slots long each. A parameter of d rows
@@ -93,11 +99,11 @@ class ShardedLayout(Flat):
         return (*whole[:dim], self.rows(k, slot)[1], *whole[dim + 1 :])
 
     @property
-    def own(self) -> Flat:
+    def local_layout(self) -> ParameterLayout:
         width = self.size // self.slots
         shapes = tuple(self.shape(k, self.place) for k in range(len(self.names)))
         strides = tuple(map(contiguous, shapes))
-        return Flat(self.names, shapes, strides, self.offsets, width, width, 1)
+        return ParameterLayout(self.names, shapes, strides, self.offsets, width, width, 1)
 
     @property
     def by_index(self) -> bool:
@@ -136,7 +142,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def planned(model: nn.Module) -> Flat:
+def plan_layout(model: nn.Module) -> ParameterLayout:
     """The layout of the model, a :class:`ShardedLayout` where it is sharded. JobError."""
     modules = fully_sharded(model)
     reshard(modules)
@@ -200,7 +206,7 @@ def _as_known(inside: Any, parameter: Any, padded: int) -> bool:
     return data.shape == (padded,) and (not own.numel() or own.data_ptr() == data.data_ptr())
 
 
-class Shards(Parameters):
+class ShardedParameters(ModuleParameters):
     """This rank's shards of a module's trained parameters, in float32, and of their gradients.
 
     Where torch's inside is as known, the shards lie in the row; else they are copied from it after
@@ -210,7 +216,7 @@ class Shards(Parameters):
     def __init__(self, model: nn.Module, flat: ShardedLayout):
         self._lay_out([model], flat)
         self.low = [False] * len(self.rows[0])
-        self._pieces = flat.own
+        self._pieces = flat.local_layout
         self._modules = fully_sharded(model)
         self._first = (self._pieces.size * flat.place,)
         self._gradients: dict[int, list[torch.Tensor]] = {}
@@ -221,7 +227,7 @@ class Shards(Parameters):
         for k, p in enumerate(self.rows[0]):
             padded = prod(flat.shape(k, 0))
             inside = known.get(id(p))
-            views[k].copy_(local(p))
+            views[k].copy_(local_shard(p))
             self._insides.append(inside)
             if _as_known(inside, p, padded):
                 self._stretches.append(self._stretch(k))
@@ -243,7 +249,7 @@ class Shards(Parameters):
         flat: Any = self.flat
         at = flat.offsets[k]
         padded = prod(flat.shape(k, 0))
-        return alone(self.x[0][0][at : at + padded])
+        return own_storage(self.x[0][0][at : at + padded])
 
     def _address(self, k: int) -> int:
         x = self.x[0]
@@ -257,7 +263,7 @@ class Shards(Parameters):
             self.rows[0][k]._local_tensor = stretch[: prod(shape)].view(shape)
 
     def _dense(self, grad: torch.Tensor) -> torch.Tensor:
-        return local(grad)
+        return local_shard(grad)
 
     def _as_gradients(self, row: torch.Tensor) -> list[torch.Tensor]:
         """The pieces of a row of gradients as DTensors."""
@@ -295,7 +301,7 @@ class Shards(Parameters):
             ):
                 p.grad = gradient
                 if stretch is None:
-                    local(p).copy_(view)
+                    local_shard(p).copy_(view)
                 else:
                     p._local_tensor = view
             yield
@@ -303,7 +309,7 @@ class Shards(Parameters):
             for k, (p, view, gradient) in enumerate(zip(parameters, views, grads, strict=True)):
                 p.grad = gradient
                 if self._stretches[k] is None:
-                    view.copy_(local(p))
+                    view.copy_(local_shard(p))
                 else:
                     self._lay(k, self._stretches[k])
 
@@ -321,7 +327,7 @@ class Shards(Parameters):
         reshard(self._modules)
         for k, view in enumerate(self.cut(self.x[0][0])):
             if self._stretches[k] is None:
-                local(self.rows[0][k]).copy_(view)
+                local_shard(self.rows[0][k]).copy_(view)
 
     def check(self) -> bool:
         """Take shards that were given other memory back into the vector, with their values.
@@ -333,9 +339,9 @@ class Shards(Parameters):
         changed = False
         for k, (p, view) in enumerate(zip(self.rows[0], self.cut(self.x[0][0]), strict=True)):
             self._check_owner(0, k)
-            now = local(p)
+            now = local_shard(p)
             if (now.dtype, now.shape, now.device) != (view.dtype, view.shape, view.device):
-                raise JobError(unlike(self.flat.names[k], view, now))
+                raise JobError(changed_message(self.flat.names[k], view, now))
             stretch = self._stretches[k]
             if stretch is None:
                 continue
@@ -357,14 +363,16 @@ class Shards(Parameters):
         """Copy shards that are copies of the vector's, edited or not, into it."""
         for k, (p, view) in enumerate(zip(self.rows[0], self.cut(self.x[0][0]), strict=True)):
             if self._stretches[k] is None:
-                view.copy_(local(p))
+                view.copy_(local_shard(p))
 
     def differ(self, sent: Sequence[torch.Tensor]) -> bool:
         pairs = zip(self.rows[0], self.cut(self.x[0][0]), strict=True)
         copies = [
-            (local(p), view) for k, (p, view) in enumerate(pairs) if self._stretches[k] is None
+            (local_shard(p), view)
+            for k, (p, view) in enumerate(pairs)
+            if self._stretches[k] is None
         ]
         return super().differ(sent) or not all(torch.equal(*pair) for pair in copies)
 
     def versions(self) -> list[int]:
-        return [local(p)._version + p._version for p in self.rows[0]]
+        return [local_shard(p)._version + p._version for p in self.rows[0]]

@@ -8,10 +8,10 @@ import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
-from mpigossip.engine.measurements import Clock, Record, check_message, measured, mixed_distance
-from mpigossip.engine.vector import Vector, leaves, packed, split
-from mpigossip.groups.base import Group, held, phase
-from mpigossip.mixing.base import Kind, Mixer
+from mpigossip.engine.measurements import Clock, Record, check_message, make_record, mixed_distance
+from mpigossip.engine.vector import FlatParameters, named_arrays, packed, scatter_row
+from mpigossip.groups.base import Group, local_shards, profiled
+from mpigossip.mixing.base import ExchangeKind, Mixer
 
 
 class Engine:
@@ -26,7 +26,7 @@ class Engine:
     states: list[Any]
     cadence_state: Any
     mixed_distance: torch.Tensor | None  # ‖mixed − sent‖ of the present step
-    _kind: Kind | None
+    _kind: ExchangeKind | None
     _exchanged: Any
     _outbox: Sequence | None
 
@@ -34,7 +34,7 @@ class Engine:
         self,
         mixer: Mixer,
         group: Group,
-        vector: Vector,
+        vector: FlatParameters,
         methods: Sequence[Algorithm],
         cadence: Cadence,
         *,
@@ -63,7 +63,7 @@ class Engine:
     ) -> Record:
         """x_i ← receive(x_i, g_i, Σ_j W[i, j](t) · send(x_j, g_j)); see :meth:`begin`."""
         now = self.begin(lr, skipped)  # the cadence decides: local, gossip or global
-        if now.kind is Kind.LOCAL:
+        if now.kind is ExchangeKind.LOCAL:
             self.adapt(now)
         else:
             sent, mixed = self.exchange(now)  # waits for in-neighbours
@@ -108,14 +108,14 @@ class Engine:
 
     def exchange(self, now: Step) -> tuple[Sequence, Sequence]:
         """Return what was sent and what was mixed; waits for in-neighbours."""
-        if not self.under_way:
+        if not self.in_flight:
             self.send(now)
-        self.settle(self._spent(now.kind))
+        self.wait_exchange(self._reusable_x(now.kind))
         sent, mixed = self._exchanged
         self.measure(sent, mixed, now.kind)
         return sent, mixed
 
-    @phase("send")
+    @profiled("send")
     def send(self, now: Step) -> None:
         """Let the algorithm fill the outbox, shard by shard, and begin the exchange."""
         # waits for its last readers
@@ -130,7 +130,7 @@ class Engine:
 
         self.states = self.group.on_shards(send)
         self.mixer.start(now.kind, now.round, self.index)
-        self.under_way = True
+        self.in_flight = True
         self._outbox = out
 
     def sent_x(self) -> list[torch.Tensor]:
@@ -147,20 +147,20 @@ class Engine:
             found.append(out[0] if stays else x.clone())
         return found
 
-    @phase("wait for neighbours")
-    def settle(self, into: torch.Tensor | None = None) -> None:
+    @profiled("wait for neighbours")
+    def wait_exchange(self, into: torch.Tensor | None = None) -> None:
         """Wait for the neighbours of an exchange that has begun; ``into``: where to sum it."""
-        if self.under_way and self._exchanged is None:
+        if self.in_flight and self._exchanged is None:
             self._exchanged = self.mixer.finish(into)
 
-    def _spent(self, kind: Kind) -> torch.Tensor | None:
+    def _reusable_x(self, kind: ExchangeKind) -> torch.Tensor | None:
         """The array x, where the method makes it what is mixed and nobody needs it any more."""
         layout = self.mixer.layout
         one = len(self.vector.x) == layout.vectors == 1 and not layout.scalars
-        plain = one and layout.raw_bytes is None and kind is Kind.GOSSIP
+        plain = one and layout.raw_bytes is None and kind is ExchangeKind.GOSSIP
         return self.vector.x[0] if plain and self.method.takes_mixed else None
 
-    @phase("receive")
+    @profiled("receive")
     def receive(self, sent: Sequence, mixed: Sequence, now: Step) -> None:
         """Let the algorithm apply what was received, shard by shard."""
 
@@ -183,14 +183,14 @@ class Engine:
 
     def _end(self) -> None:
         self._kind = None  # of the step that has begun
-        self.under_way = False  # whether its exchange has
+        self.in_flight = False  # whether its exchange has
         self._exchanged = None  # what it brought
         self._outbox = None  # what was sent, until the next exchange begins
 
     def average(self, lr: float) -> None:
         """An exchange without a step: if nodes that wait were silent, others would drift away."""
-        self._kind = Kind.GOSSIP
-        now = self._now(lr)._replace(skipped=tuple(range(len(self.mixer.rows))), waits=True)
+        self._kind = ExchangeKind.GOSSIP
+        now = self._now(lr)._replace(skipped=tuple(range(len(self.mixer.local_nodes))), waits=True)
         for g in self.vector.g:
             g.zero_()
         self.send(now)
@@ -204,17 +204,17 @@ class Engine:
         """Return whether the present step measures consensus distances, as every k-th one does."""
         return bool(self.measure_every) and self.index % self.measure_every == 0
 
-    def measure(self, sent: Sequence, mixed: Sequence, kind: Kind) -> None:
+    def measure(self, sent: Sequence, mixed: Sequence, kind: ExchangeKind) -> None:
         """Keep ‖mixed − sent‖ where the record or the cadence asks for it."""
-        if self.measuring or kind is Kind.GLOBAL and "variance" in self.cadence.measures:
+        if self.measuring or kind is ExchangeKind.GLOBAL and "variance" in self.cadence.measures:
             self.mixed_distance = mixed_distance(sent, mixed, self.group)
 
     def record(self, now: Step, loss: Any, norm: Any) -> Record:
         """Count the step; what it showed. ``loss`` and gradient ``norm``: (rows,), if known."""
-        found, averages = measured(self, now, loss, norm)
+        found, averages = make_record(self, now, loss, norm)
         self.cadence_state = self.cadence.observe(self.cadence_state, now, averages)
         self.counts = [count + (row not in now.skipped) for row, count in enumerate(self.counts)]
-        self.round += now.kind is Kind.GOSSIP
+        self.round += now.kind is ExchangeKind.GOSSIP
         self.index += 1
         self._end()
         return found
@@ -225,14 +225,14 @@ class Engine:
         """Begin the method's and the cadence's state anew at the present step."""
         self.states = [m.init(x) for m, x in zip(self.methods, self.vector.x, strict=True)]
         self.cadence_state = self.cadence.init()
-        self.state_start, self.counts = self.index, [0] * len(self.mixer.rows)
+        self.state_start, self.counts = self.index, [0] * len(self.mixer.local_nodes)
 
     def parts(self) -> dict[str, list[torch.Tensor]]:
         """The method's arrays as they are: by name, one a segment."""
-        named = [dict(leaves(state)) for state in self.states]
+        named = [dict(named_arrays(state)) for state in self.states]
         return {f"state/{k}": [each[k] for each in named] for k in named[0]}
 
-    def arrays(self, row: int = 0, places: Mapping[str, np.ndarray] | None = None) -> dict:
+    def pack_state(self, row: int = 0, places: Mapping[str, np.ndarray] | None = None) -> dict:
         """A node's state, packed over ``places`` if given; in the first process of the node."""
         return packed(self.parts(), self.group, self.vector.flat, row, places or {})
 
@@ -246,11 +246,11 @@ class Engine:
     ) -> None:
         """Go on where :meth:`arrays` and :meth:`numbers` stood; x is the caller's."""
         for name, parts in self.parts().items():
-            split(arrays[name], parts, row, self.vector.flat, held(self.group))
-        self.count_from(numbers, row)
+            scatter_row(arrays[name], parts, row, self.vector.flat, local_shards(self.group))
+        self.restore_counters(numbers, row)
         self.restore_cadence(numbers)
 
-    def count_from(self, numbers: Mapping[str, Any], row: int | None = None) -> None:
+    def restore_counters(self, numbers: Mapping[str, Any], row: int | None = None) -> None:
         """Take the counters alone; "local_steps", if saved, of a row or all."""
         self.index = int(numbers["index"])
         self.round = int(numbers["round"])

@@ -17,13 +17,13 @@ from mpigossip.mixing.wire import ALIGN, BUCKET
 from mpigossip.store import direct
 
 
-class Vector(Protocol):
+class FlatParameters(Protocol):
     """The trained parameters of the nodes that live here, in flat memory, and their gradients.
 
     Arrays are (rows, columns): ``x`` and ``g`` one a segment, ``full`` one a slot.
     """
 
-    flat: Flat
+    flat: ParameterLayout
     x: list[torch.Tensor]
     """what is updated and exchanged: the slots' shards"""
     g: list[torch.Tensor]
@@ -40,7 +40,7 @@ class Vector(Protocol):
 
 
 @dataclass(frozen=True)
-class Flat:
+class ParameterLayout:
     """Layout of the trained parameters in a vector of ``size`` elements.
 
     Parameters that take weight decay come first: they are the columns below ``decayed``.
@@ -63,7 +63,7 @@ class Flat:
         return (self.size // self.slots,) * self.slots
 
     @property
-    def own(self) -> Flat:
+    def local_layout(self) -> ParameterLayout:
         """Return this process's part as a vector of its own."""
         return self
 
@@ -78,7 +78,7 @@ class Flat:
         return min(max(self.decayed - slot * width, 0), width)
 
     @property
-    def places(self) -> list[slice]:
+    def column_ranges(self) -> list[slice]:
         """The columns of each parameter, the padding behind it included."""
         ends = [*self.offsets[1:], self.size]
         return [slice(begin, end) for begin, end in zip(self.offsets, ends, strict=True)]
@@ -168,7 +168,7 @@ def flatten(
     slots: int = 1,
     decayed: Collection[str] | None = None,
     types: Collection[torch.dtype] = (torch.float32,),
-) -> Flat:
+) -> ParameterLayout:
     """Lay out the module's trained parameters for a node of ``slots`` slots.
 
     ``decayed``: names that take weight decay (None: all). Frozen parameters stay outside.
@@ -194,7 +194,7 @@ def flatten(
         offsets.append(at)
         at += -(-parameter.numel() // ALIGN) * ALIGN
     whole = slots * BUCKET  # every shard is a multiple of it, so that wires see whole buckets
-    return Flat(
+    return ParameterLayout(
         names=tuple(name for name, _ in ordered),
         shapes=tuple(tuple(parameter.shape) for _, parameter in ordered),
         strides=tuple(dense(parameter) for _, parameter in ordered),
@@ -209,23 +209,23 @@ def flatten(
 # -- state by name: an algorithm's nested arrays as packed rows of a node, and back ----------------
 
 
-def leaves(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def named_arrays(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The arrays of a nested NamedTuple by name: ``("base/momentum", array)``."""
     if isinstance(state, torch.Tensor):
         yield prefix, state
         return
     for name in getattr(state, "_fields", ()):
-        yield from leaves(getattr(state, name), f"{prefix}/{name}" if prefix else name)
+        yield from named_arrays(getattr(state, name), f"{prefix}/{name}" if prefix else name)
 
 
-def joined(
-    parts: Sequence[torch.Tensor], row: int, flat: Flat, place: np.ndarray | None = None
+def join_row(
+    parts: Sequence[torch.Tensor], row: int, flat: ParameterLayout, place: np.ndarray | None = None
 ) -> np.ndarray:
     """One row over all slots: shaped like x, cut to the parameters; figures of a row as they are.
 
     ``place``: an array of an earlier call that is overwritten; without one, whole pages are taken.
     """
-    if of_rows(parts[0], flat):
+    if is_per_row(parts[0], flat):
         return parts[0][row].cpu().numpy().copy()
     # a single slot's shard is the whole: packing it is the only copy
     whole = parts[0][row] if len(parts) == 1 else torch.cat([part[row].cpu() for part in parts])
@@ -239,7 +239,7 @@ def joined(
 def packed(
     parts: Mapping[str, Sequence[torch.Tensor]],
     group: Group,
-    flat: Flat,
+    flat: ParameterLayout,
     row: int,
     places: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
@@ -248,20 +248,20 @@ def packed(
     for name, shards in parts.items():
         whole = group.to_first([shard[row : row + 1] for shard in shards])
         if whole is not None:
-            found[name] = joined(whole, 0, flat, places.get(name))
+            found[name] = join_row(whole, 0, flat, places.get(name))
     return found
 
 
-def split(
+def scatter_row(
     packed: np.ndarray,
     parts: Sequence[torch.Tensor],
     row: int,
-    flat: Flat,
+    flat: ParameterLayout,
     here: range | None = None,
 ) -> None:
     """Inverse of :func:`joined`; ``here``: the shards that ``parts`` are, None: all."""
     values = torch.from_numpy(np.array(packed))
-    if of_rows(parts[0], flat):
+    if is_per_row(parts[0], flat):
         for part in parts:
             part[row].copy_(values)
         return
@@ -272,7 +272,7 @@ def split(
         part[row].copy_(pieces[shard])
 
 
-def of_rows(part: torch.Tensor, flat: Flat) -> bool:
+def is_per_row(part: torch.Tensor, flat: ParameterLayout) -> bool:
     """Return whether an array holds values per row, one or one for each fragment.
 
     Any other array is shaped like the shard x, whatever its type. A shard has at least `BUCKET`

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from mpigossip.config.limits import Positive
-from mpigossip.config.own_parts import is_own
 from mpigossip.config.toml import near
+from mpigossip.config.user_code import is_user_code
 from mpigossip.graphs import classic, equitopo, exponential, finite_time
 from mpigossip.graphs.base import Graph, GraphError, checked_seed
 from mpigossip.graphs.base import from_matrices as from_matrices
-from mpigossip.graphs.given import from_file, from_function, from_value
-from mpigossip.graphs.given import from_networkx as from_networkx
-from mpigossip.graphs.given import from_sequence as from_sequence
 from mpigossip.graphs.rounds import Circulant as Circulant
 from mpigossip.graphs.rounds import Sparse as Sparse
+from mpigossip.graphs.user_graphs import from_file, from_function, from_value
+from mpigossip.graphs.user_graphs import from_networkx as from_networkx
+from mpigossip.graphs.user_graphs import from_sequence as from_sequence
 from mpigossip.graphs.weights import WEIGHTS as WEIGHTS
 from mpigossip.graphs.weights import reweighted
 
@@ -126,7 +126,7 @@ def graph(
     if isinstance(name, str) and name.startswith("file:"):
         return _finished(from_file(name.removeprefix("file:")), n, weights, lazy, **options)
     slack = options.pop("slack", 1.0)
-    if callable(name) or isinstance(name, str) and is_own(name):
+    if callable(name) or isinstance(name, str) and is_user_code(name):
         return _finished(from_function(name, n, seed, **options), n, weights, lazy, slack)
     if not isinstance(name, str):
         return _finished(from_value(name), n, weights, lazy, slack, **options)

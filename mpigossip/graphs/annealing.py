@@ -103,7 +103,7 @@ class Task:
         return float(grained(self.exact(low, high)))
 
 
-class Plan:
+class CandidateGraph:
     """A graph with a cyclic symmetry of order m, as a set of edge orbits."""
 
     def __init__(self, task: Task, m: int) -> None:
@@ -218,7 +218,7 @@ class Plan:
         return float(low), float(values[:, -1].max())
 
 
-def fill(plan: Plan, rng: np.random.Generator, most: int = 2, tries: int = 2000) -> None:
+def fill(plan: CandidateGraph, rng: np.random.Generator, most: int = 2, tries: int = 2000) -> None:
     """Add random orbits, first where degrees are least, as long as the budgets allow it.
 
     Without symmetry (m = 1) it starts from a balanced tree of degree `most`, so that the graph is
@@ -239,7 +239,7 @@ def fill(plan: Plan, rng: np.random.Generator, most: int = 2, tries: int = 2000)
         misses = 0 if plan.apply(([], [orbit])) else misses + 1
 
 
-def random_move(plan: Plan, rng: np.random.Generator) -> Move | None:
+def random_move(plan: CandidateGraph, rng: np.random.Generator) -> Move | None:
     """A swap of two orbits' ends, a new shift, or an orbit put elsewhere."""
     orbits = plan.orbits
     m = plan.m
@@ -264,7 +264,7 @@ def random_move(plan: Plan, rng: np.random.Generator) -> Move | None:
 class Screen:
     """First-order change of the score by each edge, for a plan without symmetry (m = 1)."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: CandidateGraph) -> None:
         values, vectors = np.linalg.eigh(plan.laplacian()[0])
         low = values[1]
         high = values[-1]
@@ -296,7 +296,7 @@ class Screen:
         square = product.diagonal()
         return square[:, None] + square[None, :] - 2 * product
 
-    def move(self, plan: Plan, rng: np.random.Generator, heat: float) -> Move | None:
+    def move(self, plan: CandidateGraph, rng: np.random.Generator, heat: float) -> Move | None:
         """The most promising of a sample of moves, up to noise of the size `heat`; the first."""
         degrees = np.array(plan.degrees)
         free = (degrees < plan.task.degree).sum() > 1 and rng.random() < 0.5
@@ -313,7 +313,7 @@ class Screen:
         added = [(int(min(x[best], y[best])), int(max(x[best], y[best])), 0) for x, y in new]
         return [self.orbits[gone[best]] for gone in (i, *others)], added
 
-    def _swaps(self, plan: Plan, degrees: np.ndarray, rng: np.random.Generator) -> tuple:
+    def _swaps(self, plan: CandidateGraph, degrees: np.ndarray, rng: np.random.Generator) -> tuple:
         """Edges ac and ef become af and ec: all degrees stay."""
         i, j = rng.integers(len(self.ends), size=(2, SAMPLE))
         (a, c), (e, f) = self.ends[i].T, self.ends[j].T
@@ -321,7 +321,7 @@ class Screen:
         e, f = np.where(flip, f, e), np.where(flip, e, f)
         return i, (j,), ((a, f), (e, c)), i != j
 
-    def _puts(self, plan: Plan, degrees: np.ndarray, rng: np.random.Generator) -> tuple:
+    def _puts(self, plan: CandidateGraph, degrees: np.ndarray, rng: np.random.Generator) -> tuple:
         """Edge ac becomes any xy whose ends have a degree to spare, those of ac included."""
         i = rng.integers(len(self.ends), size=SAMPLE)
         x, y = rng.integers(plan.b, size=(2, SAMPLE))
@@ -334,12 +334,12 @@ class Screen:
 
 
 def anneal(
-    plan: Plan,
+    plan: CandidateGraph,
     rng: np.random.Generator,
     budget: Budget,
     until: float,
     heat: tuple[float, float],
-    found: Callable[[Plan, float], None],
+    found: Callable[[CandidateGraph, float], None],
 ) -> None:
     """Anneal a plan until `until` of the budget is spent, cooling from heat[0] to heat[1].
 

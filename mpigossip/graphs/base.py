@@ -12,14 +12,14 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from mpigossip.config.errors import Mistake
+from mpigossip.config.errors import UserError
 from mpigossip.graphs.rounds import TOLERANCE, Round, Sparse
 
 SAMPLED_ROUNDS = 8
 """Rounds of an endless drawn graph from which its facts are read; each later one is checked."""
 
 
-class GraphError(Mistake):
+class GraphError(UserError):
     """A graph that can't be: the message names the value, the limit and the remedy."""
 
 

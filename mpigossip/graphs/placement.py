@@ -22,7 +22,7 @@ def usage(graph: Graph) -> np.ndarray:
     return links(graph).toarray().T
 
 
-def between(graph: Graph, racks: Sequence[Hashable]) -> float:
+def cross_rack_fraction(graph: Graph, racks: Sequence[Hashable]) -> float:
     """The share of a graph's messages that leave their rack; ``racks``: one for each node."""
     counts = usage(graph)
     label = _labels(racks, graph.n)
@@ -30,7 +30,9 @@ def between(graph: Graph, racks: Sequence[Hashable]) -> float:
     return _crossing(counts, label) / float(total) if total else 0.0
 
 
-def place(graph: Graph, racks: Sequence[Hashable], order: Sequence[int] | None = None) -> Graph:
+def renumber_for_racks(
+    graph: Graph, racks: Sequence[Hashable], order: Sequence[int] | None = None
+) -> Graph:
     """The graph renumbered for ranks in these racks, by :func:`places_for`."""
     return renumbered(graph, places_for(graph, racks, order))
 

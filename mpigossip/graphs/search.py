@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpigossip.graphs.annealing import GRAIN, Budget, Plan, Task, anneal, fill, generator
+from mpigossip.graphs.annealing import GRAIN, Budget, CandidateGraph, Task, anneal, fill, generator
 from mpigossip.graphs.base import Graph, GraphError
 from mpigossip.graphs.weights import undirected
 
@@ -31,7 +31,7 @@ Progress = Callable[[float, float, int], None]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search: edges, how good they are, and how they were found.
 
     `score` is r = λ_{n−1}/λ_1 for Laplacian weights and 1 − ρ(W − J) for others; `spectrum` the
@@ -69,11 +69,11 @@ class _Best:
     history: list[tuple[float, int, float]] = field(default_factory=list)
     told: float = -1.0
 
-    def found(self, plan: Plan | list[tuple[int, int]], score: float) -> None:
+    def found(self, plan: CandidateGraph | list[tuple[int, int]], score: float) -> None:
         """Keep a plan (or edges) that beats the best by more than a grain; of equals, the first."""
         if score > self.score + 1.5 * GRAIN:
             # edges first: an interrupt in between leaves a score that they have at least
-            self.edges = plan.edges() if isinstance(plan, Plan) else plan
+            self.edges = plan.edges() if isinstance(plan, CandidateGraph) else plan
             self.score = float(score)
             self.history.append((self.budget.elapsed, self.budget.used, float(score)))
         if self.progress and self.budget.elapsed > self.told + 0.5:
@@ -124,7 +124,7 @@ def search(
     evaluations: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Found:
+) -> SearchResult:
     """The best connected graph of n nodes found within the budgets.
 
     degree: most neighbours of a node; edges: most edges (either or both). weights: "laplacian"
@@ -152,9 +152,9 @@ def search(
     return _result(task, best, seed, interrupted)
 
 
-def _result(task: Task, best: _Best, seed: int, interrupted: bool) -> Found:
+def _result(task: Task, best: _Best, seed: int, interrupted: bool) -> SearchResult:
     plan = _plan(task, best.edges)
-    return Found(
+    return SearchResult(
         n=task.n,
         edges=tuple((int(i), int(j)) for i, j in best.edges),
         weights=task.weights,
@@ -173,8 +173,8 @@ def _result(task: Task, best: _Best, seed: int, interrupted: bool) -> Found:
 def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> None:
     """Circulants, then annealing without symmetry, with each cyclic symmetry, without, a polish."""
     n = task.n
-    path = Plan(task, 1)
-    tree = Plan(task, 1)
+    path = CandidateGraph(task, 1)
+    tree = CandidateGraph(task, 1)
     fill(path, rng, most=min(2, n - 1))
     fill(tree, rng, most=task.degree)
     for plan in (tree, path):
@@ -189,16 +189,16 @@ def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> N
     for m, until in (*windows, (1, 0.9)):
         if budget.spent() >= until:
             continue
-        plan = Plan(task, m)
+        plan = CandidateGraph(task, m)
         fill(plan, rng)
         if plan.orbits:
             anneal(plan, rng, budget, until, (HOT, COLD), best.found)
     anneal(_plan(task, best.edges), rng, budget, 1.0, (HOT / 10, COLD / 2), best.found)
 
 
-def _plan(task: Task, edges: list[tuple[int, int]]) -> Plan:
+def _plan(task: Task, edges: list[tuple[int, int]]) -> CandidateGraph:
     """The plan without symmetry of these edges."""
-    plan = Plan(task, 1)
+    plan = CandidateGraph(task, 1)
     for i, j in edges:
         plan.add((i, j, 0))
     return plan
@@ -253,7 +253,7 @@ def search_circulants(
     weights: str = "laplacian",
     limit: int = 2_000_000,
     progress: Progress | None = None,
-) -> Found:
+) -> SearchResult:
     """The best of all circulant graphs of n nodes, a degree and at most so many edges.
 
     All are tried. Raises GraphError where there are more than about `limit` sets of jumps, and
@@ -284,7 +284,7 @@ def search_circulants(
     return _result(task, best, 0, interrupted)
 
 
-def save(found: Found, path: str | Path) -> Path:
+def save(found: SearchResult, path: str | Path) -> Path:
     """Write a search's result as JSON; whole or not at all."""
     from mpigossip.store import StoreError, hdf5
 

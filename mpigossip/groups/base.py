@@ -14,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def phase(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorator that shows a phase of a step in torch's profiler, and costs nothing without one."""
 
     def decorated(work: Callable[P, T]) -> Callable[P, T]:
@@ -57,7 +57,7 @@ class Group(Protocol):
 
     slots: int
     """of the node: L"""
-    mine: range
+    local_slots: range
     """those that live here"""
     segments: int
     """of the node"""
@@ -89,7 +89,7 @@ class Group(Protocol):
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum over slots, in slot order, of small float64 arrays (rows, k)."""
-        return added(per_slot)
+        return sum_in_order(per_slot)
 
     def works(self) -> None:
         """Tell the node's other processes, if any, that this one is at work."""
@@ -107,12 +107,12 @@ class Group(Protocol):
         return
 
 
-def held(group: Group) -> range:
+def local_shards(group: Group) -> range:
     """The shards that live in this process."""
-    return range(1) if group.segments == 1 else group.mine
+    return range(1) if group.segments == 1 else group.local_slots
 
 
-def shards(
+def shard_views(
     full: Sequence[torch.Tensor], segments: int | None = None, here: range | None = None
 ) -> list[torch.Tensor]:
     """Shard l as columns of slot l's own array: views (rows, P/segments) of ``full``.
@@ -125,7 +125,7 @@ def shards(
     return [array.chunk(segments, dim=1)[s] for s, array in zip(here, full, strict=False)]
 
 
-def added(per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_in_order(per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum in the order given, where the first term is."""
     total = per_slot[0]
     for term in per_slot[1:]:
@@ -137,7 +137,7 @@ class Single(Group):
     """One slot: nothing to exchange, and the shard is the whole vector."""
 
     slots = segments = 1
-    mine = range(1)
+    local_slots = range(1)
 
     def __init__(self, device: str = "cpu"):
         self.devices = (device,)
@@ -158,7 +158,7 @@ class Single(Group):
             full[0].copy_(shards[0])
 
 
-class Whole:
+class Unsharded:
     """Slots whose vectors aren't cut (``node.shard = false``): slot 0 updates and exchanges all.
 
     For methods that aren't elementwise, and as the reference of the sharded step: the gradients
@@ -171,7 +171,7 @@ class Whole:
     def __init__(self, inner: Group):
         self._inner = inner
         self.slots = inner.slots
-        self.mine = inner.mine
+        self.local_slots = inner.local_slots
         self.devices = inner.devices
         self.zeros = inner.zeros
         self.works = inner.works
@@ -193,7 +193,7 @@ class Whole:
         self.broadcast(full)
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
-        return added(per_slot)
+        return sum_in_order(per_slot)
 
     def close(self) -> None:
         self._inner.close()

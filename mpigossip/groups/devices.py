@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.cluster.world import World
-from mpigossip.groups.base import Group, Single, Whole
-from mpigossip.groups.threads import Threads
+from mpigossip.groups.base import Group, Single, Unsharded
+from mpigossip.groups.threads import ThreadGroup
 
 LOCAL = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -39,7 +39,7 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     return 0, 1
 
 
-def resolved(
+def resolve_auto(
     devices: str,
     ranks_per_node: int | str,
     environ: Mapping[str, str] = os.environ,
@@ -99,7 +99,7 @@ def slots_of(
     has two slots. ``visible``: GPUs that torch sees (None: ask).
     """
     if devices == "auto":
-        devices, _ = resolved(devices, 1, environ, visible)
+        devices, _ = resolve_auto(devices, 1, environ, visible)
     kind, _, which = devices.partition(":")
     if kind != "gpu":
         return _listed(devices)
@@ -109,7 +109,7 @@ def slots_of(
     return tuple(f"cuda:{(first + k) % max(count, each)}" for k in range(each))
 
 
-def beside(devices: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
+def unused_gpus_note(devices: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
     """A note on GPUs that torch sees beside these, or that ranks of this host share; else ""."""
     count = torch.cuda.device_count()
     used = len(set(devices) - {"cpu"})
@@ -134,7 +134,7 @@ def _listed(devices: str) -> tuple[str, ...]:
     return tuple(f"cuda:{k}" for k in numbers)
 
 
-def mistakes(
+def device_problems(
     setting: str, environ: Mapping[str, str] = os.environ, visible: int | None = None
 ) -> list[str]:
     """Return why the slots that `node.devices` asks for can't be had here, with the remedy."""
@@ -183,7 +183,7 @@ def make_group(
     ranks, ``devices`` are those of this one; collective over it. ``sums``: the order of sums
     between GPUs. Raises GroupError.
     """
-    node = world.nodes.inside if world else None
+    node = world.nodes.intra_node if world else None
     on_gpus = len(set(devices)) > 1 or (node is not None and devices[0] != "cpu")
     if on_gpus:  # kernels that are loaded later would wait for collectives that wait for them
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
@@ -191,13 +191,13 @@ def make_group(
     count = len(devices)
     group: Group = Single(devices[0])
     if count > 1:
-        group = Threads(count, threads, devices, first, timeout_s)
+        group = ThreadGroup(count, threads, devices, first, timeout_s)
     if node is not None:
-        from mpigossip.groups.ranks import Ranks  # needs MPI
+        from mpigossip.groups.ranks import RankGroup  # needs MPI
 
-        group = Ranks(group, node)
+        group = RankGroup(group, node)
     if on_gpus:
         from mpigossip.groups.torch_group import TorchGroup
 
-        group = TorchGroup(group, Alone() if node is None else node, sums, timeout_s)
-    return group if shard or group.slots == 1 else Whole(group)
+        group = TorchGroup(group, SingleProcess() if node is None else node, sums, timeout_s)
+    return group if shard or group.slots == 1 else Unsharded(group)

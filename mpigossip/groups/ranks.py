@@ -10,10 +10,10 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_shared
-from mpigossip.cluster.deadline import Deadline, numbers
+from mpigossip.cluster.deadline import Deadline, world_ranks
 from mpigossip.cluster.world import World
-from mpigossip.groups.base import Group, GroupError, added, phase
-from mpigossip.mixing.combine import combine
+from mpigossip.groups.base import Group, GroupError, profiled, sum_in_order
+from mpigossip.mixing.combine import weighted_sum
 
 SUMMED = 1 << 16
 """Columns that are summed at once, in the cache, before they overwrite a term of the sum."""
@@ -60,8 +60,8 @@ class Barrier:
     def wait(self, purpose: str) -> None:
         """Wait for all ranks of the node; what they wrote before is then visible.
 
-        LateError after twice the node's time limit, which restarts while a late rank reports that
-        it is working.
+        :raises WaitTimeoutError: after twice the node's time limit, which restarts while a late
+            rank reports that it is working
         """
         node = self._node
         window = self._shared.window
@@ -74,7 +74,7 @@ class Barrier:
             return [rank for rank, count in enumerate(self._arrived) if count[0] < self._count]
 
         def late() -> str:
-            world = numbers(node.comm, missing())
+            world = world_ranks(node.comm, missing())
             return f"{purpose}: rank {', '.join(map(str, world))} of this node didn't come"
 
         deadline = Deadline(2 * node.timeout_s)
@@ -88,7 +88,7 @@ class Barrier:
                 deadline.renew()
             return not awaited
 
-        deadline.wait(all_arrived, late, whom=lambda: numbers(node.comm, missing()))
+        deadline.wait(all_arrived, late, awaited_ranks=lambda: world_ranks(node.comm, missing()))
         window.Sync()
 
     def works(self) -> None:
@@ -111,7 +111,7 @@ class Barrier:
         self._shared.free()
 
 
-class Ranks:
+class RankGroup:
     """The L slots of a node of k ranks on CPUs; each rank runs its own as ``inner`` does."""
 
     def __init__(self, inner: Group, node: World):
@@ -121,7 +121,7 @@ class Ranks:
         """
         own = inner.slots
         self.slots = self.segments = own * node.size
-        self.mine = range(own * node.rank, own * (node.rank + 1))
+        self.local_slots = range(own * node.rank, own * (node.rank + 1))
         self.devices = inner.devices
         self._inner = inner
         self._node = node
@@ -134,13 +134,13 @@ class Ranks:
         """the arrays of all slots, by the address of the first one here"""
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
-        own = len(self.mine)
+        own = len(self.local_slots)
         memory = SharedMemory(self._node.comm, 4 * own * rows * columns)
         self._memory.append(memory)
         found: list[torch.Tensor] = []
         for piece in memory.arrays:
             found += piece.view(torch.float32).view(own, rows, columns).unbind(0)
-        here = found[self.mine.start : self.mine.stop]
+        here = found[self.local_slots.start : self.local_slots.stop]
         self._everyone[here[0].data_ptr()] = found
         self.barrier.wait("new arrays")  # all of them are zero
         return here
@@ -152,14 +152,18 @@ class Ranks:
             raise GroupError("only arrays that the group made itself are seen by its other ranks")
         return [array[: len(full[0])] for array in found]
 
-    @phase("sum inside the node")
+    @profiled("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Slot l sums its columns over all slots, into those of its own array."""
         everyone = self._all(full)
         self.barrier.wait("the slots' gradients")  # all of them are whole
         columns = [array.chunk(self.slots, dim=1) for array in everyone]
-        self.run(lambda k: self._sum([parts[self.mine[k]] for parts in columns], self.mine[k]))
-        return [columns[slot][slot] for slot in self.mine]
+        self.run(
+            lambda k: self._sum(
+                [parts[self.local_slots[k]] for parts in columns], self.local_slots[k]
+            )
+        )
+        return [columns[slot][slot] for slot in self.local_slots]
 
     def _sum(self, terms: Sequence[torch.Tensor], slot: int) -> None:
         """The mean of all slots' ``terms``, (rows, p), written over that of ``slot``."""
@@ -169,19 +173,19 @@ class Ranks:
             pieces = [term[:, at : at + SUMMED] for term in terms]
             # a sum may only be formed in its first two terms
             out = scratch[:, : pieces[0].shape[1]]
-            pieces[slot].copy_(combine(weights, pieces, out))
+            pieces[slot].copy_(weighted_sum(weights, pieces, out))
 
-    @phase("gather inside the node")
+    @profiled("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
         everyone = self._all(full)
         parts = [array.chunk(self.slots, dim=1) for array in everyone]
-        for slot, shard in zip(self.mine, shards, strict=True):
+        for slot, shard in zip(self.local_slots, shards, strict=True):
             if parts[slot][slot].data_ptr() != shard.data_ptr():
                 parts[slot][slot].copy_(shard)
         self.barrier.wait("the slots' shards")  # all of them are whole
 
         def fetch(k: int) -> None:
-            slot = self.mine[k]
+            slot = self.local_slots[k]
             for other in range(self.slots):
                 if other != slot:
                     parts[slot][other].copy_(parts[other][other])
@@ -192,7 +196,7 @@ class Ranks:
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
         everyone = self._all(full)
         self.barrier.wait("slot 0's vector")
-        self.run(lambda k: full[k].copy_(everyone[0]) if self.mine[k] else None)
+        self.run(lambda k: full[k].copy_(everyone[0]) if self.local_slots[k] else None)
         self.barrier.wait("the node's vector")
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -204,7 +208,7 @@ class Ranks:
         pieces = []
         for at in range(0, flat.shape[1], each):
             shown = self.barrier.gather(flat[:, at : at + each].reshape(-1))
-            pieces.append(added([row for rank in shown for row in rank.view(own, -1)]))
+            pieces.append(sum_in_order([row for rank in shown for row in rank.view(own, -1)]))
         return torch.cat(pieces).view(shape)
 
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -228,7 +232,7 @@ class Ranks:
         Deadline(self._node.timeout_s).wait(
             lambda: MPI.Request.Testall(requests),
             lambda: "not all ranks of this node have sent their slots",
-            whom=lambda: numbers(self._node.comm, ranks),
+            awaited_ranks=lambda: world_ranks(self._node.comm, ranks),
         )
 
     def close(self) -> None:
@@ -244,7 +248,7 @@ class Ranks:
         self.barrier.close()
 
 
-class Apart(Ranks):
+class NeverGathered(RankGroup):
     """Slots that never hold the whole vector: the model itself gathers what it needs of it."""
 
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from mpigossip.cluster.deadline import LateError, Patience
-from mpigossip.groups.base import Group, end_job, phase
-from mpigossip.mixing.combine import combine
+from mpigossip.cluster.deadline import PauseExtension, WaitTimeoutError
+from mpigossip.groups.base import Group, end_job, profiled
+from mpigossip.mixing.combine import weighted_sum
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ GRACE_S = 10.0
 """Seconds in which the other slots may end their work once one has failed."""
 
 
-class Threads(Group):
+class ThreadGroup(Group):
     """L slots on this machine's cores or on one GPU; slot 0 runs in the calling thread."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Threads(Group):
         reach, which is one device.
         """
         self.slots = self.segments = slots
-        self.mine = range(slots)
+        self.local_slots = range(slots)
         self._first = first
         self._limit = min(SOONER * timeout_s, threading.TIMEOUT_MAX)
         self._open: Any = None
@@ -71,13 +71,13 @@ class Threads(Group):
 
     def _given(self, slot: int, inbox: queue.SimpleQueue) -> tuple | None:
         """Wait for the next work; slot 1 ends the job where slot 0, this rank's, is late."""
-        patience = Patience()
+        patience = PauseExtension()
         while True:
             before = self._open
             try:
                 return _next(inbox, self._limit)
             except queue.Empty:
-                if slot == 1 and before and before is self._open and not patience.more():
+                if slot == 1 and before and before is self._open and not patience.extends():
                     end_job(self._late(0))
 
     def _late(self, slot: int) -> str:
@@ -88,18 +88,18 @@ class Threads(Group):
 
     def _take(self, done: queue.SimpleQueue, failed: bool) -> Any:
         """Wait for the slot that ends next; queue.Empty at the limit, unless a rank is paused."""
-        patience = Patience()
+        patience = PauseExtension()
         while True:
             try:
                 return _next(done, GRACE_S if failed else self._limit)
             except queue.Empty:
-                if failed or not patience.more():
+                if failed or not patience.extends():
                     raise
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """``work(slot)`` on all slots at once; the first failure by slot is raised here.
 
-        Others may then take `GRACE_S` more. One that does not finish is named by LateError.
+        Others may then take `GRACE_S` more. One that does not finish is named by WaitTimeoutError.
         """
         done: queue.SimpleQueue = queue.SimpleQueue()
         self._open, missing = done, {*range(1, self.slots)}
@@ -117,7 +117,7 @@ class Threads(Group):
                 slot, results[slot], failure = self._take(done, bool(errors))
             except queue.Empty:
                 slot = min(missing)
-                errors = errors or {slot: LateError(self._late(slot))}
+                errors = errors or {slot: WaitTimeoutError(self._late(slot))}
                 break
             missing.discard(slot)
             if failure is not None:
@@ -132,19 +132,19 @@ class Threads(Group):
 
     on_shards = run
 
-    @phase("sum inside the node")
+    @profiled("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Slot l sums its columns over all slots, into those of slot 0's array."""
         columns = [array.chunk(self.slots, dim=1) for array in full]
         weights = [1 / self.slots] * self.slots
 
         def sum_part(slot: int) -> None:
-            combine(weights, [parts[slot] for parts in columns], columns[0][slot])
+            weighted_sum(weights, [parts[slot] for parts in columns], columns[0][slot])
 
         self.run(sum_part)
         return list(columns[0])
 
-    @phase("gather inside the node")
+    @profiled("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
         def fetch(slot: int) -> None:
             for other, part in enumerate(full[slot].chunk(self.slots, dim=1)):

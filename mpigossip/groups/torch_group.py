@@ -15,18 +15,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from mpigossip.cluster.deadline import LateError
+from mpigossip.cluster.deadline import WaitTimeoutError
 from mpigossip.cluster.process_groups import (
     REMEDY,
-    Place,
+    GroupRank,
     close_groups,
     is_gpu,
-    launching,
+    launch_lock,
     open_groups,
 )
 from mpigossip.cluster.world import World
-from mpigossip.groups.base import Group, GroupError, end_job, phase
-from mpigossip.mixing.combine import combine
+from mpigossip.groups.base import Group, GroupError, end_job, profiled
+from mpigossip.mixing.combine import weighted_sum
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class TorchGroup:
         done after ``timeout_s`` ends the job. Raises Failure where slots can't be connected.
         """
         self.slots = self.segments = host.slots
-        self.mine = host.mine
+        self.local_slots = host.local_slots
         self.devices = host.devices
         self.run = self.on_shards = host.run
         self.sum_scalars = host.sum_scalars
@@ -68,13 +68,13 @@ class TorchGroup:
         )
         self._on_gpus = is_gpu(self.devices[0])
         self._broken = False
-        self._calls, self._begun = 0, [0] * len(self.mine)
+        self._calls, self._begun = 0, [0] * len(self.local_slots)
         """calls so far, and those that each slot here has begun"""
         self._works: list[tuple[str, Any]] = []
-        self._scratch = [torch.empty(0)] * len(self.mine)
+        self._scratch = [torch.empty(0)] * len(self.local_slots)
         places = [
-            Place("inside the node", slot, self.slots, device)
-            for slot, device in zip(self.mine, self.devices, strict=True)
+            GroupRank("inside the node", slot, self.slots, device)
+            for slot, device in zip(self.local_slots, self.devices, strict=True)
         ]
         self._groups = open_groups(node, places, timeout_s)
         self._watchdog = Watchdog(timeout_s, REMEDY, device=self.devices[0])
@@ -82,7 +82,9 @@ class TorchGroup:
             self._watchdog.start()
         full = self.zeros(1, self.slots)
         for array in full:  # one at a time: loading a kernel waits for the device
-            combine([1 / self.slots] * self.slots, [array] * self.slots, torch.empty_like(array))
+            weighted_sum(
+                [1 / self.slots] * self.slots, [array] * self.slots, torch.empty_like(array)
+            )
         self._synchronize()
         self.all_gather(self.reduce_scatter_mean(full), full)  # loads NCCL's kernels
         self._synchronize()
@@ -90,7 +92,7 @@ class TorchGroup:
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
         return [torch.zeros(rows, columns, device=device) for device in self.devices]
 
-    @phase("sum inside the node")
+    @profiled("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Each slot's shard of the mean, in its own array; P must be a multiple of L."""
         if full[0].shape[1] % self.slots:
@@ -98,7 +100,9 @@ class TorchGroup:
                 f"{full[0].shape[1]} elements can't be split into {self.slots} equal shards; pad "
                 "the vector"
             )
-        shards = [a.chunk(self.slots, dim=1)[s] for s, a in zip(self.mine, full, strict=True)]
+        shards = [
+            a.chunk(self.slots, dim=1)[s] for s, a in zip(self.local_slots, full, strict=True)
+        ]
         self._reserve(full[0].numel())
 
         def reduce(k: int) -> None:
@@ -112,7 +116,7 @@ class TorchGroup:
         self._together("reduce-scatter", reduce)
         return shards
 
-    @phase("gather inside the node")
+    @profiled("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
         def gather(k: int) -> None:
             for row, shard in zip(full[k], shards[k], strict=True):
@@ -141,7 +145,7 @@ class TorchGroup:
         for row, into in zip(array, received, strict=True):
             self._wait(k, self._groups[k].alltoall_base(into, row, widths, widths))
         terms = received.view(rows, self.slots, width).unbind(1)
-        combine([1 / self.slots] * self.slots, terms, out)
+        weighted_sum([1 / self.slots] * self.slots, terms, out)
 
     def _reserve(self, elements: int) -> None:
         """Allocate memory for other slots' elements, before any launches: it may wait for all."""
@@ -163,7 +167,7 @@ class TorchGroup:
             self._watchdog.check()
             if self._on_gpus:
                 self._watchdog.track(self._call, self._launched(self._calls))
-            with launching if self._on_gpus else nullcontext():
+            with launch_lock if self._on_gpus else nullcontext():
                 self.run(work)
         except (RuntimeError, TimeoutError) as error:
             self._broken = True
@@ -177,7 +181,7 @@ class TorchGroup:
             self._watchdog.track(self._call, self._works)
 
     def _launched(self, calls: int) -> list[tuple[str, Any]]:
-        slots = zip(self.mine, self.devices, range(len(self.mine)), strict=True)
+        slots = zip(self.local_slots, self.devices, range(len(self.local_slots)), strict=True)
         return [
             (
                 f"{device} (slot {slot} didn't come)",
@@ -199,11 +203,11 @@ class TorchGroup:
         except RuntimeError:
             if time.monotonic() - began < self._timeout_s:
                 raise
-            raise LateError(f"{self._late()} (waited {self._timeout_s:g} s)") from None
+            raise WaitTimeoutError(f"{self._late()} (waited {self._timeout_s:g} s)") from None
 
     def _late(self) -> str:
         missing = [
-            s for s, begun in zip(self.mine, self._begun, strict=True) if begun < self._calls
+            s for s, begun in zip(self.local_slots, self._begun, strict=True) if begun < self._calls
         ]
         names = ", ".join(map(str, missing)) or "of another process"
         return f"{self._call}: slot {names} of this node didn't come"

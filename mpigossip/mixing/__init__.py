@@ -10,15 +10,15 @@ from mpigossip.cluster.launcher import no_mpi
 from mpigossip.cluster.world import World
 
 if TYPE_CHECKING:
-    from mpigossip.mixing.base import Layout, Mixer
-    from mpigossip.mixing.delayed import Ages
+    from mpigossip.mixing.base import MessageLayout, Mixer
+    from mpigossip.mixing.delayed import DelayTable
 
 MIXERS = {
     ("synchronous", "process"): "simulated.Simulated",
     ("asynchronous", "process"): "delayed.Delayed",
     ("synchronous", "ranks"): "synchronous.Synchronous",
     ("asynchronous", "ranks"): "asynchronous.Asynchronous",
-    ("synchronous", "survivors"): "synchronous.Surviving",
+    ("synchronous", "survivors"): "synchronous.FaultTolerant",
     ("synchronous", "devices"): "synchronous.Synchronous",
 }
 """Mixers by what is asked for (`node.mixer`) and by where the nodes are: all in this process, one
@@ -41,14 +41,14 @@ def mixer_class(asked: str, where: str) -> Any:
 
 def open_mixer(
     graph,
-    layout: Layout,
+    layout: MessageLayout,
     world: World,
     mixer: str = "synchronous",
     *,
     same_host: str = "read",
     exchange: str = "auto",
     timeout_s: float = 300.0,
-    ages: Ages | None = None,
+    ages: DelayTable | None = None,
 ) -> Mixer:
     """The mixer between the ranks of ``world``, or of all nodes here where it has no MPI.
 

@@ -37,8 +37,8 @@ from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.mixing.averages import CUT, OfRank, average_message
-from mpigossip.mixing.base import Kind, Layout, Segments, traffic
+from mpigossip.mixing.averages import CUT, RankMixer, average_message
+from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout, bytes_per_exchange
 from mpigossip.mixing.delayed import flow, readers
 from mpigossip.mixing.progress_thread import ProgressThread
 
@@ -53,20 +53,20 @@ TRIES = 3
 """Reads of a copy until it is given up for this round, when each was torn."""
 
 
-class Map(NamedTuple):
+class WindowMap(NamedTuple):
     """Where in a rank's window things begin: words and model, bells, then places of ``stride``.
 
     A bell is the number of a reader's deposit; ``copy``: bytes of a neighbour's model as read.
     """
 
     head: int
-    bells: int
+    sequence_numbers: int
     places: int
     stride: int
     copy: int
 
     @classmethod
-    def of(cls, graph, layout: Layout) -> Map:
+    def of(cls, graph, layout: MessageLayout) -> WindowMap:
         head = 8 * (INCLUDED + graph.n)
         stride = -(-layout.nbytes // 8) * 8
         bells = head + stride
@@ -74,7 +74,7 @@ class Map(NamedTuple):
 
 
 @dataclass
-class Copy:
+class ModelCopy:
     """A neighbour's model as it was read: uint8 memory of header and message."""
 
     memory: torch.Tensor
@@ -86,7 +86,7 @@ class Copy:
         return self.memory.numpy()[: self.memory.numel() // 8 * 8].view(np.int64)
 
 
-class Asynchronous(OfRank):
+class Asynchronous(RankMixer):
     """The mixer of one rank.
 
     ``outbox`` and ``finish`` wait for no other rank; GLOBAL rounds and the averages off the hot
@@ -96,7 +96,7 @@ class Asynchronous(OfRank):
 
     synchronous = False
 
-    def __init__(self, graph, layout: Layout, world: World, *, timeout_s=300.0):
+    def __init__(self, graph, layout: MessageLayout, world: World, *, timeout_s=300.0):
         """Collective over ``world``; ``graph.n`` must be its size. The wire is exact."""
         super().__init__(graph, layout, world, timeout_s)
         self.torn = 0
@@ -105,11 +105,13 @@ class Asynchronous(OfRank):
         poll = len(set(world.hosts)) > 1
         self._thread = ProgressThread(self._comm, timeout_s=timeout_s, poll=poll)
         copy = self._map.copy
-        self._copies = [Copy(torch.zeros(copy, dtype=torch.uint8)) for _ in range(graph.degree)]
+        self._copies = [
+            ModelCopy(torch.zeros(copy, dtype=torch.uint8)) for _ in range(graph.degree)
+        ]
         self._result = torch.empty(layout.nbytes, dtype=torch.uint8)
         # deposits made at each node so far, and taken in from each node
         self._made, self._included = np.zeros(self.n, np.int64), np.zeros(self.n, np.int64)
-        self._round: tuple[Kind, int, Future | None] | None = None
+        self._round: tuple[ExchangeKind, int, Future | None] | None = None
         self._pushed: Future | None = None
 
     @property
@@ -123,7 +125,7 @@ class Asynchronous(OfRank):
 
         A copy for each source of a round, a place for each reader of any round.
         """
-        where = Map.of(graph, layout)
+        where = WindowMap.of(graph, layout)
         return {
             "outbox": where.places,
             "result": (2 if averages else 1) * layout.nbytes,
@@ -133,14 +135,14 @@ class Asynchronous(OfRank):
 
     def _open_window(self) -> None:
         self._readers = [readers(self.graph, node) for node in range(self.n)]
-        where = self._map = Map.of(self.graph, self.layout)
+        where = self._map = WindowMap.of(self.graph, self.layout)
         room = where.places + where.stride * len(self._readers[self.rank])
         self._window = open_window(MPI.Win.Allocate, room, self._comm)
         memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)[:room].zero_()
         self._memory = memory
         self._words = memory[: where.head].numpy().view(np.int64)
         self._message = memory[where.head : where.head + self.layout.nbytes]
-        self._out: Segments | None = self.layout.views(self._message)
+        self._out: MessageArrays | None = self.layout.views(self._message)
         self._version = 0
         if self._window.Get_attr(MPI.WIN_MODEL) != MPI.WIN_UNIFIED:
             raise JobError(
@@ -154,12 +156,12 @@ class Asynchronous(OfRank):
     def _meet(self, what: str) -> None:
         request = self._comm.Ibarrier()
         self._waited += Deadline(self._timeout_s).wait(
-            request.Test, lambda: f"{what}: not all ranks have come", whom=tuple
+            request.Test, lambda: f"{what}: not all ranks have come", awaited_ranks=tuple
         )
 
     # -- a round ------------------------------------------------------------------------
 
-    def outbox(self, t: int) -> Segments:
+    def outbox(self, t: int) -> MessageArrays:
         """Arrays (1, p) to fill whole; from now on the copy that others read is not whole."""
         check_process()
         if self._round is not None:
@@ -168,11 +170,11 @@ class Asynchronous(OfRank):
         self._store(BEGUN, self._version)
         return self._out
 
-    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
+    def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
         self._words[ROUND], self._words[INCLUDED:] = t, self._included
         self._store(DONE, self._version)
         future = None
-        if kind is Kind.GOSSIP:
+        if kind is ExchangeKind.GOSSIP:
             nodes = self.graph.neighbours(t, self.rank)[0]
             future = self._thread.submit(lambda: self._read_all(nodes))
         self._round = kind, t, future
@@ -218,10 +220,10 @@ class Asynchronous(OfRank):
                     break
                 self.torn += 1
 
-    def _read(self, copy: Copy, j: int) -> None:
+    def _read(self, copy: ModelCopy, j: int) -> None:
         """One read of rank j's header and model between its two counters."""
         done = self._load(j, 8 * DONE)
-        self._get(copy.memory.numpy()[: self._map.bells - 8 * ROUND], j, 8 * ROUND)
+        self._get(copy.memory.numpy()[: self._map.sequence_numbers - 8 * ROUND], j, 8 * ROUND)
         begun = self._load(j, 8 * BEGUN)
         copy.whole = self._is_whole(int(done[0]), int(begun[0]))
 
@@ -236,13 +238,13 @@ class Asynchronous(OfRank):
             self._window.Get([part, MPI.BYTE], j, [at + begin, part.size, MPI.BYTE])
         self._window.Flush(j)
 
-    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
         kind, t, future = self._round
         self._round = None
-        if kind is Kind.LOCAL:
+        if kind is ExchangeKind.LOCAL:
             return self._out, self._out
         self._result.copy_(self._message)
-        if kind is Kind.GLOBAL:
+        if kind is ExchangeKind.GLOBAL:
             self._finish_global(t)
         else:
             self._thread.wait(future, f"round {t}")
@@ -267,17 +269,17 @@ class Asynchronous(OfRank):
             self._made[j] += 1
             deposits.append((j, int(self._made[j]), model[: self.layout.nbytes]))
         self.staleness[0] = float(np.mean(seen)) if seen else float("nan")
-        self._take_in()
+        self._apply_corrections()
         self.bytes_sent[0] += 2 * len(seen) * self.layout.nbytes
         if deposits:
-            self._pushed = self._thread.submit(lambda: self._deposit(deposits))
+            self._pushed = self._thread.submit(lambda: self._send_corrections(deposits))
 
-    def _may_take(self, copy: Copy, j: int) -> bool:
+    def _may_take(self, copy: ModelCopy, j: int) -> bool:
         """Return whether there is a whole copy that includes this rank's last deposit."""
         published = copy.whole and copy.head[0] >= 0
         return published and copy.head[INCLUDED - ROUND + self.rank] == self._made[j]
 
-    def _deposit(self, deposits: list[tuple[int, int, torch.Tensor]]) -> None:
+    def _send_corrections(self, deposits: list[tuple[int, int, torch.Tensor]]) -> None:
         """Put what was taken into the places for it, then ring; runs in the progress thread."""
         for j, number, message in deposits:
             base = self._map.places + self._readers[j].index(self.rank) * self._map.stride
@@ -285,13 +287,13 @@ class Asynchronous(OfRank):
                 part = message[at : at + CUT].numpy()
                 self._window.Put([part, MPI.BYTE], j, [base + at, part.size, MPI.BYTE])
             self._window.Flush(j)
-            self._replace(j, self._map.bells + 8 * self.rank, number)
+            self._replace(j, self._map.sequence_numbers + 8 * self.rank, number)
 
-    def _take_in(self) -> None:
+    def _apply_corrections(self) -> None:
         """Subtract from the result the deposits that have arrived, in the order of nodes."""
         if not self._readers[self.rank]:
             return
-        bells = self._load(self.rank, self._map.bells, self.n)
+        bells = self._load(self.rank, self._map.sequence_numbers, self.n)
         for place, j in enumerate(self._readers[self.rank]):
             number = int(bells[j])
             if number == self._included[j]:
@@ -303,27 +305,29 @@ class Asynchronous(OfRank):
             self._included[j] = number
 
     def _finish_global(self, t: int) -> None:
-        self.bytes_sent[0] += traffic(self.graph, Kind.GLOBAL, t, self.rank, self.layout.nbytes)
-        self._arrive()
-        self._take_in()
+        self.bytes_sent[0] += bytes_per_exchange(
+            self.graph, ExchangeKind.GLOBAL, t, self.rank, self.layout.nbytes
+        )
+        self._flush_corrections()
+        self._apply_corrections()
         own, out = (m.split(self.layout.slot_bytes) for m in (self._result.clone(), self._result))
         self._waited += average_message(self.layout, self.rank, self.n, own, out, self._swap)
 
-    def _arrive(self) -> None:
+    def _flush_corrections(self) -> None:
         """Wait until every rank's deposits lie in their places."""
         if self._pushed is not None:
             self._thread.wait(self._pushed, "the last deposits")
         self._meet("a meeting of all ranks")
 
-    def pending(self) -> Segments:
+    def pending(self) -> MessageArrays:
         """Return deposits received and not applied yet, (1, p) a vector; collective."""
         if self._round is not None:
             self.finish()
-        self._arrive()
+        self._flush_corrections()
         before = self._result.clone()
         included = self._included.copy()
         self._result.zero_()
-        self._take_in()
+        self._apply_corrections()
         found = self._result
         self._result = before
         self._included = included
@@ -336,7 +340,7 @@ class Asynchronous(OfRank):
         check_process()
         if self._round is not None:
             self.finish()
-        self._arrive()
+        self._flush_corrections()
         self._thread.close()
         self._out = None
         self._copies = []

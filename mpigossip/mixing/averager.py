@@ -10,10 +10,10 @@ from mpigossip.cluster import deadline
 from mpigossip.cluster.process import check_process, report_unused
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.config.errors import Mistake
+from mpigossip.config.errors import UserError
 from mpigossip.graphs import graph as make_graph
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.device.memory import check_default_device
 
 TYPES = {
@@ -57,7 +57,7 @@ class Averager:
         :param options: ``weights``, ``seed``, ``lazy`` and the graph's own, as in a job
         :raises JobError: on all ranks, for what can't be averaged or differs between ranks
         """
-        with world.together(Mistake):
+        with world.raise_together(UserError):
             check_default_device("Averager")
             if same_host not in ("read", "put"):
                 raise JobError(f'same_host = "{same_host}": give "read" or "put"')
@@ -79,14 +79,14 @@ class Averager:
         rounds = f"{self.graph!r} with {options}, of first rounds {self.graph.fingerprint[:16]}"
         mine = {"dtype": str(kind), "shape": tuple(like.shape), "graph": rounds}
         first = world.broadcast(mine)
-        with world.together(JobError):
+        with world.raise_together(JobError):
             for what in mine:
                 if mine[what] != first[what]:
                     raise JobError(
                         f"{what} {mine[what]}, on rank 0 {first[what]}: all ranks average alike"
                     )
         self._device = like.device if self._tensor else torch.device("cpu")
-        layout = Layout((max(1, self._count),), devices=(str(self._device),), dtype=kind)
+        layout = MessageLayout((max(1, self._count),), devices=(str(self._device),), dtype=kind)
         self._mixer: Any = open_mixer(
             self.graph, layout, world, same_host=same_host, timeout_s=world.timeout_s
         )
@@ -98,7 +98,7 @@ class Averager:
         self._every.append(self)
         self._number = len(self._every)
         self._ordered = 1
-        self._finishing = deadline.calling(f"finish() of Averager {self._number}", ordered=False)
+        self._finishing = deadline.user_call(f"finish() of Averager {self._number}", ordered=False)
         atexit.unregister(report_unused)
         world.resources.callback(self.close)
 
@@ -124,19 +124,19 @@ class Averager:
             self._ordered = len(self._every)
         (out,) = mixer.outbox(self.round)
         self._copy(x, self._shaped(out[0]))
-        mixer.start(Kind.GOSSIP, self.round)
+        mixer.start(ExchangeKind.GOSSIP, self.round)
         self._open = True
 
     def finish(self, out: Any = None) -> Any:
         """Wait for neighbours, and return the weighted average.
 
         :param out: the array to write it into; None: a new one
-        :raises LateError: where a neighbour doesn't come within ``world.timeout_s`` seconds
+        :raises WaitTimeoutError: where a neighbour doesn't come within ``world.timeout_s`` seconds
         """
         mixer = self._ready("finish", out=out)
         if not self._open:
             raise JobError("finish: no exchange is under way; start(x) begins one")
-        deadline.steps = self.round
+        deadline.steps_done = self.round
         with self._finishing:
             _, (mixed,) = mixer.finish()
         self._open = False
@@ -166,7 +166,7 @@ class Averager:
         mixer = self._mixer
         self._mixer = None
         if mixer is not None:
-            with deadline.ends(self.round):
+            with deadline.announce_end(self.round):
                 mixer.close()
 
     def _ready(self, what: str, array: Any = None, out: Any = None) -> Any:

@@ -9,10 +9,10 @@ from mpi4py import MPI
 
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
-from mpigossip.mixing.base import Layout, Mixer, Segments
-from mpigossip.mixing.combine import add_up, combine
-from mpigossip.mixing.device.memory import current
-from mpigossip.mixing.notifications import abandoned, called, everybody, wait_all
+from mpigossip.mixing.base import MessageArrays, MessageLayout, Mixer
+from mpigossip.mixing.combine import sum_messages, weighted_sum
+from mpigossip.mixing.device.memory import device_context
+from mpigossip.mixing.notifications import all_ranks, called, keep_alive, wait_all
 
 AVERAGE = 21
 CUT = 1 << 30
@@ -68,7 +68,7 @@ def average(
             terms = [mine[s][rank] if j == rank else scratch[s][j, :width] for j in range(n)]
             with on(s):
                 rows = [term.unsqueeze(0) for term in terms]
-                combine([1 / n] * n, rows, whole[s][rank].unsqueeze(0))
+                weighted_sum([1 / n] * n, rows, whole[s][rank].unsqueeze(0))
         # the sum goes to everyone, and theirs come straight into the result
         sent = {(j, s): whole[s][rank] for j, s in from_all}
         waited += swap(sent, {(j, s): whole[s][j] for j, s in from_others})
@@ -76,7 +76,7 @@ def average(
 
 
 def average_message(
-    layout: Layout, rank: int, n: int, message: Arrays, result: Arrays, swap: Swap
+    layout: MessageLayout, rank: int, n: int, message: Arrays, result: Arrays, swap: Swap
 ) -> float:
     """The exact average of messages in host memory, for each slot uint8; seconds waited."""
     waited = 0.0
@@ -87,12 +87,12 @@ def average_message(
 
 
 def average_codes(
-    layout: Layout,
+    layout: MessageLayout,
     rank: int,
     own: Arrays,
     everyone: Arrays,
-    out: Segments,
-    result: Segments,
+    out: MessageArrays,
+    result: MessageArrays,
     swap: Swap,
     on: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> float:
@@ -107,7 +107,7 @@ def average_codes(
     for s, codes in enumerate(everyone):
         sources = [out[s] if j == rank else codes[j] for j in range(n)]
         with on(s):
-            add_up(layout, [1 / n] * n, sources, result[s], layout.fields)
+            sum_messages(layout, [1 / n] * n, sources, result[s], layout.fields)
     return waited
 
 
@@ -123,7 +123,7 @@ def swap_by_messages(comm: MPI.Comm, timeout_s: float, out: ByRank, into: ByRank
         return f"global average: {called(comm, key[0])} doesn't answer"
 
     def begin(call: Callable, memory: torch.Tensor, rank: int) -> MPI.Request:
-        with current(memory.device):
+        with device_context(memory.device):
             return call(raw(memory), rank, AVERAGE)
 
     def begun(call: Callable, arrays: ByRank) -> dict[tuple[int, int, int], MPI.Request]:
@@ -139,14 +139,14 @@ def swap_by_messages(comm: MPI.Comm, timeout_s: float, out: ByRank, into: ByRank
         waited = wait_all(received, timeout_s, late, comm=comm)
         return waited + wait_all(sent, timeout_s, late, comm=comm)
     except BaseException:
-        abandoned.append((out, into))  # MPI may still write there
+        keep_alive.append((out, into))  # MPI may still write there
         raise
 
 
-class OfRank(Mixer):
+class RankMixer(Mixer):
     """What the mixers between ranks have: rank i is node i; exact averages, off the hot path."""
 
-    def __init__(self, graph, layout: Layout, world: World, timeout_s: float):
+    def __init__(self, graph, layout: MessageLayout, world: World, timeout_s: float):
         """Collective over ``world``; ``graph.n`` must be its size."""
         if graph.n != world.size:
             raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
@@ -177,5 +177,5 @@ class OfRank(Mixer):
         rows = torch.empty(n, own.shape[1], dtype=own.dtype)
         request = self._comm.Iallgather(own.numpy(), rows.numpy())
         say = "average of scalars: a rank is late"
-        wait_all({0: request}, self._timeout_s, lambda _: say, everybody)
-        return combine([1 / n] * n, list(rows.split(1)), torch.empty_like(own))[0]
+        wait_all({0: request}, self._timeout_s, lambda _: say, all_ranks)
+        return weighted_sum([1 / n] * n, list(rows.split(1)), torch.empty_like(own))[0]

@@ -10,11 +10,11 @@ import torch
 
 from mpigossip.mixing.wire import FP32, Wire
 
-Segments = list[tuple[torch.Tensor, ...]]
+MessageArrays = list[tuple[torch.Tensor, ...]]
 """Per slot: the vectors, arrays (rows, p), then the scalars, float64 arrays (rows, 1)."""
 
 
-class Kind(Enum):
+class ExchangeKind(Enum):
     """What a step exchanges: nothing, with the neighbours of the round, or with all nodes."""
 
     LOCAL = 0
@@ -23,7 +23,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Layout:
+class MessageLayout:
     """The message of a node in a round: for each slot ``vectors`` arrays, then ``scalars``.
 
     ``widths`` are the shard lengths in elements, one a slot, all equal; each slot's bytes are
@@ -118,11 +118,11 @@ class Layout:
         vectors = floats.view(self.vectors, 1, self.widths[0]).unbind()
         return (*vectors, *(scalar.view(1, 1) for array in doubles for scalar in array))
 
-    def views(self, memory: torch.Tensor) -> Segments:
+    def views(self, memory: torch.Tensor) -> MessageArrays:
         """Cut one node's message, uint8 of ``nbytes`` bytes, into segments of one row."""
         return [self.slot_views(one) for one in memory.split(self.slot_bytes)]
 
-    def empty(self, rows: int) -> Segments:
+    def empty(self, rows: int) -> MessageArrays:
         """New uninitialized segments for ``rows`` nodes, each on its slot's device."""
         devices = self.devices or ("cpu",) * len(self.widths)
         made = []
@@ -155,7 +155,7 @@ class Mixer:
         self.graph = graph
         self.layout = layout
         self.n = graph.n
-        self.rows = rows
+        self.local_nodes = rows
         self.bytes_sent = [0] * len(rows)
         self.staleness = [0.0] * len(rows)
         self._waited = 0.0
@@ -173,11 +173,11 @@ class Mixer:
         """Seconds spent waiting for other nodes so far."""
         return self._waited
 
-    def outbox(self, t: int) -> Segments:
+    def outbox(self, t: int) -> MessageArrays:
         """Arrays to fill whole; old contents undefined. Waits until their readers are done."""
         raise NotImplementedError
 
-    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
+    def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
         """Publish the outbox and begin the exchange of round t; returns at once.
 
         A lossy wire quantizes the outbox in place, unless LOCAL. ``exchange`` numbers exchanges
@@ -185,7 +185,7 @@ class Mixer:
         """
         raise NotImplementedError
 
-    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
         """``sent``, ``mixed``: read-only, valid until the next :meth:`outbox`.
 
         ``sent`` is the own message as the others decode it; ``mixed[i] = Σ_j W[i, j] sent_j``.
@@ -213,7 +213,9 @@ class Mixer:
 
     def memory(self, averages: bool = True) -> dict[str, int]:
         """Bytes by purpose of a node's messages; ``averages``: GLOBAL rounds are to come, too."""
-        return self.estimate_memory(self.graph, self.layout, self.rows[0], self._near, averages)
+        return self.estimate_memory(
+            self.graph, self.layout, self.local_nodes[0], self._near, averages
+        )
 
     def close(self) -> None:
         """Finish an open round, receive outstanding notifications, free the memory; collective."""
@@ -232,8 +234,14 @@ def is_average(graph, t: int) -> bool:
     return True
 
 
-def traffic(
-    graph, kind: Kind, t: int, node: int, nbytes: int, raw: int | None = None, waits: bool = True
+def bytes_per_exchange(
+    graph,
+    kind: ExchangeKind,
+    t: int,
+    node: int,
+    nbytes: int,
+    raw: int | None = None,
+    waits: bool = True,
 ) -> int:
     """Bytes that a node sends in one exchange of a message of ``nbytes`` bytes on the wire.
 
@@ -244,11 +252,11 @@ def traffic(
     puts a deposit there.
     """
     n = graph.n
-    if kind is Kind.LOCAL:
+    if kind is ExchangeKind.LOCAL:
         return 0
-    if kind is Kind.GOSSIP and not waits:
+    if kind is ExchangeKind.GOSSIP and not waits:
         return 2 * len(graph.receivers(t, node)) * nbytes
-    if kind is Kind.GLOBAL or is_average(graph, t):
+    if kind is ExchangeKind.GLOBAL or is_average(graph, t):
         summed = 2 * (n - 1) * (raw or nbytes) // n
         return summed if raw is None else min(summed, (n - 1) * nbytes)
     return len(graph.receivers(t, node)) * nbytes

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from mpigossip.mixing.base import Layout
+from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.kernels import gpu_sum, native
 from mpigossip.mixing.wire import Field, decode
 
@@ -19,7 +19,7 @@ BLOCK = 1 << 15
 """Elements that one pass of :func:`combine` touches: three such blocks stay in a core's cache."""
 
 
-def combine(
+def weighted_sum(
     weights: Sequence[float],
     arrays: Sequence[torch.Tensor],
     out: torch.Tensor,
@@ -54,9 +54,9 @@ def combine(
     return out
 
 
-def duplicate(array: torch.Tensor, out: torch.Tensor) -> None:
+def copy_into(array: torch.Tensor, out: torch.Tensor) -> None:
     """``out ← array``, past the cache where it is too large for it anyway: 1 · a is a."""
-    combine([1.0], [array], out)
+    weighted_sum([1.0], [array], out)
 
 
 def _sum_scaled(weight: float, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -84,8 +84,8 @@ def _sum_weighted(
         out.add_(scratch)
 
 
-def add_up(
-    layout: Layout,
+def sum_messages(
+    layout: MessageLayout,
     weights: Sequence[float],
     sources: Sequence[Source],
     out: Sequence[torch.Tensor],
@@ -107,7 +107,7 @@ def add_up(
                 else _columns(source[field], columns)
                 for source in sources
             ]
-            combine(weights, arrays, _columns(out[field], columns))
+            weighted_sum(weights, arrays, _columns(out[field], columns))
 
 
 def _columns(array: torch.Tensor, columns: slice) -> torch.Tensor:

@@ -44,16 +44,16 @@ def qsgd(levels: int, seed: int) -> Wire:
         level.clamp_(-levels, levels)
         torch.mul(level, scale / levels, out=buckets)
         codes = level.add_(levels).to(torch.uint8)
-        return [scale.view(torch.uint8), together(codes, bits)]
+        return [scale.view(torch.uint8), pack_bits(codes, bits)]
 
     def decode(codes, out: torch.Tensor) -> None:
-        out.copy_(apart(codes[1], bits, BUCKET))
+        out.copy_(unpack_bits(codes[1], bits, BUCKET))
         out.sub_(levels).mul_(codes[0].view(torch.float32) / levels)
 
     return Wire("qsgd", (4, BUCKET * bits // 8), encode, decode, seed)
 
 
-def together(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes (b, c) of so many bits, 8 // bits of them a byte, the first lowest: (b, c bits / 8)."""
     each = 8 // bits
     missing = -codes.shape[1] % each
@@ -62,7 +62,7 @@ def together(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return (codes << shifts).sum(dim=2, dtype=torch.uint8)
 
 
-def apart(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """The inverse of :func:`together`: (b, count)."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     codes = packed.unsqueeze(2) >> shifts & (1 << bits) - 1
@@ -105,10 +105,10 @@ def fp4(seed: int) -> Wire:
         up = _uniform(words, size).mul_(above - below) < size - below
         codes = (power + up).clamp_(max=7).to(torch.uint8) + 8 * (buckets < 0).to(torch.uint8)
         level(codes, buckets).mul_(scale)
-        return [scale.view(torch.uint8), together(codes, 4)]
+        return [scale.view(torch.uint8), pack_bits(codes, 4)]
 
     def decode(codes, out: torch.Tensor) -> None:
-        level(apart(codes[1], 4, BUCKET), out).mul_(codes[0].view(torch.float32))
+        level(unpack_bits(codes[1], 4, BUCKET), out).mul_(codes[0].view(torch.float32))
 
     return Wire("fp4", (4, BUCKET // 2), encode, decode, seed)
 
@@ -138,10 +138,10 @@ def sign() -> Wire:
         bits = torch.where(ordinal <= used, runs >= 0, ordinal == used + 1)
         spread(bits, used, scale, buckets)
         both = torch.cat([bits.flatten(1), (used == ALIGN).flatten(1)], dim=1)
-        return [scale.view(torch.uint8), together(both.to(torch.uint8), 1)]
+        return [scale.view(torch.uint8), pack_bits(both.to(torch.uint8), 1)]
 
     def decode(codes, out: torch.Tensor) -> None:
-        both = apart(codes[1], 1, BUCKET + BUCKET // ALIGN).bool()
+        both = unpack_bits(codes[1], 1, BUCKET + BUCKET // ALIGN).bool()
         bits = both[:, :BUCKET].reshape(len(out), -1, ALIGN)
         full = both[:, BUCKET:].unsqueeze(2)
         last = (_ordinal(out) * bits).amax(dim=2, keepdim=True)
@@ -216,11 +216,11 @@ def top_k_int2(density: float) -> Wire:
         level = level.clamp_(0, 3).to(torch.uint8)
         spread(order, level, scale, buckets)
         first, low = _places(order)
-        return [scale.view(torch.uint8), first, together(level, 2), low]
+        return [scale.view(torch.uint8), first, pack_bits(level, 2), low]
 
     def decode(codes, out: torch.Tensor) -> None:
         scale, first, level, low = codes
-        spread(_order(first, low), apart(level, 2, k), scale.view(torch.float32), out)
+        spread(_order(first, low), unpack_bits(level, 2, k), scale.view(torch.float32), out)
 
     return Wire("top-k-int2", (4, 2, -(-k // 4), k), encode, decode, biased=True)
 

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 from mpigossip.graphs.base import random_words
-from mpigossip.mixing.base import Kind, Layout, Segments, traffic
+from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout, bytes_per_exchange
 from mpigossip.mixing.simulated import Simulated
 
-Ages = Callable[[int], np.ndarray]
+DelayTable = Callable[[int], np.ndarray]
 
 OLDEST = 16
 """Rounds that a copy may be old: the simulator keeps so many, and shows the oldest beyond."""
 
 
-def table(ages: np.ndarray) -> Ages:
+def table(ages: np.ndarray) -> DelayTable:
     """The delay table that goes through an int array (rounds, n, n) again and again."""
     return lambda t: ages[t % len(ages)]
 
@@ -96,7 +96,7 @@ def flow(weight: float, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.sub(other, own).mul_(weight)
 
 
-class Deposit(NamedTuple):
+class Correction(NamedTuple):
     """What node ``source`` took from ``target`` at round t, a flat list of rows (1, p)."""
 
     t: int
@@ -113,11 +113,11 @@ class Delayed(Simulated):
 
     synchronous = False
 
-    def __init__(self, graph, layout: Layout, ages: Ages):
+    def __init__(self, graph, layout: MessageLayout, ages: DelayTable):
         super().__init__(graph, layout)
         self._ages = ages
         self._past: deque[tuple[int, list[torch.Tensor]]] = deque(maxlen=OLDEST + 1)
-        self._under_way: list[Deposit] = []
+        self._under_way: list[Correction] = []
         # the round in which a node took in the last deposit of another one, by (source, target)
         self._absorbed: dict[tuple[int, int], int] = {}
 
@@ -131,18 +131,20 @@ class Delayed(Simulated):
             "inbox": len(readers(graph, node)) * layout.nbytes,
         }
 
-    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
+    def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
         self._open = (kind, t)
-        if kind is Kind.GOSSIP:
+        if kind is ExchangeKind.GOSSIP:
             self._past.append((t, [part.clone() for part in _flat(self._out)]))
 
-    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
         kind, t = self._open
-        if kind is Kind.GLOBAL:
-            for node in self.rows:
-                self.bytes_sent[node] += traffic(self.graph, kind, t, node, self.layout.nbytes)
+        if kind is ExchangeKind.GLOBAL:
+            for node in self.local_nodes:
+                self.bytes_sent[node] += bytes_per_exchange(
+                    self.graph, kind, t, node, self.layout.nbytes
+                )
             self._take_in(t - 1, np.zeros((self.n, self.n), np.int64), _flat(self._out))
-        if kind is not Kind.GOSSIP:
+        if kind is not ExchangeKind.GOSSIP:
             return super().finish()
         self._open = None
         ages = self._ages(t)
@@ -151,7 +153,7 @@ class Delayed(Simulated):
         mixed = _flat(self._mixed)
         for own, result in zip(sent, mixed, strict=True):
             result.copy_(own)
-        for i in self.rows:
+        for i in self.local_nodes:
             self._pull(i, t, ages[i], past, sent, mixed)
         self._take_in(t, ages, mixed)
         return self._out, self._mixed
@@ -171,7 +173,7 @@ class Delayed(Simulated):
             for result, part in zip(mixed, parts, strict=True):
                 result[i : i + 1].add_(part)
             seen.append(t - s)
-            self._under_way.append(Deposit(t, i, j, parts))
+            self._under_way.append(Correction(t, i, j, parts))
             self._absorbed[i, j] = 1 << 62  # until it is taken in
             self.bytes_sent[i] += 2 * self.layout.nbytes
         self.staleness[i] = float(np.mean(seen)) if seen else float("nan")
@@ -189,7 +191,7 @@ class Delayed(Simulated):
             self._absorbed[one.source, one.target] = t
         self._under_way = left
 
-    def pending(self) -> Segments:
+    def pending(self) -> MessageArrays:
         """Return the sum of deposits in flight, applied by nobody yet, (1, p) a vector."""
         total = [torch.zeros_like(part[:1]) for part in _flat(self._out)]
         for one in self._under_way:
@@ -199,5 +201,5 @@ class Delayed(Simulated):
         return [tuple(next(each) for _ in segment) for segment in self._out]
 
 
-def _flat(segments: Segments) -> list[torch.Tensor]:
+def _flat(segments: MessageArrays) -> list[torch.Tensor]:
     return [part for segment in segments for part in segment]

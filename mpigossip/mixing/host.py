@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.collectives import close_window, open_shared, whole_pages
+from mpigossip.cluster.collectives import close_window, open_shared, round_up_to_pages
 from mpigossip.mixing.averages import average_codes, average_message
-from mpigossip.mixing.base import Layout, Segments
-from mpigossip.mixing.combine import Source, add_up, combine
+from mpigossip.mixing.base import MessageArrays, MessageLayout
+from mpigossip.mixing.combine import Source, sum_messages, weighted_sum
 from mpigossip.mixing.notifications import DONE, HALF, READY, REDUCED, Notifications
-from mpigossip.mixing.plan import Chunk
+from mpigossip.mixing.plan import MessageChunk
 from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.wire import encode
 
 
-class SharedMemory:
+class SharedOutboxes:
     """The window memory of all ranks of one host: an outbox and a result area a rank.
 
     A round: the owner fills its outbox and notifies its readers (READY); a reader sums and
@@ -34,9 +34,9 @@ class SharedMemory:
         """``comm``: this host's ranks, which the mixer calls ``ranks``; ``nbytes``: a message's."""
         self.size = comm.size
         self.rank = comm.rank
-        self.places = {rank: place for place, rank in enumerate(ranks)}
+        self.local_index = {rank: place for place, rank in enumerate(ranks)}
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
-        room = whole_pages(nbytes)
+        room = round_up_to_pages(nbytes)
         self._window, memory = open_shared(comm, 2 * room)
         areas = [torch.frombuffer(one, dtype=torch.uint8) for one in memory]
         self._notifications = Notifications(comm, timeout_s)
@@ -52,10 +52,10 @@ class SharedMemory:
         return self._notifications.waited
 
     def _here(self, ranks: Iterable[int]) -> list[int]:
-        return [self.places[j] for j in ranks if j in self.places]
+        return [self.local_index[j] for j in ranks if j in self.local_index]
 
     def outbox(self, rank: int) -> torch.Tensor:
-        return self.outboxes[self.places[rank]]
+        return self.outboxes[self.local_index[rank]]
 
     def publish(self, readers: Iterable[int], t: int) -> None:
         """Notify the readers on this host that the outbox of round t is complete."""
@@ -81,15 +81,15 @@ class SharedMemory:
         """``weight · (own + partner's)`` in one result area, uint8, for both; each does one half.
 
         The partner does the same at the same time: half of the arithmetic, and what is read and
-        written is less than for an average in place. :meth:`leave_pair` when it was read.
+        written is less than for an average in place. :meth:`release_pair` when it was read.
         """
         # the partner's outbox is complete, and so it has left its old result: this half is free
         self.wait_ready([partner], t)
-        place = self.places[partner]
+        place = self.local_index[partner]
         if place not in self._halves:
             self._halves[place] = self._half(parts, place)
         for own, theirs, out in self._halves[place]:
-            combine([weight] * 2, [own, theirs], out)
+            weighted_sum([weight] * 2, [own, theirs], out)
         # the partner's half of the same result comes last: what is returned is complete
         self._window.Sync()
         self._notifications.send([place], HALF, t)
@@ -111,9 +111,9 @@ class SharedMemory:
                 found.append(tuple(views))
         return found
 
-    def leave_pair(self, partner: int, t: int) -> None:
+    def release_pair(self, partner: int, t: int) -> None:
         """The average was read here; its area's owner waits until it was by both."""
-        place = self.places[partner]
+        place = self.local_index[partner]
         if self.rank > place:
             self._notifications.send([place], DONE, t)
         else:
@@ -140,7 +140,7 @@ class SharedMemory:
             mine = targets[self.rank][self.rank]
             rows = [chunks[self.rank].unsqueeze(0) for chunks in sources]
             copies = [targets[rank][self.rank].unsqueeze(0) for rank in self._others]
-            combine([1 / self.size] * self.size, rows, mine.unsqueeze(0), *copies)
+            weighted_sum([1 / self.size] * self.size, rows, mine.unsqueeze(0), *copies)
         # every rank has written its chunk into this rank's result, and left this rank's outbox
         self._window.Sync()
         self._notifications.send(self._others, REDUCED, t)
@@ -157,13 +157,13 @@ class SharedMemory:
         self._notifications.close()
 
 
-def share_memory(comm: MPI.Intracomm, nbytes: int, timeout_s: float) -> SharedMemory | None:
+def share_memory(comm: MPI.Intracomm, nbytes: int, timeout_s: float) -> SharedOutboxes | None:
     """Open the shared memory of this host's ranks; none for a rank that is alone on it."""
     on_host: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)
     try:
         if on_host.size == 1 < comm.size:
             return None
-        return SharedMemory(on_host, on_host.allgather(comm.rank), nbytes, timeout_s)
+        return SharedOutboxes(on_host, on_host.allgather(comm.rank), nbytes, timeout_s)
     finally:
         on_host.Free()
 
@@ -173,10 +173,10 @@ class HostBuffers:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: MessageLayout,
         rank: int,
         n: int,
-        shared: SharedMemory | None,
+        shared: SharedOutboxes | None,
         transport: Transport | None,
     ):
         self._layout = layout
@@ -185,7 +185,7 @@ class HostBuffers:
         self._shared = shared
         # views are made once: to cut and view memory takes longer than a small message
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._segments: dict[int, Segments] = {}
+        self._segments: dict[int, MessageArrays] = {}
         lossy = not layout.wire.exact
         own = shared.own if shared else None
         preferred = transport.outbox if transport else None
@@ -201,10 +201,10 @@ class HostBuffers:
         self.own = own
         self._by_slot = own.split(layout.slot_bytes)
         self.sent = self.codes or list(self._by_slot)
-        self.out: Segments = self.segments(own)
+        self.out: MessageArrays = self.segments(own)
         # in full and by the transport alone: the sum is formed in the first inbox buffer
         self._in_inbox = not shared and not lossy
-        self.result: Segments = self.out
+        self.result: MessageArrays = self.out
 
     @cached_property
     def memory(self) -> torch.Tensor:
@@ -213,7 +213,7 @@ class HostBuffers:
             return self._shared.result
         return torch.empty(self._layout.nbytes, dtype=torch.uint8)
 
-    def segments(self, memory: torch.Tensor) -> Segments:
+    def segments(self, memory: torch.Tensor) -> MessageArrays:
         """The views of a message in memory that stays."""
         place = memory.data_ptr()
         if place not in self._segments:
@@ -233,7 +233,7 @@ class HostBuffers:
         if (self._shared or average) and not self._layout.wire.exact:
             encode(self._layout, self.out, [self._rank], number, self.codes)
 
-    def prepare(self, number: int, chunk: Chunk) -> list[torch.Tensor]:
+    def prepare(self, number: int, chunk: MessageChunk) -> list[torch.Tensor]:
         if self.codes and not self._shared:
             encode(self._layout, self.out, [self._rank], number, self.codes, chunk.fields)
         return self.sent
@@ -242,8 +242,8 @@ class HostBuffers:
         self,
         weights: Sequence[float],
         received: Sequence[Sequence[Source]],
-        chunk: Chunk,
-        into: Segments | None = None,
+        chunk: MessageChunk,
+        into: MessageArrays | None = None,
     ) -> None:
         """Add up a chunk; of exact messages into the first source's buffer, if nobody reads it."""
         if not self.codes:
@@ -256,7 +256,7 @@ class HostBuffers:
             self.result = self.segments(self.memory)
         for slot, out in enumerate(self.result):
             sources = [self.out[slot], *(each[slot] for each in received)]
-            add_up(self._layout, weights, sources, out, chunk.fields)
+            sum_messages(self._layout, weights, sources, out, chunk.fields)
 
     def _source(self, message: Source) -> Source:
         return self._slot_views(message) if isinstance(message, torch.Tensor) else message

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpigossip.cluster.deadline import Deadline, numbers
+from mpigossip.cluster.deadline import Deadline, world_ranks
 from mpigossip.cluster.process import check_process
-from mpigossip.mixing.kernels.waiting import rest
+from mpigossip.mixing.kernels.waiting import wait_for_requests
 
 READY = 1
 DONE = 2
@@ -65,12 +65,18 @@ class Notifications:
             self._sent.append((self.comm.Isend(value, rank, tag), value))
 
     def wait(self, ranks: Sequence[int], tag: int, number: int) -> None:
-        """Wait for the notification of each rank; LateError names the one that is missing."""
+        """Wait for the notification of each rank.
+
+        :raises WaitTimeoutError: with the name of a rank whose notification is missing
+        """
         missing = [rank for rank in ranks if not self.arrived(rank, tag, number)]
         if missing:
             pending = {rank: self._asked[rank, tag][0] for rank in missing}
             self.waited += wait_all(
-                pending, self.timeout_s, lambda rank: self.late(rank, tag, number), comm=self.comm
+                pending,
+                self.timeout_s,
+                lambda rank: self.describe_late(rank, tag, number),
+                comm=self.comm,
             )
             for rank in missing:
                 self.arrived(rank, tag, number)
@@ -96,7 +102,7 @@ class Notifications:
         """Return the requests of what :meth:`arrived` was asked for and hasn't arrived."""
         return [request for request, _ in self._asked.values()]
 
-    def late(self, rank: int, tag: int, number: int) -> str:
+    def describe_late(self, rank: int, tag: int, number: int) -> str:
         """Return the message for a notification that doesn't come."""
         last = self._reached.get(rank)
         each = self.per_round
@@ -116,10 +122,10 @@ class Notifications:
 
 def called(comm: MPI.Comm, rank: int) -> str:
     """Return the name of a rank of a communicator in messages: by its number in the world."""
-    return f"rank {next(iter(numbers(comm, [rank])), rank)}"
+    return f"rank {next(iter(world_ranks(comm, [rank])), rank)}"
 
 
-abandoned: list[Any] = []
+keep_alive: list[Any] = []
 """Requests given up at a deadline, and buffers: MPI may still write into them."""
 
 
@@ -128,7 +134,7 @@ def ranks_of(keys: Iterable[Any]) -> set[int]:
     return {key[0] if isinstance(key, tuple) else key for key in keys}
 
 
-def everybody(_: Iterable[Any]) -> tuple[int, ...]:
+def all_ranks(_: Iterable[Any]) -> tuple[int, ...]:
     """No rank in particular: a request that all ranks take part in."""
     return ()
 
@@ -136,20 +142,22 @@ def everybody(_: Iterable[Any]) -> tuple[int, ...]:
 def wait_all(
     pending: dict[Any, MPI.Request],
     timeout_s: float,
-    late: Callable[[Any], str],
+    describe_late: Callable[[Any], str],
     whom: Callable[[Iterable[Any]], Iterable[int]] | None = ranks_of,
     comm: MPI.Comm | None = None,
 ) -> float:
-    """Wait for requests by rank, seconds waited returned; at the deadline LateError names one.
+    """Wait for requests, whose keys name ranks; return the seconds waited.
 
-    ``whom``: the ranks of ``comm`` (unset: the world) that are awaited, by the keys of requests
-    that are open.
+    :param whom: function of the keys of open requests that returns the awaited ranks of ``comm``;
+        None: all of them
+    :param comm: communicator of these ranks; None: the world
+    :raises WaitTimeoutError: at the deadline, with the name of one rank
     """
     began = time.perf_counter()
 
     def who() -> Iterable[int]:
         found = whom(pending) if whom else ()
-        return found if comm is None else numbers(comm, found)
+        return found if comm is None else world_ranks(comm, found)
 
     awaited = None if whom is None else who
 
@@ -160,9 +168,12 @@ def wait_all(
 
     try:
         Deadline(timeout_s).wait(
-            done, lambda: late(min(pending)), lambda: rest(pending.values()), awaited
+            done,
+            lambda: describe_late(min(pending)),
+            lambda: wait_for_requests(pending.values()),
+            awaited,
         )
     except BaseException:
-        abandoned.append(pending)
+        keep_alive.append(pending)
         raise
     return time.perf_counter() - began

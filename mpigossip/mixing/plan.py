@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpigossip.mixing.base import Kind, Layout, is_average, traffic
+from mpigossip.mixing.base import ExchangeKind, MessageLayout, bytes_per_exchange, is_average
 from mpigossip.mixing.wire import CHUNK, Field
 
 SMALLEST = 1 << 20
@@ -19,10 +19,10 @@ Near = Sequence[frozenset[int]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoundPlan:
     """The ranks that exchange with one rank in every round like this one, in the graph's order."""
 
-    kind: Kind
+    kind: ExchangeKind
     average: bool
     """whether W = 11ᵀ/n: all ranks average together"""
     nbytes: int
@@ -30,7 +30,7 @@ class Plan:
     weights: tuple[float, ...] = ()
     """of the own message, then of the sources'"""
     readers: tuple[int, ...] = ()
-    far: tuple[int, ...] = ()
+    remote_sources: tuple[int, ...] = ()
     """sources that send to an inbox buffer here, whose index is the source's place in this tuple"""
     targets: tuple[tuple[int, int], ...] = ()
     """readers that are sent to, each with its inbox buffer"""
@@ -41,18 +41,18 @@ class Plan:
     def of(
         cls,
         graph,
-        layout: Layout,
+        layout: MessageLayout,
         rank: int,
-        kind: Kind,
+        kind: ExchangeKind,
         t: int,
         near: Near = (),
         *,
         halves: bool = False,
-    ) -> Plan:
+    ) -> RoundPlan:
         """Plan round t; ``halves``: pairs on one host average by halves."""
-        nbytes = traffic(graph, kind, t, rank, layout.sent_bytes, layout.raw_bytes)
-        if kind is not Kind.GOSSIP or is_average(graph, t):
-            return cls(kind, kind is not Kind.LOCAL, nbytes)
+        nbytes = bytes_per_exchange(graph, kind, t, rank, layout.sent_bytes, layout.raw_bytes)
+        if kind is not ExchangeKind.GOSSIP or is_average(graph, t):
+            return cls(kind, kind is not ExchangeKind.LOCAL, nbytes)
         nodes, weights, own = graph.neighbours(t, rank)
         sources = tuple(map(int, nodes))
         readers = tuple(map(int, graph.receivers(t, rank)))
@@ -98,10 +98,10 @@ def sums_in_inbox(graph, rank: int) -> bool:
 
 
 @dataclass(eq=False, slots=True)
-class Round:
+class RoundState:
     """An exchange and how far it is."""
 
-    plan: Plan
+    plan: RoundPlan
     t: int
     number: int
     """of exchanges of all kinds since the run's beginning"""
@@ -114,21 +114,21 @@ class Round:
     finished: bool = False
     halved: bool = False
     """whether a pair on this host averages by halves"""
-    here: bool = False
+    sum_in_main: bool = False
     """whether the main thread sums, as it reads outboxes on this host"""
     arrived: dict[int, int] = field(default_factory=dict)
     """chunks that have arrived from each source"""
     prepared: int = 0
     sent: int = 0
     added: int = 0
-    flying: Sequence[Any] = ()
+    in_flight: Sequence[Any] = ()
     """requests of the chunk that is being sent"""
-    full: Sequence[int] = ()
+    blocked_readers: Sequence[int] = ()
     """readers without a free buffer"""
 
 
 @dataclass(frozen=True)
-class Chunk:
+class MessageChunk:
     """A part of every slot's message that is sent, notified and summed at once."""
 
     number: int
@@ -137,16 +137,16 @@ class Chunk:
     fields: tuple[Field, ...]
 
 
-def chunks(layout: Layout, size: float) -> list[Chunk]:
+def chunks(layout: MessageLayout, size: float) -> list[MessageChunk]:
     """Divide a slot's message into chunks of about ``size`` bytes, the scalars in the last one."""
-    found: list[Chunk] = []
+    found: list[MessageChunk] = []
     fields: list[Field] = []
     begin = end = 0
     for index, whole in layout.fields:
         scalar = index >= layout.vectors
         for at in range(0, whole.stop, CHUNK):
             if end - begin >= size and not scalar:
-                found.append(Chunk(len(found), slice(begin, end), tuple(fields)))
+                found.append(MessageChunk(len(found), slice(begin, end), tuple(fields)))
                 fields = []
                 begin = end
             columns = slice(at, min(at + CHUNK, whole.stop))
@@ -154,7 +154,7 @@ def chunks(layout: Layout, size: float) -> list[Chunk]:
             if fields and fields[-1][0] == index:
                 columns = slice(fields.pop()[1].start, columns.stop)
             fields.append((index, columns))
-    return [*found, Chunk(len(found), slice(begin, end), tuple(fields))]
+    return [*found, MessageChunk(len(found), slice(begin, end), tuple(fields))]
 
 
 def chunk_size(nbytes: int, rate: float) -> int:

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.agreement import limited
-from mpigossip.cluster.deadline import Deadline, LateError, excused
+from mpigossip.cluster.agreement import with_timeout
+from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, any_rank_paused
 from mpigossip.cluster.process import PROGRESS, check_process, is_fork
-from mpigossip.mixing.kernels.waiting import Bell, rest
-from mpigossip.mixing.notifications import abandoned
+from mpigossip.mixing.kernels.waiting import Bell, wait_for_requests
+from mpigossip.mixing.notifications import keep_alive
 
 IDLE = 23
 """Tag of a message from a rank to itself."""
@@ -105,7 +105,7 @@ class ProgressThread:
     def wait(self, future: Future, what: str) -> float:
         """Wait until the job is done, seconds returned; raise what it raised.
 
-        LateError where the thread itself doesn't come back from MPI.
+        WaitTimeoutError where the thread itself doesn't come back from MPI.
         """
         began = time.perf_counter()
         # the job's own waits are shorter: they name the late rank, this names only the round
@@ -116,10 +116,10 @@ class ProgressThread:
                 error = future.exception(min(limit, max(self._timeout_s / 4, 0.05)))
                 break
             except TimeoutError:
-                since = time.perf_counter() if excused() else max(since, self._seen)
+                since = time.perf_counter() if any_rank_paused() else max(since, self._seen)
                 if time.perf_counter() - since >= limit:
                     text = f"{what}: MPI does not return from a call (waited {limit:g} s)"
-                    raise LateError(text) from None
+                    raise WaitTimeoutError(text) from None
         if error is not None:
             raise error
         return time.perf_counter() - began
@@ -154,9 +154,11 @@ class ProgressThread:
     def rest(self, requests: Iterable[MPI.Request] = (), **pauses: Any) -> bool:
         """Until a request is complete, or a job is there, or a while is over; whether it could."""
         if self.threaded and threading.current_thread() is not self._thread:
-            return rest(requests, need=1, **pauses)
+            return wait_for_requests(requests, need=1, **pauses)
         self._seen = time.perf_counter()
-        rested = rest([*requests, *self._never], need=1, wake=self._bell.wake, **pauses)
+        rested = wait_for_requests(
+            [*requests, *self._never], need=1, wake=self._bell.wake, **pauses
+        )
         self._bell.heard()
         return rested
 
@@ -180,7 +182,7 @@ class ProgressThread:
         self._bell.close()
 
 
-def attempt(
+def run_on_all_ranks(
     comm: MPI.Intracomm,
     work: Callable[[], object],
     now: Callable[[], str],
@@ -207,22 +209,22 @@ def attempt(
         future = thread.submit(work)
         Deadline(limit_s).wait(over, lambda: f"{now()} doesn't return")
         waits = not wait([future], GRACE_S).done
-        error = LateError("another rank failed") if waits else future.exception()
+        error = WaitTimeoutError("another rank failed") if waits else future.exception()
         if error is not None:
-            waits = isinstance(error, LateError)
+            waits = isinstance(error, WaitTimeoutError)
             raise error
     except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
         wrong = str(error) or type(error).__name__
     tells = [comm.isend(None, rank, FAILED) for rank in others if wrong and not waits]
     # ranks that waited are here long before one that hung; that one says more
-    found = limited(comm, 2 * limit_s).allgather((waits, wrong))
+    found = with_timeout(comm, 2 * limit_s).allgather((waits, wrong))
     for rank, (late, text) in enumerate(found):
         if text and not late and rank != comm.rank:
             comm.recv(None, rank, FAILED)
     MPI.Request.waitall(tells)
     reasons = [(late, text) for late, text in found if text]
     if reasons:
-        abandoned.append((thread, holds))
+        keep_alive.append((thread, holds))
     else:
         thread.close()
     return min(reasons, key=lambda reason: reason[0])[1] if reasons else ""

@@ -9,8 +9,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mpigossip.mixing.base import Kind, Layout, Mixer, Segments, is_average, traffic
-from mpigossip.mixing.combine import combine
+from mpigossip.mixing.base import (
+    ExchangeKind,
+    MessageArrays,
+    MessageLayout,
+    Mixer,
+    bytes_per_exchange,
+    is_average,
+)
+from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.wire import encode
 
 KEPT = 64
@@ -40,14 +47,14 @@ class Rows(NamedTuple):
         """Fill these rows of ``mixed`` (n, p)."""
         if self.cuts:
             for to, others in self.cuts:
-                combine(self.weights, [sent[to], *(sent[one] for one in others)], mixed[to])
+                weighted_sum(self.weights, [sent[to], *(sent[one] for one in others)], mixed[to])
             return
         own = sent if self.rows is None else sent[self.rows]
         arrays = [own, *(sent[column] for column in self.sources)]
         if self.rows is None:
-            combine(self.weights, arrays, mixed)
+            weighted_sum(self.weights, arrays, mixed)
         else:
-            mixed[self.rows] = combine(self.weights, arrays, torch.empty_like(own))
+            mixed[self.rows] = weighted_sum(self.weights, arrays, torch.empty_like(own))
 
 
 def _cuts(n: int, columns: np.ndarray) -> list[tuple[slice, list[slice]]]:
@@ -70,35 +77,35 @@ class Simulated(Mixer):
     :func:`~mpigossip.mixing.combine.combine` that a rank uses for its single row.
     """
 
-    def __init__(self, graph, layout: Layout):
+    def __init__(self, graph, layout: MessageLayout):
         """Arrays of n rows on the layout's devices; ``graph`` says who averages with whom."""
         super().__init__(graph, layout, range(graph.n))
         self._out = layout.empty(graph.n)
         self._mixed = layout.empty(graph.n)
-        self._open: tuple[Kind, int] | None = None
+        self._open: tuple[ExchangeKind, int] | None = None
         self._groups = lru_cache(KEPT)(partial(_groups, graph))
         self._sends = lru_cache(KEPT)(partial(_sends, graph, layout))
 
-    def outbox(self, t: int) -> Segments:
+    def outbox(self, t: int) -> MessageArrays:
         return self._out
 
-    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
+    def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
         """Quantize the messages, if the wire does, and remember what :meth:`finish` is to do."""
         self._open = (kind, t)
         layout = self.layout
-        if not layout.wire.exact and kind is not Kind.LOCAL:
-            encode(layout, self._out, self.rows, t if exchange is None else exchange, None)
-        for node, nbytes in zip(self.rows, self._sends(kind, self._clock(t)), strict=True):
+        if not layout.wire.exact and kind is not ExchangeKind.LOCAL:
+            encode(layout, self._out, self.local_nodes, t if exchange is None else exchange, None)
+        for node, nbytes in zip(self.local_nodes, self._sends(kind, self._clock(t)), strict=True):
             self.bytes_sent[node] += nbytes
 
-    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
         kind, t = self._open
         self._open = None
-        if kind is Kind.LOCAL:
+        if kind is ExchangeKind.LOCAL:
             return self._out, self._out
-        if kind is Kind.GLOBAL or is_average(self.graph, t):
+        if kind is ExchangeKind.GLOBAL or is_average(self.graph, t):
             for sent, mixed in _pairs(self._out, self._mixed):
-                average = combine([1 / self.n] * self.n, list(sent.split(1)), mixed[:1])
+                average = weighted_sum([1 / self.n] * self.n, list(sent.split(1)), mixed[:1])
                 mixed[1:] = average
             return self._out, self._mixed
         for group in self._groups(self._clock(t)):
@@ -111,7 +118,7 @@ class Simulated(Mixer):
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x[:1])
-        return combine([1 / self.n] * self.n, list(x.split(1)), out)[0]
+        return weighted_sum([1 / self.n] * self.n, list(x.split(1)), out)[0]
 
 
 def _groups(graph, t: int) -> list[Rows]:
@@ -129,11 +136,11 @@ def _groups(graph, t: int) -> list[Rows]:
     return found
 
 
-def _sends(graph, layout: Layout, kind: Kind, t: int) -> list[int]:
+def _sends(graph, layout: MessageLayout, kind: ExchangeKind, t: int) -> list[int]:
     sizes = layout.sent_bytes, layout.raw_bytes
-    return [traffic(graph, kind, t, node, *sizes) for node in range(graph.n)]
+    return [bytes_per_exchange(graph, kind, t, node, *sizes) for node in range(graph.n)]
 
 
-def _pairs(left: Segments, right: Segments):
+def _pairs(left: MessageArrays, right: MessageArrays):
     for one, other in zip(left, right, strict=True):
         yield from zip(one, other, strict=True)

@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.collectives import whole_pages
-from mpigossip.cluster.cores import own_core
+from mpigossip.cluster.collectives import round_up_to_pages
+from mpigossip.cluster.cores import pick_communication_core
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
-from mpigossip.mixing.averages import OfRank
-from mpigossip.mixing.base import Kind, Layout, Segments
-from mpigossip.mixing.host import HostBuffers, SharedMemory, share_memory
+from mpigossip.mixing.averages import RankMixer
+from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout
+from mpigossip.mixing.host import HostBuffers, SharedOutboxes, share_memory
 from mpigossip.mixing.notifications import wait_all
 from mpigossip.mixing.pipeline import Pipeline
 from mpigossip.mixing.plan import (
     SMALLEST,
     Near,
-    Plan,
-    Round,
+    RoundPlan,
+    RoundState,
     chunk_size,
     chunks,
     inbox_buffers,
@@ -35,22 +35,22 @@ from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.transports.messages import Messages
 from mpigossip.mixing.transports.windows import Windows
 
-INLINE = 1 << 14
+INLINE_BYTES = 1 << 14
 """Bytes of a message up to which no thread is woken for it: that would take longer than it."""
-PLANS = 128
+CACHED_PLANS = 128
 """Plans that are kept: asking the graph takes longer than a small message."""
-SLOW = "measuring the wire: a neighbour doesn't answer"
-STAGED = 1 << 24
+PROBE_TIMEOUT = "measuring the wire: a neighbour doesn't answer"
+STAGING_BYTES = 1 << 24
 """Bytes of a slot's chunk that is copied between a device and host memory at once."""
 
 
-class Synchronous(OfRank):
+class Synchronous(RankMixer):
     """The mixer of one rank."""
 
     def __init__(
         self,
         graph,
-        layout: Layout,
+        layout: MessageLayout,
         world: World,
         *,
         same_host="read",
@@ -60,20 +60,20 @@ class Synchronous(OfRank):
     ):
         """Collective over ``world``; ``graph.n`` must be its size.
 
-        ``exchange``: "auto", "windows", "messages", "nccl" or "host"; MemoryRefused where one that
-        is asked for by name can't be had. ``on_devices`` unset: as the layout names them; the CPU
-        may stand in.
+        :param exchange: transport: "auto", "windows", "messages", "nccl" or "host"
+        :param on_devices: keep messages on the slots' devices; None: if the layout names a GPU
+        :raises TransportUnavailable: on all ranks, if a transport that was named can't be used
         """
         super().__init__(graph, layout, world, timeout_s)
         if on_devices is None:
             on_devices = bool(set(layout.devices) - {"cpu"})
-        self._shared: SharedMemory | None = None
+        self._shared: SharedOutboxes | None = None
         if same_host == "read" and not on_devices:
             self._shared = share_memory(self._comm, layout.nbytes, timeout_s)
-        here = frozenset(self._shared.places) if self._shared else frozenset[int]()
+        here = frozenset(self._shared.local_index) if self._shared else frozenset[int]()
         self._near: Near = self._comm.allgather(here)
-        self._plan = lru_cache(PLANS)(
-            partial(Plan.of, graph, layout, self.rank, near=self._near, halves=not on_devices)
+        self._plan = lru_cache(CACHED_PLANS)(
+            partial(RoundPlan.of, graph, layout, self.rank, near=self._near, halves=not on_devices)
         )
         self._period = graph.period
         self._transport: Transport | None = None
@@ -91,8 +91,8 @@ class Synchronous(OfRank):
         self._open_thread(world)
         # the graph's clock: the first round of kind GOSSIP that this mixer ran
         self._first: int | None = None
-        self._round: Round | None = None
-        self._last: Round | None = None
+        self._round: RoundState | None = None
+        self._last: RoundState | None = None
 
     def _open_on_host(self, buffers: int, world: World) -> Transport:
         """Open windows in host memory; chunks as the network is measured to be."""
@@ -100,7 +100,7 @@ class Synchronous(OfRank):
         outbox = not (self._shared and layout.wire.exact)
         made = Windows(self._comm, layout, buffers, self._timeout_s, outbox=outbox)
         rate = measured_rate(self._comm, layout.sent_bytes, self._timeout_s)
-        made.cut(chunk_size(layout.sent_bytes, rate) / layout.slots)
+        made.set_chunk_size(chunk_size(layout.sent_bytes, rate) / layout.slots)
         return made
 
     def _open_on_devices(self, exchange: str, buffers: int, world: World) -> None:
@@ -109,10 +109,10 @@ class Synchronous(OfRank):
 
         def on_host(buffers: int) -> Transport:
             made = self._open_on_host(buffers, world)
-            made.cut(STAGED)
+            made.set_chunk_size(STAGING_BYTES)
             return made
 
-        way = probe.open_way(exchange, self._comm, self.layout, buffers, world, on_host)
+        way = probe.open_transport(exchange, self._comm, self.layout, buffers, world, on_host)
         self._transport = way.transport
         self._buffers = way.buffers
         self.routes = {j: way.text for j in range(self.n) if j != self.rank}
@@ -126,7 +126,11 @@ class Synchronous(OfRank):
             return
         poll = len(set(world.hosts)) > 1
         computing = torch.get_num_threads() * layout.slots
-        cores = own_core(transport.comm, computing, world.beside) if poll else frozenset()
+        cores = (
+            pick_communication_core(transport.comm, computing, world.node_position)
+            if poll
+            else frozenset()
+        )
         self._thread = ProgressThread(
             transport.comm,
             timeout_s=self._timeout_s,
@@ -136,12 +140,17 @@ class Synchronous(OfRank):
             device=layout.devices[0] if layout.devices else "cpu",
         )
         on_host = isinstance(self._buffers, HostBuffers)
-        self._inline = not self._thread.threaded or (on_host and layout.sent_bytes <= INLINE)
+        self._inline = not self._thread.threaded or (on_host and layout.sent_bytes <= INLINE_BYTES)
         self._pipeline = Pipeline(transport, self._buffers, self._thread)
 
     @staticmethod
     def estimate_memory(
-        graph, layout: Layout, node: int, near: Near = (), averages: bool = True, halves: int = 2
+        graph,
+        layout: MessageLayout,
+        node: int,
+        near: Near = (),
+        averages: bool = True,
+        halves: int = 2,
     ) -> dict[str, int]:
         """Memory by purpose: an outbox, a result, and inbox buffers for those who send to it.
 
@@ -153,7 +162,7 @@ class Synchronous(OfRank):
         gpu = bool(set(layout.devices) - {"cpu"})
         shared = bool(near and near[node])
         sends = not near or len(near[node]) < graph.n
-        area = whole_pages(layout.nbytes) if shared else layout.nbytes
+        area = round_up_to_pages(layout.nbytes) if shared else layout.nbytes
         averages = averages or not sums_in_inbox(graph, node)
         separate = shared or averages or lossy
         inbox = sends * layout.sent_bytes * inbox_buffers(graph, node, near)
@@ -183,19 +192,19 @@ class Synchronous(OfRank):
 
     # -- a round: outbox, start, finish ------------------------------------------------------
 
-    def outbox(self, t: int) -> Segments:
+    def outbox(self, t: int) -> MessageArrays:
         check_process()
-        self._leave_round()
+        self._end_round()
         return self._buffers.out
 
-    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
-        if kind is Kind.GOSSIP and self._first is None:
+    def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
+        if kind is ExchangeKind.GOSSIP and self._first is None:
             self._first = t
         plan = self._plan_of(kind, t)
         number = t if exchange is None else exchange
-        r = self._round = Round(plan, t, number, t - (self._first or 0))
+        r = self._round = RoundState(plan, t, number, t - (self._first or 0))
         self.bytes_sent[0] += plan.nbytes
-        if kind is Kind.LOCAL:
+        if kind is ExchangeKind.LOCAL:
             return
         self._buffers.begin(number, plan.average)
         if plan.average:
@@ -203,34 +212,34 @@ class Synchronous(OfRank):
             return
         if self._shared:  # readers on this host may begin to read: `outbox` waits for them
             self._shared.publish(plan.readers, t)
-            r.here = not plan.far or len(plan.far) < len(plan.sources)
+            r.sum_in_main = not plan.remote_sources or len(plan.remote_sources) < len(plan.sources)
         # what goes to others, and what they send here, goes on in the progress thread; of a small
         # message the main thread sends now what it can, and does the rest in `finish`
-        if self._transport and (plan.targets or plan.far or not self._shared):
+        if self._transport and (plan.targets or plan.remote_sources or not self._shared):
             r.inline = self._inline
             self._pipeline.begin(r)
 
-    def _plan_of(self, kind: Kind, t: int) -> Plan:
+    def _plan_of(self, kind: ExchangeKind, t: int) -> RoundPlan:
         return self._plan(kind, t % self._period if self._period else t)
 
-    def _start_average(self, r: Round) -> None:
+    def _start_average(self, r: RoundState) -> None:
         transport = self._transport
         buffers = self._buffers
         thread = self._thread
         if transport is None or thread is None:
-            self._shared.publish(self._shared.places.keys() - {self.rank}, r.t)
+            self._shared.publish(self._shared.local_index.keys() - {self.rank}, r.t)
         elif transport.in_main:
             buffers.average(transport)
-            r.future = thread.submit(partial(transport.settle, f"round {r.t}"))
+            r.future = thread.submit(partial(transport.wait_for_swaps, f"round {r.t}"))
         elif thread.threaded:
             r.future = thread.submit(partial(buffers.average, transport))
 
-    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
         r = self._round
         r.finished = True
         plan = r.plan
         buffers = self._buffers
-        if plan.kind is Kind.LOCAL:
+        if plan.kind is ExchangeKind.LOCAL:
             return buffers.out, buffers.out
         if plan.average:
             return buffers.out, self._finish_average(r)
@@ -245,13 +254,13 @@ class Synchronous(OfRank):
             self._shared.wait_ready(plan.sources, r.t)
         if r.future or r.inline:  # the others: their messages are here, the own ones sent
             self._waited += self._pipeline.wait(r)
-        if self._shared and r.here:
+        if self._shared and r.sum_in_main:
             self._sum(r, into)
         if self._shared:
             self._shared.release(plan.sources, r.t)
         return buffers.out, buffers.result
 
-    def _finish_average(self, r: Round) -> Segments:
+    def _finish_average(self, r: RoundState) -> MessageArrays:
         if self._transport is None:
             self._shared.average(self.layout.parts, r.t)
             return self._buffers.segments(self._shared.result)
@@ -262,35 +271,35 @@ class Synchronous(OfRank):
         self._buffers.complete()  # the thread has given the devices the last sum, not waited for it
         return self._buffers.result
 
-    def _sum(self, r: Round, into: torch.Tensor | None) -> None:
+    def _sum(self, r: RoundState, into: torch.Tensor | None) -> None:
         """Sum the outboxes on this host and what was sent, in the graph's order."""
         shared = self._shared
         received = []
-        far = r.plan.far
+        far = r.plan.remote_sources
         for j in r.plan.sources:
-            if j in shared.places:
+            if j in shared.local_index:
                 received.append(self._buffers.segments(shared.outbox(j)))
             else:
                 received.append(self._transport.received(r, far.index(j)))
         target = None if into is None else [(into,)]
         self._buffers.add(r.plan.weights, received, self._whole, target)
 
-    def _leave_round(self) -> None:
+    def _end_round(self) -> None:
         """Wait until the last round's readers are done; tell the writers what is free again.
 
         Here, as the progress thread has nothing to do now: to wake it takes longer.
         """
         r = self._round
         self._round = None
-        if r is None or r.plan.kind is not Kind.GOSSIP:
+        if r is None or r.plan.kind is not ExchangeKind.GOSSIP:
             return
         # readers of this outbox on this host; those that were sent to have their own copy
         if self._shared and r.halved:
-            self._shared.leave_pair(r.plan.partner, r.t)
+            self._shared.release_pair(r.plan.partner, r.t)
         elif self._shared:
             self._shared.wait_read(r.plan.readers, r.t)
         if self._transport:
-            self._transport.free(r, self._plan_of(Kind.GOSSIP, r.t + 2))
+            self._transport.release(r, self._plan_of(ExchangeKind.GOSSIP, r.t + 2))
         self._last = r
 
     def close(self) -> None:
@@ -299,32 +308,34 @@ class Synchronous(OfRank):
         check_process()
         if self._round and not self._round.finished:
             self.finish()
-        self._leave_round()
+        self._end_round()
         self._buffers.close()
         self._buffers = None
         if self._thread:
             self._pipeline = None
             self._thread.close()
         if self._transport:
-            self._transport.close(self._coming())
+            self._transport.close(self._unused_rounds())
         if self._shared:
             self._shared.close()
         self._comm.Free()
 
-    def _coming(self) -> list[tuple[int, Plan]]:
+    def _unused_rounds(self) -> list[tuple[int, RoundPlan]]:
         """The rounds that buffers were freed for, by index, and that will not be run."""
         last = self._last
         indexes = range(max(2, last.index + 1), last.index + 3) if last else ()
         first = self._first or 0
-        return [(index, self._plan_of(Kind.GOSSIP, first + index)) for index in indexes]
+        return [(index, self._plan_of(ExchangeKind.GOSSIP, first + index)) for index in indexes]
 
 
-class Surviving(Synchronous):
+class FaultTolerant(Synchronous):
     """Synchronous exchange by messages alone, which can be abandoned after a rank failure."""
 
     estimate_memory = staticmethod(partial(Synchronous.estimate_memory, halves=1))
 
-    def __init__(self, graph, layout: Layout, world: World, *, timeout_s=300.0, on_devices=None):
+    def __init__(
+        self, graph, layout: MessageLayout, world: World, *, timeout_s=300.0, on_devices=None
+    ):
         """Collective over ``world``; messages of GPUs go through host memory."""
         super().__init__(
             graph,
@@ -358,6 +369,6 @@ def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
         source = (comm.rank - 1) % comm.size
         to = (comm.rank + 1) % comm.size
         pending = {(source, 0): comm.Irecv(into, source), (to, 1): comm.Isend(out, to)}
-        wait_all(pending, timeout_s, lambda _: SLOW, comm=comm)
+        wait_all(pending, timeout_s, lambda _: PROBE_TIMEOUT, comm=comm)
         slowest = comm.allreduce(time.perf_counter() - began, MPI.MAX)
     return SMALLEST / slowest

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpigossip.config import JobError
-from mpigossip.config.errors import Mistake
+from mpigossip.config.errors import UserError
 from mpigossip.config.limits import AboveZero, Positive
 from mpigossip.config.memory import host_memory
-from mpigossip.config.own_parts import given, imported, is_own, raised
-from mpigossip.config.readable import size as in_bytes
+from mpigossip.config.readable import format_bytes as in_bytes
 from mpigossip.config.toml import near
+from mpigossip.config.user_code import call_factory, describe_exception, import_object, is_user_code
 from mpigossip.models.counting import (
     MAX_PARAMETERS,
     MAX_TENSORS,
@@ -174,13 +174,13 @@ def _build(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) ->
     """Call the builder of this name; JobError if it fails or returns something else."""
     builder = _factory(name)
     try:
-        network = given(builder, {"shape": tuple(shape), "classes": classes}, options)
-    except Mistake:
+        network = call_factory(builder, {"shape": tuple(shape), "classes": classes}, options)
+    except UserError:
         raise
     except (Exception, SystemExit) as error:
         raise JobError(
             f'model "{name}" can\'t be built with the options {options} for samples of shape '
-            f"{tuple(shape)} and {classes} classes: {raised(error)}"
+            f"{tuple(shape)} and {classes} classes: {describe_exception(error)}"
         ) from error
     if not isinstance(network, nn.Module):
         raise JobError(
@@ -233,8 +233,10 @@ def _factory(name: str) -> Callable[..., nn.Module]:
     """Return the builder of this name or the object that it imports."""
     if name in BUILDERS:
         return BUILDERS[name]
-    if is_own(name):
-        return imported("model.name", name, "(shape, classes, **options) that returns a module")
+    if is_user_code(name):
+        return import_object(
+            "model.name", name, "(shape, classes, **options) that returns a module"
+        )
     raise JobError(
         f'model.name = "{name}" is unknown, and not of the form "package.module:factory"; '
         f"{near(name, BUILDERS)}"

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from mpigossip.config import JobError
-from mpigossip.config.readable import size
+from mpigossip.config.readable import format_bytes
 
 MAX_TENSORS = 1 << 13
 """Largest number of parameter tensors of a built-in model: GPT has 12 for each layer."""
@@ -72,7 +72,7 @@ def limited(described: str, parameters: float, tensors: float, remedy: str) -> I
             raise JobError(f"{described} has more than {tensors:,} parameter tensors; {remedy}")
         if elements > parameters:
             raise JobError(
-                f"{described} has {elements:,} parameters or more ({size(4 * elements)} in "
+                f"{described} has {elements:,} parameters or more ({format_bytes(4 * elements)} in "
                 f"float32), and at most {parameters:,} are possible; {remedy}"
             )
 

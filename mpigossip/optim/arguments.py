@@ -9,11 +9,11 @@ from torch.nn.parameter import is_lazy
 
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError, removed
-from mpigossip.config.readable import few, note_once
+from mpigossip.config.readable import abbreviate, print_note_once
 from mpigossip.engine.module import LOW
 from mpigossip.engine.vector import check_type
 from mpigossip.mixing.device.memory import check_default_device
-from mpigossip.optim.inner import Together, check_free
+from mpigossip.optim.inner import CombinedOptimizer, check_free
 
 OVERLAPS = ("auto", "never")
 
@@ -50,12 +50,12 @@ def one_optimizer(optimizer: Any) -> Any:
             f"optimizer has a {type(wrong[0]).__name__} among its {len(optimizer)}: give "
             "torch.optim optimizers, such as [Muon(matrices), AdamW(others)]"
         )
-    return optimizer[0] if len(optimizer) == 1 else Together(optimizer)
+    return optimizer[0] if len(optimizer) == 1 else CombinedOptimizer(optimizer)
 
 
 def check(world: Any, model: Any, optimizer: Any) -> None:
     """JobError unless world, model and optimizer are what Gossip takes."""
-    if not hasattr(world, "together"):
+    if not hasattr(world, "raise_together"):
         raise JobError(
             f"world is a {type(world).__name__}: give what mpigossip.world() returns, as in "
             "Gossip(world, model, optimizer)"
@@ -97,26 +97,30 @@ def check_callback(job: Job, on_change: object) -> None:
         raise JobError("on_change is called after a loss, with survive = True only; give both")
 
 
-def say(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def report_setup(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Report on rank 0 parameters that aren't trained; and, once, a node without a launcher."""
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if world.rank == 0 and frozen:
         count = sum(p.numel() for _, p in frozen)
-        note_once(
-            f"{named([n for n, _ in frozen])} ({count:,} values) don't require gradients: rank 0's "
+        print_note_once(
+            f"{parameter_list([n for n, _ in frozen])} ({count:,} values) don't require gradients: "
+            f"rank 0's "
             "on all nodes, and exchanged from the step on at which they do"
         )
     if world.rank == 0 and left:
-        note_once(f"{named(left)} are exchanged, but in no group of the optimizer: it leaves them")
+        print_note_once(
+            f"{parameter_list(left)} are exchanged, but in no group of the optimizer: it leaves "
+            f"them"
+        )
     if world.comm is not None and world.size == 1 and not world.launched:
-        note_once(
+        print_note_once(
             "one node alone: no launcher of MPI started this process, so nothing is exchanged; "
             "`mpiexec -n 4 python PROGRAM` starts four nodes"
         )
 
 
-def named(names: list[str]) -> str:
+def parameter_list(names: list[str]) -> str:
     """Return the first names of parameters, and how many more there are."""
-    return f"parameter{'s' * (len(names) > 1)} {few(names, 3)}"
+    return f"parameter{'s' * (len(names) > 1)} {abbreviate(names, 3)}"

@@ -11,11 +11,11 @@ from torch import nn
 
 from mpigossip.cluster import deadline
 from mpigossip.config import JobError
-from mpigossip.data.pytree import Nested, mapped
+from mpigossip.data.pytree import Nested, map_tensors
 from mpigossip.engine.measurements import consensus_distance
-from mpigossip.engine.sharded import fully_sharded, local, reshard
-from mpigossip.mixing.device.memory import current
-from mpigossip.optim import equal_start
+from mpigossip.engine.sharded import fully_sharded, local_shard, reshard
+from mpigossip.mixing.device.memory import device_context
+from mpigossip.optim import initial_sync
 from mpigossip.optim.node import LoopNode
 from mpigossip.runs.node import IDLE_S, wait_for_nodes
 from mpigossip.training.evaluate import average_buffers, average_into, norms, recalibrating
@@ -34,10 +34,10 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
             "averaged(recalibrate=…): the model has no BatchNorm whose running mean "
             "and variance could be found anew; leave recalibrate out"
         )
-    with torch.no_grad(), deadline.calling("averaged()"):
+    with torch.no_grad(), deadline.user_call("averaged()"):
         _wait_ready(node, "averaged()")
-        with node.noticed():
-            equal_start.agree(node.world, equal_start.layout(module))
+        with node.catch_failure():
+            initial_sync.check_equal(node.world, initial_sync.layout(module))
         buffers = list(module.buffers())
         kept = [(t, t.clone()) for t in buffers]
         own = node.vector.x[0] if twin is None else None
@@ -50,12 +50,12 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
             done = partial(reshard, modules)
             done()
             ends = partial(_leave, modules, node)
-            parts = [local(p.detach()) for p in module.parameters() if p.is_floating_point()]
+            parts = [local_shard(p.detach()) for p in module.parameters() if p.is_floating_point()]
         kept += [(t, t.clone()) for t in parts]
-    node.looking = True
+    node.evaluating = True
     whole = False
     try:
-        with torch.no_grad(), deadline.calling("averaged()"), node.noticed():
+        with torch.no_grad(), deadline.user_call("averaged()"), node.catch_failure():
             for part in parts:
                 flat = part.reshape(-1)  # a copy where strides don't allow a view
                 average_into(node.mixer, flat[None], flat)
@@ -68,8 +68,8 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
                 with draws, recalibrating(module):
                     for batch in batches:
                         seen += 1
-                        _show(module, mapped(lambda one: one.to(device), batch))
-            with node.world.together(JobError):  # also where only others have batches
+                        _show(module, map_tensors(lambda one: one.to(device), batch))
+            with node.world.raise_together(JobError):  # also where only others have batches
                 if batches is not None and not seen:
                     raise JobError(
                         f"averaged(recalibrate=…): no batch came on rank {node.world.rank}; "
@@ -81,7 +81,7 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
             _put_back(kept, ends)
         yield
     finally:
-        node.looking = False
+        node.evaluating = False
         _put_back(kept, ends)
         node.edits.renew(node.vector)
 
@@ -133,21 +133,21 @@ def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], done: Callable)
 
 def distance(node: LoopNode) -> float:
     """Return (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², NaN where a rank failure is noticed; collective."""
-    with torch.no_grad(), deadline.calling("consensus_distance()"):
+    with torch.no_grad(), deadline.user_call("consensus_distance()"):
         _wait_ready(node, "consensus_distance()")
-        with node.noticed():
+        with node.catch_failure():
             return consensus_distance(node.vector.x, node.mixer, node.engine.group)
     return float("nan")
 
 
 def _wait_ready(node: LoopNode, call: str) -> None:
     """Wait for all nodes, with the parameters in the vector and no exchange in flight."""
-    node.not_serving(call)
+    node.check_not_paused(call)
     node.check()
     node.check_known()
     wait_for_nodes(node, node.world)
-    with node.noticed():
-        node.engine.settle()
+    with node.catch_failure():
+        node.engine.wait_exchange()
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def paused(node: LoopNode) -> Iterator[None]:
         yield
         return
     serves = node.laid_out and not node.mixer.synchronous and getattr(node.mixer, "threaded", False)
-    if serves and node.looking:
+    if serves and node.evaluating:
         raise JobError(
             "paused() inside averaged(): an asynchronous node would go on exchanging, with the "
             "average for its own model; evaluate a copy of it (copy.deepcopy) behind averaged()"
@@ -190,7 +190,7 @@ def _serving(node: LoopNode) -> Iterator[None]:
 
     def serve() -> None:
         try:
-            with torch.no_grad(), current(device):
+            with torch.no_grad(), device_context(device):
                 while not done.wait(IDLE_S):
                     node.exchange()
         except BaseException as error:  # noqa: BLE001 - raised by who waits for it

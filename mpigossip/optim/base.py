@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpigossip.config import JobError
-from mpigossip.engine.sharded import local
+from mpigossip.engine.sharded import local_shard
 
 CALLS = ("step", "state_dict", "load_state_dict")
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
@@ -69,7 +69,7 @@ class Wrapper(torch.optim.Optimizer):
         inverse = scale.double().reciprocal().float()  # as GradScaler does it
         for p in parameters:
             if p.grad is not None and p.grad.dtype.itemsize > 2:
-                local(p.grad).mul_(inverse.to(p.grad.device))
+                local_shard(p.grad).mul_(inverse.to(p.grad.device))
         return inverse
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mpigossip.config import JobError
-from mpigossip.engine.module import Parameters
+from mpigossip.engine.module import ModuleParameters
 
 FIRST = 20
 """Number of exchanges, from the first one on, in which all values are compared."""
@@ -40,7 +40,7 @@ class EditDetector:
 
     def begin(
         self,
-        vector: Parameters,
+        vector: ModuleParameters,
         sent: Callable[[], Sequence[torch.Tensor]],
         message: str = IN_FLIGHT,
     ) -> None:
@@ -56,11 +56,11 @@ class EditDetector:
         self.in_flight = True
         self.renew(vector)
 
-    def renew(self, vector: Parameters) -> None:
+    def renew(self, vector: ModuleParameters) -> None:
         """Note the version counters anew, after this package has written to parameters."""
         self._versions = vector.versions()
 
-    def collect(self, vector: Parameters) -> None:
+    def collect(self, vector: ModuleParameters) -> None:
         """Put all parameters into the vector, and remember whether they were edited in flight."""
         self._edited |= self.in_flight and self._versions != vector.versions()
         moved = vector.check()

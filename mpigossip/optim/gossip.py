@@ -14,37 +14,37 @@ from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError, removed
 from mpigossip.engine.measurements import Record
-from mpigossip.engine.module import Parameters
-from mpigossip.engine.sharded import planned
+from mpigossip.engine.module import ModuleParameters
+from mpigossip.engine.sharded import plan_layout
 from mpigossip.engine.shared_memory import check_separate
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.base import Mixer
 from mpigossip.mixing.device.memory import check_default_device
-from mpigossip.optim import arguments, unwrapped
+from mpigossip.optim import arguments, wrappers
 from mpigossip.optim import state_dict as states
 from mpigossip.optim.averaged import averaged, distance, paused
-from mpigossip.optim.folder import WithFolder, begin, open_run
 from mpigossip.optim.inner import (
-    Stale,
+    StaleGradients,
     check,
     check_group,
     check_method,
-    one_rate,
-    title,
+    learning_rate,
+    optimizer_name,
     unscaled,
 )
 from mpigossip.optim.node import LoopNode
+from mpigossip.optim.run_directory import RunDirectoryMixin, open_log, open_run
 from mpigossip.optim.settings import settings
 from mpigossip.runs import printer
 from mpigossip.runs.node import closing
 from mpigossip.runs.survive import Survival, prepare
-from mpigossip.training.parts import Parts
+from mpigossip.training.parts import JobParts
 
 LOADED = "the first call after load_state_dict()"
 """Name of a collective call that a rank makes alone if only it has loaded a state."""
 
 
-class Gossip(WithFolder):
+class Gossip(RunDirectoryMixin):
     """Wrap a torch.optim optimizer so that each step also exchanges with neighbouring nodes.
 
     Each rank is a node::
@@ -120,17 +120,17 @@ class Gossip(WithFolder):
             ``graph_lazy=True``, or ``**{"graph.lazy": True}``
         :raises JobError: on all ranks, with all that doesn't fit, each as in a job
         """
-        with world.together(JobError) if hasattr(world, "together") else nullcontext():
+        with world.raise_together(JobError) if hasattr(world, "raise_together") else nullcontext():
             optimizer = arguments.one_optimizer(optimizer)
             arguments.check(world, model, optimizer)
         super().__init__(optimizer)
         self._world = world
         self._given = model
-        self._model = unwrapped.bare(model)
+        self._model = wrappers.unwrap(model)
         arguments.check_overlap(overlap)
         where = str(next(self._model.parameters()).device)
-        with world.together(JobError, ValueError):
-            unwrapped.check(model, optimizer, world)
+        with world.raise_together(JobError, ValueError):
+            wrappers.check(model, optimizer, world)
             check(self._model, optimizer)
             check_separate(self._model)
             folder = Path(run) if run else None
@@ -143,7 +143,7 @@ class Gossip(WithFolder):
 
     def _begin(
         self,
-        parts: Parts,
+        parts: JobParts,
         overlap: str,
         measure_every: int | str | None,
         on_change: Callable[[World], object] | None,
@@ -152,7 +152,7 @@ class Gossip(WithFolder):
         world = self._world
         run = self._run
         self._loaded: dict | None = None
-        self._stale = Stale()
+        self._stale = StaleGradients()
         self.record: Record | None = None
         """metrics of the last step"""
         if self._job.run.survive:
@@ -165,10 +165,10 @@ class Gossip(WithFolder):
         self._survival: Survival | None = None
         if on_change is not None and world.survives:
             self._survival = Survival(self._node, run, on_change)
-            self._node.noticed = self._survival.noticed
+            self._node.catch_failure = self._survival.catch_failure
         self._open = [self]  # once closed, the world keeps no model alive
         world.resources.callback(_close, self._open)
-        arguments.say(world, self._model, self._inner)
+        arguments.report_setup(world, self._model, self._inner)
 
     # -- a torch optimizer ----------------------------------------------------------------------
 
@@ -177,7 +177,8 @@ class Gossip(WithFolder):
         inner = self.__dict__.get("_inner")
         if inner is not None and hasattr(inner, name):
             plain += (
-                f": it is of {title(inner)}, the inner optimizer, whose own attributes the program "
+                f": it is of {optimizer_name(inner)}, the inner optimizer, whose own attributes "
+                f"the program "
                 "reads from that. An optimizer that calls another one's step() can have Gossip "
                 "as its base optimizer (mpigossip/optim/README.md, Sharpness-aware minimization)"
             )
@@ -195,7 +196,7 @@ class Gossip(WithFolder):
         """Take a local step and run the scheduled exchange; synchronous mixers wait for neighbours.
 
         :param closure: evaluated once, with gradients; its value is returned
-        :raises LateError: where a neighbour doesn't come within ``timeout_s`` seconds
+        :raises WaitTimeoutError: where a neighbour doesn't come within ``timeout_s`` seconds
         :raises JobError: where ranks differ in layout or calls, or a message isn't finite; in a
             fork of the process that opened the world
         """
@@ -204,45 +205,45 @@ class Gossip(WithFolder):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        deadline.steps = self.steps
+        deadline.steps_done = self.steps
         ordered = self.mixer.synchronous  # otherwise ranks make other numbers of steps
-        with torch.no_grad(), deadline.calling("step()", ordered):
+        with torch.no_grad(), deadline.user_call("step()", ordered):
             if self._survival is None:
                 self._step()
             else:
                 self._survival.step(self._step)
-        deadline.steps = self.steps
+        deadline.steps_done = self.steps
         return value
 
     def _step(self) -> None:
         node = self._node
-        engine = self._laid_out()
+        engine = self._ready_engine()
         if engine.clock.counting:
             engine.clock.lap("compute_s")
         if self._run:
             with engine.clock.uncounted():
-                begin(self._run)
+                open_log(self._run)
                 self._run.close_step()
         node.check()
         node.edits.end()
         engine = node.engine
         self._stale.check(node.vector.rows[0], self._world.rank)
         skipped = unscaled(self, engine, node.vector)
-        lr = one_rate(self._job.algorithm.name, self._inner, self.steps)
+        lr = learning_rate(self._job.algorithm.name, self._inner, self.steps)
         node.gather()
         if skipped and not engine.method.raw:
             node.vector.g[0].zero_()
-        self._stale.spent()
+        self._stale.mark_used()
         self.record = engine.step(lr, skipped)
         node.publish()
         if self._survival is not None:
             self._survival.keep()
         if self._run:
-            self._run.after(self.record)
+            self._run.record_step(self.record)
         engine.clock.begin()
-        node.go_ahead()
+        node.send_early()
 
-    def _laid_out(self) -> Engine:
+    def _ready_engine(self) -> Engine:
         """The engine, where it is to go on from."""
         if self._node.closed:
             raise JobError(
@@ -250,9 +251,9 @@ class Gossip(WithFolder):
                 "`with mpigossip.world() as world:`"
             )
         check_process()
-        check_default_device(deadline.call or "Gossip")
+        check_default_device(deadline.current_call or "Gossip")
         if self._loaded is not None:
-            with deadline.calling(LOADED):
+            with deadline.user_call(LOADED):
                 return self._resumed()
         return self._resumed()
 
@@ -269,7 +270,7 @@ class Gossip(WithFolder):
             states.check_method(self._world, self._loaded, self.engine)
             name = self._job.algorithm.name
             states.check_origin(self._node.world, self._loaded, self.engine, name)
-            self._node.begin_anew()
+            self._node.restart_exchanges()
             state = self._loaded
             self._loaded = None
             states.restore(state, self.engine, self.vector)
@@ -288,7 +289,7 @@ class Gossip(WithFolder):
 
     def surviving(self) -> AbstractContextManager[None]:
         """Context manager for own collective calls; after a failure the next step goes on."""
-        return self._node.noticed()
+        return self._node.catch_failure()
 
     @property
     def engine(self) -> Engine:
@@ -301,7 +302,7 @@ class Gossip(WithFolder):
         return self._node.mixer
 
     @property
-    def vector(self) -> Parameters:
+    def vector(self) -> ModuleParameters:
         """The trained parameters in flat memory, once the first step has begun."""
         return self._node.vector
 
@@ -314,14 +315,14 @@ class Gossip(WithFolder):
         on all ranks of the node. Save one for each node: another node's would put this one in its
         place.
         """
-        self._node.not_serving("state_dict()")
+        self._node.check_not_paused("state_dict()")
         check_default_device("state_dict()")
         self._run_hooks("state_dict_pre")
         mine = self._loaded
         if mine is None and self._node.laid_out:
             self._node.edits.collect(self.vector)
             mine = states.state(self.engine, self.vector, self._node.world) | {
-                "optimizer": title(self._inner)
+                "optimizer": optimizer_name(self._inner)
             }
         state = self._inner.state_dict() | {"gossip": mine}
         return self._run_hooks("state_dict_post", state) or state
@@ -332,16 +333,16 @@ class Gossip(WithFolder):
         The next step reports once if the state is another node's, and raises JobError if the
         method needs the state of each node.
         """
-        self._node.not_serving("load_state_dict()")
+        self._node.check_not_paused("load_state_dict()")
         check_default_device("load_state_dict()")
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         given = dict(state_dict)
         mine = given.pop("gossip", None)
         # before the first step the model may have changed since it was planned
-        flat = self._node.flat if self._node.laid_out else planned(self._node.model)
-        told = states.load(given, mine, self._inner, self._node.model, flat.own)
+        flat = self._node.flat if self._node.laid_out else plan_layout(self._node.model)
+        told = states.load(given, mine, self._inner, self._node.model, flat.local_layout)
         if told and self._world.rank == 0:
-            printer.say(f"load_state_dict: {'; '.join(told)}")
+            printer.print_line(f"load_state_dict: {'; '.join(told)}")
         self._loaded = mine
         self._run_hooks("load_state_dict_post")
 
@@ -349,7 +350,7 @@ class Gossip(WithFolder):
 
     def average(self) -> None:
         """Exchange without a step, while waiting for others (asynchronous mixers)."""
-        self._laid_out()
+        self._ready_engine()
         self._node.average()
 
     def paused(self) -> AbstractContextManager[None]:
@@ -373,14 +374,14 @@ class Gossip(WithFolder):
             mean and variance anew before those are averaged: tensors, pairs (inputs, targets), or
             mappings, whose entries are passed by name if ``forward`` has them
         """
-        self._laid_out()
+        self._ready_engine()
         other = None if twin is None or twin is self._given else arguments.one_module(twin, "twin")
         with averaged(self._node, other, recalibrate):
             yield self._given if other is None else twin
 
     def consensus_distance(self) -> float:
         """Return (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective."""
-        self._laid_out()
+        self._ready_engine()
         return distance(self._node)
 
     def close(self) -> None:
@@ -388,9 +389,9 @@ class Gossip(WithFolder):
         check_process()
         # asynchronous nodes, and survivors, take part in what others do until all have ended
         alone = self.mixer.synchronous and not self._world.survives
-        word = deadline.CLOSES if alone else deadline.WAITS
+        word = deadline.CLOSING if alone else deadline.WAITING
         # the program's default device, which may be "meta", is none of what is written at the end
-        with torch.device("cpu"), torch.no_grad(), deadline.ends(self.steps, word):
+        with torch.device("cpu"), torch.no_grad(), deadline.announce_end(self.steps, word):
             self._end()
         self._stale.release()
         self._open.clear()

@@ -9,18 +9,18 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from mpigossip.algorithms.base import Empty, Step, no_state
+from mpigossip.algorithms.base import NoState, Step, no_state
 from mpigossip.algorithms.local import Local
 from mpigossip.algorithms.methods import DIVIDES, takes_local
 from mpigossip.config import JobError
-from mpigossip.config.readable import note_once
-from mpigossip.engine.module import Parameters
-from mpigossip.engine.sharded import is_sharded, local
+from mpigossip.config.readable import print_note_once
+from mpigossip.engine.module import ModuleParameters
+from mpigossip.engine.sharded import is_sharded, local_shard
 from mpigossip.engine.step import Engine
-from mpigossip.mixing.combine import duplicate
+from mpigossip.mixing.combine import copy_into
 from mpigossip.optim.base import Wrapper
 from mpigossip.store import StoreError
-from mpigossip.training.parts import Parts
+from mpigossip.training.parts import JobParts
 
 BESIDE = {
     "params",
@@ -33,7 +33,7 @@ BESIDE = {
 
 
 def local_step_from_optimizers(
-    vector: Parameters,
+    vector: ModuleParameters,
     optimizers: Sequence[torch.optim.Optimizer],
     guard: AbstractContextManager | None = None,
 ) -> Local:
@@ -44,9 +44,9 @@ def local_step_from_optimizers(
     """
     guard = guard or nullcontext()
 
-    def adapt(x, g, state: Empty, step: Step, out):
+    def adapt(x, g, state: NoState, step: Step, out):
         if out is not x:
-            duplicate(x, out)
+            copy_into(x, out)
         for row, optimizer in enumerate(optimizers):
             if row not in step.skipped:
                 with guard, vector.bind_to(row, out, g):
@@ -56,7 +56,7 @@ def local_step_from_optimizers(
     return Local(no_state, adapt, raw=True)
 
 
-class Together(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers as one, such as Muon for matrices and AdamW for all else.
 
     Groups and state are those of the parts, in order. JobError for a parameter of two parts.
@@ -110,22 +110,22 @@ class Together(torch.optim.Optimizer):
 
 def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
     """Return the optimizer's parts, or itself as the only one."""
-    return optimizer._parts if isinstance(optimizer, Together) else (optimizer,)
+    return optimizer._parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
 
 
-def title(optimizer: torch.optim.Optimizer) -> str:
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """Return its name for messages."""
     return " + ".join(type(one).__name__ for one in parts_of(optimizer))
 
 
-def complete(
+def fill_missing(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], saved: str
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Add present values of settings that saved groups lack; return groups and what to report.
 
     ``saved``: the :func:`title` of their optimizer, "" if not known. StoreError where it differs.
     """
-    here = title(optimizer)
+    here = optimizer_name(optimizer)
     now = optimizer.param_groups
     pairs = list(zip(groups, now, strict=False))  # torch refuses another number of groups
     unknown = sorted({key for old, new in pairs for key in old.keys() - new.keys() - BESIDE})
@@ -205,7 +205,7 @@ def check_group(known: Container[int], group: dict[str, Any]) -> None:
 
 def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
     """JobError unless it is plain SGD, from which a method with own step takes rate and decay."""
-    has = None if type(optimizer) is torch.optim.SGD else f"is a {title(optimizer)}"
+    has = None if type(optimizer) is torch.optim.SGD else f"is a {optimizer_name(optimizer)}"
     for group in optimizer.param_groups if has is None else ():
         for key in ("momentum", "dampening", "nesterov", "maximize"):
             has = f"has {key} = {group[key]}" if group[key] else has
@@ -216,7 +216,7 @@ def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_method(parts: Parts, optimizer: torch.optim.Optimizer) -> None:
+def check_method(parts: JobParts, optimizer: torch.optim.Optimizer) -> None:
     """JobError for an optimizer that the method can't use; SparseAdam takes no dense gradients."""
     name = parts.job.algorithm.name
     if not takes_local(name):
@@ -229,7 +229,7 @@ def check_method(parts: Parts, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def decay(vector: Parameters, optimizer: torch.optim.Optimizer, row: int = 0) -> None:
+def decay(vector: ModuleParameters, optimizer: torch.optim.Optimizer, row: int = 0) -> None:
     """Add SGD's weight decay to the row's gradients in the vector."""
     place = {id(p): k for k, p in enumerate(vector.rows[row])}
     x = vector.cut(vector.x[0][row])
@@ -241,15 +241,15 @@ def decay(vector: Parameters, optimizer: torch.optim.Optimizer, row: int = 0) ->
                 g[k].add_(x[k], alpha=group["weight_decay"])
 
 
-def rate(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+def first_rate(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
     """Return the learning rate of the first group, and whether all groups have it."""
     rates = [float(group.get("lr", float("nan"))) for group in optimizer.param_groups]
     return rates[0], len(set(rates)) == 1
 
 
-def one_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> float:
+def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> float:
     """Return the learning rate of step ``index``; JobError where the method can't use it."""
-    lr, one = rate(optimizer)
+    lr, one = first_rate(optimizer)
     if not one and (algorithm in DIVIDES or not takes_local(algorithm)):
         raise JobError(
             f'algorithm.name = "{algorithm}" has one learning rate for all parameters; the '
@@ -263,7 +263,7 @@ def one_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> fl
     return lr
 
 
-def unscaled(optimizer: Wrapper, engine: Engine, vector: Parameters) -> tuple[int, ...]:
+def unscaled(optimizer: Wrapper, engine: Engine, vector: ModuleParameters) -> tuple[int, ...]:
     """Divide the gradients by GradScaler's scale; return (0,) where they overflowed."""
     found = getattr(optimizer, "found_inf", None)
     vector.inverse = None
@@ -319,7 +319,7 @@ class StepGuard:
             hook.remove()
 
 
-class Stale:
+class StaleGradients:
     """Detection of steps on gradients that `zero_grad` did not clear, and of steps without any.
 
     One parameter's gradient is watched, by torch's count of in-place changes.
@@ -346,10 +346,10 @@ class Stale:
             self._hook.remove()
         self._hook = self._parameter = self._spent = None
 
-    def spent(self) -> None:
+    def mark_used(self) -> None:
         """Note that a step has used the gradients."""
         grad = None if self._parameter is None else self._parameter.grad
-        self._spent = None if grad is None else (grad, grad._version, local(grad)._version)
+        self._spent = None if grad is None else (grad, grad._version, local_shard(grad)._version)
         self._passes = 0
         self._added = False
 
@@ -361,12 +361,12 @@ class Stale:
             self._added = parameter.grad is grad and grad._version == version + self._passes
             if is_sharded(grad):  # torch adds to its local part, and counts zeroing apart
                 same = parameter.grad is grad and grad._version == version
-                self._added = same and local(grad)._version > of_local
+                self._added = same and local_shard(grad)._version > of_local
 
     def check(self, parameters: Iterable[torch.Tensor], rank: int) -> None:
         """JobError where backward added to gradients that were used; report if there are none."""
         if all(p.grad is None for p in parameters):  # a rank without data may mean it
-            note_once(
+            print_note_once(
                 f"step() on rank {rank} without any gradient: only the exchange changes its "
                 "model; call zero_grad() before backward(), and that on the model given to "
                 "Gossip, not on a copy"

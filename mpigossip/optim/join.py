@@ -14,22 +14,22 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import Job, JobError
-from mpigossip.config.readable import note
-from mpigossip.mixing.combine import combine
-from mpigossip.mixing.members.live import POLL_S, Leaving, Live, layout
+from mpigossip.config.readable import print_note
+from mpigossip.mixing.combine import weighted_sum
+from mpigossip.mixing.members.live import POLL_S, FolderExchange, StopRequested, layout
 from mpigossip.mixing.members.outages import FolderUnreachable
-from mpigossip.mixing.members.place import Place, Plan
-from mpigossip.mixing.members.records import Disk
-from mpigossip.optim import arguments, unwrapped
-from mpigossip.optim.folder import check_names
+from mpigossip.mixing.members.place import Place, TrainingPlan
+from mpigossip.mixing.members.records import RecordStore
+from mpigossip.optim import arguments, wrappers
 from mpigossip.optim.inner import check
 from mpigossip.optim.node import loop_text
+from mpigossip.optim.run_directory import check_names
 from mpigossip.optim.state import read_optimizer, write_optimizer
 from mpigossip.runs.members.join import LOOP, about, check_lease, job_of, result
 from mpigossip.runs.members.member import average
-from mpigossip.runs.members.replay import Script, wanted_of
+from mpigossip.runs.members.replay import ReplayLog, wanted_of
 from mpigossip.runs.recorder import FIGURE, environment
 from mpigossip.runs.state import plain, put_buffers
 from mpigossip.runs.stopper import Stopper, end_of_allocation
@@ -51,7 +51,7 @@ class Member:
 
     def __init__(
         self,
-        live: Live,
+        live: FolderExchange,
         folder: Path,
         job: Job,
         model: nn.Module,
@@ -107,7 +107,7 @@ class Member:
                     return
                 with live.stay():
                     states = live.begin(about(names, shapes, [str(device)]))
-                    note(
+                    print_note(
                         f"place {place.number} of {self._folder}: {place.plan.chunks:,} chunks "
                         "for all members together"
                     )
@@ -136,19 +136,19 @@ class Member:
                         if self._done == 2:
                             check_lease(place.plan.lease_s, time.perf_counter() - began)
                         if live.stopping():
-                            raise Leaving
+                            raise StopRequested
             facts: dict[str, Number] = {"slots": 1, "door": "loop"}
             states = result(live, self._folder, place.plan.chunks, self._job, facts)
-        except Leaving:
+        except StopRequested:
             return
         except FolderUnreachable as error:  # the program leaves with code 75, as when it is asked
-            note(error)
+            print_note(error)
             return
         self._put(average(states))
         self.finished = True
 
     def _repeat(self) -> Generator[int]:
-        script = Script(self._live.place)
+        script = ReplayLog(self._live.place)
         for version in script.repeating(wanted_of(script, None, None)):
             models, peer, progress = script.given(version)
             self._put(average(models or [self._seed]))
@@ -160,7 +160,7 @@ class Member:
         self.finished = bool(script.end)
         if self.finished:
             self._put(average([script.models[one] for one in script.end]))
-        note(script.told())
+        print_note(script.told())
 
     def _exchange(self) -> None:
         """Publish the model, and average it with one of another member, if there is one."""
@@ -171,7 +171,7 @@ class Member:
     def _meet(self, own: NodeState, other: NodeState | None) -> None:
         if other is not None:
             rows = [torch.from_numpy(one.parameters).reshape(1, -1) for one in (own, other)]
-            self._put_parameters(combine((0.5, 0.5), rows, torch.empty_like(rows[0]))[0])
+            self._put_parameters(weighted_sum((0.5, 0.5), rows, torch.empty_like(rows[0]))[0])
 
     # -- the model as arrays ----------------------------------------------------------------------
 
@@ -287,17 +287,19 @@ def join(
     :raises JobError: for another model or other ``chunks`` than the folder's, a folder of something
         else, one without hard links
     """
-    world, folder, disk = Alone(), Path(folder), Disk(Path(folder), shared)
+    world, folder, disk = SingleProcess(), Path(folder), RecordStore(Path(folder), shared)
     optimizer = arguments.one_optimizer(optimizer)
     arguments.check(world, model, optimizer)
-    inner = unwrapped.bare(model)
-    unwrapped.check(inner, optimizer)
+    inner = wrappers.unwrap(model)
+    wrappers.check(inner, optimizer)
     check(inner, optimizer)
     _check_figures(chunks, lease_s)
     job = _job(disk, inner, chunks, replay)
-    place = Place(disk, Plan(chunks, max(1, min(16, chunks // 64)), lease_s), tell=note)
+    place = Place(
+        disk, TrainingPlan(chunks, max(1, min(16, chunks // 64)), lease_s), report=print_note
+    )
     with Stopper(world, folder, end_of_allocation(wall_clock_s)) as stopper:
-        live = Live(place, stopper.due, poll_s)
+        live = FolderExchange(place, stopper.due, poll_s)
         with closing(Member(live, folder, job, inner, optimizer, replay)) as member:
             yield member
 
@@ -315,7 +317,7 @@ def _check_figures(chunks: int, lease_s: float) -> None:
         )
 
 
-def _job(disk: Disk, model: nn.Module, chunks: int, replay: bool) -> Job:
+def _job(disk: RecordStore, model: nn.Module, chunks: int, replay: bool) -> Job:
     """What stands for a job in the folder; begins it, but for a replay."""
     if replay and not disk.exists(LOOP):
         raise JobError(

@@ -22,24 +22,31 @@ from mpigossip.cluster import deadline
 from mpigossip.cluster.process import report_unused
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.config.readable import note, size
+from mpigossip.config.readable import format_bytes, print_note
 from mpigossip.engine.gathered import Gathered
-from mpigossip.engine.module import Parameters
-from mpigossip.engine.sharded import ShardedLayout, Shards, planned
+from mpigossip.engine.module import ModuleParameters
+from mpigossip.engine.sharded import ShardedLayout, ShardedParameters, plan_layout
 from mpigossip.engine.step import Engine
 from mpigossip.groups.base import Group, Single
 from mpigossip.groups.devices import make_group
-from mpigossip.mixing.base import Layout, Mixer
-from mpigossip.optim import equal_start, state, state_dict, unwrapped
-from mpigossip.optim.arguments import named
+from mpigossip.mixing.base import MessageLayout, Mixer
+from mpigossip.optim import initial_sync, state, state_dict, wrappers
+from mpigossip.optim.arguments import parameter_list
 from mpigossip.optim.edits import EditDetector
-from mpigossip.optim.inner import StepGuard, check, decay, local_step_from_optimizers, rate, title
+from mpigossip.optim.inner import (
+    StepGuard,
+    check,
+    decay,
+    first_rate,
+    local_step_from_optimizers,
+    optimizer_name,
+)
 from mpigossip.runs.node import Arrays, Numbers
 from mpigossip.runs.overview import between, nodes
 from mpigossip.runs.progress import Progress
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
 from mpigossip.training.fit import check_rounds
-from mpigossip.training.parts import Parts, make_graph, make_parts
+from mpigossip.training.parts import JobParts, make_graph, make_parts
 
 SECTIONS = ("run", "algorithm", "graph", "cadence", "node", "checkpoint", "log")
 """Sections of a job that a loop has, too."""
@@ -54,10 +61,10 @@ class LoopNode:
     The vector is laid out by the first step; until then the model may move and change.
     """
 
-    vector: Parameters
+    vector: ModuleParameters
     engine: Engine
     mixer: Mixer
-    parts: Parts
+    parts: JobParts
     local: Local
     shift = 0
     counts_all = False
@@ -68,7 +75,7 @@ class LoopNode:
         world: World,
         model: nn.Module,
         inner: torch.optim.Optimizer,
-        parts: Parts,
+        parts: JobParts,
         overlap: str,
         measure_every: int | str,
     ):
@@ -81,14 +88,14 @@ class LoopNode:
         self._overlap = overlap
         self._every = measure_every
         self.edits = EditDetector()
-        self.laid_out = self.looking = self.serving = self.closed = False
-        self._facts = equal_start.layout(model)
-        equal_start.agree(world, [*equal_start.settings_of(self.job), *self._facts])
+        self.laid_out = self.evaluating = self.serving = self.closed = False
+        self._facts = initial_sync.layout(model)
+        initial_sync.check_equal(world, [*initial_sync.settings_of(self.job), *self._facts])
         check_rounds(self.job, self.graph, world)
-        self.noticed: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.catch_failure: Callable[[], AbstractContextManager[None]] = nullcontext
         """context manager that a rank failure ends without an error, if the node survives it"""
         self._open()
-        equal_start.begin(world, model)
+        initial_sync.broadcast_model(world, model)
         self.keeps: dict[str, Any] = {}
         """objects with state_dict() or get_state() that checkpoints take, too"""
         self.known = {id(p): p for p in model.parameters()}
@@ -99,7 +106,7 @@ class LoopNode:
     def _open(self) -> None:
         """Open mixer and group for the model as it is; collective."""
         self._device = str(next(self.model.parameters()).device)
-        self.flat = planned(self.model)
+        self.flat = plan_layout(self.model)
         own = Single(self._device)
         self.group: Group = own
         # the vector that the optimizers step on is laid out later
@@ -118,14 +125,14 @@ class LoopNode:
         # alone there is nobody whose pace could differ
         mixer = "synchronous" if self.world.comm is None else node.mixer
 
-        def of(layout: Layout) -> Mixer:
-            return self.parts.open_mixer(nodes.column, layout, mixer)
+        def of(layout: MessageLayout) -> Mixer:
+            return self.parts.open_mixer(nodes.inter_node, layout, mixer)
 
         if isinstance(self.flat, ShardedLayout) and nodes.per_node > 1:
-            from mpigossip.groups.ranks import Apart  # needs MPI
+            from mpigossip.groups.ranks import NeverGathered  # needs MPI
 
             self.mixer = of(self.parts.layout)
-            self.group = Apart(own, nodes.inside)
+            self.group = NeverGathered(own, nodes.intra_node)
         elif nodes.per_node == 1:
             self.mixer = of(self.parts.layout)
         else:
@@ -146,34 +153,36 @@ class LoopNode:
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
         return [dict(self.model.named_buffers())]
 
-    def own(self, row: int, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
+    def extra_state(
+        self, row: int, world: World
+    ) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
         nodes = self.world.nodes
         arrays: dict[str, np.ndarray] = {}
         numbers: dict[str, Number] = {"ranks": nodes.per_node}
         with suppress(JobError):  # a model that was converted since is saved as of the last step
             self.edits.collect(self.vector)
-        with world.together(JobError):
+        with world.raise_together(JobError):
             mine = state.of_rank(self.model, self.keeps)
-            if nodes.first and not self.sharded:
+            if nodes.is_leader and not self.sharded:
                 numbers["torch"] = state.write_optimizer(self.inner, self.model, arrays)
         if self.sharded:  # the node's ranks gather one parameter's state after the other
             with torch.no_grad():
-                into = arrays if nodes.first else None
+                into = arrays if nodes.is_leader else None
                 numbers["torch"] = state.write_optimizer(self.inner, self.model, into)
         of_ranks, kept = state.of_node(mine, self.world)
-        return (arrays | of_ranks, numbers | kept) if nodes.first else ({}, {})
+        return (arrays | of_ranks, numbers | kept) if nodes.is_leader else ({}, {})
 
-    def put_own(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
+    def restore_extra_state(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
         arrays = saved.arrays if mean is None else mean
         nodes = self.world.nodes
         text = str(saved.numbers["torch"])
         given, lacking = state.read_optimizer(self.inner, self.model, text, arrays)
-        settings = state_dict.load(given, None, self.inner, self.model, self.flat.own)
+        settings = state_dict.load(given, None, self.inner, self.model, self.flat.local_layout)
         if mean is None:
-            state.load_random(saved, nodes.place, self.model)
+            state.load_random(saved, nodes.local_rank, self.model)
             dropped = state.dropped_ranks(saved, nodes.per_node)
-            draws = nodes.first or not dropped
-            return settings + state.load_kept(saved, nodes.place, self.keeps, draws) + dropped
+            draws = nodes.is_leader or not dropped
+            return settings + state.load_kept(saved, nodes.local_rank, self.keeps, draws) + dropped
         kinds = sorted({name.rpartition("/")[2] for name in mean if name.startswith("torch/")})
         told = [f"of the optimizer averaged: {', '.join(kinds)}"] if kinds else []
         if lacking:
@@ -181,7 +190,7 @@ class LoopNode:
         told.append("dropped: random numbers")
         return told + settings + state.load_kept(saved, 0, self.keeps, draws=False)
 
-    def fits(self, manifest: Manifest, first: NodeState) -> bool:
+    def resumes_exactly(self, manifest: Manifest, first: NodeState) -> bool:
         """Return whether nodes had as many ranks, or have no buffers."""
         alike = manifest.meta.get("slots") == self.world.nodes.per_node
         return alike or not any(name.startswith("buffers/") for name in first.arrays)
@@ -189,24 +198,28 @@ class LoopNode:
     def check_saved(self, manifest: Manifest, path: Path) -> None:
         """Accept all: the program has the data, and their partition."""
 
-    def stand_at(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
-        self.engine.count_from(numbers)
+    def restore_counters(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
+        self.engine.restore_counters(numbers)
 
     def lay_out(self) -> None:
         """Make the vector where the model now is, and the engine over it; collective."""
-        unwrapped.check_late(self.model, self.world)
+        wrappers.check_late(self.model, self.world)
         facts = self._facts
-        self._facts = equal_start.layout(self.model)
+        self._facts = initial_sync.layout(self.model)
         if self.mixer.synchronous or facts != self._facts:  # others meet where they have to
-            equal_start.agree(self.world, self._facts)
+            initial_sync.check_equal(self.world, self._facts)
         device = str(next(self.model.parameters()).device)
-        if device != self._device or self.flat != planned(self.model):
+        if device != self._device or self.flat != plan_layout(self.model):
             self._shut()
             self._open()
         self.check_known()
         f = self.flat
         model = self.model
-        self.vector = Shards(model, f) if isinstance(f, ShardedLayout) else Parameters([model])
+        self.vector = (
+            ShardedParameters(model, f)
+            if isinstance(f, ShardedLayout)
+            else ModuleParameters([model])
+        )
         self._build()
         self.laid_out = True
 
@@ -216,7 +229,7 @@ class LoopNode:
         new = [(n, p) for n, p in self.model.named_parameters() if id(p) not in self.known]
         if late := [n for n, p in new if p.requires_grad]:
             raise JobError(
-                f"{named(late)} joined the model after Gossip was made, and would "
+                f"{parameter_list(late)} joined the model after Gossip was made, and would "
                 "never be exchanged; add them before Gossip(…)"
             )
 
@@ -224,7 +237,7 @@ class LoopNode:
         self.local = local_step_from_optimizers(self.vector, [self.inner], self.guard)
         self.engine = self.parts.make_engine(self.mixer, self._segments, self.vector, self._every)
 
-    def begin_anew(self) -> None:
+    def restart_exchanges(self) -> None:
         """Let exchanges begin at round 0, with none in flight; on all nodes."""
         # the mixer's rounds are consecutive; asynchronous ones need not be
         waits = self.mixer.synchronous
@@ -239,32 +252,32 @@ class LoopNode:
         """Lay out the vector with thawed parameters; the method's state begins anew. Collective."""
         before = self.engine
         drops = bool(self.engine.parts())
-        before.settle()
+        before.wait_exchange()
         rows = self.vector.cut(before.vector.x[0][0])
         masters = dict(zip(self.vector.flat.names, rows, strict=True))
         self.lay_out()
         for name, now in zip(self.flat.names, self.vector.cut(self.vector.x[0][0]), strict=True):
             now.copy_(masters.get(name, now))  # 16-bit parameters are rounded
         self.edits.end()
-        self.engine.count_from(before.numbers() | {"born": before.index})
+        self.engine.restore_counters(before.numbers() | {"born": before.index})
         self.mixer.bytes_sent[:] = before.mixer.bytes_sent
         if self.world.rank == 0:
             anew = "; what the method has kept from earlier steps begins anew" if drops else ""
-            note(
-                f"step {before.index}: {named(names)} require gradients now, and are "
+            print_note(
+                f"step {before.index}: {parameter_list(names)} require gradients now, and are "
                 f"exchanged from here on{anew}"
             )
 
-    def among(self, world: World) -> None:
+    def rebuild(self, world: World) -> None:
         self.world, self.graph = world, make_graph(self.job, world.size)
         self.edits.end()
         self._open()
         self._build()
 
-    def aside(self, spare: Any) -> Any:
+    def copy_step_extras(self, spare: Any) -> Any:
         return state.copied(self.inner, spare or [])
 
-    def put_aside(self, kept: Any, world: World) -> list[str]:
+    def restore_step_extras(self, kept: Any, world: World) -> list[str]:
         state.put_back(self.inner, kept)
         return state.average_state(world, self.mixer, self.inner)
 
@@ -272,16 +285,16 @@ class LoopNode:
     def assembly(self) -> LoopNode:
         return self
 
-    def expected(self) -> dict[str, Any]:
+    def progress_fields(self) -> dict[str, Any]:
         text = loop_text(self.job, self.model, self.inner, self.flat.names)
         return {"total_steps": self.job.run.steps or 0, "text": text}
 
-    def about(self, progress: Progress) -> list[tuple[str, str]]:
+    def overview_lines(self, progress: Progress) -> list[tuple[str, str]]:
         job = self.job
         count = self.flat.count
         cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
-        method = f"{job.algorithm.name} ({title(self.inner)}) on {job.graph.name}{cadence}"
-        model = f"{type(self.model).__name__}, {count:,} parameters, {size(4 * count)}"
+        method = f"{job.algorithm.name} ({optimizer_name(self.inner)}) on {job.graph.name}{cadence}"
+        model = f"{type(self.model).__name__}, {count:,} parameters, {format_bytes(4 * count)}"
         device = str(next(self.model.parameters()).device)
         return [
             ("nodes", nodes(self.mixer.n, [device], self.world)),
@@ -304,16 +317,16 @@ class LoopNode:
 
         Collective where parameters were thawed since it was laid out.
         """
-        self.not_serving("step()")
+        self.check_not_paused("step()")
         if any(id(p) not in self.known for g in self.inner.param_groups for p in g["params"]):
             self.check_known()
         self.edits.collect(self.vector)
-        if names := self.vector.thawed():
-            with deadline.calling(THAWED):
+        if names := self.vector.newly_trained():
+            with deadline.user_call(THAWED):
                 self.lay_out_again(names)
         self.edits.check()
 
-    def go_ahead(self) -> None:
+    def send_early(self) -> None:
         """Begin the next step's exchange, if the method can, so that it overlaps with backward."""
         if self._overlap == "auto" and self.engine.method.ahead and self.mixer.synchronous:
             self.engine.ahead()
@@ -336,9 +349,10 @@ class LoopNode:
         if not self.engine.method.raw:
             self.vector.gather()
             if not takes_local(name):
-                if names := self.vector.froze():
+                if names := self.vector.newly_frozen():
                     raise JobError(
-                        f'{named(names)} are frozen now, and algorithm.name = "{name}" would move '
+                        f'{parameter_list(names)} are frozen now, and algorithm.name = "{name}" '
+                        f"would move "
                         'them on by its own momentum; use algorithm = "dsgd", whose optimizer '
                         "leaves them"
                     )
@@ -348,13 +362,13 @@ class LoopNode:
         self.vector.publish()
 
     def average(self) -> None:
-        self.not_serving("average()")
-        if not self.parts.cadence.fragment_schedule.plain:
+        self.check_not_paused("average()")
+        if not self.parts.cadence.fragment_schedule.is_whole_model:
             raise JobError(
                 "average(): with fragments or a delay, the step decides what is sent; leave the "
                 "call out, or Gossip's fragments and delay"
             )
-        if self.engine.under_way:  # its readers would wait for this node, and it for them
+        if self.engine.in_flight:  # its readers would wait for this node, and it for them
             raise JobError(
                 "average(): the next step's exchange is in flight, as this method sends before "
                 'the gradient is there; give Gossip overlap="never"'
@@ -365,13 +379,13 @@ class LoopNode:
 
     def exchange(self) -> None:
         """Exchange without a step, unless the method would divide by a learning rate of 0."""
-        lr, _ = rate(self.inner)
+        lr, _ = first_rate(self.inner)
         if lr or self.job.algorithm.name not in DIVIDES:
             self.engine.average(lr)
 
-    def not_serving(self, what: str) -> None:
+    def check_not_paused(self, what: str) -> None:
         """JobError inside averaged(), and where paused() exchanges in a thread."""
-        if self.looking:
+        if self.evaluating:
             raise JobError(
                 f"{what} inside averaged(): the model, or its twin, is the average there, and is "
                 "put back when the block ends; leave it first"
@@ -398,7 +412,7 @@ def loop_text(
     loop = {
         "program": " ".join(sys.argv),
         "model": type(model).__name__,
-        "optimizer": title(optimizer),
+        "optimizer": optimizer_name(optimizer),
         "left_out": len(saved - buffers - set(names)),
         "temporary": sorted(buffers - saved),
     }

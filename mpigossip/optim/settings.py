@@ -7,17 +7,17 @@ from typing import Any
 
 from mpigossip import algorithms, graphs
 from mpigossip.algorithms import cadence as cadences
-from mpigossip.algorithms.local import STILL
+from mpigossip.algorithms.local import NO_LOCAL_STEP
 from mpigossip.cluster.process import TIMEOUT_S
 from mpigossip.cluster.world import World
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError, removed
-from mpigossip.config.choices import options_of, part_of
+from mpigossip.config.choices import options_of, spec_of
 from mpigossip.config.toml import near
 from mpigossip.graphs import GraphError
-from mpigossip.graphs.given import is_network
+from mpigossip.graphs.user_graphs import is_network
 from mpigossip.training import assemble
-from mpigossip.training.fit import unfit
-from mpigossip.training.parts import Parts, make_graph, make_parts
+from mpigossip.training.fit import incompatibilities
+from mpigossip.training.parts import JobParts, make_graph, make_parts
 
 KEYS = {
     "algorithm": ("blend",),
@@ -34,7 +34,7 @@ OF_RUN = {
 """And those of a run with a folder."""
 SHARED = ("length", "on_error")
 """Options that mean the same in each section that has them, and go to all of these sections."""
-STAND_IN = STILL._replace(raw=True)
+STAND_IN = NO_LOCAL_STEP._replace(raw=True)
 """Stands for the optimizer's step in checks."""
 
 
@@ -48,7 +48,7 @@ def settings(
     mixer: str,
     folder: Path | None,
     options: Mapping[str, Any],
-) -> Parts:
+) -> JobParts:
     """Return the parts of a job that means the same; JobError with all that doesn't fit."""
     drawn = graph is not None and not isinstance(graph, str)
     if is_network(algorithm) or algorithm in graphs.BUILDERS.keys() - algorithms.BUILDERS.keys():
@@ -83,14 +83,14 @@ def settings(
     except GraphError as error:
         raise JobError(f"graph.name: {error}") from error
     parts = make_parts(job, made, local=STAND_IN)
-    found = unfit(parts) + _unseen(parts) + _of_several(job, world)
+    found = incompatibilities(parts) + _unseen(parts) + _of_several(job, world)
     if drawn and job.run.survive:
         found.append(
             "survive = True: a graph that is given has its number of nodes, and those who outlive "
             f"a loss need one of fewer; name a graph, as {GraphSection.name}"
         )
     elif not found:
-        found += assemble.lasting(job, world.nodes.count)
+        found += assemble.survival_problems(job, world.nodes.count)
     if found:
         raise JobError(found)
     return parts
@@ -129,8 +129,8 @@ def _sections(
     for section, name in (("graph", graph), ("cadence", cadence)):
         if isinstance(name, str) or (section == "cadence" and name is not None):
             sections[section]["name"] = name
-    part = part_of(algorithms.BUILDERS, algorithm)
-    brought = part.brings if part else {}
+    part = spec_of(algorithms.BUILDERS, algorithm)
+    brought = part.implies if part else {}
     graph = brought.get("graph.name", GraphSection.name) if graph is None else graph
     cadence = cadence or brought.get("cadence.name", CadenceSection.name)
     known = {section: set(plain.get(section, ())) for section in sections}
@@ -175,13 +175,13 @@ def _homes(option: str, known: Mapping[str, Collection[str]]) -> tuple[str, list
     return option, []
 
 
-def _unseen(parts: Parts) -> list[str]:
+def _unseen(parts: JobParts) -> list[str]:
     """Return what needs facts that a job has and a custom loop doesn't."""
     job = parts.job
     cadence = parts.cadence
-    if cadence.own:
+    if cadence.periods:
         return [
-            f"period = {list(cadence.own)}: a custom loop makes each step that is called; "
+            f"period = {list(cadence.periods)}: a custom loop makes each step that is called; "
             'give one number, or mixer="asynchronous" with cadence "every", where each rank may '
             "give a number of its own"
         ]

@@ -20,10 +20,10 @@ from torch import nn
 
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.config.readable import counted
-from mpigossip.engine.sharded import full, part_like
+from mpigossip.config.readable import pluralize
+from mpigossip.engine.sharded import gather_full, part_like
 from mpigossip.mixing.base import Mixer
-from mpigossip.optim.inner import title
+from mpigossip.optim.inner import optimizer_name
 from mpigossip.runs.state import plain
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState, Number
@@ -49,10 +49,10 @@ def write_optimizer(
     flat = [name for group in names for name in group]
     of: dict[str, Any] = {}
     for k, one in state["state"].items():
-        whole = {key: full(value) for key, value in one.items()}
+        whole = {key: gather_full(value) for key, value in one.items()}
         of[flat[k]] = packed(whole, f"torch/{flat[k]}", {} if arrays is None else arrays)
     kept = packed(groups, "torch/#groups", {} if arrays is None else arrays)
-    return json.dumps({"optimizer": title(optimizer), "groups": kept, "state": of})
+    return json.dumps({"optimizer": optimizer_name(optimizer), "groups": kept, "state": of})
 
 
 def read_optimizer(
@@ -210,7 +210,7 @@ def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> RankState:
 def of_node(own: RankState, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
     """Return the states of all ranks of the node, in its first; collective over the node."""
     every: list[RankState] | None = [own]
-    if (inside := world.nodes.inside) is not None:
+    if (inside := world.nodes.intra_node) is not None:
         first = inside.broadcast(own.marks())
         every = inside.gather(own.beside(first) if inside.rank else own)
     arrays: dict[str, np.ndarray] = {}
@@ -265,7 +265,7 @@ def dropped_ranks(saved: NodeState, now: int) -> list[str]:
     if were == now:
         return []
     return [
-        f"from nodes of {counted(were, 'rank')}, now {now}: random numbers of all but "
+        f"from nodes of {pluralize(were, 'rank')}, now {now}: random numbers of all but "
         "a node's first rank are dropped, or begin anew"
     ]
 

@@ -7,26 +7,26 @@ from torch import nn
 
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.config.readable import counted, note_once
-from mpigossip.engine.module import LOW, Parameters
-from mpigossip.engine.sharded import Shards
+from mpigossip.config.readable import pluralize, print_note_once
+from mpigossip.engine.module import LOW, ModuleParameters
+from mpigossip.engine.sharded import ShardedParameters
 from mpigossip.engine.step import Engine
-from mpigossip.engine.vector import Flat, joined, split
-from mpigossip.optim import equal_start
-from mpigossip.optim.inner import complete
+from mpigossip.engine.vector import ParameterLayout, join_row, scatter_row
+from mpigossip.optim import initial_sync
+from mpigossip.optim.inner import fill_missing
 from mpigossip.store.manifest import MOST, counter
 
 ORIGIN = ("node", "nodes", "local_rank")
 """Keys that say which rank saved a state; earlier versions did not write them."""
 
 
-def state(engine: Engine, vector: Parameters, world: World) -> dict[str, Any]:
+def state(engine: Engine, vector: ModuleParameters, world: World) -> dict[str, Any]:
     """Return tensors and plain values, so that torch.save keeps them."""
-    flat = vector.flat.own
+    flat = vector.flat.local_layout
     return origin(world) | {
         "names": list(flat.names),
         "shapes": [list(shape) for shape in flat.shapes],
-        "model": torch.from_numpy(joined(vector.x, 0, flat)),
+        "model": torch.from_numpy(join_row(vector.x, 0, flat)),
         "arrays": _arrays(engine, flat),
         "numbers": engine.numbers() | {"bytes_sent": engine.mixer.bytes_sent[0]},
     }
@@ -35,12 +35,16 @@ def state(engine: Engine, vector: Parameters, world: World) -> dict[str, Any]:
 def origin(world: World) -> dict[str, int]:
     """Return the number of this rank's node, of all nodes, and the local rank."""
     nodes = world.nodes
-    return {"node": nodes.of[world.rank], "nodes": nodes.count, "local_rank": nodes.place}
-
-
-def _arrays(engine: Engine, flat: Flat) -> dict[str, torch.Tensor]:
     return {
-        name: torch.from_numpy(joined(parts, 0, flat)) for name, parts in engine.parts().items()
+        "node": nodes.node_of_rank[world.rank],
+        "nodes": nodes.count,
+        "local_rank": nodes.local_rank,
+    }
+
+
+def _arrays(engine: Engine, flat: ParameterLayout) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.from_numpy(join_row(parts, 0, flat)) for name, parts in engine.parts().items()
     }
 
 
@@ -49,7 +53,7 @@ def load(
     mine: dict[str, Any] | None,
     inner: torch.optim.Optimizer,
     model: nn.Module,
-    flat: Flat,
+    flat: ParameterLayout,
 ) -> list[str]:
     """Load ``given`` into the inner optimizer, and the model of ``mine``, a :func:`state`.
 
@@ -58,7 +62,7 @@ def load(
     if mine is not None:
         _check(mine, flat)
     of = given.pop("optimizer", None) if mine is None else mine.get("optimizer")
-    given["param_groups"], told = complete(inner, given["param_groups"], str(of or ""))
+    given["param_groups"], told = fill_missing(inner, given["param_groups"], str(of or ""))
     low = [(p, p.data) for p in model.parameters() if p.dtype in LOW]
     try:
         for p, data in low:  # torch casts state to the parameter's type, and masters are float32
@@ -68,11 +72,11 @@ def load(
         for p, data in low:
             p.data = data
     if mine is not None:
-        equal_start.place(model, flat, mine["model"])
+        initial_sync.load_packed(model, flat, mine["model"])
     return told
 
 
-def _check(state: Any, flat: Flat) -> None:
+def _check(state: Any, flat: ParameterLayout) -> None:
     """JobError unless it is what :func:`state` makes, and of this model: files can be anything."""
     try:
         names = state["names"]
@@ -122,9 +126,9 @@ def check_step(world: World, mine: dict[str, Any] | None) -> None:
 
 def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
     """JobError, on all nodes, where one's state isn't of this method and cadence; collective."""
-    with world.together(JobError):
+    with world.raise_together(JobError):
         arrays = {name: (a.shape, a.dtype) for name, a in state["arrays"].items()}
-        own = _arrays(engine, engine.vector.flat.own)
+        own = _arrays(engine, engine.vector.flat.local_layout)
         ours = {name: (a.shape, a.dtype) for name, a in own.items()}
         if arrays != ours or engine.numbers().keys() != state["numbers"].keys() - {"bytes_sent"}:
             raise JobError(
@@ -141,7 +145,7 @@ def check_origin(world: World, state: dict[str, Any], engine: Engine, algorithm:
     """
     own = origin(world)
     saved = {key: int(state.get(key, value)) for key, value in own.items()}
-    sharded = isinstance(engine.vector, Shards)
+    sharded = isinstance(engine.vector, ShardedParameters)
     every = world.broadcast(world.gather((own, saved, sharded)))
     places = [_place(*one) for one in every]
     others = [rank for rank, (here, there) in enumerate(places) if here != there]
@@ -149,7 +153,7 @@ def check_origin(world: World, state: dict[str, Any], engine: Engine, algorithm:
         return
     first, *more = others
     here, there = places[first]
-    also = f", and {counted(len(more), 'other rank')} likewise" if more else ""
+    also = f", and {pluralize(len(more), 'other rank')} likewise" if more else ""
     found = f"load_state_dict: rank {first} is {here}, and loaded the state of {there}{also}"
     remedy = 'save and load one file per rank, such as f"state-{world.rank}.pt"'
     wrong_shard = any(own["local_rank"] != saved["local_rank"] for own, saved, cut in every if cut)
@@ -162,7 +166,9 @@ def check_origin(world: World, state: dict[str, Any], engine: Engine, algorithm:
             "that the method begins anew"
         )
     if world.rank == 0:
-        note_once(f"{found}: its model and what its method has kept replace this node's; {remedy}")
+        print_note_once(
+            f"{found}: its model and what its method has kept replace this node's; {remedy}"
+        )
 
 
 def _place(own: dict[str, int], saved: dict[str, int], sharded: bool) -> tuple[str, str]:
@@ -176,13 +182,13 @@ def _place(own: dict[str, int], saved: dict[str, int], sharded: bool) -> tuple[s
     return here, there
 
 
-def restore(state: dict[str, Any], engine: Engine, vector: Parameters) -> None:
+def restore(state: dict[str, Any], engine: Engine, vector: ModuleParameters) -> None:
     """Put vector, method and counters where they stood; the mixer begins its rounds anew."""
-    flat = vector.flat.own
+    flat = vector.flat.local_layout
     numbers = state["numbers"]
-    split(state["model"].cpu().numpy(), vector.x, 0, flat)
+    scatter_row(state["model"].cpu().numpy(), vector.x, 0, flat)
     for name, parts in engine.parts().items():
-        split(state["arrays"][name].cpu().numpy(), parts, 0, flat)
-    engine.count_from(numbers)
+        scatter_row(state["arrays"][name].cpu().numpy(), parts, 0, flat)
+    engine.restore_counters(numbers)
     engine.restore_cadence(numbers)
     engine.mixer.bytes_sent[0] = int(numbers["bytes_sent"])

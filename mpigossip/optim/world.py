@@ -6,7 +6,7 @@ from mpigossip.cluster import launcher, ranks
 from mpigossip.cluster.process import TIMEOUT_S, report_unused
 from mpigossip.cluster.ranks import World
 from mpigossip.config import JobError
-from mpigossip.config.readable import note
+from mpigossip.config.readable import print_note
 
 
 def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
@@ -32,7 +32,7 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
             "are a node"
         )
     made = ranks.world(timeout_s)
-    made.arrange(ranks_per_node)
+    made.group_into_nodes(ranks_per_node)
     hidden = launcher.hide()
     if made.nodes.count > 1 and made.rank == 0:
         atexit.register(report_unused, made.nodes.count)
@@ -40,5 +40,5 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
     of_torch = [name for name in hidden if name in launcher.TORCH]
     if of_torch and made.rank == 0:
         text = f"{', '.join(of_torch)} are hidden, so that frameworks see one process a rank"
-        note(f"{text}; read them before mpigossip.world()")
+        print_note(f"{text}; read them before mpigossip.world()")
     return made

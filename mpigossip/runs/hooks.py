@@ -11,7 +11,7 @@ import numpy as np
 
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.config.own_parts import imported, is_own, made
+from mpigossip.config.user_code import build_checked, import_object, is_user_code
 from mpigossip.engine.measurements import Record
 from mpigossip.runs.summary import mean
 from mpigossip.store import StoreError
@@ -35,7 +35,7 @@ class Hook:
     def step(self, progress, record: Record) -> None:
         """After each step, with its metrics."""
 
-    def evaluation(self, progress, step: int, found: Evaluation) -> None:
+    def evaluation(self, progress, step: int, result: Evaluation) -> None:
         """After each evaluation; ``step``: the steps done by then."""
 
     def wants_stop(self, done: int) -> bool:
@@ -65,7 +65,7 @@ class TensorBoard(Hook):
 
     def start(self, progress, assembly) -> None:
         self._progress = progress
-        with self._world.together(StoreError):
+        with self._world.raise_together(StoreError):
             if self._world.rank == 0:
                 with writing(progress.folder / "tensorboard"):
                     self._writer = Events(progress.folder / "tensorboard", progress.first_step)
@@ -100,7 +100,7 @@ class TensorBoard(Hook):
             "bytes_sent": float(np.mean(record.bytes_sent)),
             **record.seconds,
         }
-        own = {name: mean(value) for name, value in record.figures.items()}
+        own = {name: mean(value) for name, value in record.metrics.items()}
         counted = {name: own[name] for name in progress.objective.metrics if name in own}
         shown = {tag(n): value for n, value in (found | counted).items() if np.isfinite(value)}
         shown |= {f"program/{n}": value for n, value in own.items() if n not in counted}
@@ -111,8 +111,8 @@ class TensorBoard(Hook):
 
         self._do(write)
 
-    def evaluation(self, progress, step: int, found: Evaluation) -> None:
-        figures = found.averaged
+    def evaluation(self, progress, step: int, result: Evaluation) -> None:
+        figures = result.averaged
         self._do(lambda writer: add_evaluation(writer, step, figures, list(figures)[1:]))
 
     def flush(self) -> None:
@@ -124,16 +124,16 @@ class TensorBoard(Hook):
 
 def named_hooks(names: Sequence[str], world: World) -> list[Hook]:
     """Return the hooks of these names, each made with the world. Collective; JobError."""
-    with world.together(JobError):
+    with world.raise_together(JobError):
         return [_made(name, world) for name in names]
 
 
 def _made(name: str, world: World) -> Hook:
     where = HOOKS.get(name, name)
-    if not is_own(where):
+    if not is_user_code(where):
         raise JobError(
             f'log.hooks: "{name}" is none of {", ".join(HOOKS)} and not of the form '
             '"package.module:factory"'
         )
-    factory = imported("log.hooks", where, "(world) that returns a Hook")
-    return made("log.hooks", name, Hook, factory, world)
+    factory = import_object("log.hooks", where, "(world) that returns a Hook")
+    return build_checked("log.hooks", name, Hook, factory, world)

@@ -16,7 +16,7 @@ from mpigossip.engine.measurements import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.node import Arrays, Numbers
 from mpigossip.runs.overview import overview
-from mpigossip.runs.printer import say
+from mpigossip.runs.printer import print_line
 from mpigossip.runs.progress import Progress
 from mpigossip.runs.run import Run
 from mpigossip.runs.summary import describe
@@ -77,17 +77,19 @@ class JobNode:
     def buffers(self, row: int) -> Sequence[Mapping[str, torch.Tensor]]:
         return self.trainer.replicas.buffers(row)
 
-    def own(self, row: int, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
+    def extra_state(
+        self, row: int, world: World
+    ) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
         return {}, {**self.trainer.precision.numbers(row)}
 
-    def put_own(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
+    def restore_extra_state(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
         if mean is None:
             self.trainer.precision.restore(row, saved.numbers)
         if row:
             return []
         return self.assembly.loader.note(self.engine.index - self.shift)
 
-    def fits(self, manifest: Manifest, first: NodeState) -> bool:
+    def resumes_exactly(self, manifest: Manifest, first: NodeState) -> bool:
         """Return whether nodes had as many slots."""
         return manifest.meta["slots"] == self.group.slots
 
@@ -118,11 +120,11 @@ class JobNode:
             f"saved; {cause}"
         )
 
-    def stand_at(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
+    def restore_counters(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
         """Take the counters; the epoch goes on where it was, in its present number of steps."""
         trainer = self.trainer
         before = int(facts["steps_per_epoch"])
-        self.engine.count_from(numbers)
+        self.engine.restore_counters(numbers)
         trainer.shift = int(numbers["shift"])
         now = self.assembly.steps_per_epoch
         if before != now:
@@ -133,25 +135,25 @@ class JobNode:
         replicas = self.trainer.replicas
         self.group.all_gather(replicas.x, replicas.full)
 
-    def among(self, world: World) -> None:
+    def rebuild(self, world: World) -> None:
         self.assembly.abandon()
         self.world = world
         self._take(assemble(self.job, world, world.size))
 
-    def aside(self, spare: Any) -> None:
+    def copy_step_extras(self, spare: Any) -> None:
         """Nothing: batches, losses' scale and random numbers follow from the step."""
 
-    def put_aside(self, kept: Any, world: World) -> list[str]:
+    def restore_step_extras(self, kept: Any, world: World) -> list[str]:
         """Nothing."""
         return []
 
     def close(self, together: bool) -> None:
         if together:
             self.assembly.close()
-        elif self.world.diminished:
+        elif self.world.shrunk:
             self.assembly.abandon()
 
-    def expected(self) -> dict[str, Any]:
+    def progress_fields(self) -> dict[str, Any]:
         return {
             "steps_per_epoch": self.assembly.steps_per_epoch,
             "total_steps": self.total_steps,
@@ -168,10 +170,10 @@ class JobNode:
         """Return the samples of a step, over all nodes that didn't rest."""
         nodes = self.mixer.n
         engine = self.engine
-        rested = engine.cadence.resting(record.index - engine.state_start, range(nodes))
+        rested = engine.cadence.idle_nodes(record.index - engine.state_start, range(nodes))
         return self._samples(nodes - len(rested))
 
-    def about(self, progress: Progress) -> Sequence[tuple[str, str]]:
+    def overview_lines(self, progress: Progress) -> Sequence[tuple[str, str]]:
         return overview(progress, self.assembly, self.world)
 
     def summary(self, progress: Progress) -> dict[str, Any]:
@@ -218,7 +220,7 @@ class JobNode:
                 continue
             self._doubted.add(name)
             nodes = [int(i) for i in found.share[name].isfinite().logical_not().nonzero()]
-            first = f", on node {self.mixer.rows[nodes[0]]} first" if nodes else ""
+            first = f", on node {self.mixer.local_nodes[nodes[0]]} first" if nodes else ""
             progress.warn(
                 f'the test\'s "{name}" is {value} at step {self.engine.index}{first}: a sum that '
                 "isn't a number, or a count of 0 over the whole test set"
@@ -270,7 +272,7 @@ def _steps(node: JobNode, run: Run) -> dict[str, Any]:
     def step() -> None:
         record = node.trainer.step()
         survival.keep()
-        run.after(record, node.samples(record))
+        run.record_step(record, node.samples(record))
         run.close_step()
         between()
 
@@ -285,10 +287,10 @@ def _steps(node: JobNode, run: Run) -> dict[str, Any]:
 def _summary_of(folder: Path, world: World) -> dict[str, Any] | None:
     """Print again what the log has of a finished run; None where it was killed before that."""
     summary = None
-    with world.together(StoreError):
+    with world.raise_together(StoreError):
         if world.rank == 0:
             found = read(folder / "log.h5").summary
             if found.get("finished"):
                 summary = found
-                say(f"{folder}: nothing is left to train\n{describe(summary)}")
+                print_line(f"{folder}: nothing is left to train\n{describe(summary)}")
     return world.broadcast(summary)

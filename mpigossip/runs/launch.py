@@ -9,14 +9,14 @@ from typing import Any
 from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.config.errors import Mistake
+from mpigossip.config.errors import UserError
 from mpigossip.mixing.members.place import FOLDERS
 from mpigossip.runs.job import JobNode
 from mpigossip.runs.job import train as training
 from mpigossip.runs.lock import locked
 from mpigossip.runs.node import closing
-from mpigossip.runs.printer import say
-from mpigossip.runs.run import asked_of
+from mpigossip.runs.printer import print_line
+from mpigossip.runs.run import nodes_requested
 from mpigossip.runs.survive import prepare
 from mpigossip.store import checkpoint
 from mpigossip.store.checkpoint import Manifest
@@ -43,7 +43,7 @@ def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
     n = n or _nodes(job, world)
     with locked(job.run.folder, world):
         found = newest(job.run.folder, world)
-        with world.together(Mistake):
+        with world.raise_together(UserError):
             if found is not None:
                 _same_job(job, n, found)
         return run(job, world, n, found)
@@ -52,7 +52,7 @@ def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
 def _nodes(job: Job, world: World) -> int:
     """Return how many nodes the ranks form; JobError on all of them where they can't."""
     world.timeout_s = job.node.timeout_s
-    world.arrange(job.node.ranks_per_node)
+    world.group_into_nodes(job.node.ranks_per_node)
     return world.nodes.count
 
 
@@ -64,7 +64,7 @@ def newest(folder: Path, world: World) -> Path | None:
     """
     found = None
     place = folder / "checkpoints"
-    with world.together(Mistake):
+    with world.raise_together(UserError):
         if world.rank == 0:
             if all((folder / one).is_dir() for one in FOLDERS):
                 raise JobError(
@@ -83,7 +83,9 @@ def newest(folder: Path, world: World) -> Path | None:
                 )
             for path, problem in damaged.items():
                 aside = checkpoint.set_aside(path).name
-                say(f"{problem}. The run goes on from {found}, and keeps this one as {aside}")
+                print_line(
+                    f"{problem}. The run goes on from {found}, and keeps this one as {aside}"
+                )
     return world.broadcast(found)
 
 
@@ -92,12 +94,12 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
 
     ``n``: nodes; None for as many as the ranks make, or without ranks as the checkpoint has.
     """
-    with world.together(Mistake):
+    with world.raise_together(UserError):
         if not folder.is_dir():
             raise JobError(f'"{folder}" is no run directory: there is no such folder')
     with locked(folder, world):
         found = newest(folder, world)
-        with world.together(Mistake):
+        with world.raise_together(UserError):
             if found is None:
                 raise JobError(
                     f'no complete checkpoint in "{folder}"; start the run with '
@@ -135,9 +137,10 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
     A run that has lost nodes since continues on as many as it was started with.
     """
     manifest = _of_a_job(newest)
-    if n != asked_of(manifest):
+    if n != nodes_requested(manifest):
         raise JobError(
-            f'run.output: "{job.run.folder}" holds a run of {asked_of(manifest)} nodes, here are '
+            f'run.output: "{job.run.folder}" holds a run of {nodes_requested(manifest)} nodes, '
+            f"here are "
             f"{n}; name another folder with run.output=…, or change the number by `mpigossip "
             f"resume {job.run.folder}` on {n} ranks (simulated: with --simulate --nodes {n})"
         )

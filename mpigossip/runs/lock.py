@@ -23,7 +23,7 @@ def locked(folder: Path, world: World, setting: str = SETTING) -> Iterator[None]
     NFS mounts) are tolerated.
     """
     handle = None
-    with world.together(JobError):
+    with world.raise_together(JobError):
         if world.rank == 0:
             handle = lock(folder, setting)
     try:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from mpigossip.cluster.agreement import AgreedError
+from mpigossip.cluster.agreement import CollectiveError
 from mpigossip.cluster.world import World
 from mpigossip.config import Job
 from mpigossip.engine.step import Engine
@@ -62,23 +62,25 @@ class Node(Protocol):
     def buffers(self, row: int) -> Sequence[Mapping[str, torch.Tensor]]:
         """Return the model's buffers by name, one dict for each slot here."""
 
-    def own(self, row: int, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
+    def extra_state(
+        self, row: int, world: World
+    ) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
         """Return arrays and numbers that only this kind of node saves; collective.
 
         ``world``: the run's, whose ranks all learn of an error. Empty in all but a node's first
         process, unless all of them write.
         """
 
-    def put_own(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
+    def restore_extra_state(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
         """Restore what :meth:`own` has returned, from ``mean`` unless that is None; report."""
 
-    def fits(self, manifest: Manifest, first: NodeState) -> bool:
+    def resumes_exactly(self, manifest: Manifest, first: NodeState) -> bool:
         """Return whether a checkpoint of as many nodes can be continued exactly."""
 
     def check_saved(self, manifest: Manifest, path: Path) -> None:
         """Raise StoreError if the checkpoint in ``path`` is not one to continue from; local."""
 
-    def stand_at(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
+    def restore_counters(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
         """Take the counters of a checkpoint, or of a step that was kept."""
 
     def publish(self) -> None:
@@ -86,16 +88,16 @@ class Node(Protocol):
 
     # -- other nodes ------------------------------------------------------------------------------
 
-    def among(self, world: World) -> None:
+    def rebuild(self, world: World) -> None:
         """Make all that depends on the nodes anew, between those of ``world``; collective.
 
         The method's state begins anew. A node that another failure left half made is given up.
         """
 
-    def aside(self, spare: Any) -> Any:
+    def copy_step_extras(self, spare: Any) -> Any:
         """Copy what changes with each step beside the state; ``spare``: an earlier copy."""
 
-    def put_aside(self, kept: Any, world: World) -> list[str]:
+    def restore_step_extras(self, kept: Any, world: World) -> list[str]:
         """Restore a copy, as the mean over nodes where all have one; what to report."""
 
     def close(self, together: bool) -> None:
@@ -103,10 +105,10 @@ class Node(Protocol):
 
     # -- what a run shows -------------------------------------------------------------------------
 
-    def expected(self) -> dict[str, Any]:
+    def progress_fields(self) -> dict[str, Any]:
         """Return fields of :class:`~mpigossip.runs.progress.Progress` that only the node knows."""
 
-    def about(self, progress: Any) -> Sequence[tuple[str, str]]:
+    def overview_lines(self, progress: Any) -> Sequence[tuple[str, str]]:
         """Return the first screen, as (word, text); local."""
 
     def summary(self, progress: Any) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def wait_for_nodes(node: Node, world: World) -> None:
 
 def _over(here: bool, group: Group) -> bool:
     """Return whether any rank of a node has come to the end of a wait: they go on together."""
-    flags = [torch.full((1, 1), float(here), dtype=torch.float64) for _ in group.mine]
+    flags = [torch.full((1, 1), float(here), dtype=torch.float64) for _ in group.local_slots]
     return bool(group.sum_scalars(flags) > 0)
 
 
@@ -138,6 +140,6 @@ def closing(node: Node, world: World) -> Iterator[None]:
         yield
     except BaseException as error:
         # closing is collective: after an exception of this rank alone it would hang
-        node.close(together=world.comm is None or isinstance(error, AgreedError))
+        node.close(together=world.comm is None or isinstance(error, CollectiveError))
         raise
-    node.close(together=not world.diminished)
+    node.close(together=not world.shrunk)

@@ -13,12 +13,12 @@ import numpy as np
 
 from mpigossip.cluster.world import World
 from mpigossip.config import NodeSection
-from mpigossip.config.readable import counted, size
+from mpigossip.config.readable import format_bytes, pluralize
 from mpigossip.engine.step import Engine
-from mpigossip.engine.vector import leaves
+from mpigossip.engine.vector import named_arrays
 from mpigossip.graphs import Graph, spectral
-from mpigossip.groups.devices import beside
-from mpigossip.mixing.base import Kind, traffic
+from mpigossip.groups.devices import unused_gpus_note
+from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange
 from mpigossip.training.costs import held
 from mpigossip.training.schedule import full_rate
 
@@ -52,7 +52,7 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
     per_step = progress.samples_per_step
     return [
         ("nodes", nodes(trainer.mixer.n, trainer.engine.group.devices, world)),
-        ("model", f"{job.model.name}, {flat.count:,} parameters, {size(4 * flat.count)}"),
+        ("model", f"{job.model.name}, {flat.count:,} parameters, {format_bytes(4 * flat.count)}"),
         (
             "data",
             f"{job.data.source}: {data.train_size:,} training and {data.test_size:,} "
@@ -60,7 +60,10 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
         ),
         ("method", f"{job.algorithm.name}{local} on {job.graph.name}{cadence}"),
         *between(trainer.engine, graph, job.node, world),
-        ("memory", f"{size(_memory(progress, trainer, world))} a node, without activations"),
+        (
+            "memory",
+            f"{format_bytes(_memory(progress, trainer, world))} a node, without activations",
+        ),
         ("rate", full_rate(job.schedule, per_step)[1]),
         ("steps", f"{progress.total_steps:,}, {progress.steps_per_epoch:,} an epoch"),
         (
@@ -83,21 +86,21 @@ def nodes(n: int, devices: Sequence[str], world: World) -> str:
     """Describe ranks, hosts and slots."""
     per = world.nodes.per_node
     names = ", ".join(dict.fromkeys(devices))
-    slots = f"{counted(per * len(devices), 'slot')} each ({names}{beside(devices)})"
+    slots = f"{pluralize(per * len(devices), 'slot')} each ({names}{unused_gpus_note(devices)})"
     if world.comm is None:
         return f"{n} simulated in this process on {world.hosts[0]}, {slots}"
     hosts = Counter(world.hosts)
     several = "" if len(hosts) == 1 else f", {max(hosts.values())} a host at most"
     names = f"{next(iter(hosts))}" + (" …" if len(hosts) > 1 else "")
-    where = f"{counted(len(hosts), 'host')} ({names}{several})"
+    where = f"{pluralize(len(hosts), 'host')} ({names}{several})"
     if per > 1:
-        slots = f"{per} a node: {counted(n, 'node')}, {slots}"
-    return f"{counted(world.size, 'rank')} on {where}, {slots}"
+        slots = f"{per} a node: {pluralize(n, 'node')}, {slots}"
+    return f"{pluralize(world.size, 'rank')} on {where}, {slots}"
 
 
 def _gossips(engine: Engine) -> bool:
     """Return whether neighbours exchange: some methods average over all nodes only."""
-    return Kind.GOSSIP in engine.cadence.kinds
+    return ExchangeKind.GOSSIP in engine.cadence.kinds
 
 
 def _graph(graph: Graph) -> str:
@@ -108,7 +111,7 @@ def _graph(graph: Graph) -> str:
     if graph.n == 1:
         return "one node: nothing to average"
     period = "no period" if graph.period is None else f"period {graph.period}"
-    text = f"{counted(graph.degree, 'neighbour')} a round, {period}"
+    text = f"{pluralize(graph.degree, 'neighbour')} a round, {period}"
     if "signed" in graph.facts:
         text += ", signed weights"
     if "column-stochastic" not in graph.facts:
@@ -118,7 +121,7 @@ def _graph(graph: Graph) -> str:
     exact = spectral.rounds_to_exact(graph)
     rate = spectral.consensus_rate(graph)
     if exact is not None and graph.period is not None:
-        return f"{text}, exact average in {counted(exact, 'round')}"
+        return f"{text}, exact average in {pluralize(exact, 'round')}"
     if graph.period is None and rate == 0:  # equal after some draws, by luck
         return text
     if rate >= 1 - 1e-9:
@@ -129,7 +132,7 @@ def _graph(graph: Graph) -> str:
 
 def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> str:
     """Describe the transport to each neighbour of this process's first node."""
-    mine = engine.mixer.rows[0]
+    mine = engine.mixer.local_nodes[0]
     wire = node.wire
     over = "" if wire == "fp32" else f", {wire} on the wire"
     if graph.n == 1:
@@ -142,7 +145,7 @@ def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> 
         return f"messages between ranks (run.survive: windows can't outlive one){over}"
     rounds = range(min(graph.period or ROUNDS, ROUNDS))
     peers = sorted({int(j) for t in rounds for j in graph.neighbours(t, mine)[0]})
-    hosts = world.nodes.column.hosts
+    hosts = world.nodes.inter_node.hosts
     near = [j for j in peers if hosts[j] == hosts[mine] and node.same_host == "read"]
     far = [j for j in peers if j not in near]
     words = "put into MPI windows" + ("" if engine.mixer.synchronous else ", not waited for")
@@ -173,31 +176,37 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
     waits = mixer.synchronous
     if n == 1:
         return "none"
-    kind = Kind.GOSSIP if _gossips(engine) else Kind.GLOBAL
+    kind = ExchangeKind.GOSSIP if _gossips(engine) else ExchangeKind.GLOBAL
     rounds = range(min(graph.period or ROUNDS, ROUNDS))
     sent = [
-        traffic(graph, kind, t, mixer.rows[0], layout.sent_bytes, layout.raw_bytes, waits)
+        bytes_per_exchange(
+            graph, kind, t, mixer.local_nodes[0], layout.sent_bytes, layout.raw_bytes, waits
+        )
         for t in rounds
     ]
     per = world.nodes.per_node
     average = per * float(np.mean(sent))
     ring = per * 2 * (n - 1) * 4 * sum(layout.widths) / n
     always = len(engine.cadence.kinds) == 1
-    when = "step" if always else "gossip step" if kind is Kind.GOSSIP else "averaging step"
-    ratio = f"; all-reduce would send {size(ring)}" if ring and kind is Kind.GOSSIP else ""
-    vectors = counted(method.vectors, "vector")
-    return f"{size(average)} a node and {when} ({vectors}){ratio}"
+    when = "step" if always else "gossip step" if kind is ExchangeKind.GOSSIP else "averaging step"
+    ratio = (
+        f"; all-reduce would send {format_bytes(ring)}"
+        if ring and kind is ExchangeKind.GOSSIP
+        else ""
+    )
+    vectors = pluralize(method.vectors, "vector")
+    return f"{format_bytes(average)} a node and {when} ({vectors}){ratio}"
 
 
 def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
     mixer = trainer.mixer
     replicas = trainer.replicas
-    state = sum(a.nbytes for each in trainer.engine.states for _, a in leaves(each)) // len(
-        mixer.rows
+    state = sum(a.nbytes for each in trainer.engine.states for _, a in named_arrays(each)) // len(
+        mixer.local_nodes
     )
     per = world.nodes.per_node
     slots = trainer.engine.group.slots
-    averages = Kind.GLOBAL in trainer.engine.cadence.kinds
+    averages = ExchangeKind.GLOBAL in trainer.engine.cadence.kinds
     messages = {name: per * count for name, count in mixer.memory(averages).items()}
     parts = held(progress.job, replicas.flat, slots, per * state, messages, world.survives)
     return sum(parts.values())

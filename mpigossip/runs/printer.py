@@ -14,8 +14,8 @@ from rich.text import Text
 
 from mpigossip.cluster.launcher import terminal_of_launcher
 from mpigossip.cluster.world import World
-from mpigossip.config.errors import output_fails
-from mpigossip.config.readable import clock, note, shown, tell
+from mpigossip.config.errors import output_error
+from mpigossip.config.readable import format_duration, print_note, print_safe, printable
 from mpigossip.engine.measurements import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.summary import describe, mean, number
@@ -58,7 +58,7 @@ class Printer(Hook):
         (Open MPI gives rank 0 a terminal of its own, wherever its output goes).
         """
         self._world = world
-        self._speaks = world.rank == 0
+        self._enabled = world.rank == 0
         self._stream = stream or sys.stdout
         self._plain_s = plain_s
         terminal = terminal_of_launcher() if stream is None and world.comm else None
@@ -85,7 +85,7 @@ class Printer(Hook):
 
     def start(self, progress, assembly) -> None:
         self._engine = assembly.engine
-        if not self._speaks:
+        if not self._enabled:
             return
         self._print(Text(progress.job.run.name, style="bold"))
         for word, text in progress.about():
@@ -99,20 +99,20 @@ class Printer(Hook):
         self._rows = 0
 
     def step(self, progress, record: Record) -> None:
-        if not self._speaks:
+        if not self._enabled:
             return
         now = time.monotonic()
         self._losses.append(float(record.loss.nanmean()))
         self._lr = record.lr
         self._recent.append((now, record.seconds))
-        if len(record.rested) < len(record.loss):  # idle nodes have none
-            self._figures = {n: v for n, v in record.figures.items() if n not in KNOWN}
+        if len(record.idle_rows) < len(record.loss):  # idle nodes have none
+            self._figures = {n: v for n, v in record.metrics.items() if n not in KNOWN}
         if record.consensus_distance == record.consensus_distance:
             self._consensus = record.consensus_distance
         if now - self._shown < (LIVE_S if self._live else self._plain_s):
             return
         self._shown = now
-        text = shown(self._line(progress, record.index + 1))
+        text = printable(self._line(progress, record.index + 1))
         if self._live:
             with self._while_it_takes_it():
                 self._stream.write(f"\r\x1b[2K{text[: self._console.width - 1]}")
@@ -138,7 +138,7 @@ class Printer(Hook):
             rate = max(done - progress.first_step, 1) / max(
                 time.perf_counter() - progress.began, 1e-9
             )
-            words += [f"ETA {clock((progress.total_steps - done) / rate)}"]
+            words += [f"ETA {format_duration((progress.total_steps - done) / rate)}"]
         known = self._consensus == self._consensus
         apart = [f"consensus {self._consensus:.1e}"] if known else []
         optional += apart
@@ -156,7 +156,7 @@ class Printer(Hook):
         return f"  hidden {max(0.0, 1 - waited / flown):.0%}" if flown > 0 else ""
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
-        if not self._speaks:
+        if not self._enabled:
             return
         row = self._row(progress, step, found)
         widths = [WIDTHS.get(name, max(9, len(name) + 1)) for name, _ in row]
@@ -182,11 +182,11 @@ class Printer(Hook):
             ("local", number(found.mean_local[first])),
             *metrics[1:],
             ("consensus", f"{found.consensus_distance:.2e}"),
-            ("time", clock(progress.seconds)),
+            ("time", format_duration(progress.seconds)),
         ]
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        if self._speaks:
+        if self._enabled:
             self._print(Text(f"\n{describe(summary)}"))
 
     def leave(self) -> None:
@@ -201,7 +201,7 @@ class Printer(Hook):
             if self._dirty:
                 self._stream.write("\r\x1b[2K")
                 self._dirty = False
-            text.plain = shown(text.plain)
+            text.plain = printable(text.plain)
             self._console.print(text)
 
     @contextmanager
@@ -211,24 +211,24 @@ class Printer(Hook):
             yield
             self._stream.flush()
         except OSError as error:
-            self._speaks = False
+            self._enabled = False
             silenced(error)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line; a full standard output ends no run."""
     try:
-        tell(text, flush=True)
+        print_safe(text, flush=True)
     except OSError as error:
         silenced(error)
 
 
 def silenced(error: OSError) -> None:
     """Report why standard output can't be written."""
-    why = output_fails(error)
+    why = output_error(error)
     if not why:
         raise error
-    note(f"standard output can't be written: {why}; the run goes on without")
+    print_note(f"standard output can't be written: {why}; the run goes on without")
 
 
 def _width(terminal: str | None) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpigossip.config import Job
-from mpigossip.config.readable import note
+from mpigossip.config.readable import print_note
 from mpigossip.engine.measurements import Record
 from mpigossip.training.evaluate import Evaluation
 from mpigossip.training.task import CLASSIFICATION, Objective
@@ -54,7 +54,7 @@ class Progress:
 
     def warn(self, text: str) -> None:
         """Print the warning ``text`` at once, and again in the summary; called on rank 0."""
-        note(text)
+        print_note(text)
         self.warnings.append(text)
 
     def epoch(self, step: int) -> float:

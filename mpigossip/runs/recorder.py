@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpigossip.cluster.agreement import AgreedError
+from mpigossip.cluster.agreement import CollectiveError
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.config.readable import note
+from mpigossip.config.readable import print_note
 from mpigossip.engine.measurements import Record
 from mpigossip.runs.alarms import watchers
 from mpigossip.runs.hooks import Hook
@@ -76,19 +76,19 @@ class Recorder(Hook):
         def warning() -> str:
             return assembly.engine.cadence.warning(assembly.engine.cadence_state)
 
-        self._watchers = watchers(progress.job.log, self._world.nodes.column.hosts, warning)
+        self._watchers = watchers(progress.job.log, self._world.nodes.inter_node.hosts, warning)
         self._gathered = progress.first_step
         # always, as a rank may be lost when some have begun and others have not
         kept = [row for row in self._kept if row["step"] < progress.first_step]
         left = self._world.gather((self._names, kept))
-        with self._world.together(StoreError, OSError):
+        with self._world.raise_together(StoreError, OSError):
             if self._world.rank == 0:
                 progress.folder.mkdir(parents=True, exist_ok=True)
                 self._writer = self._open(progress, progress.nodes, progress.first_step)
                 self._append_left(progress, left)
         self._kept = []
         self._evaluations = []
-        self._names = self._world.names
+        self._names = self._world.original_ranks
         self._clock = self._virtual(progress, assembly)
 
     def _virtual(self, progress, assembly) -> VirtualClock | None:
@@ -96,11 +96,11 @@ class Recorder(Hook):
         if progress.job.clock.network == OFF:
             return None
         found = None
-        with self._world.together(StoreError):
+        with self._world.raise_together(StoreError):
             if self._world.rank == 0 and progress.first_step:
                 found = _clock_at(progress.folder / "log.h5", progress.first_step, progress.nodes)
         begun = self._world.broadcast(found)
-        with self._world.together(JobError):
+        with self._world.raise_together(JobError):
             clock = VirtualClock(progress.job, assembly, begun)
         self._nodes = assembly.engine.mixer.rows
         return clock
@@ -130,7 +130,7 @@ class Recorder(Hook):
         writer.widen(self._others(rows[0]))
         for name, column in writer.columns.items():
             block[name] = np.full((len(rows), len(names)), column.unknown)
-            for place, (_, rows_of_one) in zip(self._world.names, kept, strict=True):
+            for place, (_, rows_of_one) in zip(self._world.original_ranks, kept, strict=True):
                 for at, row in enumerate(rows_of_one):
                     block[name][at, names.index(place)] = row.get(name, [np.nan])[0]
         writer.append(block)
@@ -144,7 +144,7 @@ class Recorder(Hook):
     def step(self, progress, record: Record) -> None:
         ones = np.ones(self._rows)
         samples = ones * (progress.samples_per_step / progress.nodes or np.nan)
-        samples[list(record.rested)] = 0.0
+        samples[list(record.idle_rows)] = 0.0
         row = {
             "step": record.index,
             "loss": record.loss.numpy(),
@@ -158,7 +158,7 @@ class Recorder(Hook):
             "bytes_sent": np.array(record.bytes_sent),
         }
         row |= {name: ones * value for name, value in record.seconds.items()}
-        row |= {name: ones * np.asarray(value) for name, value in record.figures.items()}
+        row |= {name: ones * np.asarray(value) for name, value in record.metrics.items()}
         if self._clock is not None:
             row[VIRTUAL] = self._clock.step(record.index, record.kind)[list(self._nodes)]
         self._kept.append(row)
@@ -184,11 +184,11 @@ class Recorder(Hook):
         """Gather rows and append them; collective. A full disk stops the run, or is reported."""
         try:
             self._flush()
-        except (AgreedError, StoreError) as error:
+        except (CollectiveError, StoreError) as error:
             if not self._goes_on:
                 raise
             if self._world.rank == 0:
-                note(f"{error}; training goes on, and what was to be logged is kept")
+                print_note(f"{error}; training goes on, and what was to be logged is kept")
 
     def _flush(self) -> None:
         block = {}
@@ -197,7 +197,7 @@ class Recorder(Hook):
             unknown = np.full(self._rows, np.nan)
             block = {n: np.stack([row.get(n, unknown) for row in self._kept]) for n in names}
         gathered = self._of_nodes(self._world.gather((block, self._evaluations)))
-        with self._world.together(StoreError):
+        with self._world.raise_together(StoreError):
             if gathered is not None:
                 self._write_or_begin(gathered, [row for row, _ in self._evaluations])
         # not earlier: should rank 0 be lost on the way, the others still have it
@@ -212,7 +212,9 @@ class Recorder(Hook):
         if gathered is None or self._world.nodes.per_node == 1:
             return gathered
         found: dict[int, tuple[list[dict[str, Any]], list]] = {}
-        for node, (block, evaluations) in zip(self._world.nodes.of, gathered, strict=True):
+        for node, (block, evaluations) in zip(
+            self._world.nodes.node_of_rank, gathered, strict=True
+        ):
             found.setdefault(node, ([], evaluations))[0].append(block)
         return [(self._of_node(blocks), found[n][1]) for n, (blocks, _) in sorted(found.items())]
 
@@ -254,7 +256,7 @@ class Recorder(Hook):
             }
             self._writer.append(rows)
             for line in [text for one in self._watchers for text in one.see(self._gathered, rows)]:
-                note(line)
+                print_note(line)
             self._gathered += len(rows["loss"])
         for at, row in enumerate(evaluations):
             names = gathered[0][1][at][1]
@@ -263,7 +265,7 @@ class Recorder(Hook):
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         self._flush()
-        with self._world.together(StoreError):
+        with self._world.raise_together(StoreError):
             if self._writer:
                 self._writer.summary(summary)
 

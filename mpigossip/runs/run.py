@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpigossip.cluster.agreement import AgreedError
+from mpigossip.cluster.agreement import CollectiveError
 from mpigossip.cluster.world import World
 from mpigossip.config import Job
-from mpigossip.config.errors import Mistake
-from mpigossip.config.readable import counted
+from mpigossip.config.errors import UserError
+from mpigossip.config.readable import pluralize
 from mpigossip.engine.measurements import Record
 from mpigossip.runs.hooks import Hook, named_hooks
 from mpigossip.runs.node import Node, wait_for_nodes
-from mpigossip.runs.printer import Printer, say
+from mpigossip.runs.printer import Printer, print_line
 from mpigossip.runs.progress import Progress, Tally, shares
 from mpigossip.runs.recorder import Recorder
 from mpigossip.runs.saver import Saver
@@ -31,7 +31,7 @@ IGNORED = 100
 """Steps after a stop was agreed on without an end, until a warning."""
 
 
-def asked_of(manifest: checkpoint.Manifest) -> int:
+def nodes_requested(manifest: checkpoint.Manifest) -> int:
     """Return the nodes that a run was started with, of which a checkpoint may have lost some."""
     asked = manifest.meta.get("asked", manifest.n)
     if not isinstance(asked, int) or not manifest.n <= asked <= MOST:
@@ -65,12 +65,12 @@ class Run:
         self.folder = job.run.folder
         self.newest = newest
         self.resources = resources
-        self._together = world.comm is None or job.node.mixer == "synchronous"
+        self._synchronous = world.comm is None or job.node.mixer == "synchronous"
         self._recorder = Recorder(world)
         self.hooks: list[Hook] = [self._recorder, Printer(world)]
         self.hooks += named_hooks(job.log.hooks, world)
         end = end_of_allocation(job.checkpoint.wall_clock_s)
-        lag = Stopper.LAG if self._together else 1  # in calls: asynchronous nodes' are rounds
+        lag = Stopper.LAG if self._synchronous else 1  # in calls: asynchronous nodes' are rounds
         self.stopper = resources.enter_context(Stopper(world, self.folder, end, lag))
         self.hooks.append(self.stopper)
         self.tally = Tally()
@@ -86,7 +86,7 @@ class Run:
         self.saved_at: int | None = None
         """the step of this node at the last attempt to save"""
         self._asked_at: int | None = None
-        self._parted = False
+        self._partly_ended = False
         """some are at the end, the others come to it alone: nothing is written until then"""
         self.begun = self.closed = False
         self.stopped = False
@@ -102,7 +102,7 @@ class Run:
         self.newest = None
         if path is None:
             return 0
-        with self.world.together(Mistake):
+        with self.world.raise_together(UserError):
             manifest = checkpoint.read_manifest(path)
             exact, told, numbers = restore(self.node, path, manifest)
             told = self._remember(manifest) + told
@@ -114,7 +114,7 @@ class Run:
         step = self.node.engine.index
         self.saved_at = None if self.world.agree(not exact) else step
         if told and self.world.rank == 0:
-            say(f"{path}: {'; '.join(told)}")
+            print_line(f"{path}: {'; '.join(told)}")
         return step
 
     def take_over(self, numbers: Mapping[str, Any]) -> None:
@@ -123,13 +123,13 @@ class Run:
         self._before_s = float(numbers["seconds"])
 
     def _remember(self, manifest: checkpoint.Manifest) -> list[str]:
-        asked = asked_of(manifest)
+        asked = nodes_requested(manifest)
         lost_at = manifest.meta.get("lost_at", 0)
         lost = "".join(c for c in str(manifest.meta.get("lost", "")) if c.isprintable())
         self._lost = [lost] if lost else []
         if asked == manifest.n or not isinstance(lost_at, int):
             return []
-        steps = counted(manifest.step - lost_at, "step")
+        steps = pluralize(manifest.step - lost_at, "step")
         now = self.node.mixer.n
         return [f"{lost}; {steps} since then on {manifest.n} of {asked} nodes, now {now}"]
 
@@ -154,8 +154,8 @@ class Run:
             first_step=node.engine.index,
             seconds_before=self._before_s,
             lost=self._lost,
-            about=lambda: node.about(self.progress),
-            **node.expected(),
+            about=lambda: node.overview_lines(self.progress),
+            **node.progress_fields(),
         )
         self._open_saver()
         if self.saved_at == node.engine.index:
@@ -168,7 +168,7 @@ class Run:
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def after(self, record: Record, samples: int | None = None) -> None:
+    def record_step(self, record: Record, samples: int | None = None) -> None:
         """Take a step's record; ask for stops. ``samples``: None, those that the program logs."""
         self.last = record
         self._samples = samples
@@ -177,7 +177,7 @@ class Run:
             self.saver.poll(done)
         self.progress.checkpoint = self.saver.last or self.progress.checkpoint
         if self._asked_at is None:
-            self._asked_at = done if not self._parted and self._stops(done) else None
+            self._asked_at = done if not self._partly_ended and self._stops(done) else None
         elif done == self._asked_at + IGNORED and self.world.rank == 0:
             self.progress.warn(
                 f"a stop was agreed on at step {self._asked_at}, and the loop goes on: look at "
@@ -203,7 +203,7 @@ class Run:
             if self._samples:
                 self.progress.samples_per_step = self._samples * self.world.size
             record.loss = torch.tensor([figures.get("loss", float("nan"))], dtype=torch.float64)
-            record.figures = figures
+            record.metrics = figures
         self._shown |= figures
         self.tally.add(record, self._samples)
         for hook in self.hooks:
@@ -216,10 +216,10 @@ class Run:
     @property
     def _in_step(self) -> bool:
         """Return whether nodes are at equal steps, and all in their loops."""
-        return self._together and not self._parted
+        return self._synchronous and not self._partly_ended
 
     def _stops(self, done: int) -> bool:
-        if not self._together:
+        if not self._synchronous:
             return done % self.job.log.flush_steps == 0 and self._round(done)[0]
         return any([hook.wants_stop(done) for hook in self.hooks])
 
@@ -235,10 +235,10 @@ class Run:
     def wait_for_nodes(self, call: str) -> None:
         """Wait for all nodes, in the same call; else JobError on all of them. Collective."""
         wait_for_nodes(self.node, self.world)
-        calls = [call] if self._together else self.world.broadcast(self.world.gather(call))
+        calls = [call] if self._synchronous else self.world.broadcast(self.world.gather(call))
         if len(set(calls)) > 1:
             some = ", ".join(f"rank {rank} in {one}" for rank, one in enumerate(calls[:8]))
-            raise AgreedError(
+            raise CollectiveError(
                 [
                     f"asynchronous nodes meet in different calls: {some}; the log is written every "
                     f"{self.job.log.flush_steps} steps (flush_steps): let all nodes call save() "
@@ -250,12 +250,12 @@ class Run:
     def _same_step(self, call: str) -> int:
         """The steps made, equal on all ranks or JobError; asynchronous: the most that one made."""
         index = self.node.engine.index
-        if not self._together:
+        if not self._synchronous:
             return self.world.agree(index)
         stands = self.world.broadcast(self.world.gather((index, call)))
         if len(set(stands)) > 1:
             some = ", ".join(f"rank {r} {c} ({what})" for r, (c, what) in enumerate(stands[:8]))
-            raise AgreedError(
+            raise CollectiveError(
                 [
                     f"ranks have made different numbers of steps: {some}; synchronous nodes take "
                     "equally many, and meet in the same calls: give all as many batches "
@@ -269,7 +269,7 @@ class Run:
 
     def save(self) -> None:
         """Take a snapshot of the present step; it is written while training goes on. Collective."""
-        if not self._parted:  # else at the end
+        if not self._partly_ended:  # else at the end
             self._save()
 
     def _save(self) -> None:
@@ -286,10 +286,14 @@ class Run:
             "seconds": progress.seconds,
             "samples": self.tally.samples,
         }
-        own = [node.own(row, self.world) for row in range(len(node.mixer.rows))]
+        own = [node.extra_state(row, self.world) for row in range(len(node.mixer.local_nodes))]
         self.saver.finish()  # and so the last snapshot can be overwritten
         self._states = snapshot(node, numbers, self._states)
-        rows = node.mixer.rows if self.world.comm is None else [self.world.nodes.column.rank]
+        rows = (
+            node.mixer.local_nodes
+            if self.world.comm is None
+            else [self.world.nodes.inter_node.rank]
+        )
         states = []
         for at, state in enumerate(self._states):
             row = 0 if state.slot is not None else at
@@ -329,10 +333,10 @@ class Run:
         self.saver.abandon()
         self.figures.clear()
         self.closed = False
-        self._parted = parted
+        self._partly_ended = parted
         self.saved_at = None
         self._states = ()
-        for name, value in node.expected().items():
+        for name, value in node.progress_fields().items():
             setattr(progress, name, value)
         progress.nodes = world.nodes.count
         progress.seconds_before = progress.seconds
@@ -364,7 +368,7 @@ class Run:
             return
         node = self.node
         progress = self.progress
-        if not self._together:
+        if not self._synchronous:
             self.hand_over()
             done = node.engine.index
             every = self.job.log.flush_steps
@@ -375,7 +379,7 @@ class Run:
             self._save()
         self.saver.close()
         summary = self._summary(index)
-        with self.world.together(StoreError):
+        with self.world.raise_together(StoreError):
             if "checkpoint" in summary:
                 summary["digest"] = checkpoint.digest(Path(summary["checkpoint"]))
         for hook in self.hooks:

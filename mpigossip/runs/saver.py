@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpigossip.cluster.agreement import AgreedError
+from mpigossip.cluster.agreement import CollectiveError
 from mpigossip.cluster.world import World
 from mpigossip.config import CheckpointSection
-from mpigossip.config.errors import NotFinite
-from mpigossip.config.readable import note
+from mpigossip.config.errors import NonFiniteError
+from mpigossip.config.readable import print_note
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import Entry, NodeState
 
@@ -108,7 +108,7 @@ class Saver:
         """Gather the entries of all nodes on rank 0, whose thread then commits them."""
         try:
             found: tuple[Sequence[Entry], Any] = (now.files.result(), None)
-        except (OSError, StoreError, NotFinite) as wrong:
+        except (OSError, StoreError, NonFiniteError) as wrong:
             found = ((), wrong)
         gathered = self._world.gather(found)
         errors = None if gathered is None else [error for _, error in gathered if error]
@@ -129,7 +129,7 @@ class Saver:
         try:
             checkpoint.prune(self._folder, self._settings.keep, self._settings.keep_every)
         except StoreError as error:  # the new one is whole, so that this is no reason to stop
-            note(f"an old checkpoint stays: {error}")
+            print_note(f"an old checkpoint stays: {error}")
         return path
 
     def _failed(self, step: int, errors: Sequence[Any], gone: bool = False) -> None:
@@ -138,12 +138,14 @@ class Saver:
         ``gone``: the folder was removed meanwhile, which is no reason to stop. Values that are not
         finite always are.
         """
-        error = max(errors, key=lambda one: isinstance(one, NotFinite))
+        error = max(errors, key=lambda one: isinstance(one, NonFiniteError))
         text = f"the checkpoint of step {step} could not be written: {error}"
-        if isinstance(error, NotFinite):
-            raise NotFinite(f"{text}. Earlier ones are kept: lower the learning rate, and resume")
+        if isinstance(error, NonFiniteError):
+            raise NonFiniteError(
+                f"{text}. Earlier ones are kept: lower the learning rate, and resume"
+            )
         if not self._goes_on and not gone:
-            raise AgreedError(
+            raise CollectiveError(
                 [
                     f"{text}. Earlier checkpoints are complete; make room and resume, or let runs "
                     f"go "
@@ -151,7 +153,7 @@ class Saver:
                 ]
             )
         if self._world.rank == 0:
-            note(f"{text}; training goes on")
+            print_note(f"{text}; training goes on")
 
     def abandon(self) -> None:
         """Give up the checkpoint being written, after a rank failure; not collective."""
@@ -167,7 +169,7 @@ class Saver:
 def _write(folder: Path, states: Sequence[tuple[int, NodeState]]) -> list[Entry]:
     for node, state in states:
         if wrong := state.not_finite():
-            raise NotFinite(f"node {node} has {wrong}")
+            raise NonFiniteError(f"node {node} has {wrong}")
     return [checkpoint.write_node(folder, node, state) for node, state in states]
 
 

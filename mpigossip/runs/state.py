@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from mpigossip.engine.step import Engine
-from mpigossip.engine.vector import Flat, joined, of_rows, split
-from mpigossip.groups.base import held
+from mpigossip.engine.vector import ParameterLayout, is_per_row, join_row, scatter_row
+from mpigossip.groups.base import local_shards
 from mpigossip.runs.node import Node
 from mpigossip.store import StoreError, checkpoint, direct
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
@@ -55,7 +55,7 @@ def snapshot(
 
 def _bytes_sent(node: Node) -> list[int]:
     own = torch.tensor(node.mixer.bytes_sent, dtype=torch.float64).unsqueeze(1)
-    each = [torch.zeros_like(own) if at else own for at in range(len(node.group.mine))]
+    each = [torch.zeros_like(own) if at else own for at in range(len(node.group.local_slots))]
     return [int(total) for total in node.group.sum_scalars(each)[:, 0]]
 
 
@@ -64,7 +64,7 @@ def _large(node: Node) -> bool:
     engine = node.engine
     flat = engine.vector.flat
     state = [part for part, *_ in engine.parts().values()]
-    bytes_per_element = 4 + sum(a.element_size() for a in state if not of_rows(a, flat))
+    bytes_per_element = 4 + sum(a.element_size() for a in state if not is_per_row(a, flat))
     several = node.world.nodes.per_node > 1 and engine.group.slots > 1
     # a permuted parameter can't be put in order by slots that have a part of it each
     able = several and flat.by_index
@@ -79,14 +79,14 @@ def _of_node(node: Node, row: int, numbers: dict, spare: NodeState | None) -> No
         each = node.group.to_first([of_slot[name] for of_slot in buffers])
         for slot, buffer in enumerate(each or ()):
             found[f"buffers/{slot}/{name}"] = plain(buffer).copy()
-    if engine.group.slots == 1 and not node.world.nodes.first:
+    if engine.group.slots == 1 and not node.world.nodes.is_leader:
         return None  # each rank has the whole vector
-    arrays = engine.arrays(row, spare.arrays if spare else None)
+    arrays = engine.pack_state(row, spare.arrays if spare else None)
     x = engine.group.to_first([shard[row : row + 1] for shard in engine.vector.x])
     if x is None:
         return None
     flat = engine.vector.flat
-    values = joined(x, 0, flat, spare.parameters if spare else None)
+    values = join_row(x, 0, flat, spare.parameters if spare else None)
     return NodeState(values, flat.names, flat.shapes, arrays | found, numbers)
 
 
@@ -100,14 +100,14 @@ def _by_slot(
     flat = engine.vector.flat
     state = engine.parts()
     found = []
-    for place, slot in enumerate(engine.group.mine):
+    for place, slot in enumerate(engine.group.local_slots):
         before = spare[place] if spare else None
         of_slot = buffers[place] if buffers else {}
         arrays = {f"buffers/{slot}/{name}": plain(one).copy() for name, one in of_slot.items()}
         pieces: dict[str, np.ndarray] = {}
         for name, parts in state.items():
             values = parts[place][0]
-            if not of_rows(parts[place], flat):
+            if not is_per_row(parts[place], flat):
                 again = before.pieces[name] if before else None
                 pieces[name] = _packed(flat.inside(values, slot), again)
             elif slot == 0:  # figures, the same in all of them
@@ -150,16 +150,16 @@ def restore(
     """
     _check_facts(manifest, node.facts, path)
     node.check_saved(manifest, path)
-    rows = node.mixer.rows
+    rows = node.mixer.local_nodes
     fits = manifest.n == node.mixer.n
     first = checkpoint.read_node(path, rows[0] if fits else 0, manifest)
-    if fits and not node.fits(manifest, first):
+    if fits and not node.resumes_exactly(manifest, first):
         first = checkpoint.read_node(path, 0, manifest)
         fits = False
     _check_model(first, node.engine.vector.flat, path)
     _check_counters(first, path)
     with reading(path):  # arrays of other shapes than the model's
-        node.stand_at(first.numbers, manifest.meta)
+        node.restore_counters(first.numbers, manifest.meta)
         exact = fits and _same_method(first, node.engine)
         if exact:
             told = []
@@ -171,18 +171,20 @@ def restore(
             slots = manifest.meta["slots"]
             mean = checkpoint.average(path, manifest)
             told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
-            told += from_mean(node, mean, first.numbers) + node.put_own(0, first, mean)
+            told += from_mean(node, mean, first.numbers) + node.restore_extra_state(0, first, mean)
     return exact, told, first.numbers
 
 
 def _exactly(node: Node, row: int, saved: NodeState) -> list[str]:
     engine = node.engine
     group = node.group
-    split(saved.parameters, engine.vector.x, row, engine.vector.flat, held(engine.group))
+    scatter_row(
+        saved.parameters, engine.vector.x, row, engine.vector.flat, local_shards(engine.group)
+    )
     engine.restore(saved.arrays, saved.numbers, row)
-    put_buffers(dict(zip(group.mine, node.buffers(row), strict=True)), saved)
+    put_buffers(dict(zip(group.local_slots, node.buffers(row), strict=True)), saved)
     node.mixer.bytes_sent[row] = _counted(node, saved.numbers["bytes_sent"])
-    return node.put_own(row, saved, None)
+    return node.restore_extra_state(row, saved, None)
 
 
 def put_buffers(buffers: Mapping[int, Mapping[str, torch.Tensor]], saved: NodeState) -> None:
@@ -200,22 +202,22 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
     graph's clock begins at 0.
     """
     engine = node.engine
-    rows = range(len(node.mixer.rows))
+    rows = range(len(node.mixer.local_nodes))
     state = engine.parts()
     x = engine.vector.x
     flat = engine.vector.flat
-    here = held(engine.group)
+    here = local_shards(engine.group)
     names = [name.removeprefix("state/") for name in state]
     kept = all(name.split("/")[-1] in AVERAGED and name in mean for name in state)
     for row in rows:
-        split(mean["parameters"], x, row, flat, here)
+        scatter_row(mean["parameters"], x, row, flat, here)
         for of_slot in node.buffers(row):  # counters are those of slot 0 of node 0
             for name, buffer in of_slot.items():
                 value = torch.as_tensor(np.array(mean[f"buffers/{name}"]))
                 buffer.copy_(value.view(buffer.shape))
         if kept:
             for name, parts in state.items():
-                split(mean[name], parts, row, flat, here)
+                scatter_row(mean[name], parts, row, flat, here)
     if "local_steps" in mean:
         engine.counts = [round(float(mean["local_steps"]))] * len(rows)
     told: list[str] = []
@@ -234,7 +236,7 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
 
 def _counted(node: Node, sent: Any) -> int:
     """Return what this process counts of a node's bytes: all of them in its first."""
-    return int(sent) if 0 in node.group.mine else 0
+    return int(sent) if 0 in node.group.local_slots else 0
 
 
 def _check_facts(manifest: Manifest, facts: Mapping[str, Any], path: Path) -> None:
@@ -254,7 +256,7 @@ def _check_counters(saved: NodeState, path: Path) -> None:
         )
 
 
-def _check_model(saved: NodeState, flat: Flat, path: Path) -> None:
+def _check_model(saved: NodeState, flat: ParameterLayout, path: Path) -> None:
     was = dict(zip(saved.names, saved.shapes, strict=True))
     now = dict(zip(flat.names, flat.shapes, strict=True))
     if was != now or saved.names != flat.names:
@@ -271,7 +273,7 @@ def _same_method(saved: NodeState, engine: Engine) -> bool:
     parts = engine.parts()
     flat = engine.vector.flat
     sizes = {
-        name: part.shape[1] if of_rows(part, flat) else flat.count
+        name: part.shape[1] if is_per_row(part, flat) else flat.count
         for name, (part, *_) in parts.items()
     }
     return (

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from mpigossip.cluster import deadline
 from mpigossip.cluster.world import Agreement, World
-from mpigossip.config.readable import note
+from mpigossip.config.readable import print_note
 from mpigossip.runs.hooks import Hook
 
 END_TIMES = ("MPIGOSSIP_END_TIME", "SLURM_JOB_END_TIME")
@@ -122,7 +122,7 @@ class Stopper(Hook):
     def _note(self, number, frame) -> None:
         self._asked = True
         if number == signal.SIGTERM:
-            deadline.terminated = time.monotonic()
+            deadline.sigterm_time = time.monotonic()
 
     def due(self) -> bool:
         """Return whether a signal or the clock asks this process to stop."""
@@ -139,7 +139,7 @@ class Stopper(Hook):
         agreed = self._pending
         self._pending = None
         if agreed is not None and agreed.read():
-            deadline.terminated = math.inf  # what is left may take long, as to save does
+            deadline.sigterm_time = math.inf  # what is left may take long, as to save does
             if self._world.rank == 0:
                 self.take_away()
             return True
@@ -156,7 +156,7 @@ class Stopper(Hook):
             self._file.unlink(missing_ok=True)
         except OSError as error:  # a folder, or somebody else's
             text = f"{self._file} can't be removed: {error.strerror}; remove it by hand"
-            note(f"{text}, or the next run stops at once")
+            print_note(f"{text}, or the next run stops at once")
 
     def start(self, progress, assembly) -> None:
         """Drop an agreement with ranks that were lost."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mpigossip.config.readable import counted, size
+from mpigossip.config.readable import format_bytes, pluralize
 
 SPLIT = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "idle_s": "idle"}
 
@@ -45,7 +45,7 @@ def describe(summary: dict[str, Any], who: str = "node") -> str:
     epochs = f" ({summary['epochs']:.2f} epochs)" if "epochs" in summary else ""
     lines = [
         f"run        {state} at step {summary['steps']}{epochs}, "
-        f"{counted(summary['nodes'], who)} x {counted(summary['slots'], 'slot')}"
+        f"{pluralize(summary['nodes'], who)} x {pluralize(summary['slots'], 'slot')}"
     ]
     if "loss" in summary:
         lines.append(_tested(summary))
@@ -63,7 +63,7 @@ def describe(summary: dict[str, Any], who: str = "node") -> str:
         lines.append(f"lost       {summary['lost']}")
     if "warnings" in summary:
         lines.append(f"warnings   {summary['warnings']}")
-    lines.append(f"sent       {size(summary['bytes_sent'])} a {who}")
+    lines.append(f"sent       {format_bytes(summary['bytes_sent'])} a {who}")
     if "checkpoint" in summary:
         lines.append(f"checkpoint {summary['checkpoint']}")
         lines.append(f"digest     {summary.get('digest', 'not known')}")

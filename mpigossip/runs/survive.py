@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from mpigossip.cluster.deadline import Deadline
-from mpigossip.cluster.ranks import Alone, given_up
+from mpigossip.cluster.ranks import SingleProcess, keep_alive
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.config.readable import counted, note
+from mpigossip.config.readable import pluralize, print_note
 from mpigossip.runs.lock import lock
 from mpigossip.runs.node import Node
 from mpigossip.runs.run import Run
@@ -22,7 +22,7 @@ from mpigossip.runs.state import from_mean, snapshot
 from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.store.node_state import is_floating, over_slots
 
-COLLECTIVE = ("gather", "broadcast", "start_agree", "agree", "together", "barrier")
+COLLECTIVE = ("gather", "broadcast", "start_agree", "agree", "raise_together", "barrier")
 """Methods of a world in which its ranks meet."""
 
 
@@ -30,7 +30,7 @@ def prepare(job: Job, world: World) -> None:
     """Let the world outlive rank failures where the job asks for it; report where MPI can't."""
     world.survives = job.run.survive and world.fault_tolerant
     if job.run.survive and world.comm is not None and not world.survives and world.rank == 0:
-        note(
+        print_note(
             "run.survive: this MPI was not started fault-tolerant, so a lost rank ends "
             "the job at once, and the next one goes on from the last checkpoint; with Open MPI 5 "
             "start it by `mpirun --with-ft ulfm` (srun can't: Slurm ends a step that lost a task)"
@@ -51,7 +51,7 @@ class RecentSteps:
         full = len(self.states) == self.states.maxlen
         state, aside = self.states.popleft() if full else (None, None)
         (made,) = snapshot(node, {}, [state] if state else [])
-        self.states.append((made, node.aside(aside)))
+        self.states.append((made, node.copy_step_extras(aside)))
         self.facts = dict(node.facts)
         self.done_at = time.perf_counter()
 
@@ -81,39 +81,39 @@ class Survival:
         self._run = run
         self._on_change = on_change
         self._world = node.world
-        self._names = node.world.names
+        self._names = node.world.original_ranks
         self._hosts = node.world.hosts
         self._recent = RecentSteps()
         self._lost = self._leaving = False
 
-    def keep(self, anew: bool = False) -> None:
+    def keep(self, reset: bool = False) -> None:
         """Copy this node to host memory after a step; ``anew``: forget earlier copies."""
         if not self._world.survives:
             return
         states = self._recent.states
-        if anew or states and states[-1][0].names != self._node.engine.vector.flat.names:
+        if reset or states and states[-1][0].names != self._node.engine.vector.flat.names:
             self._recent = RecentSteps()  # the vector has been laid out again
         self._recent.keep(self._node)
 
     def step(self, work: Callable[[], None]) -> None:
         """Call ``work()``, or handle a failure, noticed there or before."""
         if not self._lost:
-            with self.noticed():
+            with self.catch_failure():
                 work()
         while self._lost:
             self._outlive()
             self._lost = False
-            with self.noticed():
+            with self.catch_failure():
                 self._on_change(self._world)
 
     @contextmanager
-    def noticed(self) -> Iterator[None]:
+    def catch_failure(self) -> Iterator[None]:
         """Context manager that a rank failure leaves; the next step handles it."""
         try:
             yield
         except Exception as error:
             # before the first step there is nothing to go on from
-            if not self._world.lost_by(error) or not self._recent.states:
+            if not self._world.is_rank_failure(error) or not self._recent.states:
                 raise
             self._lost = True
 
@@ -138,7 +138,7 @@ class Survival:
                     everyone = self._world.start_agree(0)
                     Deadline(float("inf")).wait(everyone.ready, lambda: "")
             except Exception as error:
-                if not self._world.lost_by(error):
+                if not self._world.is_rank_failure(error):
                     raise
                 lost = True
             if lost:
@@ -154,7 +154,7 @@ class Survival:
                 self._world.shrink()
                 self._rejoin()
             except Exception as error:
-                if not self._world.lost_by(error):
+                if not self._world.is_rank_failure(error):
                     raise
             else:
                 return
@@ -166,18 +166,18 @@ class Survival:
         here = self._world
         if run is not None:
             self._lock_anew(run)
-        given_up.append(node.mixer)
+        keep_alive.append(node.mixer)
         parted = bool(here.agree(self._leaving))
-        gone = [at for at, name in enumerate(self._names) if name not in here.names]
+        gone = [at for at, name in enumerate(self._names) if name not in here.original_ranks]
         lost = [f"rank {self._names[at]} on {self._hosts[at]}" for at in gone]
         if self._leaving:
             lost = [f"{rank} was lost after step {node.engine.index}" for rank in lost]
             if run is not None and here.rank == 0:
-                text = f"{'; '.join(lost)}; {counted(here.size, 'node')} end the run"
-                note(text)
+                text = f"{'; '.join(lost)}; {pluralize(here.size, 'node')} end the run"
+                print_note(text)
         else:
-            lost = self._go_on(Alone() if parted else here, parted, lost)
-        self._names = here.names
+            lost = self._go_on(SingleProcess() if parted else here, parted, lost)
+        self._names = here.original_ranks
         self._hosts = here.hosts
         if run is not None:
             run.rejoin(lost, parted)
@@ -187,7 +187,7 @@ class Survival:
     def _lock_anew(self, run: Run) -> None:
         """Take the folder's lock on rank 0 where the rank that had it is gone."""
         world = self._world
-        if world.rank == 0 and self._names[0] != world.names[0]:
+        if world.rank == 0 and self._names[0] != world.original_ranks[0]:
             # a disk that doesn't know yet is no reason to stop
             with contextlib.suppress(JobError):
                 run.resources.enter_context(lock(run.folder))
@@ -195,16 +195,16 @@ class Survival:
     def _go_on(self, world: World, parted: bool, lost: Sequence[str]) -> list[str]:
         """Go on from the last step that all of ``world`` have done; a line for each lost rank."""
         node = self._node
-        node.among(world)
+        node.rebuild(world)
         mine, aside, numbers, facts = self._recent.agree(world)
-        node.stand_at(numbers, facts)
+        node.restore_counters(numbers, facts)
         told = from_mean(node, self._mean(mine), numbers)
-        means = node.put_aside(aside, world)
+        means = node.restore_step_extras(aside, world)
         node.publish()
         told += [f"averaged: {', '.join(means)}"] if means and not parted else []
         told += ["the others have left their loops"] if parted else []
         lines = self._tell(world, lost, numbers["index"], told)
-        self.keep(anew=True)
+        self.keep(reset=True)
         return lines
 
     def _mean(self, mine: NodeState) -> dict[str, Any]:
@@ -230,5 +230,5 @@ class Survival:
                 go_on = f"{world.size} nodes go on from their exact average"
             told = "; ".join([*lines, go_on])
             told += f" ({'; '.join(how)})" if how else ""
-            note(told)
+            print_note(told)
         return lines

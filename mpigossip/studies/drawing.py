@@ -14,7 +14,7 @@ from mpigossip.config import JobError
 from mpigossip.store.log import VIRTUAL
 from mpigossip.studies.grid import Cell
 from mpigossip.studies.results import Results
-from mpigossip.studies.running import Found
+from mpigossip.studies.running import RunResult
 from mpigossip.studies.seeds import LEVEL, interval
 from mpigossip.studies.tables import lost
 from mpigossip.studies.theory import draw_rates
@@ -173,7 +173,7 @@ def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
     }
 
 
-def _places(run: Found, x: str) -> np.ndarray:
+def _places(run: RunResult, x: str) -> np.ndarray:
     """Positions of a run's evaluations on an axis."""
     if x == "bytes":
         return run.so_far("bytes_sent") / 1e6

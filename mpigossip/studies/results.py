@@ -15,7 +15,7 @@ from mpigossip.config.readable import cells
 from mpigossip.runs.summary import metrics_of
 from mpigossip.studies import tables
 from mpigossip.studies.grid import Cell
-from mpigossip.studies.running import Found, Key
+from mpigossip.studies.running import Key, RunResult
 from mpigossip.studies.search import Tried, figure_of, larger_is_better
 from mpigossip.studies.seeds import LEVEL, interval, many_to_one, settings
 
@@ -36,7 +36,7 @@ class Results:
         cells: Sequence[Cell],
         rates: Mapping[Cell, float | None],
         seeds: Sequence[int],
-        found: Mapping[Key, Found],
+        found: Mapping[Key, RunResult],
         judge: str | None,
         tried: Sequence[Tried],
         left_out: Mapping[str, str],
@@ -58,11 +58,11 @@ class Results:
             self.axes.append("nodes")
         self.rows = [self._row(cell) for cell in self.cells]
 
-    def runs(self, cell: Cell) -> list[Found]:
+    def runs(self, cell: Cell) -> list[RunResult]:
         """A point's runs in the order of the seeds."""
         return [self._found[cell, self.rates[cell], seed] for seed in self.seeds]
 
-    def ended(self, cell: Cell) -> list[Found]:
+    def ended(self, cell: Cell) -> list[RunResult]:
         """Those of them that didn't diverge."""
         return [run for run in self.runs(cell) if not run.diverged]
 
@@ -118,7 +118,9 @@ class Results:
         found = many_to_one(ended) if near else np.empty(0)
         return [self.rows[k] for k, p in zip(near, found, strict=True) if p >= 1 - LEVEL]
 
-    def apart(self, first: Cell, second: Cell, name: str, share: float = 1.0) -> list[float]:
+    def paired_difference(
+        self, first: Cell, second: Cell, name: str, share: float = 1.0
+    ) -> list[float]:
         """By how much one point is ahead of ``share`` times another: a difference a seed.
 
         Above 0 where the first is better: an accuracy larger, any other figure smaller. Paired by

@@ -16,8 +16,8 @@ import numpy as np
 
 from mpigossip import config
 from mpigossip.cluster.process import end_with
-from mpigossip.config.errors import Failure, JobError, NotFinite
-from mpigossip.config.readable import tell
+from mpigossip.config.errors import Failure, JobError, NonFiniteError
+from mpigossip.config.readable import print_safe
 from mpigossip.runs.lock import lock
 from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import replacing, writing
@@ -55,7 +55,7 @@ Key = tuple[Cell, float | None, int]
 
 
 @dataclass(frozen=True)
-class Found:
+class RunResult:
     """Result of a run: its log, None where its loss became no number."""
 
     log: Log | None
@@ -134,7 +134,7 @@ class Runner:
         own = [] if rate is None else [f"schedule.lr={rate!r}"]
         return [*cell.settings, *own, f"run.seed={seed}", f"run.output={self.place(key)}"]
 
-    def fill(self, wanted: Sequence[Key]) -> dict[Key, Found]:
+    def fill(self, wanted: Sequence[Key]) -> dict[Key, RunResult]:
         """Do what isn't there yet, and read all of it. Failure, after the others, if one fails.
 
         Without processes: Missing.
@@ -146,14 +146,16 @@ class Runner:
             if self.processes < 1:
                 words = (["mpigossip", "simulate", str(self.job), *self.words(k)] for k in missing)
                 raise Missing("\n".join([said, *map(shlex.join, words)]))
-            tell(f"{said}; up to {self.processes} at once, output in {OUTPUT} of each", flush=True)
+            print_safe(
+                f"{said}; up to {self.processes} at once, output in {OUTPUT} of each", flush=True
+            )
             with lock(self.folder, "output"), writing(self.folder):
                 failed = self._do(missing)
             if failed:
                 raise Failure("\n".join(failed))
         return {key: found or self._read(key) for key, found in there.items()}
 
-    def _found(self, key: Key) -> Found | None:
+    def _found(self, key: Key) -> RunResult | None:
         """Result of a finished run of this very job."""
         place = self.place(key)
         if not (place / "log.h5").exists():
@@ -166,10 +168,10 @@ class Runner:
         if log.job and config.as_dict(assemble.load(log.job)) != config.as_dict(job):
             return None  # the run rejects it, with what differs
         if (place / DIVERGED).exists():
-            return Found(None)
-        return Found(log) if log.summary.get("finished") else None
+            return RunResult(None)
+        return RunResult(log) if log.summary.get("finished") else None
 
-    def _read(self, key: Key) -> Found:
+    def _read(self, key: Key) -> RunResult:
         found = self._found(key)
         if found is None:
             raise Failure(f"{self.place(key)}: its run has ended, but its log is not complete")
@@ -190,7 +192,9 @@ class Runner:
                         failed += self._ended(key, process.returncode)
                         done = len(keys) - len(waiting) - len(running)
                         spent = time.monotonic() - began
-                        tell(f"[{done}/{len(keys)}] {self.place(key)}: {spent:.1f} s", flush=True)
+                        print_safe(
+                            f"[{done}/{len(keys)}] {self.place(key)}: {spent:.1f} s", flush=True
+                        )
                 time.sleep(0.02)
         finally:
             self._stop([process for process, _ in running.values()])
@@ -249,5 +253,5 @@ def child() -> None:
     It would go on writing where the study's next call does. On Linux; elsewhere it ends by itself.
     """
     end_with(int(sys.argv.pop(1)))
-    NotFinite.code = LOST
+    NonFiniteError.code = LOST
     runpy.run_module("mpigossip", run_name="__main__")

@@ -9,7 +9,7 @@ import numpy as np
 from mpigossip.config import JobError
 from mpigossip.runs.summary import metrics_of
 from mpigossip.studies.grid import Cell
-from mpigossip.studies.running import DERIVED, Found, Key, Runner
+from mpigossip.studies.running import DERIVED, Key, Runner, RunResult
 from mpigossip.training import assemble
 
 SEED = 1000
@@ -58,7 +58,7 @@ def chosen(
         return dict.fromkeys(cells, float(rates[0])), []  # nothing to be chosen
     else:
         candidates = {cell: sorted({float(rate) for rate in rates}) for cell in cells}
-    found: dict[Key, Found] = {}
+    found: dict[Key, RunResult] = {}
     for further in [*SEARCHES.get(rates, []), None] if isinstance(rates, str) else [None]:
         keys = [(cell, rate, SEED) for cell in cells for rate in candidates[cell]]
         found |= runner.fill([key for key in keys if key not in found])
@@ -72,7 +72,7 @@ def chosen(
     return dict(best), tried
 
 
-def figure_of(found: Iterable[Found], judge: str | None) -> str:
+def figure_of(found: Iterable[RunResult], judge: str | None) -> str:
     """The name of the figure that is judged: the one asked for, else the task's first."""
     whole = next((one.log for one in found if one.log is not None), None)
     if whole is None:

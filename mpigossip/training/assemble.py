@@ -12,23 +12,29 @@ from mpigossip.cluster import nodes
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.choices import Tables
-from mpigossip.config.errors import Mistake
+from mpigossip.config.errors import UserError
 from mpigossip.data.loader import Loader, processes
 from mpigossip.data.partition import make_orders, partition_digest
 from mpigossip.data.sources import SOURCES, AnyData, Source, check_alike, source
 from mpigossip.engine.step import Engine
-from mpigossip.engine.vector import Flat, flatten
+from mpigossip.engine.vector import ParameterLayout, flatten
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.placement import places_for, renumbered
 from mpigossip.groups import devices
-from mpigossip.groups.base import Group, held
+from mpigossip.groups.base import Group, local_shards
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import MIXERS, open_mixer
 from mpigossip.mixing.compressors import WIRES
 from mpigossip.training import shape, task
-from mpigossip.training.fit import check_rounds, check_vmap, contradictions, short_faults, unfit
+from mpigossip.training.fit import (
+    check_rounds,
+    check_vmap,
+    contradictions,
+    incompatibilities,
+    short_faults,
+)
 from mpigossip.training.loop import Trainer
-from mpigossip.training.parts import Parts, make_graph, make_parts
+from mpigossip.training.parts import JobParts, make_graph, make_parts
 from mpigossip.training.precision import Precision, arranged, resolved
 from mpigossip.training.replicas import Replicas
 from mpigossip.training.schedule import schedule
@@ -39,7 +45,7 @@ from mpigossip.training.task import Objective
 class Assembly:
     """A job ready to run on n nodes, of which some live in this process."""
 
-    parts: Parts
+    parts: JobParts
     trainer: Trainer
     source: AnyData
     loader: Loader
@@ -84,21 +90,21 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
     job = config.load(where, overrides, tables)
     if not resolve:
         return job
-    own, ranks = devices.resolved(job.node.devices, job.node.ranks_per_node)
+    own, ranks = devices.resolve_auto(job.node.devices, job.node.ranks_per_node)
     return replace(job, node=replace(job.node, devices=own, ranks_per_node=ranks))
 
 
-def placed(job: Job, graph: Graph, world: World) -> Graph:
+def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
     """The graph renumbered for the racks that the nodes stand in; collective."""
     if job.graph.placement == "given" or world.comm is None:
         return graph
-    column = world.nodes.column
+    column = world.nodes.inter_node
     told = nodes.addresses(column) if job.graph.placement == "scheduler" else ()
-    with world.together(JobError):
+    with world.raise_together(JobError):
         found = nodes.racks(job.graph.placement, column.hosts, told)
     order = sorted(range(graph.n), key=lambda i: (nodes.natural(column.hosts[i]), i))
     places = None
-    with world.together(GraphError):
+    with world.raise_together(GraphError):
         if world.rank == 0:
             places = places_for(graph, found, order)
     return renumbered(graph, world.broadcast(places))
@@ -124,7 +130,7 @@ def make_model(job: Job, data: AnyData, counted: bool = False) -> torch.nn.Modul
     )
 
 
-def lay_out(job: Job, module: torch.nn.Module, slots: int) -> Flat:
+def lay_out(job: Job, module: torch.nn.Module, slots: int) -> ParameterLayout:
     """The layout of the model's parameters in the vector of a node."""
     decayed = None if job.algorithm.decay_all else models.decayed(module)
     return flatten(module, slots if job.node.shard else 1, decayed)
@@ -139,11 +145,11 @@ def check(job: Job, n: int) -> tuple[Graph | None, list[str]]:
     """Return the job's graph and the :func:`mistakes`."""
     graph, found = _unfit(job, n)
     if not found:
-        found += lasting(job, n)
-    return graph, found + devices.mistakes(job.node.devices) + contradictions(job)
+        found += survival_problems(job, n)
+    return graph, found + devices.device_problems(job.node.devices) + contradictions(job)
 
 
-def lasting(job: Job, n: int) -> list[str]:
+def survival_problems(job: Job, n: int) -> list[str]:
     """Return why a job with `run.survive` could not go on with one node fewer."""
     if not job.run.survive:
         return []
@@ -165,13 +171,13 @@ def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
         graph = make_graph(job, n)
     except GraphError as error:
         return None, [f"graph.name: {error}"]
-    return graph, unfit(make_parts(job, graph))
+    return graph, incompatibilities(make_parts(job, graph))
 
 
 def make_replicas(
     job: Job,
     module: torch.nn.Module,
-    flat: Flat,
+    flat: ParameterLayout,
     rows: int,
     group: Group,
     objective: Objective,
@@ -195,12 +201,12 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     Raises JobError on every rank where any rank found mistakes.
     """
     shape.check_alike(job, world)
-    with world.together(Mistake):
+    with world.raise_together(UserError):
         graph, found = check(job, n)
         found = shape.explained(found, world) + shape.mistakes(job, world)
         if found or graph is None:
             raise JobError(found)
-        here = [world.nodes.of[world.rank]] if world.comm is not None else range(n)
+        here = [world.nodes.node_of_rank[world.rank]] if world.comm is not None else range(n)
         data = source(job.data, job.run.seed, here, n)
         section = job.algorithm
         slots = shape.slots(job, world)
@@ -210,32 +216,32 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
             make_model(job, data), job.node.channels_last, slots_of(job.node.devices)[0]
         )
         sample = data.sample("test")
-        objective = task.make(job.task).told(data).tried(module, sample)
+        objective = task.make(job.task).prepare(data).probe(module, sample)
         check_vmap(job, module, objective, sample)
         flat = lay_out(job, module, slots)
     partition = partition_digest(each)
     check_alike(job.data.source, data, world, partition)
     check_rounds(job, graph, world)
-    graph = placed(job, graph, world)
+    graph = place_on_racks(job, graph, world)
     group = shape.make_group(job, world)
     per_epoch = each[0].steps_per_epoch
     total = job.run.epochs * per_epoch
-    shards = held(group)
+    shards = local_shards(group)
     parts = make_parts(
         job, graph, flat, shards=shards, devices=group.devices[: len(shards)], total=total
     )
-    mixer = parts.open_mixer(world.nodes.column)
-    replicas = make_replicas(job, module, flat, len(mixer.rows), group, objective)
+    mixer = parts.open_mixer(world.nodes.inter_node)
+    replicas = make_replicas(job, module, flat, len(mixer.local_nodes), group, objective)
     loader = Loader(
         data,
-        [each[node] for node in mixer.rows],
+        [each[node] for node in mixer.local_nodes],
         seed=job.run.seed,
         together=job.node.vmap,
         devices=group.devices,
         workers=processes(job.data.workers, group.devices, world.nodes.per_node),
         timeout_s=job.node.timeout_s,
         slots=group.slots,
-        mine=group.mine,
+        mine=group.local_slots,
     )
     engine = parts.make_engine(mixer, group, replicas, job.log.consensus_every)
     arithmetic = resolved(job.node.precision, group.devices[0])
@@ -243,7 +249,7 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         job,
         engine,
         replicas,
-        Precision(arithmetic, group.devices, len(mixer.rows)),
+        Precision(arithmetic, group.devices, len(mixer.local_nodes)),
         schedule(job.schedule, per_epoch, total, n * per_step),
         loader.step,
     )

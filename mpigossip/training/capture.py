@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from mpigossip.data.pytree import Nested, form, leaves, mapped
+from mpigossip.data.pytree import Nested, form, leaves, map_tensors
 
 WARM_UP = 3
 """Eager passes before a capture, in which cuDNN chooses and libraries allocate."""
@@ -43,10 +43,10 @@ class Captured:
         self._places: dict[torch.device, tuple[torch.cuda.Stream, tuple[int, int]]] = {}
         for row, replicas in enumerate(modules):
             for slot, module in enumerate(replicas):
-                batch = mapped(torch.clone, batches[row * self.slots + slot])
+                batch = map_tensors(torch.clone, batches[row * self.slots + slot])
                 self._inputs.append(batch)
                 where = next(leaves(batch)).device
-                with torch.cuda.device(where), kept(module, where):
+                with torch.cuda.device(where), preserve_state(module, where):
                     self._capture(partial(run, row, slot, batch), module)
 
     def _capture(self, work: Callable[[], torch.Tensor], module: nn.Module) -> None:
@@ -69,7 +69,7 @@ class Captured:
             torch.cuda.set_stream(current)
             with contextlib.suppress(RuntimeError):  # buffers are put back after this
                 side.synchronize()
-            put_right(torch.cuda.current_device(), pool)
+            recover_allocator(torch.cuda.current_device(), pool)
             raise CannotCapture(
                 f"{type(module).__name__} can't be captured as a CUDA graph: "
                 f"{str(error).splitlines()[0]}"
@@ -117,7 +117,7 @@ class Captured:
             raise
 
 
-def put_right(device: int, pool: tuple[int, int]) -> None:
+def recover_allocator(device: int, pool: tuple[int, int]) -> None:
     """Let eager work go on after a capture that failed.
 
     Up to torch 2.11 the allocator goes on as if it were under way: it never frees memory that
@@ -133,7 +133,7 @@ def put_right(device: int, pool: tuple[int, int]) -> None:
 
 
 @contextlib.contextmanager
-def kept(module: nn.Module, device: torch.device | str) -> Iterator[None]:
+def preserve_state(module: nn.Module, device: torch.device | str) -> Iterator[None]:
     """Put norm statistics and the device's random generator back after warm-up passes."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     on_gpu = torch.device(device).type == "cuda"

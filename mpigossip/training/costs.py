@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 
 from mpigossip.algorithms.base import Step
-from mpigossip.algorithms.cadence import Cadence, fixed
+from mpigossip.algorithms.cadence import Cadence, fixed_schedule
 from mpigossip.config import Job, JobError
 from mpigossip.data.problems import Functions
 from mpigossip.data.sources import SOURCES, AnyData, SyntheticSource, source
-from mpigossip.engine.vector import Flat, leaves
+from mpigossip.engine.vector import ParameterLayout, named_arrays
 from mpigossip.mixing import mixer_class
-from mpigossip.mixing.base import Kind, is_average, traffic
+from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange, is_average
 from mpigossip.store import StoreError
 from mpigossip.training import assemble, shape
-from mpigossip.training.parts import Parts, make_graph, make_parts
+from mpigossip.training.parts import JobParts, make_graph, make_parts
 from mpigossip.training.schedule import schedule
 
 STEPS = 240
@@ -36,7 +36,7 @@ class Subject:
     """The parts of a job that don't depend on the number of nodes."""
 
     job: Job
-    flat: Flat
+    flat: ParameterLayout
     slots: int
     samples: int
     """for training, over all nodes"""
@@ -88,25 +88,25 @@ def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
 class Exchanges:
     """A job's exchanges between n nodes."""
 
-    parts: Parts
+    parts: JobParts
     steps: int = STEPS
     """over which costs are averaged"""
 
-    def carried_out(self, kind: Kind, t: int | None) -> tuple[Kind, int | None]:
+    def carried_out(self, kind: ExchangeKind, t: int | None) -> tuple[ExchangeKind, int | None]:
         """Kind of an exchange and its round within the graph's period, if it is gossip.
 
         A round of gossip that is the exact average is carried out as a global one, unless nodes
         don't wait for each other.
         """
         graph = self.parts.graph
-        if kind is Kind.GOSSIP and t is not None:
+        if kind is ExchangeKind.GOSSIP and t is not None:
             t = t % graph.period if graph.period else t
             if self.asynchronous or not is_average(graph, t):
                 return kind, t
-            kind = Kind.GLOBAL
+            kind = ExchangeKind.GLOBAL
         return kind, None
 
-    def rounds(self) -> Iterator[tuple[Kind, int | None]]:
+    def rounds(self) -> Iterator[tuple[ExchangeKind, int | None]]:
         """Each exchange of `steps` steps, as `carried_out`."""
         cadence = self.parts.cadence
         clock = 0
@@ -115,11 +115,11 @@ class Exchanges:
             kind = cadence.kind(state, index)
             yield self.carried_out(kind, clock // cadence.fragment_schedule.fragments)
             now = Step(index, clock, kind, 1.0)
-            clock += kind is Kind.GOSSIP
+            clock += kind is ExchangeKind.GOSSIP
             state = cadence.observe(state, now, STEADY)
 
     @cached_property
-    def counted(self) -> Counter[tuple[Kind, int | None]]:
+    def counted(self) -> Counter[tuple[ExchangeKind, int | None]]:
         """Their number of occurrences."""
         return Counter(self.rounds())
 
@@ -137,7 +137,10 @@ class Exchanges:
         graph = self.parts.graph
         waits = not self.asynchronous
         each = self.counted.items()
-        total = sum(k * traffic(graph, kind, t or 0, 0, sent, raw, waits) for (kind, t), k in each)
+        total = sum(
+            k * bytes_per_exchange(graph, kind, t or 0, 0, sent, raw, waits)
+            for (kind, t), k in each
+        )
         return total / self.steps
 
 
@@ -153,9 +156,9 @@ def exchanges(what: Subject, n: int, period: float | None = None) -> Exchanges:
         period = average_period(what, n) if period is None else period
         parts = replace(parts, cadence=steady(cadence, period))
         return Exchanges(parts, max(STEPS, round(PERIODS * period)))
-    if cadence.kinds == {Kind.GOSSIP}:
+    if cadence.kinds == {ExchangeKind.GOSSIP}:
         return Exchanges(parts)
-    own = max(cadence.own, default=job.cadence.options.get("period", 1))
+    own = max(cadence.periods, default=job.cadence.options.get("period", 1))
     return Exchanges(parts, own * -(-STEPS // own))  # whole periods
 
 
@@ -190,7 +193,7 @@ def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int
         lr = rate(index)
         spread += lr * lr
         state = cadence.observe(state, Step(index, 0, kind, lr), STEADY | {"variance": spread})
-        if kind is Kind.GLOBAL:
+        if kind is ExchangeKind.GLOBAL:
             found = found + 1
             spread = 0.0
     return found
@@ -198,12 +201,12 @@ def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int
 
 def steady(cadence: Cadence, period: float) -> Cadence:
     """The cadence with a global average at every ``period``-th step on average, for ever."""
-    others = next(iter(cadence.kinds - {Kind.GLOBAL}), Kind.LOCAL)
+    others = next(iter(cadence.kinds - {ExchangeKind.GLOBAL}), ExchangeKind.LOCAL)
 
-    def kind(index: int) -> Kind:
-        return Kind.GLOBAL if int((index + 1) / period) > int(index / period) else others
+    def kind(index: int) -> ExchangeKind:
+        return ExchangeKind.GLOBAL if int((index + 1) / period) > int(index / period) else others
 
-    return fixed(kind, *cadence.kinds)
+    return fixed_schedule(kind, *cadence.kinds)
 
 
 def memory(what: Subject, made: Exchanges) -> dict[str, int]:
@@ -212,7 +215,7 @@ def memory(what: Subject, made: Exchanges) -> dict[str, int]:
     flat = what.flat
     parts = made.parts
     state = parts.method.init(torch.empty(1, flat.size, device="meta"))
-    arrays = sum(array.numel() * array.element_size() for _, array in leaves(state))
+    arrays = sum(array.numel() * array.element_size() for _, array in named_arrays(state))
     if parts.cadence.fragment_schedule.delay:
         arrays += 4 * flat.size  # received, not applied yet
     on_cpu = job.node.devices.startswith("cpu")
@@ -220,13 +223,18 @@ def memory(what: Subject, made: Exchanges) -> dict[str, int]:
     mixer = mixer_class(job.node.mixer, where)
     devices = () if on_cpu else ("cuda",) * len(flat.widths)
     layout = replace(parts.layout, devices=devices)
-    averages = Kind.GLOBAL in parts.cadence.kinds
+    averages = ExchangeKind.GLOBAL in parts.cadence.kinds
     messages = mixer.estimate_memory(parts.graph, layout, 0, averages=averages)
     return held(job, flat, what.slots, arrays, messages)
 
 
 def held(
-    job: Job, flat: Flat, slots: int, state: int, messages: dict[str, int], survives: bool = True
+    job: Job,
+    flat: ParameterLayout,
+    slots: int,
+    state: int,
+    messages: dict[str, int],
+    survives: bool = True,
 ) -> dict[str, int]:
     """Bytes of a node by purpose; activations, batches and libraries are not counted.
 

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mpigossip.data.loader import Loader
 from mpigossip.data.pytree import Nested
 from mpigossip.engine.measurements import consensus_distance
-from mpigossip.groups.base import Group, held, shards
+from mpigossip.groups.base import Group, local_shards, shard_views
 from mpigossip.mixing.base import Mixer
 from mpigossip.training.replicas import Replicas
 from mpigossip.training.task import Objective
@@ -70,13 +70,15 @@ def evaluate(
         recalibrate(averaged, replicas, mixer, batches)
     names = ("loss", *objective.metrics)
     # (rows, averaged or own, loss and metrics, sum or count)
-    rows = torch.zeros(len(mixer.rows), 2, len(names), 2, dtype=torch.float64)
-    for row, node in enumerate(mixer.rows if 0 in group.mine else ()):
+    rows = torch.zeros(len(mixer.local_nodes), 2, len(names), 2, dtype=torch.float64)
+    for row, node in enumerate(mixer.local_nodes if 0 in group.local_slots else ()):
         for which, module in enumerate((averaged, replicas.modules[row][0])):
             rows[row, which] = measure(objective, module, loader, node, mixer.n, group.works)
     flat = rows.flatten(1)
     nothing = torch.zeros_like(rows.flatten(1))
-    rows = group.sum_scalars([nothing if slot else flat for slot in group.mine]).view(rows.shape)
+    rows = group.sum_scalars([nothing if slot else flat for slot in group.local_slots]).view(
+        rows.shape
+    )
     total = mixer.mean_scalars(rows.flatten(1)).view(rows.shape[1:])
     whole = total[..., 0] / total[..., 1]
     mine = rows[..., 0] / rows[..., 1]
@@ -99,7 +101,7 @@ def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
     module = copy.deepcopy(replicas.modules[0][0])
     group = replicas.group
     rows = [grads[:1] for grads in replicas.grads]
-    means = shards(rows, group.segments, held(group))
+    means = shard_views(rows, group.segments, local_shards(group))
     for mean, x in zip(means, replicas.x, strict=True):
         average_into(mixer, x, mean[0])
     group.all_gather(means, rows)
@@ -179,15 +181,17 @@ def recalibrate(
     the statistics are the mean over batches, then over nodes, exactly. Collective.
     """
     group = replicas.group
-    slots = len(replicas.group.mine)
+    slots = len(replicas.group.local_slots)
     parts: list[Any] = [p for one in norms(module) for p in (one.running_mean, one.running_var)]
     mine = torch.zeros(replicas.rows, sum(p.numel() for p in parts), dtype=torch.float64)
-    for row in range(replicas.rows if 0 in group.mine else 0):
+    for row in range(replicas.rows if 0 in group.local_slots else 0):
         with recalibrating(module), torch.no_grad():
             for step in batches:
                 replicas.objective(module, step[row * slots])
         mine[row] = torch.cat(parts)
-    mine = group.sum_scalars([torch.zeros_like(mine) if slot else mine for slot in group.mine])
+    mine = group.sum_scalars(
+        [torch.zeros_like(mine) if slot else mine for slot in group.local_slots]
+    )
     _unpack(mixer.mean(mine), parts)
     module.eval()
 

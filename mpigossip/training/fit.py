@@ -13,26 +13,26 @@ from mpigossip.algorithms.cadence import Cadence
 from mpigossip.algorithms.methods import above_minus_third
 from mpigossip.cluster.world import World
 from mpigossip.config import Data, Job, JobError
-from mpigossip.config.choices import Part
-from mpigossip.config.errors import Mistake
+from mpigossip.config.choices import BuilderSpec
+from mpigossip.config.errors import UserError
 from mpigossip.data.pytree import Nested
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.base import Drawn
 from mpigossip.graphs.faulty import least_rounds
 from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact, unreached
 from mpigossip.groups.devices import slots_of
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.wire import Wire
 from mpigossip.training import shape
 from mpigossip.training.fragments import unfit_fragments
 from mpigossip.training.machines import OFF, named
-from mpigossip.training.parts import Parts
+from mpigossip.training.parts import JobParts
 from mpigossip.training.task import Objective
 
 FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
 
 
-def unfit(parts: Parts) -> list[str]:
+def incompatibilities(parts: JobParts) -> list[str]:
     """Return what doesn't go together, each with a remedy."""
     job = parts.job
     graph = parts.graph
@@ -56,10 +56,10 @@ def check_rounds(job: Job, graph: Graph, world: World) -> None:
     """JobError on every rank where a user's own graph isn't the same on all; collective."""
     if job.graph.name in graphs.BUILDERS:
         return
-    with world.together(Mistake):
+    with world.raise_together(UserError):
         mine = graph.fingerprint
     first = world.broadcast(mine)
-    with world.together(JobError):
+    with world.raise_together(JobError):
         if mine != first:
             raise JobError(
                 f'graph.name = "{job.graph.name}": its first 64 rounds differ from those of rank '
@@ -135,7 +135,7 @@ def _unconnected(job: Job, graph: Graph, cadence: Cadence) -> list[str]:
     alone = graph.n == 1 or graph.name == "identity"
     if alone or isinstance(whole.schedule, Drawn):
         return []
-    if Kind.GOSSIP not in cadence.kinds or Kind.GLOBAL in cadence.kinds:
+    if ExchangeKind.GOSSIP not in cadence.kinds or ExchangeKind.GLOBAL in cadence.kinds:
         return []
     nodes = unreached(whole)
     if nodes is None:
@@ -165,15 +165,15 @@ def _unfit_cadence(job: Job, needs: frozenset, cadence: Cadence) -> list[str]:
         reason = 'goes with cadence "halves"; leave the cadence out'
     elif "unmixed" in needs and len(kinds) > 1:
         reason = f"bears one kind of step only; choose {_cadences(lambda c: len(c.kinds) == 1)}"
-    elif "never-global" in needs and Kind.GLOBAL in kinds:
+    elif "never-global" in needs and ExchangeKind.GLOBAL in kinds:
         adapts_later = job.algorithm.options.get("style") == "awc"
         remedy = 'set algorithm.style = "atc", or choose' if adapts_later else "choose"
         reason = (
             f"does not leave nodes equal after a global average; {remedy} "
-            f"{_cadences(lambda c: Kind.GLOBAL not in c.kinds)}"
+            f"{_cadences(lambda c: ExchangeKind.GLOBAL not in c.kinds)}"
         )
-    elif "never-gossip" in needs and Kind.GOSSIP in kinds:
-        fitting = _cadences(lambda c: Kind.GOSSIP not in c.kinds)
+    elif "never-gossip" in needs and ExchangeKind.GOSSIP in kinds:
+        fitting = _cadences(lambda c: ExchangeKind.GOSSIP not in c.kinds)
         reason = f"takes averages over all nodes only; choose {fitting}"
     if reason is None:
         return []
@@ -182,19 +182,19 @@ def _unfit_cadence(job: Job, needs: frozenset, cadence: Cadence) -> list[str]:
 
 def _unfit_periods(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[str]:
     """Numbers of local steps by node: the method must allow idle nodes, and each has one."""
-    own = cadence.own
+    own = cadence.periods
     name = job.algorithm.name
     if not own:
         return []
     said = f"cadence.period = {list(own)}"
     if method.local_update is None:
         named = job.cadence.name
-        parts = {each: Part.of(BUILDERS, each) for each in BUILDERS}
+        parts = {each: BuilderSpec.of(BUILDERS, each) for each in BUILDERS}
         fitting = [
             each
             for each, part in parts.items()
             if build(each, None, {}, 0).local_update is not None
-            and not (part.only and part.brings.get("cadence.name", named) != named)
+            and not (part.only and part.implies.get("cadence.name", named) != named)
         ]
         return [
             f'{said}: algorithm "{name}" needs a gradient of every node in every step, and who '
@@ -296,7 +296,7 @@ def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested)
         )
 
 
-def bears_delay(method: Algorithm) -> bool:
+def tolerates_delay(method: Algorithm) -> bool:
     """Return whether a method tolerates models of earlier rounds.
 
     Plain averaging does, and tracking, which needs sums only; corrections and memories that depend
@@ -363,8 +363,8 @@ def _unfit_asynchrony(job: Job, coding: Wire, method: Algorithm) -> list[str]:
         for key in ("lost_rounds", "away", "away_rounds", "ticks")
         if (value := getattr(faults, key))
     ]
-    if not bears_delay(method):
-        fitting = [name for name in BUILDERS if bears_delay(build(name, None, {}, 0))]
+    if not tolerates_delay(method):
+        fitting = [name for name in BUILDERS if tolerates_delay(build(name, None, {}, 0))]
         found.append(
             f'node.mixer = "asynchronous": algorithm "{job.algorithm.name}" needs the models of '
             f"its own round; choose one of {', '.join(fitting)}"

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from mpigossip.algorithms import BUILDERS, Algorithm, build
 from mpigossip.algorithms.cadence import Cadence, FragmentSchedule
-from mpigossip.algorithms.local import STILL
+from mpigossip.algorithms.local import NO_LOCAL_STEP
 from mpigossip.config import Job
 from mpigossip.config.toml import show
-from mpigossip.engine.vector import Flat
+from mpigossip.engine.vector import ParameterLayout
 from mpigossip.graphs import Graph
 from mpigossip.mixing.wire import ALIGN, BUCKET, Wire
 
@@ -62,7 +62,7 @@ def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence)
             f"algorithm.blend = {blend:g}: with algorithm.eager nothing that comes goes into x; "
             "leave it out"
         )
-    if schedule.plain:
+    if schedule.is_whole_model:
         return found
     count = schedule.fragments
     delay = schedule.delay
@@ -70,7 +70,7 @@ def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence)
     said = f"cadence.fragments = {count}" if count > 1 else f"cadence.delay = {delay}"
     exchange = method
     if method.local_update is not None:
-        exchange = build(name, STILL, job.algorithm.options, 0, graph)
+        exchange = build(name, NO_LOCAL_STEP, job.algorithm.options, 0, graph)
     if reason := _whole(exchange):
         named = ((each, build(each, None, {}, 0)) for each in BUILDERS)
         fitting = [each for each, made in named if not _whole(made)]
@@ -120,11 +120,11 @@ def _whole(method: Algorithm) -> str:
     return ""
 
 
-def layers_of(flat: Flat, within: slice) -> list[slice]:
+def layers_of(flat: ParameterLayout, within: slice) -> list[slice]:
     """The columns of each module's parameters that lie side by side, counted from ``within``."""
     found: list[slice] = []
     last = None
-    for name, place in zip(flat.names, flat.places, strict=True):
+    for name, place in zip(flat.names, flat.column_ranges, strict=True):
         begin = max(place.start, within.start)
         end = min(place.stop, within.stop)
         if begin >= end:

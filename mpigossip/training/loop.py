@@ -6,12 +6,12 @@ from itertools import product
 import torch
 
 from mpigossip.config import Job
-from mpigossip.config.errors import NotFinite
+from mpigossip.config.errors import NonFiniteError
 from mpigossip.data.philox import mixed
 from mpigossip.data.pytree import Nested
 from mpigossip.engine.measurements import Record, square_norms
 from mpigossip.engine.step import Engine
-from mpigossip.groups.base import held
+from mpigossip.groups.base import local_shards
 from mpigossip.mixing.base import Mixer
 from mpigossip.training.precision import Precision
 from mpigossip.training.replicas import Replicas
@@ -56,7 +56,9 @@ class Trainer:
         replicas = self.replicas
         engine.ahead()
         # whose nodes make fewer local steps than others
-        rested = engine.cadence.resting(engine.index - engine.state_start, self.mixer.rows)
+        rested = engine.cadence.idle_nodes(
+            engine.index - engine.state_start, self.mixer.local_nodes
+        )
         figures = replicas.gradients(
             self.batches(engine.index - self.shift),
             self.section.accumulate,
@@ -79,9 +81,9 @@ class Trainer:
         engine.clock.lap("node_s")
         skipped = tuple(sorted({*overflowed, *rested}))
         record = engine.step(lr, skipped, loss=figures[:, 0], gradient_norm=norm)
-        record.rested = rested
+        record.idle_rows = rested
         for at, name in enumerate(replicas.objective.metrics):
-            record.figures[name] = figures[:, 1 + 2 * at] / figures[:, 2 + 2 * at]
+            record.metrics[name] = figures[:, 1 + 2 * at] / figures[:, 2 + 2 * at]
         return record
 
     def average(self) -> None:
@@ -90,18 +92,18 @@ class Trainer:
         self.engine.average(self.rate(self.engine.index - self.shift))
 
     def _check(self, figures: torch.Tensor, rested: tuple[int, ...]) -> None:
-        """NotFinite for a loss that is no number, where there is one."""
+        """NonFiniteError for a loss that is no number, where there is one."""
         for row, loss in enumerate(figures[:, 0].tolist()):
             if row not in rested and not abs(loss) < float("inf"):
-                raise NotFinite(
-                    f"the loss of node {self.mixer.rows[row]} is {loss} at step "
+                raise NonFiniteError(
+                    f"the loss of node {self.mixer.local_nodes[row]} is {loss} at step "
                     f"{self.engine.index}: the last checkpoint is kept; a smaller schedule.lr or "
                     "algorithm.clip_norm = 1.0 often helps"
                 )
 
     def _seeds(self) -> list[int]:
         """Random seeds of the replicas in a step: the same after a resume, and on ranks."""
-        places = product(self.mixer.rows, self.engine.group.mine)
+        places = product(self.mixer.local_nodes, self.engine.group.local_slots)
         return [mixed(self.seed, self.engine.index, node, slot) for node, slot in places]
 
     def _clip_and_decay(self) -> torch.Tensor | None:
@@ -119,7 +121,7 @@ class Trainer:
         if clip is not None and norms is not None:
             factors = (clip / norms.clamp(min=1e-300)).clamp(max=1.0).float()
 
-        decayed = list(map(replicas.flat.decayed_in, held(group)))
+        decayed = list(map(replicas.flat.decayed_in, local_shards(group)))
 
         def work(slot: int) -> None:
             if factors is not None:

@@ -11,30 +11,30 @@ from mpigossip import algorithms, graphs
 from mpigossip.algorithms import Algorithm
 from mpigossip.algorithms import cadence as cadences
 from mpigossip.algorithms.cadence import Cadence
-from mpigossip.algorithms.local import STILL, Local
+from mpigossip.algorithms.local import NO_LOCAL_STEP, Local
 from mpigossip.algorithms.methods import Known
 from mpigossip.cluster.world import World
-from mpigossip.config import Job, Part
+from mpigossip.config import BuilderSpec, Job
 from mpigossip.engine.fragments import Fragmented, Fragments
 from mpigossip.engine.measurements import measured_every
 from mpigossip.engine.step import Engine
-from mpigossip.engine.vector import Flat, Vector
+from mpigossip.engine.vector import FlatParameters, ParameterLayout
 from mpigossip.graphs import Graph
 from mpigossip.graphs.faulty import Links, faulty
-from mpigossip.groups.base import Group, held
+from mpigossip.groups.base import Group, local_shards
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Kind, Layout, Mixer
+from mpigossip.mixing.base import ExchangeKind, MessageLayout, Mixer
 from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.delayed import Faults
 from mpigossip.mixing.wire import Wire
 from mpigossip.training.fragments import cut, fragment_width, layers_of
 
-EMPTY = Flat((), (), (), (), size=0, decayed=0, slots=1)
+EMPTY = ParameterLayout((), (), (), (), size=0, decayed=0, slots=1)
 """The vector of a model that isn't made yet."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class JobParts:
     """Graph, method, cadence and message layout of a job's nodes."""
 
     job: Job
@@ -42,7 +42,7 @@ class Parts:
     methods: Sequence[Algorithm]
     """the method over the job's wire, for each shard that lives here"""
     cadence: Cadence
-    layout: Layout
+    layout: MessageLayout
     """of a message: of a fragment, where the model is exchanged in fragments"""
 
     @property
@@ -51,7 +51,7 @@ class Parts:
         return self.methods[0]
 
     def open_mixer(
-        self, world: World, layout: Layout | None = None, mixer: str | None = None
+        self, world: World, layout: MessageLayout | None = None, mixer: str | None = None
     ) -> Mixer:
         """Return the mixer between the ranks of ``world``, or all nodes here if it has no MPI.
 
@@ -82,27 +82,27 @@ class Parts:
         )
 
     def make_engine(
-        self, mixer: Mixer, group: Group, vector: Vector, measure_every: int | str
+        self, mixer: Mixer, group: Group, vector: FlatParameters, measure_every: int | str
     ) -> Engine:
         """Return the engine; ``measure_every``: steps between two consensus distances, "auto"."""
-        fragments = self.make_fragments(vector.flat, held(group))
+        fragments = self.make_fragments(vector.flat, local_shards(group))
         made = Engine if fragments is None else partial(Fragmented, fragments=fragments)
         every = measured_every(measure_every, group.devices[0])
         return made(mixer, group, vector, self.methods, self.cadence, measure_every=every)
 
-    def make_fragments(self, flat: Flat, shards: range) -> Fragments | None:
+    def make_fragments(self, flat: ParameterLayout, shards: range) -> Fragments | None:
         """Return the fragments of these shards; None if the model is exchanged as a whole."""
         schedule = self.cadence.fragment_schedule
         blend = self.job.algorithm.blend
-        if schedule.plain:
+        if schedule.is_whole_model:
             return None
-        own = flat.own
+        own = flat.local_layout
         width = self.layout.widths[0]
         shard = own.size // own.slots
         within = [slice(shard * slot, shard * (slot + 1)) for slot in _slots(flat, shards)]
         cuts = [cut(layers_of(own, each), schedule.fragments, width) for each in within]
         # one for each shard: over a wire a method has memory of its own
-        stills = [_method(self.job, self.graph, local=STILL) for _ in shards]
+        stills = [_method(self.job, self.graph, local=NO_LOCAL_STEP) for _ in shards]
         exchanges = [_over_wire(still, self.layout.wire, self.cadence) for still in stills]
         if "keeps-x" in exchanges[0].needs:
             blend = 0.0
@@ -130,13 +130,13 @@ def make_graph(job: Job, n: int) -> Graph:
 def make_parts(
     job: Job,
     graph: Graph | None = None,
-    flat: Flat = EMPTY,
+    flat: ParameterLayout = EMPTY,
     *,
     shards: range | None = None,
     devices: Sequence[str] = (),
     local: Local | None = None,
     total: int | None = None,
-) -> Parts:
+) -> JobParts:
     """Make a job's parts over a graph.
 
     ``graph``: None for a single node, where neighbours don't matter. ``flat``: layout of the
@@ -146,13 +146,13 @@ def make_parts(
     graph = graphs.graph("identity", 1) if graph is None else graph
     shards = range(flat.slots) if shards is None else shards
     whole = flat if flat.slots == 1 and flat.size else None
-    decayed = [flat.own.decayed_in(slot) for slot in _slots(flat, shards)]
+    decayed = [flat.local_layout.decayed_in(slot) for slot in _slots(flat, shards)]
     bare = [_method(job, graph, count, local, whole) for count in decayed]
     cadence = _cadence(job, bare[0], graph, total)
     node = job.node
     coding = wire(node.wire, node.levels, node.density, job.run.seed)
     width = fragment_width(flat.size // flat.slots, cadence.fragment_schedule, coding)
-    layout = Layout(
+    layout = MessageLayout(
         (width,) * len(shards),
         bare[0].vectors,
         bare[0].scalars,
@@ -161,7 +161,7 @@ def make_parts(
         first=tuple(width * shard for shard in shards),
     )
     methods = [_over_wire(method, coding, cadence) for method in bare]
-    return Parts(job, graph, methods, cadence, layout)
+    return JobParts(job, graph, methods, cadence, layout)
 
 
 def _method(
@@ -169,7 +169,7 @@ def _method(
     graph: Graph,
     decayed: int = 0,
     local: Local | None = None,
-    whole: Flat | None = None,
+    whole: ParameterLayout | None = None,
 ) -> Algorithm:
     """The method for a shard with so many decayed elements; ``whole``: its layout, if it is all."""
     section = job.local
@@ -192,7 +192,7 @@ def _cadence(job: Job, method: Algorithm, graph: Graph, total: int | None) -> Ca
     """
     if method.always_global:
         return cadences.globally()
-    part = Part.of(cadences.BUILDERS, job.cadence.name)
+    part = BuilderSpec.of(cadences.BUILDERS, job.cadence.name)
     options = job.cadence.options
     return part(**options | part.following(options, Known(graph, options, total=total)))
 
@@ -200,10 +200,10 @@ def _cadence(job: Job, method: Algorithm, graph: Graph, total: int | None) -> Ca
 def _over_wire(method: Algorithm, coding: Wire, cadence: Cadence) -> Algorithm:
     if coding.exact:
         return method
-    meets = Kind.GLOBAL in cadence.kinds
+    meets = ExchangeKind.GLOBAL in cadence.kinds
     return algorithms.over_wire(method, biased=coding.biased, meets=meets)
 
 
-def _slots(flat: Flat, shards: range) -> list[int]:
+def _slots(flat: ParameterLayout, shards: range) -> list[int]:
     """The shards by their place in ``flat.own``, which with FSDP2 is this rank's shard alone."""
-    return [shard % flat.own.slots for shard in shards]
+    return [shard % flat.local_layout.slots for shard in shards]

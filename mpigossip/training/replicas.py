@@ -9,8 +9,8 @@ from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from mpigossip.data.pytree import Nested, parts, stacked
-from mpigossip.engine.vector import Flat
-from mpigossip.groups.base import Group, held, shards
+from mpigossip.engine.vector import ParameterLayout
+from mpigossip.groups.base import Group, local_shards, shard_views
 from mpigossip.training.capture import CannotCapture, Captured, Pass
 from mpigossip.training.precision import Precision
 from mpigossip.training.task import Objective
@@ -26,7 +26,7 @@ class Replicas:
     def __init__(
         self,
         module: nn.Module,
-        flat: Flat,
+        flat: ParameterLayout,
         rows: int,
         group: Group,
         *,
@@ -51,8 +51,8 @@ class Replicas:
         self._captured: Captured | None = None
         self.full = group.zeros(rows, flat.size)
         self.grads = group.zeros(rows, flat.size)
-        self.x = shards(self.full, group.segments, held(group))
-        self.g = shards(self.grads, group.segments, held(group))
+        self.x = shard_views(self.full, group.segments, local_shards(group))
+        self.g = shard_views(self.grads, group.segments, local_shards(group))
         self.modules: list[list[nn.Module]] = []
         start = dict(module.named_parameters())
         for row in range(rows):
@@ -70,7 +70,7 @@ class Replicas:
     @property
     def first(self) -> tuple[int, ...]:
         width = self.flat.size // self.group.segments
-        return tuple(width * segment for segment in held(self.group))
+        return tuple(width * segment for segment in local_shards(self.group))
 
     def gather(self) -> None:
         self.g = self.group.reduce_scatter_mean(self.grads)
@@ -91,7 +91,7 @@ class Replicas:
         loss, and of each metric the sum and the count over its slots: (rows, 1 + 2 metrics),
         float64. What rows that are ``resting`` get is of no meaning.
         """
-        slots = len(self.group.mine)
+        slots = len(self.group.local_slots)
 
         def one(row: int, slot: int, batch: Nested) -> torch.Tensor:  # waits for no GPU
             gradient = self.grads[slot][row]

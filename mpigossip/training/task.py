@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpigossip import config
-from mpigossip.config import JobError, Part
-from mpigossip.config.errors import Failure, Mistake
-from mpigossip.config.own_parts import imported, made, raised
+from mpigossip.config import BuilderSpec, JobError
+from mpigossip.config.errors import Failure, UserError
+from mpigossip.config.user_code import build_checked, describe_exception, import_object
 from mpigossip.data.pytree import Nested, form, size
 from mpigossip.models import loss_and_correct, scores
 
@@ -109,7 +109,7 @@ class LanguageModel:
     def __init__(self) -> None:
         self._lengths: dict[torch.device, Tensor] = {}
 
-    def told(self, data: Any) -> None:
+    def prepare(self, data: Any) -> None:
         """Of packed text: the bytes of each token, by which losses compare between tokenizers."""
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer is not None:
@@ -139,7 +139,7 @@ class LanguageModel:
         return {"nats_per_byte": (nats, self._lengths[targets.device][targets].sum())}
 
 
-def _problem(made_by: str, source: str, model: str) -> Part:
+def _problem(made_by: str, source: str, model: str) -> BuilderSpec:
     """A task of theory brings its functions and what they are functions of; an f_i is a sample."""
     brings = {
         "data.source": source,
@@ -149,10 +149,10 @@ def _problem(made_by: str, source: str, model: str) -> Part:
         "schedule.scale": "none",
     }
     only = ("data.source", "model.name")
-    return Part(f"mpigossip.training.problems:{made_by}", brings=brings, only=only)
+    return BuilderSpec(f"mpigossip.training.problems:{made_by}", implies=brings, only=only)
 
 
-TASKS: dict[str, Part | Callable] = {
+TASKS: dict[str, BuilderSpec | Callable] = {
     "classification": Classification,
     "language-model": LanguageModel,
     "quadratics": _problem("Quadratics", "quadratics", "point"),
@@ -184,10 +184,12 @@ class Objective:
             if self.name in TASKS:
                 return loss, metrics
             wrong = _wrong(loss, metrics)
-        except (Failure, Mistake):
+        except (Failure, UserError):
             raise
         except Exception as error:
-            raise TaskError(self._says(f"{raised(error)}, on a batch of {form(batch)}")) from error
+            raise TaskError(
+                self._says(f"{describe_exception(error)}, on a batch of {form(batch)}")
+            ) from error
         if not wrong and self.metrics and metrics.keys() - {"loss"} != set(self.metrics):
             wrong = (
                 f"gave the metrics {', '.join(metrics) or 'none'} for a batch of {form(batch)}, "
@@ -211,13 +213,13 @@ class Objective:
         pairs += [metrics[name] for name in self.metrics]
         return torch.tensor([[float(a), float(b)] for a, b in pairs], dtype=torch.float64)
 
-    def told(self, data: Any) -> Objective:
+    def prepare(self, data: Any) -> Objective:
         """Itself; the task knows the data, if it asks to."""
-        if callable(getattr(self.task, "told", None)):
-            self.task.told(data)  # type: ignore[attr-defined]
+        if callable(getattr(self.task, "prepare", None)):
+            self.task.prepare(data)  # type: ignore[attr-defined]
         return self
 
-    def tried(self, model: nn.Module, batch: Nested) -> Objective:
+    def probe(self, model: nn.Module, batch: Nested) -> Objective:
         """The same with the names of its metrics, from a first batch, as evaluations call it.
 
         JobError for what isn't a task's answer. The generators of random numbers stay as they were.
@@ -256,9 +258,9 @@ class Objective:
 def make(section: config.TaskSection) -> Objective:
     """The task that section `[task]` names, not tried yet. Raises JobError."""
     if section.name in TASKS:
-        return Objective(Part.of(TASKS, section.name)(**section.options), section.name)
-    factory = imported("task.name", section.name, "(**options) that returns a task")
-    task = made("task.name", section.name, object, factory, **section.options)
+        return Objective(BuilderSpec.of(TASKS, section.name)(**section.options), section.name)
+    factory = import_object("task.name", section.name, "(**options) that returns a task")
+    task = build_checked("task.name", section.name, object, factory, **section.options)
     if not callable(getattr(task, "loss", None)):
         raise JobError(
             f'task.name = "{section.name}" returned {type(task).__name__}; it should return '

@@ -11,7 +11,7 @@ import numpy as np
 from mpigossip.config import Job
 from mpigossip.graphs import Graph
 from mpigossip.graphs.base import random_words
-from mpigossip.mixing.base import Kind, traffic
+from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange
 from mpigossip.mixing.delayed import Faults
 from mpigossip.training.assemble import Assembly
 from mpigossip.training.costs import Exchanges
@@ -105,7 +105,7 @@ class Timing:
         self.term_s = decode_s + layout.nbytes / machine.combine_rate
         """to decode a message and add it"""
 
-    def message_s(self, kind: Kind, t: int | None):
+    def message_s(self, kind: ExchangeKind, t: int | None):
         """Seconds until a message is received, and of the sums after it.
 
         A number each for LOCAL and GLOBAL, for GOSSIP arrays over the edges of round t: a message
@@ -115,10 +115,12 @@ class Timing:
         m = self.machine
         layout = self.parts.layout
         n = self.parts.graph.n
-        if kind is Kind.LOCAL:
+        if kind is ExchangeKind.LOCAL:
             return 0.0, 0.0
-        if kind is Kind.GLOBAL:
-            moved = traffic(self.parts.graph, kind, 0, 0, layout.sent_bytes, layout.raw_bytes)
+        if kind is ExchangeKind.GLOBAL:
+            moved = bytes_per_exchange(
+                self.parts.graph, kind, 0, 0, layout.sent_bytes, layout.raw_bytes
+            )
             slowest = 1.0 if self._bandwidth is None else self._bandwidth.min() / m.bandwidth
             wire = hops(n) * m.global_latency_s + moved / (slowest * m.global_bandwidth)
             return self.encode_s + wire, self.term_s
@@ -148,7 +150,7 @@ class Timing:
             return np.minimum(whole, self.delay * self.steady_s)
         return np.minimum((1 - self.last) * whole, BACKWARD * compute)
 
-    def exchange_s(self, kind: Kind, t: int | None) -> tuple[float, float]:
+    def exchange_s(self, kind: ExchangeKind, t: int | None) -> tuple[float, float]:
         """Seconds of an exchange for which nobody waits, and those of them that are hidden."""
         wire, sums = self.message_s(kind, t)
         return float(np.max(wire + sums)), float(np.max(self.hidden(wire, sums)))
@@ -181,9 +183,12 @@ class Timing:
         if not sigma or n == 1:
             return 0.0
         schedule = self.parts.cadence.fragment_schedule
-        if {kind for kind, _ in self.made.counted} <= {Kind.LOCAL, Kind.GLOBAL} and not self.delay:
+        if {kind for kind, _ in self.made.counted} <= {
+            ExchangeKind.LOCAL,
+            ExchangeKind.GLOBAL,
+        } and not self.delay:
             kinds = enumerate(self.made.rounds(), 1)
-            ends = [step for step, (kind, _) in kinds if kind is Kind.GLOBAL]
+            ends = [step for step, (kind, _) in kinds if kind is ExchangeKind.GLOBAL]
             gaps = sum(map(math.sqrt, np.diff(ends, prepend=0)))
             return sigma * expected_maximum(n) * gaps / self.made.steps
         rows = max(1, DRAWN // n)
@@ -213,7 +218,7 @@ class Clock:
         self.now = np.zeros((rows, self._n))
         self._sent = deque([self.now] * timing.delay)
 
-    def step(self, kind: Kind, t: int | None, compute: np.ndarray) -> np.ndarray:
+    def step(self, kind: ExchangeKind, t: int | None, compute: np.ndarray) -> np.ndarray:
         """Let a step pass whose computing takes ``compute`` (rows, n) seconds; `now` behind it."""
         machine = self._timing.machine
         begin = self.now
@@ -227,15 +232,15 @@ class Clock:
             self.now = self._exchanged(kind, t, begin + rest, ready)
         return self.now
 
-    def _exchanged(self, kind: Kind, t, begin: np.ndarray, ready: np.ndarray) -> np.ndarray:
+    def _exchanged(self, kind: ExchangeKind, t, begin: np.ndarray, ready: np.ndarray) -> np.ndarray:
         """Return when each node has the result of an exchange, sent when all are `ready`."""
         timing = self._timing
         made = self._timing.made
         wire, sums = timing.message_s(kind, t)
-        if kind is Kind.LOCAL or made.asynchronous:
+        if kind is ExchangeKind.LOCAL or made.asynchronous:
             return ready + np.max(wire + sums)
         shown = wire + sums - (0.0 if timing.delay else timing.hidden(wire, sums))
-        if kind is Kind.GLOBAL:
+        if kind is ExchangeKind.GLOBAL:
             return np.repeat(ready.max(1, keepdims=True) + shown, self._n, axis=1)
         edges = edges_of(timing.parts.graph, t)
         if timing.parts.method.ahead:
@@ -283,16 +288,16 @@ class VirtualClock:
             parts.graph.n, job.run.seed, slow.slow_times, slow.slow_nodes, slow.slow_steps
         )
 
-    def step(self, index: int, kind: Kind) -> np.ndarray:
+    def step(self, index: int, kind: ExchangeKind) -> np.ndarray:
         """(n,): seconds at the end of step ``index``."""
         machine = self._machine
         n = len(self._clock.now[0])
         pace = 1 + machine.jitter * normal((self._seed, DRAWS, index), n)
         pace = np.maximum(pace, 0.0) * self._slow.costs(index)
         begun = index - self._engine.state_start
-        pace[list(self._engine.cadence.resting(begun, range(n)))] = 0.0
+        pace[list(self._engine.cadence.idle_nodes(begun, range(n)))] = 0.0
         self._clock.step(kind, self._round // self._fragments, machine.compute_s * pace[None])
-        self._round += kind is Kind.GOSSIP
+        self._round += kind is ExchangeKind.GOSSIP
         return self._clock.now[0]
 
 

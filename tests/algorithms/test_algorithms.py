@@ -10,9 +10,9 @@ import torch
 from mpigossip import algorithms, graph
 from mpigossip.algorithms.methods import momentum_of_gossip
 from mpigossip.config import JobError
-from mpigossip.engine.vector import joined, leaves, of_rows, split
+from mpigossip.engine.vector import is_per_row, join_row, named_arrays, scatter_row
 from mpigossip.graphs import from_matrices
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training import assemble
 from mpigossip.training.fit import lacking
 from mpigossip.training.parts import make_graph
@@ -85,7 +85,7 @@ def test_mean_is_preserved_and_consensus_reached(case):
     x = driver.run(60).whole()
     drift = (x.mean(0) - start.mean(0)).abs().max()
     lossy = "node.wire" in case
-    by_average = lossy and Kind.GLOBAL in driver.cadence.kinds and not never_apart(case)
+    by_average = lossy and ExchangeKind.GLOBAL in driver.cadence.kinds and not never_apart(case)
     # D² adds its rounding up twice, DecentLaM divides it by the rate
     rounding = 1e-4 if name_of(case) in ("d2", "decentlam") else 2e-5
     assert drift < (0.2 if by_average else rounding), float(drift)
@@ -384,10 +384,10 @@ def test_padding_stays_zero_so_that_files_may_leave_it_out(case, monkeypatch):
         parts = {"x": driver.x} | driver.parts()
         for name, arrays in parts.items():
             for array, mask in zip(arrays, masks, strict=True):
-                assert of_rows(array, flat) or not array[:, mask[0] == 0].any(), name
+                assert is_per_row(array, flat) or not array[:, mask[0] == 0].any(), name
             for row in range(3):
                 into = {"x": resumed.x} | resumed.parts()
-                split(joined(arrays, row, flat), into[name], row, flat)
+                scatter_row(join_row(arrays, row, flat), into[name], row, flat)
         resumed.index = driver.index
         resumed.counts = list(driver.counts)
         resumed.round = driver.round
@@ -402,10 +402,10 @@ def test_an_ahead_send_changes_nothing(case):
         return
 
     def kept():
-        return [array.clone() for _, array in leaves(driver.states[0])] + [driver.whole()]
+        return [array.clone() for _, array in named_arrays(driver.states[0])] + [driver.whole()]
 
     before = kept()
-    now = algorithms.Step(3, driver.round, Kind.GOSSIP, None)
+    now = algorithms.Step(3, driver.round, ExchangeKind.GOSSIP, None)
     out = driver.mixer.outbox(driver.round)
     driver.method.send(driver.x[0], None, driver.states[0], out[0], now)
     assert all((a == b).all() for a, b in zip(before, kept(), strict=True))

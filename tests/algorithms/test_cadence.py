@@ -3,10 +3,10 @@
 import pytest
 
 from mpigossip.algorithms import Step, cadence
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from tests.cases import on_each
 
-LETTER = {Kind.LOCAL: "l", Kind.GOSSIP: "g", Kind.GLOBAL: "A"}
+LETTER = {ExchangeKind.LOCAL: "l", ExchangeKind.GOSSIP: "g", ExchangeKind.GLOBAL: "A"}
 
 
 def run(made, steps, lr=lambda k: 0.1, measured=lambda k, kind: {}):
@@ -51,7 +51,7 @@ def spread(rate, per_step=1.0):
 
     def measured(k, kind):
         sums[0] += rate(k) ** 2 * per_step
-        if kind is not Kind.GLOBAL:
+        if kind is not ExchangeKind.GLOBAL:
             return {}
         value = sums[0]
         sums[0] = 0.0
@@ -62,7 +62,7 @@ def spread(rate, per_step=1.0):
 
 def test_adpsgd_lengthens_the_period_as_the_variance_falls():
     def measured(k, kind):
-        return {"variance": 1.0 if k < 20 else 0.1} if kind is Kind.GLOBAL else {}
+        return {"variance": 1.0 if k < 20 else 0.1} if kind is ExchangeKind.GLOBAL else {}
 
     letters, state = run(cadence.adpsgd(period=2, sampling=0.2, total=100), 100, measured=measured)
     assert letters[:20] == "lA" * 10 and state.samples == 5
@@ -71,7 +71,7 @@ def test_adpsgd_lengthens_the_period_as_the_variance_falls():
 
 def test_adpsgd_shortens_the_period_as_the_variance_rises_but_not_below_one():
     def measured(k, kind):
-        return {"variance": 1.0 if k < 20 else 9.0} if kind is Kind.GLOBAL else {}
+        return {"variance": 1.0 if k < 20 else 9.0} if kind is ExchangeKind.GLOBAL else {}
 
     letters, state = run(cadence.adpsgd(period=4, sampling=0.2, total=100), 100, measured=measured)
     assert state.period == 1 and letters.endswith("AAAA")
@@ -99,7 +99,7 @@ def test_adpsgd_does_not_take_a_plateau_for_what_nodes_part_by(skip, last):
     """In its first steps the network learns nothing; then its nodes part as they do ever after."""
 
     def measured(k, kind):
-        return {"variance": 0.01 if k < 30 else 1.0} if kind is Kind.GLOBAL else {}
+        return {"variance": 0.01 if k < 30 else 1.0} if kind is ExchangeKind.GLOBAL else {}
 
     made = cadence.adpsgd(period=4, sampling=0.25, skip=skip, total=240)
     _, state = run(made, 240, measured=measured)

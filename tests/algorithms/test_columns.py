@@ -3,8 +3,8 @@
 import torch
 
 from mpigossip import algorithms
-from mpigossip.engine.vector import Flat
-from mpigossip.mixing.base import Kind
+from mpigossip.engine.vector import ParameterLayout
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training.parts import make_parts
 from tests import battery
 from tests.cases import few, on_each
@@ -34,7 +34,7 @@ class Cut(battery.Driver):
         self.method = self.methods[0]
 
     def _method(self, decayed):
-        flat = Flat(("x",), ((1,),), ((1,),), (0,), size=512, decayed=decayed, slots=1)
+        flat = ParameterLayout(("x",), ((1,),), ((1,),), (0,), size=512, decayed=decayed, slots=1)
         return make_parts(self.job, self.graph, flat).method
 
     def _each(self, name, s):
@@ -86,7 +86,7 @@ class InPlace(battery.Driver):
 
     def _over(self, receive):
         def work(x, g, state, sent, mixed, step):
-            if step.kind is Kind.GOSSIP and self.layout.wire.exact:
+            if step.kind is ExchangeKind.GOSSIP and self.layout.wire.exact:
                 x.copy_(mixed[0])
                 mixed = (x, *mixed[1:])
             return receive(x, g, state, sent, mixed, step)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.models import loss_and_correct
 from mpigossip.store.packing import pack
 from mpigossip.training import assemble
@@ -88,7 +88,7 @@ class Reference:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("period, lr, beta", [(8, 0.7, 0.9), (4, 1.0, 0.0)])
 def test_the_loss_curve_is_the_known_methods(text, period, lr, beta):
-    with Alone() as world:
+    with SingleProcess() as world:
         made = assemble.assemble(job(text, period, lr, beta), world, N)
         model = assemble.make_model(made.parts.job, made.source)
         reference = Reference(model, N, period, lr, beta)

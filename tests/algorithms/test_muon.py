@@ -6,10 +6,10 @@ import torch
 
 from mpigossip import algorithms
 from mpigossip.algorithms.base import Step
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.engine.vector import flatten
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.models import decayed, model
 from mpigossip.runs import launch
 from mpigossip.training import assemble
@@ -85,7 +85,7 @@ def test_matrices_take_torchs_step_and_the_rest_adamw():
                 one.grad = gradient.clone()
         for optimizer in torchs:
             optimizer.step()
-        now = Step(index, 0, Kind.LOCAL, 0.03)
+        now = Step(index, 0, ExchangeKind.LOCAL, 0.03)
         others = adamw.adapt(other, g.clone(), others, now, other)
         before = x.clone()
         out = torch.full_like(x, float("nan"))
@@ -109,7 +109,7 @@ def test_adamw_takes_matrices_by_name():
     flat = flatten(network)
     x = torch.ones(1, flat.size)
     g = torch.ones(1, flat.size)
-    now = Step(0, 0, Kind.LOCAL, 0.1)
+    now = Step(0, 0, ExchangeKind.LOCAL, 0.1)
     adamw = algorithms.LOCALS["adamw"](0)
     wanted = adamw.adapt(x.clone(), g.clone(), adamw.init(x), now, out := x.clone()) and out
     some = local(flat, adamw_for=("blocks.*.up.weight", "*join*"))
@@ -145,7 +145,7 @@ def on_ranks(world):
 def test_ranks_have_the_simulators_bits(ranks, n):
     found = ranks(n)(on_ranks)
     for k, method in enumerate(METHODS):
-        with Alone() as world:
+        with SingleProcess() as world:
             wanted = rows(world, n, method)
         assert np.array_equal(np.concatenate([each[k] for each in found]), wanted), method
 
@@ -154,11 +154,11 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
     def made(folder, steps):
         return method_job("diloco cadence.period=3", f"run.output={folder}", f"run.steps={steps}")
 
-    whole = launch.train(made(tmp_path / "whole", 9), Alone(), 3)
+    whole = launch.train(made(tmp_path / "whole", 9), SingleProcess(), 3)
     for stop in (4, 5, 6):
         folder = tmp_path / f"{stop}"
-        launch.train(made(folder, stop), Alone(), 3)
-        again = launch.resume(folder, ["run.steps=9"], Alone(), None)
+        launch.train(made(folder, stop), SingleProcess(), 3)
+        again = launch.resume(folder, ["run.steps=9"], SingleProcess(), None)
         assert again["digest"] == whole["digest"] and again["loss"] == whole["loss"], stop
 
 
@@ -169,7 +169,7 @@ def test_shards_are_refused_and_one_slot_steps_for_all():
     assert "each of the 2 slots" in " ".join(assemble.mistakes(ranks, 2))
     digests = []
     for devices in ("cpu:2 node.shard=false data.batch=2", "cpu:1 node.shard=false data.batch=4"):
-        with Alone() as world:
+        with SingleProcess() as world:
             made = assemble.assemble(job(f"node.devices={devices}"), world, 2)
             losses = [float(made.trainer.step().loss.mean()) for _ in range(8)]
             digests.append(losses)
@@ -179,7 +179,10 @@ def test_shards_are_refused_and_one_slot_steps_for_all():
 
 def test_a_job_without_matrices_says_so():
     images = job("model.name=resnet20", "model.width=4", "local.adamw_for=['*.weight']")
-    with Alone() as world, pytest.raises(JobError, match='local.name = "muon": the model has no'):
+    with (
+        SingleProcess() as world,
+        pytest.raises(JobError, match='local.name = "muon": the model has no'),
+    ):
         assemble.assemble(images, world, 2)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mpigossip.algorithms import cadence
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.runs import launch
 from mpigossip.store import checkpoint
@@ -29,12 +29,12 @@ SETTINGS = [
 
 def test_steps_are_spread_evenly_and_the_last_of_a_period_is_made_by_all():
     made = cadence.every(period=(8, 2, 3))
-    resting = [made.resting(index, range(3)) for index in range(16)]
+    resting = [made.idle_nodes(index, range(3)) for index in range(16)]
     steps = [[k for k in range(8) if node not in resting[k]] for node in range(3)]
     assert steps == [list(range(8)), [3, 7], [2, 5, 7]]
-    assert resting[:8] == resting[8:] and made.resting(0, [2, 0]) == (0,)
-    assert made.share == 13 / 24 and cadence.every(period=8).share == 1
-    assert cadence.every(period=8).resting(0, range(3)) == ()
+    assert resting[:8] == resting[8:] and made.idle_nodes(0, [2, 0]) == (0,)
+    assert made.local_fraction == 13 / 24 and cadence.every(period=8).local_fraction == 1
+    assert cadence.every(period=8).idle_nodes(0, range(3)) == ()
 
 
 @on_each("name", ["dsgd cadence.name=every", "cpsgd"])
@@ -73,7 +73,7 @@ JOB = {
 
 
 def train(folder, *settings):
-    with Alone() as world:
+    with SingleProcess() as world:
         made = assemble.load(JOB, [f"run.output={folder}", *settings])
         return launch.train(made, world, 3)
 
@@ -85,7 +85,7 @@ def test_a_run_says_who_rested_and_goes_on_where_it_was(tmp_path):
     steps = [checkpoint.read_node(saved, node).numbers["local_steps"] for node in range(3)]
     mean = checkpoint.average(saved, checkpoint.read_manifest(saved))
     assert steps == [6, 1, 4] and mean["local_steps"] == 11 / 3
-    with Alone() as world:
+    with SingleProcess() as world:
         again = launch.resume(tmp_path / "cut", ["run.steps=12"], world, None)
     assert again["digest"] == whole["digest"]
     loss = read(tmp_path / "whole" / "log.h5").steps["loss"]
@@ -98,13 +98,13 @@ def test_a_run_says_who_rested_and_goes_on_where_it_was(tmp_path):
 def test_who_rests_stays_where_it_is(vmap):
     """Its momenta, too, though they would go on without a gradient."""
     made = assemble.load(JOB, [f"node.vmap={vmap}", "model.name=mlp", "algorithm.weight_decay=0.1"])
-    with Alone() as world:
+    with SingleProcess() as world:
         trainer = (assembly := assemble.assemble(made, world, 3)).trainer
         rested = []
         for _ in range(8):
             x = trainer.replicas.x[0].clone()
             first = trainer.engine.states[0].inner.first.clone()
-            rested.append(trainer.step().rested)
+            rested.append(trainer.step().idle_rows)
             for before, after in (
                 (x, trainer.replicas.x[0]),
                 (first, trainer.engine.states[0].inner.first),

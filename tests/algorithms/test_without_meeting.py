@@ -7,7 +7,7 @@ import torch
 from mpigossip import algorithms
 from mpigossip.algorithms import Step
 from mpigossip.graphs import graph
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.delayed import Delayed, Faults, table
 from mpigossip.mixing.simulated import Simulated
 from tests.battery import Driver
@@ -50,9 +50,9 @@ def test_local_steps_show_what_an_exchange_would_send(settings):
         for x, anchor, parts in zip(looked.x, anchors, shown, strict=True):
             way = {1: [x], 2: [x - anchor, anchor]}[len(parts)]
             wanted = [anchor + 0.7 * (x - anchor)] if "gasloc" in settings else way
-            if kind is Kind.LOCAL:
+            if kind is ExchangeKind.LOCAL:
                 assert all(map(torch.allclose, parts, wanted))
-    assert kinds.count(Kind.LOCAL) == 5
+    assert kinds.count(ExchangeKind.LOCAL) == 5
     assert torch.equal(looked.whole(), unseen.whole())
 
 
@@ -120,7 +120,7 @@ def test_a_node_that_waits_takes_no_step_but_averages(name):
     x = torch.arange(6.0).reshape(2, 3)
     state = method.init(x)
     for t in range(4):
-        now = Step(t, t, Kind.GOSSIP, 0.5, skipped=(0, 1), waits=True)
+        now = Step(t, t, ExchangeKind.GOSSIP, 0.5, skipped=(0, 1), waits=True)
         out = tuple(torch.zeros_like(x) for _ in range(method.vectors))
         state = method.send(x, torch.zeros_like(x), state, out, now)
         mixed = tuple(one.mean(0).expand_as(one).clone() for one in out)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from mpigossip import config
-from mpigossip.analysis.compared import load, short_names
+from mpigossip.analysis.logged_runs import load, short_names
 from mpigossip.analysis.panels import Axis, members, metric
 from mpigossip.analysis.plot import figure, plot
 from mpigossip.analysis.report import table, write

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from mpigossip.cluster.deadline import LateError
+from mpigossip.cluster.deadline import WaitTimeoutError
 from mpigossip.cluster.ranks import world
 from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Layout
+from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.synchronous import Synchronous
 
 pytestmark = pytest.mark.both
@@ -39,8 +39,8 @@ def opens_without_rank_1(comm, mixer):
 
     setattr(kind, name, late if w.rank == 1 else short)
     try:
-        open_mixer(graph("ring", 2), Layout((8,)), w, mixer, same_host="put", timeout_s=0.5)
-    except LateError as error:
+        open_mixer(graph("ring", 2), MessageLayout((8,)), w, mixer, same_host="put", timeout_s=0.5)
+    except WaitTimeoutError as error:
         told = str(error)
         comm.send(None, dest=1)
     except InterruptedError:
@@ -63,21 +63,25 @@ def does_not_return(comm):
     from mpi4py import MPI
 
     from mpigossip.cluster import collectives
-    from mpigossip.cluster.collectives import Comm, joined
+    from mpigossip.cluster.collectives import TimeoutComm, bounded_call
 
     said = []
     before = threading.excepthook
     threading.excepthook = lambda args: said.append(args.exc_value)
     collectives.LEAST_S = 0.1
     try:
-        with joined(MPI.COMM_SELF, "MPI's Win.Allocate", 0.1):
+        with bounded_call(MPI.COMM_SELF, "MPI's Win.Allocate", 0.1):
             while not said:
                 time.sleep(0.02)
-        made = Comm.of(comm, 30.0).Split(comm.rank % 2, 0).Dup()
+        made = TimeoutComm.of(comm, 30.0).Split(comm.rank % 2, 0).Dup()
     finally:
         threading.excepthook = before
         collectives.LEAST_S = 10.0
-    return str(said[0]), type(said[0]) is LateError, type(made) is Comm and made.timeout_s
+    return (
+        str(said[0]),
+        type(said[0]) is WaitTimeoutError,
+        type(made) is TimeoutComm and made.timeout_s,
+    )
 
 
 def test_a_call_that_does_not_return_is_named(ranks):
@@ -95,7 +99,7 @@ def calls_while_mixers_open(comm):
     inside = []
     plain = []
     limited = []
-    joined = collectives.joined
+    joined = collectives.bounded_call
 
     @contextlib.contextmanager
     def entered(*args):
@@ -115,7 +119,7 @@ def calls_while_mixers_open(comm):
     names = (*collectives.BLOCKING, "Split_type")
     Seen = type("Seen", (MPI.Intracomm,), {name: seen(name) for name in names})
     with World(Seen(comm)) as world, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "joined", entered)
+        patch.setattr(collectives, "bounded_call", entered)
         plain.clear()
         for mixer, options in (
             ("synchronous", {"same_host": "read"}),
@@ -123,7 +127,7 @@ def calls_while_mixers_open(comm):
             ("synchronous", {"exchange": "messages"}),
             ("asynchronous", {}),
         ):
-            open_mixer(graph("ring", 2), Layout((8,)), world, mixer, **options).close()
+            open_mixer(graph("ring", 2), MessageLayout((8,)), world, mixer, **options).close()
     return plain, sorted(set(limited))
 
 

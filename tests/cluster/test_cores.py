@@ -84,9 +84,9 @@ def thread_on(comm, cores):
 
 
 def shared_by_all(comm):
-    from mpigossip.cluster.cores import own_core
+    from mpigossip.cluster.cores import pick_communication_core
 
-    return own_core(comm, 1), own_core(comm, 10_000)
+    return pick_communication_core(comm, 1), pick_communication_core(comm, 10_000)
 
 
 def test_ranks_on_the_same_cores_get_different_ones_or_none(ranks):

@@ -52,7 +52,7 @@ def messages_in_forks(world):
         optimizer.step()
 
     def tell():
-        deadline.tell(deadline.CLOSES)  # sends nothing from a fork, and raises nothing
+        deadline.announce(deadline.CLOSING)  # sends nothing from a fork, and raises nothing
 
     calls = {
         "step": step,

@@ -34,7 +34,7 @@ def test_where_a_framework_is_loaded_rank_and_size_go_and_the_rest_stays(monkeyp
     environment = RANK | KEPT
     assert launcher.hide(environment) == RANK
     assert environment == KEPT
-    assert launcher.places(environment) == []
+    assert launcher.launcher_ranks(environment) == []
     assert launcher.hide(environment) == {}
     environment["RANK"] = "7"  # set again since
     launcher.restore(RANK, environment)

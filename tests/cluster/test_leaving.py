@@ -21,7 +21,7 @@ HEAD = """
 import sys, time
 from mpigossip.cluster import waits
 from mpigossip.cluster.ranks import world
-waits.LEFT_S, waits.ASK_S = 0.1, 0.2
+waits.DEPARTURE_GRACE_S, waits.ASK_S = 0.1, 0.2
 """
 LOOP = """
 import torch, mpigossip
@@ -90,12 +90,12 @@ def test_a_thread_left_in_a_call_of_mpi_changes_no_exit_code(mpirun, given, code
 
 def slow_ranks(comm):
     """Rank 1 is late by 1 s for what it comes to: after a loop, in its last step, as all close."""
-    waits.LEFT_S = 0.1
+    waits.DEPARTURE_GRACE_S = 0.1
     waits.ASK_S = 0.05
     found = []
     try:
         with world(timeout_s=30) as w:
-            with deadline.ends(5):
+            with deadline.announce_end(5):
                 w.barrier()
             comm.barrier()
             time.sleep(w.rank)
@@ -103,29 +103,31 @@ def slow_ranks(comm):
             found.append("after a loop")
             if w.rank == 1:
                 until = time.monotonic() + 1
-                with deadline.ends(5):  # asked by rank 0, it answers that it closes
+                with deadline.announce_end(5):  # asked by rank 0, it answers that it closes
                     Deadline(20).wait(
-                        lambda: time.monotonic() > until, lambda: "", whom=lambda: [0]
+                        lambda: time.monotonic() > until, lambda: "", awaited_ranks=lambda: [0]
                     )
                     comm.send(None, dest=0)
                     comm.barrier()
             else:
-                deadline.steps = 4
-                with deadline.calling("step()"):
-                    Deadline(20).wait(lambda: comm.iprobe(source=1), lambda: "", whom=lambda: [1])
+                deadline.steps_done = 4
+                with deadline.user_call("step()"):
+                    Deadline(20).wait(
+                        lambda: comm.iprobe(source=1), lambda: "", awaited_ranks=lambda: [1]
+                    )
                 comm.recv(source=1)
                 comm.barrier()
             found.append("in its last step")
             if w.rank == 0:
-                with deadline.ends(5):
+                with deadline.announce_end(5):
                     w.barrier()
             else:
-                with deadline.ends(5):
+                with deadline.announce_end(5):
                     time.sleep(1)
                     w.barrier()
             found.append("as all close")
     finally:
-        waits.LEFT_S = 10.0
+        waits.DEPARTURE_GRACE_S = 10.0
         waits.ASK_S = 1.0
     return found
 
@@ -140,7 +142,7 @@ def one_is_slow(comm):
 
     import mpigossip
 
-    waits.LEFT_S = 0.1
+    waits.DEPARTURE_GRACE_S = 0.1
     waits.ASK_S = 0.05
     try:
         with mpigossip.world(timeout_s=30) as w:
@@ -162,7 +164,7 @@ def one_is_slow(comm):
                 optimizer.consensus_distance()
             return w._roll._told.sum() > 0
     finally:
-        waits.LEFT_S = 10.0
+        waits.DEPARTURE_GRACE_S = 10.0
         waits.ASK_S = 1.0
 
 
@@ -198,11 +200,11 @@ def test_the_end_of_a_run_is_not_announced_unless_a_rank_asks(ranks, n):
 
 
 EXIT = """
-send = waits.Roll._send
+send = waits.WaitMonitor._send
 def counted(self, rank, word):
     print(f"to {rank}: {word}", flush=True)
     send(self, rank, word)
-waits.Roll._send = counted
+waits.WaitMonitor._send = counted
 w = world()
 if w.rank == 1: sys.exit(3)
 time.sleep(60)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpigossip.cluster.nodes import places
+from mpigossip.cluster.nodes import assign_nodes
 from mpigossip.config import JobError
 from tests.cases import on_each, with_world
 
@@ -30,7 +30,7 @@ NAMES = ["a"] * 4 + ["b"] * 4
     ],
 )
 def test_every_k_ranks_of_a_host_are_a_node_numbered_by_its_first(host, per, expected):
-    assert places(host, ["x"] * len(host), per) == expected
+    assert assign_nodes(host, ["x"] * len(host), per) == expected
 
 
 @on_each(
@@ -45,7 +45,7 @@ def test_every_k_ranks_of_a_host_are_a_node_numbered_by_its_first(host, per, exp
 )
 def test_ranks_that_make_no_nodes_are_refused_in_one_paragraph(host, per, words):
     with pytest.raises(JobError) as refused:
-        places(host, (NAMES + ["c"])[: len(host)], per)
+        assign_nodes(host, (NAMES + ["c"])[: len(host)], per)
     (text,) = refused.value.messages
     assert "\n" not in text
     for word in ["node.ranks_per_node", *words]:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from mpigossip.cluster import process_groups
-from mpigossip.cluster.process_groups import Place, open_groups
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.process_groups import GroupRank, open_groups
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.config.errors import Failure
 
@@ -41,8 +41,8 @@ def summed(groups, places):
 def test_threads_are_ranks_of_a_group(slots, listed, monkeypatch):
     if not listed:  # as torch before 2.10
         monkeypatch.setattr(process_groups, "_store", process_groups._Listed)
-    places = [Place("slots", slot, slots, "cpu") for slot in range(slots)]
-    groups = open_groups(Alone(), places, 20)
+    places = [GroupRank("slots", slot, slots, "cpu") for slot in range(slots)]
+    groups = open_groups(SingleProcess(), places, 20)
     assert [group.rank() for group in groups] == list(range(slots))
     assert summed(groups, places) == [2.0**slots - 1] * slots
 
@@ -55,7 +55,7 @@ def one_fails(comm, late):
         size = 3 if late else 2  # rank 2 never comes
         began = time.monotonic()
         try:
-            open_groups(world, [Place("nodes", comm.rank, size, device)], 1)
+            open_groups(world, [GroupRank("nodes", comm.rank, size, device)], 1)
         except Failure as error:
             return str(error), time.monotonic() - began
     return "", 0.0
@@ -74,8 +74,8 @@ def test_all_ranks_learn_which_one_failed(ranks, late):
 def test_variables_that_make_nccl_hang_are_rejected(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     with pytest.raises(JobError, match=f"unset {name}"):
-        open_groups(Alone(), [Place("slots", 0, 1, "cuda:0")], 1)
-    open_groups(Alone(), [Place("slots", 0, 1, "cpu")], 20)
+        open_groups(SingleProcess(), [GroupRank("slots", 0, 1, "cuda:0")], 1)
+    open_groups(SingleProcess(), [GroupRank("slots", 0, 1, "cpu")], 20)
 
 
 def test_groups_of_an_opening_that_failed_are_cut_off(monkeypatch):
@@ -94,9 +94,9 @@ def test_groups_of_an_opening_that_failed_are_cut_off(monkeypatch):
 
     monkeypatch.setattr(process_groups, "_connected", connect)
     monkeypatch.setattr(process_groups, "close_groups", lambda *given: cut.append(given[1:]))
-    places = [Place(f"nodes-{k}", k, 2, "cpu") for k in range(2)]
+    places = [GroupRank(f"nodes-{k}", k, 2, "cpu") for k in range(2)]
     with pytest.raises(Failure, match="no route to a host"):
-        process_groups.open_groups(Alone(), places, 10)
+        process_groups.open_groups(SingleProcess(), places, 10)
     assert cut == [(["cpu"], True)]
 
 
@@ -104,7 +104,7 @@ def destroyed(comm):
     from mpigossip.cluster.ranks import World
 
     with World(comm) as world:
-        world.arrange(2)
+        world.group_into_nodes(2)
         assert world.node_mesh("gloo").device_type == "cpu"
         dist.destroy_process_group()
     return dist.is_initialized()

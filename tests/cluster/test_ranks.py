@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mpigossip.cluster import deadline
-from mpigossip.cluster.deadline import Deadline, LateError
+from mpigossip.cluster.deadline import Deadline, WaitTimeoutError
 from mpigossip.cluster.launcher import LaunchError, check_launcher, check_library, no_mpi
-from mpigossip.cluster.ranks import Alone, world
-from mpigossip.cluster.waits import Roll
+from mpigossip.cluster.ranks import SingleProcess, world
+from mpigossip.cluster.waits import WaitMonitor
 from mpigossip.config import JobError
 from tests import launch
 from tests.cases import every
@@ -58,7 +58,7 @@ def agreement_with_a_late_rank(comm):
             assert not late.ready()
             try:
                 late.read()
-            except LateError as error:
+            except WaitTimeoutError as error:
                 comm.send(None, dest=1)
                 late._timeout_s = 30
                 return str(error), late.read()
@@ -71,7 +71,7 @@ def one_world_after_another(comm):
         with world() as w:
             if w.rank == 0:
                 time.sleep(0.05)  # the others close before
-                deadline.tell(deadline.WORKS)  # all ranks
+                deadline.announce(deadline.WORKING)  # all ranks
                 w.start_agree(5)  # which the others never begin
         with world(timeout_s=20) as w:
             found.append(w.agree(w.rank))
@@ -91,7 +91,7 @@ def barrier_without_all(comm):
         comm.recv(source=0)
     try:
         w.barrier()
-    except LateError as error:
+    except WaitTimeoutError as error:
         comm.send(None, dest=1)
         return str(error)
     return None
@@ -101,7 +101,7 @@ def mistakes(comm, wrong, text):
     with world() as w:
         before = sys.excepthook, threading.excepthook
         try:
-            with w.together(JobError, KeyError):
+            with w.raise_together(JobError, KeyError):
                 if w.rank in wrong:
                     raise JobError(text) if w.rank != 2 else KeyError("k")
         except JobError as error:
@@ -111,7 +111,7 @@ def mistakes(comm, wrong, text):
 
 
 def other_exceptions_pass(comm):
-    with world() as w, pytest.raises(ZeroDivisionError), w.together(JobError):
+    with world() as w, pytest.raises(ZeroDivisionError), w.raise_together(JobError):
         _ = 1 / 0
     return True
 
@@ -156,12 +156,12 @@ HANGS = """
 import sys, time
 from mpigossip.cluster import collectives
 from mpigossip.cluster.ranks import world
-collectives.LEAST_S, count, plain = 0.2, [0], collectives.Comm.Dup
+collectives.LEAST_S, count, plain = 0.2, [0], collectives.TimeoutComm.Dup
 def dup(self):
     count[0] += 1
     if count[0] != int(sys.argv[1]): return plain(self)
-    with collectives.joined(self, "MPI's Dup", self.timeout_s): time.sleep(100)
-collectives.Comm.Dup = dup
+    with collectives.bounded_call(self, "MPI's Dup", self.timeout_s): time.sleep(100)
+collectives.TimeoutComm.Dup = dup
 world(timeout_s=0.5)
 """
 
@@ -228,8 +228,10 @@ def waits_in_a_chain(comm, meeting):
                 w.agree(0)
             else:
                 after = w.rank + 1
-                Deadline(limit).wait(lambda: False, lambda: f"no {after}", whom=lambda: [after])
-        except LateError as error:
+                Deadline(limit).wait(
+                    lambda: False, lambda: f"no {after}", awaited_ranks=lambda: [after]
+                )
+        except WaitTimeoutError as error:
             told = str(error)
         comm.send(None, dest=2)
         if w.rank == 1 and meeting:
@@ -472,10 +474,10 @@ def test_deadline_waits_and_names_what_is_late():
     assert Deadline(10).wait(lambda: next(answers), lambda: "never asked") > 0
     assert Deadline(0).wait(lambda: True, lambda: "never asked") < 1
     begin = time.monotonic()
-    with pytest.raises(LateError, match=r"^token of rank 3 \(waited 0.05 s\)$"):
+    with pytest.raises(WaitTimeoutError, match=r"^token of rank 3 \(waited 0.05 s\)$"):
         Deadline(0.05).wait(lambda: False, lambda: "token of rank 3")
     assert 0.05 <= time.monotonic() - begin < 5
-    assert issubclass(LateError, TimeoutError)
+    assert issubclass(WaitTimeoutError, TimeoutError)
 
 
 def test_a_pause_leaves_a_whole_limit(monkeypatch):
@@ -487,8 +489,8 @@ def test_a_pause_leaves_a_whole_limit(monkeypatch):
         return now[0]
 
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=tick, sleep=tick))
-    monkeypatch.setattr(deadline, "excused", lambda: now[0] < 2.7)
-    with pytest.raises(LateError):
+    monkeypatch.setattr(deadline, "any_rank_paused", lambda: now[0] < 2.7)
+    with pytest.raises(WaitTimeoutError):
         Deadline(1).wait(lambda: False, lambda: "x")
     assert 3.7 <= now[0] < 4.7
 
@@ -501,14 +503,16 @@ def test_a_pause_that_ends_before_the_limit_leaves_a_whole_one(monkeypatch):
         now[0] += max(seconds, 1e-3)
         return now[0]
 
-    wait = SimpleNamespace(look=lambda: None, fault=lambda left: "", over=lambda: None)
+    wait = SimpleNamespace(poll=lambda: None, describe_fault=lambda left: "", finish=lambda: None)
     roll = SimpleNamespace(
-        wait=lambda *_: wait, pausing=lambda: now[0] < 0.9, excused=lambda: now[0] < 0.9
+        start_wait=lambda *_: wait,
+        has_paused=lambda: now[0] < 0.9,
+        poll_paused=lambda: now[0] < 0.9,
     )
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=tick, sleep=tick))
-    monkeypatch.setattr(deadline, "roll", roll)
-    with pytest.raises(LateError):
-        Deadline(1).wait(lambda: False, lambda: "x", whom=list)
+    monkeypatch.setattr(deadline, "monitor", roll)
+    with pytest.raises(WaitTimeoutError):
+        Deadline(1).wait(lambda: False, lambda: "x", awaited_ranks=list)
     assert 1.9 <= now[0] < 2.9
 
 
@@ -519,13 +523,13 @@ def test_a_waiting_thread_doesnt_end_the_pause_of_its_rank(monkeypatch):
         sent.append(int(value[:8].view(np.int64)[0]))
         return SimpleNamespace(Test=lambda: True)
 
-    roll = Roll(SimpleNamespace(size=2, rank=0, Isend=keep), ["a", "b"])
-    monkeypatch.setattr(deadline, "roll", None)
+    roll = WaitMonitor(SimpleNamespace(size=2, rank=0, Isend=keep), ["a", "b"])
+    monkeypatch.setattr(deadline, "monitor", None)
     with deadline.paused():
-        roll.tell([1], deadline.WAITS)
-        roll.tell([1], deadline.CLOSES)
-    roll.tell([1], deadline.WORKS)
-    assert sent == [deadline.PAUSED, deadline.CLOSES, deadline.WORKS]
+        roll.send_status([1], deadline.WAITING)
+        roll.send_status([1], deadline.CLOSING)
+    roll.send_status([1], deadline.WORKING)
+    assert sent == [deadline.PAUSED, deadline.CLOSING, deadline.WORKING]
 
 
 def test_a_thread_that_tells_while_the_pause_ends_doesnt_begin_it_anew(monkeypatch):
@@ -546,28 +550,28 @@ def test_a_thread_that_tells_while_the_pause_ends_doesnt_begin_it_anew(monkeypat
         def __exit__(self, *_):
             pass
 
-    roll = Roll(SimpleNamespace(size=2, rank=0, Isend=keep), ["a", "b"])
+    roll = WaitMonitor(SimpleNamespace(size=2, rank=0, Isend=keep), ["a", "b"])
     roll._telling = Lock()
-    roll.listen = lambda: False
-    other = threading.Thread(target=roll.tell, args=([1], deadline.WORKS))
-    monkeypatch.setattr(deadline, "roll", roll)
+    roll.receive_status = lambda: False
+    other = threading.Thread(target=roll.send_status, args=([1], deadline.WORKING))
+    monkeypatch.setattr(deadline, "monitor", roll)
     with deadline.paused():
         other.start()
         time.sleep(0.05)
     told.set()
     other.join()
-    assert sent == [deadline.PAUSED, deadline.WORKS, deadline.WORKS]
+    assert sent == [deadline.PAUSED, deadline.WORKING, deadline.WORKING]
 
 
 def test_deadline_counts_from_its_making():
     deadline = Deadline(0.05)
     time.sleep(0.06)
-    with pytest.raises(LateError):
+    with pytest.raises(WaitTimeoutError):
         deadline.wait(lambda: False, lambda: "x")
 
 
 def test_alone_has_the_interface_of_the_world():
-    with Alone() as alone:
+    with SingleProcess() as alone:
         assert (alone.rank, alone.size, alone.comm, len(alone.hosts)) == (0, 1, None, 1)
         assert alone.gather("a") == ["a"]
         assert alone.broadcast("b") == "b"
@@ -575,7 +579,7 @@ def test_alone_has_the_interface_of_the_world():
         agreement = alone.start_agree(4)
         assert agreement.ready()
         assert agreement.read() == 4
-        with pytest.raises(JobError), alone.together(JobError):
+        with pytest.raises(JobError), alone.raise_together(JobError):
             raise JobError(["x"])
         alone.barrier()
 

@@ -20,7 +20,7 @@ import os, signal, sys, time
 from pathlib import Path
 from mpigossip.cluster import launcher, process
 from mpigossip.cluster.starting import Start
-rank = launcher.places(os.environ)[0][0]
+rank = launcher.launcher_ranks(os.environ)[0][0]
 def kill(process):
     Path(sys.argv[1], "victim").write_text(str(process))  # what it prints may end with it
     os.kill(process, signal.SIGKILL)
@@ -28,7 +28,7 @@ def die(when):
     if rank == 1 and sys.argv[2] == when:
         kill(os.getpid())
 die("before")
-process.begin(Path(sys.argv[1]), float(sys.argv[3]))
+process.before_mpi(Path(sys.argv[1]), float(sys.argv[3]))
 while sys.argv[2] != "before" and len([*Path(sys.argv[1]).glob(".*/[0-9]*")]) < 3:
     time.sleep(0.05)
 time.sleep(1.5)  # the ranks know each other

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from mpigossip.cluster import deadline, waits
-from mpigossip.cluster.deadline import Deadline, LateError
-from mpigossip.cluster.waits import Roll
+from mpigossip.cluster.deadline import Deadline, WaitTimeoutError
+from mpigossip.cluster.waits import WaitMonitor
 
 pytestmark = pytest.mark.both
 
@@ -60,37 +60,37 @@ def interrupted_everywhere(comm):
     """Interrupt waits in which this rank sends to itself and receives; return what was wrong."""
     from mpi4py import MPI
 
-    before = (waits.LISTEN_S, waits.ASK_S)
+    before = (waits.RECEIVE_AFTER_S, waits.ASK_S)
     wrong = []
     number = 0
-    waits.LISTEN_S = waits.ASK_S = 0.0
-    deadline.roll = roll = Roll(MPI.COMM_SELF.Dup(), ["here"])
+    waits.RECEIVE_AFTER_S = waits.ASK_S = 0.0
+    deadline.monitor = roll = WaitMonitor(MPI.COMM_SELF.Dup(), ["here"])
     try:
         interrupt = Interrupt(0)
         while interrupt.left <= 0 and len(wrong) < 4:
             number += 1
-            roll.tell([0], deadline.WAITS)  # the wait answers it
+            roll.send_status([0], deadline.WAITING)  # the wait answers it
             polls = iter([False, False, True])
             interrupt = Interrupt(number)
-            with interrupt, deadline.calling("step()"):
-                Deadline(5).wait(partial(next, polls), lambda: "", whom=lambda: [0])
-            deadline.steps = number
-            roll.tell([0], deadline.WORKS)
+            with interrupt, deadline.user_call("step()"):
+                Deadline(5).wait(partial(next, polls), lambda: "", awaited_ranks=lambda: [0])
+            deadline.steps_done = number
+            roll.send_status([0], deadline.WORKING)
             until = time.monotonic() + 2
             while roll._calls.get(0, ("", 0))[1] < number and time.monotonic() < until:
-                roll.listen()
+                roll.receive_status()
             if roll._calls.get(0, ("", 0))[1] < number:
                 wrong.append(f"after point {number} nothing is received")
         began = time.monotonic()
         roll.close(timeout_s=5)
         if time.monotonic() - began > 4:
             wrong.append("the world closes slowly")
-    except LateError as late:
+    except WaitTimeoutError as late:
         wrong.append(f"{late}")
     finally:
-        waits.LISTEN_S, waits.ASK_S = before
-        deadline.steps = 0
-        deadline.roll = None
+        waits.RECEIVE_AFTER_S, waits.ASK_S = before
+        deadline.steps_done = 0
+        deadline.monitor = None
     return number, wrong
 
 
@@ -110,7 +110,7 @@ def test_an_interrupt_as_a_pause_begins_ends_it(monkeypatch):
     monkeypatch.setattr(deadline, "tell", interrupted)
     with pytest.raises(KeyboardInterrupt), deadline.paused():
         pass
-    assert deadline.pauses == 0 and said == [deadline.PAUSED, deadline.WORKS]
+    assert deadline.pause_depth == 0 and said == [deadline.PAUSED, deadline.WORKING]
 
 
 def test_a_wait_that_is_interrupted_is_over_for_the_others(monkeypatch):
@@ -139,10 +139,10 @@ def test_a_wait_that_is_interrupted_is_over_for_the_others(monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(deadline, "roll", Roll())
+    monkeypatch.setattr(deadline, "monitor", Roll())
     with pytest.raises(KeyboardInterrupt):
-        Deadline(1).wait(interrupted, lambda: "", whom=list)
+        Deadline(1).wait(interrupted, lambda: "", awaited_ranks=list)
     assert said == ["over"]
-    with pytest.raises(LateError):
-        Deadline(0).wait(lambda: False, lambda: "", whom=list)
+    with pytest.raises(WaitTimeoutError):
+        Deadline(0).wait(lambda: False, lambda: "", awaited_ranks=list)
     assert said == ["over"]

@@ -25,7 +25,7 @@ def test_mpi_has_as_long_to_start_as_the_run_that_is_resumed(tmp_path, monkeypat
         given.append((folder, timeout_s))
         raise Begun
 
-    monkeypatch.setattr(process, "begin", begin)
+    monkeypatch.setattr(process, "before_mpi", begin)
     with contextlib.suppress(Begun):
         cli.main(["resume", str(tmp_path / "run"), *further])
     (checkpoint.latest(tmp_path / "run") / "checkpoint.h5").unlink()

@@ -3,14 +3,14 @@
 import pytest
 
 from mpigossip import cli
-from mpigossip.cluster.agreement import AgreedError
-from mpigossip.cluster.deadline import LateError
+from mpigossip.cluster.agreement import CollectiveError
+from mpigossip.cluster.deadline import WaitTimeoutError
 from mpigossip.cluster.launcher import LaunchError
 from mpigossip.config import JobError
 from mpigossip.config.errors import FAILED, WRONG
 from mpigossip.graphs import GraphError
 from mpigossip.store import StoreError
-from mpigossip.training.loop import NotFinite
+from mpigossip.training.loop import NonFiniteError
 
 
 class OwnError(StoreError):
@@ -25,13 +25,13 @@ def ending(monkeypatch, error):
     return cli.main([])
 
 
-@pytest.mark.parametrize("kind", [JobError, AgreedError, GraphError, StoreError, OwnError])
+@pytest.mark.parametrize("kind", [JobError, CollectiveError, GraphError, StoreError, OwnError])
 def test_a_mistake_is_one_paragraph_and_code_2(monkeypatch, capsys, kind):
     assert ending(monkeypatch, kind("graph.n = 3: too few")) == WRONG
     assert capsys.readouterr().err == "mpigossip: graph.n = 3: too few\n"
 
 
-@pytest.mark.parametrize("kind", [LateError, NotFinite])
+@pytest.mark.parametrize("kind", [WaitTimeoutError, NonFiniteError])
 def test_a_run_that_cannot_go_on_is_one_line_and_code_1(monkeypatch, capsys, kind):
     assert ending(monkeypatch, kind("rank 3 doesn't answer")) == FAILED
     assert capsys.readouterr().err == "mpigossip: rank 3 doesn't answer\n"

@@ -3,7 +3,7 @@
 import pytest
 
 import mpigossip
-from mpigossip.config.own_parts import user_frame
+from mpigossip.config.user_code import user_frame
 
 
 def fails(path):

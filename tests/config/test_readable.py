@@ -8,15 +8,15 @@ from pathlib import Path
 
 import mpigossip
 from mpigossip import cli
-from mpigossip.config.readable import aligned, cells, shown, size
+from mpigossip.config.readable import aligned, cells, format_bytes, printable
 
 JOB = str(Path(__file__).parents[2] / "jobs" / "digits.toml")
 EVIL = "a\x1b[31mb\x9b2Jc\u202ed\re"
 
 
 def test_what_is_not_printable_is_shown():
-    assert shown(EVIL + "\n\tä→") == "a\\x1b[31mb\\x9b2Jc\\u202ed\\re\n\tä→"
-    assert shown("\udc80 \x7f") == "\\udc80 \\x7f"
+    assert printable(EVIL + "\n\tä→") == "a\\x1b[31mb\\x9b2Jc\\u202ed\\re\n\tä→"
+    assert printable("\udc80 \x7f") == "\\udc80 \\x7f"
     assert cells(["=1+1", "+a", "-b", "@c", "", "a=b", -1.5]) == [
         "'=1+1",
         "'+a",
@@ -78,9 +78,9 @@ def test_a_number_of_bytes_is_below_1000_of_its_unit_and_right():
     counts += [10 ** draw.uniform(0, 17) for _ in range(5000)]
     counts += [k * 1000**unit for unit in range(5) for k in (1, 999, 999.5, 999.6)]
     for count in counts:
-        number, unit = re.fullmatch(r"([\d,]+(?:\.\d+)?) (B|[kMGT]B)", size(count)).groups()
+        number, unit = re.fullmatch(r"([\d,]+(?:\.\d+)?) (B|[kMGT]B)", format_bytes(count)).groups()
         value = float(number.replace(",", ""))
         assert value < 1000 or unit == "TB", count
         meant = value * 1000 ** ("B", "kB", "MB", "GB", "TB").index(unit)
         assert math.isclose(meant, count, rel_tol=0.006, abs_tol=0.51), count
-    assert size(999_600) == "1 MB"
+    assert format_bytes(999_600) == "1 MB"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpigossip import config
-from mpigossip.config import JobError, Part, as_dict, dump, load, sections
+from mpigossip.config import BuilderSpec, JobError, as_dict, dump, load, sections
 from mpigossip.training import assemble
 from tests.cases import on_each
 
@@ -73,11 +73,11 @@ TABLES = {
     "graph.name": {"one-peer-exponential": one_peer, "ring": one_peer, "complete": one_peer},
     "algorithm.name": {
         "dmsgd": dmsgd,
-        "parallel": Part(dmsgd, brings={"graph.name": "complete"}, only=True),
-        "dsgd": Part(dsgd, local="sgd"),
-        "tracking": Part(dmsgd, local="momentum"),
+        "parallel": BuilderSpec(dmsgd, implies={"graph.name": "complete"}, only=True),
+        "dsgd": BuilderSpec(dsgd, local="sgd"),
+        "tracking": BuilderSpec(dmsgd, local="momentum"),
     },
-    "local.name": {"sgd": Part("tests.config.test_sections:sgd"), "momentum": heavy_ball},
+    "local.name": {"sgd": BuilderSpec("tests.config.test_sections:sgd"), "momentum": heavy_ball},
     "model.name": {"mlp": loose},
     "node.wire": {"fp32": loose, "bf16": loose},
 }

@@ -130,7 +130,7 @@ def opened(name, n=2, rows=None, workers=0, slots=1, **settings):
 def test_nested_batches_keep_their_form():
     Pair = __import__("collections").namedtuple("Pair", "a b")
     batch = {"a": [torch.arange(4), (torch.ones(4, 2), "text")], "b": Pair(torch.zeros(()), 7)}
-    twice = pytree.mapped(lambda one: one * 2, batch)
+    twice = pytree.map_tensors(lambda one: one * 2, batch)
     assert twice["a"][0].tolist() == [0, 2, 4, 6] and twice["a"][1][1] == "text"
     assert isinstance(twice["b"], Pair) and twice["b"].b == 7 and isinstance(twice["a"][1], tuple)
     assert pytree.size(batch) == 4 and pytree.size("text") == 1

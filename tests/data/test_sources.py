@@ -21,7 +21,7 @@ from mpigossip.data.images import (
     random_box,
     resample,
 )
-from mpigossip.data.loader import Batch, Carrier, DataError, Loader
+from mpigossip.data.loader import Batch, DataError, DeviceCopier, Loader
 from mpigossip.data.partition import orders, partition
 from mpigossip.data.philox import CROP, ORDER, permutation, philox, words
 from mpigossip.data.sources import Source, SyntheticSource, source
@@ -488,7 +488,7 @@ class Streams:
 def test_a_copy_runs_on_its_own_stream_and_is_waited_for(monkeypatch):
     """A CPU stands in for the device; what streams are asked for is noted."""
     streams = Streams(monkeypatch)
-    carrier = Carrier(torch.device("cpu"))
+    carrier = DeviceCopier(torch.device("cpu"))
     carrier.stream = streams
     kept = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append(self))
@@ -498,9 +498,9 @@ def test_a_copy_runs_on_its_own_stream_and_is_waited_for(monkeypatch):
         streams.log.append("normalized")
         return Batch(pair[0] * 2, pair[1])
 
-    there = carrier.bring((torch.ones(2, 3), torch.zeros(2)), finish)
+    there = carrier.start_copy((torch.ones(2, 3), torch.zeros(2)), finish)
     assert streams.log == ["on the copy stream", "normalized", "event recorded", "off it"]
-    batch = carrier.hand_over(there)
+    batch = carrier.finish_copy(there)
     assert streams.log[4:] == ["compute waits for the event"]
     assert len(kept) == 2 and kept[0] is batch.inputs and kept[1] is batch.targets
 

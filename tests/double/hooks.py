@@ -162,7 +162,7 @@ def streams(module) -> None:
 
 def loader(module) -> None:
     """Batches are copied from locked memory, beside what the host does."""
-    bring = module.Carrier.bring
+    bring = module.DeviceCopier.start_copy
 
     def bringing(self, batch, finish):
         def there(copied):
@@ -172,7 +172,7 @@ def loader(module) -> None:
         tensors.copies.of_batches = self.stream is not None
         return bring(self, batch, there)
 
-    module.Carrier.bring = bringing
+    module.DeviceCopier.start_copy = bringing
 
 
 def gpu_sum(module) -> None:

@@ -71,7 +71,7 @@ MUTANTS = [
      "            work.wait()\n            return", "            return", DEVICE),
     ("one slot's NCCL call is left out", NCCL, "self.run(work)",
      "self.run(lambda k: work(k) if k else None)", SOON),
-    ("NCCL calls of several slots without the lock", NCCL, "launching if self._on_gpus else ", "",
+    ("NCCL calls of several slots without the lock", NCCL, "launch_lock if self._on_gpus else ", "",
      DEVICE),
     ("NCCL between nodes begins before the outbox is filled", BUFFERS,
      "each.follow(event)", "pass", NODES),
@@ -87,18 +87,19 @@ MUTANTS = [
     ("a replay's first use before the capture's stream is done", CAPTURE,
      "current.wait_stream(side)", "pass", REPLAYED),
     ("what came by the network isn't flushed", WINDOWS,
-     "            if self.on_device:\n                arrived_whole(device)\n", "", DEVICE),
+     "            if self.on_device:\n                flush_rdma_writes(device)\n", "", DEVICE),
     ("what came by messages isn't flushed", BUFFERS,
      "            for each in self._streams if into else ():\n"
-     "                arrived_whole(each.device)\n", "", DEVICE),
+     "                flush_rdma_writes(each.device)\n", "", DEVICE),
     ("a put while another device is current", WINDOWS,
-     "with current(self._devices[slot]):\n            for at in range(span",
+     "with device_context(self._devices[slot]):\n            for at in range(span",
      "if True:\n            for at in range(span", DEVICE),
     ("a message while another device is current", MESSAGES,
-     "with current(device):\n                for at in range(span",
+     "with device_context(device):\n                for at in range(span",
      "if True:\n                for at in range(span", DEVICE.replace("windows", "messages")),
     ("the proof while another device is current", PROOF,
-     "with current(device):\n                    step(", "if True:\n                    step(",
+     "with device_context(device):\n                    step(", "if True:\n                    "
+     "step(",
      DEVICE),
     ("a kernel while another device is current", KERNELS,
      "with torch.cuda.device(out.device), cupy", "with cupy", KERNEL),
@@ -120,7 +121,8 @@ MUTANTS = [
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[put-auto-True-MPI_ERR_RMA"
      "_RANGE]"),
     ("1: ranks don't agree on what a probe found", "mpigossip.mixing.progress_thread",
-     "found = limited(comm, 2 * limit_s).allgather((waits, wrong))", "found = [(waits, wrong)]",
+     "found = with_timeout(comm, 2 * limit_s).allgather((waits, wrong))", "found = [(waits, "
+     "wrong)]",
      f"{FAILURES}::test_what_fails_on_one_rank_is_refused_on_all_at_once"),
     ("1: calls that hang are left on the device", PROBE, "transport.abandon()", "pass",
      "tests/double/test_nccl.py::test_nccl_that_cannot_be_had_is_refused_or_left"
@@ -133,14 +135,14 @@ MUTANTS = [
     ("3: the progress thread has no context", "mpigossip.mixing.progress_thread",
      "torch.cuda.mem_get_info(self._device)", "pass", DEVICE),
     ("4: another thread's CUDA calls without NCCL's lock", STREAMS,
-     "with launching, current(self.device), torch.cuda.stream(self.into):",
-     "with current(self.device), torch.cuda.stream(self.into):", HOST),
+     "with launch_lock, device_context(self.device), torch.cuda.stream(self.into):",
+     "with device_context(self.device), torch.cuda.stream(self.into):", HOST),
     ("4: launch blocking is let through", GROUPS, "if wrong and any(", "if False and any(",
      f"{FAILURES}::test_launch_blocking_is_refused_with_its_remedy"),
     ("5: nodes share a server", GROUPS, "node.broadcast(port)", "world.broadcast(port)",
      f"{LOOPS}::test_fsdp2_inside_nodes_has_the_bits_of_full_models"),
     ("6: windows of GPU memory are created without a limit", WINDOWS,
-     "attempt(comm, open_all, lambda: CREATING, limit_s, devices[0], held)", "open_all()",
+     "run_on_all_ranks(comm, open_all, lambda: CREATING, limit_s, devices[0], held)", "open_all()",
      f"{FAILURES}::test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way"
      "[window-no windows: MPI_ERR_RMA_RANGE]"),
     ("6: MPI is finalized though a thread stands in it", "mpigossip.cluster.process",
@@ -158,7 +160,7 @@ MUTANTS = [
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[pin-host-False-cudaHost"
      "Register]"),
     ("8: batches are copied from pageable memory", LOADER,
-     "pinned = mapped(Tensor.pin_memory, batch)", "pinned = batch", TRAINING + "[host]"),
+     "pinned = map_tensors(Tensor.pin_memory, batch)", "pinned = batch", TRAINING + "[host]"),
     ("8: copies out keep the host waiting", BUFFERS,
      "there[span].copy_(source[span], non_blocking=True)", "there[span].copy_(source[span])", HOST),
     ("9: GPUs that the launcher has dealt out are divided again", "mpigossip.groups.devices",
@@ -183,9 +185,24 @@ def planted(mutant: tuple, tree: Path) -> tuple[Path, str]:
     name, module, old, new, _ = mutant
     place = tree / f"{module.replace('.', '/')}.py"
     text = place.read_text()
-    if (there := text.count(old)) != 1:
-        raise ValueError(f"{name}: {there} times {old!r} in {module}")
-    return place, text.replace(old, new)
+    matches = list(pattern_of(old).finditer(text))
+    if len(matches) != 1:
+        raise ValueError(f"{name}: {old!r} is {len(matches)} times in {module}, must be once")
+    begin, end = matches[0].span()
+    return place, text[:begin] + new + text[end:]
+
+
+def pattern_of(code: str) -> re.Pattern:
+    """Return a pattern that matches code regardless of how its lines are broken.
+
+    Indentation before the first line and the end of the last line have to match exactly, because
+    they are replaced with the code.
+    """
+    body = code.strip()
+    before, after = code[: len(code) - len(code.lstrip())], code[len(code.rstrip()) :]
+    flexible = r"\s+".join(map(re.escape, body.split()))
+    flexible = flexible.replace(r"\(", r"\(\s*").replace(r"\)", r",?\s*\)")
+    return re.compile(re.escape(before) + flexible + re.escape(after))
 
 
 def caught(mutant: tuple) -> str:

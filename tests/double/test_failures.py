@@ -37,15 +37,15 @@ def proven_on(comm, what, rank, devices):
     from mpigossip.mixing.device import proof
 
     began = time.perf_counter()
-    given = proof.tried
+    given = proof.try_in_subprocess
     if what and "alone" not in what:  # the processes of their own, which would find nothing
-        proof.tried = lambda *_: (True, "")
+        proof.try_in_subprocess = lambda *_: (True, "")
     try:
         with failing(what if comm.rank == rank else "", aware=True):
             slots = [torch.device(name) for name in devices]
-            found = proof.proven(comm, slots, "windows", 5 if "hanging" in what else 20)
+            found = proof.gpu_mpi_works(comm, slots, "windows", 5 if "hanging" in what else 20)
     finally:
-        proof.tried = given
+        proof.try_in_subprocess = given
     return *found, time.perf_counter() - began
 
 
@@ -84,14 +84,14 @@ def test_what_fails_on_one_rank_is_refused_on_all_at_once(ranks, what, named):
 def windows(comm, what, rank, way, aware):
     from mpigossip.mixing.device import proof
 
-    given = proof.tried
+    given = proof.try_in_subprocess
     if "alone" not in what:
-        proof.tried = lambda *_: (True, "")
+        proof.try_in_subprocess = lambda *_: (True, "")
     try:
         with failing(what if rank in (comm.rank, None) else "", aware):
             return compare(comm, ["exponential"], way, 8, "fp32", 4096, 0, "cuda:0")
     finally:
-        proof.tried = given
+        proof.try_in_subprocess = given
 
 
 @pytest.mark.parametrize(
@@ -158,18 +158,18 @@ def unflushed(comm, kind):
     """What ends a round from GPU to GPU where a flush fails."""
     from mpigossip.cluster.ranks import World
     from mpigossip.graphs import graph
-    from mpigossip.mixing.base import Kind, Layout
-    from mpigossip.mixing.device.memory import MemoryRefused
+    from mpigossip.mixing.base import ExchangeKind, MessageLayout
+    from mpigossip.mixing.device.memory import TransportUnavailable
     from mpigossip.mixing.synchronous import Synchronous
 
     world = World(comm)
-    layout = Layout((512,), devices=("cuda:0",))
+    layout = MessageLayout((512,), devices=("cuda:0",))
     with failing("", aware=True):
         ways = {"exchange": "windows", "timeout_s": 5}
         mixer = Synchronous(graph("ring", comm.size), layout, world, **ways)
-    with failing("flush:1"), pytest.raises(MemoryRefused) as refused:
+    with failing("flush:1"), pytest.raises(TransportUnavailable) as refused:
         mixer.outbox(0)[0][0].fill_(1.0)
-        mixer.start(Kind[kind], 0)
+        mixer.start(ExchangeKind[kind], 0)
         mixer.finish()
     return str(refused.value)
 
@@ -191,7 +191,7 @@ def ended(comm, what, timeout_s):
     """Training on two GPUs under NCCL until something is raised: that, and seconds."""
     import time
 
-    from mpigossip.cluster.ranks import Alone
+    from mpigossip.cluster.ranks import SingleProcess
     from mpigossip.config.errors import Failure
     from mpigossip.groups.base import GroupError
     from mpigossip.training import assemble
@@ -202,7 +202,7 @@ def ended(comm, what, timeout_s):
     assembly = None
     try:
         with failing(what):
-            assembly = assemble.assemble(job("mlp", "cuda:0,1", *settings), Alone(), 1)
+            assembly = assemble.assemble(job("mlp", "cuda:0,1", *settings), SingleProcess(), 1)
             while time.perf_counter() - began < 40:
                 assembly.trainer.step()
     except (GroupError, Failure) as error:
@@ -229,14 +229,14 @@ def test_nccl_that_fails_or_hangs_is_named_within_the_deadline(ranks, what, name
 
 def blocking(comm):
     """What a job of two GPUs is told where every launch waits for its end."""
-    from mpigossip.cluster.ranks import Alone
+    from mpigossip.cluster.ranks import SingleProcess
     from mpigossip.config import JobError
     from tests.test_gpu import trained
 
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
     try:
         with pytest.raises(JobError) as said:
-            trained(Alone(), 1, "mlp", "cuda:0,1", [], 1)
+            trained(SingleProcess(), 1, "mlp", "cuda:0,1", [], 1)
     finally:
         del os.environ["CUDA_LAUNCH_BLOCKING"]
     return str(said.value)
@@ -250,12 +250,12 @@ def graphs(comm, what):
     """Parameters after some steps on a GPU, and what was warned of."""
     import warnings
 
-    from mpigossip.cluster.ranks import Alone
+    from mpigossip.cluster.ranks import SingleProcess
     from tests.test_gpu import trained
 
     with failing(what), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        found = trained(Alone(), 2, "mlp", "cuda:0,1", ["algorithm.name=dmsgd"], 4)
+        found = trained(SingleProcess(), 2, "mlp", "cuda:0,1", ["algorithm.name=dmsgd"], 4)
     return found.numpy(), [str(one.message) for one in seen]
 
 

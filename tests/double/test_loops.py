@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.store.log import read
 from tests.cases import every
 from tests.double import active
@@ -99,7 +99,7 @@ def test_a_state_may_lie_in_the_gpus_memory():
     def moved(array):
         return array.to("cuda:0")
 
-    with Alone() as world:
+    with SingleProcess() as world:
         optimizer = stepped(world)
         state = copy.deepcopy(optimizer.state_dict())
         before = optimizer.vector.x[0].clone()
@@ -121,14 +121,14 @@ def test_windows_are_refused_without_cupy_and_auto_takes_another_way(ranks, tmp_
 def refused(comm):
     from mpigossip.cluster.ranks import World
     from mpigossip.graphs import graph
-    from mpigossip.mixing.base import Layout
-    from mpigossip.mixing.device.memory import MemoryRefused
+    from mpigossip.mixing.base import MessageLayout
+    from mpigossip.mixing.device.memory import TransportUnavailable
     from mpigossip.mixing.synchronous import Synchronous
 
-    layout = Layout((512,), devices=(f"cuda:{comm.rank}",))
+    layout = MessageLayout((512,), devices=(f"cuda:{comm.rank}",))
     ring = graph("ring", comm.size)
     with without_cupy(), World(comm) as world:
-        with pytest.raises(MemoryRefused) as said:
+        with pytest.raises(TransportUnavailable) as said:
             Synchronous(ring, layout, world, exchange="windows", timeout_s=20)
         mixer = Synchronous(ring, layout, world, timeout_s=20)
         routes = mixer.routes[1 - comm.rank]

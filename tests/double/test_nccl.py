@@ -15,25 +15,25 @@ def by_nccl(comm, what, limit_s, device, window):
     from mpigossip.cluster.ranks import World
     from mpigossip.config.errors import Failure
     from mpigossip.graphs import graph
-    from mpigossip.mixing.base import Kind, Layout
-    from mpigossip.mixing.device.memory import MemoryRefused
+    from mpigossip.mixing.base import ExchangeKind, MessageLayout
+    from mpigossip.mixing.device.memory import TransportUnavailable
     from mpigossip.mixing.synchronous import Synchronous
 
     world = World(comm)
     began = time.perf_counter()
-    layout = Layout((512,), devices=(device.format(rank=comm.rank),))
+    layout = MessageLayout((512,), devices=(device.format(rank=comm.rank),))
     ways = {"same_host": "put", "exchange": window, "timeout_s": limit_s}
     opening, then = (what, "") if "initRank" in what or window == "auto" else ("", what)
     try:
         with failing(opening):
             mixer = Synchronous(graph("ring", comm.size), layout, world, **ways)
-    except MemoryRefused as error:
+    except TransportUnavailable as error:
         world.close()
         return str(error), time.perf_counter() - began
     with failing(then):
         try:
             mixer.outbox(0)[0][0].fill_(1.0)
-            mixer.start(Kind.GOSSIP, 0)
+            mixer.start(ExchangeKind.GOSSIP, 0)
             mixer.finish()
         except Failure as error:
             mixer._transport._broken = True

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.mixing.kernels import gpu_sum
 from tests.cases import every, some
 from tests.double import active
@@ -37,13 +37,13 @@ def aware():
             proven[key] = original(devices, timeout_s, way)
         return proven[key]
 
-    original = proof.tried
-    proof.tried = tried
+    original = proof.try_in_subprocess
+    proof.try_in_subprocess = tried
     os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "1"
     try:
         yield
     finally:
-        proof.tried = original
+        proof.try_in_subprocess = original
         del os.environ["MPICH_GPU_SUPPORT_ENABLED"]
 
 
@@ -68,7 +68,7 @@ def same(ranks, n, devices, slots, names, *more, train=None):
     for index, name in enumerate(names):
         full = torch.from_numpy(np.concatenate([rank[index] for rank in got]))
         cpu = [s for s in settings if not s.startswith("node.exchange")]
-        reference = trained(Alone(), n, "mlp", f"cpu:{slots}", [*settings_of(name), *cpu])
+        reference = trained(SingleProcess(), n, "mlp", f"cpu:{slots}", [*settings_of(name), *cpu])
         assert torch.equal(full, reference), (name, settings)
 
 
@@ -140,7 +140,7 @@ def differing_rounds(comm, slots):
     from mpigossip.cluster.ranks import World
     from mpigossip.graphs import graph
     from mpigossip.mixing import compressors
-    from mpigossip.mixing.base import Kind, Layout
+    from mpigossip.mixing.base import ExchangeKind, MessageLayout
     from mpigossip.mixing.synchronous import Synchronous
 
     found = 0
@@ -150,10 +150,19 @@ def differing_rounds(comm, slots):
         for way, name in itertools.product([*WAYS, "nccl"], compressors.WIRES):
             # NCCL needs GPUs of a rank's own; torch's device guard for tests knows 8 indices
             os.environ["MPIGOSSIP_DOUBLE_HOST"] = f"{comm.rank}-" if way == "nccl" else ""
-            layout = Layout((1024,) * slots, wire=compressors.wire(name, 127, 0.1, 3))
+            layout = MessageLayout((1024,) * slots, wire=compressors.wire(name, 127, 0.1, 3))
             there = replace(layout, devices=tuple(f"cuda:{k}" for k in range(slots)))
             mixer = Synchronous(ring, there, world, exchange=way, timeout_s=90)
-            off = beside(mixer, [Kind.GOSSIP, Kind.GLOBAL, Kind.GOSSIP, Kind.GOSSIP], layout)
+            off = beside(
+                mixer,
+                [
+                    ExchangeKind.GOSSIP,
+                    ExchangeKind.GLOBAL,
+                    ExchangeKind.GOSSIP,
+                    ExchangeKind.GOSSIP,
+                ],
+                layout,
+            )
             found = found + 1
             wrong = wrong + [(way, name)] * bool(off)
     del os.environ["MPIGOSSIP_DOUBLE_HOST"]
@@ -195,5 +204,5 @@ def test_a_kernel_runs_where_its_arrays_are():
 def test_the_first_job_takes_the_gpus():
     from mpigossip.training import assemble, shape
 
-    devices = shape.here(assemble.load({}, []), Alone())
+    devices = shape.here(assemble.load({}, []), SingleProcess())
     assert devices == tuple(f"cuda:{k}" for k in range(torch.cuda.device_count()))

@@ -47,12 +47,12 @@ class Forced(DriverOfParts):
     """Sends all at once and waits for it, and yet by the way that fragments go."""
 
     def __init__(self, settings, n, **options):
-        plain = FragmentSchedule.plain
-        FragmentSchedule.plain = False
+        plain = FragmentSchedule.is_whole_model
+        FragmentSchedule.is_whole_model = False
         try:
             super().__init__(settings, n, **options)
         finally:
-            FragmentSchedule.plain = plain
+            FragmentSchedule.is_whole_model = plain
 
 
 WHOLE = [
@@ -204,7 +204,7 @@ def test_resume_at_every_step_of_a_period(case, n):
             for mine, theirs in zip(parts, saved.pop(name), strict=True):
                 mine.copy_(theirs)
         assert not saved
-        second.count_from(numbers)
+        second.restore_counters(numbers)
         second.restore_cadence(numbers)
         assert torch.equal(second.run(steps + 2 - at).whole(), whole), at
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import Alone
-from mpigossip.config.errors import NotFinite
-from mpigossip.engine.vector import Flat
+from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.config.errors import NonFiniteError
+from mpigossip.engine.vector import ParameterLayout
 from mpigossip.groups.base import Single
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training import assemble
 from mpigossip.training.parts import make_graph, make_parts
 from tests.battery import Driver
@@ -27,7 +27,7 @@ class Numbers:
     first = (0,)
 
     def __init__(self):
-        self.flat = Flat(("x",), ((P,),), ((1,),), (0,), P, P, 1)
+        self.flat = ParameterLayout(("x",), ((P,),), ((1,),), (0,), P, P, 1)
         draw = torch.Generator().manual_seed(0)
         self.x = self.full = [torch.randn(N, P, generator=draw)]
         self.g = [torch.zeros(N, P)]
@@ -41,7 +41,7 @@ def engine(settings, change=lambda method: method):
     vector = Numbers()
     parts = make_parts(job, make_graph(job, N), vector.flat)
     parts = replace(parts, methods=[change(parts.method)])
-    return parts.make_engine(parts.open_mixer(Alone()), Single(), vector, 2)
+    return parts.make_engine(parts.open_mixer(SingleProcess()), Single(), vector, 2)
 
 
 def steps(made, first, last, skipped=()):
@@ -73,7 +73,9 @@ def test_state_by_name_goes_on_to_the_bit(settings):
     whole = engine(settings)
     fresh = engine(settings)
     list(steps(whole, 0, 4))
-    kept = [(whole.vector.x[0].clone(), [whole.arrays(row) for row in range(N)], whole.numbers())]
+    kept = [
+        (whole.vector.x[0].clone(), [whole.pack_state(row) for row in range(N)], whole.numbers())
+    ]
     list(steps(whole, 4, 8))
     ((x, arrays, numbers),) = kept
     fresh.vector.x[0].copy_(x)
@@ -88,10 +90,10 @@ def test_an_exchange_may_be_taken_in_before_the_step():
     early, late = (engine("algorithm.name=dsgd algorithm.style=awc") for _ in range(2))
     for step in range(5):
         early.ahead()
-        early.settle()
+        early.wait_exchange()
         for each in (early, late):
             each.vector.draw(step)
-            assert each.step(0.1).kind is Kind.GOSSIP
+            assert each.step(0.1).kind is ExchangeKind.GOSSIP
     assert torch.equal(early.vector.x[0], late.vector.x[0])
 
 
@@ -111,7 +113,9 @@ def test_the_graphs_clock_counts_gossip_rounds_alone():
     for cadence in ("gossip-pga", "every"):
         made = engine(f"algorithm.name=dsgd cadence.name={cadence} cadence.period=3")
         kinds = [one.kind for one in steps(made, 0, 7)]
-        assert made.round == kinds.count(Kind.GOSSIP) == {"gossip-pga": 5, "every": 2}[cadence]
+        assert (
+            made.round == kinds.count(ExchangeKind.GOSSIP) == {"gossip-pga": 5, "every": 2}[cadence]
+        )
 
 
 BAD = {
@@ -127,7 +131,7 @@ BAD = {
 def test_a_bad_gradient_is_named_and_never_sent():
     for settings, told in BAD.items():
         made = engine(settings)
-        with pytest.raises(NotFinite) as found:  # noqa: PT012
+        with pytest.raises(NonFiniteError) as found:  # noqa: PT012
             for step in range(7):
                 made.vector.draw(step)
                 made.vector.g[0][1, 5:7] += math.nan if step == 3 else 0
@@ -142,7 +146,9 @@ def test_the_parameter_is_named_in_any_slot_and_fragment():
     for more in ("", " cadence.name=every cadence.period=3 cadence.fragments=3"):
         driver = Driver(f"algorithm.name=dsgd{more}", 3)
         driver.vector.x[1][2, 700 - 512] = math.inf
-        with pytest.raises(NotFinite, match=r"1 values that node 2 .* the first in 4\.weight;"):
+        with pytest.raises(
+            NonFiniteError, match=r"1 values that node 2 .* the first in 4\.weight;"
+        ):
             driver.run(3)
 
 
@@ -173,14 +179,16 @@ def test_adam_corrects_its_bias_by_the_local_steps_of_each_row():
             adamw(x[row], g[row], m[row], v[row], own[row])
         made.step(0.1, skipped)
         if step == 20:  # goes on from what a checkpoint has
-            kept = [(made.arrays(k), made.numbers() | {"local_steps": own[k]}) for k in range(N)]
+            kept = [
+                (made.pack_state(k), made.numbers() | {"local_steps": own[k]}) for k in range(N)
+            ]
             made.restart()
             for row, (arrays, numbers) in enumerate(kept):
                 made.restore(arrays, numbers, row)
     # 40 steps of 0.1, each rounded a few times at values below 8
     assert np.abs(made.vector.x[0].double().numpy() - x).max() < 40 * 8 * 2**-23
     assert made.counts == own == [40, 10, 38]
-    made.restore(made.arrays(1), made.numbers(), 1)  # an older version's: the index for all
+    made.restore(made.pack_state(1), made.numbers(), 1)  # an older version's: the index for all
     assert made.counts == [40, 40, 38]
 
 
@@ -202,10 +210,10 @@ def test_accumulated_adam_counts_its_period_by_row():
 def test_torchs_profiler_shows_the_phases_of_a_step():
     from torch.profiler import ProfilerActivity, profile
 
-    from mpigossip.groups.threads import Threads
+    from mpigossip.groups.threads import ThreadGroup
 
     made = engine("algorithm.name=dsgd")
-    group = Threads(2)
+    group = ThreadGroup(2)
     full = [torch.ones(1, 8) for _ in range(2)]
     [*steps(made, 0, 1)]
     with profile(activities=[ProfilerActivity.CPU]) as seen:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.graphs import GraphError, graph
 from mpigossip.graphs.faulty import Links, OnOff, faulty
@@ -116,7 +116,7 @@ JOB = {
 
 
 def trainer(*settings, n=8):
-    with Alone() as alone:
+    with SingleProcess() as alone:
         return assemble.assemble(assemble.load(JOB, settings), alone, n).trainer
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpigossip.graphs import Circulant, GraphError, from_matrices, graph
-from mpigossip.mixing.base import Kind, Layout, is_average
+from mpigossip.mixing.base import ExchangeKind, MessageLayout, is_average
 from mpigossip.mixing.simulated import Simulated
 
 HERE = "tests.graphs.test_networks"
@@ -81,11 +81,11 @@ def test_exact_first_rounds_say_nothing_of_later_ones():
     """Averages over all are a shorter way; a function's later rounds need not be any."""
     g = graph(f"{HERE}:warming", 4, degree=3)
     assert g.degree == 3 and is_average(g, 0) and not is_average(g, 20)
-    mixer = Simulated(g, Layout((8,)))
+    mixer = Simulated(g, MessageLayout((8,)))
     x = torch.arange(32.0).view(4, 8)
     for t in (0, 20):
         mixer.outbox(t)[0][0].copy_(x)
-        mixer.start(Kind.GOSSIP, t)
+        mixer.start(ExchangeKind.GOSSIP, t)
         wanted = torch.from_numpy(
             warming(4, 0, 0) @ x.numpy() if t == 0 else g.matrix(t) @ x.numpy()
         )

@@ -9,7 +9,13 @@ import pytest
 from mpigossip.cluster import nodes
 from mpigossip.config import JobError
 from mpigossip.graphs import GraphError, graph
-from mpigossip.graphs.placement import between, place, places_for, renumbered, usage
+from mpigossip.graphs.placement import (
+    cross_rack_fraction,
+    places_for,
+    renumber_for_racks,
+    renumbered,
+    usage,
+)
 from mpigossip.training import assemble
 from tests.cases import on_each
 
@@ -18,8 +24,8 @@ from tests.cases import on_each
 def test_places_take_messages_off_the_edges_between_racks(name):
     racks = [f"rack{k}" for k in "01101001"]
     made = graph(name, 8)
-    placed = place(made, racks)
-    assert between(placed, racks) < between(made, racks)
+    placed = renumber_for_racks(made, racks)
+    assert cross_rack_fraction(placed, racks) < cross_rack_fraction(made, racks)
     assert placed.facts == made.facts and placed.degree == made.degree
     # the same graph under other numbers
     assert sorted(usage(placed).sum(1)) == sorted(usage(made).sum(1))
@@ -32,17 +38,17 @@ def test_swaps_find_what_an_order_of_racks_does_not():
     # a ring whose numbers jump about: neighbours are far apart in number
     jumping = renumbered(graph("ring", 12), [5 * i % 12 for i in range(12)])
     racks = ["a"] * 6 + ["b"] * 6
-    assert between(jumping, racks) > 0.5
-    assert between(place(jumping, racks), racks) == pytest.approx(4 / 24)
+    assert cross_rack_fraction(jumping, racks) > 0.5
+    assert cross_rack_fraction(renumber_for_racks(jumping, racks), racks) == pytest.approx(4 / 24)
 
 
 def test_what_has_no_better_place_stays_as_it_is():
     drawn = graph("random-matching", 8)
-    assert place(drawn, [i % 2 for i in range(8)]) is drawn
+    assert renumber_for_racks(drawn, [i % 2 for i in range(8)]) is drawn
     one = graph("ring", 6)
-    assert place(one, ["same"] * 6) == one
+    assert renumber_for_racks(one, ["same"] * 6) == one
     with pytest.raises(GraphError, match="2 racks are named for 6 nodes"):
-        place(one, ["a", "b"])
+        renumber_for_racks(one, ["a", "b"])
 
 
 def test_racks_from_host_names_scheduler_and_file(tmp_path):
@@ -96,13 +102,15 @@ def test_a_job_places_its_ranks(tmp_path, monkeypatch):
     made = graph("one-peer-exponential", 8)
     for placement in ("hostnames", "scheduler", f"file:{path}"):
         job = assemble.load({"graph": {"placement": placement}})
-        assert between(assemble.placed(job, made, world), racks) < between(made, racks)
-    assert assemble.placed(assemble.load({}), made, world) is made
+        assert cross_rack_fraction(
+            assemble.place_on_racks(job, made, world), racks
+        ) < cross_rack_fraction(made, racks)
+    assert assemble.place_on_racks(assemble.load({}), made, world) is made
     # other ranks get the places of rank 0, and need none of its memory
-    expected = assemble.placed(job, made, world)
+    expected = assemble.place_on_racks(job, made, world)
     world.rank = 3
     world.broadcast = lambda value: places_for(made, racks)
     monkeypatch.setattr(assemble, "places_for", None)
-    assert assemble.placed(job, made, world) == expected
+    assert assemble.place_on_racks(job, made, world) == expected
     with pytest.raises(JobError, match=r'must be "given", "hostnames", "scheduler" or "file:PATH"'):
         assemble.load({"graph": {"placement": "near"}})

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from mpigossip.cluster import deadline
-from mpigossip.cluster.deadline import LateError
+from mpigossip.cluster.deadline import WaitTimeoutError
 from mpigossip.groups import devices, threads
-from mpigossip.groups.base import Single, Whole, shards
-from mpigossip.groups.threads import Threads
-from mpigossip.mixing.combine import combine
+from mpigossip.groups.base import Single, Unsharded, shard_views
+from mpigossip.groups.threads import ThreadGroup
+from mpigossip.mixing.combine import weighted_sum
 from tests.cases import on_each, some
 
 GPUS = torch.cuda.device_count()
@@ -29,11 +29,11 @@ def by_nccl(slots):
 
 MAKERS = {
     "single": lambda slots: Single() if slots == 1 else pytest.skip("one slot is all it has"),
-    "threads": Threads,
+    "threads": ThreadGroup,
     "threads-on-a-gpu": lambda slots: (
-        Threads(slots, devices=["cuda:0"] * slots) if GPUS else pytest.skip("torch sees no GPU")
+        ThreadGroup(slots, devices=["cuda:0"] * slots) if GPUS else pytest.skip("torch sees no GPU")
     ),
-    "whole": lambda slots: Whole(Threads(slots)),
+    "whole": lambda slots: Unsharded(ThreadGroup(slots)),
     "nccl": by_nccl,
 }
 
@@ -74,7 +74,7 @@ def same(found, expected):
 def test_shards_hold_the_mean_summed_in_slot_order(make, slots, rows, shard):
     group = make(slots)
     full, given = arrays(group, rows, slots * shard)
-    mean = combine([1 / slots] * slots, given, torch.empty_like(given[0]))
+    mean = weighted_sum([1 / slots] * slots, given, torch.empty_like(given[0]))
     found = group.reduce_scatter_mean(full)
     assert len(found) == group.segments
     for index, part in enumerate(found):
@@ -87,12 +87,12 @@ def test_shards_hold_the_mean_summed_in_slot_order(make, slots, rows, shard):
 def test_gathering_gives_every_slot_all_shards(make, slots, shard):
     group = make(slots)
     full, given = arrays(group, 2, slots * shard)
-    whole = torch.cat(shards(given, group.segments), dim=1)
-    group.all_gather(shards(full, group.segments), full)
+    whole = torch.cat(shard_views(given, group.segments), dim=1)
+    group.all_gather(shard_views(full, group.segments), full)
     for array in full:
         assert torch.equal(array.cpu(), whole)
     # shards that are no views of the vectors
-    apart = [array.clone() for array in shards(full, group.segments)]
+    apart = [array.clone() for array in shard_views(full, group.segments)]
     for array in full:
         array.zero_()
     group.all_gather(apart, full)
@@ -120,7 +120,7 @@ def test_a_padded_vector_comes_back_without_its_padding(make, slots):
     full, given = arrays(group, 1, size)
     for array in full:
         array[:, 1003:] = 0
-    mean = combine([1 / slots] * slots, given, torch.empty_like(given[0]))
+    mean = weighted_sum([1 / slots] * slots, given, torch.empty_like(given[0]))
     group.all_gather(group.reduce_scatter_mean(full), full)
     for array in full:
         assert same(array[:, :1003], mean[:, :1003])
@@ -152,7 +152,7 @@ def test_work_runs_once_a_slot_and_all_at_once(make, slots):
 
 @pytest.mark.parametrize("slots", [2, 4])
 def test_a_failure_names_its_slot_and_the_group_goes_on(slots):
-    group = Threads(slots)
+    group = ThreadGroup(slots)
     ended = []
 
     def work(slot):
@@ -171,11 +171,11 @@ def test_a_failure_names_its_slot_and_the_group_goes_on(slots):
 
 def test_a_slot_that_does_not_finish_is_named_in_time(monkeypatch):
     monkeypatch.setattr(threads, "GRACE_S", 0.2)
-    group = Threads(3, first=4, timeout_s=1.5)
+    group = ThreadGroup(3, first=4, timeout_s=1.5)
     over = threading.Event()
     began = time.monotonic()
     with pytest.raises(
-        LateError, match=r"slot 6 of this node, on cpu, has not finished \(waited 1.2"
+        WaitTimeoutError, match=r"slot 6 of this node, on cpu, has not finished \(waited 1.2"
     ):
         group.run(lambda slot: over.wait(20) if slot == 2 else time.sleep(0.1 * slot))
     group.close()
@@ -184,10 +184,10 @@ def test_a_slot_that_does_not_finish_is_named_in_time(monkeypatch):
 
 
 def test_a_pause_has_no_limit():
-    group = Threads(2, timeout_s=0.2)
-    heard = SimpleNamespace(excused=lambda: True)
+    group = ThreadGroup(2, timeout_s=0.2)
+    heard = SimpleNamespace(poll_paused=lambda: True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpigossip.cluster.deadline.roll", heard)
+        patch.setattr("mpigossip.cluster.deadline.monitor", heard)
         for late in (0, 1):
             group.run(lambda slot, late=late: time.sleep(0.7 * (slot == late)))
     group.close()
@@ -200,9 +200,9 @@ def test_after_a_pause_slots_have_a_whole_limit(monkeypatch):
         looks.append(limit_s)
         raise queue.Empty
 
-    group = Threads(1)
+    group = ThreadGroup(1)
     paused = iter([True, True, False, False])
-    monkeypatch.setattr(deadline, "excused", lambda: next(paused))
+    monkeypatch.setattr(deadline, "any_rank_paused", lambda: next(paused))
     monkeypatch.setattr(threads, "_next", nothing)
     with pytest.raises(queue.Empty):
         group._take(queue.SimpleQueue(), failed=False)
@@ -294,8 +294,8 @@ FLUX = {"FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "8", "FLUX_JOB_NNODES": "2"}
     ],
 )
 def test_auto_becomes_devices_and_ranks_a_node(environ, visible, on_host, expected):
-    assert devices.resolved("auto", "auto", environ, visible, on_host) == expected
-    assert devices.resolved("auto", 1, environ, visible, on_host) == (expected[0], 1)
+    assert devices.resolve_auto("auto", "auto", environ, visible, on_host) == expected
+    assert devices.resolve_auto("auto", 1, environ, visible, on_host) == (expected[0], 1)
 
 
 @on_each(
@@ -322,7 +322,7 @@ def test_one_gpu_a_rank_is_that_of_its_number_on_the_host(environ, visible, slot
     ],
 )
 def test_devices_that_cannot_be_had(setting, visible, said):
-    (message,) = devices.mistakes(setting, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, visible)
+    (message,) = devices.device_problems(setting, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, visible)
     assert said in message and setting in message
 
 
@@ -340,7 +340,7 @@ def test_devices_that_cannot_be_had(setting, visible, said):
 def test_gpus_beside_those_in_use_are_reported(monkeypatch, slots, environ, count, on_host, note):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(devices, "_on_host", lambda: on_host)
-    assert devices.beside(slots, environ) == note
+    assert devices.unused_gpus_note(slots, environ) == note
 
 
 def test_gpus_of_a_host_are_counted_whatever_is_shown(monkeypatch, tmp_path):
@@ -361,21 +361,21 @@ def test_gpus_of_a_host_are_counted_whatever_is_shown(monkeypatch, tmp_path):
 
 
 def test_devices_that_can_be_had():
-    assert devices.mistakes("cpu:64", {}, 0) == []
-    assert devices.mistakes("cuda:0,0", {}, 1) == []
-    assert devices.mistakes("auto", {}, 0) == []
+    assert devices.device_problems("cpu:64", {}, 0) == []
+    assert devices.device_problems("cuda:0,0", {}, 1) == []
+    assert devices.device_problems("auto", {}, 0) == []
 
 
 def test_several_gpus_without_nccl_are_rejected_with_a_remedy(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    (message,) = devices.mistakes("cuda:0-1", {}, 2)
+    (message,) = devices.device_problems("cuda:0-1", {}, 2)
     assert "has no NCCL (RCCL)" in message and "name one GPU" in message
 
 
 def test_groups_by_devices():
     group = devices.make_group(("cpu",), 1, True)
     assert isinstance(group, Single)
-    for shard, kind in ((True, Threads), (False, Whole)):
+    for shard, kind in ((True, ThreadGroup), (False, Unsharded)):
         group = devices.make_group(("cpu",) * 3, 1, shard)
         assert isinstance(group, kind)
         assert (group.slots, group.segments) == (3, 3 if shard else 1)
@@ -395,13 +395,13 @@ ELEMENTWISE = [
 
 
 def trained(settings, steps=6):
-    from mpigossip.cluster.ranks import Alone
+    from mpigossip.cluster.ranks import SingleProcess
     from mpigossip.training import assemble
 
     torch.set_num_threads(1)
     base = ["data.batch=2", "run.epochs=1", "schedule.scale=none", "log.consensus_every=2"]
     job = assemble.load({"model": {"name": "lenet"}}, [*base, *settings.split()])
-    assembly = assemble.assemble(job, Alone(), 3)
+    assembly = assemble.assemble(job, SingleProcess(), 3)
     records = [assembly.trainer.step() for _ in range(steps)]
     replicas = assembly.trainer.replicas
     full = [replicas.flat.pack(array[row]) for array in replicas.full for row in range(3)]
@@ -431,11 +431,11 @@ def test_unsharded_and_clipped_is_close_to_sharded():
 
 
 def test_unsharded_state_is_held_once(tmp_path):
-    from mpigossip.cluster.ranks import Alone
+    from mpigossip.cluster.ranks import SingleProcess
     from mpigossip.training import assemble
 
     job = assemble.load({"model": {"name": "mlp"}}, ["node.devices=cpu:3", "node.shard=false"])
-    assembly = assemble.assemble(job, Alone(), 2)
+    assembly = assemble.assemble(job, SingleProcess(), 2)
     trainer = assembly.trainer
     assert len(trainer.engine.states) == len(trainer.replicas.x) == 1
     assert trainer.engine.states[0].momentum.shape == trainer.replicas.full[0].shape

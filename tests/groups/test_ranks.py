@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from mpigossip.groups.base import GroupError, Single, Whole, held, shards
-from mpigossip.groups.threads import Threads
+from mpigossip.groups.base import GroupError, Single, Unsharded, local_shards, shard_views
+from mpigossip.groups.threads import ThreadGroup
 from tests.cases import some, with_world
 
 pytestmark = pytest.mark.both
@@ -23,7 +23,7 @@ def numbers(slots, rows, size, step):
 
 
 def host_of(slots):
-    return Single() if slots == 1 else Threads(slots)
+    return Single() if slots == 1 else ThreadGroup(slots)
 
 
 RIGHT = {"scatter": 0, "gather": 0, "sum": 0, "first": 0, "mean": 0}
@@ -37,7 +37,7 @@ def beside(group, size, rows, steps=3, rest=lambda: None):
     reference = host_of(slots)
     grads = group.zeros(rows, size)
     full = group.zeros(rows, size)
-    x = shards(full, slots, held(group))
+    x = shard_views(full, slots, local_shards(group))
     whole = [torch.zeros(rows, size) for _ in range(slots)]
     for step in range(steps):
         given = numbers(slots, rows, size, step)
@@ -50,10 +50,10 @@ def beside(group, size, rows, steps=3, rest=lambda: None):
             wrong["scatter"] += not torch.equal(found[k], expected[slot])
             x[k].add_(found[k])
         for slot in range(slots):
-            shards(whole)[slot].add_(expected[slot])
+            shard_views(whole)[slot].add_(expected[slot])
         rest()
         group.all_gather(x, full)
-        reference.all_gather(shards(whole), whole)
+        reference.all_gather(shard_views(whole), whole)
         wrong["gather"] += not all(torch.equal(one, whole[0]) for one in full)
         scalars = [t[:, :300].double() for t in numbers(slots, rows, 512, 100 + step)]
         total = group.sum_scalars([scalars[slot] for slot in mine])
@@ -64,8 +64,8 @@ def beside(group, size, rows, steps=3, rest=lambda: None):
         given = numbers(slots, rows, size, 200 + step)
         for k, slot in enumerate(mine):
             grads[k].copy_(given[slot])
-        (mean,) = Whole(reference).reduce_scatter_mean(given)
-        (found,) = Whole(group).reduce_scatter_mean(grads)
+        (mean,) = Unsharded(reference).reduce_scatter_mean(given)
+        (found,) = Unsharded(group).reduce_scatter_mean(grads)
         wrong["mean"] += not torch.equal(found, mean)
         group.broadcast(grads)
         wrong["mean"] += not all(torch.equal(one, mean) for one in grads)
@@ -76,10 +76,10 @@ def beside(group, size, rows, steps=3, rest=lambda: None):
 @with_world(per="host", timeout_s=30)
 def on_ranks(world, own, rows, size, delay):
     """`beside` of a group of ranks, which come late at times."""
-    from mpigossip.groups.ranks import Ranks
+    from mpigossip.groups.ranks import RankGroup
 
     delays = random.Random(world.rank)
-    group = Ranks(host_of(own), world.nodes.inside)
+    group = RankGroup(host_of(own), world.nodes.inside)
     found = beside(group, size, rows, 3, lambda: time.sleep(delays.random() * delay))
     group.close()
     return found
@@ -95,12 +95,12 @@ def test_ranks_have_the_bits_of_threads(ranks, ranks_here, own):
 
 @with_world(per="host", timeout_s=30)
 def mistakes(world):
-    from mpigossip.cluster.deadline import LateError
-    from mpigossip.groups.ranks import Ranks
+    from mpigossip.cluster.deadline import WaitTimeoutError
+    from mpigossip.groups.ranks import RankGroup
 
     node = world.nodes.inside
     said = []
-    group = Ranks(Single(), node)
+    group = RankGroup(Single(), node)
     try:
         group.reduce_scatter_mean([torch.zeros(1, 8)])
     except GroupError as error:
@@ -109,7 +109,7 @@ def mistakes(world):
         node.timeout_s = 0.3
         try:
             group.sum_scalars([torch.zeros(1, 1, dtype=torch.float64)])
-        except LateError as error:
+        except WaitTimeoutError as error:
             said.append(str(error))
         node.timeout_s = 30
     world.comm.Barrier()  # without a limit
@@ -128,11 +128,11 @@ def test_foreign_arrays_and_a_rank_that_stays_away_are_named(ranks):
 @with_world(per="host", timeout_s=30)
 def working(world, signs):
     """Rank 0 has work of more than two limits' length before it meets rank 1."""
-    from mpigossip.cluster.deadline import LateError
-    from mpigossip.groups.ranks import Ranks
+    from mpigossip.cluster.deadline import WaitTimeoutError
+    from mpigossip.groups.ranks import RankGroup
 
     node = world.nodes.inside
-    group = Ranks(Single(), node)
+    group = RankGroup(Single(), node)
     late = ""
     node.timeout_s, work_s = (1.0, 5.0) if signs else (0.4, 2.4)  # Barrier waits twice as long
     if world.rank == 0:
@@ -143,7 +143,7 @@ def working(world, signs):
                 group.works()
     try:
         group.sum_scalars([torch.ones(1, 1, dtype=torch.float64)])
-    except LateError as error:
+    except WaitTimeoutError as error:
         late = str(error)
     world.comm.Barrier()
     node.timeout_s = 30

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpigossip.cluster.deadline import LateError, sharp_timers
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.deadline import WaitTimeoutError, sharp_timers
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.groups import threads
 from mpigossip.groups.base import GroupError, Single
-from mpigossip.groups.threads import Threads
+from mpigossip.groups.threads import ThreadGroup
 from mpigossip.groups.torch_group import TorchGroup
 from tests.cases import with_world
 from tests.groups.test_ranks import RIGHT, beside, host_of, numbers
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.both
 
 @pytest.mark.parametrize("slots", [1, 2, 4, 8])
 def test_threads_have_the_bits_of_threads(slots, one_thread):
-    group = TorchGroup(host_of(slots), Alone(), timeout_s=20)
+    group = TorchGroup(host_of(slots), SingleProcess(), timeout_s=20)
     for size, rows in ((slots * 513, 1), (slots * 64, 3)):
         assert beside(group, size, rows) == RIGHT
     group.close()
@@ -30,10 +30,10 @@ def test_threads_have_the_bits_of_threads(slots, one_thread):
 
 @with_world(per="host", timeout_s=20)
 def across(world, own):
-    from mpigossip.groups.ranks import Ranks
+    from mpigossip.groups.ranks import RankGroup
 
     node = world.nodes.inside
-    group = TorchGroup(Ranks(host_of(own), node), node, timeout_s=20)
+    group = TorchGroup(RankGroup(host_of(own), node), node, timeout_s=20)
     found = beside(group, group.slots * 513, 1)
     group.close()
     return found
@@ -45,7 +45,7 @@ def test_processes_have_the_bits_of_threads(ranks, n, own):
 
 
 def test_sums_in_the_librarys_order_are_close_to_those_of_slots(one_thread):
-    group = TorchGroup(Threads(4), Alone(), "nccl", 20)
+    group = TorchGroup(ThreadGroup(4), SingleProcess(), "nccl", 20)
     given = numbers(4, 2, 4096, 0)
     mean = sum(given) / 4
     array = [one.clone() for one in given]
@@ -57,7 +57,7 @@ def test_sums_in_the_librarys_order_are_close_to_those_of_slots(one_thread):
 
 
 def test_equal_shards_are_needed():
-    group = TorchGroup(Threads(3), Alone(), timeout_s=20)
+    group = TorchGroup(ThreadGroup(3), SingleProcess(), timeout_s=20)
     with pytest.raises(GroupError, match="8 elements can't be split into 3"):
         group.reduce_scatter_mean([torch.ones(1, 8)] * 3)
     group.close()
@@ -66,14 +66,16 @@ def test_equal_shards_are_needed():
 def test_a_slot_that_stays_away_is_named_in_time(monkeypatch):
     monkeypatch.setattr(threads, "GRACE_S", 0.2)
     # so long torch waits when it forgets the call that the other two have begun
-    group = TorchGroup(Threads(3), Alone(), timeout_s=2)
+    group = TorchGroup(ThreadGroup(3), SingleProcess(), timeout_s=2)
     stop = threading.Event()
     groups = group._groups
     group._timeout_s = 0.5
     late = SimpleNamespace(alltoall_base=lambda *_: stop.wait())
     group._groups = [groups[0], late, groups[2]]
     began = time.monotonic()
-    with pytest.raises(LateError, match="reduce-scatter over the node's slots: slot 1 of this"):
+    with pytest.raises(
+        WaitTimeoutError, match="reduce-scatter over the node's slots: slot 1 of this"
+    ):
         group.reduce_scatter_mean([torch.ones(1, 6)] * 3)
     assert time.monotonic() - began < 10
     stop.set()
@@ -83,17 +85,17 @@ def test_a_slot_that_stays_away_is_named_in_time(monkeypatch):
 
 @with_world(per="host", timeout_s=20)
 def one_is_late(world):
-    from mpigossip.groups.ranks import Ranks
+    from mpigossip.groups.ranks import RankGroup
 
     node = world.nodes.inside
     said = ""
-    group = TorchGroup(Ranks(Single(), node), node, timeout_s=20)
+    group = TorchGroup(RankGroup(Single(), node), node, timeout_s=20)
     full = group.zeros(1, 8)
     node.timeout_s = 0.3
     if world.rank == 0:
         try:
             group.reduce_scatter_mean(full)
-        except LateError as error:
+        except WaitTimeoutError as error:
             said = str(error)
     world.comm.Barrier()
     node.timeout_s = 20
@@ -109,7 +111,7 @@ def test_a_process_that_stays_away_is_named(ranks):
 
 
 def test_errors_of_the_library_name_devices_call_and_remedy():
-    group = TorchGroup(Threads(2), Alone(), timeout_s=20)
+    group = TorchGroup(ThreadGroup(2), SingleProcess(), timeout_s=20)
 
     def fail(*_):
         raise RuntimeError("NCCL error: unhandled system error\nand advice of many lines")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.graphs import graph
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.delayed import OLDEST, Delayed, Faults, table
 from mpigossip.runs import launch
 from mpigossip.runs.hooks import Hook
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.both
 
 
 GRAPHS = ("one-peer-exponential", "exponential", "ring", "base-2", "random-matching", "complete")
-LAYOUT = Layout(widths=(64, 64), vectors=2, scalars=1, dtype=torch.float64)
+LAYOUT = MessageLayout(widths=(64, 64), vectors=2, scalars=1, dtype=torch.float64)
 
 
 def start(mixer, seed=0):
@@ -60,7 +60,7 @@ def test_without_delays_models_are_multiplied_by_the_symmetric_part(name, n):
     for t in range(5):
         matrix = torch.from_numpy(made.matrix(t) + made.matrix(t).T) / 2
         wanted = [tuple(matrix @ part for part in segment) for segment in x]
-        x = exchange(mixer, x, Kind.GOSSIP, t)
+        x = exchange(mixer, x, ExchangeKind.GOSSIP, t)
         assert not np.nan_to_num(mixer.staleness).any()
         for segment, expected in zip(x, wanted, strict=True):
             for part, product in zip(segment, expected, strict=True):
@@ -78,7 +78,7 @@ def test_any_delay_table_keeps_the_mean_and_reaches_it(name, n):
     mean = [s[0].mean(0) for s in x]
     kinds = random.Random(1)
     for t in range(400):
-        x = exchange(mixer, x, kinds.choice([Kind.GOSSIP] * 9 + [Kind.LOCAL]), t)
+        x = exchange(mixer, x, kinds.choice([ExchangeKind.GOSSIP] * 9 + [ExchangeKind.LOCAL]), t)
         assert torch.allclose(total(mixer, x), before, atol=1e-12)
     for segment, target in zip(x, mean, strict=True):
         assert torch.allclose(segment[0], target.expand_as(segment[0]), atol=1e-4)
@@ -90,11 +90,11 @@ def test_a_global_round_averages_what_is_under_way_too():
     x = start(mixer)
     before = total(mixer, x)
     for t in range(4):
-        x = exchange(mixer, x, Kind.GOSSIP, t)
+        x = exchange(mixer, x, ExchangeKind.GOSSIP, t)
     assert not torch.allclose(torch.cat([p.sum(0) for s in x for p in s]), before)
-    x = exchange(mixer, x, Kind.GLOBAL, 4)
+    x = exchange(mixer, x, ExchangeKind.GLOBAL, 4)
     assert torch.allclose(torch.cat([5 * p[2] for s in x for p in s]), before, atol=1e-12)
-    x = exchange(mixer, x, Kind.GOSSIP, 4)
+    x = exchange(mixer, x, ExchangeKind.GOSSIP, 4)
     assert torch.allclose(total(mixer, x), before, atol=1e-12)
 
 
@@ -145,7 +145,7 @@ def rounds_under_delays(world, count, width, checked=True):
     from mpigossip.mixing.asynchronous import Asynchronous
 
     draw = random.Random(world.rank)
-    mixer = Asynchronous(graph("one-peer-exponential", world.size), Layout((width,)), world)
+    mixer = Asynchronous(graph("one-peer-exponential", world.size), MessageLayout((width,)), world)
     if not checked:
         mixer._is_whole = lambda done, begun: done > 0
     used = 0
@@ -160,7 +160,7 @@ def rounds_under_delays(world, count, width, checked=True):
             time.sleep(draw.random() * 2e-4)
         # the other half a little later: who reads in between has a torn copy
         out[:, width // 2 :] = x[:, width // 2 :]
-        mixer.start(Kind.GOSSIP, t)
+        mixer.start(ExchangeKind.GOSSIP, t)
         _, ((mixed,),) = mixer.finish()
         used += int(mixed.min() != mixed.max())
         x.fill_(float(mixed[0, 0]) + draw.choice((-1, 1)))
@@ -194,7 +194,7 @@ def reads_while_it_is_written(world, width, wanted, seconds):
     comm = world.comm
     stop = 77
     reads = []
-    mixer = Asynchronous(graph("ring", 2), Layout((width,)), world)
+    mixer = Asynchronous(graph("ring", 2), MessageLayout((width,)), world)
     if world.rank == 1:
         t = 0
         while not comm.iprobe(source=0, tag=stop):
@@ -202,7 +202,7 @@ def reads_while_it_is_written(world, width, wanted, seconds):
             out[:, : width // 2] = t
             time.sleep(0)
             out[:, width // 2 :] = t
-            mixer.start(Kind.LOCAL, t)
+            mixer.start(ExchangeKind.LOCAL, t)
             mixer.finish()
             t += 1
         comm.recv(source=0, tag=stop)
@@ -262,11 +262,11 @@ def accesses(world, rounds):
     mixer._window = spied = Spied(mixer._window)
     x = start(mixer, world.rank)
     for t in range(rounds):
-        x = exchange(mixer, x, Kind.GOSSIP, t)
+        x = exchange(mixer, x, ExchangeKind.GOSSIP, t)
         world.barrier()
     where = mixer._map
     mixer.close()
-    return spied.calls, [(0, 8 * ROUND), (where.bells, where.places)]
+    return spied.calls, [(0, 8 * ROUND), (where.sequence_numbers, where.places)]
 
 
 def test_counters_and_bells_are_accessed_atomically(ranks):
@@ -282,7 +282,7 @@ def mean_under_delays(world, name, count):
     from mpigossip.mixing.asynchronous import Asynchronous
 
     draw = random.Random(world.rank)
-    layout = Layout((512, 512), vectors=1, scalars=1)
+    layout = MessageLayout((512, 512), vectors=1, scalars=1)
     mixer = Asynchronous(graph(name, world.size), layout, world, timeout_s=60)
     x = [
         tuple(part.float() if part.shape[1] > 1 else part for part in s)
@@ -290,7 +290,13 @@ def mean_under_delays(world, name, count):
     ]
     begin = [tuple(part.clone() for part in s) for s in x]
     for t in range(count):
-        kind = Kind.GLOBAL if t % 40 == 39 else Kind.LOCAL if t % 7 == 6 else Kind.GOSSIP
+        kind = (
+            ExchangeKind.GLOBAL
+            if t % 40 == 39
+            else ExchangeKind.LOCAL
+            if t % 7 == 6
+            else ExchangeKind.GOSSIP
+        )
         x = exchange(mixer, x, kind, t)
         time.sleep(draw.random() * 2e-4 * (draw.random() < 0.3))
     under_way = mixer.pending()
@@ -402,7 +408,7 @@ JOB = {
 
 def train(job, tmp_path, name, n=4):
     made = assemble.load(job, [f"run.output={tmp_path / name}"])
-    with Alone() as world:
+    with SingleProcess() as world:
         return launch.train(made, world, n)
 
 
@@ -462,7 +468,7 @@ def test_the_dry_run_counts_copies_and_deposits():
 
 
 def test_ranks_refuse_faults_of_the_simulator():
-    world = Alone()
+    world = SingleProcess()
     world.comm = object()
     with pytest.raises(JobError, match="only `mpigossip simulate` invents some"):
         assemble.assemble(assemble.load(JOB, ["faults.lost=0.1"]), world, 2)

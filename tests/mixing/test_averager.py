@@ -9,10 +9,10 @@ import torch
 
 import mpigossip
 from mpigossip import graphs
-from mpigossip.cluster.ranks import Alone, World
+from mpigossip.cluster.ranks import SingleProcess, World
 from mpigossip.config import JobError
 from mpigossip.graphs import GraphError
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.simulated import Simulated
 from tests.cases import some, with_world
 from tests.launch import REPO
@@ -87,13 +87,13 @@ def test_every_graph_has_its_closed_form(ranks, n, same_host):
 
 
 def simulated(graph, rounds):
-    mixer = Simulated(graph, Layout((30,), dtype=torch.float64))
+    mixer = Simulated(graph, MessageLayout((30,), dtype=torch.float64))
     x = None
     for t in range(rounds):
         (out,) = mixer.outbox(t)
         rows = [torch.from_numpy(drawn(r)).view(-1) for r in range(graph.n)]
         out[0].copy_(torch.stack(rows) if x is None else x)
-        mixer.start(Kind.GOSSIP, t)
+        mixer.start(ExchangeKind.GOSSIP, t)
         x = mixer.finish()[1][0][0].clone()
     return x.view(graph.n, *SHAPE).numpy()
 
@@ -246,7 +246,7 @@ def test_a_float64_model_is_averaged_in_float64(ranks):
 
 
 def test_alone_it_needs_no_mpi():
-    world = Alone()
+    world = SingleProcess()
     averager = mpigossip.Averager(world, "one-peer-exponential", like=drawn(0))
     assert (averager.average(drawn(0)) == drawn(0)).all()
     assert (averager.mean(drawn(0)) == drawn(0)).all()
@@ -267,7 +267,7 @@ def test_the_page_s_average_runs_as_pasted(pooled, tmp_path):
 
 def test_a_mask_is_not_lost_in_silence():
     masked = np.ma.masked_array(np.ones(3), [True, False, False])
-    with Alone() as world:
+    with SingleProcess() as world:
         with pytest.raises(JobError, match=r"\(MaskedArray\): .* without a mask; convert it"):
             mpigossip.Averager(world, "ring", like=masked)
         averager = mpigossip.Averager(world, "ring", like=np.ones(3))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mpigossip import mixing
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.graphs import graph
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.delayed import OLDEST, Faults
 from mpigossip.training import assemble, costs
@@ -22,7 +22,7 @@ GRAPHS = ("one-peer-exponential", "exponential", "ring", "complete", "star")
 
 
 def layout_of(name, slots=1):
-    return Layout((1024,) * slots, vectors=2, scalars=1, wire=wire(name))
+    return MessageLayout((1024,) * slots, vectors=2, scalars=1, wire=wire(name))
 
 
 def held(*arrays):
@@ -73,7 +73,7 @@ def opened(world, asked, survives, name, wire_name, averages, **options):
     else:
         mixer = mixing.open_mixer(made, layout, world, asked, timeout_s=30, **options)
     for t in range(2 * made.period):
-        for kind in [Kind.GOSSIP] + [Kind.GLOBAL] * averages:
+        for kind in [ExchangeKind.GOSSIP] + [ExchangeKind.GLOBAL] * averages:
             for segment in mixer.outbox(t):
                 for part in segment:
                     part.fill_(1.0)
@@ -116,12 +116,12 @@ def test_what_the_simulator_says_of_a_node_is_what_it_holds(asked):
     n = 4
     layout = layout_of("fp32", slots=2)
     made = graph("exponential", 4)
-    mixer = mixing.open_mixer(made, layout, Alone(), asked, ages=Faults(n, times=4.0).ages)
+    mixer = mixing.open_mixer(made, layout, SingleProcess(), asked, ages=Faults(n, times=4.0).ages)
     for t in range(OLDEST + 5):
         for segment in mixer.outbox(t):
             for part in segment:
                 part.fill_(1.0)
-        mixer.start(Kind.GOSSIP, t)
+        mixer.start(ExchangeKind.GOSSIP, t)
         mixer.finish()
     said = mixer.memory()
     real = allocated(mixer)
@@ -163,14 +163,16 @@ def left_to_the_collector(world, width, same_host):
     """
     found = []
     made = graph("exponential", world.size)
-    mixer = mixing.open_mixer(made, Layout((width,)), world, same_host=same_host, timeout_s=30)
+    mixer = mixing.open_mixer(
+        made, MessageLayout((width,)), world, same_host=same_host, timeout_s=30
+    )
     gc.disable()
     try:
         for t in range(3 * ROUNDS):
             if t % ROUNDS == 0:
                 gc.collect()
             mixer.outbox(t)
-            mixer.start(Kind.GOSSIP, t)
+            mixer.start(ExchangeKind.GOSSIP, t)
             mixer.finish()
             if t % ROUNDS == ROUNDS - 1:
                 found.append(gc.collect())

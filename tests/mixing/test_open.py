@@ -3,18 +3,18 @@
 import pytest
 
 from mpigossip import mixing
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.graphs import graph
-from mpigossip.mixing.base import Layout
+from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.delayed import Faults
 from mpigossip.mixing.simulated import Simulated
 
-LAYOUT = Layout((512,))
+LAYOUT = MessageLayout((512,))
 
 
 def test_in_this_process():
     made = graph("ring", 3)
-    alone = Alone()
+    alone = SingleProcess()
     assert type(mixing.open_mixer(made, LAYOUT, alone)) is Simulated
     delayed = mixing.open_mixer(made, LAYOUT, alone, "asynchronous", ages=Faults(3).ages)
     assert type(delayed).__name__ == "Delayed" and not delayed.synchronous

@@ -3,8 +3,8 @@
 import torch
 
 from mpigossip import graphs
-from mpigossip.mixing.base import Kind, Layout, traffic
-from mpigossip.mixing.combine import combine
+from mpigossip.mixing.base import ExchangeKind, MessageLayout, bytes_per_exchange
+from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.simulated import Simulated
 from tests.cases import on_each
 
@@ -24,7 +24,7 @@ NAMES = [
 ]
 
 
-def exchanged(mixer, x, t, kind=Kind.GOSSIP):
+def exchanged(mixer, x, t, kind=ExchangeKind.GOSSIP):
     for out, part in zip(mixer.outbox(t)[0], x, strict=True):
         out.copy_(part)
     mixer.start(kind, t)
@@ -35,7 +35,7 @@ def exchanged(mixer, x, t, kind=Kind.GOSSIP):
 @on_each("n", [6, 7, 12])
 def test_rows_at_once_have_the_bits_of_rows_one_by_one(name, options, n):
     made = graphs.graph(name, n, **options)
-    layout = Layout((96,), scalars=1)
+    layout = MessageLayout((96,), scalars=1)
     mixer = Simulated(made, layout)
     sent = [0] * n
     for t in range(2 * (made.period or 5)):
@@ -43,13 +43,13 @@ def test_rows_at_once_have_the_bits_of_rows_one_by_one(name, options, n):
         found = exchanged(mixer, x, t)
         for i in range(n):
             sources, weights, own = made.neighbours(t, i)
-            sent[i] += traffic(made, Kind.GOSSIP, t, i, layout.nbytes)
+            sent[i] += bytes_per_exchange(made, ExchangeKind.GOSSIP, t, i, layout.nbytes)
             for part, mixed in zip(x, found, strict=True):
                 rows = [part[i : i + 1], *(part[j : j + 1] for j in sources)]
                 if name == "complete":  # one average, in the order of nodes
                     rows = list(part.split(1))
                     weights = [1 / n] * (n - 1)
                     own = 1 / n
-                row = combine([own, *weights], rows, torch.empty_like(rows[0]))
+                row = weighted_sum([own, *weights], rows, torch.empty_like(rows[0]))
                 assert torch.equal(mixed[i : i + 1], row)
     assert mixer.bytes_sent == sent

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from mpigossip import graphs
-from mpigossip.mixing.base import Kind, Layout
-from mpigossip.mixing.plan import Plan, chunks, inbox_buffers
+from mpigossip.mixing.base import ExchangeKind, MessageLayout
+from mpigossip.mixing.plan import RoundPlan, chunks, inbox_buffers
 from tests.cases import on_each, with_world
 
-LAYOUT = Layout((1024, 1024), vectors=2, scalars=1)
+LAYOUT = MessageLayout((1024, 1024), vectors=2, scalars=1)
 ROUNDS = 5
 
 
@@ -33,7 +33,7 @@ def opened(world, way):
     kind = Windows if "windows" in way else Messages
     devices = [cpu] * LAYOUT.slots if "device" in way else []
     transport = kind(comm, LAYOUT, 1, 20, devices=devices)
-    transport.cut(4096)
+    transport.set_chunk_size(4096)
     return transport
 
 
@@ -45,12 +45,14 @@ def filled(areas, rank, t):
 @with_world
 def kept(world, way):
     """Rounds to the right and from the left; what went against the contract."""
-    from mpigossip.mixing.plan import Round
+    from mpigossip.mixing.plan import RoundState
 
     comm = world.comm
     right = (comm.rank + 1) % comm.size
     left = (comm.rank - 1) % comm.size
-    plan = Plan(Kind.GOSSIP, False, 0, (left,), (0.5, 0.5), (right,), (left,), ((right, 0),))
+    plan = RoundPlan(
+        ExchangeKind.GOSSIP, False, 0, (left,), (0.5, 0.5), (right,), (left,), ((right, 0),)
+    )
     transport = opened(world, way)
     size = LAYOUT.slot_sent_bytes
     areas, wanted = (
@@ -58,7 +60,7 @@ def kept(world, way):
     )
     wrong = []
     for t in range(ROUNDS):
-        r = Round(plan, t, t, t)
+        r = RoundState(plan, t, t, t)
         filled(areas, comm.rank, t)
         filled(wanted, left, t)
         transport.begin(r, areas)
@@ -76,7 +78,7 @@ def kept(world, way):
                 if not torch.equal(area[chunk.span], whole[chunk.span]):
                     wrong.append(f"bytes of round {t}, chunk {chunk.number}")
         wrong += freed(comm, transport, plan, right, t)
-        transport.free(r, plan)
+        transport.release(r, plan)
     transport.close([(ROUNDS + 1, plan)])  # of round ROUNDS it has been heard
     return wrong
 
@@ -89,11 +91,11 @@ def awaited(there):
 
 def freed(comm, transport, plan, reader, t):
     """A buffer of a window may be written again once its reader says so, and not before."""
-    from mpigossip.mixing.plan import Round
+    from mpigossip.mixing.plan import RoundState
 
-    awaited(partial(transport.is_free, Round(plan, t, t, t + 1), reader))
+    awaited(partial(transport.is_free, RoundState(plan, t, t, t + 1), reader))
     comm.Barrier()
-    late = transport.halves == 2 and transport.is_free(Round(plan, t, t, t + 2), reader)
+    late = transport.halves == 2 and transport.is_free(RoundState(plan, t, t, t + 2), reader)
     comm.Barrier()
     return [f"a free buffer for round {t + 2} that nobody has freed"] if late else []
 
@@ -148,7 +150,9 @@ def test_plans_of_many_ranks_fit_together(name, hosts):
 
         def of(rank, t=t, plans=plans):
             if rank not in plans:
-                plans[rank] = Plan.of(made, layout, rank, Kind.GOSSIP, t, near, halves=True)
+                plans[rank] = RoundPlan.of(
+                    made, layout, rank, ExchangeKind.GOSSIP, t, near, halves=True
+                )
             return plans[rank]
 
         for i in some:

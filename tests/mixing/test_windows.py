@@ -14,8 +14,8 @@ import torch
 from mpigossip.graphs import GraphError, graph
 from mpigossip.mixing import compressors, plan
 from mpigossip.mixing import wire as wires
-from mpigossip.mixing.base import Kind, Layout
-from mpigossip.mixing.combine import combine
+from mpigossip.mixing.base import ExchangeKind, MessageLayout
+from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.kernels import native
 from mpigossip.mixing.simulated import Simulated
 from tests.cases import every, on_each, some, with_world
@@ -34,7 +34,7 @@ GRAPHS = (
     "random-matching",
     "base-3",
 )
-LAYOUT = Layout(widths=(1024, 1024), vectors=2, scalars=1)
+LAYOUT = MessageLayout(widths=(1024, 1024), vectors=2, scalars=1)
 SIZES = (1, 2, 3, 4, 6, 8)
 
 
@@ -49,7 +49,10 @@ def fill(out, step, nodes):
 
 def kinds_of(steps, seed):
     draw = random.Random(seed)
-    return [draw.choice([Kind.GOSSIP] * 4 + [Kind.GLOBAL, Kind.LOCAL]) for _ in range(steps)]
+    return [
+        draw.choice([ExchangeKind.GOSSIP] * 4 + [ExchangeKind.GLOBAL, ExchangeKind.LOCAL])
+        for _ in range(steps)
+    ]
 
 
 def graphs_for(n, names=GRAPHS):
@@ -71,12 +74,12 @@ def beside(mixer, kinds, layout=None, first=0, delay=0.004, into=None, also=None
     reference = Simulated(mixer.graph, layout or mixer.layout)
     for step, kind in enumerate(kinds):
         for one in (mixer, reference):
-            fill(one.outbox(t), step, one.rows)
+            fill(one.outbox(t), step, one.local_nodes)
         for one in (mixer, reference):
             one.start(kind, t, step)
             time.sleep(delays.random() * delay * (delays.random() < 0.2))
         wrong += also(mixer, reference, step, True) if also else 0
-        direct = into is not None and kind is Kind.GOSSIP and step % 3
+        direct = into is not None and kind is ExchangeKind.GOSSIP and step % 3
         pairs = [*zip(mixer.finish(into if direct else None), reference.finish(), strict=True)]
         if direct and mixer._shared and not plan.is_average(mixer.graph, t):
             wrong += pairs[1][0][0][0] is not into
@@ -85,7 +88,7 @@ def beside(mixer, kinds, layout=None, first=0, delay=0.004, into=None, also=None
                 for array, every_row in zip(segment, rows, strict=True):
                     wrong += not torch.equal(array[0].cpu(), every_row[row])
         time.sleep(delays.random() * delay * (delays.random() < 0.2))
-        t += kind is Kind.GOSSIP
+        t += kind is ExchangeKind.GOSSIP
         wrong += also(mixer, reference, step, False) if also else 0
     wrong += mixer.bytes_sent[0] != reference.bytes_sent[row]
     mixer.close()
@@ -105,7 +108,7 @@ def compare(
             made, layout, world, same_host=same_host, timeout_s=30 if mutate is None else 3
         )
         if same_host == "put" and len(name) % 2:  # else the message is a single piece
-            mixer._transport.cut(2048)
+            mixer._transport.set_chunk_size(2048)
         if mutate is not None:
             mutate(mixer)
         found[name] = beside(mixer, kinds_of(steps, seed=1), first=first, delay=delay, into=into)
@@ -121,7 +124,7 @@ def test_windows_equal_the_simulator_under_random_delays(ranks, n, same_host):
 
 
 def summed_in_place(comm, same_host):
-    layout = Layout((9216,))
+    layout = MessageLayout((9216,))
     into = torch.empty(1, *layout.widths)
     return compare(comm, GRAPHS, same_host, 20, layout=layout, into=into)
 
@@ -146,7 +149,7 @@ def lossy_by_pieces(comm, name):
     plan.CHUNK = wires.CHUNK = 4096
     try:
         wire = compressors.wire(name, density=0.1)
-        layout = Layout((9216, 9216), vectors=2, scalars=1, wire=wire)
+        layout = MessageLayout((9216, 9216), vectors=2, scalars=1, wire=wire)
         return compare(comm, ["exponential", "random-matching"], "put", 12, layout=layout)
     finally:
         plan.CHUNK = wires.CHUNK = kept
@@ -163,7 +166,7 @@ def test_encoded_messages_are_converted_sent_and_summed_by_pieces(ranks, name):
 def test_chunks_hold_every_column_once_and_every_byte_in_order(wire, size, monkeypatch):
     for module in (plan, wires):
         monkeypatch.setattr(module, "CHUNK", 4096)
-    layout = Layout((9216,) * 2, vectors=2, scalars=1, wire=compressors.wire(wire))
+    layout = MessageLayout((9216,) * 2, vectors=2, scalars=1, wire=compressors.wire(wire))
     found = plan.chunks(layout, size)
     ends = [chunk.span.stop for chunk in found]
     assert [chunk.span.start for chunk in found] == [0, *ends[:-1]]
@@ -203,7 +206,7 @@ def counting_global_rounds(mixer):
 
     def counting(kind, t, exchange):
         start(kind, t + extra[0], exchange)
-        extra[0] += kind is Kind.GLOBAL
+        extra[0] += kind is ExchangeKind.GLOBAL
 
     mixer.start = counting
 
@@ -226,7 +229,7 @@ def without_waiting_for_the_other_half(mixer):
 
 def caught(comm, mutate, same_host, graphs):
     """Whether a mutant is seen: wrong numbers, or an error that ends the waiting."""
-    from mpigossip.cluster.deadline import LateError
+    from mpigossip.cluster.deadline import WaitTimeoutError
     from mpigossip.mixing.notifications import ProtocolError
 
     try:
@@ -234,7 +237,7 @@ def caught(comm, mutate, same_host, graphs):
             found = compare(comm, graphs, same_host, 40, 0, delay, mutate)
             if comm.allreduce(sum(found.values())):
                 raise AssertionError(f"seen: {found}")
-    except (LateError, ProtocolError) as error:
+    except (WaitTimeoutError, ProtocolError) as error:
         raise AssertionError(f"seen: {error}") from None
 
 
@@ -270,21 +273,21 @@ def test_a_mutant_of_a_faster_way_is_seen(ranks, mutate, same_host, name):
 @with_world
 def slow_reader(world, waits):
     """Rank 1 reads a pair's average slowly; that it is another, or a wait too long, is seen."""
-    from mpigossip.cluster.deadline import LateError
+    from mpigossip.cluster.deadline import WaitTimeoutError
     from mpigossip.mixing.synchronous import Synchronous
 
     other = LAYOUT.empty(1)
     mixer = Synchronous(graph("one-peer-hypercube", 4), LAYOUT, world, timeout_s=30)
     if not waits:
-        mixer._shared.leave_pair = lambda partner, t: None
+        mixer._shared.release_pair = lambda partner, t: None
     for t in range(4):
         fill(mixer.outbox(t), t, [world.rank])
         fill(other, t, [world.rank ^ 1 << t % 2])
         right = (mixer.outbox(t)[0][0] + other[0][0]) / 2
-        mixer.start(Kind.GOSSIP, t)
+        mixer.start(ExchangeKind.GOSSIP, t)
         try:
             mixed = mixer.finish()[1][0][0]
-        except LateError as error:
+        except WaitTimeoutError as error:
             raise AssertionError(f"seen: {error}") from None
         # as long as nothing is seen its partners may take their time: results are rank 0's, its own
         until = time.monotonic() + (0.3 if waits else 20) * (world.rank == 1)
@@ -310,18 +313,20 @@ def test_the_shared_result_of_a_pair_outlasts_its_slower_reader(ranks):
 def test_the_sum_is_the_formula_in_the_order_given(weights, width):
     arrays = [torch.randn(2, width) for _ in weights]
     wide = sum(w * a.double() for w, a in zip(weights, arrays, strict=True))
-    assert torch.allclose(combine(weights, arrays, torch.empty(2, width)).double(), wide, atol=1e-6)
+    assert torch.allclose(
+        weighted_sum(weights, arrays, torch.empty(2, width)).double(), wide, atol=1e-6
+    )
 
 
 @on_each("weights", [[0.5, 0.5], [0.2, 0.5, 0.3]])
 def test_the_sum_has_the_same_bits_in_place_and_row_by_row(weights):
     arrays = [torch.randn(3, 40_000) for _ in weights]
-    whole = combine(weights, arrays, torch.empty(3, 40_000))
+    whole = weighted_sum(weights, arrays, torch.empty(3, 40_000))
     for row in range(3):
-        alone = combine(weights, [a[row : row + 1] for a in arrays], torch.empty(1, 40_000))
+        alone = weighted_sum(weights, [a[row : row + 1] for a in arrays], torch.empty(1, 40_000))
         assert torch.equal(alone[0], whole[row])
     in_place = [a.clone() for a in arrays]
-    assert torch.equal(combine(weights, in_place, in_place[1]), whole)
+    assert torch.equal(weighted_sum(weights, in_place, in_place[1]), whole)
 
 
 @on_each("width", [1, 3, 2047, 2048, 40_001, native.STREAMED + 5])
@@ -335,12 +340,12 @@ def test_the_native_sum_has_the_bits_of_the_pure_one(weights, width, monkeypatch
     memory[:, ::7] *= 1e-40  # subnormal numbers too
     arrays = [row[1:].unsqueeze(0) for row in memory[: len(weights)]]  # at odd addresses
     out, copy = (row[:width].unsqueeze(0) for row in memory[len(weights) :])
-    combine(weights, arrays, out, copy)
+    weighted_sum(weights, arrays, out, copy)
     pure = torch.empty(1, width)
     other = torch.empty(1, width)
     with monkeypatch.context() as patch:  # the cases share the fixture
         patch.setattr(native, "library", lambda: None)
-        combine(weights, arrays, pure, other)
+        weighted_sum(weights, arrays, pure, other)
     for one in (out, copy, other):
         assert torch.equal(one.view(torch.int32), pure.view(torch.int32))
 
@@ -412,7 +417,7 @@ def odd_layout(world):
     from mpigossip.mixing import open_mixer
 
     with pytest.raises(ValueError) as refused:
-        open_mixer(graph("ring", world.size), Layout((513,), scalars=1), world)
+        open_mixer(graph("ring", world.size), MessageLayout((513,), scalars=1), world)
     return str(refused.value)
 
 
@@ -420,5 +425,5 @@ def test_scalars_behind_an_odd_number_of_floats_are_refused_in_words(ranks):
     """In the simulator, where nothing travels, any width is right."""
     for said in ranks(2)(odd_layout):
         assert "513 torch.float32" in said and "even width" in said
-    mixer = Simulated(graph("ring", 3), Layout((513,), scalars=1))
+    mixer = Simulated(graph("ring", 3), MessageLayout((513,), scalars=1))
     assert mixer.outbox(0)[0][0].shape == (3, 513)

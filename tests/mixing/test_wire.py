@@ -9,7 +9,7 @@ import torch
 from mpigossip import graph
 from mpigossip.graphs import from_matrices
 from mpigossip.mixing import wire as wires
-from mpigossip.mixing.base import Kind, Layout, traffic
+from mpigossip.mixing.base import ExchangeKind, MessageLayout, bytes_per_exchange
 from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.mixing.wire import BUCKET, decode, encode
@@ -204,7 +204,7 @@ def test_int2_is_a_contraction_for_nine_values_a_bucket_and_no_more():
 
 
 def test_all_nodes_send_the_same_places_where_they_are_shared():
-    layout = Layout((1024,), wire=made("shared-k"))
+    layout = MessageLayout((1024,), wire=made("shared-k"))
     segments = [[torch.ones(3, 1024)]]
     encode(layout, segments, [0, 1, 2], 4, None)
     first, *others = segments[0][0]
@@ -259,7 +259,7 @@ def test_random_k_takes_every_value_equally_often():
 
 @on_each("name", ALL)
 def test_a_message_with_scalars_and_several_vectors(name):
-    layout = Layout((1024, 1024), vectors=2, scalars=1, wire=made(name))
+    layout = MessageLayout((1024, 1024), vectors=2, scalars=1, wire=made(name))
     segments = layout.empty(1)
     for slot, segment in enumerate(segments):
         for k, part in enumerate(segment):
@@ -274,24 +274,26 @@ def test_a_message_with_scalars_and_several_vectors(name):
 
 def test_bytes_are_counted_as_sent():
     ring = graph("ring", 8)
-    assert traffic(ring, Kind.GOSSIP, 0, 0, 100, 400) == 200
-    assert traffic(ring, Kind.LOCAL, 0, 0, 100, 400) == 0
-    assert traffic(ring, Kind.GLOBAL, 0, 0, 400) == 700
-    assert traffic(ring, Kind.GLOBAL, 0, 0, 50, 400) == 350  # codes to all others
-    assert traffic(ring, Kind.GLOBAL, 0, 0, 200, 400) == 700  # the sum in full costs less
-    layout = Layout((1024,), wire=made("qsgd"))
+    assert bytes_per_exchange(ring, ExchangeKind.GOSSIP, 0, 0, 100, 400) == 200
+    assert bytes_per_exchange(ring, ExchangeKind.LOCAL, 0, 0, 100, 400) == 0
+    assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 400) == 700
+    # codes to all others
+    assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 50, 400) == 350
+    # the sum in full costs less
+    assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 200, 400) == 700
+    layout = MessageLayout((1024,), wire=made("qsgd"))
     mixer = Simulated(ring, layout)
     mixer.outbox(0)[0][0].normal_()
-    mixer.start(Kind.GOSSIP, 0)
+    mixer.start(ExchangeKind.GOSSIP, 0)
     mixer.finish()
     assert mixer.bytes_sent == [2 * 1032] * 8
 
 
 def test_local_steps_are_not_quantized():
-    mixer = Simulated(graph("ring", 3), Layout((512,), wire=made("sign")))
+    mixer = Simulated(graph("ring", 3), MessageLayout((512,), wire=made("sign")))
     out = mixer.outbox(0)[0][0].normal_()
     before = out.clone()
-    mixer.start(Kind.LOCAL, 0)
+    mixer.start(ExchangeKind.LOCAL, 0)
     sent, mixed = mixer.finish()
     assert torch.equal(sent[0][0], before) and torch.equal(mixed[0][0], before)
 
@@ -300,9 +302,9 @@ def test_an_exchange_has_its_own_draw():
     """Consecutive GLOBAL rounds share the graph's clock and mustn't share their rounding."""
     seen = []
     for exchange in (0, 1):
-        mixer = Simulated(graph("ring", 3), Layout((512,), wire=made("qsgd-1")))
+        mixer = Simulated(graph("ring", 3), MessageLayout((512,), wire=made("qsgd-1")))
         mixer.outbox(0)[0][0].fill_(0.5)[:, 0] = 1.0
-        mixer.start(Kind.GLOBAL, 0, exchange)
+        mixer.start(ExchangeKind.GLOBAL, 0, exchange)
         sent, mixed = mixer.finish()
         assert (mixed[0][0] == mixed[0][0][0]).all()
         seen.append(sent[0][0].clone())
@@ -317,10 +319,10 @@ MATRICES = [
     np.array([[0.2, 0.5, 0.3], [0.3, 0.3, 0.4], [0.0, 0.6, 0.4]]),
 ]
 EXCHANGES = {
-    11: (Kind.GOSSIP, 5),
-    12: (Kind.GLOBAL, 6),
-    13: (Kind.GOSSIP, 6),
-    14: (Kind.GOSSIP, 7),
+    11: (ExchangeKind.GOSSIP, 5),
+    12: (ExchangeKind.GLOBAL, 6),
+    13: (ExchangeKind.GOSSIP, 6),
+    14: (ExchangeKind.GOSSIP, 7),
 }
 """Kind and round by the number of the exchange, which is in the key of random draws."""
 
@@ -348,7 +350,7 @@ def by_numpy(layout, number, kind, t):
                 order = sorted(np.flatnonzero(row), key=lambda j, i=i: (j != i, j))
                 weights = sent.dtype.type(row)[order]
                 nodes = order
-                if kind is Kind.GLOBAL:
+                if kind is ExchangeKind.GLOBAL:
                     weights = sent.dtype.type([1 / 3] * 3)
                     nodes = range(3)
                 if len(set(weights)) == 1:
@@ -361,12 +363,12 @@ def by_numpy(layout, number, kind, t):
 
 def opened(world, layout, ways, device):
     """Mixers by name, one at a time; ``ways``: same_host and exchange, None on the CPU."""
-    from mpigossip.mixing.synchronous import Surviving, Synchronous
+    from mpigossip.mixing.synchronous import FaultTolerant, Synchronous
 
     along = from_matrices(MATRICES)
     yield "simulated", Simulated(along, layout)
     there = replace(layout, devices=(device.format(rank=world.rank),) * len(layout.widths))
-    yield "messages", Surviving(along, there, world, timeout_s=30)
+    yield "messages", FaultTolerant(along, there, world, timeout_s=30)
     for same_host, window in ways:
         ways = {"same_host": same_host, "timeout_s": 30, "on_devices": window is not None}
         ways |= {"exchange": window} if window else {}
@@ -381,10 +383,10 @@ def differing(world, ways, device="cpu"):
     """Wires, mixers and exchanges whose values aren't NumPy's."""
     wrong = set()
     for name in ("fp32", *ALL):
-        layout = Layout((1024, 1024), vectors=2, scalars=1, wire=made(name))
+        layout = MessageLayout((1024, 1024), vectors=2, scalars=1, wire=made(name))
         wanted = {number: by_numpy(layout, number, *now) for number, now in EXCHANGES.items()}
         for way, mixer in opened(world, layout, ways, device):
-            rows = list(mixer.rows)
+            rows = list(mixer.local_nodes)
             for number, (kind, t) in EXCHANGES.items():
                 out = mixer.outbox(t)
                 for slot, part in wanted[number]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.models import loss_and_correct, model
 from mpigossip.models.gpt import turned, turns
@@ -123,7 +123,7 @@ def test_a_run_that_computes_again_has_the_same_bits():
             {"model": {"name": "tests.models.test_gpt:on_pixels"}},
             ["data.batch=4", "algorithm.name=dsgd", *settings.split()],
         )
-        with Alone() as world:
+        with SingleProcess() as world:
             made = assemble.assemble(job, world, 2)
             for _ in range(3):
                 made.trainer.step()
@@ -153,7 +153,10 @@ def test_what_cannot_be_is_said():
         model("gpt", (16,), 64, 0, torch.int64, heads=2, width=10, positions="rotary")
     pixels = {"name": "tests.models.test_gpt:on_pixels", "recompute": True}
     vmap = assemble.load({"model": pixels}, ["node.vmap=true"])
-    with Alone() as world, pytest.raises(JobError, match=r"node.vmap = true: model.recompute"):
+    with (
+        SingleProcess() as world,
+        pytest.raises(JobError, match=r"node.vmap = true: model.recompute"),
+    ):
         assemble.assemble(vmap, world, 2)
     with pytest.raises(JobError, match=r"model.norm = \"batch\".*layer"):
         assemble.load({"model": {"name": "gpt", "norm": "batch"}})

@@ -163,18 +163,18 @@ def simulated(job, graph, models, optimizers, steps: int, backward) -> None:
     ``backward(model, node, step)`` leaves a node's gradient.
     """
     from mpigossip.algorithms import takes_local
-    from mpigossip.cluster.ranks import Alone
-    from mpigossip.engine.module import Parameters
+    from mpigossip.cluster.ranks import SingleProcess
+    from mpigossip.engine.module import ModuleParameters
     from mpigossip.groups.base import Single
     from mpigossip.optim.inner import decay, local_step_from_optimizers
     from mpigossip.training.parts import make_parts
 
-    vector = Parameters(models)
+    vector = ModuleParameters(models)
     local = local_step_from_optimizers(vector, optimizers)
     parts = make_parts(job, graph, vector.flat, devices=("cpu",), local=local)
     with torch.no_grad():
         vector.x[0][1:] = vector.x[0][:1]  # all begin with node 0's model
-    engine = parts.make_engine(parts.open_mixer(Alone()), Single(), vector, 0)
+    engine = parts.make_engine(parts.open_mixer(SingleProcess()), Single(), vector, 0)
     decayed = () if takes_local(job.algorithm.name) else optimizers
     for step in range(steps):
         for node, model in enumerate(models):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.training import assemble
 from tests.cases import with_world
 
@@ -53,7 +53,7 @@ def backward(model, inputs, targets):
 
 
 def simulated(name, steps, late):
-    made = assemble.assemble(job(name, steps, late), Alone(), 4)
+    made = assemble.assemble(job(name, steps, late), SingleProcess(), 4)
     for _ in range(steps):
         record = made.trainer.step()
     flat = made.trainer.replicas.flat

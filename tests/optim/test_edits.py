@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError, readable
 from tests.cases import every, on_each, with_world
 
@@ -255,7 +255,7 @@ def test_diloco_takes_edits_for_local_steps(period):
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    gossip = mpigossip.Gossip(Alone(), model, inner, "diloco", period=period)
+    gossip = mpigossip.Gossip(SingleProcess(), model, inner, "diloco", period=period)
     for _ in range(20):
         gossip.zero_grad()
         model(torch.ones(1, 1)).sum().backward()
@@ -267,7 +267,7 @@ def test_diloco_takes_edits_for_local_steps(period):
 def wrapped(algorithm="dsgd", low=False, **options):
     model = make(low)
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
-    return model, mpigossip.Gossip(Alone(), model, inner, algorithm, **options)
+    return model, mpigossip.Gossip(SingleProcess(), model, inner, algorithm, **options)
 
 
 @on_each("algorithm", ["detag", "defacto"])
@@ -403,7 +403,7 @@ class Pieces(nn.Module):
 
 
 def gossip_of(model):
-    return mpigossip.Gossip(Alone(), model, torch.optim.SGD(model.parameters(), lr=RATE))
+    return mpigossip.Gossip(SingleProcess(), model, torch.optim.SGD(model.parameters(), lr=RATE))
 
 
 SHARED = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from tests.cases import with_world
 from tests.optim.in_node import whole
 
@@ -53,7 +53,7 @@ def test_looking_at_all_nodes_changes_nothing_of_an_exchange_under_way(ranks):
 def test_an_exchange_without_a_step_is_refused_while_one_is_under_way():
     for overlap in ("auto", "never"):
         model, optimizer = make(0)
-        gossip = mpigossip.Gossip(Alone(), model, optimizer, style="awc", overlap=overlap)
+        gossip = mpigossip.Gossip(SingleProcess(), model, optimizer, style="awc", overlap=overlap)
         model(batch(0, 0)).square().mean().backward()
         gossip.step()
         if overlap == "auto":
@@ -64,7 +64,7 @@ def test_an_exchange_without_a_step_is_refused_while_one_is_under_way():
 
 
 def test_the_time_limit_of_the_world_is_that_of_gossip_unless_it_is_given():
-    world = Alone()
+    world = SingleProcess()
     assert mpigossip.Gossip(world, *make(0))._job.node.timeout_s == 300
     world.timeout_s = 60.0
     assert mpigossip.Gossip(world, *make(0))._job.node.timeout_s == 60
@@ -76,7 +76,7 @@ def test_a_model_that_is_not_float32_is_refused():
     model.double()
     says = r"parameter \S+ has unsupported dtype torch\.float64 \(need float32 or .*\.Averager"
     with pytest.raises(ValueError, match=says):
-        mpigossip.Gossip(Alone(), model, torch.optim.SGD(model.parameters(), 0.1))
+        mpigossip.Gossip(SingleProcess(), model, torch.optim.SGD(model.parameters(), 0.1))
 
 
 def test_the_loop_in_the_readme_runs_as_pasted(mpirun, pooled, tmp_path):
@@ -98,16 +98,16 @@ def test_what_gossip_had_once_is_told_what_takes_its_place():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="choose one of auto, never; overlap: removed; layers"):
-        mpigossip.Gossip(Alone(), model, optimizer, overlap="layers")
+        mpigossip.Gossip(SingleProcess(), model, optimizer, overlap="layers")
     with pytest.raises(ValueError, match='overlap = "always": choose one of auto, never'):
-        mpigossip.Gossip(Alone(), model, optimizer, overlap="always")
+        mpigossip.Gossip(SingleProcess(), model, optimizer, overlap="always")
     with pytest.raises(ValueError, match="devices: removed; a rank has one device.*ranks_per_node"):
-        mpigossip.Gossip(Alone(), model, optimizer, devices="cpu:2")
+        mpigossip.Gossip(SingleProcess(), model, optimizer, devices="cpu:2")
     with pytest.raises(ValueError, match="kept: removed; write density"):
-        mpigossip.Gossip(Alone(), model, optimizer, wire="top-k", kept=0.1)
+        mpigossip.Gossip(SingleProcess(), model, optimizer, wire="top-k", kept=0.1)
     with pytest.raises(ValueError, match=r"model is a list: .*torch.nn.ModuleList\(\[…\]\) makes"):
-        mpigossip.Gossip(Alone(), [model, model], optimizer)
-    gossip = mpigossip.Gossip(Alone(), model, optimizer)
+        mpigossip.Gossip(SingleProcess(), [model, model], optimizer)
+    gossip = mpigossip.Gossip(SingleProcess(), model, optimizer)
     with pytest.raises(AttributeError, match="no_sync: removed; nothing is sent before"):
         gossip.no_sync()
     with pytest.raises(AttributeError, match="run: removed; a rank has one device"):

@@ -16,9 +16,9 @@ import mpigossip
 from mpigossip import cli
 from mpigossip.config import JobError
 from mpigossip.mixing.members.outages import Outages
-from mpigossip.mixing.members.place import Place, Plan
-from mpigossip.mixing.members.records import Disk
-from mpigossip.runs.members.replay import Differs
+from mpigossip.mixing.members.place import Place, TrainingPlan
+from mpigossip.mixing.members.records import RecordStore
+from mpigossip.runs.members.replay import ReplayMismatch
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from tests.launch import REPO, environment, warmed
@@ -79,7 +79,7 @@ def test_members_train_each_chunk_once_and_end_with_one_average(tmp_path, capsys
     assert found == [True] * 3
     told = f" of {tmp_path / 'run'}: {CHUNKS} chunks for all members together"
     assert capsys.readouterr().err.count(told) >= 3
-    once = chunks_of(tmp_path / "run", Plan(CHUNKS, 1, 600.0))
+    once = chunks_of(tmp_path / "run", TrainingPlan(CHUNKS, 1, 600.0))
     assert once == dict.fromkeys(range(CHUNKS), 1)
     states = [model.state_dict() for model, _ in models]
     for state in states[1:]:
@@ -108,7 +108,7 @@ def test_a_newcomer_begins_at_the_average_with_the_state_of_adam(tmp_path):
     assert not train(tmp_path / "run", *first, most=5)
     assert not train(tmp_path / "run", *second, most=0)
     state = second[0].state_dict()
-    place = Place(Disk(tmp_path / "run"), Plan(CHUNKS, 1, 600.0))
+    place = Place(RecordStore(tmp_path / "run"), TrainingPlan(CHUNKS, 1, 600.0))
     assert place.refresh(0).closed.why == "left" and place.refresh(0).rounds == 5
     assert all(torch.equal(state[name], value) for name, value in first[0].state_dict().items())
     steps = {float(one["step"]) for one in second[1].state.values()}
@@ -132,8 +132,8 @@ def test_an_outage_longer_than_a_lease_ends_the_loop(tmp_path, monkeypatch, caps
             raise OSError(errno.ENOTCONN, "Transport endpoint is not connected", name)
         return publish(disk, name, content)
 
-    publish = Disk.publish_once
-    monkeypatch.setattr(Disk, "publish_once", fails)
+    publish = RecordStore.publish_once
+    monkeypatch.setattr(RecordStore, "publish_once", fails)
     monkeypatch.setattr(Outages, "limit_s", property(lambda _: 0.1, lambda *_: None), raising=False)
     assert not train(tmp_path / "run", *parts())
     assert "not connected, for 0.1 s; this member ends" in capsys.readouterr().err
@@ -199,7 +199,7 @@ def test_a_program_repeats_its_training(tmp_path, capsys):
     assert len(list((folder / "places").iterdir())) == 3
     state = models[0][0].state_dict()
     assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
-    with pytest.raises(Differs, match="round 1 of place 0 is another model than its record"):
+    with pytest.raises(ReplayMismatch, match="round 1 of place 0 is another model than its record"):
         train(folder, *parts(5), replay=True)
     with pytest.raises(JobError, match="no program has begun a training there"):
         train(tmp_path / "none", *parts(), replay=True)
@@ -208,7 +208,7 @@ def test_a_program_repeats_its_training(tmp_path, capsys):
 def test_a_lease_is_five_rounds_or_more(tmp_path):
     with pytest.raises(JobError, match="a lease is 0.001 s: others would take this member for"):
         train(tmp_path / "run", *parts(), lease_s=0.001)
-    place = Place(Disk(tmp_path / "run"), Plan(CHUNKS, 1, 600.0))
+    place = Place(RecordStore(tmp_path / "run"), TrainingPlan(CHUNKS, 1, 600.0))
     assert place.refresh(0).closed.why == "left"  # its chunks are others'
 
 

@@ -15,7 +15,7 @@ import torch
 
 import mpigossip
 from mpigossip.cli import main
-from mpigossip.cluster.ranks import Alone, World
+from mpigossip.cluster.ranks import SingleProcess, World
 from mpigossip.config import JobError
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
@@ -138,7 +138,7 @@ def test_figures_of_the_program_are_columns_beside_the_engines(ranks, tmp_path):
 def test_layers_that_were_unfrozen_after_a_save_are_in_the_next(tmp_path):
     model, _ = make(0)
     model[0].requires_grad_(False)
-    with Alone() as world:
+    with SingleProcess() as world:
         inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
         gossip = mpigossip.Gossip(world, model, inner, run=tmp_path)
         for _ in range(2):
@@ -162,7 +162,7 @@ def test_a_failed_last_checkpoint_is_not_in_the_summary(tmp_path, monkeypatch, c
         return write(folder, node, state)
 
     monkeypatch.setattr(checkpoint, "write_node", full)
-    with Alone() as world:
+    with SingleProcess() as world:
         model, gossip, draw, schedule = begin(world, tmp_path, on_error="continue")
         train(model, gossip, draw, schedule, range(2))
         gossip.save()
@@ -200,7 +200,7 @@ def test_another_number_of_nodes_begins_with_the_exact_average(ranks, tmp_path, 
 
 def alone(folder, width=5, **options):
     model, optimizer = make(0, width)
-    return model, mpigossip.Gossip(Alone(), model, optimizer, run=folder, **options)
+    return model, mpigossip.Gossip(SingleProcess(), model, optimizer, run=folder, **options)
 
 
 def test_what_was_dropped_is_said(tmp_path, ranks, capsys):
@@ -215,7 +215,7 @@ def test_what_was_dropped_is_said(tmp_path, ranks, capsys):
 
 
 def make_run(folder):
-    with Alone() as world:
+    with SingleProcess() as world:
         model, gossip, draw, schedule = begin(world, folder)
         model.register_buffer("mask", torch.ones(3), persistent=False)
         train(model, gossip, draw, schedule, range(2))
@@ -245,7 +245,7 @@ def test_what_does_not_fit_a_folder_is_refused(tmp_path, wrong, said):
 
 
 def test_a_checkpoint_has_what_was_put_in_a_parameters_place(tmp_path):
-    with Alone() as world:
+    with SingleProcess() as world:
         model, gossip, draw, schedule = begin(world, tmp_path)
         train(model, gossip, draw, schedule, range(1))
         model[0].weight.data = model[0].weight.data * 0  # as pruning does
@@ -260,7 +260,7 @@ def test_a_checkpoint_has_what_was_put_in_a_parameters_place(tmp_path):
 
 
 def test_a_step_that_is_written_takes_no_more_figures(tmp_path):
-    with Alone() as world:
+    with SingleProcess() as world:
         model, gossip, draw, schedule = begin(world, tmp_path)
         train(model, gossip, draw, schedule, range(3))
         gossip.log(2, late=1)
@@ -275,12 +275,12 @@ def test_a_step_that_is_written_takes_no_more_figures(tmp_path):
 
 def test_without_a_folder_the_calls_say_what_they_need():
     model, optimizer = make(0)
-    gossip = mpigossip.Gossip(Alone(), model, optimizer)
+    gossip = mpigossip.Gossip(SingleProcess(), model, optimizer)
     for call in (gossip.save, gossip.resume, gossip.exit, gossip.log, lambda: gossip.stopping):
         with pytest.raises(JobError, match='give Gossip run="runs/mine"'):
             call()
     with pytest.raises(JobError, match="keep: goes with a run's folder: give Gossip run="):
-        mpigossip.Gossip(Alone(), *make(0), keep=3)
+        mpigossip.Gossip(SingleProcess(), *make(0), keep=3)
 
 
 def test_jobs_and_loops_do_not_take_each_others_folders(tmp_path, capsys):
@@ -447,7 +447,7 @@ def test_steps_after_a_save_at_unequal_steps_are_saved_too(ranks, tmp_path):
 
 
 def test_without_a_pause_the_limit_holds(ranks, tmp_path):
-    with pytest.raises(RankError, match="LateError"):
+    with pytest.raises(RankError, match="WaitTimeoutError"):
         ranks(2)(at_work, tmp_path, "synchronous", False)
 
 
@@ -489,7 +489,7 @@ def test_a_state_that_a_framework_loads_is_as_new_as_the_folders(tmp_path):
 
 def test_exit_saves_also_where_the_program_handles_an_exception(tmp_path):
     def stopped_in_its_handler():
-        with Alone() as world:
+        with SingleProcess() as world:
             model, gossip, draw, schedule = begin(world, tmp_path / "run")
             train(model, gossip, draw, schedule, range(3))
             try:
@@ -542,7 +542,7 @@ def test_keys_that_look_alike_are_kept_apart(tmp_path):
     state = {key: torch.full((2,), float(k)) for k, key in enumerate(keys)}
     nested = {"x": {1: torch.zeros(1), "1": torch.ones(1)}, "x/1": torch.full((1,), 2.0)}
     for saves, thing in ((True, Thing({"flat": state, "nested": nested})), (False, Thing())):
-        with Alone() as world:
+        with SingleProcess() as world:
             model = torch.nn.Linear(2, 2)
             inner = torch.optim.SGD(model.parameters(), 0.1)
             gossip = mpigossip.Gossip(world, model, inner, run=tmp_path)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
-from mpigossip.optim.inner import Together
+from mpigossip.optim.inner import CombinedOptimizer
 from tests.cases import with_world
 from tests.optim import in_node
 from tests.optim.in_node import GPT, Case, batch, whole, wrapped
@@ -61,7 +61,7 @@ def test_the_bits_are_those_of_both_optimizers_mixed(ranks):
 
 
 def alone(model, **options):
-    return mpigossip.Gossip(Alone(), model, both(model), **options)
+    return mpigossip.Gossip(SingleProcess(), model, both(model), **options)
 
 
 def test_a_loop_goes_on_where_its_state_dict_stood():
@@ -91,7 +91,7 @@ def test_a_loop_goes_on_where_its_state_dict_stood():
 
 def test_a_run_goes_on_from_its_folder(tmp_path):
     def run(folder, steps):
-        with Alone() as world:
+        with SingleProcess() as world:
             model = GPT(0)
             optimizer = mpigossip.Gossip(world, model, both(model), run=folder)
             optimizer.resume()
@@ -110,14 +110,14 @@ def test_what_several_optimizers_cannot_be_is_refused():
     model = GPT(0)
     muon, adamw = both(model)
     with pytest.raises(JobError, match=r"8 parameters are in two of the 2 optimizers"):
-        mpigossip.Gossip(Alone(), model, [muon, torch.optim.AdamW(model.parameters())])
+        mpigossip.Gossip(SingleProcess(), model, [muon, torch.optim.AdamW(model.parameters())])
     with pytest.raises(JobError, match="optimizer has a GPT among its 2"):
-        mpigossip.Gossip(Alone(), model, [muon, model])
+        mpigossip.Gossip(SingleProcess(), model, [muon, model])
     with pytest.raises(JobError, match="this optimizer is a Muon \\+ AdamW"):
-        mpigossip.Gossip(Alone(), model, [muon, adamw], "dmsgd")
+        mpigossip.Gossip(SingleProcess(), model, [muon, adamw], "dmsgd")
     with pytest.raises(JobError, match="LBFGS evaluates its closure"):
-        mpigossip.Gossip(Alone(), model, [torch.optim.LBFGS([model.scale]), muon])
-    optimizer = mpigossip.Gossip(Alone(), model, [muon, adamw])
+        mpigossip.Gossip(SingleProcess(), model, [torch.optim.LBFGS([model.scale]), muon])
+    optimizer = mpigossip.Gossip(SingleProcess(), model, [muon, adamw])
     with pytest.raises(JobError, match="nothing says which of them"):
         optimizer.add_param_group({"params": []})
     backward(model, 0, 0)
@@ -148,7 +148,7 @@ def cut(world, ddp):
 
 @pytest.mark.parametrize("ddp", [True, False])
 def test_nodes_of_two_ranks_take_muons_step_on_whole_matrices(ranks, monkeypatch, ddp):
-    monkeypatch.setattr(in_node, "optimizer_of", lambda model, _: Together(both(model)))
+    monkeypatch.setattr(in_node, "optimizer_of", lambda model, _: CombinedOptimizer(both(model)))
     of_ranks = ranks(4)(cut, ddp, timeout=240)
     wanted = in_node.mixed(2, 2, Case(steps=STEPS, clip=None))
     for node, found in of_ranks:

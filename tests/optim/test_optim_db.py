@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from tests.cases import every, with_world
 
@@ -63,7 +63,7 @@ def trained(world):
 
 
 def test_each_optimizer_has_its_own_bits_or_is_rejected():
-    with Alone() as world:
+    with SingleProcess() as world:
         found = trained(world)
     names = {name for name, _, _ in found}
     assert {"SGD", "AdamW", "LBFGS"} < names and len(found) > 80

@@ -23,8 +23,8 @@ def program(folder):
     """The loop of `several`, saved every few steps, until it is stopped."""
     torch.set_num_threads(1)
     with mpigossip.world(30.0, ranks_per_node=PER) as world:
-        node = world.nodes.column.rank
-        slot = world.nodes.place
+        node = world.nodes.inter_node.rank
+        slot = world.nodes.local_rank
         model = network(node)
         whole = DistributedDataParallel(model, process_group=world.node_group())
         inner = torch.optim.AdamW(model.parameters(), lr=1e-2)

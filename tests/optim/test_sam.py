@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from tests.cases import on_each, with_world
 
@@ -89,19 +89,19 @@ def test_an_optimizer_that_needs_a_closure_is_rejected_by_name(kind):
     else:
         inner = Twice(model.parameters(), lr=0.1)
     with pytest.raises(JobError, match=f"{kind} evaluates .*base optimizer of {kind}"):
-        mpigossip.Gossip(Alone(), model, inner)
+        mpigossip.Gossip(SingleProcess(), model, inner)
     other = torch.optim.SGD(model[2].parameters(), 0.1)
     parts = [
         type(inner)(model[0].parameters(), *([torch.optim.SGD] * (kind == "SAM")), lr=0.1),
         other,
     ]
     with pytest.raises(JobError, match=f"{kind} evaluates"):
-        mpigossip.Gossip(Alone(), model, parts)
+        mpigossip.Gossip(SingleProcess(), model, parts)
 
 
 def test_a_missing_attribute_of_the_inner_optimizer_names_it():
     model = net()
-    optimizer = mpigossip.Gossip(Alone(), model, Extra(model.parameters(), lr=0.1))
+    optimizer = mpigossip.Gossip(SingleProcess(), model, Extra(model.parameters(), lr=0.1))
     with pytest.raises(AttributeError, match=r"'own_method': it is of Extra.*base optimizer"):
         optimizer.own_method()
     assert not hasattr(optimizer, "own_method")
@@ -124,7 +124,7 @@ def values(model):
 def test_the_recipe_alone_has_the_bits_of_sam():
     model = net()
     plain = net()
-    optimizer = recipe(Alone(), model)
+    optimizer = recipe(SingleProcess(), model)
     train(model, optimizer, 0, 4)
     train(plain, SAM(plain.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9), 0, 4)
     assert torch.equal(values(model), values(plain))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError, readable
 from mpigossip.store import StoreError
 from tests.cases import on_each, with_world
@@ -194,7 +194,7 @@ LATER = {
 @on_each("forged", FORGED | LATER)
 def test_a_forged_state_is_refused_and_changes_nothing(forged):
     change, message = (FORGED | LATER)[forged]
-    with Alone() as world:
+    with SingleProcess() as world:
         made = stepped(world)
         state = copy.deepcopy(made.state_dict())
         before = made.vector.x[0].clone()
@@ -208,7 +208,7 @@ def test_a_forged_state_is_refused_and_changes_nothing(forged):
 @on_each("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_rejected_state_leaves_the_model_as_it_was(dtype):
     model = nn.Linear(4, 2).to(dtype)
-    gossip = mpigossip.Gossip(Alone(), model, torch.optim.Adam(model.parameters(), 0.1))
+    gossip = mpigossip.Gossip(SingleProcess(), model, torch.optim.Adam(model.parameters(), 0.1))
     state = gossip.state_dict()
     before = [p.data for p in model.parameters()]
     state["param_groups"] = [*state["param_groups"], {"params": []}]
@@ -228,7 +228,7 @@ def stands(optimizer, change=None, state=None, **options):
     inner = getattr(torch.optim, optimizer)(model.parameters(), 0.01)
     for group in inner.param_groups:
         group.update(change or {})
-    gossip = mpigossip.Gossip(Alone(), model, inner, **options)
+    gossip = mpigossip.Gossip(SingleProcess(), model, inner, **options)
     if state is not None:
         gossip.load_state_dict(copy.deepcopy(state))
     train(model, gossip, 1)
@@ -281,6 +281,6 @@ def test_an_exchange_without_a_step_is_refused_with_fragments():
     model = nn.Linear(4, 32)
     inner = torch.optim.AdamW(model.parameters(), 0.01)
     more = {"fragments": 2, "delay": 2}
-    optimizer = mpigossip.Gossip(Alone(), model, inner, "diloco", period=4, **more)
+    optimizer = mpigossip.Gossip(SingleProcess(), model, inner, "diloco", period=4, **more)
     with pytest.raises(JobError, match=r"the step decides what is sent; leave the call out"):
         optimizer.average()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.optim.settings import settings
 from tests.cases import on_each
@@ -10,7 +10,7 @@ from tests.cases import on_each
 
 def read(algorithm, graph=None, folder=None, **options):
     """The job that these arguments of Gossip mean on 4 nodes."""
-    world = Alone()
+    world = SingleProcess()
     world.size = 4
     cadence = options.pop("cadence", None)
     return settings(

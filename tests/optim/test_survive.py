@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.optim.state import copied, put_back
 from mpigossip.store import checkpoint
@@ -144,7 +144,7 @@ def test_without_a_loss_the_loop_is_any_other(pooled):
     assert "run.survive: this MPI was not started fault-tolerant" in done.stderr
 
 
-class Four(Alone):
+class Four(SingleProcess):
     """Would be four ranks, for what is checked before any of them is needed."""
 
     size = 4

@@ -8,7 +8,7 @@ import torch
 
 import mpigossip
 from mpigossip import algorithms
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.optim.inner import check_plain_sgd
 from mpigossip.optim.settings import settings
@@ -67,7 +67,7 @@ def trained(world, cases):
 
 def read(n, name, mixer, wire):
     """The parts that Gossip's arguments mean on n nodes."""
-    alone = Alone()
+    alone = SingleProcess()
     options = dict(OPTIONS.get(name, {})) | {"seed": 3}
     alone.size = n
     graph = options.pop("graph", None)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from tests import survivors
 from tests.cases import with_world
@@ -182,7 +182,9 @@ def test_bfloat16_parameters_have_a_float32_master():
         master.requires_grad_(True)
     inner = torch.optim.AdamW(masters, lr=1e-4)  # far below what bfloat16 resolves
     twin = copy.deepcopy(model)
-    gossip = mpigossip.Gossip(Alone(), model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    gossip = mpigossip.Gossip(
+        SingleProcess(), model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+    )
     for step in range(8):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).bfloat16()
         for one in (model, twin):
@@ -209,7 +211,7 @@ def test_scaled_gradients_of_float16_are_divided_in_float32(algorithm):
         model.weight.fill_(1.0)
     inner = torch.optim.SGD(model.parameters(), lr=1e5)
     more = {"beta": 0.0} if algorithm == "dmsgd" else {}
-    optimizer = mpigossip.Gossip(Alone(), model, inner, algorithm, **more)
+    optimizer = mpigossip.Gossip(SingleProcess(), model, inner, algorithm, **more)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     for _ in range(10):
         optimizer.zero_grad()
@@ -222,7 +224,7 @@ def test_scaled_gradients_of_float16_are_divided_in_float32(algorithm):
 def test_schedulers_and_closures_see_the_inner_optimizer():
     made = [net(), net()]
     inner = [optimizer(model, "SGD", momentum=0.9) for model in made]
-    gossip = mpigossip.Gossip(Alone(), made[0], inner[0])
+    gossip = mpigossip.Gossip(SingleProcess(), made[0], inner[0])
     steppers = [gossip, inner[1]]
     rates = [torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=9) for one in steppers]
     calls = []
@@ -248,7 +250,7 @@ def refused(match, algorithm="dsgd", make=None, **options):
     model = net()
     inner = (make or (lambda p: torch.optim.SGD(p, lr=0.1)))(list(model.parameters()))
     with pytest.raises(JobError, match=match):
-        mpigossip.Gossip(Alone(), model, inner, algorithm, **options)
+        mpigossip.Gossip(SingleProcess(), model, inner, algorithm, **options)
 
 
 def test_what_does_not_go_is_refused_in_words():
@@ -275,7 +277,7 @@ def test_what_does_not_go_is_refused_in_words():
 def ready(algorithm="dsgd", **options):
     model = net()
     gossip = mpigossip.Gossip(
-        Alone(), model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, **options
+        SingleProcess(), model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, **options
     )
     backward(model, 0, 0)
     gossip.step()
@@ -310,7 +312,7 @@ def test_a_state_fits_a_model_that_was_changed_before_the_first_step():
     model, gossip = ready()
     other = net().to(memory_format=torch.contiguous_format)
     other.conv.requires_grad_(False)
-    again = mpigossip.Gossip(Alone(), other, torch.optim.SGD(other.parameters(), lr=0.1))
+    again = mpigossip.Gossip(SingleProcess(), other, torch.optim.SGD(other.parameters(), lr=0.1))
     other.requires_grad_(True).frozen.requires_grad_(False)
     other.to(memory_format=torch.channels_last)
     again.load_state_dict(copy.deepcopy(gossip.state_dict()))

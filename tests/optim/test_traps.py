@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError, readable
-from mpigossip.config.errors import NotFinite
+from mpigossip.config.errors import NonFiniteError
 from mpigossip.optim.gossip import LOADED
 from mpigossip.optim.node import THAWED
 from mpigossip.store import checkpoint
@@ -124,12 +124,12 @@ def test_parameters_that_were_given_other_memory_are_taken_back(ranks, name, opt
 
 def test_what_is_no_parameter_of_the_optimizer_any_more_is_refused():
     model = make()
-    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     with pytest.raises(JobError, match=r"none of the model's parameters"):
         train(optimizer, model, 0, range(1))
     model = make()
-    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     train(optimizer, model, 0, range(1))
     model.bfloat16()
     with pytest.raises(JobError, match=r"was \(5, 6\) torch\.float32 on cpu.*is \(5, 6\) torch\.b"):
@@ -145,7 +145,7 @@ def test_what_is_no_parameter_of_the_optimizer_any_more_is_refused():
 def test_parameters_that_the_model_gets_after_gossip_was_made_are_refused():
     def added(steps):
         model = make()
-        optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+        optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
         train(optimizer, model, 0, range(steps))
         return model.append(nn.Linear(2, 2)), optimizer
 
@@ -306,7 +306,7 @@ def test_buffers_are_averaged(ranks, recalibrate):
 def test_recalibration_leaves_dropout_off():
     model = make(0, nn.Dropout(0.5), nn.BatchNorm1d(2))
     model[1].eval()
-    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     batches = [[torch.randn(8, 6) + k, "targets"] for k in range(3)]
     shown = [model[:3](x).detach() for x, _ in batches]
     with optimizer.averaged(recalibrate=batches):
@@ -318,14 +318,14 @@ def test_recalibration_leaves_dropout_off():
 
 def test_recalibration_without_a_norm_is_refused():
     model = make()
-    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     with pytest.raises(JobError, match="no BatchNorm"), optimizer.averaged(recalibrate=[]):
         pass
 
 
 def test_recalibration_without_a_batch_is_refused():
     model = make(0, nn.BatchNorm1d(2))
-    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     with pytest.raises(JobError, match="no batch came on rank 0"):
         optimizer.averaged(recalibrate=iter(())).__enter__()
 
@@ -367,7 +367,7 @@ class Kept(Named):
 )
 def test_batches_that_are_mappings_recalibrate(kind, twin, paired):
     model = kind()
-    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     draws = [torch.randn(8, 6) + k for k in range(3)]
     batches = [{"values": x, "mask": torch.full((8, 6), 2.0), "labels": x} for x in draws]
     batches = [(batch, batch["labels"]) for batch in batches] if paired else batches
@@ -382,7 +382,7 @@ def test_batches_that_are_mappings_recalibrate(kind, twin, paired):
 def test_a_batch_that_raises_during_recalibration_leaves_the_model_as_it_was():
     model = make(0, nn.BatchNorm1d(2, momentum=0.3), nn.Dropout(0.5))
     model[1].eval()
-    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     train(optimizer, model, 0, [0])
     before = values(model)
     counted = model[3].num_batches_tracked.clone()
@@ -494,7 +494,7 @@ def test_what_is_frozen_is_counted_and_said_once(capsys):
     for _ in range(2):
         model = make()
         model[0].requires_grad_(False)
-        optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+        optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     assert capsys.readouterr().err == (
         "mpigossip: parameters 0.weight, 0.bias (35 values) don't require gradients: rank 0's on "
         "all nodes, and exchanged from the step on at which they do\n"
@@ -503,14 +503,16 @@ def test_what_is_frozen_is_counted_and_said_once(capsys):
     model[0].requires_grad_(True)
     train(optimizer, model, 0, range(2, 3))
     assert "step 2: parameters 0.weight, 0.bias require gradients" in capsys.readouterr().err
-    few = mpigossip.Gossip(Alone(), model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    few = mpigossip.Gossip(SingleProcess(), model, torch.optim.SGD(model[0].parameters(), lr=0.1))
     assert "2.weight, 2.bias are exchanged, but in no group" in capsys.readouterr().err
     few.close()
 
 
 def frozen_since(algorithm, inner):
     model = make()
-    optimizer = mpigossip.Gossip(Alone(), model, inner(model.parameters(), lr=0.1), algorithm)
+    optimizer = mpigossip.Gossip(
+        SingleProcess(), model, inner(model.parameters(), lr=0.1), algorithm
+    )
     train(optimizer, model, 0, range(3))
     model[0].requires_grad_(False)
     before = values(model)
@@ -546,7 +548,7 @@ def test_what_is_frozen_for_a_while_or_no_part_of_the_vector_any_more_is_no_mist
     model = make()
     model[2].requires_grad_(False)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = mpigossip.Gossip(Alone(), model, plain, "dmsgd")
+    optimizer = mpigossip.Gossip(SingleProcess(), model, plain, "dmsgd")
     train(optimizer, model, 0, range(2))
     model[0].requires_grad_(False)
     with optimizer.averaged():
@@ -563,7 +565,9 @@ def test_masters_stay_where_others_are_unfrozen():
     model[1].requires_grad_(False)
     with torch.no_grad():
         model[0].weight.fill_(1.0)
-    optimizer = mpigossip.Gossip(Alone(), model, torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer = mpigossip.Gossip(
+        SingleProcess(), model, torch.optim.SGD(model.parameters(), lr=1.0)
+    )
     for step in range(10):
         if step == 5:
             model[1].requires_grad_(True)
@@ -579,7 +583,7 @@ def test_the_loss_of_another_network_passes_through_between_steps():
     """As in a GAN: the generator's backward() goes through the discriminator behind its step."""
     model = make()
     other = nn.Linear(6, 6)
-    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     for none in (True, False, True):
         x = torch.randn(4, 6)
         optimizer.zero_grad(set_to_none=none)
@@ -591,7 +595,7 @@ def test_the_loss_of_another_network_passes_through_between_steps():
 
 
 def test_a_closed_gossip_is_let_go():
-    with Alone() as alone:
+    with SingleProcess() as alone:
         model = make()
         optimizer = mpigossip.Gossip(alone, model, sgd(model))
         train(optimizer, model, 0, range(2))
@@ -606,7 +610,7 @@ def test_many_gossips_one_after_the_other_leave_nothing_behind():
     """No hook, and no object of the package but the note in the world that it is closed."""
     model = make()
     counts = []
-    with Alone() as alone:
+    with SingleProcess() as alone:
         for cycle in range(25):
             inner = sgd(model)
             optimizer = mpigossip.Gossip(alone, model, inner)
@@ -626,7 +630,7 @@ def test_many_gossips_one_after_the_other_leave_nothing_behind():
 def test_adpsgd_may_begin_at_rate_0():
     model = make()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = mpigossip.Gossip(Alone(), model, inner, "adpsgd", total=20, period=1)
+    optimizer = mpigossip.Gossip(SingleProcess(), model, inner, "adpsgd", total=20, period=1)
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 5))
     for step in range(20):
         train(optimizer, model, 0, [step])
@@ -657,7 +661,7 @@ def test_several_modules_are_given_as_one(ranks):
     head = make()
     both = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
     with pytest.raises(JobError, match="4 parameters that are not the model's.*ModuleList.*of all"):
-        mpigossip.Gossip(Alone(), body, both)
+        mpigossip.Gossip(SingleProcess(), body, both)
 
 
 # -- the optimizer ---------------------------------------------------------------------
@@ -666,7 +670,7 @@ def test_several_modules_are_given_as_one(ranks):
 def test_a_step_of_the_inner_optimizer_is_refused():
     model = make()
     inner = sgd(model)
-    optimizer = mpigossip.Gossip(Alone(), model, inner)
+    optimizer = mpigossip.Gossip(SingleProcess(), model, inner)
     train(optimizer, model, 0, range(2))
     before = values(model)
 
@@ -688,28 +692,28 @@ def test_a_step_of_the_inner_optimizer_is_refused():
 def test_an_optimizer_is_inside_one_gossip_and_has_no_copy():
     model = make()
     inner = sgd(model)
-    optimizer = mpigossip.Gossip(Alone(), model, inner)
+    optimizer = mpigossip.Gossip(SingleProcess(), model, inner)
     with pytest.raises(JobError, match=r"the SGD is inside another Gossip.*close\(\)"):
-        mpigossip.Gossip(Alone(), model, inner)
+        mpigossip.Gossip(SingleProcess(), model, inner)
     for call in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(JobError, match=r"Gossip can't be copied.*optimizer\.state_dict\(\)"):
             call(optimizer)
     optimizer.close()
-    mpigossip.Gossip(Alone(), model, inner)
+    mpigossip.Gossip(SingleProcess(), model, inner)
 
 
 def test_a_parameter_that_the_optimizer_leaves_out_is_not_watched():
     """Its gradient adds up, as zero_grad() of the optimizer doesn't know it."""
     model = make()
     optimizer = mpigossip.Gossip(
-        Alone(), model, torch.optim.SGD([model[0].weight, model[2].weight], lr=0.1)
+        SingleProcess(), model, torch.optim.SGD([model[0].weight, model[2].weight], lr=0.1)
     )
     train(optimizer, model, 0, range(3))
 
 
 def test_steps_without_a_gradient_are_reported_once(capsys):
     model = make()
-    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     train(optimizer, model, 0, range(1))
     assert capsys.readouterr().err == ""
     train(optimizer, copy.deepcopy(model), 0, range(1, 3))
@@ -718,7 +722,7 @@ def test_steps_without_a_gradient_are_reported_once(capsys):
 
 
 def test_training_and_saving_inside_averaged_are_refused(tmp_path):
-    world = Alone()
+    world = SingleProcess()
     model = make()
     optimizer = mpigossip.Gossip(world, model, sgd(model), run=tmp_path)
     with optimizer.averaged():
@@ -749,7 +753,7 @@ def test_a_step_behind_the_end_of_its_world_is_refused(ranks):
 def test_an_exchange_without_a_step_comes_first_or_at_a_rate_of_0():
     model = make()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = mpigossip.Gossip(Alone(), model, inner, "qg-dmsgd")
+    optimizer = mpigossip.Gossip(SingleProcess(), model, inner, "qg-dmsgd")
     optimizer.average()
     inner.param_groups[0]["lr"] = 0.0  # as a schedule ends
     optimizer.average()
@@ -763,13 +767,22 @@ def test_an_exchange_without_a_step_comes_first_or_at_a_rate_of_0():
 @on_each(
     ("arguments", "words"),
     [
-        (lambda m: (Alone(), np.zeros(3), sgd(m)), r"model is a ndarray.*mpigossip\.Averager"),
-        (lambda m: (Alone(), torch.zeros(3), sgd(m)), r"model is a Tensor.*mpigossip\.Averager"),
-        (lambda m: (Alone(), [m, 3], sgd(m)), "model is a list: give a torch.nn.Module"),
-        (lambda m: (Alone(), sgd(m), m), r"optimizer is Sequential"),
-        (lambda m: (Alone(), m, torch.optim.SGD), r"optimizer is SGD: .* made already"),
-        (lambda m: (m, sgd(m), Alone()), r"world is a Sequential.*mpigossip\.world\(\)"),
-        (lambda m: (Alone(), m.to("meta"), sgd(m)), r"0\.weight is on the meta device.*to_empty"),
+        (
+            lambda m: (SingleProcess(), np.zeros(3), sgd(m)),
+            r"model is a ndarray.*mpigossip\.Averager",
+        ),
+        (
+            lambda m: (SingleProcess(), torch.zeros(3), sgd(m)),
+            r"model is a Tensor.*mpigossip\.Averager",
+        ),
+        (lambda m: (SingleProcess(), [m, 3], sgd(m)), "model is a list: give a torch.nn.Module"),
+        (lambda m: (SingleProcess(), sgd(m), m), r"optimizer is Sequential"),
+        (lambda m: (SingleProcess(), m, torch.optim.SGD), r"optimizer is SGD: .* made already"),
+        (lambda m: (m, sgd(m), SingleProcess()), r"world is a Sequential.*mpigossip\.world\(\)"),
+        (
+            lambda m: (SingleProcess(), m.to("meta"), sgd(m)),
+            r"0\.weight is on the meta device.*to_empty",
+        ),
     ],
 )
 def test_other_things_are_refused_in_words(arguments, words):
@@ -819,7 +832,7 @@ def poisoned(world, value, save=False, **options):
 def test_what_is_no_number_is_named_before_it_travels(options, value, step):
     """What the neighbours get of a step ahead is what it began at."""
     said = rf"step {step}: \d+ values that node 0 was about to send are NaN or infinite, the first"
-    with Alone() as world, pytest.raises(NotFinite, match=said):
+    with SingleProcess() as world, pytest.raises(NonFiniteError, match=said):
         poisoned(world, float(value), **options)
 
 
@@ -846,7 +859,7 @@ def poisoned_run(comm, folder):
     try:
         with World(comm) as world:
             poisoned(world, float("nan"), True, algorithm="cpsgd", run=folder)
-    except NotFinite as error:
+    except NonFiniteError as error:
         return str(error)
     return ""
 
@@ -910,19 +923,19 @@ def test_what_only_one_rank_calls_is_named(mpirun, n, does):
 
 
 DEFAULT = {
-    "Gossip": lambda model, _: mpigossip.Gossip(Alone(), model, sgd(model)),
+    "Gossip": lambda model, _: mpigossip.Gossip(SingleProcess(), model, sgd(model)),
     "step()": lambda model, optimizer: optimizer.step(),
     "state_dict()": lambda model, optimizer: optimizer.state_dict(),
     "load_state_dict()": lambda model, optimizer: optimizer.load_state_dict({}),
     "average()": lambda model, optimizer: optimizer.average(),
-    "Averager": lambda model, _: mpigossip.Averager(Alone(), "ring", like=values(model)),
+    "Averager": lambda model, _: mpigossip.Averager(SingleProcess(), "ring", like=values(model)),
 }
 
 
 @on_each("call", DEFAULT)
 def test_meta_as_the_default_device_is_rejected(call):
     model = make()
-    optimizer = mpigossip.Gossip(world := Alone(), model, sgd(model))
+    optimizer = mpigossip.Gossip(world := SingleProcess(), model, sgd(model))
     train(optimizer, model, 0, range(1))
     torch.set_default_device("meta")
     try:
@@ -953,8 +966,8 @@ def test_a_model_without_shapes_is_rejected(kind, name):
     model = make()
     lazy = kind()
     with pytest.raises(JobError, match=rf"the model's {name} has no shape yet.*model\(batch\)"):
-        mpigossip.Gossip(Alone(), lazy, torch.optim.SGD(lazy.parameters(), lr=0.1))
-    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+        mpigossip.Gossip(SingleProcess(), lazy, torch.optim.SGD(lazy.parameters(), lr=0.1))
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     with pytest.raises(JobError, match=f"the twin's {name} has no shape yet"):
         optimizer.averaged(lazy).__enter__()
 
@@ -962,7 +975,7 @@ def test_a_model_without_shapes_is_rejected(kind, name):
 def test_sparse_adam_is_refused_where_gradients_become_dense():
     for algorithm in ("dsgd", "parallel", "dsgt"):
         model = nn.Embedding(10, 4, sparse=True)
-        with Alone() as world:
+        with SingleProcess() as world:
             inner = torch.optim.SparseAdam(model.parameters())
             if algorithm != "dsgd":
                 with pytest.raises(JobError, match="exchanges gradients as dense arrays"):

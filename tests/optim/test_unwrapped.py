@@ -9,7 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from tests.cases import on_each
 from tests.optim.in_node import whole
@@ -42,7 +42,7 @@ def train(forward, optimizer, steps=3, rank=0, after=lambda: None):
 def test_each_parameter_is_a_storage_of_its_own(tmp_path):
     """Else Accelerate takes them for tied, and its checkpoint holds one of them."""
     model = net()
-    train(model, mpigossip.Gossip(Alone(), model, adamw(model)))
+    train(model, mpigossip.Gossip(SingleProcess(), model, adamw(model)))
     storages = [p.untyped_storage() for p in model.parameters()]
     assert len({each.data_ptr() for each in storages}) == len(storages)
     torch.save(model.state_dict()["3.bias"], tmp_path / "saved")
@@ -88,7 +88,7 @@ def test_what_stands_around_the_model_changes_no_bit_before_or_after(one_thread)
             for before in (True, False):
                 model = net()
                 given = wrap(model) if before else model
-                optimizer = mpigossip.Gossip(Alone(), given, adamw(given))
+                optimizer = mpigossip.Gossip(SingleProcess(), given, adamw(given))
                 train(given if before else wrap(model), optimizer)
                 found[name, before] = whole(model)
                 assert {*optimizer.state_dict()["gossip"]["names"]} == {
@@ -125,19 +125,19 @@ def test_an_optimizer_that_joins_ranks_is_refused():
     with joined(0, 1, distributed.HashStore()):
         sharing = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
         with pytest.raises(JobError, match="is a ZeroRedundancyOptimizer, which joins ranks"):
-            mpigossip.Gossip(Alone(), model, sharing)
+            mpigossip.Gossip(SingleProcess(), model, sharing)
 
 
 @on_each("first", [True, False])
 def test_a_state_goes_on_with_and_without_compile(tmp_path, first):
     model = net()
     given = compiled(model) if first else model
-    optimizer = mpigossip.Gossip(Alone(), given, adamw(given))
+    optimizer = mpigossip.Gossip(SingleProcess(), given, adamw(given))
     train(given, optimizer)
     torch.save(optimizer.state_dict(), tmp_path / "saved")
     again = net()
     other = again if first else compiled(again)
-    resumed = mpigossip.Gossip(Alone(), other, adamw(other))
+    resumed = mpigossip.Gossip(SingleProcess(), other, adamw(other))
     resumed.load_state_dict(torch.load(tmp_path / "saved", weights_only=True))
     assert torch.equal(whole(again), whole(model))
     train(other, resumed, rank=1)
@@ -152,7 +152,10 @@ def test_a_state_goes_on_with_and_without_compile(tmp_path, first):
 def test_a_models_average_over_steps_is_that_of_the_plain_optimizer(ema):
     """AveragedModel copies the model before or after the vector is laid out; SWALR drives it."""
     kept = []
-    for wrap in (lambda model, inner: inner, lambda m, inner: mpigossip.Gossip(Alone(), m, inner)):
+    for wrap in (
+        lambda model, inner: inner,
+        lambda m, inner: mpigossip.Gossip(SingleProcess(), m, inner),
+    ):
         model = net()
         optimizer = wrap(model, adamw(model))
         scheduler = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)

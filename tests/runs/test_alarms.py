@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import load
 from mpigossip.runs.alarms import CadenceWarning, Divergence, Straggler, watchers
 from mpigossip.runs.run import Run
@@ -66,7 +66,7 @@ def test_the_reserve_grows_with_steps_saves_and_agreement():
 
 def test_asynchronous_nodes_keep_back_rounds_not_as_many_as_these_have_steps(tmp_path):
     made = load({"run": {"output": str(tmp_path)}, "node": {"mixer": "asynchronous"}})
-    with Alone() as world, ExitStack() as resources:
+    with SingleProcess() as world, ExitStack() as resources:
         world.comm = object()
         lag = Run(world, made, None, resources).stopper._clock._lag
         world.comm = None
@@ -167,7 +167,7 @@ def test_a_clock_that_is_set_forward_is_no_long_step():
 def test_every_wish_to_stop_is_heard_at_a_step_boundary(tmp_path, capsys, how):
     end = 1.0 if how == "clock" else None
     before = signal.getsignal(signal.SIGUSR2)
-    with Stopper(Alone(), tmp_path, end) as stopper:
+    with Stopper(SingleProcess(), tmp_path, end) as stopper:
         if how == "signal":
             os.kill(os.getpid(), signal.SIGUSR2)
         if how == "file":
@@ -182,13 +182,13 @@ def test_every_wish_to_stop_is_heard_at_a_step_boundary(tmp_path, capsys, how):
 
 
 def test_a_file_system_that_fails_for_a_moment_stops_nothing():
-    with Stopper(Alone(), Path("long" * 100)) as stopper:
+    with Stopper(SingleProcess(), Path("long" * 100)) as stopper:
         assert not any(stopper.wants_stop(done) for done in range(1, 20))
 
 
 def test_a_rank_whose_launcher_is_gone_stops(tmp_path, monkeypatch):
     for size, stops in ((2, [8]), (1, [])):  # a program without a launcher may lose its shell
-        world = Alone()
+        world = SingleProcess()
         progress = SimpleNamespace(warnings=[])
         world.size = size
         with monkeypatch.context() as patch, Stopper(world, tmp_path) as stopper:

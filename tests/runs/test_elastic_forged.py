@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.runs import launch
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store import manifest as manifests
@@ -21,7 +21,7 @@ def run(tmp_path_factory):
     """Two nodes, four steps, with momentum."""
     folder = tmp_path_factory.mktemp("forged") / "run"
     settings = ["model.name=mlp", "model.hidden=[4]", "run.steps=4", "data.batch=8"]
-    launch.train(assemble.load({}, [*settings, f"run.output={folder}"]), Alone(), 2)
+    launch.train(assemble.load({}, [*settings, f"run.output={folder}"]), SingleProcess(), 2)
     return folder
 
 
@@ -78,4 +78,4 @@ def test_what_no_run_leaves_is_refused(run, tmp_path, forged, nodes):
     shutil.copytree(run, folder)
     change(checkpoint.latest(folder))
     with pytest.raises(StoreError, match=message):
-        launch.resume(folder, ["run.steps=6", f"run.output={folder}"], Alone(), nodes)
+        launch.resume(folder, ["run.steps=6", f"run.output={folder}"], SingleProcess(), nodes)

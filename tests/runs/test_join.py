@@ -16,12 +16,12 @@ from mpigossip import cli
 from mpigossip.analysis.report import stays
 from mpigossip.config import JobError
 from mpigossip.mixing.members import outages
-from mpigossip.mixing.members.live import Live
-from mpigossip.mixing.members.place import Place, Plan
-from mpigossip.mixing.members.records import Disk
+from mpigossip.mixing.members.live import FolderExchange
+from mpigossip.mixing.members.place import Place, TrainingPlan
+from mpigossip.mixing.members.records import RecordStore
 from mpigossip.runs.members import join as joining
 from mpigossip.runs.members.join import join
-from mpigossip.runs.members.replay import Differs, replay
+from mpigossip.runs.members.replay import ReplayMismatch, replay
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import LogWriter, read
 from mpigossip.training.assemble import load
@@ -97,7 +97,7 @@ def test_members_train_and_replay_is_equal(tmp_path, algorithm):
 
 def test_waiting_for_a_chunk_is_no_part_of_a_round(tmp_path, monkeypatch):
     """A lease is five rounds or more: those of training, not what others take meanwhile."""
-    chunk = Live.chunk
+    chunk = FolderExchange.chunk
     asked = []
 
     def late(live):
@@ -105,7 +105,7 @@ def test_waiting_for_a_chunk_is_no_part_of_a_round(tmp_path, monkeypatch):
         time.sleep(2.1 * (len(asked) == 2))
         return chunk(live)
 
-    monkeypatch.setattr(Live, "chunk", late)
+    monkeypatch.setattr(FolderExchange, "chunk", late)
     assert join(tmp_path / "run", job(), lease_s=10.0, poll_s=0.05)["finished"]
     lease_of = joining.check_lease
     monkeypatch.setattr(joining, "check_lease", lambda _, round_s: lease_of(0.0, round_s))
@@ -155,7 +155,9 @@ def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
 def test_a_place_that_another_has_closed_is_told_and_reported(tmp_path):
     begin(tmp_path)
     told: list[str] = []
-    one, other = (Place(Disk(tmp_path), Plan(9, 1, 0.0), tell=told.append) for _ in range(2))
+    one, other = (
+        Place(RecordStore(tmp_path), TrainingPlan(9, 1, 0.0), report=told.append) for _ in range(2)
+    )
     for place in (one, other):
         place.join()
         place.start([], {"host": "vm"})
@@ -200,13 +202,13 @@ def test_a_changed_record_is_found_by_replay(tmp_path):
     at = text.index('"digest": "') + 11
     record.unlink()
     record.write_text(text[:at] + "0" * 64 + text[at + 64 :])
-    with pytest.raises(Differs, match="round 2 of place 0 is another model.* says$"):
+    with pytest.raises(ReplayMismatch, match="round 2 of place 0 is another model.* says$"):
         replay(folder)
     start = folder / "chain/000000/000000"
     other = start.read_text().replace('"threads": "', '"threads": "7')
     start.unlink()
     start.write_text(other)
-    with pytest.raises(Differs, match="it was made with threads 7"):
+    with pytest.raises(ReplayMismatch, match="it was made with threads 7"):
         replay(folder)
     record.unlink()
     for rounds in (None, (3, 3)):
@@ -280,7 +282,7 @@ def test_folders_that_are_refused(tmp_path, capsys):
     with pytest.raises(JobError, match='imports model.name = "os:system"'):
         replay(folder, job=job())  # one's own job doesn't name it
     (folder / "job.toml").write_text(text.replace('"cpu:1"', '"gpu:1"'))
-    assert joining.job_there(Disk(folder)).node.devices == "gpu:1"
+    assert joining.job_there(RecordStore(folder)).node.devices == "gpu:1"
     (folder / "job.toml").write_text(text)
     (folder / "END").write_text("{}")
     with pytest.raises(StoreError, match="END is no record"):
@@ -300,7 +302,7 @@ def test_only_a_graph_may_name_a_file(tmp_path):
         section, _, key = setting.partition(".")
         (tmp_path / "job.toml").write_text(f'[{section}]\n{key} = "file:evil"\n')
         with pytest.raises(JobError) as raised:
-            joining.check_fit(joining.job_there(Disk(tmp_path)))
+            joining.check_fit(joining.job_there(RecordStore(tmp_path)))
         assert (f'imports {setting} = "file:evil"' in str(raised.value)) == code
 
 
@@ -323,7 +325,7 @@ def test_a_folder_that_can_not_be_read_ends_the_command(
 
     monkeypatch.setattr(os, "open", fails)
     monkeypatch.setattr(outages, "START_S", 0.05)
-    monkeypatch.setattr(outages.Outages.__init__, "__defaults__", (outages.note, 0.05))
+    monkeypatch.setattr(outages.Outages.__init__, "__defaults__", (outages.print_note, 0.05))
     assert cli.main(["join", str(folder)]) == code
     said = capsys.readouterr().err
     assert said.count(os.strerror(number)) == 2 and said.count("trying again") == 1

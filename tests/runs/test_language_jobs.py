@@ -7,7 +7,7 @@ import torch
 
 from mpigossip import models
 from mpigossip.analysis import dryrun
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.engine.vector import flatten
 from mpigossip.runs import launch
 from mpigossip.store.packing import pack
@@ -63,6 +63,6 @@ def test_small_models_of_the_jobs_learn(name, settings, most, tmp_path):
     (tmp_path / "text").write_text("one peer a round, and all have the mean; " * 1500)
     text = pack(tmp_path / "text", tmp_path / "text.h5", text=True)
     small = [f"data.source={text}", f"run.output={tmp_path / 'run'}", *SMALL, *settings.split()]
-    with Alone() as world:
+    with SingleProcess() as world:
         summary = launch.train(assemble.load(JOBS / f"{name}.toml", small), world, 2)
     assert summary["nats_per_byte"] == summary["loss"] < most  # a letter at a time: 2.6

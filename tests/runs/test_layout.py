@@ -5,7 +5,7 @@ import re
 import h5py
 import pytest
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.runs import launch
 from mpigossip.store import checkpoint
 from mpigossip.training import assemble
@@ -51,7 +51,7 @@ def words(*texts):
 
 def train(folder, *settings, world=None):
     job = assemble.load({}, [*JOB, *settings, f"run.output={folder}"])
-    launch.train(job, world or Alone(), None if world else 2)
+    launch.train(job, world or SingleProcess(), None if world else 2)
 
 
 BUFFERS = {"num_batches_tracked": "int64", "running_mean": "float32", "running_var": "float32"}

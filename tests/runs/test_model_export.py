@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mpigossip.analysis.report import write
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.runs import launch, model_export
 from mpigossip.runs.job import JobNode
 from mpigossip.runs.model_export import averaged, export
@@ -70,7 +70,7 @@ def trained(tmp_path_factory):
         "schedule": {"lr": 0.3},
     }
     sys.path.insert(0, str(folder))
-    with Alone() as alone:
+    with SingleProcess() as alone:
         summary = launch.train(assemble.load(settings), alone, 3)
     sys.path.remove(str(folder))
     yield folder, summary
@@ -123,8 +123,8 @@ def test_what_is_evaluated_exported_and_gone_on_from_are_the_same_bits(trained, 
     exported = averaged(path, checkpoint.read_manifest(path))
     job = assemble.load(checkpoint.read_manifest(path).job)
     for n in (3, 1):  # exactly, then elastically
-        assembly = assemble.assemble(job, Alone(), n)
-        restore(JobNode(assembly, Alone()), path, checkpoint.read_manifest(path))
+        assembly = assemble.assemble(job, SingleProcess(), n)
+        restore(JobNode(assembly, SingleProcess()), path, checkpoint.read_manifest(path))
         module = averaged_model(assembly.trainer.replicas, assembly.trainer.mixer)
         found = dict(module.named_parameters()) | dict(module.named_buffers())
         for name, value in exported.items():

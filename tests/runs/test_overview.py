@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from mpigossip.config import NodeSection
 from mpigossip.graphs import graph
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.runs import overview
 
 
@@ -12,7 +12,7 @@ def test_the_ways_of_gpus_are_said_with_their_reasons():
     routes = {1: "windows (proven)", 2: "host (no GPU-aware MPI)", 3: "host (no GPU-aware MPI)"}
     engine = SimpleNamespace(
         mixer=SimpleNamespace(rows=[0], synchronous=True, routes=routes),
-        cadence=SimpleNamespace(kinds={Kind.GOSSIP}),
+        cadence=SimpleNamespace(kinds={ExchangeKind.GOSSIP}),
     )
     column = SimpleNamespace(hosts=["a", "a", "b", "b"])
     world = SimpleNamespace(comm=object(), survives=False, nodes=SimpleNamespace(column=column))

@@ -9,7 +9,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from mpigossip.analysis import plot, report
-from mpigossip.cluster.ranks import Alone, World
+from mpigossip.cluster.ranks import SingleProcess, World
 from mpigossip.runs import launch
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -48,7 +48,7 @@ def on_the_path(monkeypatch):
 
 
 def train(made, nodes=3):
-    with Alone() as alone:
+    with SingleProcess() as alone:
         return launch.train(made, alone, nodes)
 
 
@@ -67,7 +67,7 @@ def test_trains_evaluates_resumes_and_is_shown_by_its_own_metrics(ranks, name, t
     half = summary["steps"] // 2 + 1
     cut = train(job(name, tmp_path / "cut", f"run.steps={half}"))
     torch.rand(5)
-    with Alone() as alone:
+    with SingleProcess() as alone:
         again = launch.resume(tmp_path / "cut", ["run.steps=none"], alone, None)
     assert cut["steps"] == half and again["digest"] == summary["digest"]
     if name in ("shapes", "stream"):
@@ -87,7 +87,7 @@ def test_trains_evaluates_resumes_and_is_shown_by_its_own_metrics(ranks, name, t
 
 def test_a_stream_that_is_resumed_says_that_it_is_read_again(tmp_path, capsys):
     train(job("stream", tmp_path / "run", "run.steps=3"))
-    with Alone() as alone:
+    with SingleProcess() as alone:
         launch.resume(tmp_path / "run", ["run.steps=4"], alone, None)
     assert (
         "the stream is read again from its beginning, 48 samples a node" in capsys.readouterr().out

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.engine.measurements import Record
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.runs.job import JobNode
 from mpigossip.runs.overview import overview
@@ -36,17 +36,17 @@ class Told(Simulated):
 
 def progress_of(assembly, world):
     node = JobNode(assembly, world)
-    about = lambda: node.about(found)  # noqa: E731
+    about = lambda: node.overview_lines(found)  # noqa: E731
     folder = node.job.run.folder
     n = node.mixer.n
-    found = Progress(node.job, folder, n, about=about, **node.expected())
+    found = Progress(node.job, folder, n, about=about, **node.progress_fields())
     return found
 
 
 def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False, folder="nowhere/else"):
     """What a printer writes to `stream` in a short run, made up but for its overview."""
     job = assemble.load(JOB, ["run.steps=20", f"run.output={folder}"])
-    with Alone() as alone:
+    with SingleProcess() as alone:
         assembly = assemble.assemble(job, alone, 4)
         alone.rank = rank
         progress = progress_of(assembly, alone)
@@ -57,7 +57,7 @@ def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False, folder="nowhere/e
         seconds = {"compute_s": 0.03, "node_s": 0.0, "exchange_s": 0.005, "idle_s": 0.005}
         for k in range(steps):
             loss = torch.full((4,), 2.0 - k, dtype=torch.float64)
-            record = Record(k, Kind.GOSSIP, 0.1, loss, loss, loss, float("nan"), seconds)
+            record = Record(k, ExchangeKind.GOSSIP, 0.1, loss, loss, loss, float("nan"), seconds)
             mixer.exchange_seconds += 0.04 * thread
             mixer.wait_seconds += 0.01
             printer._shown -= 1.0  # as if a second had gone by
@@ -91,7 +91,7 @@ def test_a_batch_log_gets_one_plain_line_an_interval():
 
 
 def test_who_rests_leaves_the_figures_of_the_step_before():
-    with Alone() as alone:
+    with SingleProcess() as alone:
         settings = ["run.output=nowhere/else", "algorithm.name=gasloc", "cadence.period=[1,3]"]
         assembly = assemble.assemble(assemble.load(JOB, settings), alone, 2)
         progress = progress_of(assembly, alone)
@@ -100,14 +100,16 @@ def test_who_rests_leaves_the_figures_of_the_step_before():
         printer.start(progress, assembly)
         for k, (loss, rested) in enumerate([(0.5, ()), (float("nan"), (0,))]):
             value = torch.tensor([loss], dtype=torch.float64)
-            record = Record(k, Kind.LOCAL, 0.1, value, value, value, loss, {"compute_s": 1.0})
-            record.figures = {"accuracy": value}
-            record.rested = rested
+            record = Record(
+                k, ExchangeKind.LOCAL, 0.1, value, value, value, loss, {"compute_s": 1.0}
+            )
+            record.metrics = {"accuracy": value}
+            record.idle_rows = rested
             printer.step(progress, record)
         assembly.close()
     (last,) = [line for line in stream.getvalue().splitlines() if line.startswith("step 2/")]
     assert "loss 0.5000  accuracy 0.5000" in last
-    assert assembly.engine.cadence.share == 4 / 6
+    assert assembly.engine.cadence.local_fraction == 4 / 6
 
 
 def test_what_is_hidden_is_said_where_a_thread_exchanges():
@@ -139,7 +141,7 @@ def test_rank_0_alone_speaks():
 )
 def test_the_first_screen_says_what_was_built(settings, says, tmp_path):
     job = assemble.load(JOB, [*settings, f"run.output={tmp_path}"])
-    with Alone() as alone:
+    with SingleProcess() as alone:
         assembly = assemble.assemble(job, alone, 4)
         screen = dict(overview(progress_of(assembly, alone), assembly, alone))
         assembly.close()
@@ -153,7 +155,7 @@ def test_the_first_screen_says_what_was_built(settings, says, tmp_path):
 
 def test_the_memory_said_is_the_memory_held(tmp_path):
     job = assemble.load(JOB, ["algorithm.style=atc", "local.name=sgd", f"run.output={tmp_path}"])
-    with Alone() as alone:
+    with SingleProcess() as alone:
         assembly = assemble.assemble(job, alone, 2)
         trainer = assembly.trainer
         screen = dict(overview(progress_of(assembly, alone), assembly, alone))

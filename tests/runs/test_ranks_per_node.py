@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.runs import launch
 from mpigossip.runs.model_export import export
@@ -75,7 +75,7 @@ CASES = [
 def test_nodes_of_ranks_have_the_bits_of_one_rank_with_slots(ranks, size, per, own, settings):
     found = ranks(size)(in_shape, per, own, settings, timeout=120)
     for at, one in enumerate(settings):
-        with Alone() as alone:
+        with SingleProcess() as alone:
             expected, seen = trained(alone, size // per, [*one, f"node.devices=cpu:{per * own}"])
         for node, runs in found:
             mine, told = runs[at]
@@ -87,7 +87,7 @@ def test_nodes_of_ranks_have_the_bits_of_one_rank_with_slots(ranks, size, per, o
 
 
 def test_a_simulated_job_counts_the_ranks_of_a_node():
-    with Alone() as alone:
+    with SingleProcess() as alone:
         expected, _ = trained(alone, 3, ["node.devices=cpu:4"], 2)
         found, _ = trained(alone, 3, ["node.devices=cpu:2 node.ranks_per_node=2"], 2)
     assert np.array_equal(found, expected)

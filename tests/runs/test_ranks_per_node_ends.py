@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config.errors import STOPPED
 from mpigossip.runs import launch
 from mpigossip.runs.hooks import Hook
@@ -48,7 +48,7 @@ def expected(folder, steps, *more):
         "jobs/digits.toml",
         [*BASE, f"run.output={folder}", f"run.steps={steps}", "node.devices=cpu:2", *more],
     )
-    with Alone() as alone:
+    with SingleProcess() as alone:
         return launch.train(job, alone, 2)["digest"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.graphs import GraphError, graph
 from mpigossip.graphs.search import save, search
 from mpigossip.runs import hooks, launch
@@ -30,12 +30,12 @@ LARGE = ["model.hidden=[4096]", "checkpoint.keep=1"]  # 2.4 MB a node
 
 def train(folder, *settings, nodes=2):
     job = assemble.load({}, [*TINY, f"run.output={folder}", *settings])
-    with Alone() as alone:
+    with SingleProcess() as alone:
         return launch.train(job, alone, nodes)
 
 
 def resume(folder, *settings):
-    return launch.resume(folder, settings, Alone(), None)
+    return launch.resume(folder, settings, SingleProcess(), None)
 
 
 # -- a full disk ----------------------------------------------------------------------------------

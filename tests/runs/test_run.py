@@ -15,10 +15,10 @@ import torch
 import mpigossip
 from mpigossip.analysis.report import table
 from mpigossip.cli import main
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.data import partition
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.runs import launch, run
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.job import JobNode, train
@@ -28,7 +28,7 @@ from mpigossip.store import manifest as manifests
 from mpigossip.store.log import read
 from mpigossip.store.log_reading import with_nan
 from mpigossip.training import assemble
-from mpigossip.training.loop import NotFinite, Trainer
+from mpigossip.training.loop import NonFiniteError, Trainer
 from tests.cases import every, on_each, with_world
 from tests.store.test_checkpoint import flipped
 
@@ -95,7 +95,9 @@ def simulated(n, slots):
     if (n, slots) not in _SIMULATED:
         torch.set_num_threads(1)
         node = f"node.devices=cpu:{slots}"
-        _SIMULATED[n, slots] = [trained(Alone(), n, [*settings, node], 4) for settings in cases(n)]
+        _SIMULATED[n, slots] = [
+            trained(SingleProcess(), n, [*settings, node], 4) for settings in cases(n)
+        ]
     return _SIMULATED[n, slots]
 
 
@@ -128,7 +130,7 @@ def test_parallel_sgd_is_a_plain_loop_on_the_joined_batch(local, slots):
         "model.name=mlp",
         "model.hidden=[]",  # without kinks: at one, rounding decides a derivative
     )
-    assembly = assemble.assemble(made, Alone(), n)
+    assembly = assemble.assemble(made, SingleProcess(), n)
     module = assemble.make_model(made, assembly.source)
     rate = assembly.trainer.rate
     if local == "momentum":
@@ -183,11 +185,11 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, settings, stops):
         steps = read(folder / "log.h5").steps
         return [one.arrays for one in states] + [{name: steps[name] for name in DETERMINISTIC}]
 
-    summary = launch.train(job(*settings, folder=tmp_path / "whole"), Alone(), 2)
+    summary = launch.train(job(*settings, folder=tmp_path / "whole"), SingleProcess(), 2)
     for stop in stops:
         cut = tmp_path / f"cut-{stop}"
-        launch.train(job(*settings, f"run.steps={stop}", folder=cut), Alone(), 2)
-        again = launch.resume(cut, [f"run.steps={summary['steps']}"], Alone(), None)
+        launch.train(job(*settings, f"run.steps={stop}", folder=cut), SingleProcess(), 2)
+        again = launch.resume(cut, [f"run.steps={summary['steps']}"], SingleProcess(), None)
         assert again["digest"] == summary["digest"], stop
         for one, other in zip(ended(tmp_path / "whole"), ended(cut), strict=True):
             assert one.keys() == other.keys(), stop
@@ -199,19 +201,19 @@ def test_a_run_stops_at_the_file_stop_and_goes_on(tmp_path):
     made = job("run.epochs=2", "model.name=mlp", "data.batch=16", folder=tmp_path / "run")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
-    summary = launch.train(made, Alone(), 2)
+    summary = launch.train(made, SingleProcess(), 2)
     assert not summary["finished"] and summary["steps"] < 20
     assert not (tmp_path / "run" / "STOP").exists()
     fewer = [f"run.steps={summary['steps'] - 1}"]  # ends it here
-    ended = launch.resume(tmp_path / "run", fewer, Alone(), None)
+    ended = launch.resume(tmp_path / "run", fewer, SingleProcess(), None)
     assert ended["finished"] and ended["steps"] == summary["steps"] and "accuracy" in ended
-    assert launch.train(made, Alone(), 2)["finished"]
+    assert launch.train(made, SingleProcess(), 2)["finished"]
 
 
 def test_a_stop_that_came_too_late_is_not_for_the_next_run(tmp_path):
     (tmp_path / "STOP").touch()
     made = job("run.steps=3", "model.name=mlp", folder=tmp_path)  # fewer than an agreement takes
-    assert launch.train(made, Alone(), 2)["finished"]
+    assert launch.train(made, SingleProcess(), 2)["finished"]
     assert not (tmp_path / "STOP").exists()
 
 
@@ -228,16 +230,16 @@ def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
     ]
     folder = tmp_path / "run"
     summary = {}
-    launch.train(job(*settings, "run.steps=45", folder=folder), Alone(), 8)
+    launch.train(job(*settings, "run.steps=45", folder=folder), SingleProcess(), 8)
     with contextlib.redirect_stdout(io.StringIO()) as told:
-        launch.resume(folder, ["run.steps=46"], Alone(), 3)
+        launch.resume(folder, ["run.steps=46"], SingleProcess(), 3)
     assert "exact average of 8 nodes" in told.getvalue() and "averaged: " in told.getvalue()
     sent = with_nan(read(folder / "log.h5").steps["bytes_sent"])
     assert np.isnan(sent[-1, 3:]).all() and np.nanmean(sent[-1]) > np.nanmean(sent[-2])
     with pytest.raises(JobError, match="a run goes on in its own folder"):
-        launch.resume(folder, [f"run.output={tmp_path / 'other'}"], Alone(), 3)
+        launch.resume(folder, [f"run.output={tmp_path / 'other'}"], SingleProcess(), 3)
     for n, extra, until in ((5, [], 110), (5, ["node.devices=cpu:2"], "none")):
-        summary = launch.resume(folder, [f"run.steps={until}", *extra], Alone(), n)
+        summary = launch.resume(folder, [f"run.steps={until}", *extra], SingleProcess(), n)
     assert summary["finished"] and abs(summary["epochs"] - 5) < 1e-9
     assert summary["accuracy"] > 0.9
     assert len(read(folder / "log.h5").steps["loss"]) == summary["steps"]
@@ -246,50 +248,50 @@ def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
 def test_a_resume_with_another_partition_is_rejected(tmp_path, monkeypatch):
     """Another version of NumPy, or changed data, give nodes other samples at equal settings."""
     settings = ["model.name=mlp", "data.partition=dirichlet"]
-    launch.train(job(*settings, "run.steps=2", folder=tmp_path), Alone(), 3)
+    launch.train(job(*settings, "run.steps=2", folder=tmp_path), SingleProcess(), 3)
     meta = checkpoint.read_manifest(checkpoint.latest(tmp_path)).meta
     assert len(meta["partition"]) == 64 and meta["numpy"] == np.__version__
     # another batch leaves the partition as it is
-    launch.resume(tmp_path, ["run.steps=3", "data.batch=4"], Alone(), None)
+    launch.resume(tmp_path, ["run.steps=3", "data.batch=4"], SingleProcess(), None)
 
     drawn = partition._dirichlet
     monkeypatch.setattr(
         partition, "_dirichlet", lambda labels, n, seed, alpha: drawn(labels, n, seed + 1, alpha)
     )
     with pytest.raises(ValueError, match=r'data\.partition = "dirichlet": .*restore the data'):
-        launch.resume(tmp_path, ["run.steps=4"], Alone(), None)
+        launch.resume(tmp_path, ["run.steps=4"], SingleProcess(), None)
     with monkeypatch.context() as patch:
         patch.setattr(np, "__version__", "9.8.7")
         with pytest.raises(ValueError, match=r"pip install numpy==.*9\.8\.7|9\.8\.7.*pip install"):
-            launch.resume(tmp_path, ["run.steps=4"], Alone(), None)
+            launch.resume(tmp_path, ["run.steps=4"], SingleProcess(), None)
     # a partition that the user asks for, and other nodes, are accepted
     kept = [tmp_path.with_name(name) for name in ("sorted", "nodes", "old")]
     for folder in kept:
         shutil.copytree(tmp_path, folder)
-    launch.resume(kept[0], ["run.steps=4", "data.partition=sorted"], Alone(), None)
-    launch.resume(kept[1], ["run.steps=4"], Alone(), 2)
+    launch.resume(kept[0], ["run.steps=4", "data.partition=sorted"], SingleProcess(), None)
+    launch.resume(kept[1], ["run.steps=4"], SingleProcess(), 2)
     # and a checkpoint of an earlier version, which has no digest
     path = checkpoint.latest(kept[2])
     manifest = checkpoint.read_manifest(path)
     old = {key: value for key, value in manifest.meta.items() if key not in ("partition", "numpy")}
     manifests.write(path / "checkpoint.h5", replace(manifest, meta=old))
-    assert launch.resume(kept[2], ["run.steps=4"], Alone(), None)["steps"] == 4
+    assert launch.resume(kept[2], ["run.steps=4"], SingleProcess(), None)["steps"] == 4
 
 
 def test_another_batch_goes_on_at_the_same_part_of_the_epoch(tmp_path):
     settings = ["model.name=mlp", "data.batch=8", "run.epochs=3"]
-    launch.train(job(*settings, "run.steps=45", folder=tmp_path), Alone(), 2)
+    launch.train(job(*settings, "run.steps=45", folder=tmp_path), SingleProcess(), 2)
     change = ["data.batch=16", "run.steps=none"]
-    summary = launch.resume(tmp_path, change, Alone(), None)
+    summary = launch.resume(tmp_path, change, SingleProcess(), None)
     # 1437 samples: 89 steps an epoch before, 44 now; 45 steps are half an epoch
     assert summary["epochs"] == 3 and summary["steps"] == 45 + 3 * 44 - round(44 * 45 / 89)
 
 
 def test_the_summary_is_of_both_lives_and_shown_as_it_was_printed(tmp_path):
     settings = ["model.name=mlp", "data.batch=8"]
-    first = launch.train(job(*settings, "run.steps=30", folder=tmp_path), Alone(), 2)
+    first = launch.train(job(*settings, "run.steps=30", folder=tmp_path), SingleProcess(), 2)
     with contextlib.redirect_stdout(io.StringIO()) as told:
-        second = launch.resume(tmp_path, ["run.steps=32"], Alone(), None)
+        second = launch.resume(tmp_path, ["run.steps=32"], SingleProcess(), None)
     log = read(tmp_path / "log.h5")
     for name in ("compute_s", "exchange_s", "node_s", "idle_s"):
         assert second[name] == pytest.approx(log.steps[name].mean(1).sum(), rel=1e-9), name
@@ -306,28 +308,31 @@ def test_a_run_killed_before_its_summary_gets_one(tmp_path, monkeypatch):
     made = job("model.name=mlp", "run.steps=4", folder=tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(LogWriter, "summary", lambda self, values: None)
-        first = launch.train(made, Alone(), 2)
-    again = launch.train(made, Alone(), 2)
+        first = launch.train(made, SingleProcess(), 2)
+    again = launch.train(made, SingleProcess(), 2)
     assert again["digest"] == first["digest"] and again["accuracy"] == first["accuracy"]
     assert read(tmp_path / "log.h5").summary["digest"] == first["digest"]
 
 
 def test_a_method_with_other_state_begins_anew_and_says_so(tmp_path):
-    launch.train(job("run.steps=3", folder=tmp_path), Alone(), 2)
+    launch.train(job("run.steps=3", folder=tmp_path), SingleProcess(), 2)
     with contextlib.redirect_stdout(io.StringIO()) as told:
         change = ["algorithm.name=dsgd", "local.name=adamw", "run.steps=5"]
-        launch.resume(tmp_path, change, Alone(), None)
+        launch.resume(tmp_path, change, SingleProcess(), None)
     assert "dropped: momentum, begun anew: first, second" in told.getvalue()
     with pytest.raises(ValueError, match="holds another model"):
-        launch.resume(tmp_path, ["model.name=mlp", "run.steps=6"], Alone(), None)
+        launch.resume(tmp_path, ["model.name=mlp", "run.steps=6"], SingleProcess(), None)
 
 
 def test_another_job_is_kept_out_of_a_run_directory(tmp_path):
-    launch.train(job("run.steps=2", folder=tmp_path), Alone(), 1)
+    launch.train(job("run.steps=2", folder=tmp_path), SingleProcess(), 1)
     with pytest.raises(ValueError, match=r"another job.*data\.batch = 3.*run\.output"):
-        launch.train(job("run.steps=2", "data.batch=3", folder=tmp_path), Alone(), 1)
-    with launch.locked(tmp_path, Alone()), pytest.raises(ValueError, match="in use by process"):
-        launch.train(job("run.steps=2", folder=tmp_path), Alone(), 1)
+        launch.train(job("run.steps=2", "data.batch=3", folder=tmp_path), SingleProcess(), 1)
+    with (
+        launch.locked(tmp_path, SingleProcess()),
+        pytest.raises(ValueError, match="in use by process"),
+    ):
+        launch.train(job("run.steps=2", folder=tmp_path), SingleProcess(), 1)
 
 
 def test_train_goes_on_with_what_resume_has_resumed(tmp_path):
@@ -335,17 +340,17 @@ def test_train_goes_on_with_what_resume_has_resumed(tmp_path):
     for call, steps in ((launch.train, 2), (launch.resume, 3), (launch.train, 3)):
         made = job(*words, f"run.steps={steps}", folder=tmp_path / "{name}")
         given = [tmp_path / "named", [f"run.steps={steps}"]] if call is launch.resume else [made]
-        assert call(*given, Alone(), 1)["steps"] == steps
+        assert call(*given, SingleProcess(), 1)["steps"] == steps
 
 
 def test_the_number_of_nodes_is_part_of_the_job(tmp_path):
     made = job("run.steps=2", "model.name=mlp", folder=tmp_path)
-    launch.train(made, Alone(), 2)
+    launch.train(made, SingleProcess(), 2)
     with pytest.raises(ValueError, match=r"run of 2 nodes, here are 3;.*resume.*--nodes 3"):
-        launch.train(made, Alone(), 3)
-    assert launch.resume(tmp_path, ["run.steps=4"], Alone(), 3)["nodes"] == 3
+        launch.train(made, SingleProcess(), 3)
+    assert launch.resume(tmp_path, ["run.steps=4"], SingleProcess(), 3)["nodes"] == 3
     with pytest.raises(ValueError, match="run of 3 nodes, here are 2"):
-        launch.train(job("run.steps=4", "model.name=mlp", folder=tmp_path), Alone(), 2)
+        launch.train(job("run.steps=4", "model.name=mlp", folder=tmp_path), SingleProcess(), 2)
 
 
 def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
@@ -353,7 +358,7 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
     place = tmp_path / "run/checkpoints"
     words = ["model.name=mlp", "model.hidden=[4]", "checkpoint.every_steps=2", "run.steps=6"]
     made = job(*words, "checkpoint.keep=3", folder=folder)
-    digest = launch.train(made, Alone(), 2)["digest"]
+    digest = launch.train(made, SingleProcess(), 2)["digest"]
     paths = [place / f"step-0000000{step}" for step in (2, 4, 6)]
     flipped(paths[2] / "checkpoint.h5")
     (paths[1] / "node-0001.h5").unlink()
@@ -361,7 +366,7 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
     told = capsys.readouterr().err
     assert f"{paths[2]}/checkpoint.h5 is damaged" in told and f"itself, is {paths[0]}" in told
     before = (paths[2] / "checkpoint.h5").read_bytes()
-    assert launch.train(made, Alone(), 2)["digest"] == digest
+    assert launch.train(made, SingleProcess(), 2)["digest"] == digest
     told = capsys.readouterr().out
     for name, path in (("checkpoint.h5", paths[2]), ("node-0001.h5", paths[1])):
         assert f"{path / name} " in told and f"keeps this one as {path.name}.damaged" in told
@@ -371,8 +376,8 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
         flipped(path / "checkpoint.h5")
     there = sorted(place.rglob("*"))
     starts = [
-        lambda: launch.train(made, Alone(), 2),
-        lambda: launch.resume(folder, [], Alone(), None),
+        lambda: launch.train(made, SingleProcess(), 2),
+        lambda: launch.resume(folder, [], SingleProcess(), None),
         lambda: custom_loop(folder),
     ]
     command = f"mv {place} {place}.damaged"
@@ -386,15 +391,15 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
     for path in paths:  # set aside, they are still checkpoints that a run would begin beside
         path.rename(path.with_suffix(".damaged.damaged"))
     with pytest.raises(JobError, match="none of them is complete"):
-        launch.train(made, Alone(), 2)
+        launch.train(made, SingleProcess(), 2)
     subprocess.run(command.split(), check=True)
     (place / "step-00000002.writing").mkdir(parents=True)  # a first save that was cut off
-    assert launch.train(made, Alone(), 2)["digest"] == digest
+    assert launch.train(made, SingleProcess(), 2)["digest"] == digest
 
 
 def custom_loop(folder):
     model = torch.nn.Linear(2, 1)
-    with Alone() as world:
+    with SingleProcess() as world:
         mpigossip.Gossip(world, model, torch.optim.SGD(model.parameters(), 0.1), run=folder)
 
 
@@ -415,11 +420,11 @@ def test_after_a_loss_the_next_life_has_all_nodes_again_and_says_what_it_cost(
     (tmp_path / "run" / "STOP").touch()
     with monkeypatch.context() as patch:
         patch.setattr(run, "named_hooks", lambda *_: [Lost()])
-        assert not launch.train(made, Alone(), 3)["finished"]
+        assert not launch.train(made, SingleProcess(), 3)["finished"]
     with pytest.raises(ValueError, match="run of 4 nodes, here are 3"):
-        launch.train(made, Alone(), 3)
+        launch.train(made, SingleProcess(), 3)
     with contextlib.redirect_stdout(io.StringIO()) as told:
-        summary = launch.train(made, Alone(), 4)
+        summary = launch.train(made, SingleProcess(), 4)
     assert (
         "was lost after step 2 (0.10 s lost); 6 steps since then on 3 of 4 nodes, now 4; from "
         "the exact average of 3 nodes" in told.getvalue()
@@ -430,8 +435,8 @@ def test_after_a_loss_the_next_life_has_all_nodes_again_and_says_what_it_cost(
 
 def test_a_loss_that_is_no_number_names_step_and_node(tmp_path):
     made = job("schedule.lr=1e15", "algorithm.name=dsgd", folder=tmp_path)
-    with pytest.raises(NotFinite, match=r"loss of node \d is .* at step \d+"):
-        launch.train(made, Alone(), 2)
+    with pytest.raises(NonFiniteError, match=r"loss of node \d is .* at step \d+"):
+        launch.train(made, SingleProcess(), 2)
 
 
 BAD = {
@@ -463,15 +468,15 @@ def test_a_bad_gradient_names_its_node_and_leaves_the_last_good_checkpoint(tmp_p
         whole = job(settings, *small, "run.steps=6", folder=tmp_path / f"whole-{at}")
         more = [*small, "run.steps=4", "checkpoint.every_steps=1"]
         cut = job(settings, *more, folder=tmp_path / f"cut-{at}")
-        expected = launch.train(whole, Alone(), 4)["digest"]
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(NotFinite) as found:
+        expected = launch.train(whole, SingleProcess(), 4)["digest"]
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(NonFiniteError) as found:
             poisoned(patch)
-            launch.train(cut, Alone(), 4)
+            launch.train(cut, SingleProcess(), 4)
         assert re.search(f"{words}.* the first in 3.bias", str(found.value)), settings
         path = checkpoint.latest(cut.run.folder)
         assert path.name in ("step-00000002", "step-00000003"), settings
         assert checkpoint.verify(path) == [], settings
-        again = launch.resume(cut.run.folder, ["run.steps=6"], Alone(), 4)
+        again = launch.resume(cut.run.folder, ["run.steps=6"], SingleProcess(), 4)
         assert again["digest"] == expected, settings
 
 
@@ -482,7 +487,7 @@ def bad_on_a_rank(world, folder):
         settings = ["algorithm.name=cpsgd", "model.name=mlp", "model.hidden=[4]"]
         more = ["data.batch=8", "checkpoint.every_steps=1", "run.steps=4"]
         assembly = assemble.assemble(job(*settings, *more, folder=folder), world, world.size)
-        with pytest.raises(NotFinite) as found:
+        with pytest.raises(NonFiniteError) as found:
             train(JobNode(assembly, world))
         assembly.close()
     return str(found.value)
@@ -498,7 +503,7 @@ def test_evaluation_is_of_the_average_and_training_goes_on_unchanged():
     from mpigossip.training.evaluate import evaluate
 
     def steps(evaluating):
-        assembly = assemble.assemble(job("graph.name=ring"), Alone(), 3)
+        assembly = assemble.assemble(job("graph.name=ring"), SingleProcess(), 3)
         for _ in range(4):
             assembly.trainer.step()
             if evaluating:
@@ -510,13 +515,13 @@ def test_evaluation_is_of_the_average_and_training_goes_on_unchanged():
 
 
 def test_local_steps_send_nothing_and_global_ones_agree():
-    for name, kind in (("never", Kind.LOCAL), ("global", Kind.GLOBAL)):
-        assembly = assemble.assemble(job(f"cadence.name={name}"), Alone(), 3)
+    for name, kind in (("never", ExchangeKind.LOCAL), ("global", ExchangeKind.GLOBAL)):
+        assembly = assemble.assemble(job(f"cadence.name={name}"), SingleProcess(), 3)
         record = assembly.trainer.step()
         full = assembly.trainer.replicas.full[0]
         assert record.kind is kind and assembly.trainer.engine.round == 0
-        assert (sum(record.bytes_sent) > 0) == (kind is Kind.GLOBAL)
-        assert (full == full[0]).all().item() == (kind is Kind.GLOBAL)
+        assert (sum(record.bytes_sent) > 0) == (kind is ExchangeKind.GLOBAL)
+        assert (full == full[0]).all().item() == (kind is ExchangeKind.GLOBAL)
 
 
 @pytest.mark.parametrize(
@@ -535,7 +540,7 @@ def test_what_does_not_fit_is_refused(settings, n, message):
     if "cuda" in settings and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     with pytest.raises(ValueError, match=message):
-        assemble.assemble(job(settings), Alone(), n)
+        assemble.assemble(job(settings), SingleProcess(), n)
 
 
 @with_world

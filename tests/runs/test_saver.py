@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.runs import launch
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
@@ -41,10 +41,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Trainer, "step", stepping)
     monkeypatch.setattr(checkpoint, "write_node", held)
-    launch.train(job(tmp_path / "a", "checkpoint.keep=9"), Alone(), 2)
+    launch.train(job(tmp_path / "a", "checkpoint.keep=9"), SingleProcess(), 2)
     assert seen[:2] == [6, 6] and checkpoint.steps(tmp_path / "a") == [6, 12, 18, 24]
     monkeypatch.undo()
-    launch.train(job(tmp_path / "b", "run.steps=6"), Alone(), 2)
+    launch.train(job(tmp_path / "b", "run.steps=6"), SingleProcess(), 2)
     early, late = (checkpoint.folder(tmp_path / name, 6) for name in "ab")
     assert checkpoint.digest(early) == checkpoint.digest(late)
 
@@ -58,7 +58,7 @@ def test_snapshots_use_one_memory_over_and_over(tmp_path, monkeypatch):
         return write(folder, node, state)
 
     monkeypatch.setattr(checkpoint, "write_node", noting)
-    launch.train(job(tmp_path, "checkpoint.keep=9"), Alone(), 2)
+    launch.train(job(tmp_path, "checkpoint.keep=9"), SingleProcess(), 2)
     assert len(places) == 2 and {rest for *_, rest in places} == {0}
     assert len({checkpoint.digest(checkpoint.folder(tmp_path, at)) for at in (6, 12, 18)}) == 3
 
@@ -83,16 +83,16 @@ def failing(at):
 def test_a_full_disk_stops_the_run_and_earlier_checkpoints_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "write_node", failing(12))
     with pytest.raises(ValueError, match=r"step 12.*No space left.*on_error"):
-        launch.train(job(tmp_path), Alone(), 2)
+        launch.train(job(tmp_path), SingleProcess(), 2)
     newest = checkpoint.latest(tmp_path)
     assert newest == checkpoint.folder(tmp_path, 6) and not checkpoint.verify(newest)
     monkeypatch.undo()
-    assert launch.train(job(tmp_path), Alone(), 2)["finished"]
+    assert launch.train(job(tmp_path), SingleProcess(), 2)["finished"]
 
 
 def test_a_full_disk_is_said_and_survived_where_the_job_wants_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "write_node", failing(12))
-    summary = launch.train(job(tmp_path, "checkpoint.on_error=continue"), Alone(), 2)
+    summary = launch.train(job(tmp_path, "checkpoint.on_error=continue"), SingleProcess(), 2)
     assert summary["finished"] and "digest" not in summary
     assert capsys.readouterr().err.count("training goes on") == 3
     assert checkpoint.steps(tmp_path) == [6]
@@ -101,10 +101,12 @@ def test_a_full_disk_is_said_and_survived_where_the_job_wants_so(tmp_path, monke
 
 def test_a_file_system_that_fails_for_a_moment_costs_a_checkpoint(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Path, "is_dir", stale)
-    assert launch.train(job(tmp_path, "checkpoint.on_error=continue"), Alone(), 2)["finished"]
+    assert launch.train(job(tmp_path, "checkpoint.on_error=continue"), SingleProcess(), 2)[
+        "finished"
+    ]
     assert "Stale file handle; training goes on" in capsys.readouterr().err
     with pytest.raises(ValueError, match="Stale file handle.*on_error"):
-        launch.train(job(tmp_path / "stops"), Alone(), 2)
+        launch.train(job(tmp_path / "stops"), SingleProcess(), 2)
 
 
 @pytest.mark.parametrize("at", ["write_node", "commit"])
@@ -120,7 +122,7 @@ def test_checkpoints_that_are_deleted_while_one_is_written_end_no_run(
         return write(*args)
 
     monkeypatch.setattr(checkpoint, at, take)
-    assert launch.train(job(tmp_path), Alone(), 2)["finished"]
+    assert launch.train(job(tmp_path), SingleProcess(), 2)["finished"]
     told = capsys.readouterr().err
     assert "the checkpoint of step 12 could not be written" in told and "training goes on" in told
     assert checkpoint.steps(tmp_path) == [18, 24]

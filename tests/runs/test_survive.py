@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from mpigossip.cluster import ranks as world_ranks
-from mpigossip.cluster.deadline import LateError
-from mpigossip.cluster.ranks import Alone
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.cluster.deadline import WaitTimeoutError
+from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.runs import recorder, survive
 from mpigossip.runs.progress import Progress
 from mpigossip.store import checkpoint
@@ -34,12 +34,12 @@ TOOLS = Path(__file__).parents[2] / "tools"
 def differing(world, staged, wire):
     """How much plain messages differ from the simulator, by graph."""
     from mpigossip.mixing.compressors import wire as made_wire
-    from mpigossip.mixing.synchronous import Surviving
+    from mpigossip.mixing.synchronous import FaultTolerant
 
-    layout = Layout(LAYOUT.widths, LAYOUT.vectors, LAYOUT.scalars, wire=made_wire(wire))
+    layout = MessageLayout(LAYOUT.widths, LAYOUT.vectors, LAYOUT.scalars, wire=made_wire(wire))
     options = {"timeout_s": 30, "on_devices": staged}
     return {
-        name: beside(Surviving(made, layout, world, **options), kinds_of(12, seed=1))
+        name: beside(FaultTolerant(made, layout, world, **options), kinds_of(12, seed=1))
         for name, made in graphs_for(world.size, GRAPHS)
     }
 
@@ -55,19 +55,19 @@ def test_plain_messages_equal_the_simulator(ranks, n, staged, wire):
 @with_world
 def late_neighbour(world):
     from mpigossip.graphs import graph
-    from mpigossip.mixing.synchronous import Surviving
+    from mpigossip.mixing.synchronous import FaultTolerant
 
-    mixer = Surviving(graph("ring", world.size), Layout((512,)), world, timeout_s=0.3)
+    mixer = FaultTolerant(graph("ring", world.size), MessageLayout((512,)), world, timeout_s=0.3)
     text = None
     for t in range(3):
         if (world.rank, t) == (1, 2):
             world.comm.recv(source=0)
         mixer.outbox(t)
-        mixer.start(Kind.GOSSIP, t)
+        mixer.start(ExchangeKind.GOSSIP, t)
         mixer._transport.timeout_s = 0.3 if world.rank == 0 and t == 2 else 30
         try:
             mixer.finish()
-        except LateError as late:
+        except WaitTimeoutError as late:
             text = str(late)
             world.comm.send(None, dest=1)
             mixer._transport.timeout_s = 30
@@ -106,7 +106,7 @@ def test_a_job_that_can_not_survive_is_told_so(ranks):
 def test_a_graph_that_one_node_fewer_can_not_have_is_refused():
     settings = ["run.survive=true", "graph.name=one-peer-hypercube"]
     with pytest.raises(ValueError, match=r"run.survive, with one node fewer: .*power of two"):
-        assemble.assemble(assemble.load({}, settings), Alone(), 4)
+        assemble.assemble(assemble.load({}, settings), SingleProcess(), 4)
 
 
 def test_checkpoints_of_round_steps_are_kept_for_good(tmp_path):
@@ -114,7 +114,7 @@ def test_checkpoints_of_round_steps_are_kept_for_good(tmp_path):
 
     settings = ["model.name=mlp", "data.batch=8", "run.steps=12", f"run.output={tmp_path}"]
     every = ["checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.keep_every=4"]
-    training.train(assemble.load({}, [*settings, *every]), Alone(), 1)
+    training.train(assemble.load({}, [*settings, *every]), SingleProcess(), 1)
     assert checkpoint.steps(tmp_path) == [4, 8, 11, 12]
 
 
@@ -141,12 +141,12 @@ def test_the_log_is_completed_with_what_survivors_still_have(tmp_path):
             first_step=first,
         )
 
-    world = Alone()
+    world = SingleProcess()
     log = recorder.Recorder(world)
     parts = stub(3)
     log.start(progress(3, 0), parts)
     log._writer.append({name: np.zeros((3, 3)) for name in recorder.COLUMNS})
-    world.names = (0, 2)  # now of two survivors, whose rows are:
+    world.original_ranks = (0, 2)  # now of two survivors, whose rows are:
     others = [((0, 1, 2), [row(step, 1.0 + k) for step in range(5)]) for k in range(2)]
     world.gather = lambda mine: others
     log.start(progress(2, 5), parts)

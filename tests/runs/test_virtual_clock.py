@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from mpigossip.analysis import panels, plot
-from mpigossip.analysis.compared import load
-from mpigossip.cluster.ranks import Alone
+from mpigossip.analysis.logged_runs import load
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.mixing.delayed import Faults
 from mpigossip.runs import launch
 from mpigossip.store.log import COLUMNS, VIRTUAL, read
 from mpigossip.studies.drawing import _places
-from mpigossip.studies.running import Found
+from mpigossip.studies.running import RunResult
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
 from mpigossip.training.machines import named
@@ -45,7 +45,7 @@ def job(folder, *settings):
 
 def trained(folder, *settings):
     """The summary and the log of a simulated run."""
-    with Alone() as alone:
+    with SingleProcess() as alone:
         summary = launch.train(job(folder, *settings), alone, NODES)
     return summary, read(Path(folder) / "log.h5")
 
@@ -90,11 +90,11 @@ def test_a_stopped_run_goes_on_at_its_time(runs, tmp_path):
     (_, whole) = runs[1]["timed"]
     for name in ("parts", "fewer"):
         shutil.copytree(folder / "begun", tmp_path / name)
-    with Alone() as alone:
+    with SingleProcess() as alone:
         launch.resume(tmp_path / "parts", ["run.steps=24"], alone, None)
     parts = read(tmp_path / "parts/log.h5")
     np.testing.assert_array_equal(parts.steps[VIRTUAL], whole.steps[VIRTUAL])
-    with Alone() as alone:  # other nodes go on when the slowest was through
+    with SingleProcess() as alone:  # other nodes go on when the slowest was through
         launch.resume(tmp_path / "fewer", ["run.steps=14"], alone, 3)
     fewer = read(tmp_path / "fewer/log.h5").steps[VIRTUAL]
     assert (fewer[10, :3] > whole.steps[VIRTUAL][9].max()).all() and np.isnan(fewer[10, 3])
@@ -138,11 +138,11 @@ def test_pictures_have_virtual_time_as_an_axis(runs):
     picture = io.BytesIO()
     plot.figure(timed).savefig(picture)
     assert picture.tell() > 20_000
-    run = Found(read(folder / "timed/log.h5"))
+    run = RunResult(read(folder / "timed/log.h5"))
     assert run.so_far("virtual_s")[-1] == pytest.approx(end)
     assert _places(run, "time") == pytest.approx(run.so_far("virtual_s"))
     with pytest.raises(JobError, match="clock.network=10gbit"):
-        _places(Found(read(folder / "bare/log.h5")), "time")
+        _places(RunResult(read(folder / "bare/log.h5")), "time")
 
 
 def test_a_machine_is_a_name_or_a_file(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpigossip.cli import main
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import Data, JobError
 from mpigossip.data.sources import source
 from mpigossip.models import model
@@ -127,7 +127,7 @@ def job(path, folder, *settings):
 def test_losses_are_logged_per_byte(bpe, plain, tmp_path):
     found = {}
     for path in (bpe, plain):
-        with Alone() as world:
+        with SingleProcess() as world:
             found[path] = launch.train(job(path, tmp_path / path.stem), world, 2)
     assert found[plain]["nats_per_byte"] == found[plain]["loss"]
     data = source(Data(source=str(bpe), context=16), 0)
@@ -203,7 +203,7 @@ def test_another_tokenizer_and_another_vocabulary_are_said(bpe, plain, tmp_path)
     assert source(Data(source=str(plain), context=16, tokenizer="byte"), 0).classes == 256
     small = job(bpe, tmp_path, "model.name=tests.store.test_tokens:bytes_only", "model.layers=none")
     with (
-        Alone() as world,
+        SingleProcess() as world,
         pytest.raises(JobError, match=r"tokens of .* 0 … 399: index out of range"),
     ):
         assemble.assemble(small, world, 2)

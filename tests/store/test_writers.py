@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.runs import launch
 from mpigossip.training import assemble
 from tests.launch import environment, warmed
@@ -39,7 +39,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     """All commands in one process, each with room for 300 bytes in place of its file."""
     settings = ["model.name=mlp", "model.hidden=[4]", "run.steps=3", "data.batch=8"]
     job = assemble.load({}, [*settings, f"run.output={tmp_path / 'run'}"])
-    launch.train(job, Alone(), 2)
+    launch.train(job, SingleProcess(), 2)
     asked = []
     for number, (text, out) in enumerate(COMMANDS.items()):
         name = out.replace("OUT", str(number))

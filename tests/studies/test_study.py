@@ -26,7 +26,7 @@ from mpigossip.store import log as logs
 from mpigossip.studies import Study, running, tables
 from mpigossip.studies.drawing import _said
 from mpigossip.studies.grid import Cell, arguments, cells_of
-from mpigossip.studies.running import Found, Runner
+from mpigossip.studies.running import Runner, RunResult
 from mpigossip.studies.search import Tried, _best, chosen
 from mpigossip.studies.seeds import interval, many_to_one
 from tests import launch
@@ -166,7 +166,7 @@ class Invented:
         self.best = best
 
     def fill(self, keys):
-        return {key: Found(self.log(abs(math.log(key[1] / self.best)))) for key in keys}
+        return {key: RunResult(self.log(abs(math.log(key[1] / self.best)))) for key in keys}
 
     def log(self, loss):
         steps = {"loss": np.full((40, 2), loss), "kind": np.tile([[0], [1]], (20, 2))}
@@ -191,7 +191,7 @@ def test_a_fine_search_tries_the_rates_between_too(here, best, further, chosen_r
     rates, tried = chosen([cell], "fine", "train_loss", runner)
     assert rates == {cell: chosen_rate}
     assert [one.rate for one in tried[5:]] == pytest.approx(further)
-    assert Found(runner.log(0.5)).last("exchanges") == 20
+    assert RunResult(runner.log(0.5)).last("exchanges") == 20
 
 
 def test_a_run_that_diverges_is_a_result(here):
@@ -247,7 +247,7 @@ def test_a_run_that_diverges_late_is_told_from_one_that_converged():
         "beyond its start": np.where(t < 0.7, 2.3 - 1.5 * t, 50.0),
     }
     found = {
-        name: Found(SimpleNamespace(steps={"loss": curve + noise})).late
+        name: RunResult(SimpleNamespace(steps={"loss": curve + noise})).late
         for name, curve in curves.items()
     }
     assert [name for name, late in found.items() if late] == ["late", "beyond its start"]
@@ -353,7 +353,9 @@ def told(accuracy, loss=0.5, late=False, sent=12345678):
     evaluations |= {name: np.full(2, value) for name, value in figures.items()}
     summary = figures | {"metrics": "accuracy", "bytes_sent": sent, "steps": 40}
     job = "[schedule]\nscale = 'linear'\nreference_batch = 128\n"
-    return Found(SimpleNamespace(steps=steps, evaluations=evaluations, summary=summary, job=job))
+    return RunResult(
+        SimpleNamespace(steps=steps, evaluations=evaluations, summary=summary, job=job)
+    )
 
 
 def study_of(runs, rate=None, tried=()):
@@ -500,7 +502,7 @@ def test_a_table_says_what_its_figures_are_and_what_was_lost():
     points = cells(method=5)
     tried = [Tried(points[2], 0.1, 0.6, late=True), Tried(points[2], 1.0, math.nan)]
     tried += [Tried(points[3], 0.1, 0.6), Tried(points[3], 1.0, math.nan)]
-    runs = [good, tie, late, [Found(None), told(0.5)], late[::-1]]
+    runs = [good, tie, late, [RunResult(None), told(0.5)], late[::-1]]
     study = study_of(runs, rate=0.1, tried=tried)
     comments, lines = study.table("latex").split(r"\begin{tabular}")
     assert comments.splitlines() == [

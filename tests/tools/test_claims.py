@@ -13,9 +13,9 @@ import torch
 
 from mpigossip import algorithms
 from mpigossip.algorithms import Step
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.graphs import graph
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training import assemble
 from tests.cases import on_each
 
@@ -218,15 +218,15 @@ def test_diloco_begins_where_the_warm_start_ends():
         x = torch.zeros(2, 3) if method is made else torch.full((2, 3), 7.0)
         state = method.init(x)
         for t in range(first, 3):
-            now = Step(t, t, Kind.GLOBAL, 0.1)
+            now = Step(t, t, ExchangeKind.GLOBAL, 0.1)
             mixed = torch.full((2, 3), float((7, 5, 4)[t]))
             state = method.receive(x, x, state, (mixed,), (mixed,), now)
         ends.append(x)
     assert torch.equal(*ends) and ends[0][0, 0] < 4
     kinds = [parts.warm_periodic(warm=2, period=3).kind(None, t) for t in range(6)]
-    assert [kind is Kind.GLOBAL for kind in kinds] == [True, True, True, False, False, True]
+    assert [kind is ExchangeKind.GLOBAL for kind in kinds] == [True, True, True, False, False, True]
     kinds = [parts.exact_parts(first=0.2, last=0.1, total=10).kind(None, t) for t in range(10)]
-    assert [kind is Kind.GOSSIP for kind in kinds] == [False] * 2 + [True] * 7 + [False]
+    assert [kind is ExchangeKind.GOSSIP for kind in kinds] == [False] * 2 + [True] * 7 + [False]
 
 
 def test_on_a_link_that_costs_nothing_nobody_is_faster(monkeypatch):
@@ -309,7 +309,7 @@ def test_vmap_takes_the_steps_of_the_loop(model, accumulate):
             "schedule": {"name": "constant", "scale": "none", "lr": 0.1},
             "node": {"vmap": vmap, "devices": "cpu:2"},
         }
-        assembly = assemble.assemble(assemble.load(table), Alone(), 5)
+        assembly = assemble.assemble(assemble.load(table), SingleProcess(), 5)
         losses = [assembly.trainer.step().loss for _ in range(4)]
         ends.append((losses[-1], assembly.trainer.replicas.full[0].clone()))
         assembly.close()

@@ -10,7 +10,7 @@ import torch
 from mpigossip import algorithms
 from mpigossip.algorithms import Step
 from mpigossip.graphs import graph
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from tests.cases import on_each
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "jobs" / "claims"))
@@ -132,7 +132,7 @@ def test_the_last_model_is_the_average_over_time(name):
         models = []
         state = made.init(x)
         for t in range(4):
-            now = Step(t, t, Kind.GLOBAL, 0.1)
+            now = Step(t, t, ExchangeKind.GLOBAL, 0.1)
             out = [torch.empty(2, 3) for _ in range(made.vectors)]
             state = made.send(x, torch.full((2, 3), t + 1.0), state, out, now)
             state = made.receive(x, torch.full((2, 3), t + 1.0), state, out, out, now)

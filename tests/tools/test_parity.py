@@ -8,7 +8,7 @@ import torch
 
 from mpigossip import algorithms
 from mpigossip.algorithms import Step
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from tests.cases import on_each
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "jobs" / "claims"))
@@ -26,7 +26,7 @@ def steps(name, options, count):
     x = torch.zeros(2, 3)
     state = method.init(x)
     for t in range(count):
-        now = Step(t, t, Kind.GLOBAL, 0.1)
+        now = Step(t, t, ExchangeKind.GLOBAL, 0.1)
         g = torch.tensor([[1.0, -2.0, 0.5], [3.0, 1.0, -0.25]]) * (t + 1) + x
         out = (torch.empty(2, 3),)
         state = method.send(x, g, state, out, now)

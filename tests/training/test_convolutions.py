@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.engine.vector import flatten
 from mpigossip.training import assemble
 from mpigossip.training.precision import arranged
@@ -15,7 +15,7 @@ LAST = torch.channels_last
 def trained(setting, *more, model="lenet", steps=4):
     settings = ["data.batch=4", "schedule.scale=none", f"node.channels_last={setting}", *more]
     job = assemble.load({"model": {"name": model}}, settings)
-    made = assemble.assemble(job, Alone(), 2)
+    made = assemble.assemble(job, SingleProcess(), 2)
     for _ in range(steps):
         made.trainer.step()
     flat = made.trainer.replicas.flat

@@ -3,7 +3,7 @@
 import tracemalloc
 
 from mpigossip.graphs import graph
-from mpigossip.mixing.base import Kind, is_average, traffic
+from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange, is_average
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, memory, subject
 from tests.cases import on_each
@@ -63,7 +63,7 @@ def test_asynchronous_nodes_send_to_each_neighbour_of_a_complete_graph():
     nodes = {"node": {"mixer": "asynchronous"}}
     what, _ = subject(assemble.load({**SMALL, "graph": {"name": "complete"}, **nodes}))
     made = exchanges(what, 4)
-    assert {kind for kind, _ in made.counted} == {Kind.GOSSIP}
+    assert {kind for kind, _ in made.counted} == {ExchangeKind.GOSSIP}
     assert made.bytes_per_step == 2 * 3 * 4 * what.flat.size  # a copy from each, a deposit there
 
 
@@ -79,7 +79,7 @@ def started(name, n):
 def step(g, t, i):
     g.neighbours(t, i)
     g.receivers(t, i)
-    traffic(g, Kind.GOSSIP, t, i, 1000)
+    bytes_per_exchange(g, ExchangeKind.GOSSIP, t, i, 1000)
     return is_average(g, t)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.runs import launch
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -43,7 +43,7 @@ def normed(shape, classes):
 
 
 def trained(folder, *settings):
-    with Alone() as alone:
+    with SingleProcess() as alone:
         job = assemble.load(JOB, [f"run.output={folder}", *settings])
         summary = launch.train(job, alone, N)
     return summary, read(folder / "log.h5").evaluations
@@ -51,7 +51,7 @@ def trained(folder, *settings):
 
 @on_each("devices", ["cpu:1", "cpu:2"])
 def test_statistics_are_those_of_the_averaged_model_on_all_nodes_batches(devices):
-    with Alone() as alone:
+    with SingleProcess() as alone:
         trainer = assemble.assemble(
             assemble.load(JOB, [f"node.devices={devices}", "data.batch=4"]), alone, N
         ).trainer
@@ -61,7 +61,7 @@ def test_statistics_are_those_of_the_averaged_model_on_all_nodes_batches(devices
     module = averaged_model(trainer.replicas, trainer.mixer)
     before = module[0].running_mean.clone()
     recalibrate(module, trainer.replicas, trainer.mixer, batches)
-    slots = len(trainer.engine.group.mine)
+    slots = len(trainer.engine.group.local_slots)
     shown = [step[node * slots][0] for node in range(N) for step in batches]
     assert module[0].running_mean == pytest.approx(
         torch.stack([x.mean(0) for x in shown]).mean(0), rel=1e-5, abs=1e-6
@@ -97,7 +97,7 @@ def test_without_batches_or_norms_nothing_is_recalibrated(tmp_path):
 
 
 def test_a_batch_that_raises_in_an_evaluation_leaves_the_model_in_training_mode():
-    with Alone() as alone:
+    with SingleProcess() as alone:
         assembly = assemble.assemble(assemble.load(JOB), alone, 1)
     module = assembly.trainer.replicas.modules[0][0].train()
     loader = assembly.loader

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.training import assemble
 from tests.cases import with_world
@@ -51,12 +51,12 @@ def test_vmap_bears_buffers_that_training_leaves_alone():
     for name in ("constant", "in_place", "anew", "norm"):
         job = assemble.load({}, [*settings, f"model.name={__name__}:{name}"])
         if name == "constant":
-            made = assemble.assemble(job, Alone(), 2)
+            made = assemble.assemble(job, SingleProcess(), 2)
             assert made.trainer.step().loss.shape == (2,)
             made.close()
         else:
             with pytest.raises(JobError, match="changes its buffers in training"):
-                assemble.assemble(job, Alone(), 2)
+                assemble.assemble(job, SingleProcess(), 2)
 
 
 PAIRS = np.kron(np.eye(2), np.full((2, 2), 0.5))

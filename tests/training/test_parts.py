@@ -6,16 +6,16 @@ from torch import nn
 
 import mpigossip
 from mpigossip import algorithms
-from mpigossip.cluster.ranks import Alone
-from mpigossip.engine.vector import Flat, flatten
-from mpigossip.mixing.base import Kind
+from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.engine.vector import ParameterLayout, flatten
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training import assemble, parts
 from mpigossip.training.costs import exchanges, subject
 from mpigossip.training.parts import make_graph, make_parts
 from tests.cases import on_each
 
 N = 4
-TWO = Flat(("x",), ((1024,),), ((1,),), (0,), size=1024, decayed=600, slots=2)
+TWO = ParameterLayout(("x",), ((1024,),), ((1,),), (0,), size=1024, decayed=600, slots=2)
 
 
 def job(settings="", **sections):
@@ -52,7 +52,7 @@ def test_each_shard_decays_its_own_elements():
     for method in made.methods:
         now = x.clone()
         out = (torch.empty(1, 512),)
-        step = algorithms.Step(0, 0, Kind.GOSSIP, 0.1, counts=(0,))
+        step = algorithms.Step(0, 0, ExchangeKind.GOSSIP, 0.1, counts=(0,))
         method.send(now, torch.zeros(1, 512), method.init(now), out, step)
         change.append(int((out[0] != 1).sum()))
     assert change == [512, 600 - 512]
@@ -74,7 +74,7 @@ def test_a_fragments_message_is_in_whole_buckets_of_the_wire():
 def test_cadences_know_the_graph_and_the_steps_of_the_run():
     made = of("algorithm.name=adpsgd", total=1000)
     assert "variance" in made.cadence.measures
-    assert make_parts(job("algorithm.name=parallel")).cadence.kinds == {Kind.GLOBAL}
+    assert make_parts(job("algorithm.name=parallel")).cadence.kinds == {ExchangeKind.GLOBAL}
 
 
 def count(monkeypatch):
@@ -97,7 +97,7 @@ def count(monkeypatch):
 
 def test_an_assembly_makes_the_graph_once(monkeypatch):
     calls = count(monkeypatch)
-    made = assemble.assemble(job("model.name=mlp"), Alone(), N)
+    made = assemble.assemble(job("model.name=mlp"), SingleProcess(), N)
     made.close()
     assert calls["graph"] == 1
     assert (
@@ -108,7 +108,7 @@ def test_an_assembly_makes_the_graph_once(monkeypatch):
 def test_a_loop_makes_the_graph_once(monkeypatch):
     calls = count(monkeypatch)
     model = nn.Linear(3, 2)
-    with Alone() as world:
+    with SingleProcess() as world:
         inner = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = mpigossip.Gossip(world, model, inner, "choco")
         model(torch.ones(1, 3)).sum().backward()
@@ -120,7 +120,7 @@ def test_a_loop_makes_the_graph_once(monkeypatch):
 def test_plan_and_a_loop_have_the_parts_of_the_job():
     """Same job, same layout, kinds and graph by all ways."""
     words = "model.name=mlp algorithm.name=dsgt node.wire=qsgd graph.name=exponential"
-    made = assemble.assemble(job(words), Alone(), N)
+    made = assemble.assemble(job(words), SingleProcess(), N)
     planned = exchanges(subject(job(words))[0], N).parts
     of_loop = make_parts(job(words), made.parts.graph, flatten(made.trainer.replicas.modules[0][0]))
     made.close()
@@ -132,5 +132,5 @@ def test_plan_and_a_loop_have_the_parts_of_the_job():
 
 def test_another_wire_or_mixer_may_be_asked_for():
     made = of("node.mixer=asynchronous algorithm.name=dsgd")
-    assert not made.open_mixer(Alone()).synchronous
-    assert made.open_mixer(Alone(), mixer="synchronous").synchronous
+    assert not made.open_mixer(SingleProcess()).synchronous
+    assert made.open_mixer(SingleProcess(), mixer="synchronous").synchronous

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from mpigossip import algorithms
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
-from mpigossip.groups.base import Single, Whole
-from mpigossip.groups.threads import Threads
-from mpigossip.mixing.base import Kind
+from mpigossip.groups.base import Single, Unsharded
+from mpigossip.groups.threads import ThreadGroup
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.runs import launch
 from mpigossip.store import checkpoint
 from mpigossip.training import assemble, capture, precision, replicas
@@ -26,7 +26,7 @@ def job(*settings, model="lenet"):
 
 
 def losses(*settings, steps=30):
-    assembly = assemble.assemble(job(*settings), Alone(), 2)
+    assembly = assemble.assemble(job(*settings), SingleProcess(), 2)
     found = [float(assembly.trainer.step().loss.mean()) for _ in range(steps)]
     assembly.close()
     return found
@@ -60,7 +60,9 @@ def test_auto_is_float32_on_a_cpu():
     assert losses(steps=3) == losses("node.precision=fp32", steps=3)
 
 
-@pytest.mark.parametrize("group", [lambda: Single(), lambda: Threads(3), lambda: Whole(Threads(3))])
+@pytest.mark.parametrize(
+    "group", [lambda: Single(), lambda: ThreadGroup(3), lambda: Unsharded(ThreadGroup(3))]
+)
 def test_an_overflow_anywhere_makes_the_whole_node_skip_its_step(group):
     group = group()
     scaler = precision.Precision("fp16", group.devices, rows=2)
@@ -113,7 +115,7 @@ def test_a_skipped_row_takes_no_local_step_and_the_others_do(words):
         for index, rows in enumerate([(), skipped]):
             g = torch.randn(2, 16, generator=draw)
             g[list(rows)] = 0
-            now = algorithms.Step(index, 0, Kind.LOCAL, 0.1, rows)
+            now = algorithms.Step(index, 0, ExchangeKind.LOCAL, 0.1, rows)
             out = tuple(torch.empty(2, 16) for _ in range(method.vectors))
             out += tuple(torch.empty(2, 1, dtype=torch.float64) for _ in range(method.scalars))
             state = method.send(x, None if method.ahead else g, state, out, now)
@@ -149,7 +151,9 @@ def test_the_scale_grows_after_clean_steps_and_has_ends(monkeypatch):
 
 
 def test_a_node_that_overflows_still_joins_the_round():
-    assembly = assemble.assemble(job("node.precision=fp16", "algorithm.name=dsgd"), Alone(), 2)
+    assembly = assemble.assemble(
+        job("node.precision=fp16", "algorithm.name=dsgd"), SingleProcess(), 2
+    )
     trainer = assembly.trainer
     scaler = trainer.precision
     scaler.restore(1, {"loss_scale": 2.0**24, "clean_steps": 0})
@@ -170,11 +174,11 @@ def test_a_node_that_overflows_still_joins_the_round():
 def test_a_resumed_fp16_run_goes_on_with_its_loss_scales(tmp_path):
     def run(name, *more):
         made = job("node.precision=fp16", f"run.output={tmp_path}/{name}", *more)
-        return launch.train(made, Alone(), 2)
+        return launch.train(made, SingleProcess(), 2)
 
     run("whole", "run.steps=6")
     run("halves", "run.steps=3")
-    launch.resume(tmp_path / "halves", ["run.steps=6"], Alone(), None)
+    launch.resume(tmp_path / "halves", ["run.steps=6"], SingleProcess(), None)
     ends = [checkpoint.latest(tmp_path / name) for name in ("whole", "halves")]
     one, other = (checkpoint.read_node(end, 1) for end in ends)
     assert one.numbers["clean_steps"] == other.numbers["clean_steps"] == 6
@@ -189,7 +193,7 @@ def test_fp16_and_vmap_are_refused_together():
 def test_graphs_on_a_cpu_are_refused_and_left_out():
     (message,) = assemble.mistakes(job("node.cuda_graphs=always"), 2)
     assert "on the CPU" in message
-    assembly = assemble.assemble(job("node.cuda_graphs=auto"), Alone(), 1)
+    assembly = assemble.assemble(job("node.cuda_graphs=auto"), SingleProcess(), 1)
     assert assembly.trainer.replicas.graphs == "never"
     assembly.close()
 
@@ -200,7 +204,7 @@ def test_warm_up_passes_leave_no_trace():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    with capture.kept(module, "cpu"):
+    with capture.preserve_state(module, "cpu"):
         module(torch.randn(8, 4))
         assert not torch.equal(module[1].running_mean, before["1.running_mean"])
     for name, buffer in module.named_buffers():
@@ -214,7 +218,7 @@ def cannot(*args):
 
 def test_a_model_that_cannot_be_captured_falls_back_to_threads(monkeypatch):
     monkeypatch.setattr(replicas, "Captured", cannot)
-    assembly = assemble.assemble(job("node.devices=cpu:2"), Alone(), 2)
+    assembly = assemble.assemble(job("node.devices=cpu:2"), SingleProcess(), 2)
     assembly.trainer.replicas.graphs = "auto"
     with pytest.warns(UserWarning, match="can't be captured.*goes on with a thread a slot"):
         first = assembly.trainer.step().loss
@@ -222,7 +226,7 @@ def test_a_model_that_cannot_be_captured_falls_back_to_threads(monkeypatch):
         warnings.simplefilter("error")
         assembly.trainer.step()
     assembly.close()
-    assembly = assemble.assemble(job("node.devices=cpu:2"), Alone(), 2)
+    assembly = assemble.assemble(job("node.devices=cpu:2"), SingleProcess(), 2)
     assert torch.equal(assembly.trainer.step().loss, first)
     assembly.trainer.replicas.graphs = "always"
     with pytest.raises(capture.CannotCapture):
@@ -239,7 +243,7 @@ class Strict:
 
 def test_batches_of_other_shapes_fall_back_to_threads(monkeypatch):
     monkeypatch.setattr(replicas, "Captured", Strict)
-    assembly = assemble.assemble(job("node.devices=cpu:2"), Alone(), 2)
+    assembly = assemble.assemble(job("node.devices=cpu:2"), SingleProcess(), 2)
     assembly.trainer.replicas.graphs = "auto"
     with pytest.warns(UserWarning, match="goes on with a thread a slot"):
         assembly.trainer.step()
@@ -367,7 +371,7 @@ def test_replayed_replicas_give_what_threads_give(monkeypatch, settings):
     """What surrounds the graphs: order of batches, losses, means, with two rows and two slots."""
 
     def steps(graphs):
-        assembly = assemble.assemble(job("node.devices=cpu:2", *settings), Alone(), 2)
+        assembly = assemble.assemble(job("node.devices=cpu:2", *settings), SingleProcess(), 2)
         assembly.trainer.replicas.graphs = graphs
         found = [assembly.trainer.step().loss for _ in range(3)]
         full = assembly.trainer.replicas.full[1].clone()
@@ -382,7 +386,7 @@ def test_replayed_replicas_give_what_threads_give(monkeypatch, settings):
 def test_compile_passes_the_replicas_through_torch_compile(monkeypatch):
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
-    assembly = assemble.assemble(job("node.compile=true", "node.devices=cpu:2"), Alone(), 2)
+    assembly = assemble.assemble(job("node.compile=true", "node.devices=cpu:2"), SingleProcess(), 2)
     expected = [id(module) for row in assembly.trainer.replicas.modules for module in row]
     assert [id(module) for module in compiled] == expected
     assembly.close()
@@ -391,6 +395,8 @@ def test_compile_passes_the_replicas_through_torch_compile(monkeypatch):
 def test_mistakes_come_together():
     with pytest.raises(JobError) as caught:
         assemble.assemble(
-            job("node.devices=cuda:0-63", "node.vmap=true", "node.precision=fp16"), Alone(), 2
+            job("node.devices=cuda:0-63", "node.vmap=true", "node.precision=fp16"),
+            SingleProcess(),
+            2,
         )
     assert len(caught.value.messages) == 2

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mpigossip import graphs
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.data.problems import quadratics
 from mpigossip.graphs.theory import quadratic_limit
 from mpigossip.runs import launch
@@ -26,7 +26,7 @@ JOB = {
 
 def trained(tmp_path, *settings):
     job = assemble.load(JOB, [*settings, f"run.output={tmp_path}"])
-    with Alone() as alone:
+    with SingleProcess() as alone:
         launch.train(job, alone, N)
     return read(tmp_path / "log.h5")
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.runs import launch
 from mpigossip.store.log import read
@@ -83,7 +83,7 @@ def job(folder, *settings):
 
 
 def train(made, nodes=3):
-    with Alone() as alone:
+    with SingleProcess() as alone:
         return launch.train(made, alone, nodes)
 
 
@@ -104,7 +104,9 @@ def test_a_task_of_ones_own_is_logged_by_its_names(mine, tmp_path, capsys):
 
 def test_what_is_tested_is_the_averaged_model_on_all_samples(mine, tmp_path):
     """Sums over slots and nodes, divided once: what one pass over all test samples gives."""
-    made = assemble.assemble(job(tmp_path, "node.devices=cpu:2", "data.batch=4"), Alone(), 3)
+    made = assemble.assemble(
+        job(tmp_path, "node.devices=cpu:2", "data.batch=4"), SingleProcess(), 3
+    )
     try:
         for _ in range(4):
             record = made.trainer.step()
@@ -119,7 +121,7 @@ def test_what_is_tested_is_the_averaged_model_on_all_samples(mine, tmp_path):
         assert found.loss == pytest.approx(float(loss), rel=rounding)
         for name, (total, count) in metrics.items():
             assert found.averaged[name] == pytest.approx(float(total / count), rel=rounding)
-        assert record.figures["distance"].shape == (3,)
+        assert record.metrics["distance"].shape == (3,)
     finally:
         made.close()
 
@@ -143,7 +145,7 @@ def test_stopped_and_resumed_to_the_bit(mine, tmp_path, settings):
     whole = train(job(tmp_path / "whole", *settings))
     train(job(tmp_path / "half", "run.steps=5", *settings))
     torch.rand(3)
-    with Alone() as alone:
+    with SingleProcess() as alone:
         again = launch.resume(tmp_path / "half", ["run.steps=none"], alone, None)
     assert again["digest"] == whole["digest"]
 
@@ -166,7 +168,7 @@ def test_vmap_counts_what_the_loop_counts(mine, tmp_path):
     mine(curve=lambda width: nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1)))
     found = []
     for vmap in ("false", "true"):
-        made = assemble.assemble(job(tmp_path, f"node.vmap={vmap}"), Alone(), 3)
+        made = assemble.assemble(job(tmp_path, f"node.vmap={vmap}"), SingleProcess(), 3)
         found.append(made.trainer.step())
         made.close()
     for name in ("distance", "right"):

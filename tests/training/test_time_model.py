@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpigossip.analysis.plan import ALL_REDUCE, Choice, predict
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training import assemble
 from mpigossip.training.costs import average_period, exchanges, subject
 from mpigossip.training.machines import Machine
@@ -86,7 +86,7 @@ def test_a_slow_node_reaches_its_neighbours_first():
     compute[0, 3] = 1.0
     late = []
     for t in range(3):
-        clock.step(Kind.GOSSIP, t, compute if t == 0 else np.full((1, 8), 10e-3))
+        clock.step(ExchangeKind.GOSSIP, t, compute if t == 0 else np.full((1, 8), 10e-3))
         late.append(int((clock.now[0] > 0.5).sum()))
     assert late == [2, 4, 8]  # twice as many a round
 
@@ -97,7 +97,7 @@ def test_a_slow_node_is_held_by_its_own_message():
     compute = np.full((1, 4), 10e-3)
     compute[0, 3] = 1.0
     for t in range(8):
-        clock.step(Kind.GOSSIP, t, compute)
+        clock.step(ExchangeKind.GOSSIP, t, compute)
     message = found.parts.layout.sent_bytes / SLOW.bandwidth
     assert clock.now[0, 3] / 8 > 1.0 + 0.8 * message
 
@@ -105,9 +105,11 @@ def test_a_slow_node_is_held_by_its_own_message():
 def test_a_slow_link_counts_for_those_who_use_it():
     found = made(4)
     bandwidth = np.full(4, SLOW.bandwidth)
-    calm = Clock(Timing(found, SLOW)).step(Kind.GOSSIP, 0, np.full((1, 4), 0.01))[0]
+    calm = Clock(Timing(found, SLOW)).step(ExchangeKind.GOSSIP, 0, np.full((1, 4), 0.01))[0]
     bandwidth[0] /= 10
-    slow = Clock(Timing(found, SLOW, bandwidth)).step(Kind.GOSSIP, 0, np.full((1, 4), 0.01))[0]
+    slow = Clock(Timing(found, SLOW, bandwidth)).step(
+        ExchangeKind.GOSSIP, 0, np.full((1, 4), 0.01)
+    )[0]
     message = found.parts.layout.sent_bytes
     expected = 9 * message / SLOW.bandwidth
     # who sends to it waits until the message has left, too
@@ -147,10 +149,10 @@ def test_an_adaptive_period_grows_as_the_learning_rate_falls():
     # a third each at 4 and, at most, at 40 and 400, where it grows by one an average
     assert 8 < found < 3 / (1 / 4 + 1 / 40 + 1 / 400)
     made = exchanges(what, 8)
-    averages = sum(c for (kind, _), c in made.counted.items() if kind is Kind.GLOBAL)
+    averages = sum(c for (kind, _), c in made.counted.items() if kind is ExchangeKind.GLOBAL)
     assert made.steps / averages == pytest.approx(found, rel=0.06)
     given = exchanges(what, 8, period=6.5)
-    averages = sum(c for (kind, _), c in given.counted.items() if kind is Kind.GLOBAL)
+    averages = sum(c for (kind, _), c in given.counted.items() if kind is ExchangeKind.GLOBAL)
     assert given.steps / averages == pytest.approx(6.5, rel=0.03)
 
 

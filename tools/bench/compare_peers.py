@@ -25,7 +25,7 @@ from mpigossip.analysis.bench import limit_memory
 from mpigossip.cluster.ranks import World, world
 from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.training import assemble
 from mpigossip.training.evaluate import averaged_model, measure
 
@@ -35,11 +35,13 @@ from mpigossip.training.evaluate import averaged_model, measure
 class Ours:
     """mpigossip's exchange: what an algorithm has written into the outbox, averaged."""
 
-    def __init__(self, ranks: World, count: int, name: str, kind=Kind.GOSSIP, copies=False):
+    def __init__(self, ranks: World, count: int, name: str, kind=ExchangeKind.GOSSIP, copies=False):
         """``copies``: also from a model into the outbox and back, as plain averaging needs."""
-        self.name = f"mpigossip {name if kind is Kind.GOSSIP else 'global average'}"
+        self.name = f"mpigossip {name if kind is ExchangeKind.GOSSIP else 'global average'}"
         self.name += ", with copies in and out" if copies else ""
-        self.mixer = open_mixer(graph(name, ranks.size), Layout((count,)), ranks, timeout_s=WAIT_S)
+        self.mixer = open_mixer(
+            graph(name, ranks.size), MessageLayout((count,)), ranks, timeout_s=WAIT_S
+        )
         self.kind = kind
         self.copies = copies
         self.t = 0
@@ -64,7 +66,7 @@ class Ours:
         if self.copies:
             self.x.copy_(mixed[0][0])
         self.mixed = mixed[0][0]
-        self.t += self.kind is Kind.GOSSIP
+        self.t += self.kind is ExchangeKind.GOSSIP
 
     def after(self) -> None:
         """Outside the time: take the result as the next model."""
@@ -82,7 +84,7 @@ def contenders(ranks: World, count: int) -> list[Any]:
     found: list[Any] = [limit]
     for name in ("one-peer-hypercube", "one-peer-exponential"):
         found += [Ours(ranks, count, name), Ours(ranks, count, name, copies=True)]
-    found.append(Ours(ranks, count, "complete", Kind.GLOBAL))
+    found.append(Ours(ranks, count, "complete", ExchangeKind.GLOBAL))
     theirs = (peers.Pairs, peers.Neighbour, peers.Periodic, peers.Allreduce)
     found += [make(ranks.comm, count) for make in theirs]
     caps = sorted({max(1, count * 4 // 10**6 // part) for part in (1, 4, 16)})

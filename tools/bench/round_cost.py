@@ -17,7 +17,7 @@ import mpigossip
 from mpigossip.cluster.ranks import world
 from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Kind, Layout, Mixer
+from mpigossip.mixing.base import ExchangeKind, MessageLayout, Mixer
 
 COUNT = 256
 """Elements of the vector: 1 KB; half as many of float64."""
@@ -33,7 +33,7 @@ def ours(mixer: Mixer) -> Callable[[], None]:
     def work() -> None:
         t = next(clock)
         mixer.outbox(t)
-        mixer.start(Kind.GOSSIP, t)
+        mixer.start(ExchangeKind.GOSSIP, t)
         mixer.finish()
 
     return work
@@ -97,7 +97,7 @@ def main() -> None:
             ("one-peer-exponential", "read"),
             ("one-peer-exponential", "put"),
         ):
-            mixer = open_mixer(graph(name, 2), Layout((COUNT,)), ranks, same_host=same_host)
+            mixer = open_mixer(graph(name, 2), MessageLayout((COUNT,)), ranks, same_host=same_host)
             works = {"MPI calls": bare(comm, window, same_host == "put"), "mixer": ours(mixer)}
             for dtype in (np.float32, np.float64):
                 x = np.zeros(4 * COUNT // np.dtype(dtype).itemsize, dtype)

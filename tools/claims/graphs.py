@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from table import Row
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.graphs import graph
 from mpigossip.graphs.exponential import rounds_needed
 from mpigossip.graphs.finite_time import factors
@@ -231,7 +231,9 @@ def speed(options) -> Iterator[Row]:
 
 def _nodes(n: int, **sections):
     """Nodes of a job, put together."""
-    return assemble.assemble(assemble.load({"log": {"consensus_every": 0}, **sections}), Alone(), n)
+    return assemble.assemble(
+        assemble.load({"log": {"consensus_every": 0}, **sections}), SingleProcess(), n
+    )
 
 
 def _timed(turns: int, *works: Callable) -> list[float]:

@@ -24,7 +24,7 @@ from mpigossip.graphs.search import save, search
 from mpigossip.runs.summary import number
 from mpigossip.studies import Study
 from mpigossip.studies.grid import Cell, arguments, cells_of
-from mpigossip.studies.running import Found
+from mpigossip.studies.running import RunResult
 from mpigossip.studies.seeds import interval
 from mpigossip.studies.tables import lost
 from mpigossip.training import assemble
@@ -139,7 +139,7 @@ def measured(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
     verdicts = []
     for figure, share in shares.items():
         for first, second in pairs:
-            apart = study.apart(cells[first], cells[second], figure, share)
+            apart = study.paired_difference(cells[first], cells[second], figure, share)
             verdicts.append(judged(apart, row.get("by", 0.0), row.get("alike")))
             part = "" if share == 1 else f"{share:g} of "
             words.append(f"{first} ahead of {part}{second} in {figure} by {_interval(apart)}")
@@ -202,7 +202,7 @@ def _until(study: Study, cell: Cell, loss: float) -> str:
     return f"{number(np.mean(sent)) if sent else '–'} MB to {loss:g}{said}"
 
 
-def _codes(cell: Cell, runs: Sequence[Found]) -> str:
+def _codes(cell: Cell, runs: Sequence[RunResult]) -> str:
     """Of an encoded wire, bytes of codes and of decoded values on a ring, as papers count them."""
     job = assemble.load(runs[0].log.job) if runs else None
     if job is None or job.node.wire == "fp32":

@@ -14,7 +14,7 @@ from table import Row
 from mpigossip import algorithms
 from mpigossip.algorithms import Algorithm, Step
 from mpigossip.graphs import Graph, from_matrices, graph
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.mixing.wire import FP32, Wire
 
@@ -85,16 +85,16 @@ def steps(
     wire: Wire = FP32,
 ) -> Iterator[torch.Tensor]:
     """The models x, (n, p) and changed in place, after each step of a method of the package."""
-    layout = Layout((x.shape[1],), method.vectors, method.scalars, dtype=x.dtype, wire=wire)
+    layout = MessageLayout((x.shape[1],), method.vectors, method.scalars, dtype=x.dtype, wire=wire)
     mixer = Simulated(made, layout)
     state = method.init(x)
     for t in itertools.count():
-        (out,), g, step = mixer.outbox(t), gradient(x), Step(t, t, Kind.GOSSIP, rate)
+        (out,), g, step = mixer.outbox(t), gradient(x), Step(t, t, ExchangeKind.GOSSIP, rate)
         if method.ahead:
             state = method.send(x, None, state, out, step._replace(lr=None))
         else:
             state = method.send(x, g, state, out, step)
-        mixer.start(Kind.GOSSIP, t)
+        mixer.start(ExchangeKind.GOSSIP, t)
         (sent,), (mixed,) = mixer.finish()
         state = method.receive(x, g, state, sent, mixed, step)
         yield x

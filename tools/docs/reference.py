@@ -25,7 +25,7 @@ from mpigossip import algorithms, cli, config, graphs, models
 from mpigossip.algorithms import cadence
 from mpigossip.commands.arguments import every
 from mpigossip.config import errors, packaged, sections
-from mpigossip.config.choices import Part
+from mpigossip.config.choices import BuilderSpec
 from mpigossip.config.toml import Limit, keyword_only, show
 from mpigossip.optim import settings as optim_settings
 from mpigossip.store import checkpoint, log
@@ -158,7 +158,9 @@ def options() -> Iterator[tuple[str, str, str, str, str]]:
     """Yield the options of every name: section, name, option, type, default."""
     for section, table in TABLES.items():
         for name in table:
-            for option, (hint, default) in keyword_only(Part.of(table, name).build)[0].items():
+            for option, (hint, default) in keyword_only(BuilderSpec.of(table, name).build)[
+                0
+            ].items():
                 needed = default is inspect.Parameter.empty
                 shown = "must be given" if needed else f"`{show(default)}`"
                 words = kind(type(default) if hint is Any and not needed else hint)

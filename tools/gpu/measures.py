@@ -97,7 +97,7 @@ def sums(place: Place):
     """Weighted sums against the CPU's bits, denormals among the numbers."""
     import torch
 
-    from mpigossip.mixing.combine import combine
+    from mpigossip.mixing.combine import weighted_sum
     from mpigossip.mixing.kernels import gpu_sum
 
     if place.device == "cpu":
@@ -109,7 +109,7 @@ def sums(place: Place):
             # from denormals (below 1.2e-38) to large ones; sums of denormals are denormal, too
             tens = torch.randint(-44, 30, (2, width), generator=draw)
             terms = [torch.randn(2, width, generator=draw) * 10.0**tens for _ in weights]
-            expected = combine(weights, terms, torch.empty(2, width))
+            expected = weighted_sum(weights, terms, torch.empty(2, width))
             there = [term.to(place.device) for term in terms]
             out = torch.empty(2, width, device=place.device)
             fast = gpu_sum.combine(weights, there, out)
@@ -123,13 +123,13 @@ def combining(place: Place):
     """Bytes moved by the sum against bytes moved by a copy."""
     import torch
 
-    from mpigossip.mixing.combine import combine
+    from mpigossip.mixing.combine import weighted_sum
     from mpigossip.mixing.kernels import gpu_sum
 
     width = place.size(100 << 20, 1 << 18)
     one, two, out = (torch.ones(1, width, device=place.device) for _ in range(3))
     copy = place.median(lambda: out.copy_(one), 9)
-    total = place.median(lambda: combine([0.5, 0.5], [one, two], out), 9)
+    total = place.median(lambda: weighted_sum([0.5, 0.5], [one, two], out), 9)
     share = (3 * 4 * width / total) / (2 * 4 * width / copy)
     how = "one pass" if gpu_sum.usable(out.device) else "torch, in several passes"
     return f"{share:.0%} of {8 * width / copy / 1e9:.0f} GB/s ({how})", place.bar(share >= 0.85)
@@ -139,7 +139,7 @@ def nccl(place: Place):
     """Every call of a group of one slot, in both orders of sums: sums of one term."""
     import torch
 
-    from mpigossip.cluster.ranks import Alone
+    from mpigossip.cluster.ranks import SingleProcess
     from mpigossip.groups.base import Single
     from mpigossip.groups.torch_group import TorchGroup
 
@@ -148,7 +148,7 @@ def nccl(place: Place):
     wanted = torch.randn(1, place.size(1 << 22, 1 << 10))
     wrong = []
     for order in ("slots", "nccl"):
-        group = TorchGroup(Single(place.device), Alone(), order, 30)
+        group = TorchGroup(Single(place.device), SingleProcess(), order, 30)
         full = [wanted.to(place.device)]
         group.all_gather([group.reduce_scatter_mean(full)[0].clone()], full)
         group.broadcast(full)
@@ -159,7 +159,7 @@ def nccl(place: Place):
 
 def resnet(place: Place, *settings: str, nodes=None):
     """A training of ResNet whose batches are always the same: what is timed is the step."""
-    from mpigossip.cluster.ranks import Alone
+    from mpigossip.cluster.ranks import SingleProcess
     from mpigossip.training import assemble
 
     batch = place.size(256, 2)
@@ -171,7 +171,7 @@ def resnet(place: Place, *settings: str, nodes=None):
     if place.device == "cpu":
         settings = [text for text in settings if "graphs" not in text and "last" not in text]
     made = assemble.load({}, [*given, *settings])
-    assembly = assemble.assemble(made, nodes or Alone(), nodes.size if nodes else 1)
+    assembly = assemble.assemble(made, nodes or SingleProcess(), nodes.size if nodes else 1)
     first = assembly.trainer.batches(0)
     assembly.trainer.batches = lambda step: first
     return assembly, batch
@@ -233,7 +233,7 @@ def scaled(place: Place):
     import torch
 
     import mpigossip
-    from mpigossip.cluster.ranks import Alone
+    from mpigossip.cluster.ranks import SingleProcess
 
     def trained(wrap):
         torch.manual_seed(1)
@@ -257,7 +257,7 @@ def scaled(place: Place):
     wanted = trained(lambda network, optimizer: optimizer)
     found = trained(
         lambda network, optimizer: mpigossip.Gossip(
-            Alone(), network, optimizer, algorithm="dsgd", graph="complete"
+            SingleProcess(), network, optimizer, algorithm="dsgd", graph="complete"
         )
     )
     off = float((found - wanted).norm() / wanted.norm())
@@ -335,14 +335,14 @@ def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
     import torch
 
     from mpigossip.graphs import graph
-    from mpigossip.mixing.base import Kind, Layout
+    from mpigossip.mixing.base import ExchangeKind, MessageLayout
     from mpigossip.mixing.synchronous import Synchronous
 
     # two messages a rank lie in shared memory, which is small in some containers
     room = int(shutil.disk_usage("/dev/shm").free * 0.9) // (2 * 4 * w.size)
     width = min(place.size(100 << 20, 1 << 18), w.broadcast(room) // 512 * 512)
     one, two = (torch.ones(width, device=place.device) for _ in range(2))
-    layout = Layout((width,), devices=(place.device,))
+    layout = MessageLayout((width,), devices=(place.device,))
     pair = graph("one-peer-exponential", w.size)
     mixer = Synchronous(pair, layout, w, exchange=memory, on_devices=True)
     clock = iter(range(1000))
@@ -350,7 +350,7 @@ def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
     def round_of():
         t = next(clock)
         mixer.outbox(t)
-        mixer.start(Kind.GOSSIP, t)
+        mixer.start(ExchangeKind.GOSSIP, t)
         mixer.finish()
 
     if limited_by == "copy":  # of rank 0 alone, as processes take turns on a GPU
@@ -413,8 +413,8 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
     import torch
 
     from mpigossip.graphs import graph
-    from mpigossip.mixing.base import Kind, Layout
-    from mpigossip.mixing.device.memory import MemoryRefused
+    from mpigossip.mixing.base import ExchangeKind, MessageLayout
+    from mpigossip.mixing.device.memory import TransportUnavailable
     from mpigossip.mixing.simulated import Simulated
     from mpigossip.mixing.synchronous import Synchronous
 
@@ -422,12 +422,12 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
     options = {"vectors": 2, "scalars": 1}
     made = graph("exponential", w.size)
     devices = (place.device,) * len(widths)
-    layout = Layout(widths, devices=devices, **options)
+    layout = MessageLayout(widths, devices=devices, **options)
     try:
         mixer = Synchronous(made, layout, w, exchange=memory, timeout_s=40, on_devices=True)
-    except MemoryRefused as error:
+    except TransportUnavailable as error:
         return f"not run: {error}", None
-    reference = Simulated(made, Layout(widths, **options))
+    reference = Simulated(made, MessageLayout(widths, **options))
     nap = naps(place, w.rank)
     mutate(mixer)
     ends = time.monotonic() + place.seconds / 3
@@ -437,7 +437,9 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
     for index in range(place.size(count, 8)):
         if w.agree(int(time.monotonic() > ends)):
             break
-        kind = (Kind.GOSSIP, Kind.GOSSIP, Kind.GLOBAL, Kind.LOCAL)[index % 4]
+        kind = (ExchangeKind.GOSSIP, ExchangeKind.GOSSIP, ExchangeKind.GLOBAL, ExchangeKind.LOCAL)[
+            index % 4
+        ]
         pairs = []
         for mine, every in zip(mixer.outbox(t), reference.outbox(t), strict=True):
             for target, rows in zip(mine, every, strict=True):
@@ -458,7 +460,7 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
             for array, row in zip(got, rows, strict=True):
                 wrong += not torch.equal(array[0].cpu(), row[w.rank])
         ran = index + 1
-        t = t + (kind is Kind.GOSSIP)
+        t = t + (kind is ExchangeKind.GOSSIP)
     way = next(iter(mixer.routes.values())).partition(" ")[0]
     everyone = sum(w.gather(wrong) or ())
     mixer.close()

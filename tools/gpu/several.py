@@ -46,11 +46,11 @@ def matrix(place: Place):
 def _half(w, graph_name: str, width: int, **ways):
     """A mixer between two ranks that have half of the GPUs each."""
     from mpigossip.graphs import graph
-    from mpigossip.mixing.base import Layout
+    from mpigossip.mixing.base import MessageLayout
     from mpigossip.mixing.synchronous import Synchronous
 
     mine = tuple(names()[w.rank :: w.size])
-    layout = Layout((width,) * len(mine), devices=mine)
+    layout = MessageLayout((width,) * len(mine), devices=mine)
     return Synchronous(graph(graph_name, w.size), layout, w, timeout_s=60, on_devices=True, **ways)
 
 
@@ -74,7 +74,7 @@ def cold(place: Place, w, window: str):
     import torch
 
     from mpigossip.groups.devices import make_group
-    from mpigossip.mixing.base import Kind
+    from mpigossip.mixing.base import ExchangeKind
 
     wrong = 0
     ran = 0
@@ -90,7 +90,7 @@ def cold(place: Place, w, window: str):
         for slot, (array,) in enumerate(mixer.outbox(0)):
             array.fill_(w.rank + slot + again)
         group.reduce_scatter_mean(gradients)
-        mixer.start(Kind.GLOBAL, 0)
+        mixer.start(ExchangeKind.GLOBAL, 0)
         group.reduce_scatter_mean(gradients)
         for slot, (array,) in enumerate(mixer.finish()[1]):
             wrong += not bool((array == (w.size - 1) / 2 + slot + again).all())

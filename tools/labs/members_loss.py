@@ -25,10 +25,10 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
-from mpigossip.cluster.ranks import Alone  # noqa: E402
-from mpigossip.mixing.members.live import Leaving, Live, read_model  # noqa: E402
+from mpigossip.cluster.ranks import SingleProcess  # noqa: E402
+from mpigossip.mixing.members.live import FolderExchange, StopRequested, read_model  # noqa: E402
 from mpigossip.mixing.members.place import Place  # noqa: E402
-from mpigossip.mixing.members.records import Disk  # noqa: E402
+from mpigossip.mixing.members.records import RecordStore  # noqa: E402
 from mpigossip.runs import launch  # noqa: E402
 from mpigossip.runs.members import join, replay  # noqa: E402
 from mpigossip.runs.members.member import Member, average  # noqa: E402
@@ -99,7 +99,7 @@ class Writer:
         """There is no thread."""
 
 
-class Paced(Live):
+class Paced(FolderExchange):
     """A member whose rounds take virtual time; ``newest`` are the models sent, by member."""
 
     def __init__(self, lab: "Lab", index: int, at: float):
@@ -109,7 +109,11 @@ class Paced(Live):
         self.at = at
         self.chance = random.Random(1000 * lab.seed + index)
         place = Place(
-            Disk(lab.folder), lab.plan, chance=self.chance, now=lambda: self.at, tell=lambda _: None
+            RecordStore(lab.folder),
+            lab.plan,
+            chance=self.chance,
+            now=lambda: self.at,
+            report=lambda _: None,
         )
         super().__init__(place, lambda: False, 0.0)
         self._writer = Writer()
@@ -162,11 +166,11 @@ class Lab:
 
     def run(self) -> dict:
         """Test loss of the average at the end, and what else was seen."""
-        with Alone() as world:
+        with SingleProcess() as world:
             job = job_of(self.seed, self.members * self.options.steps, self.options)
             made = [assemble(job, world, 1) for _ in range(self.members + 2)]
             self.folder.mkdir()
-            join.job_of(self.folder, job, Disk(self.folder))
+            join.job_of(self.folder, job, RecordStore(self.folder))
             self.plan = join.plan_of(made[0], 1e9)
             self.spare = Member(made[-1])
             works = [(self.member, i, Member(made[i])) for i in range(self.members)]
@@ -177,7 +181,7 @@ class Lab:
                     future.result()
             if not self.options.unrepeated:
                 replay.replay(self.folder)
-            reader = Place(Disk(self.folder), self.plan)
+            reader = Place(RecordStore(self.folder), self.plan)
             versions = reader.ended().versions
             found = self.test([read_model(reader, reader.record(*one)) for one in versions])
             for one in made:
@@ -217,12 +221,12 @@ class Lab:
             def after(record, chunk, losses=losses, live=live) -> None:
                 if member.done == member.steps + 1:
                     losses.append(self.test([*self.newest.values()])["loss"])
-                    raise Leaving
+                    raise StopRequested
 
             try:
                 with live.stay():
                     member.train(live, after)
-            except Leaving:
+            except StopRequested:
                 self.newest.pop(index, None)
             self.rises.append((losses[1] / losses[0] - 1, losses[2] / losses[0] - 1))
 
@@ -245,7 +249,7 @@ def one(given) -> dict:
     with (
         tempfile.TemporaryDirectory() as folder,
         redirect_stdout(io.StringIO()),
-        Alone() as world,
+        SingleProcess() as world,
     ):
         if not simulated:
             return Lab(Path(folder) / "run", members, seed, options).run()

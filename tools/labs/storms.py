@@ -18,11 +18,11 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from mpigossip.mixing.members.place import Plan  # noqa: E402
+from mpigossip.mixing.members.place import TrainingPlan  # noqa: E402
 from tests.mixing.members.storm import chunks_of, replay, storm  # noqa: E402
 
 
-def one(seed: int, plan: Plan, rate: float) -> tuple[str, dict[str, int]]:
+def one(seed: int, plan: TrainingPlan, rate: float) -> tuple[str, dict[str, int]]:
     """Return what is wrong after a storm, "" if nothing is, and how its members ended."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
@@ -65,7 +65,7 @@ def main() -> int:
         "--rate", type=float, default=0.0, help="share of operations that begin a fault"
     )
     options = parser.parse_args()
-    plan = Plan(options.chunks, 4, options.lease)
+    plan = TrainingPlan(options.chunks, 4, options.lease)
     total = Counter()
     wrong = {}
     begun = time.monotonic()

@@ -10,9 +10,9 @@ from mpigossip.analysis.machine import coding_seconds
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError, LocalSection
 from mpigossip.graphs import GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training.costs import Exchanges, Subject, exchanges
-from mpigossip.training.fit import lacking, unfit
+from mpigossip.training.fit import incompatibilities, lacking
 from mpigossip.training.machines import Machine
 from mpigossip.training.parts import make_parts
 from mpigossip.training.time_model import Timing
@@ -133,7 +133,7 @@ def predict(
     except GraphError:
         return None
     parts = made.parts
-    if lacking(parts.method.needs, parts.graph) or unfit(parts):
+    if lacking(parts.method.needs, parts.graph) or incompatibilities(parts):
         return None
     timing = Timing(made, _coding(machine, made))
     (exchange, hidden), waiting = timing.mean_s(), timing.waiting_s()
@@ -181,8 +181,8 @@ def coded(machine: Machine, what: Subject) -> Machine:
 def _transient(made: Exchanges, alike: bool) -> float:
     """Transient iterations in theory, for data alike on all nodes or not."""
     counted = made.counted
-    gossip = sum(count for (kind, _), count in counted.items() if kind is Kind.GOSSIP)
-    everywhere = sum(count for (kind, _), count in counted.items() if kind is Kind.GLOBAL)
+    gossip = sum(count for (kind, _), count in counted.items() if kind is ExchangeKind.GOSSIP)
+    everywhere = sum(count for (kind, _), count in counted.items() if kind is ExchangeKind.GLOBAL)
     every = made.steps / everywhere if everywhere else float("inf")
     graph = made.parts.graph
     exact = graph.name == "ceca"  # rounds that only permute; its method averages in a period

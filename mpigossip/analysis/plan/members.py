@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from mpigossip.config import JobError
-from mpigossip.config.readable import aligned, size
+from mpigossip.config.readable import aligned, format_bytes
 from mpigossip.mixing.members.place import KEEP, LEASES
 from mpigossip.runs.members.join import check_fit
 from mpigossip.training.costs import Subject, exchanges, memory
@@ -69,8 +69,9 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
     found = Advice(members, model, step_s, rate, steps, period)
     if found.least * members * ROUNDS > steps:
         raise JobError(
-            f"{members:,} members that share {size(rate)}/s need H = {found.least:,} steps "
-            f"between exchanges of {size(model)}, and the training has {steps:,} steps: fewer "
+            f"{members:,} members that share {format_bytes(rate)}/s need H = {found.least:,} steps "
+            f"between exchanges of {format_bytes(model)}, and the training has {steps:,} steps: "
+            f"fewer "
             f"than {ROUNDS} rounds each; take at most {_most(found):,} members, or train longer"
         )
     return found
@@ -95,16 +96,17 @@ def text(what: Subject, every: Sequence[Advice]) -> str:
             f"{one.least:,}",
             f"{max(120, ceil(one.lease_s)):,} s",
             f"{one.files(one.period, section.claim_rounds):,}",
-            size(KEEP * one.members * model + RECORD * -(-one.steps // one.period)),
+            format_bytes(KEEP * one.members * model + RECORD * -(-one.steps // one.period)),
         ]
         for one in every
     ]
     first = every[0]
     return "\n".join(
         [
-            f"{size(model)} of model and state, {first.step_s:.3g} s a step, H = {first.period:,} "
+            f"{format_bytes(model)} of model and state, {first.step_s:.3g} s a step, H = "
+            f"{first.period:,} "
             "(cadence.period),",
-            f"{size(first.rate)}/s of the folder for all members",
+            f"{format_bytes(first.rate)}/s of the folder for all members",
             "",
             aligned([head, *rows]),
             "",

@@ -11,12 +11,17 @@ from contextlib import AbstractContextManager
 import torch
 
 from mpigossip.mixing.averages import ByRank, average, average_codes
-from mpigossip.mixing.base import Layout, Segments
-from mpigossip.mixing.combine import Source, add_up
-from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, pin
+from mpigossip.mixing.base import MessageArrays, MessageLayout
+from mpigossip.mixing.combine import Source, sum_messages
+from mpigossip.mixing.device.memory import (
+    TransportUnavailable,
+    device_context,
+    flush_rdma_writes,
+    pin,
+)
 from mpigossip.mixing.device.streams import Streams
 from mpigossip.mixing.host import HostBuffers
-from mpigossip.mixing.plan import Chunk
+from mpigossip.mixing.plan import MessageChunk
 from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.wire import encode_slot
 
@@ -29,9 +34,14 @@ class DeviceBuffers:
     """Outbox, codes and result of every slot on its device; messages on the host, if staged."""
 
     def __init__(
-        self, layout: Layout, rank: int, n: int, transport: Transport, streams: Sequence[Streams]
+        self,
+        layout: MessageLayout,
+        rank: int,
+        n: int,
+        transport: Transport,
+        streams: Sequence[Streams],
     ):
-        """Raises MemoryRefused where memory that MPI may reach can't be had."""
+        """Raises TransportUnavailable where memory that MPI may reach can't be had."""
         self._layout = layout
         self._rank = rank
         self._n = n
@@ -45,8 +55,8 @@ class DeviceBuffers:
         self.codes = [take(size, device) for device in devices] if lossy else None
         self.sent = self.codes or own
         self._own = own
-        self.out: Segments = [layout.slot_views(one) for one in own]
-        self.result: Segments = [layout.slot_views(one) for one in self._mixed]
+        self.out: MessageArrays = [layout.slot_views(one) for one in own]
+        self.result: MessageArrays = [layout.slot_views(one) for one in self._mixed]
         self._ready: list[torch.cuda.Event | None] = []
         self._copied: list[list[torch.cuda.Event | None]] = []
         self.host: HostBuffers | None = None
@@ -68,7 +78,7 @@ class DeviceBuffers:
         found = [*memory, *([self.host.own, *(self.host.codes or [])] if self.host else [])]
         try:
             self._unpin = pin(found, self._streams[0].device)
-        except MemoryRefused as error:
+        except TransportUnavailable as error:
             return str(error)
         return ""
 
@@ -81,14 +91,14 @@ class DeviceBuffers:
     def begin(self, number: int, average: bool = False) -> None:
         """Encode on the slots' own streams; let those of copies and sums follow them."""
         for slot, parts in enumerate(self.out if self.codes else ()):
-            with current(self._streams[slot].device):
+            with device_context(self._streams[slot].device):
                 encode_slot(self._layout, slot, parts, [self._rank], number, self.codes[slot])
         self._ready = [each.ready() for each in self._streams]
         self._copied = []
         for each, event in zip(self._streams, self._ready, strict=True):
             each.follow(event)
 
-    def prepare(self, number: int, chunk: Chunk) -> list[torch.Tensor]:
+    def prepare(self, number: int, chunk: MessageChunk) -> list[torch.Tensor]:
         """Wait until the devices have filled the chunk, and it is in host memory if staged."""
         if self.host is None:
             _wait(self._ready)  # for the slots' streams, which fill the outbox
@@ -110,8 +120,8 @@ class DeviceBuffers:
         self,
         weights: Sequence[float],
         received: Sequence[Sequence[Source]],
-        chunk: Chunk,
-        into: Segments | None = None,
+        chunk: MessageChunk,
+        into: MessageArrays | None = None,
     ) -> None:
         for slot, each in enumerate(self._streams):
             sources: list[Source] = [self.out[slot]]
@@ -124,7 +134,7 @@ class DeviceBuffers:
                         message = there
                     whole = self.codes or not isinstance(message, torch.Tensor)
                     sources.append(message if whole else self._layout.slot_views(message))
-                add_up(self._layout, weights, sources, self.result[slot], chunk.fields)
+                sum_messages(self._layout, weights, sources, self.result[slot], chunk.fields)
 
     def average(self, transport: Transport) -> float:
         """On the devices where the transport reaches them, else in host memory."""
@@ -179,7 +189,7 @@ class DeviceBuffers:
             self.complete()
             waited = transport.swap(out, into)  # waits for all ranks
             for each in self._streams if into else ():
-                arrived_whole(each.device)
+                flush_rdma_writes(each.device)
             return waited
 
         return swap

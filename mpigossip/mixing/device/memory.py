@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpigossip.cluster.deadline import LateError
+from mpigossip.cluster.deadline import WaitTimeoutError
 from mpigossip.cluster.process import libraries
 from mpigossip.config import JobError
 from mpigossip.config.errors import Failure
@@ -31,11 +31,11 @@ ALREADY = 712
 """cudaErrorHostMemoryAlreadyRegistered: UCX locks windows itself."""
 
 
-class MemoryRefused(Failure, RuntimeError):
+class TransportUnavailable(Failure, RuntimeError):
     """Memory that can't be had or shared: device, call and remedy are named."""
 
 
-def current(device: torch.device) -> contextlib.AbstractContextManager:
+def device_context(device: torch.device) -> contextlib.AbstractContextManager:
     """The context in which a device is the current one, as MPI libraries and CuPy look for it."""
     return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
@@ -59,7 +59,9 @@ def ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
     try:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
-        raise MemoryRefused(f"{nbytes >> 20} MiB for messages on {device}: {error}") from error
+        raise TransportUnavailable(
+            f"{nbytes >> 20} MiB for messages on {device}: {error}"
+        ) from error
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return memory
@@ -72,14 +74,14 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
     cupy = _cupy(device)
     taken = -(-max(nbytes, 1) // UNIT) * UNIT
     try:
-        with current(device), cupy.cuda.Device(device.index):
+        with device_context(device), cupy.cuda.Device(device.index):
             memory = cupy.cuda.Memory(taken)
             array = cupy.ndarray((nbytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
             array.fill(0)
             cupy.cuda.runtime.deviceSynchronize()
             return torch.from_dlpack(array)
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise MemoryRefused(
+        raise TransportUnavailable(
             f"cudaMalloc of {taken >> 20} MiB for windows on {device} failed: {error}; torch may "
             "hold the rest in its cache (a smaller data.batch leaves more)"
         ) from error
@@ -105,9 +107,9 @@ def create(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
 def agreed(
     comm: MPI.Comm,
     make: Callable[[], Any],
-    failures: tuple[type[Exception], ...] = (MemoryRefused,),
+    failures: tuple[type[Exception], ...] = (TransportUnavailable,),
 ) -> Any:
-    """Return what is made, or raise MemoryRefused on all ranks where a failure is raised on one.
+    """Return the result of ``make``; raise TransportUnavailable on all ranks if it fails on one.
 
     Who only waited for a rank that failed isn't quoted.
     """
@@ -116,9 +118,9 @@ def agreed(
     try:
         made = make()
     except failures as error:
-        refused = isinstance(error, LateError), str(error)
+        refused = isinstance(error, WaitTimeoutError), str(error)
     if reasons := [*filter(None, comm.allgather(refused))]:
-        raise MemoryRefused(min(reasons)[1])
+        raise TransportUnavailable(min(reasons)[1])
     return made
 
 
@@ -141,7 +143,8 @@ def pages(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def pin(memory: Sequence[torch.Tensor], device: torch.device) -> Callable[[], None]:
     """Lock host memory that something else has allocated, so that GPUs copy at full speed.
 
-    Returns what undoes it. Raises MemoryRefused; without locked memory copies are only slower.
+    Return a function that undoes it. Raise TransportUnavailable if it fails; without locked memory,
+    copies are only slower.
     """
     if device.type == "cpu":
         return lambda: None
@@ -154,7 +157,7 @@ def pin(memory: Sequence[torch.Tensor], device: torch.device) -> Callable[[], No
                 _forget_error()
 
     for address, nbytes in pages([(m.data_ptr(), m.numel()) for m in memory if m.numel()]):
-        with current(device):
+        with device_context(device):
             code = int(runtime.cudaHostRegister(address, nbytes, PORTABLE))
         if code == ALREADY and all(
             m.is_pinned() for m in memory if address <= m.data_ptr() < address + nbytes
@@ -164,7 +167,7 @@ def pin(memory: Sequence[torch.Tensor], device: torch.device) -> Callable[[], No
         if code:
             _forget_error()
             undo()
-            raise MemoryRefused(
+            raise TransportUnavailable(
                 f"cudaHostRegister of {nbytes:,} bytes for {device} failed with code {code}: "
                 "copies go through pageable memory and are slower; `ulimit -l unlimited` may help"
             )
@@ -186,7 +189,7 @@ def _cupy(device: torch.device) -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise MemoryRefused(
+        raise TransportUnavailable(
             f"memory of {device} for windows is CuPy's, which can't be imported ({error}): "
             "pip install 'mpigossip[gpu]' (on AMD a ROCm build of CuPy); other ways need none"
         ) from error
@@ -204,8 +207,11 @@ TO_OWNER = 100
 
 
 @cache
-def ordered(device: torch.device) -> bool:
-    """Whether writes are seen by the device's later work as they are; MemoryRefused: never."""
+def rdma_writes_ordered(device: torch.device) -> bool:
+    """Return whether the later work of the device sees these writes without a flush.
+
+    :raises TransportUnavailable: if it never sees them
+    """
     if device.type == "cpu" or torch.version.hip:
         return True
     answer = ctypes.c_int()
@@ -217,24 +223,26 @@ def ordered(device: torch.device) -> bool:
     ordering, options = found
     if ordering or options & BY_HOST:
         return ordering > 0
-    raise MemoryRefused(
+    raise TransportUnavailable(
         f"{device} doesn't order what a network card writes, and the host can't have it flushed"
     )
 
 
-def arrived_whole(device: torch.device) -> None:
+def flush_rdma_writes(device: torch.device) -> None:
     """Let what a notification has announced be seen by work that the device is given from now on.
 
     A network card writes past the processor: on some platforms a kernel that is begun after the
     notification still finds old bytes, until the host has the writes flushed (CUDA 11.3 on; what
-    AMD's has is unknown). Raises MemoryRefused where a flush fails.
+    AMD's has is unknown). Raises TransportUnavailable where a flush fails.
     """
-    if ordered(device):
+    if rdma_writes_ordered(device):
         return
-    with current(device):
+    with device_context(device):
         code = driver().cuFlushGPUDirectRDMAWrites(CURRENT, TO_OWNER)
     if code:
-        raise MemoryRefused(f"cuFlushGPUDirectRDMAWrites on {device} failed with code {code}")
+        raise TransportUnavailable(
+            f"cuFlushGPUDirectRDMAWrites on {device} failed with code {code}"
+        )
 
 
 @cache

@@ -17,21 +17,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.agreement import limited
+from mpigossip.cluster.agreement import with_timeout
 from mpigossip.cluster.collectives import close_window
-from mpigossip.cluster.deadline import numbers
+from mpigossip.cluster.deadline import world_ranks
 from mpigossip.cluster.process import libraries
 from mpigossip.mixing.averages import raw
 from mpigossip.mixing.device.memory import (
-    MemoryRefused,
-    arrived_whole,
+    TransportUnavailable,
     create,
-    current,
+    device_context,
+    flush_rdma_writes,
     ordinary,
     private,
 )
-from mpigossip.mixing.notifications import everybody, wait_all
-from mpigossip.mixing.progress_thread import attempt
+from mpigossip.mixing.notifications import all_ranks, wait_all
+from mpigossip.mixing.progress_thread import run_on_all_ranks
 
 SEVERAL_GPUS = (1, 19)
 """UCX's first version that serves several GPUs in one process."""
@@ -51,7 +51,7 @@ LAUNCHED = re.compile(
 """Beginnings of variables that make a program a rank of the job; what sets MPI up stays."""
 
 
-def proven(
+def gpu_mpi_works(
     comm: MPI.Intracomm,
     devices: Sequence[torch.device],
     way: str = "windows",
@@ -62,8 +62,9 @@ def proven(
     Collective; the answer is that of all ranks. ``way``: puts ("windows") or "messages". A library
     that says no anywhere is believed: a put into a GPU's memory would kill the process.
     """
-    comm = limited(comm, max(2 * timeout_s, getattr(comm, "timeout_s", 0)))  # `tried` takes that
-    said = asked(comm)
+    # `tried` takes that
+    comm = with_timeout(comm, max(2 * timeout_s, getattr(comm, "timeout_s", 0)))
+    said = reported_gpu_support(comm)
     names = [name for name, yes in said.items() if yes]
     if not all(comm.allgather(bool(names))):
         return False, "this MPI says that it moves no GPU memory"
@@ -75,9 +76,9 @@ def proven(
     refusal = f"that serves one GPU a process, here are {many}: 1.19 serves several" if old else ""
     note = ""
     if not (refused := _first(comm, refusal)):
-        able, note = tried(devices, 2 * timeout_s, way)
+        able, note = try_in_subprocess(devices, 2 * timeout_s, way)
         refused = _first(comm, "" if able else note)
-    refused = refused or arrives(comm, devices, timeout_s, way)
+    refused = refused or try_between_ranks(comm, devices, timeout_s, way)
     if refused:
         return False, f"{says}, but {refused}"
     note = note and f" ({note})"
@@ -93,7 +94,9 @@ def _first(comm: MPI.Intracomm, text: str) -> str:
 # -- what the library says -----------------------------------------------------------------------
 
 
-def asked(comm: MPI.Intracomm, environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
+def reported_gpu_support(
+    comm: MPI.Intracomm, environ: Mapping[str, str] = os.environ
+) -> dict[str, bool]:
     """Return what the library says of itself, by the way of asking; nothing here touches a GPU."""
     return {
         "mpi_memory_alloc_kinds": _info_says(comm),
@@ -141,7 +144,9 @@ def ucx_version() -> tuple[int, ...]:
 # -- in a process of its own ---------------------------------------------------------------------
 
 
-def tried(devices: Sequence, timeout_s: float, way: str = "windows") -> tuple[bool, str]:
+def try_in_subprocess(
+    devices: Sequence, timeout_s: float, way: str = "windows"
+) -> tuple[bool, str]:
     """Return whether there is anything against trying it here, and what was found."""
     program = f"from {__name__} import main; main()"
     names = list(dict.fromkeys(map(str, devices)))
@@ -203,7 +208,7 @@ def main() -> None:
 # -- between ranks -------------------------------------------------------------------------------
 
 
-def arrives(
+def try_between_ranks(
     comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float, way: str = "windows"
 ) -> str:
     """Return what is wrong with puts or messages from every slot to the right neighbour's.
@@ -212,12 +217,14 @@ def arrives(
     hangs leaves the others' calls unanswered.
     """
     proof = Proof(comm.Dup(), devices, timeout_s, way)
-    rank = numbers(comm, [comm.rank])[0]
+    rank = world_ranks(comm, [comm.rank])[0]
     killed = f"mpigossip: rank {rank} ended in the {PROVING}; if nothing else ended the job, "
     killed += "node.exchange=host goes without it"
     with told_if_killed(killed):
         # its own waits are shorter: they name the late rank
-        wrong = attempt(comm, proof.run, lambda: proof.now, 2.5 * timeout_s + 5, devices[0], proof)
+        wrong = run_on_all_ranks(
+            comm, proof.run, lambda: proof.now, 2.5 * timeout_s + 5, devices[0], proof
+        )
     if not wrong:
         proof.comm.Free()
     return wrong
@@ -255,7 +262,7 @@ class Proof:
         self.now = ""
 
     def run(self) -> None:
-        """Do all of it; MemoryRefused names the call that failed on this rank."""
+        """Do all of it; TransportUnavailable names the call that failed on this rank."""
         self._each("an allocation", self._allocate)
         self._wait([self.comm.Ibarrier()])  # MPI_Win_create would wait without a limit
         if self._way == "windows":
@@ -274,17 +281,17 @@ class Proof:
             where = f"{device}" + (f" (rank {self.comm.rank})" if self.comm.size > 1 else "")
             self.now = f"{name} of GPU memory on {where}"
             try:
-                with current(device):
+                with device_context(device):
                     step(slot, device)
             except RuntimeError as error:
                 text = f"{name} of GPU memory failed on {where}: {error}"
-                raise MemoryRefused(text) from error
+                raise TransportUnavailable(text) from error
 
     def _wait(self, requests: Sequence[MPI.Request]) -> None:
         def late(_) -> str:
             return f"{PROVING}: not all ranks answer"
 
-        wait_all(dict(enumerate(requests)), self._timeout_s, late, everybody)
+        wait_all(dict(enumerate(requests)), self._timeout_s, late, all_ranks)
 
     def _allocate(self, slot: int, device: torch.device) -> None:
         take = private if self._way == "windows" else ordinary
@@ -307,9 +314,9 @@ class Proof:
     def _compare(self, slot: int, device: torch.device) -> None:
         for window in self._windows[slot : slot + 1]:
             window.Sync()
-        arrived_whole(device)
+        flush_rdma_writes(device)
         if not (self._memory[slot][PROBE:].cpu() == _pattern(self._left, slot)).all():
-            raise MemoryRefused("wrong data arrived")
+            raise TransportUnavailable("wrong data arrived")
 
 
 def _pattern(rank: int, slot: int) -> int:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from mpigossip.cluster.process_groups import launching
-from mpigossip.mixing.device.memory import current
+from mpigossip.cluster.process_groups import launch_lock
+from mpigossip.mixing.device.memory import device_context
 
 
 def _behind(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
@@ -58,11 +58,11 @@ class Streams:
     @contextlib.contextmanager
     def incoming(self) -> Iterator[None]:
         """Launch on the slot's device, on the stream of copies in and sums; under NCCL's lock."""
-        with launching, current(self.device), torch.cuda.stream(self.into):
+        with launch_lock, device_context(self.device), torch.cuda.stream(self.into):
             yield
 
     @contextlib.contextmanager
     def outgoing(self) -> Iterator[None]:
         """Launch on the stream of copies out."""
-        with launching, current(self.device), torch.cuda.stream(self.out):
+        with launch_lock, device_context(self.device), torch.cuda.stream(self.out):
             yield

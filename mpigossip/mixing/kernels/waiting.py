@@ -36,7 +36,7 @@ def _test() -> int | None:
     return None
 
 
-def rest(
+def wait_for_requests(
     requests: Iterable[MPI.Request],
     *,
     need: int | None = None,

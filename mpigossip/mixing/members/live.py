@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from mpigossip.mixing.members.outages import FolderUnreachable, cause
-from mpigossip.mixing.members.place import KEEP, LEASES, NEWEST, Behind, Fenced, Place
+from mpigossip.mixing.members.place import KEEP, LEASES, NEWEST, Fenced, Place, TooFarBehind
 from mpigossip.mixing.members.records import Round
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
@@ -28,7 +28,7 @@ class NoModel(StoreError):
     """None of the models that a member may begin with is there and undamaged."""
 
 
-class Leaving(Exception):
+class StopRequested(Exception):
     """The member was asked to stop."""
 
 
@@ -47,12 +47,12 @@ def layout(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def late(own: Sequence[int], age: int) -> int:
+def rounds_late(own: Sequence[int], age: int) -> int:
     """By how many of its last rounds, of these ages, a member sees a model of this age late."""
     return max(0, min(sum(one > age for one in own), len(own) - 1))
 
 
-def moved(state: NodeState, now: NodeState, then: NodeState, late: int) -> NodeState:
+def correct_for_age(state: NodeState, now: NodeState, then: NodeState, late: int) -> NodeState:
     """A peer's late model x_j, moved to where its mean with the own one is right.
 
     Averaged as if it were new, a model of l rounds ago would hold everybody back. So
@@ -101,7 +101,7 @@ def read_model(
         return None
 
 
-class Live:
+class FolderExchange:
     """A member's models and those of its peers in the folder's `models`."""
 
     def __init__(self, place: Place, stopping: Callable[[], bool], poll_s: float = POLL_S):
@@ -131,9 +131,11 @@ class Live:
             yield
         except Fenced:
             self.promises = min(2 * self.promises, LEASES)
-            place.tell(f"place {place.number} was silent for too long and was closed; joining anew")
-        except Behind:
-            place.tell(f"place {place.number} fell behind the others; joining anew")
+            place.report(
+                f"place {place.number} was silent for too long and was closed; joining anew"
+            )
+        except TooFarBehind:
+            place.report(f"place {place.number} fell behind the others; joining anew")
             self.leave()
         except BaseException:
             # an outage that has ended this stay must not hide behind the errors of leaving
@@ -223,7 +225,7 @@ class Live:
                 self.place.end(versions)
                 continue
             if self.stopping():
-                raise Leaving
+                raise StopRequested
             time.sleep(self.poll_s)
 
     def send(self, state: NodeState) -> int:
@@ -288,8 +290,8 @@ class Live:
             state = read_model(self.place, version)
             if state is not None:
                 self.place.took(version)
-                rounds = late([age for age, _ in self._own], version.age)
-                return moved(state, self._own[-1][1], self._own[-1 - rounds][1], rounds)
+                rounds = rounds_late([age for age, _ in self._own], version.age)
+                return correct_for_age(state, self._own[-1][1], self._own[-1 - rounds][1], rounds)
         return None
 
     def leave(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mpigossip.config.errors import STOPPED, Failure
-from mpigossip.config.readable import note
+from mpigossip.config.readable import print_note
 from mpigossip.store import StoreError
 
 START_S = 10.0
@@ -73,7 +73,7 @@ class Outages:
     leave, which shortens them to `START_S`.
     """
 
-    def __init__(self, tell: Callable[[str], None] = note, limit_s: float = START_S):
+    def __init__(self, tell: Callable[[str], None] = print_note, limit_s: float = START_S):
         self.tell = tell
         self.limit_s = limit_s
         self.stopping: Callable[[], bool] = lambda: False

@@ -13,9 +13,9 @@ from mpigossip.mixing.members.ledger import Ledger
 from mpigossip.mixing.members.records import (
     Claim,
     Closed,
-    Disk,
     End,
     Record,
+    RecordStore,
     Round,
     Start,
     Unusable,
@@ -40,11 +40,11 @@ class Fenced(Exception):
     """Others have closed this place; its round is void, and the member joins anew."""
 
 
-class Behind(Exception):
+class TooFarBehind(Exception):
     """This member's model is too old to be averaged; it joins anew."""
 
 
-class Plan(NamedTuple):
+class TrainingPlan(NamedTuple):
     """What all members know of the training."""
 
     chunks: int
@@ -84,17 +84,17 @@ class Place:
 
     def __init__(
         self,
-        disk: Disk,
-        plan: Plan,
+        disk: RecordStore,
+        plan: TrainingPlan,
         *,
         now: Callable[[], float] = time.monotonic,
         chance: random.Random | None = None,
-        tell: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ):
         """``disk``: the run's folder, in which `job.toml` stands."""
         self.disk = disk
         self.plan = plan
-        self.tell = tell
+        self.report = report
         # an outage of the folder is no silence of the other members
         self.now = lambda: now() - disk.outages.seconds()
         self.chance = chance or random.Random()
@@ -180,9 +180,8 @@ class Place:
         numbers = [] if chain.closed else self.numbers(f"chain/{place:06d}")
         if numbers and numbers[-1] >= chain.next:
             new = []
-            for number in range(
-                numbers[-1], chain.next - 1, -1
-            ):  # back to a round that can be used
+            # back to a round that can be used
+            for number in range(numbers[-1], chain.next - 1, -1):
                 new.append(self.record(place, number, listed=True))
                 if isinstance(new[-1], Round | Start):
                     break
@@ -217,7 +216,7 @@ class Place:
         record = Closed(place=place, round=chain.next, why="silent", by=self.number)
         self.disk.make(f"chain/{place:06d}")
         if self.disk.publish(record_name(place, chain.next), record.encode()):
-            self.tell(
+            self.report(
                 f"place {place} has been silent for longer than it promised: it is closed, "
                 "and its chunks are claimed anew"
             )
@@ -242,7 +241,7 @@ class Place:
             if version is None or self.absent(place):
                 continue
             if version.age > self.age + BEHIND:
-                raise Behind
+                raise TooFarBehind
             if version.round > self.averaged.get(place, 0) and version.age + BEHIND >= self.age:
                 yield version
 
@@ -402,7 +401,7 @@ class Place:
         """Say once that a name can't be used."""
         if name not in self._told:
             self._told.add(name)
-            self.tell(f"{name}: {text}; passed over")
+            self.report(f"{name}: {text}; passed over")
 
 
 def record_name(place: int, number: int) -> str:

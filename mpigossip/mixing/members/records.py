@@ -37,7 +37,7 @@ class Unusable(StoreError):
     """A name that is there and can't be taken for what it should be; says why."""
 
 
-class Disk:
+class RecordStore:
     """A folder on a file system that all members share; stale listings only hide what is new.
 
     No locks, no times of files, no renames: a name appears whole by link(2), or not at all.

@@ -6,10 +6,10 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.mixing.averages import ByRank, swap_by_messages
-from mpigossip.mixing.base import Layout
+from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.device.memory import agreed, ordinary
 from mpigossip.mixing.notifications import Notifications
-from mpigossip.mixing.plan import Chunk, Plan, Round, chunks
+from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState, chunks
 
 
 class Transport:
@@ -31,85 +31,87 @@ class Transport:
     outbox: torch.Tensor | None = None
     """Memory, uint8, that is best sent from."""
 
-    def __init__(self, comm: MPI.Intracomm, layout: Layout, buffers: int, timeout_s: float):
+    def __init__(self, comm: MPI.Intracomm, layout: MessageLayout, buffers: int, timeout_s: float):
         """Collective. ``buffers``: the most sources of a round."""
         self.layout = layout
         self.buffers = buffers
         self.timeout_s = timeout_s
         self.notifications = Notifications(comm, timeout_s)
         self.comm = self.notifications.comm
-        self.cut(float("inf"))
+        self.set_chunk_size(float("inf"))
 
-    def cut(self, size: float) -> None:
+    def set_chunk_size(self, size: float) -> None:
         """Send in chunks of about so many bytes of a slot, the same on all ranks."""
         self.chunks = chunks(self.layout, size)
         self.notifications.per_round = len(self.chunks)
 
-    def number(self, r: Round, chunk: Chunk | None = None) -> int:
+    def number(self, r: RoundState, chunk: MessageChunk | None = None) -> int:
         """Return the number of a chunk's notification; unset: of the round's first."""
         return r.index * len(self.chunks) + (chunk.number if chunk else 0)
 
-    def begin(self, r: Round, memory: Sequence[torch.Tensor]) -> None:
+    def begin(self, r: RoundState, memory: Sequence[torch.Tensor]) -> None:
         """Begin to receive, in the main thread; ``memory``: what is sent, in stream order."""
 
-    def is_free(self, r: Round, rank: int) -> bool:
+    def is_free(self, r: RoundState, rank: int) -> bool:
         """Return whether the reader's inbox buffer for this round may be written."""
         return True
 
-    def send(self, r: Round, chunk: Chunk, memory: Sequence[torch.Tensor]) -> list[MPI.Request]:
+    def send(
+        self, r: RoundState, chunk: MessageChunk, memory: Sequence[torch.Tensor]
+    ) -> list[MPI.Request]:
         """Begin to send a chunk of each slot's message to all readers.
 
         When the requests are complete, the memory has been read, or is kept until :meth:`free`.
         """
         raise NotImplementedError
 
-    def notify(self, r: Round, chunk: Chunk) -> None:
+    def notify(self, r: RoundState, chunk: MessageChunk) -> None:
         """Complete the chunk at the readers, then notify them."""
 
-    def arrived(self, r: Round, source: int, chunk: Chunk) -> bool:
+    def arrived(self, r: RoundState, source: int, chunk: MessageChunk) -> bool:
         """Return whether a source's chunk has arrived."""
         raise NotImplementedError
 
-    def received(self, r: Round, buffer: int) -> Sequence[torch.Tensor]:
+    def received(self, r: RoundState, buffer: int) -> Sequence[torch.Tensor]:
         """Return for each slot an inbox buffer; reads that begin now see what has arrived."""
         raise NotImplementedError
 
-    def free(self, r: Round, coming: Plan) -> None:
+    def release(self, r: RoundState, coming: RoundPlan) -> None:
         """Let go of a round, in the main thread; ``coming``: the plan of round t + 2."""
 
     def swap(self, out: ByRank, into: ByRank) -> float:
         """Send arrays to other ranks and receive theirs, all at once; seconds waited."""
         return swap_by_messages(self.comm, self.timeout_s, out, into)
 
-    def pending(self, r: Round) -> list[MPI.Request]:
+    def pending(self, r: RoundState) -> list[MPI.Request]:
         """Return the requests whose completion may let the round go on."""
         return self.notifications.pending()
 
-    def late(self, r: Round, ranks: Sequence[int]) -> str:
+    def describe_late(self, r: RoundState, ranks: Sequence[int]) -> str:
         """Return the message for a round in which these ranks are late; one is named."""
         raise NotImplementedError
 
-    def settle(self, what: str) -> None:
+    def wait_for_swaps(self, what: str) -> None:
         """Wait until swaps that were begun in the main thread are done."""
 
     def abandon(self) -> None:
         """End what still holds a device, after a failure; not collective."""
 
-    def close(self, coming: Sequence[tuple[int, Plan]] = ()) -> None:
+    def close(self, coming: Sequence[tuple[int, RoundPlan]] = ()) -> None:
         """Release all; collective. ``coming``: rounds that won't be run, but were freed buffers."""
         self.notifications.close()
 
 
 def inboxes(
     comm: MPI.Intracomm,
-    layout: Layout,
+    layout: MessageLayout,
     buffers: int,
     devices: Sequence[torch.device],
     allocate: Callable[[int, torch.device], torch.Tensor] = ordinary,
 ) -> list[torch.Tensor]:
     """Allocate room for so many messages on each slot's device, uint8 (buffers, bytes).
 
-    Collective. Raises MemoryRefused, on all ranks, where one has no room.
+    Collective. Raises TransportUnavailable, on all ranks, where one has no room.
     """
     size = layout.slot_sent_bytes
     return agreed(

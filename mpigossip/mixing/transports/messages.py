@@ -10,10 +10,10 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.mixing.averages import CUT, raw
-from mpigossip.mixing.base import Layout
-from mpigossip.mixing.device.memory import arrived_whole, current
+from mpigossip.mixing.base import MessageLayout
+from mpigossip.mixing.device.memory import device_context, flush_rdma_writes
 from mpigossip.mixing.notifications import called, wait_all
-from mpigossip.mixing.plan import Chunk, Plan, Round
+from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState
 from mpigossip.mixing.transports import Transport, inboxes
 
 ROUNDS = 1 << 14
@@ -27,7 +27,7 @@ class Messages(Transport):
     def __init__(
         self,
         comm: MPI.Intracomm,
-        layout: Layout,
+        layout: MessageLayout,
         buffers: int,
         timeout_s: float,
         *,
@@ -36,7 +36,7 @@ class Messages(Transport):
     ):
         """Collective. ``devices``: of the slots' buffers; none: the host's.
 
-        ``hosts``: names of the ranks' hosts. Raises MemoryRefused, on all ranks.
+        ``hosts``: names of the ranks' hosts. Raises TransportUnavailable, on all ranks.
         """
         self._devices = devices or [torch.device("cpu")] * layout.slots
         self.on_device = bool(devices)
@@ -49,34 +49,41 @@ class Messages(Transport):
         self._reached: dict[int, int] = {}
         super().__init__(comm, layout, buffers, timeout_s)
 
-    def begin(self, r: Round, memory: Sequence[torch.Tensor]) -> None:
-        for rank, areas in zip(r.plan.far, self._inbox, strict=False):
+    def begin(self, r: RoundState, memory: Sequence[torch.Tensor]) -> None:
+        for rank, areas in zip(r.plan.remote_sources, self._inbox, strict=False):
             for chunk in self.chunks:
                 found = self._each(self.comm.Irecv, r, chunk, areas, rank)
                 self._receives[rank, chunk.number] = found
 
     def _each(
-        self, call: Callable, r: Round, chunk: Chunk, areas: Sequence[torch.Tensor], rank: int
+        self,
+        call: Callable,
+        r: RoundState,
+        chunk: MessageChunk,
+        areas: Sequence[torch.Tensor],
+        rank: int,
     ) -> list[MPI.Request]:
         """Call for a chunk of every slot, in pieces that MPI can count; the device is current."""
         tag = FIRST_TAG + r.t % ROUNDS
         span = chunk.span
         found = []
         for area, device in zip(areas, self._devices, strict=True):
-            with current(device):
+            with device_context(device):
                 for at in range(span.start, span.stop, CUT):
                     some = raw(area[at : min(at + CUT, span.stop)])
                     found.append(call([some, MPI.BYTE], rank, tag))
         return found
 
-    def send(self, r: Round, chunk: Chunk, memory: Sequence[torch.Tensor]) -> list[MPI.Request]:
+    def send(
+        self, r: RoundState, chunk: MessageChunk, memory: Sequence[torch.Tensor]
+    ) -> list[MPI.Request]:
         """Send; :meth:`free` waits for it, as a slow reader must not delay this round."""
         for rank, _ in r.plan.targets:
             for request in self._each(self.comm.Isend, r, chunk, memory, rank):
                 self._sends[rank, len(self._sends)] = request
         return []
 
-    def arrived(self, r: Round, source: int, chunk: Chunk) -> bool:
+    def arrived(self, r: RoundState, source: int, chunk: MessageChunk) -> bool:
         key = source, chunk.number
         # one by one: Testall would hide a rank failure behind MPI_ERR_IN_STATUS
         if not all([request.Test() for request in self._receives[key]]):
@@ -85,12 +92,12 @@ class Messages(Transport):
         self._reached[source] = r.t
         return True
 
-    def received(self, r: Round, buffer: int) -> Sequence[torch.Tensor]:
+    def received(self, r: RoundState, buffer: int) -> Sequence[torch.Tensor]:
         for device in self._devices if self.on_device else ():
-            arrived_whole(device)
+            flush_rdma_writes(device)
         return self._inbox[buffer]
 
-    def free(self, r: Round, coming: Plan) -> None:
+    def release(self, r: RoundState, coming: RoundPlan) -> None:
         if self._sends:
             self.notifications.waited += wait_all(
                 self._sends,
@@ -99,11 +106,11 @@ class Messages(Transport):
                 comm=self.comm,
             )
 
-    def pending(self, r: Round) -> list[MPI.Request]:
+    def pending(self, r: RoundState) -> list[MPI.Request]:
         # without those that are complete, which would end each rest at once
         return [one for requests in self._receives.values() for one in requests if one]
 
-    def late(self, r: Round, ranks: Sequence[int]) -> str:
+    def describe_late(self, r: RoundState, ranks: Sequence[int]) -> str:
         return self._named(min(ranks), f"sends no model of round {r.t}")
 
     def _named(self, rank: int, fault: str) -> str:
@@ -112,6 +119,6 @@ class Messages(Transport):
         where = f" on {self._hosts[rank]}" if self._hosts else ""
         return f"{called(self.comm, rank)}{where} {fault} ({last})"
 
-    def close(self, coming: Sequence[tuple[int, Plan]] = ()) -> None:
+    def close(self, coming: Sequence[tuple[int, RoundPlan]] = ()) -> None:
         self._inbox = []
         super().close()

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.deadline import Deadline, numbers
-from mpigossip.cluster.process_groups import Place, close_groups, launching, open_groups
+from mpigossip.cluster.deadline import Deadline, world_ranks
+from mpigossip.cluster.process_groups import GroupRank, close_groups, launch_lock, open_groups
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure, JobError
 from mpigossip.mixing.averages import ByRank
-from mpigossip.mixing.base import Layout
-from mpigossip.mixing.device.memory import MemoryRefused, current
+from mpigossip.mixing.base import MessageLayout
+from mpigossip.mixing.device.memory import TransportUnavailable, device_context
 from mpigossip.mixing.device.streams import Streams
 from mpigossip.mixing.notifications import BEGUN
-from mpigossip.mixing.plan import Chunk, Plan, Round
+from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState
 from mpigossip.mixing.transports import Transport, inboxes
 
 REMEDY = (
@@ -42,35 +42,40 @@ class Nccl(Transport):
     def __init__(
         self,
         comm: MPI.Intracomm,
-        layout: Layout,
+        layout: MessageLayout,
         buffers: int,
         timeout_s: float,
         *,
         world: World,
         streams: Sequence[Streams],
     ):
-        """Collective. Raises MemoryRefused, on all ranks, where one has no room or no NCCL."""
+        """Open the groups; collective.
+
+        :raises TransportUnavailable: on all ranks, if one has no memory or no NCCL
+        """
         self._streams = streams
         self._broken = False
         self._on_cpu = streams[0].device.type == "cpu"
         areas = inboxes(comm, layout, buffers, [each.device for each in streams])
         self._inbox = [[area[k] for area in areas] for k in range(buffers)]
         names = [str(each.device) for each in streams]
-        places = [Place(f"nodes-{k}", world.rank, world.size, d) for k, d in enumerate(names)]
+        places = [GroupRank(f"nodes-{k}", world.rank, world.size, d) for k, d in enumerate(names)]
         if shared := _shared(comm, streams):
-            raise MemoryRefused(shared)
+            raise TransportUnavailable(shared)
         try:
             self._groups = open_groups(world, places, timeout_s)
         except (Failure, JobError) as error:
-            raise MemoryRefused(f"NCCL didn't join the nodes: {error}") from error
+            raise TransportUnavailable(f"NCCL didn't join the nodes: {error}") from error
         self._works: list[Any] = []
         super().__init__(comm, layout, buffers, timeout_s)
 
-    def begin(self, r: Round, memory: Sequence[torch.Tensor]) -> None:
+    def begin(self, r: RoundState, memory: Sequence[torch.Tensor]) -> None:
         """Begin to send every slot's message, and to receive those of the sources."""
         slots = range(self.layout.slots)
         out = {(j, s): memory[s] for s in slots for j, _ in r.plan.targets}
-        into = {(j, s): self._inbox[k][s] for s in slots for k, j in enumerate(r.plan.far)}
+        into = {
+            (j, s): self._inbox[k][s] for s in slots for k, j in enumerate(r.plan.remote_sources)
+        }
         self._begin(out, into)
 
     def _begin(self, out: ByRank, into: ByRank) -> None:
@@ -79,15 +84,15 @@ class Nccl(Transport):
         if not out and not into:
             return
         try:
-            with launching:
+            with launch_lock:
                 for slot, (group, each) in enumerate(zip(self._groups, self._streams, strict=True)):
                     sent = [(j, memory) for (j, s), memory in out.items() if s == slot]
                     received = [(j, memory) for (j, s), memory in into.items() if s == slot]
-                    with current(each.device), torch.cuda.stream(each.into):
+                    with device_context(each.device), torch.cuda.stream(each.into):
                         self._works += _calls(group, each.device, sent, received)
             if not self._on_cpu:
                 for work, each in zip(self._works, self._streams, strict=True):
-                    with current(each.device), torch.cuda.stream(each.into):
+                    with device_context(each.device), torch.cuda.stream(each.into):
                         work.wait()  # holds the stream, not this thread
         except RuntimeError as error:
             raise self._failing(error) from error
@@ -96,33 +101,40 @@ class Nccl(Transport):
         self._broken = True
         return NcclFailed(f"NCCL send and recv between nodes failed: {error}; {REMEDY}")
 
-    def send(self, r: Round, chunk: Chunk, memory: Sequence[torch.Tensor]) -> list[MPI.Request]:
+    def send(
+        self, r: RoundState, chunk: MessageChunk, memory: Sequence[torch.Tensor]
+    ) -> list[MPI.Request]:
         """Nothing: it was sent at the round's beginning."""
         return []
 
-    def notify(self, r: Round, chunk: Chunk) -> None:
+    def notify(self, r: RoundState, chunk: MessageChunk) -> None:
         """Notify the readers, which only says that this end may be waited for."""
         self.notifications.send([rank for rank, _ in r.plan.targets], BEGUN, self.number(r, chunk))
 
-    def arrived(self, r: Round, source: int, chunk: Chunk) -> bool:
+    def arrived(self, r: RoundState, source: int, chunk: MessageChunk) -> bool:
         """Return whether the source has begun; a late one is named by that."""
         return self.notifications.arrived(source, BEGUN, self.number(r, chunk))
 
-    def received(self, r: Round, buffer: int) -> Sequence[torch.Tensor]:
+    def received(self, r: RoundState, buffer: int) -> Sequence[torch.Tensor]:
         """Wait until all of the round is done; return for each slot an inbox buffer."""
-        self._settle(f"round {r.t}", [*r.plan.far, *(rank for rank, _ in r.plan.targets)])
+        self._settle(
+            f"round {r.t}", [*r.plan.remote_sources, *(rank for rank, _ in r.plan.targets)]
+        )
         return self._inbox[buffer]
 
     def _settle(self, what: str, ranks: Sequence[int]) -> float:
-        """Wait until what was begun is done; LateError names the ranks where it isn't in time."""
+        """Wait until all work that was started is done.
+
+        :raises WaitTimeoutError: with the names of the ranks on which it is late
+        """
 
         def late() -> str:
             self._broken = True
-            named = ", ".join(map(str, numbers(self.comm, sorted(set(ranks)))))
+            named = ", ".join(map(str, world_ranks(self.comm, sorted(set(ranks)))))
             return f"{what}: NCCL isn't done with rank {named}; {REMEDY}"
 
         return Deadline(self.timeout_s).wait(
-            self._done, late, whom=lambda: numbers(self.comm, ranks)
+            self._done, late, awaited_ranks=lambda: world_ranks(self.comm, ranks)
         )
 
     def _done(self) -> bool:
@@ -141,19 +153,19 @@ class Nccl(Transport):
         self._begin(out, into)
         return self._settle("an average", ()) if self._on_cpu else 0.0
 
-    def settle(self, what: str) -> None:
+    def wait_for_swaps(self, what: str) -> None:
         self._settle(what, range(self.comm.size))
 
-    def free(self, r: Round, coming: Plan) -> None:
+    def release(self, r: RoundState, coming: RoundPlan) -> None:
         if self._works:
             self.notifications.waited += self._settle(
                 f"round {r.t}", [j for j, _ in r.plan.targets]
             )
 
-    def late(self, r: Round, ranks: Sequence[int]) -> str:
-        return self.notifications.late(min(ranks), BEGUN, self.number(r))
+    def describe_late(self, r: RoundState, ranks: Sequence[int]) -> str:
+        return self.notifications.describe_late(min(ranks), BEGUN, self.number(r))
 
-    def close(self, coming: Sequence[tuple[int, Plan]] = ()) -> None:
+    def close(self, coming: Sequence[tuple[int, RoundPlan]] = ()) -> None:
         """End the groups; broken ones are cut off, as their end would wait for others."""
         self._end(self._broken)
         self._inbox = []
@@ -190,7 +202,7 @@ def _shared(comm: MPI.Intracomm, streams: Sequence[Streams]) -> str:
     for rank, gpus in enumerate(comm.allgather(found)):
         for gpu in filter(None, gpus):
             if (first := seen.setdefault(gpu, rank)) != rank:
-                a, b = numbers(comm, [first, rank])
+                a, b = world_ranks(comm, [first, rank])
                 return (
                     f"ranks {a} and {b} share a GPU, which NCCL can't join with itself: give each "
                     "rank GPUs of its own"

@@ -14,17 +14,17 @@ from weakref import WeakKeyDictionary
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.agreement import limited
+from mpigossip.cluster.agreement import with_timeout
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.device.buffers import DeviceBuffers
-from mpigossip.mixing.device.memory import MemoryRefused, agreed
-from mpigossip.mixing.device.proof import proven
+from mpigossip.mixing.device.memory import TransportUnavailable, agreed
+from mpigossip.mixing.device.proof import gpu_mpi_works
 from mpigossip.mixing.device.streams import Streams
-from mpigossip.mixing.notifications import abandoned
+from mpigossip.mixing.notifications import keep_alive
 from mpigossip.mixing.pipeline import Pipeline
-from mpigossip.mixing.plan import Plan, Round
+from mpigossip.mixing.plan import RoundPlan, RoundState
 from mpigossip.mixing.progress_thread import ProgressThread
 from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.transports.messages import Messages
@@ -44,7 +44,7 @@ PROVEN: WeakKeyDictionary[World, dict[tuple, tuple[bool, str]]] = WeakKeyDiction
 
 
 @dataclass
-class Way:
+class OpenedTransport:
     """A transport between GPUs, the buffers of its messages, and its name with the reason."""
 
     transport: Transport
@@ -58,7 +58,7 @@ class Probe:
     def __init__(
         self,
         comm: MPI.Intracomm,
-        layout: Layout,
+        layout: MessageLayout,
         buffers: int,
         world: World,
         on_host: Callable[[int], Transport],
@@ -76,10 +76,11 @@ class Probe:
         self._streams = [Streams(device) for device in self._devices]
         self.on_gpus = self._devices[0].type == "cuda"
 
-    def open(self, way: str, many: int, most_s: float = float("inf")) -> Way:
-        """Open a way for so many sources; MemoryRefused, on all ranks, where it can't be had.
+    def open(self, way: str, many: int, most_s: float = float("inf")) -> OpenedTransport:
+        """Open a transport with buffers for ``many`` sources.
 
-        ``most_s``: seconds that each wait has at most.
+        :param most_s: longest time of a wait, in seconds
+        :raises TransportUnavailable: on all ranks, if it can't be used on one
         """
         comm = self._comm
         layout = self._layout
@@ -88,10 +89,10 @@ class Probe:
         if way in ("windows", "messages"):
             key = way, comm.size, *self._devices  # fewer ranks after a rank failure
             if not all(comm.allgather(key in self._proven)):
-                self._proven[key] = proven(comm, self._devices, way, LIMIT_S / 2)
+                self._proven[key] = gpu_mpi_works(comm, self._devices, way, LIMIT_S / 2)
             able, why = self._proven[key]
             if not able:
-                raise MemoryRefused(f"{why}; use a GPU-aware MPI")
+                raise TransportUnavailable(f"{why}; use a GPU-aware MPI")
         if way == "windows":
             transport: Transport = Windows(*given, devices=self._devices)
         elif way == "messages":
@@ -105,27 +106,31 @@ class Probe:
         n = comm.size
         try:
             buffers = agreed(comm, lambda: DeviceBuffers(layout, rank, n, transport, self._streams))
-        except MemoryRefused:
+        except TransportUnavailable:
             transport.close()
             raise
         if way == "host" and n > 1:
             why = buffers.pin(transport.memory)
-        return Way(transport, buffers, f"{way} ({why})" if why else way)
+        return OpenedTransport(transport, buffers, f"{way} ({why})" if why else way)
 
     def seconds(self, way: str) -> float:
-        """Time rounds along a ring, at the message's size and of all slots at once.
+        """Time rounds along a ring, with the size of the message and all slots at once.
 
-        MemoryRefused, on all ranks, where anything fails on one. They agree after each round, or
-        some would begin the next one.
+        Ranks agree after each round, because otherwise some would start the next one.
+
+        :raises TransportUnavailable: on all ranks, if anything fails on one
         """
-        comm = limited(self._comm, 2 * self._limit_s)  # one that hangs gives up after the others
+        # one that hangs gives up after the others
+        comm = with_timeout(self._comm, 2 * self._limit_s)
         many = max(1, self._many)
         opened = agreed(comm, lambda: self.open(way, many, LIMIT_S), (RuntimeError,))
         rank = comm.rank
         n = comm.size
         left = (rank - 1) % n
         right = (rank + 1) % n
-        plan = Plan(Kind.GOSSIP, False, 0, (left,), (0.5, 0.5), (right,), (left,), ((right, 0),))
+        plan = RoundPlan(
+            ExchangeKind.GOSSIP, False, 0, (left,), (0.5, 0.5), (right,), (left,), ((right, 0),)
+        )
         transport = opened.transport
         device = str(self._devices[0])
         thread = ProgressThread(transport.comm, timeout_s=transport.timeout_s, device=device)
@@ -133,37 +138,39 @@ class Probe:
         try:
             rounds = [partial(one, index) for index in range(1 + ROUNDS)]
             times = [agreed(comm, each, (RuntimeError, Failure)) for each in rounds]
-        except MemoryRefused as error:
+        except TransportUnavailable as error:
             transport.abandon()
-            abandoned.append((opened, thread))  # its end would wait for what has failed
-            raise MemoryRefused(f"a round of {way} failed: {error}") from error
+            keep_alive.append((opened, thread))  # its end would wait for what has failed
+            raise TransportUnavailable(f"a round of {way} failed: {error}") from error
         opened.buffers.close()
         thread.close()
         transport.close([(index, plan) for index in (1 + ROUNDS, 2 + ROUNDS)])
         return comm.allreduce(min(times[1:]), MPI.MAX)
 
-    def _round(self, pipeline: Pipeline, opened: Way, plan: Plan, index: int) -> float:
-        r = Round(plan, index, index, index, inline=not pipeline.threaded)
+    def _round(
+        self, pipeline: Pipeline, opened: OpenedTransport, plan: RoundPlan, index: int
+    ) -> float:
+        r = RoundState(plan, index, index, index, inline=not pipeline.threaded)
         began = time.perf_counter()
         opened.buffers.begin(index)
         pipeline.begin(r)
         pipeline.wait(r)
         spent = time.perf_counter() - began
-        opened.transport.free(r, plan)
+        opened.transport.release(r, plan)
         return spent
 
 
-def open_way(
+def open_transport(
     asked: str,
     comm: MPI.Intracomm,
-    layout: Layout,
+    layout: MessageLayout,
     buffers: int,
     world: World,
     on_host: Callable[[int], Transport],
-) -> Way:
+) -> OpenedTransport:
     """Open the way that is asked for, or for "auto" the fastest that works; collective.
 
-    Raises MemoryRefused where a way that is asked for by name can't be had.
+    Raises TransportUnavailable where a way that is asked for by name can't be had.
     """
     probe = Probe(comm, layout, buffers, world, on_host)
     if asked == "host" or comm.size == 1:
@@ -171,8 +178,8 @@ def open_way(
     if asked != "auto":
         try:
             return probe.open(asked, buffers)
-        except MemoryRefused as error:
-            raise MemoryRefused(
+        except TransportUnavailable as error:
+            raise TransportUnavailable(
                 f'node.exchange = "{asked}": {error}; "auto" takes the best way there is '
                 "(`mpigossip doctor` says what was asked)"
             ) from error
@@ -183,14 +190,16 @@ def open_way(
             continue  # alone it needs no time
         try:
             times[way] = probe.seconds(way)
-        except MemoryRefused as error:
+        except TransportUnavailable as error:
             refused.setdefault(str(error), []).append(way)
     found = None
     while found is None:
         way = fastest(times)
         try:
             found = probe.open(way, buffers)
-        except MemoryRefused as error:  # of all sources' buffers, where one source's were timed
+        except (
+            TransportUnavailable
+        ) as error:  # of all sources' buffers, where one source's were timed
             if way == "host":
                 raise
             del times[way]

@@ -6,13 +6,19 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_window
-from mpigossip.cluster.deadline import numbers
+from mpigossip.cluster.deadline import world_ranks
 from mpigossip.mixing.averages import CUT, raw
-from mpigossip.mixing.base import Layout
-from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, create, current, private
+from mpigossip.mixing.base import MessageLayout
+from mpigossip.mixing.device.memory import (
+    TransportUnavailable,
+    create,
+    device_context,
+    flush_rdma_writes,
+    private,
+)
 from mpigossip.mixing.notifications import ARRIVED, FREE
-from mpigossip.mixing.plan import Chunk, Plan, Round
-from mpigossip.mixing.progress_thread import attempt
+from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState
+from mpigossip.mixing.progress_thread import run_on_all_ranks
 from mpigossip.mixing.transports import Transport, inboxes
 
 FLIGHT = 1 << 18
@@ -36,7 +42,7 @@ class Windows(Transport):
     def __init__(
         self,
         comm: MPI.Intracomm,
-        layout: Layout,
+        layout: MessageLayout,
         buffers: int,
         timeout_s: float,
         *,
@@ -45,7 +51,7 @@ class Windows(Transport):
     ):
         """Collective. ``devices``: of the slots' windows; none: in memory that MPI allocates.
 
-        ``outbox``: room for an own message there. Raises MemoryRefused, on all ranks.
+        ``outbox``: room for an own message there. Raises TransportUnavailable, on all ranks.
         """
         count = 2 * buffers
         size = layout.slot_sent_bytes
@@ -61,13 +67,15 @@ class Windows(Transport):
 
             def open_all() -> None:
                 for area, device in zip(areas, devices, strict=True):
-                    with current(device):
+                    with device_context(device):
                         self._windows.append(create(raw(area), own))
 
             held = (self._windows, areas)
             limit_s = min(timeout_s, LIMIT_S)
-            if wrong := attempt(comm, open_all, lambda: CREATING, limit_s, devices[0], held):
-                raise MemoryRefused(wrong)
+            if wrong := run_on_all_ranks(
+                comm, open_all, lambda: CREATING, limit_s, devices[0], held
+            ):
+                raise TransportUnavailable(wrong)
             own.Free()
             # from one buffer to the next, and where a slot's part of it begins
             self._stride = size
@@ -87,10 +95,12 @@ class Windows(Transport):
         self._opened = self._windows if devices else self._windows[:1]
         super().__init__(comm, layout, buffers, timeout_s)
 
-    def is_free(self, r: Round, rank: int) -> bool:
+    def is_free(self, r: RoundState, rank: int) -> bool:
         return r.index < 2 or self.notifications.arrived(rank, FREE, self.number(r))
 
-    def send(self, r: Round, chunk: Chunk, memory: Sequence[torch.Tensor]) -> list[MPI.Request]:
+    def send(
+        self, r: RoundState, chunk: MessageChunk, memory: Sequence[torch.Tensor]
+    ) -> list[MPI.Request]:
         """Put a chunk of every slot's message into the readers' windows.
 
         All of it at once: what is held back waits for answers that queue behind the other side's
@@ -117,43 +127,45 @@ class Windows(Transport):
 
     def _put(self, slot: int, memory: torch.Tensor, span: slice, rank: int, there: int) -> None:
         """Put from device to device, the slot's being current; the flush completes it."""
-        with current(self._devices[slot]):
+        with device_context(self._devices[slot]):
             for at in range(span.start, span.stop, CUT):
                 some = raw(memory[at : min(at + CUT, span.stop)])
                 target = [there + at, len(some), MPI.BYTE]
                 self._windows[slot].Put([some, MPI.BYTE], rank, target)
 
-    def notify(self, r: Round, chunk: Chunk) -> None:
+    def notify(self, r: RoundState, chunk: MessageChunk) -> None:
         for rank, _ in r.plan.targets:
             for device, window in zip(self._devices, self._opened, strict=False):
-                with current(device):
+                with device_context(device):
                     window.Flush(rank)  # waits for the network: the reader's memory has it
             self.notifications.send([rank], ARRIVED, self.number(r, chunk))
 
-    def arrived(self, r: Round, source: int, chunk: Chunk) -> bool:
+    def arrived(self, r: RoundState, source: int, chunk: MessageChunk) -> bool:
         return self.notifications.arrived(source, ARRIVED, self.number(r, chunk))
 
-    def received(self, r: Round, buffer: int) -> Sequence[torch.Tensor]:
+    def received(self, r: RoundState, buffer: int) -> Sequence[torch.Tensor]:
         for device, window in zip(self._devices, self._opened, strict=False):
             window.Sync()
             if self.on_device:
-                arrived_whole(device)
+                flush_rdma_writes(device)
         return self._inbox[(r.index % 2) * self.buffers + buffer]
 
-    def free(self, r: Round, coming: Plan) -> None:
+    def release(self, r: RoundState, coming: RoundPlan) -> None:
         number = self.number(r) + 2 * len(self.chunks)
-        self.notifications.send(coming.far, FREE, number)
+        self.notifications.send(coming.remote_sources, FREE, number)
 
-    def late(self, r: Round, ranks: Sequence[int]) -> str:
+    def describe_late(self, r: RoundState, ranks: Sequence[int]) -> str:
         rank = min(ranks)
         many = len(self.chunks)
-        if r.full:
-            return self.notifications.late(rank, FREE, self.number(r))
+        if r.blocked_readers:
+            return self.notifications.describe_late(rank, FREE, self.number(r))
         if (count := r.arrived.get(rank, many)) < many:
-            return self.notifications.late(rank, ARRIVED, self.number(r, self.chunks[count]))
-        return f"a put to ranks {numbers(self.comm, ranks)} doesn't complete (round {r.t})"
+            return self.notifications.describe_late(
+                rank, ARRIVED, self.number(r, self.chunks[count])
+            )
+        return f"a put to ranks {world_ranks(self.comm, ranks)} doesn't complete (round {r.t})"
 
-    def close(self, coming: Sequence[tuple[int, Plan]] = ()) -> None:
+    def close(self, coming: Sequence[tuple[int, RoundPlan]] = ()) -> None:
         for index, plan in coming:
             readers = [rank for rank, _ in plan.targets]
             self.notifications.wait(readers, FREE, index * len(self.chunks))

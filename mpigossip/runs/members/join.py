@@ -14,15 +14,15 @@ import torch
 
 import mpigossip
 from mpigossip import algorithms, config
-from mpigossip.cluster.ranks import Alone
-from mpigossip.config import Job, JobError, Part
-from mpigossip.config.readable import note
+from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.config import BuilderSpec, Job, JobError
+from mpigossip.config.readable import print_note
 from mpigossip.engine.measurements import Record
-from mpigossip.mixing.base import Kind
-from mpigossip.mixing.members.live import POLL_S, Leaving, Live, layout
+from mpigossip.mixing.base import ExchangeKind
+from mpigossip.mixing.members.live import POLL_S, FolderExchange, StopRequested, layout
 from mpigossip.mixing.members.outages import FolderUnreachable
-from mpigossip.mixing.members.place import FOLDERS, Place, Plan
-from mpigossip.mixing.members.records import NO_LINKS, Disk, Round
+from mpigossip.mixing.members.place import FOLDERS, Place, TrainingPlan
+from mpigossip.mixing.members.records import NO_LINKS, RecordStore, Round
 from mpigossip.runs.launch import differing
 from mpigossip.runs.members.member import Member, steps_of_round
 from mpigossip.runs.printer import Printer
@@ -68,12 +68,12 @@ def join(
     to leave. Raises JobError for user errors, FolderUnreachable if the folder's file system fails
     for longer than a lease.
     """
-    disk = Disk(folder, shared)
+    disk = RecordStore(folder, shared)
     given = job
     if job is None or disk.exists(JOB):
         job = job_of(folder, given, disk)
     check_fit(job)
-    with Alone() as world:
+    with SingleProcess() as world:
         assembly = assemble(job, world, 1)
         end = end_of_allocation(job.checkpoint.wall_clock_s)
         try:
@@ -82,8 +82,8 @@ def join(
             job_of(folder, given, disk, parameters=layout(flat.names, flat.shapes))
             with Stopper(world, folder, end) as stopper:
                 plan = plan_of(assembly, lease_s)
-                live = Live(
-                    Place(disk, plan, tell=note),
+                live = FolderExchange(
+                    Place(disk, plan, report=print_note),
                     lambda: stop() or stopper.due(),
                     poll_s,
                 )
@@ -92,7 +92,9 @@ def join(
             assembly.close()
 
 
-def _train(live: Live, member: Member, folder: Path, world: Alone) -> dict[str, Any]:
+def _train(
+    live: FolderExchange, member: Member, folder: Path, world: SingleProcess
+) -> dict[str, Any]:
     place = live.place
     places = list[int]()
     flat = member.engine.vector.flat
@@ -101,13 +103,13 @@ def _train(live: Live, member: Member, folder: Path, world: Alone) -> dict[str, 
     try:
         while not place.ended():
             if live.stopping():
-                raise Leaving
+                raise StopRequested
             with live.stay():
                 member.begin(live.begin(told))
                 places.append(place.number)
                 with _Watched(member, live, folder, world) as watched:
                     member.train(live, watched.after)
-    except Leaving:
+    except StopRequested:
         return {"finished": False, "places": places}
     finally:
         live.close()
@@ -120,7 +122,7 @@ def _train(live: Live, member: Member, folder: Path, world: Alone) -> dict[str, 
 class _Watched:
     """A place's log and lines on the terminal; asks after each step whether to leave."""
 
-    def __init__(self, member: Member, live: Live, folder: Path, world: Alone):
+    def __init__(self, member: Member, live: FolderExchange, folder: Path, world: SingleProcess):
         """The log is logs/000007/log.h5 in the training's folder."""
         self.member = member
         self.live = live
@@ -169,7 +171,7 @@ class _Watched:
         within = self.member.done % steps  # 0: the round is over, its record drafted
         # a member knows no distance from the average: not 0, which is its own from itself
         record = replace(record, index=self.member.done - 1, consensus_distance=float("nan"))
-        record.figures |= {
+        record.metrics |= {
             "chunk": chunk,
             "round": place.round,
             "time": time.time(),
@@ -185,7 +187,7 @@ class _Watched:
         if self.member.done == 2 * steps:
             check_lease(place.plan.lease_s, time.monotonic() - self.member.began)
         if self.live.stopping():
-            raise Leaving
+            raise StopRequested
 
     def __exit__(self, *_) -> None:
         over = self.live.place.disk.outages.given_up
@@ -218,7 +220,9 @@ class _Watched:
         self._retry(lambda: recorder.stop(progress, summary))
 
 
-def _result(live: Live, member: Member, folder: Path) -> tuple[Evaluation, dict[str, Any]]:
+def _result(
+    live: FolderExchange, member: Member, folder: Path
+) -> tuple[Evaluation, dict[str, Any]]:
     """The average at the end, tested; who linked the end writes it as a checkpoint."""
     job = member.assembly.parts.job
     steps = live.place.plan.chunks * member.steps
@@ -237,7 +241,7 @@ def _result(live: Live, member: Member, folder: Path) -> tuple[Evaluation, dict[
 
 
 def result(
-    live: Live, folder: Path, steps: int, job: str, facts: dict[str, Number]
+    live: FolderExchange, folder: Path, steps: int, job: str, facts: dict[str, Number]
 ) -> list[NodeState]:
     """Return the models that END names; the member that linked it writes the checkpoint.
 
@@ -269,7 +273,12 @@ def _stored(folder: Path) -> list[NodeState] | None:
 
 
 def _write(
-    disk: Disk, folder: Path, steps: int, states: list[NodeState], job: str, meta: dict[str, Number]
+    disk: RecordStore,
+    folder: Path,
+    steps: int,
+    states: list[NodeState],
+    job: str,
+    meta: dict[str, Number],
 ) -> None:
     """Write the models that END names as a checkpoint, which other users can read if shared."""
     temporary = checkpoint.begin(folder, steps)
@@ -284,7 +293,7 @@ def _write(
     disk.share(path / MANIFEST)
 
 
-def _given_up(live: Live, folder: Path) -> bool:
+def _given_up(live: FolderExchange, folder: Path) -> bool:
     """Return whether nobody writes the checkpoint any more: who linked END was killed meanwhile.
 
     Asked by a member that came after the end; watches for a lease what is being written. Of several
@@ -299,7 +308,7 @@ def _given_up(live: Live, folder: Path) -> bool:
         return False
     disk = live.place.disk
     claim = f"END.{sum(name.startswith('END.') for name in disk.names(''))}"
-    live.place.tell(f"{folder} has ended, but its checkpoint isn't whole: waiting for its writer")
+    live.place.report(f"{folder} has ended, but its checkpoint isn't whole: waiting for its writer")
     before = disk.retry(seen, "checkpoints")
     since = time.monotonic()
     while time.monotonic() - since < live.place.plan.lease_s:
@@ -312,12 +321,12 @@ def _given_up(live: Live, folder: Path) -> bool:
     return disk.publish(claim, secrets.token_bytes(8))
 
 
-def plan_of(assembly: Assembly, lease_s: float | None = None) -> Plan:
+def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
     """Chunks of all passes together, and how many of them a member claims at once."""
     section = assembly.parts.job.members
     chunks = -(-assembly.total_steps // steps_of_round(assembly))
     block = max(1, min(section.claim_rounds, chunks // 64))
-    return Plan(chunks, block, section.lease_s if lease_s is None else lease_s)
+    return TrainingPlan(chunks, block, section.lease_s if lease_s is None else lease_s)
 
 
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:
@@ -341,7 +350,9 @@ def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dic
 # -- the folder and its job ---------------------------------------------------------------------
 
 
-def job_of(folder: Path, job: Job | None, disk: Disk, name: str = JOB, parameters: str = "") -> Job:
+def job_of(
+    folder: Path, job: Job | None, disk: RecordStore, name: str = JOB, parameters: str = ""
+) -> Job:
     """The job of the training in a folder, which begins with ``job`` where there is none.
 
     ``name``: the file in which it stands; its first line has what else members share, the
@@ -365,7 +376,7 @@ def job_of(folder: Path, job: Job | None, disk: Disk, name: str = JOB, parameter
     return job or there
 
 
-def _begin(folder: Path, job: Job | None, disk: Disk, name: str, head: str) -> None:
+def _begin(folder: Path, job: Job | None, disk: RecordStore, name: str, head: str) -> None:
     if job is None:
         raise JobError(none_there(disk))
     if folder.is_file():
@@ -385,7 +396,7 @@ def _begin(folder: Path, job: Job | None, disk: Disk, name: str, head: str) -> N
         disk.publish(name, content)
 
 
-def none_there(disk: Disk) -> str:
+def none_there(disk: RecordStore) -> str:
     """Return the message for a folder without a job."""
     if disk.exists(LOOP):
         return (
@@ -396,7 +407,7 @@ def none_there(disk: Disk) -> str:
     return of_something_else(disk, JOB) or none
 
 
-def of_something_else(disk: Disk, name: str) -> str:
+def of_something_else(disk: RecordStore, name: str) -> str:
     """Return the message for a folder that holds other things than a training of members.
 
     ``name``: of the job's file, with which another member may have begun it meanwhile.
@@ -407,7 +418,9 @@ def of_something_else(disk: Disk, name: str) -> str:
     return f'"{disk.root}" is a folder of something else; name a new one'
 
 
-def job_there(disk: Disk, own: Job | None = None, name: str = JOB, command: str = "join") -> Job:
+def job_there(
+    disk: RecordStore, own: Job | None = None, name: str = JOB, command: str = "join"
+) -> Job:
     """The job that stands in the folder; it imports the code alone that one's ``own`` copy names.
 
     Raises JobError where that is another job.
@@ -465,8 +478,8 @@ def check_fit(job: Job) -> None:
                 'need algorithm.style = "atc"'
             )
         cadence = parts.cadence
-        others = cadence.kinds - {Kind.LOCAL, Kind.GOSSIP}
-        if others or cadence.own or not cadence.fragment_schedule.plain:
+        others = cadence.kinds - {ExchangeKind.LOCAL, ExchangeKind.GOSSIP}
+        if others or cadence.periods or not cadence.fragment_schedule.is_whole_model:
             found.append(
                 f'cadence.name = "{job.cadence.name}": members average with one other '
                 'every H steps: cadence.name = "every", cadence.period = H'
@@ -493,7 +506,7 @@ def check_fit(job: Job) -> None:
 
 def _goes(name: str) -> bool:
     """Return whether a method averages one model with one neighbour after its local steps."""
-    brings = Part.of(algorithms.BUILDERS, name).brings
+    brings = BuilderSpec.of(algorithms.BUILDERS, name).implies
     if brings.get("cadence.name", "every") not in ("every", "always"):
         return False
     try:

@@ -12,37 +12,37 @@ import torch
 
 from mpigossip.algorithms.base import Step
 from mpigossip.engine.measurements import Record
-from mpigossip.engine.vector import joined, split
-from mpigossip.groups.base import held
-from mpigossip.mixing.base import Kind, Layout, Segments
-from mpigossip.mixing.combine import combine
+from mpigossip.engine.vector import join_row, scatter_row
+from mpigossip.groups.base import local_shards
+from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout
+from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.runs.state import AVERAGED, plain, put_buffers
 from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.training.assemble import Assembly
 
 
-class Members(Simulated):
+class FolderMixer(Simulated):
     """x ← ½ (x + x_j), j the member that ``receive`` finds, late x_j as `moved` has it; else x."""
 
-    def __init__(self, graph, layout: Layout, member: Member):
+    def __init__(self, graph, layout: MessageLayout, member: Member):
         super().__init__(graph, layout)
         self._member = member
 
-    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
+    def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
         """Publish the model in a gossip step; writing goes on in the background."""
-        super().start(Kind.LOCAL, t, exchange)
+        super().start(ExchangeKind.LOCAL, t, exchange)
         self._open = kind, t
-        if kind is Kind.GOSSIP:
+        if kind is ExchangeKind.GOSSIP:
             self.bytes_sent[0] += self._member.send(self._out)
 
-    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
         """``sent`` and ``mixed``; reads the model of one other member in a gossip step."""
         kind, _ = self._open
-        if kind is not Kind.GOSSIP or not self._member.receive(self._mixed):
+        if kind is not ExchangeKind.GOSSIP or not self._member.receive(self._mixed):
             return self._out, self._out
         for sent, mixed in zip(self._out, self._mixed, strict=True):
-            combine((0.5, 0.5), [sent[0], mixed[0]], mixed[0])
+            weighted_sum((0.5, 0.5), [sent[0], mixed[0]], mixed[0])
         return self._out, self._mixed
 
 
@@ -63,7 +63,7 @@ class Member:
         """when its last chunk came, by `time.monotonic`"""
         self.exchange: Any = None
         self.seed = self.capture([(x,) for x in engine.vector.x])
-        engine.replace_mixer(Members(assembly.parts.graph, engine.mixer.layout, self))
+        engine.replace_mixer(FolderMixer(assembly.parts.graph, engine.mixer.layout, self))
 
     def begin(self, states: Sequence[NodeState]) -> None:
         """Stand at the average of these models (none: the seed's), with averaged moments."""
@@ -80,8 +80,10 @@ class Member:
         self.exchange = exchange
         for out, x in zip(engine.mixer.outbox(0), engine.vector.x, strict=True):
             out[0].copy_(x)
-        engine.mixer.start(Kind.GOSSIP, rounds - 1)
-        now = Step(self.done - 1, rounds - 1, Kind.GOSSIP, None, counts=tuple(engine.counts))
+        engine.mixer.start(ExchangeKind.GOSSIP, rounds - 1)
+        now = Step(
+            self.done - 1, rounds - 1, ExchangeKind.GOSSIP, None, counts=tuple(engine.counts)
+        )
         engine.receive(*engine.mixer.finish(), now)
         engine.round = rounds
         engine.group.all_gather(engine.vector.x, engine.vector.full)
@@ -91,16 +93,16 @@ class Member:
         engine = self.engine
         replicas = self.trainer.replicas
         flat = engine.vector.flat
-        here = held(engine.group)
-        split(state.parameters, engine.vector.x, 0, flat, here)
+        here = local_shards(engine.group)
+        scatter_row(state.parameters, engine.vector.x, 0, flat, here)
         engine.group.all_gather(engine.vector.x, engine.vector.full)
         self.done = engine.index = engine.round = 0
         engine.replace_mixer(engine.mixer)
         engine.restart()
         for name, parts in engine.parts().items():
             if names is None or name.split("/")[-1] in names:
-                split(state.arrays[name], parts, 0, flat, here)
-        put_buffers(dict(zip(engine.group.mine, replicas.buffers(0), strict=True)), state)
+                scatter_row(state.arrays[name], parts, 0, flat, here)
+        put_buffers(dict(zip(engine.group.local_slots, replicas.buffers(0), strict=True)), state)
 
     def train(
         self, exchange: Any, after: Callable[[Record, int], None] = lambda record, chunk: None
@@ -122,11 +124,11 @@ class Member:
                 self.done += 1
                 after(record, chunk)
 
-    def capture(self, message: Segments) -> NodeState:
+    def capture(self, message: MessageArrays) -> NodeState:
         """The model in a message, with the state behind it."""
         engine = self.engine
         flat = self.engine.vector.flat
-        arrays = engine.arrays(0)
+        arrays = engine.pack_state(0)
         for slot, buffers in enumerate(self.trainer.replicas.buffers(0)):
             for name, buffer in buffers.items():
                 arrays[f"buffers/{slot}/{name}"] = plain(buffer).copy()
@@ -134,20 +136,20 @@ class Member:
         steps = engine.counts[0] + (self.exchange is not None)  # a step counts when it is done
         # readers want no more local steps than steps; averaged members may have made more
         counts: dict[str, Number] = {"index": max(engine.index, steps), "local_steps": steps}
-        return NodeState(joined(x, 0, flat), flat.names, flat.shapes, arrays, counts)
+        return NodeState(join_row(x, 0, flat), flat.names, flat.shapes, arrays, counts)
 
-    def send(self, message: Segments) -> int:
+    def send(self, message: MessageArrays) -> int:
         """Publish a message with the state behind it; its bytes."""
         return self.exchange.send(self.capture(message))
 
-    def receive(self, into: Segments) -> bool:
+    def receive(self, into: MessageArrays) -> bool:
         """Read the model of another member, if there is one."""
         state = self.exchange.receive()
         if state is None:
             return False
         flat = self.engine.vector.flat
-        here = held(self.engine.group)
-        split(state.parameters, [parts[0] for parts in into], 0, flat, here)
+        here = local_shards(self.engine.group)
+        scatter_row(state.parameters, [parts[0] for parts in into], 0, flat, here)
         return True
 
 
@@ -155,7 +157,7 @@ def steps_of_round(assembly: Assembly) -> int:
     """H: steps from one exchange to the next."""
     cadence = assembly.engine.cadence
     index = 0
-    while cadence.kind(cadence.init(), index) is Kind.LOCAL:
+    while cadence.kind(cadence.init(), index) is ExchangeKind.LOCAL:
         index += 1
     return index + 1
 
@@ -169,7 +171,7 @@ def average(states: Sequence[NodeState]) -> NodeState:
         if not np.issubdtype(arrays[0].dtype, np.floating) or len(arrays) == 1:
             return arrays[0]
         rows = [torch.from_numpy(np.ascontiguousarray(one)).reshape(1, -1) for one in arrays]
-        total = combine([1 / len(rows)] * len(rows), rows, torch.empty_like(rows[0]))
+        total = weighted_sum([1 / len(rows)] * len(rows), rows, torch.empty_like(rows[0]))
         return total.numpy().reshape(arrays[0].shape)
 
     return replace(

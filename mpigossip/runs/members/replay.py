@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import Job, JobError
-from mpigossip.config.readable import counted, note
-from mpigossip.mixing.members.live import digest, late, moved, read_model
+from mpigossip.config.readable import pluralize, print_note
+from mpigossip.mixing.members.live import correct_for_age, digest, read_model, rounds_late
 from mpigossip.mixing.members.place import KEEP, Place, record_name
-from mpigossip.mixing.members.records import Closed, Disk, End, Round, Start, Version
+from mpigossip.mixing.members.records import Closed, End, RecordStore, Round, Start, Version
 from mpigossip.runs.members.join import JOB, about, job_there, none_there, plan_of
 from mpigossip.runs.members.member import Member
 from mpigossip.store import StoreError
@@ -26,11 +26,11 @@ TOLD = 100
 """From so many rounds on each tenth of them is told."""
 
 
-class Differs(Exception):
+class ReplayMismatch(Exception):
     """A round whose model has another digest than its record says."""
 
 
-class Script:
+class ReplayLog:
     """All chains of a folder, and the models that are needed still."""
 
     def __init__(self, place: Place):
@@ -75,7 +75,9 @@ class Script:
             return
         missing = [chunk for chunk, versions in rounds.items() if not versions]
         if not self.end:
-            self.place.tell(f"the training has not ended: {trained} of {chunks} chunks are trained")
+            self.place.report(
+                f"the training has not ended: {trained} of {chunks} chunks are trained"
+            )
             return
         numbers = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
         raise StoreError(
@@ -103,7 +105,10 @@ class Script:
         own = [Version(version.place, r) for r in range(1, version.round)][-KEEP:]
         ages = [self.round(one).age for one in own]
         peers = self.round(version).peer[:1]
-        return (own[-1], *(v for p in peers for v in (p, own[-1 - late(ages, self.round(p).age)])))
+        return (
+            own[-1],
+            *(v for p in peers for v in (p, own[-1 - rounds_late(ages, self.round(p).age)])),
+        )
 
     def choose(self, wanted: Iterable[Version]) -> list[Version]:
         """These and what they depend on that isn't stored any more, in an order to repeat them."""
@@ -129,9 +134,9 @@ class Script:
         """Iterate over these and what they depend on, and tell how far that is."""
         order = self.order = self.choose(wanted := set(wanted))
         more = len(order) - len(wanted)
-        tell = self.place.tell
-        depend = f" and {counted(more, 'round')} that they depend on" if more else ""
-        tell(f"repeating {counted(len(wanted), 'round')}{depend}")
+        tell = self.place.report
+        depend = f" and {pluralize(more, 'round')} that they depend on" if more else ""
+        tell(f"repeating {pluralize(len(wanted), 'round')}{depend}")
         for index, version in enumerate(order):
             if len(order) >= TOLD and index % (len(order) // 10) == 0 < index:
                 tell(f"{index} of {len(order)} rounds are equal")
@@ -152,12 +157,12 @@ class Script:
         if first or len(models) == 1:
             return models, None, known
         late_by = inputs[0].round - inputs[2].round
-        return models[:1], moved(models[1], models[0], models[2], late_by), known
+        return models[:1], correct_for_age(models[1], models[0], models[2], late_by), known
 
     def check(self, version: Version, state: NodeState) -> None:
         """Keep a model as long as it is needed; raises Differs where the record names another."""
         if digest(state) != self.round(version).digest:
-            raise Differs(
+            raise ReplayMismatch(
                 f"round {version.round} of place {version.place} is another model than "
                 f"its record {record_name(*version)} says{self._unlike(version.place)}"
             )
@@ -179,11 +184,11 @@ class Script:
     def told(self) -> str:
         """What `repeating` has compared."""
         order = self.order
-        rounds = counted(len(order), "round")
+        rounds = pluralize(len(order), "round")
         places = len({one.place for one in order})
-        found = f"{rounds} of {counted(places, 'place')} repeated: every digest is equal"
+        found = f"{rounds} of {pluralize(places, 'place')} repeated: every digest is equal"
         if self.stored:
-            found += f"\nbegun with {counted(self.stored, 'model')} that models/ still has"
+            found += f"\nbegun with {pluralize(self.stored, 'model')} that models/ still has"
         if self.end and set(order).issuperset(self.end):
             sha = hashlib.sha256()
             for version in self.end:
@@ -192,7 +197,7 @@ class Script:
         return found
 
 
-class Scripted:
+class ReplayExchange:
     """The exchange of one round, as its record says."""
 
     sent: NodeState
@@ -219,11 +224,11 @@ class Scripted:
         return found
 
 
-def repeat(script: Script, wanted: Iterable[Version], member: Any) -> str:
+def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
     """Repeat rounds and what they depend on by one `Member`; what was compared. Raises Differs."""
     for version in script.repeating(wanted):
         models, peer, progress = script.given(version)
-        exchange = Scripted(peer, script.round(version).chunk, progress)
+        exchange = ReplayExchange(peer, script.round(version).chunk, progress)
         if version.round == 1:
             member.begin(models)
         else:
@@ -233,7 +238,9 @@ def repeat(script: Script, wanted: Iterable[Version], member: Any) -> str:
     return script.told()
 
 
-def wanted_of(script: Script, place: int | None, rounds: tuple[int, int] | None) -> list[Version]:
+def wanted_of(
+    script: ReplayLog, place: int | None, rounds: tuple[int, int] | None
+) -> list[Version]:
     """The rounds that are asked for; JobError where there are none.
 
     Where all are asked for, all must be there: see `Script.check_complete`.
@@ -266,13 +273,13 @@ def replay(
     stored still, rounds else. ``job``: one's own copy, without which no code that the folder
     names is run.
     """
-    disk = Disk(folder, shared=True)
+    disk = RecordStore(folder, shared=True)
     if not disk.exists(JOB):
         raise JobError(none_there(disk))
-    with Alone() as world:
+    with SingleProcess() as world:
         assembly = assemble(job_there(disk, job, command="replay"), world, 1)
         try:
-            script = Script(Place(disk, plan_of(assembly), tell=note))
+            script = ReplayLog(Place(disk, plan_of(assembly), report=print_note))
             return repeat(script, wanted_of(script, place, rounds), Member(assembly))
         finally:
             assembly.close()

@@ -14,16 +14,18 @@ def proven(comm, version, devices):
     from mpigossip.mixing.device import proof
 
     kept = proof.ucx_version
-    tried = proof.tried
+    tried = proof.try_in_subprocess
     proof.ucx_version = lambda: version
     if devices > 1:  # in one case a process is started
-        proof.tried = lambda *_: (True, "")
+        proof.try_in_subprocess = lambda *_: (True, "")
     os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "1"
     try:
-        return proof.proven(comm, [torch.device("cpu", k) for k in range(devices)], timeout_s=20)
+        return proof.gpu_mpi_works(
+            comm, [torch.device("cpu", k) for k in range(devices)], timeout_s=20
+        )
     finally:
         proof.ucx_version = kept
-        proof.tried = tried
+        proof.try_in_subprocess = tried
         del os.environ["MPICH_GPU_SUPPORT_ENABLED"]
 
 
@@ -54,11 +56,16 @@ def hung(comm, way):
     if comm.rank == 1:
         proof.put = proof.Proof._post = lambda *_: threading.Event().wait()
     try:
-        wrong = proof.arrives(comm, slots, 1, way)
+        wrong = proof.try_between_ranks(comm, slots, 1, way)
     finally:
         proof.put, proof.Proof._post = given
     spent = time.monotonic() - began
-    return wrong, proof.arrives(comm, slots, 20, "messages"), comm.allgather(comm.rank), spent
+    return (
+        wrong,
+        proof.try_between_ranks(comm, slots, 20, "messages"),
+        comm.allgather(comm.rank),
+        spent,
+    )
 
 
 @pytest.mark.parametrize("way, what", [("windows", "a put"), every("messages", "a message")])
@@ -79,15 +86,18 @@ def answers(comm, what):
     """The proof where rank 0's library says no, has another UCX, or its own process crashes."""
     from mpigossip.mixing.device import proof
 
-    kept = (proof.asked, proof.tried, proof.ucx_version)
+    kept = (proof.reported_gpu_support, proof.try_in_subprocess, proof.ucx_version)
     other = comm.rank == 0
-    proof.asked = lambda _: {"asking": not (other and what == "no")}
-    proof.tried = lambda *_: (not (other and what == "crash"), "it crashed" if other else "")
+    proof.reported_gpu_support = lambda _: {"asking": not (other and what == "no")}
+    proof.try_in_subprocess = lambda *_: (
+        not (other and what == "crash"),
+        "it crashed" if other else "",
+    )
     proof.ucx_version = lambda: (1, 18, 0) if other and what == "old" else (1, 20, 0)
     try:
-        return proof.proven(comm, [torch.device("cpu", k) for k in range(2)], timeout_s=20)
+        return proof.gpu_mpi_works(comm, [torch.device("cpu", k) for k in range(2)], timeout_s=20)
     finally:
-        proof.asked, proof.tried, proof.ucx_version = kept
+        proof.reported_gpu_support, proof.try_in_subprocess, proof.ucx_version = kept
 
 
 @on_each(

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpigossip.mixing.base import Layout
+from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.device import memory
 from mpigossip.mixing.device.streams import Streams
@@ -28,13 +28,13 @@ def compare(*args, **kwargs):
     from mpigossip.mixing.device import buffers
     from mpigossip.mixing.transports import probe
 
-    proven = probe.proven
-    sizes = (synchronous.STAGED, buffers.SHARE)
+    proven = probe.gpu_mpi_works
+    sizes = (synchronous.STAGING_BYTES, buffers.SHARE)
     try:
         return compared(*args, **kwargs)
     finally:
-        probe.proven = proven
-        synchronous.STAGED, buffers.SHARE = sizes
+        probe.gpu_mpi_works = proven
+        synchronous.STAGING_BYTES, buffers.SHARE = sizes
 
 
 def other_mean(mixer, reference, step, on_its_way):
@@ -58,13 +58,13 @@ def compared(
     from mpigossip.mixing.synchronous import Synchronous
     from mpigossip.mixing.transports import probe
 
-    synchronous.STAGED = chunk
+    synchronous.STAGING_BYTES = chunk
     buffers.SHARE = 6000
     able = {memory} & {"windows", "messages"} if proofs is None else proofs
     if device == "cpu":  # it stands in for a device: MPI reads and writes its memory
-        probe.proven = lambda comm, devices, way, limit_s: (way in able, "the CPU stands in")
+        probe.gpu_mpi_works = lambda comm, devices, way, limit_s: (way in able, "the CPU stands in")
     options = {"vectors": 2, "scalars": 1, "wire": wire(wire_name, 127, 0.1, 3)}
-    layout = Layout(WIDTHS, **options)
+    layout = MessageLayout(WIDTHS, **options)
     there = replace(layout, devices=(device.format(rank=world.rank),) * len(WIDTHS))
     found = {}
     routes = {}
@@ -124,12 +124,12 @@ def test_large_encoded_messages_are_averaged_decoded(ranks, memory):
 @with_world
 def refused(world):
     from mpigossip.graphs import graph
-    from mpigossip.mixing.device.memory import MemoryRefused
+    from mpigossip.mixing.device.memory import TransportUnavailable
     from mpigossip.mixing.synchronous import Synchronous
 
     ways = {"exchange": "windows", "on_devices": True}
-    with pytest.raises(MemoryRefused) as found:
-        Synchronous(graph("ring", world.size), Layout(WIDTHS), world, **ways)
+    with pytest.raises(TransportUnavailable) as found:
+        Synchronous(graph("ring", world.size), MessageLayout(WIDTHS), world, **ways)
     return str(found.value)
 
 
@@ -145,17 +145,19 @@ def proofs(comm):
     from mpigossip.mixing.synchronous import Synchronous
     from mpigossip.mixing.transports import probe
 
-    given = probe.proven
+    given = probe.gpu_mpi_works
     done = []
-    probe.proven = lambda comm, devices, way, limit_s: (True, done.append((way, limit_s)))
+    probe.gpu_mpi_works = lambda comm, devices, way, limit_s: (True, done.append((way, limit_s)))
     try:
         for mixers in (2, 1):
             with World(comm) as world:
                 for _ in range(mixers):
                     ways = {"exchange": "messages", "on_devices": True}
-                    Synchronous(graph("ring", comm.size), Layout(WIDTHS), world, **ways).close()
+                    Synchronous(
+                        graph("ring", comm.size), MessageLayout(WIDTHS), world, **ways
+                    ).close()
     finally:
-        probe.proven = given
+        probe.gpu_mpi_works = given
     return done
 
 
@@ -167,8 +169,8 @@ def put_into_neighbour(comm):
     from mpigossip.mixing.device import proof
 
     slots = [torch.device("cpu")] * 2
-    wrong = [proof.arrives(comm, slots, 30, way) for way in ("windows", "messages")]
-    return wrong, proof.proven(comm, slots)
+    wrong = [proof.try_between_ranks(comm, slots, 30, way) for way in ("windows", "messages")]
+    return wrong, proof.gpu_mpi_works(comm, slots)
 
 
 def test_the_proof_is_a_message_and_a_library_that_says_no_is_believed(ranks):
@@ -216,13 +218,13 @@ def test_memory_that_ucx_has_locked_is_pinned(monkeypatch, pinned):
         cudaHostRegister=lambda *_: memory.ALREADY, cudaHostUnregister=unlocked.append
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(memory, "current", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(memory, "device_context", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
     given = [torch.zeros(8, dtype=torch.uint8)], torch.device("cuda")
     if pinned:
         memory.pin(*given)()
     else:  # something else on its pages is: a part of it isn't
-        with pytest.raises(memory.MemoryRefused, match="712"):
+        with pytest.raises(memory.TransportUnavailable, match="712"):
             memory.pin(*given)
     assert not unlocked
 
@@ -232,7 +234,7 @@ def test_memory_that_ucx_has_locked_is_pinned(monkeypatch, pinned):
 
 @on_each("name", ["fp32", "qsgd"])
 def test_a_slots_bytes_are_contiguous(name):
-    layout = Layout((512, 512), vectors=2, scalars=2, wire=wire(name))
+    layout = MessageLayout((512, 512), vectors=2, scalars=2, wire=wire(name))
     assert layout.slot_bytes == 2 * 4 * 512 + 16 and layout.nbytes == 2 * layout.slot_bytes
     memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for number, segment in enumerate(layout.views(memory), 1):
@@ -246,7 +248,7 @@ def test_a_slots_bytes_are_contiguous(name):
 
 def test_slots_of_unequal_widths_are_rejected():
     with pytest.raises(ValueError, match="equal widths, got"):
-        Layout((512, 1024))
+        MessageLayout((512, 1024))
 
 
 # -- the choice --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpigossip.mixing.combine import combine
+from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.kernels import gpu_sum
 from tests.cases import on_each
 from tests.mixing.kernels import on_cpu
@@ -56,7 +56,7 @@ def test_it_has_the_bits_of_the_sum(on_the_cpu, weights, coded):
     sizes = 10.0 ** torch.randint(-44, 30, (3, 333))
     arrays = [torch.randn(3, 333) * sizes for _ in weights]
     given = [array.to(CODE) if k in coded else array for k, array in enumerate(arrays)]
-    expected = combine(weights, [array.float() for array in given], torch.empty(3, 333))
+    expected = weighted_sum(weights, [array.float() for array in given], torch.empty(3, 333))
     assert ((expected != 0) & (expected.abs() < 1e-38)).any(), "denormals are among the sums"
     for out in (torch.zeros(3, 333), given[0]):
         assert gpu_sum.combine(weights, given, out)

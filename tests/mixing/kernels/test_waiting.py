@@ -7,7 +7,7 @@ import pytest
 
 from mpigossip.mixing.kernels import waiting
 from tests.cases import on_each, some
-from tests.mixing.test_windows import LAYOUT, Layout, compare
+from tests.mixing.test_windows import LAYOUT, MessageLayout, compare
 
 GRAPHS = ["one-peer-exponential", "exponential", "base-3"]
 
@@ -23,7 +23,7 @@ def rested(comm):
 
     def timed(*requests, began=None, **how):
         began = began or time.monotonic()
-        assert waiting.rest([*requests, never], need=1, **how)
+        assert waiting.wait_for_requests([*requests, never], need=1, **how)
         found.append(time.monotonic() - began)
 
     coming = comm.Irecv(value, 1 - comm.rank, 78)
@@ -40,7 +40,7 @@ def rested(comm):
     bell.heard()
     timed(wake=bell.wake, limit=0.2)
     comm.Send(np.zeros(1, np.int64), 1 - comm.rank, 77)
-    waiting.rest([never], limit=20)
+    waiting.wait_for_requests([never], limit=20)
     never.Wait()
     for _ in range(1 << 17):  # more rings than a pipe holds
         bell.ring()
@@ -61,13 +61,13 @@ def lost(comm):
     """What a wait for a message that never comes says."""
     import numpy as np
 
-    from mpigossip.cluster.deadline import LateError
+    from mpigossip.cluster.deadline import WaitTimeoutError
     from mpigossip.mixing.notifications import wait_all
 
     request = comm.Irecv(np.zeros(1), comm.rank, 79)
     try:
         wait_all({5: request}, 0.2, "nothing from {}".format)
-    except LateError as error:
+    except WaitTimeoutError as error:
         request.Cancel()
         request.Wait()
         return str(error)
@@ -78,7 +78,7 @@ def test_a_rest_does_not_outlast_the_deadline(ranks):
 
 
 def without_c(comm, size):
-    layout = Layout(widths=(size, size), vectors=2, scalars=1)
+    layout = MessageLayout(widths=(size, size), vectors=2, scalars=1)
     before = waiting.available
     waiting.available = lambda: False
     try:
@@ -94,10 +94,10 @@ def test_exchanges_without_the_native_library_are_equal(ranks, size):
 
 
 def short(comm):
-    from mpigossip.mixing.synchronous import INLINE
+    from mpigossip.mixing.synchronous import INLINE_BYTES
 
-    layout = Layout(widths=(64, 64), vectors=2, scalars=1)
-    assert layout.nbytes <= INLINE < LAYOUT.nbytes  # those of test_windows wake the thread
+    layout = MessageLayout(widths=(64, 64), vectors=2, scalars=1)
+    assert layout.nbytes <= INLINE_BYTES < LAYOUT.nbytes  # those of test_windows wake the thread
     return compare(comm, GRAPHS, "put", 40, layout=layout)
 
 

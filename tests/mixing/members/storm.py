@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mpigossip.mixing.members.live import Leaving, Live
+from mpigossip.mixing.members.live import FolderExchange, StopRequested
 from mpigossip.mixing.members.outages import FolderUnreachable
-from mpigossip.mixing.members.place import FOLDERS, Place, Plan
-from mpigossip.mixing.members.records import Disk
-from mpigossip.runs.members.replay import Script, repeat
+from mpigossip.mixing.members.place import FOLDERS, Place, TrainingPlan
+from mpigossip.mixing.members.records import RecordStore
+from mpigossip.runs.members.replay import ReplayLog, repeat
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
 from tests.mixing.members.faults import Faults, here, injected
@@ -26,7 +26,7 @@ class Killed(BaseException):
 
 
 @dataclass
-class Bad(Disk):
+class Bad(RecordStore):
     """A disk for one member: killed at an operation, stale listings, lost replies, full at times.
 
     ``kill_at``: the operation that never happens. ``seen``: names that a stale cache shows.
@@ -111,12 +111,18 @@ class Tiny:
             self.meet(exchange)
 
 
-def member(disk: Disk, plan: Plan, stop=lambda: False, sleep=lambda: None, clock=0.0) -> str:
+def member(
+    disk: RecordStore, plan: TrainingPlan, stop=lambda: False, sleep=lambda: None, clock=0.0
+) -> str:
     """One member to its end: "end", "killed", "left", "queued", "failed" or "traceback"."""
     place = Place(
-        disk, plan, now=lambda: time.monotonic() + clock, chance=disk.chance, tell=lambda line: None
+        disk,
+        plan,
+        now=lambda: time.monotonic() + clock,
+        chance=disk.chance,
+        report=lambda line: None,
     )
-    live = Live(place, stop, 0.01)
+    live = FolderExchange(place, stop, 0.01)
     try:
         while not place.ended():
             tiny = Tiny(sleep)
@@ -124,7 +130,7 @@ def member(disk: Disk, plan: Plan, stop=lambda: False, sleep=lambda: None, clock
                 tiny.begin(live.begin({}))
                 tiny.train(live)
         return "end"
-    except Leaving:
+    except StopRequested:
         return "left"
     except Killed:
         return "killed"
@@ -139,15 +145,15 @@ def member(disk: Disk, plan: Plan, stop=lambda: False, sleep=lambda: None, clock
         live.close()
 
 
-def chunks_of(root: Path, plan: Plan) -> Counter:
+def chunks_of(root: Path, plan: TrainingPlan) -> Counter:
     """How often each chunk is in a published round."""
-    script = Script(Place(Disk(root, shared=True), plan, tell=lambda line: None))
+    script = ReplayLog(Place(RecordStore(root, shared=True), plan, report=lambda line: None))
     return Counter(one.chunk for one in script.rounds.values())
 
 
-def replay(root: Path, plan: Plan) -> int:
+def replay(root: Path, plan: TrainingPlan) -> int:
     """Repeat all rounds; how many were compared. Raises Differs."""
-    script = Script(Place(Disk(root, shared=True), plan, tell=lambda line: None))
+    script = ReplayLog(Place(RecordStore(root, shared=True), plan, report=lambda line: None))
     repeat(script, script.rounds, Tiny())
     return len(script.rounds)
 
@@ -160,7 +166,7 @@ def storm(root: Path, seed: int, chunks=120, members=5, lease_s=0.3, slow=0.05, 
     """
     begin(root)
     chance = random.Random(seed)
-    plan = Plan(chunks, 4, lease_s)
+    plan = TrainingPlan(chunks, 4, lease_s)
     ends: Counter = Counter()
     done = threading.Event()
 

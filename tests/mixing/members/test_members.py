@@ -11,9 +11,15 @@ import pytest
 
 from mpigossip.mixing.members import live as live_models
 from mpigossip.mixing.members import place as places
-from mpigossip.mixing.members.live import Leaving, Live, late, layout, moved
-from mpigossip.mixing.members.place import Place, Plan
-from mpigossip.mixing.members.records import Disk, Round
+from mpigossip.mixing.members.live import (
+    FolderExchange,
+    StopRequested,
+    correct_for_age,
+    layout,
+    rounds_late,
+)
+from mpigossip.mixing.members.place import Place, TrainingPlan
+from mpigossip.mixing.members.records import RecordStore, Round
 from mpigossip.store import StoreError, checkpoint
 from tests.cases import every
 from tests.mixing.members.storm import (
@@ -28,7 +34,7 @@ from tests.mixing.members.storm import (
 )
 
 ILLS = {"stale_s": 0.6, "lost": 0.2, "full": 0.02}
-STORM = Plan(120, 4, 0.3)
+STORM = TrainingPlan(120, 4, 0.3)
 
 
 def right(root, plan) -> bool:
@@ -49,7 +55,7 @@ def test_storms(tmp_path, seed):
 @pytest.mark.parametrize("step", [7, every(1)])
 def test_a_kill_at_every_operation(tmp_path, step):
     """Another member finishes what one that was killed anywhere has begun."""
-    plan = Plan(6, 2, 0.02)
+    plan = TrainingPlan(6, 2, 0.02)
     kills = 0
     while True:
         root = tmp_path / str(kills)
@@ -112,7 +118,7 @@ def held_back(self, place):
 def test_controls_fail(tmp_path, monkeypatch, control):
     """Without link, checksum or fence most storms go wrong."""
     if control == "rename":
-        monkeypatch.setattr(Disk, "link", renamed)
+        monkeypatch.setattr(RecordStore, "link", renamed)
     elif control == "checksum":
         monkeypatch.setattr(checkpoint, "_check_bytes", lambda *_: None)
         monkeypatch.setattr(live_models, "digest", lambda _: "0" * 64)
@@ -128,7 +134,7 @@ def test_controls_fail(tmp_path, monkeypatch, control):
             continue
         with contextlib.suppress(Exception):
             ends = storm(root, seed, chunks=60, **ILLS)
-            wrong -= not ends["alive"] and right(root, Plan(60, 4, 0.3))
+            wrong -= not ends["alive"] and right(root, TrainingPlan(60, 4, 0.3))
         wrong += 1
     assert wrong >= 2
 
@@ -136,12 +142,12 @@ def test_controls_fail(tmp_path, monkeypatch, control):
 def operations_a_round(root, members: int) -> float:
     """Calls of the file system in a round of one of so many members, all of which go on."""
     begin(root)
-    plan = Plan(members * 64, 16, 60.0)
+    plan = TrainingPlan(members * 64, 16, 60.0)
     made = []
     for seed in range(members):
         disk = Bad(root, random.Random(seed))
         place = Place(disk, plan, chance=disk.chance)
-        live = Live(place, lambda: False)
+        live = FolderExchange(place, lambda: False)
         live.begin({})
         made.append((place, live))
     for count in range(32):
@@ -165,11 +171,11 @@ def test_operations_do_not_grow_with_members(tmp_path):
 def test_late_models_hold_nobody_back(tmp_path):
     """Two members move by 1 a round; the first one always reads a model of the round before."""
     begin(root := tmp_path / "run")
-    plan = Plan(64, 32, 60.0)
+    plan = TrainingPlan(64, 32, 60.0)
     x = [np.zeros(4, np.float32) for _ in range(2)]
     lives = []
     for _ in x:
-        lives.append(Live(Place(Disk(root), plan), lambda: False))
+        lives.append(FolderExchange(Place(RecordStore(root), plan), lambda: False))
         lives[-1].begin({})
     for count in range(1, 21):
         for i, live in enumerate(lives):
@@ -188,23 +194,25 @@ def test_late_models_hold_nobody_back(tmp_path):
 def test_differences_seen_late_are_made_up_for_once():
     new, now, then = (state(np.float32(x), 1) for x in ([7, 8], [4, 9], [2, 3]))
     ages = [3, 4, 7]
-    assert [late(ages, age) for age in (9, 7, 5, 3, 1)] == [0, 0, 1, 2, 2]
-    assert late([3], 1) == late([], 1) == 0  # nothing is known of the time before
-    assert moved(new, now, then, 0) is new
-    assert moved(new, now, then, 1).parameters.tolist() == [4 + 5 / 2, 9 + 5 / 2]
-    assert moved(new, now, then, 2).parameters.tolist() == pytest.approx([4 + 5 / 3, 9 + 5 / 3])
+    assert [rounds_late(ages, age) for age in (9, 7, 5, 3, 1)] == [0, 0, 1, 2, 2]
+    assert rounds_late([3], 1) == rounds_late([], 1) == 0  # nothing is known of the time before
+    assert correct_for_age(new, now, then, 0) is new
+    assert correct_for_age(new, now, then, 1).parameters.tolist() == [4 + 5 / 2, 9 + 5 / 2]
+    assert correct_for_age(new, now, then, 2).parameters.tolist() == pytest.approx(
+        [4 + 5 / 3, 9 + 5 / 3]
+    )
 
 
 def test_models_of_places_that_closed_long_ago_are_removed(tmp_path):
     """Members that leave again and again leave no more than a bounded number of models."""
     begin(root := tmp_path / "run")
-    plan = Plan(200, 2, 60.0)
+    plan = TrainingPlan(200, 2, 60.0)
     most = 0
     for seed in range(60):
 
         def leave(rounds=iter(range(5))):  # noqa: B008
             if next(rounds, None) is None:
-                raise Leaving
+                raise StopRequested
 
         how = member(Bad(root, random.Random(seed)), plan, sleep=leave)
         most = max(most, len(list((root / "models").iterdir())))
@@ -217,7 +225,7 @@ def test_models_of_places_that_closed_long_ago_are_removed(tmp_path):
 
 def test_a_round_whose_model_could_not_be_written_is_closed_by_its_own_name(tmp_path, monkeypatch):
     begin(root := tmp_path / "run")
-    plan = Plan(8, 2, 60.0)
+    plan = TrainingPlan(8, 2, 60.0)
     write = checkpoint.write_state
 
     def full(path, node, state):
@@ -228,7 +236,7 @@ def test_a_round_whose_model_could_not_be_written_is_closed_by_its_own_name(tmp_
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "write_state", full)
         assert member(Bad(root, random.Random(1)), plan) == "failed"
-    assert Place(Disk(root), plan).refresh(0).closed.round == 3
+    assert Place(RecordStore(root), plan).refresh(0).closed.round == 3
     assert member(Bad(root, random.Random(2)), plan) == "end"
     assert right(root, plan)
 
@@ -236,24 +244,24 @@ def test_a_round_whose_model_could_not_be_written_is_closed_by_its_own_name(tmp_
 def test_a_member_that_finds_no_readable_model_leaves_a_whole_chain(tmp_path):
     """It has a place and no first record yet: its chain is the closing one alone."""
     begin(root := tmp_path / "run")
-    plan = Plan(8, 2, 60.0)
+    plan = TrainingPlan(8, 2, 60.0)
     assert member(Bad(root, random.Random(1), kill_at=60), plan) == "killed"
     for path in (root / "models").iterdir():
         path.write_bytes(b"")
     assert member(Bad(root, random.Random(2)), plan) == "failed"
-    chain = Place(Disk(root), plan).refresh(1)
+    chain = Place(RecordStore(root), plan).refresh(1)
     assert chain.next == 1 and chain.closed.why == "left"
     assert sum(chunks_of(root, plan).values()) > 0
 
 
 def test_where_the_newest_models_are_damaged_earlier_ones_are_taken(tmp_path):
     begin(root := tmp_path / "run")
-    plan = Plan(8, 2, 60.0)
+    plan = TrainingPlan(8, 2, 60.0)
     assert member(Bad(root, random.Random(1), kill_at=90), plan) == "killed"
-    place = Place(Disk(root), plan, tell=lambda line: None)
+    place = Place(RecordStore(root), plan, report=lambda line: None)
     last = place.refresh(0).last
     (root / "models" / last.file).write_bytes(b"")
-    live = Live(place, lambda: False, 0.01)
+    live = FolderExchange(place, lambda: False, 0.01)
     live.begin({})
     live.close()
     assert place.record(1, 0).inputs == ((0, last.round - 1),)
@@ -263,17 +271,17 @@ def test_an_end_without_models_is_never_written(tmp_path):
     """The ledger is seen, and chain/ was purged: an end of nothing couldn't be taken back."""
     begin(root := tmp_path / "run")
     with pytest.raises(StoreError, match="no record in chain/ can be read; copy them back"):
-        Place(Disk(root), Plan(8, 2, 60.0)).endings()
+        Place(RecordStore(root), TrainingPlan(8, 2, 60.0)).endings()
 
 
 def test_models_of_other_parameters_are_passed_over(tmp_path):
     """A forged one with a right record."""
     begin(root := tmp_path / "run")
-    plan = Plan(8, 2, 60.0)
+    plan = TrainingPlan(8, 2, 60.0)
     told = []
     assert member(Bad(root, random.Random(1), kill_at=90), plan) == "killed"
-    place = Place(Disk(root), plan, tell=told.append)
-    live = Live(place, lambda: False, 0.01)
+    place = Place(RecordStore(root), plan, report=told.append)
+    live = FolderExchange(place, lambda: False, 0.01)
     with pytest.raises(StoreError, match="none of 1 models can be read"):
         live.begin({"layout": layout(["y"], [[4]])})
     assert "it has other parameters than this member's model" in told[0]
@@ -284,7 +292,7 @@ def test_models_of_other_parameters_are_passed_over(tmp_path):
 @pytest.mark.parametrize("bad", ["cut", "huge", "link", "folder", "foreign"])
 def test_bad_records_are_named_once_and_passed_over(tmp_path, bad):
     begin(root := tmp_path / "run")
-    plan = Plan(8, 2, 0.02)
+    plan = TrainingPlan(8, 2, 0.02)
     told = []
     assert member(Bad(root, random.Random(1), kill_at=60), plan) == "killed"
     chain = root / "chain/000000"
@@ -301,8 +309,8 @@ def test_bad_records_are_named_once_and_passed_over(tmp_path, bad):
         newest.mkdir()
     else:
         newest.write_bytes(content.replace(b'"place": 0', b'"place": 7'))
-    place = Place(Disk(root), plan, chance=random.Random(2), tell=told.append)
-    live = Live(place, lambda: False, 0.01)
+    place = Place(RecordStore(root), plan, chance=random.Random(2), report=told.append)
+    live = FolderExchange(place, lambda: False, 0.01)
     tiny = Tiny()
     tiny.begin(live.begin({}))
     tiny.train(live)
@@ -314,7 +322,7 @@ def test_bad_records_are_named_once_and_passed_over(tmp_path, bad):
 
 
 def chunks_of_readable(root, plan):
-    place = Place(Disk(root), plan, tell=lambda line: None)
+    place = Place(RecordStore(root), plan, report=lambda line: None)
     found = {}
     for number in place.numbers("places"):
         for index in range(place.refresh(number).next):

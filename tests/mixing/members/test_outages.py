@@ -14,11 +14,11 @@ import pytest
 
 import mpigossip.mixing.members as package
 from mpigossip.mixing.members import outages
-from mpigossip.mixing.members.live import Leaving, Live
+from mpigossip.mixing.members.live import FolderExchange, StopRequested
 from mpigossip.mixing.members.outages import FolderUnreachable, Outages, cause
-from mpigossip.mixing.members.place import Place, Plan
-from mpigossip.mixing.members.records import Disk, Round, Unusable
-from mpigossip.runs.members.replay import Script, wanted_of
+from mpigossip.mixing.members.place import Place, TrainingPlan
+from mpigossip.mixing.members.records import RecordStore, Round, Unusable
+from mpigossip.runs.members.replay import ReplayLog, wanted_of
 from mpigossip.store import StoreError, checkpoint
 from tests.cases import every
 from tests.mixing.members.faults import ERRORS, Faults, injected
@@ -33,7 +33,7 @@ from tests.mixing.members.storm import (
     storm,
 )
 
-PLAN = Plan(8, 2, 60.0)
+PLAN = TrainingPlan(8, 2, 60.0)
 LASTING = [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR]
 
 
@@ -44,7 +44,7 @@ def disk(root, limit_s=60.0, **ills) -> Bad:
 
 
 def place_of(found: Bad, plan=PLAN) -> Place:
-    return Place(found, plan, tell=lambda line: None)
+    return Place(found, plan, report=lambda line: None)
 
 
 def fails(monkeypatch, name, number, times=1, function="open") -> list[str]:
@@ -64,7 +64,7 @@ def fails(monkeypatch, name, number, times=1, function="open") -> list[str]:
 
 def trained(root, rounds, plan=PLAN) -> None:
     """Let one member publish rounds of its first claim, and stay."""
-    live = Live(place_of(disk(root), plan), lambda: False)
+    live = FolderExchange(place_of(disk(root), plan), lambda: False)
     live.begin({})
     for count in range(rounds):
         live.chunk()
@@ -222,7 +222,7 @@ def test_names_that_may_appear_later_are_listed_and_not_looked_up(tmp_path, monk
 
         monkeypatch.setattr(os, function, watched)
     place = place_of(disk(root))
-    live = Live(place, lambda: False, poll_s=0.0)
+    live = FolderExchange(place, lambda: False, poll_s=0.0)
     assert place.ended() is None and not live.stopping()
     assert not [path for path in asked if Path(path).name in ("END", "STOP")]
     (root / "STOP").touch()
@@ -253,9 +253,9 @@ def test_a_newest_record_that_can_not_be_read_advances_nothing(tmp_path, monkeyp
 def test_no_claim_is_void_because_a_name_can_not_be_read(tmp_path, monkeypatch, number, name):
     """Neither by a claim that can't be read, nor by a first round."""
     begin(root := tmp_path / "run")
-    trained(root, 2, Plan(9, 3, 60.0))
+    trained(root, 2, TrainingPlan(9, 3, 60.0))
     (claim,) = (root / "ledger/0000").glob("*.0")
-    other = place_of(disk(root), plan=Plan(3 * (1 + int(claim.stem)), 3, 60.0))
+    other = place_of(disk(root), plan=TrainingPlan(3 * (1 + int(claim.stem)), 3, 60.0))
     other.join()
     failed = fails(monkeypatch, name.replace("00000?", claim.stem), number)
     other.ledger._first = int(claim.stem)  # the other blocks are not claimed yet
@@ -321,7 +321,7 @@ def test_a_longer_outage_ends_the_member_by_the_error(tmp_path, number, ended):
     """A member that is "queued" ends with the code on which batch scripts queue it again."""
     begin(root := tmp_path / "run")
     chance = random.Random(1)
-    plan = Plan(8, 2, 0.1)
+    plan = TrainingPlan(8, 2, 0.1)
     found = Bad(root, chance)
     with injected():
         how = member(found, plan, sleep=lambda: setattr(found, "faults", outage(60.0, number)))
@@ -337,7 +337,7 @@ def test_a_member_whose_unfinished_model_was_removed_joins_again(tmp_path, monke
 
     def slow(path, node, state):
         if node == 0:
-            other = place_of(disk(root), Plan(8, 2, 0.0))
+            other = place_of(disk(root), TrainingPlan(8, 2, 0.0))
             other.number = 7
             other.refresh(0)
             other.fence(0)
@@ -346,7 +346,7 @@ def test_a_member_whose_unfinished_model_was_removed_joins_again(tmp_path, monke
 
     monkeypatch.setattr(checkpoint, "write_state", slow)
     assert member(Bad(root, random.Random(1)), PLAN) == "end"
-    assert Place(Disk(root), PLAN).refresh(0).closed.by == 7
+    assert Place(RecordStore(root), PLAN).refresh(0).closed.by == 7
     assert right(root, PLAN)
 
 
@@ -363,7 +363,7 @@ def test_two_users_with_any_umask_train_each_chunk_once(made):
 
     ``made``: folders that exist already, so that the umask hides files only.
     """
-    plan = Plan(8, 2, 0.5)
+    plan = TrainingPlan(8, 2, 0.5)
     folder = Path(tempfile.mkdtemp())
 
     def first():
@@ -371,7 +371,7 @@ def test_two_users_with_any_umask_train_each_chunk_once(made):
 
         def leave():
             if next(rounds, None) is None:
-                raise Leaving
+                raise StopRequested
 
         found = Bad(root, random.Random(1), shared=True)
         assert member(found, plan, sleep=leave) == "left"
@@ -418,7 +418,7 @@ def test_storms_with_errors_of_the_file_system(tmp_path, seed):
     """Each operation fails at times: once, for half a lease, for three leases."""
     ends = storm(tmp_path / "run", seed, chunks=60, rate=0.01, stale_s=0.6, lost=0.2, full=0.02)
     assert ends["alive"] == 0 and ends["end"] and not ends.get("traceback")
-    assert right(tmp_path / "run", Plan(60, 4, 0.3))
+    assert right(tmp_path / "run", TrainingPlan(60, 4, 0.3))
 
 
 # -- replay, and the page --------------------------------------------------------------------------
@@ -426,15 +426,17 @@ def test_storms_with_errors_of_the_file_system(tmp_path, seed):
 
 def test_replay_rejects_a_listing_that_lacks_rounds(tmp_path, monkeypatch):
     begin(root := tmp_path / "run")
-    trained(root, 1, Plan(8, 2, 0.02))
+    trained(root, 1, TrainingPlan(8, 2, 0.02))
     told: list[str] = []
-    wanted_of(Script(Place(Disk(root), PLAN, tell=told.append)), None, None)
+    wanted_of(ReplayLog(Place(RecordStore(root), PLAN, report=told.append)), None, None)
     assert told == ["the training has not ended: 1 of 8 chunks are trained"]
-    assert member(Bad(root, random.Random(1)), Plan(8, 2, 0.02)) == "end"
-    assert len(wanted_of(Script(place_of(disk(root))), None, None)) == 8
-    names = Disk.names
-    monkeypatch.setattr(Disk, "names", lambda *of: names(*of)[: 2 if "chain/" in of[1] else None])
-    script = Script(place_of(disk(root)))
+    assert member(Bad(root, random.Random(1)), TrainingPlan(8, 2, 0.02)) == "end"
+    assert len(wanted_of(ReplayLog(place_of(disk(root))), None, None)) == 8
+    names = RecordStore.names
+    monkeypatch.setattr(
+        RecordStore, "names", lambda *of: names(*of)[: 2 if "chain/" in of[1] else None]
+    )
+    script = ReplayLog(place_of(disk(root)))
     with pytest.raises(StoreError, match=r"no record of \d of its 8 chunks is listed"):
         wanted_of(script, None, None)
     assert wanted_of(script, 0, None)  # these rounds are there
@@ -448,7 +450,7 @@ def test_replay_rejects_a_chunk_that_was_trained_twice(tmp_path):
     twice = Round(**vars(last) | {"round": last.round + 1, "chunk": place.record(0, 1).chunk})
     (root / f"chain/000000/{twice.round:06d}").write_bytes(twice.encode())
     with pytest.raises(StoreError, match="trained more than once.*chain/000000/000001"):
-        wanted_of(Script(place_of(disk(root))), None, None)
+        wanted_of(ReplayLog(place_of(disk(root))), None, None)
 
 
 def test_the_tree_of_the_package_has_the_names_that_are_written(tmp_path):
@@ -457,7 +459,7 @@ def test_the_tree_of_the_package_has_the_names_that_are_written(tmp_path):
 
     def leave():
         if next(rounds, None) is None:
-            raise Leaving
+            raise StopRequested
 
     assert member(Bad(root, random.Random(1)), PLAN, sleep=leave) == "left"
     assert member(Bad(root, random.Random(1)), PLAN) == "end"

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from mpigossip.config.errors import Mistake
-from mpigossip.config.own_parts import given, imported, parameters, raised
+from mpigossip.config.errors import UserError
+from mpigossip.config.user_code import call_factory, describe_exception, import_object, parameters
 from mpigossip.graphs.base import Cycle, Drawn, Graph, GraphError, from_matrices, static
 from mpigossip.graphs.rounds import Round, Sparse
 from mpigossip.graphs.weights import rule
@@ -107,9 +107,9 @@ def from_value(value: Any) -> Graph:
 def _asked(function: Callable, name: str, options: Mapping[str, Any], **known: int) -> Graph:
     """Graph of a user's function, called with those ``known`` values that it has parameters for."""
     try:
-        return from_value(given(function, known, options))
+        return from_value(call_factory(function, known, options))
     except Exception as error:
-        says = str(error) if isinstance(error, Mistake) else raised(error)
+        says = str(error) if isinstance(error, UserError) else describe_exception(error)
         raise GraphError(f'graph "{name}", called with {known}: {says}') from error
 
 
@@ -122,7 +122,9 @@ def from_function(function: Any, n: int, seed: int = 0, **options: Any) -> Graph
     """
     name = function if isinstance(function, str) else getattr(function, "__name__", "function")
     if named := function is name:
-        function = imported("graph.name", name, "n, seed and, for one round, t, returning matrices")
+        function = import_object(
+            "graph.name", name, "n, seed and, for one round, t, returning matrices"
+        )
     if "t" not in parameters(function)[0]:
         return _asked(function, name, options, n=n, seed=seed)
     period = options.pop("period", None)

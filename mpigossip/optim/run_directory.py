@@ -11,8 +11,8 @@ import torch
 from mpigossip.cluster import deadline
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.config.errors import STOPPED, Mistake
-from mpigossip.config.readable import counted
+from mpigossip.config.errors import STOPPED, UserError
+from mpigossip.config.readable import pluralize
 from mpigossip.engine.step import Engine
 from mpigossip.optim.base import LIGHTNING, Wrapper
 from mpigossip.optim.node import LoopNode
@@ -33,7 +33,7 @@ def open_run(world: World, job: Job) -> Run:
     folder = job.run.folder
     world.resources.enter_context(locked(folder, world, "run"))
     path = newest(folder, world)
-    with world.together(Mistake):
+    with world.raise_together(UserError):
         if path is not None and checkpoint.read_manifest(path).meta.get("door") != "loop":
             raise JobError(
                 f'run: "{folder}" holds the run of a job: go on with it by `mpigossip resume '
@@ -42,13 +42,13 @@ def open_run(world: World, job: Job) -> Run:
     return Run(world, job, path, world.resources)
 
 
-def begin(run: Run) -> None:
+def open_log(run: Run) -> None:
     """Open the log, unless that was done; JobError where the program is behind the checkpoint.
 
     It may have loaded a state of its own instead of calling resume().
     """
     if run.newest is not None:
-        with run.world.together(Mistake):
+        with run.world.raise_together(UserError):
             _check_loaded(run, run.newest)
         run.newest = None
     run.begin()
@@ -62,10 +62,10 @@ def _check_loaded(run: Run, path: Path) -> None:
         loaded = f"a state of step {step} was loaded" if step else "nothing was loaded"
         raise JobError(
             f'run: "{run.folder}" holds a run that has {path.name} as its newest checkpoint, '
-            f"of {counted(manifest.n, 'node')}, and {loaded}: call optimizer.resume() to go "
+            f"of {pluralize(manifest.n, 'node')}, and {loaded}: call optimizer.resume() to go "
             "on from there, or name another folder"
         )
-    run.take_over(checkpoint.read_node(path, run.node.mixer.rows[0], manifest).numbers)
+    run.take_over(checkpoint.read_node(path, run.node.mixer.local_nodes[0], manifest).numbers)
     run.saved_at = step if step == manifest.step else None
 
 
@@ -79,7 +79,7 @@ def check_names(figures: Iterable[str], measured: Collection[str]) -> None:
             raise JobError(f'log: "{name}" {wrong}; give the figure another name')
 
 
-class WithFolder(Wrapper):
+class RunDirectoryMixin(Wrapper):
     """Log, checkpoints and stopping of an optimizer that was given ``run``."""
 
     _world: World
@@ -87,7 +87,7 @@ class WithFolder(Wrapper):
     _run: Run | None
     _survival: Survival | None
 
-    def _laid_out(self) -> Engine:
+    def _ready_engine(self) -> Engine:
         """The engine, where it is to go on from."""
         raise NotImplementedError
 
@@ -144,15 +144,15 @@ class WithFolder(Wrapper):
     def save(self) -> None:
         """Write a checkpoint of the present step while the loop goes on; collective."""
         run = self._own_run("save")
-        _ = self._laid_out()
+        _ = self._ready_engine()
         with (
-            deadline.calling("save()"),
+            deadline.user_call("save()"),
             self._node.engine.clock.uncounted(),
             torch.no_grad(),
-            self._node.noticed(),
+            self._node.catch_failure(),
         ):
-            begin(run)
-            self._node.not_serving("save()")
+            open_log(run)
+            self._node.check_not_paused("save()")
             run.save()
 
     def resume(self) -> int:
@@ -163,14 +163,14 @@ class WithFolder(Wrapper):
         reported.
         """
         run = self._own_run("resume")
-        _ = self._laid_out()
+        _ = self._ready_engine()
         if run.begun:
             raise JobError("resume() comes before the first step, and before save() and log()")
         if run.newest is not None:
-            self._node.begin_anew()
+            self._node.restart_exchanges()
         step = run.resume()
         if self._survival is not None:
-            self._survival.keep(anew=True)
+            self._survival.keep(reset=True)
         return step
 
     @property
@@ -181,14 +181,14 @@ class WithFolder(Wrapper):
         """
         return self._own_run("stopping").stopping
 
-    def listen(self) -> None:
+    def handle_signals(self) -> None:
         """Handle signals again, after other code has replaced the handlers."""
-        self._own_run("listen").stopper.listen()
+        self._own_run("handle_signals").stopper.listen()
 
     def exit(self) -> NoReturn:
         """Save, and exit with code 75, on which batch scripts requeue a job; on all ranks."""
         run = self._own_run("exit")
-        self._node.not_serving("exit()")
+        self._node.check_not_paused("exit()")
         run.stopped = True
         self._world.close()
         raise SystemExit(STOPPED)
@@ -255,7 +255,7 @@ def _of_lightning(framework: Any) -> Any:
     class Stops(framework.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
             # Lightning answers SIGTERM by itself, on the rank that gets it alone
-            _ours(trainer.optimizers[0]).listen()
+            _ours(trainer.optimizers[0]).handle_signals()
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             if _ours(trainer.optimizers[0]).stopping:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpigossip.config.readable import counted
+from mpigossip.config.readable import pluralize
 from mpigossip.runs.summary import SPLIT as PARTS
 from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS, VIRTUAL, Log, read
 from mpigossip.store.log_reading import metrics_in, with_nan
@@ -135,7 +135,7 @@ def description(log: Log) -> str:
     if of_members(log):  # a program's optimizer, a job's method
         keys = ["loop.optimizer" if "loop.optimizer" in told else "algorithm.name"]
     names = [str(told[key]) for key in keys if key in told]
-    return ", ".join([*names, counted(log.nodes, who(log))])
+    return ", ".join([*names, pluralize(log.nodes, who(log))])
 
 
 def who(log: Log) -> str:

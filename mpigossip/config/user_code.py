@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mpigossip.config.choices import OWN
-from mpigossip.config.errors import JobError, Mistake
+from mpigossip.config.errors import JobError, UserError
 
 
-def is_own(name: str) -> bool:
+def is_user_code(name: str) -> bool:
     """Return whether a name in a job is something to import."""
     return re.fullmatch(OWN, name) is not None
 
@@ -22,7 +22,7 @@ def is_own(name: str) -> bool:
 MISSING = object()
 
 
-def imported(setting: str, name: str, form: str) -> Callable:
+def import_object(setting: str, name: str, form: str) -> Callable:
     """The callable that "package.module:factory" names.
 
     `setting` and `form` (what it is called with and returns) are for the message. Raises JobError
@@ -39,7 +39,7 @@ def imported(setting: str, name: str, form: str) -> Callable:
     except PermissionError:
         raise  # the command line has a remedy
     except (Exception, SystemExit) as error:
-        raise JobError(f'{setting} = "{name}": {raised(error)}') from error
+        raise JobError(f'{setting} = "{name}": {describe_exception(error)}') from error
     if found is MISSING:
         raise JobError(f'{setting} = "{name}": {module} has no {attribute}')
     if not callable(found):
@@ -59,7 +59,7 @@ def parameters(make: Callable) -> tuple[set[str], set[str]]:
     return {p.name for p in named}, {p.name for p in named if p.default is p.empty}
 
 
-def given(
+def call_factory(
     make: Callable, known: Mapping[str, Any], options: Mapping[str, Any], otherwise: tuple = ()
 ) -> Any:
     """Call a user's factory with its options, and of `known` what its parameters name.
@@ -74,22 +74,24 @@ def given(
     return make(*(otherwise or known.values()), **options)
 
 
-def made(setting: str, name: str, kind: type, make: Callable, *given: Any, **options: Any) -> Any:
+def build_checked(
+    setting: str, name: str, kind: type, make: Callable, *given: Any, **options: Any
+) -> Any:
     """Return the `kind` that a user's factory makes; JobError where it doesn't."""
     try:
         found = make(*given, **options)
-    except Mistake:
+    except UserError:
         raise
     except (Exception, SystemExit) as error:
         told = f" with the options {options}" if options else ""
-        raise JobError(f'{setting} = "{name}"{told}: {raised(error)}') from error
+        raise JobError(f'{setting} = "{name}"{told}: {describe_exception(error)}') from error
     if not isinstance(found, kind):
         what = f"returned {type(found).__name__}; it should return a"
         raise JobError(f'{setting}: "{name}" {what} {kind.__module__}.{kind.__qualname__}')
     return found
 
 
-def raised(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """Describe an exception of user code in a sentence, with the innermost line of that code."""
     frame = user_frame(error)
     where = f" at {frame.filename}:{frame.lineno}" if frame else ""

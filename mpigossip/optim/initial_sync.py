@@ -12,9 +12,9 @@ from torch import nn
 from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.config.readable import note_once
-from mpigossip.engine.sharded import is_sharded, local
-from mpigossip.engine.vector import Flat
+from mpigossip.config.readable import print_note_once
+from mpigossip.engine.sharded import is_sharded, local_shard
+from mpigossip.engine.vector import ParameterLayout
 
 CHUNK = 1 << 27
 """Bytes of rank 0 that are pickled at once."""
@@ -54,13 +54,13 @@ def settings_of(job: Job) -> Facts:
     return facts + [(f"{s}.{key}", repr(sections[s][key])) for s, key in more]
 
 
-def agree(world: World, facts: Facts) -> None:
+def check_equal(world: World, facts: Facts) -> None:
     """JobError, on all ranks, where facts differ; it names the first and the ranks. Collective."""
     digest = hashlib.sha256(repr(facts).encode()).digest()
     if not world.agree(int(world.broadcast(digest) != digest)):
         return
     first = world.broadcast(facts)
-    with world.together(JobError):
+    with world.raise_together(JobError):
         for mine, theirs in zip_longest(facts, first):
             if mine != theirs:
                 raise JobError(_difference(mine, theirs))
@@ -77,7 +77,7 @@ def _difference(mine: tuple[str, str] | None, first: tuple[str, str] | None) -> 
     return f"{mine[0]} is {mine[1]}, on rank 0 {first[1]}; {remedy}"
 
 
-def begin(world: World, model: nn.Module) -> None:
+def broadcast_model(world: World, model: nn.Module) -> None:
     """Copy node 0's parameters and buffers to all nodes, as DDP does; report differences once.
 
     Collective, of models that :func:`agree`. A shard comes from the same column of node 0.
@@ -85,10 +85,10 @@ def begin(world: World, model: nn.Module) -> None:
     differ = False
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            ranks = world.nodes.column if is_sharded(tensor) else world
-            differ |= _from_rank_0(ranks, local(tensor.detach()))
+            ranks = world.nodes.inter_node if is_sharded(tensor) else world
+            differ |= _from_rank_0(ranks, local_shard(tensor.detach()))
     if others := sum(world.gather(differ) or ()):
-        note_once(
+        print_note_once(
             f"the initial models of {others} other ranks differed from rank 0's, with which "
             "all nodes begin, as in DDP; seed models alike, and data by rank"
         )
@@ -105,11 +105,11 @@ def _from_rank_0(world: World, tensor: torch.Tensor) -> bool:
     return differs
 
 
-def place(model: nn.Module, flat: Flat, packed: torch.Tensor) -> None:
+def load_packed(model: nn.Module, flat: ParameterLayout, packed: torch.Tensor) -> None:
     """Write a packed vector (count,) into the model's parameters, or this rank's shards."""
     row = torch.zeros(flat.size)
     flat.unpack(packed, row)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, view in zip(flat.names, flat.views(row), strict=True):
-            local(parameters[name].detach()).copy_(view)
+            local_shard(parameters[name].detach()).copy_(view)

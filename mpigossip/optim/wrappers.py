@@ -11,14 +11,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.engine.sharded import fully_sharded, is_sharded, reshard
-from mpigossip.optim.arguments import named
+from mpigossip.optim.arguments import parameter_list
 
 FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
 SHARING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
 """Optimizers of torch.distributed that keep a part of the parameters, or average them."""
 
 
-def bare(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside torch.compile, DDP and DataParallel.
 
     So parameters have the same names with and without them, and so have checkpoints.
@@ -114,7 +114,8 @@ def _sharded(model: nn.Module, world: World | None) -> bool:
     whole = [n for n, p in model.named_parameters() if p.requires_grad and not is_sharded(p)]
     if cut and whole:
         raise JobError(
-            f"{named(whole)} aren't sharded, where others are: nobody averages their gradients "
+            f"{parameter_list(whole)} aren't sharded, where others are: nobody averages their "
+            f"gradients "
             "inside the node; call fully_shard(model, mesh=world.node_mesh()) on the whole model, "
             "too, after its layers"
         )
