@@ -288,7 +288,7 @@ def varying_loop(comm, kind, scale=1):
     graphs = {
         "tabulated": mpigossip.graph(lambda t: [A, B][t % 2], 3, period=2),
         "named": f"{GRAPHS}:drawn",
-        "by rank": mpigossip.graph([A, B if comm.rank else A], 3),
+        "by rank": mpigossip.graph([A, B] if comm.rank else [B, A], 3),
         "function": lambda n, seed, t: A,
     }
     options = {"degree": 1, "seed": 3} if kind == "named" else {}

@@ -182,10 +182,12 @@ class SyntheticSource(Source):
 
     @cached_property
     def train_labels(self) -> np.ndarray:  # type: ignore[override]
+        """Labels of the training samples, (samples,) int64; made when they are first read."""
         return self._labels(self.train_size)
 
     @cached_property
     def test_labels(self) -> np.ndarray:  # type: ignore[override]
+        """Labels of the test samples, (test_samples,) int64; made when they are first read."""
         return self._labels(self.test_size)
 
     def _labels(self, samples: int) -> np.ndarray:

@@ -63,7 +63,7 @@ class Recorder(Hook):
 
     def start(self, progress, assembly) -> None:
         self._progress = progress
-        self._rows = len(assembly.engine.mixer.rows)
+        self._rows = len(assembly.engine.mixer.local_nodes)
         about = "{} of the node's training samples in the step"
         task = progress.objective
         self._columns = COLUMNS | {"loss": COLUMNS["loss"]._replace(unit=task.unit("loss"))}
@@ -102,7 +102,7 @@ class Recorder(Hook):
         begun = self._world.broadcast(found)
         with self._world.raise_together(JobError):
             clock = VirtualClock(progress.job, assembly, begun)
-        self._nodes = assembly.engine.mixer.rows
+        self._nodes = assembly.engine.mixer.local_nodes
         return clock
 
     def _open(self, progress, nodes: int, first_step: int) -> LogWriter:
