@@ -93,11 +93,11 @@ def test_a_job_places_its_ranks(tmp_path, monkeypatch):
         hosts=hosts,
         size=8,
         rank=0,
-        together=lambda *_: contextlib.nullcontext(),
+        raise_together=lambda *_: contextlib.nullcontext(),
         gather=lambda value: told,
         broadcast=lambda value: value,
     )
-    world.nodes = SimpleNamespace(column=world)
+    world.nodes = SimpleNamespace(inter_node=world)
     racks = [host[:2] for host in hosts]
     made = graph("one-peer-exponential", 8)
     for placement in ("hostnames", "scheduler", f"file:{path}"):
