@@ -1,6 +1,6 @@
 """The ranks of a job: MPI start-up, the launcher's check, deadlines, agreement, abort on error.
 
-`world()` starts MPI and gives a `World`; `Alone` has the same interface without MPI. Importing
+`world()` starts MPI and gives a `World`; `SingleProcess` has the same interface without MPI. Importing
 this module imports no MPI.
 """
 

@@ -107,7 +107,7 @@ def test_an_interrupt_as_a_pause_begins_ends_it(monkeypatch):
         if word == deadline.PAUSED:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(deadline, "tell", interrupted)
+    monkeypatch.setattr(deadline, "announce", interrupted)
     with pytest.raises(KeyboardInterrupt), deadline.paused():
         pass
     assert deadline.pause_depth == 0 and said == [deadline.PAUSED, deadline.WORKING]
@@ -118,28 +118,28 @@ def test_a_wait_that_is_interrupted_is_over_for_the_others(monkeypatch):
     said = []
 
     class Wait:
-        def look(self):
+        def poll(self):
             return None
 
-        def over(self):
+        def finish(self):
             said.append("over")
 
-        def fault(self, left):
+        def describe_fault(self, departed_code):
             return ""
 
-    class Roll:
-        def wait(self, *_):
+    class Monitor:
+        def start_wait(self, *_):
             return Wait()
 
-        def pausing(self):
+        def has_paused(self):
             return False
 
-        excused = pausing
+        poll_paused = has_paused
 
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(deadline, "monitor", Roll())
+    monkeypatch.setattr(deadline, "monitor", Monitor())
     with pytest.raises(KeyboardInterrupt):
         Deadline(1).wait(interrupted, lambda: "", awaited_ranks=list)
     assert said == ["over"]

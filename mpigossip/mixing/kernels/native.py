@@ -47,7 +47,7 @@ class NoKernel(RuntimeError):
 def combine(
     weights: Sequence[float], arrays: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
 ) -> bool:
-    """:func:`mpigossip.mixing.combine.combine` into each of ``outs``; False where it can't be done.
+    """:func:`mpigossip.mixing.combine.weighted_sum` into each of ``outs``; False where it can't be done.
 
     Only where every array is float32, on the CPU and contiguous. ``outs[0]`` may be the memory
     of any of the arrays.
