@@ -1,7 +1,7 @@
 """The ranks of a job: MPI start-up, the launcher's check, deadlines, agreement, abort on error.
 
-`world()` starts MPI and gives a `World`; `SingleProcess` has the same interface without MPI. Importing
-this module imports no MPI.
+`world()` starts MPI and returns a `World`; `SingleProcess` has the same interface without MPI.
+Importing this module does not import MPI.
 """
 
 import contextlib

@@ -95,7 +95,7 @@ class WaitMonitor:
         self._telling = threading.Lock()
         self._process = os.getpid()
 
-    def numbers(self, comm: MPI.Comm, ranks: Iterable[int]) -> list[int]:
+    def world_ranks(self, comm: MPI.Comm, ranks: Iterable[int]) -> list[int]:
         """The numbers here of ranks of another communicator; of those that are left."""
         theirs = comm.Get_group()
         ours = self._comm.Get_group()

@@ -47,7 +47,9 @@ class NoKernel(RuntimeError):
 def combine(
     weights: Sequence[float], arrays: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
 ) -> bool:
-    """:func:`mpigossip.mixing.combine.weighted_sum` into each of ``outs``; False where it can't be done.
+    """Compute :func:`mpigossip.mixing.combine.weighted_sum` into each of ``outs``.
+
+    Return whether it was done.
 
     Only where every array is float32, on the CPU and contiguous. ``outs[0]`` may be the memory
     of any of the arrays.
