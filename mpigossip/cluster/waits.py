@@ -153,7 +153,14 @@ class WaitMonitor:
         word, called, steps, order, rank, number = self._arrived[0].tolist()
         if number == 0:
             return
-        self._calls[rank] = called.decode(), steps, time.monotonic()
+        call = called.decode()
+        last_call, last_steps, heard = self._calls.get(rank, ("", 0, 0.0))
+        last = self._heard.get(rank), last_call, last_steps, self._orders.get(rank)
+        if last != (word, call, steps, order):
+            heard = time.monotonic()
+        # A rank repeats its message as long as its wait lasts. `DEPARTURE_GRACE_S` counts from the
+        # first one.
+        self._calls[rank] = call, steps, heard
         self._orders[rank] = order
         self._heard[rank] = word
         self._taken[rank] = number
