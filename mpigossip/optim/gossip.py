@@ -253,7 +253,7 @@ class Gossip(RunDirectoryMixin):
         check_process()
         check_default_device(deadline.current_call or "Gossip")
         if self._loaded is not None:
-            with deadline.user_call(LOADED):
+            with deadline.user_call(LOADED, ordered=self.mixer.synchronous):
                 return self._resumed()
         return self._resumed()
 
