@@ -173,6 +173,7 @@ def paused(node: LoopNode) -> Iterator[None]:
         if not serves:
             yield
             return
+        node.collect_edits()
         try:
             with node.vector.set_aside(), _serving(node):
                 yield
