@@ -9,7 +9,7 @@ from torch import nn
 from mpigossip.config import JobError
 from mpigossip.config.readable import print_note_once
 from mpigossip.engine.shared_memory import check_separate
-from mpigossip.engine.vector import ParameterLayout, flatten
+from mpigossip.engine.vector import ParameterLayout, bits, flatten
 
 LOW = (torch.bfloat16, torch.float16)
 """Types of parameters of which a float32 master is kept, stepped and exchanged."""
@@ -239,8 +239,8 @@ class ModuleParameters:
                 if not low:
                     continue
                 for now, exact in _blocks(p.data, master):
-                    written = _bits(now)
-                    rounded = _bits(exact.to(now.dtype))
+                    written = bits(now)
+                    rounded = bits(exact.to(now.dtype))
                     # a CPU looks first, which is faster; a GPU's host would have to wait for that
                     if now.device.type != "cpu" or not torch.equal(rounded, written):
                         torch.where(rounded == written, exact, now, out=exact)
@@ -255,7 +255,7 @@ class ModuleParameters:
         """
         for x, before in zip(self.x, sent, strict=True):
             for now, then in _blocks(x, before):
-                if not torch.equal(_bits(now), _bits(then)):
+                if not torch.equal(bits(now), bits(then)):
                     return True
         return self._rounded_differ()
 
@@ -266,7 +266,7 @@ class ModuleParameters:
                 if not low:
                     continue
                 for now, exact in _blocks(p.data, master):
-                    if not torch.equal(_bits(exact.to(now.dtype)), _bits(now)):
+                    if not torch.equal(bits(exact.to(now.dtype)), bits(now)):
                         return True
         return False
 
@@ -291,11 +291,6 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     all but one of them from its checkpoints.
     """
     return torch.from_dlpack(view)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers, as -0.0 equals 0.0 and NaN nothing."""
-    return tensor.view(torch.int32 if tensor.dtype.itemsize == 4 else torch.int16)
 
 
 def _blocks(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

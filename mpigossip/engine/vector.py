@@ -206,6 +206,11 @@ def flatten(
     )
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as integers, as -0.0 equals 0.0 and NaN nothing."""
+    return tensor.view(torch.int32 if tensor.dtype.itemsize == 4 else torch.int16)
+
+
 # -- state by name: an algorithm's nested arrays as packed rows of a node, and back ----------------
 
 
