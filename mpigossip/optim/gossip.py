@@ -371,8 +371,9 @@ class Gossip(RunDirectoryMixin):
 
         :param twin: a module that is averaged and returned instead, such as an EMA of the model
         :param recalibrate: batches of this node, from which the averaged model finds BatchNorm's
-            mean and variance anew before those are averaged: tensors, pairs (inputs, targets), or
-            mappings, whose entries are passed by name if ``forward`` has them
+            mean and variance anew before those are averaged: tensors, pairs (inputs, targets),
+            mappings, whose entries are passed by name if ``forward`` has them, or objects with a
+            method ``to(device)``, such as graphs
         """
         self._ready_engine()
         other = None if twin is None or twin is self._given else arguments.one_module(twin, "twin")
