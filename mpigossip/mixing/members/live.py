@@ -181,12 +181,21 @@ class FolderExchange:
         raise self._no_model(len(versions), failures)
 
     def readable(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
-        """The first versions that can be read, and their models; StoreError where none can."""
+        """Return the first ``most`` versions that can be read, and their models.
+
+        A model is passed over only if it was removed or is damaged. If the file system fails for
+        one of them, all are read again, until a lease is over.
+
+        :raises StoreError: if no model can be read
+        """
         return self.place.disk.retry(lambda: self._readable(versions, most), "models")
 
     def _readable(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
         failures: list[Exception] = []
         found = self._undamaged(versions, most, failures)
+        # An error says nothing about a model. It must not change which models are averaged.
+        if failures and len(found) < min(most, len(versions)):
+            raise failures[0]
         if versions and not found:
             raise self._no_model(len(versions), failures)
         return [*found], [*found.values()]

@@ -21,7 +21,7 @@ from mpigossip.engine.measurements import Record
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.members.live import POLL_S, FolderExchange, StopRequested, layout
 from mpigossip.mixing.members.outages import FolderUnreachable
-from mpigossip.mixing.members.place import FOLDERS, Place, TrainingPlan
+from mpigossip.mixing.members.place import FOLDERS, Place, TrainingPlan, record_name
 from mpigossip.mixing.members.records import NO_LINKS, RecordStore, Round
 from mpigossip.runs.launch import differing
 from mpigossip.runs.members.member import Member, steps_of_round
@@ -254,7 +254,16 @@ def result(
         return stored
     end = place.ended()
     records = [place.record(one.place, one.round, listed=True) for one in end.versions]
-    _, states = live.readable([one for one in records if isinstance(one, Round)], len(records))
+    rounds = [one for one in records if isinstance(one, Round)]
+    read, states = live.readable(rounds, len(records))
+    if len(read) < len(records):
+        present = {one.version for one in read}
+        missing = [record_name(*one) for one in end.versions if one not in present]
+        place.report(
+            f"{folder}: the final average has {len(read)} of {len(records)} models: "
+            f"the model of {', '.join(missing)} was removed or is damaged; to average all of them, "
+            "copy it back and start this member again"
+        )
     if end.place == place.number or (place.number < 0 and _given_up(live, folder)):
         n = len(states)
         meta = {"nodes": n, "asked": n, "lost": "", "lost_at": 0, **facts}

@@ -272,6 +272,32 @@ def test_a_link_whose_name_can_not_be_read_is_decided_later(tmp_path, monkeypatc
     assert found.publish("END", b"content") and failed
 
 
+@pytest.mark.parametrize(
+    ("number", "function"),
+    [(errno.EIO, "open"), (errno.ENOENT, "lstat"), every(errno.ESTALE, "open")],
+)
+def test_no_model_is_left_out_of_the_final_average_because_it_can_not_be_read(
+    tmp_path, monkeypatch, number, function
+):
+    begin(root := tmp_path / "run")
+    trained(root, 2)
+    place = place_of(disk(root))
+    versions = [place.record(0, number) for number in (1, 2)]
+    live = FolderExchange(place, lambda: False)
+    with monkeypatch.context() as patch:
+        failed = fails(patch, versions[1].file, number, function=function)
+        assert live.readable(versions, 2)[0] == versions and failed
+    place.disk.outages.limit_s = 0.0
+    with monkeypatch.context() as patch:
+        fails(patch, versions[1].file, number, times=1 << 30, function=function)
+        with pytest.raises(FolderUnreachable):
+            live.readable(versions, 2)
+    place.disk.outages.given_up = False
+    (root / "models" / versions[1].file).unlink()
+    assert live.readable(versions, 2)[0] == versions[:1]
+    live.close()
+
+
 def test_content_that_was_read_and_is_wrong_is_unusable(tmp_path):
     begin(root := tmp_path / "run")
     (root / "link").symlink_to("/etc/passwd")
