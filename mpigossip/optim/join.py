@@ -134,7 +134,7 @@ class Member:
                         self._retry(partial(writer.append, self._row(writer)))
                         self._exchange()
                         if self._done == 2:
-                            check_lease(place.plan.lease_s, time.perf_counter() - began)
+                            check_lease(place.plan.lease_s, live.round_seconds())
                         if live.stopping():
                             raise StopRequested
             facts: dict[str, Number] = {"slots": 1, "door": "loop"}

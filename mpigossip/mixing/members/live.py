@@ -112,6 +112,7 @@ class FolderExchange:
         self._asked = stopping
         self._stop_seen = False
         self._looked = float("-inf")
+        self._chunk_time = 0.0
         place.disk.outages.stopping = stopping
         self._writer = ThreadPoolExecutor(1, "models")
         self._written: Future | None = None
@@ -226,6 +227,7 @@ class FolderExchange:
                 self.written()
             chunk = self.place.chunk()
             if chunk is not None:
+                self._chunk_time = self.place.now()
                 return chunk, self.place.progress
             if self.place.ended():
                 return None
@@ -236,6 +238,10 @@ class FolderExchange:
             if self.stopping():
                 raise StopRequested
             time.sleep(self.poll_s)
+
+    def round_seconds(self) -> float:
+        """Return the seconds since the last chunk was claimed, without outages of the folder."""
+        return self.place.now() - self._chunk_time
 
     def send(self, state: NodeState) -> int:
         """Publish this round's model in the background; its bytes. Waits for the one before."""

@@ -50,6 +50,8 @@ OWN = {
     "node.timeout_s",
 }
 """Sections and settings in which members may differ."""
+FILES = ("graph.name", "graph.placement")
+"""Settings that may name a file as "file:PATH", which is read and not imported."""
 OWN_COPY = "to run that code give your own copy: `mpigossip {command} {folder} JOB.toml`"
 
 
@@ -185,7 +187,7 @@ class _Watched:
         if self.member.done % self.progress.job.log.flush_steps == 0:
             self._retry(self.recorder.flush)
         if self.member.done == 2 * steps:
-            check_lease(place.plan.lease_s, time.monotonic() - self.member.began)
+            check_lease(place.plan.lease_s, self.live.round_seconds())
         if self.live.stopping():
             raise StopRequested
 
@@ -443,7 +445,7 @@ def job_there(
         for key, value in table.items()
         if isinstance(value, str)
         and ":" in value
-        and not (f"{section}.{key}" == "graph.name" and value.startswith("file:"))
+        and not (f"{section}.{key}" in FILES and value.startswith("file:"))
         and not {section, f"{section}.{key}"} & {*OWN, "node.devices"}
         and mine.get(section, {}).get(key) != value
     ]
