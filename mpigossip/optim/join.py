@@ -211,7 +211,8 @@ class Member:
 
     def _writer(self) -> LogWriter:
         folder = self._folder / "logs" / f"{self._live.place.number:06d}"
-        folder.mkdir(parents=True, exist_ok=True)
+        # Not with those above it, which are missing if the training's folder is unmounted.
+        folder.mkdir(exist_ok=True)
         return LogWriter(
             folder / "log.h5",
             nodes=1,

@@ -53,8 +53,10 @@ def evaluation_columns(objective: Objective) -> dict[str, Column]:
 class Recorder(Hook):
     """Hook that gathers the steps of all nodes to rank 0 at each flush, and appends them there."""
 
-    def __init__(self, world: World):
+    def __init__(self, world: World, parents: bool = True):
+        """``parents``: whether to create the folders above that of the log, too."""
         self._world = world
+        self._parents = parents
         self._kept: list[dict[str, Any]] = []
         self._evaluations: list[tuple[dict, dict[str, np.ndarray]]] = []
         self._writer: LogWriter | None = None
@@ -83,7 +85,7 @@ class Recorder(Hook):
         left = self._world.gather((self._names, kept))
         with self._world.raise_together(StoreError, OSError):
             if self._world.rank == 0:
-                progress.folder.mkdir(parents=True, exist_ok=True)
+                progress.folder.mkdir(parents=self._parents, exist_ok=True)
                 self._writer = self._open(progress, progress.nodes, progress.first_step)
                 self._append_left(progress, left)
         self._kept = []
@@ -235,7 +237,7 @@ class Recorder(Hook):
         except LogGone as gone:
             progress = self._progress
             first = self._writer.next_step
-            progress.folder.mkdir(parents=True, exist_ok=True)
+            progress.folder.mkdir(parents=self._parents, exist_ok=True)
             self._writer = self._open(progress, progress.nodes, first)
             progress.warn(f"{gone}: a new one begins at step {first}")
             self._write(gathered, evaluations)

@@ -150,7 +150,8 @@ class _Watched:
                 )
             ],
         )
-        self.recorder = Recorder(world)
+        # The folders above the log are missing only if the training's folder is unmounted.
+        self.recorder = Recorder(world, parents=False)
         self.printer = Printer(world)
         # its lines count what all members have trained
         self.shown = replace(
@@ -269,7 +270,6 @@ def result(
     if end.place == place.number or (place.number < 0 and _given_up(live, folder)):
         n = len(states)
         meta = {"nodes": n, "asked": n, "lost": "", "lost_at": 0, **facts}
-        disk.make("checkpoints")
         disk.retry(lambda: _write(disk, folder, steps, states, job, meta), "checkpoints")
     return states
 
@@ -292,6 +292,7 @@ def _write(
     meta: dict[str, Number],
 ) -> None:
     """Write the models that END names as a checkpoint, which other users can read if shared."""
+    disk.make("checkpoints")
     temporary = checkpoint.begin(folder, steps)
     entries = []
     disk.open_to_others(temporary)
@@ -312,12 +313,19 @@ def _given_up(live: FolderExchange, folder: Path) -> bool:
     """
 
     def seen() -> list[tuple[str, int]]:
-        found = (folder / "checkpoints").glob("*.writing/*")
-        return sorted((path.name, path.stat().st_size) for path in found if path.exists())
+        found = []
+        for name in live.place.disk.names("checkpoints"):
+            # A folder or file that its writer removes meanwhile is left out.
+            with suppress(FileNotFoundError, NotADirectoryError):
+                inside = list(os.scandir(folder / "checkpoints" / name))
+                for one in inside if name.endswith(".writing") else ():
+                    found.append((one.name, one.stat().st_size))
+        return sorted(found)
 
-    if not any((folder / "checkpoints").glob("*.writing")):  # purged, or not begun yet
-        return False
     disk = live.place.disk
+    names = disk.names("checkpoints")
+    if not any(name.endswith(".writing") for name in names):  # purged, or not begun yet
+        return False
     claim = f"END.{sum(name.startswith('END.') for name in disk.names(''))}"
     live.place.report(f"{folder} has ended, but its checkpoint isn't whole: waiting for its writer")
     before = disk.retry(seen, "checkpoints")

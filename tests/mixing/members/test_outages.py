@@ -209,6 +209,48 @@ def test_what_could_not_be_removed_is_removed_later(tmp_path, monkeypatch):
     assert not (root / "models/old.h5").exists()
 
 
+def test_a_file_that_can_not_be_removed_keeps_no_other(tmp_path, monkeypatch):
+    begin(root := tmp_path / "run")
+    names = ["models/old.h5", "models/next.h5", "models/last.h5"]
+    fails(monkeypatch, "old.h5", errno.EIO, times=1 << 30, function="unlink")
+    found = disk(root)
+    for name in names:
+        (root / name).touch()
+        found.remove(name)
+    assert [(root / name).exists() for name in names] == [True, False, False]
+
+
+def test_a_mount_point_without_its_folder_is_not_filled(tmp_path):
+    begin(root := tmp_path / "run")
+    found = disk(root, limit_s=0.0)
+    assert found.publish("places/000000", b"") and found.names("places")
+    root.rename(tmp_path / "away")
+    root.mkdir()
+    with pytest.raises(FolderUnreachable, match="mount it again"):
+        found.make("logs")
+    found.outages.given_up = False
+    with pytest.raises(FolderUnreachable):
+        found.publish("END", b"")
+    assert not [*root.iterdir()]
+    root.rmdir()
+    shutil.copytree(tmp_path / "away", root)  # other numbers, as of a file system mounted again
+    found.outages.given_up = False
+    found.make("logs")
+    assert (root / "logs").is_dir()
+
+
+def test_a_folder_that_can_not_be_looked_up_for_a_moment_is_a_folder(tmp_path, monkeypatch):
+    begin(root := tmp_path / "run")
+    found = disk(root)
+    for function in ("stat", "lstat"):
+        with monkeypatch.context() as patch:
+            fails(patch, "run/chain", errno.ENOENT, function=function)
+            found.make("chain/000000")
+    (root / "file").touch()
+    with pytest.raises(StoreError, match="move it away"):
+        found.make("file/000000")
+
+
 def test_names_that_may_appear_later_are_listed_and_not_looked_up(tmp_path, monkeypatch):
     """NFS remembers for half a minute that a name wasn't there."""
     begin(root := tmp_path / "run")
