@@ -17,7 +17,7 @@ from mpigossip.mixing.members import outages
 from mpigossip.mixing.members.live import FolderExchange, StopRequested
 from mpigossip.mixing.members.outages import FolderUnreachable, Outages, cause
 from mpigossip.mixing.members.place import Place, TrainingPlan
-from mpigossip.mixing.members.records import RecordStore, Round, Unusable
+from mpigossip.mixing.members.records import Closed, RecordStore, Round, Unusable, Version
 from mpigossip.runs.members.replay import ReplayLog, wanted_of
 from mpigossip.store import StoreError, checkpoint
 from tests.cases import every
@@ -508,6 +508,28 @@ def test_replay_rejects_a_listing_that_lacks_rounds(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match=r"no record of \d of its 8 chunks is listed"):
         wanted_of(script, None, None)
     assert wanted_of(script, 0, None)  # these rounds are there
+
+
+def test_replay_needs_no_record_of_a_place_that_trained_nothing(tmp_path):
+    begin(root := tmp_path / "run")
+    assert member(Bad(root, random.Random(1)), PLAN) == "end"
+    dead = place_of(disk(root))
+    dead.join()
+    (root / "chain/000001/000000").touch()
+    closed = Closed(place=1, round=1, why="silent", by=0)
+    (root / "chain/000001/000001").write_bytes(closed.encode())
+    script = ReplayLog(place_of(disk(root)))
+    assert Version(1, 0) in script.rounds
+    assert len(wanted_of(script, None, None)) == PLAN.chunks
+
+
+def test_replay_rejects_a_damaged_round(tmp_path):
+    begin(root := tmp_path / "run")
+    assert member(Bad(root, random.Random(1)), PLAN) == "end"
+    (root / "chain/000000/000003").chmod(0o644)
+    (root / "chain/000000/000003").write_bytes(b"")
+    with pytest.raises(StoreError, match="chain/000000/000003 is missing or damaged"):
+        wanted_of(ReplayLog(place_of(disk(root))), None, None)
 
 
 def test_replay_rejects_a_chunk_that_was_trained_twice(tmp_path):
