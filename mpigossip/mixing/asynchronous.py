@@ -166,6 +166,11 @@ class Asynchronous(RankMixer):
         check_process()
         if self._round is not None:
             self.finish()
+        if self._pushed is not None:
+            # The thread and the main thread would flush the same window at the same time. The next
+            # round's reads come after the corrections in any case.
+            self._waited += self._thread.wait(self._pushed, "the last deposits")
+            self._pushed = None
         self._version += 1
         self._store(BEGUN, self._version)
         return self._out

@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 import time
 from types import SimpleNamespace
 
@@ -472,3 +473,42 @@ def test_ranks_refuse_faults_of_the_simulator():
     world.comm = object()
     with pytest.raises(JobError, match="only `mpigossip simulate` invents some"):
         assemble.assemble(assemble.load(JOB, ["faults.lost=0.1"]), world, 2)
+
+
+@with_world
+def stores_during_corrections(world):
+    """Return for each store of a counter whether the progress thread still sent corrections."""
+    from mpigossip.mixing.asynchronous import Asynchronous
+
+    layout = MessageLayout(widths=(64,))
+    mixer = Asynchronous(graph("ring", world.size), layout, world, timeout_s=20)
+    sending = threading.Event()
+    send = mixer._send_corrections
+    store = mixer._store
+    found = []
+
+    def slow_send(deposits):
+        sending.set()
+        time.sleep(0.1)
+        send(deposits)
+        sending.clear()
+
+    def observed_store(word, value):
+        found.append(sending.is_set())
+        store(word, value)
+
+    mixer._send_corrections = slow_send
+    mixer._store = observed_store
+    x = [(torch.full((1, 64), float(world.rank)),)]
+    for t in range(3):
+        exchange(mixer, x, ExchangeKind.GOSSIP, t)
+        sending.wait(0.05)
+        world.barrier()
+    made = int(mixer._made.sum())
+    mixer.close()
+    return made > 0, found
+
+
+def test_counters_are_not_stored_while_corrections_are_sent(ranks):
+    for made, found in ranks(2)(stores_during_corrections):
+        assert made and not any(found)
