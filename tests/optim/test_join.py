@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mpigossip.config import JobError
 from mpigossip.mixing.members.outages import Outages
 from mpigossip.mixing.members.place import Place, TrainingPlan
 from mpigossip.mixing.members.records import RecordStore
+from mpigossip.optim import join as joining
 from mpigossip.runs.members.replay import ReplayMismatch
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
@@ -62,6 +64,15 @@ def train(folder, model, optimizer, most=CHUNKS, chunks=CHUNKS, meet=None, **mor
                 optimizer.step()
             member.log(loss=loss, extra=chunk)
         return member.finished
+
+
+def test_an_outage_is_no_part_of_a_round(tmp_path, monkeypatch):
+    """All time is that of an outage here."""
+    rounds = []
+    monkeypatch.setattr(Outages, "seconds", lambda self: time.monotonic())
+    monkeypatch.setattr(joining, "check_lease", lambda _, round_s: rounds.append(round_s))
+    assert train(tmp_path / "run", *parts())
+    assert len(rounds) == 1 and abs(rounds[0]) < 1e-3
 
 
 def test_members_train_each_chunk_once_and_end_with_one_average(tmp_path, capsys):
