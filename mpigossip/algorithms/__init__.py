@@ -1,6 +1,7 @@
-"""Algorithms by name: `build` makes one from its section of the job.
+"""Algorithms by name: `build` makes one from the section `[algorithm]` of a job.
 
-`BUILDERS` and `LOCALS` list them; torch comes with the first use of one of the other names.
+`BUILDERS` and `LOCALS` list the names. Importing this package does not import torch: that happens
+when one of the other names in `__all__` is first used.
 """
 
 from importlib import import_module

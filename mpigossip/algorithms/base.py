@@ -1,4 +1,4 @@
-"""Contract of an algorithm: plain functions on segments, the same for every transport."""
+"""Interface of an algorithm: functions on arrays, which are the same for every transport."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from mpigossip.config.limits import Chance
 from mpigossip.mixing.base import ExchangeKind
 
 Decay = Chance
-"""Type of options, checked when a job is read: momenta and running means."""
+"""Type of options that are momenta or decay rates of running means; checked when a job is read."""
 
 NEEDS = (
     "static",
@@ -28,89 +28,119 @@ NEEDS = (
     "shared-wire",
     "keeps-x",
 )
-"""The words of `Algorithm.needs`."""
+"""The words that `Algorithm.needs` may contain."""
 
 
 class Step(NamedTuple):
-    """All that an algorithm knows besides arrays: plain values, given to send and receive."""
+    """Description of a step as plain values, which is passed to ``send`` and ``receive``."""
 
     index: int  # type: ignore[assignment]
-    """steps since init, from 0; restarts where state was dropped"""
+    """Number of steps since ``init``, from 0; it restarts when the state of the algorithm
+    is reset.
+    """
     round: int
-    """the graph's clock: counts GOSSIP rounds only"""
+    """Number of GOSSIP rounds so far: the round t of the graph."""
     kind: ExchangeKind
-    """GOSSIP or GLOBAL; LOCAL where nothing is exchanged"""
+    """GOSSIP or GLOBAL; LOCAL if nothing is exchanged."""
     lr: float | None
-    """learning rate, > 0; None in an ahead send"""
+    """Learning rate, > 0; None if ``send`` is called ahead, before the gradient exists."""
     skipped: tuple[int, ...] = ()
-    """rows without a usable gradient (float16 overflowed there; ``g`` is zero): they take no local
-    step, keep what it would have changed, and join the round. This value and ``counts`` are the
-    only ones that may differ between nodes."""
+    """Rows without a usable gradient, because float16 overflowed; their ``g`` is zero. These rows
+    take no local step, keep everything that it would have changed, and take part in the round. Only
+    this value and ``counts`` may differ between nodes.
+    """
     counts: tuple[int, ...] = ()
-    """local steps that each row has taken since init; empty: ``index`` of each"""
+    """Number of local steps that each row has taken since ``init``; empty: ``index`` for
+    every row.
+    """
     waits: bool = False
-    """an exchange of a node that waits, between its steps: no outer step, no end of a phase"""
+    """Whether this is an exchange of a node that waits between two of its steps: no outer step is
+    taken and no phase ends.
+    """
 
 
 class Algorithm(NamedTuple):
-    """Three functions on float32 tensors of shape (rows, p): nodes in this process, parameters.
+    """Functions on float32 tensors of shape (rows, p): one row for each local node, p parameters.
 
-    ``x`` is the point where the gradient is taken, ``g`` the gradient with weight decay added,
-    whose memory may be used up. ``out``, ``sent`` and ``mixed`` are each ``vectors`` arrays like
-    ``x``, then ``scalars`` arrays (rows, 1) of float64: the message, what others decode of it, and
-    its weighted average. The state is a NamedTuple (nestable) of arrays shaped like ``x`` or
-    (rows, 1). Functions work in place and return the state.
+    ``x`` is the point at which the gradient is taken. ``g`` is the gradient with weight decay
+    added; functions may overwrite it. ``out`` is the message to send, ``sent`` the message as other
+    nodes decode it, and ``mixed`` the weighted average of the messages of the node and its
+    in-neighbours. Each of the three consists of ``vectors`` arrays of the shape of ``x``, followed
+    by ``scalars`` arrays of shape (rows, 1) in float64. The state is a NamedTuple, possibly nested,
+    of arrays of the shape of ``x`` or (rows, 1). Functions work in place and return the state.
     """
 
     init: Callable[..., Any]
-    """(x) -> state; needs no gradient"""
+    """(x) -> state; needs no gradient."""
     send: Callable[..., Any]
-    """(x, g, state, out, step) -> state; fills out: vectors, then scalars"""
+    """(x, g, state, out, step) -> state; fills ``out``: vectors first, then scalars."""
     receive: Callable[..., Any]
-    """(x, g, state, sent, mixed, step) -> state; writes x in place"""
+    """(x, g, state, sent, mixed, step) -> state; updates x in place."""
     local_update: Callable[..., Any] | None = None
-    """(x, g, state, step) -> state: a LOCAL step in place, bitwise that of send and receive, of a
-    method with a separate local step"""
+    """(x, g, state, step) -> state: a LOCAL step in place, bitwise identical to ``send`` followed
+    by ``receive``; None if the algorithm has no separate local step.
+    """
     vectors: int = 1
-    """arrays of model size that are sent in a round"""
+    """Number of arrays of the size of the model that are sent in a round."""
     scalars: int = 0
-    """float64 per row that are sent too, never compressed"""
+    """Number of float64 values per row that are sent, too; they are never compressed."""
     ahead: bool = False
-    """send gets g = None and lr = None and changes nothing: it is sent during forward, backward"""
+    """Whether ``send`` is called with g = None and lr = None and changes nothing. The message can
+    then be sent while the forward and backward passes run.
+    """
     elementwise: bool = True
-    """send and receive treat every element by itself: fragments of a model may be exchanged at
-    steps of their own, each with scalars of its own"""
+    """Whether ``send`` and ``receive`` treat each element independently of the others. Fragments of
+    a model may then be exchanged at different steps, each with its own scalars.
+    """
     takes_mixed: bool = False
-    """receive makes mixed[0] x, first of all and without reading x: the two may be one array"""
+    """Whether ``receive`` first of all sets x to mixed[0], without reading x: both may then be one
+    array.
+    """
     raw: bool = False
-    """only the local step uses the gradient, and takes the parameters' own: g is None"""
+    """Whether only the local step uses the gradient, and reads it from the parameters: g
+    is None.
+    """
     distinct_state: bool = False
-    """the nodes' states belong together, as trackers whose mean is the mean gradient: if nodes
-    resumed from the state of one of them, the result would be wrong for good"""
+    """Whether the states of the nodes depend on each other, as trackers whose mean is the mean
+    gradient do. If all nodes resumed from the state of one of them, results would stay wrong.
+    """
     needs: frozenset = frozenset()
-    """What the job must have; each is checked, and named where it is missing (training/fit.py).
+    """Conditions on the job; each is checked and, if it does not hold, named (`training/fit.py`).
 
-    Of the graph: its facts; "doubly" (rows and columns sum to one), "above -1/3" (eigenvalues),
-    "graph:ceca". Of the cadence: "always-global" (gradients are averaged over all nodes at every
-    step; a biased wire by error feedback), "unmixed" (one kind only), "never-global",
-    "never-gossip". Of both: "phases" (cadence "halves" and a graph that is exact in one period). Of
-    the wire: "exact-wire" (fp32), "own-wire" (sends differences itself), "shared-wire" (all nodes
-    leave out the same). Of a delay: "keeps-x" (x is done when a GLOBAL round is sent).
+    On the graph: any of its facts; "doubly" (rows and columns sum to one), "above -1/3" (all
+    eigenvalues), "graph:ceca" (this graph only).
+
+    On the cadence: "always-global" (gradients are averaged over all nodes at every step; a biased
+    wire works by error feedback), "unmixed" (only one kind of exchange), "never-global",
+    "never-gossip".
+
+    On both: "phases" (the cadence "halves", and a graph that is exact after one period).
+
+    On the wire: "exact-wire" (fp32), "own-wire" (the algorithm itself sends differences),
+    "shared-wire" (all nodes omit the same elements).
+
+    On a delay: "keeps-x" (x is complete as soon as a GLOBAL round is sent).
     """
 
     @property
     def always_global(self) -> bool:
-        """Whether every exchange is an average over all nodes: no graph, no cadence, no inbox."""
+        """Whether each exchange is an average over all nodes: no graph, cadence or inbox
+        is used.
+        """
         return "always-global" in self.needs
 
 
 def init_from(kind: Callable[..., Any], *parts: Callable[..., Any]) -> Callable[..., Any]:
-    """Init of a state of this kind, whose parts are made of x: copies, zeros, a local step's."""
+    """Return an ``init`` that makes a state of class ``kind`` from x.
+
+    Each of ``parts`` makes one field from x: ``torch.clone``, ``torch.zeros_like``, or the ``init``
+    of a local step.
+    """
     return lambda x: kind(*(part(x) for part in parts))
 
 
 def inner_update(update: Callable[..., Any]) -> Callable[..., Any]:
-    """A local update that steps along the part ``inner`` of a method's state."""
+    """Return a local update that applies ``update`` to the field ``inner`` of a state."""
 
     def local_update(x, g, state, step: Step):
         return state._replace(inner=update(x, g, state.inner, step))
@@ -120,7 +150,7 @@ def inner_update(update: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def preserved(step: Step, *arrays) -> Iterator[None]:
-    """Preserve the rows in ``step.skipped`` of these arrays."""
+    """Restore the rows in ``step.skipped`` of ``arrays`` when the block ends."""
     rows = list(step.skipped)
     before = [array[rows] for array in arrays] if rows else []
     yield
@@ -129,9 +159,9 @@ def preserved(step: Step, *arrays) -> Iterator[None]:
 
 
 class NoState(NamedTuple):
-    """The state of a method or cadence without one."""
+    """State of an algorithm or cadence that keeps none."""
 
 
 def no_state(x) -> NoState:
-    """Init of a method without state."""
+    """Return the state of an algorithm that keeps none."""
     return NoState()

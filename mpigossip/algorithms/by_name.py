@@ -1,4 +1,4 @@
-"""Algorithms by name, made with their local step."""
+"""Algorithms by name, built together with their local step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,12 +24,20 @@ def build(
     node: NodeSection | None = None,
     layout: Any = None,
 ) -> Algorithm:
-    """The algorithm for a segment whose first ``decayed`` columns take weight decay.
+    """Build the algorithm of a shard whose first ``decayed`` columns take weight decay.
 
-    ``local``: a local step, or the name of one, None for the usual one. The options of a name are
-    ``local_options``, and those of ``options`` that the algorithm doesn't have (of no use to
-    `STILL`). Without ``graph`` options that follow from it keep their cautious defaults.
-    ``layout``: of the vector, where a local step takes whole parameters.
+    :param name: name of an algorithm in `BUILDERS`, or "module:function" for a custom one
+    :param local: local step, or the name of one; None: the default of the algorithm
+    :param options: options of the algorithm. Those that it does not have are passed to the local
+        step if that is given by name, and are ignored by `NO_LOCAL_STEP`
+    :param decayed: number of columns that take weight decay
+    :param graph: graph over the nodes; None: options that follow from the graph keep their cautious
+        defaults
+    :param local_options: further options of the local step
+    :param node: section `[node]` of the job, for options that follow from the wire
+    :param layout: parameter layout, for a local step that takes whole parameters
+    :raises JobError: if an option is unknown, or a custom algorithm has an unknown condition in
+        ``needs``
     """
     form = "(local, *, option=…) that returns an Algorithm"
     part = (
@@ -62,7 +70,7 @@ def build(
 
 
 def _made(name: str, decayed: int, layout: Any, options: Mapping[str, Any]) -> Local:
-    """The local step of this name; each row counts its own, and none where it is skipped."""
+    """Return the local step ``name`` with a step count for each row; it leaves out skipped rows."""
     step = LOCALS[name](decayed, **options)
     if step.whole and layout is not None:
         step = LOCALS[name](decayed, layout, **options)
@@ -70,9 +78,11 @@ def _made(name: str, decayed: int, layout: Any, options: Mapping[str, Any]) -> L
 
 
 def over_wire(method: Algorithm, *, biased: bool, meets: bool = False) -> Algorithm:
-    """Return the method for a lossy wire: with differences, or with error feedback.
+    """Return ``method`` for a lossy wire: it sends differences, or corrects by error feedback.
 
-    ``meets``: the cadence has GLOBAL rounds, which are then sent as differences, too.
+    :param method: algorithm
+    :param biased: whether the wire is biased
+    :param meets: whether the cadence has GLOBAL rounds, which are then sent as differences, too
     """
     if "own-wire" in method.needs:
         return method

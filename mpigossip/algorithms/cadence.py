@@ -1,4 +1,4 @@
-"""Cadences: whether a step stays local, gossips, or averages globally."""
+"""Cadences: rules that decide whether a step stays local, gossips, or averages globally."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,57 +14,61 @@ ByNode = Annotated[tuple[Period, ...], Limit(bool, "must name a number for each 
 
 
 class FragmentSchedule(NamedTuple):
-    """Steps at which P fragments are sent, and at which what was received is applied.
+    """Steps at which P fragments are sent, and steps at which received fragments are applied.
 
-    Of a period of H steps, counted from 1, fragment p = 0 … P − 1 is sent at step ⌊(p + 1) H/P⌋,
-    and applied τ ≤ ⌊H/P⌋ steps later: no two exchanges are open at once.
+    In each period of H steps, counted from 1, fragment p = 0 … P − 1 is sent at step ⌊(p + 1) H/P⌋.
+    It is applied τ ≤ ⌊H/P⌋ steps later, so that at most one exchange is open at any time.
     """
 
     period: int = 1
-    """H"""
+    """H, in steps."""
     fragments: int = 1
-    """P ≤ H"""
+    """P ≤ H."""
     delay: int = 0
-    """τ"""
+    """τ, in steps."""
 
     @property
     def is_whole_model(self) -> bool:
-        """Return whether the whole model is sent at once, and waited for."""
+        """Whether the whole model is sent at once and received in the same step."""
         return self.fragments == 1 and not self.delay
 
     def due(self, index: int) -> int | None:
-        """Return the fragment that is sent at step ``index``, counted from 0."""
+        """Return the fragment sent at step ``index``, counted from 0; None if there is none."""
         place = index % self.period + 1
         fragment = -(-place * self.fragments // self.period) - 1
         return fragment if (fragment + 1) * self.period // self.fragments == place else None
 
     def arriving(self, index: int) -> int | None:
-        """Return the fragment that was sent τ steps before step ``index``, where τ > 0."""
+        """Return the fragment sent τ steps before step ``index``; None if there is none or
+        τ = 0.
+        """
         return self.due(index - self.delay) if 0 < self.delay <= index else None
 
 
 class Cadence(NamedTuple):
-    """Decides what each step exchanges, equally on all nodes.
+    """Rule that decides what each step exchanges, with the same result on all nodes.
 
-    The state is a NamedTuple of plain numbers, checkpointed by name.
+    The state is a NamedTuple of plain numbers. It is written to checkpoints by field name.
     """
 
     init: Callable[[], Any]
-    """() -> state"""
+    """() -> state."""
     kind: Callable[[Any, int], ExchangeKind]
-    """(state, steps since start) -> Kind"""
+    """(state, steps since the start) -> `ExchangeKind`."""
     observe: Callable[..., Any]
-    """(state, step, measured: dict) -> state; once a step, with the same numbers everywhere"""
+    """(state, step, measured: dict) -> state; called once per step, with the same numbers on all
+    nodes.
+    """
     measures: frozenset = frozenset()
-    """measurements that it needs at GLOBAL steps: "variance" (‖mixed − sent‖²), "loss" """
+    """Measurements that it needs at GLOBAL steps: "variance" (‖mixed − sent‖²), "loss"."""
     kinds: frozenset = frozenset({ExchangeKind.GOSSIP})
-    """the kinds that it can give"""
+    """Kinds of exchange that it can return."""
     warning: Callable[[Any], str] = lambda state: ""
-    """(state) -> a warning for the user, or "" """
+    """(state) -> warning for the user, or "" if there is none."""
     fragment_schedule: FragmentSchedule = FragmentSchedule()
-    """fragments of its exchanges, and the steps at which they are applied"""
+    """Fragments of its exchanges, and the steps at which they are applied."""
     periods: tuple[int, ...] = ()
-    """local steps of each node in a period, where they differ"""
+    """Number of local steps of each node in a period, if nodes differ; otherwise empty."""
 
     @property
     def local_fraction(self) -> float:
@@ -72,9 +76,13 @@ class Cadence(NamedTuple):
         return sum(self.periods) / (max(self.periods) * len(self.periods)) if self.periods else 1.0
 
     def idle_nodes(self, index: int, nodes: Sequence[int]) -> tuple[int, ...]:
-        """Return the indexes in ``nodes`` of those that make no local step at a step since start.
+        """Return the positions in ``nodes`` of the nodes that make no local step at step ``index``.
 
-        Of a period's H = max H_i steps node i makes H_i, evenly spread, and the last one always.
+        In a period of H = max H_i steps, node i makes H_i local steps. They are spread evenly, and
+        the last step of the period is always one of them.
+
+        :param index: number of steps since the start
+        :param nodes: numbers of nodes
         """
         if not self.periods:
             return ()
@@ -86,7 +94,11 @@ class Cadence(NamedTuple):
 
 
 def fixed_schedule(kind: Callable[[int], ExchangeKind], *kinds: ExchangeKind) -> Cadence:
-    """A cadence that depends on the step's number alone and gives these kinds."""
+    """Return a cadence that depends on the step number alone.
+
+    :param kind: function of the number of steps since the start
+    :param kinds: all kinds that it returns
+    """
     return Cadence(
         NoState,
         lambda state, index: kind(index),
@@ -106,19 +118,19 @@ def globally() -> Cadence:
 
 
 def never() -> Cadence:
-    """No exchange at all: n separate trainings."""
+    """Never exchange: the n nodes train separately."""
     return fixed_schedule(lambda index: ExchangeKind.LOCAL, ExchangeKind.LOCAL)
 
 
 def _each(period: int, last: ExchangeKind, others: ExchangeKind) -> Cadence:
-    """``last`` at every period-th step, ``others`` between."""
+    """Return a cadence with ``last`` at every ``period``-th step and ``others`` in between."""
     if period == 1:
         return fixed_schedule(lambda index: last, last)
     return fixed_schedule(lambda index: others if (index + 1) % period else last, last, others)
 
 
 def _in_turn(kind: ExchangeKind, period: int | ByNode, fragments: int, delay: int) -> Cadence:
-    """Exchanges of a kind at every ``period``-th step of each fragment, local steps between."""
+    """Return a cadence that exchanges each fragment once per ``period`` and is otherwise local."""
     own: tuple[int, ...] = () if isinstance(period, int) else period
     longest = period if isinstance(period, int) else max(period)
     schedule = FragmentSchedule(longest, fragments, delay)
@@ -130,35 +142,48 @@ def _in_turn(kind: ExchangeKind, period: int | ByNode, fragments: int, delay: in
 
 
 def every(*, period: Period | ByNode = 4, fragments: Positive = 1, delay: Count = 0) -> Cadence:
-    """Gossip at every ``period``-th step, local steps between.
+    """Gossip at every ``period``-th step; the steps in between are local.
 
-    ``period`` as a list, H_i of each node i: all exchange at every max H_i-th step, and node i
-    makes H_i of these steps, evenly spread, and rests in the others. So nodes that are slow keep
-    pace; what is minimized weighs each node's data by its share of all steps.
+    If ``period`` is a list with a number H_i for each node i, all nodes exchange at every max
+    H_i-th step. In between, node i makes H_i local steps, spread evenly, and is idle in the others,
+    so that slow nodes keep pace. The loss that is then minimized weights the data of each node by
+    its share of all local steps.
 
-    The model in P = ``fragments``: each is exchanged once in the period H, at an offset of its own
-    (Streaming DiLoCo, arXiv 2501.18512), so that a step sends 1/P of it at most. The exchange of
-    a fragment stays open for τ = ``delay`` steps, at most ⌊H/P⌋, and is then applied as
-    x ← α · mixed + (1 − α) · x, α = ``algorithm.blend``, x with the local steps made meanwhile.
+    With P = ``fragments`` > 1, each fragment of the model is exchanged once per period H, at its
+    own offset (Streaming DiLoCo, arXiv 2501.18512), so that a step sends at most 1/P of the model.
+    The exchange of a fragment stays open for τ = ``delay`` steps. It is then applied as x ← α ·
+    mixed + (1 − α) · x, with α = ``algorithm.blend`` and with the local steps made meanwhile in x.
+
+    :param period: H in steps, or a list of H_i for each node
+    :param fragments: P, number of fragments
+    :param delay: τ in steps, at most ⌊H/P⌋
     """
     return _in_turn(ExchangeKind.GOSSIP, period, fragments, delay)
 
 
 def cpsgd(*, period: Period | ByNode = 8, fragments: Positive = 1, delay: Count = 0) -> Cadence:
-    """Periodic averaging with a constant period: a global average at every ``period``-th step.
+    """Average over all nodes at every ``period``-th step, as periodic averaging does.
 
-    A ``period`` for each node, ``fragments`` and ``delay`` as in :func:`every`.
+    :param period: number of steps, or a list with a number for each node, as in :func:`every`
+    :param fragments: number of fragments, as in :func:`every`
+    :param delay: number of steps for which an exchange stays open, as in :func:`every`
     """
     return _in_turn(ExchangeKind.GLOBAL, period, fragments, delay)
 
 
 def gossip_pga(*, period: Period = 6) -> Cadence:
-    """Gossip-PGA (Chen et al., ICML 2021): gossip, and a global average at every period-th step."""
+    """Gossip, but average over all nodes at every ``period``-th step.
+
+    This is Gossip-PGA (Chen et al., ICML 2021).
+    """
     return _each(period, ExchangeKind.GLOBAL, ExchangeKind.GOSSIP)
 
 
 def halves(*, length: Positive | None = None) -> Cadence:
-    """``length`` local steps, then ``length`` gossip steps; unset: the graph's period (DeFacto)."""
+    """Alternate between ``length`` local steps and ``length`` gossip steps, as DeFacto needs.
+
+    :param length: number of steps; None: the period of the graph
+    """
     half = length or 1
     return fixed_schedule(
         lambda index: ExchangeKind.GOSSIP if index // half % 2 else ExchangeKind.LOCAL,
@@ -168,15 +193,15 @@ def halves(*, length: Positive | None = None) -> Cadence:
 
 
 class Varying(NamedTuple):
-    """The present period, the steps of it so far, and the variance that it is adapted to."""
+    """State of :func:`adpsgd`: the current period, and the variance that it is adapted to."""
 
     period: int
     since: int
-    """steps since the last global average"""
+    """Number of steps since the last global average."""
     rates: float
-    """sum of the learning rates of these steps"""
+    """Sum of the learning rates of these steps."""
     level: float
-    """mean of the samples"""
+    """Mean of the samples of S/lr."""
     samples: int
 
 
@@ -189,16 +214,24 @@ def adpsgd(
     high: NotNegative = 1.3,
     total: Positive | None = None,
 ) -> Cadence:
-    """ADPSGD (Jiang & Agrawal 2020): periodic averaging, the period by the measured variance.
+    """Average over all nodes periodically, with a period that follows the measured variance.
 
-    At a global average S = (1/n) Σ_i ‖x̄ − x_i‖² is measured. In the first ``sampling`` share of
-    ``total`` steps (unset: the run's) the period stays, and C is the mean of S/lr, but for the
-    ``skip`` share of these steps, with which it begins: where a network first learns nothing, as
-    LeNet on a plateau, its nodes hardly part, and with a C from there the period fell to 1. Later
-    S < low · lr · C lengthens the period by one, S > high · lr · C shortens it. lr is the mean
-    rate of the steps *since the last average*, all that S depends on: with the present rate, the
-    first average after a drop of the rate would compare a spread made at the old rate with a
-    threshold of the new one, and shorten the period for nothing.
+    This is ADPSGD (Jiang & Agrawal 2020). Each global average measures S = (1/n) Σ_i ‖x̄ − x_i‖².
+    At first the period is constant and C, the mean of S/lr, is sampled. Afterwards, the period
+    grows by one if S < low · lr · C and shrinks by one if S > high · lr · C.
+
+    lr is the mean learning rate of the steps *since the last average*, because S depends on these
+    alone. With the current rate, the first average after a drop of the rate would compare an S that
+    arose at the old rate with a threshold for the new one, and shorten the period without reason.
+
+    :param period: number of steps at the start
+    :param sampling: fraction of ``total`` during which C is sampled
+    :param skip: fraction of the sampling steps that are left out at their beginning. If a network
+        learns nothing at first, as LeNet on a plateau, its nodes hardly diverge; with a C from
+        these steps the period fell to 1
+    :param low: factor of the lower threshold
+    :param high: factor of the upper threshold
+    :param total: number of steps of the run; a run supplies its own
     """
     last_sample = sampling * (total or 0)
     first_sample = skip * last_sample
@@ -213,7 +246,7 @@ def adpsgd(
             return state._replace(since=since, rates=rates)
         ratio = measured["variance"] * since / (rates or 1.0)
         period = state.period
-        if step.index < first_sample or not rates:  # at rate 0 nodes don't part
+        if step.index < first_sample or not rates:  # nodes do not diverge at a rate of 0
             return state._replace(since=0, rates=0.0)
         if step.index < last_sample or not state.samples:
             samples = state.samples + 1
@@ -243,21 +276,26 @@ def adpsgd(
 
 
 class ByLoss(NamedTuple):
-    """The present period, the steps of it so far, and the loss of the first averages."""
+    """State of :func:`gossip_aga`: the current period, and the loss of the first averages."""
 
     period: int
     since: int
-    """steps since the last global average"""
+    """Number of steps since the last global average."""
     first_loss: float
-    """running mean of the losses at the first averages"""
+    """Running mean of the losses at the first averages."""
     samples: int
 
 
 def gossip_aga(*, period: Period = 4, warmup: Positive = 4, longest: Positive = 64) -> Cadence:
-    """Gossip-AGA (Chen et al., ICML 2021): Gossip-PGA with a period that grows as the loss falls.
+    """Gossip, and average over all nodes with a period that grows as the loss falls.
 
-    At a global average, F the mean loss of all nodes: in the first ``warmup`` ones F₀ ← ½ (F₀ + F)
-    (F₀ = F at the first), later the period becomes ⌈``period`` · F₀/F⌉, at most ``longest``.
+    This is Gossip-AGA (Chen et al., ICML 2021). F is the mean loss of all nodes at a global
+    average. At the first ``warmup`` averages, F₀ ← ½ (F₀ + F), with F₀ = F at the first of them.
+    Afterwards, the period becomes ⌈``period`` · F₀/F⌉, at most ``longest``.
+
+    :param period: number of steps at the start
+    :param warmup: number of global averages that determine F₀
+    :param longest: largest period, in steps
     """
 
     def kind(state: ByLoss, index: int) -> ExchangeKind:

@@ -1,4 +1,4 @@
-"""Methods and wrappers for lossy wires: differences, error feedback, CHOCO."""
+"""Algorithms and wrappers for lossy wires: differences, error feedback, CHOCO."""
 
 from typing import Any, NamedTuple
 
@@ -11,12 +11,16 @@ from mpigossip.mixing.base import ExchangeKind
 
 
 def difference(base: Algorithm) -> Algorithm:
-    """A method over a lossy wire: it sees mixed = x½ + (Σ_j W_ij q_j − q_i), q = sent.
+    """Return ``base`` for a lossy wire, in which only the others' terms lose precision.
 
-    The own term stays exact and, W being doubly stochastic, so does the mean; of GLOBAL rounds
-    the average of the q_j is taken as it is, as all nodes then hold the same bits. x½ is kept,
-    or formed again by an ahead send, which changes nothing; it isn't state, as no exchange
-    is open between steps.
+    It receives mixed = x½ + (Σ_j W_ij q_j − q_i), with q = sent.
+
+    The node's own term stays exact. Because W is doubly stochastic, the mean of all nodes stays
+    exact, too. In a GLOBAL round, the average of the q_j is used unchanged, so that all nodes hold
+    the same bits.
+
+    x½ is copied when it is sent. If the algorithm is ahead, ``send`` changes nothing and is called
+    again instead. The copy is not part of the state, because no exchange is open between steps.
     """
     kept: list[tuple[torch.Tensor, ...]] = []
 
@@ -46,18 +50,18 @@ def difference(base: Algorithm) -> Algorithm:
 
 
 class Anchored(NamedTuple):
-    """The last global average, shaped like x and equal on all nodes, and the method's state."""
+    """State: the last global average, equal on all nodes, and the state of the base."""
 
     anchor: torch.Tensor
     inner: Any
 
 
 def anchored(base: Algorithm) -> Algorithm:
-    """A method of one vector whose GLOBAL rounds cross a lossy wire as differences.
+    """Return ``base``, which sends one vector, with GLOBAL rounds that are sent as differences.
 
-    With a the last global average (0 before the first), q_j = C(x½_j − a) is sent, the average is
-    a + (1/n) Σ_j q_j and becomes a: what the wire rounds is how far nodes went since they met, as
-    cpsgd and diloco do, and not the whole model.
+    Let a be the last global average (0 before the first). The node sends q_j = C(x½_j − a), where C
+    is the wire. The average is a + (1/n) Σ_j q_j and becomes the new a. The wire thus rounds only
+    the change since the last global average, as in cpsgd and diloco, and not the whole model.
     """
 
     def send(x, g, state: Anchored, out, step: Step):
@@ -79,16 +83,17 @@ def anchored(base: Algorithm) -> Algorithm:
 
 
 class Feedback(NamedTuple):
-    """The error of the wire so far, shaped like x, and the method's state."""
+    """State of :func:`error_feedback`: the accumulated error of the wire, and the base's state."""
 
     error: torch.Tensor
     inner: Any
 
 
 def error_feedback(base: Algorithm) -> Algorithm:
-    """A method that sends gradients, over a biased wire: EF-SGD (Karimireddy et al., ICML 2019).
+    """Return ``base``, which sends gradients, with error feedback for a biased wire.
 
-    q = C(g + e) is sent, e ← g + e − q is kept for the next step.
+    This is EF-SGD (Karimireddy et al., ICML 2019): q = C(g + e) is sent, where C is the wire, and e
+    ← g + e − q is kept for the next step.
     """
 
     def send(x, g, state: Feedback, out, step: Step):
@@ -98,7 +103,7 @@ def error_feedback(base: Algorithm) -> Algorithm:
         return state._replace(inner=inner)
 
     def receive(x, g, state: Feedback, sent, mixed, step: Step):
-        with preserved(step, state.error):  # a skipped step: the error is yet to be sent
+        with preserved(step, state.error):  # a skipped row still has to send its error
             state.error.sub_(sent[0])
         return state._replace(inner=base.receive(x, g, state.inner, sent, mixed, step))
 
@@ -107,7 +112,7 @@ def error_feedback(base: Algorithm) -> Algorithm:
 
 
 class Choco(NamedTuple):
-    """Own public copy x̂, memory s = Σ_j W_ij x̂_j, both shaped like x; the local step's state."""
+    """State of CHOCO-SGD: public copy x̂, memory s = Σ_j W_ij x̂_j, and the local step's state."""
 
     public: torch.Tensor
     memory: torch.Tensor
@@ -115,14 +120,22 @@ class Choco(NamedTuple):
 
 
 def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
-    """CHOCO-SGD (Koloskova et al., ICML 2019): gossip of compressed differences, with memory.
+    """Gossip compressed differences, with a memory of the neighbours.
 
-    x½ = x − lr · d;  q = C(x½ − x̂) is sent, C the wire;  x̂ ← x̂ + q;  s ← s + Σ_j W_ij q_j;
-    x ← x½ + ζ (s − x̂). The memory holds for a static W only. x̂ and s start as 0. One vector
-    is sent, in the bytes of the wire. LOCAL steps exchange nothing. ζ =
-    ``consensus_step``; unset: ½, and where the wire is "random-k" not above the share that it
-    keeps. On a ring of 6 without gradients ½ held with "sign" and with "top-k" at a share of 0.25;
-    "top-k" needed 0.3 at 0.1, 0.1 at 0.03, 0.03 at 0.01, and "shared-k" 0.1 at 0.1.
+    This is CHOCO-SGD (Koloskova et al., ICML 2019). With C the wire and ζ = ``consensus_step``:
+
+    x½ = x − lr · d;  q = C(x½ − x̂) is sent;  x̂ ← x̂ + q;  s ← s + Σ_j W_ij q_j; x ← x½ + ζ (s −
+    x̂).
+
+    x̂ and s start as 0. The memory s is correct only for a static W. One vector is sent, in the
+    format of the wire. LOCAL steps exchange nothing.
+
+    On a ring of 6 nodes without gradients, ζ = ½ converged with "sign", and with "top-k" at a
+    density of 0.25. "top-k" needed 0.3 at a density of 0.1, 0.1 at 0.03 and 0.03 at 0.01;
+    "shared-k" needed 0.1 at 0.1.
+
+    :param local: local step
+    :param consensus_step: ζ; None: ½, but with the wire "random-k" at most its density
     """
     zeta = 0.5 if consensus_step is None else consensus_step
 

@@ -1,4 +1,4 @@
-"""DiLoCo and its kin: local steps, then an outer step where models meet (SlowMo, SparseLoCo, …)."""
+"""DiLoCo and similar algorithms: local steps, then an outer step at each exchange."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from mpigossip.mixing.base import ExchangeKind
 
 
 class Outer(NamedTuple):
-    """End of the last outer step and the outer momentum, shaped like x; the inner state."""
+    """State: the model after the last outer step, the outer momentum, and the inner state."""
 
     anchor: torch.Tensor
     slow: torch.Tensor
@@ -21,7 +21,7 @@ class Outer(NamedTuple):
 
 
 def _outer(local: Local, kind: ExchangeKind, update: Callable) -> Algorithm:
-    """D-PSGD whose exchanges of one kind are followed by ``update(x, state, step)``."""
+    """Return D-PSGD that calls ``update(x, state, step)`` after each exchange of the given kind."""
 
     def send(x, g, state: Outer, out, step: Step):
         return state._replace(inner=local.adapt(x, g, state.inner, step, out[0]))
@@ -41,13 +41,20 @@ def _outer(local: Local, kind: ExchangeKind, update: Callable) -> Algorithm:
 
 
 def slowmo(local: Local, *, slow_beta: Decay = 0.5, slow_lr: AboveZero = 1.0) -> Algorithm:
-    """SlowMo (Wang et al., ICLR 2020) over local or gossip steps.
+    """Add a slow momentum to local or gossip steps.
 
-    At each GLOBAL step, x the average, x₀ where the last one ended: u ← β u + (x₀ − x)/lr;
-    x ← x₀ − α lr u. The local step's state is kept. One vector is sent. Guideline for β: 0.2 at
-    4 nodes, 0.5 at 8, 0.6 at 16. Slow momentum multiplies the step by up to 1/(1 − β), on top of
-    the local momentum's: β = 0.5 over momentum 0.9 diverged at a rate of 0.05 that momentum alone
-    bore; take a smaller schedule.lr or β.
+    This is SlowMo (Wang et al., ICLR 2020). At each GLOBAL step, let x be the average and x₀ the
+    model after the last outer step: u ← β u + (x₀ − x)/lr;  x ← x₀ − α lr u. The state of the local
+    step is kept. One vector is sent.
+
+    Guideline for β: 0.2 with 4 nodes, 0.5 with 8, 0.6 with 16. Slow momentum multiplies the
+    effective step by up to 1/(1 − β), in addition to the local momentum. β = 0.5 with a momentum of
+    0.9 diverged at a rate of 0.05, at which momentum alone converged: use a smaller schedule.lr or
+    β.
+
+    :param local: local step
+    :param slow_beta: β
+    :param slow_lr: α
     """
 
     def update(x, state: Outer, step: Step) -> None:
@@ -66,13 +73,18 @@ def diloco(
     eager: bool = False,
     nodes: Positive | None = None,
 ) -> Algorithm:
-    """DiLoCo (Douillard et al. 2023): many local steps, then Nesterov's step on what they did.
+    """Take many local steps, then a Nesterov step along their result.
 
-    At each GLOBAL step, x the average, x₀ where the last one ended: Δ = x₀ − x;
-    u ← β u + Δ;  x ← x₀ − α (Δ + β u). The inner optimizer (AdamW) keeps its state. One vector
-    is sent in ``cadence.period`` steps. With ``eager`` (arXiv 2502.12996) Δ is :func:`_eager`'s,
-    n = ``nodes``, those of the graph: no node waits for an average, ``cadence.delay`` steps may
-    bring it.
+    This is DiLoCo (Douillard et al. 2023). At each GLOBAL step, let x be the average and x₀ the
+    model after the last outer step: Δ = x₀ − x;  u ← β u + Δ;  x ← x₀ − α (Δ + β u). The inner
+    optimizer (AdamW) keeps its state. One vector is sent in ``cadence.period`` steps.
+
+    :param local: local step
+    :param outer_lr: α
+    :param outer_beta: β
+    :param eager: use the Δ of :func:`_eager` (arXiv 2502.12996): no node waits for the average,
+        which may arrive ``cadence.delay`` steps later
+    :param nodes: number of nodes, for ``eager``; None: that of the graph
     """
     if eager:
         return _eager(local, outer_lr, outer_beta, nodes or 1)
@@ -87,7 +99,7 @@ def diloco(
 
 
 class Eager(NamedTuple):
-    """The node's own outer point and momentum, the others' share of Δ; the inner state."""
+    """State: the node's outer model and momentum, the others' part of Δ, and the inner state."""
 
     anchor: torch.Tensor
     slow: torch.Tensor
@@ -96,11 +108,12 @@ class Eager(NamedTuple):
 
 
 def _eager(local: Local, outer_lr: float, outer_beta: float, nodes: int) -> Algorithm:
-    """DiLoCo with eager updates: the own part of Δ is new, that of the others a period old.
+    """Return DiLoCo with eager updates: the own part of Δ is new, the others' part is a period old.
 
-    At each GLOBAL step, x after the local steps, x₀ where the node's last one ended:
-    δ = x₀ − x is sent;  Δ = δ/n + o;  u ← β u + Δ;  x ← x₀ − α (Δ + β u), at once. What comes is
-    for the next time: o ← (1/n) Σ_j δ_j − δ/n. o starts as 0.
+    At each GLOBAL step, let x be the model after the local steps and x₀ the model after the node's
+    last outer step. δ = x₀ − x is sent, and the outer step is taken at once: Δ = δ/n + o;  u ← β u
+    + Δ;  x ← x₀ − α (Δ + β u). The received average is for the next outer step: o ← (1/n) Σ_j δ_j −
+    δ/n. o starts as 0.
     """
 
     def send(x, g, state: Eager, out, step: Step):
@@ -126,11 +139,16 @@ def _eager(local: Local, outer_lr: float, outer_beta: float, nodes: int) -> Algo
 
 
 def noloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.5) -> Algorithm:
-    """NoLoCo (Kolehmainen et al. 2025): DiLoCo's outer step with one neighbour, no collective.
+    """Take DiLoCo's outer step with one neighbour, without a collective.
 
-    At each GOSSIP step, φ where the node's last one ended, a the rate, ⟨·⟩ the average with the
-    neighbour: m ← μ m + a ⟨x − φ⟩ + a (⟨φ⟩ − φ);  φ ← φ + m;  x ← φ. As ⟨x − φ⟩ + ⟨φ⟩ = ⟨x⟩,
-    x alone is sent, where the paper sends two vectors. Needs cadence "every".
+    This is NoLoCo (Kolehmainen et al. 2025). At each GOSSIP step, let φ be the model after the
+    node's last outer step, a the outer rate, and ⟨·⟩ the average with the neighbour: m ← μ m + a ⟨x
+    − φ⟩ + a (⟨φ⟩ − φ);  φ ← φ + m;  x ← φ. Since ⟨x − φ⟩ + ⟨φ⟩ = ⟨x⟩, only x is sent; the paper
+    sends two vectors. It needs the cadence "every".
+
+    :param local: local step
+    :param outer_lr: a
+    :param outer_beta: μ
     """
 
     def update(x, state: Outer, step: Step) -> None:
@@ -143,13 +161,19 @@ def noloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.5) 
 def gasloc(
     local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.0, consensus_step: Share = 1.0
 ) -> Algorithm:
-    """GASLoC (2026, arXiv 2606.11081): gossip, local steps and an outer momentum in one.
+    """Combine gossip, local steps and an outer momentum.
 
-    At each exchange, θ where the node's last one ended, x after the local steps since:
-    y = θ + η (x − θ);  θ ← y + α Σ_j W_ij (y_j − y) + γ (y − y'), y' the node's last y;  x ← θ.
-    η = ``outer_lr``, γ = ``outer_beta`` (0: not accelerated; √ of the spectral gap counts instead
-    of the gap with it), α = ``consensus_step``. On the complete graph the mean of the nodes does
-    what DiLoCo's does. One vector is sent.
+    This is GASLoC (2026, arXiv 2606.11081). At each exchange, let θ be the model after the node's
+    last exchange, x the model after the local steps since then, and y' the last y of the node: y =
+    θ + η (x − θ);  θ ← y + α Σ_j W_ij (y_j − y) + γ (y − y');  x ← θ.
+
+    With γ > 0, the rate depends on the square root of the spectral gap instead of the gap. On the
+    complete graph, the mean of the nodes follows DiLoCo. One vector is sent.
+
+    :param local: local step
+    :param outer_lr: η
+    :param outer_beta: γ; 0: not accelerated
+    :param consensus_step: α
     """
 
     def send(x, g, state: Outer, out, step: Step):
@@ -181,7 +205,7 @@ def gasloc(
 
 
 class Sparse(NamedTuple):
-    """End of the last outer step, the error of the wire so far; the inner state."""
+    """State: the model after the last outer step, the wire's error, and the inner state."""
 
     anchor: torch.Tensor
     error: torch.Tensor
@@ -189,12 +213,18 @@ class Sparse(NamedTuple):
 
 
 def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95) -> Algorithm:
-    """SparseLoCo (2025, arXiv 2508.15706): steps along what a wire takes of nodes' ways.
+    """Average compressed changes of the nodes' models.
 
-    At each GLOBAL step, θ where the last one ended, equal on all nodes, x after the local steps
-    since: e ← β e + θ − x;  q = C(e) is sent, C the wire;  e ← e − q;  θ ← θ − α (1/n) Σ_j q_j;
-    x ← θ. β = ``memory``, in place of an outer momentum; α = ``outer_lr``. The paper's wire is
-    "top-k-int2" with ``node.density`` from 0.01 to 0.03. Between neighbours only: ``choco``.
+    This is SparseLoCo (2025, arXiv 2508.15706). At each GLOBAL step, let θ be the model after the
+    last outer step, equal on all nodes, x the model after the local steps since then, and C the
+    wire: e ← β e + θ − x;  q = C(e) is sent;  e ← e − q;  θ ← θ − α (1/n) Σ_j q_j;  x ← θ.
+
+    The paper uses the wire "top-k-int2" with ``node.density`` from 0.01 to 0.03. To exchange with
+    neighbours only, use ``choco``.
+
+    :param local: local step
+    :param outer_lr: α
+    :param memory: β, which takes the place of an outer momentum
     """
 
     def send(x, g, state: Sparse, out, step: Step):
@@ -218,12 +248,13 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
 
 
 def sparta(local: Local) -> Algorithm:
-    """SPARTA (2025, as in exogym): each step averages a few of the parameters.
+    """Average a small part of the parameters at each step.
 
-    x ← x − lr · d, then those values that the wire "shared-k" takes, the same on all nodes, become
-    their average: over all nodes with cadence "global", over neighbours with "always".
-    ``node.density``, their fraction, is 0.001 to 0.01 in the source. Any other wire that
-    every node draws alike would do.
+    This is SPARTA (2025, as in exogym). After x ← x − lr · d, the elements that the wire "shared-k"
+    selects, which are the same on all nodes, are replaced by their average: over all nodes with the
+    cadence "global", over neighbours with "always". ``node.density``, the fraction of the elements,
+    is 0.001 to 0.01 in the source. Any other wire that selects the same elements on all nodes would
+    work.
     """
 
     def send(x, g, state, out, step: Step):
@@ -232,7 +263,7 @@ def sparta(local: Local) -> Algorithm:
         return state
 
     def receive(x, g, state, sent, mixed, step: Step):
-        # x − sent is 0 where it was taken: mixed to the bit
+        # x − sent is 0 for the selected elements, which become bitwise identical to mixed
         if step.kind is not ExchangeKind.LOCAL:
             x.sub_(sent[0]).add_(mixed[0])
         return state

@@ -1,4 +1,4 @@
-"""Methods for directed graphs: push-sum (SGP) and two running averages (CECA)."""
+"""Algorithms for directed graphs: push-sum (SGP) and two running averages (CECA)."""
 
 from typing import Any, NamedTuple
 
@@ -10,19 +10,20 @@ from mpigossip.mixing.base import ExchangeKind
 
 
 class PushSum(NamedTuple):
-    """The weight w, float64 (rows, 1), and the local step's state."""
+    """State of SGP: the weight w, of shape (rows, 1) in float64, and the local step's state."""
 
     weight: torch.Tensor
     inner: Any
 
 
 def sgp(local: Local) -> Algorithm:
-    """Stochastic gradient push (Assran et al., ICML 2019): true averages on directed graphs.
+    """Average exactly on directed graphs by stochastic gradient push.
 
-    u½ = w x − lr · d;  u ← Σ_j P_ij u½_j;  w ← Σ_j P_ij w_j;  x = u/w is where the gradient is
-    taken and what is evaluated. P needs columns that sum to one; w starts as 1 and stays it where
-    the rows do too. Σ u and Σ w are preserved. One vector and one scalar are sent. u½ is formed as
-    x½ + (w − 1) x, which is x½ to the bit where w = 1.
+    SGP (Assran et al., ICML 2019): u½ = w x − lr · d;  u ← Σ_j P_ij u½_j;  w ← Σ_j P_ij w_j; x =
+    u/w. The gradient is taken at x, and x is evaluated. The columns of P have to sum to one. w
+    starts as 1, and remains 1 if the rows sum to one, too. Σ u and Σ w are preserved. One vector
+    and one scalar are sent. u½ is computed as x½ + (w − 1) x, which is bitwise identical to x½ if w
+    = 1.
     """
 
     def init(x) -> PushSum:
@@ -47,21 +48,27 @@ def sgp(local: Local) -> Algorithm:
 
 
 class Carriers(NamedTuple):
-    """The second carrier x̂, shaped like x, and the local step's state."""
+    """State of CECA: the second running average x̂, shaped like x, and the local step's state."""
 
     others: torch.Tensor
     inner: Any
 
 
 def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
-    """DSGD-CECA (Ding et al., ICML 2023): exact in ⌈log2 n⌉ one-peer rounds for any n.
+    """Average exactly in ⌈log2 n⌉ one-peer rounds, for any n.
 
-    x is the mean of the own and c other models, x̂ that of the c others; −lr · d goes to both.
-    By the binary digits of n − 1 from the top, c starting as 0, on the permutations of the graph
-    "ceca" (r is what is received):
-    digit 1: x is sent,  x ← ½ x + ½ r,  x̂ ← c/(2c+1) x̂ + (c+1)/(2c+1) r,  c ← 2c + 1;
-    digit 0: x̂ is sent, x ← (c+1)/(2c+1) x + c/(2c+1) r,  x̂ ← ½ x̂ + ½ r,  c ← 2c.
-    One vector is sent. ``nodes``: n, taken from the graph.
+    DSGD-CECA (Ding et al., ICML 2023) keeps two running averages: x over the node's own model and c
+    others, x̂ over these c others. −lr · d is added to both. The rounds follow the binary digits of
+    n − 1 from the highest, on the permutations of the graph "ceca". c starts as 0, and r is the
+    received vector:
+
+    * digit 1: x is sent;  x ← ½ x + ½ r,  x̂ ← c/(2c+1) x̂ + (c+1)/(2c+1) r,  c ← 2c + 1;
+    * digit 0: x̂ is sent;  x ← (c+1)/(2c+1) x + c/(2c+1) r,  x̂ ← ½ x̂ + ½ r,  c ← 2c.
+
+    One vector is sent.
+
+    :param local: local step
+    :param nodes: n; None: a placeholder of 2 until the graph, which supplies it, is known
     """
     digits = f"{max((nodes or 2) - 1, 1):b}"
 
@@ -71,7 +78,7 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
 
     def send(x, g, state: Carriers, out, step: Step):
         inner = local.adapt(x, g, state.inner, step, out[0])
-        state.others.sub_(x.sub_(out[0]))  # the same step for both carriers: x½ − x
+        state.others.sub_(x.sub_(out[0]))  # both averages take the same step x½ − x
         x.copy_(out[0])
         if step.kind is ExchangeKind.GOSSIP and digit(step)[0] == "0":
             out[0].copy_(state.others)

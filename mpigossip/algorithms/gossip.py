@@ -1,4 +1,4 @@
-"""Methods of the form "local step, then average": parallel SGD, D-PSGD, DmSGD and its kin."""
+"""Algorithms of the form "local step, then average": parallel SGD, D-PSGD, DmSGD and variants."""
 
 from functools import partial
 from typing import Literal
@@ -10,14 +10,17 @@ from mpigossip.algorithms.local import Local, Momentum, zeros
 from mpigossip.config.limits import Share
 
 AVERAGING = frozenset({"row-stochastic"})
-"""Needs of plain averaging; on a graph that isn't doubly stochastic the mean drifts."""
+"""Conditions of plain averaging. On a graph that is not doubly stochastic, the mean of the nodes
+drifts.
+"""
 
 
 def parallel(local: Local) -> Algorithm:
-    """Parallel SGD, what all-reduce training computes: x ← x − lr · d(ḡ), ḡ = (1/n) Σ_j g_j.
+    """Average the gradients of all nodes, as training with all-reduce does.
 
-    Every exchange is a global average of the gradients, so all nodes hold the same bits. With
-    ``local`` any local step, its state is the same on all nodes.
+    Parallel SGD: x ← x − lr · d(ḡ), ḡ = (1/n) Σ_j g_j. Every exchange is a global average of the
+    gradients, so all nodes hold the same bits. ``local`` may be any local step; its state is the
+    same on all nodes.
     """
 
     def send(x, g, state, out, step: Step):
@@ -31,13 +34,15 @@ def parallel(local: Local) -> Algorithm:
 
 
 def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
-    """D-PSGD (Lian et al. 2017) with any local step d, its state kept local.
+    """Take a local step d and average with the neighbours: D-PSGD (Lian et al. 2017).
 
-    ``style = "atc"``, adapt-then-combine: x ← Σ_j W_ij (x_j − lr · d_j).
-    ``style = "awc"``, adapt-while-combine: x ← Σ_j W_ij x_j − lr · d_i; the exchange overlaps with
-    forward and backward (``ahead``). Decoupled weight decay acts on what was mixed.
-    "dmsgd-vanilla" is this with a momentum, m ← β m + g, d = m, that stays local: what the released
-    code of the exponential-graph paper runs.
+    The state of the local step is not exchanged. With the local step "momentum", m ← β m + g, d =
+    m, this is "dmsgd-vanilla", which the released code of the exponential-graph paper runs.
+
+    :param local: any local step
+    :param style: "atc", adapt-then-combine: x ← Σ_j W_ij (x_j − lr · d_j). "awc",
+        adapt-while-combine: x ← Σ_j W_ij x_j − lr · d_i; this exchange overlaps with the forward
+        and backward passes (``ahead``), and decoupled weight decay acts on the mixed model
     """
 
     def send_adapted(x, g, state, out, step: Step):
@@ -64,11 +69,14 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
 def dmsgd(
     local: Local, *, beta: Decay = 0.9, momentum: Literal["new", "delayed"] = "new"
 ) -> Algorithm:
-    """DmSGD, Algorithm 1 of Ying et al. 2021: momentum and model are both averaged.
+    """Average both the momentum and the model: DmSGD, algorithm 1 of Ying et al. 2021.
 
-    m½ = β m + g;  x ← Σ_j W_ij (x_j − lr · m½_j);  m ← Σ_j W_ij m½_j.
-    ``momentum = "delayed"`` steps along the old m in place of m½, the other reading of the
-    paper. Two vectors are sent. ``local`` is not used: the momentum is part of the method.
+    m½ = β m + g;  x ← Σ_j W_ij (x_j − lr · m½_j);  m ← Σ_j W_ij m½_j. Two vectors are sent.
+
+    :param local: not used, because the momentum is part of the algorithm
+    :param beta: β
+    :param momentum: "new": step along m½; "delayed": step along the old m, which is the other
+        possible reading of the paper
     """
 
     def send(x, g, state: Momentum, out, step: Step):
@@ -88,11 +96,15 @@ def dmsgd(
 
 
 def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = False) -> Algorithm:
-    """Quasi-global momentum, QG-DmSGD (Lin et al., ICML 2021): momentum of what all nodes do.
+    """Use a momentum of the change that all nodes make, QG-DmSGD (Lin et al., ICML 2021).
 
-    m = β m̂ + g;  d = m, or g + β m (``nesterov``);  x⁺ = Σ_j W_ij (x_j − lr · d_j);
-    m̂ ← (1 − μ) m̂ + μ (x − x⁺)/lr, the displacement by the mixing included. One vector is sent.
-    ``local`` is not used.
+    m = β m̂ + g;  d = m;  x⁺ = Σ_j W_ij (x_j − lr · d_j);  m̂ ← (1 − μ) m̂ + μ (x − x⁺)/lr. The
+    displacement x − x⁺ includes the change by the mixing. One vector is sent.
+
+    :param local: not used, because the momentum is part of the algorithm
+    :param beta: β
+    :param mu: μ
+    :param nesterov: step along d = g + β m
     """
 
     def send(x, g, state: Momentum, out, step: Step):
@@ -112,11 +124,14 @@ def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = Fals
 
 
 def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
-    """DecentLaM (Yuan et al., ICCV 2021): momentum without the bias that it adds to DmSGD.
+    """Remove the bias that momentum adds to DmSGD: DecentLaM (Yuan et al., ICCV 2021).
 
-    g̃ = (x − Σ_j W_ij (x_j − lr · g_j))/lr;  m ← β m + g̃;  x ← x − lr · m. For static symmetric
-    W: on a directed one-peer graph it diverged; and one kind of step only, as the momentum would
-    repeat an average. One vector is sent. ``local`` is not used.
+    g̃ = (x − Σ_j W_ij (x_j − lr · g_j))/lr;  m ← β m + g̃;  x ← x − lr · m. W has to be static and
+    symmetric: on a directed one-peer graph the algorithm diverged. All steps have to be of one
+    kind, because the momentum would repeat an average. One vector is sent.
+
+    :param local: not used, because the momentum is part of the algorithm
+    :param beta: β
     """
 
     def send(x, g, state: Momentum, out, step: Step):

@@ -9,40 +9,43 @@ from mpigossip.algorithms.base import Decay, NoState, Step, init_from, no_state
 from mpigossip.config.limits import NotNegative, Positive
 
 BLOCK = 1 << 15
-"""Columns that a step with a temporary array handles at once on a CPU."""
+"""Number of columns that a step with a temporary array processes at once on a CPU."""
 
 
 class Local(NamedTuple):
-    """A local optimizer: ``adapt(x, g, state, step, out) -> state`` fills out with x½.
+    """Local optimizer: ``adapt(x, g, state, step, out) -> state`` writes x½ to ``out``.
 
-    ``out`` may be x, which else stays as it is; rows in ``step.skipped`` get out = x. The memory
-    of g may be used up. Why x½ and no direction: any `torch.optim` optimizer gives it to its own
-    last bit, and (x − x½)/lr would neither be exact nor defined at lr = 0, where warm-ups begin.
-    ``step.index`` counts the local steps that the row itself has taken: Adam's bias correction.
+    ``out`` may be x; otherwise x is not changed. For rows in ``step.skipped``, ``out`` becomes x.
+    The function may overwrite g. ``step.index`` is the number of local steps that the row itself
+    has taken, for the bias correction of Adam.
+
+    The result is x½ rather than a direction, because this is exactly the model that a `torch.optim`
+    optimizer computes. (x − x½)/lr would not be exact, and it is undefined at lr = 0, where
+    warm-ups begin.
     """
 
     init: Callable[..., Any]
     adapt: Callable[..., Any]
     raw: bool = False
-    """takes each parameter's own gradient, None where there is none: g is then None"""
+    """Whether it reads the gradient of each parameter, None if there is none; g is then None."""
     whole: bool = False
-    """takes whole parameters: a segment is all of a vector, and no block of its columns"""
+    """Whether it takes whole parameters, so that x has to hold all columns of the parameters."""
 
     def update(self, x, g, state, step: Step):
-        """Step in place: the ``local_update`` of a method whose state is the local step's."""
+        """Take a step in place; for algorithms whose state is that of the local step."""
         return self.adapt(x, g, state, step, x)
 
 
 def zeros(kind: type) -> Callable[..., Any]:
-    """Init of a state of this kind: arrays of zeros, shaped like x."""
+    """Return an ``init`` function that makes a state of class ``kind`` from zeros shaped like x."""
     return init_from(kind, *(torch.zeros_like for _ in kind._fields))  # type: ignore[attr-defined]
 
 
 def by_row(local: Local) -> Local:
-    """The local step with the index of each row's own local steps (``step.counts``).
+    """Return the local step with each row's own number of local steps (``step.counts``) as index.
 
-    Rows that ``step.skipped`` names keep x½ = x and their state. Rows with unequal counts step one
-    by one: elementwise float32 operations have the same bits then.
+    Rows in ``step.skipped`` keep their state and get x½ = x. If counts differ, rows step one by
+    one; elementwise float32 operations then still have bitwise identical results.
     """
 
     def adapt(x, g, state, step: Step, out):
@@ -58,7 +61,7 @@ def by_row(local: Local) -> Local:
             own = type(state)(*(part[one] for part in state))
             after = local.adapt(mine, g[one], own, now, mine)
             for part, value in zip(own, after, strict=True):
-                part.copy_(value)  # nothing to do where the state was changed in place
+                part.copy_(value)  # no effect if the state was changed in place
         return state
 
     return local._replace(adapt=adapt)
@@ -71,11 +74,13 @@ def _stay(x, g, state, step, out):
 
 
 NO_LOCAL_STEP = Local(no_state, _stay)
-"""No step at all, x½ = x: of a method that exchanges what another step has left."""
+"""Local step that changes nothing, x½ = x, for an algorithm that exchanges the result of another
+step.
+"""
 
 
 class Momentum(NamedTuple):
-    """The momentum buffer m, shaped like x."""
+    """Momentum buffer m, shaped like x."""
 
     momentum: torch.Tensor
 
@@ -88,7 +93,7 @@ class Moments(NamedTuple):
 
 
 def sgd(decayed: int) -> Local:
-    """Plain gradient descent: d = g."""
+    """Step along the gradient: d = g."""
 
     def adapt(x, g, state: NoState, step: Step, out):
         torch.add(x, g, alpha=-step.lr, out=out)
@@ -98,7 +103,7 @@ def sgd(decayed: int) -> Local:
 
 
 def momentum(decayed: int, *, beta: Decay = 0.9) -> Local:
-    """Heavy ball (Polyak 1964): m ← β m + g, d = m."""
+    """Step along the heavy-ball momentum (Polyak 1964): m ← β m + g, d = m."""
 
     def adapt(x, g, state: Momentum, step: Step, out):
         state.momentum.mul_(beta).add_(g)
@@ -109,7 +114,7 @@ def momentum(decayed: int, *, beta: Decay = 0.9) -> Local:
 
 
 def nesterov(decayed: int, *, beta: Decay = 0.9) -> Local:
-    """Nesterov's momentum in the form of torch.optim.SGD: m ← β m + g, d = g + β m."""
+    """Step by Nesterov's momentum as torch.optim.SGD does: m ← β m + g, d = g + β m."""
 
     def adapt(x, g, state: Momentum, step: Step, out):
         state.momentum.mul_(beta).add_(g)
@@ -127,11 +132,16 @@ def adamw(
     eps: NotNegative = 1e-8,
     decoupled_decay: NotNegative = 0.0,
 ) -> Local:
-    """AdamW (Loshchilov & Hutter 2019), bias-corrected.
+    """Step by AdamW (Loshchilov & Hutter 2019) with bias correction.
 
-    m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g², d = m̂/(√v̂ + ε) + λx; the decay λ is applied to the
-    first ``decayed`` columns, the parameters that are neither biases nor norms when those are
-    to be left alone.
+    m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g², d = m̂/(√v̂ + ε) + λx.
+
+    :param decayed: number of columns, counted from the first, that take the decay λ. If biases and
+        norms are excluded from weight decay, these columns are all other parameters
+    :param beta1: β₁
+    :param beta2: β₂
+    :param eps: ε
+    :param decoupled_decay: λ
     """
 
     def adapt(x, g, state: Moments, step: Step, out):
@@ -149,7 +159,7 @@ def adamw(
 
 
 class Accumulated(NamedTuple):
-    """Running means of g and g² and the mean gradient of the period so far, shaped like x."""
+    """Running means of g and g², and the mean gradient of the period so far, shaped like x."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -165,11 +175,19 @@ def accumadam(
     eps: NotNegative = 1e-8,
     decoupled_decay: NotNegative = 0.0,
 ) -> Local:
-    """AccumAdamW (Wang et al., ICLR 2025): Adam whose moments see the mean of A = ``period`` g.
+    """Step by Adam whose moments are updated with the mean of A = ``period`` gradients.
 
-    s ← s + g/A;  m' = m + (1−β₁) g, v' = v + (1−β₂) g²;  d = m̂'/(√v̂' + ε) + λx, corrected for
-    the bias of ⌈t/A⌉ steps. At every A-th step m ← β₁ (m + (1−β₁) s), v ← β₂ (v + (1−β₂) s²),
-    s ← 0. A node's moments then look like those of A nodes together.
+    AccumAdamW (Wang et al., ICLR 2025): s ← s + g/A;  m' = m + (1−β₁) g, v' = v + (1−β₂) g²; d =
+    m̂'/(√v̂' + ε) + λx, with the bias correction of ⌈t/A⌉ steps. At every A-th step, m ← β₁ (m +
+    (1−β₁) s), v ← β₂ (v + (1−β₂) s²), s ← 0. The moments of a node then resemble those of A nodes
+    together.
+
+    :param decayed: number of columns, counted from the first, that take the decay λ
+    :param period: A
+    :param beta1: β₁
+    :param beta2: β₂
+    :param eps: ε
+    :param decoupled_decay: λ
     """
 
     def adapt(x, g, state: Accumulated, step: Step, out):

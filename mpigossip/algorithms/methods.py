@@ -1,7 +1,8 @@
-"""Algorithms and local steps by name, with what a job must know before one is made.
+"""Table of algorithms and local steps, with what a job must know before one is built.
 
-No torch here: a line names the module of the builder, which is imported at its first use. A new
-algorithm is a function `builder(local, *, option=…) -> Algorithm` and a line in `BUILDERS`.
+This module does not import torch: an entry names the module of its builder, which is imported at
+its first use. To add an algorithm, write a function `builder(local, *, option=…) -> Algorithm` and
+add an entry to `BUILDERS`.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ HERE = "mpigossip.algorithms."
 
 
 class Known(NamedTuple):
-    """Known values that unset options follow from (`Part.follows`)."""
+    """Values from which the defaults of unset options follow (`BuilderSpec.follows`)."""
 
     graph: Graph
     options: Mapping[str, Any]
-    """the other options of the algorithm or cadence"""
+    """Other options of the algorithm or cadence."""
     node: NodeSection | None = None
     total: int | None = None
-    """steps of the run"""
+    """Number of steps of the run."""
 
 
 def _bearable(known: Known) -> float | None:
-    """The step of CHOCO that a random-k wire bears."""
+    """Return the ``consensus_step`` of CHOCO for the wire "random-k"; None for other wires."""
     node = known.node
     return min(0.5, node.density) if node and node.wire == "random-k" else None
 
@@ -101,7 +102,7 @@ BUILDERS: dict[str, BuilderSpec] = {
         "adamw",
         {"cadence.name": "global", "node.wire": "shared-k", "node.density": 0.005},
     ),
-    # methods from above, with a cadence or a wire that makes them those of the papers
+    # algorithms from above, with the cadence or wire that makes them those of the papers
     "cpsgd": BuilderSpec(HERE + "gossip:dsgd", "sgd", {"cadence.name": "cpsgd"}, only=True),
     "adpsgd": BuilderSpec(HERE + "gossip:dsgd", "sgd", {"cadence.name": "adpsgd"}, only=True),
     "gossip-pga": BuilderSpec(
@@ -117,7 +118,7 @@ BUILDERS: dict[str, BuilderSpec] = {
         only=True,
     ),
 }
-"""Every algorithm by name: what `algorithm.name` can be."""
+"""Every algorithm by name, as in `algorithm.name`."""
 
 LOCALS: dict[str, BuilderSpec] = {
     name: BuilderSpec(f"{HERE}local:{name}") for name in ("sgd", "momentum", "nesterov")
@@ -125,30 +126,34 @@ LOCALS: dict[str, BuilderSpec] = {
     name: BuilderSpec(f"{HERE}{module}:{name}", implies={"schedule.scale": "none"})
     for name, module in {"adamw": "local", "accumadam": "local", "muon": "muon"}.items()
 }
-"""Every local step by name, builder(decayed, *, option=…) -> Local: what `local.name` can be.
+"""Every local step by name, as in `local.name`: builder(decayed, *, option=…) -> Local.
 
-One that takes whole parameters has a second argument, the vector's layout. The length of adaptive
-steps does not follow that of the gradient: their rates are not scaled with the batch."""
+The builder of a local step that takes whole parameters has a second argument, the parameter layout.
+The length of an adaptive step does not follow the length of the gradient, so the learning rates of
+these are not scaled with the batch size.
+"""
 
 DIVIDES = {"slowmo", "qg-dmsgd", "decentlam"}
-"""Methods that divide by the learning rate."""
+"""Algorithms that divide by the learning rate."""
 
 KEEPS_MODEL = {"detag", "defacto"}
-"""Methods whose state has the model that is trained: they copy it over the parameters at times."""
+"""Algorithms that keep the trained model in their state and copy it to the parameters at times."""
 
 
 def takes_local(name: str) -> bool:
-    """Return whether a method of this name takes a local step; the others have their own."""
+    """Return whether algorithm ``name`` takes a local step; the others have their own."""
     part = spec_of(BUILDERS, name)
     return part is not None and part.local is not None
 
 
 LARGEST = 2048
-"""Nodes up to which a graph without structure is diagonalized; beyond, the cautious choice."""
+"""Largest number of nodes for which the eigenvalues of a graph are computed; larger graphs get the
+cautious defaults.
+"""
 
 
 def real_eigenvalues(graph: Graph) -> np.ndarray | None:
-    """Eigenvalues of a static symmetric W by falling modulus, (n,); None for other graphs."""
+    """Return the eigenvalues (n,) of a static symmetric W by falling modulus; otherwise None."""
     if not {"static", "symmetric"} <= graph.facts or graph.n > LARGEST:
         return None
     return eigenvalues(graph).real
@@ -161,16 +166,17 @@ def above_minus_third(graph: Graph) -> bool:
 
 
 def momentum_of_gossip(graph: Graph, steps: int) -> float:
-    """η of accelerated gossip that is restarted every ``steps`` steps.
+    """Return η of accelerated gossip that restarts every ``steps`` steps.
 
-    η = (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|) (Liu & Morse 2011), where so many steps
-    then shrink disagreement more than plain gossip does; else, and for graphs that aren't static
-    and symmetric, 0: z_0 = z_{−1} is a start from which a short phase may even grow.
+    η = (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|) (Liu & Morse 2011), if ``steps`` steps
+    with it reduce disagreement more than plain gossip does. Otherwise, and for graphs that are not
+    static and symmetric, the result is 0: from the start z_0 = z_{−1}, disagreement may even grow
+    in a short phase.
     """
     values = real_eigenvalues(graph)
     if values is None or graph.n == 1:
         return 0.0
-    others = np.delete(values, np.abs(values - 1).argmin())  # all but the 1 of the mean
+    others = np.delete(values, np.abs(values - 1).argmin())  # all but the eigenvalue 1 of the mean
     largest = min(float(np.abs(others).max()), 1.0)
     eta = (1 - sqrt(1 - largest**2)) / (1 + sqrt(1 - largest**2))
     z = np.ones_like(others)

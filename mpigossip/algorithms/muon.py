@@ -1,4 +1,4 @@
-"""Muon as a local step: torch's own on the hidden matrices, AdamW on all else."""
+"""Muon as a local step: torch's own for the hidden matrices, AdamW for all other parameters."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -25,16 +25,28 @@ def muon(
     beta2: Decay = 0.95,
     eps: NotNegative = 1e-8,
 ) -> Local:
-    """Muon (Jordan et al. 2024) by `torch.optim.Muon`; AdamW for what is no hidden matrix.
+    """Step by Muon (Jordan et al. 2024), and by AdamW for all but the hidden matrices.
 
-    Matrices, all but embeddings: B ← β B + (1 − β) g;  x ← (1 − lr λ) x − lr s O(g + β (B − g)),
-    O the nearest orthogonal matrix, about, by ``newton_schulz`` iterations in bfloat16. ``adjust``:
-    s = 0.2 √max(rows, columns), so that one rate fits both optimizers, or √max(1, rows/columns).
-    ``adamw_for``: names, with * and ?, of matrices that AdamW is to take too, such as those of an
-    output layer. β1, β2, ε are AdamW's; λ is for the first ``decayed`` columns.
+    Muon is `torch.optim.Muon`. For matrices that are not embeddings: B ← β B + (1 − β) g;  x ← (1 −
+    lr λ) x − lr s O(g + β (B − g)). O is approximately the nearest orthogonal matrix. All other
+    parameters take AdamW.
 
-    Takes whole matrices: a segment is all of the vector with this ``layout`` (a `Flat`). State:
-    AdamW's two arrays, of which Muon's columns use the first.
+    The state has the two arrays of AdamW; Muon uses the first of them in its columns.
+
+    :param decayed: number of columns, counted from the first, that take the decay λ
+    :param layout: parameter layout (`FlatParameters`); required, because the step takes whole
+        matrices
+    :param beta: β
+    :param newton_schulz: number of Newton–Schulz iterations for O, in bfloat16
+    :param adjust: "match_rms_adamw": s = 0.2 √max(rows, columns), so that one rate suits both
+        optimizers; "original": s = √max(1, rows/columns)
+    :param decoupled_decay: λ
+    :param adamw_for: names of further matrices that take AdamW, such as those of an output layer,
+        with * and ? as wildcards
+    :param beta1: β₁ of AdamW
+    :param beta2: β₂ of AdamW
+    :param eps: ε of AdamW
+    :raises JobError: if torch has no Muon, or no matrix would take it
     """
     if layout is None:
         return Local(zeros(Moments), _unknown, whole=True)
@@ -67,7 +79,7 @@ def muon(
 
 
 def _matrices(layout: Any, own: Sequence[int], x, g, momenta, lr, decay, settings: Any) -> None:
-    """One row's step of torch's Muon, in place; arrays are (P,)."""
+    """Take one step of torch's Muon in place for one row; the arrays are (P,)."""
     x, g, momenta = (layout.views(part) for part in (x, g, momenta))
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": one} for one in (decay, 0.0)]
     for k in own:
@@ -84,7 +96,10 @@ def _unknown(*_: Any) -> Any:
 
 
 def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
-    """The places of the matrices that Muon takes. JobError where there is none, or no Muon."""
+    """Return the indices of the parameters that Muon updates.
+
+    :raises JobError: if there are none, a pattern matches none, or torch has no Muon
+    """
     if not hasattr(torch.optim, "Muon"):
         raise JobError(
             f'local.name = "muon": torch {torch.__version__} has no torch.optim.Muon, which came '
@@ -114,7 +129,7 @@ def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
 
 
 def _runs(places: Sequence[slice]) -> list[slice]:
-    """Stretches of columns, those that meet joined."""
+    """Return the slices of columns, with adjacent slices joined."""
     found: list[slice] = []
     for place in places:
         if found and found[-1].stop == place.start:

@@ -1,4 +1,4 @@
-"""Methods that correct for nodes with different data: D², gradient tracking, DeTAG, DeFacto."""
+"""Algorithms that correct for differing data: D², gradient tracking, DeTAG, DeFacto."""
 
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -12,20 +12,24 @@ from mpigossip.mixing.base import ExchangeKind
 
 
 class Adapted(NamedTuple):
-    """The last adapted model ψ, shaped like x, and the local step's state."""
+    """State of D²: the last adapted model ψ, shaped like x, and the local step's state."""
 
     adapted: torch.Tensor
     inner: Any
 
 
 def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
-    """D² (Tang et al. 2018), also exact diffusion (Yuan et al., JMLR 24, 2023, algorithm 1).
+    """Repeat the last change of x at each step, which corrects for differing data: D².
 
-    ψ⁺ = x − lr · d;  φ = ψ⁺ + x − ψ;  x ← W̄ φ;  ψ starts as x. d is the gradient or, with
-    ``local`` a momentum, EDM. W̄ = (I + W)/2 (``lazy``), formed here as ½ (φ + Wφ); W itself
-    needs a static symmetric W with eigenvalues above −1/3. Unset: W where that is so, else W̄.
-    One vector is sent. The rule repeats a step's change of x, that of the mixing included, so
-    that steps without mixing in between let it diverge: one kind of step only.
+    D² (Tang et al. 2018) is also known as exact diffusion (Yuan et al., JMLR 24, 2023, algorithm
+    1): ψ⁺ = x − lr · d;  φ = ψ⁺ + x − ψ;  x ← W̄ φ. ψ starts as x. d is the gradient; if ``local``
+    has a momentum, this is EDM. One vector is sent. The rule repeats the change of x by the mixing,
+    too, so it diverges if steps without mixing come in between: all steps have to be of one kind.
+
+    :param local: local step
+    :param lazy: True: W̄ = (I + W)/2, computed here as ½ (φ + Wφ); False: W̄ = W, which has to be
+        static and symmetric with eigenvalues above −1/3; None: W if the graph meets this, otherwise
+        (I + W)/2
     """
     damped = lazy in (None, True)
 
@@ -49,7 +53,7 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
 
 
 class Tracking(NamedTuple):
-    """The tracker y, what it tracks (u, shaped like x too), and the local step's state."""
+    """State: the tracker y, the tracked quantity u, shaped like x, and the local step's state."""
 
     tracker: torch.Tensor
     tracked: torch.Tensor
@@ -57,29 +61,39 @@ class Tracking(NamedTuple):
 
 
 def _track(tracker: torch.Tensor, tracked: torch.Tensor, g: torch.Tensor, beta: float) -> None:
-    """One update of a tracker: y ← y + u⁺ − u, u ← u⁺ = β u + g; y and u keep equal means."""
+    """Update a tracker: y ← y + u⁺ − u, u ← u⁺ = β u + g.
+
+    The means of y and u over the nodes stay equal.
+    """
     tracker.add_(g).add_(tracked, alpha=beta - 1)
     tracked.mul_(beta).add_(g)
 
 
 def dsgt(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
-    """Gradient tracking, DSGT (Pu & Nedić 2021): y follows the mean gradient of all nodes.
+    """Track the mean gradient of all nodes: gradient tracking, DSGT (Pu & Nedić 2021).
 
-    ``"atc"``: y½ = y + g − g⁻;  x ← Σ_j W_ij (x_j − lr · y½_j);  y ← Σ_j W_ij y½_j.
-    ``"awc"``: y ← Σ_j W_ij y_j + g − g⁻;  x ← Σ_j W_ij x_j − lr · y; the exchange overlaps with
-    forward and backward. y and g⁻ start as 0. With ``local`` a momentum, it is applied to y at
-    each node. Two vectors are sent. The textbook's adapt-then-combine, y ← W (y + g⁺ − g) with g⁺
-    at the mixed x, needs two exchanges a step; this one has the same limit and bears more: it
-    converges on a ring with λ_n = −.8 where the textbook's diverges.
+    y and the last gradient g⁻ start as 0. If ``local`` has a momentum, each node applies it to y.
+    Two vectors are sent. The adapt-then-combine form of the literature, y ← W (y + g⁺ − g) with g⁺
+    at the mixed x, needs two exchanges per step. This form has the same limit and is more stable:
+    it converges on a ring with λ_n = −.8, on which the other diverges.
+
+    :param local: local step
+    :param style: "atc": y½ = y + g − g⁻;  x ← Σ_j W_ij (x_j − lr · y½_j);  y ← Σ_j W_ij y½_j.
+        "awc": y ← Σ_j W_ij y_j + g − g⁻;  x ← Σ_j W_ij x_j − lr · y; this exchange overlaps with
+        the forward and backward passes
     """
     return _tracking(local, 0.0, style)
 
 
 def momentum_tracking(local: Local, *, beta: Decay = 0.9, style: Literal["atc", "awc"] = "awc"):
-    """Momentum tracking (Takezawa et al., TMLR 2023): y follows the mean momentum.
+    """Track the mean momentum of all nodes (Takezawa et al., TMLR 2023).
 
-    u⁺ = β u + g;  y ← Σ_j W_ij y_j + u⁺ − u;  x ← Σ_j W_ij x_j − lr · y (the paper's correction
-    is c = u − y); ``style`` as in :func:`dsgt`, which is this with β = 0. Two vectors are sent.
+    u⁺ = β u + g;  y ← Σ_j W_ij y_j + u⁺ − u;  x ← Σ_j W_ij x_j − lr · y. The correction c of the
+    paper is u − y. Two vectors are sent.
+
+    :param local: local step
+    :param beta: β; with 0 this is :func:`dsgt`
+    :param style: as in :func:`dsgt`
     """
     return _tracking(local, beta, style)
 
@@ -118,9 +132,9 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
 
 
 class Detag(NamedTuple):
-    """All shaped like x: gossiped model x̃ and tracker y with their values of a step before.
+    """State of DeTAG, shaped like x: model x̃ and tracker y, each with its value one step before.
 
-    ``gathered`` is the phase's mean gradient so far, ``momentum`` v.
+    ``gathered`` is the mean gradient of the phase so far, ``momentum`` is v.
     """
 
     model: torch.Tensor
@@ -132,7 +146,10 @@ class Detag(NamedTuple):
 
 
 def _accelerated(z, before, mixed, eta: float, step: Step, first: bool):
-    """z_{r+1} = (1 + η) W z_r − η z_{r−1}, memory afresh in each phase: (z_{r+1}, z_r)."""
+    """Return (z_{r+1}, z_r) with z_{r+1} = (1 + η) W z_r − η z_{r−1}.
+
+    The memory z_{r−1} restarts in each phase.
+    """
     if first:
         before.copy_(z)
     if step.kind is ExchangeKind.LOCAL:
@@ -143,21 +160,26 @@ def _accelerated(z, before, mixed, eta: float, step: Step, first: bool):
 
 
 def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay = 0.0) -> Algorithm:
-    """DeTAG (Lu & De Sa, JMLR 24, 2023, algorithm 2; with β > 0 algorithm 4, DeTAGM).
+    """Track gradients with accelerated gossip, DeTAG (Lu & De Sa, JMLR 24, 2023, algorithm 2).
 
-    A phase is R = ``phase`` steps with x frozen. In each step x̃ and y take a step of accelerated
-    gossip, z_{r+1} = (1 + η) W z_r − η z_{r−1}, and the gradient at x adds to g^k / R. At the
-    phase's end x̃ ← x̃ − lr · y;  y ← y + v^k − v^{k−1} with v^k = β v^{k−1} + g^k;  x ← x̃.
-    y and v start as 0. Two vectors are sent, during forward and backward. ``local`` is not used.
+    A phase is R = ``phase`` steps in which x does not change. In each step, x̃ and y take one step
+    of accelerated gossip, z_{r+1} = (1 + η) W z_r − η z_{r−1}, and the gradient at x is added to
+    g^k with the factor 1/R. At the end of the phase, x̃ ← x̃ − lr · y;  y ← y + v^k − v^{k−1} with
+    v^k = β v^{k−1} + g^k;  x ← x̃. y and v start as 0. Two vectors are sent, during the forward and
+    backward passes. In the paper's corollary, R = ½ max(log n, log(ς₀² T/(Δ L)))/√(1−λ), where T is
+    the number of phases.
 
-    η unset: (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|), where the phase is long enough
-    for it to gain (computed from the graph), else 0. The paper's corollary has R =
-    ½ max(log n, log(ς₀² T/(Δ L)))/√(1−λ), T the number of phases.
+    With β > 0 this is DeTAGM (algorithm 4), except that y tracks the newer momentum: taken
+    literally, algorithm 4 has v^{k+1} = β v^k + g^k one phase later, and is stable up to half the
+    rate only. Because y is one phase late, the stable rate with momentum is smaller in any case: lr
+    · L < 1 − β for a curvature L, instead of 2 (1 + β). R = 1, η = 0 is :func:`dsgt` with gradients
+    one step late.
 
-    With β > 0 y tracks the newer momentum; the letter of algorithm 4, v^{k+1} = β v^k + g^k a
-    phase later, bears half the rate. As y is a phase late, momentum bears less in any case:
-    lr · L < 1 − β on a curvature L, not 2 (1 + β). R = 1, η = 0 is :func:`dsgt` with gradients one
-    step late.
+    :param local: not used
+    :param phase: R
+    :param eta: η; None: (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|), computed from the
+        graph, if the phase is long enough to profit from it, otherwise 0
+    :param beta: β
     """
 
     def send(x, g, state: Detag, out, step: Step):
@@ -185,20 +207,23 @@ def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay =
 
 
 class Defacto(NamedTuple):
-    """The model x̃ of the present phase, shaped like x."""
+    """State of DeFacto: the model x̃ of the current phase, shaped like x."""
 
     model: torch.Tensor
 
 
 def defacto(local, *, length: Positive | None = None) -> Algorithm:
-    """DeFacto (Lu & De Sa, JMLR 24, 2023, algorithm 1): SGD by factors of the exact average.
+    """Compute SGD on the joint batch exactly, by factors of the exact average.
 
-    A phase is 2R steps. In R LOCAL ones the gradients at the frozen x add up, x̃ ← x̃ − lr · g / R;
-    R GOSSIP ones apply the factors W_{R−1} … W_0 = J, one period of the graph, x̃ ← W_r x̃; then
-    x ← x̃: SGD on the joined batch of n · R gradients, exactly (the paper's listing subtracts g
-    after the factors, which would leave each node with its own x). R = ``length``, unset: the
-    graph's period. The gradients of the second half are not used: a bound rather than a method.
-    One vector is sent. ``local`` is not used.
+    DeFacto (Lu & De Sa, JMLR 24, 2023, algorithm 1). A phase has 2R steps. In R LOCAL steps, the
+    gradients at the unchanged x add up, x̃ ← x̃ − lr · g / R. Then R GOSSIP steps apply the factors
+    W_{R−1} … W_0 = J, one period of the graph, x̃ ← W_r x̃. Finally x ← x̃. This is exactly SGD
+    with a batch of n · R gradients. (The listing in the paper subtracts g after the factors, which
+    would leave each node with a different x.) The gradients of the second half are not used, so it
+    is a bound rather than a practical method. One vector is sent.
+
+    :param local: not used
+    :param length: R; None: the period of the graph
     """
     rounds = length or 1
 
