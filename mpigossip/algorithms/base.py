@@ -124,9 +124,7 @@ class Algorithm(NamedTuple):
 
     @property
     def always_global(self) -> bool:
-        """Whether each exchange is an average over all nodes: no graph, cadence or inbox
-        is used.
-        """
+        """Whether each exchange is a global average: no graph, cadence or inbox is used."""
         return "always-global" in self.needs
 
 

@@ -39,9 +39,7 @@ class FragmentSchedule(NamedTuple):
         return fragment if (fragment + 1) * self.period // self.fragments == place else None
 
     def arriving(self, index: int) -> int | None:
-        """Return the fragment sent τ steps before step ``index``; None if there is none or
-        τ = 0.
-        """
+        """Return the fragment sent τ steps before step ``index``; None if none, or if τ = 0."""
         return self.due(index - self.delay) if 0 < self.delay <= index else None
 
 

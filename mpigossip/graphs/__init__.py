@@ -1,6 +1,6 @@
-"""Graphs by name: mixing matrices W(t) of n nodes. No MPI, no torch.
+"""Graphs by name: mixing matrices W(t) of n nodes. This package imports neither MPI nor torch.
 
-`graph(name, n)` makes any of them by the name that a job file uses; `BUILDERS` lists the names.
+`graph(name, n)` returns a graph by the name that a job file uses; `BUILDERS` lists all names.
 """
 
 import functools
@@ -25,7 +25,7 @@ from mpigossip.graphs.weights import reweighted
 
 
 def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
-    """Give a builder what all of them share: checks, n = 1, the option `slack`, the name."""
+    """Wrap a builder with what all share: checks, the case n = 1, the option `slack`, the name."""
     given = inspect.signature(build)
     kind = inspect.Parameter.KEYWORD_ONLY
     slack = inspect.Parameter("slack", kind, default=1.0, annotation=float)
@@ -54,11 +54,13 @@ def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
 def spanning_tree(
     n: int, seed: int = 0, *, children: Positive = 2, over: str | None = None
 ) -> Graph:
-    """Factors of 11ᵀ/n on a rooted tree, gathered to the root and spread again (Ko 2010).
+    """Return factors of 11ᵀ/n on a rooted tree: nodes gather to the root, which spreads (Ko 2010).
 
-    The tree has `children` children a node; with `over`, the name of a graph, it is that graph's
-    breadth-first tree from a node in its middle, so that 2 · depth rounds are between its
-    diameter and twice that.
+    :param n: number of nodes
+    :param seed: seed of the graph ``over``
+    :param children: number of children of each node
+    :param over: name of a graph whose breadth-first tree from a central node is used instead. The
+        period, 2 · depth, is then between its diameter and twice its diameter
     """
     if over is None:
         return finite_time.tree([(i - 1) // children for i in range(n)])
@@ -112,16 +114,18 @@ def graph(
 ) -> Graph:
     """Return the graph of this name over n nodes.
 
-    :param name: a name that jobs use, such as "ring"; "file:PATH" (what `graph search` saved, or a
-        network in a format of networkx); a function ``(n, seed, t) -> W(t)``, or
-        "module:function"; a `Graph`, a networkx graph, a mixing matrix (n, n), or a list of
-        matrices or networks, one a round
-    :param n: nodes; may be left out where ``name`` isn't a name, else has to match
-    :param weights: a rule that replaces the graph's own weights, as `graph.weights` of a job
-    :param seed: of graphs that are drawn at random
-    :param lazy: take (I + W)/2
-    :param options: of the graph, as in a job; ``slack=κ`` gives κW + (1−κ)I
-    :raises GraphError: for a graph that can't be; it names the value, the limit and the remedy
+    :param name: one of: a name that jobs use, such as "ring"; "file:PATH", where the file was saved
+        by `graph search` or is a network in a format of networkx; a function ``(n, seed, t) ->
+        W(t)``, or "module:function"; a `Graph`, a networkx graph, a mixing matrix (n, n), or a list
+        of matrices or networks, one for each round
+    :param n: number of nodes; may be left out if ``name`` is not a name, and otherwise has to match
+    :param weights: rule that replaces the weights of the graph, as `graph.weights` of a job; None:
+        keep them
+    :param seed: seed of graphs that are drawn at random
+    :param lazy: use (I + W)/2
+    :param options: options of the graph, as in a job; ``slack=κ`` gives κW + (1−κ)I
+    :raises GraphError: if there is no such graph; the message names the value, the limit and the
+        remedy
     """
     if isinstance(name, str) and name.startswith("file:"):
         return _finished(from_file(name.removeprefix("file:")), n, weights, lazy, **options)
@@ -143,7 +147,7 @@ def _finished(
     slack: float = 1.0,
     **options: object,
 ) -> Graph:
-    """Check the size, then weigh, slacken and make lazy, in this order."""
+    """Check the number of nodes, then apply weights, slack and laziness, in this order."""
     for option in options:
         raise GraphError(f'graph "{made.name}" has no option "{option}"; its only option is slack')
     if n is not None and n != made.n:

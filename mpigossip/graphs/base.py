@@ -1,7 +1,7 @@
 """Graphs as values: the mixing matrix W(t) of each round t, and facts computed from its weights.
 
-A graph is a *schedule* of rounds (`rounds.py`): a cycle, a drawn order of a few rounds, or
-rounds drawn anew.
+A graph is a *schedule* of rounds (`rounds.py`): a cycle of rounds, a few rounds in a random order,
+or rounds that are drawn when they are needed.
 """
 
 import hashlib
@@ -16,31 +16,37 @@ from mpigossip.config.errors import UserError
 from mpigossip.graphs.rounds import TOLERANCE, Round, Sparse
 
 SAMPLED_ROUNDS = 8
-"""Rounds of an endless drawn graph from which its facts are read; each later one is checked."""
+"""Number of rounds from which the facts of an endless drawn graph are computed. Each later round is
+checked against them.
+"""
 
 
 class GraphError(UserError):
-    """A graph that can't be: the message names the value, the limit and the remedy."""
+    """User error about a graph; the message names the value, the limit and the remedy."""
 
 
 def checked_seed(seed: object, what: str) -> int:
-    """The seed as an integer ≥ 0; GraphError names whose it is."""
+    """Return the seed as an integer ≥ 0.
+
+    :raises GraphError: if it is none; the message begins with ``what``
+    """
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or operator.index(seed) < 0:
         raise GraphError(f"{what}: the seed has to be an integer ≥ 0, got {seed!r}")
     return operator.index(seed)
 
 
 def random_words(key: tuple[int, ...], count: int) -> np.ndarray:
-    """`count` uint64 from the key alone, as (seed, t): equal on every node, in any order of keys.
+    """Return `count` random uint64 that depend on the key alone, such as (seed, t).
 
-    Raw Philox words, because numpy promises their stream for all versions.
+    They are equal on all nodes, and independent of the order in which keys are used. The words are
+    raw Philox output, because numpy guarantees that this stream is the same in all versions.
     """
     return np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """The rounds one after the other, again and again."""
+    """Rounds that repeat in a fixed order."""
 
     rounds: tuple[Round, ...]
 
@@ -59,7 +65,7 @@ class Cycle:
         return self.rounds[t % len(self.rounds)]
 
     def mapped(self, change: Callable[[Round], Round]) -> "Cycle":
-        """The same with each round changed."""
+        """Return the schedule with ``change`` applied to each round."""
         return Cycle(tuple(change(r) for r in self.rounds))
 
 
@@ -75,7 +81,7 @@ def _choice(seed: int, t: int, count: int) -> int:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """A few rounds in drawn order: a new permutation each time all are used, or independent."""
+    """A few rounds in random order: a new permutation after all are used, or independent draws."""
 
     rounds: tuple[Round, ...]
     seed: int
@@ -100,7 +106,7 @@ def _drawn(drawn: "Drawn", t: int) -> Round:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Rounds without end: draw(n, seed, t) -> Round, a module-level function."""
+    """Endless rounds from draw(n, seed, t) -> Round, a module-level function."""
 
     draw: Callable[[int, int, int], Round]
     n: int
@@ -121,19 +127,22 @@ Schedule = Cycle | Shuffled | Drawn
 
 @dataclass(frozen=True, repr=False)
 class Graph:
-    """The mixing matrices W(t) of rounds t = 0, 1, 2, …; made by :func:`mpigossip.graph`.
+    """Mixing matrices W(t) of rounds t = 0, 1, 2, …; made by :func:`mpigossip.graph`.
 
-    Two graphs are equal if their schedules are: same rounds, same order of summation, same
-    weights; the name doesn't count. Rounds ``t`` and nodes ``i``, ``j`` are counted from 0.
+    Two graphs are equal if their schedules are: the same rounds with the same weights in the same
+    order of summation. The name does not count. Rounds ``t`` and nodes ``i``, ``j`` are counted
+    from 0.
     """
 
     schedule: Schedule
     name: str = field(default="graph", compare=False)
     options: tuple[tuple[str, object], ...] = field(default=(), compare=False)
     stated: int = field(default=0, compare=False)
-    """the degree of a user's function, of which only the first rounds are known; else 0"""
+    """Degree that the user states for a function of t, of which only the first rounds are known; 0:
+    not stated.
+    """
     times: int = 1
-    """so often each round comes, one after the other: W(⌊t / times⌋)"""
+    """Number of times that each round is repeated before the next: W(⌊t / times⌋)."""
 
     def __post_init__(self) -> None:
         if not self.schedule.rounds:
@@ -169,13 +178,13 @@ class Graph:
 
     @property
     def period(self) -> int | None:
-        """Rounds after which the graph repeats; None when drawn from (seed, round)."""
+        """Number of rounds after which the graph repeats; None if rounds are drawn."""
         period = self.schedule.period
         return period if period in (None, 1) else period * self.times
 
     @cached_property
     def degree(self) -> int:
-        """Most in-neighbours of a node in any round: the size of its inbox."""
+        """Largest number of in-neighbours of a node in any round: the size of its inbox."""
         return self.stated or max(r.degree for r in self.schedule.rounds)
 
     @cached_property
@@ -189,8 +198,8 @@ class Graph:
     def facts(self) -> frozenset[str]:
         """Facts that hold in every round, computed from the weights.
 
-        "static", "symmetric", "row-stochastic", "column-stochastic" (rows, columns sum to one),
-        "signed" (some weight is negative).
+        Possible facts are "static", "symmetric", "row-stochastic" (rows sum to one),
+        "column-stochastic" (columns sum to one), and "signed" (some weight is negative).
         """
         rounds = self.schedule.rounds
         limit = TOLERANCE * max(self.n, 10)
@@ -205,12 +214,12 @@ class Graph:
 
     @property
     def doubly_stochastic(self) -> bool:
-        """Return whether rows and columns sum to one in every round: the mean is preserved."""
+        """Whether rows and columns sum to one in every round, so that the mean is preserved."""
         return {"row-stochastic", "column-stochastic"} <= self.facts
 
     @cached_property
     def complete(self) -> bool:
-        """Return whether every round is known to be the exact average, W = 11ᵀ/n."""
+        """Whether every round is known to be the exact average, W = 11ᵀ/n."""
         edges = self.n * (self.n - 1)
         known = self.doubly_stochastic and isinstance(self.schedule, Cycle | Shuffled)
         return known and all(
@@ -219,7 +228,7 @@ class Graph:
         )
 
     def round(self, t: int) -> Round:
-        """Round ``t`` as a `Circulant` or `Sparse` value."""
+        """Return round ``t`` as a `Circulant` or `Sparse` value."""
         t = operator.index(t)
         if t < 0:
             raise GraphError(f'graph "{self.name}": round {t} doesn\'t exist; rounds count from 0')
@@ -239,20 +248,21 @@ class Graph:
     def neighbours(self, t: int, i: int) -> tuple[np.ndarray, np.ndarray, float]:
         """Return the in-neighbours of node ``i`` in round ``t``, their weights, the own weight.
 
-        They stand in the order of summation: by offset for circulant rounds, else ascending.
+        The in-neighbours are in the order of summation: by offset in circulant rounds, otherwise
+        ascending.
         """
         return self.round(t).neighbours(self._node(i))
 
     def receivers(self, t: int, j: int) -> np.ndarray:
-        """Return the nodes that receive the message of node ``j`` in round ``t``."""
+        """Return the out-neighbours of node ``j`` in round ``t``."""
         return self.round(t).receivers(self._node(j))
 
     def matrix(self, t: int = 0) -> np.ndarray:
-        """Return W(``t``), (n, n) float64; W[i, j] is the weight that i gives to what j sent."""
+        """Return W(``t``), (n, n) float64; W[i, j] is the weight of j's message at node i."""
         return self.round(t).matrix()
 
     def slack(self, kappa: float) -> "Graph":
-        """Return the graph of κW + (1−κ)I, κ = ``kappa`` in [1e-9, 1]: larger own weights."""
+        """Return the graph of κW + (1−κ)I with κ = ``kappa`` in [1e-9, 1]: larger own weights."""
         if not 1e-9 <= kappa <= 1.0:
             raise GraphError(f"slack {kappa} is outside [1e-9, 1]; 1 leaves the weights as is")
         if kappa == 1.0:
@@ -267,19 +277,25 @@ class Graph:
         return replace(self, schedule=schedule, options=tuple(options.items()))
 
     def lazy(self) -> "Graph":
-        """Return the graph of (I + W)/2: symmetric W with weights ≥ 0 get a spectrum ≥ 0."""
+        """Return the graph of (I + W)/2.
+
+        If W is symmetric with weights ≥ 0, the eigenvalues of this graph are ≥ 0.
+        """
         return self.slack(0.5)
 
     def slowed(self, times: int) -> "Graph":
-        """Return the graph that repeats each round ``times`` times, one after the other."""
+        """Return the graph that repeats each round ``times`` times before the next."""
         return self if times == 1 else replace(self, times=times * self.times)
 
     def renamed(self, name: str, **options: object) -> "Graph":
-        """Return the same graph under another ``name``; its repr shows the ``options``."""
+        """Return the same graph with another ``name``, and with ``options`` for its repr."""
         return replace(self, name=name, options=tuple(options.items()))
 
     def summary(self) -> str:
-        """Return size, degree, period and facts in one line; negative weights are pointed out."""
+        """Return number of nodes, degree, period and facts in one line.
+
+        Negative weights are pointed out.
+        """
         words = [f"n = {self.n}", f"degree {self.degree}"]
         words.append("no period" if self.period is None else f"period {self.period}")
         words += sorted(self.facts & {"static", "symmetric"})
@@ -293,22 +309,24 @@ class Graph:
         return ", ".join(words)
 
     def __repr__(self) -> str:
-        """Name, options and summary, as in Graph(ring: n = 8, degree 2, …)."""
+        """Return name, options and summary, as in Graph(ring: n = 8, degree 2, …)."""
         options = "".join(f" {key}={value}" for key, value in self.options)
         return f"Graph({self.name}{options}: {self.summary()})"
 
 
 def static(r: Round, name: str = "graph") -> Graph:
-    """The graph that is round r at all times."""
+    """Return the graph with the same round r at all times."""
     return Graph(Cycle((r,)), name)
 
 
 def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matrices") -> Graph:
-    """Return the graph that goes through mixing matrices in turn.
+    """Return the graph that cycles through mixing matrices.
 
-    :param matrices: of shape (n, n); W[i, j] is the weight that i gives to what j sent
-    :param name: shown in messages
-    :raises GraphError: for what isn't square or finite, or without rows or columns of sum one
+    :param matrices: matrices of shape (n, n); W[i, j] is the weight that node i gives to the
+        message of node j
+    :param name: name of the graph in messages
+    :raises GraphError: if a matrix is not square, not finite, or neither its rows nor its columns
+        sum to one
     """
     rounds = []
     for t, matrix in enumerate(matrices):
@@ -325,7 +343,10 @@ def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matr
 
 
 def in_order(rounds: Sequence[Round], order: str, seed: int) -> Graph:
-    """Rounds in the order "cyclic", "permuted" or "uniform"; see `Cycle` and `Shuffled`."""
+    """Return the graph of ``rounds`` in the order "cyclic", "permuted" or "uniform".
+
+    See `Cycle` for the first and `Shuffled` for the other two orders.
+    """
     if order not in ORDERS:
         raise GraphError(f'order "{order}" is unknown; choose one of {", ".join(ORDERS)}')
     if order == "cyclic" or len(rounds) == 1:

@@ -1,8 +1,8 @@
 """Textbook graphs and random graphs.
 
-The undirected ones have Metropolis–Hastings weights W[i, j] = 1/(1 + max(d_i, d_j)) (1/(1 + d)
-where all degrees are equal) unless `weights` says otherwise: symmetric, doubly stochastic, only
-asymptotically exact (but for `complete`).
+The undirected ones have Metropolis–Hastings weights W[i, j] = 1/(1 + max(d_i, d_j)), which are 1/(1
++ d) if all degrees are equal, unless `weights` says otherwise. They are symmetric and doubly
+stochastic. Except for `complete`, they reach the average only asymptotically.
 """
 
 from collections.abc import Callable
@@ -16,39 +16,52 @@ from mpigossip.graphs.rounds import Circulant, Round, paired
 from mpigossip.graphs.weights import undirected
 
 TRIES = 1000
-"""Draws of a random graph before it is given up as never connected."""
+"""Number of draws of a random graph, none of them connected, after which an error is raised."""
 
 
 def identity(n: int, seed: int = 0) -> Graph:
-    """No edges: W = I, nothing is sent. Degree 0, period 1; never averages (n > 1)."""
+    """Return a graph without edges: W = I, nothing is sent.
+
+    Degree 0, period 1; for n > 1 it never averages.
+    """
     return static(Circulant(n, 1.0))
 
 
 def complete(n: int, seed: int = 0) -> Graph:
-    """Everybody with everybody: W = 11ᵀ/n. Degree n−1, period 1, exact in one round."""
+    """Return the complete graph: W = 11ᵀ/n.
+
+    Degree n−1, period 1, exact in one round.
+    """
     return static(Circulant(n, 1 / n, tuple(range(1, n)), (1 / n,) * (n - 1)))
 
 
 def both_ways(n: int, distances: range) -> Graph:
-    """The circulant graph with neighbours at ± each distance, nearest first, all weights alike."""
+    """Return the circulant graph with neighbours at ± each distance and equal weights.
+
+    Neighbours are summed in the order of ``distances``.
+    """
     offsets = tuple(dict.fromkeys(o % n for d in distances for o in (-d, d)))
     weight = 1 / (1 + len(offsets))
     return static(Circulant(n, weight, offsets, (weight,) * len(offsets)))
 
 
 def ring(n: int, seed: int = 0) -> Graph:
-    """Ring: W[i, i] = W[i, i−1] = W[i, i+1] = 1/3 (n = 2: one neighbour, all weights 1/2).
+    """Return the ring: W[i, i] = W[i, i−1] = W[i, i+1] = 1/3.
 
-    Degree 2, period 1, symmetric; only asymptotically exact, spectral gap
-    2/3 (1 − cos(2π/n)) = O(1/n²).
+    Degree 2, period 1, symmetric; only asymptotically exact, spectral gap 2/3 (1 − cos(2π/n)) =
+    O(1/n²). For n = 2, there is one neighbour, and all weights are 1/2.
     """
     return both_ways(n, range(1, 2))
 
 
 def ring_lattice(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
-    """Ring lattice: neighbours at ±1 … ±degree/2, all weights 1/(degree+1).
+    """Return the ring lattice: neighbours at ±1 … ±degree/2, all weights 1/(degree+1).
 
-    `degree` even and < n; period 1. The hand-made baseline of Jameel et al., PAKDD 2020.
+    Period 1. It is the hand-made baseline of Jameel et al., PAKDD 2020.
+
+    :param n: number of nodes
+    :param seed: not used
+    :param degree: number of neighbours, even and < n
     """
     if degree < 2 or degree % 2 or degree >= n:
         raise GraphError(
@@ -59,20 +72,26 @@ def ring_lattice(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
 
 
 def path(n: int, seed: int = 0) -> Graph:
-    """Path 0 — 1 — … — n−1: degree 2, period 1, spectral gap O(1/n²)."""
+    """Return the path 0 — 1 — … — n−1: degree 2, period 1, spectral gap O(1/n²)."""
     return undirected(n, [(i, i + 1) for i in range(n - 1)])
 
 
 def star(n: int, seed: int = 0) -> Graph:
-    """Star: node 0 with everybody else. Degree n−1 (all of it at node 0), period 1, gap O(1/n).
+    """Return the star, in which node 0 is a neighbour of all other nodes.
 
-    With Metropolis–Hastings weights 1/n the gap is 1/n.
+    Degree n−1 (at node 0 only), period 1. With Metropolis–Hastings weights, 1/n, the spectral gap
+    is 1/n.
     """
     return undirected(n, [(0, i) for i in range(1, n)])
 
 
 def sides(name: str, n: int, rows: int | None) -> tuple[int, int]:
-    """Rows and columns of a grid of n nodes: as square as n's divisors allow, unless told."""
+    """Return the numbers of rows and columns of a grid of n nodes.
+
+    :param name: name of the graph in messages
+    :param n: number of nodes
+    :param rows: number of rows; None: the largest divisor of n that is at most √n
+    """
     if rows is None:
         rows = max(d for d in range(1, int(n**0.5) + 1) if n % d == 0)
     if rows < 1 or n % rows:
@@ -83,10 +102,14 @@ def sides(name: str, n: int, rows: int | None) -> tuple[int, int]:
 
 
 def grid(n: int, seed: int = 0, *, rows: int | None = None) -> Graph:
-    """2D grid of rows x n/rows nodes, node i at (i // columns, i mod columns).
+    """Return the 2D grid of rows x n/rows nodes, with node i at (i // columns, i mod columns).
 
-    Degree ≤ 4, period 1, gap O(1/(n log n)). `rows` is the largest divisor ≤ √n unless given, so
-    that a prime n makes a path.
+    Degree ≤ 4, period 1, spectral gap O(1/(n log n)).
+
+    :param n: number of nodes
+    :param seed: not used
+    :param rows: number of rows; None: the largest divisor of n that is at most √n, so that a prime
+        n gives a path
     """
     _, columns = sides("grid", n, rows)
     right = [(i, i + 1) for i in range(n) if (i + 1) % columns]
@@ -94,9 +117,13 @@ def grid(n: int, seed: int = 0, *, rows: int | None = None) -> Graph:
 
 
 def torus(n: int, seed: int = 0, *, rows: int | None = None) -> Graph:
-    """2D torus: the grid closed in both directions; a prime n makes a ring.
+    """Return the 2D torus: the grid closed in both directions; a prime n gives a ring.
 
-    Degree 4 (less where a side is 1 or 2), period 1, gap O(1/n).
+    Degree 4, or less if a side has length 1 or 2; period 1, spectral gap O(1/n).
+
+    :param n: number of nodes
+    :param seed: not used
+    :param rows: number of rows; None: the largest divisor of n that is at most √n
     """
     height, width = sides("torus", n, rows)
     edges = set()
@@ -108,9 +135,9 @@ def torus(n: int, seed: int = 0, *, rows: int | None = None) -> Graph:
 
 
 def hypercube(n: int, seed: int = 0) -> Graph:
-    """Hypercube: nodes whose numbers differ in one bit; n a power of two, weights 1/(τ+1).
+    """Return the hypercube, with edges between numbers that differ in one bit; n is a power of two.
 
-    Degree τ = log2 n, period 1, spectral gap 2/(τ+1).
+    Degree τ = log2 n, period 1, weights 1/(τ+1), spectral gap 2/(τ+1).
     """
     check_power_of_two("hypercube", n)
     bits = [2**k for k in range(rounds_needed(n))]
@@ -118,7 +145,7 @@ def hypercube(n: int, seed: int = 0) -> Graph:
 
 
 def _connected(name: str, n: int, seed: int, draw: Callable[[int], Any], remedy: str) -> Graph:
-    """The first connected networkx graph among draw(number), number drawn from the seed."""
+    """Return the first connected networkx graph among draw(number), with seeded numbers."""
     import networkx
 
     for number in random_words((seed, n), TRIES):
@@ -129,10 +156,14 @@ def _connected(name: str, n: int, seed: int, draw: Callable[[int], Any], remedy:
 
 
 def erdos_renyi(n: int, seed: int = 0, *, probability: float | None = None) -> Graph:
-    """Erdős–Rényi graph: each pair is an edge with this probability; drawn once, connected.
+    """Return an Erdős–Rényi graph, in which each pair is an edge with the same probability.
 
-    The probability is min(1, 2 ln n / n) unless given: twice the threshold of connectedness, mean
-    degree about 2 ln n. Period 1, degree as drawn. Drawn again until connected.
+    It is drawn again until it is connected. Period 1; the degree depends on the draw.
+
+    :param n: number of nodes
+    :param seed: seed of the draw
+    :param probability: probability of each edge; None: min(1, 2 ln n / n), which is twice the
+        threshold of connectedness and gives a mean degree of about 2 ln n
     """
     import networkx
 
@@ -149,18 +180,23 @@ def erdos_renyi(n: int, seed: int = 0, *, probability: float | None = None) -> G
 
 
 def half_random(n: int, seed: int = 0) -> Graph:
-    """1/2-random graph: each pair is an edge with probability 1/2; drawn once, connected.
+    """Return the 1/2-random graph, in which each pair is an edge with probability 1/2.
 
-    Degree about n/2, period 1, spectral gap O(1). A comparison of Ying et al., NeurIPS 2021.
+    It is drawn again until it is connected. Degree about n/2, period 1, spectral gap O(1). Ying et
+    al., NeurIPS 2021, compare with it.
     """
     return erdos_renyi(n, seed, probability=0.5)
 
 
 def random_regular(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
-    """Random regular graph: all nodes have `degree` neighbours, weights 1/(degree+1).
+    """Return a random graph in which all nodes have `degree` neighbours, weights 1/(degree+1).
 
-    Drawn once from the seed until connected; period 1; n · degree even. Nearly the best gap for
-    its degree with high probability (Friedman 2008).
+    It is drawn again until it is connected. Period 1. With high probability, its spectral gap is
+    nearly the best for its degree (Friedman 2008).
+
+    :param n: number of nodes
+    :param seed: seed of the draw
+    :param degree: number of neighbours; n · degree has to be even
     """
     import networkx
 
@@ -179,7 +215,7 @@ def random_regular(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
 
 
 def _matched(n: int, seed: int, t: int) -> Round:
-    """A uniformly drawn perfect matching (one node idles if n is odd)."""
+    """Return a uniformly drawn perfect matching, in which one node is idle if n is odd."""
     shuffled = np.argsort(random_words((seed, t), n), kind="stable")
     first = shuffled[: n // 2]
     second = shuffled[n // 2 : n // 2 * 2]
@@ -190,10 +226,10 @@ def _matched(n: int, seed: int, t: int) -> Round:
 
 
 def random_matching(n: int, seed: int = 0) -> Graph:
-    """Random matching: at each round the nodes are paired at random and pairs take their mean.
+    """Return random matchings: in each round, nodes are paired at random and pairs take their mean.
 
-    A random half against the other half (bipartite); with odd n one node idles. Degree 1, drawn
-    from (seed, round), symmetric; asymptotic: E‖x − x̄‖² shrinks by about 1/2 a round. A
-    comparison of Ying et al., NeurIPS 2021.
+    One half of the nodes is drawn and paired with the other half; if n is odd, one node is idle.
+    Degree 1, drawn from (seed, round), symmetric. It is exact only asymptotically: E‖x − x̄‖²
+    shrinks by about 1/2 per round. Ying et al., NeurIPS 2021, compare with it.
     """
     return Graph(Drawn(_matched, n, seed))

@@ -1,8 +1,8 @@
-"""EquiTopo: graphs whose mixing rate doesn't fall with n, at O(ln n) or one peer a round.
+"""EquiTopo: graphs whose mixing rate does not worsen with n, with O(ln n) peers or one per round.
 
 Song, Li, Jin, Shi, Yan, Yin, Yuan: Communication-Efficient Topologies for Decentralized Learning
-with O(1) Consensus Rate, NeurIPS 2022. All are made of the basis matrices A^(a), a = 1 … n−1:
-A^(a)[i, i+a] = (n−1)/n, A^(a)[i, i] = 1/n, whose mean over all a is J.
+with O(1) Consensus Rate, NeurIPS 2022. All are built from the basis matrices A^(a), a = 1 … n−1,
+with A^(a)[i, i+a] = (n−1)/n, A^(a)[i, i] = 1/n. The mean of these over all a is J.
 """
 
 import math
@@ -18,7 +18,7 @@ DRAWS = 1000
 
 
 def _mean_of_basis(n: int, distances: np.ndarray) -> Graph:
-    """The mean of A^(a) over the distances a, which may repeat."""
+    """Return the mean of A^(a) over the distances a, which may repeat."""
     offsets, counts = np.unique(distances, return_counts=True)
     weights = counts / len(distances) * ((n - 1) / n)
     return static(Circulant(n, 1 / n, tuple(offsets.tolist()), tuple(weights.tolist())))
@@ -42,29 +42,36 @@ def _distances(name: str, n: int, seed: int, peers: int | None) -> np.ndarray:
 
 
 def d_equistatic(n: int, seed: int = 0, *, peers: int | None = None) -> Graph:
-    """D-EquiStatic: the mean of `peers` basis matrices A^(a), a drawn from 1 … n−1 with repeats.
+    """Return D-EquiStatic: the mean of `peers` basis matrices A^(a) with random a.
 
-    Node i receives from i + a. Distances that do not connect all nodes are drawn again. Degree
-    ≤ peers (⌈log2 n⌉ unless given), period 1, directed, doubly stochastic; ‖W − J‖ < ε with
-    probability 1 − p for peers ≥ 8 ln(2n/p)/(3ε²).
+    a is drawn from 1 … n−1 with repeats, and node i receives from i + a. Distances that do not
+    connect all nodes are drawn again. Degree ≤ peers, period 1, directed, doubly stochastic. ‖W −
+    J‖ < ε with probability 1 − p if peers ≥ 8 ln(2n/p)/(3ε²).
+
+    :param n: number of nodes
+    :param seed: seed of the draw
+    :param peers: number of draws; None: ⌈log2 n⌉
     """
     return _mean_of_basis(n, _distances("d-equistatic", n, seed, peers))
 
 
 def u_equistatic(n: int, seed: int = 0, *, peers: int | None = None) -> Graph:
-    """U-EquiStatic: D-EquiStatic made symmetric, (W + Wᵀ)/2. Degree ≤ 2 peers, period 1."""
+    """Return U-EquiStatic: D-EquiStatic made symmetric, (W + Wᵀ)/2. Degree ≤ 2 peers, period 1."""
     distances = _distances("u-equistatic", n, seed, peers)
     return _mean_of_basis(n, np.concatenate((distances, n - distances)))
 
 
 def _one_basis(n: int, seed: int, t: int) -> Circulant:
-    """A^(a) for a drawn a: node i receives from i + a."""
+    """Return A^(a) for a drawn a: node i receives from i + a."""
     a = int(random_words((seed, t), 1)[0] % (n - 1)) + 1
     return Circulant(n, 1 / n, (a,), ((n - 1) / n,))
 
 
 def _swept(n: int, seed: int, t: int) -> Round:
-    """Sweep i from a drawn start; pair i with i + a, a drawn, where both are free."""
+    """Return pairs i, i + a for a drawn a, formed by a sweep over i from a drawn start.
+
+    A pair is formed if neither of its nodes has a partner yet.
+    """
     words = random_words((seed, t), 2)
     a = int(words[0] % (n - 1)) + 1
     start = int(words[1] % n)
@@ -84,17 +91,27 @@ def _eta(name: str, eta: float) -> float:
 
 
 def od_equidyn(n: int, seed: int = 0, *, eta: float = 0.5) -> Graph:
-    """OD-EquiDyn: W(t) = (1−η)I + ηA^(a), one a for all nodes, drawn at each round.
+    """Return OD-EquiDyn: W(t) = (1−η)I + ηA^(a), with one a for all nodes, drawn in each round.
 
-    One send, one receive; directed, doubly stochastic; drawn from (seed, round). At η = 1/2
-    E‖x − x̄‖² falls to about a half a round whatever n; at η = 1 to 1 − O(1/n) only.
+    Each node sends one message and receives one. Directed, doubly stochastic; drawn from (seed,
+    round). At η = 1/2, E‖x − x̄‖² is about halved in each round for any n. At η = 1, the factor is
+    only 1 − O(1/n).
+
+    :param n: number of nodes
+    :param seed: seed of the draws
+    :param eta: η in (0, 1]
     """
     return Graph(Drawn(_one_basis, n, seed)).slack(_eta("od-equidyn", eta))
 
 
 def ou_equidyn(n: int, seed: int = 0, *, eta: float = 0.5) -> Graph:
-    """OU-EquiDyn: OD-EquiDyn made symmetric: nodes i and i + a are paired as far as they are free.
+    """Return OU-EquiDyn: OD-EquiDyn made symmetric, by pairing i with i + a if both are still free.
 
-    Weights η(n−1)/n in a pair, the others idle. Degree 1, symmetric, drawn from (seed, round).
+    Pairs have weights η(n−1)/n; all other nodes are idle. Degree 1, symmetric, drawn from (seed,
+    round).
+
+    :param n: number of nodes
+    :param seed: seed of the draws
+    :param eta: η in (0, 1]
     """
     return Graph(Drawn(_swept, n, seed)).slack(_eta("ou-equidyn", eta))

@@ -1,8 +1,8 @@
-"""Exponential graphs: static, and one-peer sequences.
+"""Exponential graphs: the static graph, and one-peer sequences.
 
 Ying, Yuan, Chen, Hu, Pan, Yin: Exponential Graph is Provably Efficient for Decentralized Deep
-Training, NeurIPS 2021, arXiv 2110.13363. Throughout τ = ⌈log2 n⌉, and a node receives from
-i − 2^k, that is, it sends to i + 2^k (mod n).
+Training, NeurIPS 2021, arXiv 2110.13363. Throughout, τ = ⌈log2 n⌉. Node i receives from i − 2^k,
+that is, it sends to i + 2^k (mod n).
 """
 
 from typing import Literal
@@ -16,7 +16,7 @@ Order = Literal["cyclic", "permuted", "uniform"]
 
 
 def rounds_needed(n: int, base: int = 2) -> int:
-    """⌈log_base n⌉ in integers."""
+    """Return ⌈log_base n⌉, computed in integers."""
     rounds = 0
     reach = 1
     while reach < n:
@@ -26,7 +26,7 @@ def rounds_needed(n: int, base: int = 2) -> int:
 
 
 def check_power_of_two(name: str, n: int) -> None:
-    """GraphError where a graph of this name can't have n nodes."""
+    """Raise GraphError unless n is a power of two, which the graph ``name`` needs."""
     if n < 1 or n & (n - 1):
         raise GraphError(
             f'graph "{name}" needs a power of two nodes, got {n}; "base-2" is exact for any n'
@@ -34,38 +34,46 @@ def check_power_of_two(name: str, n: int) -> None:
 
 
 def from_behind(n: int, *distances: int) -> Circulant:
-    """The round in which node i receives from i − d for each distance d, all weights alike."""
+    """Return the round in which node i receives from i − d for each d, with equal weights."""
     weight = 1.0 / (len(distances) + 1)
     return Circulant(n, weight, tuple(n - d for d in distances), (weight,) * len(distances))
 
 
 def exponential(n: int, seed: int = 0) -> Graph:
-    """Static exponential graph: W[i, i] = W[i, i − 2^k] = 1/(τ+1), k = 0 … τ−1.
+    """Return the static exponential graph: W[i, i] = W[i, i − 2^k] = 1/(τ+1), k = 0 … τ−1.
 
-    Degree τ, period 1, directed, doubly stochastic; only asymptotically exact. Its spectral gap
-    is 2/(1+τ) for even n and larger for odd n (Ying et al. 2021, proposition 1).
+    Degree τ, period 1, directed, doubly stochastic; only asymptotically exact. The spectral gap is
+    2/(1+τ) for even n and larger for odd n (Ying et al. 2021, proposition 1).
     """
     return static(from_behind(n, *(2**k for k in range(rounds_needed(n)))))
 
 
 def one_peer_exponential(n: int, seed: int = 0, *, order: Order = "cyclic") -> Graph:
-    """One-peer exponential graph: at a round W[i, i] = W[i, i − 2^k] = 1/2 for one k < τ.
+    """Return the one-peer exponential graph: W[i, i] = W[i, i − 2^k] = 1/2.
 
-    `order` says which: "cyclic" k = t mod τ (period τ); "permuted" a permutation of all k,
-    drawn anew each τ rounds; "uniform" any k, independently. Degree 1, directed, doubly
-    stochastic. For n = 2^τ any τ consecutive cyclic rounds, and each τ permuted ones from a
-    multiple of τ on, are the exact average (Ying et al. 2021, lemma 1); for other n and for
-    "uniform" the average is reached only asymptotically ("base-2" is exact for any n).
+    There is one k < τ per round. Degree 1, directed, doubly stochastic. If n = 2^τ, any τ
+    consecutive cyclic rounds are the exact average, and so are τ permuted rounds that begin at a
+    multiple of τ (Ying et al. 2021, lemma 1). For other n, and for "uniform", the average is
+    reached only asymptotically; "base-2" is exact for any n.
+
+    :param n: number of nodes
+    :param seed: seed of the order
+    :param order: "cyclic": k = t mod τ, period τ; "permuted": a permutation of all k, drawn anew
+        every τ rounds; "uniform": any k, drawn independently in each round
     """
     return in_order([from_behind(n, 2**k) for k in range(rounds_needed(n))], order, seed)
 
 
 def one_peer_hypercube(n: int, seed: int = 0, *, order: Order = "cyclic") -> Graph:
-    """One-peer hypercube: at a round nodes i and i xor 2^k take their mean, for one k < τ.
+    """Return the one-peer hypercube: in each round, nodes i and i xor 2^k take their mean.
 
-    `order` as for the one-peer exponential graph. Degree 1, symmetric, doubly stochastic; n is
-    a power of two, and each τ rounds are the exact average. Source: the pairing of SGP and
-    Decent-DP's one-peer exponential topology for powers of two.
+    There is one k < τ per round. Degree 1, symmetric, doubly stochastic. n is a power of two, and τ
+    rounds are the exact average. Source: the pairing of SGP, and Decent-DP's one-peer exponential
+    topology for powers of two.
+
+    :param n: number of nodes
+    :param seed: seed of the order
+    :param order: as for :func:`one_peer_exponential`
     """
     check_power_of_two("one-peer-hypercube", n)
     nodes = np.arange(n)
@@ -74,12 +82,17 @@ def one_peer_hypercube(n: int, seed: int = 0, *, order: Order = "cyclic") -> Gra
 
 
 def p_peer_exponential(n: int, seed: int = 0, *, p: int = 2, order: Order = "cyclic") -> Graph:
-    """p-peer exponential graph: at a round node i takes the mean of i − d, d = 0, b^k, …, p b^k.
+    """Return the p-peer exponential graph: node i takes the mean of i − d, d = 0, b^k, …, p b^k.
 
-    b = p + 1, k < τ = ⌈log_b n⌉; multiples of b^k from n on are left out. p = 1 is the one-peer
-    exponential graph. Degree p, period τ, directed, doubly stochastic; exact after each period if
-    n = m b^(τ−1), 1 < m ≤ b. `order` as there. Derivation: i − d runs through all residues once
-    when d does through all numbers of τ digits to base b.
+    b = p + 1, and k < τ = ⌈log_b n⌉ is one number per round. Multiples of b^k that are n or larger
+    are left out. Degree p, period τ, directed, doubly stochastic; exact after each period if n = m
+    b^(τ−1), 1 < m ≤ b. Derivation: if d runs through all numbers of τ digits to base b, i − d runs
+    through all residues once.
+
+    :param n: number of nodes
+    :param seed: seed of the order
+    :param p: number of peers per round; 1 gives the one-peer exponential graph
+    :param order: as for :func:`one_peer_exponential`
     """
     if p < 1:
         raise GraphError(f'graph "p-peer-exponential" needs p ≥ 1 peers a round, got {p}')
@@ -89,12 +102,13 @@ def p_peer_exponential(n: int, seed: int = 0, *, p: int = 2, order: Order = "cyc
 
 
 def alternating_exponential_ring(n: int, seed: int = 0) -> Graph:
-    """Alternating exponential ring: every second pair of the one-peer hypercube at a time.
+    """Return the alternating exponential ring: half of the hypercube's pairs in each round.
 
-    The pairs i, i xor 2^k of all k, numbered one after the other, take their mean in round 2k if
-    their number is odd, else in round 2k+1; the others idle (they average inside the node only).
-    Degree 1, period 2 log2 n, symmetric, doubly stochastic, exact after each period; n a power of
-    two. Wang et al., From promise to practice (Decent-DP), ICLR 2025, arXiv 2410.11998.
+    The pairs i, i xor 2^k of all k are numbered consecutively. They take their mean in round 2k if
+    their number is odd, and otherwise in round 2k+1. The other nodes are idle and average only
+    internally. Degree 1, period 2 log2 n, symmetric, doubly stochastic, exact after each period; n
+    is a power of two. Wang et al., From promise to practice (Decent-DP), ICLR 2025, arXiv
+    2410.11998.
     """
     check_power_of_two("alternating-exponential-ring", n)
     nodes = np.arange(n)

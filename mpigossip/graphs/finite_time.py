@@ -1,9 +1,10 @@
 """Sequences of sparse rounds that average exactly: hyper-hypercube, Base-(k+1), trees, CECA.
 
-Takezawa, Sato, Bao, Niwa, Yamada: Beyond Exponential Graph: Communication-Efficient Topologies
-for Decentralized Learning via Finite-time Convergence, NeurIPS 2023. A node has at most k
-neighbours in a round; all rounds are symmetric and doubly stochastic. The directed rounds of trees
-and of CECA belong to one method each (`defacto`, `ceca`): alone they don't average.
+Takezawa, Sato, Bao, Niwa, Yamada: Beyond Exponential Graph: Communication-Efficient Topologies for
+Decentralized Learning via Finite-time Convergence, NeurIPS 2023. In these graphs, a node has at
+most k neighbours per round, and all rounds are symmetric and doubly stochastic. The directed rounds
+of trees and of CECA work with one algorithm each (`defacto`, `ceca`); on their own, they do not
+average.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +17,12 @@ from mpigossip.graphs.rounds import Circulant, Sparse
 from mpigossip.graphs.weights import links
 
 Pairs = dict[tuple[int, int], float]
-"""One round under construction: weight of each undirected edge (i < j)."""
+"""A round under construction: the weight of each undirected edge (i < j)."""
 
 
 @lru_cache(maxsize=1024)
 def factors(n: int, largest: int) -> tuple[int, ...] | None:
-    """The fewest factors of n, all ≤ largest, ascending; None if a prime factor is larger."""
+    """Return the fewest factors of n that are all ≤ largest, ascending; None if there are none."""
     if n == 1:
         return ()
     best = None
@@ -39,7 +40,7 @@ def _add_clique(pairs: Pairs, nodes: Sequence[int]) -> None:
 
 
 def _hyper_hypercube(nodes: Sequence[int], k: int) -> list[Pairs]:
-    """Rounds after which all nodes hold their mean; the number of nodes has factors ≤ k+1."""
+    """Return rounds after which all nodes hold their mean; len(nodes) needs factors ≤ k+1."""
     rounds = []
     stride = 1
     for f in factors(len(nodes), k + 1):
@@ -53,7 +54,7 @@ def _hyper_hypercube(nodes: Sequence[int], k: int) -> list[Pairs]:
 
 
 def _digits(n: int, base: int) -> list[tuple[int, int]]:
-    """Digits of n = Σ a · base^p: the pairs (a, p) with a > 0, largest power first."""
+    """Return the digits of n = Σ a · base^p as pairs (a, p) with a > 0, from the largest power."""
     found = []
     p = 0
     while n:
@@ -64,12 +65,13 @@ def _digits(n: int, base: int) -> list[tuple[int, int]]:
 
 
 def _simple_base(nodes: Sequence[int], k: int) -> list[Pairs]:
-    """Simple Base-(k+1) graph (algorithm 2 of the paper).
+    """Return the rounds of the Simple Base-(k+1) graph (algorithm 2 of the paper).
 
-    Nodes fall into blocks V_1 > V_2 > … of a_l (k+1)^p_l nodes, each of a_l sub-blocks. First all
-    blocks average inside. Then, l = 1, 2, …, all nodes of later blocks pull towards V_l's mean
-    through one partner in each sub-block of V_l, with the weight that makes the mean of each
-    sub-block, and of the later blocks, the mean of all; sub-blocks then average inside.
+    Nodes are divided into blocks V_1 > V_2 > … of a_l (k+1)^p_l nodes, and block l into a_l
+    sub-blocks. First, each block averages internally. Then, for l = 1, 2, …, each node of the later
+    blocks exchanges with one partner in each sub-block of V_l. The weight is chosen so that the
+    mean of each sub-block, and that of the later blocks, becomes the mean of all. Finally, the
+    sub-blocks average internally.
     """
     if factors(len(nodes), k + 1) is not None:
         return _hyper_hypercube(nodes, k)
@@ -104,10 +106,11 @@ def _simple_base(nodes: Sequence[int], k: int) -> list[Pairs]:
 def _pull(
     pairs: Pairs, blocks: Sequence[Sequence[int]], subs: Sequence[Sequence[int]], k: int
 ) -> None:
-    """All nodes of blocks[1:] link with one node of each of `subs`, the parts of blocks[0].
+    """Link each node of blocks[1:] to one node of each of `subs`, the sub-blocks of blocks[0].
 
-    Nodes of blocks[0] that are left, which all hold the same value, join in cliques (the paper's
-    inner edges): no effect on the exact average, but more mixing when gradients come between.
+    The remaining nodes of blocks[0], which all hold the same value, form cliques (the inner edges
+    of the paper). These do not change the exact average, but mix more if there are gradients in
+    between.
     """
     later = [i for block in blocks[1:] for i in block]
     weight = len(blocks[0]) / (len(blocks[0]) + len(later)) / len(subs)
@@ -120,11 +123,12 @@ def _pull(
 
 
 def _base(n: int, k: int) -> list[Pairs]:
-    """Base-(k+1) graph (algorithm 3): the better of Simple Base on n, and on p groups of n/p.
+    """Return the rounds of the Base-(k+1) graph (algorithm 3): the better of two constructions.
 
-    p is the part of n made of primes ≤ k+1; groups of q = n/p run Simple Base side by side, then
-    hyper-hypercubes across the groups average the p equal-numbered nodes. The one with fewer
-    rounds is taken, then the one with fewer edges in a period, then Simple Base on n.
+    One is Simple Base on all n nodes. For the other, p is the largest divisor of n whose primes are
+    all ≤ k+1: p groups of q = n/p nodes run Simple Base side by side, then hyper-hypercubes across
+    the groups average the p nodes of equal number. The result is the one with fewer rounds, then
+    the one with fewer edges per period, then Simple Base on n.
     """
     simple = _simple_base(range(n), k)
     p = 1
@@ -153,10 +157,14 @@ def _graph(n: int, rounds: list[Pairs]) -> Graph:
 
 
 def hyper_hypercube(n: int, seed: int = 0, *, p: int = 1) -> Graph:
-    """Hyper-hypercube H_p(n): n = f_1 … f_L, f_l ≤ p+1; round l joins nodes that differ in digit l.
+    """Return the hyper-hypercube H_p(n): in round l, nodes that differ in digit l average.
 
-    Cliques of f_l nodes take their mean, weights 1/f_l. Degree ≤ p, period L (the fewest
-    factors), exact after each period; needs all prime factors of n ≤ p+1.
+    n = f_1 … f_L with all f_l ≤ p+1. The averaging cliques have f_l nodes and weights 1/f_l. Degree
+    ≤ p; the period L is the smallest number of such factors; exact after each period.
+
+    :param n: number of nodes, without prime factors above p+1
+    :param seed: not used
+    :param p: largest number of peers per round
     """
     if p < 1:
         raise GraphError(f'graph "hyper-hypercube" needs p ≥ 1 peers a round, got {p}')
@@ -170,7 +178,7 @@ def hyper_hypercube(n: int, seed: int = 0, *, p: int = 1) -> Graph:
 
 
 def base(k: int) -> Callable[..., Graph]:
-    """The builder of the Base-(k+1) graph."""
+    """Return the builder of the Base-(k+1) graph."""
 
     def build(n: int, seed: int = 0) -> Graph:
         return _graph(n, _base(n, k))
@@ -184,11 +192,11 @@ def base(k: int) -> Callable[..., Graph]:
 
 
 def tree(parents: Sequence[int]) -> Graph:
-    """Factors of the exact average on a tree: parents[i] is i's parent, the root's is −1.
+    """Return factors of the exact average on a tree; ``parents`` holds −1 for the root.
 
-    Gather, deepest level first: each node of the level gives all to its parent and keeps nothing.
-    Spread, the root's level first: node u with d_u nodes in its subtree gives each child c the
-    part d_c/d_u of what it has and keeps 1/d_u. All columns sum to one.
+    Gather, from the deepest level: each node of the level gives all to its parent and keeps
+    nothing. Spread, from the root: a node u with d_u nodes in its subtree gives each child c the
+    fraction d_c/d_u of its value and keeps 1/d_u. All columns sum to one.
     """
     n = len(parents)
     root = parents.index(-1)
@@ -220,7 +228,7 @@ def _depth(parents: Sequence[int], i: int) -> int:
 
 
 def breadth_first(over: Graph) -> list[int]:
-    """Parents in the breadth-first tree of least depth, along edges of any round."""
+    """Return the parents in the breadth-first tree of least depth, along edges of all rounds."""
     from scipy.sparse import csgraph
 
     near = links(over)
@@ -235,10 +243,10 @@ def breadth_first(over: Graph) -> list[int]:
 
 
 def ceca(n: int, seed: int = 0) -> Graph:
-    """Permutations for the method `ceca` (Ding et al., ICML 2023), ⌈log2 n⌉ of them.
+    """Return the ⌈log2 n⌉ permutations for the algorithm `ceca` (Ding et al., ICML 2023).
 
-    By the binary digits d of n − 1 from the top, c = 0 at first: node i gets what node
-    i − c − d sent, then c ← 2c + d. The method, not the graph, does the averaging.
+    They follow the binary digits d of n − 1 from the highest, with c = 0 at first: node i receives
+    from node i − c − d, then c ← 2c + d. The algorithm, not the graph, computes the average.
     """
     rounds = []
     c = 0

@@ -1,7 +1,7 @@
-"""One round of averaging: a mixing matrix W, held as a circulant or as sparse rows.
+"""One round of averaging: a mixing matrix W, stored as a circulant or as sparse rows.
 
-Both kinds answer the same questions in time proportional to the degree: `neighbours(i)`,
-`receivers(j)`, `apply(x)`. W[i, j] is the weight that node i gives to what node j sent.
+Both classes have the same methods, such as `neighbours(i)`, `receivers(j)` and `apply(x)`, which
+take time proportional to the degree. W[i, j] is the weight that node i gives to the message of j.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ from functools import cached_property
 import numpy as np
 
 TOLERANCE = 1e-12
-"""Tolerance of the facts: of sums of weights from one, of two weights from each other."""
+"""Tolerance of the facts: for sums of weights that should be one, and for weights that should be
+equal.
+"""
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
@@ -23,8 +25,9 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 class Circulant:
     """W[i, (i + offset) mod n] = weight and W[i, i] = own, the same for every node i.
 
-    Offsets are distinct, in 1 … n−1 and say where a node receives *from*; their order is the
-    order of summation. Such matrices commute, and the FFT of a row gives the spectrum.
+    Offsets are distinct, lie in 1 … n−1 and point to the nodes that a node receives *from*. Their
+    order is the order of summation. Circulant matrices commute, and the FFT of a row gives the
+    eigenvalues.
     """
 
     n: int
@@ -46,57 +49,57 @@ class Circulant:
 
     @property
     def edge_count(self) -> int:
-        """Directed edges."""
+        """Number of directed edges."""
         return self.n * len(self.offsets)
 
     def neighbours(self, i: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """In-neighbours of i in offset order, their weights, the own weight."""
+        """Return the in-neighbours of i in the order of offsets, their weights, the own weight."""
         return (i + self._offsets) % self.n, self._weights, self.own
 
     def receivers(self, j: int) -> np.ndarray:
-        """Nodes that have j as an in-neighbour, in offset order."""
+        """Return the nodes that have j as an in-neighbour, in the order of offsets."""
         return (j - self._offsets) % self.n
 
     def slack(self, kappa: float) -> "Circulant":
-        """The round κW + (1−κ)I."""
+        """Return the round of κW + (1−κ)I."""
         own = kappa * self.own + (1.0 - kappa)
         return Circulant(self.n, own, self.offsets, tuple(kappa * w for w in self.weights))
 
     @property
     def transposed(self) -> "Circulant":
-        """The round of Wᵀ."""
+        """Round of Wᵀ."""
         return Circulant(self.n, self.own, tuple(self.n - o for o in self.offsets), self.weights)
 
     def row(self) -> np.ndarray:
-        """Row 0 of W, (n,)."""
+        """Return row 0 of W, (n,)."""
         row = np.zeros(self.n)
         row[0], row[self._offsets] = self.own, self._weights
         return row
 
     def matrix(self) -> np.ndarray:
-        """W as an (n, n) float64 array."""
+        """Return W as an (n, n) float64 array."""
         nodes = np.arange(self.n)
         return self.row()[(nodes[None, :] - nodes[:, None]) % self.n]
 
     def apply(self, x: np.ndarray) -> np.ndarray:
-        """W x for x of shape (n,) or (n, k)."""
+        """Return W x for x of shape (n,) or (n, k)."""
         total = self.own * x
         for offset, weight in zip(self.offsets, self.weights, strict=True):
             total += weight * np.roll(x, -offset, axis=0)
         return total
 
     def eigenvalues(self) -> np.ndarray:
-        """All n eigenvalues, complex, in the order of the frequencies; [0] belongs to 1."""
+        """Return all n eigenvalues, complex, in the order of frequencies; [0] is the one of 1."""
         return np.fft.fft(self.row())
 
     def row_sums(self) -> np.ndarray:
-        """Sum of the weights in each row, and each column, (n,)."""
+        """Return the sum of the weights in each row, (n,), which equals that in each column."""
         return np.full(self.n, self.own + self._weights.sum())
 
     column_sums = row_sums
 
     def smallest(self) -> float:
-        """The least weight, own weights included."""
+        """Return the smallest weight, including own weights."""
         return min(self.own, *self.weights) if self.weights else self.own
 
     def symmetric(self) -> bool:
@@ -109,9 +112,10 @@ class Circulant:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sparse:
-    """Any W, as compressed rows without the diagonal.
+    """Any W, stored as compressed sparse rows without the diagonal.
 
-    indptr (n+1,), indices (edges,) ascending in each row, weights (edges,), own (n,).
+    The arrays are indptr (n+1,), indices (edges,), ascending in each row, weights (edges,), and own
+    (n,), the diagonal.
     """
 
     indptr: np.ndarray
@@ -132,9 +136,10 @@ class Sparse:
         weights: Sequence[float] | np.ndarray | float,
         own: np.ndarray | None = None,
     ) -> "Sparse":
-        """W[receivers[e], senders[e]] = weights[e]; `own` completes the rows to one if not given.
+        """Return the round with W[receivers[e], senders[e]] = weights[e] and the diagonal `own`.
 
-        Every pair occurs at most once, none from a node to itself.
+        If `own` is None, it makes each row sum to one. Each pair of nodes may occur once, and no
+        edge may lead from a node to itself.
         """
         to = np.asarray(receivers, np.int64)
         source = np.asarray(senders, np.int64)
@@ -150,7 +155,7 @@ class Sparse:
 
     @classmethod
     def from_matrix(cls, matrix: np.ndarray) -> "Sparse":
-        """The round of an (n, n) array; its non-zero entries off the diagonal are the edges."""
+        """Return the round of an (n, n) array; non-zero elements off the diagonal are the edges."""
         matrix = np.asarray(matrix, np.float64)
         off = matrix.copy()
         np.fill_diagonal(off, 0.0)
@@ -183,7 +188,7 @@ class Sparse:
 
     @cached_property
     def edge_receivers(self) -> np.ndarray:
-        """Receiving node of each edge, (edges,); `indices` has the sending one."""
+        """Receiving node of each edge, (edges,); `indices` holds the sending node."""
         return _frozen(np.repeat(np.arange(self.n), np.diff(self.indptr)))
 
     @cached_property
@@ -191,7 +196,7 @@ class Sparse:
         return Sparse.from_edges(self.n, self.indices, self.edge_receivers, self.weights, self.own)
 
     def neighbours(self, i: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """In-neighbours of i ascending, their weights, the own weight."""
+        """Return the in-neighbours of i in ascending order, their weights, and the own weight."""
         at = slice(self.indptr[i], self.indptr[i + 1])
         return self.indices[at], self.weights[at], float(self.own[i])
 
@@ -220,7 +225,7 @@ class Sparse:
         return self.own + np.bincount(self.edge_receivers, self.weights, self.n)
 
     def column_sums(self) -> np.ndarray:
-        """Sum of the weights in each column, (n,)."""
+        """Return the sum of the weights in each column, (n,)."""
         return self.own + np.bincount(self.indices, self.weights, self.n)
 
     def smallest(self) -> float:
@@ -239,9 +244,9 @@ Round = Circulant | Sparse
 
 
 class Xor(Sparse):
-    """Pairs i, i xor k: mixed with I, the own weight is 1 − κw, not κ(1 − w) + (1 − κ).
+    """Pairs of i and i xor k, for which slack gives the own weight 1 − κw, not κ(1 − w) + (1 − κ).
 
-    The two differ in their last bit, and digests with them.
+    The two expressions differ in the last bit, and so would the digests of runs.
     """
 
     def slack(self, kappa: float) -> Sparse:
@@ -249,9 +254,11 @@ class Xor(Sparse):
 
 
 def paired(partner: np.ndarray, weight: float = 0.5) -> Sparse:
-    """A matching: W[i, partner[i]] = weight, W[i, i] = 1 − weight; partner[i] = i idles.
+    """Return a matching: W[i, partner[i]] = weight, W[i, i] = 1 − weight.
 
-    partner (n,) is its own inverse.
+    :param partner: partner of each node, (n,), its own inverse; a node i with partner[i] = i is
+        idle
+    :param weight: weight that partners give each other
     """
     nodes = np.arange(len(partner))
     partner = np.asarray(partner, np.int64)

@@ -1,8 +1,8 @@
-"""Weights for the edges of a graph, by name.
+"""Rules that assign weights to the edges of a graph, by name.
 
-Each rule takes a round for its edges alone and gives the round with new weights. d_i is the
-number of in-neighbours of node i (without itself), L = D − A the Laplacian of undirected edges
-with eigenvalues λ_1 ≥ … ≥ λ_{n−1} > λ_n = 0.
+A rule takes a round, of which it uses the edges only, and returns the round with new weights. d_i
+is the number of in-neighbours of node i, without itself. L = D − A is the Laplacian of undirected
+edges, with the eigenvalues λ_1 ≥ … ≥ λ_{n−1} > λ_n = 0.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ from mpigossip.graphs.rounds import Circulant, Round, Sparse
 
 
 def as_sparse(r: Round) -> Sparse:
-    """The same round as sparse rows."""
+    """Return the same round as `Sparse`."""
     if isinstance(r, Sparse):
         return r
     to = np.repeat(np.arange(r.n), r.degree)
@@ -27,9 +27,9 @@ def as_sparse(r: Round) -> Sparse:
 
 
 def links(graph: Graph) -> Any:
-    """Number of messages from each node (row) to each (column) in the schedule's rounds, (n, n).
+    """Count the messages from each node (row) to each other (column) in all rounds of the schedule.
 
-    As scipy's csr_array.
+    :return: a scipy csr_array of shape (n, n)
     """
     from scipy.sparse import csr_array
 
@@ -39,7 +39,7 @@ def links(graph: Graph) -> Any:
 
 
 def _undirected(r: Round, rule: str) -> None:
-    """Reject edges that go one way only."""
+    """Raise GraphError if some edge goes one way only."""
     if isinstance(r, Circulant):
         both = set(r.offsets) == {r.n - o for o in r.offsets}
     else:
@@ -53,7 +53,7 @@ def _undirected(r: Round, rule: str) -> None:
 
 
 def _with(r: Round, values: np.ndarray | float) -> Round:
-    """The edges of r with these weights (one per offset or edge); own weights fill up the rows."""
+    """Return r with weights per offset or edge; own weights make the rows sum to one."""
     if isinstance(r, Circulant):
         weights = np.broadcast_to(values, r.degree)
         return Circulant(r.n, float(1.0 - weights.sum()), r.offsets, tuple(weights.tolist()))
@@ -61,28 +61,29 @@ def _with(r: Round, values: np.ndarray | float) -> Round:
 
 
 def uniform(r: Round) -> Round:
-    """W[i, j] = W[i, i] = 1/(1 + d_i): the plain mean of what arrives; rows sum to one."""
+    """Use W[i, j] = W[i, i] = 1/(1 + d_i), the mean of the received vectors; rows sum to one."""
     if isinstance(r, Circulant):
         return _with(r, 1.0 / (1 + r.degree))
     return _with(r, 1.0 / (1 + np.diff(r.indptr)[r.edge_receivers]))
 
 
 def push(r: Round) -> Round:
-    """W[i, j] = W[j, j] = 1/(1 + out-degree of j): j splits evenly; columns sum to one.
+    """Use W[i, j] = W[j, j] = 1/(1 + out-degree of j), so that columns sum to one.
 
-    What push-sum needs (Assran et al., Stochastic Gradient Push, ICML 2019).
+    Node j splits its vector evenly. Push-sum needs these weights (Assran et al., Stochastic
+    Gradient Push, ICML 2019).
     """
     return uniform(r.transposed).transposed
 
 
 def max_degree(r: Round) -> Round:
-    """W[i, j] = 1/(1 + max d): symmetric, so doubly stochastic."""
+    """Use W[i, j] = 1/(1 + max d), which is symmetric and therefore doubly stochastic."""
     _undirected(r, "max-degree")
     return _with(r, 1.0 / (1 + r.degree))
 
 
 def metropolis_hastings(r: Round) -> Round:
-    """W[i, j] = 1/(1 + max(d_i, d_j)): symmetric, non-negative, needs only local knowledge."""
+    """Use W[i, j] = 1/(1 + max(d_i, d_j)): symmetric, non-negative, and locally computable."""
     _undirected(r, "metropolis-hastings")
     if isinstance(r, Circulant):
         return _with(r, 1.0 / (1 + r.degree))
@@ -91,7 +92,7 @@ def metropolis_hastings(r: Round) -> Round:
 
 
 def laplacian_spectrum(r: Round) -> np.ndarray:
-    """Eigenvalues of the Laplacian of r's undirected edges (unit weights), ascending, (n,)."""
+    """Return the eigenvalues of the Laplacian of r's edges with unit weights, ascending, (n,)."""
     if isinstance(r, Circulant):
         unit = Circulant(r.n, 0.0, r.offsets, (1.0,) * r.degree)
         return np.sort(r.degree - unit.eigenvalues().real)
@@ -101,12 +102,12 @@ def laplacian_spectrum(r: Round) -> np.ndarray:
 
 
 def laplacian(r: Round) -> Round:
-    """W = I − αL with the best constant α = 2/(λ_1 + λ_{n−1}).
+    """Use W = I − αL with the best constant, α = 2/(λ_1 + λ_{n−1}).
 
-    Then ρ(W − J) = (1−r)/(1+r) with r = λ_{n−1}/λ_1.
-    Xiao and Boyd, Fast linear iterations for distributed averaging, 2004; Jameel et al., PAKDD
-    2020. Own weights 1 − α d_i can be negative: the graph then has the fact "signed". Of a graph
-    in several parts λ_{n−1} is the least eigenvalue that isn't zero.
+    Then ρ(W − J) = (1−r)/(1+r) with r = λ_{n−1}/λ_1 (Xiao and Boyd, Fast linear iterations for
+    distributed averaging, 2004; Jameel et al., PAKDD 2020). Own weights 1 − α d_i may be negative;
+    the graph then has the fact "signed". If the graph is not connected, λ_{n−1} is replaced by the
+    smallest non-zero eigenvalue.
     """
     _undirected(r, "laplacian")
     spectrum = laplacian_spectrum(r)
@@ -115,18 +116,18 @@ def laplacian(r: Round) -> Round:
 
 
 def fmmc(r: Round) -> Round:
-    """Fastest mixing Markov chain: minimise ρ(W − J) over symmetric W ≥ 0 on these edges.
+    """Use the fastest mixing Markov chain, which minimizes ρ(W − J) over symmetric W ≥ 0.
 
-    Boyd, Diaconis, Xiao, SIAM Review 2004; a semidefinite program, solved by cvxpy.
+    Boyd, Diaconis, Xiao, SIAM Review 2004. This is a semidefinite program, which cvxpy solves.
     """
     _undirected(r, "fmmc")
     return _solved(r, signed=False)
 
 
 def fdla(r: Round) -> Round:
-    """Fastest distributed linear averaging: minimise ρ(W − J) over symmetric W of any sign.
+    """Use the fastest distributed linear averaging, which minimizes ρ(W − J) over all symmetric W.
 
-    Xiao and Boyd 2004; never slower than "fmmc", possibly with negative weights ("signed").
+    Xiao and Boyd 2004. It is never slower than "fmmc", but weights may be negative ("signed").
     """
     _undirected(r, "fdla")
     return _solved(r, signed=True)
@@ -134,7 +135,7 @@ def fdla(r: Round) -> Round:
 
 @lru_cache(maxsize=32)
 def _solved(r: Round, signed: bool) -> Round:
-    """Minimise s with −sI ⪯ I − A diag(w) Aᵀ − J ⪯ sI, A the (n, edges) incidence matrix."""
+    """Minimize s with −sI ⪯ I − A diag(w) Aᵀ − J ⪯ sI, A being the (n, edges) incidence matrix."""
     try:
         import cvxpy
     except ImportError as error:
@@ -165,7 +166,8 @@ def _solved(r: Round, signed: bool) -> Round:
     made = Sparse.from_edges(r.n, [*to, *source], [*source, *to], [*values, *values])
     if not isinstance(r, Circulant):
         return made
-    # the problem is convex and looks alike from every node: so may its solution be made
+    # The problem is convex and looks the same from every node, so the average of its solution over
+    # all nodes is a solution, too.
     matrix = made.matrix()
     nodes = np.arange(r.n)
     return _with(r, np.array([matrix[nodes, (nodes + o) % r.n].mean() for o in r.offsets]))
@@ -184,14 +186,17 @@ WEIGHTS: dict[str, Callable[[Round], Round]] = {
 
 
 def rule(name: str) -> Callable[[Round], Round]:
-    """The rule of this name; GraphError with a near miss otherwise."""
+    """Return the rule of this name.
+
+    :raises GraphError: if there is none; the message suggests a similar name
+    """
     if name not in WEIGHTS:
         raise GraphError(f'weights "{name}" are unknown; {near(str(name), WEIGHTS)}')
     return WEIGHTS[name]
 
 
 def reweighted(graph: Graph, name: str) -> Graph:
-    """The graph with each round's edges weighed by this rule."""
+    """Return the graph with the edges of each round weighted by the rule ``name``."""
     change = rule(name)
     if isinstance(graph.schedule, Drawn):
         raise GraphError(
@@ -206,7 +211,7 @@ def reweighted(graph: Graph, name: str) -> Graph:
 def undirected(
     n: int, edges: Iterable[tuple[int, int]], weights: str = "metropolis-hastings"
 ) -> Graph:
-    """The static graph of undirected edges (each pair once), weighed by a rule."""
+    """Return the static graph of undirected edges, each given once, weighted by a rule."""
     pairs = np.array(sorted(edges), np.int64).reshape(-1, 2)
     to, source = np.concatenate((pairs, pairs[:, ::-1])).T
     return static(rule(weights)(Sparse.from_edges(n, to, source, 1.0)))
