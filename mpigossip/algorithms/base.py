@@ -124,7 +124,7 @@ class Algorithm(NamedTuple):
 
     @property
     def always_global(self) -> bool:
-        """Whether each exchange is a global average: no graph, cadence or inbox is used."""
+        """Return whether each exchange is a global average, without graph, cadence and inbox."""
         return "always-global" in self.needs
 
 

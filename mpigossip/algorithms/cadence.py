@@ -29,7 +29,7 @@ class FragmentSchedule(NamedTuple):
 
     @property
     def is_whole_model(self) -> bool:
-        """Whether the whole model is sent at once and received in the same step."""
+        """Return whether the whole model is sent at once and received in the same step."""
         return self.fragments == 1 and not self.delay
 
     def due(self, index: int) -> int | None:

@@ -91,7 +91,7 @@ def diloco(
 
     def update(x, state: Outer, step: Step) -> None:
         state.slow.mul_(outer_beta).add_(state.anchor).sub_(x)
-        # x₀ − α (x₀ − x) − α β u
+        # The two lines compute x₀ − α (x₀ − x) − α β u.
         x.sub_(state.anchor).mul_(outer_lr).add_(state.anchor)
         x.add_(state.slow, alpha=-outer_lr * outer_beta)
 

@@ -102,7 +102,7 @@ BUILDERS: dict[str, BuilderSpec] = {
         "adamw",
         {"cadence.name": "global", "node.wire": "shared-k", "node.density": 0.005},
     ),
-    # algorithms from above, with the cadence or wire that makes them those of the papers
+    # The rest are algorithms from above, with the cadence or wire that the papers use.
     "cpsgd": BuilderSpec(HERE + "gossip:dsgd", "sgd", {"cadence.name": "cpsgd"}, only=True),
     "adpsgd": BuilderSpec(HERE + "gossip:dsgd", "sgd", {"cadence.name": "adpsgd"}, only=True),
     "gossip-pga": BuilderSpec(

@@ -1,20 +1,21 @@
-"""Local search over sparse undirected graphs by simulated annealing: the engine of `search.py`.
+"""Simulated annealing over sparse undirected graphs, which `search.py` uses.
 
-A *plan* is a graph with a cyclic symmetry of order m (m = 1: any graph): n = b·m nodes (a, k),
-a < b, k < m, and edge *orbits* (a, c, s) that join (a, k) with (c, k + s) for all k. Its
-Laplacian falls into m Hermitian b x b blocks, one for each frequency (a voltage lift, see Gross
-and Tucker, Topological Graph Theory, 1987), so that symmetric graphs are judged fast and a small
-space holds very good ones.
+A candidate is a graph with a cyclic symmetry of order m (m = 1: any graph). It has n = b·m nodes
+(a, k), a < b, k < m, and edge *orbits* (a, c, s), which join (a, k) with (c, k + s) for all k. Its
+Laplacian splits into m Hermitian b x b blocks, one for each frequency (a voltage lift, see Gross
+and Tucker, Topological Graph Theory, 1987). Symmetric graphs can therefore be judged fast, and
+their small search space contains very good ones.
 
-The judged numbers are λ_2, the least Laplacian eigenvalue but one, and λ_max. A move replaces
-orbits by others. For m = 1 moves are screened: to first order an edge ij adds (v_i − v_j)² to the
-eigenvalue of v, so the Fiedler vector tells which edges lift λ_2, and the top one which spare
-λ_max. Neighbouring eigenvalues count with exponentially falling weights, because symmetric graphs
-have multiple ones.
+Candidates are judged by λ_2, the smallest Laplacian eigenvalue but one, and λ_max. A move replaces
+orbits by others. For m = 1, moves are screened first: to first order, an edge ij adds (v_i − v_j)²
+to the eigenvalue of v, so the Fiedler vector shows which edges raise λ_2, and the top eigenvector
+which edges leave λ_max low. Neighbouring eigenvalues are included with exponentially decreasing
+weights, because symmetric graphs have multiple eigenvalues.
 
-Processors' eigenvalues, logarithms and sums differ in their last bits. So whatever decides is first
-rounded to multiples of GRAIN, equals go by a stated order, a draw is made whether it is needed or
-not, and of eigenvectors only sums over whole eigenspaces count, which no basis of theirs changes.
+Eigenvalues, logarithms and sums differ between processors in their last bits. To make the result
+independent of the processor, every number that decides is first rounded to multiples of GRAIN, ties
+are broken in a fixed order, and a random number is drawn even if it is not needed. Eigenvectors are
+used only in sums over whole eigenspaces, which do not depend on the choice of a basis.
 """
 
 import math
@@ -29,26 +30,27 @@ from mpigossip.graphs.base import GraphError, checked_seed
 
 Orbit = tuple[int, int, int]
 Move = tuple[list[Orbit], list[Orbit]]
-"""Orbits to be removed, orbits to be added."""
+"""Orbits to remove, and orbits to add."""
 
 GRAIN = 2.0**-30
-"""Scores are rounded to multiples of this, about 1e-9: far above a processor's rounding error, far
-below what matters; a power of two, so that neither decimal nor short binary fractions lie on the
-border of two multiples."""
+"""Unit to multiples of which scores are rounded, about 1e-9. It is far above the rounding error of
+a processor and far below relevant differences. It is a power of two, so that neither decimal nor
+short binary fractions lie on the border between two multiples.
+"""
 
 CONNECTED = 1e-9
-"""Least λ_2 of a graph that counts as connected."""
+"""Smallest λ_2 of a graph that counts as connected."""
 
 NARROW = 1e-6
-"""Least width of the weights of neighbouring eigenvalues, far above their rounding error."""
+"""Smallest width of the weights of neighbouring eigenvalues, far above their rounding error."""
 
 SAMPLE = 48
-"""Moves that are screened for each one that is judged."""
+"""Number of moves that are screened for each one that is judged."""
 
 
 @dataclass
 class Budget:
-    """Limits of a search, in seconds or judged graphs, and what it has found so far."""
+    """Limits of a search, in seconds or judged graphs, and how much of them is used."""
 
     seconds: float | None
     evaluations: int | None
@@ -67,25 +69,28 @@ class Budget:
         return time.monotonic() - self.started
 
     def spent(self) -> float:
-        """Part of the budget that is used up; the search ends at 1."""
+        """Return the used fraction of the budget; the search ends at 1."""
         by_time = self.elapsed / self.seconds if self.seconds else 0.0
         by_count = self.used / self.evaluations if self.evaluations else 0.0
         return max(by_time, by_count)
 
 
 def grained(x: Any) -> Any:
-    """A number or array rounded to multiples of GRAIN, exactly."""
+    """Return a number or array, rounded to multiples of GRAIN."""
     return np.rint(x / GRAIN) * GRAIN
 
 
 def generator(seed: int) -> np.random.Generator:
-    """The random numbers of a search; GraphError where the seed is no integer ≥ 0."""
+    """Return the random number generator of a search.
+
+    :raises GraphError: if the seed is not an integer ≥ 0
+    """
     return np.random.default_rng(checked_seed(seed, "a search"))
 
 
 @dataclass(frozen=True)
 class Task:
-    """Task of a search: n nodes, most neighbours, most edges, rule of the weights."""
+    """Task of a search: number of nodes, largest degree and number of edges, rule of weights."""
 
     n: int
     degree: int
@@ -93,18 +98,18 @@ class Task:
     weights: str
 
     def exact(self, low: float, high: float) -> float:
-        """The number to be maximised: r = λ_2/λ_max, or 1 − ρ for weights that are given."""
+        """Return the number to maximize: r = λ_2/λ_max for "laplacian", otherwise 1 − ρ."""
         if low <= CONNECTED:
             return 0.0
         return low / high if self.weights == "laplacian" else 1.0 - max(1.0 - low, high - 1.0)
 
     def score(self, low: float, high: float) -> float:
-        """The same, grained: what graphs are compared by."""
+        """Return the number to maximize, rounded, by which graphs are compared."""
         return float(grained(self.exact(low, high)))
 
 
 class CandidateGraph:
-    """A graph with a cyclic symmetry of order m, as a set of edge orbits."""
+    """Graph with a cyclic symmetry of order m, as a set of edge orbits."""
 
     def __init__(self, task: Task, m: int) -> None:
         self.task = task
@@ -120,17 +125,17 @@ class CandidateGraph:
         self.blocks = np.zeros((m // 2 + 1, self.b, self.b), self.phases.dtype)
 
     def canonical(self, a: int, c: int, s: int) -> Orbit:
-        """The one name of an orbit that has two."""
+        """Return the unique name of an orbit, of its two possible ones."""
         s %= self.m
         back = -s % self.m
         return (a, c, s) if a < c or (a == c and s <= back) else (c, a, back)
 
     def _count(self, orbit: Orbit, sign: int) -> None:
-        """Carry an orbit into, or out of, the counts and the Laplacian's blocks."""
+        """Add an orbit to the counts and the blocks of the Laplacian, or subtract it."""
         a, c, s = orbit
-        half = a == c and 2 * s == self.m  # its shift is its own inverse: m/2 edges only
+        half = a == c and 2 * s == self.m  # its shift is its own inverse, so it has only m/2 edges
         self.size += sign * (self.m // 2 if half else self.m)
-        if self.m == 1:  # the same in scalars, as it is done most often
+        if self.m == 1:  # the same with scalars, because this case is the most frequent
             matrix = self.blocks[0]
             matrix[a, c] = matrix[c, a] = -(sign > 0)
             ends = [a, c]
@@ -147,7 +152,7 @@ class CandidateGraph:
         return self.size <= self.task.edges and max(self.degrees) <= self.task.degree
 
     def add(self, orbit: Orbit) -> bool:
-        """Add an orbit unless it is a loop or there already; tells whether it was added."""
+        """Add an orbit unless it is a loop or already present; return whether it was added."""
         if orbit in self.place or (orbit[0] == orbit[1] and orbit[2] == 0):
             return False
         self.place[orbit] = len(self.orbits)
@@ -156,7 +161,7 @@ class CandidateGraph:
         return True
 
     def remove(self, orbit: Orbit) -> None:
-        """Take an orbit out; the last one takes its place."""
+        """Remove an orbit; the last one of the list takes its position."""
         at = self.place.pop(orbit)
         last = self.orbits.pop()
         if last != orbit:
@@ -165,7 +170,7 @@ class CandidateGraph:
         self._count(orbit, -1)
 
     def apply(self, move: Move) -> bool:
-        """Carry a move out, or leave the graph as it was and return False if it isn't allowed."""
+        """Apply a move; if it is not allowed, leave the graph unchanged and return False."""
         removed, added = move
         for orbit in removed:
             self.remove(orbit)
@@ -183,7 +188,7 @@ class CandidateGraph:
         return False
 
     def edges(self) -> list[tuple[int, int]]:
-        """The undirected edges of the whole graph, node (a, k) being a·m + k."""
+        """Return the undirected edges of the whole graph; node (a, k) has number a·m + k."""
         found = set()
         for a, c, s in self.orbits:
             for k in range(self.m):
@@ -193,7 +198,7 @@ class CandidateGraph:
         return sorted(found)
 
     def laplacian(self) -> np.ndarray:
-        """The blocks of the weighted Laplacian, (m//2 + 1, b, b); real for m ≤ 2."""
+        """Return the blocks of the weighted Laplacian, (m//2 + 1, b, b); real for m ≤ 2."""
         least = min(self.degrees)
         most = max(self.degrees)
         if self.task.weights == "laplacian":
@@ -204,13 +209,13 @@ class CandidateGraph:
         weights = 1.0 / (1 + np.maximum(degrees[:, None], degrees[None, :]))
         blocks = self.blocks * weights
         diagonal = np.arange(self.b)
-        # every row of the block of frequency 0 sums to zero, loops and all
+        # Every row of the block of frequency 0 has to sum to zero, including loops.
         shift = blocks[0].sum(axis=1).real
         blocks[:, diagonal, diagonal] -= shift
         return blocks
 
     def extremes(self) -> tuple[float, float]:
-        """λ_2 and λ_max."""
+        """Return λ_2 and λ_max."""
         values = np.linalg.eigvalsh(self.laplacian())
         low = values[0, 1] if self.b > 1 else np.inf
         if self.m > 1:
@@ -219,10 +224,14 @@ class CandidateGraph:
 
 
 def fill(plan: CandidateGraph, rng: np.random.Generator, most: int = 2, tries: int = 2000) -> None:
-    """Add random orbits, first where degrees are least, as long as the budgets allow it.
+    """Add random orbits within the limits, preferably at nodes of small degree.
 
-    Without symmetry (m = 1) it starts from a balanced tree of degree `most`, so that the graph is
-    connected: a random path for 2, a star for n − 1.
+    Without symmetry (m = 1), it starts from a balanced tree, so that the graph is connected.
+
+    :param plan: candidate to add to
+    :param rng: random number generator
+    :param most: degree of the tree: 2 gives a random path, n − 1 a star
+    :param tries: number of failed attempts in a row after which it ends
     """
     if plan.m == 1:
         order = rng.permutation(plan.b).tolist()
@@ -240,7 +249,7 @@ def fill(plan: CandidateGraph, rng: np.random.Generator, most: int = 2, tries: i
 
 
 def random_move(plan: CandidateGraph, rng: np.random.Generator) -> Move | None:
-    """A swap of two orbits' ends, a new shift, or an orbit put elsewhere."""
+    """Return a random move: exchange ends of two orbits, change a shift, or move an orbit."""
     orbits = plan.orbits
     m = plan.m
     kind = rng.random()
@@ -262,34 +271,36 @@ def random_move(plan: CandidateGraph, rng: np.random.Generator) -> Move | None:
 
 
 class Screen:
-    """First-order change of the score by each edge, for a plan without symmetry (m = 1)."""
+    """First-order change of the score by each edge, for a candidate without symmetry (m = 1)."""
 
     def __init__(self, plan: CandidateGraph) -> None:
         values, vectors = np.linalg.eigh(plan.laplacian()[0])
         low = values[1]
         high = values[-1]
-        # the floor keeps rounding errors out of a graph in parts, where λ_2 = 0
+        # The lower limit prevents division by rounding errors if λ_2 = 0.
         width = max(0.1 * low, NARROW)
         rises = self._change(values - low, vectors, skip=1, width=width)
         tops = self._change(high - values, vectors, skip=0, width=width)
         if plan.task.weights == "laplacian":
             self.gain = (rises - low / high * tops) / high
         else:
-            # either end may bind: the one that is nearer to it counts more
+            # Either end of the spectrum may determine ρ; the closer one counts more.
             binding = 1.0 / (1.0 + np.exp(np.clip((low + high - 2.0) / 0.05, -50, 50)))
             self.gain = binding * rises - (1.0 - binding) * tops
         self.taken = np.eye(plan.b, dtype=bool)
-        self.orbits = list(plan.orbits)  # the plan's own list changes its order with each trial
+        # This is a copy, because each trial changes the order of the candidate's list.
+        self.orbits = list(plan.orbits)
         self.ends = np.array(self.orbits, np.int64)[:, :2]
         self.taken[self.ends[:, 0], self.ends[:, 1]] = True
         self.taken[self.ends[:, 1], self.ends[:, 0]] = True
 
     @staticmethod
     def _change(gaps: np.ndarray, vectors: np.ndarray, skip: int, width: float) -> np.ndarray:
-        """Σ_k p_k (v_ki − v_kj)² with p_k ~ exp(−gap_k/width), the first `skip` in no sum of p.
+        """Return Σ_k p_k (v_ki − v_kj)², (b, b), with p_k ~ exp(−gap_k/width).
 
-        The constant vector (skip = 1) adds nothing to differences, and where λ_2 = 0 it can't be
-        told from its equals: so no vector is left out.
+        The sum by which p is normalized leaves out the first `skip` vectors, but the result
+        includes them: the constant vector (skip = 1) adds nothing to differences, and if λ_2 = 0 it
+        cannot be distinguished from the others of its eigenspace.
         """
         p = np.exp(-np.clip(gaps / width, 0.0, 50.0))
         product = (vectors * (p / p[skip:].sum())) @ vectors.T
@@ -297,7 +308,10 @@ class Screen:
         return square[:, None] + square[None, :] - 2 * product
 
     def move(self, plan: CandidateGraph, rng: np.random.Generator, heat: float) -> Move | None:
-        """The most promising of a sample of moves, up to noise of the size `heat`; the first."""
+        """Return the most promising move of a sample, up to noise of size `heat`.
+
+        Of equal moves, it is the first. The result is None if no move of the sample is allowed.
+        """
         degrees = np.array(plan.degrees)
         free = (degrees < plan.task.degree).sum() > 1 and rng.random() < 0.5
         i, others, new, legal = (self._puts if free else self._swaps)(plan, degrees, rng)
@@ -314,7 +328,7 @@ class Screen:
         return [self.orbits[gone[best]] for gone in (i, *others)], added
 
     def _swaps(self, plan: CandidateGraph, degrees: np.ndarray, rng: np.random.Generator) -> tuple:
-        """Edges ac and ef become af and ec: all degrees stay."""
+        """Sample moves that replace edges ac and ef by af and ec, so that all degrees stay."""
         i, j = rng.integers(len(self.ends), size=(2, SAMPLE))
         (a, c), (e, f) = self.ends[i].T, self.ends[j].T
         flip = rng.random(SAMPLE) < 0.5
@@ -322,7 +336,10 @@ class Screen:
         return i, (j,), ((a, f), (e, c)), i != j
 
     def _puts(self, plan: CandidateGraph, degrees: np.ndarray, rng: np.random.Generator) -> tuple:
-        """Edge ac becomes any xy whose ends have a degree to spare, those of ac included."""
+        """Sample moves that replace edge ac by an edge xy whose ends have spare degree.
+
+        The degrees that the removal of ac frees are taken into account.
+        """
         i = rng.integers(len(self.ends), size=SAMPLE)
         x, y = rng.integers(plan.b, size=(2, SAMPLE))
         a, c = self.ends[i].T
@@ -341,9 +358,15 @@ def anneal(
     heat: tuple[float, float],
     found: Callable[[CandidateGraph, float], None],
 ) -> None:
-    """Anneal a plan until `until` of the budget is spent, cooling from heat[0] to heat[1].
+    """Anneal a candidate until a fraction of the budget is spent.
 
-    `found(plan, score)` is called for each judged plan that is accepted; an equal one always is.
+    :param plan: candidate, changed in place
+    :param rng: random number generator
+    :param budget: budget of the search
+    :param until: fraction of the budget at which it ends
+    :param heat: temperatures at the start and at the end
+    :param found: function that is called as found(plan, score) for each accepted candidate.
+        Candidates with an equal score are always accepted
     """
     current = plan.task.score(*plan.extremes())
     found(plan, current)
@@ -361,7 +384,7 @@ def anneal(
         if move is None or not plan.apply(move):
             continue
         score = plan.task.score(*plan.extremes())
-        # drawn in any case: else one comparison would shift all random numbers to come
+        # Always draw; otherwise one comparison would shift all later random numbers.
         if rng.random() < math.exp(min(0.0, (score - current) / temperature)):
             current = score
             screen = None

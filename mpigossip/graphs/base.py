@@ -214,12 +214,12 @@ class Graph:
 
     @property
     def doubly_stochastic(self) -> bool:
-        """Whether rows and columns sum to one in every round, so that the mean is preserved."""
+        """Return whether rows and columns sum to one in every round, so that the mean is preserved."""
         return {"row-stochastic", "column-stochastic"} <= self.facts
 
     @cached_property
     def complete(self) -> bool:
-        """Whether every round is known to be the exact average, W = 11ᵀ/n."""
+        """Return whether every round is known to be the exact average, W = 11ᵀ/n."""
         edges = self.n * (self.n - 1)
         known = self.doubly_stochastic and isinstance(self.schedule, Cycle | Shuffled)
         return known and all(

@@ -1,8 +1,9 @@
-"""Graphs with lost links and absent nodes: each round reweighted so that its sums stay one.
+"""Graphs with lost links and absent nodes: each round is reweighted so that its sums stay one.
 
-What a lost link would have carried stays with who would have had it, so that every round keeps
-what the graph promises: of a doubly stochastic one rows and columns still sum to one, and the mean
-of the nodes stays. Everything follows from (seed, round).
+The weight of a lost link is given to the own weight of the node that would have used it, so that
+each round keeps the properties of the graph. In particular, rows and columns of a doubly stochastic
+graph still sum to one, and the mean of the nodes is preserved. Everything is determined by (seed,
+round).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from mpigossip.graphs.rounds import TOLERANCE, Round, Sparse
 
 
 def least_rounds(share: float) -> float:
-    """Return the mean number of rounds off of a thing that is drawn independently each round."""
+    """Return the mean number of rounds off of an item that is drawn independently in each round."""
     return 1 / (1 - share) if share < 1 else math.inf
 
 
 def _check(share: float, rounds: float, names: tuple[str, str]) -> None:
-    """Raise GraphError for fewer rounds than any chain of this share has."""
+    """Raise GraphError if ``rounds`` is smaller than is possible for a chain with this share."""
     if rounds and not rounds >= (least := least_rounds(share)):
         raise GraphError(
             f"{names[1]} = {rounds:g}: must be at least 1/(1 - {names[0]}) = {least:.6g}, or 0 for "
@@ -35,11 +36,12 @@ def _check(share: float, rounds: float, names: tuple[str, str]) -> None:
 
 @dataclass(frozen=True)
 class OnOff:
-    """Things of which each is off in a share of the rounds, for ``rounds`` on the average.
+    """Items of which each is off in a fraction of the rounds, for ``rounds`` in a row on average.
 
-    A chain of two states: with probability r a thing is drawn anew (off with probability
-    ``share``), else it stays. Off it stays 1/(r (1 − share)) rounds; 0 means r = 1, drawn anew each
-    round. GraphError for fewer rounds than that, 1/(1 − share).
+    Each item is a Markov chain of two states: with probability r it is drawn anew, and is then off
+    with probability ``share``; otherwise it keeps its state. It stays off for 1/(r (1 − share))
+    rounds on average. ``rounds`` = 0 means r = 1: drawn anew in each round. Fewer rounds than 1/(1
+    − share) raise GraphError.
     """
 
     share: float
@@ -53,11 +55,11 @@ class OnOff:
 
     @property
     def anew(self) -> float:
-        """The probability r."""
+        """Probability r that an item is drawn anew in a round."""
         return 1 / (self.rounds * (1 - self.share)) if self.rounds else 1.0
 
     def off(self, t: int) -> np.ndarray:
-        """Return which are off in round t: bool (count,)."""
+        """Return which items are off in round t: bool (count,)."""
         if not self.share:
             return np.zeros(self.count, bool)
         before = self._latest.get(t - 1)
@@ -75,19 +77,19 @@ class OnOff:
         return off
 
     def _drawn(self, t: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which are drawn anew in a round (in the first, all), and their new states."""
+        """Return which items are drawn anew in round t (all in round 0), and their new states."""
         anew, state = random_words((*self.key, t), 2 * self.count).reshape(2, -1) / 2.0**64
         return (anew < self.anew) | (t == 0), state < self.share
 
 
 @dataclass(frozen=True)
 class Links:
-    """Lost links and absent nodes as a function of (seed, round) alone.
+    """Lost links and absent nodes, determined by (seed, round) alone.
 
-    ``lost``: share of the rounds in which a link, both ways, carries nothing, ``lost_rounds`` in a
-    row on the average (0: independent). ``away``, ``away_rounds``: the same of nodes and all their
-    links. ``ticks``: nodes take part where their Poisson clocks tick, so often a round on the
-    average; 0: always.
+    ``lost`` is the fraction of rounds in which a link carries nothing in both directions, for
+    ``lost_rounds`` in a row on average (0: independently). ``away`` and ``away_rounds`` are the
+    same for nodes with all their links. If ``ticks`` is not 0, a node takes part only in rounds in
+    which its Poisson clock ticks; ``ticks`` is the mean number of ticks per round.
     """
 
     n: int
@@ -103,7 +105,7 @@ class Links:
         _check(self.away, self.away_rounds, ("away", "away_rounds"))
 
     def alive(self, t: int) -> np.ndarray:
-        """Between which nodes something travels in round t: bool (n, n), symmetric."""
+        """Return which pairs of nodes can exchange in round t: bool (n, n), symmetric."""
         pairs, nodes, clocks = _chains(self)
         alive = np.ones((self.n, self.n), bool)
         upper = np.triu_indices(self.n, 1)
@@ -127,17 +129,17 @@ def _chains(links: Links) -> tuple[OnOff, OnOff, OnOff]:
 
 @dataclass(frozen=True)
 class Faulty:
-    """The rounds of a graph, each reweighted for its lost links."""
+    """Rounds of a graph, each reweighted for its lost links."""
 
     of: Graph
     links: Links
     change: Callable[[Round], Round] = lambda r: r
-    """of a round before it is reweighted"""
+    """Change of a round that is applied before it is reweighted."""
     period = None
 
     @property
     def rounds(self) -> tuple[Round, ...]:
-        """The graph's own, and the first few reweighted ones."""
+        """Rounds of the graph itself, followed by the first few reweighted ones."""
         own = tuple(map(self.change, self.of.schedule.rounds))
         return (*own, *(self.at(t) for t in range(SAMPLED_ROUNDS)))
 
@@ -145,7 +147,7 @@ class Faulty:
         return _round_at(self, t)
 
     def mapped(self, change: Callable[[Round], Round]) -> Faulty:
-        """The same with each round changed before it is reweighted."""
+        """Return the schedule with ``change`` applied to each round before it is reweighted."""
         return replace(self, change=lambda r: change(self.change(r)))
 
 
@@ -156,7 +158,7 @@ def _round_at(faulty: Faulty, t: int) -> Round:
 
 
 def faulty(graph: Graph, links: Links) -> Graph:
-    """The graph with its links lost now and then."""
+    """Return the graph with lost links and absent nodes as in ``links``."""
     named = {k: v for k, v in vars(links).items() if v and k not in ("n", "seed")}
     options = (*graph.options, *named.items())
     schedule = cast("Any", Faulty(graph, links))
@@ -164,11 +166,16 @@ def faulty(graph: Graph, links: Links) -> Graph:
 
 
 def without_lost_links(whole: Round, alive: np.ndarray, facts: frozenset[str]) -> Round:
-    """A round without the dead links, that keeps which of its sums are one.
+    """Return a round without the dead links, in which the same sums are one as before.
 
-    Doubly stochastic: W is a sum of circles of nodes that hand on the same weight; one with a dead
-    link in it is left out, and its nodes keep their own. Two nodes that exchange are a circle of
-    two. Else a receiver keeps more of its own, or (column-stochastic) a sender.
+    If W is doubly stochastic, it is a sum of circles of nodes that pass on the same weight. A
+    circle with a dead link is removed, and its nodes keep that weight themselves; two nodes that
+    exchange are a circle of two. Otherwise, the receiver keeps the weight of a dead link, or the
+    sender if W is column-stochastic.
+
+    :param whole: round with all links
+    :param alive: pairs of nodes that can exchange, bool (n, n)
+    :param facts: facts of the graph
     """
     w = whole.matrix()
     n = len(w)
@@ -194,9 +201,10 @@ def without_lost_links(whole: Round, alive: np.ndarray, facts: frozenset[str]) -
 
 @lru_cache(maxsize=64)
 def _circles(whole: Round) -> list[tuple[np.ndarray, float]]:
-    """Circles of nodes, each taking from the next, and their weights: W off its diagonal.
+    """Split W without its diagonal into circles of nodes and their weights.
 
-    Pairs that exchange come first; the rest is walked until a node is met again.
+    Each node of a circle receives from the next. Pairs that exchange come first. The rest is found
+    by walks that end when they meet a node again.
     """
     left = whole.matrix()
     np.fill_diagonal(left, 0.0)

@@ -1,7 +1,8 @@
-"""Renumber a graph so that few messages cross between racks.
+"""Renumber the nodes of a graph so that few messages cross between racks.
 
-Ranks of one rack are near each other; edges inside a rack are cheap, edges between racks dear.
-The graph is renumbered, so that rank i stays node i: W'[i, j] = W[place i, place j].
+Ranks in the same rack are close to each other: edges inside a rack are cheap, edges between racks
+are expensive. Rank i stays node i, and the graph is renumbered: W'[i, j] = W[place i, place j],
+where a place is a node of the given graph.
 """
 
 from collections.abc import Hashable, Sequence
@@ -14,16 +15,20 @@ from mpigossip.graphs.rounds import Round, Sparse
 from mpigossip.graphs.weights import as_sparse, links
 
 WORK = 1 << 28
-"""Entries of n x n tables that the swaps may look at."""
+"""Number of elements of n x n tables that all swaps together may examine."""
 
 
 def usage(graph: Graph) -> np.ndarray:
-    """Number of messages that i receives from j in a period (or the sampled rounds), (n, n)."""
+    """Return [i, j], the number of messages from j to i in a period or the sampled rounds."""
     return links(graph).toarray().T
 
 
 def cross_rack_fraction(graph: Graph, racks: Sequence[Hashable]) -> float:
-    """The share of a graph's messages that leave their rack; ``racks``: one for each node."""
+    """Return the fraction of a graph's messages that leave their rack.
+
+    :param graph: graph over the ranks
+    :param racks: rack of each node
+    """
     counts = usage(graph)
     label = _labels(racks, graph.n)
     total = counts.sum()
@@ -33,20 +38,23 @@ def cross_rack_fraction(graph: Graph, racks: Sequence[Hashable]) -> float:
 def renumber_for_racks(
     graph: Graph, racks: Sequence[Hashable], order: Sequence[int] | None = None
 ) -> Graph:
-    """The graph renumbered for ranks in these racks, by :func:`places_for`."""
+    """Return the graph renumbered for ranks in these racks, by :func:`places_for`."""
     return renumbered(graph, places_for(graph, racks, order))
 
 
 def places_for(
     graph: Graph, racks: Sequence[Hashable], order: Sequence[int] | None = None
 ) -> np.ndarray:
-    """Return the place of each rank, for ranks in these racks, (n,).
+    """Return the place of each rank, (n,), so that few messages cross between racks.
 
-    It takes several arrays (n, n) of float64, so one rank computes it for all of them.
+    From two starting points, the ranks' own numbers and ``order``, places are swapped as long as
+    that reduces the number of messages between racks; the better result is taken. A graph that is
+    drawn in each round is left as it is, because all of its places are equivalent. The function
+    allocates several arrays (n, n) of float64, so one rank should compute the result for all.
 
-    From two beginnings, the ranks' own numbers and their ``order`` (of racks, unless given),
-    places are swapped as long as that takes messages off the edges between racks; the better end
-    is taken. A graph that is drawn anew each round is left as it is: no place in it is better.
+    :param graph: graph to renumber
+    :param racks: rack of each rank
+    :param order: order of the ranks for the second starting point; None: by rack
     """
     label = _labels(racks, graph.n)
     if isinstance(graph.schedule, Drawn) or graph.n < 3:
@@ -63,7 +71,7 @@ def _crossing(counts: np.ndarray, rack_of: np.ndarray) -> float:
 
 
 def _labels(racks: Sequence[Hashable], n: int) -> np.ndarray:
-    """A number for each node's rack, in the order in which racks come first, (n,)."""
+    """Return a number for the rack of each node, in order of first occurrence, (n,)."""
     if len(racks) != n:
         raise GraphError(f"{len(racks)} racks are named for {n} nodes; name one for each")
     numbers = {rack: k for k, rack in enumerate(dict.fromkeys(racks))}
@@ -71,12 +79,12 @@ def _labels(racks: Sequence[Hashable], n: int) -> np.ndarray:
 
 
 def _improved(counts: np.ndarray, label: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Swap the places of two ranks while that lowers the messages between racks."""
+    """Swap the places of two ranks as long as this reduces the messages between racks."""
     n = len(places)
-    rack_of = np.empty(n, np.int64)  # of a place
+    rack_of = np.empty(n, np.int64)  # rack of each place
     rack_of[places] = label
     for _ in range(max(1, WORK // n**2)):
-        # what place p would have inside rack q: messages to places of q
+        # messages that place p would keep inside rack q: those to places of q
         inside = counts @ (rack_of[:, None] == np.arange(label.max() + 1)[None, :])
         stays = inside[np.arange(n), rack_of]
         gain = inside[:, rack_of] + inside[:, rack_of].T - stays[:, None] - stays[None, :]
@@ -86,7 +94,7 @@ def _improved(counts: np.ndarray, label: np.ndarray, places: np.ndarray) -> np.n
         if gain[p, q] <= 1e-9:
             break
         rack_of[[p, q]] = rack_of[[q, p]]
-    # the ranks of a rack take its places in their own order
+    # the ranks of a rack get its places in ascending order
     places = places.copy()
     for rack in range(int(label.max()) + 1):
         mine = np.flatnonzero(label == rack)
@@ -95,7 +103,7 @@ def _improved(counts: np.ndarray, label: np.ndarray, places: np.ndarray) -> np.n
 
 
 def renumbered(graph: Graph, places: Sequence[int] | np.ndarray) -> Graph:
-    """The graph in which node i has the place ``places[i]`` of the given one."""
+    """Return the graph whose node i is node ``places[i]`` of the given graph."""
     where = np.asarray(places, np.int64)
     if np.array_equal(where, np.arange(graph.n)):
         return graph

@@ -1,9 +1,9 @@
-"""Optimal topology search: the graph that averages fastest within a degree or edge budget.
+"""Topology search: the graph that averages fastest within a limit on degree or edges.
 
-The objective of Jameel, Jawed, Schmidt-Thieme (Optimal Topology Search for Fast Model Averaging
-in Decentralized Parallel SGD, PAKDD 2020), as far as it is known to us: local search for the
-graph whose Laplacian weights mix fastest, that is the largest r = λ_{n−1}/λ_1 (ρ(W − J) =
-(1−r)/(1+r)). The way of searching is our own: see `annealing.py`.
+The objective is that of Jameel, Jawed, Schmidt-Thieme (Optimal Topology Search for Fast Model
+Averaging in Decentralized Parallel SGD, PAKDD 2020), as far as we know it: local search for the
+graph whose Laplacian weights mix fastest, that is with the largest r = λ_{n−1}/λ_1, where ρ(W − J)
+= (1−r)/(1+r). The search method is our own: see `annealing.py`.
 """
 
 import json
@@ -20,23 +20,25 @@ from mpigossip.graphs.base import Graph, GraphError
 from mpigossip.graphs.weights import undirected
 
 WEIGHTS = ("laplacian", "metropolis-hastings", "max-degree")
-"""Weights that a search can judge by."""
+"""Rules of weights for which a search can optimize."""
 
 HOT = 0.02
 COLD = 0.0005
-"""Temperatures of annealing, in units of the score."""
+"""Temperatures at the start (HOT) and at the end of annealing, in units of the score."""
 
 Progress = Callable[[float, float, int], None]
-"""progress(part of the budget spent, best score, graphs judged), about twice a second."""
+"""progress(used fraction of the budget, best score, number of judged graphs), about twice
+a second.
+"""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search: edges, how good they are, and how they were found.
+    """Result of a search: the edges, their quality, and how they were found.
 
-    `score` is r = λ_{n−1}/λ_1 for Laplacian weights and 1 − ρ(W − J) for others; `spectrum` the
-    eigenvalues of the (unweighted) Laplacian, ascending; `history` rows of (seconds, graphs
-    judged, score) at each improvement.
+    `score` is r = λ_{n−1}/λ_1 for Laplacian weights, and 1 − ρ(W − J) for others. `spectrum` holds
+    the eigenvalues of the unweighted Laplacian, ascending. `history` has a row (seconds, judged
+    graphs, score) for each improvement.
     """
 
     n: int
@@ -53,13 +55,13 @@ class SearchResult:
     interrupted: bool = False
 
     def graph(self) -> Graph:
-        """The graph with the weights that were searched for."""
+        """Return the graph, with the weights that the search optimized for."""
         return undirected(self.n, self.edges, self.weights).renamed("searched")
 
 
 @dataclass
 class _Best:
-    """The best plan so far, its history, and the reports on it."""
+    """Best candidate so far, with its history and the reports of progress."""
 
     task: Task
     budget: Budget
@@ -70,9 +72,9 @@ class _Best:
     told: float = -1.0
 
     def found(self, plan: CandidateGraph | list[tuple[int, int]], score: float) -> None:
-        """Keep a plan (or edges) that beats the best by more than a grain; of equals, the first."""
+        """Keep a candidate that beats the best score by more than one grain."""
         if score > self.score + 1.5 * GRAIN:
-            # edges first: an interrupt in between leaves a score that they have at least
+            # Set the edges first: after an interrupt in between, they are no worse than the score.
             self.edges = plan.edges() if isinstance(plan, CandidateGraph) else plan
             self.score = float(score)
             self.history.append((self.budget.elapsed, self.budget.used, float(score)))
@@ -89,7 +91,10 @@ class _Best:
 
 
 def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Task:
-    """The checked task; GraphError names what can't be."""
+    """Return the checked task of a search.
+
+    :raises GraphError: if no graph fits these limits
+    """
     if n < 2:
         raise GraphError(f"a search needs at least 2 nodes, got {n}")
     if degree is None and edges is None:
@@ -125,13 +130,20 @@ def search(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """The best connected graph of n nodes found within the budgets.
+    """Search for the connected graph of n nodes that averages fastest, within limits.
 
-    degree: most neighbours of a node; edges: most edges (either or both). weights: "laplacian"
-    maximises r, others minimise ρ(W − J) for their W. It ends after so many `seconds` (60 if
-    neither limit is given) or graphs judged (`evaluations`; with this limit alone the edges
-    depend on the seed only, not on the processor). Ctrl-C ends it early with the best so far.
-    Raises GraphError for budgets that no connected graph fits.
+    Ctrl-C ends the search early with the best graph so far.
+
+    :param n: number of nodes
+    :param degree: largest number of neighbours of a node; None: no limit
+    :param edges: largest number of edges; None: no limit. At least one of the two has to be given
+    :param weights: "laplacian": maximize r; other rules: minimize ρ(W − J) for their W
+    :param seconds: time after which the search ends; None: 60 if ``evaluations`` is None, too
+    :param evaluations: number of judged graphs after which the search ends. With this limit alone,
+        the result depends on the seed only, not on the processor
+    :param seed: seed of all random numbers
+    :param progress: function that is called about twice a second
+    :raises GraphError: if no connected graph fits the limits
     """
     task = task_of(n, degree, edges, weights)
     if seconds is None and evaluations is None:
@@ -171,7 +183,11 @@ def _result(task: Task, best: _Best, seed: int, interrupted: bool) -> SearchResu
 
 
 def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> None:
-    """Circulants, then annealing without symmetry, with each cyclic symmetry, without, a polish."""
+    """Search circulants, then anneal without symmetry and with each cyclic symmetry.
+
+    The candidates without symmetry are annealed before and after those with one. A last annealing
+    at low temperature polishes the best graph.
+    """
     n = task.n
     path = CandidateGraph(task, 1)
     tree = CandidateGraph(task, 1)
@@ -197,7 +213,7 @@ def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> N
 
 
 def _plan(task: Task, edges: list[tuple[int, int]]) -> CandidateGraph:
-    """The plan without symmetry of these edges."""
+    """Return the candidate without symmetry that has these edges."""
     plan = CandidateGraph(task, 1)
     for i, j in edges:
         plan.add((i, j, 0))
@@ -205,7 +221,7 @@ def _plan(task: Task, edges: list[tuple[int, int]]) -> CandidateGraph:
 
 
 def _size(n: int, jumps: tuple[int, ...]) -> int:
-    """Edges of the circulant graph with neighbours at ± each jump."""
+    """Return the number of edges of the circulant graph with neighbours at ± each jump."""
     return sum(n // 2 if 2 * jump == n else n for jump in jumps)
 
 
@@ -215,10 +231,10 @@ def _circulant_edges(n: int, jumps: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _jump_sets(n: int, degree: int) -> Iterable[tuple[int, ...]]:
-    """Sets of jumps 1 … n/2 that make a circulant graph of this degree, one of each kind at least.
+    """Return sets of jumps 1 … n/2, at least one for each circulant graph of this degree.
 
-    Multiplying all jumps by a unit modulo n gives the same graph under another numbering, so
-    that one jump may be taken to divide n.
+    Multiplying all jumps by a unit modulo n renumbers the same graph, so one jump can be assumed to
+    divide n.
     """
     halves, odd = divmod(degree, 2)
     half = (n // 2,) if odd and n % 2 == 0 else ()
@@ -235,7 +251,7 @@ def _jump_sets(n: int, degree: int) -> Iterable[tuple[int, ...]]:
 
 
 def _circulants(task: Task, sets: Iterable[tuple[int, ...]]) -> Iterable[tuple[tuple, float]]:
-    """Scores of circulant graphs: λ_k = Σ_jumps (2 − 2 cos(2πk·jump/n)), a Fourier sum."""
+    """Return the scores of circulant graphs, with λ_k = Σ_jumps (2 − 2 cos(2πk·jump/n))."""
     n = task.n
     waves = 1.0 - np.cos(2 * np.pi / n * (np.outer(np.arange(n // 2 + 1), np.arange(1, n)) % n))
     for jumps in sets:
@@ -254,10 +270,15 @@ def search_circulants(
     limit: int = 2_000_000,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """The best of all circulant graphs of n nodes, a degree and at most so many edges.
+    """Search all circulant graphs of n nodes and a degree for the one that averages fastest.
 
-    All are tried. Raises GraphError where there are more than about `limit` sets of jumps, and
-    where none is connected within the budget.
+    :param n: number of nodes
+    :param degree: number of neighbours
+    :param edges: largest number of edges; None: no limit
+    :param weights: as in :func:`search`
+    :param limit: number of sets of jumps above which the search is refused
+    :param progress: function that is called about twice a second
+    :raises GraphError: if there are more sets of jumps than ``limit``, or no graph is connected
     """
     task = task_of(n, degree, edges, weights)
     if task.degree % 2 and n % 2:
@@ -285,7 +306,7 @@ def search_circulants(
 
 
 def save(found: SearchResult, path: str | Path) -> Path:
-    """Write a search's result as JSON; whole or not at all."""
+    """Write the result of a search as JSON, either completely or not at all."""
     from mpigossip.store import StoreError, hdf5
 
     path = Path(path)
@@ -299,7 +320,7 @@ def save(found: SearchResult, path: str | Path) -> Path:
 
 
 def check_target(path: Path) -> None:
-    """GraphError where `save` can't write a result: before the search, not after it."""
+    """Raise GraphError if `save` could not write to ``path``; call it before a search."""
     if path.suffix != ".json":
         raise GraphError(f'"{path}": a graph is saved as JSON; name it .json')
     if not path.parent.is_dir():

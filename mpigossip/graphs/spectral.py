@@ -1,8 +1,8 @@
 """Averaging speed of a graph: spectral gap, consensus rate, rounds to the exact average.
 
-Circulant rounds are treated by FFT (they commute, so products of matrices are products of
-eigenvalues); other graphs densely while n is small, and by scipy's iterations above.
-J = 11ᵀ/n throughout, and Π W = W(t−1) … W(1) W(0).
+Circulant rounds commute, so the eigenvalues of their product are products of eigenvalues, which the
+FFT computes. Other graphs are treated as dense matrices for small n, and by iterative methods of
+scipy for larger n. Throughout, J = 11ᵀ/n and Π W = W(t−1) … W(1) W(0).
 """
 
 import math
@@ -18,36 +18,42 @@ from mpigossip.graphs.rounds import Circulant, Round
 from mpigossip.graphs.weights import as_sparse, links
 
 LARGE = 512
-"""Nodes above which a run doesn't compute its graph's gap: that takes a while."""
+"""Number of nodes above which a run does not compute the gap of its graph, because it
+takes long.
+"""
 
 DENSE = 1024
-"""Largest n for which non-circulant products are formed as dense matrices; for a gap twice that."""
+"""Largest n for which products of non-circulant rounds are computed as dense matrices; for a gap,
+twice that.
+"""
 
 COLUMNS = 32
-"""Columns from which the effective number of neighbours is estimated for large n."""
+"""Number of columns from which the effective number of neighbours is estimated for large n."""
 
 EXACT = 1e-12
 BEFORE = 1e-3
-"""‖Π W − J‖ at most after the round that makes a product the exact average, and at least before
-it: only an exact round divides it by 1e9, and a product that decays passes between the two."""
+"""Limits by which an exact product is recognized. ‖Π W − J‖ is at most EXACT after the round that
+makes the product the exact average, and at least BEFORE in front of it. Only an exact round divides
+the norm by 1e9; a product that converges gradually has values between the limits.
+"""
 
 VANISHED = 1e-12
-"""Spectral radius that can't be told from zero."""
+"""Spectral radius below which it cannot be distinguished from zero."""
 
 
 def horizon(graph: Graph) -> int:
-    """Rounds of one period; ⌈log2 n⌉ (at least 1) for graphs that are drawn."""
+    """Return the number of rounds of a period; for drawn graphs ⌈log2 n⌉, at least 1."""
     return graph.period or max(1, rounds_needed(graph.n))
 
 
 def _circulants(product: list[Round]) -> list[Circulant]:
-    """The rounds if all of them are circulant, else none."""
+    """Return the rounds if all of them are circulant, otherwise an empty list."""
     found = [r for r in product if isinstance(r, Circulant)]
     return found if len(found) == len(product) else []
 
 
 def _largest(product: list[Circulant]) -> float:
-    """ρ(Π W − J) = ‖Π W − J‖_2 of circulant rounds: the largest eigenvalue but the mean's."""
+    """Return ρ(Π W − J) = ‖Π W − J‖_2 of circulant rounds: the largest |λ| but the mean's."""
     values = np.prod([r.eigenvalues()[1:] for r in product], axis=0)
     return float(np.abs(values).max(initial=0.0))
 
@@ -57,7 +63,10 @@ def _rounds(graph: Graph, count: int, start: int = 0) -> list[Round]:
 
 
 def eigenvalues(graph: Graph, t: int = 0) -> np.ndarray:
-    """All n eigenvalues of W(t), complex, by falling modulus; exactly real if W is symmetric."""
+    """Return all n eigenvalues of W(t), complex, by falling modulus.
+
+    If W is symmetric, their imaginary parts are exactly zero.
+    """
     r = graph.round(t)
     if isinstance(r, Circulant):
         values = r.eigenvalues()
@@ -70,7 +79,7 @@ def eigenvalues(graph: Graph, t: int = 0) -> np.ndarray:
 
 
 def spectral_gap(graph: Graph) -> float:
-    """1 − ρ(W − J) for a static graph: 1 for the complete graph, 0 for a disconnected one."""
+    """Return 1 − ρ(W − J) of a static graph: 1 if it is complete, 0 if it is disconnected."""
     if graph.period != 1:
         raise GraphError(
             f'graph "{graph.name}" varies with the round and has no spectral gap; '
@@ -80,10 +89,13 @@ def spectral_gap(graph: Graph) -> float:
 
 
 def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
-    """Factor by which a round shrinks disagreement in the long run; 0 if exact in finite time.
+    """Return the factor by which a round reduces disagreement in the long run; 0 if exact.
 
-    ρ(Π W − J)^(1/period) for a periodic graph. For a drawn one ‖Π W − J‖_2^(1/rounds) over so
-    many rounds (four horizons unless told), an estimate from its seed.
+    For a periodic graph, this is ρ(Π W − J)^(1/period), which is 0 if the graph is exact in finite
+    time. For a drawn graph, it is the estimate ‖Π W − J‖_2^(1/rounds), which depends on its seed.
+
+    :param graph: graph
+    :param rounds: number of rounds of the estimate; None: four times the :func:`horizon`
     """
     if graph.n == 1:
         return 0.0
@@ -91,13 +103,13 @@ def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
         many = rounds or 4 * horizon(graph)
         size = residue(graph, many)
         return 0.0 if size < VANISHED else size ** (1 / many)
-    # ρ of a nilpotent product shows as a root of the rounding error: tiny means zero
+    # The computed ρ of a nilpotent product is a root of the rounding error: tiny means zero.
     radius = _radius(_rounds(graph, graph.period))
     return 0.0 if radius < VANISHED else float(radius ** (1 / graph.period))
 
 
 def _radius(product: list[Round]) -> float:
-    """ρ(Π W − J) of rounds."""
+    """Return ρ(Π W − J) of the rounds."""
     if circulants := _circulants(product):
         return _largest(circulants)
     if _exact_after(product) is not None:
@@ -119,7 +131,7 @@ def _applied(product: list[Round], x: np.ndarray) -> np.ndarray:
 
 
 def _radius_symmetric(r: Round) -> float:
-    """ρ(W − J) of one large symmetric round: its eigenvalues next to 1 and to −1."""
+    """Return ρ(W − J) of a large symmetric round, from its eigenvalues closest to 1 and to −1."""
     from scipy.sparse import csc_array, diags_array
     from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 
@@ -129,14 +141,14 @@ def _radius_symmetric(r: Round) -> float:
     common = {"v0": np.random.default_rng(0).standard_normal(r.n), "return_eigenvectors": False}
     try:
         top = eigsh(matrix, k=2, which="LA", ncv=48, maxiter=20, tol=1e-9, **common)
-    except ArpackNoConvergence:  # a small gap: inversion is quick then, as few edges fill in
+    except ArpackNoConvergence:  # small gap: inversion is fast, as few edges fill in
         top = eigsh(matrix, k=2, sigma=1.0 + 1e-5, **common)
     low = eigsh(matrix, k=1, which="SA", tol=1e-6, **common)
     return float(max(top.min(), abs(low[0])))
 
 
 def _radius_arnoldi(product: list[Round]) -> float:
-    """ρ(Π W − J) of large rounds, by Arnoldi iteration."""
+    """Return ρ(Π W − J) of large rounds, computed by Arnoldi iteration."""
     from scipy.sparse.linalg import LinearOperator, eigs
 
     n = product[0].n
@@ -148,10 +160,11 @@ def _radius_arnoldi(product: list[Round]) -> float:
 
 
 def unreached(graph: Graph) -> tuple[int, int] | None:
-    """Return nodes (j, i) such that what j sends never reaches i; None if the graph is connected.
+    """Return nodes (j, i) such that no message from j ever reaches i; None if there are none.
 
-    Messages travel along the edges of all rounds of a period; with rounds that are drawn without
-    end, along those of the first few. Connected means strongly connected if edges are directed.
+    Messages travel along the edges of all rounds of a period; in an endless drawn graph, along
+    those of the first few rounds. If edges are directed, None means that the graph is strongly
+    connected.
     """
     rounds = list(graph.schedule.rounds)
     if circulants := _circulants(rounds):
@@ -169,12 +182,17 @@ def unreached(graph: Graph) -> tuple[int, int] | None:
 
 
 def residue(graph: Graph, rounds: int | None = None, start: int = 0) -> float:
-    """‖W(start+rounds−1) … W(start) − J‖_2; one period (horizon, if drawn) unless told."""
+    """Return ‖W(start+rounds−1) … W(start) − J‖_2.
+
+    :param graph: graph
+    :param rounds: number of rounds; None: the :func:`horizon`
+    :param start: first round
+    """
     return _norm(_rounds(graph, horizon(graph) if rounds is None else rounds, start))
 
 
 def _norm(product: list[Round]) -> float:
-    """‖Π W − J‖_2 of these rounds."""
+    """Return ‖Π W − J‖_2 of the rounds."""
     if not product:
         return 1.0
     if circulants := _circulants(product):
@@ -188,7 +206,7 @@ def _norm(product: list[Round]) -> float:
 
 
 def _norm_iterated(product: list[Round]) -> float:
-    """‖Π W − J‖_2 of large rounds: the square root of the largest eigenvalue of AᵀA."""
+    """Return ‖Π W − J‖_2 of large rounds, the square root of the largest eigenvalue of AᵀA."""
     n = product[0].n
     back = [r.transposed for r in reversed(product)]
 
@@ -198,7 +216,7 @@ def _norm_iterated(product: list[Round]) -> float:
 
     start = np.random.default_rng(0).standard_normal(n)
     seen = np.sqrt(np.linalg.norm(squared(start)) / np.linalg.norm(start))
-    if seen <= EXACT:  # rounding alone, from which nothing converges
+    if seen <= EXACT:  # only rounding errors, from which the iteration would not converge
         return float(seen)
     from scipy.sparse.linalg import LinearOperator, eigsh
 
@@ -208,7 +226,7 @@ def _norm_iterated(product: list[Round]) -> float:
 
 
 def residues(graph: Graph, rounds: int, start: int = 0) -> np.ndarray:
-    """‖Π W − J‖_2 after 0, 1, …, `rounds` rounds, (rounds + 1,): the curve of consensus."""
+    """Return ‖Π W − J‖_2 after 0, 1, …, `rounds` rounds from `start`, (rounds + 1,)."""
     product = _rounds(graph, rounds, start)
     n = graph.n
     sizes = [float(n > 1)]
@@ -228,10 +246,14 @@ def residues(graph: Graph, rounds: int, start: int = 0) -> np.ndarray:
 
 
 def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> int | None:
-    """Fewest rounds from `start` whose product is J; None if not within `limit`.
+    """Return the smallest number of rounds from `start` whose product is J; None if there is none.
 
-    The limit is two periods, or 4 ⌈log2 n⌉ + 4 if that is more; one round for a static graph,
-    which is exact at once or never. See EXACT for how J is told from what only tends to it.
+    EXACT and BEFORE describe how J is distinguished from products that only converge to it.
+
+    :param graph: graph
+    :param start: first round
+    :param limit: largest number of rounds to try; None: two periods, or 4 ⌈log2 n⌉ + 4 if that is
+        more. For a static graph it is one round, because it is exact at once or never
     """
     n = graph.n
     if n == 1:
@@ -245,13 +267,13 @@ def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> i
 
 
 def _first_exact(sizes: np.ndarray) -> int | None:
-    """The first round after which the sizes (rounds + 1,) are those of the exact average."""
+    """Return the first round after which sizes, (rounds + 1,), are those of the exact average."""
     found = np.flatnonzero((sizes[1:] <= EXACT) & (sizes[:-1] >= BEFORE))
     return int(found[0]) + 1 if len(found) else None
 
 
 def _exact_after(product: list[Round]) -> int | None:
-    """The same of rounds tried on random vectors, which they deceive with probability zero."""
+    """Return the same for rounds, tested on random vectors; this fails with probability zero."""
     x = np.random.default_rng(0).standard_normal((product[0].n, 4))
     mean = x.mean(axis=0)
     sizes = [1.0]
@@ -262,9 +284,12 @@ def _exact_after(product: list[Round]) -> int | None:
 
 
 def mean_square_contraction(graph: Graph, rounds: int | None = None) -> float:
-    """λ_max of the mean of (W − J)ᵀ(W − J) over rounds: E‖x − x̄‖² falls by it in the worst case.
+    """Return the largest eigenvalue of the mean of (W − J)ᵀ(W − J) over rounds.
 
-    Over one period, or the given number of rounds of a drawn graph (64 n unless told).
+    It is the worst-case factor by which E‖x − x̄‖² decreases per round.
+
+    :param graph: graph
+    :param rounds: number of rounds; None: one period, or 64 n rounds of a drawn graph
     """
     n = graph.n
     product = _rounds(graph, rounds or graph.period or 64 * n)
@@ -279,14 +304,17 @@ def mean_square_contraction(graph: Graph, rounds: int | None = None) -> float:
 
 
 def effective_neighbours(graph: Graph, gamma: float = 0.951) -> float:
-    """Effective number of neighbours n_W(γ), from 1 (no averaging) to n (W = J).
+    """Return the effective number of neighbours n_W(γ), from 1 (no averaging) to n (W = J).
 
-    n_W(γ) = (1/(1−γ)) / Σ_k γ^k ‖W(s+k) … W(s)‖_F²/n: by how much averaging reduces the variance
-    of a random walk with decay γ. For static symmetric W this is Vogels, Hendrikx and Jaggi
-    (Beyond spectral gap, JMLR 24, 2023): (1/(1−γ)) / (1/n Σ λ_i²/(1 − λ_i² γ)). For sequences the
-    mean over starts s (all of a period, four of a drawn graph) is taken; above 256 nodes, norms
-    of rounds that aren't circulant are estimated from 32 columns. The default γ is their fit to 32
-    workers.
+    n_W(γ) = (1/(1−γ)) / Σ_k γ^k ‖W(s+k) … W(s)‖_F²/n is the factor by which averaging reduces the
+    variance of a random walk with decay γ. For static symmetric W this is the definition of Vogels,
+    Hendrikx and Jaggi (Beyond spectral gap, JMLR 24, 2023): (1/(1−γ)) / (1/n Σ λ_i²/(1 − λ_i² γ)).
+    For sequences, the sum is averaged over starts s: all of a period, at most 16, or four of a
+    drawn graph. Above 256 nodes, norms of rounds that are not circulant are estimated from 32
+    columns.
+
+    :param graph: graph
+    :param gamma: γ in [0, 1); the default is the fit of that paper to 32 nodes
     """
     if not 0.0 <= gamma < 1.0:
         raise GraphError(f"gamma = {gamma} is outside [0, 1)")
@@ -301,7 +329,10 @@ def effective_neighbours(graph: Graph, gamma: float = 0.951) -> float:
 
 
 def _decayed(graph: Graph, start: int, gamma: float) -> float:
-    """Σ_k γ^k ‖W(start+k) … W(start)‖_F²/n; once the product is J, the rest is a geometric sum."""
+    """Return Σ_k γ^k ‖W(start+k) … W(start)‖_F²/n.
+
+    As soon as the product is J, the rest of the sum is a geometric series.
+    """
     total = 0.0
     weight = 1.0
     for square in _squares(graph, start):
@@ -315,7 +346,7 @@ def _decayed(graph: Graph, start: int, gamma: float) -> float:
 
 
 def _squares(graph: Graph, start: int) -> Iterator[float]:
-    """‖W(start+k) … W(start)‖_F²/n for k = 0, 1, and on."""
+    """Yield ‖W(start+k) … W(start)‖_F²/n for k = 0, 1, 2 and so on."""
     n = graph.n
     if _circulants(list(graph.schedule.rounds)):
         spectra = cache(lambda r: r.eigenvalues())

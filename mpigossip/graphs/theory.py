@@ -1,6 +1,7 @@
 """Theory of a graph: transient iterations, rates, lower bounds, messages per round.
 
-Orders of magnitude without constants: they compare graphs and methods, they predict no run.
+All results are orders of magnitude without constants. They compare graphs and algorithms, but do
+not predict a run.
 """
 
 import numpy as np
@@ -10,14 +11,14 @@ from mpigossip.graphs.base import Graph, GraphError
 from mpigossip.graphs.weights import links
 
 NO_GAP = 1e-9
-"""A gap that can't be told from none."""
+"""Gap below which it cannot be distinguished from zero."""
 
 
 def averaging_gap(graph: Graph) -> float:
-    """The gap 1 − ρ to be used in rates: of W if static, of the sequence otherwise.
+    """Return the gap 1 − ρ for use in rates: of W if static, otherwise of the sequence.
 
-    A graph that is exact in R rounds counts as 2/(1+R), which for the one-peer exponential graph
-    is the gap of the static one: they have the same transient order (Ying et al. 2021).
+    A graph that is exact in R rounds counts as 2/(1+R). For the one-peer exponential graph, this is
+    the gap of the static one; both have the same transient order (Ying et al. 2021).
     """
     exact = spectral.rounds_to_exact(graph)
     return _gap(exact, spectral.consensus_rate(graph) if exact is None else 0.0)
@@ -34,21 +35,28 @@ def _transient(n: int, gap: float) -> tuple[float, float]:
 
 
 def transient_iterations(graph: Graph) -> tuple[float, float]:
-    """n³/(1−ρ)² (data alike on all nodes) and n³/(1−ρ)⁴ (not alike); inf without averaging."""
+    """Return n³/(1−ρ)² for equal data on all nodes, and n³/(1−ρ)⁴ for different data.
+
+    Both are inf if the graph does not average.
+    """
     return _transient(graph.n, averaging_gap(graph))
 
 
 def transient_of(
     n: int, gap: float, gossip_share: float = 1.0, global_every: float = float("inf")
 ) -> tuple[float, float]:
-    """n³C² (data alike on all nodes) and n³C²D² (not alike) where only some steps average.
+    """Return n³C² for equal data and n³C²D² for different data, if only some steps average.
 
-    A ``gossip_share`` of the steps is a round of a graph with this averaging gap 1 − ρ, which makes
-    β = 1 − (1−ρ) · share a step; every ``global_every``-th is the exact average, H.
-    C = 1 + β + … + β^(H−1), D = min(H, 1/(1−β)); 0 where every step is the exact average.
-    Chen et al., Accelerating Gossip SGD with Periodic Global Averaging, ICML 2021, from memory; it
-    has the rates of gossip (H = ∞) and of local SGD (no gossip: C = D = H) as its limits. That
-    gossip in a share of the steps counts as a gap smaller by that share is our estimate.
+    C = 1 + β + … + β^(H−1), D = min(H, 1/(1−β)), with β = 1 − (1−ρ) · share per step. Both results
+    are 0 if every step is the exact average. Source: Chen et al., Accelerating Gossip SGD with
+    Periodic Global Averaging, ICML 2021, from memory. The limits are the rates of gossip (H = ∞)
+    and of local SGD (no gossip: C = D = H). Our estimate is that gossip in a fraction of the steps
+    reduces the gap by that fraction.
+
+    :param n: number of nodes
+    :param gap: averaging gap 1 − ρ of the graph
+    :param gossip_share: fraction of the steps that are a round of the graph
+    :param global_every: H, the number of steps from one exact average to the next
     """
     if global_every <= 1 or n == 1:
         return 0.0, 0.0
@@ -84,11 +92,18 @@ def lower_bound(
     batch: int,
     diameter: int | None,
 ) -> float:
-    """ΔLσ²/(nBε⁴) + ΔLD/ε²: iterations that any protocol needs on a graph of diameter D.
+    """Return ΔLσ²/(nBε⁴) + ΔLD/ε², the iterations that any algorithm needs.
 
-    delta Δ: initial gap of the loss; smoothness L; noise σ: deviation of a gradient; epsilon ε:
-    gradient norm asked for; batch B: gradients per node and iteration. Up to a constant; DeFacto
-    attains it. Lu and De Sa, JMLR 24 (2023), theorem 1.
+    The bound holds up to a constant on a graph of diameter D, and DeFacto attains it (Lu and De Sa,
+    JMLR 24, 2023, theorem 1).
+
+    :param delta: Δ, initial gap of the loss
+    :param smoothness: L
+    :param noise: σ, standard deviation of a gradient
+    :param epsilon: ε, norm of the gradient to reach
+    :param n: number of nodes
+    :param batch: B, number of gradients per node and iteration
+    :param diameter: D
     """
     if diameter is None or diameter < 0:
         raise GraphError(f"the bound needs a diameter ≥ 0, got {diameter}: is the graph connected?")
@@ -99,10 +114,18 @@ def lower_bound(
 def gossip_lower_bound(
     delta: float, smoothness: float, noise: float, epsilon: float, n: int, batch: int, lam: float
 ) -> float:
-    """ΔLσ²/(nBε⁴) + ΔL/(ε² √(1−λ)): the same for gossip with one W, λ = max(|λ_2|, |λ_n|) < 1.
+    """Return ΔLσ²/(nBε⁴) + ΔL/(ε² √(1−λ)): the lower bound for gossip with one W.
 
-    Up to a constant; DeTAG attains it up to a logarithm. Lu and De Sa (with their erratum) state
-    it for λ = cos(π/n); Yuan et al. 2022 for all λ in [0, cos(π/n)].
+    It holds up to a constant, and DeTAG attains it up to a logarithm. Lu and De Sa (with their
+    erratum) prove it for λ = cos(π/n); Yuan et al. 2022 for all λ in [0, cos(π/n)].
+
+    :param delta: Δ, as the other parameters in :func:`lower_bound`
+    :param smoothness: L
+    :param noise: σ
+    :param epsilon: ε
+    :param n: number of nodes
+    :param batch: B
+    :param lam: λ = max(|λ_2|, |λ_n|) < 1
     """
     if not 0.0 <= lam < 1.0:
         raise GraphError(f"the gossip bound needs λ in [0, 1), got {lam}: does the graph average?")
@@ -119,8 +142,13 @@ def gradient_floor(
     batch: int,
     diameter: int | None,
 ) -> np.ndarray:
-    """The least E ‖∇f(x̄)‖² after so many steps: :func:`lower_bound` solved for ε²."""
-    once = lower_bound(delta, smoothness, 0.0, 1.0, n, batch, diameter)  # ΔLD
+    """Return the smallest possible E ‖∇f(x̄)‖² after ``steps`` steps.
+
+    This is :func:`lower_bound` solved for ε²; the other parameters are described there.
+    """
+    once = lower_bound(
+        delta, smoothness, 0.0, 1.0, n, batch, diameter
+    )  # ΔLD, because the noise is 0
     noisy = _sample_term(delta, smoothness, noise, 1.0, n, batch)
     steps = np.asarray(steps, float)
     return (once + np.sqrt(once**2 + 4 * steps * noisy)) / (2 * steps)
@@ -135,11 +163,20 @@ def gossip_rate(
     n: int,
     gap: float,
 ) -> np.ndarray:
-    """Rate of D-PSGD: the mean of E ‖∇f(x̄)‖² after so many steps, without constants.
+    """Return the rate of D-PSGD, without constants: the mean of E ‖∇f(x̄)‖² after ``steps`` steps.
 
-    σ √(LΔ/(nT)) + (LΔ (ζ + σ√p)/(pT))^(2/3) + LΔ/(pT), p = 1 − ρ² of the averaging gap 1 − ρ; the
-    first and, with p = 1, the last are parallel SGD's, which has no second: gap = inf. Koloskova
-    et al., A Unified Theory of Decentralized SGD, ICML 2020, theorem 2, from memory.
+    σ √(LΔ/(nT)) + (LΔ (ζ + σ√p)/(pT))^(2/3) + LΔ/(pT), with p = 1 − ρ² for the averaging gap 1 − ρ.
+    The first term and, with p = 1, the last are those of parallel SGD, which has no second term:
+    pass gap = inf. Koloskova et al., A Unified Theory of Decentralized SGD, ICML 2020, theorem 2,
+    from memory.
+
+    :param steps: T, numbers of steps
+    :param delta: Δ, initial gap of the loss
+    :param smoothness: L
+    :param noise: σ, standard deviation of a gradient
+    :param heterogeneity: ζ, deviation of the nodes' gradients
+    :param n: number of nodes
+    :param gap: averaging gap 1 − ρ
     """
     steps = np.asarray(steps, float)
     size = smoothness * delta
@@ -153,11 +190,16 @@ def gossip_rate(
 def quadratic_limit(
     graph: Graph, centre: np.ndarray, curvature: np.ndarray, lr: float, style: str = "atc"
 ) -> np.ndarray:
-    """Limit of D-PSGD without noise on f_i(x) = ½ Σ_k a_ik (x_k − b_ik)²: the x_i, (n, d).
+    """Return the limit x_i, (n, d), of D-PSGD without noise on f_i(x) = ½ Σ_k a_ik (x_k − b_ik)².
 
-    centre b and curvature a: (n, d). The fixed point of one period, at its end: of
-    x ← W(x − lr a(x − b)), style "atc", or x ← W x − lr a(x − b), "awc"; column by column. Raises
-    GraphError where there is no period, or no fixed point is reached.
+    It is the fixed point of one period, at the end of the period, computed for each column.
+
+    :param graph: graph with a period
+    :param centre: b, (n, d)
+    :param curvature: a, (n, d)
+    :param lr: learning rate
+    :param style: "atc": x ← W(x − lr a(x − b)); "awc": x ← W x − lr a(x − b)
+    :raises GraphError: if there is no period, or D-PSGD diverges at this rate
     """
     if graph.period is None or graph.n > spectral.LARGE:
         raise GraphError(f"{graph!r}: a limit needs a period and at most {spectral.LARGE} nodes")
@@ -177,9 +219,10 @@ def quadratic_limit(
 
 
 def diameter(graph: Graph) -> int | None:
-    """Most hops between two nodes along the edges of all rounds; None if some can't be reached.
+    """Return the largest number of hops between two nodes; None if some cannot be reached.
 
-    A message moves from j to i where i receives from j. The rounds of a drawn graph are a sample.
+    A message moves from j to i along the edges of all rounds in which i receives from j. For a
+    drawn graph, a sample of its rounds is used.
     """
     from scipy.sparse import csgraph
 
@@ -188,9 +231,9 @@ def diameter(graph: Graph) -> int | None:
 
 
 def vectors_per_round(graph: Graph) -> float:
-    """Vectors that a node sends in a round, the mean over nodes and the rounds of a period.
+    """Return the number of vectors that a node sends in a round, averaged over nodes and a period.
 
-    The complete graph is counted as the reduce-scatter and all-gather that carry it out.
+    The complete graph is counted as the reduce-scatter and all-gather that implement it.
     """
     if graph.complete:
         return 2 * (graph.n - 1) / graph.n
@@ -198,11 +241,11 @@ def vectors_per_round(graph: Graph) -> float:
 
 
 def describe(graph: Graph) -> dict[str, object]:
-    """All that `mpigossip graph show` says of a graph, as plain numbers; None where undefined."""
+    """Return everything that `mpigossip graph show` prints, as plain numbers; None if undefined."""
     exact = spectral.rounds_to_exact(graph)
     rate = spectral.consensus_rate(graph)
     iid, non_iid = _transient(graph.n, _gap(exact, rate))
-    normal = {"static", "symmetric"} <= graph.facts  # then ‖W − J‖ = ρ(W − J)
+    normal = {"static", "symmetric"} <= graph.facts  # so ‖W − J‖ = ρ(W − J)
     return {
         "name": graph.name,
         "options": dict(graph.options),

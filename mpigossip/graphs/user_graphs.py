@@ -1,9 +1,9 @@
-"""Graphs that a user gives: networkx graphs, matrices, sequences of either, functions, files.
+"""Graphs from users: networkx graphs, matrices, sequences of either, functions, and files.
 
-A file is JSON: {"n": 4, "edges": [[0, 1], …], "weights": "laplacian"}; "rounds": [[[0, 1], …], …]
-instead of "edges" for a sequence, "directed": true for pairs [sender, receiver]. What a search
-saves has more, which reading leaves alone. `.graphml`, `.gml`, `.edgelist` and `.adjlist` are read
-by networkx.
+A graph file is JSON: {"n": 4, "edges": [[0, 1], …], "weights": "laplacian"}. A sequence has
+"rounds": [[[0, 1], …], …] instead of "edges". With "directed": true, pairs are [sender, receiver].
+A saved search result has further keys, which are ignored. networkx reads `.graphml`, `.gml`,
+`.edgelist` and `.adjlist` files.
 """
 
 import json
@@ -25,16 +25,16 @@ from mpigossip.graphs.weights import rule
 NETWORKX = (".graphml", ".gml", ".edgelist", ".adjlist")
 NODES = 1 << 16
 LARGEST = 1 << 26
-"""Most nodes of a graph in a file, and bytes of that."""
+"""Largest number of nodes of a graph in a file (NODES), and largest size of the file in bytes."""
 
 
 def is_network(value: object) -> bool:
-    """Return whether this is a networkx graph (told without importing networkx)."""
+    """Return whether ``value`` is a networkx graph, without importing networkx."""
     return hasattr(value, "is_directed") and hasattr(value, "edges")
 
 
 def _round(network: Any, weights: str | None, order: Sequence[object]) -> Round:
-    """One networkx graph as a round; see `from_networkx`."""
+    """Return one networkx graph as a round; see `from_networkx`."""
     number = {label: i for i, label in enumerate(order)}
     given: dict[tuple[int, int], float | None] = {}
     for u, v, data in network.edges(data=True):
@@ -54,7 +54,7 @@ def _round(network: Any, weights: str | None, order: Sequence[object]) -> Round:
 
 
 def _order(network: Any) -> list[object]:
-    """Nodes 0 … n−1 in that order if these are the labels, else as the network lists them."""
+    """Return nodes labelled 0 … n−1 in that order, and others in the order of the network."""
     labels = list(network.nodes)
     if not labels:
         raise GraphError("a networkx graph without nodes can't be a graph; add one at least")
@@ -62,11 +62,15 @@ def _order(network: Any) -> list[object]:
 
 
 def from_networkx(network: Any, weights: str | None = None, name: str = "networkx") -> Graph:
-    """The static graph of a networkx graph; a directed edge (u, v) means that v receives from u.
+    """Return the static graph of a networkx graph.
 
-    `weights` names a rule (see `weights.WEIGHTS`). Without it edges that all carry the attribute
-    "weight" keep them (own weights fill the rows up to one); others get "metropolis-hastings",
-    directed ones "uniform". Self-loops are left out: the own weight is what remains.
+    Self-loops are ignored, because the own weight is what remains to one.
+
+    :param network: networkx graph; a directed edge (u, v) means that v receives from u
+    :param weights: rule of `weights.WEIGHTS`; None: if all edges have the attribute "weight", these
+        weights, with own weights that make the rows sum to one, and otherwise
+        "metropolis-hastings", or "uniform" for directed graphs
+    :param name: name of the graph in messages
     """
     return static(_round(network, weights, _order(network)), name)
 
@@ -74,7 +78,12 @@ def from_networkx(network: Any, weights: str | None = None, name: str = "network
 def from_sequence(
     items: Sequence[Any], weights: str | None = None, name: str = "sequence"
 ) -> Graph:
-    """The graph that goes in turn through networkx graphs (over the same nodes) or matrices."""
+    """Return the graph that cycles through networkx graphs over the same nodes, or matrices.
+
+    :param items: networkx graphs, or matrices of shape (n, n)
+    :param weights: rule for networkx graphs, as in :func:`from_networkx`
+    :param name: name of the graph in messages
+    """
     items = list(items)
     if not any(is_network(item) for item in items):
         return from_matrices(items, name)
@@ -92,7 +101,7 @@ def from_sequence(
 
 
 def from_value(value: Any) -> Graph:
-    """The graph of networkx graphs or matrices, one or a sequence of either."""
+    """Return the graph of networkx graphs or matrices, one or a sequence of either."""
     if isinstance(value, Graph) or is_network(value):
         return value if isinstance(value, Graph) else from_networkx(value)
     if isinstance(value, Round):
@@ -105,7 +114,10 @@ def from_value(value: Any) -> Graph:
 
 
 def _asked(function: Callable, name: str, options: Mapping[str, Any], **known: int) -> Graph:
-    """Graph of a user's function, called with those ``known`` values that it has parameters for."""
+    """Return the graph of a user's function.
+
+    It is called with the ``options``, and with those ``known`` values that it has parameters for.
+    """
     try:
         return from_value(call_factory(function, known, options))
     except Exception as error:
@@ -114,11 +126,19 @@ def _asked(function: Callable, name: str, options: Mapping[str, Any], **known: i
 
 
 def from_function(function: Any, n: int, seed: int = 0, **options: Any) -> Graph:
-    """The graph of a function, or of the one that "module:function" names.
+    """Return the graph of a function.
 
-    function(n, seed) gives whatever `from_value` takes; with a parameter t it gives round t, and is
-    asked for rounds 0 … period − 1 at once, or, by its name, for each round when its time comes:
-    then ``degree`` states the most in-neighbours that a node has in any round.
+    function(n, seed) may return anything that :func:`from_value` takes. If it has a parameter t, it
+    returns round t. With ``period`` it is called for rounds 0 … period − 1 at once. A function
+    given by its name may be called for each round when it is needed, with the option ``degree``.
+
+    :param function: function, or its name "module:function"
+    :param n: number of nodes
+    :param seed: seed that is passed to the function
+    :param options: options of the function; for a function of t also ``period``, or ``degree``, the
+        largest number of in-neighbours of a node in any round
+    :raises GraphError: if the function fails, returns no graph, or round 0 differs between two
+        calls
     """
     name = function if isinstance(function, str) else getattr(function, "__name__", "function")
     if named := function is name:
@@ -150,7 +170,7 @@ def from_function(function: Any, n: int, seed: int = 0, **options: Any) -> Graph
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The file, which may be somebody else's; GraphError for what it isn't."""
+    """Open a graph file, which need not be trusted; any failure raises GraphError."""
     from mpigossip.store import StoreError, guard
 
     try:
@@ -169,13 +189,16 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
     except StoreError as error:
         raise GraphError(f"graph file {error}") from error
-    except Exception as error:  # each format has errors of its own
+    except Exception as error:  # each format raises different errors
         kind = {".json": "JSON"}.get(path.suffix, path.suffix[1:])
         raise GraphError(f'graph file "{path}" can\'t be read as {kind}: {error}') from error
 
 
 def from_file(path: str | Path) -> Graph:
-    """The graph in a file; its name is "file:PATH". GraphError names what is wrong in it."""
+    """Return the graph in a file, with the name "file:PATH".
+
+    :raises GraphError: if the file cannot be read or its content is wrong
+    """
     path = Path(path)
     name = f"file:{path}"
     if path.suffix in NETWORKX:
@@ -211,7 +234,7 @@ def from_file(path: str | Path) -> Graph:
 
 
 def _edges(edges: Any, n: int, directed: bool, path: Path) -> Sparse:
-    """One round from pairs of nodes."""
+    """Return one round from pairs of nodes."""
     try:
         pairs = np.array(edges)
     except (TypeError, ValueError):
@@ -239,6 +262,7 @@ def _network(path: Path) -> Any:
     with _opened(path) as file:
         network = reader(file)
         number = {label: int(label) for label in network if str(label).isdecimal()}
-        if sorted(number.values()) == [*range(len(network))]:  # texts in most formats: "10" < "2"
+        # Labels are strings in most formats, and sort as such: "10" < "2".
+        if sorted(number.values()) == [*range(len(network))]:
             return networkx.relabel_nodes(network, number)
         return networkx.convert_node_labels_to_integers(network, ordering="sorted")

@@ -1,4 +1,4 @@
-"""Networks by name: mlp, lenet, resnet20, resnet56, resnet50, gpt, or "package.module:factory"."""
+"""Models by name: mlp, lenet, resnet20, resnet56, resnet50, gpt, or "package.module:factory"."""
 
 import math
 import warnings
@@ -30,7 +30,12 @@ Shape = tuple[int, ...]
 
 
 def mlp(shape: Shape, classes: int, *, hidden: tuple[Positive, ...] = (128,)) -> nn.Module:
-    """Fully connected layers of the widths `hidden`, ReLU between them; any (…) input shape."""
+    """Return fully connected layers with ReLU in between, for samples of any shape.
+
+    :param shape: shape of a sample
+    :param classes: number of classes
+    :param hidden: widths of the hidden layers
+    """
     widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for wide, next_wide in zip(widths, widths[1:], strict=False):
@@ -39,10 +44,14 @@ def mlp(shape: Shape, classes: int, *, hidden: tuple[Positive, ...] = (128,)) ->
 
 
 def lenet(shape: Shape, classes: int) -> nn.Module:
-    """LeNet-5 with ReLU and max pooling: two 5x5 convolutions (6, 16), then 120, 84, classes.
+    """Return LeNet-5 with ReLU and max pooling (LeCun et al., Proc. IEEE 86, 1998).
 
-    Input (C, H, W). Images smaller than 32 pixels (28 of MNIST, 8 of the digits) are padded by 2
-    before each convolution, so that H, W >= 4 will do. LeCun et al., Proc. IEEE 86 (1998).
+    It has two 5x5 convolutions with 6 and 16 channels, then layers of 120, 84 and ``classes``
+    units. Images smaller than 32 pixels (28 of MNIST, 8 of the digits) are padded by 2 before each
+    convolution, so that H, W >= 4 is enough.
+
+    :param shape: shape of a sample, (C, H, W)
+    :param classes: number of classes
     """
     channels, height, width = image_shape(shape, "lenet", 4)
     padding = 0 if min(height, width) >= 32 else 2
@@ -64,7 +73,7 @@ def lenet(shape: Shape, classes: int) -> nn.Module:
 
 
 class Point(nn.Module):
-    """A point of a function: a parameter, given back as it is."""
+    """Module whose output is its only parameter, as a point at which a function is minimized."""
 
     def __init__(self, start: Tensor):
         super().__init__()
@@ -75,12 +84,15 @@ class Point(nn.Module):
 
 
 def point(shape: Shape) -> nn.Module:
-    """A point of as many entries as the last dimension of the samples, 0 at first."""
+    """Return a point with as many elements as the last dimension of the samples, initially 0."""
     return Point(torch.zeros(shape[-1]))
 
 
 def factors(shape: Shape, *, rank: Positive = 3, size: AboveZero = 0.3) -> nn.Module:
-    """U (m, rank) over V (k, rank) for samples (m, k), normal numbers of deviation `size`."""
+    """Return the factors U (m, rank) and V (k, rank) of samples (m, k), stacked in one parameter.
+
+    The elements are normal random numbers with standard deviation `size`.
+    """
     return Point(size * torch.randn(sum(shape), rank))
 
 
@@ -94,7 +106,9 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "point": point,
     "factors": factors,
 }
-"""What `model.name` can be; keyword-only parameters are the options of section `[model]`."""
+"""Builder of each name that `model.name` may have; their keyword-only parameters are the options of
+section `[model]`.
+"""
 
 
 def model(
@@ -105,29 +119,35 @@ def model(
     dtype: torch.dtype | None = torch.float32,
     **options: Any,
 ) -> nn.Module:
-    """Return a network for samples of this shape, its parameters drawn from seed.
+    """Return a model for samples of this shape, with parameters initialized from a seed.
 
-    name: one of BUILDERS, or "package.module:factory", which is given the options, and shape and
-    classes where it names them, or where it can't be called without; dtype: of the samples,
-    torch.int64 for tokens. The global random generator is left as it was. The result has been tried
-    on one sample of zeros (of the last token), for scores of all classes; with dtype None it
-    hasn't, and may give anything. Raises JobError for what can't be imported, built or applied to
-    the shape, and for a model whose parameters don't fit into the memory of this host, before that
-    memory is allocated.
+    The global random generator is not changed. The model is tested on one sample of zeros, or of
+    the last token, and has to return scores of all classes.
+
+    :param name: name in BUILDERS, or "package.module:factory". A factory gets the options; it also
+        gets shape and classes if it has parameters of these names, or cannot be called without them
+    :param shape: shape of a sample, without the batch dimension
+    :param classes: number of classes, or of tokens
+    :param seed: seed of the initialization
+    :param dtype: type of the samples, torch.int64 for tokens; None: do not test the model, which
+        may then return anything
+    :param options: options of the model, as in section `[model]`
+    :raises JobError: if the model cannot be imported, built or applied to the shape, or if its
+        parameters do not fit into the memory of this host, before that memory is allocated
     """
     described = _described(name, shape, options)
     memory = host_memory()
     smaller = f"this host has {in_bytes(memory)} of memory: {_smaller(options)}"
-    if name in BUILDERS:  # custom code is called once only
+    if name in BUILDERS:  # custom code is called only once
         with limited(described, memory // 4, MAX_TENSORS, smaller):
             _build_on_meta(name, shape, classes, options)
     with torch.random.fork_rng(devices=()):
-        # Not torch.manual_seed: that would reseed the generators of all GPUs too.
+        # torch.manual_seed would also reseed the generators of all GPUs.
         torch.default_generator.manual_seed(seed)
         with limited(described, memory // 4, math.inf, smaller):
             network = _build(name, shape, classes, options)
         if dtype is not None:
-            # tokens: the last one, which a model made for fewer hasn't
+            # a model for fewer tokens fails on the last token
             value = classes - 1 if dtype == torch.int64 else 0
             _try(network, name, torch.full((1, *shape), value, dtype=dtype), classes)
     return network
@@ -141,11 +161,13 @@ def counted(
     dtype: torch.dtype | None = torch.float32,
     **options: Any,
 ) -> nn.Module:
-    """Return a network whose parameters are only to be counted, with the arguments of `model`.
+    """Return a model whose parameters are only counted; the arguments are those of `model`.
 
-    A large network lies on the meta device: it takes no memory, and hasn't been tried on a sample.
-    Custom code that can't run there makes the network that `model` returns. Raises JobError, too,
-    for more parameters than any host has memory for.
+    A large model is on the meta device: it takes no memory and is not tested on a sample. If custom
+    code cannot run there, the result is that of `model`.
+
+    :raises JobError: as `model`, and if there are more parameters than fit into the memory of any
+        host
     """
     built_in = name in BUILDERS
     parameters, tensors = (MAX_PARAMETERS, MAX_TENSORS) if built_in else (math.inf, math.inf)
@@ -153,7 +175,7 @@ def counted(
     smaller = _smaller(options)
     try:
         with limited(described, parameters, tensors, smaller), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # values that are loaded don't get anywhere
+            warnings.simplefilter("ignore")  # torch warns that loaded values are discarded
             network = _build_on_meta(name, shape, classes, options)
     except JobError:
         if built_in:
@@ -165,13 +187,16 @@ def counted(
 
 
 def _build_on_meta(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) -> nn.Module:
-    """Build a network on the meta device; the global random generator is left as it was."""
+    """Build a model on the meta device, without changing the global random generator."""
     with torch.random.fork_rng(devices=()), on_meta():
         return _build(name, shape, classes, options)
 
 
 def _build(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) -> nn.Module:
-    """Call the builder of this name; JobError if it fails or returns something else."""
+    """Call the builder of this name.
+
+    :raises JobError: if it fails, or does not return a module
+    """
     builder = _factory(name)
     try:
         network = call_factory(builder, {"shape": tuple(shape), "classes": classes}, options)
@@ -190,34 +215,35 @@ def _build(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) ->
 
 
 def _described(name: str, shape: Shape, options: Mapping[str, Any]) -> str:
-    """Describe a model by the settings that decide its size."""
+    """Describe a model by the settings that determine its size."""
     settings = "".join(f", model.{key} = {options[key]}" for key in _sizes(options))
     return f'model.name = "{name}"{settings}, for samples of shape {tuple(shape)},'
 
 
 def _sizes(options: Mapping[str, Any]) -> list[str]:
-    """Return the names of the options that are whole numbers, or several of them."""
+    """Return the names of the options that are integers or lists."""
     return [key for key, value in options.items() if type(value) in (int, tuple, list)]
 
 
 def _smaller(options: Mapping[str, Any]) -> str:
-    """Name the settings that decide the size of a model, as a remedy."""
+    """Return a remedy that names the settings that determine the size of a model."""
     settings = [*(f"model.{key}" for key in _sizes(options)), "the shape of the samples"]
     return f"make {' or '.join(settings)} smaller"
 
 
 def decayed(module: nn.Module) -> set[str]:
-    """Return the parameters that take weight decay when biases and norm parameters are left alone.
+    """Return the names of the parameters that take weight decay if biases and norms are excluded.
 
-    These are the parameters of two or more dimensions: matrices, convolutions, embeddings.
+    These are the parameters with two or more dimensions: matrices, convolutions, embeddings.
     """
     return {name for name, parameter in module.named_parameters() if parameter.ndim > 1}
 
 
 def loss_and_correct(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean cross-entropy in nats and the number of right predictions.
+    """Return the mean cross-entropy in nats and the number of correct predictions.
 
-    outputs: (..., classes), targets: (...) int64; for tokens both have a time axis.
+    :param outputs: scores, (..., classes); for tokens, there is a time axis before the last
+    :param targets: classes, (...) int64
     """
     flat = outputs.flatten(0, -2).float()
     wanted = targets.flatten()
@@ -225,12 +251,12 @@ def loss_and_correct(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scores(outputs: Any) -> Tensor:
-    """The scores that a model gives: a tensor, or in `logits` as models of transformers do."""
+    """Return the scores in the output of a model: a tensor, or its `logits`, as in transformers."""
     return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
 
 
 def _factory(name: str) -> Callable[..., nn.Module]:
-    """Return the builder of this name or the object that it imports."""
+    """Return the builder of this name, or the object that it imports."""
     if name in BUILDERS:
         return BUILDERS[name]
     if is_user_code(name):
@@ -244,7 +270,7 @@ def _factory(name: str) -> Callable[..., nn.Module]:
 
 
 def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
-    """Apply the network to one sample (1, ...) and compare the shape of what comes out."""
+    """Apply the model to one sample (1, ...) and check the shape of its output."""
     shape = tuple(sample.shape[1:])
     tokens = sample.dtype == torch.int64
     what = f"tokens of shape {shape}, 0 … {classes - 1}" if tokens else f"samples of shape {shape}"

@@ -1,4 +1,4 @@
-"""Models on torch's meta device: their parameters are counted before any memory is allocated."""
+"""Models on torch's meta device: their parameters are counted before memory is allocated."""
 
 import contextlib
 import math
@@ -15,19 +15,24 @@ from mpigossip.config import JobError
 from mpigossip.config.readable import format_bytes
 
 MAX_TENSORS = 1 << 13
-"""Largest number of parameter tensors of a built-in model: GPT has 12 for each layer."""
+"""Largest number of parameter tensors of a built-in model; GPT has 12 for each layer."""
 MAX_PARAMETERS = 10**12
 """Largest number of parameters of a built-in model."""
 TRIED_PARAMETERS = 1 << 25
 TRIED_ELEMENTS = 1 << 18
 TRIED_TOKENS = 1 << 10
-"""A larger model, or one for larger samples, is only counted when nothing is to be trained."""
+"""Largest number of parameters of a model, and of elements or tokens of a sample, for which the
+model is tested even if nothing is trained. A larger one is only counted.
+"""
 INITIALIZERS = frozenset(name for name in vars(nn.init) if name.endswith("_") and name[0] != "_")
-"""Names of the functions of torch.nn.init, and of those methods of tensors that they call."""
+"""Names of the functions of torch.nn.init and of the tensor methods that they call."""
 
 
 class _Uninitialized(TorchFunctionMode):
-    """Leave out the initialization of meta tensors: torch imports its compiler for some of it."""
+    """Mode that skips the initialization of meta tensors.
+
+    Part of the initialization would make torch import its compiler.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -42,7 +47,7 @@ class _Uninitialized(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Create tensors of this thread on the meta device, without values or memory."""
+    """Create the tensors of this thread on the meta device, without values or memory."""
     with torch.device("meta"), _Uninitialized():
         yield
 
@@ -51,8 +56,8 @@ def on_meta() -> Iterator[None]:
 def limited(described: str, parameters: float, tensors: float, remedy: str) -> Iterator[None]:
     """Raise JobError as soon as the modules made by this thread have too many parameters.
 
-    :param described: the model, with the settings that decide its size
-    :param parameters: largest number of elements of all parameters
+    :param described: description of the model, with the settings that determine its size
+    :param parameters: largest number of elements of all parameters together
     :param tensors: largest number of parameters
     :param remedy: what to do about a model that is too large
     """
@@ -65,7 +70,7 @@ def limited(described: str, parameters: float, tensors: float, remedy: str) -> I
         if parameter is None or threading.get_ident() != thread:
             return
         if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
-            return  # it has no shape yet
+            return  # has no shape yet
         count += 1
         elements += parameter.numel()
         if count > tensors:
@@ -84,14 +89,8 @@ def limited(described: str, parameters: float, tensors: float, remedy: str) -> I
 
 
 def is_small(module: nn.Module, shape: tuple[int, ...], tokens: bool) -> bool:
-    """Return whether a model may be built and tried on a sample even if nothing is trained.
-
-    The size of a model with lazy modules is not known before it has seen a sample.
-    """
-    parameters = [*module.parameters()]
-    if any(isinstance(one, nn.parameter.UninitializedTensorMixin) for one in parameters):
-        return True
-    size = sum(parameter.numel() for parameter in parameters)
-    return size <= TRIED_PARAMETERS and math.prod(shape) <= (
-        TRIED_TOKENS if tokens else TRIED_ELEMENTS
-    )
+    """Return whether a model may be built and tested on a sample even if nothing is trained."""
+    elements = math.prod(shape)
+    return sum(
+        parameter.numel() for parameter in module.parameters()
+    ) <= TRIED_PARAMETERS and elements <= (TRIED_TOKENS if tokens else TRIED_ELEMENTS)

@@ -1,4 +1,4 @@
-"""Language models on tokens: of the GPT-2 form (Radford et al., 2019), and with later parts."""
+"""Language models on tokens: GPT-2 (Radford et al., 2019), with newer components as options."""
 
 import math
 from typing import Literal
@@ -12,29 +12,34 @@ from mpigossip.config import JobError
 from mpigossip.config.limits import Positive
 
 BASE = 10_000.0
-"""Rotary positions: the longest wave is 2π times as many tokens."""
+"""Base of rotary positions: the longest wavelength is 2π times as many tokens."""
 NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 Turn = tuple[Tensor, Tensor]
-"""Cosines and sines, (T, D/2) each, of the angles by which places turn queries and keys."""
+"""Cosines and sines, (T, D/2) each, of the angles by which positions rotate queries and keys."""
 
 
 def turns(time: int, size: int, device: torch.device) -> Turn:
-    """Angles t · BASE^(−2k/D), k < D/2 (Su et al., 2021), for D = size."""
+    """Return cosines and sines of the angles t · BASE^(−2k/D), k < D/2 (Su et al., 2021).
+
+    :param time: T, number of positions
+    :param size: D, width of a head
+    :param device: device of the result
+    """
     waves = torch.exp(torch.arange(0, size, 2, device=device) * (-math.log(BASE) / size))
     angles = torch.outer(torch.arange(time, device=device, dtype=torch.float32), waves)
     return angles.cos(), angles.sin()
 
 
 def turned(x: Tensor, turn: Turn) -> Tensor:
-    """(…, T, D) with the pairs (x_k, x_{k+D/2}) turned by their place's angles."""
+    """Rotate the pairs (x_k, x_{k+D/2}) of x (…, T, D) by the angles of their positions."""
     cos, sin = (part.to(x.dtype) for part in turn)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Block(nn.Module):
-    """Norm, causal attention, norm, two layers of 4x width; a residual around each half."""
+    """Norm and causal attention, then norm and two layers of 4x width; each half has a residual."""
 
     def __init__(self, width: int, heads: int, norm: str = "layer", bias: bool = True) -> None:
         super().__init__()
@@ -47,7 +52,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias)
 
     def forward(self, x: Tensor, turn: Turn | None = None) -> Tensor:
-        """(B, T, width) to the same."""
+        """Return the output for x; both are of shape (B, T, width)."""
         batch, time, width = x.shape
         split = self.attention(self.norm1(x)).view(batch, time, 3, self.heads, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4)
@@ -60,7 +65,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (B, T) int64 to (B, T, classes); input and output share one embedding matrix."""
+    """Map from tokens (B, T) int64 to scores (B, T, classes).
+
+    One embedding matrix serves both input and output.
+    """
 
     def __init__(
         self,
@@ -84,7 +92,7 @@ class GPT(nn.Module):
         self.norm = NORMS[norm](width)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                # What adds to the residual stream is scaled by 1/√(number of additions).
+                # Layers that add to the residual stream are scaled by 1/√(number of additions).
                 adds = name.endswith(("join.weight", "down.weight"))
                 nn.init.normal_(parameter, 0.0, 0.02 / (math.sqrt(2 * layers) if adds else 1.0))
             elif name.endswith("bias"):
@@ -98,7 +106,7 @@ class GPT(nn.Module):
             x = x + self.places(torch.arange(time, device=device))
         turn = turns(time, self.turned, device) if self.turned else None
         for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():  # nothing in a block is drawn
+            if self.recompute and torch.is_grad_enabled():  # a block draws no random numbers
                 x = checkpoint(block, x, turn, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, turn)
@@ -117,12 +125,23 @@ def gpt(
     bias: bool = True,
     recompute: bool = False,
 ) -> nn.Module:
-    """Causal transformer for samples of (T,) tokens; 0.8 million parameters as it stands.
+    """Return a causal transformer for samples of (T,) tokens.
 
-    ``positions = "rotary"`` turns queries and keys, and has no table of places; ``norm = "rms"``
-    neither centres nor shifts; ``bias``: of the linear layers. ``recompute`` keeps the input of
-    each block alone and computes the rest again during backward: activations of one block in place
-    of all, for a third more work, to the same bits.
+    By default, it has 0.8 million parameters.
+
+    :param shape: shape of a sample, (T,)
+    :param classes: number of tokens
+    :param layers: number of blocks
+    :param heads: number of attention heads
+    :param width: width of the model, a multiple of ``heads``
+    :param positions: "learned": a table of positions; "rotary": rotated queries and keys, without a
+        table
+    :param norm: "layer"; "rms": neither centres nor shifts
+    :param bias: whether the linear layers have a bias
+    :param recompute: keep only the input of each block, and compute the rest again during the
+        backward pass: the memory holds the activations of one block instead of all, for a third
+        more computation, with a bitwise identical result
+    :raises JobError: if samples are not tokens, or ``width`` and ``heads`` do not match
     """
     rotary = positions == "rotary"
     if len(shape) != 1:

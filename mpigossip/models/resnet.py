@@ -10,7 +10,11 @@ Shape = tuple[int, ...]
 
 
 def image_shape(shape: Shape, name: str, smallest: int) -> Shape:
-    """Check that samples are (channels, height, width) of at least smallest x smallest pixels."""
+    """Return ``shape`` after checking it.
+
+    :raises JobError: unless samples are (channels, height, width) of at least ``smallest`` pixels a
+        side
+    """
     if len(shape) != 3 or min(shape[1:]) < smallest:
         raise JobError(
             f'model "{name}" takes images of (channels, height, width) with at least '
@@ -21,7 +25,7 @@ def image_shape(shape: Shape, name: str, smallest: int) -> Shape:
 
 
 class Basic(nn.Module):
-    """Two 3x3 convolutions; the shortcut has no parameters (option A of the paper)."""
+    """Block of two 3x3 convolutions; its shortcut has no parameters (option A of the paper)."""
 
     def __init__(self, wide: int, out: int, stride: int) -> None:
         super().__init__()
@@ -33,7 +37,7 @@ class Basic(nn.Module):
         self.extra = out - wide
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, wide, H, W) to (B, out, H/stride, W/stride)."""
+        """Return the output (B, out, H/stride, W/stride) for x (B, wide, H, W)."""
         y = functional.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         if self.extra or self.stride > 1:
@@ -45,9 +49,9 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 (with the stride), 1x1 to four times the width.
+    """Block of 1x1, 3x3 (with the stride) and 1x1 convolutions, the last to four times the width.
 
-    The last norm's scale begins at 0, so that each block begins as the identity (Goyal et al.,
+    The scale of the last norm starts at 0, so that each block starts as the identity (Goyal et al.,
     2017, section 5.1).
     """
 
@@ -68,26 +72,40 @@ class Bottleneck(nn.Module):
         nn.init.zeros_(self.bn3.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, wide, H, W) to (B, 4 inner, H/stride, W/stride)."""
+        """Return the output (B, 4 inner, H/stride, W/stride) for x (B, wide, H, W)."""
         y = functional.relu(self.bn1(self.conv1(x)))
         y = functional.relu(self.bn2(self.conv2(y)))
         return functional.relu(self.shortcut(x) + self.bn3(self.conv3(y)))
 
 
 def resnet20(shape: Shape, classes: int, *, width: Positive = 16) -> nn.Module:
-    """ResNet-20 for small images, 0.27 million parameters; width: channels of the first stage."""
+    """Return ResNet-20 for small images, with 0.27 million parameters.
+
+    :param shape: shape of a sample, (C, H, W)
+    :param classes: number of classes
+    :param width: number of channels of the first stage
+    """
     return _small("resnet20", shape, classes, 3, width)
 
 
 def resnet56(shape: Shape, classes: int, *, width: Positive = 16) -> nn.Module:
-    """ResNet-56 for small images, 0.86 million parameters; width: channels of the first stage."""
+    """Return ResNet-56 for small images, with 0.86 million parameters.
+
+    :param shape: shape of a sample, (C, H, W)
+    :param classes: number of classes
+    :param width: number of channels of the first stage
+    """
     return _small("resnet56", shape, classes, 9, width)
 
 
 def resnet50(shape: Shape, classes: int, *, width: Positive = 64) -> nn.Module:
-    """ResNet-50 for images of ImageNet's size, 25.6 million parameters at 1,000 classes.
+    """Return ResNet-50 for images of ImageNet's size; 25.6 million parameters with 1,000 classes.
 
-    The stride stands at the 3x3 convolutions; width: channels after the stem.
+    The 3x3 convolutions have the stride.
+
+    :param shape: shape of a sample, (C, H, W)
+    :param classes: number of classes
+    :param width: number of channels after the stem
     """
     channels, _, _ = image_shape(shape, "resnet50", 32)
     layers: list[nn.Module] = [
@@ -106,7 +124,7 @@ def resnet50(shape: Shape, classes: int, *, width: Positive = 64) -> nn.Module:
 
 
 def _small(name: str, shape: Shape, classes: int, blocks: int, width: int) -> nn.Module:
-    """Three stages of basic blocks at full, half and quarter resolution (section 4.2)."""
+    """Return three stages of basic blocks at full, half and quarter resolution (section 4.2)."""
     channels, _, _ = image_shape(shape, name, 4)
     layers: list[nn.Module] = [
         nn.Conv2d(channels, width, 3, 1, 1, bias=False),
@@ -122,7 +140,7 @@ def _small(name: str, shape: Shape, classes: int, blocks: int, width: int) -> nn
 
 
 def _with_head(layers: list[nn.Module], wide: int, classes: int) -> nn.Module:
-    """Add mean over pixels and the last layer; He initialization of convolutions.
+    """Add the mean over pixels and the last layer, and initialize convolutions as He et al. do.
 
     The last layer is drawn with standard deviation 0.01 (Goyal et al., 2017, section 5.1).
     """
