@@ -35,9 +35,7 @@ class Step(NamedTuple):
     """Description of a step as plain values, which is passed to ``send`` and ``receive``."""
 
     index: int  # type: ignore[assignment]
-    """Number of steps since ``init``, from 0; it restarts when the state of the algorithm
-    is reset.
-    """
+    """Number of steps since ``init``, from 0; it restarts when the state is reset."""
     round: int
     """Number of GOSSIP rounds so far: the round t of the graph."""
     kind: ExchangeKind
@@ -50,9 +48,7 @@ class Step(NamedTuple):
     this value and ``counts`` may differ between nodes.
     """
     counts: tuple[int, ...] = ()
-    """Number of local steps that each row has taken since ``init``; empty: ``index`` for
-    every row.
-    """
+    """Number of local steps of each row since ``init``; empty: ``index`` for every row."""
     waits: bool = False
     """Whether this is an exchange of a node that waits between two of its steps: no outer step is
     taken and no phase ends.

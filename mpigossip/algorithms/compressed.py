@@ -59,8 +59,8 @@ class Anchored(NamedTuple):
 def anchored(base: Algorithm) -> Algorithm:
     """Return ``base``, which sends one vector, with GLOBAL rounds that are sent as differences.
 
-    Let a be the last global average (0 before the first). The node sends q_j = C(x½_j − a), where C
-    is the wire. The average is a + (1/n) Σ_j q_j and becomes the new a. The wire thus rounds only
+    Let a be the last global average (0 before the first), and C the wire. The node sends q_j =
+    C(x½_j − a). The average is a + (1/n) Σ_j q_j and becomes the new a. The wire thus rounds only
     the change since the last global average, as in cpsgd and diloco, and not the whole model.
     """
 
@@ -92,8 +92,9 @@ class Feedback(NamedTuple):
 def error_feedback(base: Algorithm) -> Algorithm:
     """Return ``base``, which sends gradients, with error feedback for a biased wire.
 
-    This is EF-SGD (Karimireddy et al., ICML 2019): q = C(g + e) is sent, where C is the wire, and e
-    ← g + e − q is kept for the next step.
+    This is EF-SGD (Karimireddy et al., ICML 2019). With C the wire:
+
+    q = C(g + e) is sent;  e ← g + e − q is kept for the next step.
     """
 
     def send(x, g, state: Feedback, out, step: Step):
@@ -124,8 +125,8 @@ def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
 
     This is CHOCO-SGD (Koloskova et al., ICML 2019). With C the wire and ζ = ``consensus_step``:
 
-    x½ = x − lr · d;  q = C(x½ − x̂) is sent;  x̂ ← x̂ + q;  s ← s + Σ_j W_ij q_j; x ← x½ + ζ (s −
-    x̂).
+    x½ = x − lr · d;  q = C(x½ − x̂) is sent;  x̂ ← x̂ + q;  s ← s + Σ_j W_ij q_j;
+    x ← x½ + ζ (s − x̂).
 
     x̂ and s start as 0. The memory s is correct only for a static W. One vector is sent, in the
     format of the wire. LOCAL steps exchange nothing.

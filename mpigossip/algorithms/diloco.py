@@ -44,8 +44,11 @@ def slowmo(local: Local, *, slow_beta: Decay = 0.5, slow_lr: AboveZero = 1.0) ->
     """Add a slow momentum to local or gossip steps.
 
     This is SlowMo (Wang et al., ICLR 2020). At each GLOBAL step, let x be the average and x₀ the
-    model after the last outer step: u ← β u + (x₀ − x)/lr;  x ← x₀ − α lr u. The state of the local
-    step is kept. One vector is sent.
+    model after the last outer step:
+
+    u ← β u + (x₀ − x)/lr;  x ← x₀ − α lr u.
+
+    The state of the local step is kept. One vector is sent.
 
     Guideline for β: 0.2 with 4 nodes, 0.5 with 8, 0.6 with 16. Slow momentum multiplies the
     effective step by up to 1/(1 − β), in addition to the local momentum. β = 0.5 with a momentum of
@@ -76,22 +79,25 @@ def diloco(
     """Take many local steps, then a Nesterov step along their result.
 
     This is DiLoCo (Douillard et al. 2023). At each GLOBAL step, let x be the average and x₀ the
-    model after the last outer step: Δ = x₀ − x;  u ← β u + Δ;  x ← x₀ − α (Δ + β u). The inner
-    optimizer (AdamW) keeps its state. One vector is sent in ``cadence.period`` steps.
+    model after the last outer step:
+
+    Δ = x₀ − x;  u ← β u + Δ;  x ← x₀ − α (Δ + β u).
+
+    The inner optimizer (AdamW) keeps its state. One vector is sent in ``cadence.period`` steps.
 
     :param local: local step
     :param outer_lr: α
     :param outer_beta: β
     :param eager: use the Δ of :func:`_eager` (arXiv 2502.12996): no node waits for the average,
         which may arrive ``cadence.delay`` steps later
-    :param nodes: number of nodes, for ``eager``; None: that of the graph
+    :param nodes: n, number of nodes, for ``eager``; None: that of the graph
     """
     if eager:
         return _eager(local, outer_lr, outer_beta, nodes or 1)
 
     def update(x, state: Outer, step: Step) -> None:
         state.slow.mul_(outer_beta).add_(state.anchor).sub_(x)
-        # The two lines compute x₀ − α (x₀ − x) − α β u.
+        # The next two lines compute x₀ − α (x₀ − x) − α β u.
         x.sub_(state.anchor).mul_(outer_lr).add_(state.anchor)
         x.add_(state.slow, alpha=-outer_lr * outer_beta)
 
@@ -111,9 +117,13 @@ def _eager(local: Local, outer_lr: float, outer_beta: float, nodes: int) -> Algo
     """Return DiLoCo with eager updates: the own part of Δ is new, the others' part is a period old.
 
     At each GLOBAL step, let x be the model after the local steps and x₀ the model after the node's
-    last outer step. δ = x₀ − x is sent, and the outer step is taken at once: Δ = δ/n + o;  u ← β u
-    + Δ;  x ← x₀ − α (Δ + β u). The received average is for the next outer step: o ← (1/n) Σ_j δ_j −
-    δ/n. o starts as 0.
+    last outer step. δ is sent, and the outer step is taken at once:
+
+    δ = x₀ − x;  Δ = δ/n + o;  u ← β u + Δ;  x ← x₀ − α (Δ + β u).
+
+    The received average is for the next outer step: o starts as 0, and becomes
+
+    o ← (1/n) Σ_j δ_j − δ/n.
     """
 
     def send(x, g, state: Eager, out, step: Step):
@@ -142,9 +152,12 @@ def noloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.5) 
     """Take DiLoCo's outer step with one neighbour, without a collective.
 
     This is NoLoCo (Kolehmainen et al. 2025). At each GOSSIP step, let φ be the model after the
-    node's last outer step, a the outer rate, and ⟨·⟩ the average with the neighbour: m ← μ m + a ⟨x
-    − φ⟩ + a (⟨φ⟩ − φ);  φ ← φ + m;  x ← φ. Since ⟨x − φ⟩ + ⟨φ⟩ = ⟨x⟩, only x is sent; the paper
-    sends two vectors. It needs the cadence "every".
+    node's last outer step, a the outer rate, and ⟨·⟩ the average with the neighbour:
+
+    m ← μ m + a ⟨x − φ⟩ + a (⟨φ⟩ − φ);  φ ← φ + m;  x ← φ.
+
+    Since ⟨x − φ⟩ + ⟨φ⟩ = ⟨x⟩, only x is sent; the paper sends two vectors. It needs the cadence
+    "every".
 
     :param local: local step
     :param outer_lr: a
@@ -164,8 +177,9 @@ def gasloc(
     """Combine gossip, local steps and an outer momentum.
 
     This is GASLoC (2026, arXiv 2606.11081). At each exchange, let θ be the model after the node's
-    last exchange, x the model after the local steps since then, and y' the last y of the node: y =
-    θ + η (x − θ);  θ ← y + α Σ_j W_ij (y_j − y) + γ (y − y');  x ← θ.
+    last exchange, x the model after the local steps since then, and y' the last y of the node:
+
+    y = θ + η (x − θ);  θ ← y + α Σ_j W_ij (y_j − y) + γ (y − y');  x ← θ.
 
     With γ > 0, the rate depends on the square root of the spectral gap instead of the gap. On the
     complete graph, the mean of the nodes follows DiLoCo. One vector is sent.
@@ -217,7 +231,9 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
 
     This is SparseLoCo (2025, arXiv 2508.15706). At each GLOBAL step, let θ be the model after the
     last outer step, equal on all nodes, x the model after the local steps since then, and C the
-    wire: e ← β e + θ − x;  q = C(e) is sent;  e ← e − q;  θ ← θ − α (1/n) Σ_j q_j;  x ← θ.
+    wire:
+
+    e ← β e + θ − x;  q = C(e) is sent;  e ← e − q;  θ ← θ − α (1/n) Σ_j q_j;  x ← θ.
 
     The paper uses the wire "top-k-int2" with ``node.density`` from 0.01 to 0.03. To exchange with
     neighbours only, use ``choco``.

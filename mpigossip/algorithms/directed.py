@@ -19,11 +19,13 @@ class PushSum(NamedTuple):
 def sgp(local: Local) -> Algorithm:
     """Average exactly on directed graphs by stochastic gradient push.
 
-    SGP (Assran et al., ICML 2019): u½ = w x − lr · d;  u ← Σ_j P_ij u½_j;  w ← Σ_j P_ij w_j; x =
-    u/w. The gradient is taken at x, and x is evaluated. The columns of P have to sum to one. w
-    starts as 1, and remains 1 if the rows sum to one, too. Σ u and Σ w are preserved. One vector
-    and one scalar are sent. u½ is computed as x½ + (w − 1) x, which is bitwise identical to x½ if w
-    = 1.
+    SGP (Assran et al., ICML 2019):
+
+    u½ = w x − lr · d;  u ← Σ_j P_ij u½_j;  w ← Σ_j P_ij w_j;  x = u/w.
+
+    The gradient is taken at x, and x is evaluated. The columns of P have to sum to one. w starts as
+    1, and remains 1 if the rows sum to one, too. Σ u and Σ w are preserved. One vector and one
+    scalar are sent. u½ is computed as x½ + (w − 1) x, which is bitwise identical to x½ if w = 1.
     """
 
     def init(x) -> PushSum:
@@ -68,7 +70,7 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
     One vector is sent.
 
     :param local: local step
-    :param nodes: n; None: a placeholder of 2 until the graph, which supplies it, is known
+    :param nodes: n; None: 2, a placeholder until the graph is known
     """
     digits = f"{max((nodes or 2) - 1, 1):b}"
 

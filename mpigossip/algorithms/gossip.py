@@ -71,7 +71,9 @@ def dmsgd(
 ) -> Algorithm:
     """Average both the momentum and the model: DmSGD, algorithm 1 of Ying et al. 2021.
 
-    m½ = β m + g;  x ← Σ_j W_ij (x_j − lr · m½_j);  m ← Σ_j W_ij m½_j. Two vectors are sent.
+    m½ = β m + g;  x ← Σ_j W_ij (x_j − lr · m½_j);  m ← Σ_j W_ij m½_j.
+
+    Two vectors are sent.
 
     :param local: not used, because the momentum is part of the algorithm
     :param beta: β
@@ -98,8 +100,9 @@ def dmsgd(
 def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = False) -> Algorithm:
     """Use a momentum of the change that all nodes make, QG-DmSGD (Lin et al., ICML 2021).
 
-    m = β m̂ + g;  d = m;  x⁺ = Σ_j W_ij (x_j − lr · d_j);  m̂ ← (1 − μ) m̂ + μ (x − x⁺)/lr. The
-    displacement x − x⁺ includes the change by the mixing. One vector is sent.
+    m = β m̂ + g;  d = m;  x⁺ = Σ_j W_ij (x_j − lr · d_j);  m̂ ← (1 − μ) m̂ + μ (x − x⁺)/lr.
+
+    The displacement x − x⁺ includes the change by the mixing. One vector is sent.
 
     :param local: not used, because the momentum is part of the algorithm
     :param beta: β
@@ -126,9 +129,10 @@ def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = Fals
 def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
     """Remove the bias that momentum adds to DmSGD: DecentLaM (Yuan et al., ICCV 2021).
 
-    g̃ = (x − Σ_j W_ij (x_j − lr · g_j))/lr;  m ← β m + g̃;  x ← x − lr · m. W has to be static and
-    symmetric: on a directed one-peer graph the algorithm diverged. All steps have to be of one
-    kind, because the momentum would repeat an average. One vector is sent.
+    g̃ = (x − Σ_j W_ij (x_j − lr · g_j))/lr;  m ← β m + g̃;  x ← x − lr · m.
+
+    W has to be static and symmetric: on a directed one-peer graph the algorithm diverged. All steps
+    have to be of one kind, because the momentum would repeat an average. One vector is sent.
 
     :param local: not used, because the momentum is part of the algorithm
     :param beta: β

@@ -177,10 +177,15 @@ def accumadam(
 ) -> Local:
     """Step by Adam whose moments are updated with the mean of A = ``period`` gradients.
 
-    AccumAdamW (Wang et al., ICLR 2025): s ← s + g/A;  m' = m + (1−β₁) g, v' = v + (1−β₂) g²; d =
-    m̂'/(√v̂' + ε) + λx, with the bias correction of ⌈t/A⌉ steps. At every A-th step, m ← β₁ (m +
-    (1−β₁) s), v ← β₂ (v + (1−β₂) s²), s ← 0. The moments of a node then resemble those of A nodes
-    together.
+    AccumAdamW (Wang et al., ICLR 2025), with the bias correction of ⌈t/A⌉ steps:
+
+    s ← s + g/A;  m' = m + (1−β₁) g, v' = v + (1−β₂) g²;  d = m̂'/(√v̂' + ε) + λx.
+
+    At every A-th step:
+
+    m ← β₁ (m + (1−β₁) s), v ← β₂ (v + (1−β₂) s²), s ← 0.
+
+    The moments of a node then resemble those of A nodes together.
 
     :param decayed: number of columns, counted from the first, that take the decay λ
     :param period: A

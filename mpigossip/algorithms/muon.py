@@ -27,14 +27,15 @@ def muon(
 ) -> Local:
     """Step by Muon (Jordan et al. 2024), and by AdamW for all but the hidden matrices.
 
-    Muon is `torch.optim.Muon`. For matrices that are not embeddings: B ← β B + (1 − β) g;  x ← (1 −
-    lr λ) x − lr s O(g + β (B − g)). O is approximately the nearest orthogonal matrix. All other
-    parameters take AdamW.
+    Muon is `torch.optim.Muon`. It takes all matrices that are not embeddings:
 
-    The state has the two arrays of AdamW; Muon uses the first of them in its columns.
+    B ← β B + (1 − β) g;  x ← (1 − lr λ) x − lr s O(g + β (B − g)).
+
+    O is approximately the nearest orthogonal matrix. All other parameters take AdamW. The state has
+    the two arrays of AdamW; Muon uses the first of them in its columns.
 
     :param decayed: number of columns, counted from the first, that take the decay λ
-    :param layout: parameter layout (`FlatParameters`); required, because the step takes whole
+    :param layout: parameter layout (`FlatParameters`); required for steps, because Muon takes whole
         matrices
     :param beta: β
     :param newton_schulz: number of Newton–Schulz iterations for O, in bfloat16
@@ -42,7 +43,7 @@ def muon(
         optimizers; "original": s = √max(1, rows/columns)
     :param decoupled_decay: λ
     :param adamw_for: names of further matrices that take AdamW, such as those of an output layer,
-        with * and ? as wildcards
+        with "*" and "?" as wildcards
     :param beta1: β₁ of AdamW
     :param beta2: β₂ of AdamW
     :param eps: ε of AdamW

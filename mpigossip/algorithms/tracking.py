@@ -22,9 +22,13 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
     """Repeat the last change of x at each step, which corrects for differing data: D².
 
     D² (Tang et al. 2018) is also known as exact diffusion (Yuan et al., JMLR 24, 2023, algorithm
-    1): ψ⁺ = x − lr · d;  φ = ψ⁺ + x − ψ;  x ← W̄ φ. ψ starts as x. d is the gradient; if ``local``
-    has a momentum, this is EDM. One vector is sent. The rule repeats the change of x by the mixing,
-    too, so it diverges if steps without mixing come in between: all steps have to be of one kind.
+    1):
+
+    ψ⁺ = x − lr · d;  φ = ψ⁺ + x − ψ;  x ← W̄ φ.
+
+    ψ starts as x. d is the gradient; if ``local`` has a momentum, this is EDM. One vector is sent.
+    The rule repeats the change of x by the mixing, too, so it diverges if steps without mixing come
+    in between: all steps have to be of one kind.
 
     :param local: local step
     :param lazy: True: W̄ = (I + W)/2, computed here as ½ (φ + Wφ); False: W̄ = W, which has to be
@@ -72,15 +76,22 @@ def _track(tracker: torch.Tensor, tracked: torch.Tensor, g: torch.Tensor, beta: 
 def dsgt(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
     """Track the mean gradient of all nodes: gradient tracking, DSGT (Pu & Nedić 2021).
 
+    The style "atc" computes
+
+    y½ = y + g − g⁻;  x ← Σ_j W_ij (x_j − lr · y½_j);  y ← Σ_j W_ij y½_j,
+
+    and "awc" computes
+
+    y ← Σ_j W_ij y_j + g − g⁻;  x ← Σ_j W_ij x_j − lr · y.
+
     y and the last gradient g⁻ start as 0. If ``local`` has a momentum, each node applies it to y.
     Two vectors are sent. The adapt-then-combine form of the literature, y ← W (y + g⁺ − g) with g⁺
     at the mixed x, needs two exchanges per step. This form has the same limit and is more stable:
     it converges on a ring with λ_n = −.8, on which the other diverges.
 
     :param local: local step
-    :param style: "atc": y½ = y + g − g⁻;  x ← Σ_j W_ij (x_j − lr · y½_j);  y ← Σ_j W_ij y½_j.
-        "awc": y ← Σ_j W_ij y_j + g − g⁻;  x ← Σ_j W_ij x_j − lr · y; this exchange overlaps with
-        the forward and backward passes
+    :param style: "atc", adapt-then-combine, or "awc", adapt-while-combine, whose exchange overlaps
+        with the forward and backward passes
     """
     return _tracking(local, 0.0, style)
 
@@ -88,8 +99,9 @@ def dsgt(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
 def momentum_tracking(local: Local, *, beta: Decay = 0.9, style: Literal["atc", "awc"] = "awc"):
     """Track the mean momentum of all nodes (Takezawa et al., TMLR 2023).
 
-    u⁺ = β u + g;  y ← Σ_j W_ij y_j + u⁺ − u;  x ← Σ_j W_ij x_j − lr · y. The correction c of the
-    paper is u − y. Two vectors are sent.
+    u⁺ = β u + g;  y ← Σ_j W_ij y_j + u⁺ − u;  x ← Σ_j W_ij x_j − lr · y.
+
+    The correction c of the paper is u − y. Two vectors are sent.
 
     :param local: local step
     :param beta: β; with 0 this is :func:`dsgt`
@@ -163,11 +175,16 @@ def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay =
     """Track gradients with accelerated gossip, DeTAG (Lu & De Sa, JMLR 24, 2023, algorithm 2).
 
     A phase is R = ``phase`` steps in which x does not change. In each step, x̃ and y take one step
-    of accelerated gossip, z_{r+1} = (1 + η) W z_r − η z_{r−1}, and the gradient at x is added to
-    g^k with the factor 1/R. At the end of the phase, x̃ ← x̃ − lr · y;  y ← y + v^k − v^{k−1} with
-    v^k = β v^{k−1} + g^k;  x ← x̃. y and v start as 0. Two vectors are sent, during the forward and
-    backward passes. In the paper's corollary, R = ½ max(log n, log(ς₀² T/(Δ L)))/√(1−λ), where T is
-    the number of phases.
+    of accelerated gossip, and the gradient at x is added to g^k with the factor 1/R:
+
+    z_{r+1} = (1 + η) W z_r − η z_{r−1}.
+
+    At the end of the phase:
+
+    x̃ ← x̃ − lr · y;  y ← y + v^k − v^{k−1} with v^k = β v^{k−1} + g^k;  x ← x̃.
+
+    y and v start as 0. Two vectors are sent, during the forward and backward passes. In the paper's
+    corollary, R = ½ max(log n, log(ς₀² T/(Δ L)))/√(1−λ), where T is the number of phases.
 
     With β > 0 this is DeTAGM (algorithm 4), except that y tracks the newer momentum: taken
     literally, algorithm 4 has v^{k+1} = β v^k + g^k one phase later, and is stable up to half the
@@ -216,11 +233,12 @@ def defacto(local, *, length: Positive | None = None) -> Algorithm:
     """Compute SGD on the joint batch exactly, by factors of the exact average.
 
     DeFacto (Lu & De Sa, JMLR 24, 2023, algorithm 1). A phase has 2R steps. In R LOCAL steps, the
-    gradients at the unchanged x add up, x̃ ← x̃ − lr · g / R. Then R GOSSIP steps apply the factors
-    W_{R−1} … W_0 = J, one period of the graph, x̃ ← W_r x̃. Finally x ← x̃. This is exactly SGD
-    with a batch of n · R gradients. (The listing in the paper subtracts g after the factors, which
-    would leave each node with a different x.) The gradients of the second half are not used, so it
-    is a bound rather than a practical method. One vector is sent.
+    gradients at the unchanged x add up, x̃ ← x̃ − lr · g/R. Then R GOSSIP steps apply the factors
+    W_{R−1} … W_0 = J, one period of the graph, x̃ ← W_r x̃. Finally x ← x̃.
+
+    This is exactly SGD with a batch of n · R gradients. (The listing in the paper subtracts g after
+    the factors, which would leave each node with a different x.) The gradients of the second half
+    are not used, so it is a bound rather than a practical method. One vector is sent.
 
     :param local: not used
     :param length: R; None: the period of the graph

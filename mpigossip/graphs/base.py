@@ -214,7 +214,7 @@ class Graph:
 
     @property
     def doubly_stochastic(self) -> bool:
-        """Return whether rows and columns sum to one in every round, so that the mean is preserved."""
+        """Return whether rows and columns sum to one in every round, which preserves the mean."""
         return {"row-stochastic", "column-stochastic"} <= self.facts
 
     @cached_property

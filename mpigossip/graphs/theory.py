@@ -146,9 +146,7 @@ def gradient_floor(
 
     This is :func:`lower_bound` solved for ε²; the other parameters are described there.
     """
-    once = lower_bound(
-        delta, smoothness, 0.0, 1.0, n, batch, diameter
-    )  # ΔLD, because the noise is 0
+    once = lower_bound(delta, smoothness, 0.0, 1.0, n, batch, diameter)  # ΔLD
     noisy = _sample_term(delta, smoothness, noise, 1.0, n, batch)
     steps = np.asarray(steps, float)
     return (once + np.sqrt(once**2 + 4 * steps * noisy)) / (2 * steps)
