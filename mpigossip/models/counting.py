@@ -89,7 +89,7 @@ def limited(described: str, parameters: float, tensors: float, remedy: str) -> I
 
 
 def is_small(module: nn.Module, shape: tuple[int, ...], tokens: bool) -> bool:
-    """Return whether a model may be built and tested on a sample even if nothing is trained."""
+    """Return whether a model may be built and tried on a sample even if nothing is trained."""
     elements = math.prod(shape)
     return sum(
         parameter.numel() for parameter in module.parameters()
