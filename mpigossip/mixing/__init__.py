@@ -1,4 +1,4 @@
-"""Averaging between nodes: every mixer there is, and the one place that chooses among them."""
+"""Averaging between nodes: the table of all mixers and the function that chooses one of them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ MIXERS = {
     ("synchronous", "survivors"): "synchronous.FaultTolerant",
     ("synchronous", "devices"): "synchronous.Synchronous",
 }
-"""Mixers by what is asked for (`node.mixer`) and by where the nodes are: all in this process, one
-a rank, ranks of which some may be lost, ranks whose slots are GPUs."""
+"""Mixers by the name in `node.mixer` and by where the nodes are: "process": all in this process;
+"ranks": one per rank; "survivors": ranks of which some may fail; "devices": ranks with slots on
+GPUs."""
 
 
 def mixer_class(asked: str, where: str) -> Any:
-    """The class of a mixer, a row of `MIXERS`; its module is loaded only now."""
+    """Return the class of a mixer, an entry of `MIXERS`, and import its module.
+
+    :param asked: name of the mixer, as in `node.mixer`
+    :param where: where the nodes are, as in `MIXERS`
+    :raises ValueError: if `MIXERS` has no such entry
+    """
     if (asked, where) not in MIXERS:
         fitting = ", ".join(f'"{name}"' for name, place in MIXERS if place == where)
         raise ValueError(f'no mixer "{asked}" for {where}; node.mixer may be {fitting}')
@@ -36,7 +42,7 @@ def mixer_class(asked: str, where: str) -> Any:
     except RuntimeError as error:
         if "MPI library" not in str(error):
             raise
-        raise no_mpi(error) from error  # a dry run asks for what trains on ranks
+        raise no_mpi(error) from error  # a dry run may ask for a mixer that needs MPI
 
 
 def open_mixer(
@@ -50,10 +56,11 @@ def open_mixer(
     timeout_s: float = 300.0,
     ages: DelayTable | None = None,
 ) -> Mixer:
-    """The mixer between the ranks of ``world``, or of all nodes here where it has no MPI.
+    """Open the mixer between the ranks of ``world``; collective.
 
-    Collective. ``ages``: the delay table of a simulated asynchronous run. A mixer is given those
-    of the options that its constructor names.
+    If the world has no MPI, the mixer simulates all nodes in this process. ``ages`` is the delay
+    table of a simulated asynchronous run. A mixer receives those of the options that its
+    constructor has as parameters.
     """
     given = {
         "world": world,

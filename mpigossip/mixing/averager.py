@@ -1,4 +1,4 @@
-"""Gossip averaging of arrays: each node's becomes the weighted average of its neighbours'."""
+"""Gossip averaging of arrays: each node's becomes a weighted average of its neighbours' arrays."""
 
 import atexit
 from typing import Any
@@ -22,25 +22,26 @@ TYPES = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
 }
-"""What is averaged, each in its own precision."""
+"""Dtypes that can be averaged, each in its own precision."""
 
 
 class Averager:
-    """Average arrays with neighbours: ``x_i <- Σ_j W(t)[i, j] x_j``; rank i is node i.
+    """Average of arrays with neighbours: ``x_i ← Σ_j W(t)[i, j] x_j``; rank i is node i.
 
-    Each call is the graph's next round::
+    Each call executes the next round of the graph::
 
         with mpigossip.world() as world:
             averager = mpigossip.Averager(world, "one-peer-exponential", like=x)
-            x = averager.average(x)  # this round's neighbours
+            x = averager.average(x)  # with the neighbours of this round
             averager.start(x)  # or in two halves, with work between them
             …
             x = averager.finish()
 
-    Where the graph's rounds multiply to the exact average (one-peer-exponential with n = 2^τ after
-    τ rounds, base-2 … base-5 with any n, complete after one), all nodes hold it then, but for
-    rounding. No gradient of autograd passes. All nodes have to take part in every round, and call
-    several Averagers in one order. `round` counts the rounds.
+    For some graphs, the product of the matrices of consecutive rounds is the exact average:
+    one-peer-exponential with n = 2^τ after τ rounds, base-2 … base-5 with any n, and complete after
+    one round. All nodes then hold this average, except for rounding errors. Autograd does not
+    differentiate through the averages. All nodes have to take part in every round, and have to call
+    several Averagers in the same order. The attribute `round` counts the rounds.
     """
 
     def __init__(
@@ -48,14 +49,15 @@ class Averager:
     ):
         """Allocate the memory of the exchange; collective.
 
-        :param world: of :func:`mpigossip.world`; its ``timeout_s`` limits each wait
-        :param graph: over ``world.size`` nodes: what :func:`mpigossip.graph` takes
-        :param like: a numpy array or torch tensor, float32 or float64, of the shape and on the
-            device of all that will be averaged; its values don't matter
-        :param same_host: "read": neighbours on one host read each other's memory; "put": they
-            exchange as those on different hosts do
-        :param options: ``weights``, ``seed``, ``lazy`` and the graph's own, as in a job
-        :raises JobError: on all ranks, for what can't be averaged or differs between ranks
+        :param world: world of :func:`mpigossip.world`; its ``timeout_s`` limits each wait
+        :param graph: graph of ``world.size`` nodes, as :func:`mpigossip.graph` takes it
+        :param like: numpy array or torch tensor, float32 or float64, with the shape and the device
+            of all arrays that will be averaged; its values are not used
+        :param same_host: "read": neighbours on the same host read each other's memory; "put": they
+            exchange messages like neighbours on different hosts
+        :param options: ``weights``, ``seed``, ``lazy`` and the options of the graph, as in a job
+        :raises JobError: on all ranks, if ``like`` cannot be averaged, or if an argument is invalid
+            or differs between ranks
         """
         with world.raise_together(UserError):
             check_default_device("Averager")
@@ -91,7 +93,8 @@ class Averager:
             self.graph, layout, world, same_host=same_host, timeout_s=world.timeout_s
         )
         self.round = 0
-        """The graph's clock: of the exchange in flight, else of the next."""
+        """Number of the graph's round: that of the exchange in flight, otherwise that of the next
+        one."""
         self._open = False
         self._world = world
         self._every = vars(world).setdefault("averagers", [])
@@ -103,17 +106,19 @@ class Averager:
         world.resources.callback(self.close)
 
     def start(self, x: Any) -> None:
-        """Begin the round's exchange with the values of ``x``; return at once.
+        """Begin the exchange of the round with the values of ``x``; return at once.
 
-        :param x: an array as ``like``; it may be written to before :meth:`finish`
-        :raises JobError: where the last exchange isn't finished, or ``x`` isn't as ``like``
+        :param x: array with the dtype, shape and device of ``like``; it may be changed before
+            :meth:`finish`
+        :raises JobError: if the last exchange has not been finished, or ``x`` does not match
+            ``like``
         """
         mixer = self._ready("start", x)
         if self._open:
             raise JobError(
                 f"start: the exchange of round {self.round} is under way; finish() comes first"
             )
-        if self._ordered < len(self._every):  # once after another one was made
+        if self._ordered < len(self._every):  # check once after another Averager was made
             last = self._world.agree(self._number)
             first = -self._world.agree(-self._number)
             if last != first:
@@ -128,10 +133,11 @@ class Averager:
         self._open = True
 
     def finish(self, out: Any = None) -> Any:
-        """Wait for neighbours, and return the weighted average.
+        """Wait for the neighbours and return the weighted average.
 
-        :param out: the array to write it into; None: a new one
-        :raises WaitTimeoutError: where a neighbour doesn't come within ``world.timeout_s`` seconds
+        :param out: array to write it into; None: a new one
+        :raises JobError: if no exchange has been started, or ``out`` does not match ``like``
+        :raises WaitTimeoutError: if a neighbour does not send within ``world.timeout_s`` seconds
         """
         mixer = self._ready("finish", out=out)
         if not self._open:
@@ -150,9 +156,12 @@ class Averager:
         return self.finish(out)
 
     def mean(self, x: Any, out: Any = None) -> Any:
-        """Return the mean of ``x`` over nodes, bitwise identical on each; collective.
+        """Return the mean of ``x`` over nodes, bitwise identical on all of them; collective.
 
-        It goes into ``out`` or a new array, and does not advance the graph.
+        It does not count as a round of the graph.
+
+        :param x: array with the dtype, shape and device of ``like``
+        :param out: array to write the mean into; None: a new one
         """
         mixer = self._ready("mean", x, out)
         row = torch.zeros(1, *mixer.layout.widths, dtype=TYPES[self._dtype], device=self._device)
@@ -160,7 +169,7 @@ class Averager:
         return self._given(self._shaped(mixer.mean(row)[None]), out)
 
     def close(self) -> None:
-        """Free the memory; collective, and done by the world where it ends."""
+        """Free the memory; collective. The world calls it when it ends."""
         if self._mixer is not None:
             check_process()
         mixer = self._mixer
@@ -170,7 +179,7 @@ class Averager:
                 mixer.close()
 
     def _ready(self, what: str, array: Any = None, out: Any = None) -> Any:
-        """Return the mixer; JobError where this is closed, or an array isn't like the first."""
+        """Return the mixer; raise JobError if it is closed or an array does not match ``like``."""
         check_default_device(f"Averager.{what}()")
         if self._mixer is None:
             raise JobError(f"{what}: this Averager is closed, as its world is; make another")
@@ -211,7 +220,7 @@ class Averager:
 
 
 def _full(array: Any) -> bool:
-    """Return whether all values are in memory, and count."""
+    """Return whether the array holds all of its values in memory, without a mask."""
     if torch.is_tensor(array):
         return array.layout == torch.strided and not array.is_meta
     return not isinstance(array, np.ma.MaskedArray)

@@ -1,4 +1,4 @@
-"""Exact averages over all ranks by messages, summed in rank order: the same bits everywhere."""
+"""Exact averages over all ranks by messages, summed in rank order: bitwise identical everywhere."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,16 +16,17 @@ from mpigossip.mixing.notifications import all_ranks, called, keep_alive, wait_a
 
 AVERAGE = 21
 CUT = 1 << 30
-"""Bytes of one MPI call: longer messages are cut, as many MPIs count elements in 32 bits."""
+"""Largest number of bytes of one MPI call, because many MPIs count elements in 32 bits."""
 SHARE = 1 << 18
-"""Elements that a rank sums at once in an exact average: n times as many are in memory."""
+"""Elements that a rank sums at once in an exact average; n times as many are in memory."""
 
 
 Arrays = Sequence[torch.Tensor]
 ByRank = dict[tuple[int, int], torch.Tensor]
-"""Contiguous arrays by the other rank and the slot."""
+"""Contiguous arrays, with the other rank and the slot as key."""
 Swap = Callable[[ByRank, ByRank], float]
-"""Sends arrays to other ranks and receives theirs; seconds waited."""
+"""Function that sends arrays to other ranks and receives arrays from them; returns seconds waited.
+"""
 
 
 def average(
@@ -39,12 +40,14 @@ def average(
     rooms: Arrays | None = None,
     on: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> float:
-    """``out = (Σ_j own_j) / n`` over n ranks, in rank order; seconds waited.
+    """Compute ``out = (Σ_j own_j) / n`` over n ranks in rank order; return the seconds waited.
 
-    ``own`` and ``out``: for each slot contiguous arrays (p,) of equal dtype. Piece by piece a
-    reduce-scatter (rank r sums chunk r in rank order) and an all-gather: each rank sends
-    2(n−1)/n of the vector, and all ranks hold the same bits. Arrays on GPUs need ``rooms``, n
-    shares there that others may write, and ``on``, the context of a slot's sums.
+    ``own`` and ``out`` hold for each slot a contiguous array (p,), all of the same dtype. They are
+    averaged piece by piece, by a reduce-scatter, in which rank r sums chunk r in rank order, and an
+    all-gather. Each rank sends 2(n − 1)/n of the vector, and the result is bitwise identical on all
+    ranks. Arrays on GPUs need ``rooms``, for each slot an array of n · ``share`` elements on its
+    device into which other ranks may write, and ``on``, a function that returns the context in
+    which a slot's sums are launched.
     """
     waited = 0.0
     peers = [j for j in range(n) if j != rank]
@@ -55,13 +58,13 @@ def average(
     scratch = [room[: n * most].view(n, most) for room in rooms]
     for begin in range(0, count, n * most):
         piece = slice(begin, begin + n * most)
-        # chunk() may give fewer than n parts: the ranks behind them have nothing to sum
+        # chunk() may return fewer than n parts; the ranks after them have nothing to sum
         mine, whole = ([one[piece].chunk(n) for one in arrays] for arrays in (own, out))
         parts = len(mine[0])
         width = mine[0][rank].numel() if rank < parts else 0
         from_all = [(j, s) for s in slots for j in peers if width]
         from_others = [(j, s) for s in slots for j in peers if j < parts]
-        # everyone's chunk `rank` comes here, and this rank's other chunks go to those who sum them
+        # receive chunk `rank` of all ranks, and send each other chunk to the rank that sums it
         sent = {(j, s): mine[s][j] for j, s in from_others}
         waited += swap(sent, {(j, s): scratch[s][j, :width] for j, s in from_all})
         for s in slots if width else ():
@@ -69,7 +72,7 @@ def average(
             with on(s):
                 rows = [term.unsqueeze(0) for term in terms]
                 weighted_sum([1 / n] * n, rows, whole[s][rank].unsqueeze(0))
-        # the sum goes to everyone, and theirs come straight into the result
+        # send the sum to all ranks, and receive their sums directly into the result
         sent = {(j, s): whole[s][rank] for j, s in from_all}
         waited += swap(sent, {(j, s): whole[s][j] for j, s in from_others})
     return waited
@@ -78,7 +81,7 @@ def average(
 def average_message(
     layout: MessageLayout, rank: int, n: int, message: Arrays, result: Arrays, swap: Swap
 ) -> float:
-    """The exact average of messages in host memory, for each slot uint8; seconds waited."""
+    """Average messages in host memory exactly, each uint8 per slot; return the seconds waited."""
     waited = 0.0
     for dtype, part in layout.slot_parts:
         own, out = ([one[part].view(dtype) for one in each] for each in (message, result))
@@ -96,10 +99,12 @@ def average_codes(
     swap: Swap,
     on: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> float:
-    """The exact average of encoded messages: all come to all, and are summed; seconds waited.
+    """Average encoded messages exactly; return the seconds waited.
 
-    For each slot ``own`` codes, uint8, room for ``everyone``'s (n, bytes) by rank, of which this
-    rank's row stays as it is, and what the own ones decode to, ``out``.
+    Each rank sends its encoded message to all others and sums all of them. ``own`` holds for each
+    slot the own encoded message, uint8; ``everyone`` holds for each slot an array (n, bytes) for
+    the messages by rank, in which the own row is not used; ``out`` holds the values to which the
+    own message decodes.
     """
     n = len(everyone[0])
     keys = [(j, s) for s in range(len(own)) for j in range(n) if j != rank]
@@ -112,12 +117,12 @@ def average_codes(
 
 
 def raw(memory: torch.Tensor) -> MPI.buffer:
-    """The bytes of a contiguous array as a buffer for MPI calls, wherever they lie."""
+    """Return the bytes of a contiguous array, on any device, as a buffer for MPI calls."""
     return MPI.buffer.fromaddress(memory.data_ptr(), memory.numel() * memory.element_size())
 
 
 def swap_by_messages(comm: MPI.Comm, timeout_s: float, out: ByRank, into: ByRank) -> float:
-    """Send arrays to other ranks and receive theirs by MPI's messages; seconds waited."""
+    """Send arrays to other ranks and receive theirs by MPI messages; return the seconds waited."""
 
     def late(key: tuple[int, int, int]) -> str:
         return f"global average: {called(comm, key[0])} doesn't answer"
@@ -139,15 +144,22 @@ def swap_by_messages(comm: MPI.Comm, timeout_s: float, out: ByRank, into: ByRank
         waited = wait_all(received, timeout_s, late, comm=comm)
         return waited + wait_all(sent, timeout_s, late, comm=comm)
     except BaseException:
-        keep_alive.append((out, into))  # MPI may still write there
+        keep_alive.append((out, into))  # MPI may still write to these arrays
         raise
 
 
 class RankMixer(Mixer):
-    """What the mixers between ranks have: rank i is node i; exact averages, off the hot path."""
+    """Base class of the mixers between MPI ranks, in which rank i is node i.
+
+    It computes exact averages.
+    """
 
     def __init__(self, graph, layout: MessageLayout, world: World, timeout_s: float):
-        """Collective over ``world``; ``graph.n`` must be its size."""
+        """Duplicate the communicator; collective over ``world``.
+
+        :raises ValueError: if the graph does not have ``world.size`` nodes, or if the vectors of a
+            message with scalars are not a multiple of 8 bytes
+        """
         if graph.n != world.size:
             raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
         odd = [w for w in layout.widths if layout.dtype.itemsize * layout.vectors * w % 8]

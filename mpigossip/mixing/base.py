@@ -1,4 +1,4 @@
-"""Contract of a mixer, the communication backend between nodes; layout of a message."""
+"""Interface of a mixer, the communication backend between nodes, and the layout of a message."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ import torch
 from mpigossip.mixing.wire import FP32, Wire
 
 MessageArrays = list[tuple[torch.Tensor, ...]]
-"""Per slot: the vectors, arrays (rows, p), then the scalars, float64 arrays (rows, 1)."""
+"""For each slot, the vectors, arrays (rows, p), then the scalars, float64 arrays (rows, 1)."""
 
 
 class ExchangeKind(Enum):
-    """What a step exchanges: nothing, with the neighbours of the round, or with all nodes."""
+    """Partners of a step's exchange: none, the neighbours of the round, or all nodes."""
 
     LOCAL = 0
     GOSSIP = 1
@@ -24,12 +24,13 @@ class ExchangeKind(Enum):
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """The message of a node in a round: for each slot ``vectors`` arrays, then ``scalars``.
+    """Layout of a node's message in one round: for each slot ``vectors`` arrays, then ``scalars``.
 
-    ``widths`` are the shard lengths in elements, one a slot, all equal; each slot's bytes are
-    contiguous. ``wire`` encodes the vectors (whole buckets of float32 only); the simulator takes
-    any ``dtype``. ``first`` are the shards' first columns in the node's vector, by which a wire
-    draws: unset, they are all of it.
+    ``widths`` holds the number of elements of each slot's shard; all are equal. The bytes of each
+    slot are contiguous. ``wire`` encodes the vectors, which must then be float32 and consist of
+    whole buckets; the simulator accepts any ``dtype``. ``first`` holds the first column of each
+    shard in the node's vector, which determines the random numbers that a wire draws; if it is
+    empty, the shards are the whole vector.
     """
 
     widths: tuple[int, ...]
@@ -46,7 +47,7 @@ class MessageLayout:
 
     @property
     def slots(self) -> int:
-        """Number of the node's slots that this process sends for."""
+        """Number of the node's slots for which this process sends."""
         return len(self.widths)
 
     def begin(self, slot: int) -> int:
@@ -54,48 +55,50 @@ class MessageLayout:
         return self.first[slot] if self.first else sum(self.widths[:slot])
 
     def vector_bytes(self, columns: int) -> int:
-        """Return the bytes on the wire of so many columns of a vector."""
+        """Return the number of bytes on the wire of ``columns`` elements of a vector."""
         return self.dtype.itemsize * columns if self.wire.exact else self.wire.nbytes(columns)
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of one slot's message in memory: its vectors in full, scalars in float64."""
+        """Number of bytes of one slot's message in memory: vectors as they are, float64 scalars."""
         return self.dtype.itemsize * self.vectors * self.widths[0] + 8 * self.scalars
 
     @property
     def slot_sent_bytes(self) -> int:
-        """Bytes of one slot's message on the wire."""
+        """Number of bytes of one slot's message on the wire."""
         return self.vectors * self.vector_bytes(self.widths[0]) + 8 * self.scalars
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one node's message in memory."""
+        """Number of bytes of one node's message in memory."""
         return self.slots * self.slot_bytes
 
     @property
     def raw_bytes(self) -> int | None:
-        """``nbytes`` where messages are encoded, for :func:`traffic`; else None."""
+        """Value of ``nbytes`` if messages are encoded, otherwise None; for
+        :func:`bytes_per_exchange`.
+        """
         return None if self.wire.exact else self.nbytes
 
     @cached_property
     def sent_bytes(self) -> int:
-        """Bytes of one node's message on the wire."""
+        """Number of bytes of one node's message on the wire."""
         return self.slots * self.slot_sent_bytes
 
     @cached_property
     def fields(self) -> list[tuple[int, slice]]:
-        """A slot's vectors, then its scalars, in the order sent: (index, all of its columns)."""
+        """Vectors, then scalars of a slot in sending order: pairs (index, slice of all columns)."""
         vectors = [(k, slice(0, self.widths[0])) for k in range(self.vectors)]
         return vectors + [(self.vectors + k, slice(0, 1)) for k in range(self.scalars)]
 
     def offset(self, field: int) -> int:
-        """Return where in a slot's encoded message a vector or scalar begins."""
+        """Return the byte at which a vector or scalar begins in a slot's encoded message."""
         before = min(field, self.vectors)
         return before * self.vector_bytes(self.widths[0]) + 8 * (field - before)
 
     @property
     def slot_parts(self) -> list[tuple[torch.dtype, slice]]:
-        """The ranges of one type in a slot's message in memory, as (dtype, bytes from-to)."""
+        """Ranges of one dtype in a slot's message in memory: pairs (dtype, slice of bytes)."""
         scalars_at = self.slot_bytes - 8 * self.scalars
         parts = [(self.dtype, slice(0, scalars_at))]
         if self.scalars:
@@ -104,7 +107,7 @@ class MessageLayout:
 
     @cached_property
     def parts(self) -> list[tuple[torch.dtype, slice]]:
-        """The ranges of one type in the node's message in memory."""
+        """Ranges of one dtype in the node's message in memory: pairs (dtype, slice of bytes)."""
         begins = range(0, self.nbytes, self.slot_bytes) if self.nbytes else ()
         return [
             (dtype, slice(at + part.start, at + part.stop))
@@ -113,17 +116,17 @@ class MessageLayout:
         ]
 
     def slot_views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Cut one slot's message, uint8 of ``slot_bytes`` bytes, into arrays of one row."""
+        """Return views of one slot's message, uint8 (``slot_bytes``,), as arrays of one row."""
         floats, *doubles = (memory[part].view(dtype) for dtype, part in self.slot_parts)
         vectors = floats.view(self.vectors, 1, self.widths[0]).unbind()
         return (*vectors, *(scalar.view(1, 1) for array in doubles for scalar in array))
 
     def views(self, memory: torch.Tensor) -> MessageArrays:
-        """Cut one node's message, uint8 of ``nbytes`` bytes, into segments of one row."""
+        """Return views of one node's message, uint8 of ``nbytes`` bytes, as arrays of one row."""
         return [self.slot_views(one) for one in memory.split(self.slot_bytes)]
 
     def empty(self, rows: int) -> MessageArrays:
-        """New uninitialized segments for ``rows`` nodes, each on its slot's device."""
+        """Return new uninitialized arrays for ``rows`` nodes, each on the device of its slot."""
         devices = self.devices or ("cpu",) * len(self.widths)
         made = []
         for width, device in zip(self.widths, devices, strict=True):
@@ -133,25 +136,34 @@ class MessageLayout:
 
 
 class Mixer:
-    """Between nodes; built once from graph, layout and wire.
+    """Communication backend between nodes, built once from a graph and a message layout.
 
-    Use: ``outbox(t)``, fill it whole, ``start(kind, t)``, compute, ``finish()``. Rounds of kind
-    GOSSIP are consecutive; LOCAL and GLOBAL exchanges carry the clock's present value.
+    An exchange consists of four steps: call ``outbox(t)``, fill all of its arrays, call
+    ``start(kind, t)``, and call ``finish()``, which returns the result. The caller can compute
+    between the last two. GOSSIP rounds have consecutive numbers t; a LOCAL or GLOBAL exchange is
+    started with the number of the next GOSSIP round.
     """
 
     layout: Any
-    """Of the messages: a `Layout`, or what has its widths, nbytes, sent_bytes and raw_bytes."""
+    """Layout of the messages: a `MessageLayout`, or an object with the same ``widths``, ``nbytes``,
+    ``sent_bytes`` and ``raw_bytes``."""
     bytes_sent: list[int]
-    """Bytes that each local node has put on the wire so far."""
+    """Number of bytes that each local node has sent so far."""
     synchronous = True
     """Whether a round waits for its neighbours."""
     staleness: list[float]
-    """Rounds that what each local node saw of others in the last GOSSIP exchange was behind its
-    own (mean over those seen): 0 where synchronous, NaN where it saw none, < 0 of nodes ahead."""
+    """Mean age, in rounds, of the models that each local node received in the last GOSSIP exchange.
+    It is 0 for a synchronous mixer, NaN if the node received none, and negative if its neighbours
+    are ahead of it."""
     _near: Sequence[frozenset[int]] = ()
 
     def __init__(self, graph, layout: Any, rows: Sequence[int]):
-        """Nothing sent, nothing waited; ``rows``: the nodes that live here."""
+        """Set all counters to zero.
+
+        :param graph: graph of the nodes
+        :param layout: layout of the messages
+        :param rows: numbers of the local nodes
+        """
         self.graph = graph
         self.layout = layout
         self.n = graph.n
@@ -162,57 +174,69 @@ class Mixer:
 
     @property
     def exchange_seconds(self) -> float:
-        """Seconds that exchanges took so far in a thread of their own; 0 where there is none.
+        """Seconds that exchanges have taken so far in a separate thread; 0 if there is no thread.
 
-        What of them wasn't waited for was hidden behind computing.
+        The part that exceeds the waits of the main thread was overlapped with computation.
         """
         return 0.0
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds spent waiting for other nodes so far."""
+        """Seconds spent so far waiting for other nodes."""
         return self._waited
 
     def outbox(self, t: int) -> MessageArrays:
-        """Arrays to fill whole; old contents undefined. Waits until their readers are done."""
+        """Wait until the last message has been read, then return the arrays for the next one.
+
+        The caller must fill all of them, because their contents are undefined.
+        """
         raise NotImplementedError
 
     def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
-        """Publish the outbox and begin the exchange of round t; returns at once.
+        """Publish the outbox and begin the exchange of round t, without waiting for it.
 
-        A lossy wire quantizes the outbox in place, unless LOCAL. ``exchange`` numbers exchanges
-        of all kinds since the run's beginning and keys the random rounding (unset: t).
+        A lossy wire quantizes the outbox in place, except for a LOCAL exchange. ``exchange`` is the
+        number of this exchange, counted over all kinds from the start of the run. It seeds the
+        random rounding; None: t.
         """
         raise NotImplementedError
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
-        """``sent``, ``mixed``: read-only, valid until the next :meth:`outbox`.
+        """Wait for the exchange and return ``sent`` and ``mixed``, read-only until the next outbox.
 
-        ``sent`` is the own message as the others decode it; ``mixed[i] = Σ_j W[i, j] sent_j``.
-        After a LOCAL start ``mixed`` is ``sent``. ``into``, an array of a GOSSIP round whose
-        message is one float32 vector, on all ranks alike: ``mixed`` may be it, where the sum is
-        formed only now.
+        ``sent`` is the own message as the other nodes decode it, and
+        ``mixed[i] = Σ_j W[i, j] sent_j``. After a LOCAL exchange, ``mixed`` is ``sent``. ``into``
+        is an array in which the mixer may form the sum, if it has not formed it yet; ``mixed`` is
+        then this array. It may only be given in a GOSSIP round whose message is one float32 vector,
+        and on all ranks or on none.
         """
         raise NotImplementedError
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Exact average over nodes of x (rows, p), in node order: shape (p,), equal bits."""
+        """Return the exact mean over nodes of x (rows, p), summed in node order: shape (p,).
+
+        The result is bitwise identical on all ranks.
+        """
         raise NotImplementedError
 
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
-        """The same for small float64 arrays (rows, k) -> (k,)."""
+        """Average small float64 arrays exactly: (rows, k) -> (k,)."""
         return self.mean(values)
 
     @staticmethod
     def estimate_memory(graph, layout, node: int, near: Sequence = (), averages: bool = True):
-        """:meth:`memory` of a mixer that isn't opened: the one formula; unused purposes are 0.
+        """Return what :meth:`memory` will return, before a mixer is opened.
 
-        ``near``: for each node those whose memory it reads, itself too; unset: none at all.
+        A purpose may have 0 bytes. ``near`` holds for each node the set of nodes whose memory it
+        reads, including itself; an empty sequence means that no node reads another's memory.
         """
         return {"outbox": layout.nbytes, "result": layout.nbytes}
 
     def memory(self, averages: bool = True) -> dict[str, int]:
-        """Bytes by purpose of a node's messages; ``averages``: GLOBAL rounds are to come, too."""
+        """Return the bytes of a node's messages by purpose.
+
+        :param averages: whether GLOBAL exchanges may follow
+        """
         return self.estimate_memory(
             self.graph, self.layout, self.local_nodes[0], self._near, averages
         )
@@ -243,13 +267,22 @@ def bytes_per_exchange(
     raw: int | None = None,
     waits: bool = True,
 ) -> int:
-    """Bytes that a node sends in one exchange of a message of ``nbytes`` bytes on the wire.
+    """Return the bytes that ``node`` sends in one exchange of a message.
 
-    Gossip: one message a receiver. Global, and rounds whose W is 11ᵀ/n: reduce-scatter and
-    all-gather, 2(n−1)/n messages. Of an encoded message, ``raw`` bytes when decoded, that is what
-    decoded values cost; encoded they go to all others, n − 1 messages, as a sum of codes has no
-    code. The cheaper is done. Where nobody ``waits``, gossip fetches a copy from each neighbour and
-    puts a deposit there.
+    GOSSIP sends one message to each out-neighbour. GLOBAL, and a round with W = 11ᵀ/n, is a
+    reduce-scatter followed by an all-gather and sends 2(n − 1)/n messages. A sum of encoded
+    messages cannot be encoded again. A global average of encoded messages therefore sends either
+    the decoded values in this way, or the encoded message to all n − 1 other nodes; the cheaper of
+    the two is used.
+
+    :param graph: graph of the nodes
+    :param kind: kind of the exchange
+    :param t: round of the graph
+    :param node: number of the sending node
+    :param nbytes: bytes of a message on the wire
+    :param raw: bytes of a decoded message; None: messages are not encoded
+    :param waits: False for an asynchronous mixer: a node then reads a copy of each neighbour's
+        model and sends a correction back
     """
     n = graph.n
     if kind is ExchangeKind.LOCAL:

@@ -1,7 +1,7 @@
-"""The one weighted sum, of arrays and of messages: every transport ends here, in one fixed order.
+"""Weighted sum of arrays and of messages, in a fixed order: every transport ends here.
 
-So a simulated run and a run under MPI agree to the last bit. The kernels that may do the work
-give the same bits as torch's operations below.
+A simulated run and a run under MPI are therefore bitwise identical. The kernels that may replace
+the torch operations of this module compute the same bits.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,10 @@ from mpigossip.mixing.kernels import gpu_sum, native
 from mpigossip.mixing.wire import Field, decode
 
 Source: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-"""A slot's message: encoded, uint8, or its vectors and scalars."""
+"""Message of a slot: encoded, an uint8 array, or decoded, its vectors and scalars."""
 BLOCK = 1 << 15
-"""Elements that one pass of :func:`combine` touches: three such blocks stay in a core's cache."""
+"""Elements that one pass of :func:`weighted_sum` covers: three such blocks fit into a core's cache.
+"""
 
 
 def weighted_sum(
@@ -25,12 +26,12 @@ def weighted_sum(
     out: torch.Tensor,
     *copies: torch.Tensor,
 ) -> torch.Tensor:
-    """The one weighted sum: ``out = Σ_k weights[k] · arrays[k]``, in the order given.
+    """Compute ``out = Σ_k weights[k] · arrays[k]`` in the given order; return ``out``.
 
-    Arrays have shape (rows, p). Equal weights are factored out, ``w · (a_0 + a_1 + …)``;
-    otherwise each product is rounded before it is added (never fused), so that every transport,
-    vector length and offset gives the same bits. ``out`` may be the memory of ``arrays[1]``.
-    The result is written to ``copies`` too, while it is in the cache.
+    Arrays have shape (rows, p). Equal weights are factored out: ``w · (a_0 + a_1 + …)``. Otherwise
+    each product is rounded before it is added, and never fused with the addition, so that every
+    transport, vector length and offset gives the same bits. ``out`` may share its memory with
+    ``arrays[1]``. The result is also written to ``copies``, while it is in the cache.
     """
     if out.is_cuda:
         if not copies and gpu_sum.combine(weights, arrays, out):
@@ -55,7 +56,10 @@ def weighted_sum(
 
 
 def copy_into(array: torch.Tensor, out: torch.Tensor) -> None:
-    """``out ← array``, past the cache where it is too large for it anyway: 1 · a is a."""
+    """Copy ``array`` to ``out``; if it is too large for the cache, the copy bypasses the cache.
+
+    This is a weighted sum with the weight 1, and 1 · a is exactly a.
+    """
     weighted_sum([1.0], [array], out)
 
 
@@ -75,7 +79,7 @@ def _sum_weighted(
     out: torch.Tensor,
     scratch: torch.Tensor,
 ) -> None:
-    # pieces[1] first, as out may be its memory; an addition of two terms has no order
+    # Scale pieces[1] first, because out may be its memory. The order of two terms does not matter.
     torch.mul(pieces[1], weights[1], out=out)
     torch.mul(pieces[0], weights[0], out=scratch)
     out.add_(scratch)
@@ -91,9 +95,10 @@ def sum_messages(
     out: Sequence[torch.Tensor],
     fields: Sequence[Field],
 ) -> None:
-    """The one sum over fields of a slot's messages; a tensor among ``sources`` is an encoded one.
+    """Sum the given fields of a slot's messages; a tensor in ``sources`` is an encoded message.
 
-    Blocks are small on the CPU, so that what is decoded stays in the cache.
+    On the CPU, encoded messages are summed in small blocks, so that decoded values stay in the
+    cache.
     """
     encoded = any(isinstance(source, torch.Tensor) for source in sources)
     blocks = encoded and out[0].device.type == "cpu"
@@ -111,5 +116,8 @@ def sum_messages(
 
 
 def _columns(array: torch.Tensor, columns: slice) -> torch.Tensor:
-    """Some columns; of an array that has no others itself, as a view takes its time."""
+    """Return some columns of an array; if they are all of its columns, the array itself.
+
+    Making a view takes longer than this comparison.
+    """
     return array if columns.stop - columns.start == array.shape[1] else array[:, columns]

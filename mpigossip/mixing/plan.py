@@ -1,4 +1,4 @@
-"""Communication plan of a rank for a round, its state, and its message's chunks; without MPI."""
+"""Communication plan of a rank for a round, its state, and the chunks of a message; without MPI."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ from mpigossip.mixing.base import ExchangeKind, MessageLayout, bytes_per_exchang
 from mpigossip.mixing.wire import CHUNK, Field
 
 SMALLEST = 1 << 20
-"""Bytes of the smallest chunk. Each is flushed by itself, which costs a network round trip."""
+"""Bytes of the smallest chunk. Each chunk is flushed separately, which costs a network round trip.
+"""
 CHUNK_S = 0.04
-"""Seconds on the wire from which a chunk is long enough for that not to matter."""
+"""Transfer time, in seconds, of a chunk for which that round trip hardly matters."""
 Near = Sequence[frozenset[int]]
-"""For each rank those whose memory it reads in place, itself too; empty: none at all."""
+"""For each rank, the ranks whose memory it reads in place, including itself; empty: no rank does.
+"""
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """The ranks that exchange with one rank in every round like this one, in the graph's order."""
+    """Ranks that exchange with one rank in every round of this kind, in the graph's order."""
 
     kind: ExchangeKind
     average: bool
-    """whether W = 11ᵀ/n: all ranks average together"""
+    """Whether W = 11ᵀ/n, so that all ranks average together."""
     nbytes: int
     sources: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
-    """of the own message, then of the sources'"""
+    """Weight of the own message, then the weights of the messages of ``sources``."""
     readers: tuple[int, ...] = ()
     remote_sources: tuple[int, ...] = ()
-    """sources that send to an inbox buffer here, whose index is the source's place in this tuple"""
+    """Sources that send to an inbox buffer of this rank; its index is the source's index in this
+    tuple."""
     targets: tuple[tuple[int, int], ...] = ()
-    """readers that are sent to, each with its inbox buffer"""
+    """Readers that this rank sends to, each with the index of its inbox buffer."""
     partner: int | None = None
-    """the rank on this host that averages with this one alone, each computing one half"""
+    """Rank on this host that averages with this one alone, so that each can compute one half."""
 
     @classmethod
     def of(
@@ -49,14 +52,14 @@ class RoundPlan:
         *,
         halves: bool = False,
     ) -> RoundPlan:
-        """Plan round t; ``halves``: pairs on one host average by halves."""
+        """Plan round t of ``rank``; ``halves``: each rank of a pair on a host computes one half."""
         nbytes = bytes_per_exchange(graph, kind, t, rank, layout.sent_bytes, layout.raw_bytes)
         if kind is not ExchangeKind.GOSSIP or is_average(graph, t):
             return cls(kind, kind is not ExchangeKind.LOCAL, nbytes)
         nodes, weights, own = graph.neighbours(t, rank)
         sources = tuple(map(int, nodes))
         readers = tuple(map(int, graph.receivers(t, rank)))
-        # a reader's buffers are numbered by those of its in-neighbours that send to it
+        # the buffers of a reader are numbered like the in-neighbours that send to it
         targets = tuple(
             (reader, _far(near, reader, graph.neighbours(t, reader)[0]).index(rank))
             for reader in _far(near, rank, readers)
@@ -69,7 +72,7 @@ class RoundPlan:
 
 
 def _far(near: Near, rank: int, nodes: Iterable[Any]) -> list[int]:
-    """Return those of ``nodes`` whose memory ``rank`` doesn't read in place."""
+    """Return the elements of ``nodes`` whose memory ``rank`` does not read in place."""
     read = near[rank] if near else ()
     return [int(j) for j in nodes if int(j) not in read]
 
@@ -99,41 +102,41 @@ def sums_in_inbox(graph, rank: int) -> bool:
 
 @dataclass(eq=False, slots=True)
 class RoundState:
-    """An exchange and how far it is."""
+    """One exchange and its progress."""
 
     plan: RoundPlan
     t: int
     number: int
-    """of exchanges of all kinds since the run's beginning"""
+    """Number of this exchange: exchanges of all kinds are counted from the start of the run."""
     index: int
-    """of rounds with the neighbours since the mixer was opened: notifications count by it"""
+    """Number of GOSSIP rounds since the mixer was opened: notifications are numbered by it."""
     future: Future | None = None
-    """of what the progress thread does"""
+    """Result of the job that the progress thread runs for this round."""
     inline: bool = False
-    """whether the rest is done where it is waited for"""
+    """Whether the thread that waits for the round does the remaining work."""
     finished: bool = False
     halved: bool = False
-    """whether a pair on this host averages by halves"""
+    """Whether two ranks of this host each compute half of their average."""
     sum_in_main: bool = False
-    """whether the main thread sums, as it reads outboxes on this host"""
+    """Whether the main thread forms the sum, because it reads outboxes on this host."""
     arrived: dict[int, int] = field(default_factory=dict)
-    """chunks that have arrived from each source"""
+    """Number of chunks that have arrived from each source."""
     prepared: int = 0
     sent: int = 0
     added: int = 0
     in_flight: Sequence[Any] = ()
-    """requests of the chunk that is being sent"""
+    """Requests of the chunk that is being sent."""
     blocked_readers: Sequence[int] = ()
-    """readers without a free buffer"""
+    """Readers without a free buffer."""
 
 
 @dataclass(frozen=True)
 class MessageChunk:
-    """A part of every slot's message that is sent, notified and summed at once."""
+    """Piece of every slot's message that is sent, notified and summed at once."""
 
     number: int
     span: slice
-    """bytes of a slot's message as sent"""
+    """Range of bytes in a slot's encoded message."""
     fields: tuple[Field, ...]
 
 
@@ -158,11 +161,11 @@ def chunks(layout: MessageLayout, size: float) -> list[MessageChunk]:
 
 
 def chunk_size(nbytes: int, rate: float) -> int:
-    """Return the size of a chunk for ``nbytes`` bytes on a wire of ``rate`` bytes a second.
+    """Return the chunk size for ``nbytes`` bytes over a network of ``rate`` bytes per second.
 
-    About what is sent in ``CHUNK_S``, but at most an eighth of the message, so that the sum of one
-    chunk overlaps with the transfer of the next. Chunks divide the message evenly: a short last
-    one would wait for as many round trips.
+    A chunk takes about ``CHUNK_S`` seconds to send, but it is at most an eighth of the message, so
+    that the sum of one chunk overlaps with the transfer of the next. Chunks divide the message
+    evenly, because a short last one would wait for as many round trips as a long one.
     """
     wanted = max(SMALLEST, min(nbytes / 8, rate * CHUNK_S))
     return max(1, -(-nbytes // max(1, round(nbytes / wanted))))

@@ -1,8 +1,8 @@
-"""Format of a message: vectors in full, or encoded in fewer bits, bucket by bucket.
+"""Format of a message: vectors as they are, or encoded in fewer bits, bucket by bucket.
 
-A code is a pure function of the values of a bucket (512 columns) and of a draw keyed by (seed,
-exchange, node, vector, column), so that simulated and real messages have the same bits however
-a node's columns are split into shards.
+An encoded bucket is a pure function of its values (512 columns) and of random numbers keyed by
+(seed, exchange, node, vector, column). Simulated and real messages are therefore bitwise identical,
+however the columns of a node are split into shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,43 +12,48 @@ import numpy as np
 import torch
 
 ALIGN = 32
-"""Elements (128 bytes) that every parameter's place is a multiple of; zeros fill up its end."""
+"""Alignment of every parameter in the vector, in elements (128 bytes), with zeros as padding."""
 BUCKET = 512
-"""Columns that are encoded together; shards are multiples of it."""
+"""Columns that are encoded together; the width of a shard is a multiple of it."""
 CHUNK = 1 << 18
-"""Columns that stand together in an encoded vector: chunk after chunk, so that it can be sent and
-decoded by chunks; a multiple of 4096, so that a chunk's bytes are a multiple of eight."""
+"""Columns of which the codes are contiguous in an encoded vector, so that it can be sent and
+decoded chunk by chunk; a multiple of 4096, so that the bytes of a chunk are a multiple of 8."""
 
 
 Field = tuple[int, slice]
-"""Part of a slot's message: vector (or, from the number of vectors on, scalar), columns."""
+"""Part of a slot's message: the index of a vector, or from the number of vectors on of a scalar,
+and its columns."""
 
 
 class Wire(NamedTuple):
-    """An encoding of float32 vectors of whole buckets.
+    """Encoding of float32 vectors that consist of whole buckets.
 
-    ``nbytes(width)``: bytes of an encoded vector. ``encode(buckets, words) -> codes`` quantizes
-    buckets (b, 512) in place to what others decode and returns one uint8 array (b, …) or several;
-    ``words(count)`` draws 32-bit numbers. ``decode(codes, out)`` is its inverse.
+    ``encode(buckets, words) -> codes`` quantizes buckets (b, 512) in place to the values that
+    receivers decode, and returns a list of uint8 arrays (b, …); ``words(count)`` draws 32-bit
+    numbers. ``decode(codes, out)`` is its inverse.
     """
 
     name: str
     sizes: tuple[int, ...]
-    """bytes of each array of codes, a bucket"""
+    """Bytes per bucket of each array of codes."""
     encode: Callable
     decode: Callable
     seed: int = 0
     biased: bool = False
-    """the error isn't zero on average: only for methods that send later what was left out"""
+    """Whether the mean error is not zero; such a wire needs an algorithm that sends the error
+    later."""
     shared: bool = False
-    """all nodes draw the same numbers: what one leaves out, all do"""
+    """Whether all nodes draw the same random numbers, so that all omit the same values."""
 
     @property
     def exact(self) -> bool:
         return not self.sizes
 
     def nbytes(self, width: int) -> int:
-        """Bytes of an encoded vector of ``width`` columns, a multiple of eight."""
+        """Return the bytes of an encoded vector of ``width`` columns, a multiple of eight.
+
+        :raises ValueError: if ``width`` is not a multiple of 512
+        """
         if width % BUCKET:
             raise ValueError(
                 f'wire "{self.name}" encodes buckets of {BUCKET} columns; {width} columns are no '
@@ -57,10 +62,10 @@ class Wire(NamedTuple):
         return -(-sum(self.sizes) * (width // BUCKET) // 8) * 8
 
     def pack(self, values: torch.Tensor, key: tuple[int, ...], first: int) -> list[torch.Tensor]:
-        """Quantize values (width,), whose first column is ``first``, in place; its codes.
+        """Quantize values (width,) in place, and return their codes.
 
-        ``key``: (exchange, node, vector). The codes are uint8 arrays, one after the other an
-        encoded chunk.
+        ``first`` is the column of the vector at which they begin, and ``key`` is (exchange, node,
+        vector). The codes are uint8 arrays that, one after the other, are an encoded chunk.
         """
         exchange, node, vector = key
         seeds = self.seed, exchange, 0 if self.shared else node, vector
@@ -70,7 +75,7 @@ class Wire(NamedTuple):
     def write(
         self, values: torch.Tensor, key: tuple[int, ...], first: int, codes: torch.Tensor | None
     ) -> None:
-        """:meth:`pack` chunk after chunk, the codes into ``codes`` if given, uint8."""
+        """Apply :meth:`pack` chunk after chunk; write the codes to ``codes``, uint8, if given."""
         at = 0
         for begin in range(0, values.numel(), CHUNK):
             for array in self.pack(values[begin : begin + CHUNK], key, first + begin):
@@ -103,29 +108,30 @@ class Wire(NamedTuple):
 
 
 def draw(key: tuple[int, ...], first: int, buckets: int, count: int) -> np.ndarray:
-    """``count`` 32-bit words a bucket from a counter-based generator: uint32 (buckets, count).
+    """Draw ``count`` 32-bit words for each bucket by a counter-based generator.
 
-    Philox keyed by ``key``; ``first`` is the column of the vector where the first bucket begins,
-    so that a shard draws what it would as part of the whole. ``count`` is a multiple of eight.
+    The result is an uint32 array (buckets, count). The generator is Philox, keyed by ``key``.
+    ``first`` is the column of the vector at which the first bucket begins, so that a shard draws
+    the same numbers as it would as part of the whole vector. ``count`` is a multiple of eight.
     """
     bits = np.random.Philox(np.random.SeedSequence(key))
-    # a counter step gives four 64-bit words
+    # each step of the counter yields four 64-bit words
     bits.advance(first // BUCKET * count // 8)
     return bits.random_raw(buckets * count // 2).view(np.uint32).reshape(buckets, count)
 
 
 FP32 = Wire("fp32", (), lambda buckets, words: [], lambda codes, out: None)
-"""Messages as they are."""
+"""Wire that sends messages as they are."""
 
 
 def encode(
     layout, segments, nodes, exchange: int, codes=None, fields: Sequence[Field] | None = None
 ) -> None:
-    """Quantize the messages of ``nodes``, one a row of ``segments``, in place.
+    """Quantize the messages of ``nodes``, which are the rows of ``segments``, in place.
 
-    ``codes``: where the encoded message of a single node goes, for each slot uint8; None where
-    only the values are wanted. Scalars are sent as they are. ``fields`` (of whole chunks) limit
-    it to a part of the message.
+    ``codes`` receives the encoded message of a single node, for each slot an uint8 array; None if
+    only the quantized values are needed. Scalars are sent as they are. ``fields``, which must be
+    whole chunks, restrict the call to a part of the message.
     """
     for slot, arrays in enumerate(segments):
         message = None if codes is None else codes[slot]
@@ -141,7 +147,7 @@ def encode_slot(
     codes: torch.Tensor | None,
     fields: Sequence[Field] | None = None,
 ) -> None:
-    """:func:`encode` of one slot."""
+    """Encode the message of one slot, as :func:`encode` does."""
     for field, columns in layout.fields if fields is None else fields:
         at = layout.offset(field)
         if field < layout.vectors:
@@ -155,9 +161,10 @@ def encode_slot(
 
 
 def decode(layout, codes: torch.Tensor, field: int, columns: slice) -> torch.Tensor:
-    """Columns of a vector (``field`` < layout.vectors) or scalar of a slot's codes: (1, p).
+    """Decode columns of a vector (``field`` < layout.vectors) or a scalar: (1, p).
 
-    On GPUs bfloat16 stays what it is: the kernel of the sum converts it.
+    ``codes`` is the encoded message of a slot. On GPUs, bfloat16 values are returned as they are,
+    because the kernel of the sum converts them.
     """
     at = layout.offset(field)
     if field >= layout.vectors:
