@@ -75,8 +75,9 @@ class MessageLayout:
 
     @property
     def raw_bytes(self) -> int | None:
-        """Value of ``nbytes`` if messages are encoded, otherwise None; for
-        :func:`bytes_per_exchange`.
+        """Value of ``nbytes`` if messages are encoded, otherwise None.
+
+        :func:`bytes_per_exchange` takes it as ``raw``.
         """
         return None if self.wire.exact else self.nbytes
 

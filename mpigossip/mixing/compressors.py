@@ -10,11 +10,11 @@ import torch
 from mpigossip.mixing.wire import ALIGN, BUCKET, FP32, Wire
 
 TINY = 1e-30
-"""A bucket without a larger value is sent as zeros by wires with a scale."""
+"""Limit of the largest modulus of a bucket, up to which wires with a scale send zeros."""
 
 
 def bf16() -> Wire:
-    """The upper 16 bits of each float32, rounded to nearest even: 2 bytes a value."""
+    """Return a wire that sends the upper 16 bits of each float32, rounded to nearest even."""
 
     def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
         codes = buckets.to(torch.bfloat16)
@@ -28,18 +28,20 @@ def bf16() -> Wire:
 
 
 def qsgd(levels: int, seed: int) -> Wire:
-    """QSGD (Alistarh et al. 2017), unbiased: Q(v) = s · l/levels, l random in −levels … levels.
+    """Return the wire of QSGD (Alistarh et al. 2017), which is unbiased.
 
-    s is the bucket's largest |v| (the paper's practical choice; no sum, so the same bits in any
-    shape), l is |v| · levels/s rounded up with the probability of its fraction, with v's sign. A
-    code takes 2 bits with 1 level, 4 up to 7, else 8, and a bucket 4 bytes more for s.
+    Q(v) = s · l/levels with a random l in −levels … levels. Here s is the largest |v| of the
+    bucket. This is the practical choice of the paper, and since it is no sum, it has the same bits
+    for arrays of any shape. |l| is |v| · levels/s, rounded up with the probability of its fraction,
+    and l has the sign of v. A code takes 2 bits for 1 level, 4 bits for up to 7 levels, and
+    otherwise 8 bits; s takes 4 bytes per bucket.
     """
     bits = 2 if levels == 1 else 4 if levels <= 7 else 8
 
     def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
         scale, _ = _largest(buckets)
         inverse = levels / scale.clamp(min=TINY)
-        # floor(v levels/s + u), u uniform in [0, 1): up with the probability of the fraction
+        # floor(v levels/s + u), u uniform in [0, 1), rounds up with the probability of the fraction
         level = buckets.mul(inverse).add_(_uniform(words, buckets)).floor_()
         level.clamp_(-levels, levels)
         torch.mul(level, scale / levels, out=buckets)
@@ -54,7 +56,10 @@ def qsgd(levels: int, seed: int) -> Wire:
 
 
 def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes (b, c) of so many bits, 8 // bits of them a byte, the first lowest: (b, c bits / 8)."""
+    """Pack codes of ``bits`` bits each, of shape (b, c), into bytes, of shape (b, c · bits / 8).
+
+    The first code takes the lowest bits of a byte.
+    """
     each = 8 // bits
     missing = -codes.shape[1] % each
     codes = torch.nn.functional.pad(codes, (0, missing)).view(len(codes), -1, each)
@@ -63,30 +68,31 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """The inverse of :func:`together`: (b, count)."""
+    """Unpack ``count`` codes per row, as :func:`pack_bits` has packed them: (b, count)."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     codes = packed.unsqueeze(2) >> shifts & (1 << bits) - 1
     return codes.view(len(packed), -1)[:, :count]
 
 
 def _uniform(words, like: torch.Tensor) -> torch.Tensor:
-    """Numbers in [0, 1) of 24 bits, one a value of a bucket."""
+    """Draw a number in [0, 1) with 24 bits for each value of the buckets."""
     drawn = (words(BUCKET) >> 8).astype(np.float32)
     return torch.from_numpy(drawn).to(like.device).mul_(2.0**-24)
 
 
 def _largest(buckets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each bucket's largest |v|, 0 where it is tiny, and 1 over it, which is finite."""
+    """Return the largest |v| of each bucket, 0 if it is at most `TINY`, and its finite inverse."""
     scale = buckets.abs().amax(dim=1, keepdim=True)
     scale.mul_(scale > TINY)
     return scale, 1 / scale.clamp(min=TINY)
 
 
 def fp4(seed: int) -> Wire:
-    """Floats of a sign and three bits of exponent, unbiased: what Streaming DiLoCo sends.
+    """Return a wire for floats of a sign and three bits of exponent, as Streaming DiLoCo sends.
 
-    Q(v) = ± s · (0, 2⁻⁶, 2⁻⁵ … 1), s the bucket's largest |v|: the two values around |v|, the upper
-    one with the probability that makes the mean v. 4 bits a value, a bucket 4 bytes more for s.
+    It is unbiased: Q(v) = ± s · (0, 2⁻⁶, 2⁻⁵ … 1), where s is the largest |v| of the bucket. Of the
+    two values around |v|, it takes the upper one with the probability that makes the mean |v|. A
+    value takes 4 bits, and s takes 4 bytes per bucket.
     """
 
     def level(codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -97,9 +103,9 @@ def fp4(seed: int) -> Wire:
     def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
         scale, inverse = _largest(buckets)
         size = buckets.abs().mul_(inverse).clamp_(max=1)
-        # 2^(power − 7) ≤ size, where that isn't 0; the exponent that frexp gives of 0 is 0
+        # 2^(power − 7) ≤ size unless power is 0; frexp returns the exponent 0 for 0
         power = torch.frexp(size)[1].add_(6).mul_(size >= 2.0**-6)
-        # how far between the two values; below 1/64 the lower one is 0
+        # the two values around size; if size < 1/64, the lower one is 0
         below = torch.ldexp(torch.ones_like(size), power - 7).mul_(power > 0)
         above = torch.ldexp(torch.ones_like(size), power - 6)
         up = _uniform(words, size).mul_(above - below) < size - below
@@ -114,11 +120,12 @@ def fp4(seed: int) -> Wire:
 
 
 def sign() -> Wire:
-    """Signs, one bit a value, times the bucket's mean |v|; zero counts as positive.
+    """Return a wire that sends one sign bit per value and the mean |v| of each bucket.
 
-    Zeros that end a run of 32 values, as the padding behind a parameter does, stay zero and don't
-    enter the mean. Where there are some, the bit after the last other value is 1 and the rest of
-    the run 0; one bit more for each run says that there are none. 70 bytes a bucket.
+    Zero counts as positive, except for the zeros at the end of a run of 32 values, such as the
+    padding after a parameter: they stay zero and are not part of the mean. If a run ends with
+    zeros, the bit after its last other value is 1, and the remaining bits are 0; one more bit for
+    each run tells that it has no such zeros. A bucket takes 70 bytes.
     """
 
     def spread(bits: torch.Tensor, used: torch.Tensor, scale: torch.Tensor, out) -> None:
@@ -129,7 +136,8 @@ def sign() -> Wire:
         runs = buckets.view(len(buckets), -1, ALIGN)
         ordinal = _ordinal(buckets)
         used = (ordinal * (runs != 0)).amax(dim=2, keepdim=True)
-        # divided first, as a sum of large values overflows; by halves: the same bits in any shape
+        # Divide first, because a sum of large values overflows. Sum by halves, which has the same
+        # bits for arrays of any shape.
         scale = buckets.abs().div_(used.sum(dim=1).clamp(min=1))
         while scale.shape[1] > 1:
             half = scale.shape[1] // 2
@@ -151,38 +159,42 @@ def sign() -> Wire:
 
 
 def _ordinal(like: torch.Tensor) -> torch.Tensor:
-    """1, 2, … for the values of a run."""
+    """Return 1, 2, … for the values of a run."""
     return torch.arange(1, ALIGN + 1, dtype=torch.uint8, device=like.device)
 
 
 def _places(order: torch.Tensor) -> list[torch.Tensor]:
-    """Places in a bucket, ascending, as bytes: how many lie in the first half, and where in theirs.
+    """Encode ascending positions in a bucket as bytes: k + 2 bytes for k positions below 512.
 
-    k + 2 bytes for k places below 512.
+    The first array has the number of positions in the first half of the bucket, the second the
+    position of each within its half.
     """
     first = (order < 256).sum(dim=1, keepdim=True).to(torch.int16)
     return [first.view(torch.uint8), (order & 255).to(torch.uint8)]
 
 
 def _order(first: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`_places`."""
+    """Decode the positions that :func:`_places` has encoded."""
     place = torch.arange(low.shape[1], device=low.device)
     return low.long() + 256 * (place >= first.view(torch.int16).long())
 
 
 def _chosen(buckets: torch.Tensor, k: int) -> torch.Tensor:
-    """Places of the k values of largest modulus of each bucket, ascending.
+    """Return the positions of the k values of largest modulus of each bucket, ascending.
 
-    Where fewer aren't 0 the largest one's is repeated: what is 0 is never chosen, as codes without
-    a zero would make something of it, also behind the last parameter.
+    If a bucket has fewer than k values other than 0, the position of the largest one is repeated. A
+    zero is never chosen, not even in the padding, because codes without a zero would change it.
     """
-    # stable, so that equal values are chosen alike everywhere
+    # a stable sort, so that all ranks choose the same among equal values
     size, order = buckets.abs().sort(dim=1, descending=True, stable=True)
     return torch.where(size[:, :k] > 0, order[:, :k], order[:, :1]).sort(dim=1).values
 
 
 def top_k(density: float) -> Wire:
-    """The k = ⌈512 · density⌉ values of largest modulus of each bucket: 5 k + 2 bytes a bucket."""
+    """Return a wire that sends the k = ⌈512 · density⌉ values of largest modulus of each bucket.
+
+    A bucket takes 5 k + 2 bytes.
+    """
     k = math.ceil(BUCKET * density)
 
     def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
@@ -198,10 +210,11 @@ def top_k(density: float) -> Wire:
 
 
 def top_k_int2(density: float) -> Wire:
-    """The values of :func:`top_k` in two bits: what SparseLoCo sends. 1¼ k + 6 bytes a bucket.
+    """Return a wire that sends the values of :func:`top_k` in two bits, as SparseLoCo does.
 
-    The nearest of s · (−1, −⅓, ⅓, 1), s the bucket's largest |v|. A contraction only up to k = 9:
-    small values become ⅓ s, so that ‖Q(v) − v‖² may come near to (k − 1)/9 ‖v‖².
+    Each is replaced by the nearest of s · (−1, −⅓, ⅓, 1), where s is the largest |v| of the bucket.
+    A bucket takes 1¼ k + 6 bytes. The wire is a contraction only up to k = 9: small values become ⅓
+    s, so that ‖Q(v) − v‖² can approach (k − 1)/9 ‖v‖².
     """
     k = math.ceil(BUCKET * density)
 
@@ -226,10 +239,11 @@ def top_k_int2(density: float) -> Wire:
 
 
 def random_k(density: float, seed: int) -> Wire:
-    """⌈512 · density⌉ neighbouring values of each bucket from a random place on: 4 bytes each.
+    """Return a wire that sends ⌈512 · density⌉ consecutive values of each bucket, 4 bytes each.
 
-    The places run around the bucket's end, so that each value is as likely as any other; a run
-    needs one number where independent places would need one each.
+    They begin at a random position and wrap around at the end of the bucket, so that each value is
+    sent with equal probability. Consecutive values need one position, where independent ones would
+    need one each.
     """
     k = math.ceil(BUCKET * density)
 
@@ -251,7 +265,7 @@ def random_k(density: float, seed: int) -> Wire:
 
 
 def shared_k(density: float, seed: int) -> Wire:
-    """The values of :func:`random_k` at places that are the same on all nodes (SPARTA)."""
+    """Return the wire of :func:`random_k` with the same positions on all nodes, as in SPARTA."""
     return random_k(density, seed)._replace(name="shared-k", shared=True)
 
 
@@ -266,11 +280,12 @@ WIRES: dict[str, Callable[..., Wire]] = {
     "random-k": random_k,
     "shared-k": shared_k,
 }
-"""Every wire by the name that `node.wire` has for it; parameters are those of :func:`wire`."""
+"""Functions that build a wire, by its name in `node.wire`; their parameters are among those of
+:func:`wire`."""
 
 
 def wire(name: str = "fp32", levels: int = 127, density: float = 0.01, seed: int = 0) -> Wire:
-    """The encoding that a job names by `node.wire`, `node.levels` and `node.density`."""
+    """Build the wire that a job names by `node.wire`, `node.levels` and `node.density`."""
     given = {"levels": levels, "density": density, "seed": seed}
     takes = inspect.signature(WIRES[name]).parameters
     return WIRES[name](**{key: given[key] for key in takes})

@@ -1,9 +1,9 @@
-"""Asynchronous gossip of n nodes in this process, deterministic: a delay table says who sees what.
+"""Simulation of asynchronous gossip of n nodes in this process, determined by a delay table.
 
-The rule of :mod:`mpigossip.mixing.asynchronous`, with the table in the place of chance. A *delay
-table* is a function t -> int array (n, n): entry [i, j] tells how many rounds old what node i sees
-of node j at its round t is (0: of the same round), or −1 where it sees nothing. Slow nodes and lost
-links are drawn from a seed.
+It follows the rule of :mod:`mpigossip.mixing.asynchronous`, with the delay table in place of
+chance. A *delay table* is a function t -> int array (n, n). Its element [i, j] is the age, in
+rounds, of the model of node j that node i receives in its round t; 0 means the same round, and −1
+that it receives none. Slow nodes and failing links are drawn from a seed.
 """
 
 from collections import deque
@@ -22,21 +22,23 @@ from mpigossip.mixing.simulated import Simulated
 DelayTable = Callable[[int], np.ndarray]
 
 OLDEST = 16
-"""Rounds that a copy may be old: the simulator keeps so many, and shows the oldest beyond."""
+"""Largest age of a model in rounds: the simulator keeps this many, and uses the oldest beyond it.
+"""
 
 
 def table(ages: np.ndarray) -> DelayTable:
-    """The delay table that goes through an int array (rounds, n, n) again and again."""
+    """Return the delay table that repeats an int array (rounds, n, n)."""
     return lambda t: ages[t % len(ages)]
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Which nodes are slow when, and which links fail; a function of (seed, round) alone.
+    """Schedule of slow nodes and failing links, determined by the seed and the round alone.
 
-    In each stretch of ``steps`` rounds ``slow`` nodes, drawn anew, compute ``times`` longer. A
-    node sees nothing of another one in a round with probability ``lost``. All nodes meet every
-    ``meet`` rounds (where the log is gathered), so that none falls behind for ever.
+    For every ``steps`` rounds, ``slow`` nodes are drawn that compute ``times`` longer than others.
+    In each round, a node receives nothing from another node with probability ``lost``. All nodes
+    wait for each other every ``meet`` rounds, when the log is gathered, so that no node falls
+    behind without limit.
     """
 
     n: int
@@ -48,16 +50,17 @@ class Faults:
     meet: int = 50
 
     def costs(self, t: int) -> np.ndarray:
-        """Return how long each node computes in its round t, in units of the normal time: (n,)."""
+        """Return the duration of round t on each node, in units of the normal duration: (n,)."""
         cost = np.ones(self.n)
         cost[_drawn((self.seed, 1, t // self.steps), self.n)[: self.slow]] = self.times
         return cost
 
     def ages(self, t: int) -> np.ndarray:
-        """The delay table at round t: what node i sees of j is its newest copy at that moment.
+        """Return the delay table at round t: node i receives the newest model of j at that moment.
 
-        Node i ends its round t at T_i(t), the sum of its costs since all met last; it sees round
-        s of j, the last with T_j(s) ≤ T_i(t). A node that is ahead is shown as of round t.
+        Node i ends its round t at time T_i(t), the sum of its costs since all nodes last waited for
+        each other. It receives round s of node j, the last one with T_j(s) ≤ T_i(t). If node j is
+        ahead, its model counts as one of round t.
         """
         ages = np.zeros((self.n, self.n), np.int64)
         if self.times > 1:
@@ -78,13 +81,13 @@ def _drawn(key: tuple[int, ...], n: int) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _ends(faults: Faults, block: int) -> np.ndarray:
-    """T_i(t) of the rounds between two meetings, (meet, n)."""
+    """Return T_i(t) of the rounds between two such waits: (meet, n)."""
     first = block * faults.meet
     return np.cumsum([faults.costs(t) for t in range(first, first + faults.meet)], axis=0)
 
 
 def readers(graph, node: int) -> list[int]:
-    """Nodes that have ``node`` as an in-neighbour in some round, ascending."""
+    """Return the nodes that have ``node`` as an in-neighbour in some round, ascending."""
     if graph.period is None:
         return [j for j in range(graph.n) if j != node]
     found = {int(j) for t in range(graph.period) for j in graph.receivers(t, node)}
@@ -92,12 +95,12 @@ def readers(graph, node: int) -> list[int]:
 
 
 def flow(weight: float, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return what a node takes from another one: weight · (other − own), a new array."""
+    """Return the change of a node towards another: weight · (other − own), a new array."""
     return torch.sub(other, own).mul_(weight)
 
 
 class Correction(NamedTuple):
-    """What node ``source`` took from ``target`` at round t, a flat list of rows (1, p)."""
+    """Change of node ``source`` towards ``target`` at round t, a flat list of rows (1, p)."""
 
     t: int
     source: int
@@ -106,9 +109,9 @@ class Correction(NamedTuple):
 
 
 class Delayed(Simulated):
-    """All n nodes in step, each seeing copies of the others as old as the delay table says.
+    """Mixer of all n nodes, each of which receives models as old as the delay table says.
 
-    The sum of ``mixed`` plus what is under way (:meth:`pending`) is the sum of ``sent``.
+    The sum of ``mixed`` plus the corrections in flight (:meth:`pending`) is the sum of ``sent``.
     """
 
     synchronous = False
@@ -118,12 +121,12 @@ class Delayed(Simulated):
         self._ages = ages
         self._past: deque[tuple[int, list[torch.Tensor]]] = deque(maxlen=OLDEST + 1)
         self._under_way: list[Correction] = []
-        # the round in which a node took in the last deposit of another one, by (source, target)
+        # the round in which a node applied the last correction of another, by (source, target)
         self._absorbed: dict[tuple[int, int], int] = {}
 
     @staticmethod
     def estimate_memory(graph, layout, node: int, near: Sequence = (), averages: bool = True):
-        """Memory: an outbox, a result, the past of its outbox, deposits of its readers."""
+        """Return the bytes of outbox, result, past outboxes and corrections from readers."""
         return {
             "outbox": layout.nbytes,
             "result": layout.nbytes,
@@ -159,7 +162,7 @@ class Delayed(Simulated):
         return self._out, self._mixed
 
     def _pull(self, i: int, t: int, ages, past: dict, sent: list, mixed: list) -> None:
-        """Node i moves towards the copies that it sees, and deposits the opposite with each."""
+        """Move node i towards the models that it receives, and send each the opposite change."""
         seen = []
         sources, weights, _ = self.graph.neighbours(t, i)
         for j, weight in zip(map(int, sources), weights, strict=True):
@@ -174,12 +177,12 @@ class Delayed(Simulated):
                 result[i : i + 1].add_(part)
             seen.append(t - s)
             self._under_way.append(Correction(t, i, j, parts))
-            self._absorbed[i, j] = 1 << 62  # until it is taken in
+            self._absorbed[i, j] = 1 << 62  # until the correction is applied
             self.bytes_sent[i] += 2 * self.layout.nbytes
         self.staleness[i] = float(np.mean(seen)) if seen else float("nan")
 
     def _take_in(self, t: int, ages: np.ndarray, onto: list[torch.Tensor]) -> None:
-        """Every node takes in the deposits that it sees, in the order of who made them."""
+        """Apply to every node the corrections that have arrived, in the order of their sources."""
         left = []
         for one in sorted(self._under_way, key=lambda d: (d.source, d.t)):
             age = int(ages[one.target, one.source])
@@ -192,7 +195,7 @@ class Delayed(Simulated):
         self._under_way = left
 
     def pending(self) -> MessageArrays:
-        """Return the sum of deposits in flight, applied by nobody yet, (1, p) a vector."""
+        """Return the sum of the corrections that are still in flight, (1, p) for each vector."""
         total = [torch.zeros_like(part[:1]) for part in _flat(self._out)]
         for one in self._under_way:
             for into, part in zip(total, one.parts, strict=True):

@@ -1,6 +1,6 @@
 """Messages in host memory; outboxes of neighbours on the same host are read in place.
 
-The contract of `HostBuffers` is `pipeline.Buffers`.
+`HostBuffers` implements `pipeline.Buffers`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,17 +21,24 @@ from mpigossip.mixing.wire import encode
 
 
 class SharedOutboxes:
-    """The window memory of all ranks of one host: an outbox and a result area a rank.
+    """Shared memory of all ranks of one host: an outbox and a result area for each rank.
 
-    A round: the owner fills its outbox and notifies its readers (READY); a reader sums and
-    notifies the owner (DONE), which waits for that before it writes again. ``Win.Sync`` stands
-    between memory and notifications. READY also says that the owner's result area is free: two
-    ranks that average with each other write one half each of one result, and both read it there.
-    Ranks are those of the mixer; what others do is none of this class's business.
+    In each round, a rank fills its outbox and notifies its readers (READY). A reader sums the
+    outboxes and notifies their owners (DONE); an owner waits for this before it writes again.
+    ``Win.Sync`` orders memory accesses and notifications. READY also means that the result area of
+    the rank is free: two ranks that average with each other each write one half of one result,
+    which both read there. The parameters of methods are ranks of the mixer; ranks on other hosts
+    are ignored.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], nbytes: int, timeout_s: float):
-        """``comm``: this host's ranks, which the mixer calls ``ranks``; ``nbytes``: a message's."""
+        """Open the window; collective.
+
+        :param comm: communicator of the ranks of this host
+        :param ranks: ranks of the mixer, in the order of ``comm``
+        :param nbytes: bytes of a message
+        :param timeout_s: time limit of each wait, in seconds
+        """
         self.size = comm.size
         self.rank = comm.rank
         self.local_index = {rank: place for place, rank in enumerate(ranks)}
@@ -78,19 +85,20 @@ class SharedOutboxes:
     def average_pair(
         self, parts: Sequence[tuple[torch.dtype, slice]], weight: float, partner: int, t: int
     ) -> torch.Tensor:
-        """``weight · (own + partner's)`` in one result area, uint8, for both; each does one half.
+        """Compute ``weight · (own + partner's)``, one half in each of two ranks; return the result.
 
-        The partner does the same at the same time: half of the arithmetic, and what is read and
-        written is less than for an average in place. :meth:`release_pair` when it was read.
+        The partner makes the same call at the same time. Each rank does half of the arithmetic, and
+        the two read and write less memory than if each averaged in place. The result is an uint8
+        array in one result area, for both ranks; call :meth:`release_pair` after reading it.
         """
-        # the partner's outbox is complete, and so it has left its old result: this half is free
+        # A partner whose outbox is complete no longer reads the old result: this half is free.
         self.wait_ready([partner], t)
         place = self.local_index[partner]
         if place not in self._halves:
             self._halves[place] = self._half(parts, place)
         for own, theirs, out in self._halves[place]:
             weighted_sum([weight] * 2, [own, theirs], out)
-        # the partner's half of the same result comes last: what is returned is complete
+        # the partner's half completes the result
         self._window.Sync()
         self._notifications.send([place], HALF, t)
         self.wait_half(place, t)
@@ -99,11 +107,11 @@ class SharedOutboxes:
     def _half(
         self, parts: Sequence[tuple[torch.dtype, slice]], partner: int
     ) -> list[tuple[torch.Tensor, ...]]:
-        """This rank's part of a pair's sum: own outbox, the partner's, the result of both."""
+        """Return, for each dtype, this rank's half of own outbox, partner's outbox and result."""
         found = []
         for dtype, part in parts:
             count = (part.stop - part.start) // dtype.itemsize
-            middle = count // 2 // 16 * 16  # a cache line belongs to one of the two
+            middle = count // 2 // 16 * 16  # no cache line belongs to both
             half = slice(0, middle) if self.rank < partner else slice(middle, count)
             areas = (self.own, self.outboxes[partner], self._results[min(self.rank, partner)])
             if half.start < half.stop:
@@ -112,7 +120,7 @@ class SharedOutboxes:
         return found
 
     def release_pair(self, partner: int, t: int) -> None:
-        """The average was read here; its area's owner waits until it was by both."""
+        """Report that the result was read; its owner waits until both ranks have read it."""
         place = self.local_index[partner]
         if self.rank > place:
             self._notifications.send([place], DONE, t)
@@ -120,16 +128,16 @@ class SharedOutboxes:
             self._notifications.wait([place], DONE, t)
 
     def wait_half(self, place: int, t: int) -> None:
-        """Wait until the partner has written its half, and so is done with the outbox."""
+        """Wait until the partner has written its half, and therefore no longer reads the outbox."""
         self._notifications.wait([place], HALF, t)
         self._window.Sync()
 
     def average(self, parts: Sequence[tuple[torch.dtype, slice]], t: int) -> None:
-        """Exact average of all outboxes into every rank's result area, in rank order.
+        """Average all outboxes exactly, in rank order, into the result areas of all ranks.
 
-        Rank r sums chunk r and writes it to all results: one pass over the memory.
+        Rank r sums chunk r and writes it to all results, which takes one pass over the memory.
         """
-        # all outboxes are complete, and nobody reads an old result: chunks may be written
+        # All outboxes are complete, and no rank reads an old result, so chunks may be written.
         self._notifications.wait(self._others, READY, t)
         self._window.Sync()
         for dtype, part in parts:
@@ -141,14 +149,14 @@ class SharedOutboxes:
             rows = [chunks[self.rank].unsqueeze(0) for chunks in sources]
             copies = [targets[rank][self.rank].unsqueeze(0) for rank in self._others]
             weighted_sum([1 / self.size] * self.size, rows, mine.unsqueeze(0), *copies)
-        # every rank has written its chunk into this rank's result, and left this rank's outbox
+        # wait until every rank has written its chunk to this result and has read this outbox
         self._window.Sync()
         self._notifications.send(self._others, REDUCED, t)
         self._notifications.wait(self._others, REDUCED, t)
         self._window.Sync()
 
     def close(self) -> None:
-        """Free window and communicator; collective. The memory must not be used any more."""
+        """Free window and communicator; collective. The memory must not be used afterwards."""
         self.outboxes = []
         self._results = []
         self._halves = {}
@@ -158,7 +166,7 @@ class SharedOutboxes:
 
 
 def share_memory(comm: MPI.Intracomm, nbytes: int, timeout_s: float) -> SharedOutboxes | None:
-    """Open the shared memory of this host's ranks; none for a rank that is alone on it."""
+    """Open the shared memory of the ranks of this host; return None if the rank is alone on it."""
     on_host: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)
     try:
         if on_host.size == 1 < comm.size:
@@ -169,7 +177,11 @@ def share_memory(comm: MPI.Intracomm, nbytes: int, timeout_s: float) -> SharedOu
 
 
 class HostBuffers:
-    """Neighbours on the same host read the outbox in place; others are sent it, or its codes."""
+    """Messages of a rank in host memory.
+
+    Neighbours on the same host read the outbox in place; other ranks receive it, or its encoded
+    message.
+    """
 
     def __init__(
         self,
@@ -183,7 +195,7 @@ class HostBuffers:
         self._rank = rank
         self._n = n
         self._shared = shared
-        # views are made once: to cut and view memory takes longer than a small message
+        # views are cached, because making them takes longer than sending a small message
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._segments: dict[int, MessageArrays] = {}
         lossy = not layout.wire.exact
@@ -202,7 +214,7 @@ class HostBuffers:
         self._by_slot = own.split(layout.slot_bytes)
         self.sent = self.codes or list(self._by_slot)
         self.out: MessageArrays = self.segments(own)
-        # in full and by the transport alone: the sum is formed in the first inbox buffer
+        # if messages are not encoded and only the transport is used, sum in the first inbox buffer
         self._in_inbox = not shared and not lossy
         self.result: MessageArrays = self.out
 
@@ -214,7 +226,7 @@ class HostBuffers:
         return torch.empty(self._layout.nbytes, dtype=torch.uint8)
 
     def segments(self, memory: torch.Tensor) -> MessageArrays:
-        """The views of a message in memory that stays."""
+        """Return the views of a node's message in memory that is not freed before :meth:`close`."""
         place = memory.data_ptr()
         if place not in self._segments:
             parts = memory.split(self._layout.slot_bytes)
@@ -222,14 +234,14 @@ class HostBuffers:
         return self._segments[place]
 
     def _slot_views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The views of a slot's message in memory that stays."""
+        """Return the views of a slot's message in memory that is not freed before :meth:`close`."""
         place = memory.data_ptr()
         if place not in self._views:
             self._views[place] = self._layout.slot_views(memory)
         return self._views[place]
 
     def begin(self, number: int, average: bool = False) -> None:
-        """Encode the outbox, where others read it in place or all of it is averaged."""
+        """Encode the outbox if neighbours read it in place or all of it is averaged."""
         if (self._shared or average) and not self._layout.wire.exact:
             encode(self._layout, self.out, [self._rank], number, self.codes)
 
@@ -245,7 +257,11 @@ class HostBuffers:
         chunk: MessageChunk,
         into: MessageArrays | None = None,
     ) -> None:
-        """Add up a chunk; of exact messages into the first source's buffer, if nobody reads it."""
+        """Sum a chunk.
+
+        The sum of messages that are not encoded is written over the buffer of the first source,
+        unless neighbours on this host are read in place.
+        """
         if not self.codes:
             received = [[self._source(one) for one in each] for each in received]
         if into is not None:
@@ -262,7 +278,7 @@ class HostBuffers:
         return self._slot_views(message) if isinstance(message, torch.Tensor) else message
 
     def average(self, transport: Transport) -> float:
-        """The same bits either way: decoded values summed in rank order."""
+        """Average decoded values or encoded messages, whichever sends less: the same bits."""
         layout = self._layout
         rank = self._rank
         n = self._n
@@ -275,7 +291,7 @@ class HostBuffers:
         return average_codes(layout, rank, *given, transport.swap)
 
     def complete(self) -> None:
-        """Nothing: all is done at once."""
+        """Do nothing: all work is done at once."""
 
     def close(self) -> None:
         self._views = {}

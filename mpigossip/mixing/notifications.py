@@ -1,4 +1,4 @@
-"""Notifications between ranks, and waiting for MPI requests: every wait has a deadline."""
+"""Notifications between ranks, and waits for MPI requests, each with a deadline."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +18,9 @@ HALF = 4
 ARRIVED = 11
 FREE = 12
 BEGUN = 13
-"""Tags: an outbox is complete; it was read; a share of an average is written; a half of a pair's
-average is written; a chunk is in an inbox buffer; the buffer may be written; a group of NCCL calls
-has begun."""
+"""Tags of notifications, in this order: an outbox is complete; an outbox has been read; a share of
+an average is written; one half of a pair's average is written; a chunk is in an inbox buffer; the
+buffer may be written; a group of NCCL calls has begun."""
 AWAITED = {
     READY: "waiting for a neighbour's model",
     DONE: "waiting for a neighbour to have read the model",
@@ -30,29 +30,30 @@ AWAITED = {
     FREE: "waiting for a free buffer in a neighbour's inbox",
     BEGUN: "waiting for a neighbour's model",
 }
-"""What a wait for each of them is called in messages."""
+"""Description, in error messages, of a wait for each of these notifications."""
 
 
 class ProtocolError(RuntimeError):
-    """A notification with an unexpected number: a fault of this program."""
+    """Notification with an unexpected number, which is a bug of this program."""
 
 
 class Notifications:
-    """One-integer messages by tag, such as "the model of this round is ready".
+    """Messages of one integer between ranks, such as "the model of this round is ready".
 
-    Between two ranks notifications of one tag arrive in the order sent; each carries a number,
-    which is compared, so that a fault of the protocol is an error and never wrong numbers.
+    Notifications with the same tag arrive in the order in which they were sent. Each carries a
+    number, which is compared with the expected one, so that a violation of the protocol raises an
+    error instead of producing wrong results.
     """
 
     def __init__(self, comm: MPI.Comm, timeout_s: float):
-        """``comm`` is duplicated (collective)."""
+        """Duplicate ``comm``; collective. Each wait may take ``timeout_s`` seconds."""
         self.comm = comm.Dup()
         self.timeout_s = timeout_s
         self.waited = 0.0
         self.per_round = 1
-        """Numbers that a round has: error messages name the round."""
+        """Count of numbers per round, from which error messages compute the round."""
         self.first = 0
-        """The round that number 0 is of."""
+        """Round to which the number 0 belongs."""
         self._reached: dict[int, int] = {}
         self._asked: dict[tuple[int, int], tuple[MPI.Request, np.ndarray]] = {}
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
@@ -67,7 +68,7 @@ class Notifications:
     def wait(self, ranks: Sequence[int], tag: int, number: int) -> None:
         """Wait for the notification of each rank.
 
-        :raises WaitTimeoutError: with the name of a rank whose notification is missing
+        :raises WaitTimeoutError: at the time limit; it names a rank whose notification is missing
         """
         missing = [rank for rank in ranks if not self.arrived(rank, tag, number)]
         if missing:
@@ -82,7 +83,10 @@ class Notifications:
                 self.arrived(rank, tag, number)
 
     def arrived(self, rank: int, tag: int, number: int) -> bool:
-        """Return whether the rank's notification has arrived; doesn't wait."""
+        """Return whether the notification of ``rank`` has arrived, without waiting.
+
+        :raises ProtocolError: if it carries another number
+        """
         check_process()
         if (rank, tag) not in self._asked:
             value = np.empty(1, np.int64)
@@ -93,17 +97,17 @@ class Notifications:
         del self._asked[rank, tag]
         if value[0] != number:
             raise ProtocolError(f"{AWAITED[tag]}: rank {rank} sent {value[0]}, not {number}")
-        # who frees a buffer for round t is two rounds before it
+        # a rank that frees the buffer of round t has only reached round t − 2
         reached = number - 2 * self.per_round if tag == FREE else number
         self._reached[rank] = max(reached, self._reached.get(rank, reached))
         return True
 
     def pending(self) -> list[MPI.Request]:
-        """Return the requests of what :meth:`arrived` was asked for and hasn't arrived."""
+        """Return the requests of notifications that were looked for and have not arrived yet."""
         return [request for request, _ in self._asked.values()]
 
     def describe_late(self, rank: int, tag: int, number: int) -> str:
-        """Return the message for a notification that doesn't come."""
+        """Return the error message for a notification that does not arrive in time."""
         last = self._reached.get(rank)
         each = self.per_round
         seen = "has not been heard of yet"
@@ -121,21 +125,21 @@ class Notifications:
 
 
 def called(comm: MPI.Comm, rank: int) -> str:
-    """Return the name of a rank of a communicator in messages: by its number in the world."""
+    """Return the name of a rank of ``comm`` for error messages, with its number in the world."""
     return f"rank {next(iter(world_ranks(comm, [rank])), rank)}"
 
 
 keep_alive: list[Any] = []
-"""Requests given up at a deadline, and buffers: MPI may still write into them."""
+"""Requests that were abandoned at a deadline, and buffers to which MPI may still write."""
 
 
 def ranks_of(keys: Iterable[Any]) -> set[int]:
-    """The ranks of requests by rank, or by rank and more."""
+    """Return the ranks in the keys of requests: a key is a rank or a tuple that begins with one."""
     return {key[0] if isinstance(key, tuple) else key for key in keys}
 
 
 def all_ranks(_: Iterable[Any]) -> tuple[int, ...]:
-    """No rank in particular: a request that all ranks take part in."""
+    """Return no rank in particular, for a request in which all ranks take part."""
     return ()
 
 
@@ -146,12 +150,15 @@ def wait_all(
     whom: Callable[[Iterable[Any]], Iterable[int]] | None = ranks_of,
     comm: MPI.Comm | None = None,
 ) -> float:
-    """Wait for requests, whose keys name ranks; return the seconds waited.
+    """Wait for all requests; return the seconds waited.
 
+    :param pending: requests by key; completed ones are removed
+    :param timeout_s: time limit in seconds
+    :param describe_late: function of a key that returns the error message
     :param whom: function of the keys of open requests that returns the awaited ranks of ``comm``;
-        None: all of them
+        None: all ranks are awaited
     :param comm: communicator of these ranks; None: the world
-    :raises WaitTimeoutError: at the deadline, with the name of one rank
+    :raises WaitTimeoutError: at the deadline; it names one rank
     """
     began = time.perf_counter()
 

@@ -1,7 +1,7 @@
-"""A round of exchanges chunk by chunk: encode, send, notify, receive, sum.
+"""Execution of a round of exchanges chunk by chunk: encode, send, notify, receive, sum.
 
-Chunks are what the progress thread works on: while one is on the wire, those received are summed.
-So the wire is hardly ever idle, and little is left to do when the last chunk arrives.
+While one chunk is being sent, the progress thread sums the chunks that have been received. The
+network is therefore hardly ever idle, and little work remains when the last chunk arrives.
 """
 
 import time
@@ -21,25 +21,30 @@ from mpigossip.mixing.progress_thread import ProgressThread
 from mpigossip.mixing.transports import Transport
 
 REMEDY = 'models went by {} of GPU memory: if MPI can\'t do that here, use node.exchange = "host"'
-"""What an error of such a round says besides."""
+"""Note that is added to an error of a round that sends GPU memory by MPI."""
 
 
 class Buffers(Protocol):
-    """A rank's messages in the memory of its slots, and the sums of them: on the host or on GPUs.
+    """Messages of a rank in the memory of its slots, and their sums, on the host or on GPUs.
 
-    What isn't said to wait is only begun, on GPUs, and :meth:`complete` waits for it.
+    On GPUs, a method only launches work, unless its docstring says that it waits; :meth:`complete`
+    waits for all launched work.
     """
 
     out: MessageArrays
-    """The outbox."""
+    """Arrays of the outbox."""
     sent: list[torch.Tensor]
-    """For each slot the message as sent, in the order of the slot's work."""
+    """For each slot the message to send; the slot's stream writes it."""
 
     def begin(self, number: int, average: bool = False) -> None:
-        """Follow what fills the outbox; encode what isn't encoded chunk by chunk."""
+        """Order later work after the work that fills the outbox, and encode it unless chunks do.
+
+        :param number: number of the exchange, which seeds the random rounding
+        :param average: whether the exchange is an average over all nodes
+        """
 
     def prepare(self, number: int, chunk: MessageChunk) -> list[torch.Tensor]:
-        """Return for each slot the message as sent, of which this chunk is ready; waits for it."""
+        """Wait until a chunk can be sent; return for each slot the message that contains it."""
 
     def add(
         self,
@@ -48,34 +53,34 @@ class Buffers(Protocol):
         chunk: MessageChunk,
         into: MessageArrays | None = None,
     ) -> None:
-        """Add up a chunk of the own message and the sources', each given by slot."""
+        """Sum a chunk of the own message and of ``received``: a message per slot of each source."""
 
     @property
     def result(self) -> MessageArrays:
-        """The sum that was formed last."""
+        """Sum that was formed last."""
 
     def average(self, transport: Transport) -> float:
-        """Form the average over all nodes as the result; seconds waited for other ranks."""
+        """Compute the average over all nodes as the result; return the seconds waited."""
 
     def complete(self) -> None:
-        """Wait until all that was begun is done."""
+        """Wait until all launched work is done."""
 
     def close(self) -> None:
-        """Let go of all memory; it must not be used any more."""
+        """Release all memory, which must not be used afterwards."""
 
 
 class Pipeline:
-    """Runs rounds: in the progress thread, or small ones where they are waited for."""
+    """Executor of rounds, in the progress thread or, if they are small, where they are awaited."""
 
     def __init__(self, transport: Transport, buffers: Buffers, thread: ProgressThread):
-        """``thread``: whose waits are used."""
+        """Keep transport, buffers and thread; the thread provides the waits of all rounds."""
         self._transport = transport
         self._buffers = buffers
         self._thread = thread
         self.threaded = thread.threaded
 
     def begin(self, r: RoundState) -> None:
-        """Begin to receive and to send; of a round done inline what needs no waiting."""
+        """Begin to receive and to send; if the round is run inline, do what needs no waiting."""
         r.arrived = dict.fromkeys(r.plan.remote_sources, 0)
         self._transport.notifications.first = r.t - r.index
         r.blocked_readers = [rank for rank, _ in r.plan.targets]
@@ -88,9 +93,9 @@ class Pipeline:
     def run(self, r: RoundState) -> None:
         """Send and receive all chunks.
 
-        Waits for free buffers at the readers, then for the chunks of the sources.
+        This waits for free buffers of the readers, then for the chunks of the sources.
 
-        :raises WaitTimeoutError: if no chunk moves within the time limit, with the name of a rank
+        :raises WaitTimeoutError: if no chunk moves within the time limit; it names a rank
         """
         self._kept(self._run, r)
 
@@ -104,7 +109,7 @@ class Pipeline:
         self._buffers.complete()
 
     def _kept(self, work: Callable[[RoundState], Any], r: RoundState) -> None:
-        """Do the work; after a failure, keep the memory that MPI may still write into."""
+        """Call ``work``; if it fails, keep the memory to which MPI may still write."""
         try:
             work(r)
         except BaseException:
@@ -112,16 +117,19 @@ class Pipeline:
             raise
 
     def wait(self, r: RoundState) -> float:
-        """Wait until the round has been run; seconds waited. Errors of GPU memory say a remedy."""
+        """Wait until the round has been run; return the seconds waited.
+
+        An error in a round that sends GPU memory by MPI gets the note `REMEDY`.
+        """
         began = time.perf_counter()
         try:
             if r.future:
                 return self._thread.wait(r.future, f"round {r.t}")
             self.run(r)
         except Exception as error:
-            if self._transport.on_device and not self._transport.in_main:  # NCCL's have their own
+            if self._transport.on_device and not self._transport.in_main:  # NCCL has its own note
                 note = REMEDY.format(type(self._transport).__name__.lower())
-                if note not in getattr(error, "__notes__", ()):  # raised for each round after it
+                if note not in getattr(error, "__notes__", ()):  # later rounds raise it again
                     error.add_note(note)
             raise
         return time.perf_counter() - began
@@ -131,7 +139,7 @@ class Pipeline:
         return r.sent == many and r.added == many
 
     def _advance(self, r: RoundState) -> bool:
-        """Do what can be done now without waiting; return whether there was anything."""
+        """Do all that is possible without waiting; return whether anything was done."""
         sent = self._send(r)
         came = self._receive(r)
         return self._add(r) or sent or came
@@ -140,28 +148,28 @@ class Pipeline:
         return self._thread.rest([*filter(None, r.in_flight), *self._transport.pending(r)])
 
     def _send(self, r: RoundState) -> bool:
-        # a reader frees the buffer of this round when it has summed round t - 2: without its
-        # notification the put would overwrite what it still reads
+        # A reader frees the buffer of this round after it has summed round t - 2. Without its
+        # notification, the put could overwrite a message that it still reads.
         transport = self._transport
         r.blocked_readers = [rank for rank in r.blocked_readers if not transport.is_free(r, rank)]
         if r.blocked_readers or r.sent == len(transport.chunks):
             return False
         chunk = transport.chunks[r.sent]
         if r.prepared == r.sent:
-            # encoded here and not before: while it is, the chunk before is on the wire
+            # encode it only now, so that the transfer of the previous chunk overlaps with it
             memory = self._buffers.prepare(r.number, chunk)
             r.prepared += 1
             r.in_flight = transport.send(r, chunk, memory)
-        # a flush of what still flies would spin, on the core that others compute on
+        # a flush of requests in flight would spin on a core that other threads compute on
         if r.in_flight and not MPI.Request.Testall(r.in_flight):
             return False
-        # flushed, then notified: a notification may overtake what isn't at the reader yet
+        # flush before the notification, which could otherwise overtake the chunk
         transport.notify(r, chunk)
         r.sent += 1
         return True
 
     def _receive(self, r: RoundState) -> bool:
-        # from each source its next chunk; the sources needn't be equally far
+        # look for the next chunk of each source, since sources may differ in their progress
         moved = False
         chunks = self._transport.chunks
         for rank, count in r.arrived.items():
@@ -171,8 +179,8 @@ class Pipeline:
         return moved
 
     def _add(self, r: RoundState) -> bool:
-        # one at a time, so that between two the next chunk can be sent; the sum is written over an
-        # inbox buffer, and the own chunk must have been encoded, so all of them must be there
+        # Add one chunk per call, so that the next chunk can be sent in between. The sum is written
+        # over an inbox buffer and uses the own encoded chunk, so all terms must be there.
         if r.added == min([r.prepared, *r.arrived.values()]):
             return False
         if not r.sum_in_main:
@@ -182,7 +190,7 @@ class Pipeline:
         return True
 
     def _awaited(self, r: RoundState) -> Sequence[int]:
-        """Return the ranks without a free buffer, else those whose chunks are missing."""
+        """Return the ranks without a free buffer; if there are none, those with missing chunks."""
         many = len(self._transport.chunks)
         missing = [source for source, count in r.arrived.items() if count < many]
         return r.blocked_readers or missing or [rank for rank, _ in r.plan.targets]

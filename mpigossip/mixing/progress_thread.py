@@ -1,4 +1,4 @@
-"""The progress thread: it can be given up at a deadline, as a call of MPI may never return."""
+"""Progress thread, which can be abandoned at a deadline, because an MPI call may never return."""
 
 import atexit
 import contextlib
@@ -23,19 +23,19 @@ from mpigossip.mixing.notifications import keep_alive
 IDLE = 23
 """Tag of a message from a rank to itself."""
 FAILED = 29
-"""Tag of a message to all other ranks: `attempt` failed here."""
+"""Tag of a message to all other ranks: :func:`run_on_all_ranks` has failed on this rank."""
 GRACE_S = 1.0
-"""Seconds that a rank has to fail by itself, once it was told of another that did."""
+"""Seconds in which a rank may fail by itself after another rank has reported a failure."""
 LEAVE_S = 1.0
-"""Seconds that the progress thread has at the end of a program that didn't close it."""
+"""Seconds for which the end of a program waits for a progress thread that it did not close."""
 
 
 class ProgressThread:
-    """The progress thread: runs jobs in order, keeps MPI moving, and can be given up.
+    """Thread that runs jobs in order, makes MPI progress, and can be abandoned.
 
-    Under an MPI below THREAD_MULTIPLE, or without ``threaded``, a job runs where it is submitted.
-    With ``poll`` the idle thread enters MPI now and then, as one-sided messages over plain
-    networks move only while their target is inside MPI.
+    If MPI provides less than THREAD_MULTIPLE, or ``threaded`` is False, a job runs in the thread
+    that submits it. With ``poll``, the idle thread enters MPI periodically, because one-sided
+    messages over plain networks make progress only while their target is inside MPI.
     """
 
     POLL_S = 0.001
@@ -50,10 +50,17 @@ class ProgressThread:
         cores: frozenset[int] = frozenset(),
         device: str = "cpu",
     ):
-        """Start the thread, if any; it is a daemon, so a stuck MPI call can't hold the exit.
+        """Start the thread, if there is one.
 
-        ``cores``: where it runs; none: where the scheduler likes. ``device``: a GPU that is to be
-        current in it before anything else, as MPI libraries look for a context.
+        It is a daemon thread, so that a stuck MPI call can't block the exit of the program.
+
+        :param comm: communicator on which the thread polls
+        :param timeout_s: time limit of the waits of a job, in seconds
+        :param threaded: whether to use a thread, if MPI allows it
+        :param poll: whether the idle thread enters MPI periodically
+        :param cores: cores on which the thread runs; empty: any
+        :param device: device that is made current in the thread first, if it is a GPU, because MPI
+            libraries look for a CUDA context
         """
         self._cores = cores
         self._device = device
@@ -63,21 +70,22 @@ class ProgressThread:
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self.busy = 0.0
-        """seconds that jobs took so far, their waiting for other nodes included"""
+        """Seconds that jobs have taken so far, including their waits for other nodes."""
         self._seen = 0.0
-        """when the thread was last outside MPI in a job, by `time.perf_counter`"""
+        """Time, by `time.perf_counter`, at which a job in the thread was last outside MPI."""
         self._bell = Bell()
-        # a message from itself, sent when the thread closes: looking for it keeps MPI moving
+        # The rank sends this message to itself when the thread closes. Testing for it until then
+        # makes MPI progress.
         mine = np.empty(1, np.uint8), comm.rank, IDLE
         self._never = [comm.Irecv(*mine)] if threaded and poll else []
         self._thread = threading.Thread(target=self._work, name=PROGRESS, daemon=True)
         if threaded:
             self._thread.start()
-            # before MPI is finalized, should nobody close it
+            # ends the thread before MPI is finalized, if the program does not close it
             atexit.register(self._leave)
 
     def submit(self, work: Callable[[], object]) -> Future:
-        """Queue a job; without a thread it is done when this returns, and its error raised."""
+        """Queue a job; without a thread, run it now and raise its error."""
         check_process()
         future: Future = Future()
         if self.threaded:
@@ -89,12 +97,12 @@ class ProgressThread:
         return future
 
     def _run(self, work: Callable[[], object], future: Future) -> None:
-        """Do a job; after one that failed, none is done: whoever waits next learns why."""
+        """Run a job, unless an earlier one has failed: all later waits then raise this failure."""
         began = time.perf_counter()
         try:
             if self._failure is None:
                 work()
-        except BaseException as error:  # noqa: BLE001 - handed over to who waits
+        except BaseException as error:  # noqa: BLE001 - raised by `wait` in another thread
             self._failure = error
         self.busy += time.perf_counter() - began
         if self._failure is None:
@@ -103,12 +111,13 @@ class ProgressThread:
             future.set_exception(self._failure)
 
     def wait(self, future: Future, what: str) -> float:
-        """Wait until the job is done, seconds returned; raise what it raised.
+        """Wait until the job is done and return the seconds waited; raise the error of the job.
 
-        WaitTimeoutError where the thread itself doesn't come back from MPI.
+        :raises WaitTimeoutError: if the thread itself does not return from MPI
         """
         began = time.perf_counter()
-        # the job's own waits are shorter: they name the late rank, this names only the round
+        # The waits of the job itself are shorter and name the late rank; this one names only the
+        # round.
         limit = min(self._timeout_s * 2.5 + 5, threading.TIMEOUT_MAX)
         since = began
         while True:
@@ -130,16 +139,19 @@ class ProgressThread:
                 torch.cuda.set_device(self._device)
                 # before torch 2.8 it makes no context in a thread whose device is 0 from the start
                 torch.cuda.mem_get_info(self._device)
-            except RuntimeError as error:  # for who waits for the first job
+            except RuntimeError as error:  # raised by the wait for the first job
                 self._failure = error
         if self._cores:
-            with contextlib.suppress(OSError):  # a core was taken away meanwhile
+            with contextlib.suppress(OSError):  # a core is no longer available
                 os.sched_setaffinity(0, self._cores)
         while (job := self._next()) is not None:  # waits for the main thread to submit one
             self._run(*job)  # waits for neighbours: their free buffers, then their chunks
 
     def _next(self) -> tuple[Callable[[], object], Future] | None:
-        """The next job, None at the end; meanwhile MPI is entered every POLL_S, if it must be."""
+        """Wait for the next job, or None at the end.
+
+        If the thread polls, it enters MPI every POLL_S seconds meanwhile.
+        """
         pause = 0.0
         while self._never:
             with contextlib.suppress(queue.Empty):
@@ -152,7 +164,10 @@ class ProgressThread:
         return self._jobs.get()
 
     def rest(self, requests: Iterable[MPI.Request] = (), **pauses: Any) -> bool:
-        """Until a request is complete, or a job is there, or a while is over; whether it could."""
+        """Sleep until a request completes, a job arrives or some time is over.
+
+        Return False at once if the native library for this is missing.
+        """
         if self.threaded and threading.current_thread() is not self._thread:
             return wait_for_requests(requests, need=1, **pauses)
         self._seen = time.perf_counter()
@@ -163,7 +178,7 @@ class ProgressThread:
         return rested
 
     def _leave(self, limit: float = LEAVE_S) -> None:
-        if is_fork():  # which has no such thread, and its parent's pipe
+        if is_fork():  # a fork has no such thread, and shares the pipe of its parent
             return
         self._jobs.put(None)
         self._bell.ring()
@@ -173,7 +188,7 @@ class ProgressThread:
         """End the thread after the jobs in its queue."""
         if self.threaded and self._thread.is_alive():
             self._leave(self._timeout_s)
-            if self._thread.is_alive():  # stuck in MPI: what it holds is left to it
+            if self._thread.is_alive():  # it is stuck in MPI: keep everything that it uses
                 return
             atexit.unregister(self._leave)
             for request in self._never:
@@ -190,12 +205,13 @@ def run_on_all_ranks(
     device: torch.device,
     holds: Any = (),
 ) -> str:
-    """Do the work on all ranks, each in a thread; return what went wrong on any, "" for nothing.
+    """Run ``work`` in a thread on all ranks; return the error message of any rank, or "".
 
-    Collective over ``comm``, which the work must not use; the same text on all ranks. It goes wrong
-    by an exception, or takes longer than ``limit_s``: ``now`` says what it does. A rank tells the
-    others at once, as their calls may wait for it for ever. Their threads are given up, and with
-    them what the work ``holds``.
+    It is collective over ``comm``, which ``work`` must not use, and returns the same message on all
+    ranks. ``work`` fails if it raises an exception or takes longer than ``limit_s`` seconds;
+    ``now`` returns a description of its current call for the message. A rank that fails informs the
+    others at once, because their calls may wait for it without a limit. After a failure, the
+    threads are abandoned, and the objects in ``holds`` are kept alive.
     """
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     thread = ProgressThread(comm, timeout_s=limit_s, device=str(device))
@@ -213,10 +229,10 @@ def run_on_all_ranks(
         if error is not None:
             waits = isinstance(error, WaitTimeoutError)
             raise error
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
+    except Exception as error:  # noqa: BLE001 - the other ranks receive any error
         wrong = str(error) or type(error).__name__
     tells = [comm.isend(None, rank, FAILED) for rank in others if wrong and not waits]
-    # ranks that waited are here long before one that hung; that one says more
+    # Ranks that waited arrive here long before the rank that hung, whose message says more.
     found = with_timeout(comm, 2 * limit_s).allgather((waits, wrong))
     for rank, (late, text) in enumerate(found):
         if text and not late and rank != comm.rank:

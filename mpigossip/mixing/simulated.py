@@ -1,4 +1,4 @@
-"""Simulation of n nodes in this process: every transport equals it bitwise."""
+"""Simulation of n nodes in this process; every transport is bitwise identical to it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.wire import encode
 
 KEPT = 64
-"""Rounds of which it is kept who sums what: working it out takes n nodes' time."""
+"""Number of rounds whose groups of rows are cached, because computing them visits all n nodes."""
 
 
 class Rows(NamedTuple):
-    """Nodes whose neighbours carry the same weights: what :func:`combine` sums at once."""
+    """Nodes whose neighbours have the same weights, which :func:`weighted_sum` sums at once."""
 
     weights: tuple[float, ...]
-    """the own one first"""
+    """Own weight, then the weights of the neighbours."""
     rows: torch.Tensor | None
-    """which they are; None: all"""
+    """Numbers of the nodes; None: all nodes."""
     sources: list[torch.Tensor]
-    """for each neighbour, whose message is taken"""
+    """For each neighbour, the nodes whose messages are read."""
     cuts: list[tuple[slice, list[slice]]]
-    """where all sums are of stretches of rows, as a circulant's are: these, to copy nothing"""
+    """Contiguous ranges of rows and of their neighbours, if all can be summed by such ranges
+    without a copy, as for a circulant graph; otherwise empty."""
 
     @classmethod
     def of(cls, n: int, weights: tuple[float, ...], rows: np.ndarray, columns: np.ndarray) -> Rows:
@@ -58,7 +59,10 @@ class Rows(NamedTuple):
 
 
 def _cuts(n: int, columns: np.ndarray) -> list[tuple[slice, list[slice]]]:
-    """Stretches of rows whose neighbours are stretches, too; none where they would be short."""
+    """Return contiguous ranges of rows whose neighbours are contiguous, too.
+
+    The list is empty unless each neighbour is at a fixed distance from its node, modulo n.
+    """
     shifts = [int(column[0]) for column in columns]
     nodes = np.arange(n)
     if any((column != (nodes + s) % n).any() for column, s in zip(columns, shifts, strict=True)):
@@ -71,14 +75,14 @@ def _cuts(n: int, columns: np.ndarray) -> list[tuple[slice, list[slice]]]:
 
 
 class Simulated(Mixer):
-    """All n nodes as rows of the same arrays; a round is a few tensor operations over all rows.
+    """Mixer of all n nodes as rows of the same arrays; a round is a few tensor operations.
 
-    Rows whose neighbours carry the same weights are combined together, by the same
+    Rows whose neighbours have the same weights are summed at once, by the same
     :func:`~mpigossip.mixing.combine.weighted_sum` that a rank uses for its single row.
     """
 
     def __init__(self, graph, layout: MessageLayout):
-        """Arrays of n rows on the layout's devices; ``graph`` says who averages with whom."""
+        """Allocate arrays of n rows on the devices of the layout."""
         super().__init__(graph, layout, range(graph.n))
         self._out = layout.empty(graph.n)
         self._mixed = layout.empty(graph.n)
@@ -90,7 +94,7 @@ class Simulated(Mixer):
         return self._out
 
     def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
-        """Quantize the messages, if the wire does, and remember what :meth:`finish` is to do."""
+        """Quantize the messages if the wire is lossy, and keep the exchange for :meth:`finish`."""
         self._open = (kind, t)
         layout = self.layout
         if not layout.wire.exact and kind is not ExchangeKind.LOCAL:
@@ -122,7 +126,7 @@ class Simulated(Mixer):
 
 
 def _groups(graph, t: int) -> list[Rows]:
-    """Return the rows of round t by their weights."""
+    """Return the rows of round t, grouped by their weights."""
     groups: dict[tuple[float, ...], list[tuple[int, np.ndarray]]] = {}
     for i in range(graph.n):
         sources, weights, own = graph.neighbours(t, i)

@@ -1,7 +1,4 @@
-"""Mixer between MPI ranks that waits for its neighbours: rank i is node i.
-
-Neighbours on CPUs of the same host are read in place, all others are sent to by one transport.
-"""
+"""Synchronous mixer between MPI ranks: each round waits for the messages of the neighbours."""
 
 import time
 from functools import lru_cache, partial
@@ -36,16 +33,29 @@ from mpigossip.mixing.transports.messages import Messages
 from mpigossip.mixing.transports.windows import Windows
 
 INLINE_BYTES = 1 << 14
-"""Bytes of a message up to which no thread is woken for it: that would take longer than it."""
+"""Largest message, in bytes, that the main thread exchanges: waking a thread would take longer."""
 CACHED_PLANS = 128
-"""Plans that are kept: asking the graph takes longer than a small message."""
+"""Number of cached round plans: asking the graph takes longer than sending a small message."""
 PROBE_TIMEOUT = "measuring the wire: a neighbour doesn't answer"
 STAGING_BYTES = 1 << 24
-"""Bytes of a slot's chunk that is copied between a device and host memory at once."""
+"""Size, in bytes, of the chunks in which a slot's message is copied to and from host memory."""
 
 
 class Synchronous(RankMixer):
-    """The mixer of one rank."""
+    """Mixer of one rank that waits for the messages of the same round; rank i is node i.
+
+    In round t, the rank publishes its outbox and receives the messages of its in-neighbours. It
+    then computes the weighted sum ``mixed_i = Σ_j W(t)[i, j] · sent_j`` over its own message and
+    theirs, in the graph's order. A round with W = 11ᵀ/n, like a global average, is a reduce-scatter
+    followed by an all-gather over all ranks.
+
+    A message takes one of two ways. If the slots are CPUs and ``same_host`` is "read", ranks on one
+    host read each other's outboxes in shared memory, without a copy. All other messages go through
+    one transport: MPI windows, MPI messages or NCCL. The progress thread sends them in chunks and
+    sums the chunks that have arrived while the main thread computes. Both ways end in the same
+    weighted sum, so the result is bitwise identical to the result of
+    :class:`~mpigossip.mixing.simulated.Simulated`.
+    """
 
     def __init__(
         self,
@@ -58,11 +68,18 @@ class Synchronous(RankMixer):
         timeout_s=300.0,
         on_devices: bool | None = None,
     ):
-        """Collective over ``world``; ``graph.n`` must be its size.
+        """Open shared memory, transport and progress thread; collective over ``world``.
 
-        :param exchange: transport: "auto", "windows", "messages", "nccl" or "host"
-        :param on_devices: keep messages on the slots' devices; None: if the layout names a GPU
-        :raises TransportUnavailable: on all ranks, if a transport that was named can't be used
+        :param graph: graph of ``world.size`` nodes
+        :param layout: layout of a node's message
+        :param world: world whose ranks are the nodes
+        :param same_host: "read": read neighbours on the same host in place; "put": send to them
+        :param exchange: transport of GPU memory, as `node.exchange` of a job
+        :param timeout_s: seconds that each wait for other ranks may take
+        :param on_devices: keep messages on the slots' devices; None: if the layout names a GPU.
+            Tests pass True to run the GPU code on CPUs
+        :raises TransportUnavailable: on all ranks, if the transport named by ``exchange`` can't be
+            used
         """
         super().__init__(graph, layout, world, timeout_s)
         if on_devices is None:
@@ -79,7 +96,7 @@ class Synchronous(RankMixer):
         self._transport: Transport | None = None
         self._buffers: Any
         self.routes: dict[int, str] = {}
-        """For GPUs, how each other rank is reached, and why."""
+        """For slots on GPUs: the transport to each other rank, and the reason for its choice."""
         many = inbox_buffers(graph, self.rank, self._near)
         if on_devices:
             self._open_on_devices(exchange, many, world)
@@ -89,13 +106,13 @@ class Synchronous(RankMixer):
             self._buffers = HostBuffers(layout, self.rank, self.n, self._shared, self._transport)
         self._whole = chunks(layout, float("inf"))[0]
         self._open_thread(world)
-        # the graph's clock: the first round of kind GOSSIP that this mixer ran
+        # the first GOSSIP round of this mixer, as the graph counts rounds
         self._first: int | None = None
         self._round: RoundState | None = None
         self._last: RoundState | None = None
 
     def _open_on_host(self, buffers: int, world: World) -> Transport:
-        """Open windows in host memory; chunks as the network is measured to be."""
+        """Open windows in host memory, with chunks that fit the measured bandwidth."""
         layout = self.layout
         outbox = not (self._shared and layout.wire.exact)
         made = Windows(self._comm, layout, buffers, self._timeout_s, outbox=outbox)
@@ -104,7 +121,7 @@ class Synchronous(RankMixer):
         return made
 
     def _open_on_devices(self, exchange: str, buffers: int, world: World) -> None:
-        """Open the way to GPUs of other nodes: the one asked for, or the fastest that works."""
+        """Open the requested transport between GPUs, or for "auto" the fastest one that works."""
         from mpigossip.mixing.transports import probe
 
         def on_host(buffers: int) -> Transport:
@@ -118,7 +135,7 @@ class Synchronous(RankMixer):
         self.routes = {j: way.text for j in range(self.n) if j != self.rank}
 
     def _open_thread(self, world: World) -> None:
-        """Start the progress thread, if a transport has something to do for it."""
+        """Start the progress thread, unless all neighbours are read in place."""
         self._thread: ProgressThread | None = None
         transport = self._transport
         layout = self.layout
@@ -152,11 +169,12 @@ class Synchronous(RankMixer):
         averages: bool = True,
         halves: int = 2,
     ) -> dict[str, int]:
-        """Memory by purpose: an outbox, a result, and inbox buffers for those who send to it.
+        """Return the bytes of a node's messages by purpose, before a mixer is opened.
 
-        In full precision and without neighbours on the host the sum is formed in the inbox; a
-        result is for averages. Codes are sent in place of the outbox. On GPUs "host" is what
-        exchanges through host memory take besides.
+        The purposes are "outbox", "result", "encoded" (for a lossy wire) and "inbox", the buffers
+        of the nodes that send to this one. Without a lossy wire and without neighbours on the same
+        host, the weighted sum is written over an inbox buffer, so that only global averages need a
+        result. For GPUs, "host" is the memory that the transport "host" needs in addition.
         """
         lossy = not layout.wire.exact
         gpu = bool(set(layout.devices) - {"cpu"})
@@ -210,11 +228,11 @@ class Synchronous(RankMixer):
         if plan.average:
             self._start_average(r)
             return
-        if self._shared:  # readers on this host may begin to read: `outbox` waits for them
+        if self._shared:  # neighbours on this host may read from now on; `outbox` waits for them
             self._shared.publish(plan.readers, t)
             r.sum_in_main = not plan.remote_sources or len(plan.remote_sources) < len(plan.sources)
-        # what goes to others, and what they send here, goes on in the progress thread; of a small
-        # message the main thread sends now what it can, and does the rest in `finish`
+        # The progress thread exchanges with all other ranks. A small message is sent by the main
+        # thread: as far as possible now, the rest in `finish`.
         if self._transport and (plan.targets or plan.remote_sources or not self._shared):
             r.inline = self._inline
             self._pipeline.begin(r)
@@ -244,15 +262,15 @@ class Synchronous(RankMixer):
         if plan.average:
             return buffers.out, self._finish_average(r)
         if plan.partner is not None and into is None:
-            # waits for the partner's outbox, then for its half of the one result
+            # waits for the partner's outbox, then for the half of the result that it computes
             parts = self.layout.parts
             weight = plan.weights[0]
             r.halved = True
             average = self._shared.average_pair(parts, weight, plan.partner, r.t)
             return buffers.out, buffers.segments(average)
-        if self._shared:  # the sources on this host: their outboxes are complete
+        if self._shared:  # wait until the outboxes of the in-neighbours on this host are complete
             self._shared.wait_ready(plan.sources, r.t)
-        if r.future or r.inline:  # the others: their messages are here, the own ones sent
+        if r.future or r.inline:  # wait until all other messages are sent and received
             self._waited += self._pipeline.wait(r)
         if self._shared and r.sum_in_main:
             self._sum(r, into)
@@ -268,11 +286,11 @@ class Synchronous(RankMixer):
             self._waited += self._pipeline.wait(r)
         else:
             self._waited += self._buffers.average(self._transport)
-        self._buffers.complete()  # the thread has given the devices the last sum, not waited for it
+        self._buffers.complete()  # the thread has launched the last sum, without waiting for it
         return self._buffers.result
 
     def _sum(self, r: RoundState, into: torch.Tensor | None) -> None:
-        """Sum the outboxes on this host and what was sent, in the graph's order."""
+        """Sum outboxes on this host and received messages in the graph's order."""
         shared = self._shared
         received = []
         far = r.plan.remote_sources
@@ -285,15 +303,15 @@ class Synchronous(RankMixer):
         self._buffers.add(r.plan.weights, received, self._whole, target)
 
     def _end_round(self) -> None:
-        """Wait until the last round's readers are done; tell the writers what is free again.
+        """Wait until the last round's message has been read; free the buffers of its sources.
 
-        Here, as the progress thread has nothing to do now: to wake it takes longer.
+        The main thread does this, because waking the idle progress thread would take longer.
         """
         r = self._round
         self._round = None
         if r is None or r.plan.kind is not ExchangeKind.GOSSIP:
             return
-        # readers of this outbox on this host; those that were sent to have their own copy
+        # only neighbours on this host read the outbox; all others have received a copy
         if self._shared and r.halved:
             self._shared.release_pair(r.plan.partner, r.t)
         elif self._shared:
@@ -321,7 +339,7 @@ class Synchronous(RankMixer):
         self._comm.Free()
 
     def _unused_rounds(self) -> list[tuple[int, RoundPlan]]:
-        """The rounds that buffers were freed for, by index, and that will not be run."""
+        """Return the rounds, by index, whose buffers were freed but that will not be run."""
         last = self._last
         indexes = range(max(2, last.index + 1), last.index + 3) if last else ()
         first = self._first or 0
@@ -329,14 +347,18 @@ class Synchronous(RankMixer):
 
 
 class FaultTolerant(Synchronous):
-    """Synchronous exchange by messages alone, which can be abandoned after a rank failure."""
+    """Synchronous mixer for runs that survive rank failures.
+
+    It uses MPI messages only: a request can be abandoned, whereas a window with a failed member can
+    be neither flushed nor freed.
+    """
 
     estimate_memory = staticmethod(partial(Synchronous.estimate_memory, halves=1))
 
     def __init__(
         self, graph, layout: MessageLayout, world: World, *, timeout_s=300.0, on_devices=None
     ):
-        """Collective over ``world``; messages of GPUs go through host memory."""
+        """Open the transport; collective. Messages of GPUs go through host memory."""
         super().__init__(
             graph,
             layout,
@@ -349,21 +371,21 @@ class FaultTolerant(Synchronous):
 
     def _open_on_host(self, buffers: int, world: World) -> Transport:
         made = Messages(self._comm, self.layout, buffers, self._timeout_s, hosts=world.hosts)
-        # the world's duplicate is revoked after a rank failure, which ends waits for living ranks
+        # after a rank failure this communicator is revoked, which ends waits for live ranks too
         made.comm = self._comm
         return made
 
 
 def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
-    """Bytes a second of the wire to the next rank: collective, equal on all ranks.
+    """Return the bandwidth to the next rank in bytes per second, equal on all ranks; collective.
 
-    Infinite, and not measured, where a message of ``nbytes`` bytes is a single chunk anyway.
+    It is infinite, and not measured, if a message of ``nbytes`` bytes fits into one chunk anyway.
     """
     if comm.size == 1 or nbytes <= SMALLEST:
         return float("inf")
     out = np.zeros(SMALLEST, np.uint8)
     into = np.empty(SMALLEST, np.uint8)
-    for _ in range(2):  # the first opens connections
+    for _ in range(2):  # the first repetition opens the connections
         comm.Barrier()
         began = time.perf_counter()
         source = (comm.rank - 1) % comm.size
