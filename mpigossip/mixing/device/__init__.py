@@ -1,1 +1,1 @@
-"""Exchange on GPUs: messages, their memory and streams, and the proof that MPI moves it."""
+"""Exchange on GPUs: messages, their memory and streams, and the test that MPI can transfer it."""

@@ -1,8 +1,8 @@
-"""Messages on the devices of a rank's slots, and their sums there; contract: `pipeline.Buffers`.
+"""Messages on the devices of a rank's slots, and their sums there; see `pipeline.Buffers`.
 
-MPI never touches memory that a stream still writes: an event is waited for first. Where the
-transport's inboxes are the host's, chunks are copied out and in, at the same time as others are on
-the wire. The CPU runs the same code in the tests.
+MPI never accesses memory that a stream still writes, because an event is waited for first. If the
+inboxes of the transport are in host memory, chunks are copied from and to the devices while other
+chunks are being sent. The tests run the same code on the CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,12 +26,15 @@ from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.wire import encode_slot
 
 SHARE = 1 << 24
-"""Bytes of a slot that are averaged at once by messages; more than on the CPU, as a GPU takes long
-to be told to begin."""
+"""Bytes of a slot that are averaged at once by messages; more than on the CPU, because launching
+work on a GPU takes longer."""
 
 
 class DeviceBuffers:
-    """Outbox, codes and result of every slot on its device; messages on the host, if staged."""
+    """Outbox, encoded message and result of every slot on its device.
+
+    If the transport sends from host memory, there are staging buffers on the host in addition.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,10 @@ class DeviceBuffers:
         transport: Transport,
         streams: Sequence[Streams],
     ):
-        """Raises TransportUnavailable where memory that MPI may reach can't be had."""
+        """Allocate all buffers.
+
+        :raises TransportUnavailable: if memory that MPI may access can't be allocated
+        """
         self._layout = layout
         self._rank = rank
         self._n = n
@@ -74,7 +80,7 @@ class DeviceBuffers:
             self._rooms = [take(max(self._share, gathers), device) for device in devices]
 
     def pin(self, memory: Sequence[torch.Tensor]) -> str:
-        """Lock the host memory that copies use; return why it can't be, and copies are slower."""
+        """Lock the host memory of copies; return the reason if it fails, and copies are slower."""
         found = [*memory, *([self.host.own, *(self.host.codes or [])] if self.host else [])]
         try:
             self._unpin = pin(found, self._streams[0].device)
@@ -84,12 +90,12 @@ class DeviceBuffers:
 
     @property
     def _gathers(self) -> bool:
-        """Return whether in a global average everyone's codes are less than a sum's parts."""
+        """Return whether gathering encoded messages sends less than averaging decoded values."""
         layout = self._layout
         return not layout.wire.exact and self._n * layout.sent_bytes < 2 * layout.nbytes
 
     def begin(self, number: int, average: bool = False) -> None:
-        """Encode on the slots' own streams; let those of copies and sums follow them."""
+        """Encode on the slots' own streams; order the streams of copies and sums after them."""
         for slot, parts in enumerate(self.out if self.codes else ()):
             with device_context(self._streams[slot].device):
                 encode_slot(self._layout, slot, parts, [self._rank], number, self.codes[slot])
@@ -99,13 +105,13 @@ class DeviceBuffers:
             each.follow(event)
 
     def prepare(self, number: int, chunk: MessageChunk) -> list[torch.Tensor]:
-        """Wait until the devices have filled the chunk, and it is in host memory if staged."""
+        """Wait until the devices have filled the chunk, and it is on the host if it is staged."""
         if self.host is None:
-            _wait(self._ready)  # for the slots' streams, which fill the outbox
+            _wait(self._ready)  # waits for the slots' streams, which fill the outbox
             return self.sent
         if chunk.number == len(self._copied):
             self._copied.append(self._copy_out(self.sent, self.host.sent, chunk.span))
-        _wait(self._copied[chunk.number])  # for the streams of copies out
+        _wait(self._copied[chunk.number])  # waits for the copies to host memory
         return self.host.sent
 
     def _copy_out(
@@ -137,7 +143,7 @@ class DeviceBuffers:
                 sum_messages(self._layout, weights, sources, self.result[slot], chunk.fields)
 
     def average(self, transport: Transport) -> float:
-        """On the devices where the transport reaches them, else in host memory."""
+        """Average on the devices if the transport accesses them, otherwise in host memory."""
         if self._n == 1:
             for own, mixed, each in zip(self._own, self._mixed, self._streams, strict=True):
                 with each.incoming():
@@ -181,7 +187,7 @@ class DeviceBuffers:
         return waited
 
     def _swap(self, transport: Transport) -> Callable[[ByRank, ByRank], float]:
-        """The transport's swap of device memory; MPI waits for no stream, and no stream for it."""
+        """Return the transport's swap of device memory; it orders MPI and the streams."""
         if transport.in_main:
             return transport.swap
 

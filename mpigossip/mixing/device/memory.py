@@ -1,7 +1,7 @@
-"""Memory that MPI may reach: private or torch's on a GPU, or of the host and pinned.
+"""Memory that MPI may access: allocations on a GPU, and pinned memory of the host.
 
-Torch's caching allocator hands out pieces of larger blocks, over which no window can be opened
-safely: windows take private allocations, CuPy's. Messages and NCCL take torch's.
+Torch's caching allocator returns pieces of larger blocks, over which no window can be opened
+safely. Windows therefore use separate allocations by CuPy; messages and NCCL use torch's memory.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 UNIT = 2 << 20
-"""cudaMalloc cuts smaller sizes out of shared blocks."""
+"""Unit of allocation, in bytes: cudaMalloc cuts smaller sizes out of shared blocks."""
 PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for the contexts of all devices."""
+"""Flag cudaHostRegisterPortable: memory is pinned for the contexts of all devices."""
 ALREADY = 712
-"""cudaErrorHostMemoryAlreadyRegistered: UCX locks windows itself."""
+"""Error cudaErrorHostMemoryAlreadyRegistered: UCX registers windows itself."""
 
 
 class TransportUnavailable(Failure, RuntimeError):
-    """Memory that can't be had or shared: device, call and remedy are named."""
+    """Failure to allocate or share memory; the message names device, call and remedy."""
 
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager:
-    """The context in which a device is the current one, as MPI libraries and CuPy look for it."""
+    """Return a context in which ``device`` is current, as MPI libraries and CuPy require."""
     return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 def check_default_device(call: str) -> None:
-    """Check that new tensors have memory, as messages and metrics need it.
+    """Check that new tensors have memory, because messages and metrics need it.
 
-    :param call: the public call that is checked, for the message
+    :param call: public call that is checked, for the message
     :raises JobError: if torch's default device is "meta"
     """
     if torch.get_default_device().type == "meta":
@@ -55,7 +55,10 @@ def check_default_device(call: str) -> None:
 
 
 def ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Torch's memory as uint8 (nbytes,), zeros when this returns."""
+    """Allocate memory of torch, uint8 (nbytes,), which is zeroed when this returns.
+
+    :raises TransportUnavailable: if there is not enough memory
+    """
     try:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
@@ -68,7 +71,10 @@ def ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def private(nbytes: int, device: torch.device) -> torch.Tensor:
-    """An allocation of its own (cudaMalloc) as uint8 (nbytes,); zeros on the CPU."""
+    """Allocate separate memory by cudaMalloc, zeroed, as uint8 (nbytes,); on the CPU, of torch.
+
+    :raises TransportUnavailable: if the allocation fails or CuPy is missing
+    """
     if device.type == "cpu":
         return ordinary(nbytes, device)
     cupy = _cupy(device)
@@ -88,10 +94,10 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def create(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
-    """Create a window of bytes over this memory, locked for all; collective.
+    """Create a window of bytes over ``memory``, locked for all ranks; collective.
 
-    For a thread that is given up at a limit. Below THREAD_MULTIPLE, where there is none, what hangs
-    ends the job.
+    It is called in a thread that can be abandoned at a time limit. Below THREAD_MULTIPLE there is
+    no such thread, and a call that hangs ends the job.
     """
     from mpi4py import MPI
 
@@ -111,7 +117,7 @@ def agreed(
 ) -> Any:
     """Return the result of ``make``; raise TransportUnavailable on all ranks if it fails on one.
 
-    Who only waited for a rank that failed isn't quoted.
+    The message is that of a rank that failed, rather than of one that only waited for it.
     """
     made: Any = None
     refused: tuple[bool, str] | None = None
@@ -125,9 +131,9 @@ def agreed(
 
 
 def pages(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The whole pages that hold these stretches (address, bytes), joined where they touch.
+    """Return the whole pages that contain these ranges (address, bytes), merged if they touch.
 
-    A page can't be locked twice, and a copy may not begin in one locked range and end in another.
+    A page can't be locked twice, and a copy must not begin in one locked range and end in another.
     """
     runs: list[tuple[int, int]] = []
     for address, nbytes in sorted(stretches):
@@ -141,10 +147,11 @@ def pages(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def pin(memory: Sequence[torch.Tensor], device: torch.device) -> Callable[[], None]:
-    """Lock host memory that something else has allocated, so that GPUs copy at full speed.
+    """Lock host memory that another library has allocated, so that GPUs copy at full speed.
 
-    Return a function that undoes it. Raise TransportUnavailable if it fails; without locked memory,
-    copies are only slower.
+    Return a function that unlocks it. Without locked memory, copies are only slower.
+
+    :raises TransportUnavailable: if locking fails
     """
     if device.type == "cpu":
         return lambda: None
@@ -176,7 +183,7 @@ def pin(memory: Sequence[torch.Tensor], device: torch.device) -> Callable[[], No
 
 
 def _forget_error() -> None:
-    """Take in the error that a failed call left behind, or torch's next kernel would raise it."""
+    """Clear the error of a failed call, which torch's next kernel would otherwise raise."""
     for path in libraries():
         name = path.rpartition("/")[2]
         if name.startswith("libcudart"):
@@ -198,17 +205,17 @@ def _cupy(device: torch.device) -> Any:
 
 OPTIONS = 117
 ORDERING = 118
-"""CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS and …_WRITES_ORDERING."""
+"""Values of CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS and …_WRITES_ORDERING."""
 BY_HOST = 1
-"""The option of a flush that the host asks for."""
+"""Bit of the options that says that the host can request a flush."""
 CURRENT = 0
 TO_OWNER = 100
-"""Target and scope of a flush: the current device, for its own work."""
+"""Target and scope of a flush: the current device, and its own work."""
 
 
 @cache
 def rdma_writes_ordered(device: torch.device) -> bool:
-    """Return whether the later work of the device sees these writes without a flush.
+    """Return whether later work of the device sees writes of a network card without a flush.
 
     :raises TransportUnavailable: if it never sees them
     """
@@ -218,7 +225,7 @@ def rdma_writes_ordered(device: torch.device) -> bool:
     found = []
     for which in (ORDERING, OPTIONS):
         if driver().cuDeviceGetAttribute(ctypes.byref(answer), which, device.index):
-            return True  # a driver that doesn't know the question
+            return True  # the driver does not know this attribute
         found.append(answer.value)
     ordering, options = found
     if ordering or options & BY_HOST:
@@ -229,11 +236,13 @@ def rdma_writes_ordered(device: torch.device) -> bool:
 
 
 def flush_rdma_writes(device: torch.device) -> None:
-    """Let what a notification has announced be seen by work that the device is given from now on.
+    """Make received data visible to work that is launched on the device from now on.
 
-    A network card writes past the processor: on some platforms a kernel that is begun after the
-    notification still finds old bytes, until the host has the writes flushed (CUDA 11.3 on; what
-    AMD's has is unknown). Raises TransportUnavailable where a flush fails.
+    A network card writes to GPU memory without the processor. On some platforms, a kernel that is
+    launched after the notification still reads old bytes until the host flushes the writes (from
+    CUDA 11.3 on; whether AMD has an equivalent is unknown).
+
+    :raises TransportUnavailable: if a flush fails
     """
     if rdma_writes_ordered(device):
         return
@@ -247,5 +256,5 @@ def flush_rdma_writes(device: torch.device) -> None:
 
 @cache
 def driver() -> Any:
-    """The library that CUDA's calls end in."""
+    """Return the CUDA driver library."""
     return ctypes.CDLL("libcuda.so.1")

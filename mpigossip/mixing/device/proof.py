@@ -1,8 +1,9 @@
-"""Proof that this MPI reads and writes GPU memory: what it says, then puts or messages.
+"""Test that this MPI reads and writes GPU memory: its own statement, then puts or messages.
 
-First in a process of its own, as such calls may crash: without the launcher's variables MPI finds a
-world of one, which sends to itself. That shows what is broken in a library or in its build. Then
-between the ranks, in a thread that can be given up; a failure is told everywhere at once.
+The test runs first in a subprocess, because such calls may crash. Without the variables of the
+launcher, MPI starts there as a world of one rank, which sends to itself. This shows whether a
+library or its build is broken. The test then runs between the ranks, in a thread that can be
+abandoned; a rank that fails informs all others at once.
 """
 
 import contextlib
@@ -34,12 +35,12 @@ from mpigossip.mixing.notifications import all_ranks, wait_all
 from mpigossip.mixing.progress_thread import run_on_all_ranks
 
 SEVERAL_GPUS = (1, 19)
-"""UCX's first version that serves several GPUs in one process."""
+"""First version of UCX that supports several GPUs in one process."""
 PROBE = 1 << 16
-"""Bytes of the proof's messages: above the size that libraries send along with the envelope."""
+"""Bytes of the test's messages, more than MPI libraries send along with the envelope."""
 PROOF_S = 30.0
-"""Seconds that each wait of the proof may take; a process of its own, which has to start, twice as
-many."""
+"""Time limit, in seconds, of each wait of the test. The subprocess, which has to start first, may
+take twice as long."""
 PROVING = "proof that this MPI moves GPU memory"
 BEGUN = "begun"
 ARRIVED = "arrived"
@@ -48,7 +49,7 @@ LAUNCHED = re.compile(
     "PMI|PRTE|SLURM|PALS|HYDRA|HYDI|FLUX|JSM|MPI_LOCAL|MV2_COMM|OMPI_(?!MCA_)"
     "|OMPI_MCA_(orte|prte|ess|pmix|plm|ras|rmaps|initial)"
 )
-"""Beginnings of variables that make a program a rank of the job; what sets MPI up stays."""
+"""Prefixes of variables that make a program a rank of the job; settings of MPI are kept."""
 
 
 def gpu_mpi_works(
@@ -57,12 +58,18 @@ def gpu_mpi_works(
     way: str = "windows",
     timeout_s: float = PROOF_S,
 ) -> tuple[bool, str]:
-    """Return whether MPI moves memory of all slots' devices on all ranks, and why (not).
+    """Return whether MPI transfers memory of all slots' devices on all ranks, and why (not).
 
-    Collective; the answer is that of all ranks. ``way``: puts ("windows") or "messages". A library
-    that says no anywhere is believed: a put into a GPU's memory would kill the process.
+    It is collective and returns the result of all ranks. If the library states on any rank that it
+    does not support GPU memory, nothing is tried, because a put to GPU memory would then kill the
+    process.
+
+    :param comm: communicator of the nodes
+    :param devices: devices of this rank's slots
+    :param way: "windows" to test puts, or "messages"
+    :param timeout_s: time limit of each wait, in seconds
     """
-    # `tried` takes that
+    # `try_in_subprocess` may take this long
     comm = with_timeout(comm, max(2 * timeout_s, getattr(comm, "timeout_s", 0)))
     said = reported_gpu_support(comm)
     names = [name for name, yes in said.items() if yes]
@@ -87,17 +94,20 @@ def gpu_mpi_works(
 
 
 def _first(comm: MPI.Intracomm, text: str) -> str:
-    """Return the first rank's text that isn't empty; collective."""
+    """Return the first text, in rank order, that is not empty; collective."""
     return next(filter(None, comm.allgather(text)), "")
 
 
-# -- what the library says -----------------------------------------------------------------------
+# -- statement of the library --------------------------------------------------------------------
 
 
 def reported_gpu_support(
     comm: MPI.Intracomm, environ: Mapping[str, str] = os.environ
 ) -> dict[str, bool]:
-    """Return what the library says of itself, by the way of asking; nothing here touches a GPU."""
+    """Return what the library states about GPU support, by the name of the query.
+
+    No query touches a GPU.
+    """
     return {
         "mpi_memory_alloc_kinds": _info_says(comm),
         "MPIX_Query_cuda_support": _library_says(),
@@ -132,7 +142,7 @@ def _library_says() -> bool:
 
 
 def ucx_version() -> tuple[int, ...]:
-    """Return that of the UCX in this process, such as (1, 19, 0); empty where there is none."""
+    """Return the version of the UCX library in this process, such as (1, 19, 0); () without UCX."""
     for path in libraries():
         if path.rpartition("/")[2].startswith("libucp"):
             numbers = [ctypes.c_uint() for _ in range(3)]
@@ -141,13 +151,13 @@ def ucx_version() -> tuple[int, ...]:
     return ()
 
 
-# -- in a process of its own ---------------------------------------------------------------------
+# -- in a subprocess -----------------------------------------------------------------------------
 
 
 def try_in_subprocess(
     devices: Sequence, timeout_s: float, way: str = "windows"
 ) -> tuple[bool, str]:
-    """Return whether there is anything against trying it here, and what was found."""
+    """Return whether the test may go on in this process, and what the subprocess has shown."""
     program = f"from {__name__} import main; main()"
     names = list(dict.fromkeys(map(str, devices)))
     try:
@@ -176,7 +186,7 @@ def _judged(said: str, how: str) -> tuple[bool, str]:
     wrong = [line.removeprefix(WRONG) for line in lines if line.startswith(WRONG)]
     if ARRIVED in lines:
         return True, ""
-    if BEGUN not in lines:  # no world of one here: what it would show stays open
+    if BEGUN not in lines:  # MPI can't start as a world of one here, which proves nothing
         return True, f"not tried in a process of its own: MPI in it {how}"
     return False, f"in a process of its own {wrong[0] if wrong else f'it {how}'}"
 
@@ -189,12 +199,15 @@ def _ending(code: int) -> str:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a program that is no rank of the job."""
+    """Return the variables for a program that is not a rank of the job."""
     return {name: value for name, value in given.items() if not LAUNCHED.match(name)}
 
 
 def main() -> None:
-    """Prove it in a world of one, and print how far that came; ``sys.argv``: way, devices."""
+    """Run the test in a world of one rank and print its progress.
+
+    ``sys.argv`` holds the transport and the devices.
+    """
     print(BEGUN, flush=True)
     way, *names = sys.argv[1:]
     proof = Proof(MPI.COMM_SELF, [torch.device(name) for name in names], PROOF_S, way)
@@ -211,17 +224,17 @@ def main() -> None:
 def try_between_ranks(
     comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float, way: str = "windows"
 ) -> str:
-    """Return what is wrong with puts or messages from every slot to the right neighbour's.
+    """Return the fault of puts or messages from every slot to the next rank's, or "".
 
-    "": nothing. Collective, the same on all ranks. It has a communicator of its own, as a rank that
-    hangs leaves the others' calls unanswered.
+    It is collective and returns the same text on all ranks. It uses a communicator of its own,
+    because a rank that hangs leaves the calls of the others unanswered.
     """
     proof = Proof(comm.Dup(), devices, timeout_s, way)
     rank = world_ranks(comm, [comm.rank])[0]
     killed = f"mpigossip: rank {rank} ended in the {PROVING}; if nothing else ended the job, "
     killed += "node.exchange=host goes without it"
     with told_if_killed(killed):
-        # its own waits are shorter: they name the late rank
+        # the waits of the test itself are shorter, and name the late rank
         wrong = run_on_all_ranks(
             comm, proof.run, lambda: proof.now, 2.5 * timeout_s + 5, devices[0], proof
         )
@@ -232,9 +245,9 @@ def try_between_ranks(
 
 @contextlib.contextmanager
 def told_if_killed(text: str) -> Iterator[None]:
-    """Inside, a shell waits beside this process and prints the text when that ends.
+    """Return a context manager in which a shell prints the text if this process ends.
 
-    A launcher only names the signal.
+    A launcher would name only the signal that killed it.
     """
     command = ["sh", "-c", 'read over || echo "$0" >&2', text]
     with contextlib.ExitStack() as stack:
@@ -245,7 +258,7 @@ def told_if_killed(text: str) -> Iterator[None]:
 
 
 class Proof:
-    """One window a slot, as the exchange has them, and a put; or messages."""
+    """Test with one window and one put for each slot, like the exchange, or with messages."""
 
     def __init__(
         self, comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float, way: str
@@ -262,9 +275,12 @@ class Proof:
         self.now = ""
 
     def run(self) -> None:
-        """Do all of it; TransportUnavailable names the call that failed on this rank."""
+        """Run the whole test.
+
+        :raises TransportUnavailable: if a call fails on this rank; the message names it
+        """
         self._each("an allocation", self._allocate)
-        self._wait([self.comm.Ibarrier()])  # MPI_Win_create would wait without a limit
+        self._wait([self.comm.Ibarrier()])  # MPI_Win_create would wait without a time limit
         if self._way == "windows":
             self._each("MPI_Win_create", self._open)
             self._each(last := "a put", self._put)
@@ -324,6 +340,6 @@ def _pattern(rank: int, slot: int) -> int:
 
 
 def put(window: MPI.Win, source, rank: int) -> None:
-    """Put into the second half of a window; complete at its target when this returns."""
+    """Put into the second half of a window, and wait until the target has the data."""
     window.Put([source, MPI.BYTE], rank, [PROBE, PROBE, MPI.BYTE])
     window.Flush(rank)

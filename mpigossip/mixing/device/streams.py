@@ -1,4 +1,4 @@
-"""CUDA streams for copies out of a slot's device, and for copies in and sums."""
+"""CUDA streams for copies from a slot's device, and for copies to it and sums."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from mpigossip.mixing.device.memory import device_context
 
 
 def _behind(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """An event behind what a stream was given so far; none where there are no streams."""
+    """Return an event after all work that a stream was given so far; None without a stream."""
     if stream is None:
         return None
     event = torch.cuda.Event(blocking=True)
@@ -19,7 +19,7 @@ def _behind(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
 
 
 class Streams:
-    """The streams of one slot; on the CPU all is done at once and there is no stream."""
+    """Streams of one slot; on the CPU, all work is done at once and there is no stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -28,9 +28,9 @@ class Streams:
         self.into = torch.cuda.Stream(device) if gpu else None
 
     def ready(self) -> torch.cuda.Event | None:
-        """An event behind all that the slot's own work has been given so far.
+        """Return an event after all work that the slot itself has launched so far.
 
-        Slots work on the default stream; a user's own loop may fill the outbox on another one.
+        Slots launch on the default stream; a user's own loop may fill the outbox on another one.
         """
         if self.out is None:
             return None
@@ -42,27 +42,30 @@ class Streams:
         return event
 
     def follow(self, event: torch.cuda.Event | None) -> None:
-        """Let both streams begin after the event."""
+        """Make both streams wait for the event."""
         for stream in (self.out, self.into) if event else ():
             stream.wait_event(event)
 
     def copied_out(self) -> torch.cuda.Event | None:
-        """An event behind the copies out."""
+        """Return an event after the copies from the device."""
         return _behind(self.out)
 
     def drain(self) -> None:
-        """Wait until what came in is summed."""
+        """Wait until all received data is summed."""
         if (event := _behind(self.into)) is not None:
             event.synchronize()
 
     @contextlib.contextmanager
     def incoming(self) -> Iterator[None]:
-        """Launch on the slot's device, on the stream of copies in and sums; under NCCL's lock."""
+        """Return a context that launches on the stream of copies to the device and sums.
+
+        It makes the slot's device current and holds the lock that orders NCCL launches.
+        """
         with launch_lock, device_context(self.device), torch.cuda.stream(self.into):
             yield
 
     @contextlib.contextmanager
     def outgoing(self) -> Iterator[None]:
-        """Launch on the stream of copies out."""
+        """Return a context that launches on the stream of copies from the device."""
         with launch_lock, device_context(self.device), torch.cuda.stream(self.out):
             yield

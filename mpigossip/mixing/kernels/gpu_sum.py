@@ -1,9 +1,10 @@
-"""The weighted sum on GPUs: one kernel, one pass over memory, bfloat16 of the wire decoded in it.
+"""Weighted sum on GPUs by one kernel in one pass over memory, which also decodes bfloat16 messages.
 
-An accelerator only: without CuPy torch's operations give the same bits in several passes. CuPy
-compiles with denormals flushed to zero and products fused into sums; the kernel's arithmetic is
-single PTX instructions instead, each rounded by itself with denormals kept: the CPU's bits.
-Without a GPU the tests read its machine code, and compile it for the CPU and run it.
+It is optional: without CuPy, torch's operations compute the same bits in several passes. CuPy
+compiles with denormals flushed to zero and with fused multiply-add. The kernel therefore uses
+single PTX instructions, which round each operation and keep denormals, so that the bits are those
+of the CPU. Without a GPU, the tests inspect its machine code, and compile it for the CPU and run
+it.
 """
 
 import warnings
@@ -15,9 +16,11 @@ import numpy as np
 import torch
 
 THREADS = 256
-"""Of a block; each has four neighbouring elements, loaded and stored by one instruction."""
+"""Threads of a block; each sums four consecutive elements, which one instruction loads or stores.
+"""
 TERMS = 64
-"""Arrays that one kernel sums at most: its arguments and a thread's registers are limited."""
+"""Largest number of arrays in one kernel, limited by its arguments and the registers of a thread.
+"""
 TYPES = {torch.float32: "float", torch.bfloat16: "unsigned short"}
 NAME = "mpigossip_sum"
 HELPERS = r"""
@@ -42,9 +45,8 @@ template <typename T> struct alignas(4 * sizeof(T)) Four { T at[4]; };
 def combine(weights: Sequence[float], arrays: Sequence[torch.Tensor], out: torch.Tensor) -> bool:
     """Compute :func:`mpigossip.mixing.combine.weighted_sum` on one GPU, in float32.
 
-    Return whether it was done.
-
-    The arrays may also be bfloat16. ``out`` may be the memory of any of the float32 ones.
+    Return False if this kernel can't do it. The arrays may also be bfloat16. ``out`` may be the
+    memory of any of the float32 arrays.
     """
     for one in (*arrays, out):
         if one.device != out.device or one.dtype not in TYPES or not one.is_contiguous():
@@ -59,7 +61,11 @@ def combine(weights: Sequence[float], arrays: Sequence[torch.Tensor], out: torch
 
 
 def source(types: Sequence[torch.dtype], uniform: bool) -> str:
-    """The kernel for arrays of these types in this order; ``uniform``: with one weight for all."""
+    """Return the source of the kernel for arrays of these dtypes in this order.
+
+    :param types: dtype of each array
+    :param uniform: whether one weight applies to all arrays
+    """
     kinds = [TYPES[dtype] for dtype in types]
     names = [f"x{k}" for k in range(len(types))]
     weights = [f"w{k}" for k in range(1 if uniform else len(types))]
@@ -92,7 +98,7 @@ extern "C" __global__ void {NAME}({", ".join(["long count", "float* y", *pointer
 
 
 def _launch(weights: Sequence[float], arrays: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Begin the sum on torch's current stream of the arrays' device."""
+    """Launch the sum on torch's current stream of the device."""
     import cupy
 
     uniform = all(weight == weights[0] for weight in weights)
@@ -113,7 +119,7 @@ def _compiled(types: tuple[torch.dtype, ...], uniform: bool) -> Any:
 
 
 class Stream:
-    """A torch stream under the protocol by which CuPy takes over others' streams."""
+    """Torch stream with the method by which CuPy accepts streams of other libraries."""
 
     def __init__(self, stream: torch.cuda.Stream):
         self.stream = stream
@@ -124,17 +130,20 @@ class Stream:
 
 @cache
 def usable(device: torch.device) -> bool:
-    """Whether the kernel runs on this device: one sum is tried, and its bits are looked at."""
+    """Return whether the kernel works on this device: try one sum and compare its bits.
+
+    If it does not work, warn with the reason and a remedy.
+    """
     if device.type != "cuda":
         return False
-    # a denormal, whose half is one too, and a length with a rest after fours
+    # a denormal whose half is denormal, too, and a length that is not a multiple of four
     x = torch.tensor([[1.0, 3e-39, -2.5, 7.0, 0.1]], device=device)
     y = torch.empty_like(x)
     remedy = "pip install mpigossip[gpu], or [gpu-cuda12], mends it"
     try:
         _launch([0.5], [x], y)
         said = "" if torch.equal(y.cpu(), x.cpu() * 0.5) else "it gave other bits than the CPU"
-    except Exception as error:  # noqa: BLE001 - whatever it is, torch's own operations go on
+    except Exception as error:  # noqa: BLE001 - after any error, torch's operations are used
         if isinstance(error, OSError):  # CuPy keeps kernels in files
             remedy = "let CUPY_CACHE_DIR name a folder that you can write to"
         said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

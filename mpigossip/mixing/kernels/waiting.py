@@ -1,7 +1,7 @@
-"""Waiting for MPI requests in C: without the interpreter's lock, which the computing thread needs.
+"""Waits for MPI requests in C, without the interpreter lock, which the computing thread needs.
 
-Each look at MPI from Python takes that lock, and whoever waits for a lock on a busy machine loses
-its core. Without the native library Python looks.
+Each test of a request from Python takes that lock, and a thread that waits for a lock on a busy
+machine loses its core. Without the native library, Python tests the requests.
 """
 
 import contextlib
@@ -16,20 +16,23 @@ from mpigossip.cluster.deadline import SHORTEST_S, SPIN_S
 from mpigossip.mixing.kernels import native
 
 LONGEST_S = 0.003
-"""Seconds of the longest sleep, reached after six times as long; each look costs a core time."""
+"""Longest sleep in seconds, reached after six times as long; each test costs processor time."""
 SLICE_S = 0.05
-"""Seconds after which Python looks at signals and deadlines."""
+"""Seconds after which Python handles signals and deadlines."""
 
 
 @cache
 def available() -> bool:
-    """Return whether waiting in C is to be had here."""
+    """Return whether requests can be waited for in C."""
     return hasattr(native.library(), "mpigossip_wait") and _test() is not None
 
 
 @cache
 def _test() -> int | None:
-    """Address of the MPI_Test that mpi4py calls: a global one, as of a tool, else its library's."""
+    """Return the address of the MPI_Test that mpi4py calls.
+
+    This is the global symbol, such as that of a profiling tool, otherwise that of its MPI library.
+    """
     for name in (None, MPI.__file__):
         with contextlib.suppress(AttributeError):
             return ctypes.cast(ctypes.CDLL(name).MPI_Test, ctypes.c_void_p).value
@@ -46,11 +49,19 @@ def wait_for_requests(
     longest: float = LONGEST_S,
     limit: float = SLICE_S,
 ) -> bool:
-    """Until ``need`` of the requests (unset: all) are complete, or something else is to be seen.
+    """Wait until ``need`` requests are complete, or until Python has something else to do.
 
-    That is: the file ``wake`` can be read, a signal came, or ``limit`` seconds are over. ``spin``
-    seconds without sleep, then sleeps from ``shortest`` to ``longest``. Raises MPI.Exception.
-    False, at once, where there is no native library.
+    The latter means that the file ``wake`` can be read, a signal has arrived, or ``limit`` seconds
+    have passed. Return False at once if there is no native library, otherwise True.
+
+    :param requests: requests of MPI
+    :param need: number of requests that must be complete; None: all
+    :param wake: file descriptor that ends the wait when it can be read; −1: none
+    :param spin: seconds of testing without sleep
+    :param shortest: shortest sleep between two tests after that, in seconds
+    :param longest: longest sleep between two tests, in seconds
+    :param limit: longest wait in seconds
+    :raises MPI.Exception: if a request fails
     """
     if not available():
         return False
@@ -73,7 +84,7 @@ def wait_for_requests(
 
 
 class Bell:
-    """What wakes a thread out of :func:`rest`: a pipe, rung by any thread."""
+    """Pipe by which any thread can end the :func:`wait_for_requests` of another."""
 
     def __init__(self) -> None:
         self.wake, self._ring = os.pipe()
@@ -81,13 +92,13 @@ class Bell:
             os.set_blocking(end, False)
 
     def ring(self) -> None:
-        """Wake whoever rests on it now, or the next who does."""
+        """End the current wait, or the next one if no thread waits now."""
         if self.wake >= 0:
-            with contextlib.suppress(BlockingIOError):  # full of rings that nobody heard
+            with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier rings
                 os.write(self._ring, b"!")
 
     def heard(self) -> None:
-        """Quiet again; called by who rests on it."""
+        """Empty the pipe; called by the thread that waits."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake, 1 << 12)
 

@@ -1,4 +1,4 @@
-"""Transports between nodes, by the names of `node.exchange`: MPI windows, MPI messages, NCCL."""
+"""Transports between nodes, by their names in `node.exchange`: MPI windows, MPI messages, NCCL."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,26 +13,34 @@ from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState, chunks
 
 
 class Transport:
-    """Sends chunks to the readers' inbox buffers; what needs nothing to be done is done here.
+    """Base class of the objects that send chunks to the inbox buffers of readers.
 
-    Used by one thread at a time: the progress thread in a round, else the main thread.
+    A method with a body here does what is right for a transport that needs no such action. A
+    transport is used by one thread at a time: the progress thread during a round, otherwise the
+    main thread.
     """
 
     halves = 1
     """Inbox buffers for each source."""
     on_device = False
-    """Whether inbox buffers lie on the slots' devices."""
+    """Whether inbox buffers are on the slots' devices."""
     allocate = staticmethod(ordinary)
-    """Makes memory on a slot's device for what is sent."""
+    """Function that allocates memory to send from on a slot's device."""
     in_main = False
-    """Whether averages are begun by the main thread."""
+    """Whether the main thread starts averages."""
     memory: Sequence[torch.Tensor] = ()
-    """All of its memory on the host, uint8."""
+    """All host memory of the transport, uint8."""
     outbox: torch.Tensor | None = None
-    """Memory, uint8, that is best sent from."""
+    """Memory, uint8, from which sending is fastest; None: any memory is equally good."""
 
     def __init__(self, comm: MPI.Intracomm, layout: MessageLayout, buffers: int, timeout_s: float):
-        """Collective. ``buffers``: the most sources of a round."""
+        """Duplicate the communicator; collective.
+
+        :param comm: communicator of the nodes
+        :param layout: layout of a node's message
+        :param buffers: largest number of sources in a round
+        :param timeout_s: time limit of each wait, in seconds
+        """
         self.layout = layout
         self.buffers = buffers
         self.timeout_s = timeout_s
@@ -41,16 +49,16 @@ class Transport:
         self.set_chunk_size(float("inf"))
 
     def set_chunk_size(self, size: float) -> None:
-        """Send in chunks of about so many bytes of a slot, the same on all ranks."""
+        """Send in chunks of about ``size`` bytes of a slot's message, equal on all ranks."""
         self.chunks = chunks(self.layout, size)
         self.notifications.per_round = len(self.chunks)
 
     def number(self, r: RoundState, chunk: MessageChunk | None = None) -> int:
-        """Return the number of a chunk's notification; unset: of the round's first."""
+        """Return the number of a chunk's notification; None: of the first chunk of the round."""
         return r.index * len(self.chunks) + (chunk.number if chunk else 0)
 
     def begin(self, r: RoundState, memory: Sequence[torch.Tensor]) -> None:
-        """Begin to receive, in the main thread; ``memory``: what is sent, in stream order."""
+        """Begin to receive, in the main thread; the slots' streams still write ``memory``."""
 
     def is_free(self, r: RoundState, rank: int) -> bool:
         """Return whether the reader's inbox buffer for this round may be written."""
@@ -61,44 +69,49 @@ class Transport:
     ) -> list[MPI.Request]:
         """Begin to send a chunk of each slot's message to all readers.
 
-        When the requests are complete, the memory has been read, or is kept until :meth:`free`.
+        When the returned requests are complete, the memory has been read, or it must not be changed
+        before :meth:`release`.
         """
         raise NotImplementedError
 
     def notify(self, r: RoundState, chunk: MessageChunk) -> None:
-        """Complete the chunk at the readers, then notify them."""
+        """Complete the transfer of the chunk to all readers, then notify them."""
 
     def arrived(self, r: RoundState, source: int, chunk: MessageChunk) -> bool:
-        """Return whether a source's chunk has arrived."""
+        """Return whether the chunk of a source has arrived."""
         raise NotImplementedError
 
     def received(self, r: RoundState, buffer: int) -> Sequence[torch.Tensor]:
-        """Return for each slot an inbox buffer; reads that begin now see what has arrived."""
+        """Return for each slot an inbox buffer; reads from now on return what has arrived."""
         raise NotImplementedError
 
     def release(self, r: RoundState, coming: RoundPlan) -> None:
-        """Let go of a round, in the main thread; ``coming``: the plan of round t + 2."""
+        """Free the buffers of a round, in the main thread; ``coming``: the plan of round t + 2."""
 
     def swap(self, out: ByRank, into: ByRank) -> float:
-        """Send arrays to other ranks and receive theirs, all at once; seconds waited."""
+        """Send arrays to other ranks and receive theirs at once; return the seconds waited."""
         return swap_by_messages(self.comm, self.timeout_s, out, into)
 
     def pending(self, r: RoundState) -> list[MPI.Request]:
-        """Return the requests whose completion may let the round go on."""
+        """Return the requests whose completion may allow the round to continue."""
         return self.notifications.pending()
 
     def describe_late(self, r: RoundState, ranks: Sequence[int]) -> str:
-        """Return the message for a round in which these ranks are late; one is named."""
+        """Return the error message for a round in which ``ranks`` are late; it names one."""
         raise NotImplementedError
 
     def wait_for_swaps(self, what: str) -> None:
-        """Wait until swaps that were begun in the main thread are done."""
+        """Wait until the swaps that the main thread has started are done."""
 
     def abandon(self) -> None:
-        """End what still holds a device, after a failure; not collective."""
+        """After a failure, end all calls that still occupy a device; not collective."""
 
     def close(self, coming: Sequence[tuple[int, RoundPlan]] = ()) -> None:
-        """Release all; collective. ``coming``: rounds that won't be run, but were freed buffers."""
+        """Release all memory; collective.
+
+        :param coming: index and plan of rounds for which buffers were freed but that will not be
+            run
+        """
         self.notifications.close()
 
 
@@ -109,9 +122,11 @@ def inboxes(
     devices: Sequence[torch.device],
     allocate: Callable[[int, torch.device], torch.Tensor] = ordinary,
 ) -> list[torch.Tensor]:
-    """Allocate room for so many messages on each slot's device, uint8 (buffers, bytes).
+    """Allocate uint8 memory for ``buffers`` messages on each slot's device: (buffers, bytes).
 
-    Collective. Raises TransportUnavailable, on all ranks, where one has no room.
+    It is collective.
+
+    :raises TransportUnavailable: on all ranks, if the allocation fails on one
     """
     size = layout.slot_sent_bytes
     return agreed(

@@ -1,7 +1,7 @@
-"""Neighbour exchange by MPI_Isend and MPI_Irecv, which can be abandoned after a rank failure.
+"""Exchange with neighbours by MPI_Isend and MPI_Irecv, which can be abandoned after a rank failure.
 
-A `Flush` to a dead rank may never return, and a window with a dead member can't be freed. A
-request can be given up at any time.
+A `Flush` to a failed rank may never return, and a window with a failed member can't be freed. A
+request can be abandoned at any time.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +18,15 @@ from mpigossip.mixing.transports import Transport, inboxes
 
 ROUNDS = 1 << 14
 FIRST_TAG = 64
-"""Tags tell rounds apart, modulo this number (MPI promises 32,767 tags), so that they never mix."""
+"""The tag of a message is `FIRST_TAG` plus its round modulo `ROUNDS`, so that messages of different
+rounds never mix. MPI guarantees tags up to 32,767."""
 
 
 class Messages(Transport):
-    """Messages into inbox buffers that are posted when a round begins, on the host or on GPUs."""
+    """Transport by messages into inbox buffers on the host or on GPUs.
+
+    The receives are posted at the beginning of a round.
+    """
 
     def __init__(
         self,
@@ -34,9 +38,15 @@ class Messages(Transport):
         devices: Sequence[torch.device] = (),
         hosts: Sequence[str] = (),
     ):
-        """Collective. ``devices``: of the slots' buffers; none: the host's.
+        """Allocate the inbox buffers; collective.
 
-        ``hosts``: names of the ranks' hosts. Raises TransportUnavailable, on all ranks.
+        :param comm: communicator of the nodes
+        :param layout: layout of a node's message
+        :param buffers: largest number of sources in a round
+        :param timeout_s: time limit of each wait, in seconds
+        :param devices: devices of the slots' buffers; empty: host memory
+        :param hosts: names of the ranks' hosts, for error messages
+        :raises TransportUnavailable: on all ranks, if the allocation fails on one
         """
         self._devices = devices or [torch.device("cpu")] * layout.slots
         self.on_device = bool(devices)
@@ -63,7 +73,10 @@ class Messages(Transport):
         areas: Sequence[torch.Tensor],
         rank: int,
     ) -> list[MPI.Request]:
-        """Call for a chunk of every slot, in pieces that MPI can count; the device is current."""
+        """Make an MPI call for a chunk of every slot, in pieces that MPI can count.
+
+        The device of the slot is current during the call.
+        """
         tag = FIRST_TAG + r.t % ROUNDS
         span = chunk.span
         found = []
@@ -77,7 +90,10 @@ class Messages(Transport):
     def send(
         self, r: RoundState, chunk: MessageChunk, memory: Sequence[torch.Tensor]
     ) -> list[MPI.Request]:
-        """Send; :meth:`free` waits for it, as a slow reader must not delay this round."""
+        """Begin to send.
+
+        :meth:`release` waits for the completion, so that a slow reader can't delay this round.
+        """
         for rank, _ in r.plan.targets:
             for request in self._each(self.comm.Isend, r, chunk, memory, rank):
                 self._sends[rank, len(self._sends)] = request
@@ -85,7 +101,7 @@ class Messages(Transport):
 
     def arrived(self, r: RoundState, source: int, chunk: MessageChunk) -> bool:
         key = source, chunk.number
-        # one by one: Testall would hide a rank failure behind MPI_ERR_IN_STATUS
+        # test them one by one, because Testall would hide a rank failure behind MPI_ERR_IN_STATUS
         if not all([request.Test() for request in self._receives[key]]):
             return False
         del self._receives[key]
@@ -107,7 +123,7 @@ class Messages(Transport):
             )
 
     def pending(self, r: RoundState) -> list[MPI.Request]:
-        # without those that are complete, which would end each rest at once
+        # without complete requests, which would end each sleep at once
         return [one for requests in self._receives.values() for one in requests if one]
 
     def describe_late(self, r: RoundState, ranks: Sequence[int]) -> str:

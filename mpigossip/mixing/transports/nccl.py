@@ -1,9 +1,10 @@
-"""GPU memory to other nodes by NCCL, through torch's process groups: one for each slot number.
+"""Exchange of GPU memory between nodes by NCCL, with a torch process group for each slot number.
 
-Both ends of a round know their partners from the graph, so all that a slot sends and receives is
-one group of calls. Groups of calls are begun by the main thread, as the node's own collectives
-are: kernels that wait for other GPUs must be in the same order on all of them, or two could wait
-for each other. Gloo runs the same code on CPUs. Untested between GPUs.
+Both ends of a transfer know each other from the graph. All that a slot sends and receives in a
+round is therefore one group of NCCL calls. The main thread starts these groups, like the
+collectives inside a node: kernels that wait for other GPUs must be in the same order on all of
+them, otherwise two of them could wait for each other. On CPUs, gloo runs the same code. The
+transport has not been tested between GPUs.
 """
 
 from collections.abc import Sequence
@@ -31,11 +32,11 @@ REMEDY = (
 
 
 class NcclFailed(Failure):
-    """NCCL between nodes went wrong: call, ranks and a remedy are named."""
+    """Failure of NCCL between nodes; the message names call, ranks and a remedy."""
 
 
 class Nccl(Transport):
-    """One chunk a round; the order of calls on a stream frees buffers."""
+    """Transport with one chunk per round; the order of calls on a stream frees the buffers."""
 
     on_device = in_main = True
 
@@ -49,7 +50,7 @@ class Nccl(Transport):
         world: World,
         streams: Sequence[Streams],
     ):
-        """Open the groups; collective.
+        """Open the process groups; collective.
 
         :raises TransportUnavailable: on all ranks, if one has no memory or no NCCL
         """
@@ -70,7 +71,7 @@ class Nccl(Transport):
         super().__init__(comm, layout, buffers, timeout_s)
 
     def begin(self, r: RoundState, memory: Sequence[torch.Tensor]) -> None:
-        """Begin to send every slot's message, and to receive those of the sources."""
+        """Begin to send every slot's message and to receive the messages of the sources."""
         slots = range(self.layout.slots)
         out = {(j, s): memory[s] for s in slots for j, _ in r.plan.targets}
         into = {
@@ -79,7 +80,7 @@ class Nccl(Transport):
         self._begin(out, into)
 
     def _begin(self, out: ByRank, into: ByRank) -> None:
-        """Begin one group of calls a slot, on its stream of what comes in."""
+        """Begin one group of calls for each slot, on the slot's stream for incoming data."""
         self._works = []
         if not out and not into:
             return
@@ -93,7 +94,7 @@ class Nccl(Transport):
             if not self._on_cpu:
                 for work, each in zip(self._works, self._streams, strict=True):
                     with device_context(each.device), torch.cuda.stream(each.into):
-                        work.wait()  # holds the stream, not this thread
+                        work.wait()  # blocks the stream, not this thread
         except RuntimeError as error:
             raise self._failing(error) from error
 
@@ -104,28 +105,28 @@ class Nccl(Transport):
     def send(
         self, r: RoundState, chunk: MessageChunk, memory: Sequence[torch.Tensor]
     ) -> list[MPI.Request]:
-        """Nothing: it was sent at the round's beginning."""
+        """Do nothing: the message was sent when the round began."""
         return []
 
     def notify(self, r: RoundState, chunk: MessageChunk) -> None:
-        """Notify the readers, which only says that this end may be waited for."""
+        """Notify the readers that this rank has begun, so that they may wait for it."""
         self.notifications.send([rank for rank, _ in r.plan.targets], BEGUN, self.number(r, chunk))
 
     def arrived(self, r: RoundState, source: int, chunk: MessageChunk) -> bool:
-        """Return whether the source has begun; a late one is named by that."""
+        """Return whether the source has begun; if it is late, an error can name it."""
         return self.notifications.arrived(source, BEGUN, self.number(r, chunk))
 
     def received(self, r: RoundState, buffer: int) -> Sequence[torch.Tensor]:
-        """Wait until all of the round is done; return for each slot an inbox buffer."""
+        """Wait until the whole round is done; return for each slot an inbox buffer."""
         self._settle(
             f"round {r.t}", [*r.plan.remote_sources, *(rank for rank, _ in r.plan.targets)]
         )
         return self._inbox[buffer]
 
     def _settle(self, what: str, ranks: Sequence[int]) -> float:
-        """Wait until all work that was started is done.
+        """Wait until all work that was started is done; return the seconds waited.
 
-        :raises WaitTimeoutError: with the names of the ranks on which it is late
+        :raises WaitTimeoutError: at the time limit; it names the ranks of the transfer
         """
 
         def late() -> str:
@@ -140,7 +141,7 @@ class Nccl(Transport):
     def _done(self) -> bool:
         try:
             for work in [*self._works]:
-                if self._on_cpu:  # gloo completes in wait() alone
+                if self._on_cpu:  # gloo completes a call only in wait()
                     work.wait()
                 elif not work.is_completed():
                     return False
@@ -166,13 +167,13 @@ class Nccl(Transport):
         return self.notifications.describe_late(min(ranks), BEGUN, self.number(r))
 
     def close(self, coming: Sequence[tuple[int, RoundPlan]] = ()) -> None:
-        """End the groups; broken ones are cut off, as their end would wait for others."""
+        """Close the groups; abort broken ones, because closing them would wait for other ranks."""
         self._end(self._broken)
         self._inbox = []
         super().close()
 
     def abandon(self) -> None:
-        """Cut off the groups: a device with calls that never end is never done."""
+        """Abort the groups: a device never becomes idle while it runs calls that never end."""
         self._end(broken=True)
 
     def _end(self, broken: bool) -> None:
@@ -182,8 +183,8 @@ class Nccl(Transport):
 
 
 def _calls(group: Any, device: torch.device, sent: list, received: list) -> list[Any]:
-    """Begin a slot's sends and receives; what their completion is seen by."""
-    if device.type == "cpu":  # gloo knows no groups of calls
+    """Begin the sends and receives of a slot; return work objects that show their completion."""
+    if device.type == "cpu":  # gloo has no groups of calls
         works = [group.recv([memory], j, 0) for j, memory in received]
         return works + [group.send([memory], j, 0) for j, memory in sent]
     group._start_coalescing(device)
@@ -195,7 +196,7 @@ def _calls(group: Any, device: torch.device, sent: list, received: list) -> list
 
 
 def _shared(comm: MPI.Intracomm, streams: Sequence[Streams]) -> str:
-    """Return which two ranks have a slot on one GPU, at which NCCL hangs; "" where none do."""
+    """Return a message if two ranks have a slot on the same GPU, where NCCL hangs; otherwise ""."""
     on_gpus = [each.device for each in streams if each.device.type == "cuda"]
     found = [str(getattr(torch.cuda.get_device_properties(d), "uuid", "")) for d in on_gpus]
     seen: dict[str, int] = {}

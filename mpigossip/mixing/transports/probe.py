@@ -1,7 +1,7 @@
-"""Choice of a transport between GPUs: each is proven to work, timed, and the fastest is taken.
+"""Choice of the fastest transport between GPUs that works.
 
-A proof ends in an answer that all ranks agree on: it works, or it doesn't, and why. One that fails
-is never the end of the job; the next way is taken.
+Each transport is tested and timed. All ranks agree on the result of a test: the transport works, or
+it does not, and why. A failed test never ends the job; the next transport is tried instead.
 """
 
 import time
@@ -32,20 +32,22 @@ from mpigossip.mixing.transports.nccl import Nccl
 from mpigossip.mixing.transports.windows import Windows
 
 WAYS = "windows", "messages", "nccl", "host"
-"""Values of `node.exchange` besides "auto"; "host" is windows in pinned host memory."""
+"""Values of `node.exchange` besides "auto"; "host" means windows in pinned host memory."""
 AS_FAST = 1.1
-"""Times of the fastest way up to which windows are taken."""
+"""Time of "windows", relative to the fastest transport, up to which "windows" is chosen."""
 ROUNDS = 3
-"""Rounds that are timed, after one that opens connections."""
+"""Rounds that are timed, after one round that opens connections."""
 LIMIT_S = 60.0
-"""Seconds that a wait or a proof's own process may take at most; `mpigossip doctor` sets fewer."""
+"""Longest time, in seconds, of a wait or of the subprocess of a test; `mpigossip doctor` sets less.
+"""
 PROVEN: WeakKeyDictionary[World, dict[tuple, tuple[bool, str]]] = WeakKeyDictionary()
-"""What was proven between the ranks of a world, by way and devices: a proof starts a process."""
+"""Results of tests between the ranks of a world, by transport and devices, because each test starts
+a process."""
 
 
 @dataclass
 class OpenedTransport:
-    """A transport between GPUs, the buffers of its messages, and its name with the reason."""
+    """Transport between GPUs, the buffers of its messages, and its name with the reason for it."""
 
     transport: Transport
     buffers: DeviceBuffers
@@ -53,7 +55,7 @@ class OpenedTransport:
 
 
 class Probe:
-    """Opens, proves and times the ways to other nodes; all methods are collective."""
+    """Object that opens, tests and times transports; all of its methods are collective."""
 
     def __init__(
         self,
@@ -63,7 +65,14 @@ class Probe:
         world: World,
         on_host: Callable[[int], Transport],
     ):
-        """``buffers``: sources of a round at most; ``on_host``: opens the way through the host."""
+        """Prepare streams for the devices of the layout.
+
+        :param comm: communicator of the nodes
+        :param layout: layout of a node's message
+        :param buffers: largest number of sources in a round
+        :param world: world whose ranks are the nodes
+        :param on_host: function of a number of sources that opens the transport through host memory
+        """
         self._comm = comm
         self._layout = layout
         self._world = world
@@ -77,8 +86,10 @@ class Probe:
         self.on_gpus = self._devices[0].type == "cuda"
 
     def open(self, way: str, many: int, most_s: float = float("inf")) -> OpenedTransport:
-        """Open a transport with buffers for ``many`` sources.
+        """Open a transport.
 
+        :param way: name of the transport
+        :param many: number of sources to allocate buffers for
         :param most_s: longest time of a wait, in seconds
         :raises TransportUnavailable: on all ranks, if it can't be used on one
         """
@@ -114,13 +125,14 @@ class Probe:
         return OpenedTransport(transport, buffers, f"{way} ({why})" if why else way)
 
     def seconds(self, way: str) -> float:
-        """Time rounds along a ring, with the size of the message and all slots at once.
+        """Time rounds along a ring, with messages of full size and all slots at once.
 
-        Ranks agree after each round, because otherwise some would start the next one.
+        Return the shortest time in seconds, of the slowest rank. All ranks agree after each round,
+        because otherwise some would start the next one.
 
         :raises TransportUnavailable: on all ranks, if anything fails on one
         """
-        # one that hangs gives up after the others
+        # a rank that hangs reaches its time limit after the others
         comm = with_timeout(self._comm, 2 * self._limit_s)
         many = max(1, self._many)
         opened = agreed(comm, lambda: self.open(way, many, LIMIT_S), (RuntimeError,))
@@ -140,7 +152,7 @@ class Probe:
             times = [agreed(comm, each, (RuntimeError, Failure)) for each in rounds]
         except TransportUnavailable as error:
             transport.abandon()
-            keep_alive.append((opened, thread))  # its end would wait for what has failed
+            keep_alive.append((opened, thread))  # closing them would wait for the failed round
             raise TransportUnavailable(f"a round of {way} failed: {error}") from error
         opened.buffers.close()
         thread.close()
@@ -168,9 +180,15 @@ def open_transport(
     world: World,
     on_host: Callable[[int], Transport],
 ) -> OpenedTransport:
-    """Open the way that is asked for, or for "auto" the fastest that works; collective.
+    """Open the requested transport, or for "auto" the fastest one that works; collective.
 
-    Raises TransportUnavailable where a way that is asked for by name can't be had.
+    :param asked: name of the transport, as in `node.exchange`
+    :param comm: communicator of the nodes
+    :param layout: layout of a node's message
+    :param buffers: largest number of sources in a round
+    :param world: world whose ranks are the nodes
+    :param on_host: function of a number of sources that opens the transport through host memory
+    :raises TransportUnavailable: on all ranks, if a transport requested by name can't be used
     """
     probe = Probe(comm, layout, buffers, world, on_host)
     if asked == "host" or comm.size == 1:
@@ -187,7 +205,7 @@ def open_transport(
     refused: dict[str, list[str]] = {}
     for way in WAYS:
         if (way == "nccl" and not probe.on_gpus) or (way == "host" and not times):
-            continue  # alone it needs no time
+            continue  # without an alternative, "host" need not be timed
         try:
             times[way] = probe.seconds(way)
         except TransportUnavailable as error:
@@ -199,7 +217,7 @@ def open_transport(
             found = probe.open(way, buffers)
         except (
             TransportUnavailable
-        ) as error:  # of all sources' buffers, where one source's were timed
+        ) as error:  # the buffers may not fit, although those of the timed rounds did
             if way == "host":
                 raise
             del times[way]
@@ -212,7 +230,7 @@ def open_transport(
 
 
 def fastest(times: dict[str, float]) -> str:
-    """Return the way with the least time; windows, unless another is faster by a tenth."""
+    """Return the fastest transport, but "windows" unless another one is faster by 10 %."""
     if not times:
         return "host"
     best = min(times, key=lambda way: times[way])

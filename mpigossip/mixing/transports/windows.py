@@ -1,4 +1,7 @@
-"""MPI_Put into inbox buffers at the readers: flush, then notify, on the host or on GPUs."""
+"""Exchange by MPI_Put into inbox buffers of the readers, on the host or on GPUs.
+
+A chunk is put, then flushed, and then its reader is notified.
+"""
 
 from collections.abc import Sequence
 
@@ -22,19 +25,21 @@ from mpigossip.mixing.progress_thread import run_on_all_ranks
 from mpigossip.mixing.transports import Transport, inboxes
 
 FLIGHT = 1 << 18
-"""Bytes of the smallest of several puts that fly at once, sixteen at most."""
+"""Smallest size, in bytes, of the puts of a chunk, of which at most sixteen are in flight."""
 CPU = torch.device("cpu")
 LIMIT_S = 60.0
-"""Seconds that windows over GPU memory may take, at most."""
+"""Largest time limit, in seconds, for opening windows over GPU memory."""
 CREATING = "MPI_Win_create of GPU memory"
 
 
 class Windows(Transport):
-    """Double-buffered inboxes in windows: one of MPI's memory, or one a slot over GPU memory.
+    """Transport with double-buffered inboxes in MPI windows.
 
-    The message of the round with this index from the k-th source lies in buffer k of half
-    ``index mod 2``. The reader of round t frees it for the writer of round t + 2. A notification
-    follows only after ``Win.Flush``: a completed Put says nothing about the target.
+    On the host, one window holds all slots in memory that MPI allocates; on GPUs, each slot has a
+    window. In the round with a given index, the message of the k-th source is in buffer k of half
+    ``index mod 2``. The reader of round t frees this buffer for the writer of round t + 2. The
+    notification follows ``Win.Flush``, because the completion of a Put says nothing about the
+    target.
     """
 
     halves = 2
@@ -49,9 +54,16 @@ class Windows(Transport):
         devices: Sequence[torch.device] = (),
         outbox: bool = False,
     ):
-        """Collective. ``devices``: of the slots' windows; none: in memory that MPI allocates.
+        """Open the windows; collective.
 
-        ``outbox``: room for an own message there. Raises TransportUnavailable, on all ranks.
+        :param comm: communicator of the nodes
+        :param layout: layout of a node's message
+        :param buffers: largest number of sources in a round
+        :param timeout_s: time limit of each wait, in seconds
+        :param devices: devices of the slots' windows; empty: memory that MPI allocates on the host
+        :param outbox: whether the window also has memory for an own message
+        :raises TransportUnavailable: on all ranks, if windows over GPU memory can't be opened on
+            one
         """
         count = 2 * buffers
         size = layout.slot_sent_bytes
@@ -77,7 +89,7 @@ class Windows(Transport):
             ):
                 raise TransportUnavailable(wrong)
             own.Free()
-            # from one buffer to the next, and where a slot's part of it begins
+            # distance between two buffers, and offset of each slot in a buffer
             self._stride = size
             self._begins = [0] * slots
         else:
@@ -103,8 +115,8 @@ class Windows(Transport):
     ) -> list[MPI.Request]:
         """Put a chunk of every slot's message into the readers' windows.
 
-        All of it at once: what is held back waits for answers that queue behind the other side's
-        own message, which took 1.5 times as long at 35 Mbit/s.
+        All puts are started at once. If some are held back, they wait for replies that queue behind
+        the message of the other side, which took 1.5 times as long at 35 Mbit/s.
         """
         flying: list[MPI.Request] = []
         span = chunk.span
@@ -126,7 +138,7 @@ class Windows(Transport):
         return flying
 
     def _put(self, slot: int, memory: torch.Tensor, span: slice, rank: int, there: int) -> None:
-        """Put from device to device, the slot's being current; the flush completes it."""
+        """Put from device to device, with the slot's device current; a flush completes it."""
         with device_context(self._devices[slot]):
             for at in range(span.start, span.stop, CUT):
                 some = raw(memory[at : min(at + CUT, span.stop)])
@@ -137,7 +149,7 @@ class Windows(Transport):
         for rank, _ in r.plan.targets:
             for device, window in zip(self._devices, self._opened, strict=False):
                 with device_context(device):
-                    window.Flush(rank)  # waits for the network: the reader's memory has it
+                    window.Flush(rank)  # waits until the data is in the reader's memory
             self.notifications.send([rank], ARRIVED, self.number(r, chunk))
 
     def arrived(self, r: RoundState, source: int, chunk: MessageChunk) -> bool:
