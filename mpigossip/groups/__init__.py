@@ -1,1 +1,1 @@
-"""Groups: what happens inside a node, between its slots."""
+"""Groups: the operations between the slots of one node."""

@@ -1,4 +1,4 @@
-"""The contract of a group of slots inside a node, and the group of a single slot."""
+"""Interface of a group, which is all slots of a node, and the group of a single slot."""
 
 import os
 import sys
@@ -15,7 +15,10 @@ T = TypeVar("T")
 
 
 def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator that shows a phase of a step in torch's profiler, and costs nothing without one."""
+    """Return a decorator that shows a phase of a step in torch's profiler.
+
+    It costs nothing while no profiler runs.
+    """
 
     def decorated(work: Callable[P, T]) -> Callable[P, T]:
         @wraps(work)
@@ -31,11 +34,11 @@ def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 class GroupError(RuntimeError):
-    """The slots of a node can't work together: device, call and remedy are named."""
+    """Error of slots that can't work together; the message names device, call and remedy."""
 
 
 def end_job(text: str) -> None:
-    """End the job from a thread: the hook of an open world aborts all ranks, else this process."""
+    """End the job from a thread: abort all ranks of an open world, otherwise this process."""
     try:
         raise GroupError(text)
     except GroupError as error:
@@ -46,59 +49,61 @@ def end_job(text: str) -> None:
 
 
 class Group(Protocol):
-    """The L slots of a node. ``full``: per slot an array (rows, P); shard l: columns l·P/L on.
+    """The L slots of a node.
 
-    All lists run over the slots that live in this process, ``mine``: all of them, or those of one
-    of the node's ranks. Calls are collective over these. ``segments`` is the number of shards that
-    are updated and exchanged: L, or 1 where slot 0 does it for all (:class:`Whole`). Work on a GPU
-    goes to the device's default stream. What has a body here is right where all slots are in this
-    process.
+    ``full`` holds for each slot an array (rows, P); shard l is the columns from l·P/L on. All lists
+    run over the slots of this process, ``local_slots``: all slots of the node, or those of one of
+    its ranks. Calls are collective over the ranks of the node. ``segments`` is the number of shards
+    that are updated and exchanged: L, or 1 if slot 0 does it for all slots (:class:`Unsharded`).
+    Work on a GPU is launched on the default stream of the device. Methods with a body here are
+    right if all slots are in this process.
     """
 
     slots: int
-    """of the node: L"""
+    """Number of slots of the node, L."""
     local_slots: range
-    """those that live here"""
+    """Slots of this process."""
     segments: int
-    """of the node"""
+    """Number of shards of the node that are updated and exchanged."""
     devices: tuple[str, ...]
-    """of the slots that live here"""
+    """Devices of the slots of this process."""
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
-        """Per slot an array (rows, columns) on its device that the other slots can reach."""
+        """Return for each slot a zeroed array (rows, columns) that the other slots can access."""
         return [torch.zeros(rows, columns, device=device) for device in self.devices]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """``[work(k) for every slot mine[k]]``, all at once."""
+        """Return ``[work(k) for every slot local_slots[k]]``, all called at the same time."""
 
     def on_shards(self, work: Callable[[int], T]) -> list[T]:
-        """``[work(k) for the k-th of the shards here]``, each where the shard is."""
+        """Return ``[work(k) for the k-th local shard]``, each called where the shard is."""
 
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Shard l of the mean over slots, summed in slot order; contents of full are used up.
+        """Return shard l of the mean over slots, summed in slot order; this overwrites ``full``.
 
-        Arrays and result may be changed by others until the next call of any method here.
+        Other slots may change the arrays and the result until the next call of any method.
         """
 
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
-        """Copy every slot's shard into all of ``full``; the shards may be views of it."""
+        """Copy every slot's shard to all arrays of ``full``; the shards may be views of them."""
 
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
-        """Copy slot 0's array into those of all slots."""
+        """Copy slot 0's array to the arrays of all slots."""
         return
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum over slots, in slot order, of small float64 arrays (rows, k)."""
+        """Sum small float64 arrays (rows, k) over slots, in slot order."""
         return sum_in_order(per_slot)
 
     def works(self) -> None:
-        """Tell the node's other processes, if any, that this one is at work."""
+        """Report to the other processes of the node, if any, that this one is working."""
         return
 
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The arrays of all slots, in slot order, in the node's first process; None elsewhere.
+        """Return the arrays of all slots, in slot order, in the node's first process.
 
-        Equal shapes and types; those of other processes are copies on the CPU.
+        All other processes return None. The arrays must have equal shapes and dtypes; those of
+        other processes are copies on the CPU.
         """
         return list(per_slot)
 
@@ -108,17 +113,18 @@ class Group(Protocol):
 
 
 def local_shards(group: Group) -> range:
-    """The shards that live in this process."""
+    """Return the shards of this process."""
     return range(1) if group.segments == 1 else group.local_slots
 
 
 def shard_views(
     full: Sequence[torch.Tensor], segments: int | None = None, here: range | None = None
 ) -> list[torch.Tensor]:
-    """Shard l as columns of slot l's own array: views (rows, P/segments) of ``full``.
+    """Return shard l as columns of slot l's own array: views (rows, P/segments) of ``full``.
 
-    ``segments``: 1 where slot 0 has it all; None for one a slot. ``here``: the shards that live in
-    this process; None: all.
+    :param full: for each slot an array (rows, P)
+    :param segments: number of shards; 1 if slot 0 has all columns; None: one shard for each slot
+    :param here: shards of this process; None: all
     """
     segments = len(full) if segments is None else segments
     here = range(segments) if here is None else here
@@ -126,7 +132,7 @@ def shard_views(
 
 
 def sum_in_order(per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum in the order given, where the first term is."""
+    """Sum in the given order, on the device of the first term."""
     total = per_slot[0]
     for term in per_slot[1:]:
         total = total + term.to(total.device)
@@ -134,7 +140,7 @@ def sum_in_order(per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Single(Group):
-    """One slot: nothing to exchange, and the shard is the whole vector."""
+    """Group of one slot, which has nothing to exchange and whose shard is the whole vector."""
 
     slots = segments = 1
     local_slots = range(1)
@@ -153,17 +159,17 @@ class Single(Group):
         return list(full)
 
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
-        """Nothing where the shard is the array, as in training."""
+        """Do nothing if the shard is the array itself, as in training; otherwise copy it."""
         if shards[0].data_ptr() != full[0].data_ptr():
             full[0].copy_(shards[0])
 
 
 class Unsharded:
-    """Slots whose vectors aren't cut (``node.shard = false``): slot 0 updates and exchanges all.
+    """Group of slots whose vectors are not sharded (``node.shard = false``).
 
-    For methods that aren't elementwise, and as the reference of the sharded step: the gradients
-    are averaged into slot 0, which alone keeps the optimizer's state, and its parameters are
-    copied to the others.
+    Slot 0 updates and exchanges everything. This serves algorithms that aren't elementwise, and as
+    the reference of the sharded step. The gradients are averaged into slot 0, which alone keeps the
+    state of the optimizer, and its parameters are copied to the other slots.
     """
 
     segments = 1

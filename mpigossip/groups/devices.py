@@ -19,15 +19,16 @@ LOCAL = (
     ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Where launchers say which of a host's ranks this is, and how many there are (inner first)."""
+"""Variables of launchers with this rank's number on its host and the number of ranks there; those
+of an inner launcher come first."""
 
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-"""By which launchers give a rank some of its host's GPUs."""
+"""Variables by which launchers assign some of the host's GPUs to a rank."""
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """This rank's number among those of its host, and their number; (0, 1) without a launcher."""
+    """Return this rank's number on its host, and the number of ranks; (0, 1) without a launcher."""
     for number, count in LOCAL:
         # Slurm writes "8", or "8(x3),4" for several hosts: the first stands for all
         ranks = re.match(r"\d+", environ.get(count, ""))
@@ -46,12 +47,19 @@ def resolve_auto(
     visible: int | None = None,
     on_host: int | None = None,
 ) -> tuple[str, Any]:
-    """`node.devices` and `node.ranks_per_node` without "auto", equal on hosts that are alike.
+    """Return `node.devices` and `node.ranks_per_node` without "auto", equal on equal hosts.
 
-    No GPU: "cpu:1", and each rank is a node. One rank: all GPUs that torch sees. Several ranks of a
-    host with a GPU for each: they share the GPUs out, unless the launcher has, and are one node.
-    More ranks than GPUs: they share these, and each is a node. ``visible``: GPUs that torch sees,
-    ``on_host``: that are there (None: ask).
+    * Without a GPU, it is "cpu:1", and each rank is a node.
+    * One rank uses all GPUs that torch sees.
+    * Several ranks on a host with at least one GPU for each are one node. They divide the GPUs
+      among them, unless the launcher has done so.
+    * If there are more ranks than GPUs, the ranks share them, and each rank is a node.
+
+    :param devices: value of `node.devices`
+    :param ranks_per_node: value of `node.ranks_per_node`
+    :param environ: variables of the launcher
+    :param visible: number of GPUs that torch sees; None: ask torch
+    :param on_host: number of GPUs of the host; None: ask the system
     """
     count = _visible(visible)
     ranks = local_rank(environ)[1]
@@ -68,7 +76,7 @@ def resolve_auto(
 
 
 def _dealt_out(environ: Mapping[str, str], count: int, ranks: int, on_host: int | None) -> bool:
-    """Return whether the launcher gives each rank GPUs of its own; ``count``: those it sees."""
+    """Return whether the launcher assigns GPUs to each rank; ``count``: GPUs that torch sees."""
     slurm = environ.get("SLURM_GPUS_ON_NODE", "")
     if slurm.isdigit() and int(slurm) > count:
         return True
@@ -77,26 +85,30 @@ def _dealt_out(environ: Mapping[str, str], count: int, ranks: int, on_host: int 
 
 
 def _on_host() -> int:
-    """Return how many GPUs this host has, whatever the launcher shows: NVIDIA's, and AMD's."""
+    """Return the number of GPUs of this host, of NVIDIA and AMD, visible or not."""
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     return len([*Path("/dev").glob("nvidia[0-9]*")]) + sum(map(_is_gpu, nodes))
 
 
 def _is_gpu(gpu_id: Path) -> bool:
     try:
-        return gpu_id.read_text().strip() != "0"  # a processor's
+        return gpu_id.read_text().strip() != "0"  # "0" stands for a processor
     except OSError:
-        return True  # a GPU that isn't this rank's
+        return True  # a GPU that this rank may not use
 
 
 def slots_of(
     devices: str, environ: Mapping[str, str] = os.environ, visible: int | None = None
 ) -> tuple[str, ...]:
-    """The torch devices of this rank's slots, from `node.devices`.
+    """Return the torch devices of this rank's slots.
 
-    "gpu:K": K of the GPUs that torch sees, by this rank's number on its host; the first where it
-    sees no more. Numbers of "cuda:…" are counted among the visible GPUs; one that is named twice
-    has two slots. ``visible``: GPUs that torch sees (None: ask).
+    "gpu:K" means K of the GPUs that torch sees, chosen by this rank's number on its host, or the
+    first K if torch sees no more. The numbers in "cuda:…" refer to the visible GPUs; a number that
+    occurs twice gives two slots.
+
+    :param devices: value of `node.devices`
+    :param environ: variables of the launcher
+    :param visible: number of GPUs that torch sees; None: ask torch
     """
     if devices == "auto":
         devices, _ = resolve_auto(devices, 1, environ, visible)
@@ -110,7 +122,7 @@ def slots_of(
 
 
 def unused_gpus_note(devices: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
-    """A note on GPUs that torch sees beside these, or that ranks of this host share; else ""."""
+    """Return a note about GPUs that are unused, or that ranks of this host share; otherwise ""."""
     count = torch.cuda.device_count()
     used = len(set(devices) - {"cpu"})
     ranks = local_rank(environ)[1]
@@ -137,7 +149,7 @@ def _listed(devices: str) -> tuple[str, ...]:
 def device_problems(
     setting: str, environ: Mapping[str, str] = os.environ, visible: int | None = None
 ) -> list[str]:
-    """Return why the slots that `node.devices` asks for can't be had here, with the remedy."""
+    """Return why the slots that `node.devices` requests can't be used, with a remedy for each."""
     devices = slots_of(setting, environ, visible)
     if devices[0] == "cpu":
         return []
@@ -177,15 +189,20 @@ def make_group(
 ) -> Group:
     """Connect the slots of this node.
 
-    One slot; threads on the CPU or on one GPU; ranks of a host in shared memory; GPUs by torch's
-    process groups. ``shard`` false: slot 0 updates and exchanges for all. ``timeout_s``: limit of a
-    call between GPUs, and of a slot that is behind the others. ``world``: if its nodes have several
-    ranks, ``devices`` are those of this one; collective over it. ``sums``: the order of sums
-    between GPUs. Raises GroupError.
+    The group is a single slot, threads on the CPU or on one GPU, ranks of a host in shared memory,
+    or GPUs in a torch process group.
+
+    :param devices: devices of this rank's slots
+    :param threads: number of torch threads of each slot
+    :param shard: False if slot 0 updates and exchanges everything
+    :param timeout_s: time limit, in seconds, of a call between GPUs and of a slot that is late
+    :param world: world of the run; if its nodes have several ranks, the call is collective over it
+    :param sums: order of sums between GPUs: "slots" or "nccl"
+    :raises GroupError: if the slots can't work together
     """
     node = world.nodes.intra_node if world else None
     on_gpus = len(set(devices)) > 1 or (node is not None and devices[0] != "cpu")
-    if on_gpus:  # kernels that are loaded later would wait for collectives that wait for them
+    if on_gpus:  # loading a kernel later would wait for collectives, which would wait for it
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     first = 0 if node is None else node.rank * len(devices)
     count = len(devices)

@@ -1,6 +1,6 @@
-"""Slots in several processes of one host, which sum in shared memory in the order of slots.
+"""Group of slots in several processes of one host, which sum in shared memory in slot order.
 
-Bitwise identical to one rank with a thread for each slot (:mod:`.threads`).
+The result is bitwise identical to that of one rank with a thread for each slot (:mod:`.threads`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,23 +18,23 @@ from mpigossip.mixing.combine import weighted_sum
 SUMMED = 1 << 16
 """Columns that are summed at once, in the cache, before they overwrite a term of the sum."""
 SENT = 1 << 30
-"""Bytes of one message: MPI counts them in 32 bits."""
+"""Largest number of bytes of a message, because MPI counts them in 32 bits."""
 TAG = 31
 LINE = 64
-"""Bytes of a cache line: each rank writes into lines of its own."""
+"""Bytes of a cache line: each rank writes to separate lines."""
 CAPACITY = 4096
-"""Float64 values that a rank can give at once."""
+"""Largest number of float64 values that a rank can gather at once."""
 
 
 class SharedMemory:
-    """Equal arrays of bytes, one for each rank of a host, that all of them can access."""
+    """Arrays of equal size, one for each rank of a host, that all of its ranks can access."""
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int):
         """Allocate zeroed arrays of ``nbytes`` bytes; collective."""
         self._comm = comm
         (self.window, memory) = open_shared(comm, nbytes)
         self.arrays = [torch.frombuffer(one, dtype=torch.uint8)[:nbytes] for one in memory]
-        self.arrays[comm.rank].zero_()  # by its owner: pages lie near who touches them first
+        self.arrays[comm.rank].zero_()  # by the owner: a page is placed near the first writer
 
     def free(self) -> None:
         self.arrays = []
@@ -42,7 +42,7 @@ class SharedMemory:
 
 
 class Barrier:
-    """A barrier of a node's ranks through memory alone."""
+    """Barrier of a node's ranks in shared memory."""
 
     def __init__(self, node: World):
         self._node = node
@@ -58,10 +58,10 @@ class Barrier:
         node.barrier()  # until all memory is zeroed
 
     def wait(self, purpose: str) -> None:
-        """Wait for all ranks of the node; what they wrote before is then visible.
+        """Wait for all ranks of the node; all that they wrote before is then visible.
 
-        :raises WaitTimeoutError: after twice the node's time limit, which restarts while a late
-            rank reports that it is working
+        :raises WaitTimeoutError: after twice the node's time limit, which restarts when a late rank
+            reports that it is working
         """
         node = self._node
         window = self._shared.window
@@ -92,13 +92,14 @@ class Barrier:
         window.Sync()
 
     def works(self) -> None:
-        """Report that this rank is alive, in a long piece of work."""
+        """Report that this rank is alive, during a long piece of work."""
         self._working[self._node.rank][0] += 1
 
     def gather(self, values: Sequence[float] | torch.Tensor) -> list[torch.Tensor]:
-        """Return the values of each rank by rank: at most `CAPACITY` float64, equally many."""
+        """Return the values of each rank: at most `CAPACITY` float64 values, equally many each."""
         count = len(values)
-        # the half of the barrier before last: who still reads it hasn't come to the last one
+        # This half was last used two barriers ago. A rank that still read it would not have reached
+        # the last barrier.
         half = self._count % 2
         self._values[self._node.rank][half, :count] = torch.as_tensor(values, dtype=torch.float64)
         self.wait("sums over the node's slots")
@@ -112,12 +113,12 @@ class Barrier:
 
 
 class RankGroup:
-    """The L slots of a node of k ranks on CPUs; each rank runs its own as ``inner`` does."""
+    """L slots of a node of k ranks on CPUs; each rank runs its own slots by the group ``inner``."""
 
     def __init__(self, inner: Group, node: World):
-        """``node``: its ranks, with equally many slots each; collective. ``inner`` is closed here.
+        """Connect the ranks of ``node``, with equally many slots each; collective.
 
-        What is reduced and gathered must be arrays of :meth:`zeros`.
+        This group closes ``inner``. Only arrays of :meth:`zeros` can be reduced and gathered.
         """
         own = inner.slots
         self.slots = self.segments = own * node.size
@@ -131,7 +132,7 @@ class RankGroup:
         self._memory: list[SharedMemory] = []
         self._closed = False
         self._everyone: dict[int, list[torch.Tensor]] = {}
-        """the arrays of all slots, by the address of the first one here"""
+        """Arrays of all slots, by the address of the first local one."""
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
         own = len(self.local_slots)
@@ -146,7 +147,7 @@ class RankGroup:
         return here
 
     def _all(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The arrays of all slots, where those here are ``full`` or their first rows."""
+        """Return the arrays of all slots; ``full`` are the local ones or their first rows."""
         found = self._everyone.get(full[0].data_ptr())
         if found is None or found[0].shape[1] != full[0].shape[1]:
             raise GroupError("only arrays that the group made itself are seen by its other ranks")
@@ -154,7 +155,7 @@ class RankGroup:
 
     @profiled("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Slot l sums its columns over all slots, into those of its own array."""
+        """Let slot l sum its columns over all slots, into the columns of its own array."""
         everyone = self._all(full)
         self.barrier.wait("the slots' gradients")  # all of them are whole
         columns = [array.chunk(self.slots, dim=1) for array in everyone]
@@ -166,12 +167,12 @@ class RankGroup:
         return [columns[slot][slot] for slot in self.local_slots]
 
     def _sum(self, terms: Sequence[torch.Tensor], slot: int) -> None:
-        """The mean of all slots' ``terms``, (rows, p), written over that of ``slot``."""
+        """Compute the mean of ``terms`` (rows, p) of all slots and write it over one of them."""
         weights = [1 / self.slots] * self.slots
         scratch = torch.empty(len(terms[0]), min(SUMMED, terms[0].shape[1]))
         for at in range(0, terms[0].shape[1], SUMMED):
             pieces = [term[:, at : at + SUMMED] for term in terms]
-            # a sum may only be formed in its first two terms
+            # weighted_sum may only write over one of its first two terms
             out = scratch[:, : pieces[0].shape[1]]
             pieces[slot].copy_(weighted_sum(weights, pieces, out))
 
@@ -191,7 +192,7 @@ class RankGroup:
                     parts[slot][other].copy_(parts[other][other])
 
         self.run(fetch)
-        self.barrier.wait("the node's vector")  # nobody reads a shard any more
+        self.barrier.wait("the node's vector")  # no rank reads a shard any more
 
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
         everyone = self._all(full)
@@ -200,7 +201,7 @@ class RankGroup:
         self.barrier.wait("the node's vector")
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum in slot order, of what every rank shows the others; the same bits on all."""
+        """Sum in slot order over all ranks of the node; bitwise identical on all of them."""
         shape = per_slot[0].shape
         own = len(per_slot)
         flat = torch.stack([values.double().cpu().reshape(-1) for values in per_slot])
@@ -249,13 +250,13 @@ class RankGroup:
 
 
 class NeverGathered(RankGroup):
-    """Slots that never hold the whole vector: the model itself gathers what it needs of it."""
+    """Group of slots that never hold the whole vector, because the model gathers what it needs."""
 
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
-        """Nothing: forward passes gather."""
+        """Do nothing: the forward pass gathers the parameters itself."""
 
 
 def _pieces(values: torch.Tensor) -> list[np.ndarray]:
-    """The bytes of an array in pieces that MPI can send at once."""
+    """Return the bytes of an array in pieces that MPI can send at once."""
     flat = values.reshape(-1).view(torch.uint8).numpy()
     return [flat[at : at + SENT] for at in range(0, len(flat), SENT)]

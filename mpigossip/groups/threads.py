@@ -1,4 +1,4 @@
-"""Slots in threads with memory that all of them access: on the CPU, or several on one GPU."""
+"""Group of slots in threads with shared memory: on the CPU, or several slots on one GPU."""
 
 import queue
 import threading
@@ -15,13 +15,14 @@ from mpigossip.mixing.combine import weighted_sum
 T = TypeVar("T")
 
 SOONER = 0.8
-"""Share of the time limit after which a slot is named: before a rank that waits for this one."""
+"""Fraction of the time limit after which a late slot is named, before a rank that waits for this
+rank reaches its limit."""
 GRACE_S = 10.0
-"""Seconds in which the other slots may end their work once one has failed."""
+"""Seconds in which the other slots may end their work after one has failed."""
 
 
 class ThreadGroup(Group):
-    """L slots on this machine's cores or on one GPU; slot 0 runs in the calling thread."""
+    """L slots on the cores of this host or on one GPU; slot 0 runs in the calling thread."""
 
     def __init__(
         self,
@@ -31,19 +32,23 @@ class ThreadGroup(Group):
         first: int = 0,
         timeout_s: float = 300.0,
     ):
-        """``threads``: torch's threads in each slot (they are set per thread).
+        """Start a thread for each slot but the first.
 
-        ``first``: what the first slot is called, where other ranks of the node have some, too.
-        ``timeout_s``: a slot may take `SOONER` of it longer than the one that ended before it.
-        ``devices``: one a slot, None for the CPU. Sums over slots need memory that all of them
-        reach, which is one device.
+        :param slots: number of slots
+        :param threads: number of torch threads of each slot; torch sets it per thread
+        :param devices: device of each slot; None: the CPU. Sums over slots need memory that all
+            slots can access, so all must be on the same device
+        :param first: number of the first slot in the node, for messages, if other ranks of the node
+            have slots, too
+        :param timeout_s: time limit in seconds; a slot may take `SOONER` times as long after the
+            slot that ended before it
         """
         self.slots = self.segments = slots
         self.local_slots = range(slots)
         self._first = first
         self._limit = min(SOONER * timeout_s, threading.TIMEOUT_MAX)
         self._open: Any = None
-        """of the work that slot 0 does now"""
+        """Queue of results of the work that slot 0 is doing now."""
         self.devices = tuple(devices) if devices is not None else ("cpu",) * slots
         self._work: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(slots - 1)]
         self._threads = [
@@ -70,7 +75,7 @@ class ThreadGroup(Group):
                 done.put((slot, None, error))
 
     def _given(self, slot: int, inbox: queue.SimpleQueue) -> tuple | None:
-        """Wait for the next work; slot 1 ends the job where slot 0, this rank's, is late."""
+        """Wait for the next work; slot 1 ends the job if slot 0, in the main thread, is late."""
         patience = PauseExtension()
         while True:
             before = self._open
@@ -87,7 +92,7 @@ class ThreadGroup(Group):
         )
 
     def _take(self, done: queue.SimpleQueue, failed: bool) -> Any:
-        """Wait for the slot that ends next; queue.Empty at the limit, unless a rank is paused."""
+        """Wait for the next slot to end; raise queue.Empty at the limit unless a rank is paused."""
         patience = PauseExtension()
         while True:
             try:
@@ -97,9 +102,11 @@ class ThreadGroup(Group):
                     raise
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """``work(slot)`` on all slots at once; the first failure by slot is raised here.
+        """Call ``work(slot)`` on all slots at once; raise the error of the first failed slot.
 
-        Others may then take `GRACE_S` more. One that does not finish is named by WaitTimeoutError.
+        After a failure, the other slots may take `GRACE_S` seconds more.
+
+        :raises WaitTimeoutError: if a slot does not finish in time; it names the slot
         """
         done: queue.SimpleQueue = queue.SimpleQueue()
         self._open, missing = done, {*range(1, self.slots)}
@@ -109,7 +116,7 @@ class ThreadGroup(Group):
         errors: dict[int, BaseException] = {}
         try:
             results[0] = work(0)
-        except BaseException as error:  # noqa: BLE001 - the other slots are waited for first
+        except BaseException as error:  # noqa: BLE001 - raised after waiting for the other slots
             errors[0] = error
         self._open = None
         while missing:
@@ -134,7 +141,7 @@ class ThreadGroup(Group):
 
     @profiled("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Slot l sums its columns over all slots, into those of slot 0's array."""
+        """Let slot l sum its columns over all slots, into the columns of slot 0's array."""
         columns = [array.chunk(self.slots, dim=1) for array in full]
         weights = [1 / self.slots] * self.slots
 
@@ -168,7 +175,10 @@ class ThreadGroup(Group):
 
 
 def _next(entries: queue.SimpleQueue, limit_s: float) -> tuple | None:
-    """The next entry; raises queue.Empty. Looks twice: the process may have been suspended."""
+    """Return the next entry, or raise queue.Empty.
+
+    It waits in two parts, because the process may have been suspended during the first.
+    """
     try:
         return entries.get(timeout=0.9 * limit_s)
     except queue.Empty:

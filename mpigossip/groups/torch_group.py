@@ -1,7 +1,7 @@
-"""Slots that are ranks of a torch process group, each a thread or a process: NCCL between GPUs.
+"""Group of slots that are ranks of a torch process group, threads or processes: NCCL between GPUs.
 
-On CPUs, over gloo, for tests only: threads and shared memory are faster there. Untested on several
-GPUs.
+On CPUs, it uses gloo and serves tests only, because threads and shared memory are faster there. It
+has not been tested on several GPUs.
 """
 
 import threading
@@ -33,25 +33,27 @@ T = TypeVar("T")
 EVERY_S = 0.5
 """Seconds between two checks."""
 GRACE_S = 4.0
-"""Seconds in which the training thread may raise the failure itself, unless it hangs too.
+"""Seconds in which the training thread may raise the failure itself, unless it hangs, too.
 
-Fewer than those after which a rank that waits for this one in vain ends the job (`LEAVE_S`).
-"""
+It is less than `LEAVE_S`, after which a rank that waits for this one in vain ends the job."""
 
 
 class TorchGroup:
-    """The L slots of a node as ranks of one process group.
+    """L slots of a node as ranks of one process group.
 
-    ``order`` of sums: "slots" exchanges the slots' chunks and adds them in slot order, with the
-    bits of the CPU's groups whatever the layout; "nccl" leaves the order to the library. On GPUs
-    the device's current stream waits for the calls, not the host.
+    ``order`` is the order of sums. "slots" exchanges chunks of the slots and adds them in slot
+    order, with the bits of the groups on CPUs, whatever the layout; "nccl" leaves the order to the
+    library. On GPUs, the current stream of the device waits for a call, not the host.
     """
 
     def __init__(self, host: Group, node: World, order: str = "slots", timeout_s: float = 300.0):
-        """``host``: a group of the same slots, closed with this one, for all small or rare calls.
+        """Open the process group and load its kernels; collective over ``node``.
 
-        ``node``: its ranks, this process alone for threads; collective over it. A call that isn't
-        done after ``timeout_s`` ends the job. Raises Failure where slots can't be connected.
+        :param host: group of the same slots for all small or rare calls; this group closes it
+        :param node: ranks of the node; for threads, this process alone
+        :param order: order of sums, "slots" or "nccl"
+        :param timeout_s: seconds after which a call that isn't done ends the job
+        :raises Failure: if the slots can't be connected
         """
         self.slots = self.segments = host.slots
         self.local_slots = host.local_slots
@@ -69,7 +71,7 @@ class TorchGroup:
         self._on_gpus = is_gpu(self.devices[0])
         self._broken = False
         self._calls, self._begun = 0, [0] * len(self.local_slots)
-        """calls so far, and those that each slot here has begun"""
+        """Number of calls so far, and number of the last call that each local slot has begun."""
         self._works: list[tuple[str, Any]] = []
         self._scratch = [torch.empty(0)] * len(self.local_slots)
         places = [
@@ -81,7 +83,7 @@ class TorchGroup:
         if self._on_gpus:
             self._watchdog.start()
         full = self.zeros(1, self.slots)
-        for array in full:  # one at a time: loading a kernel waits for the device
+        for array in full:  # one at a time, because loading a kernel waits for the device
             weighted_sum(
                 [1 / self.slots] * self.slots, [array] * self.slots, torch.empty_like(array)
             )
@@ -94,7 +96,7 @@ class TorchGroup:
 
     @profiled("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Each slot's shard of the mean, in its own array; P must be a multiple of L."""
+        """Return each slot's shard of the mean, in its own array; P must be a multiple of L."""
         if full[0].shape[1] % self.slots:
             raise GroupError(
                 f"{full[0].shape[1]} elements can't be split into {self.slots} equal shards; pad "
@@ -128,9 +130,9 @@ class TorchGroup:
         self._together("broadcast", lambda k: self._wait(k, self._groups[k].broadcast(full[k], 0)))
 
     def close(self) -> None:
-        """Wait for what was begun, then release groups and slots; collective."""
+        """Wait for all calls, then release process group and slots; collective."""
         if not self._broken:
-            self._synchronize()  # the watchdog looks on
+            self._synchronize()  # the watchdog limits this wait
         self._watchdog.close()
         close_groups(self._groups, self.devices, self._broken)
         self._groups = []
@@ -138,7 +140,7 @@ class TorchGroup:
         self._host.close()
 
     def _sum(self, k: int, array: torch.Tensor, out: torch.Tensor) -> None:
-        """The mean of all slots' elements of the k-th slot here, in slot order."""
+        """Compute the mean of all slots' shards of the k-th local slot, in slot order."""
         rows, width = out.shape
         widths = [width] * self.slots
         received = self._scratch[k][: rows * self.slots * width].view(rows, self.slots * width)
@@ -148,15 +150,18 @@ class TorchGroup:
         weighted_sum([1 / self.slots] * self.slots, terms, out)
 
     def _reserve(self, elements: int) -> None:
-        """Allocate memory for other slots' elements, before any launches: it may wait for all."""
+        """Allocate memory for other slots' elements before any launch.
+
+        An allocation may wait for the device, and so for the launches of other slots.
+        """
         if self._order == "slots" and self._scratch[0].numel() < elements:
             self._scratch = [torch.empty(elements, device=device) for device in self.devices]
 
     def _together(self, call: str, work: Callable[[int], None]) -> None:
-        """Call ``work`` in every slot's thread, when all ranks of the node have come.
+        """Call ``work`` in every slot's thread, after all ranks of the node have arrived.
 
-        No other thread may call CUDA until all slots have launched: what waits for the device
-        would wait for the others' launches, too.
+        No other thread may call CUDA until all slots have launched: a call that waits for the
+        device would also wait for the launches of the other slots.
         """
         self._call = f"{call} over the node's slots"
         self._works = []
@@ -191,7 +196,7 @@ class TorchGroup:
         ]
 
     def _wait(self, k: int, work: Any) -> None:
-        """Let the device's current stream wait, or the host where there is none."""
+        """Make the current stream of the device wait for ``work``, or on CPUs the host."""
         self._begun[k] = self._calls
         if self._on_gpus:
             self._works.append((self.devices[k], work))
@@ -218,7 +223,7 @@ class TorchGroup:
 
 
 class Watchdog:
-    """A thread that ends the job if a collective fails or isn't done in time."""
+    """Thread that ends the job if a collective fails or isn't done in time."""
 
     def __init__(
         self,
@@ -227,7 +232,13 @@ class Watchdog:
         end: Callable[[str], None] | None = None,
         device: str = "cpu",
     ):
-        """``end``: called at last; None: :func:`end_job`. ``device``: current in the thread."""
+        """Prepare the thread; :meth:`start` starts it.
+
+        :param timeout_s: time limit of a collective, in seconds
+        :param remedy: remedy in the messages
+        :param end: function that ends the job with a message; None: :func:`end_job`
+        :param device: device that is current in the thread
+        """
         self._device = device
         self.timeout_s = timeout_s
         self._remedy = remedy
@@ -242,11 +253,15 @@ class Watchdog:
         self._thread.start()
 
     def track(self, call: str, works: Sequence[tuple[str, Any]]) -> None:
-        """Watch a collective that was begun: device and torch's work of each slot."""
+        """Watch a collective that has begun.
+
+        :param call: description of the collective, for messages
+        :param works: device and torch's work object of each slot
+        """
         self._calls.append((call, time.monotonic(), works))
 
     def forget(self) -> None:
-        """Watch none of the calls so far: the training thread has raised what failed."""
+        """Stop watching all calls so far, because the training thread has raised the failure."""
         self._calls = deque()
 
     def check(self) -> None:
@@ -282,7 +297,7 @@ class Watchdog:
         while not self._stop.wait(EVERY_S):
             self._failure = self.look(time.monotonic())
             if self._failure:
-                # the vector is invalid: nobody may go on and save it
+                # the vector is invalid, so training must not continue and save it
                 if not self._noticed.wait(GRACE_S) and not self._stop.is_set():
                     self._end(self._failure)
                 return
