@@ -1,1 +1,1 @@
-"""A step from a gradient: clock, cadence, send, exchange, receive."""
+"""Step of training from a gradient: clock, cadence, send, exchange, receive."""

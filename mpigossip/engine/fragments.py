@@ -1,7 +1,8 @@
-"""Exchanges of one fragment of the model at a time, which may stay open during later steps.
+"""Exchanges of one fragment of the model at a time, which may stay in flight during later steps.
 
-To the mixer a fragment is a whole message of a narrower layout: its columns are gathered before
-the exchange and scattered afterwards. So any mixer and wire serves, in 1/P of its memory.
+For the mixer, a fragment is a whole message of a narrower layout: its columns are gathered before
+the exchange and scattered afterwards. Every mixer and wire can therefore be used, in 1/P of the
+memory for P fragments.
 """
 
 from collections.abc import Sequence
@@ -19,28 +20,28 @@ Columns = Sequence[slice]
 
 
 class Fragments(NamedTuple):
-    """The columns of each fragment, when it is exchanged, and how."""
+    """Columns of each fragment, and when and how it is exchanged."""
 
     schedule: FragmentSchedule
     cuts: Sequence[Sequence[Columns]]
-    """of each segment, of each fragment"""
+    """For each segment and each fragment, its columns."""
     width: int
-    """columns of a message, which a fragment has at most"""
+    """Columns of a message, the largest width of a fragment."""
     exchanges: Sequence[Algorithm]
-    """of each segment the method without its local step: it may keep x½ until it receives"""
+    """For each segment, the algorithm without its local step; it may keep x½ until it receives."""
     blend: float
-    """α of x ← α · received + (1 − α) · x, where there is a delay"""
+    """Factor α of x ← α · received + (1 − α) · x, if there is a delay."""
 
 
 class FragmentArrays(NamedTuple):
-    """A segment's fragment, gathered: arrays (rows, width), 0 behind its columns."""
+    """Gathered fragment of a segment: arrays (rows, width), with 0 after its columns."""
 
     x: torch.Tensor
     state: Any
 
 
 class OpenExchange(NamedTuple):
-    """An exchange that has begun: of which fragment, at which step, of what."""
+    """Exchange that has begun: its fragment, its step, and the gathered arrays of each segment."""
 
     fragment: int
     step: Step
@@ -48,12 +49,12 @@ class OpenExchange(NamedTuple):
 
 
 class Fragmented(Engine):
-    """Local steps of the whole vector, and exchanges of a fragment of what they have left.
+    """Engine that makes local steps of the whole vector and exchanges one fragment at a time.
 
-    For methods with a ``local_update``. All state between steps is the method's
-    and, where there is a delay, one array shaped like x: what was received and is still to be
-    applied. A method's own arrays are touched by exchanges alone, so that receiving early, as a
-    checkpoint does, changes no bit.
+    It serves algorithms with a ``local_update``. The state between steps is the state of the
+    algorithm and, if there is a delay, one array shaped like x with received values that have not
+    been applied yet. Only exchanges change the arrays of the algorithm, so that receiving early, as
+    a checkpoint does, changes no bit.
     """
 
     def __init__(self, *given: Any, fragments: Fragments, **more: Any):
@@ -64,7 +65,7 @@ class Fragmented(Engine):
         super().__init__(*given, **more)
 
     def adapt(self, now: Step) -> None:
-        """The local step; then apply the fragment that was sent τ steps ago."""
+        """Make the local step, then apply the fragment that was sent τ steps before."""
         super().adapt(now._replace(kind=ExchangeKind.LOCAL))
         arriving = self.fragments.schedule.arriving(now.index)
         if arriving is not None:
@@ -72,14 +73,17 @@ class Fragmented(Engine):
             self.group.on_shards(lambda k: self._blend(k, arriving))
 
     def exchange(self, now: Step) -> tuple[Sequence, Sequence]:
-        """The local step, and the exchange of the due fragment; without a delay, all of it."""
+        """Make the local step and begin the exchange of the due fragment.
+
+        Without a delay, this also waits for the exchange and receives its messages.
+        """
         self.adapt(now)
         fragment = self.fragments.schedule.due(now.index)
         count = self.fragments.schedule.fragments
         assert fragment is not None, "all other steps are LOCAL"
-        # as if the fragment were alone: the graph's round is that of its own exchanges
+        # the round of the graph counts only the exchanges of this fragment
         own = now._replace(round=now.round // count)
-        # waits for those who read the exchange before the last out of this memory
+        # waits until the message before the last, in the same memory, has been read
         out = self.mixer.outbox(now.round)
 
         def send(k: int) -> FragmentArrays:
@@ -97,10 +101,10 @@ class Fragmented(Engine):
         return (), ()
 
     def receive(self, sent: Sequence, mixed: Sequence, now: Step) -> None:
-        """Nothing: :meth:`settle` has received, or is going to."""
+        """Do nothing: :meth:`wait_exchange` receives."""
 
     def wait_exchange(self, into: torch.Tensor | None = None) -> None:
-        """Wait for the neighbours of an open exchange, and receive what it brings."""
+        """Wait for the neighbours of an open exchange, and receive its messages."""
         if self._open is None:
             return
         (fragment, now, parts), self._open = self._open, None
@@ -118,12 +122,12 @@ class Fragmented(Engine):
         self.group.on_shards(receive)
 
     def replace_mixer(self, mixer: Mixer) -> None:
-        """Go on with another mixer; an exchange that is open is forgotten."""
+        """Continue with another mixer; an open exchange is discarded."""
         super().replace_mixer(mixer)
         self._open = None
 
     def parts(self) -> dict[str, list[torch.Tensor]]:
-        """The method's arrays, and what was received; waits for an open exchange's neighbours."""
+        """Return the arrays of the algorithm and the received values; wait for an open exchange."""
         self.wait_exchange()
         found = super().parts()
         if self.fragments.schedule.delay:
@@ -147,7 +151,7 @@ class Fragmented(Engine):
         return found
 
     def _taken(self, needs: Any, state: Any, columns: Columns) -> Any:
-        """Gather what the exchange needs of a nested state."""
+        """Gather the fields of a nested state that the exchange needs."""
         if isinstance(needs, torch.Tensor):
             return self._gather(state, columns)
         pairs = ((getattr(needs, f), getattr(state, f)) for f in needs._fields)

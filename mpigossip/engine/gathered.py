@@ -1,7 +1,8 @@
-"""Mixer for the ranks of a node that each have the whole vector: each exchanges a shard of it.
+"""Mixer for the ranks of a node that each hold the whole vector: each exchanges a shard of it.
 
-So a loop whose gradients are equal in all ranks of a node (DDP inside it) steps on whole tensors
-with any optimizer, and the model crosses the network once a node, by all of its network cards.
+A loop whose gradients are equal on all ranks of a node, such as DDP, can therefore update whole
+tensors with any optimizer. The model crosses the network once per node, through all of its network
+cards.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,16 +15,22 @@ from mpigossip.mixing.wire import BUCKET
 
 
 class Gathered(Mixer):
-    """Mixer of a single segment.
+    """Mixer of a single segment that gathers the shards of the ranks of a node.
 
-    What gathers, ``finish`` and ``close``, is collective over the node's ranks, too. Bits are
-    those of the whole vector exchanged by one rank. What is sent is counted by rank.
+    ``finish`` and ``close`` are collective over the ranks of the node, too. The result is bitwise
+    identical to that of one rank that exchanges the whole vector. Sent bytes are counted for each
+    rank.
     """
 
     def __init__(self, layout: MessageLayout, group: Group, make: Callable[[MessageLayout], Mixer]):
-        """``layout``: of the whole vector; ``make``: the column's mixer, by a shard's layout."""
+        """Open the mixer of a shard.
+
+        :param layout: layout of the message with the whole vector
+        :param group: group of the ranks of the node
+        :param make: function of the layout of a shard that opens the mixer of the inter-node ranks
+        """
         (size,), slots = layout.widths, group.slots
-        # whole buckets, as wires see them, equally many of each rank
+        # the shard of each rank has the same number of whole buckets, as wires need them
         width = -(-size // (slots * BUCKET)) * BUCKET
         (slot,) = group.local_slots
         self.layout = layout
@@ -75,7 +82,7 @@ class Gathered(Mixer):
         self._inner.start(kind, t, exchange)
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
-        """``sent`` and ``mixed``, whole: the node's ranks gather their shards."""
+        """Return ``sent`` and ``mixed`` with whole vectors, gathered from the node's ranks."""
         (sent,), (mixed,) = self._inner.finish()
         own = [(*self._out, *self._scalars)]
         if self._kind is ExchangeKind.LOCAL:
@@ -88,7 +95,7 @@ class Gathered(Mixer):
     def _gather(
         self, rooms: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The whole vectors, (1, P), from all ranks' shards."""
+        """Return the whole vectors, (1, P), gathered from the shards of all ranks."""
         for room, part in zip(rooms, parts, strict=True):
             (place,) = shard_views([room], self._group.slots, self._group.local_slots)
             self._group.all_gather([place.copy_(part)], [room])

@@ -1,6 +1,6 @@
-"""Measurements of a step: its record, norms, seconds; and no message has NaN or infinity.
+"""Measurements of a step: its record, norms and seconds; and the check of messages for NaN.
 
-Norms have bits that don't depend on an array's shape.
+The bits of a norm do not depend on the shape of an array.
 """
 
 import math
@@ -19,48 +19,49 @@ from mpigossip.mixing.base import ExchangeKind, Mixer
 NAN = float("nan")
 EVERY = 10
 EVERY_ON_GPUS = 100
-"""Steps between two measurements where `log.consensus_every` is "auto"."""
+"""Steps between two measurements, on CPUs and on GPUs, if `log.consensus_every` is "auto"."""
 
 
 @dataclass
 class Record:
-    """Metrics of one step; tensors are float64 of shape (rows,), the nodes in this process."""
+    """Metrics of one step; tensors are float64 of shape (rows,), one row for each local node."""
 
     index: int
-    """the step, from 0"""
+    """Number of the step, from 0."""
     kind: ExchangeKind
     lr: float
     loss: torch.Tensor
     gradient_norm: torch.Tensor
     mixed_distance: torch.Tensor
-    """‖mixed − sent‖: what the exchange changed"""
+    """‖mixed − sent‖, the change by the exchange."""
     consensus_distance: float
-    """NaN where it wasn't measured"""
+    """Consensus distance; NaN if it was not measured."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """by purpose: compute_s, node_s, exchange_s, idle_s"""
+    """Seconds by activity: compute_s, node_s, exchange_s, idle_s."""
     bytes_sent: list[int] = field(default_factory=list)
-    """of each row, between nodes"""
+    """Bytes that each row has sent to other nodes."""
     staleness: list[float] = field(default_factory=list)
-    """age in rounds of the models that each row averaged with"""
+    """Mean age, in rounds, of the models that each row averaged with."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """further metrics by name: a number of this process, or one a row"""
+    """Further metrics by name: one value for this process, or one for each row."""
     idle_rows: tuple[int, ...] = ()
-    """rows that made no local step because of the cadence"""
+    """Rows that made no local step because of the cadence."""
 
 
 def measured_every(setting: int | str, device: str) -> int:
-    """Steps between two measurements on such a device; 0: none."""
+    """Return the steps between two measurements on a device of this kind; 0: none."""
     if isinstance(setting, int):
         return setting
     return EVERY_ON_GPUS if device.startswith("cuda") else EVERY
 
 
 def square_norms(x: torch.Tensor, minus: torch.Tensor | None = None) -> torch.Tensor:
-    """‖x − minus‖² of each row, in float64: (rows, 1).
+    """Return ‖x − minus‖² of each row, in float64: (rows, 1).
 
-    Summed in fixed blocks, one row at a time: torch's sums depend on an array's shape.
+    It is summed in blocks of fixed size, one row at a time, because torch's sums depend on the
+    shape of an array.
     """
-    # a GPU has nothing to gain from small blocks, and is waited for after each
+    # small blocks are no faster on a GPU, and the host waits for it after each block
     block = 1 << (16 if x.device.type == "cpu" else 24)
     totals = torch.zeros(len(x), 1, dtype=torch.float64)
     for row in range(len(x)):
@@ -74,20 +75,20 @@ def square_norms(x: torch.Tensor, minus: torch.Tensor | None = None) -> torch.Te
 
 
 def unmeasured(rows: int, value: float = NAN) -> torch.Tensor:
-    """(rows,) of what wasn't measured."""
+    """Return an array (rows,) of ``value``, for a metric that was not measured."""
     return torch.full((rows,), value, dtype=torch.float64)
 
 
 def mixed_distance(sent: Sequence, mixed: Sequence, group: Group) -> torch.Tensor:
-    """‖mixed − sent‖ of the first vector of a message, (rows,); collective over a node's slots."""
+    """Return ‖mixed − sent‖ of a message's first vector, (rows,); collective over the slots."""
     per_slot = group.on_shards(lambda k: square_norms(mixed[k][0], sent[k][0]))
     return group.sum_scalars(per_slot).sqrt()[:, 0]
 
 
 def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) -> float:
-    """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², the mean square distance from the average, relative.
+    """Return the consensus distance (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖².
 
-    ``x``: the shards that live here, (rows, p) each; collective over nodes and their slots.
+    ``x`` holds the local shards, (rows, p) each. The call is collective over nodes and their slots.
     """
     means = [mixer.mean(shard) for shard in x]
     apart = group.on_shards(lambda k: square_norms(x[k], means[k]))
@@ -100,7 +101,7 @@ def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) ->
 def make_record(
     engine: Any, now: Any, loss: torch.Tensor | None, norm: torch.Tensor | None
 ) -> tuple[Record, dict[str, float]]:
-    """The record of a step that an engine has just made, and the averages of its cadence."""
+    """Return the record of the step that ``engine`` has made, and the averages for its cadence."""
     mixer = engine.mixer
     rows = len(engine.mixer.local_nodes)
     apart = engine.mixed_distance
@@ -109,13 +110,13 @@ def make_record(
         apart = unmeasured(rows, 0.0 if engine.measuring else NAN)  # nothing was exchanged
     averages: dict[str, float] = {}
     names = sorted(engine.cadence.measures)
-    # at any other step all nodes would wait for each other
+    # only a GLOBAL exchange makes all nodes wait for each other anyway
     if names and now.kind is ExchangeKind.GLOBAL:
         wanted = {"loss": loss, "variance": apart**2}
         means = mixer.mean_scalars(torch.stack([wanted[name] for name in names], dim=1))
         averages = dict(zip(names, means.tolist(), strict=True))
     distance = NAN
-    if engine.measuring and mixer.synchronous:  # others don't meet for it: evaluations do it
+    if engine.measuring and mixer.synchronous:  # asynchronous nodes measure it at evaluations
         distance = consensus_distance(engine.vector.x, mixer, engine.group)
     record = Record(engine.index, now.kind, now.lr, loss, norm, apart, distance)
     record.seconds = engine.clock.end()
@@ -125,7 +126,10 @@ def make_record(
 
 
 class Clock:
-    """Seconds of a step by what they went to; waiting for other nodes is told apart as idle."""
+    """Stopwatch that splits the seconds of a step by activity.
+
+    Waits for other nodes are counted as idle.
+    """
 
     def __init__(self, mixer: Mixer):
         self._mixer = mixer
@@ -134,7 +138,7 @@ class Clock:
         self._at = self._waited = 0.0
 
     def begin(self) -> None:
-        """Time from now on is the next step's, unless that is counted already."""
+        """Begin to count time for the next step, unless it is counted already."""
         if self.counting:
             return
         self.seconds = {"compute_s": 0.0, "node_s": 0.0, "exchange_s": 0.0, "idle_s": 0.0}
@@ -142,7 +146,7 @@ class Clock:
         self.skip()
 
     def lap(self, name: str) -> None:
-        """Book the time since the last lap."""
+        """Count the time since the last lap for the activity ``name``."""
         at = time.perf_counter()
         waited = self._mixer.wait_seconds
         idle = min(waited - self._waited, at - self._at)
@@ -152,7 +156,7 @@ class Clock:
         self._waited = waited
 
     def skip(self) -> None:
-        """The time since the last lap is none of the step's."""
+        """Exclude the time since the last lap from the step."""
         self._at = time.perf_counter()
         self._waited = self._mixer.wait_seconds
 
@@ -162,7 +166,7 @@ class Clock:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Context manager whose time is none of a step's."""
+        """Return a context manager whose time is excluded from all steps."""
         if self.counting:
             self.lap("compute_s")
         try:
@@ -174,11 +178,14 @@ class Clock:
 def check_message(
     engine: Any, segment: int, out: Sequence[torch.Tensor], columns: Sequence[slice]
 ) -> None:
-    """Raise NonFiniteError where what a segment is about to send has NaN or infinite values.
+    """Raise NonFiniteError if the message of a segment contains NaN or infinite values.
 
-    ``out``: its part of the outbox; ``columns``: those of the segment that lie there side by side.
+    :param engine: engine that is about to send
+    :param segment: number of the segment
+    :param out: outbox of the segment
+    :param columns: columns of the segment's x that are adjacent in the message
     """
-    # one pass over each; large values may overflow: then look at each
+    # Test the sum first, which needs one pass. It may overflow, so look at the elements only then.
     for part, total in [(part, part.sum()) for part in out[: engine.method.vectors]]:
         if math.isfinite(total):
             continue
@@ -199,7 +206,7 @@ def _parameter(vector: Any, segment: int, columns: Sequence[slice], at: int) -> 
     flat = vector.flat.local_layout
     for c in columns:
         if at < c.stop - c.start:
-            # what FSDP2 has sharded lies at the same offsets in all slots
+            # the shards of FSDP2 have the same offsets in all slots
             column = (vector.first[segment] + c.start + at) % flat.size
             return next(
                 n for n, p in zip(flat.names, flat.column_ranges, strict=True) if column < p.stop

@@ -1,7 +1,8 @@
-"""The trained parameters of an FSDP2 module: this rank's shards in flat memory.
+"""Trained parameters of an FSDP2 module: the shards of this rank in flat memory.
 
-What torch keeps to itself, a parameter's local tensor and the padded memory that it gathers from,
-lies in the vector where it is found to be what is known of it; else the vector is a copy.
+FSDP2 keeps the local tensor of a parameter, and the padded memory from which it gathers, in private
+attributes. If these are as expected, they are placed in the flat parameters; otherwise the flat
+parameters are a copy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,23 +27,29 @@ from mpigossip.mixing.wire import ALIGN, BUCKET
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether it is a DTensor, by its name: importing the class would load much."""
+    """Return whether a tensor is a DTensor, by its class name.
+
+    Importing the class would load many modules.
+    """
     return type(tensor).__name__ == "DTensor"
 
 
 def local_shard(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a DTensor; any other tensor as it is."""
-    with torch.no_grad():  # else it is another tensor, made for autograd
+    """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
+    with torch.no_grad():  # otherwise autograd makes another tensor
         return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def gather_full(tensor: Any) -> Any:
-    """A DTensor whole, in every rank that has a part of it (collective); all else as it is."""
+    """Return the full tensor of a DTensor, which is collective; return anything else as it is."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def part_like(parameter: Any, whole: Any) -> Any:
-    """Of a tensor shaped like a parameter that is cut, this rank's part; all else as it is."""
+    """Return this rank's shard of ``whole``, if it has the shape of a sharded parameter.
+
+    Anything else is returned as it is.
+    """
     if not is_sharded(parameter) or not torch.is_tensor(whole) or whole.shape != parameter.shape:
         return whole
     mesh = parameter.device_mesh
@@ -62,14 +69,14 @@ def _rows(every: int, slots: int, slot: int) -> tuple[int, int]:
 
 
 def fully_sharded(model: nn.Module) -> list[nn.Module]:
-    """The modules that `fully_shard` was called on."""
+    """Return the modules to which `fully_shard` was applied."""
     return [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
 
 
 def reshard(modules: Sequence[Any]) -> None:
-    """Let go of what was gathered: after a forward pass alone, torch would go on with it.
+    """Free gathered parameters, which torch would keep after a forward pass without a backward one.
 
-    Then parameters that have changed meanwhile would be used with their old values.
+    It would then use old values of parameters that have changed since.
     """
     for module in modules:
         module.reshard()
@@ -77,23 +84,24 @@ def reshard(modules: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class ShardedLayout(ParameterLayout):
-    """Layout of the pieces of each parameter, at equal offsets in each slot's shard.
+    """Layout of the shards of each parameter, at equal offsets in each slot's shard of the vector.
 
-    A node's row (P,) is all shards, one after the other, P / slots long each. A parameter of d rows
-    (along ``dims``) has ⌈d/L⌉ of them in every slot, the last ones fewer or none; places are kept
-    for all of them.
+    A node's row (P,) consists of all slots' shards in slot order, P / slots elements each. A
+    parameter with d rows, along ``dims``, has ⌈d/L⌉ rows in every slot; the last slots may have
+    fewer or none, but have space for all of them.
     """
 
     dims: tuple[int, ...]
+    """Sharded dimension of each parameter."""
     place: int
-    """the slot of this rank"""
+    """Slot of this rank."""
 
     def rows(self, k: int, slot: int) -> tuple[int, int]:
-        """Of parameter k: which of its rows a slot begins with, and how many it has."""
+        """Return the first row of parameter k in a slot, and its number of rows."""
         return _rows(self.shapes[k][self.dims[k]], self.slots, slot)
 
     def shape(self, k: int, slot: int) -> tuple[int, ...]:
-        """Of a slot's piece of parameter k."""
+        """Return the shape of a slot's shard of parameter k."""
         whole = self.shapes[k]
         dim = self.dims[k]
         return (*whole[:dim], self.rows(k, slot)[1], *whole[dim + 1 :])
@@ -107,7 +115,7 @@ class ShardedLayout(ParameterLayout):
 
     @property
     def by_index(self) -> bool:
-        """No: every slot has a piece of every parameter, and no stretch of the whole."""
+        """False: every slot has a shard of every parameter, not a range of the whole vector."""
         return False
 
     def _pieces(self, row: torch.Tensor, k: int) -> list[torch.Tensor]:
@@ -138,12 +146,15 @@ class ShardedLayout(ParameterLayout):
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a piece, and of what it is a piece of: `fully_shard` takes no others."""
+    """Return the strides of a contiguous tensor, the only one that `fully_shard` accepts."""
     return torch.empty(shape, device="meta").stride()
 
 
 def plan_layout(model: nn.Module) -> ParameterLayout:
-    """The layout of the model, a :class:`ShardedLayout` where it is sharded. JobError."""
+    """Return the layout of the model, which is a :class:`ShardedLayout` if the model is sharded.
+
+    :raises JobError: if a sharded parameter is not float32
+    """
     modules = fully_sharded(model)
     reshard(modules)
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -182,7 +193,7 @@ def plan_layout(model: nn.Module) -> ParameterLayout:
 
 
 def insides(model: nn.Module) -> dict[int, Any]:
-    """Return FSDP2's own records of each sharded parameter, by its id; empty where not found."""
+    """Return FSDP2's own record of each sharded parameter, by its id; empty if there is none."""
     found: dict[int, Any] = {}
     modules: list[Any] = fully_sharded(model)
     try:
@@ -198,7 +209,7 @@ def insides(model: nn.Module) -> dict[int, Any]:
 
 
 def _as_known(inside: Any, parameter: Any, padded: int) -> bool:
-    """Whether both of what torch keeps of a parameter are there, and as they are taken for."""
+    """Return whether both private attributes of a parameter exist and are as expected."""
     data: Any = getattr(inside, "_sharded_param_data", None)
     own: Any = getattr(parameter, "_local_tensor", None)
     if type(data) is not torch.Tensor or type(own) is not torch.Tensor:
@@ -207,10 +218,11 @@ def _as_known(inside: Any, parameter: Any, padded: int) -> bool:
 
 
 class ShardedParameters(ModuleParameters):
-    """This rank's shards of a module's trained parameters, in float32, and of their gradients.
+    """Shards of this rank of a module's trained parameters and of their gradients, in float32.
 
-    Where torch's inside is as known, the shards lie in the row; else they are copied from it after
-    every step (:meth:`publish`), and into it when somebody changed them.
+    If the private attributes of FSDP2 are as expected, the shards are placed in the flat
+    parameters. Otherwise they are copied from there after every step (:meth:`publish`), and back
+    when the program has changed them.
     """
 
     def __init__(self, model: nn.Module, flat: ShardedLayout):
@@ -241,11 +253,11 @@ class ShardedParameters(ModuleParameters):
 
     @property
     def copies(self) -> bool:
-        """Return whether some shards are copied, as FSDP2's internals aren't as expected."""
+        """Whether some shards are copies, since private attributes are not as expected."""
         return any(stretch is None for stretch in self._stretches)
 
     def _stretch(self, k: int) -> torch.Tensor:
-        """Return the row's memory for parameter k and its padding, as a storage of its own."""
+        """Return the memory of parameter k in the row, with padding, as a separate storage."""
         flat: Any = self.flat
         at = flat.offsets[k]
         padded = prod(flat.shape(k, 0))
@@ -256,7 +268,7 @@ class ShardedParameters(ModuleParameters):
         return x.data_ptr() + x.element_size() * self.flat.offsets[k]
 
     def _lay(self, k: int, stretch: torch.Tensor | None) -> None:
-        """Let torch keep the shard of parameter k, its padding included, in this memory."""
+        """Place torch's shard of parameter k, including its padding, in this memory."""
         if stretch is not None:
             shape = self._pieces.shapes[k]
             self._insides[k]._sharded_param_data = stretch
@@ -266,7 +278,7 @@ class ShardedParameters(ModuleParameters):
         return local_shard(grad)
 
     def _as_gradients(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The pieces of a row of gradients as DTensors."""
+        """Return the shards of a row of gradients as DTensors."""
         found = self._gradients.get(row.data_ptr())
         if found is None:
             self._gradients.clear()
@@ -286,9 +298,9 @@ class ShardedParameters(ModuleParameters):
 
     @contextmanager
     def bind_to(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
-        """Inside, the shards lie in that of ``array`` (1, P), or are copies of it.
+        """Return a context in which the shards are placed in ``array`` (1, P), or are copies of it.
 
-        Copies stay as they were left until :meth:`publish`.
+        After the context, copies keep their values until :meth:`publish`.
         """
         parameters: list[Any] = self.rows[0]
         grads = [p.grad for p in parameters]
@@ -330,9 +342,11 @@ class ShardedParameters(ModuleParameters):
                 local_shard(self.rows[0][k]).copy_(view)
 
     def check(self) -> bool:
-        """Take shards that were given other memory back into the vector, with their values.
+        """Place shards that were moved to other memory in the flat parameters again.
 
-        Whether values changed by that. JobError as for whole parameters.
+        They keep their values. Return whether this changed any value of the flat parameters.
+
+        :raises JobError: in the same cases as for parameters that are not sharded
         """
         reshard(self._modules)
         self._check_modules(0)
@@ -345,8 +359,8 @@ class ShardedParameters(ModuleParameters):
             stretch = self._stretches[k]
             if stretch is None:
                 continue
-            # The address is compared with the row's, whose storage nobody else has: the storage of
-            # `stretch` is moved when torch.multiprocessing sends the parameter.
+            # Compare the address with that of the row, whose storage is not shared with torch: the
+            # storage of `stretch` moves when torch.multiprocessing sends the parameter.
             begin = self._address(k)
             held = self._insides[k]._sharded_param_data
             if held.data_ptr() == begin and (not now.numel() or now.data_ptr() == begin):
@@ -360,7 +374,7 @@ class ShardedParameters(ModuleParameters):
         return changed
 
     def take_edits(self) -> None:
-        """Copy shards that are copies of the vector's, edited or not, into it."""
+        """Copy the shards that are copies, edited or not, to the flat parameters."""
         for k, (p, view) in enumerate(zip(self.rows[0], self.cut(self.x[0][0]), strict=True)):
             if self._stretches[k] is None:
                 view.copy_(local_shard(p))

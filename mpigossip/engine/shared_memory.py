@@ -1,4 +1,4 @@
-"""Tensors of a model that share memory, although they aren't the same Parameter."""
+"""Check for tensors of a model that share memory although they aren't the same Parameter."""
 
 from collections.abc import Iterable
 
@@ -17,7 +17,7 @@ def check_separate(model: nn.Module) -> None:
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     tensors = [(f"parameter {name}", p) for name, p in model.named_parameters()]
     tensors += [(f"buffer {name}", b) for name, b in model.named_buffers()]
-    # tensors that begin before the next one and may reach into it
+    # tensors that begin before the next one and may overlap with it
     reaching: list[tuple[str, torch.Tensor]] = []
     for name, tensor in sorted(_in_memory(tensors), key=lambda one: _address(one[1])):
         device, begin = _address(tensor)
@@ -38,7 +38,7 @@ def _address(tensor: torch.Tensor) -> tuple[str, int]:
 
 
 def _in_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Return those that have an address: plain tensors with elements, not on the meta device."""
+    """Return the tensors that have an address: plain, with elements, not on the meta device."""
     return [
         (name, tensor)
         for name, tensor in tensors
@@ -50,7 +50,7 @@ def _in_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, t
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Return the bytes between a tensor's first and last element, both included."""
+    """Return the number of bytes from a tensor's first to its last element, both included."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.dtype.itemsize * (1 + sum((n - 1) * stride for n, stride in pairs))
 
@@ -58,7 +58,7 @@ def _extent(tensor: torch.Tensor) -> int:
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors, of which ``one`` begins first, have a byte in common.
 
-    Columns of one matrix, for example, lie between each other without sharing any element.
+    Two columns of one matrix, for example, overlap as ranges of memory but share no element.
     """
     ahead = other.data_ptr() - one.data_ptr()
     covered = torch.zeros(max(_extent(one), ahead + _extent(other)), dtype=torch.bool)
@@ -69,7 +69,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _bytes_of(tensor: torch.Tensor, memory: torch.Tensor, at: int) -> torch.Tensor:
     """Return the view of ``memory``, one element for each byte, that a tensor occupies."""
     each = tensor.dtype.itemsize
-    # a dimension without a stride, as of expand(), repeats the same bytes
+    # a dimension with stride 0, as made by expand(), repeats the same bytes
     pairs = [(n, each * s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s]
     sizes = [n for n, _ in pairs]
     strides = [stride for _, stride in pairs]
@@ -77,7 +77,7 @@ def _bytes_of(tensor: torch.Tensor, memory: torch.Tensor, at: int) -> torch.Tens
 
 
 def shared(one: str, other: str) -> str:
-    """Return the message on two tensors in the same memory."""
+    """Return the error message about two tensors that share memory."""
     return (
         f"{one} and {other} share memory but are not the same Parameter: nodes average each "
         "parameter in memory of its own, so they would be separated; tie them by one Parameter "

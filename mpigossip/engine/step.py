@@ -1,4 +1,4 @@
-"""One step of decentralized training: the only place where group, mixer and algorithm meet."""
+"""Step of decentralized training: the only module in which group, mixer and algorithm meet."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,17 +15,18 @@ from mpigossip.mixing.base import ExchangeKind, Mixer
 
 
 class Engine:
-    """The nodes that live in this process: a step from a gradient, wherever that comes from.
+    """Steps of the local nodes from a gradient, however it was computed.
 
-    ``index`` counts steps, ``round`` is the graph's clock; ``state_start`` the step at which the
-    method's state began, ``counts`` each row's local steps since. A checkpoint has these and the
-    states of method and cadence; an exchange that is ``under_way`` is repeated bitwise.
+    ``index`` counts steps, ``round`` is the graph's clock, ``state_start`` is the step at which the
+    state of the algorithm was initialized, and ``counts`` holds the local steps of each row since
+    then. A checkpoint contains these counters and the states of algorithm and cadence; an exchange
+    that is ``in_flight`` is repeated, bitwise identically.
     """
 
     counts: list[int]
     states: list[Any]
     cadence_state: Any
-    mixed_distance: torch.Tensor | None  # ‖mixed − sent‖ of the present step
+    mixed_distance: torch.Tensor | None  # ‖mixed − sent‖ of the current step
     _kind: ExchangeKind | None
     _exchanged: Any
     _outbox: Sequence | None
@@ -40,7 +41,15 @@ class Engine:
         *,
         measure_every: int = 0,
     ):
-        """``methods``: one a segment; ``measure_every``: steps between two consensus distances."""
+        """Initialize the states of algorithm and cadence.
+
+        :param mixer: mixer between the nodes
+        :param group: slots of the node
+        :param vector: parameters and gradients
+        :param methods: algorithm of each segment
+        :param cadence: rule that decides which steps exchange
+        :param measure_every: steps between two measurements of the consensus distance; 0: none
+        """
         self.group = group
         self.vector = vector
         self.cadence = cadence
@@ -61,7 +70,13 @@ class Engine:
         loss: torch.Tensor | None = None,
         gradient_norm: torch.Tensor | None = None,
     ) -> Record:
-        """x_i ← receive(x_i, g_i, Σ_j W[i, j](t) · send(x_j, g_j)); see :meth:`begin`."""
+        """Execute x_i ← receive(x_i, g_i, Σ_j W[i, j](t) · send(x_j, g_j)); return its record.
+
+        :param lr: learning rate
+        :param skipped: rows that make no local step, see :meth:`begin`
+        :param loss: loss of each row, (rows,); None: unknown
+        :param gradient_norm: norm of the gradient of each row, (rows,); None: unknown
+        """
         now = self.begin(lr, skipped)  # the cadence decides: local, gossip or global
         if now.kind is ExchangeKind.LOCAL:
             self.adapt(now)
@@ -74,7 +89,7 @@ class Engine:
         return self.record(now, loss, gradient_norm)
 
     def ahead(self) -> None:
-        """Begin the next step; send, where the method can before there is a gradient."""
+        """Begin the next step; if the algorithm can send before the gradient exists, send."""
         self.clock.begin()
         self._kind = self.cadence.kind(self.cadence_state, self.index - self.state_start)
         if self.method.ahead:
@@ -82,7 +97,7 @@ class Engine:
         self.clock.lap("exchange_s")
 
     def begin(self, lr: float, skipped: tuple[int, ...] = ()) -> Step:
-        """The step; rows in ``skipped`` take no local step, and join the round."""
+        """Begin a step; rows in ``skipped`` make no local step, but take part in the exchange."""
         if self._kind is None:
             self.ahead()
         self.mixed_distance = None
@@ -94,8 +109,9 @@ class Engine:
         return Step(self.index - self.state_start, self.round, self._kind, lr, counts=counts)
 
     def adapt(self, now: Step) -> None:
-        """A LOCAL step."""
-        # a method without a local update needs an outbox, and asynchronous nodes show theirs always
+        """Make a LOCAL step."""
+        # An algorithm without a local update writes to the outbox, and an asynchronous node always
+        # shows its model to the others.
         if self.method.local_update is None or not self.mixer.synchronous:
             self.receive(*self.exchange(now), now)
             return
@@ -107,7 +123,7 @@ class Engine:
         self.states = self.group.on_shards(adapt)
 
     def exchange(self, now: Step) -> tuple[Sequence, Sequence]:
-        """Return what was sent and what was mixed; waits for in-neighbours."""
+        """Return the sent and the mixed message; this waits for in-neighbours."""
         if not self.in_flight:
             self.send(now)
         self.wait_exchange(self._reusable_x(now.kind))
@@ -118,7 +134,7 @@ class Engine:
     @profiled("send")
     def send(self, now: Step) -> None:
         """Let the algorithm fill the outbox, shard by shard, and begin the exchange."""
-        # waits for its last readers
+        # waits until the last message has been read
         out = self.mixer.outbox(now.round)
         x = self.vector.x
 
@@ -136,8 +152,8 @@ class Engine:
     def sent_x(self) -> list[torch.Tensor]:
         """Return, for each segment, memory with the x of the exchange that has just begun.
 
-        This is the outbox if the method sends x as it is, and a copy otherwise. With an exact wire,
-        nothing is written to the outbox before the next exchange begins; for a lossy one, the
+        This is the outbox if the algorithm sends x as it is, and a copy otherwise. With an exact
+        wire, nothing is written to the outbox before the next exchange begins; for a lossy one, the
         progress thread may still have to quantize it. On a GPU the host waits for a comparison.
         """
         assert self._outbox is not None, "no exchange has begun"
@@ -149,12 +165,16 @@ class Engine:
 
     @profiled("wait for neighbours")
     def wait_exchange(self, into: torch.Tensor | None = None) -> None:
-        """Wait for the neighbours of an exchange that has begun; ``into``: where to sum it."""
+        """Wait for the neighbours of an exchange that has begun; ``into``: array for the sum."""
         if self.in_flight and self._exchanged is None:
             self._exchanged = self.mixer.finish(into)
 
     def _reusable_x(self, kind: ExchangeKind) -> torch.Tensor | None:
-        """The array x, where the method makes it what is mixed and nobody needs it any more."""
+        """Return x, if the mixed message may be written over it, otherwise None.
+
+        This needs an algorithm that replaces x by the mixed message, which is a single exact
+        vector.
+        """
         layout = self.mixer.layout
         one = len(self.vector.x) == layout.vectors == 1 and not layout.scalars
         plain = one and layout.raw_bytes is None and kind is ExchangeKind.GOSSIP
@@ -162,7 +182,7 @@ class Engine:
 
     @profiled("receive")
     def receive(self, sent: Sequence, mixed: Sequence, now: Step) -> None:
-        """Let the algorithm apply what was received, shard by shard."""
+        """Let the algorithm apply the received messages, shard by shard."""
 
         def receive(slot: int):
             x = self.vector.x[slot]
@@ -176,19 +196,22 @@ class Engine:
         return None if self.method.raw else self.vector.g[slot]
 
     def replace_mixer(self, mixer: Mixer) -> None:
-        """Go on with another mixer; a step that has begun begins again."""
+        """Continue with another mixer; a step that has begun is begun again."""
         self.mixer = mixer
         self.clock = Clock(mixer)
         self._end()
 
     def _end(self) -> None:
-        self._kind = None  # of the step that has begun
-        self.in_flight = False  # whether its exchange has
-        self._exchanged = None  # what it brought
-        self._outbox = None  # what was sent, until the next exchange begins
+        self._kind = None  # kind of the step that has begun
+        self.in_flight = False  # whether its exchange has begun
+        self._exchanged = None  # result of the exchange
+        self._outbox = None  # the sent message, until the next exchange begins
 
     def average(self, lr: float) -> None:
-        """An exchange without a step: if nodes that wait were silent, others would drift away."""
+        """Exchange without a local step, while nodes wait for data.
+
+        If they did not take part in exchanges, the models of the other nodes would drift away.
+        """
         self._kind = ExchangeKind.GOSSIP
         now = self._now(lr)._replace(skipped=tuple(range(len(self.mixer.local_nodes))), waits=True)
         for g in self.vector.g:
@@ -201,16 +224,24 @@ class Engine:
 
     @property
     def measuring(self) -> bool:
-        """Return whether the present step measures consensus distances, as every k-th one does."""
+        """Whether this step measures the consensus distance.
+
+        Every ``measure_every``-th step does.
+        """
         return bool(self.measure_every) and self.index % self.measure_every == 0
 
     def measure(self, sent: Sequence, mixed: Sequence, kind: ExchangeKind) -> None:
-        """Keep ‖mixed − sent‖ where the record or the cadence asks for it."""
+        """Compute ‖mixed − sent‖ if the record or the cadence needs it."""
         if self.measuring or kind is ExchangeKind.GLOBAL and "variance" in self.cadence.measures:
             self.mixed_distance = mixed_distance(sent, mixed, self.group)
 
     def record(self, now: Step, loss: Any, norm: Any) -> Record:
-        """Count the step; what it showed. ``loss`` and gradient ``norm``: (rows,), if known."""
+        """Count the step and return its record.
+
+        :param now: step that was made
+        :param loss: loss of each row, (rows,); None: unknown
+        :param norm: norm of the gradient of each row, (rows,); None: unknown
+        """
         found, averages = make_record(self, now, loss, norm)
         self.cadence_state = self.cadence.observe(self.cadence_state, now, averages)
         self.counts = [count + (row not in now.skipped) for row, count in enumerate(self.counts)]
@@ -222,36 +253,40 @@ class Engine:
     # -- state by name --------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Begin the method's and the cadence's state anew at the present step."""
+        """Initialize the states of algorithm and cadence again, at the current step."""
         self.states = [m.init(x) for m, x in zip(self.methods, self.vector.x, strict=True)]
         self.cadence_state = self.cadence.init()
         self.state_start, self.counts = self.index, [0] * len(self.mixer.local_nodes)
 
     def parts(self) -> dict[str, list[torch.Tensor]]:
-        """The method's arrays as they are: by name, one a segment."""
+        """Return the arrays of the algorithm's state by name, one per segment, without a copy."""
         named = [dict(named_arrays(state)) for state in self.states]
         return {f"state/{k}": [each[k] for each in named] for k in named[0]}
 
     def pack_state(self, row: int = 0, places: Mapping[str, np.ndarray] | None = None) -> dict:
-        """A node's state, packed over ``places`` if given; in the first process of the node."""
+        """Return the state of a node by name, in the first process of the node.
+
+        :param row: row of the node
+        :param places: arrays by name into which the state is packed; new ones for other names
+        """
         return packed(self.parts(), self.group, self.vector.flat, row, places or {})
 
     def numbers(self) -> dict[str, Any]:
-        """The counters, and the cadence's state as ``cadence/…``; the same on all nodes."""
+        """Return the counters and the state of the cadence as ``cadence/…``; equal on all nodes."""
         counters = {"index": self.index, "born": self.state_start, "round": self.round}
         return counters | {f"cadence/{k}": v for k, v in self.cadence_state._asdict().items()}
 
     def restore(
         self, arrays: Mapping[str, np.ndarray], numbers: Mapping[str, Any], row: int = 0
     ) -> None:
-        """Go on where :meth:`arrays` and :meth:`numbers` stood; x is the caller's."""
+        """Restore the results of :meth:`pack_state` and :meth:`numbers`; the caller restores x."""
         for name, parts in self.parts().items():
             scatter_row(arrays[name], parts, row, self.vector.flat, local_shards(self.group))
         self.restore_counters(numbers, row)
         self.restore_cadence(numbers)
 
     def restore_counters(self, numbers: Mapping[str, Any], row: int | None = None) -> None:
-        """Take the counters alone; "local_steps", if saved, of a row or all."""
+        """Restore only the counters, and "local_steps", if saved, of one row or of all (None)."""
         self.index = int(numbers["index"])
         self.round = int(numbers["round"])
         self.state_start = int(numbers["born"])
@@ -260,6 +295,6 @@ class Engine:
             self.counts[place] = count
 
     def restore_cadence(self, numbers: Mapping[str, Any]) -> None:
-        """Take the cadence's state alone."""
+        """Restore only the state of the cadence."""
         kind = type(self.cadence_state)
         self.cadence_state = kind(*(numbers[f"cadence/{k}"] for k in kind._fields))
