@@ -208,9 +208,9 @@ class Engine:
         self._outbox = None  # the sent message, until the next exchange begins
 
     def average(self, lr: float) -> None:
-        """Exchange without a local step, while nodes wait for data.
+        """Exchange without a local step, while this node waits for others (asynchronous mixers).
 
-        If they did not take part in exchanges, the models of the other nodes would drift away.
+        If waiting nodes did not take part in exchanges, the other nodes would drift away from them.
         """
         self._kind = ExchangeKind.GOSSIP
         now = self._now(lr)._replace(skipped=tuple(range(len(self.mixer.local_nodes))), waits=True)

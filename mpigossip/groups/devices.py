@@ -30,7 +30,7 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 def local_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """Return this rank's number on its host, and the number of ranks; (0, 1) without a launcher."""
     for number, count in LOCAL:
-        # Slurm writes "8", or "8(x3),4" for several hosts: the first stands for all
+        # Slurm writes "8", or "8(x3),4" for several hosts; use the number of the first host
         ranks = re.match(r"\d+", environ.get(count, ""))
         if environ.get(number, "").isdigit() and ranks:
             return int(environ[number]), int(ranks[0])

@@ -55,7 +55,7 @@ class Barrier:
             array[LINE:].view(torch.float64).view(2, CAPACITY) for array in self._shared.arrays
         ]
         self._count = 0
-        node.barrier()  # until all memory is zeroed
+        node.barrier()  # waits until all memory is zeroed
 
     def wait(self, purpose: str) -> None:
         """Wait for all ranks of the node; all that they wrote before is then visible.
@@ -143,7 +143,7 @@ class RankGroup:
             found += piece.view(torch.float32).view(own, rows, columns).unbind(0)
         here = found[self.local_slots.start : self.local_slots.stop]
         self._everyone[here[0].data_ptr()] = found
-        self.barrier.wait("new arrays")  # all of them are zero
+        self.barrier.wait("new arrays")  # until all of them are zeroed
         return here
 
     def _all(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -157,7 +157,7 @@ class RankGroup:
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Let slot l sum its columns over all slots, into the columns of its own array."""
         everyone = self._all(full)
-        self.barrier.wait("the slots' gradients")  # all of them are whole
+        self.barrier.wait("the slots' gradients")  # until all of them are complete
         columns = [array.chunk(self.slots, dim=1) for array in everyone]
         self.run(
             lambda k: self._sum(
@@ -183,7 +183,7 @@ class RankGroup:
         for slot, shard in zip(self.local_slots, shards, strict=True):
             if parts[slot][slot].data_ptr() != shard.data_ptr():
                 parts[slot][slot].copy_(shard)
-        self.barrier.wait("the slots' shards")  # all of them are whole
+        self.barrier.wait("the slots' shards")  # until all of them are complete
 
         def fetch(k: int) -> None:
             slot = self.local_slots[k]
@@ -192,7 +192,7 @@ class RankGroup:
                     parts[slot][other].copy_(parts[other][other])
 
         self.run(fetch)
-        self.barrier.wait("the node's vector")  # no rank reads a shard any more
+        self.barrier.wait("the node's vector")  # until no rank reads a shard any more
 
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
         everyone = self._all(full)
@@ -220,7 +220,7 @@ class RankGroup:
             self._settle([comm.Isend(piece, 0, TAG) for one in own for piece in _pieces(one)], [0])
             return None
         found = [*own, *(torch.empty_like(own[0]) for _ in range(self.slots - here))]
-        # messages between two ranks stay in order
+        # messages between two ranks arrive in the order in which they were sent
         requests = [
             comm.Irecv(piece, slot // here, TAG)
             for slot in range(here, self.slots)

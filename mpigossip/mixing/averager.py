@@ -150,7 +150,13 @@ class Averager:
         return self._given(self._shaped(mixed[0]), out)
 
     def average(self, x: Any, out: Any = None) -> Any:
-        """Call :meth:`start` with ``x`` and :meth:`finish` with ``out``, which may be ``x``."""
+        """Start the exchange of the round with ``x``, wait for it and return the weighted average.
+
+        :param x: array with the dtype, shape and device of ``like``
+        :param out: array to write the average into, which may be ``x``; None: a new one
+        :raises JobError: as :meth:`start` and :meth:`finish`
+        :raises WaitTimeoutError: if a neighbour does not send within ``world.timeout_s`` seconds
+        """
         self._ready("average", x, out)
         self.start(x)
         return self.finish(out)

@@ -14,7 +14,10 @@ TINY = 1e-30
 
 
 def bf16() -> Wire:
-    """Return a wire that sends the upper 16 bits of each float32, rounded to nearest even."""
+    """Return a wire that sends the upper 16 bits of each float32, rounded to nearest even.
+
+    A value takes 2 bytes.
+    """
 
     def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
         codes = buckets.to(torch.bfloat16)

@@ -137,7 +137,7 @@ class ProgressThread:
         if self._device.startswith("cuda"):
             try:
                 torch.cuda.set_device(self._device)
-                # before torch 2.8 it makes no context in a thread whose device is 0 from the start
+                # before torch 2.8, set_device(0) does not create a context in a new thread
                 torch.cuda.mem_get_info(self._device)
             except RuntimeError as error:  # raised by the wait for the first job
                 self._failure = error

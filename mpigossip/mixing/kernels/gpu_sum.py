@@ -144,7 +144,7 @@ def usable(device: torch.device) -> bool:
         _launch([0.5], [x], y)
         said = "" if torch.equal(y.cpu(), x.cpu() * 0.5) else "it gave other bits than the CPU"
     except Exception as error:  # noqa: BLE001 - after any error, torch's operations are used
-        if isinstance(error, OSError):  # CuPy keeps kernels in files
+        if isinstance(error, OSError):  # CuPy caches compiled kernels in files
             remedy = "let CUPY_CACHE_DIR name a folder that you can write to"
         said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if said:

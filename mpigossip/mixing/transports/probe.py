@@ -98,7 +98,7 @@ class Probe:
         given: Any = comm, layout, many, min(self._limit_s, most_s)
         why = ""
         if way in ("windows", "messages"):
-            key = way, comm.size, *self._devices  # fewer ranks after a rank failure
+            key = way, comm.size, *self._devices  # after a rank failure, the size is smaller
             if not all(comm.allgather(key in self._proven)):
                 self._proven[key] = gpu_mpi_works(comm, self._devices, way, LIMIT_S / 2)
             able, why = self._proven[key]
