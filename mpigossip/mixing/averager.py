@@ -26,7 +26,7 @@ TYPES = {
 
 
 class Averager:
-    """Average of arrays with neighbours: ``x_i ← Σ_j W(t)[i, j] x_j``; rank i is node i.
+    """Gossip averaging of arrays: ``x_i ← Σ_j W(t)[i, j] x_j``; rank i is node i.
 
     Each call executes the next round of the graph::
 

@@ -25,8 +25,7 @@ Arrays = Sequence[torch.Tensor]
 ByRank = dict[tuple[int, int], torch.Tensor]
 """Contiguous arrays, with the other rank and the slot as key."""
 Swap = Callable[[ByRank, ByRank], float]
-"""Function that sends arrays to other ranks and receives arrays from them; returns seconds waited.
-"""
+"""Function that sends arrays to other ranks, receives theirs and returns the seconds waited."""
 
 
 def average(

@@ -16,8 +16,7 @@ from mpigossip.mixing.wire import Field, decode
 Source: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 """Message of a slot: encoded, an uint8 array, or decoded, its vectors and scalars."""
 BLOCK = 1 << 15
-"""Elements that one pass of :func:`weighted_sum` covers: three such blocks fit into a core's cache.
-"""
+"""Elements per pass of :func:`weighted_sum`: three such blocks fit into a core's cache."""
 
 
 def weighted_sum(

@@ -22,8 +22,7 @@ from mpigossip.mixing.simulated import Simulated
 DelayTable = Callable[[int], np.ndarray]
 
 OLDEST = 16
-"""Largest age of a model in rounds: the simulator keeps this many, and uses the oldest beyond it.
-"""
+"""Largest age of a model in rounds; a model that would be older is replaced by one of this age."""
 
 
 def table(ages: np.ndarray) -> DelayTable:

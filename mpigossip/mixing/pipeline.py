@@ -37,7 +37,9 @@ class Buffers(Protocol):
     """For each slot the message to send; the slot's stream writes it."""
 
     def begin(self, number: int, average: bool = False) -> None:
-        """Order later work after the work that fills the outbox, and encode it unless chunks do.
+        """Encode the outbox, unless it is encoded chunk by chunk.
+
+        All later work is ordered after the work that fills the outbox.
 
         :param number: number of the exchange, which seeds the random rounding
         :param average: whether the exchange is an average over all nodes

@@ -11,13 +11,11 @@ from mpigossip.mixing.base import ExchangeKind, MessageLayout, bytes_per_exchang
 from mpigossip.mixing.wire import CHUNK, Field
 
 SMALLEST = 1 << 20
-"""Bytes of the smallest chunk. Each chunk is flushed separately, which costs a network round trip.
-"""
+"""Bytes of the smallest chunk. Each chunk is flushed, which costs a network round trip."""
 CHUNK_S = 0.04
 """Transfer time, in seconds, of a chunk for which that round trip hardly matters."""
 Near = Sequence[frozenset[int]]
-"""For each rank, the ranks whose memory it reads in place, including itself; empty: no rank does.
-"""
+"""For each rank, the ranks whose memory it reads in place, itself included; empty: none."""
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,9 @@ import numpy as np
 import torch
 
 THREADS = 256
-"""Threads of a block; each sums four consecutive elements, which one instruction loads or stores.
-"""
+"""Threads of a block; each sums four consecutive elements, which are loaded and stored together."""
 TERMS = 64
-"""Largest number of arrays in one kernel, limited by its arguments and the registers of a thread.
-"""
+"""Largest number of arrays in one kernel, limited by its arguments and its registers."""
 TYPES = {torch.float32: "float", torch.bfloat16: "unsigned short"}
 NAME = "mpigossip_sum"
 HELPERS = r"""

@@ -94,7 +94,7 @@ class Nccl(Transport):
             if not self._on_cpu:
                 for work, each in zip(self._works, self._streams, strict=True):
                     with device_context(each.device), torch.cuda.stream(each.into):
-                        work.wait()  # blocks the stream, not this thread
+                        work.wait()  # holds up the stream, not this thread
         except RuntimeError as error:
             raise self._failing(error) from error
 

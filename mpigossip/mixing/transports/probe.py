@@ -38,8 +38,7 @@ AS_FAST = 1.1
 ROUNDS = 3
 """Rounds that are timed, after one round that opens connections."""
 LIMIT_S = 60.0
-"""Longest time, in seconds, of a wait or of the subprocess of a test; `mpigossip doctor` sets less.
-"""
+"""Longest time, in seconds, of a wait or a test's subprocess; `mpigossip doctor` sets less."""
 PROVEN: WeakKeyDictionary[World, dict[tuple, tuple[bool, str]]] = WeakKeyDictionary()
 """Results of tests between the ranks of a world, by transport and devices, because each test starts
 a process."""
