@@ -1,1 +1,1 @@
-"""The job's side of a step: replicas, precision, learning rates, evaluation, assembly."""
+"""Training of a job: replicas, precision, learning rates, evaluation and assembly."""

@@ -1,4 +1,4 @@
-"""Build a job's trainer, and check all of its settings together."""
+"""Assembly of a job: all of its settings are checked together, then its trainer is built."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ from mpigossip.training.task import Objective
 
 @dataclass
 class Assembly:
-    """A job ready to run on n nodes, of which some live in this process."""
+    """Job that is ready to run on n nodes, of which some are local to this process."""
 
     parts: JobParts
     trainer: Trainer
@@ -52,7 +52,7 @@ class Assembly:
     steps_per_epoch: int
     total_steps: int
     partition: str = ""
-    """digest of the partition of the samples over nodes; "" for streams"""
+    """Digest of the partition of the samples over nodes; "" for streams."""
 
     @property
     def engine(self) -> Engine:
@@ -64,17 +64,20 @@ class Assembly:
         self.abandon()
 
     def abandon(self) -> None:
-        """Release what needs no other rank: all but what lies between nodes."""
+        """Release everything except the mixer, whose closing would need other ranks."""
         self.loader.close()
         self.engine.group.close()
         self.source.close()
 
 
 def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool = True) -> Job:
-    """Read a job with the names and options of everything that the package has.
+    """Read a job file; its names and options are those of all parts of this package.
 
-    ``resolve``: "auto" of `node.devices` and `node.ranks_per_node` becomes what this host and its
-    launcher show. Raises JobError with all mistakes.
+    :param where: path of a TOML file, or its contents as a dict
+    :param overrides: settings "section.key=value" that replace those of the file
+    :param resolve: replace "auto" of `node.devices` and `node.ranks_per_node` by the values for
+        this host and its launcher
+    :raises JobError: with all user errors
     """
     tables: Tables = {
         "task.name": task.TASKS,
@@ -95,7 +98,10 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
 
 
 def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
-    """The graph renumbered for the racks that the nodes stand in; collective."""
+    """Return the graph, renumbered for the racks of the nodes if the job asks for it.
+
+    Collective over all ranks.
+    """
     if job.graph.placement == "given" or world.comm is None:
         return graph
     column = world.nodes.inter_node
@@ -113,12 +119,15 @@ def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
 
 
 def make_model(job: Job, data: AnyData, counted: bool = False) -> torch.nn.Module:
-    """The model with its initial parameters, the same on all nodes.
+    """Return the model with its initial parameters, which are identical on all nodes.
 
-    Where the task is one of the package's own, and so are the data, its output has a given shape.
+    If both the task and the data are built-in, the shape of the output is known, and the dtype of
+    the inputs is passed to the model.
 
-    :param counted: only the number and shapes of the parameters are needed; a large model then has
-        no values
+    :param job: the job
+    :param data: data source that names shape and number of classes
+    :param counted: only number and shapes of the parameters are needed; a large model is then made
+        without values
     """
     scores = job.task.name in task.TASKS and isinstance(data, Source)
     make = models.counted if counted else models.model
@@ -133,18 +142,21 @@ def make_model(job: Job, data: AnyData, counted: bool = False) -> torch.nn.Modul
 
 
 def lay_out(job: Job, module: torch.nn.Module, slots: int) -> ParameterLayout:
-    """The layout of the model's parameters in the vector of a node."""
+    """Return the layout of the model's parameters in the flat parameters of a node."""
     decayed = None if job.algorithm.decay_all else models.decayed(module)
     return flatten(module, slots if job.node.shard else 1, decayed)
 
 
 def mistakes(job: Job, n: int) -> list[str]:
-    """Return all incompatibilities between a job's settings, on n nodes."""
+    """Return all problems with the settings of a job on n nodes."""
     return check(job, n)[1]
 
 
 def check(job: Job, n: int) -> tuple[Graph | None, list[str]]:
-    """Return the job's graph and the :func:`mistakes`."""
+    """Return the graph of the job and the problems of :func:`mistakes`.
+
+    The graph is None if it can't be made.
+    """
     graph, found = _unfit(job, n)
     if not found:
         found += survival_problems(job, n)
@@ -152,7 +164,7 @@ def check(job: Job, n: int) -> tuple[Graph | None, list[str]]:
 
 
 def survival_problems(job: Job, n: int) -> list[str]:
-    """Return why a job with `run.survive` could not go on with one node fewer."""
+    """Return why a job with `run.survive` could not continue with one node fewer."""
     if not job.run.survive:
         return []
     found = _unfit(job, n - 1)[1] if n > 1 else []
@@ -166,7 +178,7 @@ def survival_problems(job: Job, n: int) -> list[str]:
 
 
 def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
-    """Return the graph, and why it can't be made or the parts don't go together."""
+    """Return the graph, None if it can't be made, and the incompatibilities between the parts."""
     if found := short_faults(job):
         return None, found
     try:
@@ -184,7 +196,7 @@ def make_replicas(
     group: Group,
     objective: Objective,
 ) -> Replicas:
-    """The copies of the model, compiled and captured where the job asks for it."""
+    """Make the copies of the model; compile them or capture CUDA graphs if the job asks for it."""
     node = job.node
     eager = node.vmap or group.devices[0] == "cpu"
     graphs = "never" if eager else node.cuda_graphs
@@ -198,9 +210,12 @@ def make_replicas(
 
 
 def assemble(job: Job, world: World, n: int) -> Assembly:
-    """Build all that a run on n nodes needs; collective under MPI.
+    """Build everything that a run on n nodes needs; collective under MPI.
 
-    Raises JobError on every rank where any rank found mistakes.
+    :param job: the job
+    :param world: ranks of the run
+    :param n: number of nodes
+    :raises JobError: on all ranks, if any rank finds problems with the job
     """
     shape.check_alike(job, world)
     with world.raise_together(UserError):
@@ -260,5 +275,5 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
 
 
 def with_output(job: Job, folder: str) -> Job:
-    """The same job with another folder for its run."""
+    """Return the job with another run directory."""
     return replace(job, run=replace(job.run, output=folder))

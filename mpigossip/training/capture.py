@@ -1,9 +1,9 @@
-"""CUDA graphs of forward and backward, a graph a replica, replayed from one thread.
+"""CUDA graphs of forward and backward, one for each replica, replayed from one thread.
 
-Eight eager replicas in one interpreter are bound by Python's launches; a captured replica is one
-launch. What is captured must be static: the gradients are (they lie in flat memory), the inputs
-are copied to fixed places, and all batches of a run have one size. Learning rate, exchange and
-update stay outside.
+Eight eager replicas in one interpreter are limited by the kernel launches of Python; a captured
+replica needs one launch. Everything that is captured has to be static. Gradients are, because they
+lie in flat memory; inputs are copied to fixed buffers, and all batches of a run have the same size.
+Learning rate, exchange and update are not captured.
 """
 
 import contextlib
@@ -16,30 +16,38 @@ from torch import nn
 from mpigossip.data.pytree import Nested, form, leaves, map_tensors
 
 WARM_UP = 3
-"""Eager passes before a capture, in which cuDNN chooses and libraries allocate."""
+"""Number of eager passes before a capture, in which cuDNN chooses algorithms and libraries
+allocate."""
 
 Pass = Callable[[int, int, Nested], torch.Tensor]
-"""``(row, slot, batch) -> figures``: gradients of one replica from zero, float64 (k,)."""
+"""Function ``(row, slot, batch) -> figures`` that computes the gradients of one replica, which it
+first sets to zero, and returns float64 (k,)."""
 
 
 class CannotCapture(RuntimeError):
-    """The model does something that a CUDA graph can't repeat, or a batch has another form."""
+    """Error: a CUDA graph can't repeat what the model does, or a batch has another shape."""
 
 
 class Captured:
-    """Forward and backward of every replica as graphs; :meth:`replay` runs them all at once."""
+    """CUDA graphs of forward and backward of all replicas; `replay` launches them together."""
 
     def __init__(self, run: Pass, modules: Sequence[Sequence[nn.Module]], batches: Sequence):
-        """``modules[row][slot]``; ``batches``: row after row, slot after slot, on the devices.
+        """Capture one graph for each replica.
 
-        Leaves parameters, buffers and random generators as they were. Raises CannotCapture.
+        Parameters, buffers and random number generators keep their values.
+
+        :param run: function that computes the gradients of one replica
+        :param modules: replicas, ``modules[row][slot]``
+        :param batches: for each row, one batch per slot, on the devices of the slots
+        :raises CannotCapture: if a replica can't be captured
         """
         self.rows = len(modules)
         self.slots = len(modules[0])
         self._inputs: list[Nested] = []
         self._found: list[torch.Tensor] = []
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        # graphs of one device run one after the other, in this order: they share their memory
+        # The graphs of one device run one after the other, in this order, so they share their
+        # memory.
         self._places: dict[torch.device, tuple[torch.cuda.Stream, tuple[int, int]]] = {}
         for row, replicas in enumerate(modules):
             for slot, module in enumerate(replicas):
@@ -50,7 +58,8 @@ class Captured:
                     self._capture(partial(run, row, slot, batch), module)
 
     def _capture(self, work: Callable[[], torch.Tensor], module: nn.Module) -> None:
-        # one stream for warm-up and capture: autograd accumulates where it first ran
+        # Warm-up and capture use one stream, because autograd accumulates gradients in the stream
+        # in which it did so first.
         side, pool = self._place()
         current = torch.cuda.current_stream()
         side.wait_stream(current)
@@ -60,14 +69,15 @@ class Captured:
                 for _ in range(WARM_UP):
                     work()
             side.synchronize()
-            # thread_local: other threads (loader, communication) may call CUDA meanwhile
+            # thread_local: other threads (loader, communication) may call CUDA during the capture
             with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
                 found = work()
         except RuntimeError as error:
-            # torch.cuda.graph, left by an error of its own, leaves its stream current: what is
-            # done later on "the current stream" would stand beside the batches' copies, unordered
+            # If the capture fails, torch.cuda.graph leaves its stream current. Work that is later
+            # launched on the current stream would then not be ordered after the copies of the
+            # batches.
             torch.cuda.set_stream(current)
-            with contextlib.suppress(RuntimeError):  # buffers are put back after this
+            with contextlib.suppress(RuntimeError):  # the caller restores buffers after this
                 side.synchronize()
             recover_allocator(torch.cuda.current_device(), pool)
             raise CannotCapture(
@@ -85,10 +95,14 @@ class Captured:
         return self._places[device]
 
     def replay(self, batches: Sequence[Nested]) -> torch.Tensor:
-        """Gradients of all replicas on these batches; their figures, float64 (rows, slots, k).
+        """Compute the gradients of all replicas on these batches; return figures (rows, slots, k).
 
-        Everything is launched, on each device's current stream, before the first figure is waited
-        for. CannotCapture, before anything has begun, where a batch has other shapes.
+        All graphs are launched, on the current stream of each device, before the first result is
+        awaited.
+
+        :param batches: for each row, one batch per slot
+        :raises CannotCapture: if a batch has other shapes than the captured one; nothing has been
+            launched then
         """
         pairs = []
         for fixed, batch in zip(self._inputs, batches, strict=True):
@@ -111,21 +125,22 @@ class Captured:
     def _value(self, index: int) -> torch.Tensor:
         try:
             return self._found[index].cpu()
-        except RuntimeError as error:  # what went wrong on the device is raised here
+        except RuntimeError as error:  # errors of the device are raised here
             where = self._found[index].device
             error.add_note(f"in slot {index % self.slots} of this node, on {where}")
             raise
 
 
 def recover_allocator(device: int, pool: tuple[int, int]) -> None:
-    """Let eager work go on after a capture that failed.
+    """Restore the CUDA allocator and random number generator after a failed capture.
 
-    Up to torch 2.11 the allocator goes on as if it were under way: it never frees memory that
-    several streams have used, such as batches, and its next clean-up ends the process
-    (github.com/pytorch/pytorch/pull/180395). The random generator refuses its next draw.
+    Up to torch 2.11, the allocator stays in capture mode. It then never frees memory that several
+    streams have used, such as batches, and its next clean-up ends the process
+    (github.com/pytorch/pytorch/pull/180395). The random number generator raises an error at its
+    next use.
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    with contextlib.suppress(RuntimeError):  # where it has been ended
+    with contextlib.suppress(RuntimeError):  # the pool may have been ended already
         _ = end and end(device, pool)
     generator = torch.cuda.default_generators[device]
     if hasattr(generator, "clone_state"):
@@ -134,7 +149,7 @@ def recover_allocator(device: int, pool: tuple[int, int]) -> None:
 
 @contextlib.contextmanager
 def preserve_state(module: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Put norm statistics and the device's random generator back after warm-up passes."""
+    """Return a context manager that restores buffers and random number generator of a device."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     on_gpu = torch.device(device).type == "cuda"
     state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()

@@ -22,39 +22,44 @@ from mpigossip.training.parts import JobParts, make_graph, make_parts
 from mpigossip.training.schedule import schedule
 
 STEPS = 240
-"""Steps over which costs are averaged: whole periods of all usual graphs and cadences."""
+"""Number of steps over which costs are averaged: whole periods of all common graphs and
+cadences."""
 STEADY = {"variance": 1.0, "loss": 1.0}
-"""Measurements that an adaptive cadence is given, where no formula says them."""
+"""Measurements that are passed to an adaptive cadence if no formula gives them."""
 LONGEST = 200_000
-"""Most steps of a run along which an adaptive cadence is followed."""
+"""Largest number of steps over which an adaptive cadence is followed."""
 PERIODS = 20
-"""Fewest periods of an adaptive cadence over which costs are averaged."""
+"""Smallest number of periods of an adaptive cadence over which costs are averaged."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The parts of a job that don't depend on the number of nodes."""
+    """Parts of a job that do not depend on the number of nodes."""
 
     job: Job
     flat: ParameterLayout
     slots: int
     samples: int
-    """for training, over all nodes"""
+    """Number of training samples: of all nodes together if ``shared``, otherwise of each node."""
     shared: bool = True
-    """unless each node has as many, of a problem of theory"""
+    """Whether nodes share the samples. In a problem of theory, each node has the same number."""
 
     @property
     def per_step(self) -> int:
-        """Samples a node and step."""
+        """Number of samples per node and step."""
         return self.slots * self.job.data.batch * self.job.algorithm.accumulate
 
     def steps_per_epoch(self, n: int) -> int:
-        """Steps in which n nodes go through the samples once."""
+        """Return the number of steps in which n nodes process all samples once."""
         return self.samples // (n if self.shared else 1) // self.per_step
 
 
 def subject(job: Job) -> tuple[Subject, str]:
-    """Return the subject, and a note if a stand-in takes the place of missing data."""
+    """Return the subject of a job, and a note.
+
+    The note is not empty if a stand-in replaces data that are not on this host, or if the number of
+    ranks per node is assumed.
+    """
     data, note = data_or_stand_in(job)
     module = assemble.make_model(job, data, counted=True)
     slots = shape.slots(job)
@@ -65,7 +70,10 @@ def subject(job: Job) -> tuple[Subject, str]:
 
 
 def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
-    """The job's data, or where they aren't here, a stand-in of data.shape and data.classes."""
+    """Return the data of the job, or synthetic data of the same shape if they are not on this host.
+
+    The second value is "" or a note that describes the stand-in.
+    """
     section = job.data
     try:
         return source(section, job.run.seed), ""
@@ -76,7 +84,7 @@ def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
             tuple(section.shape), section.classes, section.samples, section.test_samples, 0
         )
         if job.model.name == "gpt":
-            stand_in.dtype = torch.int64  # only counted: no batch is made of it
+            stand_in.dtype = torch.int64  # parameters are only counted, and no batch is made
         return stand_in, (
             f'"{section.source}" is not here: {section.samples:,} samples of shape '
             f"{tuple(section.shape)} in {section.classes} classes assumed (data.samples, "
@@ -86,17 +94,17 @@ def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """A job's exchanges between n nodes."""
+    """Exchanges of a job between n nodes."""
 
     parts: JobParts
     steps: int = STEPS
-    """over which costs are averaged"""
+    """Number of steps over which costs are averaged."""
 
     def carried_out(self, kind: ExchangeKind, t: int | None) -> tuple[ExchangeKind, int | None]:
-        """Kind of an exchange and its round within the graph's period, if it is gossip.
+        """Return the kind of an exchange as it is executed, and its round in the graph's period.
 
-        A round of gossip that is the exact average is carried out as a global one, unless nodes
-        don't wait for each other.
+        A GOSSIP round whose result is the exact average is executed as a GLOBAL exchange, unless
+        nodes are asynchronous. The round is None unless the kind is GOSSIP.
         """
         graph = self.parts.graph
         if kind is ExchangeKind.GOSSIP and t is not None:
@@ -107,7 +115,7 @@ class Exchanges:
         return kind, None
 
     def rounds(self) -> Iterator[tuple[ExchangeKind, int | None]]:
-        """Each exchange of `steps` steps, as `carried_out`."""
+        """Yield the result of :meth:`carried_out` for each of the `steps` steps."""
         cadence = self.parts.cadence
         clock = 0
         state = cadence.init()
@@ -120,17 +128,17 @@ class Exchanges:
 
     @cached_property
     def counted(self) -> Counter[tuple[ExchangeKind, int | None]]:
-        """Their number of occurrences."""
+        """Number of occurrences of each exchange."""
         return Counter(self.rounds())
 
     @property
     def asynchronous(self) -> bool:
-        """Return whether nodes never wait for each other."""
+        """Whether nodes never wait for each other."""
         return self.parts.job.node.mixer == "asynchronous"
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes that node 0 sends in an average step."""
+        """Number of bytes that node 0 sends in an average step."""
         layout = self.parts.layout
         sent = layout.sent_bytes
         raw = layout.raw_bytes
@@ -145,9 +153,12 @@ class Exchanges:
 
 
 def exchanges(what: Subject, n: int, period: float | None = None) -> Exchanges:
-    """The exchanges of a job on n nodes. Raises GraphError for an n that the graph doesn't have.
+    """Return the exchanges of a job on n nodes.
 
-    ``period``: average one of an adaptive cadence, in place of what its formula gives.
+    :param what: the job
+    :param n: number of nodes
+    :param period: average period of an adaptive cadence; None: the period that its formula gives
+    :raises GraphError: if the graph does not exist for n nodes
     """
     job = what.job
     parts = make_parts(job, make_graph(job, n), what.flat, total=STEPS)
@@ -159,18 +170,19 @@ def exchanges(what: Subject, n: int, period: float | None = None) -> Exchanges:
     if cadence.kinds == {ExchangeKind.GOSSIP}:
         return Exchanges(parts)
     own = max(cadence.periods, default=job.cadence.options.get("period", 1))
-    return Exchanges(parts, own * -(-STEPS // own))  # whole periods
+    return Exchanges(parts, own * -(-STEPS // own))  # a multiple of the period
 
 
 _PERIODS: dict[str, float] = {}
 
 
 def average_period(what: Subject, n: int) -> float:
-    """Steps between two global averages of an adaptive cadence, on average over the run.
+    """Return the average number of steps between two global averages of an adaptive cadence.
 
-    Local steps at rates r_k take nodes apart by S = Σ r_k² V, V the gradients' variance, taken as
-    constant: what a cadence that measures S is told. ADPSGD's period then tends to p₀ r₀/r, r₀ the
-    mean rate of its samples. One that goes by the loss is told that this stays.
+    Local steps at learning rates r_k increase the consensus distance by S = Σ r_k² V, where V is
+    the variance of the gradients, which is assumed to be constant. A cadence that measures the
+    variance gets S. The period of ADPSGD then tends to p₀ r₀/r, where r₀ is the mean learning rate
+    of its samples. A cadence that measures the loss gets a constant loss.
     """
     job = what.job
     an_epoch = what.steps_per_epoch(n)
@@ -184,7 +196,7 @@ def average_period(what: Subject, n: int) -> float:
 
 
 def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int:
-    """Number of global averages in ``total`` steps, at these learning rates."""
+    """Return the number of global averages in ``total`` steps at these learning rates."""
     state = cadence.init()
     spread = 0.0
     found = 0
@@ -200,7 +212,10 @@ def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int
 
 
 def steady(cadence: Cadence, period: float) -> Cadence:
-    """The cadence with a global average at every ``period``-th step on average, for ever."""
+    """Return a cadence of the same kinds with an average over all nodes every ``period`` steps.
+
+    The distance between two averages is ``period`` on average.
+    """
     others = next(iter(cadence.kinds - {ExchangeKind.GLOBAL}), ExchangeKind.LOCAL)
 
     def kind(index: int) -> ExchangeKind:
@@ -210,14 +225,14 @@ def steady(cadence: Cadence, period: float) -> Cadence:
 
 
 def memory(what: Subject, made: Exchanges) -> dict[str, int]:
-    """Bytes of a node by purpose, each node on a host of its own; see :func:`held`."""
+    """Return the bytes of a node by purpose if it has its own host; see :func:`held`."""
     job = what.job
     flat = what.flat
     parts = made.parts
     state = parts.method.init(torch.empty(1, flat.size, device="meta"))
     arrays = sum(array.numel() * array.element_size() for _, array in named_arrays(state))
     if parts.cadence.fragment_schedule.delay:
-        arrays += 4 * flat.size  # received, not applied yet
+        arrays += 4 * flat.size  # fragments that were received but not applied yet
     on_cpu = job.node.devices.startswith("cpu")
     where = "survivors" if job.run.survive else "ranks" if on_cpu else "devices"
     mixer = mixer_class(job.node.mixer, where)
@@ -236,10 +251,14 @@ def held(
     messages: dict[str, int],
     survives: bool = True,
 ) -> dict[str, int]:
-    """Bytes of a node by purpose; activations, batches and libraries are not counted.
+    """Return the bytes of a node by purpose, without activations, batches and libraries.
 
-    ``state``: of the algorithm; ``messages``: what the mixer says that it holds; ``survives``:
-    the MPI of this run can do what `run.survive` asks for.
+    :param job: the job
+    :param flat: layout of the model's parameters
+    :param slots: number of slots of a node
+    :param state: bytes of the state of the algorithm
+    :param messages: bytes of the mixer by purpose
+    :param survives: whether the MPI of this run supports `run.survive`
     """
     model = 4 * flat.size
     copies = 2 if job.run.survive and survives else 0

@@ -1,4 +1,4 @@
-"""Exact averages over nodes, and evaluation: of the averaged model and of each node's own."""
+"""Exact averages over nodes, and the evaluation of the averaged model and of each node's model."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,34 +18,35 @@ from mpigossip.training.replicas import Replicas
 from mpigossip.training.task import Objective
 
 PIECE = 1 << 18
-"""Parameters averaged at a time: of n simulated nodes float64 takes 8 n bytes for each."""
+"""Number of parameters that are averaged at a time. With n simulated nodes, float64 values take 8 n
+bytes for each of them."""
 
 
 class Evaluation(NamedTuple):
-    """Result of an evaluation: the loss and the task's metrics, by name.
+    """Result of an evaluation: the loss and the metrics of the task, by name.
 
-    NaN where nothing was counted.
+    A value is NaN if nothing was counted.
     """
 
     averaged: dict[str, float]
-    """of the averaged model, on the whole test set"""
+    """Values of the averaged model on the whole test set."""
     mean_local: dict[str, float]
-    """of the nodes' own models, on the whole test set together"""
+    """Values of the nodes' own models, on the test set that they have split among them."""
     local: dict[str, torch.Tensor]
-    """of each node's own model on the samples that it tests, (rows,) for the nodes here"""
+    """Values of each local node's own model on its test samples, (rows,)."""
     share: dict[str, torch.Tensor]
-    """of the averaged model on the same samples: what its own compares with"""
+    """Values of the averaged model on the same samples, for comparison with ``local``."""
     consensus_distance: float
-    """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²"""
+    """Consensus distance (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²."""
 
     @property
     def loss(self) -> float:
-        """Of the averaged model."""
+        """Loss of the averaged model."""
         return self.averaged["loss"]
 
     @property
     def accuracy(self) -> float:
-        """Of the averaged model, where the task counts it."""
+        """Accuracy of the averaged model, if the task counts it."""
         return self.averaged["accuracy"]
 
 
@@ -55,13 +56,18 @@ def evaluate(
     loader: Loader,
     batches: Sequence[Sequence[Nested]] = (),
 ) -> Evaluation:
-    """Average parameters and norm buffers exactly, and test on the shared test set.
+    """Average parameters and norm buffers exactly, and evaluate on the shared test set.
 
-    Node i tests on samples i, i + n, i + 2n, …, the averaged model and its own, so that all
-    nodes together run through the test set once for each; its slot 0 does, for which the node's
-    other ranks wait however long it takes. ``batches``: of some steps, row after row, slot after
-    slot: the averaged model's batch norms are recalibrated by them. Uses the gradients' memory.
-    Collective over nodes and their slots.
+    Node i evaluates both its own model and the averaged model on the samples i, i + n, i + 2n, ….
+    All nodes together therefore evaluate each of the two once on the whole test set. Slot 0 of a
+    node computes, and the other ranks of the node wait without a time limit. The memory of the
+    gradients is overwritten. Collective over nodes and their slots.
+
+    :param replicas: the local model copies
+    :param mixer: communication between nodes
+    :param loader: source of the test batches
+    :param batches: batches of some steps, for each local node and slot; if given, they recalibrate
+        the BatchNorm statistics of the averaged model
     """
     objective = replicas.objective
     group = replicas.group
@@ -69,7 +75,7 @@ def evaluate(
     if batches and norms(averaged):
         recalibrate(averaged, replicas, mixer, batches)
     names = ("loss", *objective.metrics)
-    # (rows, averaged or own, loss and metrics, sum or count)
+    # shape (rows, averaged or own model, loss and metrics, sum or count)
     rows = torch.zeros(len(mixer.local_nodes), 2, len(names), 2, dtype=torch.float64)
     for row, node in enumerate(mixer.local_nodes if 0 in group.local_slots else ()):
         for which, module in enumerate((averaged, replicas.modules[row][0])):
@@ -92,11 +98,11 @@ def evaluate(
 
 
 def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
-    """The exact average as a module whose parameters lie in the memory of a gradient.
+    """Return the exact average as a module whose parameters lie in the memory of a gradient.
 
-    In float64 and in the order of slots and nodes, as ``store.node_state`` has it: what is tested
-    here and what is exported or gone on from are the same bits. Every slot averages its shard;
-    collective over nodes and their slots.
+    The average is computed in float64, in the order of slots and nodes, as in ``store.node_state``.
+    The evaluated model is therefore bitwise identical to the exported one and to the one from which
+    a run resumes. Each slot averages its shard. Collective over nodes and their slots.
     """
     module = copy.deepcopy(replicas.modules[0][0])
     group = replicas.group
@@ -112,7 +118,7 @@ def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
 
 
 def average_into(mixer: Mixer, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the exact average over nodes of the rows (rows, p) into ``out`` (p,); collective."""
+    """Write the exact average over nodes of ``x`` (rows, p) to ``out`` (p,); collective."""
     for at in range(0, x.shape[1], PIECE):
         out[at : at + PIECE].copy_(mixer.mean(x[:, at : at + PIECE].double()))
 
@@ -123,9 +129,14 @@ def average_buffers(
     buffers: Sequence[Sequence[Iterable[torch.Tensor]]],
     module: nn.Module,
 ) -> None:
-    """Give a module the floating-point buffers averaged over slots, then over nodes, exactly.
+    """Set the floating-point buffers of ``module`` to the exact average over slots, then nodes.
 
-    ``buffers``: of the slots here, of each the rows. Collective over nodes and their slots.
+    Collective over nodes and their slots.
+
+    :param mixer: communication between nodes
+    :param group: slots of this node
+    :param buffers: for each local slot, for each local node, its buffers
+    :param module: module whose buffers are overwritten
     """
     into = [one for one in module.buffers() if one.is_floating_point()]
     if into:
@@ -134,7 +145,7 @@ def average_buffers(
 
 
 def _packed(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The floating-point ones, one after the other: float64 on the CPU."""
+    """Concatenate the floating-point buffers as float64 on the CPU."""
     floats = [one for one in buffers if one.is_floating_point()]
     return torch.cat([one.double().cpu().reshape(-1) for one in floats])
 
@@ -147,21 +158,21 @@ def _unpack(values: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
 
 
 def norms(module: nn.Module) -> list[_BatchNorm]:
-    """The layers that keep statistics of batches."""
+    """Return the BatchNorm layers that track running statistics."""
     found = [one for one in module.modules() if isinstance(one, _BatchNorm)]
     return [one for one in found if one.track_running_stats]
 
 
 @contextmanager
 def recalibrating(module: nn.Module) -> Iterator[None]:
-    """Inside, forward passes set batch norms' statistics to their mean; dropout is off."""
+    """Return a context manager in which forward passes average BatchNorm statistics; no dropout."""
     modes = {one: one.training for one in module.modules()}
     momenta = {one: one.momentum for one in norms(module)}
     try:
         module.eval()
         for one in momenta:
             one.reset_running_stats()
-            one.momentum = None  # the mean of all batches since they were reset
+            one.momentum = None  # None: the mean over all batches since the reset
             one.train()
         yield
     finally:
@@ -174,11 +185,11 @@ def recalibrating(module: nn.Module) -> Iterator[None]:
 def recalibrate(
     module: nn.Module, replicas: Replicas, mixer: Mixer, batches: Sequence[Sequence[Nested]]
 ) -> None:
-    """Give the batch norms of an averaged model statistics of its own activations.
+    """Compute the BatchNorm statistics of an averaged model from its own activations; collective.
 
-    The mean of the nodes' statistics belongs to none of the models: theirs are of other weights.
-    Here each node's slot 0 shows the model its ``batches``, in training mode of these layers alone;
-    the statistics are the mean over batches, then over nodes, exactly. Collective.
+    The mean of the nodes' statistics would be wrong, because they belong to models with other
+    weights. Slot 0 of each node therefore runs the averaged model on its ``batches``, with only the
+    BatchNorm layers in training mode. The result is the exact mean over batches, then over nodes.
     """
     group = replicas.group
     slots = len(replicas.group.local_slots)
@@ -204,9 +215,14 @@ def measure(
     n: int,
     works: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
-    """Sum and count, on the node's share, of the loss and each metric: float64 (1 + metrics, 2).
+    """Return sum and count of the loss and each metric on a node's samples: (1 + metrics, 2).
 
-    ``works`` is called after each batch.
+    :param objective: the task
+    :param module: model to evaluate
+    :param loader: source of the test batches
+    :param node: number of the node
+    :param n: number of nodes
+    :param works: called after each batch
     """
     training = module.training
     sums = torch.zeros(1 + len(objective.metrics), 2, dtype=torch.float64)

@@ -33,7 +33,7 @@ FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
 
 
 def incompatibilities(parts: JobParts) -> list[str]:
-    """Return what doesn't go together, each with a remedy."""
+    """Return the incompatibilities between the parts of a job, each with a remedy."""
     job = parts.job
     graph = parts.graph
     method = parts.method
@@ -53,7 +53,10 @@ def incompatibilities(parts: JobParts) -> list[str]:
 
 
 def check_rounds(job: Job, graph: Graph, world: World) -> None:
-    """JobError on every rank where a user's own graph isn't the same on all; collective."""
+    """Check that a custom graph is identical on all ranks; collective.
+
+    :raises JobError: on all ranks, if the first rounds differ from those of rank 0
+    """
     if job.graph.name in graphs.BUILDERS:
         return
     with world.raise_together(UserError):
@@ -68,7 +71,11 @@ def check_rounds(job: Job, graph: Graph, world: World) -> None:
 
 
 def lacking(needs: frozenset, graph: Graph) -> list[str]:
-    """Return the properties that an algorithm needs and the graph lacks, in words."""
+    """Return the properties that an algorithm needs and the graph lacks, in words.
+
+    :param needs: `Algorithm.needs`
+    :param graph: the graph of the job
+    """
     doubly = {"row-stochastic", "column-stochastic"} if "doubly" in needs else set()
     missing = sorted((doubly | needs & FACTS) - graph.facts)
     if {"row-stochastic", "column-stochastic"} & set(missing) and doubly:
@@ -95,7 +102,7 @@ def lacking(needs: frozenset, graph: Graph) -> list[str]:
 
 
 def _exact(graph: Graph) -> bool:
-    """Return whether one period from round 0 is the exact average."""
+    """Return whether one period from round 0 computes the exact average."""
     if graph.period is None:
         return False
     found = rounds_to_exact(graph, limit=graph.period)
@@ -103,7 +110,7 @@ def _exact(graph: Graph) -> bool:
 
 
 def _grows(graph: Graph) -> bool:
-    """Return whether the consensus distance grows, as it can with negative weights."""
+    """Return whether the consensus distance grows, which negative weights can cause."""
     return graph.n <= LARGE and consensus_rate(graph) > 1 + 1e-9
 
 
@@ -128,10 +135,10 @@ def _unfit_graph(job: Job, graph: Graph, needs: frozenset) -> list[str]:
 def _unconnected(job: Job, graph: Graph, cadence: Cadence) -> list[str]:
     """Return why nodes would never agree, if the edges of the graph do not connect all of them.
 
-    Graph "identity" says by its name that nodes train alone. An average over all nodes connects
-    them, too. Rounds that are drawn without end have no edges that could be known beforehand.
+    With graph "identity", nodes train alone on purpose. An average over all nodes connects them,
+    too. If the rounds are drawn without a period, their edges can't be known beforehand.
     """
-    whole = getattr(graph.schedule, "of", graph)  # without the links that [faults] loses
+    whole = getattr(graph.schedule, "of", graph)  # the graph before [faults] removes links
     alone = graph.n == 1 or graph.name == "identity"
     if alone or isinstance(whole.schedule, Drawn):
         return []
@@ -150,7 +157,7 @@ def _unconnected(job: Job, graph: Graph, cadence: Cadence) -> list[str]:
 
 def _fits(name: str, n: int, needs: frozenset) -> bool:
     if name == "identity":
-        return False  # fits any method, and helps none
+        return False  # it fits every method, but does not help
     with contextlib.suppress(GraphError):
         return not lacking(needs, graphs.BUILDERS[name](n))
     return False
@@ -181,7 +188,10 @@ def _unfit_cadence(job: Job, needs: frozenset, cadence: Cadence) -> list[str]:
 
 
 def _unfit_periods(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[str]:
-    """Numbers of local steps by node: the method must allow idle nodes, and each has one."""
+    """Return why numbers of local steps per node don't go with method or graph.
+
+    The method has to allow idle nodes, and the setting needs one number for each node.
+    """
     own = cadence.periods
     name = job.algorithm.name
     if not own:
@@ -209,7 +219,10 @@ def _unfit_periods(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) 
 
 
 def _unfit_length(job: Job, graph: Graph, needs: frozenset) -> list[str]:
-    """Algorithm and cadence "halves" must have the same length, whole periods of the graph."""
+    """Return a problem unless algorithm and cadence "halves" have the same length.
+
+    The length has to be a multiple of the graph's period.
+    """
     if "phases" not in needs or job.cadence.name != "halves" or graph.period is None:
         return []
     gathers = job.algorithm.options.get("length") or graph.period
@@ -278,7 +291,10 @@ def contradictions(job: Job) -> list[str]:
 
 
 def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested) -> None:
-    """JobError where `vmap` can't compute the gradients of all replicas in one call."""
+    """Check that `vmap` can compute the gradients of all replicas in one call.
+
+    :raises JobError: if the model recomputes activations or changes its buffers in training
+    """
     if not job.node.vmap:
         return
     if any(getattr(part, "recompute", False) for part in module.modules()):
@@ -288,7 +304,8 @@ def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested)
         )
     tried = copy.deepcopy(module).train()
     with torch.random.fork_rng(devices=()), torch.no_grad(), contextlib.suppress(Exception):
-        objective(tried, batch)  # one sample is too few for some norms, which have counted it
+        # Some norm layers reject a batch of one sample, but only after they have counted it.
+        objective(tried, batch)
     if not all(map(torch.equal, tried.buffers(), module.buffers())):
         raise JobError(
             f'node.vmap = true: model "{job.model.name}" changes its buffers in training (norm '
@@ -299,8 +316,8 @@ def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested)
 def tolerates_delay(method: Algorithm) -> bool:
     """Return whether a method tolerates models of earlier rounds.
 
-    Plain averaging does, and tracking, which needs sums only; corrections and memories that depend
-    on the round's own W do not.
+    Plain averaging does, and so does tracking, which needs sums only. Methods with corrections or
+    memories that depend on W(t) of the round do not.
     """
     return method.needs <= {"row-stochastic", "doubly", "never-global"}
 
@@ -312,7 +329,7 @@ def _links_fail(job: Job) -> bool:
 
 
 def _unfit_faults(job: Job, method: Algorithm) -> list[str]:
-    """Return why a method that averages over all nodes can't lose links."""
+    """Return a problem if links fail and the method averages over all nodes."""
     if method.always_global and _links_fail(job):
         return [
             f'faults: algorithm "{job.algorithm.name}" averages over all nodes, which waits for '
@@ -322,7 +339,11 @@ def _unfit_faults(job: Job, method: Algorithm) -> list[str]:
 
 
 def short_faults(job: Job) -> list[str]:
-    """Return faults that last shorter than if each round were drawn: no graph can have them."""
+    """Return the faults whose duration is too short for any graph of failing links.
+
+    Even if each round is drawn independently, faults last longer on average than such a setting
+    says.
+    """
     ill = job.faults
     found = []
     stays = {"lost": (ill.lost, ill.lost_rounds), "away": (ill.away, ill.away_rounds)}

@@ -1,4 +1,4 @@
-"""Fragments of a model: their elements, and compatibility with method, cadence and mixer."""
+"""Fragments of a model: their elements, and their compatibility with method, cadence and mixer."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,12 @@ from mpigossip.mixing.wire import ALIGN, BUCKET, Wire
 
 
 def fragment_width(width: int, schedule: FragmentSchedule, wire: Wire) -> int:
-    """Return the elements of a fragment's message, of a shard of ``width`` elements."""
+    """Return the number of elements in the message of a fragment.
+
+    :param width: number of elements of a shard
+    :param schedule: fragments of the cadence
+    :param wire: format of the message
+    """
     if schedule.fragments == 1:
         return width
     unit = schedule.fragments * (ALIGN if wire.exact else BUCKET)
@@ -21,10 +26,11 @@ def fragment_width(width: int, schedule: FragmentSchedule, wire: Wire) -> int:
 
 
 def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, ...], ...]:
-    """The columns of ``count`` fragments, at most ``width`` each, which is room enough for all.
+    """Return the columns of ``count`` fragments with at most ``width`` elements each.
 
-    Layers go to the fragments in turn, so that each has some of all depths. A layer for which a
-    fragment has no room left is cut, and its rest is the next one's.
+    Layers are assigned to fragments in turn, so that each fragment has layers of all depths. A
+    layer that does not fit into a fragment is split, and its remainder goes to the next fragment.
+    The product ``count · width`` has to be at least the number of all elements.
     """
     found: list[list[slice]] = [[] for _ in range(count)]
     room = [width] * count
@@ -48,7 +54,7 @@ def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, .
 
 
 def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[str]:
-    """Fragments, or a delay, that period, method or mixer don't bear."""
+    """Return why period, method or mixer do not allow the fragments or the delay of the cadence."""
     schedule = cadence.fragment_schedule
     blend = job.algorithm.blend
     found = _unfit_period(schedule)
@@ -109,7 +115,7 @@ def _unfit_period(schedule: FragmentSchedule) -> list[str]:
 
 
 def _whole(method: Algorithm) -> str:
-    """Return why fragments of a model can't be exchanged at different steps; "" where they can."""
+    """Return why fragments of a model can't be exchanged at different steps; "" if they can."""
     if method.local_update is None:
         return (
             "has no separate local step: it steps along what it receives, while fragments are "
@@ -121,7 +127,11 @@ def _whole(method: Algorithm) -> str:
 
 
 def layers_of(flat: ParameterLayout, within: slice) -> list[slice]:
-    """The columns of each module's parameters that lie side by side, counted from ``within``."""
+    """Return the columns of each module whose parameters are adjacent.
+
+    :param flat: layout of the model's parameters
+    :param within: columns of the shard; results are relative to its start
+    """
     found: list[slice] = []
     last = None
     for name, place in zip(flat.names, flat.column_ranges, strict=True):

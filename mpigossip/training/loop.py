@@ -1,4 +1,4 @@
-"""A job's step: gradients of replicas on batches, passed to the engine."""
+"""Training step of a job: gradients of all replicas, passed to the engine."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -18,10 +18,10 @@ from mpigossip.training.replicas import Replicas
 
 
 class Trainer:
-    """Gradients of the nodes that live in this process, and the engine that steps along them.
+    """Trainer of the local nodes: it computes their gradients, and its engine updates the models.
 
-    ``index - shift`` is the place in the data and the schedule (``shift`` is 0 unless the number
-    of steps in an epoch has changed).
+    ``index - shift`` is the step from which batches and learning rate follow. ``shift`` is 0 unless
+    the number of steps per epoch has changed at a resume.
     """
 
     def __init__(
@@ -33,9 +33,14 @@ class Trainer:
         rate: Callable[[int], float],
         batches: Callable[[int], Sequence[Nested]],
     ):
-        """``replicas``: the engine's vector; ``rate``: step -> learning rate.
+        """Store the parts of a step.
 
-        ``batches``: step -> batches, row after row, slot after slot of those here.
+        :param job: the job
+        :param engine: algorithm and exchange
+        :param replicas: model copies whose parameters lie in the engine's flat parameters
+        :param precision: arithmetic of forward and backward
+        :param rate: returns the learning rate of a step
+        :param batches: returns the batches of a step: for each local node, one for each local slot
         """
         self.section = job.algorithm
         self.seed = job.run.seed
@@ -51,11 +56,11 @@ class Trainer:
         return self.engine.mixer
 
     def step(self) -> Record:
-        """One gradient a node, one update, and the exchange that the cadence asks for."""
+        """Compute a gradient per node, update the models, and do the exchange of the cadence."""
         engine = self.engine
         replicas = self.replicas
         engine.ahead()
-        # whose nodes make fewer local steps than others
+        # Nodes are idle in some steps if the cadence gives them fewer local steps than others.
         rested = engine.cadence.idle_nodes(
             engine.index - engine.state_start, self.mixer.local_nodes
         )
@@ -74,7 +79,7 @@ class Trainer:
             for grads in replicas.grads:
                 grads[list(rested)] = 0.0
         replicas.gather()
-        # gradients that all nodes average are used by all or by none
+        # If gradients are averaged over all nodes, either all nodes use them or none does.
         together = self.mixer.mean_scalars if engine.method.always_global else None
         overflowed = self.precision.unscale(replicas.g, engine.group, together)
         norm = self._clip_and_decay()
@@ -87,12 +92,15 @@ class Trainer:
         return record
 
     def average(self) -> None:
-        """An exchange without a gradient: what a node that waits for others does asynchronously."""
+        """Exchange without a gradient, as an asynchronous node does while it waits for others."""
         self.replicas.gather()
         self.engine.average(self.rate(self.engine.index - self.shift))
 
     def _check(self, figures: torch.Tensor, rested: tuple[int, ...]) -> None:
-        """NonFiniteError for a loss that is no number, where there is one."""
+        """Check that the loss of each node that is not idle is finite.
+
+        :raises NonFiniteError: if it is NaN or infinite
+        """
         for row, loss in enumerate(figures[:, 0].tolist()):
             if row not in rested and not abs(loss) < float("inf"):
                 raise NonFiniteError(
@@ -102,12 +110,19 @@ class Trainer:
                 )
 
     def _seeds(self) -> list[int]:
-        """Random seeds of the replicas in a step: the same after a resume, and on ranks."""
+        """Return one random seed per replica, which depends on step, node and slot only.
+
+        The seeds are therefore the same after a resume and for any distribution over ranks.
+        """
         places = product(self.mixer.local_nodes, self.engine.group.local_slots)
         return [mixed(self.seed, self.engine.index, node, slot) for node, slot in places]
 
     def _clip_and_decay(self) -> torch.Tensor | None:
-        """Clip by the norm of the node's whole gradient, then add weight decay; norms (rows,)."""
+        """Clip by the norm of the node's whole gradient, then add weight decay.
+
+        Return the norms before clipping, (rows,). They are None if they are neither needed nor
+        measured.
+        """
         group = self.engine.group
         replicas = self.replicas
         g = self.replicas.g

@@ -1,4 +1,4 @@
-"""Machines that training is timed on: rates and latencies, of networks by name or measured."""
+"""Machines for which training is timed: rates and latencies, of known networks or measured."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mpigossip.store.hdf5 import replacing
 
 SUM_RATE = 300e9
 CODING_RATE = 50e9
-"""Bytes/s of one term of the sum and of coding that are assumed of a GPU: a third of the memory's
-rate of a V100, and a few operations a value."""
+"""Assumed rates of a GPU in bytes/s, for one term of the sum and for encoding. The first is a third
+of the memory bandwidth of a V100; the second assumes a few operations per element."""
 OFF = "none"
-"""The network of a run without a virtual clock."""
+"""Value of `clock.network` in a job without a virtual clock."""
 NETWORKS = {
     "internet-100mbit": (20e-3, 12.5e6),
     "1gbit": (100e-6, 125e6),
@@ -26,45 +26,46 @@ NETWORKS = {
     "200gbit": (5e-6, 25e9),
     "400gbit": (5e-6, 50e9),
 }
-"""Latency of a small round in seconds and bandwidth in bytes/s of links that are usual: TCP up to
-25 Gbit/s, RDMA above. Round figures, measured nowhere."""
+"""Latency in seconds and bandwidth in bytes/s of common links: TCP up to 25 Gbit/s, RDMA above.
+These are round values and were not measured."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds and rates of one node.
+    """Durations and rates of one node.
 
-    k messages of B bytes at once take latency_s + k · B / bandwidth; a global average over n nodes
-    2 ⌈log2 n⌉ global_latency_s + 2 (n−1)/n · B / global_bandwidth, as the best all-reduces do;
-    the weighted sum of k + 1 messages k · B / combine_rate.
+    k messages of B bytes at the same time take latency_s + k · B / bandwidth. A global average over
+    n nodes takes 2 ⌈log2 n⌉ global_latency_s + 2 (n−1)/n · B / global_bandwidth, like the best
+    all-reduce algorithms. The weighted sum of k + 1 messages takes k · B / combine_rate.
     """
 
     compute_s: float
-    """forward and backward of a node"""
+    """Seconds of forward and backward of a node."""
     node_s: float
-    """averaging inside the node"""
+    """Seconds of the averaging within the node."""
     update_s: float
-    """the algorithm's own arithmetic and bookkeeping"""
+    """Seconds of the arithmetic and bookkeeping of the algorithm."""
     latency_s: float
     bandwidth: float
-    """bytes/s, in and out at once"""
+    """Bytes/s in each direction, if a node sends and receives at the same time."""
     global_latency_s: float
     global_bandwidth: float
     combine_rate: float
-    """bytes/s of one term of the sum"""
+    """Bytes/s of one term of the sum."""
     sources: dict[str, str] = field(default_factory=dict)
-    """name -> "measured", "given" or "assumed" """
+    """Origin of each value, by its name: "measured", "given" or "assumed"."""
     where: str = "this process alone"
     jitter: float = 0.0
-    """standard deviation of a step's computing, as a share of it"""
+    """Standard deviation of the computing time of a step, relative to its mean."""
     encode_rate: float = 0.0
-    """bytes/s of float32 that a lossy wire encodes; 0: at once"""
+    """Bytes/s of float32 values that a lossy wire encodes; 0: encoding takes no time."""
     decode_rate: float = 0.0
 
     def given(self, said: Mapping[str, float | None]) -> Machine:
-        """The same machine with the figures that the user gives; None leaves a figure as it is.
+        """Return this machine with the values that the user gives; None leaves a value unchanged.
 
-        Latency and bandwidth hold for global averages too, "coding_rate" for both directions.
+        Latency and bandwidth also replace those of global averages. "coding_rate" replaces the
+        rates of encoding and decoding.
         """
         both = {name: (name, f"global_{name}") for name in ("latency_s", "bandwidth")}
         both["coding_rate"] = ("encode_rate", "decode_rate")
@@ -73,15 +74,17 @@ class Machine:
         return replace(self, **fields)  # type: ignore[arg-type]
 
     def save(self, path: Path) -> None:
-        """As JSON, for :func:`named`."""
+        """Write this machine as JSON, which :func:`named` can read."""
         with replacing(path) as new:
             new.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
 
 
 def named(section: ClockSection) -> Machine:
-    """The machine that a job's `[clock]` names: a network, or a file of :meth:`Machine.save`.
+    """Return the machine that `[clock]` names.
 
-    Raises JobError.
+    It is a known network, or a file that :meth:`Machine.save` wrote.
+
+    :raises JobError: if a required setting is missing or the file can't be read
     """
     name = section.network
     compute_s = section.compute_s

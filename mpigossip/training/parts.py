@@ -1,6 +1,7 @@
-"""Graph, methods, cadence and message layout of a job: made once, in one value.
+"""Graph, methods, cadence and message layout of a job, made once and kept in one object.
 
-Jobs, custom loops, ``plan``, ``--dry-run`` and studies share it; mixer and engine are made of it.
+Jobs, custom loops, ``plan``, ``--dry-run`` and studies use this object; mixer and engine are made
+from it.
 """
 
 from collections.abc import Sequence
@@ -30,32 +31,36 @@ from mpigossip.mixing.wire import Wire
 from mpigossip.training.fragments import cut, fragment_width, layers_of
 
 EMPTY = ParameterLayout((), (), (), (), size=0, decayed=0, slots=1)
-"""The vector of a model that isn't made yet."""
+"""Parameter layout of a model that is not made yet."""
 
 
 @dataclass(frozen=True)
 class JobParts:
-    """Graph, method, cadence and message layout of a job's nodes."""
+    """Graph, methods, cadence and message layout of the nodes of a job."""
 
     job: Job
     graph: Graph
     methods: Sequence[Algorithm]
-    """the method over the job's wire, for each shard that lives here"""
+    """One method for each local shard; each sends its messages over the wire of the job."""
     cadence: Cadence
     layout: MessageLayout
-    """of a message: of a fragment, where the model is exchanged in fragments"""
+    """Layout of a message; of the message of a fragment if the model is exchanged in fragments."""
 
     @property
     def method(self) -> Algorithm:
-        """The first shard's; those of other shards differ in weight decay only."""
+        """Method of the first local shard; other shards differ in weight decay only."""
         return self.methods[0]
 
     def open_mixer(
         self, world: World, layout: MessageLayout | None = None, mixer: str | None = None
     ) -> Mixer:
-        """Return the mixer between the ranks of ``world``, or all nodes here if it has no MPI.
+        """Return the mixer between the ranks of ``world``; collective.
 
-        ``layout``, ``mixer``: in place of the job's. Collective.
+        Without MPI, all nodes are local to this process.
+
+        :param world: one rank for each node
+        :param layout: message layout; None: the layout of the job
+        :param mixer: value of `node.mixer`; None: the value in the job
         """
         job = self.job
         node = self.job.node
@@ -84,14 +89,25 @@ class JobParts:
     def make_engine(
         self, mixer: Mixer, group: Group, vector: FlatParameters, measure_every: int | str
     ) -> Engine:
-        """Return the engine; ``measure_every``: steps between two consensus distances, "auto"."""
+        """Return the engine.
+
+        :param mixer: communication between nodes
+        :param group: slots of this node
+        :param vector: flat parameters of the local nodes
+        :param measure_every: number of steps between two measurements of the consensus distance, or
+            "auto"
+        """
         fragments = self.make_fragments(vector.flat, local_shards(group))
         made = Engine if fragments is None else partial(Fragmented, fragments=fragments)
         every = measured_every(measure_every, group.devices[0])
         return made(mixer, group, vector, self.methods, self.cadence, measure_every=every)
 
     def make_fragments(self, flat: ParameterLayout, shards: range) -> Fragments | None:
-        """Return the fragments of these shards; None if the model is exchanged as a whole."""
+        """Return the fragments of some shards; None if the model is exchanged as a whole.
+
+        :param flat: layout of the model's parameters
+        :param shards: numbers of the shards
+        """
         schedule = self.cadence.fragment_schedule
         blend = self.job.algorithm.blend
         if schedule.is_whole_model:
@@ -101,7 +117,7 @@ class JobParts:
         shard = own.size // own.slots
         within = [slice(shard * slot, shard * (slot + 1)) for slot in _slots(flat, shards)]
         cuts = [cut(layers_of(own, each), schedule.fragments, width) for each in within]
-        # one for each shard: over a wire a method has memory of its own
+        # one method for each shard, because a lossy wire gives it a memory of its own
         stills = [_method(self.job, self.graph, local=NO_LOCAL_STEP) for _ in shards]
         exchanges = [_over_wire(still, self.layout.wire, self.cadence) for still in stills]
         if "keeps-x" in exchanges[0].needs:
@@ -112,7 +128,10 @@ class JobParts:
 
 
 def make_graph(job: Job, n: int) -> Graph:
-    """Return the graph that the job names, over n nodes; GraphError if it has none for n."""
+    """Return the graph of the job over n nodes.
+
+    :raises GraphError: if the graph does not exist for n nodes
+    """
     section = job.graph
     ill = job.faults
     seed = job.run.seed if section.seed is None else section.seed
@@ -137,11 +156,15 @@ def make_parts(
     local: Local | None = None,
     total: int | None = None,
 ) -> JobParts:
-    """Make a job's parts over a graph.
+    """Make the parts of a job over a graph.
 
-    ``graph``: None for a single node, where neighbours don't matter. ``flat``: layout of the
-    model. ``shards``: those that live here, None for all, each on one of ``devices``. ``local``: a
-    local step in place of the job's. ``total``: steps of the run, for cadences that depend on it.
+    :param job: the job
+    :param graph: the graph; None for a single node, which has no neighbours
+    :param flat: layout of the model's parameters
+    :param shards: numbers of the local shards; None: all shards
+    :param devices: the device of each local shard
+    :param local: local step that replaces the local step of the job; None: the job's
+    :param total: number of steps of the run, on which some cadences depend; None: not known
     """
     graph = graphs.graph("identity", 1) if graph is None else graph
     shards = range(flat.slots) if shards is None else shards
@@ -171,7 +194,12 @@ def _method(
     local: Local | None = None,
     whole: ParameterLayout | None = None,
 ) -> Algorithm:
-    """The method for a shard with so many decayed elements; ``whole``: its layout, if it is all."""
+    """Return the method of a shard.
+
+    :param decayed: number of elements of the shard that have weight decay
+    :param local: local step that replaces the one of the job; None: the job's
+    :param whole: layout of the parameters if the shard contains all of them, otherwise None
+    """
     section = job.local
     return algorithms.build(
         job.algorithm.name,
@@ -186,9 +214,9 @@ def _method(
 
 
 def _cadence(job: Job, method: Algorithm, graph: Graph, total: int | None) -> Cadence:
-    """The cadence that the job names, or the only one that the method allows.
+    """Return the cadence of the job, or the only cadence that the method allows.
 
-    Options that the job leaves unset come from the graph's period and the run's steps.
+    Options that the job leaves unset follow from the period of the graph and the steps of the run.
     """
     if method.always_global:
         return cadences.globally()
@@ -205,5 +233,8 @@ def _over_wire(method: Algorithm, coding: Wire, cadence: Cadence) -> Algorithm:
 
 
 def _slots(flat: ParameterLayout, shards: range) -> list[int]:
-    """The shards by their place in ``flat.own``, which with FSDP2 is this rank's shard alone."""
+    """Return the position of each shard in ``flat.local_layout``.
+
+    With FSDP2, that layout contains only the shard of this rank.
+    """
     return [shard % flat.local_layout.slots for shard in shards]

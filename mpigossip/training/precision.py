@@ -1,6 +1,6 @@
 """Arithmetic of forward and backward: float32, bfloat16, or float16 with a scaled loss.
 
-Parameters, gradients' sums, optimizer state and what travels stay float32 in all three.
+Parameters, sums of gradients, optimizer state and messages stay float32 in all three cases.
 """
 
 import contextlib
@@ -13,11 +13,15 @@ from mpigossip.groups.base import Group
 
 FIRST_SCALE = 2.0**16
 PATIENCE = 2000
-"""Steps without an overflow after which a node's loss scale is doubled."""
+"""Number of steps without an overflow after which the loss scale of a node is doubled."""
 
 
 def resolved(setting: str, device: str) -> str:
-    """The arithmetic that `node.precision` asks for; "auto" is bf16 on GPUs that have it."""
+    """Return the arithmetic for `node.precision`; "auto" is bf16 on GPUs that support it.
+
+    :param setting: value of `node.precision`
+    :param device: device of the slots
+    """
     if setting != "auto":
         return setting
     on_gpu = device.startswith("cuda")
@@ -25,9 +29,10 @@ def resolved(setting: str, device: str) -> str:
 
 
 def without_tf32() -> None:
-    """Full float32 in products and convolutions, by the newer setting where torch has it.
+    """Disable TensorFloat-32 in matrix products and convolutions.
 
-    Since torch 2.9 the older one warns, and raises where both have been used.
+    The newer setting of torch is used if it exists: since torch 2.9, the older one warns, and
+    raises an error if both have been used.
     """
     matmul = torch.backends.cuda.matmul
     cudnn = torch.backends.cudnn
@@ -39,18 +44,22 @@ def without_tf32() -> None:
 
 
 class Precision:
-    """Arithmetic of replicas; ``name`` is "fp32", "bf16" or "fp16".
+    """Arithmetic of replicas: "fp32", "bf16" or "fp16".
 
-    float16 holds nothing below 6e-8 or above 65504: each node scales its loss. Where any slot's
-    gradient overflowed, the whole node (all its slots) skips its local step, joins the round as
-    always, and halves its scale; after PATIENCE clean steps it doubles. Scales are powers of two,
-    so that they round nothing (Micikevicius et al., ICLR 2018).
+    float16 can't represent magnitudes below 6e-8 or above 65504, so each node scales its loss. If
+    the gradient of any slot overflows, all slots of the node skip the local step, take part in the
+    round as usual, and halve the scale. After PATIENCE steps without an overflow, the scale is
+    doubled. Scales are powers of two, so scaling does not round (Micikevicius et al., ICLR 2018).
     """
 
     def __init__(self, name: str, devices: Sequence[str], rows: int):
-        """``devices``: one a slot; ``rows``: nodes that live here.
+        """Initialize the loss scales.
 
-        With "fp32" TensorFloat-32 is switched off, which torch leaves on for convolutions.
+        With "fp32", TensorFloat-32 is disabled, which torch enables for convolutions by default.
+
+        :param name: "fp32", "bf16" or "fp16"
+        :param devices: device of each slot
+        :param rows: number of local nodes
         """
         self.name = name
         self._scales = name == "fp16"
@@ -58,29 +67,30 @@ class Precision:
         if self._kind == "cuda" and name == "fp32":
             without_tf32()
         self.scales = [torch.full((rows, 1), FIRST_SCALE, device=device) for device in devices]
-        """per slot (rows, 1), at a fixed address for captured graphs"""
+        """Loss scale of each node, one array (rows, 1) per slot, at a fixed address for captured
+        graphs."""
         self._values = [FIRST_SCALE] * rows
         self._clean = [0] * rows
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The context of a forward pass."""
+        """Return the context manager for a forward pass."""
         if self.name == "fp32":
             return contextlib.nullcontext()
         dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
         return torch.autocast(self._kind, dtype)
 
     def scaled(self, loss: torch.Tensor, row: int, slot: int) -> torch.Tensor:
-        """The loss that is differentiated."""
+        """Return the scaled loss, whose gradient is computed."""
         return loss * self.scales[slot][row, 0] if self._scales else loss
 
     def numbers(self, row: int) -> dict[str, float]:
-        """A node's scale and clean steps so far, for its checkpoint."""
+        """Return loss scale and number of steps without overflow of a node, for its checkpoint."""
         if not self._scales:
             return {}
         return {"loss_scale": self._values[row], "clean_steps": self._clean[row]}
 
     def restore(self, row: int, numbers: dict) -> None:
-        """Go on where :meth:`numbers` stood; from a run without a scale, at the first one."""
+        """Restore the result of :meth:`numbers`; keep the first scale if the saved run had none."""
         if self._scales and "loss_scale" in numbers:
             self._set(row, numbers["loss_scale"], int(numbers["clean_steps"]))
 
@@ -93,10 +103,13 @@ class Precision:
     def unscale(
         self, g: Sequence[torch.Tensor], group: Group, mean: Callable | None = None
     ) -> tuple[int, ...]:
-        """Take the loss scale out of the averaged gradients, the shards (rows, p) of a node.
+        """Divide the averaged gradients by the loss scale, and adapt the scales.
 
-        Returns the rows whose gradient overflowed; it is zero there. ``mean``: the average over
-        nodes of float64 arrays (rows, 1), where all nodes are to skip the step if one does.
+        :param g: the shards of a node's gradient, (rows, p) each
+        :param group: slots of the node
+        :param mean: average over nodes of float64 arrays (rows, 1), if all nodes have to skip the
+            step as soon as one does; None: each node skips alone
+        :return: the rows whose gradient overflowed and was set to zero
         """
         if not self._scales:
             return ()
@@ -112,7 +125,7 @@ class Precision:
 
         def divide(shard: int) -> None:
             for row, bad in enumerate(overflowed.tolist()):
-                # not 0 · g: that would keep what isn't finite
+                # 0 · g would keep values that are not finite
                 _ = g[shard][row].zero_() if bad else g[shard][row].mul_(1 / self._values[row])
 
         group.on_shards(divide)
@@ -132,11 +145,11 @@ class Precision:
 
 
 def arranged(module: nn.Module, setting: str, device: str) -> nn.Module:
-    """The module, its weights channels last where ``node.channels_last`` means it.
+    """Return the module, with weights in channels-last format if `node.channels_last` asks for it.
 
-    "auto": models with two-dimensional convolutions on NVIDIA's GPUs. The weights decide: inputs
-    follow at the first convolution. cuDNN then tries its algorithms for every new shape, unless
-    torch is asked for deterministic ones.
+    "auto" does so for models with two-dimensional convolutions on NVIDIA GPUs. The format of the
+    weights is sufficient: the first convolution converts its input. On GPUs, cuDNN then benchmarks
+    its algorithms for each new shape, unless torch is set to deterministic algorithms.
     """
     on_gpu = device.startswith("cuda")
     if not any(isinstance(part, nn.Conv2d) for part in module.modules()):

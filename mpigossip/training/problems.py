@@ -1,8 +1,9 @@
-"""The tasks of theory: functions with a known optimum, and noise of a known size in the gradient.
+"""Theory tasks: functions with a known optimum, and gradient noise of a known variance.
 
-Their data are functions (data/problems.py). A test of a model x shows ``loss`` f(x) − f(x*),
-``gradient_square`` ‖∇f(x)‖² and ``distance_square`` ‖x − x*‖²: of the averaged model x̄, and as
-local_… of each node's own. In training the same is of the node's f_i, without the noise.
+Their data are functions (data/problems.py). An evaluation of a model x returns ``loss`` f(x) −
+f(x*), ``gradient_square`` ‖∇f(x)‖² and ``distance_square`` ‖x − x*‖². They are evaluated at the
+averaged model x̄, and at the model of each node as local_…. In training, the same metrics belong to
+f_i of the node, without the noise.
 """
 
 import math
@@ -18,14 +19,17 @@ from mpigossip.training.task import Metrics
 
 
 class Theory(ABC):
-    """A function of a sample, its gradient, and how far from the optimum a point is.
+    """Base class of theory tasks: a function, its gradient, and the distance to its optimum.
 
-    The gradient that is trained with has normal noise of E ‖ξ‖² = σ², the same for all
-    coordinates, drawn anew in each step by each node; evaluations have none.
+    The training gradient has normal noise ξ with E ‖ξ‖² = σ², of equal variance in all coordinates,
+    which each node draws in each step. Evaluations have no noise.
     """
 
     def __init__(self, *, noise: NotNegative = 0.1):
-        """``noise``: σ."""
+        """Store the noise.
+
+        :param noise: σ
+        """
         self.noise = noise
 
     def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
@@ -39,16 +43,16 @@ class Theory(ABC):
             along = (point * torch.randn_like(point)).sum() * (
                 self.noise / math.sqrt(point.numel())
             )
-            value = value + (along - along.detach())  # of the gradient alone
+            value = value + (along - along.detach())  # changes the gradient, but not the value
         return value, metrics
 
     @abstractmethod
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
-        """Value, gradient (P,) and squared distance to the optimum."""
+        """Return value, gradient (P,) and squared distance to the optimum."""
 
 
 class Quadratics(Theory):
-    """½ Σ_k a_k (x_k − b_k)²; samples are (b, a)."""
+    """Quadratic function ½ Σ_k a_k (x_k − b_k)²; a sample is (b, a)."""
 
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
         centre, curvature = batch
@@ -59,7 +63,10 @@ class Quadratics(Theory):
 
 
 class Logistic(Theory):
-    """mean_m log(1 + exp(−z_mᵀ x)) + r/2 ‖x‖²; samples are (z, x*, r, f*), z = label · features."""
+    """Logistic regression mean_m log(1 + exp(−z_mᵀ x)) + r/2 ‖x‖².
+
+    A sample is (z, x*, r, f*) with z = label · features.
+    """
 
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
         signed, optimum, ridge, least = batch
@@ -72,7 +79,10 @@ class Logistic(Theory):
 
 
 class Factorization(Theory):
-    """½ ‖A − U Vᵀ‖²; samples are A, the point is U over V. Its distance is that of U Vᵀ to A."""
+    """Matrix factorization ½ ‖A − U Vᵀ‖².
+
+    A sample is A, and the point is U stacked on V. The distance is the distance of U Vᵀ to A.
+    """
 
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
         (whole,) = batch

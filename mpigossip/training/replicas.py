@@ -1,4 +1,4 @@
-"""The replicas of a model: one for each node that lives here and each slot, on flat memory."""
+"""Replicas of a model, one for each local node and slot, whose parameters lie in flat arrays."""
 
 import copy
 import warnings
@@ -17,10 +17,11 @@ from mpigossip.training.task import Objective
 
 
 class Replicas:
-    """``modules[row][slot]`` with parameters in ``full[slot][row]``, gradients in ``grads``.
+    """Model copies: ``modules[row][slot]``, where a row is a local node and slots are local slots.
 
-    Slots are those that live here. ``full`` and ``grads`` are, per slot, arrays (rows, P); ``x``
-    are the slots' shards of ``full``. Buffers (norm statistics) belong to each replica.
+    ``full`` and ``grads`` are lists with one array (rows, P) per slot, which hold the parameters
+    and the gradients of the replicas. ``x`` and ``g`` are the shards of the slots in them. Each
+    replica has its own buffers, such as norm statistics.
     """
 
     def __init__(
@@ -34,13 +35,18 @@ class Replicas:
         graphs: str,
         objective: Objective,
     ):
-        """Copy ``module`` to every row and slot; all begin with its parameters.
+        """Copy ``module``, with its parameters, for each local node and slot.
 
-        ``together``: gradients of all rows by one `torch.func.vmap` in place of one after the
-        other. Sums are then rounded in another order: close to the loop, not its bits. For
-        models without norm statistics, which vmap can't update. ``graphs``: whether replicas on
-        GPUs become CUDA graphs, "always", "never" or (where they can) "auto". ``objective``: what
-        they are trained for.
+        :param module: the model
+        :param flat: layout of its parameters
+        :param rows: number of local nodes
+        :param group: slots of a node
+        :param together: compute the gradients of all rows by one `torch.func.vmap`. The sums are
+            then rounded in another order, so that the results are close to those of the loop, but
+            not bitwise identical. vmap can't update norm statistics
+        :param graphs: whether replicas on GPUs are captured as CUDA graphs: "always", "never", or
+            "auto" if that is possible
+        :param objective: task of the training
         """
         self.flat = flat
         self.group = group
@@ -83,23 +89,27 @@ class Replicas:
         seeds: Sequence[int] = (),
         resting: Sequence[int] = (),
     ) -> torch.Tensor:
-        """Forward and backward of all replicas on their own batches, into ``grads``.
+        """Compute gradients of all replicas on their own batches, and write them to ``grads``.
 
-        ``batches``: row after row, slot after slot; each is cut into ``accumulate`` parts whose
-        gradients are averaged. ``seeds``: of what each replica draws (dropout); exact where
-        replicas of a device run one after the other and aren't captured. Returns each row's mean
-        loss, and of each metric the sum and the count over its slots: (rows, 1 + 2 metrics),
-        float64. What rows that are ``resting`` get is of no meaning.
+        :param batches: for each row, one batch per slot
+        :param accumulate: number of equal parts of a batch whose gradients are averaged
+        :param precision: arithmetic of forward and backward
+        :param seeds: random seed of each replica, for example for dropout; the result depends on
+            them alone if the replicas of a device run one after the other and are not captured
+        :param resting: rows that are idle; their results have no meaning
+        :return: for each row the mean loss, and sum and count of each metric over its slots:
+            float64 (rows, 1 + 2 metrics)
         """
         slots = len(self.group.local_slots)
 
-        def one(row: int, slot: int, batch: Nested) -> torch.Tensor:  # waits for no GPU
+        # this function does not wait for a GPU
+        def one(row: int, slot: int, batch: Nested) -> torch.Tensor:
             gradient = self.grads[slot][row]
             module = self.modules[row][slot]
             found = torch.zeros(self.objective.width, dtype=torch.float64, device=gradient.device)
             if row in resting:
                 return found
-            if seeds and self.graphs == "never":  # never inside a capture
+            if seeds and self.graphs == "never":  # a capture must not contain this
                 draw_from(gradient.device, seeds[row * slots + slot])
             gradient.zero_()
             module.train()
@@ -119,14 +129,17 @@ class Replicas:
             found = [one(row, slot, batches[row * slots + slot]) for row in range(self.rows)]
             return torch.stack(found).cpu()
 
-        # graphs compute all rows
+        # Captured graphs compute all rows, so they can't be used if rows are idle.
         per_slot = None if resting else self._replayed(one, batches)
         figures = self.group.sum_scalars(self.group.run(work) if per_slot is None else per_slot)
         figures[:, 0] /= self.group.slots
         return figures
 
     def _replayed(self, one: Pass, batches: Sequence[Nested]) -> list[torch.Tensor] | None:
-        """Figures of the CUDA graphs, recorded at the first step; None: a thread a slot."""
+        """Replay the CUDA graphs, which the first step captures, and return their figures per slot.
+
+        Return None if the gradients have to be computed by one thread per slot instead.
+        """
         if self.graphs == "never":
             return None
         try:
@@ -143,9 +156,12 @@ class Replicas:
     def _vectorized(
         self, slot: int, cuts: Sequence[Sequence[Nested]], precision: Precision
     ) -> torch.Tensor:
-        """Gradients of a slot's replicas in all rows, by one vmap; figures (rows, 1 + 2 metrics).
+        """Compute the gradients of a slot in all rows by one vmap.
 
-        ``cuts``: of each row the parts whose gradients are averaged.
+        :param slot: index of the local slot
+        :param cuts: for each row, the parts of its batch whose gradients are averaged
+        :param precision: arithmetic of forward and backward
+        :return: figures of the task, (rows, 1 + 2 metrics)
         """
         module = self.modules[0][slot]
         full = self.full[slot]
@@ -173,12 +189,12 @@ class Replicas:
         return found
 
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
-        """Per slot the named buffers that belong to a checkpoint."""
+        """Return, for each slot, the buffers of a row by name."""
         return [dict(module.named_buffers()) for module in self.modules[row]]
 
 
 def draw_from(device: torch.device, seed: int) -> None:
-    """Let random numbers on a device begin anew."""
+    """Seed the default random number generator of a device."""
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
     else:

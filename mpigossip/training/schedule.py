@@ -1,4 +1,4 @@
-"""Learning rates: warm-up, milestones, cosine, linear scaling with the batch."""
+"""Learning rates: warm-up, milestones, cosine, and linear scaling with the batch size."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,11 @@ from mpigossip import config
 
 
 def full_rate(section: config.Schedule, samples_per_step: int) -> tuple[float, str]:
-    """The learning rate behind the warm-up, and what a user is told of it."""
+    """Return the learning rate after the warm-up, and a text that describes it.
+
+    :param section: section `[schedule]`
+    :param samples_per_step: samples of all nodes in a step
+    """
     full = section.lr
     why = "not scaled"
     if section.scale == "linear":
@@ -20,19 +24,26 @@ def full_rate(section: config.Schedule, samples_per_step: int) -> tuple[float, s
 def schedule(
     section: config.Schedule, steps_per_epoch: int, total_steps: int, samples_per_step: int
 ) -> Callable[[int], float]:
-    """Return the learning rate as a function of the step, from 0; it is always above 0.
+    """Return the learning rate as a function of the step, counted from 0; it is always above 0.
 
-    With scale "linear" the full rate is lr × samples_per_step / reference_batch (samples of all
-    nodes together), else lr. During the warm-up of W = warmup_epochs × steps_per_epoch steps it
-    grows linearly, from lr (from 0 where the full rate isn't above lr), to the full rate at step
-    W − 1; with warmup_lr it stays at that, unscaled. After that
+    With scale "linear", the full rate is lr × samples_per_step / reference_batch; otherwise it is
+    lr. During the warm-up of W = warmup_epochs × steps_per_epoch steps, the rate grows linearly to
+    the full rate at step W − 1. It starts at lr, or at 0 if the full rate isn't above lr. If
+    warmup_lr is set, the rate is warmup_lr, unscaled, during the whole warm-up. After the warm-up,
+    the rate is
 
     * "constant": full
-    * "milestones": full × factor^(milestones that the epoch has reached)
+    * "milestones": full × factor^(number of milestones that the epoch has reached)
     * "cosine": final + (full − final)(1 + cos π(k − W)/(total_steps − W))/2
 
-    Steps past the end have the rate of the last one. Goyal et al., "Accurate, large minibatch
-    SGD" (2017), sections 2.1 and 2.2; Loshchilov and Hutter, "SGDR" (ICLR 2017), equation 5.
+    Steps after the end have the rate of the last step. Sources: Goyal et al., "Accurate, large
+    minibatch SGD" (2017), sections 2.1 and 2.2; Loshchilov and Hutter, "SGDR" (ICLR 2017), equation
+    5.
+
+    :param section: section `[schedule]`
+    :param steps_per_epoch: number of steps per epoch
+    :param total_steps: number of steps of the run
+    :param samples_per_step: samples of all nodes in a step
     """
     full, _ = full_rate(section, samples_per_step)
     begin = section.lr if full > section.lr else 0.0

@@ -1,4 +1,4 @@
-"""Slots of a job's nodes: their number, their devices, and those of this process."""
+"""Slots of the nodes of a job: their number, their devices, and the local ones."""
 
 from dataclasses import replace
 
@@ -15,7 +15,10 @@ from mpigossip.groups.devices import slots_of
 
 
 def ranks_of(job: Job, world: World | None = None) -> int:
-    """Ranks of a node: as the world was arranged, or as the job says; one if it says "host"."""
+    """Return the ranks per node: of the world if it has ranks, otherwise of the job.
+
+    Without ranks, "host" counts as one rank per node.
+    """
     if world is not None and world.comm is not None:
         return world.nodes.per_node
     asked = job.node.ranks_per_node
@@ -23,34 +26,34 @@ def ranks_of(job: Job, world: World | None = None) -> int:
 
 
 def here(job: Job, world: World) -> tuple[str, ...]:
-    """The devices of the slots in this process: of a rank, or of all ranks of a simulated node."""
+    """Return the devices of the local slots: of a rank, or of all ranks of a simulated node."""
     own = slots_of(job.node.devices)
     return own * ranks_of(job, world) if world.comm is None else own
 
 
 def slots(job: Job, world: World | None = None) -> int:
-    """Slots of a node, L; without a world as :func:`ranks_of` says."""
+    """Return the number of slots per node, L; without a world, the ranks are those of the job."""
     return len(slots_of(job.node.devices)) * ranks_of(job, world)
 
 
 def with_ranks(job: Job, ranks: int) -> Job:
-    """The job with so many ranks a node, where it says "host"."""
+    """Return the job with this number of ranks per node if it says "host"."""
     asked = job.node.ranks_per_node
     return replace(job, node=replace(job.node, ranks_per_node=ranks if asked == "host" else asked))
 
 
 def assumed(job: Job) -> str:
-    """Return a note if the number of ranks per host is assumed, else ""."""
+    """Return a note if the number of ranks per host is assumed, otherwise ""."""
     if job.node.ranks_per_node != "host":
         return ""
     return 'node.ranks_per_node = "host": one rank a host assumed; say how many, as in …=4'
 
 
 def mistakes(job: Job, world: World) -> list[str]:
-    """Return what this world, of ranks or simulated, doesn't support, with remedies."""
+    """Return the settings that this world, of ranks or simulated, does not support."""
     node = job.node
     found = []
-    if slots(job) == 1:  # else it has been said
+    if slots(job) == 1:  # otherwise :func:`contradictions` has reported it
         found += cut(job, slots(job, world))
     if node.ranks_per_node == "host" and world.comm is None:
         found.append(
@@ -77,7 +80,7 @@ def mistakes(job: Job, world: World) -> list[str]:
 
 
 def cut(job: Job, slots: int) -> list[str]:
-    """Return why a local step that needs whole parameters doesn't go with shards."""
+    """Return why a local step that needs whole parameters can't be used with shards."""
     name = job.local.name
     if slots == 1 or not job.node.shard or name not in LOCALS or not LOCALS[name](0).whole:
         return []
@@ -89,16 +92,16 @@ def cut(job: Job, slots: int) -> list[str]:
 
 
 def explained(found: list[str], world: World) -> list[str]:
-    """Add to errors about the graph how the number of nodes comes about."""
+    """Add the origin of the number of nodes to problems with the graph."""
     per = world.nodes.per_node
     how = f" ({world.size} ranks, {per} a node: node.ranks_per_node)"
     return [text + how if per > 1 and text.startswith("graph.name") else text for text in found]
 
 
 def check_alike(job: Job, world: World) -> None:
-    """JobError on every rank where they don't have equally many slots of a kind; collective.
+    """Check that all ranks have the same number and kind of slots; collective.
 
-    Or where two ranks have the same GPU.
+    :raises JobError: on all ranks, if they differ or if two ranks have the same GPU
     """
     if world.nodes.per_node == 1:
         return
@@ -113,7 +116,7 @@ def check_alike(job: Job, world: World) -> None:
             f"{max(counts)} slots, rank {least} on {world.hosts[least]} has {min(counts)}; every "
             "rank needs as many: name them, or have the scheduler give each rank as many GPUs"
         )
-    if len(set(kinds)) > 1:  # slots of one kind sum by NCCL, of the other in shared memory
+    if len(set(kinds)) > 1:  # slots on GPUs sum by NCCL, slots on CPUs in shared memory
         cpu = kinds.index("cpu")
         gpu = kinds.index("cuda")
         raise JobError(
@@ -126,9 +129,9 @@ def check_alike(job: Job, world: World) -> None:
 
 
 def _check_gpus(job: Job, world: World, mine: tuple[str, ...]) -> None:
-    """JobError on every rank where two of a host have one GPU, which NCCL can't join; collective.
+    """Check that no two slots of a host have the same GPU, which NCCL does not allow; collective.
 
-    A rank that sees only its own calls it cuda:0: GPUs are told apart by what they say they are.
+    A rank that sees only its own GPU calls it cuda:0, so GPUs are compared by their identifiers.
     """
     owners: dict[tuple[str, str], int] = {}
     said = world.broadcast(world.gather([gpu_of(slot) for slot in mine]))
@@ -146,12 +149,12 @@ def _check_gpus(job: Job, world: World, mine: tuple[str, ...]) -> None:
 
 
 def gpu_of(device: str) -> str:
-    """Return a GPU's identifier, unique on its host; "" if torch gives none."""
+    """Return the identifier of a GPU, unique on its host; "" if torch gives none."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def make_group(job: Job, world: World) -> Group:
-    """The slots of this node; collective over its ranks."""
+    """Return the slots of this node; collective over its ranks."""
     torch.set_num_threads(job.node.threads)
     node = job.node
     return devices.make_group(

@@ -1,6 +1,7 @@
-"""Tasks: loss and metrics of a training, by name or "package.module:factory".
+"""Tasks: loss and metrics of a training, by name or as "package.module:factory".
 
-A new task is a class with a `loss` and its line in `TASKS`; a user's own needs no line.
+To add a task, write a class with a method `loss` and add a line to `TASKS`. A custom task needs no
+line.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from mpigossip.data.pytree import Nested, form, size
 from mpigossip.models import loss_and_correct, scores
 
 Metrics = Mapping[str, tuple[Any, Any]]
-"""By name a sum and what it is divided by, numbers or tensors of one: both are added up over
-batches, slots and nodes."""
+"""Metrics by name: each is a pair of a sum and the count to divide it by. Both are numbers or
+tensors with one element, and both are summed over batches, slots and nodes."""
 
 TAKEN = frozenset(
     (
@@ -57,38 +58,48 @@ TAKEN = frozenset(
         "digest",
     )
 )
-"""Names of columns and of lines of the summary that are no task's own."""
+"""Names of columns of the log and of lines of the summary, which no metric may have."""
 NAME = r"(?!local_|share_)[A-Za-z][A-Za-z0-9_.-]{0,31}"
-"""The form of a metric's name; local_NAME and share_NAME are columns beside it."""
+"""Regular expression of the name of a metric; local_NAME and share_NAME are further columns of the
+log."""
 
 
 class Task(Protocol):
-    """A job's task; the factory's options are the further keys of section `[task]`.
+    """Protocol of a task.
 
-    It may have `units`, a mapping from "loss" and metrics' names; "1" where it is silent; and
-    `told(data)`, which is called once with the data, before the first batch.
+    The keyword-only parameters of its factory are the options of section `[task]`. A task may have
+    an attribute `units`, which maps "loss" and names of metrics to their units. The unit of a name
+    that is not listed is "1". It may also have a method `prepare(data)`, which is called once with
+    the data, before the first batch.
     """
 
     def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
-        """The mean loss of a batch, to be differentiated, and metrics by name: (sum, count).
+        """Return the mean loss of a batch, to be differentiated, and its metrics.
 
-        ``batch``: as the data give it, on the model's device. Also called in evaluation, without
-        gradients and with the model in `eval()`. A metric "loss" says with which weight the
-        batch counts in the mean test loss; else that is its number of samples.
+        Evaluations call this method, too, without gradients and with the model in `eval()`.
+
+        :param model: the model, or a function with the same parameters
+        :param batch: one batch as the data return it, on the device of the model
+        :return: the loss, a float tensor of shape (), and the metrics by name, each as (sum,
+            count). The sum and the count of a metric "loss" enter the mean test loss. Without it, a
+            batch counts by its number of samples
         """
 
 
 class TaskError(Failure, RuntimeError):
-    """A task that fails on a batch, in the middle of a run."""
+    """Error of a task that fails on a batch in the middle of a run."""
 
 
 class Classification:
-    """Cross-entropy of scores (B, classes) against (B,) int64, and the share that is right."""
+    """Cross-entropy of scores (B, classes) against int64 targets (B,), and the accuracy."""
 
     units = {"loss": "nat"}
 
     def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
-        """Batches are (inputs, targets); scores and targets may have a time axis before classes."""
+        """Return loss and accuracy of a batch (inputs, targets).
+
+        Scores and targets may have a time dimension before the classes.
+        """
         inputs, targets = batch
         loss, correct = loss_and_correct(scores(model(inputs)), targets)
         count = targets.numel()
@@ -96,11 +107,12 @@ class Classification:
 
 
 class LanguageModel:
-    """Cross-entropy of the next token, and the share of tokens that is right.
+    """Cross-entropy of the next token, and the fraction of tokens that are predicted correctly.
 
-    Batches are (tokens, the tokens after them), or a mapping with `input_ids` (B, T), as
-    tokenizers give it: there the labels are its `labels`, or the tokens themselves, shifted here
-    by one; -100 doesn't count. The mapping's other tensors are the model's too.
+    A batch is either (tokens, next tokens) or a mapping with `input_ids` (B, T), as tokenizers
+    return it. The labels of a mapping are its `labels`, or `input_ids` if it has none. This class
+    shifts them by one position and ignores the label -100. All other tensors of the mapping are
+    passed to the model.
     """
 
     units = {"loss": "nat", "nats_per_byte": "nat/byte"}
@@ -110,7 +122,10 @@ class LanguageModel:
         self._lengths: dict[torch.device, Tensor] = {}
 
     def prepare(self, data: Any) -> None:
-        """Of packed text: the bytes of each token, by which losses compare between tokenizers."""
+        """Take the number of bytes per token of packed text.
+
+        With it, the loss can be stated per byte, which makes different tokenizers comparable.
+        """
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer is not None:
             self._lengths = {torch.device("cpu"): torch.from_numpy(tokenizer.lengths)}
@@ -126,21 +141,24 @@ class LanguageModel:
         counted = wanted != self.IGNORED
         count = counted.sum()
         loss = functional.cross_entropy(found, wanted, ignore_index=self.IGNORED)
-        loss = loss.where(count > 0, 0.0)  # no token counts: 0/0
+        loss = loss.where(count > 0, 0.0)  # a batch without a counted token gives 0/0
         right = ((found.detach().argmax(-1) == wanted) & counted).sum()
         return loss, {"loss": (loss.detach().double() * count, count), "accuracy": (right, count)}
 
     def _per_byte(self, nats: Tensor, targets: Tensor) -> Metrics:
-        """The loss of these tokens by the bytes that they stand for, where those are known."""
+        """Return the loss per byte of these tokens, or {} if the bytes per token are not known."""
         if not self._lengths:
             return {}
-        if targets.device not in self._lengths:  # a copy per batch would wait for the GPU
+        if targets.device not in self._lengths:  # copying it for each batch would wait for the GPU
             self._lengths[targets.device] = self._lengths[torch.device("cpu")].to(targets.device)
         return {"nats_per_byte": (nats, self._lengths[targets.device][targets].sum())}
 
 
 def _problem(made_by: str, source: str, model: str) -> BuilderSpec:
-    """A task of theory brings its functions and what they are functions of; an f_i is a sample."""
+    """Return the spec of a theory task, which implies its data, model and batch size.
+
+    One sample is one function f_i, the function of a node.
+    """
     brings = {
         "data.source": source,
         "model.name": model,
@@ -159,26 +177,35 @@ TASKS: dict[str, BuilderSpec | Callable] = {
     "logistic": _problem("Logistic", "logistic", "point"),
     "factorization": _problem("Factorization", "factorization", "factors"),
 }
-"""Values of `task.name`; keyword-only parameters are the options of section `[task]`."""
+"""Values of `task.name`; the keyword-only parameters are the options of section `[task]`."""
 
 
 class Objective:
-    """A job's task, and what one batch has shown of it: the names of its metrics."""
+    """Task of a job, with the names of its metrics as a first batch has shown them."""
 
     def __init__(self, task: Task, name: str = "classification", metrics: tuple[str, ...] = ()):
-        """``metrics``: without "loss"."""
+        """Wrap a task.
+
+        :param task: the task
+        :param name: its `task.name`
+        :param metrics: names of its metrics, without "loss"
+        """
         self.task = task
         self.name = name
         self.metrics = metrics
         self.width = 1 + 2 * len(metrics)
-        """of :meth:`figures`"""
+        """Number of values that :meth:`figures` returns."""
 
     def unit(self, name: str) -> str:
-        """The unit of the loss or a metric."""
+        """Return the unit of the loss or of a metric."""
         return dict(getattr(self.task, "units", {})).get(name, "1")
 
     def __call__(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
-        """The task's loss and metrics; TaskError, which says where, for what they raise."""
+        """Return the loss and the metrics of the task on a batch.
+
+        :raises TaskError: if custom code raises an exception or returns something else than a loss
+            and its metrics; the message names the task
+        """
         try:
             loss, metrics = self.task.loss(model, batch)
             if self.name in TASKS:
@@ -201,12 +228,19 @@ class Objective:
         return loss, metrics
 
     def figures(self, loss: Tensor, metrics: Metrics, accumulate: int) -> Tensor:
-        """A part's share of the mean loss, then sum and count of each metric: float64 (width,)."""
+        """Return the contribution of a part of a batch to the step: float64 (width,).
+
+        The first value is the loss divided by ``accumulate``, the number of parts. The others are
+        sum and count of each metric.
+        """
         found = [_double(one, loss) for name in self.metrics for one in metrics[name]]
         return torch.stack([_double(loss, loss) / accumulate, *found])
 
     def tested(self, model: Callable, batch: Nested) -> Tensor:
-        """Sum and count of the loss and of each metric: float64 (1 + metrics, 2) on the CPU."""
+        """Return sum and count of the loss and of each metric on a test batch.
+
+        The result is float64 (1 + metrics, 2) on the CPU.
+        """
         loss, metrics = self(model, batch)
         samples = size(batch)
         pairs = [metrics.get("loss", (loss.detach().double() * samples, samples))]
@@ -214,15 +248,19 @@ class Objective:
         return torch.tensor([[float(a), float(b)] for a, b in pairs], dtype=torch.float64)
 
     def prepare(self, data: Any) -> Objective:
-        """Itself; the task knows the data, if it asks to."""
+        """Call ``prepare(data)`` of the task if it has such a method; return this object."""
         if callable(getattr(self.task, "prepare", None)):
             self.task.prepare(data)  # type: ignore[attr-defined]
         return self
 
     def probe(self, model: nn.Module, batch: Nested) -> Objective:
-        """The same with the names of its metrics, from a first batch, as evaluations call it.
+        """Return a copy of this object with the names of the metrics on a first batch.
 
-        JobError for what isn't a task's answer. The generators of random numbers stay as they were.
+        The task is called as in an evaluation. The state of the random number generators is
+        preserved.
+
+        :raises JobError: if the task fails, if its result is invalid, or if a metric has a name
+            that is reserved or malformed
         """
         training = model.training
         try:
@@ -256,7 +294,10 @@ class Objective:
 
 
 def make(section: config.TaskSection) -> Objective:
-    """The task that section `[task]` names, not tried yet. Raises JobError."""
+    """Return the task that section `[task]` names, without calling it on a batch.
+
+    :raises JobError: if a custom task can't be imported, or has no method ``loss``
+    """
     if section.name in TASKS:
         return Objective(BuilderSpec.of(TASKS, section.name)(**section.options), section.name)
     factory = import_object("task.name", section.name, "(**options) that returns a task")
@@ -292,11 +333,11 @@ def _number(value: Any) -> bool:
 
 
 def _double(value: Any, beside: Tensor) -> Tensor:
-    """As float64 on the device of another one; numbers too, without waiting for it."""
+    """Return a value in float64 on the device of ``beside``, without waiting for that device."""
     if isinstance(value, Tensor):
         return value.detach().to(beside.device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=beside.device)
 
 
 CLASSIFICATION = Objective(Classification(), metrics=("accuracy",))
-"""Default task of a run's progress."""
+"""Default task of :class:`~mpigossip.runs.progress.Progress`."""

@@ -1,4 +1,7 @@
-"""Time of a step of n nodes on a machine: messages, sums, overlap, waiting; the virtual clock."""
+"""Time model of a training: seconds of a step of n nodes on a machine, and the virtual clock.
+
+A step consists of computation, messages, sums and waiting, some of which overlap.
+"""
 
 import math
 from collections import deque
@@ -18,28 +21,31 @@ from mpigossip.training.costs import Exchanges
 from mpigossip.training.machines import Machine, named
 
 BACKWARD = 2 / 3
-"""Share of computing that is backward: two of three products of matrices a layer."""
+"""Fraction of the computation that is backward: two of three matrix products per layer."""
 FIRST_BUCKET = 1 << 20
 BUCKET = 25 << 20
-"""Bytes of gradients that torch's DistributedDataParallel sends at once, as it comes."""
+"""Sizes, in bytes, of the first and of all further buckets of gradients that
+DistributedDataParallel of torch sends at once, by default."""
 BURN_IN = 24
 SHOWN = 96
-"""Rounds until waiting has spread over a graph, and rounds over which it is then averaged."""
+"""Number of rounds until waiting has spread over a graph, and number of rounds over which it is
+then averaged."""
 DRAWN = 512
-"""Nodes, over all repetitions, whose steps are drawn for that."""
+"""Number of nodes, over all repetitions, whose steps are drawn for this average."""
 DRAWS = 5
-"""Keeps what the virtual clock draws apart from what else the run's seed gives."""
+"""Purpose of the random numbers of the virtual clock, which makes them independent of other draws
+from the seed of the run."""
 
 
 def hops(n: int) -> int:
-    """Latencies one after the other in a global average over n nodes."""
+    """Return the number of consecutive latencies in a global average over n nodes."""
     return 2 * (n - 1).bit_length()
 
 
 def last_bucket(nbytes: int) -> float:
-    """Share of the gradients' bytes that DistributedDataParallel sends when backward is over.
+    """Return the fraction of gradient bytes that DistributedDataParallel sends after backward.
 
-    The first bucket holds 1 MiB, the others 25 MiB; the last one what is left for it.
+    The first bucket holds 1 MiB, the others 25 MiB. The last bucket holds the remainder.
     """
     if nbytes <= FIRST_BUCKET:
         return 1.0
@@ -48,14 +54,17 @@ def last_bucket(nbytes: int) -> float:
 
 
 class Edges(NamedTuple):
-    """Messages of a round, by receiver: a node waits for itself first, then its in-neighbours."""
+    """Messages of a round, by receiver.
+
+    The first edge of a node is an edge to itself; the others come from its in-neighbours.
+    """
 
     senders: np.ndarray
-    """(edges,), those of a node side by side"""
+    """Sender of each edge, (edges,); the edges of a receiver are adjacent."""
     starts: np.ndarray
-    """(n,): where a node's begin"""
+    """Index of the first edge of each node, (n,)."""
     sent: np.ndarray
-    """(n,): messages that each node sends"""
+    """Number of messages that each node sends, (n,)."""
     received: np.ndarray
 
     @property
@@ -65,7 +74,7 @@ class Edges(NamedTuple):
 
 @lru_cache(maxsize=512)
 def edges_of(graph: Graph, t: int) -> Edges:
-    """Those of round t."""
+    """Return the edges of round t."""
     r = graph.round(t)
     n = graph.n
     senders = [[i, *r.neighbours(i)[0]] for i in range(n)]
@@ -76,12 +85,7 @@ def edges_of(graph: Graph, t: int) -> Edges:
 
 
 class Timing:
-    """Seconds of a job's exchanges on a machine.
-
-    A method of global averages at every step is timed as torch's DistributedDataParallel carries
-    it out: each bucket of gradients leaves during backward; without ``ddp`` as this package does,
-    behind it. ``bandwidth`` (n,): of each node's link, where they differ.
-    """
+    """Durations of the exchanges of a job on a machine."""
 
     def __init__(
         self,
@@ -90,6 +94,15 @@ class Timing:
         bandwidth: np.ndarray | None = None,
         ddp: bool = True,
     ):
+        """Prepare the durations.
+
+        :param made: exchanges of the job
+        :param machine: durations and rates of a node
+        :param bandwidth: bytes/s of the link of each node, (n,); None: equal for all nodes
+        :param ddp: time a method that averages over all nodes in each step like
+            DistributedDataParallel of torch, which sends each bucket of gradients during backward;
+            if false, like this package, which sends after backward
+        """
         self.made = made
         self.parts = made.parts
         self.machine = machine
@@ -98,19 +111,20 @@ class Timing:
         self._bandwidth = bandwidth
         self.delay = self.parts.cadence.fragment_schedule.delay
         self.last = last_bucket(layout.nbytes) if ddp and method.always_global else 1.0
-        """share of an exchange that begins when backward is over"""
+        """Fraction of an exchange that begins after backward."""
         lossy = 0.0 if layout.wire.exact else layout.nbytes
         self.encode_s = lossy / machine.encode_rate if machine.encode_rate else 0.0
         decode_s = lossy / machine.decode_rate if machine.decode_rate else 0.0
         self.term_s = decode_s + layout.nbytes / machine.combine_rate
-        """to decode a message and add it"""
+        """Seconds for decoding a message and adding it."""
 
     def message_s(self, kind: ExchangeKind, t: int | None):
-        """Seconds until a message is received, and of the sums after it.
+        """Return the seconds until a message is received, and the seconds of the sums after it.
 
-        A number each for LOCAL and GLOBAL, for GOSSIP arrays over the edges of round t: a message
-        takes as long as all those that its sender sends, or its receiver receives. A node's edge to
-        itself takes as long as its slowest message, as its step ends when that has left.
+        For LOCAL and GLOBAL both are numbers, for GOSSIP arrays over the edges of round t. A
+        message takes as long as all messages that its sender sends, or that its receiver receives,
+        whichever is longer. The edge of a node to itself takes as long as the slowest message that
+        the node sends, because its step ends when that message has been sent.
         """
         m = self.machine
         layout = self.parts.layout
@@ -131,16 +145,20 @@ class Timing:
         slower = np.minimum(link[edges.senders], link[to])
         wire = self.encode_s + m.latency_s + many * layout.sent_bytes / slower
         wire[edges.starts] = 0.0
-        own = np.full(n, self.encode_s)  # a node without neighbours encodes, too
+        own = np.full(n, self.encode_s)  # a node without neighbours encodes its message, too
         np.maximum.at(own, edges.senders, wire)
         wire[edges.starts] = own
         return wire, edges.received[to] * self.term_s
 
     def hidden(self, wire, sums):
-        """Seconds of an exchange of these `parts` that pass while gradients are computed.
+        """Return the seconds of an exchange that are overlapped with computation.
 
-        Ahead: of the message, during all of it. DDP: of all but the last bucket, during backward.
-        With a delay: during the steps until it is applied.
+        If the method sends ahead, the message overlaps with the whole computation. With
+        DistributedDataParallel, all but the last bucket overlap with backward. With a delay, the
+        exchange overlaps with the steps until it is applied.
+
+        :param wire: seconds of the messages, from :meth:`message_s`
+        :param sums: seconds of the sums, from :meth:`message_s`
         """
         compute = self.machine.compute_s
         whole = wire + sums
@@ -151,7 +169,7 @@ class Timing:
         return np.minimum((1 - self.last) * whole, BACKWARD * compute)
 
     def exchange_s(self, kind: ExchangeKind, t: int | None) -> tuple[float, float]:
-        """Seconds of an exchange for which nobody waits, and those of them that are hidden."""
+        """Return the seconds of an exchange without waiting, and how many of them are hidden."""
         wire, sums = self.message_s(kind, t)
         return float(np.max(wire + sums)), float(np.max(self.hidden(wire, sums)))
 
@@ -161,22 +179,23 @@ class Timing:
         return self.machine.compute_s + self.machine.node_s + self.machine.update_s
 
     def step_s(self) -> float:
-        """Seconds of an average step, waiting included."""
+        """Return the seconds of an average step, including waiting."""
         exchange, hidden = self.mean_s()
         return self.steady_s + exchange - hidden + self.waiting_s()
 
     def mean_s(self) -> tuple[float, float]:
-        """Seconds of an average step's exchange, and those of them that are hidden."""
+        """Return the seconds of the exchange in an average step, and the hidden part of them."""
         each = [(self.exchange_s(*key), count) for key, count in self.made.counted.items()]
         exchange, hidden = (sum(s[k] * count for s, count in each) for k in (0, 1))
         return exchange / self.made.steps, hidden / self.made.steps
 
     def waiting_s(self) -> float:
-        """Seconds of an average step in which a node waits because others computed longer.
+        """Return the seconds of an average step in which a node waits for slower nodes.
 
-        Steps of normal duration, independent of each other. Where all wait for all, after h steps
-        of their own each: √h σ E[max of n], a formula. With neighbours waits spread from step to
-        step over the graph, and how fast such a system goes has no formula: drawn, from a seed.
+        Durations of steps are assumed to be normal and independent. If all nodes wait for all after
+        h steps of their own, each such wait takes √h σ E[max of n]. If nodes wait for neighbours,
+        delays spread over the graph from step to step. There is no formula for this case, so it is
+        simulated from a fixed seed.
         """
         sigma = self.machine.jitter * self.machine.compute_s
         n = self.parts.graph.n
@@ -206,10 +225,10 @@ class Timing:
 
 
 class Clock:
-    """When each node is through with its steps: every exchange waits for those that it needs.
+    """Time at which each node ends its steps, if each exchange waits for its messages.
 
-    ``now`` (rows, n): seconds since the beginning, in as many repetitions as there are rows. With
-    `cadence.delay` an exchange is waited for in the step that applies it, not in that which sends.
+    ``now`` (rows, n) are seconds since the beginning; each row is an independent repetition. With
+    `cadence.delay`, nodes wait for an exchange in the step that applies it.
     """
 
     def __init__(self, timing: Timing, rows: int = 1):
@@ -219,7 +238,12 @@ class Clock:
         self._sent = deque([self.now] * timing.delay)
 
     def step(self, kind: ExchangeKind, t: int | None, compute: np.ndarray) -> np.ndarray:
-        """Let a step pass whose computing takes ``compute`` (rows, n) seconds; `now` behind it."""
+        """Advance the clock by one step; return `now` after it.
+
+        :param kind: kind of the exchange
+        :param t: round of the exchange; None unless it is gossip
+        :param compute: seconds of the computation of each node, (rows, n)
+        """
         machine = self._timing.machine
         begin = self.now
         rest = machine.node_s + machine.update_s
@@ -251,7 +275,7 @@ class Clock:
 
 @lru_cache(maxsize=256)
 def expected_maximum(n: int) -> float:
-    """Mean of the largest of n standard normal numbers: ∫ z n φ(z) Φ(z)ⁿ⁻¹ dz."""
+    """Return the mean of the maximum of n standard normal numbers: ∫ z n φ(z) Φ(z)ⁿ⁻¹ dz."""
     z = np.linspace(-9.0, 9.0, 20_001)
     below = 0.5 * (1 + np.array([math.erf(v) for v in z / math.sqrt(2)]))
     density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
@@ -259,19 +283,26 @@ def expected_maximum(n: int) -> float:
 
 
 class VirtualClock:
-    """Seconds since the beginning that each node would have needed, by the job's `[clock]`.
+    """Clock of the seconds that each node would have needed on the machine of `[clock]`.
 
-    A function of the job, the number of nodes and what each step exchanged; it changes nothing.
+    It depends on the job, the number of nodes and the exchanges only, and does not affect the
+    training.
     """
 
     def __init__(self, job: Job, assembly: Assembly, begun: np.ndarray | None = None):
-        """``begun`` (n,): when each node was through with the steps before, NaN: not known."""
+        """Prepare the clock.
+
+        :param job: the job
+        :param assembly: the parts of the job
+        :param begun: for each node, when it had ended the previous steps, (n,), NaN if that is not
+            known; None: 0 for all nodes
+        """
         section = job.clock
         engine = assembly.engine
         parts = assembly.parts
         self._machine = named(section)
         self._fragments = parts.cadence.fragment_schedule.fragments
-        # of all slots of a node, also those in other ranks
+        # all slots of a node count, including those of other ranks
         widths = parts.layout.widths[:1] * assembly.trainer.replicas.flat.slots
         node = replace(parts, layout=replace(parts.layout, widths=widths))
         self._clock = Clock(Timing(Exchanges(node), self._machine))
@@ -280,7 +311,7 @@ class VirtualClock:
         self._round = engine.round
         self._seed = job.run.seed
         self._engine = engine
-        # the stragglers of a simulated asynchronous run are its own
+        # a simulated asynchronous run has its own stragglers
         ill = job.faults
         own = job.faults.slow_times > 1
         slow = ill if own else section
@@ -289,7 +320,7 @@ class VirtualClock:
         )
 
     def step(self, index: int, kind: ExchangeKind) -> np.ndarray:
-        """(n,): seconds at the end of step ``index``."""
+        """Return the seconds of each node at the end of step ``index``, (n,)."""
         machine = self._machine
         n = len(self._clock.now[0])
         pace = 1 + machine.jitter * normal((self._seed, DRAWS, index), n)
@@ -302,6 +333,9 @@ class VirtualClock:
 
 
 def normal(key: tuple[int, ...], count: int) -> np.ndarray:
-    """Standard normal numbers from the key alone, the same with every numpy (Box and Muller)."""
+    """Return ``count`` standard normal numbers from a key, equal with every numpy.
+
+    They are computed by the method of Box and Muller.
+    """
     u = (random_words(key, 2 * count).astype(np.float64) + 0.5) / 2.0**64
     return np.sqrt(-2 * np.log(u[:count])) * np.cos(2 * np.pi * u[count:])
