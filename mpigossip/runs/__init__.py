@@ -1,1 +1,1 @@
-"""One run of a job or a custom loop: log, checkpoints, stops, resume, rank failures, output."""
+"""Run of a job or a custom loop: log, checkpoints, stops, resume, rank failures and output."""

@@ -1,6 +1,6 @@
-"""Warnings from the log of a run: stragglers, divergence, the cadence's own.
+"""Warnings from the log of a run: stragglers, divergence, and warnings of the cadence.
 
-They look at the rows that the log gathers to rank 0 anyway: no message is added.
+They use rows of the log that are gathered on rank 0 anyway, so they need no messages.
 """
 
 from collections import deque
@@ -12,17 +12,22 @@ from mpigossip.config import LogSection
 from mpigossip.runs.summary import SPLIT
 
 Rows = Mapping[str, np.ndarray]
-"""Columns of the log for some consecutive steps: arrays (steps, nodes)."""
+"""Columns of the log for consecutive steps: arrays (steps, nodes)."""
 
 APART = 1e-3
-"""Consensus distance, relative to the model, below which no growth is worth a word."""
+"""Consensus distance below which its growth is ignored."""
 
 
 class Straggler:
-    """Warning that a node computes longer than ``times`` the nodes' median, for ``seconds``."""
+    """Warning that a node computes ``times`` longer than the median, for ``seconds``."""
 
     def __init__(self, times: float, seconds: float, hosts: Sequence[str] = ()):
-        """``hosts``: where each node lives, if they differ."""
+        """Prepare the warning.
+
+        :param times: ratio to the median above which a node is slow; 0: never warn
+        :param seconds: time for which a node has to be slow
+        :param hosts: host of each node, which the warning names if they differ
+        """
         self._times = times
         self._seconds = seconds
         self._hosts = hosts
@@ -30,17 +35,17 @@ class Straggler:
         self._told: set[int] = set()
 
     def see(self, first: int, rows: Rows) -> list[str]:
-        """Return warnings about the steps from ``first`` on, one for each time a node slows."""
+        """Return warnings about the steps from ``first`` on, one each time a node becomes slow."""
         compute = rows["compute_s"]
-        # of the steps that a node takes: idle ones compute nothing, and have no loss
+        # Idle steps of a node do not count: they have no computation and no loss.
         worked = ~np.isnan(rows["loss"])
-        # a program may log no loss at all
+        # a program may log no loss; then all steps count
         worked |= ~worked.any(axis=1, keepdims=True) & ~np.isnan(compute)
         mean = np.where(worked, compute, 0.0).sum(axis=0) / np.maximum(worked.sum(axis=0), 1)
         awake = np.sort(mean[worked.any(axis=0)])
         if len(awake) < 2 or not self._times:
             return []
-        # the lower middle: of two nodes the faster one is the measure
+        # This is the lower median: of two nodes, the faster one is the reference.
         median = awake[(len(awake) - 1) // 2]
         slow = mean > self._times * median
         spent = sum(rows[name].sum(axis=0) for name in SPLIT if name in rows)
@@ -65,7 +70,11 @@ class Divergence:
     """Warning that the consensus distance has grown ``times``-fold within ``steps`` steps."""
 
     def __init__(self, times: float, steps: int):
-        """Growth below a distance of `APART` counts from there."""
+        """Prepare the warning; distances below `APART` count as `APART`.
+
+        :param times: factor of growth; 0: never warn
+        :param steps: number of steps within which it is reached
+        """
         self._times = times
         self._steps = steps
         self._recent: deque[tuple[int, float]] = deque()
@@ -98,7 +107,7 @@ class Divergence:
 
 
 class CadenceWarning:
-    """The cadence's warning about its state, once until it has none."""
+    """Warning of the cadence about its state, printed once until the cadence has none."""
 
     def __init__(self, says: Callable[[], str]):
         self._says = says
@@ -114,7 +123,7 @@ class CadenceWarning:
 def watchers(
     section: LogSection, hosts: Sequence[str] = (), cadence: Callable[[], str] = lambda: ""
 ) -> list[Straggler | Divergence | CadenceWarning]:
-    """Return those that the job's `[log]` asks for, and the cadence's."""
+    """Return the warnings that section `[log]` asks for, and the warning of the cadence."""
     return [
         Straggler(section.straggler_times, section.straggler_s, hosts),
         Divergence(section.diverging_times, section.diverging_steps),

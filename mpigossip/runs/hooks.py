@@ -1,6 +1,6 @@
-"""Hooks: observers of a run, which never change its numbers, and those that a job can name.
+"""Hooks: observers of a run, which never change its results, and the hooks that a job can name.
 
-A new hook is a subclass of `Hook` and a line of `HOOKS`; a user's own needs no line.
+To add a hook, write a subclass of `Hook` and add a line to `HOOKS`. A custom hook needs no line.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,28 +20,41 @@ from mpigossip.store.log_export import Events, add_evaluation, tag
 from mpigossip.training.evaluate import Evaluation
 
 HOOKS = {"tensorboard": "mpigossip.runs.hooks:TensorBoard"}
-"""The hooks that `log.hooks` knows by name; all others it names as "package.module:factory"."""
+"""Hooks that `log.hooks` can name; all others are named as "package.module:factory"."""
 
 
 class Hook:
-    """Observer of a run; methods that a subclass doesn't override do nothing.
+    """Observer of a run. Methods that a subclass does not override do nothing.
 
-    Each is called on all ranks, with the run's `Progress`.
+    Each method is called on all ranks, with the `Progress` of the run.
     """
 
     def start(self, progress, assembly) -> None:
-        """Before the first step; ``assembly``: the parts of the job (model, data, graph)."""
+        """Prepare for the first step.
+
+        :param progress: progress of the run
+        :param assembly: the parts of the job (model, data, graph)
+        """
 
     def step(self, progress, record: Record) -> None:
-        """After each step, with its metrics."""
+        """Process the record of a step.
+
+        :param progress: progress of the run
+        :param record: metrics of the step
+        """
 
     def evaluation(self, progress, step: int, result: Evaluation) -> None:
-        """After each evaluation; ``step``: the steps done by then."""
+        """Process the result of an evaluation.
+
+        :param progress: progress of the run
+        :param step: number of steps done
+        :param result: values of the averaged model and of the nodes' own models
+        """
 
     def wants_stop(self, done: int) -> bool:
         """Return whether the run should end after ``done`` steps; equal on all ranks.
 
-        Asynchronous nodes ask where they write the log.
+        With asynchronous nodes, it is called when they write the log.
         """
         return False
 
@@ -49,14 +62,18 @@ class Hook:
         """Write to disk what must not be older than the checkpoint that follows."""
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        """After the last step; ``summary`` is complete on rank 0 only."""
+        """End after the last step.
+
+        :param progress: progress of the run
+        :param summary: the summary, complete on rank 0 only
+        """
 
 
 class TensorBoard(Hook):
-    """Writer of RUN/tensorboard on rank 0, for ``tensorboard --logdir runs``.
+    """Hook that writes RUN/tensorboard on rank 0, for ``tensorboard --logdir runs``.
 
-    Metrics of a step are those of the nodes in this process (node 0 under a launcher); the log has
-    all nodes', whose means ``mpigossip log export --tensorboard`` writes.
+    Metrics of a step are those of the nodes in this process (of node 0 under a launcher). The log
+    has the metrics of all nodes; ``mpigossip log export --tensorboard`` writes their means.
     """
 
     def __init__(self, world: World):
@@ -71,7 +88,10 @@ class TensorBoard(Hook):
                     self._writer = Events(progress.folder / "tensorboard", progress.first_step)
 
     def _do(self, write: Callable[[Events], None]) -> None:
-        """Write on rank 0; after an error of the disk nothing more, as the log has all of it."""
+        """Write on rank 0.
+
+        After an error of the disk, nothing more is written, because the log contains all metrics.
+        """
         if self._writer is None:
             return
         try:
@@ -123,7 +143,10 @@ class TensorBoard(Hook):
 
 
 def named_hooks(names: Sequence[str], world: World) -> list[Hook]:
-    """Return the hooks of these names, each made with the world. Collective; JobError."""
+    """Return the hooks of these names, each made with the world. Collective.
+
+    :raises JobError: on all ranks, if a hook is unknown or can't be made
+    """
     with world.raise_together(JobError):
         return [_made(name, world) for name in names]
 

@@ -1,4 +1,4 @@
-"""Training of a job: its node over trainer and data, evaluations, and the loop of steps."""
+"""Training of a job: its node, its evaluations, and the loop over steps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,13 +29,14 @@ from mpigossip.training.evaluate import Evaluation, evaluate, norms
 
 PARTITION_KEY = "partition"
 NUMPY_KEY = "numpy"
-"""Facts of a checkpoint: digest of its partition, and the version of NumPy that drew it."""
+"""Keys of a checkpoint's manifest: digest of the partition, and the version of NumPy that drew
+it."""
 NOT_OF_PARTITION = {"batch", "augment", "image_size", "workers", "cache"}
 """Settings of `[data]` on which the partition does not depend."""
 
 
 class JobNode:
-    """Contract: :class:`mpigossip.runs.node.Node`, over a job's assembly."""
+    """Node of a job. The contract is :class:`mpigossip.runs.node.Node`."""
 
     counts_all = True
 
@@ -43,7 +44,7 @@ class JobNode:
         self.job = assembly.parts.job
         self.world = world
         self._doubted: set[str] = set()
-        """metrics that were reported as no numbers"""
+        """Metrics for which a value that is not finite was reported."""
         self._take(assembly)
 
     def _take(self, assembly: Assembly) -> None:
@@ -62,13 +63,13 @@ class JobNode:
 
     @property
     def total_steps(self) -> int:
-        """The step at which the job ends."""
+        """Step at which the job ends."""
         whole = self.assembly.steps_per_epoch * self.job.run.epochs + self.shift
         return whole if self.job.run.steps is None else min(whole, self.job.run.steps)
 
     @property
     def finished(self) -> bool:
-        """Return whether no step is left."""
+        """Whether no step is left."""
         return self.engine.index >= self.total_steps
 
     def average(self) -> None:
@@ -90,14 +91,16 @@ class JobNode:
         return self.assembly.loader.note(self.engine.index - self.shift)
 
     def resumes_exactly(self, manifest: Manifest, first: NodeState) -> bool:
-        """Return whether nodes had as many slots."""
+        """Return whether the nodes of the checkpoint had the same number of slots."""
         return manifest.meta["slots"] == self.group.slots
 
     def check_saved(self, manifest: Manifest, path: Path) -> None:
-        """Raise StoreError if the same settings give the nodes other samples than before.
+        """Check that the same settings give the nodes the same samples as before.
 
-        Another number of nodes, or other settings of the data, mean another partition. Checkpoints
-        of earlier versions have no digest of it.
+        Another number of nodes or other settings of the data lead to another partition. Checkpoints
+        of earlier versions contain no digest of it. The check is skipped in these cases.
+
+        :raises StoreError: if settings are equal, but the partition differs
         """
         saved = manifest.meta.get(PARTITION_KEY)
         own = self.facts.get(PARTITION_KEY)
@@ -121,7 +124,11 @@ class JobNode:
         )
 
     def restore_counters(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
-        """Take the counters; the epoch goes on where it was, in its present number of steps."""
+        """Restore the counters; the epoch continues where it was.
+
+        If the number of steps per epoch has changed, `shift` is set so that the same fraction of
+        the epoch is done.
+        """
         trainer = self.trainer
         before = int(facts["steps_per_epoch"])
         self.engine.restore_counters(numbers)
@@ -141,10 +148,10 @@ class JobNode:
         self._take(assemble(self.job, world, world.size))
 
     def copy_step_extras(self, spare: Any) -> None:
-        """Nothing: batches, losses' scale and random numbers follow from the step."""
+        """Do nothing: batches, loss scale and random numbers follow from the step."""
 
     def restore_step_extras(self, kept: Any, world: World) -> list[str]:
-        """Nothing."""
+        """Do nothing."""
         return []
 
     def close(self, together: bool) -> None:
@@ -167,7 +174,7 @@ class JobNode:
         return nodes * self.group.slots * self.job.data.batch * self.job.algorithm.accumulate
 
     def samples(self, record: Record) -> int:
-        """Return the samples of a step, over all nodes that didn't rest."""
+        """Return the number of samples of a step, over all nodes that were not idle."""
         nodes = self.mixer.n
         engine = self.engine
         rested = engine.cadence.idle_nodes(record.index - engine.state_start, range(nodes))
@@ -190,7 +197,7 @@ class JobNode:
     # -- evaluation -------------------------------------------------------------------------------
 
     def to_evaluate(self) -> bool:
-        """Return whether the present step is the last one, or one at which the job evaluates."""
+        """Return whether the current step is the last one, or one at which the job evaluates."""
         done = self.engine.index
         asked = self.job.run
         epoch, over = divmod(done - self.shift, self.assembly.steps_per_epoch)
@@ -199,7 +206,7 @@ class JobNode:
         return self.finished or bool(due or (steps and done % steps == 0))
 
     def evaluate(self, run: Run) -> None:
-        """Test the averaged model and the nodes' own; waits for all nodes."""
+        """Evaluate the averaged model and the nodes' own models; waits for all nodes."""
         run.wait_for_nodes("an evaluation")
         trainer = self.trainer
         modules = self.trainer.replicas.modules
@@ -214,7 +221,7 @@ class JobNode:
             hook.evaluation(run.progress, self.engine.index, found)
 
     def _doubt(self, found: Evaluation, progress: Progress) -> None:
-        """Warn, once a metric, of a value of the averaged model that is no number; rank 0 does."""
+        """Warn on rank 0, once per metric, if a value of the averaged model is not finite."""
         for name, value in found.averaged.items():
             if self.world.rank or math.isfinite(value) or name in self._doubted:
                 continue
@@ -234,9 +241,12 @@ def _partition_settings(job: Job) -> tuple[dict[str, Any], int]:
 
 
 def train(node: JobNode, newest: Path | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
-    """Train to the job's last step, or until all agree to stop; return the summary on rank 0.
+    """Train until the last step of the job, or until all ranks agree to stop.
 
-    ``newest``: a checkpoint to continue from; ``hooks``: beside those that the job names.
+    :param node: the node of this process
+    :param newest: checkpoint to continue from; None: start from step 0
+    :param hooks: hooks in addition to those that the job names
+    :return: the summary on rank 0, elsewhere {}
     """
     with ExitStack() as resources:
         run = Run(node.world, node.job, newest, resources)
@@ -279,13 +289,16 @@ def _steps(node: JobNode, run: Run) -> dict[str, Any]:
     survival = Survival(node, run, between)
     survival.keep()
     survival.step(begin)
-    while run.summary is None:  # after a failure in finish, too
+    while run.summary is None:  # repeated after a failure in `finish`, too
         survival.step(run.finish if node.finished or run.stopping else step)
     return run.summary
 
 
 def _summary_of(folder: Path, world: World) -> dict[str, Any] | None:
-    """Print again what the log has of a finished run; None where it was killed before that."""
+    """Return the summary of a finished run from its log, and print it again.
+
+    Return None if the run was killed before it wrote a summary.
+    """
     summary = None
     with world.raise_together(StoreError):
         if world.rank == 0:

@@ -1,4 +1,4 @@
-"""Commands that train: start or resume a job, from its file or run directory to the summary."""
+"""Start and resume of jobs, from a job file or run directory to the summary."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -24,9 +24,14 @@ from mpigossip.training.assemble import assemble, load
 
 
 def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
-    """Train the job on n nodes, from a checkpoint if one is given; return the summary on rank 0.
+    """Train a job on n nodes; collective under MPI.
 
-    Collective under MPI. JobError, on every rank, for user errors.
+    :param job: the job
+    :param world: ranks of the run
+    :param n: number of nodes
+    :param resume: checkpoint to continue from; None: start from step 0
+    :return: the summary on rank 0
+    :raises JobError: on all ranks, if the job has user errors
     """
     world.timeout_s = job.node.timeout_s
     prepare(job, world)
@@ -38,7 +43,10 @@ def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
 def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
     """Train a job from the start, or from the newest checkpoint of its run directory.
 
-    ``n``: nodes, None for as many as the ranks make.
+    :param job: the job
+    :param world: ranks of the run
+    :param n: number of nodes; None: the number that the ranks form
+    :return: the summary on rank 0
     """
     n = n or _nodes(job, world)
     with locked(job.run.folder, world):
@@ -50,17 +58,26 @@ def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
 
 
 def _nodes(job: Job, world: World) -> int:
-    """Return how many nodes the ranks form; JobError on all of them where they can't."""
+    """Return the number of nodes that the ranks form.
+
+    :raises JobError: on all ranks, if the ranks can't be divided into nodes
+    """
     world.timeout_s = job.node.timeout_s
     world.group_into_nodes(job.node.ranks_per_node)
     return world.nodes.count
 
 
 def newest(folder: Path, world: World) -> Path | None:
-    """Return the newest complete checkpoint as rank 0 sees it: ranks may see disks differently.
+    """Return the newest complete checkpoint of a run directory.
 
-    Damaged ones that are newer are named and set aside. JobError where only such are left, and
-    for a training of members.
+    Rank 0 decides, because file systems may differ on other ranks. Newer checkpoints that are
+    damaged are reported and renamed.
+
+    :param folder: the run directory
+    :param world: ranks of the run
+    :return: folder of the checkpoint; None if there is none
+    :raises JobError: if all checkpoints are damaged, or if the folder contains a training of
+        members
     """
     found = None
     place = folder / "checkpoints"
@@ -90,9 +107,15 @@ def newest(folder: Path, world: World) -> Path | None:
 
 
 def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) -> dict[str, Any]:
-    """Resume the run in a folder from its newest complete checkpoint.
+    """Resume the run in a run directory from its newest complete checkpoint.
 
-    ``n``: nodes; None for as many as the ranks make, or without ranks as the checkpoint has.
+    :param folder: the run directory
+    :param overrides: settings "section.key=value" that replace those of the run
+    :param world: ranks of the run
+    :param n: number of nodes; None: the number that the ranks form, or without ranks the number of
+        the checkpoint
+    :return: the summary on rank 0
+    :raises JobError: if the folder contains no run that can be resumed
     """
     with world.raise_together(UserError):
         if not folder.is_dir():
@@ -121,7 +144,10 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
 
 
 def _of_a_job(path: Path) -> Manifest:
-    """Return the manifest; JobError where a custom loop wrote the checkpoint."""
+    """Return the manifest of a checkpoint.
+
+    :raises JobError: if a custom loop wrote the checkpoint
+    """
     manifest = checkpoint.read_manifest(path)
     if manifest.meta.get("door") == "loop":
         raise JobError(
@@ -132,9 +158,11 @@ def _of_a_job(path: Path) -> Manifest:
 
 
 def _same_job(job: Job, n: int, newest: Path) -> None:
-    """JobError where another job, or one of other nodes, has begun the run directory.
+    """Check that the run directory belongs to this job with this number of nodes.
 
-    A run that has lost nodes since continues on as many as it was started with.
+    A run in which nodes have failed continues with the number of nodes with which it was started.
+
+    :raises JobError: if it belongs to another job or has another number of nodes
     """
     manifest = _of_a_job(newest)
     if n != nodes_requested(manifest):
@@ -144,7 +172,7 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
             f"{n}; name another folder with run.output=…, or change the number by `mpigossip "
             f"resume {job.run.folder}` on {n} ranks (simulated: with --simulate --nodes {n})"
         )
-    # `resume` has saved the folder in place of its pattern
+    # run.output is not compared, because `resume` replaces its pattern by the folder
     if found := differing(job, load(manifest.job), {"run.output"}):
         folder = job.run.folder
         raise JobError(
@@ -155,7 +183,12 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
 
 
 def differing(job: Job, there: Job, apart: Collection[str] = ()) -> list[str]:
-    """Return the settings in which jobs differ, but for some sections and settings, ``apart``."""
+    """Return the settings in which two jobs differ.
+
+    :param job: the job
+    :param there: the other job
+    :param apart: names of sections and settings that are not compared
+    """
     now = config.as_dict(job)
     before = config.as_dict(there)
     return [

@@ -1,4 +1,4 @@
-"""Lock of a run directory: one job at a time writes there."""
+"""Lock of a run directory: only one job at a time writes to it."""
 
 import contextlib
 import fcntl
@@ -17,10 +17,13 @@ SETTING = "run.output"
 
 @contextmanager
 def locked(folder: Path, world: World, setting: str = SETTING) -> Iterator[None]:
-    """Context manager that keeps other jobs out of the run directory; collective.
+    """Return a context manager that keeps other jobs out of the run directory; collective.
 
-    ``setting``: what named the folder, for messages. File systems without locks (some Lustre and
-    NFS mounts) are tolerated.
+    File systems without locks (some Lustre and NFS mounts) are accepted.
+
+    :param folder: the run directory
+    :param world: ranks of the run; rank 0 holds the lock
+    :param setting: setting or parameter that named the folder, for messages
     """
     handle = None
     with world.raise_together(JobError):
@@ -34,7 +37,12 @@ def locked(folder: Path, world: World, setting: str = SETTING) -> Iterator[None]
 
 
 def lock(folder: Path, setting: str = SETTING) -> TextIO:
-    """Lock a run directory until the handle is closed; JobError names the job that has it."""
+    """Lock a run directory until the returned file is closed.
+
+    :param folder: the run directory
+    :param setting: setting or parameter that named the folder, for messages
+    :raises JobError: if another job holds the lock, or the folder can't be written
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = (folder / "lock").open("a+")
@@ -56,7 +64,7 @@ def lock(folder: Path, setting: str = SETTING) -> TextIO:
     try:
         _sign(handle)
     except OSError as error:
-        with contextlib.suppress(OSError):  # closing writes what is left once more
+        with contextlib.suppress(OSError):  # close() tries to write the rest again
             handle.close()
         raise JobError(
             f'{setting}: can\'t write into "{folder}": {error.strerror}; make room there, or '

@@ -1,7 +1,7 @@
-"""Export of a model from a checkpoint: the exact average over nodes, or one node's.
+"""Export of a model from a checkpoint: the exact average over nodes, or the model of one node.
 
-The names are those of the model's own ``state_dict()``; parameters and norm statistics are
-averaged in node order in float64, as an evaluation does, so that the numbers are the same bits.
+Names are those of the model's own ``state_dict()``. Parameters and norm statistics are averaged in
+float64 in the order of nodes, as in an evaluation, so the values are bitwise identical.
 """
 
 import tomllib
@@ -25,12 +25,16 @@ SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
 def export(path: Path, out: Path, node: int | None = None, trust_model: bool = False) -> str:
-    """Write the averaged model of the checkpoint ``path``, or that of ``node``; return a report.
+    """Write the averaged model of a checkpoint, or the model of one node; return a report.
 
-    ``out`` names the format: .safetensors (with step, nodes and job as metadata), or .pt for what
-    ``torch.load`` reads. A checkpoint may be of somebody else: only with ``trust_model`` are the
-    data and the model that its job names opened and imported. Raises StoreError for another suffix,
-    a node that isn't there, a damaged checkpoint.
+    :param path: folder of the checkpoint
+    :param out: file to write. Its suffix selects the format: .safetensors, with step, nodes and job
+        as metadata, or .pt (.pth) for ``torch.load``
+    :param node: number of the node; None: the average
+    :param trust_model: import the model and open the data that the job of the checkpoint names.
+        Leave it False for a checkpoint from somebody else
+    :raises StoreError: if the suffix is another one, the node does not exist, or the checkpoint is
+        damaged
     """
     if out.suffix not in SUFFIXES:
         raise StoreError(f'--out "{out}" doesn\'t say its format: end it on .safetensors or .pt')
@@ -52,18 +56,18 @@ def export(path: Path, out: Path, node: int | None = None, trust_model: bool = F
 
 
 def averaged(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
-    """Return parameters and buffers by name, floats averaged over the nodes of a checkpoint."""
+    """Return parameters and buffers by name; floats are averaged over the nodes of a checkpoint."""
     return _by_name(checkpoint.read_node(path, 0, manifest), checkpoint.average(path, manifest))
 
 
 def model_of(path: Path, node: int) -> dict[str, np.ndarray]:
-    """Return one node's parameters and buffers by name, float buffers averaged over its slots."""
+    """Return parameters and buffers of a node by name; float buffers are averaged over slots."""
     saved = checkpoint.read_node(path, node)
     return _by_name(saved, over_slots(saved))
 
 
 def _by_name(saved: NodeState, mean: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the averages by the model's own names, in the types that were saved."""
+    """Return the averages by the model's own names, in the dtypes that were saved."""
     values = {}
     at = 0
     for name, shape in zip(saved.names, saved.shapes, strict=True):
@@ -79,17 +83,17 @@ def _by_name(saved: NodeState, mean: Mapping[str, np.ndarray]) -> dict[str, np.n
 def _as_saved(
     manifest: Manifest, values: dict[str, np.ndarray]
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the values by the checkpoint's own names; nothing that its job names is imported."""
+    """Return the values by the names of the checkpoint, and a note; import nothing of its job."""
     try:
         job = tomllib.loads(manifest.job)
-        name = str(job.get("model", {}).get("name", ""))  # a forged one may be a list
+        name = str(job.get("model", {}).get("name", ""))  # a forged file may contain a list here
         loop = job.get("loop", {})
         left_out = loop.get("left_out")
         temporary = set(loop.get("temporary", ()))
     except (tomllib.TOMLDecodeError, AttributeError, TypeError):
         name = "?"
         left_out = None
-    if left_out is not None:  # a user's own program
+    if left_out is not None:  # the checkpoint of a custom loop
         note = (
             "frozen parameters and second names of tied ones are left out: load with strict=False"
         )
@@ -110,10 +114,11 @@ def _tensors(values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 def _completed(
     manifest: Manifest, values: dict[str, np.ndarray]
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """The state_dict of the job's model with these values, and what there is to say about it.
+    """Return the state_dict of the job's model with these values, and a note.
 
-    The checkpoint itself has no frozen parameters and one name of a tied one: the job's model is
-    made anew for them. Where its data or its factory aren't here, its own names have to do.
+    The checkpoint has no frozen parameters and only one name of each tied parameter, so the model
+    of the job is built again to get them. If its data or its factory are not on this host, the
+    names of the checkpoint are used.
     """
     tensors = _tensors(values)
     try:
@@ -135,8 +140,8 @@ def _completed(
                     "it is made now: restore the model's code, or leave --trust-model out"
                 )
             own[name].copy_(value.view(own[name].shape))
-    # tied arrays become equal ones: safetensors holds no array twice under two names
-    whole = torch.contiguous_format  # which safetensors asks for
+    # safetensors does not store one array under two names, so tied arrays are copied
+    whole = torch.contiguous_format  # required by safetensors
     state = module.state_dict().items()
     return {name: value.detach().clone(memory_format=whole) for name, value in state}, ""
 
@@ -146,7 +151,7 @@ def _write(state: dict[str, torch.Tensor], path: Path, manifest: Manifest, node:
         from safetensors.torch import save
 
         about = {"step": str(manifest.step), "nodes": str(manifest.n), "node": node}
-        # not save_file: that makes files which nobody else may read
+        # save_file would make files that only their owner can read
         path.write_bytes(save(state, {"format": "pt", "job": manifest.job, **about}))
     else:
         torch.save(state, path)

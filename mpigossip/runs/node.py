@@ -1,4 +1,4 @@
-"""The protocol of a node that a run works on, and waiting for all nodes."""
+"""Protocol of a node on which a run works, and waiting for all nodes."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,29 +18,30 @@ from mpigossip.mixing.base import Mixer
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
 
 IDLE_S = 1e-3
-"""Seconds between two exchanges of a node that only waits: they take the core from the others."""
+"""Seconds between two exchanges of a waiting node: an exchange takes time of the core from
+others."""
 Arrays = Mapping[str, np.ndarray]
 Numbers = Mapping[str, Number]
 
 
 class Node(Protocol):
-    """The nodes that live in this process: of a job, or of a custom training loop.
+    """Protocol of the local nodes, of a job or of a custom training loop.
 
-    A row is one of these nodes. ``engine.group`` is `Single` where each rank of a node has the
-    full vector; ``group`` always has all of the node's slots.
+    A row is one of these nodes. ``engine.group`` is `Single` if each rank of a node has all
+    parameters; ``group`` always has all slots of the node.
     """
 
     job: Job
     world: World
     engine: Engine
     facts: dict[str, Any]
-    """what a checkpoint's manifest keeps of this kind of run"""
+    """Entries of the checkpoint's manifest for this kind of run."""
     counts_all: bool
-    """samples are counted over all nodes, not by rank"""
+    """Whether each rank counts the samples of all nodes, and not only its own."""
 
     @property
     def mixer(self) -> Mixer:
-        """The communication backend between nodes."""
+        """The mixer between nodes."""
 
     @property
     def group(self) -> Group:
@@ -51,7 +52,7 @@ class Node(Protocol):
 
     @property
     def assembly(self) -> Any:
-        """The parts that hooks are shown at the start."""
+        """The parts of the job that hooks get at the start."""
 
     @property
     def shift(self) -> int:
@@ -60,65 +61,86 @@ class Node(Protocol):
     # -- state ------------------------------------------------------------------------------------
 
     def buffers(self, row: int) -> Sequence[Mapping[str, torch.Tensor]]:
-        """Return the model's buffers by name, one dict for each slot here."""
+        """Return the buffers of the model by name, one dict for each local slot."""
 
     def extra_state(
         self, row: int, world: World
     ) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
         """Return arrays and numbers that only this kind of node saves; collective.
 
-        ``world``: the run's, whose ranks all learn of an error. Empty in all but a node's first
-        process, unless all of them write.
+        They are empty in all processes of a node but the first, unless each process writes its own
+        file.
+
+        :param row: index of the local node
+        :param world: world of the run, on all ranks of which an error is raised
         """
 
     def restore_extra_state(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
-        """Restore what :meth:`own` has returned, from ``mean`` unless that is None; report."""
+        """Restore the result of :meth:`extra_state`; return messages to report.
+
+        :param row: index of the local node
+        :param saved: state from the checkpoint
+        :param mean: averaged state to use instead; None: use ``saved``
+        """
 
     def resumes_exactly(self, manifest: Manifest, first: NodeState) -> bool:
-        """Return whether a checkpoint of as many nodes can be continued exactly."""
+        """Return whether a checkpoint of the same number of nodes can be resumed exactly."""
 
     def check_saved(self, manifest: Manifest, path: Path) -> None:
-        """Raise StoreError if the checkpoint in ``path`` is not one to continue from; local."""
+        """Check that the run can continue from the checkpoint in ``path``; not collective.
+
+        :raises StoreError: if it can't
+        """
 
     def restore_counters(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
-        """Take the counters of a checkpoint, or of a step that was kept."""
+        """Restore the counters of a checkpoint, or of a step that was kept."""
 
     def publish(self) -> None:
-        """Let slots and parameters see what was written into x; collective over the node."""
+        """Copy the restored parameters to all slots and to the model; collective over the node."""
 
     # -- other nodes ------------------------------------------------------------------------------
 
     def rebuild(self, world: World) -> None:
-        """Make all that depends on the nodes anew, between those of ``world``; collective.
+        """Build again everything that depends on the number of nodes; collective over ``world``.
 
-        The method's state begins anew. A node that another failure left half made is given up.
+        The state of the algorithm is reset. A node that an earlier failure left incomplete is
+        discarded.
         """
 
     def copy_step_extras(self, spare: Any) -> Any:
-        """Copy what changes with each step beside the state; ``spare``: an earlier copy."""
+        """Return a copy of what changes in each step besides the state.
+
+        :param spare: an earlier copy, whose memory may be used again
+        """
 
     def restore_step_extras(self, kept: Any, world: World) -> list[str]:
-        """Restore a copy, as the mean over nodes where all have one; what to report."""
+        """Restore a copy; return the names of restored values to report.
+
+        Values are averaged over nodes if all nodes have a copy.
+        """
 
     def close(self, together: bool) -> None:
-        """Release everything; with what lies between nodes only if all come ``together``."""
+        """Release all resources.
+
+        :param together: all nodes make this call, so that the mixer can be closed, too
+        """
 
     # -- what a run shows -------------------------------------------------------------------------
 
     def progress_fields(self) -> dict[str, Any]:
-        """Return fields of :class:`~mpigossip.runs.progress.Progress` that only the node knows."""
+        """Return the fields of `Progress` that only the node has."""
 
     def overview_lines(self, progress: Any) -> Sequence[tuple[str, str]]:
-        """Return the first screen, as (word, text); local."""
+        """Return the overview as pairs (word, text); not collective."""
 
     def summary(self, progress: Any) -> dict[str, Any]:
-        """Return figures for the summary; local."""
+        """Return entries of the summary; not collective."""
 
 
 def wait_for_nodes(node: Node, world: World) -> None:
-    """Wait for all nodes; asynchronous ones that are ahead go on exchanging meanwhile."""
+    """Wait for all nodes; an asynchronous node that is ahead continues to exchange meanwhile."""
     if node.mixer.synchronous:
-        return  # they wait in what follows
+        return  # synchronous nodes wait in the next collective call
     all_here = world.start_agree(0)
     until = time.monotonic() + world.timeout_s
     while not _over(all_here.ready() or time.monotonic() >= until, node.group):
@@ -128,18 +150,18 @@ def wait_for_nodes(node: Node, world: World) -> None:
 
 
 def _over(here: bool, group: Group) -> bool:
-    """Return whether any rank of a node has come to the end of a wait: they go on together."""
+    """Return whether any rank of this node has ended its wait: its ranks continue together."""
     flags = [torch.full((1, 1), float(here), dtype=torch.float64) for _ in group.local_slots]
     return bool(group.sum_scalars(flags) > 0)
 
 
 @contextmanager
 def closing(node: Node, world: World) -> Iterator[None]:
-    """Close the node at the end of the block, with the others where all of them come to it."""
+    """Return a context manager that closes the node at its end, with the others if all reach it."""
     try:
         yield
     except BaseException as error:
-        # closing is collective: after an exception of this rank alone it would hang
+        # Closing is collective, so it would hang after an exception of this rank alone.
         node.close(together=world.comm is None or isinstance(error, CollectiveError))
         raise
     node.close(together=not world.shrunk)

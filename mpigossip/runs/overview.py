@@ -1,6 +1,6 @@
-"""First screen of a run: nodes, model, data, method, exchange, memory, files.
+"""Overview at the start of a run: nodes, model, data, method, exchange, memory, files.
 
-Everything is read from what was built for the run, not from the job that asked for it.
+All values are read from the objects that were built for the run, not from the job.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from mpigossip.training.loop import Trainer
 
 ROUNDS = 64
-"""Rounds of a long or random graph that neighbours and bytes are taken from."""
+"""Largest number of rounds of a graph from which neighbours and bytes are computed."""
 WAYS = {
     "windows": "put from GPU to GPU",
     "messages": "messages from GPU to GPU",
     "nccl": "NCCL",
     "host": "host staging",
 }
-"""How vectors on GPUs are exchanged, by the first word of a mixer's routes."""
+"""Transports of vectors on GPUs, by the first word of a route of a mixer."""
 
 
 def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple[str, str]]:
-    """Return the screen as (word, text); local."""
+    """Return the overview as pairs (word, text); not collective."""
     job = progress.job
     trainer = assembly.trainer
     graph = assembly.parts.graph
@@ -83,7 +83,12 @@ def between(engine: Engine, graph: Graph, node: NodeSection, world: World) -> li
 
 
 def nodes(n: int, devices: Sequence[str], world: World) -> str:
-    """Describe ranks, hosts and slots."""
+    """Describe ranks, hosts and slots.
+
+    :param n: number of nodes
+    :param devices: devices of the local slots
+    :param world: ranks of the run
+    """
     per = world.nodes.per_node
     names = ", ".join(dict.fromkeys(devices))
     slots = f"{pluralize(per * len(devices), 'slot')} each ({names}{unused_gpus_note(devices)})"
@@ -99,14 +104,14 @@ def nodes(n: int, devices: Sequence[str], world: World) -> str:
 
 
 def _gossips(engine: Engine) -> bool:
-    """Return whether neighbours exchange: some methods average over all nodes only."""
+    """Return whether neighbours exchange; some methods only average over all nodes."""
     return ExchangeKind.GOSSIP in engine.cadence.kinds
 
 
 def _graph(graph: Graph) -> str:
-    """Describe degree, period, and spectral gap or rounds to the exact average.
+    """Describe degree, period, and spectral gap or number of rounds to the exact average.
 
-    The mean of all nodes drifts where columns of W don't sum to one.
+    If columns of W don't sum to one, the mean of all nodes drifts.
     """
     if graph.n == 1:
         return "one node: nothing to average"
@@ -116,13 +121,13 @@ def _graph(graph: Graph) -> str:
         text += ", signed weights"
     if "column-stochastic" not in graph.facts:
         text += ", mean drifts"
-    if graph.n > spectral.LARGE or graph.name == "ceca":  # whose rounds alone only permute
+    if graph.n > spectral.LARGE or graph.name == "ceca":  # the single rounds of "ceca" only permute
         return text
     exact = spectral.rounds_to_exact(graph)
     rate = spectral.consensus_rate(graph)
     if exact is not None and graph.period is not None:
         return f"{text}, exact average in {pluralize(exact, 'round')}"
-    if graph.period is None and rate == 0:  # equal after some draws, by luck
+    if graph.period is None and rate == 0:  # nodes are equal after some draws by chance
         return text
     if rate >= 1 - 1e-9:
         return f"{text}, not connected: nodes never agree"
@@ -131,7 +136,7 @@ def _graph(graph: Graph) -> str:
 
 
 def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> str:
-    """Describe the transport to each neighbour of this process's first node."""
+    """Describe the transport to each neighbour of the first local node."""
     mine = engine.mixer.local_nodes[0]
     wire = node.wire
     over = "" if wire == "fp32" else f", {wire} on the wire"
@@ -168,7 +173,7 @@ def _listed(nodes: list[int]) -> str:
 
 
 def _traffic(engine: Engine, graph: Graph, world: World) -> str:
-    """Describe bytes of a round, the mean over a period, beside those of an all-reduce."""
+    """Describe the mean bytes per round over a period, and the bytes of an all-reduce."""
     n = graph.n
     method = engine.method
     mixer = engine.mixer

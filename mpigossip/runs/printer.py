@@ -1,4 +1,4 @@
-"""Output of a run: a live line on a terminal, plain lines in a batch log, the summary."""
+"""Printer of a run: a live line on a terminal, plain lines in a batch log, the summary."""
 
 import os
 import sys
@@ -24,13 +24,13 @@ from mpigossip.training.evaluate import Evaluation
 
 LIVE_S = 0.2
 PLAIN_S = 30.0
-"""Seconds between refreshes of the live line, and between the lines of a batch log."""
+"""Seconds between two refreshes of the live line, and between two lines of a batch log."""
 KNOWN = COLUMNS | MEMBER_COLUMNS
-"""Figures that the live line has no room for."""
+"""Columns that are not shown as metrics in the live line."""
 WINDOW = 50
-"""Steps over which speed and the share of the exchange are averaged."""
+"""Number of steps over which speed and exchange time are averaged."""
 HEADING_EVERY = 25
-"""Rows of the table between two headings."""
+"""Number of rows of the table between two headings."""
 
 WIDTHS = {
     "epoch": 7,
@@ -46,16 +46,21 @@ WIDTHS = {
 
 
 class Printer(Hook):
-    """Printer for all nodes on rank 0, silent elsewhere.
+    """Hook that prints for all nodes on rank 0, and nothing on other ranks.
 
-    The training loss is that of the nodes in this process: of node 0 under a launcher.
+    The training loss is the loss of the nodes in this process (of node 0 under a launcher).
     """
 
     def __init__(self, world: World, stream: TextIO | None = None, plain_s: float = PLAIN_S):
-        """Lines go to ``stream``, standard output if None.
+        """Find out whether the output is a terminal.
 
-        It counts as a terminal if it is one; among ranks if the launcher passes it on to one
-        (Open MPI gives rank 0 a terminal of its own, wherever its output goes).
+        Without a launcher, the output is live if ``stream`` is a terminal. Among ranks, it is live
+        if the launcher passes it on to a terminal: Open MPI gives rank 0 a terminal of its own in
+        any case.
+
+        :param world: ranks of the run
+        :param stream: file for the output; None: standard output
+        :param plain_s: seconds between two lines of a batch log
         """
         self._world = world
         self._enabled = world.rank == 0
@@ -89,7 +94,8 @@ class Printer(Hook):
             return
         self._print(Text(progress.job.run.name, style="bold"))
         for word, text in progress.about():
-            width = self._console.width - 11 if self._live else len(text)  # logs: a row is a line
+            # in a batch log, a row stays on one line
+            width = self._console.width - 11 if self._live else len(text)
             lines = textwrap.wrap(text, max(width, 20), break_long_words=False)
             for head, line in zip([word, *[""] * len(lines)], lines or [""], strict=False):
                 self._print(Text.assemble((f"  {head:<9}", "cyan"), line))
@@ -105,7 +111,7 @@ class Printer(Hook):
         self._losses.append(float(record.loss.nanmean()))
         self._lr = record.lr
         self._recent.append((now, record.seconds))
-        if len(record.idle_rows) < len(record.loss):  # idle nodes have none
+        if len(record.idle_rows) < len(record.loss):  # idle nodes have no metrics
             self._figures = {n: v for n, v in record.metrics.items() if n not in KNOWN}
         if record.consensus_distance == record.consensus_distance:
             self._consensus = record.consensus_distance
@@ -121,7 +127,10 @@ class Printer(Hook):
             self._print(Text(text))
 
     def _line(self, progress, done: int) -> str:
-        """Return progress, speed, time left, and the fraction of a step spent on exchange."""
+        """Return a line with progress, speed, remaining time, and the exchange time of a step.
+
+        The exchange time is a fraction of the time of a step, averaged over the last steps.
+        """
         first = self._recent[0][0]
         last = self._recent[-1][0]
         speed = (len(self._recent) - 1) / max(last - first, 1e-9)
@@ -148,7 +157,7 @@ class Printer(Hook):
         return "  ".join(words)
 
     def _hidden(self) -> str:
-        """Return the hidden fraction of exchanges since the last line, where a thread does them."""
+        """Return the hidden fraction of exchanges since the last line; "" if there were none."""
         mixer = self._engine.mixer
         now = (mixer.exchange_seconds, mixer.wait_seconds)
         flown, waited = (new - old for new, old in zip(now, self._before, strict=True))
@@ -167,7 +176,7 @@ class Printer(Hook):
         self._print(Text("".join(c.rjust(w) for (_, c), w in zip(row, widths, strict=True))))
 
     def _row(self, progress, step: int, found: Evaluation) -> list[tuple[str, str]]:
-        """Return (column, text); "local" is the nodes' own first metric."""
+        """Return pairs (column, text); "local" is the first metric of the nodes' own models."""
         seen = [loss for loss in self._losses if loss == loss]
         self._losses = []
         metrics = [(name, number(value)) for name, value in found.averaged.items()][1:]
@@ -190,7 +199,7 @@ class Printer(Hook):
             self._print(Text(f"\n{describe(summary)}"))
 
     def leave(self) -> None:
-        """End the live line, as it stands."""
+        """End the live line as it is."""
         if self._dirty:
             self._dirty = False
             with self._while_it_takes_it():
@@ -206,7 +215,7 @@ class Printer(Hook):
 
     @contextmanager
     def _while_it_takes_it(self) -> Iterator[None]:
-        """Context manager for writing; after an error the run goes on silently."""
+        """Return a context manager for writing; after an error, the run prints nothing more."""
         try:
             yield
             self._stream.flush()
@@ -216,7 +225,7 @@ class Printer(Hook):
 
 
 def print_line(text: str) -> None:
-    """Print a line; a full standard output ends no run."""
+    """Print a line; an error of standard output, such as a full disk, does not end the run."""
     try:
         print_safe(text, flush=True)
     except OSError as error:
@@ -224,7 +233,10 @@ def print_line(text: str) -> None:
 
 
 def silenced(error: OSError) -> None:
-    """Report why standard output can't be written."""
+    """Print a note that says why standard output can't be written.
+
+    :param error: the error; raised again if it is of an unknown kind
+    """
     why = output_error(error)
     if not why:
         raise error
@@ -232,7 +244,7 @@ def silenced(error: OSError) -> None:
 
 
 def _width(terminal: str | None) -> int | None:
-    """Return the width of the launcher's terminal, None where that isn't known."""
+    """Return the width of the launcher's terminal; None if it is not known."""
     if terminal is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Progress of a run, and its time by purpose, earlier attempts included."""
+"""Progress of a run, and its time by purpose, including earlier attempts."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,58 +22,60 @@ class Progress:
     job: Job
     folder: Path
     nodes: int
-    """that are in the run now"""
+    """Number of nodes that are in the run now."""
     steps_per_epoch: int = 0
-    """0: not known, as in custom loops; so with the next two"""
+    """Number of steps per epoch. It is 0 if it is not known, as in custom loops; the same holds for
+    the next two attributes."""
     total_steps: int = 0
     samples_per_step: int = 0
-    """over all nodes"""
+    """Number of samples in a step of all nodes."""
     objective: Objective = CLASSIFICATION
-    """the task of a job"""
+    """Task of the job."""
     text: str = ""
-    """the job as it stands in the log"""
+    """The job as the log stores it."""
     about: Callable[[], Sequence[tuple[str, str]]] = tuple
-    """what the first screen says, as (word, text)"""
+    """Function that returns the overview, as pairs (word, text)."""
     asked: int = 0
-    """nodes that the run was started with; more than ``nodes`` after a rank failure"""
+    """Number of nodes with which the run was started; larger than ``nodes`` after a rank
+    failure."""
     first_step: int = 0
     shift: int = 0
-    """steps that epochs are counted from, see Trainer"""
+    """Step from which epochs are counted, see `Trainer`."""
     seconds_before: float = 0.0
-    """of the runs that this one continues"""
+    """Seconds of the attempts that this one continues."""
     began: float = field(default_factory=time.perf_counter)
     evaluation: Evaluation | None = None
     lost: list[str] = field(default_factory=list)
-    """lost ranks, a line each"""
+    """One line for each failed rank."""
     warnings: list[str] = field(default_factory=list)
-    """warnings that the summary repeats"""
+    """Warnings that the summary repeats."""
     checkpoint: Path | None = None
-    """the newest complete one, on rank 0"""
+    """Newest complete checkpoint, on rank 0."""
     lost_at: int = 0
-    """steps done at the first rank failure since all nodes were there"""
+    """Number of steps done when the first rank failed."""
 
     def warn(self, text: str) -> None:
-        """Print the warning ``text`` at once, and again in the summary; called on rank 0."""
+        """Print a warning at once, and again in the summary; called on rank 0."""
         print_note(text)
         self.warnings.append(text)
 
     def epoch(self, step: int) -> float:
-        """Return the epochs done at ``step``."""
+        """Return the number of epochs done at ``step``."""
         return (step - self.shift) / self.steps_per_epoch
 
     @property
     def seconds(self) -> float:
-        """Since the run began, the time of the runs before included."""
+        """Seconds since the run began, including earlier attempts."""
         return self.seconds_before + time.perf_counter() - self.began
 
 
 SPENT = "spent/"
-"""Prefix of the purposes' names in a checkpoint."""
+"""Prefix of the names of purposes in a checkpoint."""
 
 
 @dataclass
 class Tally:
-    """Seconds by purpose, as in a step's record, and samples trained on in them."""
+    """Seconds by purpose, as in the record of a step, and the number of samples trained in them."""
 
     spent: dict[str, float] = field(default_factory=dict)
     samples: int = 0
@@ -88,14 +90,18 @@ class Tally:
         return {f"{SPENT}{name}": seconds for name, seconds in self.spent.items()}
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
-        """Restore both from a checkpoint."""
+        """Restore seconds and samples from a checkpoint."""
         self.samples = int(numbers.get("samples", 0))
         spent = [name for name in numbers if name.startswith(SPENT)]
         self.spent = {name.removeprefix(SPENT): float(numbers[name]) for name in spent}
 
 
 def shares(spent: Sequence[Mapping[str, float]], samples: int) -> dict[str, float]:
-    """Return mean seconds over ranks and samples per second, for a summary."""
+    """Return mean seconds over ranks and samples per second, for a summary.
+
+    :param spent: seconds by purpose, of each rank
+    :param samples: number of samples of all ranks
+    """
     names = dict.fromkeys(name for one in spent for name in one)
     means = {name: float(np.mean([one.get(name, 0.0) for one in spent])) for name in names}
     busy = sum(means.values())

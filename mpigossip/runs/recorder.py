@@ -1,4 +1,4 @@
-"""The log of a run: records of steps and evaluations, gathered and written by rank 0."""
+"""Log of a run: records of steps and evaluations, which rank 0 gathers and writes."""
 
 import platform
 import sys
@@ -37,7 +37,7 @@ FIGURE = Column("", "logged by the program", "float64")
 
 
 def evaluation_columns(objective: Objective) -> dict[str, Column]:
-    """Return the columns of evaluations: of the averaged model, and of each node's own."""
+    """Return the columns of evaluations: of the averaged model, and of each node's own model."""
     found: dict[str, Column] = {}
     for name in ("loss", *objective.metrics):
         found |= {
@@ -51,7 +51,7 @@ def evaluation_columns(objective: Objective) -> dict[str, Column]:
 
 
 class Recorder(Hook):
-    """Hook that gathers the steps of all nodes to rank 0 at each flush, and appends them there."""
+    """Hook that gathers the records of all nodes at each flush; rank 0 appends them to the log."""
 
     def __init__(self, world: World, parents: bool = True):
         """``parents``: whether to create the folders above that of the log, too."""
@@ -61,7 +61,8 @@ class Recorder(Hook):
         self._evaluations: list[tuple[dict, dict[str, np.ndarray]]] = []
         self._writer: LogWriter | None = None
         self._names: tuple[int, ...] | None = None
-        """whose steps are kept; other than the world's after a rank failure"""
+        """Original ranks of the nodes whose records are kept. They differ from the world's after a
+        failure."""
 
     def start(self, progress, assembly) -> None:
         self._progress = progress
@@ -71,7 +72,8 @@ class Recorder(Hook):
         self._columns = COLUMNS | {"loss": COLUMNS["loss"]._replace(unit=task.unit("loss"))}
         self._metrics = {name: Column(task.unit(name), about.format(name)) for name in task.metrics}
         self._metrics |= MEMBER_COLUMNS | {VIRTUAL: VIRTUAL_COLUMN}
-        routes = getattr(assembly.engine.mixer, "routes", {})  # of vectors on GPUs: alike on all
+        # routes of vectors on GPUs, which are equal on all ranks
+        routes = getattr(assembly.engine.mixer, "routes", {})
         self._ways = {"exchange": "; ".join(dict.fromkeys(routes.values()))} if routes else {}
         self._goes_on = progress.job.log.on_error == "continue"
 
@@ -80,7 +82,8 @@ class Recorder(Hook):
 
         self._watchers = watchers(progress.job.log, self._world.nodes.inter_node.hosts, warning)
         self._gathered = progress.first_step
-        # always, as a rank may be lost when some have begun and others have not
+        # Ranks always gather, because a rank may fail when some ranks have begun and others have
+        # not.
         kept = [row for row in self._kept if row["step"] < progress.first_step]
         left = self._world.gather((self._names, kept))
         with self._world.raise_together(StoreError, OSError):
@@ -94,7 +97,10 @@ class Recorder(Hook):
         self._clock = self._virtual(progress, assembly)
 
     def _virtual(self, progress, assembly) -> VirtualClock | None:
-        """Return the job's virtual clock, from where its log ends."""
+        """Return the virtual clock of the job, set to the time at which its log ends.
+
+        Return None if the job has no virtual clock.
+        """
         if progress.job.clock.network == OFF:
             return None
         found = None
@@ -120,8 +126,11 @@ class Recorder(Hook):
         )
 
     def _append_left(self, progress, left: list) -> None:
-        """Write what survivors still had of the steps before a failure; the lost are unknown."""
-        # a log without a step lacks all that was kept, not only what follows the loss
+        """Write steps before a failure that only survivors still keep.
+
+        Values of failed ranks are unknown.
+        """
+        # An empty log lacks all kept steps, not only those after its last one.
         first = 0 if self._writer.empty else self._writer.next_step
         kept = [(names, [r for r in rows if r["step"] >= first]) for names, rows in left]
         names, rows = kept[0]
@@ -139,7 +148,7 @@ class Recorder(Hook):
         self._writer = self._open(progress, progress.nodes, progress.first_step)
 
     def _others(self, names: Iterable[str]) -> dict[str, Column]:
-        """Return the columns that not every log has: the task's, and the program's."""
+        """Return the columns that not every log has, which belong to the task or the program."""
         new = [name for name in names if name not in ("step", *COLUMNS)]
         return {name: self._metrics.get(name, FIGURE) for name in new}
 
@@ -183,7 +192,11 @@ class Recorder(Hook):
         self.flush()
 
     def flush(self) -> None:
-        """Gather rows and append them; collective. A full disk stops the run, or is reported."""
+        """Gather the kept records and append them; collective.
+
+        If the log can't be written, for example on a full disk, `log.on_error` decides between an
+        error and a note.
+        """
         try:
             self._flush()
         except (CollectiveError, StoreError) as error:
@@ -202,14 +215,15 @@ class Recorder(Hook):
         with self._world.raise_together(StoreError):
             if gathered is not None:
                 self._write_or_begin(gathered, [row for row, _ in self._evaluations])
-        # not earlier: should rank 0 be lost on the way, the others still have it
+        # Rows are dropped only now: if rank 0 fails on the way, the other ranks still have them.
         self._kept = []
         self._evaluations = []
 
     def _of_nodes(self, gathered: list | None) -> list | None:
-        """Merge the ranks' rows by node: those of its first rank, with all of its bytes.
+        """Merge the records of ranks into records of nodes.
 
-        What a program has logged of its ranks' batches is their mean.
+        Values are those of the first rank of a node. Bytes are summed over its ranks, and metrics
+        that a program has logged are averaged over them.
         """
         if gathered is None or self._world.nodes.per_node == 1:
             return gathered
@@ -231,7 +245,7 @@ class Recorder(Hook):
         return whole
 
     def _write_or_begin(self, gathered: list, evaluations: list[dict]) -> None:
-        """Append on rank 0, to a new log where the old one was removed."""
+        """Append on rank 0; begin a new log if the old one was removed."""
         try:
             self._write(gathered, evaluations)
         except LogGone as gone:
@@ -245,12 +259,12 @@ class Recorder(Hook):
     def _write(self, gathered: list, evaluations: list[dict]) -> None:
         blocks = [block for block, _ in gathered]
         steps = [block["step"] for block in blocks if block]
-        if steps:  # asynchronous nodes may be at different ones
+        if steps:  # asynchronous nodes may be at different steps
             first = min(step[0] for step in steps)
             shape = max(step[-1] for step in steps) + 1 - first, self._rows
             names = dict.fromkeys(name for block in blocks for name in block)
             self._writer.widen(self._others(names))
-            # what an attempt that failed later on has written is there already
+            # A previous attempt may have written these steps before it failed.
             there = max(0, self._writer.next_step - first)
             rows = {
                 name: _beside(blocks, name, first, shape, column)[there:]
@@ -273,9 +287,9 @@ class Recorder(Hook):
 
 
 def _clock_at(log: Path, first_step: int, nodes: int) -> np.ndarray:
-    """Return the virtual seconds at the end of the step before, NaN where the log lacks them.
+    """Return the virtual seconds at the end of the previous step, NaN if the log lacks them.
 
-    Other numbers of nodes begin when the last one was done.
+    If the number of nodes has changed, all nodes begin when the last node had ended that step.
     """
     found = read(log, (VIRTUAL,)).steps
     there = np.flatnonzero(found["step"] == first_step - 1)
@@ -292,7 +306,7 @@ def _beside(
     shape: tuple[int, int],
     column: Column,
 ) -> np.ndarray:
-    """Join a column of all ranks, of the steps from ``first`` on; missing rows are unknown."""
+    """Join a column of all ranks for the steps from ``first`` on; missing rows are unknown."""
     parts = [np.full(shape, column.unknown) for _ in blocks]
     for part, block in zip(parts, blocks, strict=True):
         if name in block:
@@ -301,7 +315,10 @@ def _beside(
 
 
 def _mean_of_known(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the mean, value by value, of what isn't NaN; NaN where all is. Equal parts stay."""
+    """Return the element-wise mean of the values that are not NaN, or NaN if there are none.
+
+    If all parts are equal, they are returned unchanged.
+    """
     every = np.stack(parts)
     if np.array_equal(every, np.broadcast_to(every[0], every.shape), equal_nan=True):
         return every[0]
@@ -311,7 +328,7 @@ def _mean_of_known(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def environment() -> dict[str, str]:
-    """Return versions and machine, for the log."""
+    """Return the versions and the machine, for the log."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""A run of a job or of a custom training loop: log, checkpoints, stops, summary."""
+"""Run of a job or of a custom training loop: log, checkpoints, stops, summary."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,14 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import MOST
 
 IGNORED = 100
-"""Steps after a stop was agreed on without an end, until a warning."""
+"""Number of steps without an end, after a stop was agreed on, that leads to a warning."""
 
 
 def nodes_requested(manifest: checkpoint.Manifest) -> int:
-    """Return the nodes that a run was started with, of which a checkpoint may have lost some."""
+    """Return the number of nodes that a run was started with; nodes may have failed since.
+
+    :raises StoreError: if the manifest holds no valid number
+    """
     asked = manifest.meta.get("asked", manifest.n)
     if not isinstance(asked, int) or not manifest.n <= asked <= MOST:
         raise StoreError(
@@ -43,12 +46,12 @@ def nodes_requested(manifest: checkpoint.Manifest) -> int:
 
 
 class Run:
-    """A run in a folder, from its newest checkpoint or from the start.
+    """Run in a run directory, from its newest checkpoint or from the start.
 
-    The last step's record waits until :meth:`close_step`, so that a program can add figures to it.
-    Synchronous nodes write at equal steps, in the same calls. Asynchronous ones write in rounds:
-    they meet every ``log.flush_steps`` of their own steps, exchanging while they wait; one that
-    has ended takes part until all have.
+    The record of the last step is kept until :meth:`close_step`, so that a program can add metrics
+    to it. Synchronous nodes write in the same calls after equal numbers of steps. Asynchronous
+    nodes write together every ``log.flush_steps`` of their own steps, and continue to exchange
+    while they wait for each other. A node that has ended takes part until all nodes have ended.
     """
 
     node: Node
@@ -56,9 +59,14 @@ class Run:
     saver: Saver
 
     def __init__(self, world: World, job: Job, newest: Path | None, resources: ExitStack):
-        """Make hooks, listen to signals until ``resources`` are closed; collective.
+        """Make the hooks, and handle signals until ``resources`` are closed; collective.
 
-        ``newest``: the folder's checkpoint to continue from. ``node`` is set by the caller.
+        The caller has to set ``node``.
+
+        :param world: ranks of the run
+        :param job: the job; its `run.output` names the run directory
+        :param newest: checkpoint to continue from; None: start from step 0
+        :param resources: context in which files and signal handlers are opened
         """
         self.world = world
         self.job = job
@@ -70,34 +78,40 @@ class Run:
         self.hooks: list[Hook] = [self._recorder, Printer(world)]
         self.hooks += named_hooks(job.log.hooks, world)
         end = end_of_allocation(job.checkpoint.wall_clock_s)
-        lag = Stopper.LAG if self._synchronous else 1  # in calls: asynchronous nodes' are rounds
+        # the lag counts calls; asynchronous nodes call once per round
+        lag = Stopper.LAG if self._synchronous else 1
         self.stopper = resources.enter_context(Stopper(world, self.folder, end, lag))
         self.hooks.append(self.stopper)
         self.tally = Tally()
         self._before_s = 0.0
         self.last: Record | None = None
-        """the last step's, which waits"""
+        """Record of the last step, which is not yet passed to the hooks."""
         self.figures: dict[int, dict[str, float]] = {}
-        """what the program has logged, by step; -1: of the first step from now on"""
+        """Metrics that the program has logged, by step; those of key -1 belong to the next recorded
+        step."""
         self._samples: int | None = None
         self._shown: dict[str, float] = {}
         self._states: Sequence[NodeState] = ()
         self._lost: list[str] = []
         self.saved_at: int | None = None
-        """the step of this node at the last attempt to save"""
+        """Step of this node at the last attempt to save."""
         self._asked_at: int | None = None
         self._partly_ended = False
-        """some are at the end, the others come to it alone: nothing is written until then"""
+        """Whether some nodes have ended their loops while others continue without them. Nothing is
+        written until all have ended."""
         self.begun = self.closed = False
         self.stopped = False
-        """the loop is left before its end"""
+        """Whether the loop was left before its end."""
         self.summary: dict[str, Any] | None = None
-        """at the end; complete on rank 0 only"""
+        """Summary, once the run has ended; complete on rank 0 only."""
 
     # -- the beginning ----------------------------------------------------------------------------
 
     def resume(self) -> int:
-        """Put the node to where the newest checkpoint stands; its step, 0 without. Collective."""
+        """Restore the node from the newest checkpoint; collective.
+
+        Return the step at which the run continues, 0 without a checkpoint.
+        """
         path = self.newest
         self.newest = None
         if path is None:
@@ -118,7 +132,7 @@ class Run:
         return step
 
     def take_over(self, numbers: Mapping[str, Any]) -> None:
-        """Count time and samples from those of a checkpoint on."""
+        """Continue to count time and samples from the values of a checkpoint."""
         self.tally.restore(numbers)
         self._before_s = float(numbers["seconds"])
 
@@ -134,11 +148,11 @@ class Run:
         return [f"{lost}; {steps} since then on {manifest.n} of {asked} nodes, now {now}"]
 
     def begin(self) -> None:
-        """Open the log and print the first screen, once. Collective."""
+        """Open the log and print the overview; a second call does nothing. Collective."""
         if self.begun:
             return
         self._open()
-        if self.job.checkpoint.every_steps:  # a lack of memory for it shows at once
+        if self.job.checkpoint.every_steps:  # a lack of memory for snapshots is found at the start
             self._states = snapshot(self.node, {})
         for hook in self.hooks:
             hook.start(self.progress, self.node.assembly)
@@ -169,7 +183,11 @@ class Run:
     # -- a step -----------------------------------------------------------------------------------
 
     def record_step(self, record: Record, samples: int | None = None) -> None:
-        """Take a step's record; ask for stops. ``samples``: None, those that the program logs."""
+        """Take the record of a step; ask hooks whether to stop.
+
+        :param record: record of the step
+        :param samples: samples of the step; None: the number that the program logs
+        """
         self.last = record
         self._samples = samples
         done = record.index + 1
@@ -185,14 +203,14 @@ class Run:
             )
 
     def close_step(self) -> None:
-        """Give the record to the hooks; all write the log where that is due."""
+        """Pass the last record to the hooks; write the log with all ranks if that is due."""
         self.hand_over()
         if self._in_step and self.node.engine.index % self.job.log.flush_steps == 0:
             self._same_step("step()")
             self._recorder.flush()
 
     def hand_over(self) -> None:
-        """Give the record that waits to the hooks; not collective."""
+        """Pass the last record to the hooks; not collective."""
         record = self.last
         self.last = None
         if record is None:
@@ -215,7 +233,7 @@ class Run:
 
     @property
     def _in_step(self) -> bool:
-        """Return whether nodes are at equal steps, and all in their loops."""
+        """Whether nodes are at equal steps, and all of them in their loops."""
         return self._synchronous and not self._partly_ended
 
     def _stops(self, done: int) -> bool:
@@ -224,16 +242,23 @@ class Run:
         return any([hook.wants_stop(done) for hook in self.hooks])
 
     def _round(self, done: int, ended: bool = False) -> tuple[bool, bool]:
-        """Write the log with all nodes here; return whether to stop, and whether all have ended."""
+        """Write the log together with all nodes.
+
+        Return whether to stop, and whether all nodes have ended.
+        """
         self.wait_for_nodes("the log's writing")
-        for _ in range(2):  # all are here: asked and answered at once
+        for _ in range(2):  # all nodes are here, so the agreement starts and ends at once
             self.saver.poll(0)
         self._recorder.flush()
         stops = any([hook.wants_stop(done) for hook in self.hooks])
         return stops, not self.world.agree(int(not ended))
 
     def wait_for_nodes(self, call: str) -> None:
-        """Wait for all nodes, in the same call; else JobError on all of them. Collective."""
+        """Wait for all nodes, which have to make the same call; collective.
+
+        :param call: name of the call, for messages
+        :raises JobError: on all ranks, if asynchronous nodes are in different calls
+        """
         wait_for_nodes(self.node, self.world)
         calls = [call] if self._synchronous else self.world.broadcast(self.world.gather(call))
         if len(set(calls)) > 1:
@@ -248,7 +273,13 @@ class Run:
             )
 
     def _same_step(self, call: str) -> int:
-        """The steps made, equal on all ranks or JobError; asynchronous: the most that one made."""
+        """Return the number of steps done.
+
+        It has to be equal on all ranks. For asynchronous nodes, return the largest number of any
+        node.
+
+        :raises JobError: on all ranks, if synchronous nodes have done different numbers of steps
+        """
         index = self.node.engine.index
         if not self._synchronous:
             return self.world.agree(index)
@@ -268,8 +299,8 @@ class Run:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Take a snapshot of the present step; it is written while training goes on. Collective."""
-        if not self._partly_ended:  # else at the end
+        """Take a snapshot of the current step, which is written in the background. Collective."""
+        if not self._partly_ended:  # otherwise the checkpoint is written at the end
             self._save()
 
     def _save(self) -> None:
@@ -287,7 +318,7 @@ class Run:
             "samples": self.tally.samples,
         }
         own = [node.extra_state(row, self.world) for row in range(len(node.mixer.local_nodes))]
-        self.saver.finish()  # and so the last snapshot can be overwritten
+        self.saver.finish()  # after this, the last snapshot can be overwritten
         self._states = snapshot(node, numbers, self._states)
         rows = (
             node.mixer.local_nodes
@@ -314,16 +345,18 @@ class Run:
     # -- the failure of a rank --------------------------------------------------------------------
 
     def rejoin(self, lost: Sequence[str], parted: bool) -> None:
-        """Log, checkpoints and summary are the survivors' from here on; collective over them.
+        """Continue log, checkpoints and summary with the survivors; collective over them.
 
-        ``lost``: which ranks, a line each. ``parted``: some are at the end of their loops, where
-        the others come to them. Figures not logged yet of the step before are unknown.
+        Metrics of the last step that were not logged before the failure are unknown.
+
+        :param lost: one line for each failed rank
+        :param parted: some nodes have ended their loops; the others will join them at the end
         """
         node = self.node
         world = self.world
         self._lost.extend(lost)
         if not world.agree(self.begun and not self.closed):
-            return  # nobody has begun, or all are through
+            return  # either no rank has begun, or all have ended
         if not self.begun:
             self._open()
         progress = self.progress
@@ -344,7 +377,7 @@ class Run:
         progress.first_step = -world.agree(-node.engine.index)
         if world.agree(self.stopping):
             self._asked_at = progress.first_step
-            if world.rank == 0:  # which may not have read that all had agreed
+            if world.rank == 0:  # this rank may not have read the result of the agreement
                 self.stopper.take_away()
         if parted:  # of which some exchange with nobody any more
             progress.about = tuple
@@ -356,13 +389,13 @@ class Run:
     # -- the end ----------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """End without the others, after an exception: write nothing more; not collective."""
+        """End the run without the other ranks, after an exception; write nothing more."""
         if self.begun and not self.closed:
             self.saver.abandon()
         self.closed = True
 
     def finish(self) -> None:
-        """Save the last step, unless that was done, and write the summary. Collective."""
+        """Save the last step, unless it was saved, and write the summary. Collective."""
         if self.closed or not self.begun:
             self.closed = True
             return
@@ -388,7 +421,10 @@ class Run:
         self.summary = summary
 
     def _summary(self, index: int) -> dict[str, Any]:
-        """The figures of a whole run, on rank 0; those that programs log are means over nodes."""
+        """Return the summary of the whole run on rank 0, elsewhere {}; collective.
+
+        Metrics that programs log are averaged over nodes.
+        """
         node = self.node
         progress = self.progress
         mine = self.tally.spent, self.tally.samples, sum(node.mixer.bytes_sent), self._shown

@@ -1,4 +1,4 @@
-"""Checkpoints written in the background, from snapshots in memory."""
+"""Saver of checkpoints, which are written in the background from snapshots in memory."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import Entry, NodeState
 
 LAG = 4
-"""Steps between two checks of whether all ranks have written."""
+"""Number of steps between two checks of whether all ranks have written."""
 
 
 @dataclass
@@ -32,12 +32,20 @@ class _Writing:
 class Saver:
     """Background writer of checkpoints, one at a time; the next waits for the last.
 
-    A thread of each rank writes node files. Every LAG steps the ranks agree, without waiting, on
-    whether all are done; then rank 0's thread writes the manifest and renames.
+    A thread of each rank writes files of nodes. Every LAG steps, the ranks agree, without waiting,
+    on whether all of them are done. The thread of rank 0 then writes the manifest and renames the
+    folder.
     """
 
     def __init__(self, world: World, folder: Path, job: str, settings: CheckpointSection):
-        """``job``: its TOML; ``settings``: what to keep, and what to do where a disk fails."""
+        """Start the thread of this rank.
+
+        :param world: ranks of the run
+        :param folder: the run directory
+        :param job: the job as TOML
+        :param settings: section `[checkpoint]`: how many checkpoints to keep, and what to do if
+            writing fails
+        """
         self._world = world
         self._folder = folder
         self._job = job
@@ -46,14 +54,17 @@ class Saver:
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._now: _Writing | None = None
         self.last: Path | None = None
-        """the newest complete checkpoint of this run, on rank 0"""
+        """Newest complete checkpoint of this run, on rank 0."""
 
     def begin(
         self, step: int, states: Sequence[tuple[int, NodeState]], meta: Mapping[str, Any]
     ) -> None:
-        """Start writing the nodes that live here, or a node's slots; collective.
+        """Start to write the local nodes, or the local slots of a node; collective.
 
-        ``states``: with the number of the node. They must not change before `finish` has returned.
+        :param step: number of steps done
+        :param states: pairs of the number of a node and its state, which must not change before
+            `finish` has returned
+        :param meta: further entries of the manifest
         """
         self.finish()
         place = None
@@ -71,7 +82,10 @@ class Saver:
         self._now = _Writing(step, place, meta, files)
 
     def poll(self, done: int) -> None:
-        """Continue with what is being written, without waiting; called at step boundaries."""
+        """Advance the checkpoint that is being written, without waiting.
+
+        :param done: number of steps done; called at step boundaries
+        """
         now = self._now
         if now is not None and now.commit is not None and now.commit.done():
             self.last = (not now.commit.exception() and now.commit.result()) or self.last
@@ -133,10 +147,11 @@ class Saver:
         return path
 
     def _failed(self, step: int, errors: Sequence[Any], gone: bool = False) -> None:
-        """Stop the run, or report and go on, as `checkpoint.on_error` says; equal on all ranks.
+        """Stop the run or print a note, as `checkpoint.on_error` says; equal on all ranks.
 
-        ``gone``: the folder was removed meanwhile, which is no reason to stop. Values that are not
-        finite always are.
+        Values that are not finite always stop the run.
+
+        :param gone: the folder was removed meanwhile, which does not stop the run
         """
         error = max(errors, key=lambda one: isinstance(one, NonFiniteError))
         text = f"the checkpoint of step {step} could not be written: {error}"
@@ -156,12 +171,12 @@ class Saver:
             print_note(f"{text}; training goes on")
 
     def abandon(self) -> None:
-        """Give up the checkpoint being written, after a rank failure; not collective."""
-        self._pool.shutdown()  # a file at a time: waits for the disk, and for no other rank
+        """Abandon the checkpoint that is being written, after a rank failure; not collective."""
+        self._pool.shutdown()  # waits for the disk, but for no other rank
         self._now = None
 
     def close(self) -> None:
-        """Finish the checkpoint being written, end the thread; collective."""
+        """Finish the checkpoint that is being written, and end the thread; collective."""
         self.finish()
         self._pool.shutdown()
 
@@ -174,7 +189,7 @@ def _write(folder: Path, states: Sequence[tuple[int, NodeState]]) -> list[Entry]
 
 
 def _gone(folder: Path) -> bool:
-    """Return whether somebody removed it; an error of the file system says nothing."""
+    """Return whether the folder was removed; False if the file system reports another error."""
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,6 +1,7 @@
-"""State of a node as named arrays and numbers, in memory and in checkpoints, and back.
+"""State of a node as named arrays and numbers: snapshots in memory, and restoring from checkpoints.
 
-From a checkpoint of equal nodes a run goes on exactly, else from the exact average of the nodes.
+A run resumes exactly if the nodes of the checkpoint are equal to its own. Otherwise it continues
+from the exact average of the nodes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ from mpigossip.store.manifest import MOST
 
 COUNTERS = {"index", "born", "round", "shift", "seconds", "bytes_sent"}
 AVERAGED = {"momentum", "first", "second"}
-"""State that is a mean of gradients: its average over nodes is the state of the averaged model."""
+"""States that are means of gradients. Their average over nodes is the state of the averaged
+model."""
 
 # -- a node as arrays ------------------------------------------------------------------------------
 
@@ -30,14 +32,18 @@ AVERAGED = {"momentum", "first", "second"}
 def snapshot(
     node: Node, numbers: Mapping[str, Number], spare: Sequence[NodeState] = ()
 ) -> list[NodeState]:
-    """Copy parameters, method, buffers and counters of every node that lives here.
+    """Copy parameters, state of the algorithm, buffers and counters of each local node.
 
-    Collective over a node: of its first process, or of the slots here each, where nodes are large.
-    ``numbers`` are those of the run. ``spare``: an earlier snapshot that nobody needs any more;
-    its memory is used again, as fresh pages cost more time than the copy.
+    Collective over a node. The first process of a node holds its copy; if nodes are large, each
+    process holds the copies of its local slots.
+
+    :param node: the local nodes
+    :param numbers: counters of the run
+    :param spare: an earlier snapshot that is no longer needed, whose memory is used again, because
+        allocating new pages takes longer than the copy
     """
     engine = node.engine
-    # one of before the vector was laid out again is shorter
+    # a copy from before a change of the parameter layout is shorter
     spare = [one for one in spare if one.names == engine.vector.flat.names]
     counters = engine.numbers() | {"shift": node.shift, **numbers}
     every = [
@@ -66,7 +72,7 @@ def _large(node: Node) -> bool:
     state = [part for part, *_ in engine.parts().values()]
     bytes_per_element = 4 + sum(a.element_size() for a in state if not is_per_row(a, flat))
     several = node.world.nodes.per_node > 1 and engine.group.slots > 1
-    # a permuted parameter can't be put in order by slots that have a part of it each
+    # slots that hold parts of a permuted parameter can't put its elements in order
     able = several and flat.by_index
     return able and flat.count * bytes_per_element > 1e9 * node.job.checkpoint.one_file_gb
 
@@ -80,7 +86,7 @@ def _of_node(node: Node, row: int, numbers: dict, spare: NodeState | None) -> No
         for slot, buffer in enumerate(each or ()):
             found[f"buffers/{slot}/{name}"] = plain(buffer).copy()
     if engine.group.slots == 1 and not node.world.nodes.is_leader:
-        return None  # each rank has the whole vector
+        return None  # each rank has all parameters, so the first rank copies them
     arrays = engine.pack_state(row, spare.arrays if spare else None)
     x = engine.group.to_first([shard[row : row + 1] for shard in engine.vector.x])
     if x is None:
@@ -96,7 +102,7 @@ def _by_slot(
     numbers: dict,
     spare: Sequence[NodeState],
 ) -> list[NodeState]:
-    """Copy the slots here of the one node of this process; nothing goes to another process."""
+    """Copy the local slots of the one local node, without communication."""
     flat = engine.vector.flat
     state = engine.parts()
     found = []
@@ -110,7 +116,7 @@ def _by_slot(
             if not is_per_row(parts[place], flat):
                 again = before.pieces[name] if before else None
                 pieces[name] = _packed(flat.inside(values, slot), again)
-            elif slot == 0:  # figures, the same in all of them
+            elif slot == 0:  # scalars, which are equal in all slots
                 arrays[name] = values.cpu().numpy().copy()
         x = flat.inside(engine.vector.x[place][0], slot)
         own = _packed(x, before.parameters if before else None)
@@ -119,19 +125,19 @@ def _by_slot(
 
 
 def _packed(parts: Sequence[torch.Tensor], into: np.ndarray | None) -> np.ndarray:
-    """Join the parts in ``into`` if that is given, else in pages of their own."""
+    """Concatenate the parts into ``into``, or into new memory if that is None."""
     count = sum(part.numel() for part in parts)
     if into is None and count:
         pages = torch.from_numpy(direct.pages(count * parts[0].element_size()))
         into = pages.view(parts[0].dtype).numpy()
-    if into is None:  # elements of padding alone
+    if into is None:  # the slot contains padding only
         return torch.cat(parts).numpy()
     torch.from_numpy(into).copy_(torch.cat(parts))
     return into
 
 
 def plain(tensor: torch.Tensor) -> np.ndarray:
-    """Return the values as a NumPy array, which has no bfloat16: that is widened."""
+    """Return the values as a NumPy array; bfloat16, which NumPy lacks, is converted to float32."""
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
@@ -142,11 +148,16 @@ def plain(tensor: torch.Tensor) -> np.ndarray:
 def restore(
     node: Node, path: Path, manifest: Manifest
 ) -> tuple[bool, list[str], Mapping[str, Number]]:
-    """Continue from a checkpoint: whether exactly, what to report, and its numbers.
+    """Restore a node from a checkpoint; not collective, :meth:`Node.publish` follows.
 
-    No rank meets another here; :meth:`Node.publish` follows. Otherwise every node begins with the
-    exact average of the models; state that is a mean of gradients is averaged likewise, other
-    state begins anew. StoreError where the model is another one.
+    If the run can't resume exactly, each node begins with the exact average of the models. State
+    that is a mean of gradients is averaged, too; other state is reset.
+
+    :param node: the local nodes
+    :param path: folder of the checkpoint
+    :param manifest: its manifest
+    :return: whether the run resumes exactly, messages to report, and the numbers of the checkpoint
+    :raises StoreError: if the checkpoint belongs to another model
     """
     _check_facts(manifest, node.facts, path)
     node.check_saved(manifest, path)
@@ -158,7 +169,7 @@ def restore(
         fits = False
     _check_model(first, node.engine.vector.flat, path)
     _check_counters(first, path)
-    with reading(path):  # arrays of other shapes than the model's
+    with reading(path):  # turns errors about shapes into StoreError
         node.restore_counters(first.numbers, manifest.meta)
         exact = fits and _same_method(first, node.engine)
         if exact:
@@ -188,7 +199,11 @@ def _exactly(node: Node, row: int, saved: NodeState) -> list[str]:
 
 
 def put_buffers(buffers: Mapping[int, Mapping[str, torch.Tensor]], saved: NodeState) -> None:
-    """Restore the buffers of slots, by their numbers."""
+    """Restore the buffers of slots.
+
+    :param buffers: for each number of a slot, its buffers by name
+    :param saved: state from the checkpoint
+    """
     for slot, of_slot in buffers.items():
         for name, buffer in of_slot.items():
             value = saved.arrays[f"buffers/{slot}/{name}"]
@@ -196,10 +211,14 @@ def put_buffers(buffers: Mapping[int, Mapping[str, torch.Tensor]], saved: NodeSt
 
 
 def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]) -> list[str]:
-    """Put every node here to the average, with the state that has one; what to report.
+    """Set each local node to the average of the saved nodes; return messages to report.
 
-    ``numbers``: those saved, with the cadence's state, which goes on where the method's does. The
-    graph's clock begins at 0.
+    State without a meaningful average is reset. The round of the graph begins at 0.
+
+    :param node: the local nodes
+    :param mean: averaged arrays by name
+    :param numbers: saved numbers; they contain the state of the cadence, which continues if the
+        state of the algorithm does
     """
     engine = node.engine
     rows = range(len(node.mixer.local_nodes))
@@ -211,7 +230,7 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
     kept = all(name.split("/")[-1] in AVERAGED and name in mean for name in state)
     for row in rows:
         scatter_row(mean["parameters"], x, row, flat, here)
-        for of_slot in node.buffers(row):  # counters are those of slot 0 of node 0
+        for of_slot in node.buffers(row):  # integer buffers are those of slot 0 of node 0
             for name, buffer in of_slot.items():
                 value = torch.as_tensor(np.array(mean[f"buffers/{name}"]))
                 buffer.copy_(value.view(buffer.shape))
@@ -235,12 +254,15 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
 
 
 def _counted(node: Node, sent: Any) -> int:
-    """Return what this process counts of a node's bytes: all of them in its first."""
+    """Return the bytes that this process counts for its node: all or, if it is not the first, 0."""
     return int(sent) if 0 in node.group.local_slots else 0
 
 
 def _check_facts(manifest: Manifest, facts: Mapping[str, Any], path: Path) -> None:
-    """StoreError unless the numbers that a run leaves are there: it may be another's checkpoint."""
+    """Check that the manifest contains the numbers that a run saves.
+
+    :raises StoreError: if it does not; another program may have written the checkpoint
+    """
     for name in ("slots", *(name for name, value in facts.items() if isinstance(value, int))):
         value = manifest.meta.get(name)
         if not isinstance(value, int) or not 0 < value < MOST:

@@ -1,4 +1,4 @@
-"""Early ends of a run: signals, the file STOP, the end of the allocation."""
+"""Early end of a run: signals, the file STOP, the end of the allocation."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from mpigossip.config.readable import print_note
 from mpigossip.runs.hooks import Hook
 
 END_TIMES = ("MPIGOSSIP_END_TIME", "SLURM_JOB_END_TIME")
-"""Variables that hold the end of the allocation in seconds since 1970; the batch scripts of
+"""Environment variables with the end of the allocation in seconds since 1970. The batch scripts of
 `mpigossip job` set the first one for every scheduler."""
 SHARE = 0.05
 LEAST_S = 5.0
@@ -23,29 +23,34 @@ MOST_S = 120.0
 
 
 def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) -> float | None:
-    """Return the seconds within which the run must end, None without a limit.
+    """Return the seconds within which the run must end; None: no limit.
 
-    The earlier of the allocation's end and ``wall_clock_s`` seconds from now (0: no limit).
+    It is the earlier of the end of the allocation and ``wall_clock_s``.
+
+    :param wall_clock_s: seconds from now; 0: no limit
+    :param env: environment variables
     """
     ends = [float(env[name]) - time.time() for name in END_TIMES if env.get(name, "").isdigit()]
-    ends = [end for end in ends if end > 0]  # one in the past is of another allocation
+    ends = [end for end in ends if end > 0]  # an end in the past belongs to another allocation
     if wall_clock_s:
         ends.append(wall_clock_s)
     return min(ends, default=None)
 
 
 class Reserve:
-    """Time kept free before the end, so that a checkpoint can be written.
+    """Time that is kept free before the end, so that a checkpoint can be written.
 
-    The reserve is 5 % of the time that was there at the start (5 s to 2 min), plus twice the
-    longest time between two step boundaries so far, which an evaluation or a checkpoint made,
-    plus the steps until all ranks have agreed.
+    It is the sum of three terms: 5 % of the time that was available at the start, but between 5 s
+    and 2 min; twice the longest time so far between two step boundaries, which includes evaluations
+    and checkpoints; and the time of the steps until all ranks have agreed.
     """
 
     def __init__(self, end: float | None, lag: int = 0, now=time.monotonic):
-        """``end``: seconds from now on, None for never; ``lag``: calls that an agreement takes.
+        """Start the clock.
 
-        ``now``: a clock that nobody sets: a wall clock that jumps would look like a long step.
+        :param end: seconds from now until the end; None: no end
+        :param lag: number of calls that an agreement takes
+        :param now: monotonic clock; a jump of the wall clock would look like a long step
         """
         self._end = None if end is None else now() + end
         self._lag = lag
@@ -71,29 +76,32 @@ class Reserve:
 
     @property
     def reserve(self) -> float:
-        """Seconds kept for stopping."""
+        """Seconds that are kept for stopping."""
         spent = (self._last or 0.0) - self._first
         mean = spent / self._steps if self._steps else 0.0
         return self._least + 2 * self._longest + self._lag * mean
 
 
 class Stopper(Hook):
-    """End of the run at a step boundary on SIGTERM, SIGUSR1, SIGUSR2, RUN/STOP or the clock.
+    """Hook that ends the run early: on a signal, on the file RUN/STOP, or before a time limit.
 
-    Also where the launcher's process that started a rank is gone: nobody could end the rank then.
-
-    The ranks agree by a reduction that is started at one step and read ``lag`` steps later, so
-    that no step waits for it. A context manager, which restores the signals' handlers.
+    The signals are SIGTERM, SIGUSR1 and SIGUSR2. The run also ends if the launcher's process that
+    started a rank has exited, because nobody could end the rank then. The ranks agree by a
+    reduction that is started at one step and read ``lag`` steps later, so no step waits for it. As
+    a context manager, it restores the signal handlers.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     LAG = 4
 
     def __init__(self, world: World, folder: Path, end: float | None = None, lag: int = LAG):
-        """Signals only set a flag; ``folder / "STOP"`` is looked for by rank 0.
+        """Prepare the agreement of the ranks.
 
-        ``end``: seconds from now on after which all must be over, None for never. ``lag``: calls
-        of :meth:`wants_stop`, one a step or one a round, that the ranks may be apart.
+        :param world: ranks of the run; rank 0 looks for the file STOP
+        :param folder: the run directory
+        :param end: seconds from now until everything must be over; None: no end
+        :param lag: number of calls of :meth:`wants_stop` between the start of an agreement and its
+            result
         """
         self._lag = lag
         self._world = world
@@ -130,7 +138,7 @@ class Stopper(Hook):
         return self._asked
 
     def wants_stop(self, done: int) -> bool:
-        """Read the last agreement every ``lag`` steps, and begin the next."""
+        """Return the result of the last agreement every ``lag`` steps, and start the next one."""
         if not self.due() and self._world.size > 1 and os.getppid() != self._launcher:
             self._asked = True
             self._warnings.append("stopped because the launcher's process is gone: resume the run")
@@ -139,32 +147,32 @@ class Stopper(Hook):
         agreed = self._pending
         self._pending = None
         if agreed is not None and agreed.read():
-            deadline.sigterm_time = math.inf  # what is left may take long, as to save does
+            deadline.sigterm_time = math.inf  # the rest of the run, such as saving, may take long
             if self._world.rank == 0:
                 self.take_away()
             return True
         now = time.monotonic()
         if self._world.rank == 0 and now - self._looked > 1.0:
-            # not exists(), which raises where the disk fails for a moment
+            # exists() would raise an error if the disk fails for a moment
             self._looked, self._asked = now, self._asked or os.access(self._file, os.F_OK)
         self._pending = self._world.start_agree(int(self._asked))
         return False
 
     def take_away(self) -> None:
-        """Remove the file STOP, so that the next run doesn't end at once."""
+        """Remove the file STOP, so that the next run does not end at once."""
         try:
             self._file.unlink(missing_ok=True)
-        except OSError as error:  # a folder, or somebody else's
+        except OSError as error:  # STOP may be a folder, or belong to somebody else
             text = f"{self._file} can't be removed: {error.strerror}; remove it by hand"
             print_note(f"{text}, or the next run stops at once")
 
     def start(self, progress, assembly) -> None:
-        """Drop an agreement with ranks that were lost."""
+        """Drop an agreement with ranks that have failed."""
         self._pending = None
         self._warnings = progress.warnings
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         if self._pending is not None:
             self._pending.read()
-        if self._world.rank == 0 and summary.get("finished"):  # it came too late for this run
+        if self._world.rank == 0 and summary.get("finished"):  # STOP appeared too late for this run
             self.take_away()

@@ -1,4 +1,4 @@
-"""The summary of a run as text, for its end and for its log."""
+"""Summary of a run as text, for the end of its output and for its log."""
 
 import re
 from typing import Any
@@ -11,12 +11,12 @@ SPLIT = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "id
 
 
 def metrics_of(summary: dict[str, Any]) -> list[str]:
-    """Return names of the task's metrics in a summary; old logs have accuracy alone."""
+    """Return the names of the task's metrics in a summary; old logs have only the accuracy."""
     return str(summary.get("metrics", "accuracy")).split()
 
 
 def number(value: float) -> str:
-    """Format a positive number of any size in seven characters, as columns have them."""
+    """Format a positive number of any size in at most seven characters, for columns."""
     if 0.01 <= abs(value) < 1e4 or not value:
         return f"{value:.4f}"
     small = 1e-3 <= abs(value) < 0.01
@@ -24,7 +24,7 @@ def number(value: float) -> str:
 
 
 def mean(values: Any) -> float:
-    """Return the mean of finite values, of a number or one a node; NaN where none is."""
+    """Return the mean of the finite values, of a number or an array; NaN if there are none."""
     known = np.asarray(values, float)
     known = known[np.isfinite(known)]
     return float(known.mean()) if known.size else float("nan")
@@ -40,7 +40,11 @@ def _tested(summary: dict[str, Any]) -> str:
 
 
 def describe(summary: dict[str, Any], who: str = "node") -> str:
-    """Return the summary block as text; ``who`` has trained."""
+    """Return the summary as text.
+
+    :param summary: entries of the summary
+    :param who: the word for a participant, "node" or "member"
+    """
     state = "finished" if summary["finished"] else "stopped, to be resumed"
     epochs = f" ({summary['epochs']:.2f} epochs)" if "epochs" in summary else ""
     lines = [

@@ -1,4 +1,4 @@
-"""Continuation after a rank failure: the survivors' world, state, lock and log."""
+"""Continuation after a rank failure: world, state, lock and log of the survivors."""
 
 import contextlib
 import time
@@ -23,11 +23,11 @@ from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.store.node_state import is_floating, over_slots
 
 COLLECTIVE = ("gather", "broadcast", "start_agree", "agree", "raise_together", "barrier")
-"""Methods of a world in which its ranks meet."""
+"""Names of the methods of a world that are collective."""
 
 
 def prepare(job: Job, world: World) -> None:
-    """Let the world outlive rank failures where the job asks for it; report where MPI can't."""
+    """Let the world survive rank failures if the job asks for it; print a note if MPI can't."""
     world.survives = job.run.survive and world.fault_tolerant
     if job.run.survive and world.comm is not None and not world.survives and world.rank == 0:
         print_note(
@@ -38,13 +38,13 @@ def prepare(job: Job, world: World) -> None:
 
 
 class RecentSteps:
-    """Copies of this rank's node after its last two complete steps."""
+    """Copies of the node of this rank after its last two complete steps."""
 
     def __init__(self) -> None:
         self.states: deque[tuple[NodeState, Any]] = deque(maxlen=2)
         self.facts: dict[str, Any] = {}
         self.done_at = time.perf_counter()
-        """when the last of the steps was done"""
+        """Time at which the last of these steps was done."""
 
     def keep(self, node: Node) -> None:
         """Copy the node after a step, into the memory of the oldest copy."""
@@ -56,10 +56,11 @@ class RecentSteps:
         self.done_at = time.perf_counter()
 
     def agree(self, world: World) -> tuple[NodeState, Any, dict[str, Number], dict[str, Any]]:
-        """Return this rank's copy, and the counters and facts that all go on from. Collective.
+        """Return this rank's copy, and the counters and facts from which all ranks continue.
 
-        Those of the rank that has done the fewest steps. One that saw the failure later may be
-        ahead; further ahead than what is kept it goes on with its oldest copy.
+        They are those of the rank that has done the fewest steps. A rank that noticed the failure
+        later may be ahead of it. If it is so far ahead that it has no copy of that step, it uses
+        its oldest copy. Collective.
         """
         stands = world.gather((self.states[-1][0].numbers, self.facts))
         numbers, facts = world.broadcast(stands and min(stands, key=lambda one: one[0]["index"]))
@@ -68,15 +69,20 @@ class RecentSteps:
 
 
 class Survival:
-    """Continuation of a loop after rank failures, only where MPI is fault-tolerant.
+    """Continuation of a loop after rank failures, if MPI is fault-tolerant.
 
-    A failure is handled by :meth:`step` alone: all survivors return from it, at the last step that
-    all of them have done, with the average of what they were then. Where one is noticed
+    Only :meth:`step` handles failures. All survivors return from it at the last step that all of
+    them have done, with the average of their states at that step. If a failure is noticed
     elsewhere, that block ends, and the next step handles it.
     """
 
     def __init__(self, node: Node, run: Run | None, on_change: Callable[[World], object]):
-        """``on_change(world)`` is called when the survivors are ready to go on."""
+        """Prepare the continuation.
+
+        :param node: the node of this rank
+        :param run: the run; None: a loop without log and checkpoints
+        :param on_change: called with the world when the survivors are ready to continue
+        """
         self._node = node
         self._run = run
         self._on_change = on_change
@@ -87,16 +93,19 @@ class Survival:
         self._lost = self._leaving = False
 
     def keep(self, reset: bool = False) -> None:
-        """Copy this node to host memory after a step; ``anew``: forget earlier copies."""
+        """Copy the node to host memory after a step.
+
+        :param reset: forget earlier copies
+        """
         if not self._world.survives:
             return
         states = self._recent.states
         if reset or states and states[-1][0].names != self._node.engine.vector.flat.names:
-            self._recent = RecentSteps()  # the vector has been laid out again
+            self._recent = RecentSteps()  # the parameter layout has changed
         self._recent.keep(self._node)
 
     def step(self, work: Callable[[], None]) -> None:
-        """Call ``work()``, or handle a failure, noticed there or before."""
+        """Call ``work()``, or handle a failure that was noticed in it or before."""
         if not self._lost:
             with self.catch_failure():
                 work()
@@ -108,11 +117,14 @@ class Survival:
 
     @contextmanager
     def catch_failure(self) -> Iterator[None]:
-        """Context manager that a rank failure leaves; the next step handles it."""
+        """Return a context manager that ends its block on a rank failure.
+
+        The next call of :meth:`step` handles the failure.
+        """
         try:
             yield
         except Exception as error:
-            # before the first step there is nothing to go on from
+            # before the first step, there is no state to continue from
             if not self._world.is_rank_failure(error) or not self._recent.states:
                 raise
             self._lost = True
@@ -120,9 +132,9 @@ class Survival:
     def leave(self) -> None:
         """End the run, and wait until all nodes have left their loops.
 
-        Of a custom loop, whose nodes may leave it at different times. Where one is lost meanwhile,
-        those that are still in their loops finish them alone, and come here. A loop that is left by
-        `exit()` ends at the same step on all nodes.
+        The nodes of a custom loop may leave it at different times. If a node fails meanwhile, the
+        nodes that are still in their loops finish them alone, and then call this method, too. A
+        loop that is left by `exit()` ends at the same step on all nodes.
         """
         waits = self._node.world is self._world
         for name in () if waits else COLLECTIVE:
@@ -148,7 +160,10 @@ class Survival:
             waits = False
 
     def _outlive(self) -> None:
-        """Go on in the survivors' world; a further failure begins anew. Collective over them."""
+        """Continue in the world of the survivors; collective.
+
+        Further failures on the way are handled in the same way.
+        """
         while True:
             try:
                 self._world.shrink()
@@ -160,7 +175,7 @@ class Survival:
                 return
 
     def _rejoin(self) -> None:
-        """Go on between the survivors; alone where some of them leave the loop."""
+        """Continue with the survivors, or alone if some of them are leaving the loop."""
         node = self._node
         run = self._run
         here = self._world
@@ -181,19 +196,23 @@ class Survival:
         self._hosts = here.hosts
         if run is not None:
             run.rejoin(lost, parted)
-        if parted and not self._leaving:  # its calls on the world meet nobody until it leaves, too
+        # Collective calls of this node's loop must not wait for nodes that have left theirs.
+        if parted and not self._leaving:
             vars(here).update({name: getattr(node.world, name) for name in COLLECTIVE})
 
     def _lock_anew(self, run: Run) -> None:
-        """Take the folder's lock on rank 0 where the rank that had it is gone."""
+        """Lock the run directory on rank 0 if the rank that held the lock has failed."""
         world = self._world
         if world.rank == 0 and self._names[0] != world.original_ranks[0]:
-            # a disk that doesn't know yet is no reason to stop
+            # The file system may still hold the old lock, which is no reason to stop.
             with contextlib.suppress(JobError):
                 run.resources.enter_context(lock(run.folder))
 
     def _go_on(self, world: World, parted: bool, lost: Sequence[str]) -> list[str]:
-        """Go on from the last step that all of ``world`` have done; a line for each lost rank."""
+        """Continue from the last step that all ranks of ``world`` have done.
+
+        :return: one line for each failed rank
+        """
         node = self._node
         node.rebuild(world)
         mine, aside, numbers, facts = self._recent.agree(world)
@@ -221,7 +240,7 @@ class Survival:
         return mean
 
     def _tell(self, world: World, lost: Sequence[str], index: Any, how: Sequence[str]) -> list[str]:
-        """Report on rank 0 who was lost, and how the others go on; collective."""
+        """Report on rank 0 which ranks failed, and how the others continue; collective."""
         seconds = world.agree(int(1000 * (time.perf_counter() - self._recent.done_at))) / 1000
         lines = [f"{rank} was lost after step {index} ({seconds:.2f} s lost)" for rank in lost]
         if world.rank == 0:
