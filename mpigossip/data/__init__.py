@@ -1,1 +1,1 @@
-"""Sources of samples, their partition over nodes, and the loader of batches."""
+"""Data: sources of samples, their partition over nodes, and the loader of batches."""

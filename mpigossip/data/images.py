@@ -1,7 +1,8 @@
-"""Packed images: decoding, cache and augmentation. No torch here: loading processes import it.
+"""Packed images: decoding, cache and augmentation.
 
-Random changes follow from (seed, epoch, sample) alone. Images in batches are (B, C, H, W) uint8.
-Boxes are (left, top, right, bottom) in pixels, as Pillow has them, and may lie between pixels.
+This module does not import torch, because loading processes import it. Random augmentations follow
+from (seed, epoch, sample) alone. Images in batches are (B, C, H, W) uint8. Boxes are (left, top,
+right, bottom) in pixels, as in Pillow, and need not be integers.
 """
 
 import io
@@ -17,20 +18,20 @@ from mpigossip.data.philox import CROP, words
 from mpigossip.store.dataset import SPLITS, Dataset, Split, open_dataset
 
 CACHE_LIMIT = 1 << 30
-"""Bytes of decoded images up to which `data.cache = "auto"` keeps them."""
+"""Largest size of all decoded images, in bytes, with which `data.cache = "auto"` keeps them."""
 PAD = 4
-"""Black pixels around an image before the random crop of "crop-flip"."""
+"""Width, in pixels, of the black border that is added before the random crop of "crop-flip"."""
 TEST_FRACTION = 224 / 256
-"""Part of the shorter side that the test crop of "resized-crop" keeps."""
+"""Fraction of the shorter side that the test crop of "resized-crop" keeps."""
 ATTEMPTS = 10
 
 Box = tuple[float, float, float, float]
 
 
 def moves(samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Draw the changes of "crop-flip" for all samples of a data set: (3, samples) uint8.
+    """Draw the augmentations of "crop-flip" for all samples of a data set: (3, samples) uint8.
 
-    Rows: top and left of the crop, 0 … 8, and whether the image is mirrored.
+    The rows are top and left of the crop, 0 … 8, and whether the image is mirrored.
     """
     drawn = words(seed, CROP, np.arange(samples, dtype=np.uint64), epoch)
     top, left = drawn[:2] * np.uint64(2 * PAD + 1) >> np.uint64(32)
@@ -38,10 +39,12 @@ def moves(samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def crop_flip(images: np.ndarray, moved: np.ndarray) -> np.ndarray:
-    """Pad by 4 black pixels, crop at random to the size before, mirror every second one.
+    """Pad by 4 black pixels, crop at random to the former size, mirror with probability 1/2.
 
-    images: (B, C, H, W) uint8, overwritten; moved: (3, B), columns of `moves`. The protocol for
-    CIFAR of He et al., "Deep residual learning" (CVPR 2016), section 4.2.
+    This is the protocol for CIFAR of He et al., "Deep residual learning" (CVPR 2016), section 4.2.
+
+    :param images: (B, C, H, W) uint8, overwritten
+    :param moved: (3, B), columns of `moves`
     """
     batch, channels, height, width = images.shape
     padded = np.zeros((batch, channels, height + 2 * PAD, width + 2 * PAD), np.uint8)
@@ -53,11 +56,12 @@ def crop_flip(images: np.ndarray, moved: np.ndarray) -> np.ndarray:
 
 
 def random_box(width: int, height: int, index: int, seed: int, epoch: int) -> tuple[Box, bool]:
-    """Draw the crop of "resized-crop" and whether it is mirrored.
+    """Draw the crop of "resized-crop", and whether it is mirrored.
 
-    Area uniform in 8 % to 100 % of the image, aspect ratio log-uniform in 3/4 to 4/3, ten
-    attempts, else the largest box in the middle whose ratio lies within these limits (Szegedy et
-    al., "Going deeper with convolutions", CVPR 2015; the form used by Goyal et al., 2017).
+    The area is uniform in 8 % to 100 % of the image, and the aspect ratio is log-uniform in 3/4 to
+    4/3. If ten attempts do not fit into the image, the crop is the largest centred box whose ratio
+    lies within these limits (Szegedy et al., "Going deeper with convolutions", CVPR 2015; in the
+    form of Goyal et al., 2017).
     """
     low = 3 / 4
     high = 4 / 3
@@ -82,7 +86,7 @@ def random_box(width: int, height: int, index: int, seed: int, epoch: int) -> tu
 
 
 def centre_box(width: int, height: int, fraction: float) -> Box:
-    """Return the square in the middle whose side is `fraction` of the shorter side."""
+    """Return the centred square whose side is `fraction` of the shorter side."""
     side = min(width, height) * fraction
     left = (width - side) / 2
     top = (height - side) / 2
@@ -90,7 +94,7 @@ def centre_box(width: int, height: int, fraction: float) -> Box:
 
 
 def resample(image: Image.Image, box: Box, size: tuple[int, int], mirror: bool) -> np.ndarray:
-    """Scale the box of an image to `size` (height, width), bilinearly: (C, H, W) uint8."""
+    """Scale a box of an image bilinearly to `size` (height, width): (C, H, W) uint8."""
     if box != (0, 0, image.width, image.height) or size != (image.height, image.width):
         image = image.resize(size[::-1], Image.Resampling.BILINEAR, box=box)
     pixels = np.asarray(image)
@@ -99,7 +103,7 @@ def resample(image: Image.Image, box: Box, size: tuple[int, int], mirror: bool) 
 
 
 class Recipe(NamedTuple):
-    """All that an `Images` is made from; small, so that it can be sent to another process."""
+    """Parameters of `Images`; it is small, so that it can be sent to another process."""
 
     path: str
     augment: str
@@ -110,9 +114,9 @@ class Recipe(NamedTuple):
 class Images:
     """Decoded batches of a data set of kind "images" or "arrays".
 
-    With `cache`, an image is decoded when it is first asked for and kept: for "resized-crop" as
-    it was stored, else as it goes into a batch. The bytes of a batch depend on neither the cache
-    nor the order of calls. Safe to use from several threads.
+    If images are cached, each is decoded when it is first requested and kept: for "resized-crop" as
+    it was stored, otherwise as it is in a batch. Neither the cache nor the order of calls changes a
+    batch. Calls from several threads are allowed.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -133,7 +137,12 @@ class Images:
             raise
 
     def batch(self, split: str, indices: np.ndarray, key: tuple[int, ...]) -> np.ndarray:
-        """Return (B, C, H, W) uint8; key is (seed, epoch), used for split "train" alone."""
+        """Return a batch, (B, C, H, W) uint8.
+
+        :param split: "train" or "test"
+        :param indices: numbers of the samples
+        :param key: (seed, epoch), used only for split "train"
+        """
         if split == "train" and self.random:
             out = np.empty((len(indices), *self.shape), np.uint8)
             for row, index in enumerate(indices.tolist()):
@@ -150,27 +159,32 @@ class Images:
         self.data.close()
 
     def _moves(self, seed: int, epoch: int) -> np.ndarray:
-        """Return the changes of an epoch: drawn at once, 0.1 µs a sample in place of 4."""
+        """Return the augmentations of an epoch.
+
+        They are drawn for all samples at once, which takes 0.1 µs per sample instead of 4 µs.
+        """
         if self._drawn[0] != (seed, epoch):
             self._drawn = (seed, epoch), moves(len(self.data.train), seed, epoch)
         return self._drawn[1]
 
     def _prepare_cache(self) -> None:
-        """Make room for decoded images; arrays are read whole."""
+        """Allocate memory for decoded images; read arrays as a whole."""
         if self.data.kind == "arrays":
             self._arrays = {name: self.data.split(name).array() for name in SPLITS}
             self.data.close()
         for name in SPLITS if self.cached else ():
             count = len(self.data.split(name))
             fits = name in self._arrays and self._arrays[name].shape[2:] == self.size
-            if fits and not self.random:  # of which tests see the middle, whatever the pack
+            # "resized-crop" tests on the centre crop even if the stored size fits
+            if fits and not self.random:
                 self._ready[name] = self._arrays[name], np.ones(count, bool)
             elif name == "test" or not self.random:
-                # Pages of zeros take memory only once written: a node pays for its own samples.
+                # Zero pages take no memory before they are written, so a node needs memory only for
+                # its own samples.
                 self._ready[name] = np.zeros((count, *self.shape), np.uint8), np.zeros(count, bool)
 
     def _prepared(self, split: str, indices: np.ndarray) -> np.ndarray:
-        """Return a new array of images as they are without random changes."""
+        """Return a new array of images without random augmentation."""
         if split not in self._ready:
             return np.stack([self._prepare(split, index) for index in indices.tolist()])
         images, known = self._ready[split]
@@ -181,7 +195,7 @@ class Images:
         return images[indices]
 
     def _prepare(self, split: str, index: int) -> np.ndarray:
-        """Return one image at the batch's size: whole where it fits, else its middle."""
+        """Return one image in the size of a batch: whole if it has that size, or its centre."""
         image = self._image(split, index)
         fraction = TEST_FRACTION if self.random else 1.0
         box = centre_box(image.width, image.height, fraction)
@@ -190,14 +204,15 @@ class Images:
         return resample(image, box, self.size, False)
 
     def _image(self, split: str, index: int) -> Image.Image:
-        """Decode one image, as gray or RGB like the rest of the data set."""
+        """Decode one image, as grey or RGB like the rest of the data set."""
         if split in self._arrays:
             pixels = self._arrays[split][index]
             return Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
         try:
             with Image.open(io.BytesIO(self.data.split(split).encoded(index))) as image:
                 height, width = self.data.split(split).sizes[index]
-                if image.size != (width, height):  # before it is decoded into so much memory
+                # checked before decoding, which could need a lot of memory
+                if image.size != (width, height):
                     raise OSError(f"{image.size} pixels in place of {(int(width), int(height))}")
                 return image.convert("L" if self.data.channels == 1 else "RGB")
         except (OSError, Image.DecompressionBombError) as error:

@@ -1,8 +1,9 @@
-"""Batches for every slot at every step, on the slots' devices.
+"""Loader of batches for every slot at every step, on the devices of the slots.
 
-What is loaded follows from the step's number alone. The samples are those of a node's order, random
-changes follow from (seed, epoch, sample), and random numbers that a Dataset draws from (seed, step,
-node, slot): exact after a resume. A stream is read again from its beginning to that step.
+A batch follows from the number of the step alone. Its samples come from the order of a node, random
+augmentations follow from (seed, epoch, sample), and random numbers that a Dataset draws follow from
+(seed, step, node, slot). Batches are therefore identical after a resume. A stream is read again
+from its beginning to the step at which the run resumes.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ from mpigossip.data.workers import (
 
 TEST_BATCH = 256
 JOINED = (ImageSource, SyntheticSource, TextSource)
-"""Sources whose samples don't depend on what else is in their batch."""
+"""Sources whose samples do not depend on other samples of their batch."""
 WORKERS = 2
-"""Processes of a node, on GPUs of each slot, where `data.workers` is "auto"."""
+"""Number of loading processes if `data.workers` is "auto": per node with CPU slots, otherwise per
+GPU slot."""
 
 
 class DataError(Failure):
-    """A data set that fails in the middle of a run."""
+    """Error of a data set in the middle of a run."""
 
 
 class Batch(NamedTuple):
@@ -55,21 +57,25 @@ class Batch(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A batch that is being copied to a slot's device, and the event behind its copy."""
+    """Batch that is being copied to the device of a slot, and the event after its copy."""
 
     batch: Any
     copied: torch.cuda.Event | None
 
 
 class DeviceCopier:
-    """Copies batches to one slot: on a GPU in a stream of its own, beside what is computed."""
+    """Copier of batches to one slot; on a GPU, it uses its own stream, so that copies overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start_copy(self, batch: Nested, finish: Callable[[Nested], Any]) -> _Copy:
-        """Begin to copy a batch and to finish it there; returns at once on a GPU."""
+        """Start to copy a batch to the device, and to process it there; return at once on a GPU.
+
+        :param batch: batch in host memory
+        :param finish: function that makes the batch of the model from the copied one
+        """
         if self.stream is None:
             return _Copy(finish(map_tensors(lambda one: one.to(self.device), batch)), None)
         pinned = map_tensors(Tensor.pin_memory, batch)
@@ -78,26 +84,21 @@ class DeviceCopier:
             return _Copy(finish(copied), self.stream.record_event())
 
     def finish_copy(self, there: _Copy) -> Any:
-        """The batch for the device's default stream, which waits for the copy."""
+        """Return the batch; the default stream of the device waits for the copy."""
         if there.copied is not None:
             compute = torch.cuda.default_stream(self.device)
             compute.wait_event(there.copied)
-            # allocated on the other stream, needed on this one
+            # the memory was allocated in the copy stream, and is used in this one
             map_tensors(lambda one: one.record_stream(compute), there.batch)
         return there.batch
 
 
 class Loader(contextlib.AbstractContextManager):
-    """The batches of some nodes, each with L slots; a context manager.
+    """Loader of the batches of some nodes, each with L slots; a context manager.
 
-    orders: of the nodes that live here (one on a rank, n in the simulator); seed: of the random
-    changes; devices: one per slot that lives here; slots: of a node, and mine, those of them that
-    live here (unset: all); together: batches may be parts of one array, where that is faster: sums
-    over them may have other bits.
-
-    Samples in memory are made by this process when they are asked for. All others are made by
-    torch's `DataLoader`, in ``workers`` processes with ``timeout_s`` for a batch, without MPI and
-    CUDA. One process reads a stream. The bits of a batch don't depend on the processes.
+    Samples in memory are assembled in this process when they are requested. All others are loaded
+    by `DataLoader` of torch in ``workers`` processes, which use neither MPI nor CUDA. A stream is
+    read by one process. The batches are bitwise identical for any number of processes.
     """
 
     def __init__(
@@ -113,8 +114,21 @@ class Loader(contextlib.AbstractContextManager):
         mine: range | None = None,
         together: bool = False,
     ) -> None:
+        """Prepare the loader; processes are started at the first batch.
+
+        :param data: the source of samples
+        :param orders: order of samples of each local node (one on a rank, n in a simulation)
+        :param seed: seed of random augmentations
+        :param devices: device of each local slot
+        :param workers: number of loading processes
+        :param timeout_s: seconds that a process may take for a batch
+        :param slots: number of slots of a node; None: the number of devices
+        :param mine: numbers of the local slots; None: all slots
+        :param together: batches may be views of one array if that is faster; sums over them may
+            then be rounded in another way
+        """
         self.data: Any = data
-        self.orders: Sequence[Any] = list(orders)  # Share for streams, else Order
+        self.orders: Sequence[Any] = list(orders)  # Share for streams, otherwise Order
         self.seed = seed
         self.timeout_s = timeout_s
         self.carriers = [DeviceCopier(torch.device(device)) for device in devices]
@@ -122,7 +136,8 @@ class Loader(contextlib.AbstractContextManager):
         self.mine = mine or range(self.slots)
         self.workers = 0 if data.in_memory else min(workers, 1) if data.streams else workers
         self.early = any(carrier.stream for carrier in self.carriers)
-        """Whether the next step's batches are copied to the devices before they are asked for."""
+        """Whether the batches of the next step are copied to the devices before they are
+        requested."""
         self._joins = together and not self.early and type(data) in JOINED
         self._batches: Iterator[Nested] | None = None
         self._next = 0
@@ -131,10 +146,10 @@ class Loader(contextlib.AbstractContextManager):
         self._wanted: list[Request] = []
 
     def step(self, step: int) -> list[Any]:
-        """The batches of a step: node after node, slot after slot, on the slots' devices.
+        """Return the batches of a step on the devices: for each local node, one per slot.
 
-        A node's samples of a step are split over its slots in order. Steps may be asked for in any
-        order. To a GPU the next step's are copied while this one is computed.
+        The samples of a node are split over its slots in order. Steps may be requested in any
+        order. For GPUs, the batches of the next step are copied while the current step is computed.
         """
         if self._joins:
             return self._at_once(step)
@@ -143,12 +158,13 @@ class Loader(contextlib.AbstractContextManager):
         batches = [carrier.finish_copy(one) for carrier, one in pairs]
         self._there.clear()
         if self.early:
-            with contextlib.suppress(DataError):  # raised again when that step is asked for
+            # the error is raised again when that step is requested
+            with contextlib.suppress(DataError):
                 self._there[step + 1] = self._bring(step + 1)
         return batches
 
     def share(self, node: int, n: int) -> Iterator[Any]:
-        """The test samples ``node``, ``node + n``, …, in batches, on the first device."""
+        """Yield the test samples ``node``, ``node + n``, … in batches, on the first device."""
         if isinstance(getattr(self.data, "test", None), IterableDataset):
             batches = self._test_stream(node, n)
         else:
@@ -157,7 +173,7 @@ class Loader(contextlib.AbstractContextManager):
             yield self.carriers[0].finish_copy(self.carriers[0].start_copy(batch, self._finish))
 
     def note(self, step: int) -> list[str]:
-        """Return messages on a run that continues at a step."""
+        """Return messages about a run that continues at a step."""
         if not self.data.streams or not step:
             return []
         count = step * self.orders[0].batch
@@ -174,11 +190,11 @@ class Loader(contextlib.AbstractContextManager):
         self.close()
 
     def _bring(self, step: int) -> list[_Copy]:
-        """Wait for the batches of a step and begin to copy them to the devices."""
+        """Wait for the batches of a step, and start to copy them to the devices."""
         if self._batches is None or step != self._next:
             end(self._batches)
             self._batches = self._begin(step)
-        self._next = -1  # unless all of them come
+        self._next = -1  # in case one of them fails
         found = [
             carrier.start_copy(self._received(self._batches, f"step {step}"), self._finish)
             for _ in self.orders
@@ -188,11 +204,14 @@ class Loader(contextlib.AbstractContextManager):
         return found
 
     def _finish(self, batch: Nested) -> Any:
-        """Return the model's batch, from one that was loaded and copied."""
+        """Return the batch of the model, from one that was loaded and copied."""
         return Batch(*self.data.finish(*batch)) if isinstance(self.data, Source) else batch
 
     def _at_once(self, step: int) -> list[Batch]:
-        """The batches of all nodes made as one and cut: of many small ones, calls are the time."""
+        """Return the batches of all nodes, made as one array and split.
+
+        If there are many small batches, most of the time would be spent on calls.
+        """
         wanted = [request.indices for request in self._of_step(step)]
         key = self.seed, self.orders[0].epoch(step)
         sizes = [len(one) for one in wanted]
@@ -202,7 +221,7 @@ class Loader(contextlib.AbstractContextManager):
     # -- requests, and who answers them -----------------------------------------------------------
 
     def _begin(self, step: int) -> Iterator[Nested]:
-        """The training batches from a step on."""
+        """Return an iterator over the training batches, beginning with a step."""
         if self.data.streams:
             stream: Any = Stream(self.data, self.orders, self.slots, self.mine, step)
             return started(DataLoader(stream, batch_size=None, **self._how()), self.data.name)
@@ -239,9 +258,10 @@ class Loader(contextlib.AbstractContextManager):
         return started(self._test, self.data.name)
 
     def _test_stream(self, node: int, n: int) -> Iterator[Nested]:
-        """Read the test stream in this process, a batch at a time.
+        """Read the test stream in this process, one batch at a time.
 
-        It is every n-th row of one stream for all nodes, or all rows of a node's own.
+        If all nodes read one stream, the node takes every n-th row of it; otherwise it takes all
+        rows of its own stream.
         """
         data = self.data
         size = self.data.section.batch
@@ -253,7 +273,8 @@ class Loader(contextlib.AbstractContextManager):
             with drawing(state):
                 rows = itertools.islice(one, turn, data.test_size, of)
             while True:
-                with drawing(state):  # and not while the batch is evaluated
+                # the random state must not be active while the batch is evaluated
+                with drawing(state):
                     part = list(itertools.islice(rows, size))
                     batch = data.collate(part) if part else Refused
                 if batch is Refused:
@@ -272,19 +293,27 @@ class Loader(contextlib.AbstractContextManager):
         return DataLoader(data, batch_sampler=requests, collate_fn=same, **self._how(), **more)
 
     def _how(self) -> dict[str, Any]:
-        """Settings of all loaders; their own generator leaves the program's numbers alone."""
+        """Return settings of all loaders.
+
+        A generator of their own leaves the random state of the program unchanged.
+        """
         made: dict[str, Any] = {"num_workers": self.workers, "generator": torch.Generator()}
         if self.workers:
-            limit = min(self.timeout_s, 1e6)  # poll() counts milliseconds in 32 bits
+            limit = min(self.timeout_s, 1e6)  # poll() takes milliseconds as a 32-bit integer
             made |= {"multiprocessing_context": "spawn", "timeout": limit}
         return made
 
     def _received(self, batches: Iterator[Nested], what: str) -> Nested:
-        """The next batch; `Refused` at the end. DataError for what is none."""
+        """Return the next batch, or `Refused` at the end.
+
+        :param batches: iterator over batches
+        :param what: what the batch is for, for messages
+        :raises DataError: if the data set failed, or a process died or hangs
+        """
         try:
             batch = next(batches, Refused)
-        except (RuntimeError, EOFError, OSError) as error:  # a process that died or hangs
-            unwatch(batches)  # torch's handler of SIGCHLD may raise, too
+        except (RuntimeError, EOFError, OSError) as error:  # a process has died or hangs
+            unwatch(batches)  # the SIGCHLD handler of torch could raise an error, too
             raise DataError(
                 f'data.source = "{self.data.name}": a loading process ended or gives nothing '
                 f"for node.timeout_s = {self.timeout_s:g} s at {what} "
@@ -297,11 +326,16 @@ class Loader(contextlib.AbstractContextManager):
 
 
 def processes(setting: int | str, devices: Sequence[str], per_node: int) -> int:
-    """Loading processes of a rank with these slots, one of ``per_node`` of its node."""
+    """Return the number of loading processes of a rank.
+
+    :param setting: value of `data.workers`, for a whole node
+    :param devices: devices of the local slots
+    :param per_node: number of ranks per node
+    """
     if isinstance(setting, int):
         return -(-setting // per_node)
     if not devices[0].startswith("cuda"):
         return -(-WORKERS // per_node)
-    # a core for each slot's launches and one for the exchange are left
+    # One core is left for the kernel launches of each slot, and one for the exchange.
     cores = len(os.sched_getaffinity(0)) // per_node - len(devices) - 1
     return max(WORKERS, min(WORKERS * len(devices), cores))

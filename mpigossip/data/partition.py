@@ -1,4 +1,4 @@
-"""Partition of samples over nodes, and the order in which each node takes its own."""
+"""Partition of samples over nodes, and the order in which each node takes its samples."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,18 +18,28 @@ def partition(
     shuffled_percent: float = 100.0,
     alpha: float = 0.1,
 ) -> list[np.ndarray]:
-    """Split the samples over n nodes: n int64 arrays, disjoint, of equal length up to one.
+    """Split the samples over n nodes.
 
-    * "shuffled": in random order, cut into n.
-    * "sorted": sorted by label (samples of a label in their given order), cut into n.
-    * "mixed": sorted by label, then the first shuffled_percent % of that order shuffled among
-      themselves, cut into n (De Sa and Lu, DeTAG): 100 is "shuffled", 0 is "sorted".
-    * "dirichlet": each class is shared out in proportions drawn from Dirichlet(alpha) over the
-      nodes (Hsu, Qi, Brown 2019). A node that is full takes no more, and what is left of a class
-      goes to the others in their proportions, so that all nodes have the same number of samples;
-      the classes come in random order. Small alpha: few classes per node; large: all alike.
+    The sizes of two parts differ by at most one. The kinds are
 
-    Raises JobError where there are fewer samples than nodes.
+    * "shuffled": random order, split into n parts;
+    * "sorted": sorted by label, with samples of a label in the given order, split into n parts;
+    * "mixed": sorted by label, then the first shuffled_percent % of this order are shuffled, split
+      into n parts (De Sa and Lu, DeTAG): 100 is "shuffled", 0 is "sorted";
+    * "dirichlet": each class is distributed over nodes in proportions from Dirichlet(alpha) (Hsu,
+      Qi, Brown 2019). A full node takes no more samples, and the remaining samples of a class go to
+      the other nodes in their proportions, so all nodes have the same number of samples. The
+      classes come in random order. With a small alpha, each node has few classes; with a large one,
+      all nodes are alike.
+
+    :param labels: label of each sample
+    :param n: number of nodes
+    :param kind: kind of the partition
+    :param seed: random seed
+    :param shuffled_percent: percentage of "mixed"
+    :param alpha: parameter of "dirichlet"
+    :return: n disjoint int64 arrays of indices
+    :raises JobError: if there are fewer samples than nodes
     """
     labels = np.asarray(labels)
     if n > len(labels):
@@ -50,7 +60,7 @@ def partition(
 
 
 def _dirichlet(labels: np.ndarray, n: int, seed: int, alpha: float) -> list[np.ndarray]:
-    """Share each class out over the nodes; see `partition`."""
+    """Distribute each class over the nodes; see `partition`."""
     random = np.random.Generator(np.random.Philox(key=seed & (1 << 64) - 1))
     room = np.array([len(part) for part in np.array_split(np.arange(len(labels)), n)])
     taken: list[list[np.ndarray]] = [[] for _ in range(n)]
@@ -68,22 +78,22 @@ def _fill(samples: int, proportions: np.ndarray, room: np.ndarray) -> np.ndarray
     while left := samples - int(counts.sum()):
         free = room - counts
         weights = np.where(free > 0, proportions, 0.0)
-        # Proportions underflow to 0 for small alpha: then room alone decides.
+        # Proportions underflow to 0 for small alpha: then the free room decides.
         weights = weights if weights.sum() > 0 else free.astype(float)
         wanted = left * weights / weights.sum()
         share = np.minimum(np.floor(wanted).astype(room.dtype), free)
-        if not share.any():  # less than one sample for each: the largest fraction takes one
+        if not share.any():  # no node gets a whole sample: the largest fraction takes one
             share[np.argmax(wanted)] = 1
         counts += share
     return counts
 
 
 class Order:
-    """The sample order of one node: a permutation per epoch from (seed, epoch, node) alone.
+    """Sample order of one node: a permutation per epoch that follows from (seed, epoch, node).
 
-    Nothing is stored: the samples of any step follow from its number, so a resumed run goes on
-    where it stopped. An epoch has the same number of steps on every node; what is left of a
-    node's samples at its end is dropped (each epoch drops others).
+    Nothing is stored: the samples of a step follow from its number, so a resumed run continues with
+    the right ones. An epoch has the same number of steps on every node. Samples of a node that
+    remain at its end are dropped; they are other samples in each epoch.
     """
 
     def __init__(
@@ -94,10 +104,10 @@ class Order:
         self.seed = seed
         self.batch = batch
         self.steps_per_epoch = steps_per_epoch
-        self.latest = -1, part  # an epoch, and the samples in its order
+        self.latest = -1, part  # number of an epoch, and the samples in the order of that epoch
 
     def epoch(self, step: int) -> int:
-        """Return the epoch, from 0, that a step belongs to."""
+        """Return the epoch of a step, counted from 0."""
         return step // self.steps_per_epoch
 
     def batch_indices(self, step: int) -> np.ndarray:
@@ -108,7 +118,10 @@ class Order:
 
 
 def draw_together(orders: Sequence[Order], epoch: int) -> None:
-    """Draw the permutations of many nodes in an epoch: one draw takes as long as n."""
+    """Draw the permutations of several nodes in an epoch.
+
+    One draw for all nodes takes as long as a draw for one node.
+    """
     if late := [order for order in orders if order.latest[0] != epoch]:
         lengths = [len(order.part) for order in late]
         nodes = [order.node for order in late]
@@ -118,21 +131,26 @@ def draw_together(orders: Sequence[Order], epoch: int) -> None:
 
 
 class Share(NamedTuple):
-    """The part of a stream that a node reads."""
+    """Part of a stream that a node reads."""
 
     node: int
     n: int
     steps_per_epoch: int
     batch: int
-    """samples a step, over all slots"""
+    """Number of samples per step, over all slots."""
 
 
 def make_orders(
     data: Any, section: Data, seed: int, n: int, per_step: int
 ) -> Sequence[Order | Share]:
-    """Return the orders of n nodes, ``per_step`` samples a step each. Raises JobError for too few.
+    """Return the order of samples, or the share of a stream, of each node.
 
-    ``data``: a Source or Datasets.
+    :param data: a Source or Datasets
+    :param section: section `[data]`
+    :param seed: random seed
+    :param n: number of nodes
+    :param per_step: samples of a node per step
+    :raises JobError: if there are too few samples for a step
     """
     if data.streams:
         steps = data.train_size // n // per_step
@@ -150,7 +168,7 @@ def make_orders(
 
 
 def partition_digest(orders: Sequence[Order | Share]) -> str:
-    """Return the SHA-256 of the nodes' samples, in node order; "" for streams, which have none."""
+    """Return the SHA-256 of the nodes' samples, in node order; "" for streams."""
     sha = hashlib.sha256()
     for order in orders:
         if isinstance(order, Share):
@@ -161,9 +179,12 @@ def partition_digest(orders: Sequence[Order | Share]) -> str:
 
 
 def orders(parts: Sequence[np.ndarray], seed: int, batch: int) -> list[Order]:
-    """Return the order of every node; batch: samples of a node per step, over all its slots.
+    """Return the order of each node.
 
-    Raises JobError where a node has fewer samples than that.
+    :param parts: samples of each node
+    :param seed: random seed
+    :param batch: samples of a node per step, over all its slots
+    :raises JobError: if a node has fewer samples than that
     """
     smallest = min(len(part) for part in parts)
     if smallest < batch:

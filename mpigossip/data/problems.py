@@ -1,10 +1,10 @@
-"""Problems of theory with a known optimum: each node has a function f_i of its own.
+"""Theory problems with a known optimum, in which each node has its own function f_i.
 
-f = (1/n) Σ f_i; nodes differ by ζ: mean_i ‖∇f_i(x*)‖² = ζ² exactly, where x* is the optimum of f.
-A training sample is a whole f_i, so a gradient is exact but for the noise that the task adds; a
-test sample is f itself, once for each node, its loss counted from the least: what a test shows is
-f(x) − f(x*). Everything follows from n and the options, ``draw`` among them: a run's seed is left
-for the noise alone.
+The objective is f = (1/n) Σ f_i. Nodes differ by ζ: mean_i ‖∇f_i(x*)‖² = ζ² exactly, where x* is
+the optimum of f. A training sample is a whole f_i, so a gradient is exact except for the noise that
+the task adds. A test sample is f itself, once for each node. Its loss is relative to the minimum,
+so an evaluation returns f(x) − f(x*). Everything follows from n and the options, including
+``draw``; the seed of a run affects only the noise.
 """
 
 import math
@@ -19,30 +19,31 @@ from torch.utils.data import TensorDataset
 from mpigossip.config.limits import AboveZero, NotNegative, OneOrMore, Positive
 
 Arrangement = Literal["random", "smooth"]
-"""Differences between nodes: drawn, or cos(2π i/n), which a ring averages worst."""
+"""Differences between nodes: drawn at random, or cos(2π i/n), which a ring averages most slowly."""
 NEWTON = 50
-"""Steps at most to the optimum of a logistic regression; some ten are enough."""
+"""Largest number of steps to the optimum of a logistic regression; about ten are sufficient."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The functions of n nodes as samples, and the constants that rates are stated in."""
+    """Functions of n nodes as samples, and the constants in which convergence rates are stated."""
 
     train: tuple[np.ndarray, ...]
-    """of each node, first dimension n"""
+    """Arrays of the functions f_i; the first dimension is n."""
     test: tuple[np.ndarray, ...]
-    """of f, without that dimension"""
+    """Arrays of the function f, without that dimension."""
     gap: float
-    """Δ = f(x_0) − f(x*); NaN where x_0 is drawn by the model"""
+    """Gap Δ = f(x_0) − f(x*); NaN if the model draws x_0."""
     smoothness: float
-    """L: the largest curvature of f (not of each f_i); a factorization's is that at its optimum"""
+    """Smoothness L: the largest curvature of f (not of each f_i); for a factorization, at its
+    optimum."""
     heterogeneity: float
-    """ζ"""
+    """Heterogeneity ζ."""
     steps: int
-    """an epoch has"""
+    """Number of steps per epoch."""
 
     def samples(self) -> dict[str, Any]:
-        """As data sets: each node's function as often as an epoch has steps."""
+        """Return the data sets; the function of each node is repeated once per step of an epoch."""
         nodes = len(self.train[0])
         train = Functions(*(_float32(np.repeat(one, self.steps, axis=0)) for one in self.train))
         train.targets = np.repeat(np.arange(nodes), self.steps)
@@ -51,7 +52,7 @@ class Problem:
 
 
 class Functions(TensorDataset):
-    """Samples that are functions; ``targets``, for a partition, are the nodes that have them."""
+    """Data set whose samples are functions; ``targets``, for a partition, are their nodes."""
 
     targets: np.ndarray
 
@@ -63,7 +64,7 @@ def _float32(array: np.ndarray) -> torch.Tensor:
 def _spread(
     nodes: int, shape: Sequence[int], size: float, arrangement: Arrangement, random: Any
 ) -> np.ndarray:
-    """Arrays (n, *shape) whose mean over nodes is 0, their mean square norm size²."""
+    """Return arrays (n, *shape) with mean 0 over nodes and mean square norm size²."""
     if arrangement == "smooth":
         wave = np.cos(2 * np.pi * np.arange(nodes) / nodes)
         drawn = np.multiply.outer(wave, random.standard_normal(shape))
@@ -85,10 +86,19 @@ def quadratics(
     draw: int = 0,
     steps: Positive = 100,
 ) -> Problem:
-    """f_i(x) = ½ Σ_k a_ik (x_k − b_ik)², ‖x*‖ = 1, x_0 = 0.
+    """Return the quadratics f_i(x) = ½ Σ_k a_ik (x_k − b_ik)² with ‖x*‖ = 1 and x_0 = 0.
 
-    The curvatures of f go from 1/``condition`` to 1 in equal ratios. ``bend``: deviation of
-    log a_ik between nodes; with 0 all nodes have the same a, and x̄ moves as parallel SGD does.
+    The curvatures of f form a geometric sequence from 1/``condition`` to 1.
+
+    :param nodes: number of nodes, n
+    :param dimension: number of elements of x
+    :param heterogeneity: ζ
+    :param condition: ratio of the largest and the smallest curvature
+    :param bend: standard deviation of log a_ik between nodes; with 0, all nodes have the same a,
+        and x̄ evolves as in parallel SGD
+    :param arrangement: differences between nodes
+    :param draw: random seed of the problem
+    :param steps: number of steps per epoch
     """
     random = np.random.default_rng((draw, 1))
     curvature = np.geomspace(1 / condition, 1, dimension) if condition > 1 else np.ones(dimension)
@@ -112,11 +122,19 @@ def logistic(
     draw: int = 0,
     steps: Positive = 100,
 ) -> Problem:
-    """f_i(x) = mean_m log(1 + exp(−y_m h_mᵀ x)) + ridge/2 ‖x‖² over ``points`` of node i, x_0 = 0.
+    """Return logistic regressions f_i(x) = mean_m log(1 + exp(−y_m h_mᵀ x)) + ridge/2 ‖x‖².
 
-    Features are standard normal over √dimension, labels drawn with the node's own vector v + ζ v_i:
-    ``heterogeneity`` is the deviation of those here; ζ of the gradients is measured. The optimum
-    is Newton's.
+    The mean is over the points of node i, and x_0 = 0. Features are standard normal divided by
+    √dimension. Labels are drawn with the node's own vector v + ζ v_i. The optimum is computed by
+    Newton's method.
+
+    :param nodes: number of nodes, n
+    :param dimension: number of elements of x
+    :param points: number of points of each node
+    :param heterogeneity: relative deviation of the nodes' vectors; ζ of the gradients is computed
+    :param ridge: factor of the regularization
+    :param draw: random seed of the problem
+    :param steps: number of steps per epoch
     """
     random = np.random.default_rng((draw, 2))
     features = random.standard_normal((nodes, points, dimension)) / math.sqrt(dimension)
@@ -142,13 +160,13 @@ def _logistic(signed: np.ndarray, x: np.ndarray, ridge: float) -> float:
 
 
 def _logistic_gradients(signed: np.ndarray, x: np.ndarray, ridge: float) -> np.ndarray:
-    """Of each node: (n, d)."""
+    """Return the gradient of each node, (n, d)."""
     wrong = 1 / (1 + np.exp(signed @ x))
     return ridge * x - np.einsum("nm,nmd->nd", wrong, signed) / signed.shape[1]
 
 
 def _newton(signed: np.ndarray, ridge: float) -> np.ndarray:
-    """The optimum."""
+    """Return the optimum."""
     x = np.zeros(signed.shape[1])
     for _ in range(NEWTON):
         wrong = 1 / (1 + np.exp(signed @ x))
@@ -171,10 +189,19 @@ def factorization(
     draw: int = 0,
     steps: Positive = 100,
 ) -> Problem:
-    """f_i(U, V) = ½ ‖A_i − U Vᵀ‖², mean_i A_i = A of this rank and largest singular value 1.
+    """Return matrix factorizations f_i(U, V) = ½ ‖A_i − U Vᵀ‖².
 
-    f − ½ ‖A − U Vᵀ‖² is constant, so the least is known where U Vᵀ = A. Not convex. ζ² here is
-    mean_i ‖A_i − A‖².
+    The mean A of all A_i has this rank and the largest singular value 1. f − ½ ‖A − U Vᵀ‖² is
+    constant, so the minimum is known: it is reached if U Vᵀ = A. The problem is not convex. Here ζ²
+    is mean_i ‖A_i − A‖².
+
+    :param nodes: number of nodes, n
+    :param height: number of rows of A
+    :param width: number of columns of A
+    :param rank: rank of A
+    :param heterogeneity: ζ
+    :param draw: random seed of the problem
+    :param steps: number of steps per epoch
     """
     random = np.random.default_rng((draw, 3))
     left = random.standard_normal((height, rank))

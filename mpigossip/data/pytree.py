@@ -1,4 +1,4 @@
-"""Batches of any form: tensors in nested tuples, lists and mappings."""
+"""Batches of any structure: tensors in nested tuples, lists and mappings."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,15 +8,18 @@ import torch
 from mpigossip.config.errors import Failure
 
 Nested = Any
-"""A tensor, or a tuple, list or mapping of such; whatever else is in it stays as it is."""
+"""A tensor, or a tuple, list or mapping of such values. Other values in it are kept unchanged."""
 
 
 class CutError(Failure, ValueError):
-    """A batch that has no equal parts; the message says which, and why."""
+    """Error of a batch that can't be split into equal parts."""
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], batch: Nested) -> Nested:
-    """The same form with every tensor changed; any mapping becomes a dict."""
+    """Return a copy of the batch with each tensor replaced by ``change(tensor)``.
+
+    The structure stays the same, except that each mapping becomes a dict.
+    """
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -29,7 +32,7 @@ def map_tensors(change: Callable[[torch.Tensor], Any], batch: Nested) -> Nested:
 
 
 def leaves(batch: Nested) -> Iterator[torch.Tensor]:
-    """Every tensor, in the order in which :func:`mapped` meets them."""
+    """Yield all tensors, in the order of :func:`map_tensors`."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping | tuple | list):
@@ -38,14 +41,17 @@ def leaves(batch: Nested) -> Iterator[torch.Tensor]:
 
 
 def size(batch: Nested) -> int:
-    """Samples in a batch: the length of its first tensor that has one, or else 1."""
+    """Return the number of samples in a batch.
+
+    It is the length of the first tensor that has a dimension, or 1 if there is none.
+    """
     return next((len(tensor) for tensor in leaves(batch) if tensor.ndim), 1)
 
 
 def parts(batch: Nested, count: int) -> list[Nested]:
-    """The samples in ``count`` equal parts; tensors without a dimension are in each of them.
+    """Split the samples into ``count`` equal parts; each part gets all tensors without a dimension.
 
-    CutError where a tensor doesn't have a row for each sample.
+    :raises CutError: if the tensors do not all have one row per sample, or can't be split equally
     """
     if count == 1:
         return [batch]
@@ -64,14 +70,14 @@ def parts(batch: Nested, count: int) -> list[Nested]:
 
 
 def stacked(batches: Sequence[Nested]) -> Nested:
-    """Batches of one form as one, with a new first dimension."""
+    """Stack batches of the same structure along a new first dimension."""
     columns = zip(*map(leaves, batches), strict=True)
     tensors = iter([torch.stack(column) for column in columns])
     return map_tensors(lambda _: next(tensors), batches[0])
 
 
 def form(batch: Nested) -> str:
-    """The form in words: `(float32 (8, 2), {"y": int64 (8,)})`."""
+    """Describe the structure in words: `(float32 (8, 2), {"y": int64 (8,)})`."""
     if isinstance(batch, torch.Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
     if isinstance(batch, Mapping):

@@ -1,4 +1,4 @@
-"""Loading processes of torch's `DataLoader`: what they hold, and how they begin and end."""
+"""Loading processes of `DataLoader` of torch: the data sets in them, their start and their end."""
 
 import contextlib
 import itertools
@@ -24,11 +24,11 @@ from mpigossip.data.pytree import Nested
 from mpigossip.data.sources import Source
 
 LAUNCHER = ("PMI", "OMPI_", "PRTE_", "SLURM_", "PALS_", "HYDRA_", "HYDI_", "MPI_", "MPICH_")
-"""Beginnings of variables by which a program would take itself for a rank of the job."""
+"""Prefixes of environment variables by which a program would take itself for a rank of the job."""
 
 
 class Request(NamedTuple):
-    """Samples that become a batch, and where their random numbers begin."""
+    """Samples that form a batch, and the key of their random numbers."""
 
     split: str
     key: tuple[int, ...]
@@ -36,24 +36,27 @@ class Request(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """The error message in place of a batch: exceptions would lose theirs between processes."""
+    """Error message in place of a batch, because exceptions would lose theirs between processes."""
 
     text: str
 
 
 class Sent:
-    """Data that are sent to a loading process, which prepares itself before it unpacks them."""
+    """Base class of data that prepare a loading process before they are unpickled in it."""
 
     def __reduce__(self):
         return unpacked, (type(self), bytes(ForkingPickler.dumps(vars(self))))
 
 
 def unpacked(kind: type, state: bytes) -> Any:
-    """Unpack in a loading process, which then has no variables of the launcher and no GPU."""
+    """Unpickle in a loading process, after hiding launcher and GPUs from it.
+
+    The variables of the launcher are removed, and no GPU is visible.
+    """
     for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
         del os.environ[name]
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    # the launcher sends a stop signal to every process of the job; the parent decides
+    # The launcher sends stop signals to all processes of the job, but the parent process decides.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     made: Any = object.__new__(kind)
@@ -62,18 +65,18 @@ def unpacked(kind: type, state: bytes) -> Any:
 
 
 class Samples(Sent, Dataset):
-    """Batches of Datasets by request."""
+    """Batches of `Datasets` by request."""
 
     def __init__(self, data: Datasets):
         self.name = data.name
         self.seed = data.seed
         self.collate = data.collate
         self.sets = {"train": data.train, "test": data.test}
-        if not data.dealt:  # each node's own
+        if not data.dealt:  # each node has its own test set
             self.sets |= {f"test {at}": one["test"] for at, one in enumerate(data.sets)}
 
     def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
-        """The batch of a request, or why there is none."""
+        """Return the batch of a request, or why there is none."""
         one = self.sets[request.split]
         at = None
         indices = request.indices.tolist()
@@ -94,13 +97,13 @@ class Samples(Sent, Dataset):
 
 
 class Raw(Sent, Dataset):
-    """Raw batches of a source by request: what the training process finishes on the device."""
+    """Batches of a source by request, which the training process completes on the device."""
 
     def __init__(self, source: Source):
         self.source = source
 
     def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
-        """Arrays and labels of a request, or why there are none."""
+        """Return arrays and labels of a request, or why there are none."""
         split, key, indices = request
         try:
             raw = torch.from_numpy(np.ascontiguousarray(self.source.raw(split, indices, key)))
@@ -113,14 +116,20 @@ class Raw(Sent, Dataset):
 
 
 class Stream(Sent, IterableDataset):
-    """Batches of the streams of some nodes: step after step, node after node, slot after slot."""
+    """Batches of the streams of some nodes: for each step and each node, one per slot."""
 
     def __init__(
         self, data: Datasets, shares: Sequence[Share], slots: int, mine: Sequence[int], step: int
     ):
-        """``slots``: of a node, and ``mine``, those that live here; ``step``: the first.
+        """Prepare the streams.
 
-        What other slots take, and all before that step, is read and left out.
+        Samples of other slots, and of steps before the first one, are read and skipped.
+
+        :param data: the data sets
+        :param shares: part of the stream for each local node
+        :param slots: number of slots of a node
+        :param mine: numbers of the local slots
+        :param step: the first step
         """
         self.name = data.name
         self.seed = data.seed
@@ -149,7 +158,8 @@ class Stream(Sent, IterableDataset):
                         with drawing(state):
                             samples = list(itertools.islice(rows, share.batch // self.slots))
                         if slot in self.mine:
-                            # what is skipped isn't collated: it may not draw from the stream's
+                            # skipped samples are not collated, so collating must not use the random
+                            # numbers of the stream
                             with drawing(Draws(self.seed, (TRAIN, index, share.node, slot))):
                                 batch = self.collate(samples)
                             yield batch
@@ -160,7 +170,7 @@ class Stream(Sent, IterableDataset):
 
 
 def _endless(one: IterableDataset, turn: int, of: int) -> Iterator[Any]:
-    """Every ``of``-th sample from the ``turn``-th on, pass after pass."""
+    """Yield every ``of``-th sample, starting with number ``turn``; repeat the stream endlessly."""
     for number in itertools.count():
         if hasattr(one, "set_epoch"):
             one.set_epoch(number)
@@ -179,10 +189,15 @@ def _endless(one: IterableDataset, turn: int, of: int) -> Iterator[Any]:
 
 
 def started(loader: DataLoader, name: str) -> Iterator[Nested]:
-    """Its iterator; JobError where the data of this name can't be sent to its processes."""
+    """Start the processes of a loader, and return its iterator.
+
+    :param loader: the loader
+    :param name: name of the data, for messages
+    :raises JobError: if the data can't be sent to the processes
+    """
     try:
         with _no_program(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error")  # said below
+            warnings.filterwarnings("ignore", "Got pickle error")  # the error below says it
             return iter(loader)
     except Exception as error:
         if not loader.num_workers:
@@ -197,7 +212,7 @@ def started(loader: DataLoader, name: str) -> Iterator[Nested]:
 
 @contextlib.contextmanager
 def _no_program() -> Iterator[None]:
-    """Hide the running program from processes that begin: they would import it, and MPI with it."""
+    """Hide the main module from new processes: they would import it, and MPI with it."""
     program = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -207,9 +222,10 @@ def _no_program() -> Iterator[None]:
 
 
 def end(batches: Any) -> None:
-    """End the processes behind an iterator; nothing where there are none.
+    """End the processes behind an iterator; do nothing if there are none.
 
-    That one aborts while it ends is no failure of the run, so torch stops watching them first.
+    Torch stops watching them first, because a process that aborts while it ends is not an error of
+    the run.
     """
     unwatch(batches)
     if hasattr(batches, "_shutdown_workers"):
@@ -217,12 +233,12 @@ def end(batches: Any) -> None:
 
 
 def unwatch(batches: Any) -> None:
-    """Let torch raise nothing more when a process behind an iterator ends."""
+    """Prevent torch from raising errors when a process behind an iterator ends."""
     if getattr(batches, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(batches))
         batches._worker_pids_set = False
 
 
 def same(batch: Nested) -> Nested:
-    """A batch as it is: requests are answered with whole ones."""
+    """Return the batch unchanged; requests are answered with whole batches."""
     return batch
