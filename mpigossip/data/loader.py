@@ -136,7 +136,7 @@ class Loader(contextlib.AbstractContextManager):
         self.mine = mine or range(self.slots)
         self.workers = 0 if data.in_memory else min(workers, 1) if data.streams else workers
         self.early = any(carrier.stream for carrier in self.carriers)
-        """Whether the batches of the next step are copied to the devices before they are
+        """True if the batches of the next step are copied to the devices before they are
         requested."""
         self._joins = together and not self.early and type(data) in JOINED
         self._batches: Iterator[Nested] | None = None

@@ -93,7 +93,7 @@ class Order:
 
     Nothing is stored: the samples of a step follow from its number, so a resumed run continues with
     the right ones. An epoch has the same number of steps on every node. Samples of a node that
-    remain at its end are dropped; they are other samples in each epoch.
+    remain at the end of an epoch are dropped; they are other samples in each epoch.
     """
 
     def __init__(

@@ -125,8 +125,8 @@ def logistic(
     """Return logistic regressions f_i(x) = mean_m log(1 + exp(−y_m h_mᵀ x)) + ridge/2 ‖x‖².
 
     The mean is over the points of node i, and x_0 = 0. Features are standard normal divided by
-    √dimension. Labels are drawn with the node's own vector v + ζ v_i. The optimum is computed by
-    Newton's method.
+    √dimension. Labels are drawn with the node's own vector v + ``heterogeneity`` · v_i. The optimum
+    is computed by Newton's method.
 
     :param nodes: number of nodes, n
     :param dimension: number of elements of x
@@ -191,7 +191,7 @@ def factorization(
 ) -> Problem:
     """Return matrix factorizations f_i(U, V) = ½ ‖A_i − U Vᵀ‖².
 
-    The mean A of all A_i has this rank and the largest singular value 1. f − ½ ‖A − U Vᵀ‖² is
+    The mean A of all A_i has rank ``rank`` and the largest singular value 1. f − ½ ‖A − U Vᵀ‖² is
     constant, so the minimum is known: it is reached if U Vᵀ = A. The problem is not convex. Here ζ²
     is mean_i ‖A_i − A‖².
 

@@ -26,30 +26,20 @@ HOOKS = {"tensorboard": "mpigossip.runs.hooks:TensorBoard"}
 class Hook:
     """Observer of a run. Methods that a subclass does not override do nothing.
 
-    Each method is called on all ranks, with the `Progress` of the run.
+    Each method is called on all ranks. ``progress`` is the `Progress` of the run.
     """
 
     def start(self, progress, assembly) -> None:
         """Prepare for the first step.
 
-        :param progress: progress of the run
         :param assembly: the parts of the job (model, data, graph)
         """
 
     def step(self, progress, record: Record) -> None:
-        """Process the record of a step.
-
-        :param progress: progress of the run
-        :param record: metrics of the step
-        """
+        """Process the metrics of a step, ``record``."""
 
     def evaluation(self, progress, step: int, result: Evaluation) -> None:
-        """Process the result of an evaluation.
-
-        :param progress: progress of the run
-        :param step: number of steps done
-        :param result: values of the averaged model and of the nodes' own models
-        """
+        """Process the ``result`` of an evaluation, which was made after ``step`` steps."""
 
     def wants_stop(self, done: int) -> bool:
         """Return whether the run should end after ``done`` steps; equal on all ranks.
@@ -62,11 +52,7 @@ class Hook:
         """Write to disk what must not be older than the checkpoint that follows."""
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        """End after the last step.
-
-        :param progress: progress of the run
-        :param summary: the summary, complete on rank 0 only
-        """
+        """End after the last step; ``summary`` is complete on rank 0 only."""
 
 
 class TensorBoard(Hook):

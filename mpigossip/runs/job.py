@@ -69,7 +69,7 @@ class JobNode:
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left."""
+        """Return whether no step is left."""
         return self.engine.index >= self.total_steps
 
     def average(self) -> None:

@@ -37,7 +37,7 @@ class Node(Protocol):
     facts: dict[str, Any]
     """Entries of the checkpoint's manifest for this kind of run."""
     counts_all: bool
-    """Whether each rank counts the samples of all nodes, and not only its own."""
+    """True if each rank counts the samples of all nodes, and not only its own."""
 
     @property
     def mixer(self) -> Mixer:

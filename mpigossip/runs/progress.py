@@ -55,7 +55,7 @@ class Progress:
     """Number of steps done when the first rank failed."""
 
     def warn(self, text: str) -> None:
-        """Print a warning at once, and again in the summary; called on rank 0."""
+        """Print the warning ``text`` at once, and again in the summary; called on rank 0."""
         print_note(text)
         self.warnings.append(text)
 

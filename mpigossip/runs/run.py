@@ -97,11 +97,11 @@ class Run:
         """Step of this node at the last attempt to save."""
         self._asked_at: int | None = None
         self._partly_ended = False
-        """Whether some nodes have ended their loops while others continue without them. Nothing is
+        """True if some nodes have ended their loops while others continue without them. Nothing is
         written until all have ended."""
         self.begun = self.closed = False
         self.stopped = False
-        """Whether the loop was left before its end."""
+        """True if the loop was left before its end."""
         self.summary: dict[str, Any] | None = None
         """Summary, once the run has ended; complete on rank 0 only."""
 
@@ -233,7 +233,7 @@ class Run:
 
     @property
     def _in_step(self) -> bool:
-        """Whether nodes are at equal steps, and all of them in their loops."""
+        """Return whether nodes are at equal steps, and all of them in their loops."""
         return self._synchronous and not self._partly_ended
 
     def _stops(self, done: int) -> bool:
@@ -379,7 +379,7 @@ class Run:
             self._asked_at = progress.first_step
             if world.rank == 0:  # this rank may not have read the result of the agreement
                 self.stopper.take_away()
-        if parted:  # of which some exchange with nobody any more
+        if parted:  # the overview would describe exchanges that no longer take place
             progress.about = tuple
         self._open_saver()
         self.hooks = [Printer(world) if isinstance(one, Printer) else one for one in self.hooks]

@@ -142,7 +142,7 @@ class Saver:
         path = checkpoint.commit(now.beside, self._folder, now.step, entries, self._job, now.meta)
         try:
             checkpoint.prune(self._folder, self._settings.keep, self._settings.keep_every)
-        except StoreError as error:  # the new one is whole, so that this is no reason to stop
+        except StoreError as error:  # the new checkpoint is complete, so the run does not stop
             print_note(f"an old checkpoint stays: {error}")
         return path
 

@@ -150,8 +150,8 @@ def restore(
 ) -> tuple[bool, list[str], Mapping[str, Number]]:
     """Restore a node from a checkpoint; not collective, :meth:`Node.publish` follows.
 
-    If the run can't resume exactly, each node begins with the exact average of the models. State
-    that is a mean of gradients is averaged, too; other state is reset.
+    If the run can't resume exactly, each node begins with the exact average of the models; see
+    :func:`from_mean`.
 
     :param node: the local nodes
     :param path: folder of the checkpoint
@@ -213,7 +213,8 @@ def put_buffers(buffers: Mapping[int, Mapping[str, torch.Tensor]], saved: NodeSt
 def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]) -> list[str]:
     """Set each local node to the average of the saved nodes; return messages to report.
 
-    State without a meaningful average is reset. The round of the graph begins at 0.
+    If all state of the algorithm is a mean of gradients, it is set to its average; otherwise it is
+    reset. The round of the graph begins at 0.
 
     :param node: the local nodes
     :param mean: averaged arrays by name

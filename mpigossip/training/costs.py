@@ -42,7 +42,7 @@ class Subject:
     samples: int
     """Number of training samples: of all nodes together if ``shared``, otherwise of each node."""
     shared: bool = True
-    """Whether nodes share the samples. In a problem of theory, each node has the same number."""
+    """True if nodes share the samples. In a problem of theory, each node has the same number."""
 
     @property
     def per_step(self) -> int:
@@ -133,7 +133,7 @@ class Exchanges:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether nodes never wait for each other."""
+        """Return whether nodes never wait for each other."""
         return self.parts.job.node.mixer == "asynchronous"
 
     @property

@@ -53,7 +53,7 @@ def mistakes(job: Job, world: World) -> list[str]:
     """Return the settings that this world, of ranks or simulated, does not support."""
     node = job.node
     found = []
-    if slots(job) == 1:  # otherwise :func:`contradictions` has reported it
+    if slots(job) == 1:  # otherwise `contradictions` has reported it
         found += cut(job, slots(job, world))
     if node.ranks_per_node == "host" and world.comm is None:
         found.append(
