@@ -1,4 +1,4 @@
-"""A job: frozen dataclasses read from TOML, with every mistake reported at once."""
+"""Jobs: frozen dataclasses that are read from TOML, with all user errors reported at once."""
 
 from mpigossip.config.choices import BuilderSpec as BuilderSpec
 from mpigossip.config.errors import JobError as JobError

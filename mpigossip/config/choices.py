@@ -1,7 +1,7 @@
-"""Names that a job chooses from: tables of builders, and settings that a name brings along.
+"""Names that a job can choose: tables of builders, and the settings that a name implies.
 
-A table is `{name: Part or builder}`; `load` is given one for each setting that holds a name, such
-as `{"graph.name": graphs.BUILDERS}`.
+A table maps each name to a `BuilderSpec` or to a builder. `load` receives one table for each
+setting that holds a name, such as `{"graph.name": graphs.BUILDERS}`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpigossip.config import removed, toml
 from mpigossip.config.toml import near, show
 
 OWN = r"[A-Za-z_][\w.]*:\w+"
-"""The form of a name that stands for something to import: "package.module:factory"."""
+"""Pattern of a name of user code, "package.module:factory"."""
 OPEN = {
     "graph.name": rf"file:.+|{OWN}",
     "model.name": OWN,
@@ -24,12 +24,12 @@ OPEN = {
     "task.name": OWN,
     "data.source": OWN,
 }
-"""Settings that hold other names too, by their form: a graph from a file, what a user brings along.
-These have options of their own, which nobody can check before they are made."""
+"""Settings that also accept names outside their table, such as a graph from a file or user code,
+with the pattern of those names. Their options can only be checked by building them."""
 
 
 FILES = ("data.source",)
-"""Settings that may name a file, too; a file has no options."""
+"""Settings that may also name a file; a file has no options."""
 
 Table = Mapping[str, "BuilderSpec | Callable"]
 Tables = Mapping[str, Table]
@@ -37,37 +37,47 @@ Tables = Mapping[str, Table]
 
 @dataclass(frozen=True)
 class BuilderSpec:
-    """A line of a table: the builder of a name, and all that is to be known without calling it."""
+    """Entry of a table: the builder of a name, and the facts that are needed without calling it."""
 
     made_by: Callable | str
-    """The builder, whose keyword-only parameters are the options; or "module:function", which is
-    imported at its first use."""
+    """Builder, whose keyword-only parameters are the options of the name. A string
+    "module:function" is imported when the builder is first used."""
     local: str | None = None
-    """An algorithm's usual local step; None where it has its own."""
+    """Default local step of an algorithm; None: the local step is part of the algorithm."""
     implies: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of other settings that the name brings: "section.key" -> value."""
+    """Defaults that the name implies for other settings: "section.key" -> value."""
     only: bool | Collection[str] = False
-    """With anything else than `brings`, or these settings of it, it would be another method; the
-    others are defaults, and a setting may name a user's own."""
+    """Settings of `implies` that may not have another value, because the algorithm would then be
+    a different one; they may still name user code. True: all settings of `implies` are fixed, and
+    user code is not allowed either. Settings that are not fixed are only defaults."""
     follows: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """Options that follow from the rest of the run where a job leaves them unset."""
+    """Rules that compute options from the rest of the run if a job does not set them."""
 
     @classmethod
     def of(cls, table: Table, name: str) -> BuilderSpec:
-        """The line of a name that a table has."""
+        """Return the entry for ``name`` in ``table``.
+
+        :param table: table that contains the name
+        :param name: name in the table
+        """
         found = table[name]
         return found if isinstance(found, cls) else cls(found)
 
     @property
     def build(self) -> Callable:
-        """The builder itself."""
+        """Builder, imported if it is given by name."""
         if callable(self.made_by):
             return self.made_by
         module, _, name = self.made_by.partition(":")
         return getattr(import_module(module), name)
 
     def following(self, options: Mapping[str, Any], known: Any) -> dict[str, Any]:
-        """Values of `follows` for what is unset among `options`; a rule may give None: leave it."""
+        """Compute the options that a job leaves unset by the rules in `follows`.
+
+        :param options: options of the job, by name; an option of value None counts as unset
+        :param known: argument that is passed to each rule
+        :return: new values by option; options for which a rule returns None are left out
+        """
         unset = {key: rule for key, rule in self.follows.items() if options.get(key) is None}
         values = {key: rule(known) for key, rule in unset.items()}
         return {key: value for key, value in values.items() if value is not None}
@@ -77,12 +87,12 @@ class BuilderSpec:
 
 
 def spec_of(table: Table, name: Any) -> BuilderSpec | None:
-    """The line of this name, None where there is none."""
+    """Return the entry of ``table`` for ``name``; None if there is no such entry."""
     return BuilderSpec.of(table, name) if isinstance(name, str) and name in table else None
 
 
 def options_of(table: Table, name: Any) -> Collection[str]:
-    """The options of this name; none where it isn't in the table."""
+    """Return the names of the options of ``name``; none if it is not in the table."""
     part = spec_of(table, name)
     return toml.keyword_only(part.build)[0] if part else ()
 
@@ -90,9 +100,12 @@ def options_of(table: Table, name: Any) -> Collection[str]:
 def apply_implied(
     sections: dict[str, dict[str, Any]], tables: Tables, local: Any = None
 ) -> list[str]:
-    """Fill in what the chosen names bring, ``local`` being the local step in effect.
+    """Add the settings that the chosen names imply to ``sections``.
 
-    Naming something else is a mistake where it is all.
+    :param sections: sections of the job, which are changed in place
+    :param tables: for each setting that holds a name, the table of its names
+    :param local: name of the local step in effect; None: there is none
+    :return: an error message for each setting that contradicts an implied value that is fixed
     """
     messages = []
     for path, table in tables.items():
@@ -120,13 +133,19 @@ def check(
     table: Table,
     others: Collection[str] = (),
 ) -> list[str]:
-    """Check the name at `path` and the options beside it in `values`; fill in the defaults.
+    """Check the name at ``path`` and the options in its section; add the options' defaults.
 
-    `known`: the section's own keys, which are no options; `others`: what an unknown key may mean.
+    :param path: setting that holds the name, as "section.key"
+    :param name: value of this setting
+    :param values: keys and values of the section, to which the defaults are added
+    :param known: keys of the section that are not options
+    :param table: table of the names
+    :param others: paths that a misspelled key may stand for, in addition to the keys here
+    :return: an error message for each problem
     """
     section, key = path.split(".")
     if not isinstance(name, str):
-        return []  # the section's own check reports it
+        return []  # the type check of the section reports this
     part = spec_of(table, name)
     if part is None:
         if re.fullmatch(OPEN.get(path, "(?!)"), name):

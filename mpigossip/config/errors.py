@@ -1,4 +1,4 @@
-"""Exceptions and exit codes: user errors, and failures of a run."""
+"""Exceptions and exit codes for user errors and for failures of a run."""
 
 import contextlib
 import errno
@@ -12,43 +12,47 @@ OK = 0
 FAILED = 1
 WRONG = 2
 STOPPED = 75
-"""Exit codes: done; a run that can't go on (`Failure`); a mistake of the user (`UserError`), or a
-check that found something; stopped before the end with a checkpoint (EX_TEMPFAIL). The batch
-scripts under jobs/ queue a job again on the last."""
+"""Exit codes. OK: success. FAILED: the run cannot continue (`Failure`). WRONG: a user error
+(`UserError`), or a check that found problems. STOPPED: the run stopped before its end and wrote a
+checkpoint (EX_TEMPFAIL); the batch scripts in jobs/ then submit the job again."""
 
 
 class UserError(ValueError):
-    """A user error: the message names value, limit and remedy."""
+    """Error that the user can correct: the message names the value, the limit and a remedy."""
 
     rank: int | None = None
-    """Rank of this process by the launcher, where each process finds the error by itself."""
+    """Rank that the launcher gave to this process, set if each process detects the error on its
+    own; otherwise None."""
 
 
 class Failure(Exception):
-    """A run that can't continue; the message has what happened, and where."""
+    """Failure after which a run cannot continue; the message says what happened, and where."""
 
-    code = FAILED  # what the process exits with
+    code = FAILED
+    """Exit code of the process."""
 
 
 class NonFiniteError(Failure, ArithmeticError):
-    """A loss, message or state with NaN or infinite values; the message names step and node."""
+    """Failure due to NaN or infinity in a loss, message or state; it names the step and node."""
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def output_error(error: OSError | None = None) -> str:
-    """Return why standard output can't be written (a full disk behind it); "" where it can.
+    """Return why standard output cannot be written, such as a full disk; "" if it can be written.
 
-    ``error``: what a write has raised. From then on what is printed goes nowhere, so that nothing
-    fails again, at exit neither. A closed pipe is no failure: who read it has enough.
+    After an error, standard output is redirected to the null device, so that no later write fails,
+    not even at exit. A closed pipe is not an error, because its reader needs no more output.
+
+    :param error: exception of an earlier write; None: only try to flush standard output
     """
     try:
         if error is not None and error.errno in FULL and error.filename is None:
             raise error
         sys.stdout.flush()
     except OSError as failed:
-        with contextlib.suppress(OSError, ValueError):  # no file behind it
+        with contextlib.suppress(OSError, ValueError):  # stdout may have no file descriptor
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
@@ -58,9 +62,10 @@ def output_error(error: OSError | None = None) -> str:
 
 
 class JobError(UserError):
-    """Mistakes in a job, all of them: `messages` holds one sentence or paragraph for each."""
+    """User error in a job, which reports all problems at once."""
 
     messages: tuple[str, ...]
+    """Sentence or paragraph for each problem."""
 
     def __init__(self, messages: Iterable[str]) -> None:
         messages = (messages,) if isinstance(messages, str) else messages

@@ -1,4 +1,4 @@
-"""Types of settings with their limits, for the sections of `config`."""
+"""Types of settings, each with its limits, for the sections in `config.sections`."""
 
 import re
 from typing import Annotated

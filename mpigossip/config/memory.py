@@ -1,4 +1,4 @@
-"""Memory of this host: what doesn't fit is rejected before it is allocated."""
+"""Checks that arrays fit into the memory of this host, before they are allocated."""
 
 import os
 
@@ -7,14 +7,16 @@ from mpigossip.config.readable import format_bytes
 
 
 def host_memory() -> int:
-    """Return the bytes of memory that this host has."""
+    """Return the size of this host's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def require_memory(needed: int, settings: str) -> None:
-    """Raise JobError if ``needed`` bytes are more than the memory of this host.
+    """Raise an error if an allocation exceeds the memory of this host.
 
-    :param settings: names of the settings that decide the number of bytes
+    :param needed: size of the allocation in bytes
+    :param settings: names of the settings that determine this size
+    :raises JobError: if ``needed`` is larger than the memory of this host
     """
     memory = host_memory()
     if needed > memory:

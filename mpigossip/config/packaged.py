@@ -1,4 +1,4 @@
-"""Files that come with the package: example jobs and programs, sites, batch templates."""
+"""Files that are installed with the package: examples, descriptions of sites, batch templates."""
 
 import re
 import shutil
@@ -13,11 +13,14 @@ from mpigossip.config.toml import near
 
 FOLDERS = ("own", "loops", "templates", ".")
 EXAMPLES = ("*.toml", "own/*.toml", "*/*.sbatch", "loops/*.py", "*.sbatch", "*.py", "*.sh")
-"""Examples inside `jobs/`; files of one name are copied together."""
+"""Patterns of the examples inside `jobs/`; files with the same name are copied together."""
 
 
 def folders() -> list[Path]:
-    """Return where `jobs/` may be: beside the package, or where pip installs data files."""
+    """Return the folders that may hold the example files.
+
+    These are `jobs/` next to the package, and the folders into which pip installs data files.
+    """
     parent = Path(mpigossip.__file__).parents[1]
     schemes = (sysconfig.get_default_scheme(), "posix_user")
     data = [Path(sysconfig.get_path("data", scheme)) for scheme in schemes]
@@ -25,7 +28,11 @@ def folders() -> list[Path]:
 
 
 def find(inside: str) -> Path:
-    """Return the path of a file or folder inside `jobs/`."""
+    """Return the path of a file or folder inside `jobs/`.
+
+    :param inside: path relative to `jobs/`
+    :raises JobError: if it is in none of :func:`folders`
+    """
     for folder in folders():
         if (folder / inside).exists():
             return folder / inside
@@ -33,13 +40,13 @@ def find(inside: str) -> Path:
 
 
 def examples(patterns: Sequence[str] = EXAMPLES) -> dict[str, Path]:
-    """Return the example jobs, studies and programs by name."""
+    """Return the paths of the example jobs, studies and programs, by name."""
     top = find("digits.toml").parent
     return {path.stem: path for each in patterns for path in sorted(top.glob(each))}
 
 
 def given(source: Path | str) -> Path:
-    """Return the path that a user gave, or the example job or study of this name."""
+    """Return ``source`` as a path, or the path of the example job or study of this name."""
     path = Path(source)
     if path.suffix or path.parent.name or path.is_file():
         return path
@@ -49,14 +56,20 @@ def given(source: Path | str) -> Path:
 
 
 def summary(path: Path) -> str:
-    """Return what an example is: its first comment or docstring up to a semicolon or a stop."""
+    """Return the summary of an example: its first comment or docstring, up to a semicolon."""
     lines = path.read_text("utf-8").splitlines()
     first = next(line.strip('#" .:') for line in lines if line.startswith(("# ", '"""')))
     return first.partition(";")[0]
 
 
 def copy(name: str, folder: Path) -> list[Path]:
-    """Copy an example into a folder, with the module that it needs; never over a file."""
+    """Copy an example and the examples that it imports into a folder, and return the new paths.
+
+    :param name: name of the example
+    :param folder: folder to copy to, which is created if necessary
+    :raises JobError: if there is no such example, if one of its files exists in the folder, or if
+        the folder cannot be created
+    """
     known = examples()
     if name not in known:
         raise JobError(f'example "{name}" is unknown; {near(name, known)}')
@@ -67,7 +80,8 @@ def copy(name: str, folder: Path) -> list[Path]:
     if there:
         raise JobError(f"{there[0]} exists; name another folder with --to")
     needed = [known[one] for one in re.findall(r"^from (\w+) import", code, re.M) if one in known]
-    files += [path for path in needed if not (folder / path.name).exists()]  # with another example
+    # An imported example may have been copied along with another one: keep it then.
+    files += [path for path in needed if not (folder / path.name).exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):

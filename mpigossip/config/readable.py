@@ -1,4 +1,4 @@
-"""Numbers and texts as people read them."""
+"""Formatting of numbers, texts and tables for people, and safe printing."""
 
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def format_bytes(count: float) -> str:
-    """Bytes: 1.5 MB."""
+    """Format a number of bytes with three digits and a decimal unit: 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        # 999.6 is rounded to 1000, which is one of the next unit
+        # Compare the rounded number: 999.6 kB is rounded to 1000 kB, which is 1 MB.
         if float(text := f"{count:.0f}" if unit == "B" else f"{count:.3g}") < 1000:
             return f"{text} {unit}"
         count /= 1000
@@ -16,25 +16,28 @@ def format_bytes(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A time: 0:07, 12:00, 1:02:03."""
+    """Format a duration as minutes and seconds, with hours if there are any: 0:07, 1:02:03."""
     minutes, seconds = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def pluralize(count: int, word: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Return a number with a noun in singular or plural: `1 rank`, `2 ranks`."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def abbreviate(names: Sequence[str], most: int = 4) -> str:
-    """The first of some names, and how many more there are."""
+    """Join the first ``most`` names by commas, and add the number of remaining ones."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def printable(text: object) -> str:
-    r"""A text as a terminal may have it: escapes, marks of direction and their like as \x1b."""
+    r"""Replace characters that could control a terminal, such as escapes, by codes such as \x1b.
+
+    Newlines and tabs are kept.
+    """
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(text))
 
 
@@ -56,30 +59,35 @@ def print_safe(*texts: object, **options: Any) -> None:
 
 
 def print_note(text: object) -> None:
-    """Tell something on standard error."""
+    """Print a note on standard error."""
     print_safe(f"mpigossip: {text}", file=sys.stderr, flush=True)
 
 
 noted: set[str] = set()
-"""What `print_note_once` has told."""
+"""Texts that `print_note_once` has printed."""
 
 
 def print_note_once(text: str) -> None:
-    """Tell something on standard error, unless this process has."""
+    """Print a note on standard error, unless this process has already printed it."""
     if text not in noted:
         noted.add(text)
         print_note(text)
 
 
 def cells(row: Iterable[Any]) -> list[Any]:
-    """A row of CSV whose texts no spreadsheet takes for formulas."""
+    """Return a row for a CSV file in which no spreadsheet takes a text for a formula.
+
+    Texts that begin with =, +, - or @ get an apostrophe in front.
+    """
     return [f"'{c}" if isinstance(c, str) and c[:1] in {*"=+-@"} else c for c in row]
 
 
 def aligned(rows: Iterable[Iterable[object]], left: Collection[int] = (0,)) -> str:
-    """Rows as lines: columns as wide as their longest cell, two spaces between.
+    """Format rows as lines with aligned columns, which are separated by two spaces.
 
-    The columns ``left`` are aligned on the left, all others on the right.
+    :param rows: cells of each row; all rows have the same length
+    :param left: indices of the columns that are aligned on the left; all others are aligned on
+        the right
     """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

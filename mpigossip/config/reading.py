@@ -1,6 +1,6 @@
-"""From TOML to a job and back: overrides, names and options, with every mistake reported at once.
+"""Conversion of TOML to a job and back, with all problems reported at once.
 
-`load` reads a file, a text or a dict and applies overrides; `dump` writes the complete job back as
+`load` reads a file, a string or a dict and applies overrides. `dump` writes the complete job as
 TOML, so that `load(dump(job)) == job`.
 """
 
@@ -21,15 +21,20 @@ from mpigossip.config.user_code import is_user_code
 def load(
     source: Path | str | Mapping, overrides: Sequence[str] = (), tables: Tables | None = None
 ) -> Job:
-    """Read a job from a TOML file, a TOML text (a string of several lines) or a dict.
+    """Read a job, apply overrides, and check all settings.
 
-    `overrides` are texts `section.key=value`; a value is TOML, or else a bare word, and `none`
-    unsets what may be unset. One that changes a section's name drops the options of the old name,
-    and one to an algorithm with a local step of its own drops the section `[local]`.
-    `tables` has, for some settings that hold a name, the names to choose from (see `choices`):
-    further keys of that section are then the keyword-only parameters of the name's builder, their
-    defaults are filled in (but for None), and so is what a name brings for other sections.
-    JobError lists every mistake.
+    If an override changes the name in a section, the options of the old name are dropped. If the
+    new name is an algorithm with its own local step, the section `[local]` is dropped, too.
+
+    :param source: path of a TOML file, name of an example, TOML text as a string of several lines,
+        or a dict of sections
+    :param overrides: strings "section.key=value"; a value is TOML or a bare word, and `none`
+        unsets a setting that may be unset
+    :param tables: for some settings that hold a name, the table of their names (see `choices`).
+        Further keys in the section of such a setting are the keyword-only parameters of the name's
+        builder. Their defaults are added to the job unless they are None, as are the settings that
+        the name implies for other sections. None: names and options are not checked
+    :raises JobError: if there are user errors; the message lists all of them
     """
     tables = tables or {}
     raw = read(source)
@@ -58,7 +63,13 @@ def load(
 
 
 def read(source: Path | str | Mapping) -> dict[str, Any]:
-    """The raw sections of a job file, a TOML text of several lines or a dict; safe to change."""
+    """Read the sections of a job without checking them.
+
+    :param source: path of a TOML file, name of an example, TOML text as a string of several lines,
+        or a dict of sections
+    :return: a copy of the sections, which may be changed
+    :raises JobError: if the file cannot be read or is not TOML
+    """
     if isinstance(source, Mapping):
         tables = dict(source)
     else:
@@ -81,7 +92,8 @@ def read(source: Path | str | Mapping) -> dict[str, Any]:
     return {str(n): dict(t) if isinstance(t, Mapping) else t for n, t in tables.items()}
 
 
-def _beside(path: Path) -> str:  # job files in the folder where `path` was looked for
+def _beside(path: Path) -> str:
+    """Suggest job files from the folder of a ``path`` that does not exist."""
     try:
         there = [file.name for file in path.parent.glob("*.toml")]
         return near(path.name, there) + "; `mpigossip examples` lists those that come along"
@@ -90,7 +102,7 @@ def _beside(path: Path) -> str:  # job files in the folder where `path` was look
 
 
 def _override(raw: dict[str, Any], overrides: Sequence[str], tables: Tables) -> list[str]:
-    """Put overrides into `raw`; options of names that they change go."""
+    """Apply overrides to `raw`, and remove the options of names that they change."""
     before = _names(raw, tables)
     given = set()
     messages = list[str]()
@@ -109,7 +121,7 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], tables: Tables) -> 
     part = spec_of(tables.get("algorithm.name", {}), _algorithm(raw))
     changed = "algorithm.name" in given and not any(path.startswith("local.") for path in given)
     if changed and part and part.local is None:
-        raw.pop("local", None)  # the new algorithm has a local step of its own
+        raw.pop("local", None)  # the local step is part of the new algorithm
     return messages
 
 
@@ -124,7 +136,7 @@ def _names(raw: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
 
 
 def _check_names(sections: dict[str, dict[str, Any]], tables: Tables) -> list[str]:
-    """Check names and options against the tables; fill in the defaults of options."""
+    """Check names and options against the tables, and add the defaults of options."""
     messages = []
     for path, table in tables.items():
         section, key = path.split(".")
@@ -139,7 +151,7 @@ def _check_names(sections: dict[str, dict[str, Any]], tables: Tables) -> list[st
 
 
 def as_dict(job: Job) -> dict[str, dict[str, Any]]:
-    """The job as plain dicts, section by section, options beside the other keys."""
+    """Convert a job to a dict of sections, in which options are keys like the settings."""
     tables = {}
     for name, cls in SECTIONS.items():
         section = getattr(job, name)
@@ -149,9 +161,11 @@ def as_dict(job: Job) -> dict[str, dict[str, Any]]:
 
 
 def dump(job: Job, sections: Collection[str] = tuple(SECTIONS)) -> str:
-    """The complete job as TOML, with `load(dump(job)) == job`; what isn't set is a comment.
+    """Write a complete job as TOML, such that `load(dump(job)) == job`.
 
-    Or some `sections` of it.
+    :param job: job to write
+    :param sections: names of the sections to write; default: all sections
+    :return: TOML in which unset settings are comments
     """
     lines = []
     for name, table in as_dict(job).items():
@@ -171,7 +185,7 @@ def _keys(section: str) -> set[str]:
 
 
 def _fold_options(name: str, section: dict[str, Any]) -> dict[str, Any]:
-    """The section with keys that its dataclass lacks moved into `options`, where it has those."""
+    """Move the keys that the section's dataclass lacks into `options`, if it has that field."""
     if "options" not in _keys(name):
         return section
     known = _keys(name) - {"options"}
@@ -180,7 +194,7 @@ def _fold_options(name: str, section: dict[str, Any]) -> dict[str, Any]:
 
 
 def local_in_effect(sections: dict[str, Any], tables: Tables) -> Any:
-    """The local step that a job names, or else the usual one of its algorithm, or else None."""
+    """Return the name of the local step: the job's, or the default of its algorithm, or None."""
     named = _table(sections, "local").get("name")
     if named not in (None, "none"):
         return named
@@ -189,13 +203,18 @@ def local_in_effect(sections: dict[str, Any], tables: Tables) -> Any:
 
 
 def local_options(sections: dict[str, Any], tables: Tables) -> list[str]:
-    """Return the options of the local step in effect, as `local.key`."""
+    """Return the options of the local step in effect, as "local.key"."""
     name = local_in_effect(sections, tables)
     return [f"local.{key}" for key in options_of(tables.get("local.name", {}), name)]
 
 
 def check_local(sections: dict[str, Any], tables: Tables) -> list[str]:
-    """Check the local step with its options against its table and the algorithm; fill them in."""
+    """Check the local step and its options, and add the defaults of the options.
+
+    :param sections: sections of the job, which are changed in place
+    :param tables: tables of names, with "algorithm.name" and "local.name" among them
+    :return: an error message for each problem
+    """
     values = sections.setdefault("local", {})
     algorithms = tables["algorithm.name"]
     known = _keys("local") - {"options"}

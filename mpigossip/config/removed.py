@@ -1,4 +1,4 @@
-"""Settings and options that were removed, each with one sentence that names the replacement."""
+"""Settings and options that were removed, each with a sentence that names the replacement."""
 
 from typing import Any
 
@@ -16,17 +16,17 @@ SETTINGS = {
     'node.mixer = "product"': 'use "synchronous", which has the bits of ranks',
     "study.together": "leave it out; seeds run side by side, one process each",
 }
-"""By `section.key`, or by `section.key = "value"` where one value was removed; `study` stands for
-the keys of a study's file."""
+"""Replacements of settings, by "section.key", or by 'section.key = "value"' if only one value was
+removed. The section `study` stands for the keys of a study file."""
 DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("node", ""): {"overlap": True, "gpu_window": "auto"},
     ("algorithm", "noloco"): {"form": "one_vector"},
     ("algorithm", "detag"): {"tracker": "stale", "momentum": "new"},
 }
-"""By section and name, values that complete jobs of earlier checkpoints and logs have without
-anybody's wish."""
+"""Former defaults of removed settings, by section and name. Complete jobs in older checkpoints and
+logs contain them although no user has set them."""
 RENAMED = {("node", "kept"): "density"}
-"""By section and key, the new name of a setting in complete jobs of an earlier version."""
+"""New names of settings, by section and old key, for complete jobs of an earlier version."""
 MATCHINGS = (
     'graph.name = "one-peer-exponential", "base-2" or "random-matching" goes through pairs, and '
     'graph.placement = "hostnames" gives ranks of one rack the places that exchange most'
@@ -39,7 +39,7 @@ GOSSIP = {
     "no_sync": "nothing is sent before step(), so backward may be called several times without it",
     "run": "a rank has one device; call forward and backward of the model as in any torch loop",
 }
-"""Arguments, methods and attributes of `mpigossip.Gossip`."""
+"""Replacements of arguments, methods and attributes of `mpigossip.Gossip`."""
 OPTIONS = {
     "graph search --rounds": MATCHINGS,
     "graph search --racks": MATCHINGS,
@@ -48,11 +48,14 @@ OPTIONS = {
     'engine="h5netcdf").to_netcdf("OUT.nc")',
     "simulate --seeds": "`mpigossip study` runs the seeds that its file names side by side",
 }
-"""By command and option, as in `graph search --rounds`."""
+"""Replacements of command-line options, by command and option, as in "graph search --rounds"."""
 
 
 def update(job: dict[str, Any]) -> None:
-    """Drop and rename removed settings in a complete job that an earlier version has written."""
+    """Drop and rename removed settings in a complete job that an earlier version wrote.
+
+    Dropped are only settings with their former default; any other value is reported later.
+    """
     for (section, key), new in RENAMED.items():
         table = job.get(section)
         if isinstance(table, dict) and key in table and new not in table:
@@ -65,18 +68,18 @@ def update(job: dict[str, Any]) -> None:
 
 
 def of_setting(path: str) -> str:
-    """Return the message on a removed setting or value, "" where there is none."""
+    """Return the message for a removed setting or value; "" if ``path`` is not one."""
     return f"{path}: removed; {SETTINGS[path]}" if path in SETTINGS else ""
 
 
 def of_argument(key: str) -> str:
-    """Return the message on a removed name of Gossip, or of a setting as its argument, or ""."""
+    """Return the message for a removed name of Gossip or a removed setting passed to it, or ""."""
     named = {path.rpartition(".")[2]: text for path, text in SETTINGS.items()} | GOSSIP
     return f"{key}: removed; {named[key]}" if key in named else ""
 
 
 def of_words(words: list[str]) -> str:
-    """Return the message on the first removed option among the words of a command line, or ""."""
+    """Return the message for the first removed option in the words of a command line, or ""."""
     plain = [word.partition("=")[0] for word in words]
     for name, instead in OPTIONS.items():
         *command, option = name.split()

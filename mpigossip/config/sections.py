@@ -1,9 +1,10 @@
-"""The sections of a job, frozen dataclasses: every setting with its type, limit and default.
+"""Sections of a job, as frozen dataclasses: every setting with its type, limits and default.
 
-`reading` makes a job of TOML. Neither torch nor MPI is imported here.
+The module `reading` builds a job from TOML. This module imports neither torch nor MPI.
 """
 
-# No `from __future__ import annotations`: cattrs drops the limits of annotations that are texts.
+# Do not add `from __future__ import annotations`: cattrs drops the limits of annotations that are
+# strings.
 
 import os
 from dataclasses import dataclass, field, fields
@@ -34,87 +35,101 @@ from mpigossip.config.toml import Limit
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
-    """Section `[run]`: how long, from which seed, and where to."""
+    """Section `[run]`: length, seed and output folder of a run."""
 
     name: Name = "run"
-    """Name of the run, used in `output`."""
+    """Name of the run, which replaces `{name}` in `output`."""
     seed: Seed = 0
-    """Seed of initial parameters, sample order, random graphs and random rounding."""
+    """Seed of the initial parameters, the sample order, random graphs and random rounding."""
     epochs: Count = 10
-    """Passes over the training samples."""
+    """Number of passes over the training samples."""
     steps: Count | None = None
-    """Stop after so many steps even if epochs are left (for trials)."""
+    """Largest number of steps: the run stops there even if epochs remain (for trials). If unset,
+    `epochs` alone decides."""
     output: Text = "runs/{name}"
-    """Folder of the run; `{name}` stands for `run.name`."""
+    """Run directory; `{name}` stands for `run.name`."""
     evaluate_every: Count = 1
-    """Epochs between evaluations; 0 evaluates only at the end."""
+    """Number of epochs between two evaluations; 0: evaluate only at the end."""
     evaluate_steps: Count = 0
-    """Steps between further evaluations, whatever the epoch; 0: none."""
+    """Number of steps between two additional evaluations, independent of epochs; 0: no additional
+    evaluations."""
     recalibrate: Count = 0
-    """Training batches a node by which the batch norms of the averaged model get statistics of
-    their own before it is tested; 0: it has the mean of the nodes'."""
+    """Number of training batches per node from which the averaged model computes new batch norm
+    statistics before it is evaluated; 0: it uses the mean of the nodes' statistics."""
     survive: bool = False
-    """Continue after rank failures, where MPI is fault-tolerant (Open MPI, started with
-    `mpirun --with-ft ulfm`). Costs a copy of the node's state at every step, in host memory."""
+    """Whether the run continues after rank failures. This requires a fault-tolerant MPI (Open MPI,
+    started with `mpirun --with-ft ulfm`) and copies the node's state to host memory at every
+    step."""
 
     @property
     def folder(self) -> Path:
-        """`output` with the name filled in."""
+        """Run directory: `output` with the name inserted and `~` expanded."""
         path = self.output.replace("{name}", self.name)
-        return Path(os.path.expanduser(path))  # noqa: PTH111  Path's raises for a user unknown here
+        return Path(os.path.expanduser(path))  # noqa: PTH111  Path.expanduser raises if ~user is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSection:
-    """Section `[task]`: loss and metrics of the training; further keys are the task's options."""
+    """Section `[task]`: loss and metrics of the training; further keys are options of the task."""
 
     name: Text = "classification"
-    """`"classification"`, `"language-model"`, or `"package.module:factory"`."""
+    """Name of the task: `"classification"`, `"language-model"`, or a custom task as
+    `"package.module:factory"`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword-only parameters of the task's factory."""
+    """Keyword-only arguments of the task's factory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Section `[data]`: samples, how nodes share them, and how they are decoded or loaded."""
+    """Section `[data]`: samples, their partition over nodes, and how they are loaded."""
 
     source: Text = "digits"
-    """`"digits"` (built in), `"synthetic"`, a packed `.h5` file, or "package.module:function"."""
+    """Data set: `"digits"` (built in), `"synthetic"`, the path of a packed `.h5` file, or a custom
+    data set as `"package.module:function"`."""
     batch: Batch = 32
-    """Samples per slot per gradient."""
+    """Number of samples per slot for each gradient."""
     partition: Literal["shuffled", "sorted", "mixed", "dirichlet"] = "shuffled"
-    """Partition over nodes: at random, by label (the hardest case), or between the two."""
+    """Partition of the samples over nodes. "shuffled": at random; "sorted": by label, which is the
+    hardest case; "mixed" and "dirichlet" lie between the two and are set by `shuffled_percent` and
+    `dirichlet_alpha`."""
     shuffled_percent: Percent = 100.0
-    """Percentage of the samples that partition "mixed" shuffles; the rest is sorted by label."""
+    """Percentage of the samples that the partition "mixed" shuffles; the others are sorted by
+    label."""
     dirichlet_alpha: AboveZero = 0.1
-    """Partition "dirichlet": small gives a node few classes, large gives all alike."""
+    """Concentration α of the partition "dirichlet": with a small value, each node has few classes;
+    with a large value, all nodes have similar classes."""
     augment: Literal["none", "crop-flip", "resized-crop"] = "none"
     """Random changes of training images."""
     image_size: Positive | None = None
-    """Side in pixels that images are brought to; unset keeps their size."""
+    """Side, in pixels, to which images are resized; if unset, images keep their size."""
     samples: Positive = 1024
-    """Training samples (synthetic); samples of an epoch (a stream whose length isn't known)."""
+    """Number of training samples of the source "synthetic"; number of samples per epoch of a stream
+    of unknown length."""
     test_samples: Positive = 256
-    """Test samples (synthetic); test samples at most (a stream whose length isn't known)."""
+    """Number of test samples of the source "synthetic"; largest number of test samples of a stream
+    of unknown length."""
     shape: Shape = (3, 32, 32)
-    """Shape of one sample: channels, height, width (synthetic only)."""
+    """Shape of one sample of the source "synthetic": channels, height, width."""
     classes: Positive = 10
-    """Number of classes (synthetic samples, and Datasets of one's own)."""
+    """Number of classes of the source "synthetic" and of a custom Dataset."""
     context: Positive = 128
-    """Tokens of a sample (packed text only)."""
+    """Number of tokens per sample of a packed text."""
     windows: Literal["joined", "apart"] = "joined"
-    """Samples of a packed text run over the ends of its documents, or stay within one."""
+    """Samples of a packed text: with "joined" they cross the ends of documents, with "apart" each
+    sample lies within one document."""
     every: Positive = 1
-    """Every so many-th training sample of a packed text: 10 is a tenth of the text, for trials."""
+    """Stride over the training samples of a packed text: 10 trains on every tenth sample, for
+    trials."""
     tokenizer: Text | None = None
-    """Of a packed text, as `data show` names it; unset takes any. Another one is a mistake."""
+    """Tokenizer that the packed text must use, by the name that `data show` prints; if unset, any
+    is accepted."""
     workers: Literal["auto"] | Workers = "auto"
-    """Decoding or loading processes per node; 0 does it in the training process; auto: 2, on GPUs
-    2 a slot as far as there are cores."""
+    """Number of processes per node that decode or load samples; 0: the training process does this
+    itself; auto: 2, or on GPUs two per slot, if there are enough cores."""
     cache: Literal["auto", "always", "never"] = "auto"
-    """Keep decoded samples in memory: where they fit, always, or never."""
+    """Whether decoded samples are kept in memory; auto: if they fit."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Parameters of one's own function in `source`."""
+    """Arguments of the custom function in `source`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,30 +137,34 @@ class Model:
     """Section `[model]`: the network; further keys are its options."""
 
     name: Text = "mlp"
-    """A built-in model, or `"package.module:factory"`."""
+    """Name of a built-in model, or a custom model as `"package.module:factory"`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword-only parameters of the model's factory."""
+    """Keyword-only arguments of the model's factory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSection:
-    """Section `[algorithm]`: what a step does; further keys are the algorithm's options."""
+    """Section `[algorithm]`: the decentralized algorithm; further keys are its options."""
 
     name: Text = "dmsgd"
-    """The decentralized method, or "package.module:factory"."""
+    """Name of a built-in algorithm, or a custom algorithm as `"package.module:factory"`."""
     weight_decay: NotNegative = 0.0
-    """Added to the gradient as weight_decay × parameter (AdamW: decoupled)."""
+    """Coefficient of the weight decay: the gradient is increased by weight_decay × parameter. With
+    AdamW, the weight decay is decoupled from the gradient."""
     decay_all: bool = True
-    """false leaves biases and parameters of norm layers without weight decay."""
+    """Whether weight decay applies to all parameters; false: not to biases and to parameters of
+    normalization layers."""
     clip_norm: AboveZero | None = None
-    """Largest norm of a node's gradient; unset never clips."""
+    """Largest norm of a node's gradient, to which larger gradients are scaled down; if unset,
+    gradients are not clipped."""
     accumulate: Batch = 1
-    """Batches whose gradients are averaged into one step."""
+    """Number of batches whose gradients are averaged for one step."""
     blend: Share | None = None
-    """With `cadence.delay`: the weight α of what was received in x ← α · mixed + (1 − α) · x, as
-    α = 1 would undo the steps since it was sent; unset: 0.5, without a delay 1."""
+    """Weight α of the received average in x ← α · mixed + (1 − α) · x, for exchanges with
+    `cadence.delay`. With α = 1, the steps made since the message was sent would be undone. If
+    unset, α is 0.5 with a delay and 1 without."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword-only parameters of the algorithm's builder."""
+    """Keyword-only arguments of the algorithm's builder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,38 +172,41 @@ class LocalSection:
     """Section `[local]`: the local step inside the algorithm; further keys are its options."""
 
     name: Text | None = None
-    """The local optimizer; unset takes the algorithm's usual one."""
+    """Name of the local optimizer; if unset, the default of the algorithm is used."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword-only parameters of the local step's builder."""
+    """Keyword-only arguments of the local step's builder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSection:
-    """Section `[graph]`: who averages with whom; further keys are the graph's options."""
+    """Section `[graph]`: the graph along which nodes exchange; further keys are its options."""
 
     name: Text = "one-peer-exponential"
-    """A built-in graph, `"file:PATH"`, or `"package.module:function"`."""
+    """Name of a built-in graph, a graph from a file as `"file:PATH"`, or a custom graph as
+    `"package.module:function"`."""
     weights: Text | None = None
-    """Weighting rule in place of the graph's own."""
+    """Rule that computes the mixing matrix; if unset, the graph's own weights are used."""
     lazy: bool = False
-    """Use (I + W)/2 in place of W."""
+    """Whether the mixing matrix W is replaced by (I + W)/2."""
     seed: Seed | None = None
-    """Seed of a random graph; unset takes `run.seed`."""
+    """Seed of a random graph; if unset, `run.seed` is used."""
     placement: Placement = "given"
-    """`"given"`: rank i has place i; `"hostnames"`, `"scheduler"` or `"file:PATH"` (lines HOST
-    RACK): ranks of a rack get places that exchange most."""
+    """Assignment of ranks to graph nodes. `"given"`: rank i is graph node i. `"hostnames"`,
+    `"scheduler"` and `"file:PATH"` name the source of each host's rack (a file has lines
+    `HOST RACK`): ranks of one rack are assigned to graph nodes that exchange most with each
+    other."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword-only parameters of the graph's builder."""
+    """Keyword-only arguments of the graph's builder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CadenceSection:
-    """Section `[cadence]`: which steps average; further keys are the cadence's options."""
+    """Section `[cadence]`: rule that picks steps that exchange; further keys are its options."""
 
     name: Text = "always"
-    """The rule that makes each step local, gossip or global."""
+    """Name of the rule that makes each step local, gossip or global."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword-only parameters of the cadence's builder."""
+    """Keyword-only arguments of the cadence's builder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,190 +214,219 @@ class Schedule:
     """Section `[schedule]`: the learning rate."""
 
     name: Literal["constant", "milestones", "cosine"] = "milestones"
-    """Shape of the learning rate after warm-up."""
+    """Course of the learning rate after the warm-up."""
     lr: AboveZero = 0.1
-    """Learning rate at `reference_batch` samples per step."""
+    """Learning rate for `reference_batch` samples per step."""
     scale: Literal["linear", "none"] = "linear"
-    """linear: lr × (samples per step over all nodes) / reference_batch; none: lr as given, which
-    is the default with an adaptive local step (adamw, accumadam, muon)."""
+    """Scaling of the learning rate. linear: the full rate is lr × (samples per step of all nodes) /
+    reference_batch; none: the full rate is lr, which is the default with an adaptive local step
+    (adamw, accumadam, muon)."""
     reference_batch: Positive = 256
-    """Samples per step for which `lr` is meant."""
+    """Number of samples per step to which `lr` refers."""
     warmup_epochs: NotNegative = 0.0
-    """Epochs of linear growth to the full rate: from `lr` where that is less, else from 0."""
+    """Number of epochs in which the learning rate grows linearly to the full rate. It grows from
+    `lr` if the full rate is higher, otherwise from 0."""
     warmup_lr: AboveZero | None = None
-    """A rate that the warm-up keeps, in place of growing."""
+    """Constant learning rate during the warm-up; if unset, the learning rate grows."""
     milestones: tuple[NotNegative, ...] = ()
-    """Epochs at which the learning rate is multiplied by `factor`, in ascending order."""
+    """Epochs, in ascending order, at which the learning rate is multiplied by `factor`."""
     factor: AboveZero = 0.1
-    """Multiplier at a milestone."""
+    """Factor by which the learning rate is multiplied at each milestone."""
     final_lr: NotNegative = 0.0
-    """Learning rate at the end of a cosine."""
+    """Learning rate at the end of the schedule "cosine"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSection:
-    """Section `[node]`: devices of a node and the way to its neighbours."""
+    """Section `[node]`: devices of a node, arithmetic, and communication with its neighbours."""
 
     devices: Devices = "auto"
-    """Slots of a rank: `"cpu:L"` (L of them), `"gpu:K"` (K GPUs) or `"cuda:0-7"`. auto: the GPUs
-    that torch sees, divided among the ranks of a host; `"cpu:1"` where there is none."""
+    """Slots of a rank: `"cpu:L"` (L slots on CPU cores), `"gpu:K"` (K GPUs) or device numbers such
+    as `"cuda:0-7"`. auto: the GPUs that torch detects, divided among the ranks of a host, or
+    `"cpu:1"` if there is none."""
     ranks_per_node: Literal["auto", "host"] | Positive = "auto"
-    """1: each rank is a node, whose slots are its `devices`; K: every K ranks of a host are one;
-    "host": all of a host; auto: all of a host that has a GPU for each, else 1. A node has the slots
-    of all its ranks."""
+    """Number of ranks that form a node. 1: each rank is a node; K: every K ranks of a host form a
+    node; "host": all ranks of a host form a node; auto: "host" if the host has a GPU for each of
+    its ranks, otherwise 1. The slots of a node are the `devices` of all its ranks."""
     threads: Threads = 1
-    """Torch threads per slot; runs are bitwise identical at equal numbers only."""
+    """Number of torch threads per slot. Two runs are bitwise identical only if they use the same
+    number."""
     same_host: Literal["read", "put"] = "read"
-    """Neighbours on the same host: read in place, or put as between hosts; always put by GPUs."""
+    """Exchange with neighbours on the same host. read: their messages are read in shared memory
+    without a copy; put: messages are sent as between hosts. GPUs always use "put"."""
     shard: bool = True
-    """Each slot updates and exchanges its shard of the model; false: slot 0 does it all."""
+    """Whether each slot updates and exchanges its shard of the model; false: slot 0 updates and
+    exchanges the complete model."""
     sums: Literal["slots", "nccl"] = "slots"
-    """Order of sums over a node's GPUs: that of slots, so that a node's GPUs give the same bits as
-    threads or processes; or NCCL's, which takes less memory and may be faster."""
+    """Order of sums over the GPUs of a node. slots: the order of the slots, so that the result is
+    bitwise identical to the result with threads or processes; nccl: the order of NCCL, which needs
+    less memory and can be faster."""
     timeout_s: AboveZero = 300.0
-    """Seconds after which a neighbour that doesn't answer is given up, or a slot that is so much
-    later than the node's others (0.8 of them)."""
+    """Time limit, in seconds, of each wait for a neighbour. A slot that is later than the other
+    slots of its node by 0.8 times this limit ends the run, too."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of forward and backward; auto: bf16 where the device has it, else fp32."""
+    """Arithmetic of forward and backward; auto: bf16 if the device supports it, otherwise fp32."""
     wire: Text = "fp32"
-    """Format of messages between nodes: "fp32"; "bf16", "qsgd", "fp4" are lossy; "sign", "top-k",
-    "top-k-int2", "random-k", "shared-k" leave out most of the values or bits."""
+    """Format of messages between nodes. "fp32" is exact; "bf16", "qsgd" and "fp4" are lossy;
+    "sign", "top-k", "top-k-int2", "random-k" and "shared-k" omit most of the values or bits."""
     levels: Annotated[int, Limit(lambda v: 1 <= v <= 127, "must be between 1 and 127")] = 127
-    """Levels of wire "qsgd": 1 takes 2 bits a value, up to 7 take 4, up to 127 take 8."""
+    """Number of levels of the wire "qsgd": 1 level needs 2 bits per value, up to 7 levels need 4
+    bits, and up to 127 levels need 8 bits."""
     density: Annotated[float, Limit(lambda v: 0 < v <= 1, "must be above 0 and at most 1")] = 0.01
-    """Fraction of the values that the wires "top-k…" and "…-k" send."""
+    """Fraction of the values that the wires "top-k", "top-k-int2", "random-k" and "shared-k"
+    send."""
     vmap: bool = False
-    """Simulator: gradients of all nodes in one vectorized call. Faster for small models, without
-    the bits of a run on ranks; for models without norm statistics."""
+    """Whether the simulator computes the gradients of all nodes in one vectorized call. This is
+    faster for small models, but not bitwise identical to a run on ranks, and requires a model
+    without norm statistics."""
     compile: bool = False
-    """Pass the model through torch.compile."""
+    """Whether the model is compiled with torch.compile."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
-    """Replay the step as a CUDA graph; auto: on GPUs, where capture works."""
+    """Whether the step is replayed as a CUDA graph; auto: on GPUs, if it can be captured."""
     channels_last: Literal["auto", "always", "never"] = "auto"
-    """Weights of convolutions lie channels last, and cuDNN chooses algorithms by trying them, so
-    that a run's last bits may differ from another's; auto: on NVIDIA's GPUs."""
+    """Whether the weights of convolutions use the memory format channels_last. On GPUs, cuDNN then
+    picks algorithms by trying them, so that the last bits of two runs may differ. auto: on NVIDIA
+    GPUs."""
     exchange: Literal["auto", "windows", "messages", "nccl", "host"] = "auto"
-    """Transport of GPU memory to other nodes: MPI_Put from device to device, MPI messages
-    likewise, NCCL, or windows in pinned host memory; auto: the fastest that is proven to work."""
+    """Transport between GPUs of different nodes. windows: MPI_Put between device memories;
+    messages: MPI messages between device memories; nccl: NCCL; host: windows in pinned host
+    memory; auto: the fastest transport that is proven to work."""
     mixer: Text = "synchronous"
-    """"synchronous": neighbours' models of the same round; "asynchronous": their newest whole
-    copies, without waiting."""
+    """Mixer of a run. "synchronous" averages with the models of the same round; "asynchronous"
+    averages with the newest complete copies of the neighbours' models, without waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsSection:
     """Section `[faults]`: faults of a simulated run, drawn from `run.seed`.
 
-    Slow nodes are for asynchronous runs; lost links and nodes that are away for others, too: there
-    graphs are reweighted so that the mean stays.
+    Slow nodes require an asynchronous run. Lost links are also possible in a synchronous run, and
+    absent nodes only there: its graphs are then reweighted so that the mean of the nodes is kept.
     """
 
     slow_times: OneOrMore = 1.0
-    """Factor by which a slow node computes longer; 1: none is slow."""
+    """Factor by which the computing time of a slow node is multiplied; 1: no node is slow."""
     slow_nodes: Positive = 1
-    """Nodes that are slow at a time, drawn anew every `slow_steps` steps."""
+    """Number of nodes that are slow at the same time; they are drawn again every `slow_steps`
+    steps."""
     slow_steps: Positive = 10
-    """Steps that a node stays slow."""
+    """Number of steps for which a node stays slow."""
     lost: Chance = 0.0
-    """Probability that a node doesn't see another one in a round; synchronous: that their link
-    carries nothing, either way."""
+    """Probability that a node receives nothing from another node in a round. In a synchronous run,
+    the link then carries nothing in either direction."""
     lost_rounds: NotNegative = 0.0
-    """Rounds that a lost link stays lost, on the average; 0: drawn anew each round."""
+    """Mean number of consecutive rounds in which a lost link stays lost; 0: each round is drawn
+    independently."""
     away: Chance = 0.0
-    """Probability that a node takes no part in a round; its steps go on."""
+    """Probability that a node does not take part in a round; its local steps continue."""
     away_rounds: NotNegative = 0.0
-    """Rounds that it stays away, on the average; 0: drawn anew each round."""
+    """Mean number of consecutive rounds in which an absent node stays absent; 0: each round is
+    drawn independently."""
     ticks: NotNegative = 0.0
-    """Ticks a round of each node's Poisson clock: it takes part in rounds with one; 0: in all."""
+    """Mean number of ticks per round of each node's Poisson clock. A node takes part only in
+    rounds in which its clock ticks; 0: in all rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClockSection:
-    """Section `[clock]`: the time that steps would have taken elsewhere, for the log's `virtual_s`.
+    """Section `[clock]`: estimate of the time that the steps would take on another network.
 
-    By the formulas of `mpigossip plan`; nothing of the training depends on it.
+    The times are recorded in the column `virtual_s` of the log and follow from the formulas of
+    `mpigossip plan`. The training does not depend on them.
     """
 
     network: Text = "none"
-    """`"none"`: no such time; a network by name (`"1gbit"`, `"10gbit"`, `"25gbit"`, `"100gbit"`,
-    `"200gbit"`, `"400gbit"`, `"internet-100mbit"`), or a file of `mpigossip plan … --save FILE`."""
+    """Network whose times are estimated: `"none"` (no estimate), a name (`"1gbit"`, `"10gbit"`,
+    `"25gbit"`, `"100gbit"`, `"200gbit"`, `"400gbit"`, `"internet-100mbit"`), or a file written by
+    `mpigossip plan … --save FILE`."""
     compute_s: AboveZero | None = None
-    """Seconds of a step's forward and backward; unset takes the file's."""
+    """Seconds of the forward and backward passes of a step; if unset, the value in the file."""
     latency_s: NotNegative | None = None
-    """Seconds of a small round; unset takes the network's."""
+    """Seconds of a round with a small message; if unset, the value of the network."""
     bandwidth: AboveZero | None = None
-    """Bytes a second that a node sends and receives at once; unset takes the network's."""
+    """Bytes per second that a node can send and receive simultaneously; if unset, the value of the
+    network."""
     jitter: NotNegative | None = None
-    """Standard deviation of computing from step to step, as a fraction of it; unset takes the
-    file's, else 0."""
+    """Standard deviation of the computing time between steps, as a fraction of this time; if
+    unset, the value in the file, or 0 without a file."""
     slow_times: OneOrMore = 1.0
-    """Factor by which a straggler computes longer; 1: there is none."""
+    """Factor by which the computing time of a straggler is multiplied; 1: there are no
+    stragglers."""
     slow_nodes: Positive = 1
-    """Stragglers at a time, drawn from `run.seed` anew every `slow_steps` steps."""
+    """Number of simultaneous stragglers; they are drawn again from `run.seed` every `slow_steps`
+    steps."""
     slow_steps: Positive = 10
-    """Steps that a node stays one."""
+    """Number of steps for which a node stays a straggler."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """Section `[checkpoint]`: when to save, and how much to keep."""
+    """Section `[checkpoint]`: when checkpoints are written, and how many are kept."""
 
     every_steps: Count = 0
-    """Steps between checkpoints; 0 saves only at the end and when stopped."""
+    """Number of steps between two checkpoints; 0: checkpoints are written only at the end and when
+    the run is stopped."""
     keep: Positive = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints that are kept."""
     keep_every: Count = 0
-    """Checkpoints at multiples of so many steps are kept for good; 0 keeps none besides `keep`."""
+    """Interval in steps: checkpoints at its multiples are never deleted; 0: only the newest `keep`
+    checkpoints are kept."""
     one_file_gb: NotNegative = 4.0
-    """GB of a node's model and state up to which its ranks send their shards to the first, which
-    writes one file; above, each slot writes its own, as one process would be waited for (but where
-    `node.channels_last` permutes parameters)."""
+    """Largest size, in GB, of a node's model and state for which the first rank of the node
+    collects all shards and writes one file. Above it, each slot writes its own file, so that no
+    rank waits for one writer; if `node.channels_last` permutes parameters, there is always one
+    file."""
     on_error: Literal["stop", "continue"] = "stop"
-    """Effect of a checkpoint that can't be written on the run."""
+    """Effect on the run if a checkpoint cannot be written."""
     wall_clock_s: NotNegative = 0.0
-    """Seconds after its start at which a run must have ended, with a checkpoint; 0: no limit but
-    the allocation's end."""
+    """Seconds after its start by which a run ends with a checkpoint; 0: only the end of the
+    allocation limits the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSection:
-    """Section `[log]`: what is recorded, and how often."""
+    """Section `[log]`: metrics in the log, warnings and hooks."""
 
     flush_steps: Positive = 50
-    """Steps between writes to the file; a crash loses at most so many."""
+    """Number of steps between two writes to the log file, and therefore the largest number of
+    steps whose metrics a crash can lose."""
     on_error: Literal["stop", "continue"] = "stop"
-    """Effect of a log that can't be written on the run; "continue" keeps the steps and tries again
-    at the next write, and stops at the end if that fails, too."""
+    """Effect on the run if the log cannot be written. continue: the metrics are kept in memory
+    until the next write; if the last write, at the end of the run, fails as well, the run stops
+    with an error."""
     consensus_every: Literal["auto"] | Count = "auto"
-    """Steps between measurements of the consensus distance; 0 never measures; auto: 10, on GPUs
-    100, where a step is short beside sending a whole model."""
+    """Number of steps between two measurements of the consensus distance; 0: it is never measured;
+    auto: 10, or 100 on GPUs, whose steps are short compared with sending a complete model."""
     straggler_times: NotNegative = 2.0
-    """A node that computes so many times longer than the median is a straggler; 0 never checks."""
+    """Computing time, as a multiple of the nodes' median, above which a node is a straggler; 0:
+    stragglers are not detected."""
     straggler_s: NotNegative = 60.0
-    """Seconds that it must last until the straggler is named."""
+    """Seconds for which a node must be a straggler before a warning names it."""
     diverging_times: NotNegative = 10.0
-    """Growth of the consensus distance that is warned of; 0 never checks."""
+    """Growth factor of the consensus distance above which a warning is printed; 0: the growth is
+    not checked."""
     diverging_steps: Positive = 1000
-    """Steps within which it has grown so."""
+    """Number of steps over which the growth of the consensus distance is measured."""
     hooks: tuple[Text, ...] = ()
-    """Hooks that watch the run: `"tensorboard"`, or `"package.module:factory"`, called with the
-    world (its `rank` and `size`) and returning a mpigossip.runs.hooks.Hook."""
+    """Hooks that observe the run: `"tensorboard"`, or a custom hook as `"package.module:factory"`.
+    The factory is called with the world, which has `rank` and `size`, and returns a
+    mpigossip.runs.hooks.Hook."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MembersSection:
-    """Section `[members]`: of a training that members join and leave (`mpigossip join`)."""
+    """Section `[members]`: training that members join and leave at any time (`mpigossip join`)."""
 
     lease_s: Annotated[float, Limit(lambda v: 120 <= v < 1e7, "must be at least 120")] = 600.0
-    """Seconds of silence that a member promises at most; later others take its chunks. At least
-    five rounds."""
+    """Longest silence of a member, in seconds; after it, other members take over its chunks. A
+    lease must be at least as long as five rounds."""
     claim_rounds: Positive = 16
-    """Rounds for which a member claims chunks at once, at most."""
+    """Largest number of rounds for which a member claims chunks at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that defines a run."""
+    """Definition of a run: one attribute for each section."""
 
     run: RunSection = field(default_factory=RunSection)
     task: TaskSection = field(default_factory=TaskSection)
@@ -395,4 +446,4 @@ class Job:
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Job)}  # type: ignore[misc]
-"""The dataclass of each section."""
+"""Dataclass of each section, by name."""

@@ -1,6 +1,6 @@
-"""Typed values and TOML: strict conversion with limits, messages that help, and writing.
+"""Strict conversion of TOML values to types with limits, error messages, and writing of TOML.
 
-`config` is built on it; nothing here knows the sections of a job.
+The rest of `config` is built on this module, which does not know the sections of a job.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ if TYPE_CHECKING:
     import cattrs
 
 LARGEST = 2**63 - 1
-"""Largest whole number that TOML promises and HDF5 stores."""
+"""Largest integer that every TOML parser must accept and that HDF5 can store."""
 
 
 class Limit(NamedTuple):
-    """A condition on a value, used as `Annotated[type, Limit(test, words)]`."""
+    """Condition on a value, used as `Annotated[type, Limit(test, words)]`."""
 
     holds: Callable[[Any], bool]
+    """Predicate that is true for valid values."""
     words: str
+    """Statement of the condition for error messages, such as "must be at least 0"."""
 
 
 class BadValue(ValueError):
-    """A value and what is wrong with it; `at` adds where it stands."""
+    """Error about an invalid value; `at` adds the setting to the message."""
 
     def __init__(self, value: object, need: str) -> None:
         self.value = value
@@ -43,14 +45,19 @@ class BadValue(ValueError):
         super().__init__(value, need)
 
     def at(self, path: str, default: object = None) -> str:
-        """One line for the user: path, value, limit, and the default where there is one."""
+        """Format the error as one line for the user.
+
+        :param path: setting that has the value, as "section.key"
+        :param default: default of the setting, which is shown unless it is None
+        :return: setting, value, condition and default, or the message for a removed value
+        """
         remedy = "" if default is None else f"; the default is {show(default)}"
         here = f"{path} = {show(self.value)}"
         return removed.of_setting(here) or f"{here}: {self.need}{remedy}"
 
 
 def show(value: object) -> str:
-    """`value` as it would stand in a job file, cut to a readable length."""
+    """Format ``value`` as in a job file, shortened to at most 80 characters."""
     try:
         text = write(value)
     except (BadValue, ValueError, RecursionError):
@@ -59,9 +66,12 @@ def show(value: object) -> str:
 
 
 def near(word: object, words: Iterable[str], others: Iterable[str] = ()) -> str:
-    """`did you mean …`: those of `words` that have it in them, or one like it; all otherwise.
+    """Suggest words that contain a misspelled word or are similar to it; otherwise list all words.
 
-    `others` may be meant, too, and aren't listed.
+    :param word: word that is not known
+    :param words: valid words
+    :param others: further words that may be suggested, but are not listed
+    :return: clause for an error message, such as 'did you mean "batch"?'
     """
     words = sorted(words)
     part = _bare(str(word))
@@ -73,7 +83,12 @@ def near(word: object, words: Iterable[str], others: Iterable[str] = ()) -> str:
 
 
 def unknown(path: str, known: Iterable[str], others: Iterable[str] = ()) -> str:
-    """Return the message on a key that isn't known at `path`: what replaced it, or what is near."""
+    """Return the message for an unknown key, with its replacement or with similar keys.
+
+    :param path: path of the key, as "section.key"
+    :param known: valid keys
+    :param others: further keys that may be suggested, but are not listed
+    """
     hint = near(path.rpartition(".")[2], known, others)
     return removed.of_setting(path) or f"{path}: unknown key; {hint}"
 
@@ -83,7 +98,12 @@ def _bare(word: str) -> str:
 
 
 def plain(value: Any, depth: int = 16) -> Any:
-    """`value` with lists as tuples; BadValue where TOML, HDF5 or a comparison couldn't keep it."""
+    """Return ``value`` with its lists converted to tuples.
+
+    :param value: number, string or None, or a list or mapping of them
+    :param depth: largest depth of nesting
+    :raises BadValue: if TOML or HDF5 cannot store the value, or it would not equal its copy (NaN)
+    """
     if depth == 0:
         raise BadValue(value, "is nested too deeply; 15 levels are allowed")
     if isinstance(value, Mapping):
@@ -105,7 +125,7 @@ def plain(value: Any, depth: int = 16) -> Any:
 
 
 def plain_table(name: str, table: Any) -> tuple[dict[str, Any], list[str]]:
-    """The plain values of a section, and the mistakes in the others."""
+    """Return the valid values of section ``name``, and error messages for the other ones."""
     if not isinstance(table, Mapping):
         return {}, [f"{name} = {show(table)}: needs keys, in a section [{name}]"]
     values: dict[str, Any] = {}
@@ -119,7 +139,7 @@ def plain_table(name: str, table: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def parse_value(text: str) -> Any:
-    """The value that `text` is in TOML; otherwise, and for dates, a bare word: `text` itself."""
+    """Parse ``text`` as a TOML value; if it is not one, or is a date, return it as a string."""
     try:
         parsed = tomllib.loads(f"v = {text}")
     except (ValueError, RecursionError):
@@ -131,7 +151,7 @@ def parse_value(text: str) -> Any:
 
 @functools.cache
 def converter() -> cattrs.Converter:
-    """The converter: no key that a dataclass lacks, no silent change of type."""
+    """Return the converter, which accepts neither unknown keys nor implicit changes of type."""
     import cattrs
 
     made = cattrs.Converter(forbid_extra_keys=True)
@@ -186,7 +206,7 @@ def _tuple(value: Any, kind: Any) -> tuple:
 def _union(value: Any, kind: Any) -> Any:
     kinds = typing.get_args(kind)
     members = [k for k in kinds if k is not type(None)]
-    # "none" is how TOML and an override say that nothing is set.
+    # TOML has no null: files and overrides write "none" for a value that is not set.
     if value in (None, "none") and len(members) < len(kinds):
         return None
     wrong = []
@@ -209,7 +229,12 @@ def _limited(value: Any, kind: Any) -> Any:
 
 
 def explain(error: Exception, path: str = "", default: object = None) -> Iterator[str]:
-    """Each mistake inside what the converter raised, with its dotted path."""
+    """Yield an error message for each problem in an exception of the converter.
+
+    :param error: exception, possibly a group of exceptions
+    :param path: setting or section that was converted; "" for a job
+    :param default: default of this setting; None: no default is shown
+    """
     import cattrs
 
     if isinstance(error, BadValue):
@@ -230,7 +255,13 @@ def explain(error: Exception, path: str = "", default: object = None) -> Iterato
 
 
 def override(raw: dict[str, Any], text: str) -> tuple[str, list[str]]:
-    """Put `section.key=value` into `raw`; its path, and the message where it isn't of that form."""
+    """Write an override "section.key=value" into ``raw``.
+
+    :param raw: sections by name, which are changed in place
+    :param text: override
+    :return: path "section.key" of the override, and error messages; if the override does not have
+        this form, the path is ""
+    """
     match = re.fullmatch(r"\s*([\w-]+)\.([\w-]+)\s*=(.*)", text, re.DOTALL)
     if match is None:
         return "", [f"override {show(text)}: needs the form section.key=value, as in run.epochs=5"]
@@ -247,10 +278,17 @@ def check_options(
     build: Callable,
     others: Collection[str] = (),
 ) -> list[str]:
-    """Check `values`, but for the `known` keys, against the keyword-only parameters of `build`.
+    """Check the options in ``values`` against the keyword-only parameters of ``build``.
 
-    Types are those of the annotations; converted values and defaults (but for None, which TOML
-    lacks) are filled into `values`. Returns the mistakes. `others`: what an unknown key may mean.
+    Options are converted to the types of the annotations. Missing options get their defaults,
+    unless the default is None, which TOML cannot express.
+
+    :param section: name of the section, for error messages
+    :param values: keys and values of the section, which are changed in place
+    :param known: keys of the section that are not options
+    :param build: builder that takes the options
+    :param others: paths that a misspelled key may stand for, in addition to the keys here
+    :return: an error message for each problem
     """
     parameters, accepts_any = keyword_only(build)
     messages: list[str] = []
@@ -260,7 +298,7 @@ def check_options(
             annotation, default = parameters[key]
             try:
                 values[key] = converter().structure(values[key], annotation)
-            except Exception as error:  # cattrs raises groups; explain() sorts them out
+            except Exception as error:  # cattrs raises groups, which explain() resolves
                 messages += explain(error, path, default)
         elif not accepts_any:
             messages.append(unknown(path, [*known, *parameters], others))
@@ -273,11 +311,14 @@ def check_options(
 
 
 def keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:
-    """Keyword-only parameters (annotation, default), and whether any other is taken."""
+    """Return the keyword-only parameters of ``build``, and whether it accepts any others (`**`).
+
+    :return: annotation and default of each parameter, by name; and true if there is a `**kwargs`
+    """
     try:
         hints = typing.get_type_hints(build, include_extras=True)
     except (NameError, TypeError):
-        hints = {}  # annotations that exist for type checkers alone: taken unchecked
+        hints = {}  # the annotations exist for type checkers only: accept any type
     parameters = inspect.signature(build).parameters.values()
     found = {
         p.name: (hints.get(p.name, Any), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY
@@ -286,14 +327,14 @@ def keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:
 
 
 def write(value: Any) -> str:
-    """`value` as TOML; None, which TOML lacks, is written as the text that is read back as None."""
+    """Write ``value`` as TOML; None becomes the string "none", which is read as None."""
     if value is None:
         return '"none"'
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, int | float):  # NumPy's repr is no TOML
+    if isinstance(value, int | float):  # the repr of a NumPy scalar is not TOML
         return repr(float(value) if isinstance(value, float) else value)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(write(item) for item in value) + "]"
@@ -304,5 +345,5 @@ def write(value: Any) -> str:
 
 
 def write_key(key: str) -> str:
-    """`key` as it stands before the equals sign: bare where TOML allows it, else quoted."""
+    """Write a TOML key: bare if TOML allows it, otherwise quoted."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else write(key)

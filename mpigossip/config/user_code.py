@@ -1,4 +1,4 @@
-"""User code: models, algorithms, data and hooks named "package.module:factory"."""
+"""User code: models, algorithms, data and hooks that a job names as "package.module:factory"."""
 
 import importlib
 import inspect
@@ -15,7 +15,7 @@ from mpigossip.config.errors import JobError, UserError
 
 
 def is_user_code(name: str) -> bool:
-    """Return whether a name in a job is something to import."""
+    """Return whether a name in a job names user code."""
     return re.fullmatch(OWN, name) is not None
 
 
@@ -23,10 +23,13 @@ MISSING = object()
 
 
 def import_object(setting: str, name: str, form: str) -> Callable:
-    """The callable that "package.module:factory" names.
+    """Import a callable of the user.
 
-    `setting` and `form` (what it is called with and returns) are for the message. Raises JobError
-    where it can't be imported, isn't there or can't be called.
+    :param setting: setting that holds the name, for error messages
+    :param name: "package.module:factory"
+    :param form: arguments and return value of the callable, for error messages
+    :raises JobError: if the module cannot be imported, lacks the name, or the object is not
+        callable
     """
     module, _, attribute = name.partition(":")
     try:
@@ -37,7 +40,7 @@ def import_object(setting: str, name: str, form: str) -> Callable:
             "PYTHONPATH?"
         ) from error
     except PermissionError:
-        raise  # the command line has a remedy
+        raise  # cli.py adds a remedy to the message
     except (Exception, SystemExit) as error:
         raise JobError(f'{setting} = "{name}": {describe_exception(error)}') from error
     if found is MISSING:
@@ -50,10 +53,14 @@ def import_object(setting: str, name: str, form: str) -> Callable:
 
 
 def parameters(make: Callable) -> tuple[set[str], set[str]]:
-    """Names of the parameters that can be given by name, and of those that have no default."""
+    """Return the names of the parameters of ``make`` that are not positional-only or variadic.
+
+    :return: names of all these parameters, and names of those without a default; if the signature
+        is not known, the first set is empty and the second is {"?"}
+    """
     try:
         found = inspect.signature(make).parameters.values()
-    except (TypeError, ValueError):  # made in C: says nothing
+    except (TypeError, ValueError):  # functions in C may have no signature
         return set(), {"?"}
     named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return {p.name for p in named}, {p.name for p in named if p.default is p.empty}
@@ -62,10 +69,15 @@ def parameters(make: Callable) -> tuple[set[str], set[str]]:
 def call_factory(
     make: Callable, known: Mapping[str, Any], options: Mapping[str, Any], otherwise: tuple = ()
 ) -> Any:
-    """Call a user's factory with its options, and of `known` what its parameters name.
+    """Call a factory of the user with the known values that it has parameters for, and options.
 
-    Where it can't be called so, `otherwise` goes before the options (by default all that is known);
-    if that is wrong, too, Python says what is missing.
+    If a parameter without a default is neither known nor an option, the factory is called with
+    positional arguments instead; if these do not fit either, Python's TypeError is raised.
+
+    :param make: factory
+    :param known: values that are passed by name, if the factory has a parameter of this name
+    :param options: options of the job, which are always passed by name
+    :param otherwise: positional arguments of the second kind of call; default: all known values
     """
     names, needed = parameters(make)
     if needed <= known.keys() | options.keys():
@@ -77,7 +89,14 @@ def call_factory(
 def build_checked(
     setting: str, name: str, kind: type, make: Callable, *given: Any, **options: Any
 ) -> Any:
-    """Return the `kind` that a user's factory makes; JobError where it doesn't."""
+    """Call a factory of the user and check the type of its result.
+
+    :param setting: setting that names the factory, for error messages
+    :param name: "package.module:factory"
+    :param kind: required type of the result
+    :param make: function that is called with the remaining arguments
+    :raises JobError: if the factory raises an exception, or returns an object of another type
+    """
     try:
         found = make(*given, **options)
     except UserError:
@@ -100,8 +119,8 @@ def describe_exception(error: BaseException) -> str:
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the innermost place in user code that an exception came through, if there is one."""
-    # this package, Python's own modules, and what is installed
+    """Return the innermost frame of user code in an exception's traceback; None without one."""
+    # Frames of the standard library, of scripts and of this package are not user code.
     places = sysconfig.get_path("stdlib"), sysconfig.get_path("scripts")
     others = [*places, str(Path(__file__).parents[1]), str(Path(os.__file__).parent)]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
