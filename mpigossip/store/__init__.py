@@ -1,7 +1,7 @@
-"""HDF5 files: checkpoints, logs, data sets. No MPI, no torch."""
+"""HDF5 files: checkpoints, logs and data sets. This package uses neither MPI nor torch."""
 
 from mpigossip.config.errors import UserError
 
 
 class StoreError(UserError):
-    """A file that can't be written or isn't what it should be; one paragraph with the remedy."""
+    """User error about a file that cannot be written or has invalid content, with a remedy."""

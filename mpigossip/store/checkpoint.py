@@ -1,15 +1,16 @@
-"""Checkpoints: one HDF5 file per node, a manifest that names them, a rename that makes it count.
+"""Checkpoints: folders with one HDF5 file per node and a manifest that names these files.
 
     RUN/checkpoints/step-00001200/node-0000.h5 … node-0003.h5   each written by its node
     RUN/checkpoints/step-00001200/checkpoint.h5                 the manifest, written last
 
-Where nodes are large, each slot writes its part: node-0000-0000.h5 … node-0003-0007.h5; readers
-join them.
+If nodes are large, each slot writes its own file, node-0000-0000.h5 … node-0003-0007.h5, and
+readers join them.
 
-Everything is written into `step-00001200.writing` and renamed when whole, so a directory under its
-final name is whole. Nodes call `write_node`; one process calls `begin` before and `commit` after.
-A checkpoint is read without pickle, and no byte reaches the HDF5 library unless its checksum is
-right: a damaged file gives StoreError, never a crash or wrong numbers.
+All files are written into the folder `step-00001200.writing`, which is renamed when it is complete.
+A folder with the final name is therefore complete. Each node calls `write_node`; one process calls
+`begin` before and `commit` after that. Checkpoints are read without pickle, and the HDF5 library
+gets no byte of a file whose checksum is wrong: a damaged file raises StoreError and causes neither
+a crash nor wrong numbers.
 """
 
 import errno
@@ -37,18 +38,25 @@ from mpigossip.store.manifest import FORMAT, MANIFEST, Entry, Manifest, Number
 from mpigossip.store.manifest import read as read_manifest
 from mpigossip.store.node_state import NodeState
 
-PIECE = 1 << 22  # parameters read at a time
+PIECE = 1 << 22
+"""Number of parameters that are read at a time."""
 
 
 def folder(run: Path, step: int) -> Path:
-    """The final place of the checkpoint of `step`."""
+    """Return the final path of the checkpoint of `step`."""
     return Path(run) / "checkpoints" / f"step-{step:08d}"
 
 
 def begin(run: Path, step: int) -> Path:
-    """A new temporary folder for `step`; what killed writers left behind is cleared away.
+    """Create the temporary folder for the checkpoint of `step`.
 
-    One checkpoint of a run is written at a time.
+    Files of writers that were killed are removed first. Only one checkpoint of a run may be written
+    at a time.
+
+    :param run: run directory
+    :param step: number of steps done
+    :return: path of the temporary folder
+    :raises StoreError: if the folder cannot be written
     """
     temporary = folder(run, step).with_suffix(".writing")
     with writing(temporary):
@@ -63,12 +71,28 @@ def begin(run: Path, step: int) -> Path:
 
 
 def write_node(folder: Path, node: int, state: NodeState) -> Entry:
-    """Write and fsync `node-0003.h5` in the temporary folder; returns its manifest entry."""
+    """Write and fsync the file of a node or slot, such as `node-0003.h5`.
+
+    :param folder: temporary folder of the checkpoint
+    :param node: index of the node
+    :param state: state of the node or of one of its slots
+    :return: entry of the file for the manifest
+    :raises StoreError: if the file cannot be written
+    """
     return write_state(Path(folder) / manifests.name(node, state.slot), node, state)
 
 
 def write_state(path: Path, node: int, state: NodeState) -> Entry:
-    """Write and fsync a node's file; returns the entry by which it is read."""
+    """Write and fsync a file with the state of a node or of one of its slots.
+
+    :param path: file to write
+    :param node: index of the node
+    :param state: state to write
+    :return: entry by which :func:`read_state` reads the file
+    :raises ValueError: if the parameters do not match the shapes, or HDF5 cannot store an array
+    :raises StoreError: if the file cannot be written, or has more objects or text than readers
+        accept
+    """
     length = sum(map(math.prod, state.shapes))
     flat = state.parameters
     slot = state.slot
@@ -123,7 +147,19 @@ def commit(
     job: str,
     meta: Mapping[str, Number],
 ) -> Path:
-    """Write the manifest over all nodes' `entries` and give the checkpoint its final name."""
+    """Write the manifest and give the checkpoint its final name.
+
+    A sound checkpoint of the same step is replaced; a damaged one is renamed first.
+
+    :param temporary: folder from :func:`begin` in which all nodes have written their files
+    :param run: run directory
+    :param step: number of steps done
+    :param entries: results of :func:`write_node` of all nodes and slots
+    :param job: complete job, as TOML
+    :param meta: further facts about the checkpoint
+    :return: final path of the checkpoint
+    :raises StoreError: if a file is missing here or has another size, or writing fails
+    """
     entries = sorted(entries)
     n = len({entry.node for entry in entries})
     manifests.check_table(entries, n)
@@ -146,7 +182,7 @@ def commit(
             set_aside(final)
         elif final.exists():
             shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)  # found by latest() should we be killed before the next line
+            final.rename(old)  # latest() finds it if this process is killed before the next rename
         temporary.rename(final)
         sync(final.parent)
         shutil.rmtree(old, ignore_errors=True)
@@ -154,17 +190,25 @@ def commit(
 
 
 def steps(run: Path) -> list[int]:
-    """Steps of all whole checkpoints, ascending."""
+    """Return the steps of all complete checkpoints in ascending order."""
     return sorted({step for step, path in _found(run) if not _problem(path)})
 
 
 def latest(run: Path) -> Path | None:
-    """The newest whole checkpoint: manifest sound, every file there with its size."""
+    """Return the path of the newest complete checkpoint; None if there is none.
+
+    A checkpoint is complete if its manifest is sound and all files exist with the right sizes.
+    """
     return newest(run)[0]
 
 
 def newest(run: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest whole checkpoint, and the damaged ones that are newer, each with the reason."""
+    """Return the newest complete checkpoint, and all newer ones, which are damaged.
+
+    :param run: run directory
+    :return: path of the checkpoint, None if there is none; and by the path of each newer
+        checkpoint, the reason why it is not complete
+    """
     damaged: dict[Path, str] = {}
     for _, path in reversed(_found(run)):
         problem = _problem(path)
@@ -175,7 +219,7 @@ def newest(run: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint to `step-….damaged`, which nothing overwrites; its new name."""
+    """Rename a damaged checkpoint to a free name `step-….damaged`; return the new path."""
     aside = path.with_suffix(".damaged")
     while aside.exists():
         aside = aside.with_name(f"{aside.name}.damaged")
@@ -184,9 +228,13 @@ def set_aside(path: Path) -> Path:
 
 
 def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
-    """Remove all but the newest `keep` (at least 1) whole checkpoints; returns those removed.
+    """Remove all complete checkpoints except the newest ones.
 
-    Those of a multiple of `every` steps stay, too (0: none).
+    :param run: run directory
+    :param keep: number of newest checkpoints that are kept, at least 1
+    :param every: checkpoints at multiples of this number of steps are kept, too; 0: none of them
+    :return: former paths of the removed checkpoints
+    :raises ValueError: if ``keep`` is less than 1
     """
     if keep < 1:
         raise ValueError(f"keep = {keep}: at least one checkpoint stays")
@@ -194,17 +242,20 @@ def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
     removed = [path for step, path in whole[:-keep] if not every or step % every]
     for path in removed:
         with writing(path):
-            doomed = path.with_suffix(".removing")  # a half-removed one must not keep its name
+            doomed = path.with_suffix(".removing")  # a partly removed one must not look complete
             path.rename(doomed)
             shutil.rmtree(doomed)
     return removed
 
 
 def read_node(path: Path, node: int, manifest: Manifest | None = None) -> NodeState:
-    """Return the state of one node, joined over its slots.
+    """Return the state of one node, joined from the files of its slots.
 
-    Its files are checked against the ``manifest``, which is read if it is None: that takes a time
-    proportional to the number of nodes, so read it once for many of them.
+    :param path: folder of the checkpoint
+    :param node: index of the node
+    :param manifest: manifest of the checkpoint, which the files are checked against; None: read it.
+        This takes a time proportional to the number of nodes, so pass it when reading many nodes
+    :raises StoreError: if the checkpoint has no such node, or a file is missing or damaged
     """
     manifest = read_manifest(path) if manifest is None else manifest
     if not 0 <= node < manifest.n:
@@ -221,7 +272,14 @@ def read_node(path: Path, node: int, manifest: Manifest | None = None) -> NodeSt
 
 
 def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
-    """Read a file: the state of a node of ``length`` parameters after ``step`` steps."""
+    """Read and check the file of a node or slot.
+
+    :param path: folder of the checkpoint
+    :param entry: entry of the file
+    :param length: number of parameters of the complete node
+    :param step: step of the checkpoint, which the counters of the file must match
+    :raises StoreError: if the file is missing or damaged, or has NaN or infinite values
+    """
     with _node_file(path, entry) as found:
         names, shapes = node_state.read_table(guard.rows(found, "layout", "SiiiV"), length)
         arrays, pieces = (
@@ -245,13 +303,13 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
 
 
 def average(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
-    """Return the mean over a checkpoint's nodes, as `node_state.over_nodes` has it."""
+    """Return the mean over the nodes of a checkpoint, as computed by `node_state.over_nodes`."""
     with reading(path):
         return node_state.over_nodes(read_node(path, i, manifest) for i in range(manifest.n))
 
 
 def _joined(parts: Sequence[NodeState]) -> NodeState:
-    """A node from its slots; ValueError where they are of different ones."""
+    """Join the states of a node's slots; raise ValueError if they do not belong together."""
     first = parts[0]
     arrays = dict[str, np.ndarray]()
     for part in parts:
@@ -267,7 +325,10 @@ def _joined(parts: Sequence[NodeState]) -> NodeState:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 over the parameters of all nodes in node order, as float32 little endian."""
+    """Return the digest of a checkpoint.
+
+    This is the SHA-256 of the parameters of all nodes in node order, as little-endian float32.
+    """
     sha = hashlib.sha256()
     for entry in read_manifest(path).entries:
         with _node_file(path, entry) as found:
@@ -278,7 +339,7 @@ def digest(path: Path) -> str:
 
 
 def verify(path: Path) -> list[str]:
-    """All problems of a checkpoint, none if it is sound: every byte is read."""
+    """Read every byte of a checkpoint and return all problems; an empty list if it is sound."""
     path = Path(path)
     try:
         manifest = read_manifest(path)
@@ -304,7 +365,7 @@ def verify(path: Path) -> list[str]:
 
 
 def _found(run: Path) -> list[tuple[int, Path]]:
-    """Directories that may be checkpoints, by step; `.old` before its successor."""
+    """Return the folders that may be checkpoints, by step; `.old` precedes its successor."""
     place = Path(run) / "checkpoints"
     with reading(place):
         try:
@@ -317,7 +378,10 @@ def _found(run: Path) -> list[tuple[int, Path]]:
 
 
 def _problem(path: Path) -> str:
-    """Return why a checkpoint isn't whole, "" where it is; StoreError where that can't be read."""
+    """Return why a checkpoint is not complete, or "" if it is.
+
+    :raises StoreError: if this cannot be decided because a file cannot be read
+    """
     try:
         for entry in read_manifest(path).entries:
             with reading(place := path / entry.file):
@@ -332,7 +396,7 @@ def _problem(path: Path) -> str:
 
 @contextmanager
 def _node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
-    """Arrays and groups of a node's file, after its size, checksum and structure were checked."""
+    """Open a node's file, check its size, checksum and structure, and yield arrays and groups."""
     place = Path(path) / entry.file
     with reading(place):
         try:
@@ -358,7 +422,7 @@ def _node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
 
 
 def _check_bytes(place: Path, file: io.FileIO, entry: Entry) -> None:
-    """StoreError unless the open file has the size and the checksum that the manifest says."""
+    """Raise StoreError unless an open file has the size and the checksum of its entry."""
     size = os.fstat(file.fileno()).st_size
     if size != entry.bytes:
         raise StoreError(

@@ -1,4 +1,4 @@
-"""Data sets in one HDF5 file: open, check, show.
+"""Reader of data sets that are packed into one HDF5 file.
 
 Layout (version 2, with a tokenizer 3)::
 
@@ -6,24 +6,25 @@ Layout (version 2, with a tokenizer 3)::
                      licence, channels, scale (the stored value that means 1.0), mean, std,
                      checksum (of classes)
     /classes         names, one per label (text: one per file)
-    /train, /test    each with the attribute checksum (of its small arrays) and
+    /train, /test    each with the attribute checksum (of its small arrays) and the datasets
         labels       (N,) int64
         bytes        (B,) uint8: all encoded images (or texts), one after the other
         offsets      (N + 1,) int64: sample i is bytes[offsets[i]:offsets[i + 1]]
         sizes        (N, 2) int64, height and width in pixels        (kind "images")
         checksums    (N,) uint32, CRC-32 of each sample's bytes
         images       (N, channels, height, width) uint8, in place of bytes (kind "arrays")
-    /tokenizer       uint8, the text of a tokenizer: bytes are then tokens, two little-endian each
-    /lengths         (V,) int64, the bytes of text that a token stands for; the attribute tokenizer
-                     is kind, V and a checksum of the text
+    /tokenizer       uint8, the text of a tokenizer: the bytes of a sample are then tokens of two
+                     bytes each, little-endian
+    /lengths         (V,) int64, the number of bytes of text that each token stands for; the
+                     attribute tokenizer of the root consists of kind, V and a checksum of the text
 
-Texts have a fixed length. What HDF5 doesn't check itself is compared with a checksum: nothing
-damaged is taken for data.
+Texts have a fixed length. Everything that HDF5 does not check itself is compared with a checksum,
+so that damaged bytes are never taken for data.
 
-One contiguous byte array with offsets takes the place of HDF5's variable-length elements: those
-live in heaps that cost several disk accesses each and h5py's global lock for every sample, while
-a contiguous array has one address in the file, so that a sample is one ``pread`` from any thread
-or process.
+Samples of different lengths are stored in one contiguous byte array with offsets, not as HDF5's
+variable-length elements. Those are stored in heaps: each sample would cost several disk accesses
+and h5py's global lock. A contiguous array has one offset in the file, so that any thread or process
+can read a sample with a single ``pread``.
 """
 
 import io
@@ -47,43 +48,51 @@ __all__ = ["Dataset", "Split", "open_dataset", "pack", "show"]
 KINDS = ("images", "arrays", "text")
 ARRAYS = ("labels", "offsets", "sizes", "checksums")
 CHANNELS = 1 << 10
-SIDE = 1 << 16  # pixels of an image
-SCALE = 255  # of what is stored in bytes
+SIDE = 1 << 16
+"""Largest height and width of an image in pixels."""
+SCALE = 255
+"""Largest scale: the largest value of a byte."""
 
 
 class Contradiction(ValueError):
-    """A part of a data set that doesn't go with another."""
+    """Error of a data set whose parts contradict each other."""
 
 
 def require(true: Any, message: str) -> None:
-    """Contradiction with this message unless ``true``."""
+    """Raise Contradiction with this message unless ``true`` is true."""
     if not true:
         raise Contradiction(message)
 
 
 @dataclass(frozen=True)
 class Split:
-    """The train or the test half of a data set."""
+    """Training or test samples of a data set."""
 
     labels: np.ndarray
-    """(N,) int64."""
+    """Labels, (N,) int64."""
     offsets: np.ndarray | None
-    """(N + 1,) int64, first byte of each sample; None for kind "arrays"."""
+    """Offset of each sample in the payload and length of the payload, (N + 1,) int64, in bytes;
+    None for kind "arrays"."""
     sizes: np.ndarray | None
-    """(N, 2) int64, height and width in pixels; None for text."""
+    """Height and width of each image in pixels, (N, 2) int64; None for text."""
     file: io.FileIO
+    """Open file of the data set."""
     start: int
     """Offset of the payload in the file, in bytes."""
     array_shape: tuple[int, ...]
-    """(N, C, H, W) for kind "arrays", (B,) otherwise."""
+    """Shape of the payload: (N, C, H, W) for kind "arrays", otherwise (B,)."""
     checksums: np.ndarray
-    """(N,) uint32 of each sample's bytes."""
+    """CRC-32 of the bytes of each sample, (N,) uint32."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def encoded(self, index: int) -> bytes:
-        """Return the encoded bytes of one sample (kinds "images" and "text")."""
+        """Return the encoded bytes of a sample, for kinds "images" and "text".
+
+        :param index: index of the sample
+        :raises StoreError: if the sample is damaged
+        """
         begin = int(self.offsets[index])
         end = int(self.offsets[index + 1])
         data = self._read(begin, end - begin)
@@ -98,7 +107,11 @@ class Split:
             )
 
     def array(self) -> np.ndarray:
-        """Return the whole payload: (N, C, H, W) uint8, or (B,) uint8 for encoded data."""
+        """Return the complete payload as uint8.
+
+        :return: array of shape (N, C, H, W) for kind "arrays", otherwise (B,)
+        :raises StoreError: if a sample is damaged
+        """
         flat = np.frombuffer(self._read(0, math.prod(self.array_shape)), np.uint8)
         ends = np.arange(len(self) + 1) * (len(flat) // len(self))
         ends = ends if self.offsets is None else self.offsets
@@ -109,7 +122,7 @@ class Split:
     def _read(self, offset: int, size: int) -> bytes:
         pieces = []
         got = 0
-        while got < size:  # Linux gives at most 2 GiB per call
+        while got < size:  # Linux reads at most 2 GiB per call
             place = self.start + offset + got
             piece = os.pread(self.file.fileno(), min(size - got, 1 << 30), place)
             if not piece:
@@ -124,28 +137,33 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset(AbstractContextManager):
-    """An open data set; a context manager. Each process opens its own."""
+    """Open data set, used as a context manager. Each process has to open its own."""
 
     path: Path
     kind: str
+    """"images", "arrays" or "text"."""
     classes: tuple[str, ...]
+    """Name for each label; for text, the name of each file."""
     channels: int
     scale: float
-    """The stored value that means 1.0: 255 for images."""
+    """Stored value that stands for 1.0: 255 for images."""
     mean: np.ndarray
-    """(channels,) float64, of values divided by scale."""
+    """Mean of each channel, (channels,) float64, of values divided by `scale`."""
     std: np.ndarray
+    """Standard deviation of each channel, likewise."""
     attributes: dict[str, str]
-    """source, licence and whatever else the file says of itself in words."""
+    """All attributes of the file that are strings, such as source and licence."""
     train: Split
     test: Split
     tokenizer: Tokenizer = BYTES
-    """of a text: what its bytes are"""
+    """Tokenizer of a text."""
 
     def tokens(self, name: str) -> np.ndarray:
-        """The tokens of a half of a text, all documents joined: (T,) uint8 or uint16.
+        """Return the tokens of a split of a text, with all documents joined.
 
-        StoreError for one that the tokenizer doesn't have.
+        :param name: "train" or "test"
+        :return: array of shape (T,), uint8 for bytes, otherwise uint16
+        :raises StoreError: if a sample is damaged, or a token is not in the tokenizer's vocabulary
         """
         found = self.split(name).array().view("<u2" if self.tokenizer.text else np.uint8)
         if found.size and int(found.max()) >= len(self.tokenizer.lengths):
@@ -160,7 +178,7 @@ class Dataset(AbstractContextManager):
         return {"train": self.train, "test": self.test}[name]
 
     def close(self) -> None:
-        """Close the file; what was read stays valid. A second call does nothing."""
+        """Close the file; arrays that were read stay valid. A second call does nothing."""
         self.train.file.close()
 
     def __exit__(self, *_) -> None:
@@ -168,11 +186,12 @@ class Dataset(AbstractContextManager):
 
 
 def open_dataset(path: Path | str) -> Dataset:
-    """Open and check a data set.
+    """Open a data set and check everything but the payload.
 
-    Raises StoreError, in one paragraph, for a file that is missing, isn't HDF5, isn't a data
-    set, is cut short, contradicts itself (labels out of range, offsets that go backwards), or
-    holds what `guard` rejects.
+    :param path: file written by :func:`pack`
+    :raises StoreError: if the file is missing, is not HDF5, is not a data set, is cut short,
+        contradicts itself (by labels out of range or descending offsets, for example), or contains
+        something that `guard` rejects
     """
     path = Path(path)
     if path.is_dir() or not path.exists():
@@ -217,7 +236,7 @@ def _read(raw: io.FileIO, path: Path) -> Dataset:
 
 
 def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str, Any]) -> Dataset:
-    """The data set of these attributes and arrays, if they go together."""
+    """Build a data set from attributes and arrays; raise Contradiction if they do not fit."""
     kind = facts["kind"]
     channels = facts["channels"]
     require(kind in KINDS, f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
@@ -252,7 +271,7 @@ def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str,
 
 
 def _tokenizer(found: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a text, if it is the one that the file names."""
+    """Read the tokenizer of a text; raise Contradiction unless it is the one that is named."""
     stored = guard.array(found, "tokenizer", "u", 1)
     lengths = guard.array(found, "lengths", "<i8", 1)
     few = len(lengths) <= MOST and len(lengths) > 0 and int(lengths.min()) > 0
@@ -266,7 +285,7 @@ def _tokenizer(found: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
 def _split(
     name: str, found: dict[str, Any], facts: dict[str, Any], classes: int, raw: io.FileIO
 ) -> Split:
-    """One split, if its arrays go together and with what the file says of itself."""
+    """Build a split; raise Contradiction if its arrays do not fit together or to the attributes."""
 
     def read(part: str, ndim: int) -> np.ndarray:
         return guard.array(found, f"{name}/{part}", "iu", ndim).astype(np.int64)
@@ -303,7 +322,7 @@ def _split(
 
 
 def show(path: Path | str) -> str:
-    """Return what a data set holds, in a few lines for a person."""
+    """Describe the content of a data set in a few lines."""
     with open_dataset(path) as data:
         lines = [
             f"{data.path}: {data.kind}, {len(data.classes)} "

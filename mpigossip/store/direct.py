@@ -1,8 +1,9 @@
-"""Write large arrays of an HDF5 file with O_DIRECT, computing the checksum in the same pass.
+"""Writer for large arrays of an HDF5 file that uses O_DIRECT and computes the checksum on the way.
 
-HDF5 lays the file out and leaves room; the bytes then go from memory to the disk past the page
-cache (O_DIRECT), block by block, each into the CRC-32 while it is in the processor's cache. The
-way through the page cache costs three more copies, and fresh pages for as many bytes.
+HDF5 determines the layout of the file and reserves space for the arrays. Their bytes are then
+written from memory to the disk in blocks, without the page cache (O_DIRECT), and each block is
+added to the CRC-32 while it is in the processor's cache. Writing through the page cache would need
+three more copies, and new pages for all bytes.
 """
 
 import errno
@@ -17,28 +18,38 @@ import h5py
 import numpy as np
 
 LARGE = 1 << 20
-"""Bytes from which an array is worth it; smaller ones are HDF5's business."""
+"""Size, in bytes, from which an array is written with O_DIRECT; HDF5 writes smaller ones."""
 BLOCK = 1 << 22
 PAGE = 4096
 LAYOUT = {"alignment_threshold": LARGE, "alignment_interval": PAGE}
-"""For the file: large arrays begin where O_DIRECT can write. Any HDF5 reader reads it."""
+"""Settings of the HDF5 file by which large arrays begin at offsets that O_DIRECT can write to. The
+file stays readable by any HDF5 library."""
 
 
 class Part(NamedTuple):
-    """Bytes that belong to a place in the file."""
+    """Bytes to write, and their offset in the file."""
 
     offset: int
     data: memoryview
 
 
 def pages(size: int) -> np.ndarray:
-    """So many bytes that begin at a page, as O_DIRECT needs them; arrays elsewhere are copied."""
+    """Return a uint8 array of ``size`` bytes that begins at a page boundary.
+
+    O_DIRECT can write such memory; arrays at other addresses have to be copied first.
+    """
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return np.frombuffer(mmap.mmap(-1, size, private), np.uint8)
 
 
 def reserve(group: h5py.Group, name: str, array: np.ndarray) -> Part:
-    """A contiguous dataset of the array's kind without its bytes, which `fill` is to write."""
+    """Create a contiguous dataset for an array without writing its bytes.
+
+    :param group: group of the new dataset
+    :param name: name of the new dataset
+    :param array: array with the shape, type and bytes of the dataset
+    :return: bytes and offset, to be passed to :func:`fill` when the file is closed
+    """
     flat = np.ascontiguousarray(array)
     made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     made.set_layout(h5py.h5d.CONTIGUOUS)
@@ -49,9 +60,12 @@ def reserve(group: h5py.Group, name: str, array: np.ndarray) -> Part:
 
 
 def fill(path: Path, parts: Sequence[Part]) -> str:
-    """Write the parts into a file that is otherwise whole, fsync it; CRC-32 of all its bytes.
+    """Write the reserved parts into a file that is otherwise complete, and fsync it.
 
-    As 8 hexadecimal digits. OSError where writing fails.
+    :param path: file to write to
+    :param parts: results of :func:`reserve`
+    :return: CRC-32 of all bytes of the file, as 8 hexadecimal digits
+    :raises OSError: if writing fails
     """
     buffered = os.open(path, os.O_RDWR)
     direct = _open_direct(path)
@@ -72,7 +86,7 @@ def fill(path: Path, parts: Sequence[Part]) -> str:
 
 
 def _open_direct(path: Path) -> int | None:
-    """None where the system or the file system has no such way."""
+    """Open a file with O_DIRECT; return None if the system or file system does not support it."""
     try:
         return os.open(path, os.O_WRONLY | os.O_DIRECT)
     except (AttributeError, OSError):
@@ -80,7 +94,10 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _write(buffered: int, direct: int | None, part: Part, value: int) -> int:
-    """The part to its place; the checksum behind it. What is no whole page goes by the cache."""
+    """Write a part and return the continued checksum.
+
+    Bytes that do not fill a page are written through the page cache.
+    """
     aligned = np.frombuffer(part.data, np.uint8).ctypes.data % PAGE == 0
     block = pages(BLOCK).data
     for start in range(0, len(part.data), BLOCK):
@@ -97,7 +114,7 @@ def _write(buffered: int, direct: int | None, part: Part, value: int) -> int:
 
 
 def _direct(direct: int, pages: memoryview, offset: int) -> int:
-    """Return how many bytes were written; 0 where the file system has no O_DIRECT."""
+    """Write pages with O_DIRECT; return the number of bytes written, 0 if it is not supported."""
     if not pages:
         return 0
     try:
@@ -109,8 +126,8 @@ def _direct(direct: int, pages: memoryview, offset: int) -> int:
 
 
 def crc(descriptor: int, start: int, end: int, value: int = 0) -> int:
-    """The CRC-32 ``value`` continued over bytes that are in the file."""
-    buffer = memoryview(bytearray(1 << 19))  # small enough to stay in the cache
+    """Continue the CRC-32 ``value`` over the bytes of a file from ``start`` to ``end``."""
+    buffer = memoryview(bytearray(1 << 19))  # small enough to stay in the processor's cache
     while start < end:
         count = os.preadv(descriptor, [buffer[: end - start]], start)
         if not count:

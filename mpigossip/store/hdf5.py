@@ -1,4 +1,4 @@
-"""Helpers around h5py: text and arrays without pickle or heap, errors as StoreError, fsync."""
+"""Helpers for h5py: texts outside HDF5's heap, errors as StoreError, safe replacement of files."""
 
 import errno
 import io
@@ -13,8 +13,9 @@ import numpy as np
 
 from mpigossip.store import StoreError
 
-# HDF5 1.10 and later read this; unlike the earliest format it has checksums on all metadata.
 LIBVER = ("v110", "v110")
+"""File format: HDF5 1.10 and later read it. Unlike the earliest format, it has checksums for all
+metadata."""
 
 WRONG = (
     RuntimeError,
@@ -25,14 +26,14 @@ WRONG = (
     ArithmeticError,
     MemoryError,
 )
-"""Exceptions of Python and h5py over content that isn't as expected."""
+"""Exceptions that Python and h5py raise for unexpected content."""
 
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the disk rejects (full, read-only, quota) into StoreError."""
+    """Convert errors of writing ``path``, such as a full or read-only disk, to StoreError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -46,10 +47,13 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` with the same suffix; what was written there becomes `path` at the end.
+    """Yield a temporary path in the same folder, whose file replaces ``path`` at the end.
 
-    Readers see the old file or the new one, never a half, also after a power failure; after an
-    error nothing is left. Raises StoreError where writing fails.
+    Readers see either the complete old file or the complete new one, even after a power failure.
+    After an error, the temporary file is removed.
+
+    :param path: file to replace; the temporary path has the same suffix
+    :raises StoreError: if writing fails
     """
     path = Path(path)
     beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
@@ -58,16 +62,16 @@ def replacing(path: Path) -> Iterator[Path]:
             yield beside
             sync(beside)
             beside.replace(path)
-            with suppress(OSError):  # a folder that may not be read
+            with suppress(OSError):  # the folder may not be readable
                 sync(path.parent)
     finally:
-        with suppress(OSError):  # whoever may not write there may not look there either
+        with suppress(OSError):  # without write permission, the folder may not be readable either
             beside.unlink(missing_ok=True)
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what HDF5 or a wrong content says about `path` into StoreError."""
+    """Convert errors of HDF5 and errors about the content of ``path`` to StoreError."""
     try:
         yield
     except StoreError:
@@ -88,16 +92,17 @@ def _reason(error: BaseException) -> str:
 
 
 def new(path: Path) -> int:
-    """A descriptor of a new, empty file; what a symbolic link of that name points to is spared."""
+    """Create or empty a file and return its descriptor; a symbolic link is not followed."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o666)
 
 
 class _Sink(io.FileIO):
-    """A file for HDF5 to write to that never fails: the first error is kept in `error`.
+    """File object for HDF5 whose writes never fail; the first error is kept in `error`.
 
-    The HDF5 library can't give a file up when the disk is full: it stays open, each object of it
-    fails again when it is freed, and the process may crash at exit (seen with h5py 3.16, 2026-11).
+    The HDF5 library cannot abandon a file when the disk is full. The file stays open, each of its
+    objects fails again when it is freed, and the process can crash at exit (observed with h5py
+    3.16, 2026-11).
     """
 
     error: OSError | None = None
@@ -121,9 +126,13 @@ class _Sink(io.FileIO):
 
 @contextmanager
 def create(path: Path, **settings: Any) -> Iterator[h5py.File]:
-    """A new HDF5 file; afterwards it is whole in the page cache (`sync` brings it to the disk).
+    """Create an HDF5 file and yield it for writing.
 
-    StoreError where writing fails.
+    Afterwards the complete file is in the page cache; `sync` writes it to the disk.
+
+    :param path: file to create
+    :param settings: further arguments of `h5py.File`
+    :raises StoreError: if writing fails
     """
     with writing(path), _Sink(new(path), "w+") as sink:
         try:
@@ -135,7 +144,7 @@ def create(path: Path, **settings: Any) -> Iterator[h5py.File]:
 
 
 def sync(path: Path) -> None:
-    """Bring a file or folder to the disk."""
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -147,21 +156,28 @@ def sync(path: Path) -> None:
 
 
 def fixed(text: str) -> np.ndarray:
-    """A text of fixed length as attributes take it: outside HDF5's heap, which has no checksum."""
+    """Convert a text to a scalar array of fixed length, which can be stored as an attribute.
+
+    A text of variable length would be stored in HDF5's heap, which has no checksum.
+    """
     data = text.encode(errors="surrogateescape")
     return np.array(data, h5py.string_dtype("utf-8", max(len(data), 1)))
 
 
 def worded(text: str, most: int) -> np.ndarray | str:
-    """The same up to so many bytes; longer ones go to the heap, which needs a checksum of ours.
+    """Convert a text by :func:`fixed` if it has at most ``most`` bytes; otherwise return it.
 
-    HDF5 keeps an attribute above 4 kB by itself where there are more than eight, above 64 kB
-    always: under a kind of B-tree that `guard` lets nobody use.
+    HDF5 stores a str in its heap, for which this package adds its own checksum. An attribute of
+    fixed length above 4 kB would be stored separately if there are more than eight attributes, and
+    above 64 kB always, in a kind of B-tree that `guard` rejects.
     """
     return fixed(text) if len(text.encode(errors="surrogateescape")) <= most else text
 
 
 def write_text(group: h5py.Group, name: str, text: str) -> None:
-    """A dataset of one UTF-8 text of fixed length: any size, and outside HDF5's unchecked heap."""
+    """Write a text as a dataset of fixed length.
+
+    A dataset can have any size and, unlike HDF5's heap, has checksums.
+    """
     data = fixed(text)
     group.create_dataset(name, data=data, dtype=data.dtype)

@@ -1,10 +1,11 @@
-"""Crash-safe HDF5 updates with a write-ahead journal.
+"""Crash-safe updates of HDF5 files with a write-ahead journal.
 
-HDF5 has no journal of its own: killed between two of its writes, it leaves a file that readers
-refuse. So the library works on an `Overlay` that keeps changed pages in memory; `transaction`
-writes these pages to `FILE.pending` first, then to the file, then removes `FILE.pending`. Killed
-before the first is complete, the file is as it was; killed later, `recover` writes the pages again.
-What is written is a small multiple of what has changed, however long the file.
+HDF5 has no journal: if a process is killed between two of its writes, readers reject the file.
+Here, the library works on an `Overlay`, which keeps changed pages in memory. `transaction` then
+writes these pages to `FILE.pending`, after that to the file itself, and removes `FILE.pending`. If
+the process is killed before `FILE.pending` is complete, the file is unchanged; if it is killed
+later, `recover` writes the pages again. The number of bytes written is a small multiple of the
+number of bytes changed, however long the file is.
 """
 
 import contextlib
@@ -25,21 +26,26 @@ from mpigossip.store import guard
 from mpigossip.store.hdf5 import LIBVER, new, sync, writing
 
 PAGE = 4096
-SMALL = 1 << 26  # bytes of a file that is read as a copy in memory
+SMALL = 1 << 26
+"""Largest size, in bytes, of a file that is copied to memory for reading."""
 TRIES = 20
-SLACK = 1 << 25  # bytes that a file may grow by beyond the pages that are written
+"""Largest number of attempts to read a file between two writes of another process."""
+SLACK = 1 << 25
+"""Number of bytes by which a transaction may extend a file beyond the pages that it writes."""
 MAGIC = b"mpigossip pages\n"
 
 
 class Overlay(io.RawIOBase):
-    """A file as h5py's "fileobj" driver wants one: changes stay in `pages`, by page number."""
+    """File object for h5py's driver "fileobj" that keeps changed pages in memory."""
 
     def __init__(self, path: Path, change: tuple[int, Mapping[int, bytes]] | None = None) -> None:
         self.file = guard.regular(path)
-        self.stored = os.fstat(self.file.fileno()).st_size  # bytes of the file that still count
+        self.stored = os.fstat(self.file.fileno()).st_size
+        """Number of bytes at the begin of the file on disk that are still valid."""
         self.size, pages = change or (self.stored, {})
         self.stored = min(self.stored, self.size)
         self.pages = {number: bytearray(page) for number, page in pages.items()}
+        """Changed pages, by page number."""
         self.position = 0
 
     def __exit__(self, *error: object) -> None:
@@ -54,7 +60,10 @@ class Overlay(io.RawIOBase):
         return os.pread(self.file.fileno(), length, start).ljust(PAGE, b"\0")
 
     def _spans(self, length: int) -> Iterator[tuple[int, int, int, int]]:
-        """Page, first and last byte in it, place in the data; moves the position on."""
+        """Split the next ``length`` bytes at page boundaries, and advance the position.
+
+        :return: for each span: page number, first byte and end within the page, offset in the data
+        """
         done = 0
         while done < length:
             number, start = divmod(self.position, PAGE)
@@ -64,14 +73,14 @@ class Overlay(io.RawIOBase):
             done += count
 
     def readinto(self, data: Any) -> int:
-        """Fill `data` as far as the file goes."""
+        """Read bytes into ``data``, up to the end of the file; return their number."""
         length = max(0, min(len(data), self.size - self.position))
         for number, start, stop, at in self._spans(length):
             data[at : at + stop - start] = self._page(number)[start:stop]
         return length
 
     def write(self, data: Any) -> int:
-        """Change pages in memory."""
+        """Write ``data`` to pages in memory."""
         for number, start, stop, at in self._spans(len(data)):
             if number not in self.pages:
                 self.pages[number] = bytearray(self._page(number))
@@ -80,7 +89,7 @@ class Overlay(io.RawIOBase):
         return len(data)
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the size; what is cut off reads as zeros should the file grow again."""
+        """Set the size; bytes that are cut off are zero if the file grows again."""
         size = self.position if size is None else size
         if size < self.size:
             last, start = divmod(size, PAGE)
@@ -92,22 +101,25 @@ class Overlay(io.RawIOBase):
         return size
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """As of any file."""
+        """Set the position, with the same arguments as for any file."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.size}[whence]
         self.position = base + offset
         return self.position
 
 
 def pending(path: Path) -> Path:
-    """The file beside `path` that holds changes until they are in it."""
+    """Return the path of the journal, which holds changes until they are written to ``path``."""
     return path.with_name(path.name + ".pending")
 
 
 @contextmanager
 def transaction(path: Path) -> Iterator[h5py.File]:
-    """The HDF5 file for reading and writing: all changes are made at the end, or none.
+    """Open an HDF5 file for reading and writing, and apply either all changes at the end or none.
 
-    StoreError where writing fails; an exception inside leaves the file as it was.
+    An exception inside the block leaves the file unchanged.
+
+    :param path: existing HDF5 file
+    :raises StoreError: if writing fails
     """
     with writing(path):
         recover(path)
@@ -119,7 +131,7 @@ def transaction(path: Path) -> Iterator[h5py.File]:
 
 
 class Stamp(NamedTuple):
-    """Facts of a file that change when it is written to, or is about to be."""
+    """Properties of a file that change if it is written to, or if a change is pending."""
 
     modified: int
     size: int
@@ -127,17 +139,20 @@ class Stamp(NamedTuple):
 
 
 def stamp(path: Path) -> Stamp:
-    """The file's present stamp."""
+    """Return the current stamp of a file."""
     about = path.stat()
     return Stamp(about.st_mtime_ns, about.st_size, pending(path).exists())
 
 
 @contextmanager
 def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str, Any]]]:
-    """The file for reading, with changes that a killed writer left pending; see `guard.opened`.
+    """Open a file for reading, including changes that a killed writer left pending.
 
-    Small ones are copied to memory between two writes of a run that goes on meanwhile; whether a
-    large one was written to while it was read, its `stamp` tells.
+    A file of at most `SMALL` bytes is copied to memory between two writes of a run that is still
+    going on. A larger file may change while it is read: compare its :func:`stamp` before and after.
+
+    :param path: HDF5 file
+    :param allowed: further arguments of `guard.opened`
     """
     file: Any
     for _ in range(TRIES):
@@ -156,7 +171,7 @@ def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str
 
 
 def recover(path: Path) -> bool:
-    """Finish what a killed writer began; True where there was something to do."""
+    """Complete the transaction of a killed writer; return whether there was one."""
     change = _read_journal(path)
     if change is not None and path.exists():
         _apply(path, *change)
@@ -175,7 +190,7 @@ def _write_journal(journal: Path, size: int, pages: Mapping[int, bytes | bytearr
 
 
 def _read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Size and pages for a file, or None where its journal is missing, incomplete or senseless."""
+    """Return size and pages from a file's journal; None if it is missing or not valid."""
     try:
         with guard.regular(pending(path), follow=False) as file:
             data = file.readall()
@@ -200,9 +215,9 @@ def _read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
 
 
 def _apply(path: Path, size: int, pages: Mapping[int, bytes | bytearray]) -> None:
-    """Write the pages into the file, bring it to the disk, drop the journal."""
+    """Write the pages to the file, flush it to the disk, and remove the journal."""
     with path.open("r+b", buffering=0) as file:
-        # HDF5's readers lock, too; one that keeps the file open doesn't stop a run.
+        # HDF5's readers lock the file, too. A reader that keeps it open must not stop the run.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.truncate(size)

@@ -1,14 +1,15 @@
-"""Log of a run: one HDF5 file with columns of shape (steps, nodes), appended during the run.
+"""Log of a run: an HDF5 file with columns of shape (steps, nodes), to which the run appends rows.
 
     /steps/step, /steps/node, /steps/COLUMN            (steps,), (nodes,), (steps, nodes)
     /evaluations/at_step, …/node, …/NAME               the same for evaluations, or (evaluations,)
     /summary                                           attributes, written at the end
 
-Columns have dimension scales, `units` and a `description`; the root has the attributes `job`
-(complete, TOML) and `environment` (JSON). `xarray.open_dataset(log, group="steps",
-engine="h5netcdf")`, h5py and h5dump read it between two appends; each append opens the file,
-changes it as one transaction (see journal.py) and closes it. The columns of the steps stand at the
-top too (hard links), so that `xarray.open_dataset(log, engine="h5netcdf")` shows them.
+Columns have dimension scales and the attributes `units` and `description`. The root group has the
+attributes `job` (the complete job as TOML) and `environment` (JSON). Each append opens the file,
+changes it in one transaction (see journal.py) and closes it. Between two appends, the file can be
+read by `xarray.open_dataset(log, group="steps", engine="h5netcdf")`, h5py and h5dump. Hard links in
+the root group point to the columns of the steps, so that
+`xarray.open_dataset(log, engine="h5netcdf")` shows them, too.
 """
 
 import json
@@ -30,16 +31,19 @@ __all__ = ["Column", "EVALUATION_COLUMNS", "Log", "LogWriter", "read"]
 
 MESSAGES = logging.getLogger("mpigossip")
 EMPTY = "holds no step"
-SIGNATURE = b"\x89HDF\r\n\x1a\n"  # of every HDF5 file
-# bytes of a text among few and among many attributes
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
+"""First bytes of every HDF5 file."""
 ALONE = 24_000
+"""Largest size, in bytes, of a text of fixed length in a group with few attributes."""
 AMONG = 3_000
+"""Largest size, in bytes, of a text of fixed length in a group with many attributes."""
 CHUNK_BYTES = 1 << 16
-"""Of a column; a flush writes whole chunks, one or two a column. Each has HDF5's own checksum."""
+"""Size of an HDF5 chunk of a column. A flush writes one or two complete chunks per column, each of
+which has a checksum of HDF5."""
 
 
 class Column(NamedTuple):
-    """Unit, description and numpy type of a column. What isn't known is NaN, or −1 in integers."""
+    """Unit, description and numpy type of a column. Unknown entries are NaN, or −1 for integers."""
 
     unit: str
     description: str
@@ -66,10 +70,10 @@ COLUMNS = {
     "staleness": Column("1", "age in rounds of the models that the node averaged with"),
     "bytes_sent": Column("B", "bytes that the node has sent to other nodes so far", "int64"),
 }
-"""Columns of the steps that every log has; a task's metrics are further ones."""
+"""Columns of the steps in every log; the metrics of a task are added to them."""
 VIRTUAL = "virtual_s"
 VIRTUAL_COLUMN = Column("s", "since the start, on the machine that the job's [clock] names")
-"""Of the steps of runs that carry a virtual clock."""
+"""Additional column of the steps of runs with a virtual clock (`[clock]`)."""
 MEMBER_COLUMNS = {
     "chunk": Column("1", "chunk of the data that is trained"),
     "round": Column("1", "round of the member"),
@@ -77,31 +81,33 @@ MEMBER_COLUMNS = {
     "time": Column("s", "since 1970-01-01, by the member's clock"),
     "history": Column("step", "steps behind the model, along its longest history"),
 }
-"""Of the steps of trainings that members join and leave (`mpigossip join`)."""
+"""Additional columns of the steps of trainings that members join and leave (`mpigossip join`)."""
 EVALUATION_COLUMNS = {
     "at_step": Column("step", "steps done at the evaluation", "int64"),
     "epoch": Column("epoch", "passes over the training samples done"),
     "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²"),
     "seconds": Column("s", "time since the start of the run"),
 }
-"""Of every evaluation; `recorder.evaluation_columns` adds those of the task."""
+"""Columns of every evaluation; `recorder.evaluation_columns` adds the metrics of the task."""
 
 
 NODE = Column("1", "index of the node", "int64")
 
 
 class LogGone(StoreError):
-    """The log was taken from under its writer; a new one can be begun."""
+    """Error of a log that was deleted or overwritten during a run, which can begin a new log."""
 
 
 class LogWriter:
-    """Appends to the log of a run; one process writes. Between two calls no file is open.
+    """Writer of the log of a run, used in a single process. Between two calls, no file is open.
 
-    With `first_step` > 0 an existing log is continued: steps from `first_step` on are dropped, and
-    evaluations after more than `first_step` steps. A log without a step is made anew, other files
-    in the way are moved aside to log.h5.1, log.h5.2 … A run that goes on with other nodes widens
-    the columns as needed. `next_step` is the step behind the last one that the file holds, or
-    `first_step` where it holds none.
+    With ``first_step`` > 0, an existing log is continued: steps from ``first_step`` on are dropped,
+    as are evaluations after more than ``first_step`` steps. A log without steps is replaced by a
+    new one; any other file of this name is renamed to log.h5.1, log.h5.2 and so on. If a run
+    resumes with more nodes, the columns are widened.
+
+    The attribute `next_step` is the step after the last one in the file, or ``first_step`` if the
+    file has no steps.
     """
 
     def __init__(
@@ -115,6 +121,17 @@ class LogWriter:
         first_step: int = 0,
         evaluation_columns: Mapping[str, Column] = EVALUATION_COLUMNS,
     ) -> None:
+        """Create the log or open an existing one.
+
+        :param path: path of the log, log.h5
+        :param nodes: number of nodes
+        :param job: complete job, as TOML
+        :param columns: columns of the steps, by name
+        :param environment: facts about machine and software, by name
+        :param first_step: first step that will be appended; 0: begin a new log
+        :param evaluation_columns: columns of the evaluations, by name
+        :raises StoreError: if the log cannot be written
+        """
         self.path = Path(path)
         self.nodes = nodes
         self.columns = dict(columns)
@@ -149,7 +166,7 @@ class LogWriter:
                 _column(file["steps"], name, column, per_node=True)
 
     def widen(self, columns: Mapping[str, Column]) -> None:
-        """Columns that rows have from now on, besides those of before; unknown until here."""
+        """Add columns of the steps, whose entries are unknown in the rows written so far."""
         new = {name: column for name, column in columns.items() if name not in self.columns}
         if new:
             with self._changing() as file:
@@ -158,9 +175,14 @@ class LogWriter:
             self.columns |= new
 
     def append(self, columns: Mapping[str, np.ndarray]) -> None:
-        """Add rows: an array (rows, nodes) for each column, all of them.
+        """Append rows to the steps.
 
-        "step" (rows,) may be among them; without it the steps follow one another.
+        :param columns: for each column of the log, an array of shape (rows, nodes). "step", of
+            shape (rows,), holds the numbers of the steps in ascending order; without it, the steps
+            are numbered from `next_step`
+        :raises ValueError: if columns, shapes or steps do not fit
+        :raises LogGone: if the log was deleted or overwritten
+        :raises StoreError: if writing fails
         """
         columns = dict(columns)
         rows = len(next(iter(columns.values())))
@@ -176,7 +198,7 @@ class LogWriter:
             raise ValueError(f"steps must ascend from {self.next_step}, got {step}")
         with self._changing() as file:
             group = file["steps"]
-            # a write that failed is there nevertheless if its journal was complete
+            # The rows exist already if an earlier append failed after its journal was complete.
             start = len(group["step"]) - int(np.sum(group["step"][-rows:] >= step[0]))
             _resize(group, start + rows)
             group["step"][start:] = step
@@ -185,7 +207,13 @@ class LogWriter:
         self.next_step = int(step[-1]) + 1
 
     def evaluation(self, row: Mapping[str, float | np.ndarray]) -> None:
-        """Add an evaluation: "step" and values, or arrays (nodes,); the same step replaces it."""
+        """Write an evaluation; an existing one of the same step is replaced.
+
+        :param row: "step" and the values by column: a number, or an array of shape (nodes,)
+        :raises ValueError: if the step lies before the last evaluation
+        :raises LogGone: if the log was deleted or overwritten
+        :raises StoreError: if writing fails
+        """
         values = {name: np.asarray(value) for name, value in row.items()}
         step = int(values.pop("step"))
         with self._changing() as file:
@@ -205,7 +233,7 @@ class LogWriter:
                     group[name][index] = value
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Store figures of the whole run: numbers and text as they are, the rest as JSON."""
+        """Write values of the complete run: numbers and strings unchanged, others as JSON."""
         with self._changing() as file:
             for name, value in values.items():
                 number = isinstance(value, int | float | np.number)
@@ -215,7 +243,7 @@ class LogWriter:
 
     @contextmanager
     def _changing(self) -> Iterator[h5py.File]:
-        """The file for a change; LogGone where it isn't the log any more."""
+        """Open the log in a transaction; raise LogGone if the file is missing or not HDF5."""
         with writing(self.path):
             try:
                 with self.path.open("rb") as file:
@@ -229,7 +257,7 @@ class LogWriter:
 
 
 def _create(path: Path) -> None:
-    """A log without columns or rows, whole under its name."""
+    """Create a log without rows, which appears under its name when it is complete."""
     with replacing(path) as beside, create(beside) as file:
         file.attrs["format"] = fixed(FORMAT)
         file.create_group("summary")
@@ -243,7 +271,7 @@ def _create(path: Path) -> None:
 
 
 def _refused(path: Path, first_step: int) -> str:
-    """Return why `path` can't be continued at a step, empty if it can."""
+    """Return why the log at `path` cannot be continued at ``first_step``, or "" if it can."""
     if path.is_symlink():
         return "is a symbolic link"
     if not path.exists():
@@ -280,7 +308,7 @@ def _cut(group: h5py.Group, rows: int) -> None:
 
 
 def _widen(group: h5py.Group, nodes: int) -> None:
-    """Make room for `nodes` columns; there are never fewer than before."""
+    """Widen all columns of a group to `nodes` nodes; they are never made narrower."""
     have = len(group["node"])
     if nodes > have:
         group["node"].resize(nodes, axis=0)
@@ -291,7 +319,7 @@ def _widen(group: h5py.Group, nodes: int) -> None:
 
 
 def _column(group: h5py.Group, name: str, column: Column, per_node: bool) -> None:
-    """Create a column unless it is there, with as many rows as the group has."""
+    """Create a column with as many rows as the group has, unless it exists."""
     if name in group:
         return
     index = group["step"] if "step" in group else group["at_step"]
@@ -318,7 +346,7 @@ def _dataset(
     )
     data.attrs["units"] = fixed(column.unit)
     data.attrs["description"] = fixed(column.description)
-    data.attrs["long_name"] = fixed(column.description)  # what xarray and netCDF programs show
+    data.attrs["long_name"] = fixed(column.description)  # xarray and netCDF programs show this one
     if group.name == "/steps":
-        group.file[name] = data  # also at the top, which is what xarray opens without a group
+        group.file[name] = data  # xarray opens the root group unless a group is named
     return data

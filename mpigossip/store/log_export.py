@@ -1,4 +1,4 @@
-"""Export the log of a run: CSV, TensorBoard."""
+"""Export of logs as CSV and for TensorBoard."""
 
 from __future__ import annotations
 
@@ -25,21 +25,25 @@ TENSORBOARD = {
     "compute_s": "time/compute", "node_s": "time/node", "exchange_s": "time/exchange",
     "idle_s": "time/idle",
 }  # fmt: skip
-"""Columns that TensorBoard shows, as means over the nodes, with their tags; see :func:`tag`."""
+"""TensorBoard's tags of columns of the steps, which are exported as means over the nodes."""
 HIDDEN = ("step", "kind", "mixed_distance")
-"""Columns that it doesn't show."""
+"""Columns that are not exported to TensorBoard."""
 
 
 def tag(name: str) -> str:
-    """The tag of a column of the steps; a task's own metric has a group of its name."""
+    """Return TensorBoard's tag for a column of the steps; a metric NAME has "NAME/training"."""
     return TENSORBOARD.get(name, f"{name}/training")
 
 
 def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
-    """Write the steps to `out` and the evaluations beside it, one line per step and node.
+    """Write two CSV files, with the steps and the evaluations, and one line per step and node.
 
-    `out` = run.csv gives run.csv and run-evaluations.csv; values of all nodes together are repeated
-    for each node. Returns both paths.
+    Values that are common to all nodes are repeated for each node.
+
+    :param log: log to export
+    :param out: file for the steps; for run.csv, the evaluations are written to run-evaluations.csv
+    :return: paths of both files
+    :raises StoreError: if a file cannot be written
     """
     out = Path(out)
     beside = out.with_name(f"{out.stem}-evaluations{out.suffix}")
@@ -56,7 +60,12 @@ def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
 
 
 def to_tensorboard(log: Log, folder: Path) -> None:
-    """Write event files that TensorBoard shows: the columns of `TENSORBOARD` and evaluations."""
+    """Write an event file for TensorBoard with the steps and evaluations of a log.
+
+    :param log: log to export; steps without a finite value are left out
+    :param folder: folder of the event file
+    :raises StoreError: if tensorboard is not installed, or the file cannot be written
+    """
     with writing(folder), closing(Events(folder)) as writer:
         for name in [name for name in log.steps if name not in HIDDEN]:
             values = with_nan(log.steps[name])
@@ -71,9 +80,13 @@ def to_tensorboard(log: Log, folder: Path) -> None:
 def add_evaluation(
     writer: Events, step: int, found: Mapping[str, Any], names: Collection[str]
 ) -> None:
-    """One evaluation's loss and metrics: the averaged model's, and the nodes' own as their range.
+    """Write the loss and the metrics of an evaluation as TensorBoard scalars.
 
-    ``names``: of the metrics.
+    :param writer: event file
+    :param step: number of steps done
+    :param found: values of the averaged model by name, and values of the nodes as "local_NAME", of
+        which the smallest and the largest are written
+    :param names: names of the metrics
     """
     for name in ("loss", *names):
         if name in found:
@@ -85,15 +98,18 @@ def add_evaluation(
 
 
 class Events:
-    """A file of TensorBoard's, by its own writer of records; OSError where writing fails.
+    """Event file of TensorBoard; its methods raise OSError if writing fails.
 
-    Torch's `SummaryWriter` has a thread that prints a traceback on a full disk.
+    It uses TensorBoard's writer of records, because torch's `SummaryWriter` has a thread that
+    prints a traceback if the disk is full.
     """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        """Hide entries of the folder's other files from `first_step` on.
+        """Create an event file, which hides entries of older files from ``first_step`` on.
 
-        Raises StoreError where TensorBoard isn't installed.
+        :param folder: folder of the file, which is created if necessary
+        :param first_step: first step of the run or of its continuation
+        :raises StoreError: if tensorboard is not installed
         """
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -112,7 +128,7 @@ class Events:
         self._file = (folder / name).open("xb")
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
-        # also at 0: an older file of the folder may be of a run that began again
+        # Write this at step 0, too: the folder may contain files of a run that was begun again.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._write(step=first_step, session_log=start)
 
@@ -120,12 +136,12 @@ class Events:
         self._records.write(self._event(wall_time=time.time(), **about).SerializeToString())
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """A figure of a step."""
+        """Write a value for a step."""
         one = self._summary.Value(tag=tag, simple_value=value)
         self._write(step=step, summary=self._summary(value=[one]))
 
     def flush(self) -> None:
-        """Put on disk what is in memory."""
+        """Pass buffered records to the operating system."""
         self._file.flush()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Read and validate logs, also while a run writes; average over steps where asked."""
+"""Reader of logs, which validates them, also while a run writes, and can average over steps."""
 
 import json
 import time
@@ -18,8 +18,9 @@ from mpigossip.store.journal import SMALL, TRIES, consistent, stamp
 
 FORMAT = "mpigossip log 1"
 INDEX = {"steps": "step", "evaluations": "at_step"}
-"""The groups of a log, and the column that numbers the rows of each."""
-COLUMNS = 1 << 10  # of a group
+"""Groups of a log, and the column that numbers the rows of each."""
+COLUMNS = 1 << 10
+"""Largest number of columns of a group."""
 TEXTS = ("metrics", "figures", "lost", "warnings", "checkpoint", "digest")
 NEEDED = {"steps", "nodes", "slots", "seconds", "bytes_sent"}
 NUMBERS = (
@@ -33,15 +34,17 @@ NUMBERS = (
     "exchange_s",
     "idle_s",
 )
-"""Entries of a summary that are texts, those of every finished run, and those that are numbers."""
+"""Entries of a summary: TEXTS are strings, NUMBERS are numbers, and each finished run has all of
+NEEDED."""
 
 
 @dataclass(frozen=True)
 class Log:
-    """A log in memory.
+    """Content of a log in memory.
 
-    `steps` holds "step" (steps,) and the columns (steps, nodes); `evaluations` holds "step"
-    (evaluations,) and its columns (evaluations,) or (evaluations, nodes).
+    `steps` holds "step", of shape (steps,), and the columns, of shape (steps, nodes). `evaluations`
+    holds "step", of shape (evaluations,), and its columns, of shape (evaluations,) or (evaluations,
+    nodes).
     """
 
     job: str
@@ -54,10 +57,14 @@ class Log:
 
 
 def read(path: Path, columns: Collection[str] | None = None, points: int | None = None) -> Log:
-    """Read a log, also of a run that is going on or was killed.
+    """Read a log, also of a run that is still going on or was killed.
 
-    `columns` are those of the steps to read, all by default. With `points`, blocks of consecutive
-    steps are averaged (what isn't known left out) so that at most that many rows come back.
+    :param path: log.h5 in a run directory. If members have trained there, their logs are read
+        instead and joined, with one column for each member
+    :param columns: columns of the steps to read; None: all
+    :param points: largest number of rows to return. If there are more, blocks of consecutive steps
+        are averaged, without their unknown values. None: all rows
+    :raises StoreError: if there is no log, or it is damaged
     """
     path = Path(path)
     if not path.is_file() and (members := sorted(path.parent.glob("logs/*/log.h5"))):
@@ -65,7 +72,7 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
         return _beside_one_another([read(one, wanted) for one in members])
     if not path.is_file():
         raise StoreError(f"{path} doesn't exist: a log is the file log.h5 in the folder of a run")
-    for _ in range(TRIES):  # a run that writes meanwhile can spoil one reading, seldom two
+    for _ in range(TRIES):  # a run that is writing can disturb one attempt, but rarely two
         before = stamp(path)
         try:
             log = _read(path, columns, points)
@@ -80,9 +87,10 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
 
 
 def _beside_one_another(logs: list[Log]) -> Log:
-    """The logs of members that joined a training at different times: a column each.
+    """Join the logs of members that trained at different times, with one column for each member.
 
-    A row for each number of steps in a model's history, NaN where a member had none of it.
+    Rows are numbered by the steps in the history of a model; they are NaN for members that did not
+    record this number of steps.
     """
     last = max(logs, key=lambda log: (len(log.summary), len(log.steps["step"])))
     at = [log.steps.get("history", log.steps["step"][:, None])[:, 0] for log in logs]
@@ -94,7 +102,7 @@ def _beside_one_another(logs: list[Log]) -> Log:
         for member, log in enumerate(logs):
             if name in log.steps:
                 steps[name][np.searchsorted(step, at[member]), member] = log.steps[name][:, 0]
-    # one model was tested, which all have at the end
+    # The evaluations are of the final model, which is the same for all members.
     single = {"step", "consensus_distance"}
     tested = {
         name: np.full((len(values), len(logs)), np.nan) if values.ndim == 2 else values
@@ -104,7 +112,7 @@ def _beside_one_another(logs: list[Log]) -> Log:
     summary = dict(last.summary)
     if "finished" in summary:
         sent = [float(log.summary["bytes_sent"]) for log in logs if "finished" in log.summary]
-        times = steps.get("time", step)  # by the members' clocks
+        times = steps.get("time", step)  # times on the clocks of the members
         times = times[np.isfinite(times)]
         summary |= {"nodes": len(logs), "bytes_sent": sum(sent) / len(sent)}
         if len(times):
@@ -136,7 +144,7 @@ def _read(path: Path, wanted: Collection[str] | None, points: int | None) -> Log
 
 
 def _typed(found: Any, default: type = object) -> dict[str, Any]:
-    """A table of a log whose known entries are there and of their types, others of `default`."""
+    """Check a summary or environment: known entries need their types, others type `default`."""
     if not isinstance(found, dict) or "finished" in found and not found.keys() >= NEEDED:
         raise ValueError("its summary or environment lacks entries")
     kinds = dict.fromkeys(TEXTS, str) | dict.fromkeys(NUMBERS, int | float)
@@ -148,14 +156,21 @@ def _typed(found: Any, default: type = object) -> dict[str, Any]:
 
 
 def metrics_in(evaluations: Collection[str]) -> list[str]:
-    """The metrics that evaluations hold, by name, accuracy first: what nodes have of their own."""
+    """Return the names of the metrics among the columns of evaluations, with "accuracy" first.
+
+    A metric is a column that also exists as "local_NAME", for the nodes' own models; "accuracy" is
+    always a metric, and "loss" is none.
+    """
     found = {name for name in evaluations if f"local_{name}" in evaluations or name == "accuracy"}
     return sorted(found - {"loss"}, key=lambda name: (name != "accuracy", name))
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Attributes and arrays of a log that is sound, with what a killed writer left pending."""
+    """Open a log, check it, and yield its attributes and its arrays by path.
+
+    Changes that a killed writer left pending are included.
+    """
     with reading(path), consistent(path, tables=True, again="steps") as (file, found):
         if "format" not in file.attrs or guard.attribute(file, "format", long=True) != FORMAT:
             raise ValueError("it isn't a log")
@@ -167,7 +182,7 @@ def opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def columns(found: dict[str, Any], group: str) -> list[tuple[str, h5py.Dataset]]:
-    """The columns of a group by name."""
+    """Return the columns of a group, sorted by name."""
     below = [path for path in found if path.startswith(group + "/")]
     if len(below) > COLUMNS:
         raise ValueError(f"{len(below)} columns are too many: at most {COLUMNS}")
@@ -175,7 +190,7 @@ def columns(found: dict[str, Any], group: str) -> list[tuple[str, h5py.Dataset]]
 
 
 def _check(have: dict[str, h5py.Dataset], group: str, index: str) -> None:
-    """Columns have a row for each ascending step, and a place for each node."""
+    """Raise ValueError unless steps ascend and each column has the shape of its group."""
     for scale in (index, "node"):
         data = have.get(scale)
         if data is None or data.ndim != 1 or data.dtype.kind != "i":
@@ -194,14 +209,14 @@ def _check(have: dict[str, h5py.Dataset], group: str, index: str) -> None:
 
 
 def with_nan(values: np.ndarray) -> np.ndarray:
-    """Values with NaN where integers have −1 for what isn't known."""
+    """Replace −1, which marks unknown entries of integer columns, by NaN."""
     if values.dtype.kind != "i" or not (values < 0).any():
         return values
     return np.where(values < 0, np.nan, values)
 
 
 def _blocks(data: h5py.Dataset, block: int) -> np.ndarray:
-    """The rows of `data`, or means over `block` rows at a time, read piece by piece."""
+    """Return the means of `data` over blocks of `block` rows; read it in pieces to save memory."""
     if block == 1 or len(data) == 0:
         return data[()]
     if data.name.endswith("/step"):
@@ -212,7 +227,7 @@ def _blocks(data: h5py.Dataset, block: int) -> np.ndarray:
         piece = with_nan(data[start : start + stride]).astype(np.float64)
         short = -len(piece) % block
         piece = np.pad(piece, ((0, short), (0, 0)), constant_values=np.nan)
-        with warnings.catch_warnings():  # of blocks without a value
+        with warnings.catch_warnings():  # nanmean warns of blocks without a value
             warnings.simplefilter("ignore", RuntimeWarning)
             pieces.append(np.nanmean(piece.reshape(-1, block, piece.shape[1]), axis=1))
     return np.concatenate(pieces)

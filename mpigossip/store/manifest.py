@@ -1,7 +1,8 @@
-"""Manifest of a checkpoint: `checkpoint.h5`, which names the nodes' files and joins them.
+"""Manifest of a checkpoint: the file `checkpoint.h5`, which lists and joins the files of the nodes.
 
-512 bytes that hold a SHA-256 of the rest, then HDF5: the step, the complete job, facts, a table of
-files with sizes and checksums, and a view of all nodes' parameters for other programs.
+It begins with 512 bytes that contain a SHA-256 of the rest of the file. The rest is HDF5: the step,
+the complete job, further facts, a table of the files with their sizes and checksums, and a virtual
+dataset with the parameters of all nodes, for other programs.
 """
 
 import hashlib
@@ -21,61 +22,70 @@ from mpigossip.store.hdf5 import create, reading, sync, write_text
 
 FORMAT = "mpigossip checkpoint 1"
 MANIFEST = "checkpoint.h5"
-HEADER = 512  # bytes before the HDF5 part of the manifest: its format and its checksum
-LARGEST = 1 << 26  # bytes of a manifest: job and environment, 120 for each node
-MOST = 1 << 53  # counters stay below: all of them are exact as a float64, too
-FACTS = 1 << 10  # facts or counters of a checkpoint
+HEADER = 512
+"""Number of bytes before the HDF5 part of the manifest, with its format and its checksum."""
+LARGEST = 1 << 26
+"""Largest size of a manifest in bytes. It has job, environment and about 120 bytes per node."""
+MOST = 1 << 53
+"""Largest value of a counter, up to which all integers are exact as float64, too."""
+FACTS = 1 << 10
+"""Largest number of facts or counters in a checkpoint."""
 Number = int | float | str
 
 
 class Entry(NamedTuple):
-    """A node's file, or that of one of its slots.
-
-    Name, bytes, checksum (CRC-32 of all bytes), and the length of its parameters: P, or the slot's
-    part of it.
-    """
+    """Entry of the table of files, for the file of a node or of one of its slots."""
 
     node: int
+    """Index of the node."""
     file: str
+    """Name of the file."""
     bytes: int
+    """Size of the file in bytes."""
     checksum: str
+    """CRC-32 of all bytes of the file, as 8 hexadecimal digits."""
     parameters: int
+    """Number of parameters in the file: all P of the node, or those of the slot's shard."""
 
     @property
     def slot(self) -> int | None:
-        """The slot that the file is of; None: a whole node."""
+        """Index of the slot whose file this is; None: the file is of a complete node."""
         found = re.fullmatch(r"node-\d+-(\d+)\.h5", self.file, re.ASCII)
         return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of `checkpoint.h5`: step, nodes, the complete job (TOML), facts, and the files."""
+    """Content of `checkpoint.h5`."""
 
     step: int
+    """Number of steps done."""
     n: int
+    """Number of nodes."""
     job: str
+    """Complete job, as TOML."""
     meta: dict[str, Number]
+    """Further facts."""
     entries: tuple[Entry, ...]
-    """by node, then by slot: one of each node, or one of each of its slots"""
+    """Entry for the file of each node, or of each slot, sorted by node and slot."""
 
     @property
     def each(self) -> int:
-        """Files of a node."""
+        """Number of files per node."""
         return len(self.entries) // self.n if self.n else 0
 
     def of(self, node: int) -> tuple[Entry, ...]:
-        """The files of one."""
+        """Return the entries of a node's files."""
         return self.entries[node * self.each : (node + 1) * self.each]
 
 
 def name(node: int, slot: int | None = None) -> str:
-    """The name of a node's file, or of that of one of its slots."""
+    """Return the name of the file of a node, or of one of its slots."""
     return f"node-{node:04d}.h5" if slot is None else f"node-{node:04d}-{slot:04d}.h5"
 
 
 def check_table(entries: Sequence[Entry], n: int) -> None:
-    """ValueError unless these are the files of n nodes, equally many and as long of each."""
+    """Raise ValueError unless these are the files of n nodes, with equal numbers and lengths."""
     each = len(entries) // n if n else 0
     if not each or len(entries) != n * each:
         raise ValueError(f"n = {n}, but its table names {len(entries)} files")
@@ -88,7 +98,11 @@ def check_table(entries: Sequence[Entry], n: int) -> None:
 
 
 def write(path: Path, manifest: Manifest) -> None:
-    """`checkpoint.h5`: facts, table of files, and /parameters (n, P), a view of all files."""
+    """Write and fsync `checkpoint.h5`.
+
+    It contains the facts, the table of files, and /parameters, a virtual dataset of shape (n, P)
+    over all files.
+    """
     names = max(len(entry.file) for entry in manifest.entries)
     kind = [("node", "<i8"), ("file", f"S{names}"), ("bytes", "<i8")]
     kind += [("checksum", "S8"), ("parameters", "<i8")]
@@ -118,7 +132,7 @@ def write(path: Path, manifest: Manifest) -> None:
 
 
 def _parts(entries: Iterable[Entry]) -> Iterator[tuple[Entry, slice]]:
-    """The files that have parameters, and which of its node's they are."""
+    """Yield the entries of files with parameters, each with its columns among the node's."""
     node = -1
     at = 0
     for entry in entries:
@@ -134,7 +148,11 @@ def _header(content: bytes) -> bytes:
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of a checkpoint directory; StoreError where it is missing or damaged."""
+    """Read the manifest of a checkpoint.
+
+    :param path: folder of the checkpoint
+    :raises StoreError: if the manifest is missing or damaged
+    """
     path = Path(path) / MANIFEST
     try:
         with guard.regular(path, follow=False) as file:
@@ -179,9 +197,9 @@ def _content(file: h5py.File, found: dict[str, Any]) -> Manifest:
 
 
 def only(found: Mapping[str, Any], needed: set[str], further: Collection[str] = ()) -> None:
-    """ValueError where a file lacks one of the names `needed`, or has others than `further`.
+    """Raise ValueError unless a file has all names in `needed` and no others but `further`.
 
-    Paths below a name that is there belong to it.
+    Only the first component of each path in `found` counts.
     """
     top = {path.partition("/")[0] for path in found}
     if not needed <= top or not top <= needed.union(further):
@@ -190,14 +208,14 @@ def only(found: Mapping[str, Any], needed: set[str], further: Collection[str] = 
 
 
 def counter(value: Any, name: str, most: int) -> int:
-    """The value, if it is a whole number from 0 to `most`."""
+    """Return the value; raise ValueError unless it is an integer from 0 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
         raise ValueError(f"{name} = {str(value)[:40]}: must be a whole number from 0 to {most}")
     return value
 
 
 def plain(text: str, name: str) -> dict[str, Number]:
-    """Facts or counters: a JSON object of numbers and texts."""
+    """Parse facts or counters: a JSON object of numbers and strings."""
     found = json.loads(text)
     if not isinstance(found, dict) or len(found) > FACTS:
         raise ValueError(f'"{name}" is no table of at most {FACTS} numbers and texts')
@@ -208,7 +226,10 @@ def plain(text: str, name: str) -> dict[str, Number]:
 
 
 def counted(numbers: dict[str, Number], step: int) -> dict[str, Number]:
-    """The counters of a node, each where a training of so many steps can stand."""
+    """Check that the counters of a node are possible after ``step`` steps, and return them.
+
+    :raises ValueError: if a counter is negative, too large, or belongs to another step
+    """
     for name in {"index", "born", "local_steps", "round", "bytes_sent", "samples"} & numbers.keys():
         counter(numbers[name], name, MOST if name in ("round", "bytes_sent", "samples") else step)
     if numbers.get("index", step) != step:
@@ -224,7 +245,7 @@ def counted(numbers: dict[str, Number], step: int) -> dict[str, Number]:
 
 
 def _check_view(view: Any, n: int, entries: Sequence[Entry]) -> None:
-    """The view for other programs shows the nodes' files, a row a node, and nothing else."""
+    """Raise ValueError unless the virtual dataset shows exactly the files, one row per node."""
     length = sum(entry.parameters for entry in entries if entry.node == 0)
     right = isinstance(view, h5py.Dataset) and view.is_virtual
     if not right or view.shape != (n, length) or view.dtype != "<f4":

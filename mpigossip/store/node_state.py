@@ -1,4 +1,4 @@
-"""State of a node in a checkpoint: its arrays, the table of its parameters, averages in float64."""
+"""State of a node in a checkpoint: arrays, the table of parameters, and averages in float64."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,48 +11,54 @@ import numpy as np
 from mpigossip.store import guard
 from mpigossip.store.manifest import Number
 
-DIMENSIONS = 32  # of a parameter
+DIMENSIONS = 32
+"""Largest number of dimensions of a parameter."""
 FINITE = ("parameters", "arrays/state/", "arrays/torch/", "pieces/state/")
-"""Prefixes of the datasets that have to be finite, beside the statistics of norms: other buffers
-may be masks with −∞, and a user's own state anything."""
+"""Prefixes of the datasets that must be finite, in addition to `NORMS`. Other buffers can be masks
+with −∞, and state of the user can have any value."""
 NORMS = ("running_mean", "running_var")
+"""Suffixes of the statistics of norms, which must be finite, too."""
 LOOSE = ("torch/", "own/", "rng/")
-"""Of a user's own loop: a node's optimizer has no state of parameters that it never used."""
+"""Prefixes of arrays of a user's loop in which nodes may differ: an optimizer has no state for
+parameters that the node never used."""
 
 
 @dataclass(frozen=True)
 class NodeState:
-    """All that a node needs to go on, or one of its slots.
-
-    `parameters` (P,) float32 holds the named arrays of `shapes`, raveled and joined in order.
-    `arrays` are further arrays by a path such as "state/momentum"; `numbers` are plain values.
-
-    Of one `slot` (None: of a whole node): `parameters` are its part, the next after that of the
-    slot before; `pieces` are parts of arrays, likewise; what is in `arrays` is in no other slot's.
-    Names and shapes are those of the node.
-    """
+    """State from which a node, or one of its slots, can resume."""
 
     parameters: np.ndarray
+    """Flat parameters of the node, (P,) float32: the arrays of `shapes`, raveled and joined in
+    order. For a slot: its shard, which follows the shard of the preceding slot."""
     names: tuple[str, ...]
+    """Names of the parameters of the node."""
     shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the parameters of the node."""
     arrays: dict[str, np.ndarray]
+    """Further arrays, by a path such as "state/momentum". Of a node's slots, only one has an array
+    of a given path."""
     numbers: dict[str, Number]
+    """Counters and other scalar values."""
     slot: int | None = None
+    """Index of the slot; None: this is the state of a complete node."""
     pieces: dict[str, np.ndarray] = field(default_factory=dict)
+    """Shards of further arrays, by path; the shards of all slots in order form the array."""
 
     def stored(self) -> dict[str, np.ndarray]:
-        """All arrays by their paths in the node's file."""
+        """Return all arrays by their paths in the node's file."""
         groups = {"arrays": self.arrays, "pieces": self.pieces}
         found = {f"{group}/{name}": a for group, of in groups.items() for name, a in of.items()}
         return {"parameters": self.parameters.astype("<f4", copy=False), **found}
 
     def not_finite(self) -> str:
-        """Return which of the arrays is NaN or infinite, and where; "" for none."""
+        """Describe the first array with NaN or infinite values; return "" if there is none."""
         for name, array in self.stored().items():
             if array.dtype.kind != "f" or not (name.startswith(FINITE) or name.endswith(NORMS)):
                 continue
             with np.errstate(all="ignore"):
-                if math.isfinite(array.sum()):  # one pass; large values may overflow: look at each
+                # Test the sum first, which needs one pass. It may overflow, so look at the
+                # elements only then.
+                if math.isfinite(array.sum()):
                     continue
             if len(wrong := np.flatnonzero(~np.isfinite(array))):
                 first = self._parameter(wrong[0]) if array.shape == self.parameters.shape else ""
@@ -60,15 +66,18 @@ class NodeState:
         return ""
 
     def _parameter(self, at: int) -> str:
-        """Return which parameter has this element of an array shaped like all of them."""
-        if self.slot is not None:  # its first element depends on the slots before
+        """Describe the parameter to which element ``at`` of the flat parameters belongs."""
+        if self.slot is not None:  # its offset depends on the preceding slots
             return f" of slot {self.slot}"
         ends = np.cumsum([math.prod(shape) for shape in self.shapes])
         return f", the first in {self.names[np.searchsorted(ends, at, side='right')]}"
 
 
 def table(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """The table of parameters: name, offset, size, and the first `ndim` numbers of `shape`."""
+    """Return the table of parameters, a structured array with one row for each parameter.
+
+    Its fields are name, offset, size, ndim, and shape, of which the first ndim numbers are used.
+    """
     texts = [name.encode() for name in names]
     sizes = [math.prod(shape) for shape in shapes]
     widest = max(map(len, shapes), default=0) or 1
@@ -82,7 +91,12 @@ def table(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> np.ndarray
 def read_table(
     rows: Iterable[tuple], length: int
 ) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    """Names and shapes of the table; ValueError unless they fill `length` one after the other."""
+    """Return names and shapes from a table of parameters.
+
+    :param rows: rows of the table
+    :param length: number of elements of all parameters
+    :raises ValueError: unless the parameters follow one another and fill ``length`` elements
+    """
     names = []
     shapes = []
     offset = 0
@@ -102,11 +116,14 @@ def read_table(
 def average(
     parts: Iterable[Mapping[str, np.ndarray]], loose: tuple[str, ...] = ()
 ) -> dict[str, np.ndarray]:
-    """Σ_k parts[k] · 1/K of arrays of floats, in float64 and in the order given.
+    """Average arrays in float64: Σ_k parts[k] · 1/K, summed in the given order.
 
-    Other arrays are as in the first part. One part at a time is in memory besides the sum. Raises
-    ValueError where parts differ in names or shapes. Names that begin with one of ``loose`` are
-    left out where a part lacks them, or has them in another shape.
+    Only the sum and one part are in memory at a time.
+
+    :param parts: arrays by name; arrays that are not floating-point are taken from the first part
+    :param loose: prefixes of names that are left out if a part lacks them or has another shape
+    :return: averages by name
+    :raises ValueError: if parts differ in other names or shapes
     """
     rest = iter(parts)
     count = 1
@@ -129,7 +146,10 @@ def average(
 
 
 def over_slots(state: NodeState) -> dict[str, np.ndarray]:
-    """A node's "parameters" and arrays by name; "buffers/NAME" is the average of its slots'."""
+    """Return the arrays of a node by name, with "parameters" and the mean buffers of its slots.
+
+    The path of a buffer is "buffers/SLOT/NAME" in the state, and "buffers/NAME" in the result.
+    """
     found = {"parameters": state.parameters}
     slots: dict[int, dict[str, np.ndarray]] = {}
     for key, array in state.arrays.items():
@@ -143,7 +163,7 @@ def over_slots(state: NodeState) -> dict[str, np.ndarray]:
 
 
 def over_nodes(states: Iterable[NodeState]) -> dict[str, np.ndarray]:
-    """The same of nodes together, their mean "bytes_sent" and "local_steps"."""
+    """Average the arrays of :func:`over_slots`, "bytes_sent" and "local_steps" over nodes."""
 
     def arrays(state: NodeState) -> dict[str, np.ndarray]:
         counted = {"bytes_sent", "local_steps"} & state.numbers.keys()
@@ -153,5 +173,5 @@ def over_nodes(states: Iterable[NodeState]) -> dict[str, np.ndarray]:
 
 
 def is_floating(array: np.ndarray) -> bool:
-    """Return whether an average of such arrays means something."""
+    """Return whether an array is floating-point, so that an average of such arrays makes sense."""
     return bool(np.issubdtype(array.dtype, np.floating))

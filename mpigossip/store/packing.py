@@ -1,4 +1,4 @@
-"""Pack a folder of images or texts into one HDF5 file (layout: store/dataset.py)."""
+"""Packing of a folder of images or texts into one HDF5 file; store/dataset.py has its layout."""
 
 import io
 import os
@@ -20,38 +20,45 @@ from mpigossip.store.hdf5 import fixed, reading, replacing
 
 FORMAT = "mpigossip-dataset"
 VERSION = 3
+"""Version of packs with a tokenizer, whose tokens earlier versions would take for bytes."""
 PLAIN = 2
-"""Of packs with a tokenizer, which earlier programs would take for bytes; of all others."""
+"""Version of all other packs."""
 VOCABULARY = 4096
+"""Default number of entries of a vocabulary."""
 SPLITS = ("train", "test")
 SAMPLE_FOR_MEAN = 10_000
-"""Train images, evenly spread, whose pixels give the mean and standard deviation."""
+"""Smallest number of training images, evenly distributed, whose pixels determine the mean and the
+standard deviation; all images are used if there are fewer."""
 BLOCK = 512
-"""Files that are decoded at once: bounds the memory of packing."""
+"""Number of files that are decoded at a time, which limits the memory of packing."""
 LARGE = 1 << 14
-"""Mean bytes per file above which decoding takes long enough for threads to gain."""
+"""Mean size of files, in bytes, above which decoding takes long enough for threads to pay off."""
 BUFFER = 1 << 24
+"""Size of buffers for reading and writing, in bytes."""
 
 Files = tuple[list[Path], list[int]]
 """Files and their labels."""
 
 
 class _Payload(NamedTuple):
-    """One checked file: what goes into the pack, or what is wrong with it."""
+    """Checked image file: its content for the pack, or its problems."""
 
     data: bytes
-    size: tuple[int, int]  # height, width
+    size: tuple[int, int]
+    """Height and width in pixels."""
     gray: bool
-    moments: np.ndarray | float  # (3, 3): per channel number, sum and sum of squares of pixels
+    moments: np.ndarray | float
+    """Number, sum and sum of squares of the pixels of each channel, (3, 3); 0 if not measured."""
     problems: list[str]
 
 
 @dataclass(frozen=True)
 class _Half:
-    """Samples of a half, encoded, and what is known of each."""
+    """Encoded samples of a split, with their lengths, checksums and sizes."""
 
     spool: IO[bytes]
-    """a nameless file beside the pack: HDF5 must know a contiguous array's size first"""
+    """Nameless file in the folder of the pack, which collects the samples. HDF5 needs to know the
+    size of a contiguous array before it is written."""
     lengths: list[int] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
     sizes: list[tuple[int, int]] = field(default_factory=list)
@@ -84,23 +91,32 @@ def pack(
     tokenizer: str = "byte",
     vocabulary: int = VOCABULARY,
 ) -> Path:
-    """Pack a folder into the data set `out` and return its path.
+    """Pack a folder of images or texts into a data set, and return its path.
 
-    Images: FOLDER/train/CLASS/* and FOLDER/test/CLASS/* (or val/), every file decoded once as a
-    check and stored as it is; with `image_size`, images whose shorter side is longer than that
-    are scaled down to it and stored as JPEG of quality 95. With `decoded` their pixels are stored
-    (kind "arrays"), for small images of one size in many runs: batches have the same bytes, and no
-    run decodes. Mean and standard deviation of the channels, for normalization, come from up to
-    10,000 train images.
+    Images are read from FOLDER/train/CLASS/* and FOLDER/test/CLASS/* (or FOLDER/val/CLASS/*). Each
+    file is decoded once as a check, and stored unchanged. The mean and the standard deviation of
+    the channels, for normalization, are computed from 10,000 to 20,000 evenly distributed training
+    images, or from all if there are fewer.
 
-    Text: the file, or all files under FOLDER, sorted by path, each a document; the first 90 % of
-    each is for training, the rest for testing. A sample's label is the number of its file. Tokens
-    are its bytes, or with `tokenizer = "bpe"` those of a byte-pair encoding with `vocabulary`
-    entries, learned from the training text.
+    Each file of a text is a document. Its first 90 % are for training, and the rest is for testing.
+    The label of a sample is the index of its file.
 
-    While packing, the encoded bytes lie twice on the disk of `out`, which appears under its name
-    only when whole. Raises StoreError naming missing folders and all files that can't be read (the
-    first ten).
+    While packing, the encoded bytes exist twice on the disk of ``out``. The file appears under its
+    name only when it is complete.
+
+    :param folder: folder of images; for text, a file or a folder, of which all files are taken,
+        sorted by path
+    :param out: file to write
+    :param image_size: side in pixels: images whose shorter side is longer are scaled down to it and
+        stored as JPEG of quality 95; None: keep all sizes
+    :param decoded: store pixels (kind "arrays") instead of files. This suits small images of one
+        size that are used in many runs: batches are the same, but no run has to decode
+    :param text: whether the folder contains text
+    :param tokenizer: tokens of a text: "byte", or "bpe" for a byte-pair encoding that is learned
+        from the training text
+    :param vocabulary: number of entries of the byte-pair encoding
+    :raises StoreError: if options contradict each other, folders are missing, files cannot be
+        read (the message names the first ten), or ``out`` cannot be written
     """
     folder = Path(folder)
     out = Path(out)
@@ -120,7 +136,7 @@ def pack(
     if image_size is not None and image_size < 1:
         raise StoreError(f"image size {image_size} is too small: it is pixels, at least 1")
     with replacing(out) as new:
-        new.touch()  # HDF5's own words for a place that can't be written are long
+        new.touch()  # fail here if it cannot be written, as HDF5's message would be long
         with h5py.File(new, "w", libver=("v110", "v110")) as file:
             file.attrs.update(
                 format=fixed(FORMAT), version=PLAIN, source=fixed(str(folder.resolve()))
@@ -189,10 +205,13 @@ def _find(folder: Path) -> tuple[list[str], dict[str, Files]]:
 
 
 def _write_facts(file: h5py.File, kind: str, classes: Sequence[str], moments: np.ndarray) -> None:
-    """Write kind, class names and normalization; moments per channel as in _Payload."""
+    """Write kind, class names and normalization.
+
+    :param moments: number, sum and sum of squares of the pixels of each channel
+    """
     count, total, squares = moments.T
     mean = total / count
-    # A channel that never varies is only centred: dividing by 0 would make it infinite.
+    # A constant channel is only centred, because division by 0 would make it infinite.
     std = np.sqrt(np.maximum(squares / count - mean**2, 0))
     std = np.where(std > 1e-6, std, 1.0)
     names = np.array([fixed(name) for name in classes])
@@ -208,7 +227,7 @@ def _write_facts(file: h5py.File, kind: str, classes: Sequence[str], moments: np
 
 
 def checksum_of(group: Mapping[str, h5py.Dataset]) -> int:
-    """CRC-32 over the small arrays of a split, those that HDF5 doesn't check itself."""
+    """Return the CRC-32 of the small arrays of a split, which HDF5 does not check itself."""
     value = 0
     for name in ("labels", "offsets", "sizes", "checksums"):
         if name in group:
@@ -243,7 +262,7 @@ def _one_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
 def _write_decoded(
     group: h5py.Group, labels: Sequence[int], half: _Half, gray: bool, side: tuple[int, int]
 ) -> None:
-    """Write labels, checksums and, contiguously, the pixels of the samples."""
+    """Write labels, checksums and, as one contiguous array, the pixels of the samples."""
     shape = (len(labels), 1 if gray else 3, *side)
     target = group.create_dataset("images", shape, np.uint8)
     checksums = np.empty(len(labels), np.uint32)
@@ -269,7 +288,7 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _image_files(folder: Path, classes: Sequence[str]) -> Files:
-    """Return files and labels, class after class, files sorted by name."""
+    """Return files and their labels, sorted by class and name."""
     pairs = [
         (path, label)
         for label, name in enumerate(classes)
@@ -281,12 +300,12 @@ def _image_files(folder: Path, classes: Sequence[str]) -> Files:
 
 
 def _checked(files: Sequence[Path], image_size: int | None, every: int) -> Iterator[_Payload]:
-    """Decode all files, in order, and measure one in `every` (0: none)."""
+    """Decode all files in order, and measure the pixels of each `every`-th one (0: none)."""
 
     def check(item: tuple[int, Path]) -> _Payload:
         return _check(item[1], image_size, every > 0 and item[0] % every == 0)
 
-    # Threads that fight for the interpreter's lock made small files four times slower.
+    # With small files, contention for the interpreter lock made threads four times slower.
     if sum(path.stat().st_size for path in files[:BLOCK]) < LARGE * len(files[:BLOCK]):
         yield from map(check, enumerate(files))
         return
@@ -296,12 +315,14 @@ def _checked(files: Sequence[Path], image_size: int | None, every: int) -> Itera
 
 
 def _check(path: Path, image_size: int | None, measured: bool) -> _Payload:
-    """Decode one image file, scale it down where asked, measure it where asked."""
+    """Decode an image file; scale it down if it is larger, and measure its pixels if requested."""
     try:
         data = path.read_bytes()
         with Image.open(io.BytesIO(data)) as image:
             image.load()
-            if image.mode[0] in "IF":  # Pillow would cut, not scale: nearly all becomes white
+            # Pillow would clip pixels of more than 8 bits instead of scaling them, so that almost
+            # the entire image would become white.
+            if image.mode[0] in "IF":
                 raise ValueError(f"mode {image.mode}: more than 8 bits a channel; save it with 8")
             gray = image.mode in ("1", "L")
             if image_size is not None and min(image.size) > image_size:
@@ -321,7 +342,10 @@ def _moments(image: Image.Image) -> np.ndarray:
 
 
 def _smaller(image: Image.Image, shorter: int) -> tuple[Image.Image, bytes]:
-    """Scale an image down so that its shorter side is `shorter` pixels; also as JPEG bytes."""
+    """Scale an image down so that its shorter side has `shorter` pixels.
+
+    :return: the image, and the image as JPEG bytes
+    """
     ratio = shorter / min(image.size)
     size = (max(shorter, round(image.width * ratio)), max(shorter, round(image.height * ratio)))
     small = image.convert("L" if image.mode in ("1", "L") else "RGB")
@@ -332,7 +356,7 @@ def _smaller(image: Image.Image, shorter: int) -> tuple[Image.Image, bytes]:
 
 
 def _pack_text(where: Path, file: h5py.File, coder: texts.Coder, out: Path) -> None:
-    """Write all files of a text: the first 90 % of each to train, the rest to test."""
+    """Write all files of a text: the first 90 % of each to train, and the rest to test."""
     files, names = texts.files_of(where, out)
     with _halves(file) as halves:
         for path in files:

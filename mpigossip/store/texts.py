@@ -1,8 +1,9 @@
-"""Texts for packing: files, training and test halves, tokens.
+"""Texts for packing: their files, training and test splits, and tokens.
 
-A token is a byte, or (byte-pair encoding) two bytes, little-endian, that number an entry of a
-vocabulary learned from the training halves. Each entry is a fixed sequence of bytes, so that losses
-per byte compare between tokenizers. Learning takes the `tokenizers` library; reading doesn't.
+A token is a byte or, with byte-pair encoding, an index of two bytes, little-endian, into a
+vocabulary that is learned from the training splits. Each entry of the vocabulary stands for a fixed
+sequence of bytes, so that losses per byte are comparable between tokenizers. Learning requires the
+`tokenizers` library; reading does not.
 """
 
 import os
@@ -18,28 +19,29 @@ from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import reading
 
 MOST = 1 << 16
-"""Entries of a vocabulary: a token is two bytes."""
+"""Largest number of entries of a vocabulary, since a token has two bytes."""
 LEAST = 256
+"""Number of entries before learning: one for each byte."""
 KINDS = ("byte", "bpe")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Tokens of a packed text: their lengths, and the vocabulary."""
+    """Tokenizer of a packed text."""
 
     lengths: np.ndarray
-    """(V,) int64: the bytes of text that each token stands for."""
+    """Number of bytes of text that each token stands for, (V,) int64."""
     text: bytes = b""
-    """of `tokenizers`, as `Tokenizer.from_str` takes it; empty for bytes"""
+    """Serialized tokenizer, which `tokenizers.Tokenizer.from_str` reads; empty for bytes."""
 
     @property
     def name(self) -> str:
-        """Kind, entries and a checksum: "byte", or "bpe-8192-1c291ca3"."""
+        """Name of kind, number of entries and checksum: "byte", or "bpe-8192-1c291ca3"."""
         return f"bpe-{len(self.lengths)}-{zlib.crc32(self.text):08x}" if self.text else "byte"
 
     @property
     def width(self) -> int:
-        """Bytes of a stored token."""
+        """Number of bytes of a stored token."""
         return 2 if self.text else 1
 
 
@@ -47,9 +49,14 @@ BYTES = Tokenizer(np.ones(256, np.int64))
 
 
 def files_of(where: Path, apart: Path | None = None) -> tuple[list[Path], list[str]]:
-    """The file, or all files with text below a folder but for ``apart``, sorted, and their names.
+    """Return the files of a text, sorted by path, and their names.
 
-    StoreError.
+    Empty files and hidden files and folders are left out.
+
+    :param where: a file, or a folder of which all files are taken, including subfolders
+    :param apart: file to leave out, such as the pack itself; None: leave out none
+    :return: paths, and names relative to the folder
+    :raises StoreError: if there is no file with text, or a folder cannot be read
     """
 
     def refused(error: OSError) -> None:
@@ -75,9 +82,11 @@ def files_of(where: Path, apart: Path | None = None) -> tuple[list[Path], list[s
 
 
 def halves(path: Path, whole_letters: bool = False) -> tuple[bytes, bytes]:
-    """The first 90 % of a file's bytes, and the rest.
+    """Return the first 90 % of a file's bytes, for training, and the rest, for testing.
 
-    ``whole_letters``: the cut is moved back to the begin of a letter of UTF-8.
+    :param path: file to read
+    :param whole_letters: move the boundary back to the first byte of a UTF-8 character
+    :raises StoreError: if the file cannot be read
     """
     with reading(path):
         data = path.read_bytes()
@@ -88,7 +97,13 @@ def halves(path: Path, whole_letters: bool = False) -> tuple[bytes, bytes]:
 
 
 def letters(path: Path, data: bytes, begin: int = 0) -> str:
-    """The text of bytes that lie at ``begin`` of a file. StoreError where they aren't UTF-8."""
+    """Decode bytes as UTF-8.
+
+    :param path: file of the bytes, for the error message
+    :param data: bytes to decode
+    :param begin: offset of the bytes in the file
+    :raises StoreError: if they are not UTF-8; the message names the offset in the file
+    """
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -99,10 +114,16 @@ def letters(path: Path, data: bytes, begin: int = 0) -> str:
 
 
 class Coder:
-    """Makes a pack's tokens of the bytes of files."""
+    """Encoder that converts the bytes of files to the tokens of a pack."""
 
     def __init__(self, kind: str, files: Sequence[Path], vocabulary: int):
-        """``kind``: one of KINDS; "bpe" learns ``vocabulary`` entries of ``files``. StoreError."""
+        """Prepare the tokenizer; "bpe" learns it from the files.
+
+        :param kind: "byte" or "bpe"
+        :param files: files of the text
+        :param vocabulary: number of entries for "bpe"
+        :raises StoreError: if the kind is unknown, or the tokenizer cannot be learned
+        """
         if kind not in KINDS:
             raise StoreError(f"tokenizer {kind!r} is unknown; choose one of {', '.join(KINDS)}")
         self.tokenizer = BYTES
@@ -110,12 +131,12 @@ class Coder:
         if kind == "bpe":
             self._library = learned(files, vocabulary)
             entries = sorted(self._library.get_vocab().items(), key=lambda pair: pair[1])
-            # of the byte-level alphabet, in which each letter is a byte
+            # Entries are strings over the byte-level alphabet, in which each character is a byte.
             lengths = np.array([len(entry) for entry, _ in entries], np.int64)
             self.tokenizer = Tokenizer(lengths, self._library.to_str().encode())
 
     def halves(self, path: Path) -> Iterator[bytes]:
-        """The tokens of a file's two halves, as they are stored."""
+        """Yield the tokens of the training and the test part of a file, as they are stored."""
         begin = 0
         for half in halves(path, self._library is not None):
             if self._library is None:
@@ -127,7 +148,14 @@ class Coder:
 
 
 def learned(files: Sequence[Path], vocabulary: int) -> Any:
-    """Byte-pair encoding of the training halves, by the `tokenizers` library. StoreError."""
+    """Learn a byte-pair encoding from the training parts of files.
+
+    :param files: files of the text, in UTF-8
+    :param vocabulary: number of entries, more than 256 and at most 65,536
+    :return: tokenizer of the `tokenizers` library
+    :raises StoreError: if the vocabulary is out of range, the library is not installed, or a file
+        cannot be read or is not UTF-8
+    """
     if not LEAST < vocabulary <= MOST:
         raise StoreError(
             f"vocabulary {vocabulary} is out of reach: byte-pair encoding begins with {LEAST} "
