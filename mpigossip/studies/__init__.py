@@ -1,4 +1,4 @@
-"""Studies: simulate grids of settings, nodes and seeds; tables and plots of the results."""
+"""Studies: simulations of grids of settings, nodes and seeds, with tables and plots of results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Study(Results):
-    """The results of a grid, tables and curves; made by :func:`study`."""
+    """Results of a study as tables and plots, as returned by :func:`study`."""
 
     def plot(
         self,
@@ -29,17 +29,21 @@ class Study(Results):
         out: str | Path | None = None,
         theory: bool = False,
     ) -> Figure:
-        """Draw a metric at each evaluation: mean over seeds, and 95 % interval as a band.
+        """Plot a metric at each evaluation as the mean over seeds, with a band for its interval.
 
-        A band that would include 0 of what is above 0 reaches as far below the mean, in ratio, as
-        above.
+        The band is the 95 % confidence interval of the mean. If the mean of a metric is positive
+        but its band would reach 0, the lower end has the same ratio to the mean as the mean has to
+        the upper end.
 
-        :param y: a metric, "loss" or "consensus_distance"; None: ``judge`` of the study
-        :param x: steps, epochs, bytes sent by a node, or "time": virtual seconds, of jobs with a
-            `[clock]`
-        :param out: file to write; the suffix chooses PNG, PDF, SVG or PGF
-        :param theory: also draw D-PSGD's rate on each graph (dots) and the lower bounds (grey), of
-            "gradient_square" against steps, for the problems of theory
+        :param y: name of a metric, "loss" or "consensus_distance"; None: ``judge`` of the study
+        :param x: horizontal axis: "step", "epoch", "bytes" (MB sent by a node) or "time" (virtual
+            seconds, for jobs with a section `[clock]`)
+        :param out: file to write, as PNG, PDF, SVG or PGF, depending on its suffix; None: write
+            none
+        :param theory: for the problems of theory, with "gradient_square" plotted over steps: draw
+            the rate of D-PSGD on each graph, dotted, and the lower bounds, in grey, too
+        :return: figure, which a notebook displays
+        :raises JobError: if the logs do not have such a metric, or ``theory`` does not apply
         """
         from mpigossip.store.hdf5 import replacing
         from mpigossip.studies.drawing import curves
@@ -55,13 +59,20 @@ class Study(Results):
     def transient(
         self, against: str = "parallel", y: str = "loss", within: float = 2.0
     ) -> list[dict[str, Any]]:
-        """Return for each point the step from which its curve stays near a reference's; inf: never.
+        """Return the step of each point from which its curve stays near a reference.
 
-        A row also has n³/(1−ρ)² and n³/(1−ρ)⁴ of its graph, as "iid" and "non_iid".
+        Both curves are means over seeds. Each row has this step as "transient", which is inf if
+        the curve never stays near the reference, and the estimates n³/(1−ρ)² and n³/(1−ρ)⁴ for its
+        graph, as "iid" and "non_iid".
 
-        :param against: label of the reference, of equal nodes and as many equal labels as there are
-        :param y: a metric of which less is better; of each node's own model "local_loss", …
-        :param within: near is at most so many times the reference's mean over seeds, to the end
+        :param against: label of the reference. Of several references with the same number of nodes
+            as the point, the one that shares most labels with it is used
+        :param y: metric for which smaller values are better; "local_loss" and others of this form
+            are metrics of the nodes' own models
+        :param within: largest ratio of the curve to the reference, from the step to the end
+        :return: a row for each point that is not a reference
+        :raises JobError: if there is no reference for some number of nodes, or it was evaluated at
+            other steps
         """
         from mpigossip.studies.theory import transients
 
@@ -82,32 +93,36 @@ def study(
     processes: int | None = None,
     skip: bool = False,
 ) -> Study:
-    """Simulate every point of a grid with every seed, but for what is there already.
+    """Simulate every point of a grid with every seed, unless the run exists already.
 
-    A study that was killed, or is asked again with more points or seeds, does only what is missing,
-    to the same bits. A loss that isn't a number is a result, "diverged".
+    If a study was killed, or is repeated with more points or seeds, only the missing runs are
+    simulated; the results are bitwise identical to those of an uninterrupted study. A run whose
+    loss becomes NaN or infinite is a result, too: it counts as "diverged".
 
-    :param job: a job file, or the name of an example, such as "digits"
-    :param grid: an axis for each name: values of a setting
-        (``{"graph.name": ["ring", "base-2"]}``); or under a name of your own the settings that each
-        label stands for (``{"method": {"QG": "algorithm.name=qg-dmsgd algorithm.beta=0.9"}}``)
-    :param nodes: one number of nodes or several, which are one more axis
-    :param seeds: how many, from 0 on, or which; `run.seed` draws who has which samples (but for
-        `data.partition = "sorted"`), initial parameters, order of samples and random graphs
-    :param rates: None: `schedule.lr` of the job. Several: each point takes the best by ``judge``
-        with one further seed, which is not reported; rates that diverged only where all did.
-        "search": the best of ¼, ½, 1, 2, 4 times the job's, going on by twos at most 3 times
-        where the best is at an end; "fine": then also the geometric means beside the best
-    :param settings: of all runs: ``["run.epochs=5"]``
-    :param judge: a metric of the task or "loss", at the end, of the averaged model; or
-        "train_loss", of the nodes' batches in the last twentieth of the steps; None: the task's
-        first metric, "loss" of a task of one's own
-    :param larger: whether larger values of ``judge`` are better; None: of accuracies
+    :param job: path of a job file, or name of an example, such as "digits"
+    :param grid: axes of the grid, by name. Either the name is a setting, with a list of its values
+        (``{"graph.name": ["ring", "base-2"]}``), or the name is arbitrary, with the settings that
+        each label stands for
+        (``{"method": {"QG": "algorithm.name=qg-dmsgd algorithm.beta=0.9"}}``). None: no axes
+    :param nodes: number of nodes, or several numbers, which form another axis
+    :param seeds: number of seeds, counted from 0, or a list of seeds. `run.seed` determines the
+        partition of the samples (unless `data.partition = "sorted"`), the initial parameters, the
+        order of the samples and random graphs
+    :param rates: None: use `schedule.lr` of the job. A list: each point uses the rate that is best
+        by ``judge`` in a run with another seed, which is not reported; rates that diverged are used
+        only if all did. "search": use the best of ¼, ½, 1, 2 and 4 times the job's rate, and
+        while the best is the smallest or largest one, try half or twice of it, at most 3 times.
+        "fine": then also try the geometric means of the best rate and its neighbours
+    :param settings: settings of all runs: ``["run.epochs=5"]``
+    :param judge: metric by which points are compared: a metric of the task or "loss", which are
+        those of the averaged model at the end, or "train_loss", the training loss in the last
+        twentieth of the steps. None: the first metric of the task, or "loss" for a custom task
+    :param larger: whether larger values of ``judge`` are better; None: only for accuracies
     :param output: folder of all logs; None: runs/study-JOB
-    :param processes: runs side by side; None: one for each core; 0: run nothing
-    :param skip: leave out points whose parts don't go together, which else are an error
-    :raises JobError: for a grid that can't be
-    :raises Failure: where a run ends with an error; with ``processes=0``, where one is missing
+    :param processes: number of simultaneous runs; None: one for each core; 0: run nothing
+    :param skip: leave out points whose settings cannot be combined; if false, they are errors
+    :raises JobError: if the grid is not valid
+    :raises Failure: if a run ends with an error, or with ``processes=0`` if a run is missing
     """
     path = Path(job)
     cells, left_out = cells_of(path, grid or {}, _listed("nodes", nodes), settings, skip)

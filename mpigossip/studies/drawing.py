@@ -1,4 +1,4 @@
-"""Plot the curves of a study: one line with its interval for each point of the grid."""
+"""Plots of a study: a curve with its confidence interval for each point of the grid."""
 
 import io
 import re
@@ -19,13 +19,13 @@ from mpigossip.studies.seeds import LEVEL, interval
 from mpigossip.studies.tables import lost
 from mpigossip.studies.theory import draw_rates
 
-# Okabe and Ito's colours, which colour-blind people can tell apart, each with a line of its own for
-# grey print.
+# The colours are those of Okabe and Ito, which colour-blind people can distinguish. Lines and
+# markers differ as well, for printing in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
 MARKERS = "os^DvPX"
 MOST = 10
-"""Curves in a panel."""
+"""Largest number of curves in a panel."""
 AXES = {"step": "step", "epoch": "epoch", "bytes": "MB sent by a node", "time": "virtual seconds"}
 LABELS = {
     "loss": "test loss",
@@ -35,25 +35,26 @@ LABELS = {
     "dmsgd-vanilla": "vanilla DmSGD", "decentlam": "DecentLaM", "d2": "D²", "dsgt": "DSGT",
     "detag": "DeTAG", "defacto": "DeFacto", "sgp": "SGP", "choco": "CHOCO-SGD", "slowmo": "SlowMo",
 }  # fmt: skip
-"""Figures as axes call them, methods as their papers do."""
+"""Labels of metrics on axes, and names of algorithms as in their papers."""
 FILLS = ("full", "none", "left", "bottom", "right")
-"""Of markers, one for each line, and markers one for each colour: for grey print."""
+"""Fill styles of markers: one for each line style, for printing in grey."""
 SPAN = 3.0
-"""Largest over smallest value from which on an axis is logarithmic."""
+"""Ratio of the largest to the smallest value above which an axis is logarithmic."""
 WIDE = 5.4
+"""Width of a panel in inches."""
 HIGH = 4.2
-"""Inches of a panel."""
+"""Height of a panel in inches."""
 INK = 0.6
-"""Opacity of all bands of a panel together; of one at most a quarter of it."""
+"""Sum of the opacities of the bands in a panel; a single band has at most a quarter of it."""
 
 
 def style(k: int) -> dict[str, Any]:
-    """Colour, line and marker of the k-th run of a picture."""
+    """Return colour, line style and marker of the k-th run in a plot."""
     return {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
 
 
 class Picture(Figure):
-    """A figure that a notebook shows by itself."""
+    """Figure that a notebook displays."""
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
@@ -62,7 +63,7 @@ class Picture(Figure):
 
 
 def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
-    """A figure of the averaged model against steps, epochs or bytes."""
+    """Plot a metric of the averaged model over steps, epochs, bytes or time; see `Study.plot`."""
     if x not in AXES:
         raise JobError(f'x = "{x}": choose one of {", ".join(AXES)}')
     if theory and (y, x) != ("gradient_square", "step"):
@@ -74,7 +75,7 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
     panels: dict[str, list[Cell]] = {}
     for cell in study.cells:
         panels.setdefault(cell.label(apart) if apart else "", []).append(cell)
-    columns = min(len(panels), 2)  # more are too small on a page
+    columns = min(len(panels), 2)  # with more columns, panels would be too small on a page
     lines = -(-len(panels) // columns)
     made = Picture(figsize=(WIDE * columns, HIGH * lines), layout="constrained")
     grid = made.subplots(lines, columns, squeeze=False, sharey=True)
@@ -95,7 +96,7 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
             axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
         axes.grid(alpha=0.25)
         if named or theory:
-            axes.legend(framealpha=0.8, fontsize=9)  # where it covers a curve, that is seen
+            axes.legend(framealpha=0.8, fontsize=9)  # a curve behind the legend stays visible
         _scale(axes, y)
     for row in grid:
         row[0].set_ylabel(LABELS.get(y, y.replace("_", " ")))
@@ -104,7 +105,7 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
 
 
 def _of_all(study: Results) -> str:
-    """Title: what all curves have in common, and what their bands are."""
+    """Return the title of a figure: what is common to all curves, and the meaning of the bands."""
     said = [] if "nodes" in study.axes else [f"n = {study.cells[0].nodes}"]
     seeds = len(study.seeds)
     if seeds > 1:
@@ -113,7 +114,7 @@ def _of_all(study: Results) -> str:
 
 
 def _scale(axes, y: str) -> None:
-    """Orders of magnitude where curves span some; accuracies within what they can be."""
+    """Make the vertical axis logarithmic if curves span a wide range; limit that of accuracies."""
     if "accuracy" in y:
         axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(axes.get_ylim()[1], 1.02))
         return
@@ -124,7 +125,7 @@ def _scale(axes, y: str) -> None:
 
 
 def _panel_axis(study: Results) -> str | None:
-    """The axis whose labels get a panel each, where one panel would be crowded."""
+    """Return the axis of the grid to divide into panels, or None if one panel has enough room."""
     if len(study.cells) <= MOST:
         return None
     sizes = {axis: len({cell.label(axis) for cell in study.cells}) for axis in study.axes}
@@ -137,7 +138,7 @@ def _name(cell: Cell, axes: list[str]) -> str:
 
 
 def _said(axis: str, label: str) -> str:
-    """A label where its axis isn't named: of numbers and truths what they are of."""
+    """Return the text for a label; a number or truth value gets the name of its axis in front."""
     if axis == "nodes":
         return f"n = {label}"
     if axis in ("algorithm.name", "graph.name"):
@@ -147,10 +148,12 @@ def _said(axis: str, label: str) -> str:
 
 
 def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
-    """A colour and a line for each name, the same in all panels.
+    """Return the style of each name, which is the same in all panels.
 
-    The first axis of several labels chooses the colour, the others the line. Where there are too
-    few lines for those but enough colours it is the other way round; else both go on in turn.
+    The first axis with several labels determines the colour, and the other axes determine the line
+    style. If there are too few line styles for that but enough colours, the two are exchanged. If
+    that does not fit either, or there is only one axis, each name has the next colour and the next
+    line style.
     """
     several = [axis for axis in axes if len({cell.label(axis) for cell in cells}) > 1]
     parts = {
@@ -174,7 +177,7 @@ def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
 
 
 def _places(run: RunResult, x: str) -> np.ndarray:
-    """Positions of a run's evaluations on an axis."""
+    """Return the horizontal positions of a run's evaluations."""
     if x == "bytes":
         return run.so_far("bytes_sent") / 1e6
     if x != "time":
@@ -197,13 +200,13 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
     at = np.mean([_places(run, x) for run in runs], axis=0)
     low = mean - half
     high = mean + half
-    if "accuracy" in y:  # Student's t knows no ends
+    if "accuracy" in y:  # intervals by Student's t are not bounded
         low = np.clip(low, 0, 1)
         high = np.clip(high, 0, 1)
-    elif (mean > 0).all() and (low <= 0).any():  # in ratio as far below as above
+    elif (mean > 0).all() and (low <= 0).any():  # make the interval symmetric in ratio
         low = mean**2 / high
     banded = bool(np.isfinite(half).any())
-    if len(at) == 1:  # no line: of a single evaluation
+    if len(at) == 1:  # a single evaluation is not visible as a line
         bar = [mean - low, high - mean] if banded else None
         axes.errorbar(at, mean, bar, label=label, capsize=4, **style | {"linestyle": ""})
         return

@@ -1,4 +1,4 @@
-"""Read a study's file and make the points of its grid: labels, settings, compatibility."""
+"""Points of a study's grid, with labels and settings, and the reader of study files."""
 
 import inspect
 import itertools
@@ -16,7 +16,8 @@ from mpigossip.config.toml import near, show
 from mpigossip.training import assemble
 
 Axis = Sequence[Any] | Mapping[str, str]
-"""Values of a setting, or what each label stands for: settings with spaces between."""
+"""Axis of a grid: values of a setting, or by label, the settings that it stands for, separated by
+spaces."""
 
 
 RESERVED = {"nodes", "lr", "seeds", "diverged", "late", "loss", "accuracy", "MB", "train_loss"}
@@ -24,20 +25,23 @@ RESERVED = {"nodes", "lr", "seeds", "diverged", "late", "loss", "accuracy", "MB"
 
 @dataclass(frozen=True)
 class Cell:
-    """One point: its label on each axis, the settings that it means, and the number of nodes."""
+    """Point of a grid."""
 
     labels: tuple[tuple[str, str], ...]
+    """Name of each axis, and label of the point on it."""
     settings: tuple[str, ...]
+    """Settings of the point, as overrides of the job."""
     nodes: int
+    """Number of nodes."""
 
     @property
     def name(self) -> str:
-        """Its labels and nodes, as a folder can be called."""
+        """Labels and number of nodes, as a valid name of a folder."""
         words = [label for _, label in self.labels] + [f"n{self.nodes}"]
         return "_".join(re.sub(r"[^\w.+-]+", "-", word) for word in words)
 
     def label(self, axis: str) -> str:
-        """Label on an axis, "nodes" among them."""
+        """Return the label of the point on an axis, which may be "nodes"."""
         return str(self.nodes) if axis == "nodes" else dict(self.labels)[axis]
 
 
@@ -48,7 +52,17 @@ def cells_of(
     common: Sequence[str],
     skip: bool,
 ) -> tuple[list[Cell], dict[str, str]]:
-    """All points, and those left out with the reason; JobError with every mistake at once."""
+    """Return the points of a grid, and those that are left out.
+
+    :param job: path of a job file, or name of an example
+    :param grid: axes by name
+    :param nodes: numbers of nodes
+    :param common: settings of all points
+    :param skip: leave out points whose settings cannot be combined, unless these are all points
+    :return: points, and the reasons for leaving out the others, by their names
+    :raises JobError: if the grid is not valid; without ``skip``, the message lists all points whose
+        settings cannot be combined
+    """
     if not nodes or min(nodes) < 1:
         raise JobError(f"nodes = {list(nodes)}: a study needs whole numbers of at least 1")
     axes = [_points(axis, values) for axis, values in grid.items()]
@@ -58,7 +72,8 @@ def cells_of(
         labels = tuple(label for label, _ in point)
         own = [setting for _, settings in point for setting in settings]
         cell = Cell(labels, (*common, *own), n)
-        made = assemble.load(job, cell.settings)  # what is wrong by itself is wrong everywhere
+        # An error of a single setting is raised at once, because all points would have it.
+        made = assemble.load(job, cell.settings)
         if found := assemble.mistakes(made, n):
             unfit[cell.name] = "; ".join(found)
         else:
@@ -71,7 +86,7 @@ def cells_of(
 
 
 def _points(axis: str, values: Axis) -> list[tuple[tuple[str, str], list[str]]]:
-    """Label and settings of each value."""
+    """Return the axis, label and settings of each value of an axis."""
     if axis in RESERVED:
         raise JobError(f'grid: "{axis}" is a column of the table; call the axis something else')
     if isinstance(values, str) or not hasattr(values, "__len__") or not len(values):
@@ -94,9 +109,13 @@ def _plain(value: Any) -> str:
 
 
 def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str, Any]:
-    """The arguments of :func:`mpigossip.study`, from a file; a job may lie beside the file, too.
+    """Read a study file.
 
-    ``more``: keys that somebody else reads. JobError with every mistake.
+    :param path: TOML file, or name of an example; its `job` may be relative to its folder
+    :param study: function whose parameters are the valid keys
+    :param more: further valid keys
+    :return: arguments for ``study``, and the further keys
+    :raises JobError: if the file cannot be read or has invalid keys; the message lists all of them
     """
     try:
         path = packaged.given(path)
@@ -125,7 +144,7 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
 
 
 def _axes(grid: Mapping[str, Any]) -> dict[str, Any]:
-    """`algorithm.name = […]`, to TOML a table in a table, as the axis that it means."""
+    """Flatten nested tables to axes: TOML reads `algorithm.name = […]` as a table in a table."""
     found: dict[str, Any] = {}
     for axis, values in grid.items():
         if isinstance(values, dict) and not all(isinstance(v, str) for v in values.values()):

@@ -1,4 +1,4 @@
-"""Results of a study: table with intervals, best point, and points that are no worse."""
+"""Results of a study: tables with intervals, the best point, and points that equal it."""
 
 import csv
 import html
@@ -21,14 +21,19 @@ from mpigossip.studies.seeds import LEVEL, interval, many_to_one, settings
 
 
 class Results:
-    """The tables of a grid's results.
+    """Results of a study as tables.
 
-    `rows`: a dict for each point with its labels, "nodes", "lr" where rates were chosen, "seeds",
-    "diverged" (how many of them), "late" (how many ended, but lost again most of what they had
-    learnt), and of each metric NAME (mean over the seeds that ended), NAME_std (ddof 1), NAME_low
-    and NAME_high (95 % interval of the mean, Student's t); metrics are the task's, "loss", and
-    "MB", sent by a node. `tried`: what a search of rates tried; `left_out`: points whose parts
-    don't go together, with the reason; `folder`: of the logs.
+    The attribute `rows` has a dict for each point, with its labels and these entries:
+
+    * "nodes", "seeds" (their number) and, if learning rates were chosen, "lr";
+    * "diverged", the number of runs that diverged, and "late", the number of runs that ended but
+      lost over half of what they had learnt;
+    * for each metric, NAME (the mean over the runs that ended), NAME_std (with ddof 1), NAME_low
+      and NAME_high (95 % interval of the mean, by Student's t). Metrics are those of the task,
+      "loss", and "MB", the megabytes sent by a node.
+
+    `tried` has the learning rates that a search tried, `left_out` the reasons for leaving out
+    points, by their names, and `folder` is the folder of the logs.
     """
 
     def __init__(
@@ -43,7 +48,18 @@ class Results:
         folder: Path,
         larger: bool | None = None,
     ):
-        """``cells``: the points; ``rates``: which each took; ``found``: their runs."""
+        """Compute the rows.
+
+        :param cells: points of the grid
+        :param rates: chosen learning rate of each point; None: the rate of the job
+        :param seeds: seeds of the runs
+        :param found: results of the runs
+        :param judge: metric by which points are compared; None: the first metric of the task
+        :param tried: learning rates that a search tried
+        :param left_out: reasons for leaving out points, by their names
+        :param folder: folder of the logs
+        :param larger: whether larger values of ``judge`` are better; None: only for accuracies
+        """
         self.cells = list(cells)
         self.rates = dict(rates)
         self.seeds = list(seeds)
@@ -59,23 +75,23 @@ class Results:
         self.rows = [self._row(cell) for cell in self.cells]
 
     def runs(self, cell: Cell) -> list[RunResult]:
-        """A point's runs in the order of the seeds."""
+        """Return the runs of a point in the order of the seeds."""
         return [self._found[cell, self.rates[cell], seed] for seed in self.seeds]
 
     def ended(self, cell: Cell) -> list[RunResult]:
-        """Those of them that didn't diverge."""
+        """Return the runs of a point that did not diverge."""
         return [run for run in self.runs(cell) if not run.diverged]
 
     @property
     def figures(self) -> list[str]:
-        """Names of the figures of the table; the one that is judged first."""
+        """Names of the metrics in the table, with ``judge`` first."""
         logs = [run.log for run in self._found.values() if run.log is not None]
         names = metrics_of(logs[0].summary) if logs else []
         return list(dict.fromkeys([self.judge, *names, "loss"]))
 
     @property
     def curves(self) -> list[str]:
-        """Names of those figures that the logs have at each evaluation."""
+        """Names of the metrics that all logs have at each evaluation."""
         logs = [run.log for run in self._found.values() if run.log is not None]
         known = [{"train_loss", *log.evaluations} for log in logs]
         return [name for name in self.figures if all(name in names for names in known)]
@@ -94,7 +110,7 @@ class Results:
     # -- what is best ----------------------------------------------------------------------------
 
     def best(self) -> dict[str, Any]:
-        """Return the row of the best mean of ``judge``; those with runs that diverged come last."""
+        """Return the row with the best mean of ``judge`` among those with fewest diverged runs."""
         return self.rows[self._order()[0]]
 
     def _order(self) -> list[int]:
@@ -107,9 +123,11 @@ class Results:
         return sorted(range(len(self.rows)), key=place)
 
     def ties(self) -> list[dict[str, Any]]:
-        """Return the rows that can't be told from the best, with no more runs that diverged.
+        """Return the rows that do not differ significantly from the best.
 
-        Dunnett's test of all of them against the best, 5 %; of seeds with which none diverged.
+        These are rows with as many diverged runs as the best, for which Dunnett's test of all of
+        them against the best does not reach a level of 5 %. Only seeds for which no run diverged
+        are compared.
         """
         best, *others = self._order()
         near = [k for k in sorted(others) if _lost(self.rows[k]) == _lost(self.rows[best])]
@@ -121,11 +139,16 @@ class Results:
     def paired_difference(
         self, first: Cell, second: Cell, name: str, share: float = 1.0
     ) -> list[float]:
-        """By how much one point is ahead of ``share`` times another: a difference a seed.
+        """Return the difference between two points for each seed, positive if the first is better.
 
-        Above 0 where the first is better: an accuracy larger, any other figure smaller. Paired by
-        seed, as seeds share initial parameters and the order of samples; of seeds with which
-        neither diverged.
+        Runs are paired by seed, because they share the initial parameters and the order of the
+        samples. Seeds for which one of the runs diverged are left out.
+
+        :param first: first point
+        :param second: second point, whose values are multiplied by ``share``
+        :param name: metric to compare; larger values are better for accuracies, and smaller ones
+            for other metrics, unless the study says otherwise about ``judge``
+        :param share: factor of the second point
         """
         said = self.larger if name == self.judge else None
         sign = 1 if larger_is_better(name, said) else -1
@@ -138,9 +161,11 @@ class Results:
     # -- tables ----------------------------------------------------------------------------------
 
     def table(self, form: Literal["text", "csv", "latex"] = "text") -> str:
-        """Return a table with a row for each point; in LaTeX the best and its ties are bold.
+        """Return a table with a row for each point.
 
-        :param form: "text", "csv", or "latex", which needs booktabs
+        :param form: "text", "csv" or "latex". The LaTeX table requires the package booktabs; the
+            best point and its :meth:`ties` are bold, unless these are all points
+        :raises JobError: if there is no such form
         """
         if form == "csv":
             out = io.StringIO()
@@ -170,14 +195,17 @@ class Results:
         return tables.latex(heads, rows, left, [*self._comments(), bold])
 
     def note(self, cell: Cell) -> str:
-        """Note on a point's figures: runs that diverged, or that no tried rate converged."""
+        """Return a note about runs of a point that diverged, or ""."""
         said = tables.lost(self.rows[self.cells.index(cell)])
         tried = [one for one in self.tried if one.cell == cell]
         none = ["no tried rate converged"] * bool(tried and all(one.lost for one in tried))
         return "; ".join([*said, *none])
 
     def _per(self) -> str:
-        """Samples that a rate is for, " per 256 samples", where jobs scale it."""
+        """Return the unit of learning rates, such as " per 256 samples", or "" if it is not equal.
+
+        The unit is the reference batch, if all jobs scale the learning rate by it.
+        """
         told = [settings(run.log.job) for run in self._found.values() if run.log is not None]
         found = {
             f" per {job['schedule.reference_batch']} samples"
@@ -188,7 +216,7 @@ class Results:
         return found.pop() if len(found) == 1 else ""
 
     def _comments(self) -> list[str]:
-        """Lines below the text table, comments of LaTeX's: the meaning of the figures."""
+        """Return lines that explain the table; they are comments in LaTeX."""
         steps = [int(run.last("steps")) for cell in self.cells for run in self.ended(cell)]
         nodes = sorted({cell.nodes for cell in self.cells})
         made = f"n = {', '.join(map(str, nodes))}"
@@ -200,13 +228,16 @@ class Results:
         return [f"{spread}; {made}", *late * any(row["late"] for row in self.rows)]
 
     def frame(self) -> Any:
-        """Return the rows as a DataFrame of pandas."""
+        """Return the rows as a pandas.DataFrame."""
         import pandas
 
         return pandas.DataFrame(self.rows)
 
     def dataset(self) -> Any:
-        """Return all seeds as an xarray.Dataset over ("point", "seed"), labels as coordinates."""
+        """Return the metrics of all runs as an xarray.Dataset over ("point", "seed").
+
+        The labels of the points are its coordinates.
+        """
         import xarray
 
         points = ("point", "seed")

@@ -1,4 +1,4 @@
-"""Run a study's jobs side by side, one process each; finished ones are not repeated."""
+"""Runner of the jobs of a study, each in its own process; finished runs are not repeated."""
 
 import os
 import runpy
@@ -26,24 +26,25 @@ from mpigossip.studies.grid import Cell
 from mpigossip.training import assemble
 
 LOST = 3
-"""Exit code of a run whose loss became no number."""
+"""Exit code of a run whose loss became NaN or infinite."""
 OUTPUT = "output.txt"
-"""Beside the log: what a run printed."""
+"""File in the folder of a run with the output of its process."""
 DIVERGED = "diverged.txt"
-"""Beside the log of a run whose loss became no number: why it can't be finished."""
+"""File in the folder of a run whose loss became NaN or infinite, with the error message."""
 COLUMNS = ("bytes_sent", "consensus_distance", "kind", "loss", "mixed_distance", VIRTUAL)
 DERIVED: dict[str, Callable[[Log], float]] = {
     "train_loss": lambda log: float(np.nanmean(_last(log.steps["loss"]))),
     "spread": lambda log: float(np.nanmean(log.steps["consensus_distance"])),
     "exchanges": lambda log: float((log.steps["kind"] > 0).mean(1).sum()),
 }
-"""Figures of a run besides those of its summary: training loss of the last twentieth of the steps,
-mean consensus distance, steps with an exchange."""
+"""Metrics of a run in addition to those of its summary: training loss of the last twentieth of the
+steps, mean consensus distance, and mean number of steps with an exchange per node."""
 WINDOWS = 20
+"""Number of parts of a run whose training losses are compared."""
 NOISE = 1.1
-"""Parts of a run whose training losses are compared, and how much of a rise is noise."""
+"""Factor by which a training loss may rise by noise alone."""
 LEAVE_S = 20.0
-"""Seconds that runs have to write their checkpoints when the study is stopped."""
+"""Seconds that runs have to write their checkpoints if the study is stopped."""
 
 
 def _last(values: np.ndarray) -> np.ndarray:
@@ -51,25 +52,27 @@ def _last(values: np.ndarray) -> np.ndarray:
 
 
 Key = tuple[Cell, float | None, int]
-"""A run: its point, learning rate (None: the job's) and seed."""
+"""Key of a run: its point, learning rate (None: the rate of the job) and seed."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a run: its log, None where its loss became no number."""
+    """Result of a run."""
 
     log: Log | None
+    """Log of the run; None: the loss became NaN or infinite."""
 
     @property
     def diverged(self) -> bool:
-        """Return whether the loss became no number."""
+        """Return whether the loss became NaN or infinite."""
         return self.log is None
 
     @property
     def late(self) -> bool:
-        """Return whether it learnt and then lost over half of that, though its loss is a number.
+        """Return whether the run lost over half of what it had learnt, with a finite loss.
 
-        By the training loss, mean over nodes and a twentieth of the steps: overfitting leaves it.
+        This is decided by means of the training loss over all nodes and a twentieth of the steps.
+        Overfitting does not increase the training loss.
         """
         if self.log is None or len(self.log.steps["loss"]) < WINDOWS:
             return False
@@ -78,15 +81,17 @@ class RunResult:
         return last > max((first + min(means)) / 2, NOISE * min(means))
 
     def last(self, name: str) -> float:
-        """A figure of the averaged model at the end; NaN where it diverged."""
+        """Return the final value of a metric of the summary or of `DERIVED`; NaN if diverged."""
         if self.log is None:
             return float("nan")
         return DERIVED[name](self.log) if name in DERIVED else float(self.log.summary[name])
 
     def curve(self, name: str) -> np.ndarray:
-        """A figure at each evaluation: a metric, "loss", "consensus_distance", "step", "epoch".
+        """Return the values of a metric at each evaluation; values of nodes are averaged.
 
-        "train_loss" is the mean of the steps since the evaluation before.
+        :param name: a metric, "loss", "consensus_distance", "step", "epoch", or "train_loss", the
+            mean over the steps since the previous evaluation
+        :raises JobError: if the log has no such metric
         """
         if name == "train_loss":
             return self._trained()
@@ -96,7 +101,7 @@ class RunResult:
         return values if values.ndim == 1 else values.mean(1)
 
     def _trained(self) -> np.ndarray:
-        """Mean training loss of the steps since the evaluation before; NaN without steps."""
+        """Mean training loss of the steps since the previous evaluation; NaN without steps."""
         steps = self.log.steps["step"]
         loss = np.nanmean(self.log.steps["loss"], axis=1)
         ends = np.searchsorted(steps, self.log.evaluations["step"])
@@ -104,40 +109,48 @@ class RunResult:
         return np.array([part.mean() if len(part) else np.nan for part in parts])
 
     def so_far(self, name: str) -> np.ndarray:
-        """A column that counts from the beginning, before each evaluation, mean over nodes."""
+        """Return the value of a cumulative column before each evaluation, averaged over nodes."""
         total = self.log.steps[name].mean(1)
         at = np.searchsorted(self.log.steps["step"], self.log.evaluations["step"]) - 1
         return np.where(at >= 0, total[np.maximum(at, 0)], 0.0)
 
 
 class Missing(Failure):
-    """Runs aren't there and none may be started; the message lists their commands."""
+    """Failure because runs are missing and must not be started; the message has their commands."""
 
 
 class Runner:
-    """Does runs of one job under a folder."""
+    """Runner of a job with different settings, whose run directories are in one folder."""
 
     def __init__(self, job: Path, folder: Path, processes: int | None = None):
-        """``processes``: how many at once, None for one a core that this process may use."""
+        """Prepare a runner.
+
+        :param job: path of a job file, or name of an example
+        :param folder: folder of all runs
+        :param processes: number of simultaneous runs; None: one for each core that this process
+            may use; 0: run nothing
+        """
         self.job = job
         self.folder = folder
         self.processes = len(os.sched_getaffinity(0)) if processes is None else processes
 
     def place(self, key: Key) -> Path:
-        """The folder of a run."""
+        """Return the run directory of a run."""
         cell, rate, seed = key
         return self.folder / cell.name / ("" if rate is None else f"lr-{rate:g}") / f"seed-{seed}"
 
     def settings(self, key: Key) -> list[str]:
-        """Settings of the job that a run replaces."""
+        """Return the settings by which a run overrides the job."""
         cell, rate, seed = key
         own = [] if rate is None else [f"schedule.lr={rate!r}"]
         return [*cell.settings, *own, f"run.seed={seed}", f"run.output={self.place(key)}"]
 
     def fill(self, wanted: Sequence[Key]) -> dict[Key, RunResult]:
-        """Do what isn't there yet, and read all of it. Failure, after the others, if one fails.
+        """Simulate the missing runs, and read the results of all runs.
 
-        Without processes: Missing.
+        :param wanted: keys of the runs
+        :raises Failure: if a run fails, after all others have ended
+        :raises Missing: if runs are missing and ``processes`` is 0
         """
         there = {key: self._found(key) for key in wanted}
         missing = [key for key, found in there.items() if found is None]
@@ -156,7 +169,7 @@ class Runner:
         return {key: found or self._read(key) for key, found in there.items()}
 
     def _found(self, key: Key) -> RunResult | None:
-        """Result of a finished run of this very job."""
+        """Return the result of a run; None if it is not finished, or is of another job."""
         place = self.place(key)
         if not (place / "log.h5").exists():
             return None
@@ -164,9 +177,11 @@ class Runner:
         try:
             log = read(place / "log.h5", COLUMNS)
         except StoreError:
-            return None  # killed while it began: the run mends it, or says what is wrong
+            return (
+                None  # the run was killed at its start: starting it again repairs or reports this
+            )
         if log.job and config.as_dict(assemble.load(log.job)) != config.as_dict(job):
-            return None  # the run rejects it, with what differs
+            return None  # starting the run reports the settings that differ
         if (place / DIVERGED).exists():
             return RunResult(None)
         return RunResult(log) if log.summary.get("finished") else None
@@ -201,11 +216,11 @@ class Runner:
         return failed
 
     def words(self, key: Key) -> list[str]:
-        """Words that follow the job in the command of a run."""
+        """Return the arguments that follow the job in the command of a run."""
         return ["--nodes", str(key[0].nodes), *self.settings(key)]
 
     def _start(self, key: Key) -> subprocess.Popen:
-        """A simulation of the job that ends where this process does; what it prints is kept."""
+        """Start a simulation of the job, which ends with this process; its output is kept."""
         place = self.place(key)
         place.mkdir(parents=True, exist_ok=True)
         child = [sys.executable, "-c", f"import {__name__} as r; r.child()", str(os.getpid())]
@@ -220,7 +235,7 @@ class Runner:
             )
 
     def _ended(self, key: Key, code: int) -> list[str]:
-        """Mark a run that diverged; what another one that didn't finish says."""
+        """Mark a run as diverged, or return the message of a run that failed."""
         place = self.place(key)
         lines = (place / OUTPUT).read_text(errors="replace").strip().splitlines()
         said = next((line for line in reversed(lines) if line.startswith("mpigossip:")), "")
@@ -229,13 +244,14 @@ class Runner:
                 beside.write_text(said + "\n")
         elif code:
             with TemporaryFile(dir=place) as probe:
-                probe.write(bytes(1 << 16))  # on a full disk the run couldn't say what is wrong
+                # On a full disk, the run could not write its error message: raise the error here.
+                probe.write(bytes(1 << 16))
             last = said or (lines[-1] if lines else "nothing was printed")
             return [f"{place} ended with code {code}: {last} ({place / OUTPUT} has all of it)"]
         return []
 
     def _stop(self, processes: Sequence[subprocess.Popen]) -> None:
-        """End what still runs: each writes a checkpoint, from which it goes on another time."""
+        """Stop all processes; each writes a checkpoint, from which its run can resume."""
         for process in processes:
             process.terminate()
         until = time.monotonic() + LEAVE_S
@@ -248,9 +264,10 @@ class Runner:
 
 
 def child() -> None:
-    """Run a command of `mpigossip` that ends when its study, of process id argv[1], is killed.
+    """Run a command of `mpigossip`, which ends if its study, the process of ID argv[1], is killed.
 
-    It would go on writing where the study's next call does. On Linux; elsewhere it ends by itself.
+    Otherwise, it would continue to write to a folder to which the next call of the study writes,
+    too. This works on Linux only; on other systems, the command runs to its end.
     """
     end_with(int(sys.argv.pop(1)))
     NonFiniteError.code = LOST

@@ -1,4 +1,4 @@
-"""Choose the learning rate of each point, with a seed that is not reported."""
+"""Choice of the learning rate of each point, by runs with a seed that is not reported."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,27 +13,29 @@ from mpigossip.studies.running import DERIVED, Key, Runner, RunResult
 from mpigossip.training import assemble
 
 SEED = 1000
-"""The seed of a search's runs."""
+"""Seed of the runs of a search."""
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Of the job's rate: what is tried first."""
+"""First learning rates of a search, as multiples of the job's rate."""
 FURTHER = 3
-"""Most rates added, half or twice the best, while that is at an end."""
+"""Largest number of rates that are added at an end of the range while the best rate is there."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A rate that was tried for a point, and the figure that it was judged by."""
+    """Learning rate that was tried for a point, and its result."""
 
     cell: Cell
+    """Point of the grid."""
     rate: float
+    """Learning rate."""
     judged: float
-    """NaN where it diverged"""
+    """Final value of the metric by which rates are compared; NaN if the run diverged."""
     late: bool = False
-    """Return whether it diverged late: it is taken only where all others diverged"""
+    """Whether the run diverged late; such a rate is chosen only if all others diverged."""
 
     @property
     def lost(self) -> bool:
-        """Return whether it diverged, at once or late."""
+        """Return whether the run diverged, at once or late."""
         return self.late or not math.isfinite(self.judged)
 
 
@@ -44,7 +46,17 @@ def chosen(
     runner: Runner,
     larger: bool | None = None,
 ) -> tuple[dict[Cell, float | None], list[Tried]]:
-    """The rate of each point, None for the job's own; and all that was tried."""
+    """Choose the learning rate of each point.
+
+    :param cells: points of the grid
+    :param rates: rates to try, "search" or "fine"; None: use the rate of the job
+    :param judge: metric by which rates are compared; None: the first metric of the task
+    :param runner: runner of the study
+    :param larger: whether larger values of ``judge`` are better; None: only for accuracies
+    :return: rate of each point, None for the rate of the job, and all rates that were tried
+    :raises JobError: if ``rates`` or ``judge`` is not valid
+    :raises Failure: if a run fails
+    """
     if rates is None:
         return dict.fromkeys(cells), []
     if not isinstance(rates, str):
@@ -73,7 +85,12 @@ def chosen(
 
 
 def figure_of(found: Iterable[RunResult], judge: str | None) -> str:
-    """The name of the figure that is judged: the one asked for, else the task's first."""
+    """Return the metric by which points are compared: ``judge``, or the first metric of the task.
+
+    If it is not known which values of a metric are better, the default is "loss".
+
+    :raises JobError: if the runs do not have the metric ``judge``
+    """
     whole = next((one.log for one in found if one.log is not None), None)
     if whole is None:
         return judge or "loss"
@@ -85,19 +102,20 @@ def figure_of(found: Iterable[RunResult], judge: str | None) -> str:
 
 
 def _directed(name: str) -> bool:
-    """Return whether it is known which values are better; of a task of one's own it isn't."""
+    """Return whether it is known which values are better; it is not for metrics of custom tasks."""
     return "accuracy" in name or name in {"gradient_square", "distance_square"}
 
 
 def larger_is_better(name: str, said: bool | None = None) -> bool:
-    """As ``said``; else of accuracies, and of all else, losses and errors, the smaller is."""
+    """Return whether larger values are better: ``said``, or if it is None, only for accuracies."""
     return "accuracy" in name if said is None else said
 
 
 def _best(tried: Sequence[Tried], name: str, larger: bool | None = None) -> float:
-    """The rate of the best figure, the smaller of equal ones; the smallest where all diverged.
+    """Return the rate with the best result; the smaller one if results are equal.
 
-    Of those that didn't diverge late, if there are any.
+    Rates that diverged late count only if all others diverged. If all diverged at once, the
+    smallest rate is returned.
     """
     sign = -1 if larger_is_better(name, larger) else 1
     ended = [one for one in tried if math.isfinite(one.judged)]
@@ -108,16 +126,16 @@ def _best(tried: Sequence[Tried], name: str, larger: bool | None = None) -> floa
 
 
 def _next(best: float, candidates: Sequence[float]) -> list[float]:
-    """The rate beyond the end at which the best lies, if it lies at one."""
+    """Return half or twice the best rate if it is the smallest or largest one, otherwise none."""
     return [best / 2] * (best == min(candidates)) + [best * 2] * (best == max(candidates))
 
 
 def _between(best: float, candidates: Sequence[float]) -> list[float]:
-    """The geometric means of the best rate and those beside it."""
+    """Return the geometric means of the best rate and its neighbours."""
     at = candidates.index(best)
     beside = [*candidates[max(0, at - 1) : at], *candidates[at + 1 : at + 2]]
     return [float(f"{math.sqrt(best * rate):.3g}") for rate in beside]
 
 
 SEARCHES = {"search": [_next] * FURTHER, "fine": [*[_next] * FURTHER, _between]}
-"""Functions that give further rates, in turn, by the search's name."""
+"""Functions that return further rates to try, in the order of use, by the name of a search."""

@@ -1,4 +1,4 @@
-"""Join runs that differ by their seed only: means over seeds, and intervals."""
+"""Means and confidence intervals over runs that differ only in their seeds."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,24 @@ import numpy as np
 from mpigossip.store.log import Log
 
 OWN = ("run.seed", "run.output", "run.name")
-"""Settings by which runs of one job with several seeds differ."""
+"""Settings in which runs of one job with several seeds differ."""
 LEVEL = 0.95
-"""Of the intervals: Student's t over the seeds."""
+"""Confidence level of the intervals, which are computed by Student's t over the seeds."""
 MOST = 36
-"""Letters of a name."""
+"""Largest number of characters of a name."""
 CURVES = 10
-"""In a panel, at most."""
+"""Largest number of curves in a panel."""
 Bands = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""Lower and upper end of the interval at each evaluation, by metric."""
 
 
 def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over the rows of (seeds, …), and half its interval, NaN below two seeds."""
+    """Return the mean over seeds and half the width of its confidence interval, by Student's t.
+
+    :param values: array of shape (seeds, …)
+    :return: two arrays of shape (…): the mean, NaN without seeds, and half the width of the
+        interval, NaN for fewer than two seeds
+    """
     from scipy import stats
 
     values = np.asarray(values, float)
@@ -34,10 +40,13 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def many_to_one(values: np.ndarray) -> np.ndarray:
-    """Return p of each further row's difference from the first, by Dunnett's test of all together.
+    """Compare each row with the first by Dunnett's two-sided test.
 
-    ``values`` (points, seeds): two-sided, each seed a block, as seeds share initial parameters;
-    NaN below two seeds. Of two points it is the paired t-test.
+    Each seed is a block, because runs with the same seed share the initial parameters. For two
+    points, this is the paired t-test.
+
+    :param values: array of shape (points, seeds)
+    :return: p-value of each row but the first; NaN for fewer than two seeds
     """
     from scipy import stats
 
@@ -50,7 +59,8 @@ def many_to_one(values: np.ndarray) -> np.ndarray:
     apart = np.abs(values[1:].mean(1) - values[0].mean())
     error = np.sqrt(2 * (rest**2).sum() / free / seeds)
     t = np.divide(apart, error, out=np.where(apart > 0, np.inf, 0.0), where=error > 0)
-    # P(all |T| ≤ t), T = (Z_k − Z_0) / (√2 S): over Z_0 by Gauss and Hermite, over S by quantiles
+    # Integrate P(all |T| ≤ t), T = (Z_k − Z_0) / (√2 S), over Z_0 by Gauss-Hermite quadrature and
+    # over S by quantiles.
     z, weights = np.polynomial.hermite_e.hermegauss(64)
     s = np.sqrt(stats.chi2.ppf((np.arange(200) + 0.5) / 200, free) / free)
     reach = np.sqrt(2) * t[:, None, None] * s[:, None]
@@ -59,7 +69,7 @@ def many_to_one(values: np.ndarray) -> np.ndarray:
 
 
 def settings(job: str) -> dict[str, Any]:
-    """A job's settings by "section.key"; empty where the text is none."""
+    """Parse the TOML of a job and return its settings by "section.key"; empty if it is not TOML."""
     try:
         return {
             f"{section}.{key}": value
@@ -71,7 +81,10 @@ def settings(job: str) -> dict[str, Any]:
 
 
 def alike(logs: Sequence[Log]) -> list[list[int]]:
-    """Indexes of logs, together where only the seed differs and all have come equally far."""
+    """Group logs that differ only in their seeds and have the same steps and evaluations.
+
+    :return: indices of the logs of each group
+    """
     groups: dict[Any, list[int]] = {}
     for k, log in enumerate(logs):
         told = settings(log.job)
@@ -82,14 +95,18 @@ def alike(logs: Sequence[Log]) -> list[list[int]]:
         key = (rest, repr(shape), repr(columns)) if told else (k,)
         there = groups.setdefault(key, [])
         if any(settings(logs[other].job).get("run.seed") == seed for other in there):
-            groups[key, k] = [k]  # the same run twice, or a repetition
+            groups[key, k] = [k]  # a log with the same seed is the same run or a repetition of it
         else:
             there.append(k)
     return sorted(groups.values())
 
 
 def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
-    """One log of those that are alike: nodes of all seeds side by side, evaluations their means."""
+    """Join the logs of a group of :func:`alike`.
+
+    :return: a log with the nodes of all seeds as columns, and means over seeds as evaluations and
+        summary; and the interval of each metric at each evaluation
+    """
     first = logs[0]
     steps = {"step": first.steps["step"]}
     for name in first.steps.keys() - {"step"}:
@@ -108,22 +125,26 @@ def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
     summary: dict[str, Any] = {}
     for key in shared:
         values = [log.summary[key] for log in logs]
-        if isinstance(values[0], (int, float)):  # numbers of steps stay whole
+        if isinstance(values[0], (int, float)):  # equal values keep their type, such as integers
             summary[key] = values[0] if len(set(values)) == 1 else np.mean(values).item()
     return replace(first, steps=steps, evaluations=evaluations, summary=summary), bands
 
 
 def _apart(logs: Sequence[Log]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The settings of each run, and those of which not all have the same."""
+    """Return the settings of each run, and the names of the settings in which runs differ."""
     told = [settings(log.job) | {"nodes": log.nodes} for log in logs]
     keys = dict.fromkeys(key for each in told for key in each if key not in OWN)
     return told, [key for key in keys if len({repr(each.get(key)) for each in told}) > 1]
 
 
 def parted(logs: Sequence[Log]) -> dict[str, list[int]]:
-    """Indexes of logs by a setting that they differ by, at most CURVES together; {"": all} if few.
+    """Divide logs into parts of at most `CURVES`, by a setting in which they differ.
 
-    By the setting that gives the fewest parts; where none does, in turn.
+    The setting with the fewest parts is used. If there is none with small enough parts, logs are
+    divided in their order.
+
+    :return: indices of the logs of each part, by its title; {"": all indices} if there are at most
+        `CURVES`
     """
     count = len(logs)
     if count <= CURVES:
@@ -143,7 +164,11 @@ def parted(logs: Sequence[Log]) -> dict[str, list[int]]:
 
 
 def differences(logs: Sequence[Log]) -> list[str]:
-    """Each run by what it has and others don't: values of names, and "key=value" if need be."""
+    """Return a name for each run, by the settings in which runs differ.
+
+    A name consists of the values of settings that are names, such as "graph.name", and if these
+    are not unique, of "key=value" for the other settings.
+    """
     told, apart = _apart(logs)
     names, others = ([k for k in apart if k.endswith(".name") is named] for named in (True, False))
 

@@ -1,4 +1,4 @@
-"""Format a study's rows as text and as LaTeX."""
+"""Formatting of the rows of a study as text and as LaTeX."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,37 +10,46 @@ from mpigossip.runs.summary import number
 
 LOST = {"diverged": "diverged", "late": "diverged late"}
 MARKS = {"†": r"\dagger", "‡": r"\ddagger", "§": r"\S", "¶": r"\P"}
-"""Of notes below a table, in text and in LaTeX's mathematics; after those twice the first, …"""
+"""Marks of notes below a table, in text and in LaTeX's math mode. They are doubled, tripled and so
+on for further notes."""
 _NAMES = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau phi "
     "chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
 )
 GREEK = dict(zip("αβγδεζηθικλμνξπρστφχψωΓΔΘΛΞΠΣΦΨΩ", _NAMES.split(), strict=True))
-"""Letters that LaTeX's fonts of text lack, and its commands for them."""
+"""Commands for Greek letters, which LaTeX's text fonts lack."""
 SPECIAL = {"\\": "textbackslash{}", "~": "textasciitilde{}", "^": "textasciicircum{}"} | {
     c: c for c in "_%&#${}"
 }
 
 
 class Row(NamedTuple):
-    """A line: the first cells are labels; `note` is said below, `strong` makes `marked` bold."""
+    """Row of a table."""
 
     cells: Sequence[str]
+    """Cells, of which the first ones are labels."""
     marked: int
-    """which cell has the figure that is judged"""
+    """Index of the cell with the metric by which points are compared."""
     note: str
+    """Note that is written below the table; "": none."""
     strong: bool
+    """Whether the cell `marked` is bold in LaTeX."""
 
 
 def lost(row: Mapping[str, Any]) -> list[str]:
-    """Numbers of a row's runs that diverged, at once and late, in words."""
+    """Describe how many runs of a row diverged, at once and late."""
     return [f"{row[k]} of {row['seeds']} {word}" for k, word in LOST.items() if row[k]]
 
 
 def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
-    """Means ± half their intervals, all to two digits of those' median, else four of the least."""
+    """Format the means of a metric, ± half the width of their intervals.
+
+    All have the same number of decimals: enough for two significant digits of the median half
+    width or, without intervals, for four significant digits of the smallest mean.
+    """
     halves = [row[f"{name}_high"] - row[name] for row in rows]
-    tiny = [1e-9 * abs(row[name]) for row in rows]  # what rounding leaves of equal values
+    # Equal values of all seeds can have an interval that is only due to rounding.
+    tiny = [1e-9 * abs(row[name]) for row in rows]
     halves = [half if half > least else 0.0 for half, least in zip(halves, tiny, strict=True)]
     known = [half for half in halves if half > 0]
     least = min((abs(row[name]) for row in rows if abs(row[name]) > 0), default=1.0)
@@ -57,7 +66,13 @@ def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
 
 
 def text(heads: Sequence[str], rows: Sequence[Row], left: int) -> str:
-    """Columns below their heads, ``left`` of them labels; marks of notes behind the last."""
+    """Format a table as text.
+
+    :param heads: heads of the columns
+    :param rows: rows of the table
+    :param left: number of columns with labels, which are aligned on the left
+    :return: lines of the table, with the marks of notes in the last column, and the notes
+    """
     marks = _marks(rows)
     lines = [(*heads, ""), *((*row.cells, marks.get(row.note, "")) for row in rows)]
     table = aligned(lines, left=(*range(left), len(heads)))
@@ -67,7 +82,14 @@ def text(heads: Sequence[str], rows: Sequence[Row], left: int) -> str:
 def latex(
     heads: Sequence[str], rows: Sequence[Row], left: int, comments: Sequence[str] = ()
 ) -> str:
-    """A tabular of booktabs, ``comments`` above it; notes are its last lines."""
+    """Format a table as a LaTeX tabular, which requires the package booktabs.
+
+    :param heads: heads of the columns
+    :param rows: rows of the table
+    :param left: number of columns with labels, which are aligned on the left
+    :param comments: lines that are written as comments above the table
+    :return: LaTeX source, in which the notes are the last lines of the tabular
+    """
     marks = {
         note: "$^{" + "".join(MARKS[one] for one in mark) + "}$"
         for note, mark in _marks(rows).items()
@@ -80,7 +102,8 @@ def latex(
             bold = row.strong and at == row.marked
             value = rf"$\mathbf{{{value}}}$" if bold else f"${value}$" if "±" in word else word
             mark = marks.get(row.note, "") if at == row.marked else ""
-            cells.append(value + (rf"\rlap{{{mark}}}" if mark else ""))  # of no width: aligned
+            # A mark of zero width does not move the number.
+            cells.append(value + (rf"\rlap{{{mark}}}" if mark else ""))
         return " & ".join(cells) + r" \\"
 
     notes = [
@@ -101,7 +124,7 @@ def _marks(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def with_greek(words: str) -> str:
-    """Greek letters by their commands, in text or mathematics."""
+    """Replace Greek letters by LaTeX commands that work in text and in math mode."""
     return "".join(rf"\ensuremath{{\{GREEK[c]}}}" if c in GREEK else c for c in words)
 
 

@@ -1,4 +1,4 @@
-"""Transient iterations measured in a study; rates and lower bounds in its plots."""
+"""Transient iterations measured in a study, and rates and lower bounds in its plots."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
@@ -20,10 +20,13 @@ Figures = Sequence[float] | np.ndarray
 
 
 def meeting(steps: Figures, curve: Figures, reference: Figures, within: float = 2.0) -> float:
-    """The first step from which on ``curve`` is at most ``within`` times ``reference``.
+    """Return the first step from which a curve stays at most ``within`` times a reference.
 
-    Both are positive figures at the same steps, of which less is better; inf where the last is
-    still above.
+    :param steps: steps of both curves, in ascending order
+    :param curve: positive values of a metric for which smaller is better
+    :param reference: values of the same metric
+    :param within: largest ratio
+    :return: the step; inf if the last value still exceeds the ratio
     """
     above = np.flatnonzero(~(np.asarray(curve, float) <= within * np.asarray(reference, float)))
     first = 0 if not len(above) else int(above[-1]) + 1
@@ -31,7 +34,7 @@ def meeting(steps: Figures, curve: Figures, reference: Figures, within: float = 
 
 
 def transients(study: Results, against: str, y: str, within: float) -> list[dict[str, Any]]:
-    """A row for each point but the references; see `Study.transient`."""
+    """Return a row for each point that is not a reference; see `Study.transient`."""
     references = [cell for cell in study.cells if against in dict(cell.labels).values()]
     rows = []
     for cell in study.cells:
@@ -52,7 +55,7 @@ def transients(study: Results, against: str, y: str, within: float) -> list[dict
 
 
 def _meet(study: Results, cell: Cell, beside: Cell, y: str, within: float) -> float:
-    """Of the means over seeds; inf where either has no run that ended."""
+    """Compare means over seeds by :func:`meeting`; return inf if all runs of a point diverged."""
     both = [study.ended(one) for one in (cell, beside)]
     if not all(both):
         return float("inf")
@@ -72,7 +75,7 @@ def _orders(study: Results, cell: Cell) -> dict[str, float]:
 
 
 def _known(log: Log) -> tuple[Graph, Problem | None, float]:
-    """Graph, problem and noise of a run."""
+    """Return the graph of a run, its problem, None if it has no known constants, and its noise."""
     job = assemble.load(log.job)
     graph = make_graph(job, log.nodes)
     noise = job.task.options.get("noise", 0.0)
@@ -81,7 +84,7 @@ def _known(log: Log) -> tuple[Graph, Problem | None, float]:
 
 
 class Bounded(NamedTuple):
-    """The quantities that a lower bound depends on; points that share them share the bound."""
+    """Quantities that determine a lower bound; points that share them have the same bound."""
 
     diameter: int
     nodes: int
@@ -90,7 +93,7 @@ class Bounded(NamedTuple):
     smoothness: float
 
     def label(self, others: Iterable["Bounded"]) -> str:
-        """Return the label of the bound: its diameter, and each quantity that differs in others."""
+        """Return the label of the bound: its diameter, and the quantities that differ in others."""
         texts = {
             "nodes": f"{self.nodes} nodes",
             "noise": f"noise {self.noise:g}",
@@ -103,11 +106,18 @@ class Bounded(NamedTuple):
 
 
 FLOOR_LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
-"""Lines of lower bounds, in turn."""
+"""Line styles of lower bounds, in the order of their use."""
 
 
 def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
-    """D-PSGD's rate on the graph of each point, dotted in its colour; the lower bounds in grey."""
+    """Draw D-PSGD's rate on the graph of each point, and the lower bounds.
+
+    :param axes: axes of matplotlib
+    :param study: results with the problems of theory
+    :param colours: colour of each point, in which its rate is drawn as a dotted line; the lower
+        bounds are grey
+    :raises JobError: if the constants of a problem are not known
+    """
     floors: dict[Bounded, tuple[Figures, np.ndarray]] = {}
     low, high = axes.get_ylim()
     for cell, colour in colours.items():
@@ -132,4 +142,4 @@ def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
         label = bounded.label(floors)
         axes.plot(at, floor, color="#888888", linestyle=line, lw=0.8, label=label)
     axes.plot([], [], ":", color="#888888", label="rate of D-PSGD, no constants")
-    axes.set_ylim(low, high)  # orders without constants don't decide what is seen
+    axes.set_ylim(low, high)  # rates without constants must not determine the visible range
