@@ -99,7 +99,9 @@ class Data:
     """Concentration α of the partition "dirichlet": with a small value, each node has few classes;
     with a large value, all nodes have similar classes."""
     augment: Literal["none", "crop-flip", "resized-crop"] = "none"
-    """Random changes of training images."""
+    """Random changes of training images. crop-flip: images are shifted by up to 4 pixels and half of
+    them are mirrored; resized-crop: crops of 8 % to 100 % of the area are resized to `image_size`,
+    and half of them are mirrored."""
     image_size: Positive | None = None
     """Side, in pixels, to which images are resized; if unset, images keep their size."""
     samples: Positive = 1024
@@ -377,7 +379,8 @@ class CheckpointSection:
     rank waits for one writer; if `node.channels_last` permutes parameters, there is always one
     file."""
     on_error: Literal["stop", "continue"] = "stop"
-    """Effect on the run if a checkpoint cannot be written."""
+    """Effect on the run if a checkpoint cannot be written. stop: the run ends with an error;
+    continue: the error is reported and the run continues without this checkpoint."""
     wall_clock_s: NotNegative = 0.0
     """Seconds after its start by which a run ends with a checkpoint; 0: only the end of the
     allocation limits the run."""
@@ -391,9 +394,9 @@ class LogSection:
     """Number of steps between two writes to the log file, and therefore the largest number of
     steps whose metrics a crash can lose."""
     on_error: Literal["stop", "continue"] = "stop"
-    """Effect on the run if the log cannot be written. continue: the metrics are kept in memory
-    until the next write; if the last write, at the end of the run, fails as well, the run stops
-    with an error."""
+    """Effect on the run if the log cannot be written. stop: the run ends with an error; continue:
+    the metrics are kept in memory until the next write; if the last write, at the end of the run,
+    fails as well, the run stops with an error."""
     consensus_every: Literal["auto"] | Count = "auto"
     """Number of steps between two measurements of the consensus distance; 0: it is never measured;
     auto: 10, or 100 on GPUs, whose steps are short compared with sending a complete model."""

@@ -25,24 +25,25 @@ parameters that the node never used."""
 
 @dataclass(frozen=True)
 class NodeState:
-    """State from which a node, or one of its slots, can resume."""
+    """State from which a node, or one of its slots, can resume.
+
+    `parameters`, (P,) float32, are the flat parameters of the node: the arrays with these `names`
+    and `shapes`, raveled and joined in order. `arrays` are further arrays, by a path such as
+    "state/momentum". `numbers` are counters and other scalar values.
+
+    If `slot` is the index of a slot instead of None, `parameters` are the shard of this slot, which
+    follows the shard of the preceding slot. `pieces` are its shards of further arrays, by path,
+    which are joined likewise. An array in `arrays` then belongs to this slot only. Names and shapes
+    are those of the complete node.
+    """
 
     parameters: np.ndarray
-    """Flat parameters of the node, (P,) float32: the arrays of `shapes`, raveled and joined in
-    order. For a slot: its shard, which follows the shard of the preceding slot."""
     names: tuple[str, ...]
-    """Names of the parameters of the node."""
     shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the parameters of the node."""
     arrays: dict[str, np.ndarray]
-    """Further arrays, by a path such as "state/momentum". Of a node's slots, only one has an array
-    of a given path."""
     numbers: dict[str, Number]
-    """Counters and other scalar values."""
     slot: int | None = None
-    """Index of the slot; None: this is the state of a complete node."""
     pieces: dict[str, np.ndarray] = field(default_factory=dict)
-    """Shards of further arrays, by path; the shards of all slots in order form the array."""
 
     def stored(self) -> dict[str, np.ndarray]:
         """Return all arrays by their paths in the node's file."""
