@@ -99,9 +99,9 @@ class Data:
     """Concentration α of the partition "dirichlet": with a small value, each node has few classes;
     with a large value, all nodes have similar classes."""
     augment: Literal["none", "crop-flip", "resized-crop"] = "none"
-    """Random changes of training images. crop-flip: images are shifted by up to 4 pixels and half of
-    them are mirrored; resized-crop: crops of 8 % to 100 % of the area are resized to `image_size`,
-    and half of them are mirrored."""
+    """Random changes of training images. crop-flip: images are shifted by up to 4 pixels, and half
+    of them are mirrored; resized-crop: crops of 8 % to 100 % of the area are resized to
+    `image_size`, and half of them are mirrored."""
     image_size: Positive | None = None
     """Side, in pixels, to which images are resized; if unset, images keep their size."""
     samples: Positive = 1024

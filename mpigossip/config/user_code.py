@@ -94,7 +94,9 @@ def build_checked(
     :param setting: setting that names the factory, for error messages
     :param name: "package.module:factory"
     :param kind: required type of the result
-    :param make: function that is called with the remaining arguments
+    :param make: function that calls the factory
+    :param given: positional arguments of ``make``
+    :param options: keyword arguments of ``make``
     :raises JobError: if the factory raises an exception, or returns an object of another type
     """
     try:

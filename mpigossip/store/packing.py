@@ -207,7 +207,8 @@ def _find(folder: Path) -> tuple[list[str], dict[str, Files]]:
 def _write_facts(file: h5py.File, kind: str, classes: Sequence[str], moments: np.ndarray) -> None:
     """Write kind, class names and normalization.
 
-    :param moments: number, sum and sum of squares of the pixels of each channel
+    The latter is computed from ``moments``, (channels, 3): number, sum and sum of squares of the
+    pixels of each channel.
     """
     count, total, squares = moments.T
     mean = total / count
