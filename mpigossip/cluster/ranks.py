@@ -69,8 +69,8 @@ class World(Communicator):
         self.size = comm.size
         self._told_as = f"on {host}"
         self._roll = None
-        # If a call of MPI does not return, a thread reports it. Its exception ends the job only with
-        # these hooks, so install them before the first such call.
+        # If a call of MPI does not return, a thread reports it. Its exception ends the job only
+        # with these hooks, so install them before the first such call.
         self._hooks = (sys.excepthook, threading.excepthook)
         if self.size > 1:
             sys.excepthook = self._uncaught
