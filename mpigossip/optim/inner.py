@@ -347,7 +347,7 @@ class StepGuard:
 class StaleGradients:
     """Detection of steps on gradients that `zero_grad` did not clear, and of steps without any.
 
-    One parameter's gradient is watched, by torch's count of in-place changes.
+    The gradient of one parameter is watched, by torch's version counter of in-place changes.
     """
 
     def __init__(self) -> None:

@@ -84,7 +84,7 @@ class Member:
         self.finished = False
         """True if all chunks of the training are trained."""
         self.progress = 0
-        """Progress of this model's history, from 0 to chunks − 1, to derive a learning rate from."""
+        """Progress of this model's history, from 0 to chunks − 1: a learning rate may follow it."""
 
     def close(self) -> None:
         """Leave the training; other members train a chunk that was started but not finished."""

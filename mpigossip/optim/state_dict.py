@@ -70,7 +70,10 @@ def load(
     given["param_groups"], told = fill_missing(inner, given["param_groups"], str(of or ""))
     low = [(p, p.data) for p in model.parameters() if p.dtype in LOW]
     try:
-        for p, data in low:  # torch casts state to the parameter's type, and masters are float32
+        for (
+            p,
+            data,
+        ) in low:  # torch casts state to the parameter's dtype, but the master weights are float32
             p.data = data.float()
         inner.load_state_dict(given)
     finally:
