@@ -86,7 +86,14 @@ def alternate(comm: MPI.Comm, works: Sequence[Callable[[], object]], seconds: fl
 
 
 def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) -> dict[str, Any]:
-    """Return one row: medians, spread (interquartile range over median), multiples of the limit."""
+    """Return one row of the table: medians, and their multiple of the limit.
+
+    :param name: name of the graph or operation
+    :param size: bytes of the message
+    :param times: measured seconds
+    :param limit: measured seconds of the limit
+    :returns: the row; its "spread" is the interquartile range over the median
+    """
     median = statistics.median(times)
     bound = statistics.median(limit)
     quarters = statistics.quantiles(times, n=4)

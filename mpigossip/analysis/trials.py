@@ -237,7 +237,7 @@ def routes(
     return Finding("routes", text, data=data)
 
 
-# -- a training beside the simulator -----------------------------------------------------------
+# -- a training and its simulation -------------------------------------------------------------
 
 STEPS = 20
 MOST = 64

@@ -125,7 +125,8 @@ def read_site(name: str) -> Site:
     """Read a site.
 
     :param name: name of a site of the package, or path of a TOML file
-    :raises JobError: if the site is unknown, or with all mistakes in its file
+    :raises JobError: if the site is unknown, or if its file is wrong; the message lists all
+        problems
     """
     known = sites()
     path = Path(name) if name.endswith(".toml") else known.get(name)
@@ -186,7 +187,7 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, asked: Batc
     :param settings: settings that override the job file, as on the command line
     :param run: run directory, in which the script looks for a checkpoint of an earlier attempt
     :param asked: the user's request
-    :raises JobError: with all mistakes in the arguments
+    :raises JobError: if arguments are wrong; the message lists all problems
     """
     texts = [job, *settings, str(run), asked.venv or "", asked.launcher or ""]
     if found := _mistakes(site, texts, asked):

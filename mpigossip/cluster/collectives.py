@@ -13,7 +13,7 @@ from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, world_ranks
 from mpigossip.cluster.process import TIMEOUT_S, check_process
 
 PAGE = 4096
-"""Alignment in bytes: each rank's shared memory starts on a page, to share no cache line."""
+"""Bytes of a page: each rank's shared memory starts on one, and so has whole cache lines."""
 LEAST_S = 10.0
 """Smallest time limit in seconds, since opening a window takes longer than an exchange."""
 

@@ -74,7 +74,7 @@ def group_ranks(world: World, ranks_per_node: int | str) -> Nodes:
         return Nodes.of_ranks(world)
     from mpi4py import MPI
 
-    # memory that can be shared makes a host, not its name: containers have names of their own
+    # Shared memory defines a host, not the host name: containers have names of their own.
     near = with_timeout(world.comm, world.timeout_s).Split_type(MPI.COMM_TYPE_SHARED)
     first = near.bcast(world.rank)
     near.Free()

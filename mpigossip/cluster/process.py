@@ -160,7 +160,7 @@ class ExitHandler:
         self.survivors: MPI.Intracomm | None = None
         """Communicator of the survivors after a rank failure."""
         self.status: Any = None
-        """Exit status of the program, if it was given to sys.exit()."""
+        """Exit status of the program; None if it is not known."""
         self._prepared = False
 
     def prepare(self, finalize: bool, comm: Any) -> None:

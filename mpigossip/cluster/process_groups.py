@@ -155,7 +155,7 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Let torch open groups whose watchdog does not end the process at a timeout; we do that."""
+    """Let torch open groups whose watchdog does not end the process at a timeout."""
     before = os.environ.get(ASYNC_ERRORS)
     os.environ[ASYNC_ERRORS] = "0"
     try:

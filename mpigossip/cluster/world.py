@@ -160,7 +160,7 @@ SingleProcess = World
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks of a world as nodes."""
+    """The nodes that the ranks of a world form."""
 
     node_of_rank: tuple[int, ...]
     """Node of each rank; nodes are numbered by their first ranks."""

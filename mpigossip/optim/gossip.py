@@ -41,7 +41,7 @@ from mpigossip.runs.survive import Survival, prepare
 from mpigossip.training.parts import JobParts
 
 LOADED = "the first call after load_state_dict()"
-"""Name of a collective call that only a rank that has loaded a state makes."""
+"""Name of a collective call that a rank makes alone if only it has loaded a state."""
 
 
 class Gossip(RunDirectoryMixin):
@@ -292,7 +292,7 @@ class Gossip(RunDirectoryMixin):
             self._survival.keep()
         return self.engine
 
-    # -- where everything lies ------------------------------------------------------------------
+    # -- parts of the optimizer -----------------------------------------------------------------
 
     @property
     def steps(self) -> int:

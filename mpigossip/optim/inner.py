@@ -288,7 +288,7 @@ def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) 
 
 
 def unscaled(optimizer: Wrapper, engine: Engine, vector: ModuleParameters) -> tuple[int, ...]:
-    """Divide the gradients by GradScaler's scale; return (0,) if they have overflowed, else ()."""
+    """Divide the gradients by GradScaler's scale; return (0,) if they have overflowed."""
     found = getattr(optimizer, "found_inf", None)
     vector.inverse = None
     if found is None:

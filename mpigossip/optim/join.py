@@ -43,7 +43,8 @@ T = TypeVar("T")
 class Member:
     """The chunks of a member, which trains them alone and then averages with another member.
 
-    After each chunk, x ← ½ (x + x_j) with the model x_j of another member.
+    After each chunk, x ← ½ (x + x_j) with the model x_j of another member. A late x_j is first
+    changed by :func:`~mpigossip.mixing.members.live.correct_for_age`.
 
     Iterating yields the numbers of the chunks, and publishes the model after each. The iteration
     ends if all chunks are trained; then the model is their average (see ``finished``). It also ends
@@ -277,9 +278,9 @@ def join(
                     optimizer.step()
                 member.log(loss=loss)
 
-    Each program is one member and needs no launcher. Leave a chunk early if ``member.stopping`` is
-    true; ``member.finished`` is true if all chunks are trained. The first member starts with
-    ``model`` as it is. A later member starts with the average of the newest models, and with the
+    Each program is one member and needs no launcher. Break the loop over chunks if
+    ``member.stopping`` is true; ``member.finished`` is true if all chunks are trained. The first
+    member starts with ``model`` as it is. A later member starts with the average of the newest models, and with the
     averaged optimizer state.
 
     :param folder: folder of the training, on a file system that all members share, with hard links

@@ -52,7 +52,7 @@ SECTIONS = ("run", "algorithm", "graph", "cadence", "node", "checkpoint", "log")
 """Sections of a job that a custom loop has, too."""
 
 THAWED = "the step() at which parameters were thawed"
-"""Name of a collective call that only a rank whose parameters are thawed makes."""
+"""Name of a collective call that a rank makes alone if only its parameters are thawed."""
 
 
 class LoopNode:

@@ -51,6 +51,15 @@ def settings(
 ) -> JobParts:
     """Return the parts of a job that is equivalent to the arguments of `Gossip`.
 
+    :param world: all ranks
+    :param device: device of the model
+    :param algorithm: name of the algorithm
+    :param graph: name of the graph, or a graph; None: the default of the algorithm
+    :param cadence: name of the cadence; None: the default of the algorithm
+    :param wire: name of the wire; None: "fp32"
+    :param mixer: name of the mixer
+    :param folder: run directory; None: no files are written
+    :param options: further options by their plain names
     :raises JobError: with one message for each problem
     """
     drawn = graph is not None and not isinstance(graph, str)

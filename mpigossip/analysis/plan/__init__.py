@@ -216,7 +216,15 @@ def table(
     epochs: float,
     period: float | None = None,
 ) -> list[Row]:
-    """Return all compatible combinations of graph, cadence and wire on each number of nodes."""
+    """Return all compatible combinations of graph, cadence and wire on each number of nodes.
+
+    :param what: the job and its sizes
+    :param machine: costs of the machine
+    :param nodes: numbers of nodes
+    :param epochs: number of epochs
+    :param period: mean period of an adaptive cadence; None: by its formula
+    :raises JobError: if no graph fits the algorithm with one of these numbers of nodes
+    """
     every = choices(what.job, everything=True)
     rows = list[Row]()
     for n in nodes:

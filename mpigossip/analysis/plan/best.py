@@ -149,7 +149,14 @@ def text(
     left_out: dict[str, str],
     n: int,
 ) -> str:
-    """Return a table, fastest first, and the command to paste."""
+    """Return a table, fastest first, and the command to paste.
+
+    :param job: job file
+    :param settings: settings of the job
+    :param found: proposals
+    :param left_out: reasons by the names of proposals that do not fit
+    :param n: number of nodes
+    """
     chosen = best(found)
     reduce = next((one.row.step_s for one in found if one.level == 0), None)
     near = f"(* proposed: of those within {WITHIN - 1:.0%} of the fastest what risks least)"

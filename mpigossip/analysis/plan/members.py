@@ -60,7 +60,15 @@ class Advice:
 
 
 def advise(what: Subject, members: int, step_s: float, rate: float, epochs: float) -> Advice:
-    """Return the advice for a job; JobError if it can't be a useful training."""
+    """Return the advice for a job.
+
+    :param what: the job and its sizes
+    :param members: number of concurrent members
+    :param step_s: seconds of a step
+    :param rate: bytes per second of the folder, for all members together
+    :param epochs: number of epochs
+    :raises JobError: if each member would have fewer than `ROUNDS` rounds
+    """
     check_fit(what.job)
     made = exchanges(what, 2)
     period = int(what.job.cadence.options.get("period", 1))

@@ -40,7 +40,15 @@ def text(
     epochs: float,
     note: str = "",
 ) -> str:
-    """Return two tables that fit on one screen."""
+    """Return two tables that fit on one screen.
+
+    :param what: the job and its sizes
+    :param machine: costs of the machine
+    :param rows: predictions
+    :param nodes: numbers of nodes; the second table is for the last one
+    :param epochs: number of epochs
+    :param note: remark on the job
+    """
     shown = [choice for choice in choices(what.job) if any(r.choice == choice for r in rows)]
     by = {(row.choice, row.nodes): row for row in rows}
     own = shown[1] if len(shown) > 1 else shown[0]
@@ -111,7 +119,14 @@ def _time(value: float) -> str:
 def picture(
     what: Subject, rows: Sequence[Row], nodes: Sequence[int], epochs: float, out: Path
 ) -> None:
-    """Plot step time and time to the last epoch against nodes, as a PNG."""
+    """Plot step time and time to the last epoch against nodes, as a PNG.
+
+    :param what: the job and its sizes
+    :param rows: predictions
+    :param nodes: numbers of nodes
+    :param epochs: number of epochs
+    :param out: file to write
+    """
     from matplotlib.figure import Figure
 
     from mpigossip.store.hdf5 import replacing
