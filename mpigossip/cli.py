@@ -17,7 +17,7 @@ from mpigossip.cluster.deadline import prctl
 from mpigossip.cluster.launcher import launcher_ranks
 from mpigossip.commands.arguments import every, help_text
 from mpigossip.config.errors import FAILED, OK, WRONG, Failure, UserError, output_error
-from mpigossip.config.readable import print_note, printable
+from mpigossip.config.readable import OF_STDOUT, print_note, printable
 
 COMMANDS = ("train", "files", "graph", "machine", "jobs")
 """Modules of `mpigossip.commands`, in the order of the help."""
@@ -149,7 +149,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             name = os.fsdecode(error.filename)[-200:]
             print_note(f"{name}: {error.strerror}; {REMEDIES[error.errno]}")
             return WRONG
-        if not _unprinted(error if _keeps_nothing() else None):
+        blamed = hasattr(error, OF_STDOUT) or _keeps_nothing()
+        if not _unprinted(error if blamed else None):
             raise
         return FAILED
     except MemoryError as error:
@@ -165,7 +166,8 @@ def _keeps_nothing() -> bool:
     """Return whether standard output is unbuffered, so that its error occurs only once.
 
     A buffered stream keeps what it could not write, and fails again at the next flush. An error
-    that does not occur again was therefore an error of another file.
+    that does not occur again was therefore an error of another file. A text larger than the buffer
+    is an exception, because the buffer drops it: `print_safe` marks the errors of such texts.
     """
     return isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase)
 

@@ -19,6 +19,7 @@ import pytest
 from mpigossip import cli
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config.errors import Failure
+from mpigossip.config.readable import print_safe
 from mpigossip.graphs.search import search
 from tests.cases import every, on_each
 from tests.store.test_dataset import folder_of_images
@@ -231,6 +232,15 @@ def test_a_standard_output_without_room_is_said_and_ends_no_training(
     says = "mpigossip: standard output can't be written: No space left on device"
     assert done.stderr.startswith(says) and done.stderr.count("\n") == 1
     assert bool(list(tmp_path.glob("runs/*/checkpoints/step-00000006"))) == (code == 0)
+
+
+def test_a_text_larger_than_the_buffer_of_a_full_standard_output_is_said(monkeypatch, capfd):
+    """The buffer drops it, so that the error does not occur again."""
+    monkeypatch.setattr("mpigossip.commands.train._join", lambda options: print_safe("x" * 100_000))
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["join", "runs/big"]) == 1
+    assert "standard output can't be written: No space left" in capfd.readouterr().err
 
 
 def test_another_file_without_room_is_not_taken_for_standard_output(monkeypatch, capfd):

@@ -1,15 +1,19 @@
 """What a user writes outside the package, without a fork: graph, algorithm, model, data, hook."""
 
+import copy
 import re
+from dataclasses import replace
 
 import networkx
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import mpigossip
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
+from mpigossip.engine.vector import scatter_row
 from mpigossip.runs import launch
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
@@ -243,6 +247,39 @@ def test_a_momentum_of_float64_resumes_bitwise(own, slots):
     assert again["digest"] == whole["digest"]
 
 
+def test_a_state_of_float64_that_was_saved_with_padding_is_loaded(own):
+    """Earlier versions saved such an array as the whole row of the flat parameters."""
+
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, mpigossip.Gossip(SingleProcess(), model, inner, "mine:exact_heavy_ball")
+
+    def train_steps(model, gossip, count):
+        for _ in range(count):
+            gossip.zero_grad()
+            model(torch.ones(5, 4)).square().mean().backward()
+            gossip.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    model, gossip = made()
+    train_steps(model, gossip, 2)
+    state = copy.deepcopy(gossip.state_dict())
+    flat = gossip.vector.flat
+    padded = torch.zeros(flat.size, dtype=torch.float64)
+    flat.unpack(state["gossip"]["arrays"]["state/momentum"], padded)
+    assert padded.shape != state["gossip"]["arrays"]["state/momentum"].shape
+    state["gossip"]["arrays"]["state/momentum"] = padded
+    wanted = train_steps(model, gossip, 2)
+    again, resumed = made()
+    resumed.load_state_dict(state)
+    assert torch.equal(train_steps(again, resumed, 2), wanted)
+    parts = gossip.engine.parts()["state/momentum"]
+    with pytest.raises(ValueError, match="512 elements, and the model has 23"):
+        scatter_row(np.zeros(512), parts, 0, replace(flat, size=1024, slots=2))
+
+
 GRAPHS = "tests.graphs.test_networks"
 ROUNDS = [
     {"name": f"{GRAPHS}:pairs"},
@@ -288,7 +325,7 @@ def varying_loop(comm, kind, scale=1):
     graphs = {
         "tabulated": mpigossip.graph(lambda t: [A, B][t % 2], 3, period=2),
         "named": f"{GRAPHS}:drawn",
-        "by rank": mpigossip.graph([A, B if comm.rank else A], 3),
+        "by rank": mpigossip.graph([A, B] if comm.rank else [B, A], 3),
         "function": lambda n, seed, t: A,
     }
     options = {"degree": 1, "seed": 3} if kind == "named" else {}

@@ -115,7 +115,7 @@ JOB = {
     "model": {"name": "line", "bias": False},
     "algorithm": {"name": "halfway", "share": 0.25},
     "local": {"size": 0.01},
-    "graph": {"name": "pairs", "apart": 2},
+    "graph": {"name": "pairs", "apart": 3},
     "node": {"wire": "rounded", "mixer": "counting"},
     "schedule": {"lr": 0.5, "scale": "none"},
     "run": {"epochs": 2},

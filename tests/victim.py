@@ -33,7 +33,7 @@ class Victim(Hook):
         self.plan = dict(one.split("@") for one in os.environ["VICTIMS"].split())
 
     def step(self, progress, record):
-        at = self.plan.get(str(self.world.names[self.world.rank]), "-1")
+        at = self.plan.get(str(self.world.original_ranks[self.world.rank]), "-1")
         if record.index != int(at.rstrip("".join(PLACES))):
             return
         if at[-1] not in PLACES:

@@ -39,9 +39,8 @@ def train(world, options):
     """Train to the last step, from the first or from a checkpoint."""
     data = points()
     out = options.out
-    # <-
-    sampler = DistributedSampler(data, world.size, world.rank)
-    out = out / f"{world.rank}"
+    sampler = DistributedSampler(data, world.size, world.rank)  # <-
+    out = out / f"{world.rank}"  # <-
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     optimizer = gossip = mpigossip.Gossip(world, model, optimizer, run=options.out / "run")  # <-

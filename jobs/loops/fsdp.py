@@ -42,8 +42,8 @@ def main():
     world = mpigossip.world(ranks_per_node=per if per == "host" else int(per))  # <-
     model = cut(GPT(), world.node_mesh(), options.bf16)  # <-
     optimizer = configure(model)
-    # <-
-    optimizer = mpigossip.Gossip(world, model, optimizer, run=options.out, steps=options.steps)
+    options_of_run = {"run": options.out, "steps": options.steps}
+    optimizer = mpigossip.Gossip(world, model, optimizer, **options_of_run)  # <-
     data = torch.tensor(list(options.text.read_bytes()))
     draw = torch.Generator().manual_seed(1337 + world.rank)
     optimizer.keep(draw=draw)

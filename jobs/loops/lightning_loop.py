@@ -66,9 +66,8 @@ def train(world, options):
     """Train to the last pass, from the first or from a checkpoint."""
     data = points()
     out = options.out
-    # <-
-    sampler = DistributedSampler(data, world.size, world.rank)
-    out = out / f"{world.rank}"
+    sampler = DistributedSampler(data, world.size, world.rank)  # <-
+    out = out / f"{world.rank}"  # <-
     model = Arms(world, options)
     loader = DataLoader(data, BATCH, sampler=sampler)
     callbacks = [ModelCheckpoint(out, save_top_k=-1)]

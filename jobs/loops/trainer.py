@@ -34,9 +34,8 @@ def pieces(text):
 def train(world, options):
     """Train to the last step, from the first or from a checkpoint."""
     data = pieces(options.text)
-    # <-
-    data = data[world.rank :: world.size]
-    out = options.out / f"node-{world.rank}"
+    data = data[world.rank :: world.size]  # <-
+    out = options.out / f"node-{world.rank}"  # <-
     config = transformers.GPT2Config(
         vocab_size=256,
         n_positions=CONTEXT,

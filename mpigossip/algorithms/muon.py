@@ -39,7 +39,7 @@ def muon(
     if layout is None:
         return Local(zeros(Moments), _unknown, whole=True)
     own = _hidden(layout, adamw_for)
-    rest = _runs([place for k, place in enumerate(layout.places) if k not in own])
+    rest = _runs([place for k, place in enumerate(layout.column_ranges) if k not in own])
     others = [
         adamw(
             min(max(layout.decayed - run.start, 0), run.stop - run.start),

@@ -190,7 +190,7 @@ def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
 
 def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s: float):
     """Return latencies and bandwidths of gossip and global averages, and a text about the ranks."""
-    column = world.nodes.column
+    column = world.nodes.inter_node
     per = world.nodes.per_node
     n = column.size
     hosts = pluralize(len(set(world.hosts)), "host")

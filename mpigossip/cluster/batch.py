@@ -63,16 +63,16 @@ class Site:
     link: Line
     """Page of the computing centre."""
     scheduler: Literal["slurm", "pbs", "flux"]
-    tried: Literal[False] | Line
+    tested: Literal[False] | Line
     """Date of the last test of this file on the machine itself; False: never tested."""
     launcher: Line
     """Command that starts one rank per host; `$NAME` stands for an environment variable."""
-    several: Line = ""
+    launcher_multi: Line = ""
     """Command that starts $RANKS ranks per host, $TASKS in total, with $CORES cores each.
 
     Each rank sees all GPUs of its host.
     """
-    habit: Literal["node", "gpu"] = "node"
+    examples_use: Literal["node", "gpu"] = "node"
     """Unit that the centre's own examples start one rank for: a host or a GPU."""
     gpus: Count = 0
     """Number of GPUs per host; 0: unknown."""
@@ -87,7 +87,7 @@ class Site:
     environment: dict[str, Any] = field(default_factory=dict)
     notes: tuple[Line, ...] = ()
     workarounds: tuple[Workaround, ...] = ()
-    checked: Literal[False] | Line = False
+    page_checked: Literal[False] | Line = False
     """Date of the version of the centre's page that this file was compared with; False: never."""
 
 
@@ -196,7 +196,7 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, asked: Batc
     hours, rest = divmod(asked.seconds, 3600)
     values = {
         "title": site.title,
-        "tried": f"tried on {site.tried}" if site.tried else "never tried on the machine itself",
+        "tried": f"tried on {site.tested}" if site.tested else "never tried on the machine itself",
         "name": re.sub(r"[^A-Za-z0-9_.+-]", "_", asked.name)[:40].lstrip("-.") or "mpigossip",
         "nodes": str(asked.nodes),
         "clock": f"{hours:02d}:{rest // 60:02d}:{rest % 60:02d}",
@@ -207,7 +207,9 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, asked: Batc
         "environment": "\n".join(_environment(site, asked)),
         "ranks": str(asked.ranks),
         "shape": _shape(site, asked),
-        "launcher": _words(asked.launcher or (site.several if asked.ranks > 1 else site.launcher)),
+        "launcher": _words(
+            asked.launcher or (site.launcher_multi if asked.ranks > 1 else site.launcher)
+        ),
         "arguments": shlex.join([job, *settings]),
         "run": shlex.quote(str(run)),
         "wrong": str(WRONG),
@@ -226,7 +228,7 @@ def _shape(site: Site, asked: BatchRequest) -> str:
     mine = "One rank a node, which sees all GPUs of it."
     if asked.ranks > 1:
         mine = f"{asked.ranks} ranks a node; each sees all GPUs of it and takes its own."
-    other = site.habit == "gpu" and asked.ranks == 1
+    other = site.examples_use == "gpu" and asked.ranks == 1
     return f"{mine} The centre's own examples start one a GPU." if other else mine
 
 
@@ -236,9 +238,9 @@ def _mistakes(site: Site, texts: Iterable[str], asked: BatchRequest) -> list[str
         for text in texts
         if not text.isprintable()
     ]
-    if asked.ranks > 1 and not (site.several or asked.launcher):
+    if asked.ranks > 1 and not (site.launcher_multi or asked.launcher):
         found.append(
-            f"{site.title} doesn't say how several ranks a node are started: add a line `several` "
+            f"{site.title} has no launch command for several ranks per node: add `launcher_multi` "
             "to its file, or give --launcher"
         )
     if asked.nodes < 1:

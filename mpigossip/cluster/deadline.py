@@ -83,18 +83,24 @@ class user_call:
         self._name = name
         self._ordered = ordered
         self._before = ("", 0)
+        self._counted = False
 
     def __enter__(self) -> None:
         global current_call, order, ordered_calls
         counts = self._ordered and not current_call
         self._before = current_call, order
+        self._counted = counts
         ordered_calls += counts
         current_call = self._name
         order = ordered_calls if counts else 0
 
-    def __exit__(self, *raised: object) -> None:
-        global current_call, order
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        global current_call, order, ordered_calls
         current_call, order = self._before
+        # A program may catch the error, which perhaps this rank alone has raised, and call again.
+        if kind is not None and self._counted:
+            ordered_calls -= 1
+        self._counted = False
 
 
 def calling_unless(name: str, ordered: bool) -> contextlib.AbstractContextManager[None]:

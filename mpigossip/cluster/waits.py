@@ -95,7 +95,7 @@ class WaitMonitor:
         self._telling = threading.Lock()
         self._process = os.getpid()
 
-    def numbers(self, comm: MPI.Comm, ranks: Iterable[int]) -> list[int]:
+    def world_ranks(self, comm: MPI.Comm, ranks: Iterable[int]) -> list[int]:
         """The numbers here of ranks of another communicator; of those that are left."""
         theirs = comm.Get_group()
         ours = self._comm.Get_group()
@@ -153,7 +153,14 @@ class WaitMonitor:
         word, called, steps, order, rank, number = self._arrived[0].tolist()
         if number == 0:
             return
-        self._calls[rank] = called.decode(), steps, time.monotonic()
+        call = called.decode()
+        last_call, last_steps, heard = self._calls.get(rank, ("", 0, 0.0))
+        last = self._heard.get(rank), last_call, last_steps, self._orders.get(rank)
+        if last != (word, call, steps, order):
+            heard = time.monotonic()
+        # A rank repeats its message as long as its wait lasts. `DEPARTURE_GRACE_S` counts from the
+        # first one.
+        self._calls[rank] = call, steps, heard
         self._orders[rank] = order
         self._heard[rank] = word
         self._taken[rank] = number

@@ -16,8 +16,10 @@ NotNegative = Annotated[
     float,
     Limit(lambda v: v == 0 or 1e-15 <= v <= 1e9, "must be 0, or at least 1e-15 and at most 1e9"),
 ]
+LARGEST = 1e15
+"""Largest value of a setting of type `AboveZero`."""
 AboveZero = Annotated[
-    float, Limit(lambda v: 1e-15 <= v <= 1e15, "must be greater than 0, from 1e-15 up to 1e15")
+    float, Limit(lambda v: 1e-15 <= v <= LARGEST, "must be greater than 0, from 1e-15 up to 1e15")
 ]
 OneOrMore = Annotated[float, Limit(lambda v: 1 <= v <= 1e6, "must be at least 1, at most 1e6")]
 Chance = Annotated[float, Limit(lambda v: 0 <= v < 1, "must be at least 0 and below 1")]

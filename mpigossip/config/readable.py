@@ -38,9 +38,21 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(text))
 
 
+OF_STDOUT = "of_standard_output"
+"""Attribute of an OSError that `print_safe` has raised for standard output."""
+
+
 def print_safe(*texts: object, **options: Any) -> None:
-    """Print texts as `shown`; all that this package prints goes through here."""
-    print(*map(printable, texts), **options)
+    """Print texts as `printable`; all that this package prints goes through here.
+
+    An OSError of it has the attribute `OF_STDOUT` if it is one of standard output.
+    """
+    try:
+        print(*map(printable, texts), **options)
+    except OSError as error:
+        if options.get("file") in (None, sys.stdout):
+            setattr(error, OF_STDOUT, True)
+        raise
 
 
 def print_note(text: object) -> None:

@@ -6,6 +6,7 @@ to, into what a model takes. So a GPU gets a quarter of the bytes and does the n
 """
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -30,6 +31,7 @@ from mpigossip.data.datasets import (
     compared_indices,
     content_hash,
     mistake,
+    same_content,
 )
 from mpigossip.data.images import Images, Recipe
 from mpigossip.data.philox import NOISE, words
@@ -182,10 +184,12 @@ class SyntheticSource(Source):
 
     @cached_property
     def train_labels(self) -> np.ndarray:  # type: ignore[override]
+        """Labels of the training samples, (samples,) int64; made when they are first read."""
         return self._labels(self.train_size)
 
     @cached_property
     def test_labels(self) -> np.ndarray:  # type: ignore[override]
+        """Labels of the test samples, (test_samples,) int64; made when they are first read."""
         return self._labels(self.test_size)
 
     def _labels(self, samples: int) -> np.ndarray:
@@ -387,11 +391,11 @@ def _check_contents(name: str, data: AnyData, world: "World") -> None:
     """
     with world.raise_together(UserError):
         content = _content(name, data)
-    if not world.agree(int(content != world.broadcast(content))):
+    if not world.agree(int(not same_content(content, world.broadcast(content)))):
         return
     with world.raise_together(UserError):
         again = _content(name, data)
-    if world.agree(int(again != content)):
+    if world.agree(int(not same_content(again, content))):
         return
     _check_equal(
         world,
@@ -399,6 +403,7 @@ def _check_contents(name: str, data: AnyData, world: "World") -> None:
         f'data.source = "{name}": samples on rank {{}} on {{}} differ from those of the same '
         "numbers on rank 0 on {}; copy the same data to all hosts, or make the function that "
         "data.source names independent of the rank",
+        same_content,
     )
 
 
@@ -412,15 +417,18 @@ def _content(name: str, data: AnyData) -> bytes:
         raise mistake(name, text) from error
 
 
-def _check_equal(world: "World", value: Any, text: str) -> None:
+def _check_equal(
+    world: "World", value: Any, text: str, same: Callable[[Any, Any], bool] = operator.eq
+) -> None:
     """JobError unless all ranks have the same value; collective.
 
     :param text: message with three places: a rank, its host, and that of rank 0
+    :param same: predicate of two values that are taken for equal
     """
     values = world.gather(value)
     with world.raise_together(JobError):
         for rank, other in enumerate(values or ()):
-            if other != value:
+            if not same(other, value):
                 raise JobError(text.format(rank, world.hosts[rank], world.hosts[0]))
 
 

@@ -48,7 +48,7 @@ class Gathered(Mixer):
         self._scalars = [one.clone() for _ in range(layout.scalars)]
         self._kind = ExchangeKind.LOCAL
         self.n = self._inner.n
-        self.rows = self._inner.local_nodes
+        self.local_nodes = self._inner.local_nodes
         self.bytes_sent = self._inner.bytes_sent
         self.staleness = self._inner.staleness
 

@@ -102,7 +102,7 @@ def make_record(
 ) -> tuple[Record, dict[str, float]]:
     """The record of a step that an engine has just made, and the averages of its cadence."""
     mixer = engine.mixer
-    rows = len(engine.mixer.rows)
+    rows = len(engine.mixer.local_nodes)
     apart = engine.mixed_distance
     loss, norm = (unmeasured(rows) if value is None else value for value in (loss, norm))
     if apart is None:
@@ -182,7 +182,7 @@ def check_message(
     for part, total in [(part, part.sum()) for part in out[: engine.method.vectors]]:
         if math.isfinite(total):
             continue
-        for node, row in zip(engine.mixer.rows, part, strict=True):
+        for node, row in zip(engine.mixer.local_nodes, part, strict=True):
             if len(wrong := row.isfinite().logical_not().nonzero()):
                 raise NonFiniteError(
                     f"step {engine.index}: {len(wrong):,} values that node {node} was about to "
@@ -196,11 +196,13 @@ def check_message(
 
 def _parameter(vector: Any, segment: int, columns: Sequence[slice], at: int) -> str:
     """Return the name of the parameter that has element ``at`` of a message."""
-    flat = vector.flat.own
+    flat = vector.flat.local_layout
     for c in columns:
         if at < c.stop - c.start:
             # what FSDP2 has sharded lies at the same offsets in all slots
             column = (vector.first[segment] + c.start + at) % flat.size
-            return next(n for n, p in zip(flat.names, flat.places, strict=True) if column < p.stop)
+            return next(
+                n for n, p in zip(flat.names, flat.column_ranges, strict=True) if column < p.stop
+            )
         at -= c.stop - c.start
     return "the padding"

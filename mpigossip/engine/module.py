@@ -9,14 +9,14 @@ from torch import nn
 from mpigossip.config import JobError
 from mpigossip.config.readable import print_note_once
 from mpigossip.engine.shared_memory import check_separate
-from mpigossip.engine.vector import ParameterLayout, flatten
+from mpigossip.engine.vector import ParameterLayout, bits, flatten
 
 LOW = (torch.bfloat16, torch.float16)
 """Types of parameters of which a float32 master is kept, stepped and exchanged."""
 BLOCK = 1 << 18
 """Elements that are compared at a time on a CPU, so that they stay in its cache."""
 COMPARED = 1 << 24
-"""Elements that are compared at a time on a GPU, which needs up to 8 bytes for each."""
+"""Elements that are compared at a time on a GPU, which needs up to 10 bytes for each."""
 
 
 class ModuleParameters:
@@ -235,15 +235,52 @@ class ModuleParameters:
         On a GPU the host doesn't wait for the comparison.
         """
         for row, parameters in enumerate(self.rows):
+            if parameters[0].device.type != "cpu":
+                self._take_edits_at_once(row)
+                continue
             for p, master, low in zip(parameters, self._masters(row), self.low, strict=True):
-                if not low:
-                    continue
-                for now, exact in _blocks(p.data, master):
-                    written = _bits(now)
-                    rounded = _bits(exact.to(now.dtype))
-                    # a CPU looks first, which is faster; a GPU's host would have to wait for that
-                    if now.device.type != "cpu" or not torch.equal(rounded, written):
-                        torch.where(rounded == written, exact, now, out=exact)
+                if low:
+                    _take_edit(p.data, master)
+
+    def _take_edits_at_once(self, row: int) -> None:
+        """Do so by a few operations for many parameters, as a GPU's host starts each of them."""
+        masters = self.full[0][row]
+        for dtype, group in self._edit_groups():
+            if len(group) == 1:  # it may be large
+                k = group[0]
+                _take_edit(self.rows[row][k].data, self._masters(row)[k])
+                continue
+            begin = self.flat.offsets[group[0]]
+            exact = masters[begin : self.flat.column_ranges[group[-1]].stop]
+            rounded = exact.to(dtype)
+            # What no parameter of the group is copied to, padding and float32 parameters, stays
+            # equal and is kept.
+            written = rounded.clone()
+            views = [
+                written.as_strided(
+                    self.flat.shapes[k], self.flat.strides[k], self.flat.offsets[k] - begin
+                )
+                for k in group
+            ]
+            torch._foreach_copy_(views, [self.rows[row][k].data for k in group])
+            torch.where(bits(rounded) == bits(written), exact, written, out=exact)
+
+    def _edit_groups(self) -> list[tuple[torch.dtype, list[int]]]:
+        """Return the 16-bit parameters by type, in runs that span at most `COMPARED` elements.
+
+        A run contains a single parameter if that is larger.
+        """
+        groups: list[tuple[torch.dtype, list[int]]] = []
+        ranges = self.flat.column_ranges
+        for k, (p, low) in enumerate(zip(self.rows[0], self.low, strict=True)):
+            if not low:
+                continue
+            dtype, group = groups[-1] if groups else (None, [k])
+            if dtype is p.dtype and ranges[k].stop - ranges[group[0]].start <= COMPARED:
+                group.append(k)
+            else:
+                groups.append((p.dtype, [k]))
+        return groups
 
     def _masters(self, row: int) -> list[torch.Tensor]:
         return self.cut(self.full[0][row])
@@ -255,7 +292,7 @@ class ModuleParameters:
         """
         for x, before in zip(self.x, sent, strict=True):
             for now, then in _blocks(x, before):
-                if not torch.equal(_bits(now), _bits(then)):
+                if not torch.equal(bits(now), bits(then)):
                     return True
         return self._rounded_differ()
 
@@ -266,7 +303,7 @@ class ModuleParameters:
                 if not low:
                     continue
                 for now, exact in _blocks(p.data, master):
-                    if not torch.equal(_bits(exact.to(now.dtype)), _bits(now)):
+                    if not torch.equal(bits(exact.to(now.dtype)), bits(now)):
                         return True
         return False
 
@@ -284,6 +321,16 @@ class ModuleParameters:
         return [p._version for parameters in self.rows for p in parameters]
 
 
+def _take_edit(low: torch.Tensor, master: torch.Tensor) -> None:
+    """Copy the elements of a 16-bit parameter that aren't the rounded master to the master."""
+    for now, exact in _blocks(low, master):
+        written = bits(now)
+        rounded = bits(exact.to(now.dtype))
+        # a CPU looks first, which is faster; a GPU's host would have to wait for that
+        if now.device.type != "cpu" or not torch.equal(rounded, written):
+            torch.where(rounded == written, exact, now, out=exact)
+
+
 def own_storage(view: torch.Tensor) -> torch.Tensor:
     """The same memory as a storage of its own.
 
@@ -291,11 +338,6 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     all but one of them from its checkpoints.
     """
     return torch.from_dlpack(view)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers, as -0.0 equals 0.0 and NaN nothing."""
-    return tensor.view(torch.int32 if tensor.dtype.itemsize == 4 else torch.int16)
 
 
 def _blocks(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -9,7 +9,7 @@ import torch
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.engine.measurements import Clock, Record, check_message, make_record, mixed_distance
-from mpigossip.engine.vector import FlatParameters, named_arrays, packed, scatter_row
+from mpigossip.engine.vector import FlatParameters, bits, named_arrays, packed, scatter_row
 from mpigossip.groups.base import Group, local_shards, profiled
 from mpigossip.mixing.base import ExchangeKind, Mixer
 
@@ -143,7 +143,7 @@ class Engine:
         assert self._outbox is not None, "no exchange has begun"
         found = []
         for out, x in zip(self._outbox, self.vector.x, strict=True):
-            stays = self.mixer.layout.wire.exact and torch.equal(out[0], x)
+            stays = self.mixer.layout.wire.exact and torch.equal(bits(out[0]), bits(x))
             found.append(out[0] if stays else x.clone())
         return found
 

@@ -206,6 +206,11 @@ def flatten(
     )
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as integers, as -0.0 equals 0.0 and NaN nothing."""
+    return tensor.view(torch.int32 if tensor.dtype.itemsize == 4 else torch.int16)
+
+
 # -- state by name: an algorithm's nested arrays as packed rows of a node, and back ----------------
 
 
@@ -259,17 +264,35 @@ def scatter_row(
     flat: ParameterLayout,
     here: range | None = None,
 ) -> None:
-    """Inverse of :func:`joined`; ``here``: the shards that ``parts`` are, None: all."""
+    """Copy a packed row into its shards; the inverse of :func:`join_row`.
+
+    :param here: the shards that ``parts`` are; None: all
+    :raises ValueError: if the packed row has another number of elements than the model
+    """
     values = torch.from_numpy(np.array(packed))
     if is_per_row(parts[0], flat):
         for part in parts:
             part[row].copy_(values)
         return
+    values = without_padding(values, flat)
+    if values.shape != (flat.count,):
+        raise ValueError(
+            f"an array of the method's state has {values.numel()} elements, and the model has "
+            f"{flat.count} trained parameters. An earlier version saved only a part of float64 "
+            "state if a node had several slots: export the model by `mpigossip checkpoint export`, "
+            "and begin a new run from it"
+        )
     whole = torch.empty(flat.size, dtype=parts[0].dtype)
     flat.unpack(values, whole)
     pieces = whole.chunk(flat.slots)
     for part, shard in zip(parts, range(flat.slots) if here is None else here, strict=True):
         part[row].copy_(pieces[shard])
+
+
+def without_padding(values: torch.Tensor, flat: ParameterLayout) -> torch.Tensor:
+    """Return a packed row; earlier versions saved float64 state with the padding."""
+    padded = values.shape == (flat.size,) and flat.size != flat.count
+    return flat.pack(values) if padded else values
 
 
 def is_per_row(part: torch.Tensor, flat: ParameterLayout) -> bool:

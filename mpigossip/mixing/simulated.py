@@ -74,7 +74,7 @@ class Simulated(Mixer):
     """All n nodes as rows of the same arrays; a round is a few tensor operations over all rows.
 
     Rows whose neighbours carry the same weights are combined together, by the same
-    :func:`~mpigossip.mixing.combine.combine` that a rank uses for its single row.
+    :func:`~mpigossip.mixing.combine.weighted_sum` that a rank uses for its single row.
     """
 
     def __init__(self, graph, layout: MessageLayout):

@@ -84,8 +84,14 @@ def limited(described: str, parameters: float, tensors: float, remedy: str) -> I
 
 
 def is_small(module: nn.Module, shape: tuple[int, ...], tokens: bool) -> bool:
-    """Return whether a model may be built and tried on a sample even if nothing is trained."""
-    elements = math.prod(shape)
-    return sum(
-        parameter.numel() for parameter in module.parameters()
-    ) <= TRIED_PARAMETERS and elements <= (TRIED_TOKENS if tokens else TRIED_ELEMENTS)
+    """Return whether a model may be built and tried on a sample even if nothing is trained.
+
+    The size of a model with lazy modules is not known before it has seen a sample.
+    """
+    parameters = [*module.parameters()]
+    if any(isinstance(one, nn.parameter.UninitializedTensorMixin) for one in parameters):
+        return True
+    size = sum(parameter.numel() for parameter in parameters)
+    return size <= TRIED_PARAMETERS and math.prod(shape) <= (
+        TRIED_TOKENS if tokens else TRIED_ELEMENTS
+    )

@@ -68,7 +68,7 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
                 with draws, recalibrating(module):
                     for batch in batches:
                         seen += 1
-                        _show(module, map_tensors(lambda one: one.to(device), batch))
+                        _show(module, batch, device)
             with node.world.raise_together(JobError):  # also where only others have batches
                 if batches is not None and not seen:
                     raise JobError(
@@ -86,22 +86,29 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
         node.edits.renew(node.vector)
 
 
-def _show(module: nn.Module, batch: Nested) -> None:
+def _show(module: nn.Module, batch: Nested, device: torch.device) -> None:
     """Call the module on a batch: the inputs of (inputs, targets), or a mapping's entries by name.
 
     Entries that the module's ``forward`` does not name, such as labels, are left out; if it names
-    none of them, it gets the mapping itself.
+    none of them, it gets the mapping itself. Only what the module gets is moved to ``device``.
     """
     inputs = batch[0] if isinstance(batch, list | tuple) else batch
     if not isinstance(inputs, Mapping):
-        module(inputs)
+        module(_moved(inputs, device))
         return
     names, takes_all = _keywords(module)
     given = {key: value for key, value in inputs.items() if takes_all or key in names}
     if given:
-        module(**given)
+        module(**{key: _moved(value, device) for key, value in given.items()})
     else:
-        module(inputs)
+        module(_moved(inputs, device))
+
+
+def _moved(inputs: Nested, device: torch.device) -> Nested:
+    """Return inputs on ``device``: nested tensors, or an object with `to`, such as a graph."""
+    if isinstance(inputs, torch.Tensor | Mapping | list | tuple):
+        return map_tensors(lambda one: one.to(device), inputs)
+    return inputs.to(device) if callable(getattr(inputs, "to", None)) else inputs
 
 
 def _keywords(module: nn.Module) -> tuple[set[str], bool]:
@@ -172,6 +179,7 @@ def paused(node: LoopNode) -> Iterator[None]:
         if not serves:
             yield
             return
+        node.collect_edits()
         try:
             with node.vector.set_aside(), _serving(node):
                 yield

@@ -265,7 +265,7 @@ class Gossip(RunDirectoryMixin):
         check_process()
         check_default_device(deadline.current_call or "Gossip")
         if self._loaded is not None:
-            with deadline.user_call(LOADED):
+            with deadline.user_call(LOADED, ordered=self.mixer.synchronous):
                 return self._resumed()
         return self._resumed()
 
@@ -390,8 +390,8 @@ class Gossip(RunDirectoryMixin):
         :param twin: module that is averaged and returned in place of the model, such as its EMA
         :param recalibrate: batches of this node with which the statistics of BatchNorm are computed
             again for the averaged model, before they are averaged themselves: tensors, pairs
-            (inputs, targets), or mappings whose entries are passed by name if ``forward`` has
-            parameters of these names
+            (inputs, targets), mappings whose entries are passed by name if ``forward`` has
+            parameters of these names, or objects with a method ``to(device)``, such as graphs
         """
         self._ready_engine()
         other = None if twin is None or twin is self._given else arguments.one_module(twin, "twin")

@@ -196,8 +196,13 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """
     if callable(getattr(optimizer, "first_step", None)):
         return True
-    given = signature(optimizer.step).parameters.values()
-    return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in given)
+    # A learning-rate scheduler replaces the attribute `step` of the instance by a plain function
+    # whose signature has `self`. The class keeps the original.
+    try:
+        parameters = [*signature(type(optimizer).step).parameters.values()]
+    except (ValueError, TypeError):  # it is compiled and has no signature
+        return False
+    return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[1:])
 
 
 def check_group(known: Container[int], group: dict[str, Any]) -> None:

@@ -146,7 +146,7 @@ class Member:
                         self._retry(partial(writer.append, self._row(writer)))
                         self._exchange()
                         if self._done == 2:
-                            check_lease(place.plan.lease_s, time.perf_counter() - began)
+                            check_lease(place.plan.lease_s, live.round_seconds())
                         if live.stopping():
                             raise StopRequested
             facts: dict[str, Number] = {"slots": 1, "door": "loop"}
@@ -225,7 +225,228 @@ class Member:
 
     def _writer(self) -> LogWriter:
         folder = self._folder / "logs" / f"{self._live.place.number:06d}"
-        folder.mkdir(parents=True, exist_ok=True)
+        # Not with those above it, which are missing if the training's folder is unmounted.
+        folder.mkdir(exist_ok=True)
+        return LogWriter(
+            folder / "log.h5",
+            nodes=1,
+            job=self._job,
+            columns=COLUMNS | MEMBER_COLUMNS,
+            environment=environment(),
+        )
+
+    def _row(self, writer: LogWriter) -> dict[str, np.ndarray]:
+        """Return the log's row of the chunk, after adding missing columns to the log."""
+        figures = self._figures
+        self._figures = {}
+        new = {name: FIGURE for name in figures if name not in writer.columns}
+        self._retry(lambda: writer.widen(new))
+        return {
+            name: np.full((1, 1), figures.get(name, column.unknown))
+            for name, column in writer.columns.items()
+        }
+
+    def _retry(self, write: Callable[[], T]) -> T:
+        """Write to the log; try again if the file system of the folder fails."""
+        disk = self._live.place.disk
+        number = self._live.place.number
+        return disk.retry(write, f"logs/{number:06d}/log.h5")
+
+
+@contextmanager
+def join(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    chunks: int,
+    lease_s: float = 600.0,
+    wall_clock_s: float = 0.0,
+    shared: bool = False,
+    poll_s: float = POLL_S,
+    replay: bool = False,
+) -> Iterator[Member]:
+    """Return a context manager in which this program is a member of a training in a folder.
+
+    The first member creates the training::
+
+        with mpigossip.join("runs/big", model, optimizer, chunks=2000) as member:
+            for chunk in member:
+                for inputs, targets in batches(chunk):
+                    optimizer.zero_grad()
+                    loss = criterion(model(inputs), targets)
+                    loss.backward()
+                    optimizer.step()
+                member.log(loss=loss)
+
+    Each program is one member and needs no launcher. Break the loop over chunks if
+    ``member.stopping`` is true; ``member.finished`` is true if all chunks are trained. The first
+    member starts with ``model`` as it is. A later member starts with the average of the newest
+    models, and with the averaged optimizer state.
+
+    :param folder: folder of the training
+        :param job: job in the folder
+        :param model: model of this member
+        :param optimizer: optimizer of this member
+        :param replay: repeat recorded chunks instead of training
+        """
+        self._live = live
+        self._folder = folder
+        self._chunks = self._repeat() if replay else self._train()
+        self._model = model
+        self._optimizer = optimizer
+        self._done = 0
+        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._seed = self._capture()
+        self._figures = dict[str, float]()
+        # members average after the local step
+        gossip = replace(job.algorithm, name="dsgd", options={"style": "atc"})
+        self._job = loop_text(replace(job, algorithm=gossip), model, optimizer, self._trained)
+        self.finished = False
+        """True if all chunks of the training are trained."""
+        self.progress = 0
+        """Progress of this model's history, from 0 to chunks − 1: a learning rate may follow it."""
+
+    def close(self) -> None:
+        """Leave the training; other members train a chunk that was started but not finished."""
+        self._chunks.close()
+        self._live.close()
+
+    def __iter__(self) -> Iterator[int]:
+        return self._chunks
+
+    @property
+    def stopping(self) -> bool:
+        """Return whether this member was asked to leave; the iteration ends at the next chunk."""
+        return self._live.stopping()
+
+    def log(self, **figures: float | torch.Tensor) -> None:
+        """Add metrics of the chunk to the member's log; "loss" and "lr" are as in a job."""
+        check_names(figures, ("step", "node", "steps", "evaluations", "summary"))
+        self._figures |= {
+            name: float(torch.as_tensor(one).detach()) for name, one in figures.items()
+        }
+
+    def _train(self) -> Generator[int]:
+        live = self._live
+        place = self._live.place
+        names = self._seed.names
+        shapes = self._seed.shapes
+        device = self._device
+        try:
+            while not place.ended():
+                if live.stopping():
+                    return
+                with live.stay():
+                    states = live.begin(about(names, shapes, [str(device)]))
+                    print_note(
+                        f"place {place.number} of {self._folder}: {place.plan.chunks:,} chunks "
+                        "for all members together"
+                    )
+                    self._put(average(states or [self._seed]))
+                    live.place.disk.make("logs")
+                    writer = self._retry(self._writer)
+                    self._done = 0
+                    while (found := live.chunk()) is not None:
+                        chunk, progress = found
+                        self.progress = min(progress, place.plan.chunks - 1)
+                        began = time.perf_counter()
+                        peer = place.peer
+                        number = place.round
+                        yield chunk
+                        self._done += 1
+                        self._figures |= {
+                            "compute_s": time.perf_counter() - began,
+                            "chunk": chunk,
+                            "round": number,
+                            "time": time.time(),
+                            "history": place.age,
+                            "peer": peer.place if peer else np.nan,
+                        }
+                        self._retry(partial(writer.append, self._row(writer)))
+                        self._exchange()
+                        if self._done == 2:
+                            check_lease(place.plan.lease_s, live.round_seconds())
+                        if live.stopping():
+                            raise StopRequested
+            facts: dict[str, Number] = {"slots": 1, "door": "loop"}
+            states = result(live, self._folder, place.plan.chunks, self._job, facts)
+        except StopRequested:
+            return
+        # the program then exits with code 75, as if it was asked to leave
+        except FolderUnreachable as error:
+            print_note(error)
+            return
+        self._put(average(states))
+        self.finished = True
+
+    def _repeat(self) -> Generator[int]:
+        script = ReplayLog(self._live.place)
+        for version in script.repeating(wanted_of(script, None, None)):
+            models, peer, progress = script.given(version)
+            self._put(average(models or [self._seed]))
+            if version.round > 1:
+                self._meet(models[0], peer)
+            self.progress = min(progress, self._live.place.plan.chunks - 1)
+            yield script.round(version).chunk
+            script.check(version, self._capture())
+        self.finished = bool(script.end)
+        if self.finished:
+            self._put(average([script.models[one] for one in script.end]))
+        print_note(script.told())
+
+    def _exchange(self) -> None:
+        """Publish the model, and average it with another member's model, if there is one."""
+        own = self._capture()
+        self._live.send(own)
+        self._meet(own, self._live.receive())
+
+    def _meet(self, own: NodeState, other: NodeState | None) -> None:
+        if other is not None:
+            rows = [torch.from_numpy(one.parameters).reshape(1, -1) for one in (own, other)]
+            self._put_parameters(weighted_sum((0.5, 0.5), rows, torch.empty_like(rows[0]))[0])
+
+    # -- the model as arrays ----------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._trained.values())).device
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        stored = self._model.state_dict(keep_vars=True)
+        return {name: one for name, one in self._model.named_buffers() if name in stored}
+
+    def _capture(self) -> NodeState:
+        arrays = {f"buffers/0/{name}": plain(one).copy() for name, one in self._buffers().items()}
+        text = write_optimizer(self._optimizer, self._model, arrays)
+        values = [plain(p.float()).ravel() for p in self._trained.values()]
+        shapes = tuple(tuple(p.shape) for p in self._trained.values())
+        numbers: dict[str, Number] = {"index": self._done, "local_steps": self._done, "torch": text}
+        return NodeState(np.concatenate(values), tuple(self._trained), shapes, arrays, numbers)
+
+    def _put(self, state: NodeState) -> None:
+        """Restore a model with its buffers and the optimizer's state."""
+        self._put_parameters(torch.from_numpy(state.parameters))
+        put_buffers({0: self._buffers()}, state)
+        given, _ = read_optimizer(
+            self._optimizer, self._model, str(state.numbers["torch"]), state.arrays
+        )
+        # keep the learning rates and settings of this program
+        now = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": given["state"], "param_groups": now})
+
+    @torch.no_grad()
+    def _put_parameters(self, values: torch.Tensor) -> None:
+        parts = values.split([p.numel() for p in self._trained.values()])
+        for p, part in zip(self._trained.values(), parts, strict=True):
+            p.copy_(part.view(p.shape))
+
+    # -- its log ----------------------------------------------------------------------------------
+
+    def _writer(self) -> LogWriter:
+        folder = self._folder / "logs" / f"{self._live.place.number:06d}"
+        # Not with those above it, which are missing if the training's folder is unmounted.
+        folder.mkdir(exist_ok=True)
         return LogWriter(
             folder / "log.h5",
             nodes=1,

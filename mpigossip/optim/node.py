@@ -336,7 +336,13 @@ class LoopNode:
         if self._overlap == "auto" and self.engine.method.ahead and self.mixer.synchronous:
             self.engine.ahead()
             self.edits.begin(self.vector, self.engine.sent_x)
-        elif (name := self.job.algorithm.name) in KEEPS_MODEL:
+        else:
+            self._reject_edits_of_kept_model()
+
+    def _reject_edits_of_kept_model(self) -> None:
+        """Let the next step reject edits, if the method overwrites them with its own model."""
+        name = self.job.algorithm.name
+        if name in KEEPS_MODEL:
             self.edits.begin(
                 self.vector,
                 lambda: [x.clone() for x in self.vector.x],
@@ -379,9 +385,23 @@ class LoopNode:
                 "average(): the next step's exchange is in flight, as this method sends before "
                 'the gradient is there; give Gossip overlap="never"'
             )
+        self.collect_edits()
+        # The exchange changes x, which is no edit of the program.
+        restarts = self.edits.in_flight
+        self.edits.end()
         self.vector.gather()
         self.exchange()
         self.publish()
+        if restarts:
+            self._reject_edits_of_kept_model()
+
+    def collect_edits(self) -> None:
+        """Put edited and moved parameters into the vector, before an exchange without a step.
+
+        :raises JobError: if the step would reject the edits
+        """
+        self.edits.collect(self.vector)
+        self.edits.check()
 
     def exchange(self) -> None:
         """Exchange without a step, unless the algorithm would divide by a learning rate of 0."""

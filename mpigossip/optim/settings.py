@@ -12,6 +12,7 @@ from mpigossip.cluster.process import TIMEOUT_S
 from mpigossip.cluster.world import World
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError, removed
 from mpigossip.config.choices import options_of, spec_of
+from mpigossip.config.limits import LARGEST
 from mpigossip.config.toml import near
 from mpigossip.graphs import GraphError
 from mpigossip.graphs.user_graphs import is_network
@@ -77,7 +78,8 @@ def settings(
         sections["node"]["ranks_per_node"] = world.nodes.per_node
     sections["node"] |= {"mixer": mixer, "devices": "cpu:1" if device == "cpu" else device}
     if world.timeout_s != TIMEOUT_S:
-        sections["node"].setdefault("timeout_s", world.timeout_s)
+        # A world may wait without a limit, as timeout_s = inf; the setting is finite.
+        sections["node"].setdefault("timeout_s", min(world.timeout_s, LARGEST))
     if wire is not None:
         sections["node"]["wire"] = wire
     job = assemble.load(sections)

@@ -11,7 +11,7 @@ from mpigossip.config.readable import pluralize, print_note_once
 from mpigossip.engine.module import LOW, ModuleParameters
 from mpigossip.engine.sharded import ShardedParameters
 from mpigossip.engine.step import Engine
-from mpigossip.engine.vector import ParameterLayout, join_row, scatter_row
+from mpigossip.engine.vector import ParameterLayout, join_row, scatter_row, without_padding
 from mpigossip.optim import initial_sync
 from mpigossip.optim.inner import fill_missing
 from mpigossip.store.manifest import MOST, counter
@@ -135,8 +135,10 @@ def check_step(world: World, mine: dict[str, Any] | None) -> None:
 def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
     """Raise JobError on all nodes if a state has another algorithm or cadence; collective."""
     with world.raise_together(JobError):
-        arrays = {name: (a.shape, a.dtype) for name, a in state["arrays"].items()}
-        own = _arrays(engine, engine.vector.flat.local_layout)
+        flat = engine.vector.flat.local_layout
+        packed = {name: without_padding(a, flat) for name, a in state["arrays"].items()}
+        arrays = {name: (a.shape, a.dtype) for name, a in packed.items()}
+        own = _arrays(engine, flat)
         ours = {name: (a.shape, a.dtype) for name, a in own.items()}
         if arrays != ours or engine.numbers().keys() != state["numbers"].keys() - {"bytes_sent"}:
             raise JobError(

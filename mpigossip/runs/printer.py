@@ -132,7 +132,7 @@ class Printer(Hook):
         words += [f"loss {number(sum(losses) / len(losses))}"] if losses else []
         optional = [f"{name} {number(mean(value))}" for name, value in self._figures.items()]
         words += optional
-        samples = progress.samples_per_step * self._engine.cadence.share
+        samples = progress.samples_per_step * self._engine.cadence.local_fraction
         words += [f"{speed * samples:,.0f} samples/s" if samples else f"{speed:,.1f} steps/s"]
         if progress.total_steps:
             rate = max(done - progress.first_step, 1) / max(

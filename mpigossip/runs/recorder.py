@@ -53,8 +53,10 @@ def evaluation_columns(objective: Objective) -> dict[str, Column]:
 class Recorder(Hook):
     """Hook that gathers the steps of all nodes to rank 0 at each flush, and appends them there."""
 
-    def __init__(self, world: World):
+    def __init__(self, world: World, parents: bool = True):
+        """``parents``: whether to create the folders above that of the log, too."""
         self._world = world
+        self._parents = parents
         self._kept: list[dict[str, Any]] = []
         self._evaluations: list[tuple[dict, dict[str, np.ndarray]]] = []
         self._writer: LogWriter | None = None
@@ -63,7 +65,7 @@ class Recorder(Hook):
 
     def start(self, progress, assembly) -> None:
         self._progress = progress
-        self._rows = len(assembly.engine.mixer.rows)
+        self._rows = len(assembly.engine.mixer.local_nodes)
         about = "{} of the node's training samples in the step"
         task = progress.objective
         self._columns = COLUMNS | {"loss": COLUMNS["loss"]._replace(unit=task.unit("loss"))}
@@ -83,7 +85,7 @@ class Recorder(Hook):
         left = self._world.gather((self._names, kept))
         with self._world.raise_together(StoreError, OSError):
             if self._world.rank == 0:
-                progress.folder.mkdir(parents=True, exist_ok=True)
+                progress.folder.mkdir(parents=self._parents, exist_ok=True)
                 self._writer = self._open(progress, progress.nodes, progress.first_step)
                 self._append_left(progress, left)
         self._kept = []
@@ -102,7 +104,7 @@ class Recorder(Hook):
         begun = self._world.broadcast(found)
         with self._world.raise_together(JobError):
             clock = VirtualClock(progress.job, assembly, begun)
-        self._nodes = assembly.engine.mixer.rows
+        self._nodes = assembly.engine.mixer.local_nodes
         return clock
 
     def _open(self, progress, nodes: int, first_step: int) -> LogWriter:
@@ -235,7 +237,7 @@ class Recorder(Hook):
         except LogGone as gone:
             progress = self._progress
             first = self._writer.next_step
-            progress.folder.mkdir(parents=True, exist_ok=True)
+            progress.folder.mkdir(parents=self._parents, exist_ok=True)
             self._writer = self._open(progress, progress.nodes, first)
             progress.warn(f"{gone}: a new one begins at step {first}")
             self._write(gathered, evaluations)

@@ -79,19 +79,8 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
     numbers = json.dumps(state.numbers, default=lambda v: v.item())
     names = [*stored, "arrays", "layout", "numbers"]
     objects = {path for name in names for path in accumulate(name.split("/"), "{}/{}".format)}
-    for count, what, most in (
-        (
-            len(objects),
-            "groups and arrays",
-            guard.max_objects(sum(a.nbytes for a in stored.values())),
-        ),
-        (len(numbers), "bytes of counters and texts", guard.TEXT),
-    ):
-        if count > most:
-            raise StoreError(
-                f"{path} would have {count:,} {what}, of which {most:,} can be read again; save "
-                "fewer parameters or kept objects"
-            )
+    _check_count(path, len(objects), "groups and arrays", guard.OBJECTS)
+    _check_count(path, len(numbers), "bytes of counters and texts", guard.TEXT)
     with writing(path):
         large = []
         with create(path, **direct.LAYOUT) as file:
@@ -111,7 +100,19 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
             file.create_dataset("layout", data=node_state.table(state.names, state.shapes))
             write_text(file, "numbers", numbers)
         checksum = direct.fill(path, large)
-    return Entry(node, path.name, path.stat().st_size, checksum, flat.size)
+    size = path.stat().st_size
+    # Readers go by the size of the file, which is not known before.
+    _check_count(path, len(objects), "groups and arrays", guard.max_objects(size))
+    return Entry(node, path.name, size, checksum, flat.size)
+
+
+def _check_count(path: Path, count: int, what: str, most: int) -> None:
+    """Raise StoreError if a file has more of something than readers accept."""
+    if count > most:
+        raise StoreError(
+            f"{path} would have {count:,} {what}, of which {most:,} can be read again; save "
+            "fewer parameters or kept objects"
+        )
 
 
 def commit(

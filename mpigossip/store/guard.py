@@ -30,8 +30,8 @@ from mpigossip.store import StoreError
 OBJECTS = 1 << 17
 ATTRIBUTES = 1 << 10
 """Most groups and arrays in a file (11 kB and 0.1 to 0.3 ms each), most attributes of one."""
-FEW_OBJECTS = 1 << 13
-BYTES_OF_OBJECT = 1 << 12
+FEW_OBJECTS = 1 << 14
+BYTES_OF_OBJECT = 1 << 9
 """Groups and arrays that a file of any size may have, and bytes of a file for each further one."""
 NAME = 1 << 10
 WORDS = 1 << 16

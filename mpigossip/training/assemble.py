@@ -8,7 +8,7 @@ import torch
 
 from mpigossip import algorithms, config, graphs, models
 from mpigossip.algorithms import cadence as cadences
-from mpigossip.cluster import nodes
+from mpigossip.cluster import deadline, nodes
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.choices import Tables
@@ -106,7 +106,9 @@ def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
     places = None
     with world.raise_together(GraphError):
         if world.rank == 0:
-            places = places_for(graph, found, order)
+            # The search may take longer than the others wait, which is no fault of this rank.
+            with deadline.paused():
+                places = places_for(graph, found, order)
     return renumbered(graph, world.broadcast(places))
 
 

@@ -327,7 +327,7 @@ def samples(comm, nodes):
     seen = []
     original = trials._trained
     trials._trained = lambda job, *_: seen.append((job.data.source, job.data.samples))
-    shape = Namespace(count=nodes, per_node=1, first=False)
+    shape = Namespace(count=nodes, per_node=1, is_leader=False)
     try:
         trials.compared(Namespace(nodes=shape, gather=lambda _: None), "cuda:0-7", "ring", 30.0)
     finally:

@@ -40,10 +40,10 @@ def test_all_sites_are_there_say_that_they_are_untried_and_name_their_source():
     assert sorted(sites()) == SITES
     for name in SITES:
         site = read_site(name)
-        assert site.tried is False
+        assert site.tested is False
         assert site.link.startswith("https://")
-        assert "checked = " in sites()[name].read_text()
-        assert site.checked is False or re.fullmatch(r"\d{4}-\d\d-\d\d", site.checked)
+        assert "page_checked = " in sites()[name].read_text()
+        assert site.page_checked is False or re.fullmatch(r"\d{4}-\d\d-\d\d", site.page_checked)
         for workaround in site.workarounds:
             assert re.match(r"\d{4}-\d\d", workaround.since)
             assert workaround.link.startswith("https://")
@@ -150,7 +150,7 @@ def test_every_site_starts_several_ranks_a_node_too(name):
     assert "One rank a node" in one and "RANKS=" not in one
     assert "4 ranks a node; each sees all GPUs of it and takes its own." in several
     assert "RANKS=4 TASKS=16 CORES=" in several
-    habit = batch.read_site(name).habit
+    habit = batch.read_site(name).examples_use
     for text, own in ((one, "node"), (several, "gpu")):
         other = own == "node" and habit == "gpu"
         assert ("The centre's own examples start one a GPU" in text) == other
@@ -176,8 +176,8 @@ def test_ranks_share_the_cores_that_there_are():
 
 
 def test_a_site_without_a_way_to_several_ranks_says_so():
-    site = replace(batch.read_site("generic-slurm"), several="")
-    with pytest.raises(JobError, match="add a line `several`"):
+    site = replace(batch.read_site("generic-slurm"), launcher_multi="")
+    with pytest.raises(JobError, match="launcher_multi"):
         made_of = BatchRequest(nodes=2, seconds=600, ranks=2)
         script(site, "a.toml", [], Path("run"), made_of)
 
@@ -351,7 +351,7 @@ def test_a_launcher_is_words_with_variables_and_no_more(execute):
         ('directives = ["--x\\n#SBATCH --y"]', "directives"),
         ('modules = ["gcc; id"]', "modules"),
         ('notes = ["a\\nid"]', "notes"),
-        ("tried = true", "tried"),
+        ("tested = true", "tested"),
         ('scheduler = "lsf"', "scheduler"),
         ("gpus = -1", "gpus"),
         ('colour = "red"', "colour"),
@@ -370,7 +370,7 @@ def test_a_site_file_is_checked(tmp_path, line, says):
         "title": '"t"',
         "link": '"l"',
         "scheduler": '"slurm"',
-        "tried": "false",
+        "tested": "false",
         "launcher": '"srun"',
     }
     lines.pop(line.split(" ")[0], None)
@@ -382,7 +382,7 @@ def test_a_site_file_is_checked(tmp_path, line, says):
 def test_an_own_site_file_is_quoted_too(tmp_path, execute):
     own = tmp_path / "own.toml"
     own.write_text(
-        'title = "t"\nlink = "l"\nscheduler = "slurm"\ntried = "2026-11-20"\n'
+        'title = "t"\nlink = "l"\nscheduler = "slurm"\ntested = "2026-11-20"\n'
         "launcher = \"srun '$(touch HACKED)' $HOME/x\"\n"
         '[environment]\nA = "$HOME/`touch HACKED`"\nB = ""\n'
     )

@@ -60,7 +60,7 @@ def messages_in_forks(world):
         "close": optimizer.close,
         "agree": lambda: world.agree(1),
         "gather": lambda: world.gather(1),
-        "together": lambda: world.together().__enter__(),
+        "together": lambda: world.raise_together().__enter__(),
         "barrier": world.barrier,
         "duplicate": world.duplicate,
         "close of the world": world.close,

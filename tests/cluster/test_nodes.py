@@ -54,22 +54,22 @@ def test_ranks_that_make_no_nodes_are_refused_in_one_paragraph(host, per, words)
 
 @with_world
 def columns(world, per):
-    world.arrange(per)
+    world.group_into_nodes(per)
     nodes = world.nodes
     found = {
-        "of": nodes.of,
-        "place": nodes.place,
-        "node": nodes.column.rank,
-        "column": nodes.column.gather(world.rank),
+        "of": nodes.node_of_rank,
+        "place": nodes.local_rank,
+        "node": nodes.inter_node.rank,
+        "column": nodes.inter_node.gather(world.rank),
         "count": nodes.count,
-        "inside": nodes.inside.gather(world.rank) if nodes.inside else None,
-        "hosts": len(nodes.column.hosts),
-        "whole": nodes.column is world,
-        "beside": nodes.column.beside,
+        "inside": nodes.intra_node.gather(world.rank) if nodes.intra_node else None,
+        "hosts": len(nodes.inter_node.hosts),
+        "whole": nodes.inter_node is world,
+        "beside": nodes.inter_node.node_position,
         "says": [],
     }
-    for alone in (lambda: nodes.column.arrange(2), nodes.column.shrink):
-        if nodes.column is not world:
+    for alone in (lambda: nodes.inter_node.group_into_nodes(2), nodes.inter_node.shrink):
+        if nodes.inter_node is not world:
             with pytest.raises(RuntimeError) as refused:
                 alone()
             found["says"].append(str(refused.value))
@@ -98,7 +98,7 @@ def test_columns_join_the_ranks_of_equal_place(ranks, per):
 @with_world
 def refused(world):
     with pytest.raises(JobError) as found:
-        world.arrange(2)
+        world.group_into_nodes(2)
     return found.value.messages
 
 

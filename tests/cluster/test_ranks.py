@@ -585,4 +585,4 @@ def test_alone_has_the_interface_of_the_world():
 
 
 def test_alone_abort_ends_the_process(mpirun):
-    assert mpirun(0, script("ranks.Alone().abort(6)"), timeout=30).returncode == 6
+    assert mpirun(0, script("ranks.SingleProcess().abort(6)"), timeout=30).returncode == 6

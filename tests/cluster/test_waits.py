@@ -10,6 +10,7 @@ import pytest
 from mpigossip.cluster import deadline, waits
 from mpigossip.cluster.deadline import Deadline, WaitTimeoutError
 from mpigossip.cluster.waits import WaitMonitor
+from mpigossip.config import JobError
 
 pytestmark = pytest.mark.both
 
@@ -107,7 +108,7 @@ def test_an_interrupt_as_a_pause_begins_ends_it(monkeypatch):
         if word == deadline.PAUSED:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(deadline, "tell", interrupted)
+    monkeypatch.setattr(deadline, "announce", interrupted)
     with pytest.raises(KeyboardInterrupt), deadline.paused():
         pass
     assert deadline.pause_depth == 0 and said == [deadline.PAUSED, deadline.WORKING]
@@ -118,31 +119,108 @@ def test_a_wait_that_is_interrupted_is_over_for_the_others(monkeypatch):
     said = []
 
     class Wait:
-        def look(self):
+        def poll(self):
             return None
 
-        def over(self):
+        def finish(self):
             said.append("over")
 
-        def fault(self, left):
+        def describe_fault(self, departed_code):
             return ""
 
-    class Roll:
-        def wait(self, *_):
+    class Monitor:
+        def start_wait(self, *_):
             return Wait()
 
-        def pausing(self):
+        def has_paused(self):
             return False
 
-        excused = pausing
+        poll_paused = has_paused
 
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(deadline, "monitor", Roll())
+    monkeypatch.setattr(deadline, "monitor", Monitor())
     with pytest.raises(KeyboardInterrupt):
         Deadline(1).wait(interrupted, lambda: "", awaited_ranks=list)
     assert said == ["over"]
     with pytest.raises(WaitTimeoutError):
         Deadline(0).wait(lambda: False, lambda: "", awaited_ranks=list)
     assert said == ["over"]
+
+
+# -- repeated messages -----------------------------------------------------------------------------
+
+
+class Network:
+    """Messages between the monitors of several ranks in one process."""
+
+    def __init__(self, size):
+        self.queues = [[] for _ in range(size)]
+
+    def comm(self, rank):
+        return FakeComm(self, rank)
+
+
+class FakeComm:
+    """The calls of a communicator that `WaitMonitor` makes."""
+
+    def __init__(self, network, rank):
+        self.network = network
+        self.rank = rank
+        self.size = len(network.queues)
+
+    def Isend(self, value, rank, tag):  # noqa: N802 - MPI's name
+        self.network.queues[rank].append(value.copy())
+        return self
+
+    def Test(self):  # noqa: N802
+        return True
+
+    def Iprobe(self, source, tag):  # noqa: N802
+        return bool(self.network.queues[self.rank])
+
+    def Recv(self, into, source, tag):  # noqa: N802
+        into[:] = self.network.queues[self.rank].pop(0)
+
+
+def test_ranks_in_different_calls_end_after_the_grace_period(monkeypatch):
+    """Each rank repeats its message after 1, 2, 4, 8 s …; the first one counts."""
+    now = 0.0
+    monkeypatch.setattr(waits.time, "monotonic", lambda: now)
+    network = Network(2)
+    calls = ["step()", "averaged()"]
+    running = [
+        WaitMonitor(network.comm(rank), ["a", "b"]).start_wait(300, lambda other=1 - rank: [other])
+        for rank in range(2)
+    ]
+    monkeypatch.setattr(deadline, "status", deadline.WAITING)
+    monkeypatch.setattr(deadline, "order", 7)
+    ended = []
+    while now < 60 and not ended:
+        now += 0.25
+        for rank, wait in enumerate(running):
+            monkeypatch.setattr(deadline, "current_call", calls[rank])
+            if wait.poll() is not None:
+                ended.append(rank)
+    assert ended
+    assert now == pytest.approx(waits.ASK_S + waits.DEPARTURE_GRACE_S, abs=0.5)
+
+
+# -- numbers of calls ------------------------------------------------------------------------------
+
+
+def test_a_call_that_raises_gives_its_number_back(monkeypatch):
+    """A rank that catches the error and calls again has the same number as the others."""
+    monkeypatch.setattr(deadline, "ordered_calls", 4)
+    monkeypatch.setattr(deadline, "current_call", "")
+    call = deadline.user_call("averaged()")
+    with pytest.raises(JobError), call, deadline.user_call("gather()"):
+        assert deadline.order == 0  # the outer call has the number
+        raise JobError("wrong argument")
+    assert deadline.ordered_calls == 4
+    with call:
+        assert deadline.order == 5
+    with pytest.raises(JobError), deadline.user_call("finish()", ordered=False):
+        raise JobError("wrong argument")
+    assert deadline.ordered_calls == 5

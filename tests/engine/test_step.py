@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config.errors import NonFiniteError
-from mpigossip.engine.vector import ParameterLayout
+from mpigossip.engine.step import Engine
+from mpigossip.engine.vector import ParameterLayout, bits
 from mpigossip.groups.base import Single
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training import assemble
@@ -231,3 +233,18 @@ def test_torchs_profiler_shows_the_phases_of_a_step():
             "gather inside the node",
         )
     } <= names
+
+
+@on_each(("sent", "same"), [(0.0, False), (-0.0, True), (math.nan, True)])
+def test_sent_parameters_are_compared_by_their_bits(sent, same):
+    """-0.0 equals 0.0, and NaN doesn't equal itself; the detection of edits compares bits."""
+    x = torch.tensor([[sent if same else -0.0]])
+    out = torch.tensor([[[sent]]])
+    sender = SimpleNamespace(
+        _outbox=[out],
+        vector=SimpleNamespace(x=[x]),
+        mixer=SimpleNamespace(layout=SimpleNamespace(wire=SimpleNamespace(exact=True))),
+    )
+    (kept,) = Engine.sent_x(sender)
+    assert torch.equal(bits(kept), bits(x))
+    assert (kept.data_ptr() == out.data_ptr()) == same

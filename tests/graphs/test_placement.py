@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpigossip.cluster import nodes
+from mpigossip.cluster import deadline, nodes
 from mpigossip.config import JobError
 from mpigossip.graphs import GraphError, graph
 from mpigossip.graphs.placement import (
@@ -93,13 +93,20 @@ def test_a_job_places_its_ranks(tmp_path, monkeypatch):
         hosts=hosts,
         size=8,
         rank=0,
-        together=lambda *_: contextlib.nullcontext(),
+        raise_together=lambda *_: contextlib.nullcontext(),
         gather=lambda value: told,
         broadcast=lambda value: value,
     )
-    world.nodes = SimpleNamespace(column=world)
+    world.nodes = SimpleNamespace(inter_node=world)
     racks = [host[:2] for host in hosts]
     made = graph("one-peer-exponential", 8)
+    depths = []
+
+    def counted(*given):
+        depths.append(deadline.pause_depth)
+        return places_for(*given)
+
+    monkeypatch.setattr(assemble, "places_for", counted)
     for placement in ("hostnames", "scheduler", f"file:{path}"):
         job = assemble.load({"graph": {"placement": placement}})
         assert cross_rack_fraction(
@@ -108,6 +115,7 @@ def test_a_job_places_its_ranks(tmp_path, monkeypatch):
     assert assemble.place_on_racks(assemble.load({}), made, world) is made
     # other ranks get the places of rank 0, and need none of its memory
     expected = assemble.place_on_racks(job, made, world)
+    assert set(depths) == {1}  # the others wait without a limit meanwhile
     world.rank = 3
     world.broadcast = lambda value: places_for(made, racks)
     monkeypatch.setattr(assemble, "places_for", None)

@@ -212,8 +212,8 @@ def test_after_a_pause_slots_have_a_whole_limit(monkeypatch):
 
 STILL = """
 import time
-from mpigossip.groups.threads import Threads
-Threads(2, timeout_s=0.5).run(lambda slot: time.sleep(0 if slot else 60))
+from mpigossip.groups.threads import ThreadGroup
+ThreadGroup(2, timeout_s=0.5).run(lambda slot: time.sleep(0 if slot else 60))
 """
 
 

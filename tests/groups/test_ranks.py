@@ -32,7 +32,7 @@ RIGHT = {"scatter": 0, "gather": 0, "sum": 0, "first": 0, "mean": 0}
 def beside(group, size, rows, steps=3, rest=lambda: None):
     """How many results of some steps differ from those of threads, by call."""
     slots = group.slots
-    mine = group.mine
+    mine = group.local_slots
     wrong = dict(RIGHT)
     reference = host_of(slots)
     grads = group.zeros(rows, size)
@@ -79,7 +79,7 @@ def on_ranks(world, own, rows, size, delay):
     from mpigossip.groups.ranks import RankGroup
 
     delays = random.Random(world.rank)
-    group = RankGroup(host_of(own), world.nodes.inside)
+    group = RankGroup(host_of(own), world.nodes.intra_node)
     found = beside(group, size, rows, 3, lambda: time.sleep(delays.random() * delay))
     group.close()
     return found
@@ -98,7 +98,7 @@ def mistakes(world):
     from mpigossip.cluster.deadline import WaitTimeoutError
     from mpigossip.groups.ranks import RankGroup
 
-    node = world.nodes.inside
+    node = world.nodes.intra_node
     said = []
     group = RankGroup(Single(), node)
     try:
@@ -131,7 +131,7 @@ def working(world, signs):
     from mpigossip.cluster.deadline import WaitTimeoutError
     from mpigossip.groups.ranks import RankGroup
 
-    node = world.nodes.inside
+    node = world.nodes.intra_node
     group = RankGroup(Single(), node)
     late = ""
     node.timeout_s, work_s = (1.0, 5.0) if signs else (0.4, 2.4)  # Barrier waits twice as long

@@ -32,7 +32,7 @@ def test_threads_have_the_bits_of_threads(slots, one_thread):
 def across(world, own):
     from mpigossip.groups.ranks import RankGroup
 
-    node = world.nodes.inside
+    node = world.nodes.intra_node
     group = TorchGroup(RankGroup(host_of(own), node), node, timeout_s=20)
     found = beside(group, group.slots * 513, 1)
     group.close()
@@ -87,7 +87,7 @@ def test_a_slot_that_stays_away_is_named_in_time(monkeypatch):
 def one_is_late(world):
     from mpigossip.groups.ranks import RankGroup
 
-    node = world.nodes.inside
+    node = world.nodes.intra_node
     said = ""
     group = TorchGroup(RankGroup(Single(), node), node, timeout_s=20)
     full = group.zeros(1, 8)

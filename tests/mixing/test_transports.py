@@ -157,12 +157,12 @@ def test_plans_of_many_ranks_fit_together(name, hosts):
 
         for i in some:
             mine = of(i)
-            for k, j in enumerate(mine.far[:8]):
+            for k, j in enumerate(mine.remote_sources[:8]):
                 assert (i, k) in of(j).targets and k < inbox_buffers(made, i, near)
             for j, k in mine.targets[:8]:
-                assert of(j).far[k] == i
+                assert of(j).remote_sources[k] == i
             assert mine.partner is None or of(mine.partner).partner == i
-            assert set(mine.far) == set(mine.sources) - (near[i] if near else set())
+            assert set(mine.remote_sources) == set(mine.sources) - (near[i] if near else set())
 
 
 def test_chunks_of_a_small_message_are_one():

@@ -69,7 +69,7 @@ def beside(mixer, kinds, layout=None, first=0, delay=0.004, into=None, also=None
     ``layout``: the simulator's; ``into``: an array for the sums of most GOSSIP rounds; ``also``:
     what else may differ, asked of both mixers and the step while a round is on its way, and behind.
     """
-    (row,), t, wrong = mixer.rows, first, 0
+    (row,), t, wrong = mixer.local_nodes, first, 0
     delays = random.Random(row)
     reference = Simulated(mixer.graph, layout or mixer.layout)
     for step, kind in enumerate(kinds):
@@ -190,13 +190,13 @@ def test_chunks_hold_every_column_once_and_every_byte_in_order(wire, size, monke
 
 def without_waiting_for_free_places(mixer):
     mixer._transport.is_free = lambda r, rank: True
-    mixer._coming = lambda: ()
+    mixer._unused_rounds = lambda: ()
 
 
 def free_for_the_next_round(mixer):
     """The places of round t are freed for t + 1 in place of t + 2."""
-    free = mixer._transport.free
-    mixer._transport.free = lambda r, coming: free(replace(r, index=r.index - 1), coming)
+    free = mixer._transport.release
+    mixer._transport.release = lambda r, coming: free(replace(r, index=r.index - 1), coming)
 
 
 def counting_global_rounds(mixer):

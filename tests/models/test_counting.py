@@ -77,3 +77,12 @@ def test_synthetic_samples_are_made_when_they_are_read():
     with pytest.raises(JobError, match=r"data\.shape"):
         data.sample("train")
     assert math.prod(data.shape) == 10**12
+
+
+def lazy(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
+
+
+def test_a_model_with_lazy_modules_is_built_to_be_counted():
+    module = models.counted(f"{__name__}:lazy", (1, 2, 3), 4, 0)
+    assert module[1].weight.shape == (4, 6) and not module[1].weight.is_meta

@@ -121,8 +121,8 @@ def trained(world, case: Case, per: int) -> torch.Tensor:
     from mpigossip.engine import sharded
     from mpigossip.optim.gossip import Gossip
 
-    node = world.nodes.column.rank
-    place = world.nodes.place
+    node = world.nodes.inter_node.rank
+    place = world.nodes.local_rank
     known = sharded.insides
     if case.copies:
         sharded.insides = lambda model: {}
@@ -152,9 +152,9 @@ def trained(world, case: Case, per: int) -> torch.Tensor:
 @with_world(timeout_s=60)
 def on_ranks(world, cases: list[Case], per: int):
     """Of each case the node and its parameters; called on every rank."""
-    world.arrange(per)
+    world.group_into_nodes(per)
     found = [trained(world, case, per).cpu().numpy() for case in cases]
-    return world.nodes.column.rank, found
+    return world.nodes.inter_node.rank, found
 
 
 def simulated(job, graph, models, optimizers, steps: int, backward) -> None:

@@ -68,14 +68,14 @@ def several(world, settings):
         stepped(
             world,
             one,
-            nodes.column.rank,
-            [nodes.place],
+            nodes.inter_node.rank,
+            [nodes.local_rank],
             lambda model: DistributedDataParallel(model, process_group=group),
         )
         for one in settings
     ]
     mesh = world.node_mesh()
-    return nodes.column.rank, found, (mesh.size(), mesh.mesh_dim_names)
+    return nodes.inter_node.rank, found, (mesh.size(), mesh.mesh_dim_names)
 
 
 def one_rank(comm, settings):

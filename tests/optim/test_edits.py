@@ -304,6 +304,70 @@ def test_an_edit_before_state_dict_is_rejected_at_the_step():
         gossip.step()
 
 
+# -- exchanges without a step ----------------------------------------------------------------------
+
+
+@with_world(timeout_s=60)
+def edited_before_average(world, low, moved):
+    """Return the values after average() of models whose parameters equal the rank."""
+    model = make(low)
+    gossip = mpigossip.Gossip(world, model, torch.optim.SGD(model.parameters(), lr=RATE))
+    train(gossip, model, range(1), world.rank)
+    if moved:
+        model.share_memory()
+    for p in model.parameters():
+        p.data.fill_(float(world.rank))
+    gossip.average()
+    return values(model).unique().tolist()
+
+
+@on_each(("low", "moved"), [(False, False), (False, True), (True, False), (True, True)])
+def test_average_exchanges_edited_and_moved_parameters(ranks, low, moved):
+    assert ranks(2)(edited_before_average, low, moved) == [[0.5]] * 2
+
+
+@with_world(timeout_s=60)
+def edited_before_a_pause(world, low, moved):
+    model = make(low)
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    gossip = mpigossip.Gossip(world, model, inner, mixer="asynchronous")
+    train(gossip, model, range(1), world.rank)
+    if moved:
+        model.share_memory()
+    for p in model.parameters():
+        p.data.fill_(1000.0)
+    world.barrier()
+    with gossip.paused():
+        pass
+    return float(values(model).mean())
+
+
+@on_each(("low", "moved"), [(True, False), (False, True)])
+def test_a_pause_keeps_edited_and_moved_parameters(ranks, low, moved):
+    """Exchanges with a neighbour's older model may take a part of the edit, not the whole."""
+    assert min(ranks(2)(edited_before_a_pause, low, moved)) > 100
+
+
+@with_world(timeout_s=60)
+def averaged_after_each_step(world, algorithm):
+    model = make()
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    gossip = mpigossip.Gossip(world, model, inner, algorithm, overlap="never")
+    for step in range(4):
+        train(gossip, model, [step], world.rank)
+        gossip.average()
+    EDITS["mul_"](model[0].weight)
+    with pytest.raises(JobError, match=f'"{algorithm}".*"dsgt"'):
+        gossip.average()
+    with pytest.raises(JobError, match=f'"{algorithm}".*"dsgt"'):
+        gossip.step()
+
+
+@on_each("algorithm", ["detag", "defacto"])
+def test_average_is_no_edit_of_a_model_that_the_method_keeps(ranks, algorithm):
+    ranks(2)(averaged_after_each_step, algorithm)
+
+
 # -- memory that is moved to other processes -------------------------------------------------------
 
 

@@ -20,8 +20,8 @@ def trained(world, folder, per, steps, ddp=False, save=False):
     """On nodes of ``per`` ranks; the step gone on from, and the parameters at the end."""
     import mpigossip
 
-    world.arrange(per)
-    model = GPT(world.nodes.column.rank)
+    world.group_into_nodes(per)
+    model = GPT(world.nodes.inter_node.rank)
     made = model if ddp and per == 1 else wrapped(world, model, Case(ddp=ddp))
     optimizer = mpigossip.Gossip(
         world,
@@ -39,7 +39,7 @@ def trained(world, folder, per, steps, ddp=False, save=False):
     drawn = float(torch.rand((), generator=draw))
     for step in range(start, steps):
         optimizer.zero_grad()
-        made(*batch(world.nodes.column.rank, world.nodes.place, step)).backward()
+        made(*batch(world.nodes.inter_node.rank, world.nodes.local_rank, step)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     if save:

@@ -64,13 +64,16 @@ def made(world, **more):
     from mpigossip.optim.gossip import Gossip
 
     case = Case()
-    model = wrapped(world, GPT(world.nodes.column.rank), case)
-    return model, Gossip(world, model, optimizer_of(model, "dsgd"), graph="ring", lazy=True, **more)
+    model = wrapped(world, GPT(world.nodes.inter_node.rank), case)
+    options = {"graph": "ring", "graph_lazy": True} | more
+    if options.get("algorithm") == "d2":
+        options["algorithm_lazy"] = True
+    return model, Gossip(world, model, optimizer_of(model, "dsgd"), **options)
 
 
 def step(world, model, optimizer, index):
     optimizer.zero_grad()
-    loss = model(*batch(world.nodes.column.rank, world.nodes.place, index))
+    loss = model(*batch(world.nodes.inter_node.rank, world.nodes.local_rank, index))
     loss.backward()
     optimizer.step()
 
@@ -89,7 +92,7 @@ def looks(world):
                 with optimizer.averaged() as averaged, torch.no_grad():
                     inside = whole(model)
                     # without a backward pass torch keeps the root's parameters gathered
-                    loss = float(averaged(*batch(0, world.nodes.place, 50)))
+                    loss = float(averaged(*batch(0, world.nodes.local_rank, 50)))
                 seen.append((before, inside, whole(model), loss, optimizer.consensus_distance()))
         found.append(
             (
@@ -98,7 +101,7 @@ def looks(world):
             )
         )
         optimizer.close()
-    return world.nodes.column.rank, found
+    return world.nodes.inter_node.rank, found
 
 
 def test_averaged_and_consensus_are_of_the_whole_models(ranks):
@@ -210,7 +213,7 @@ def scaled(world):
     stepped = []
     for index in range(4):
         optimizer.zero_grad()
-        loss = model(*batch(world.nodes.column.rank, world.nodes.place, index))
+        loss = model(*batch(world.nodes.inter_node.rank, world.nodes.local_rank, index))
         bad = index == 2 and world.rank == 0
         scaler.scale(loss * float("inf") if bad else loss).backward()
         scaler.step(optimizer)
@@ -219,7 +222,7 @@ def scaled(world):
         stepped.append((optimizer.steps, int(state["step"]), scaler.get_scale()))
     values = whole(model)
     optimizer.close()
-    return world.nodes.column.rank, stepped, bool(values.isfinite().all())
+    return world.nodes.inter_node.rank, stepped, bool(values.isfinite().all())
 
 
 def test_an_overflow_in_one_rank_skips_its_nodes_step(ranks):

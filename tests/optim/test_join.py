@@ -216,7 +216,7 @@ def test_programs_of_the_sample(tmp_path, monkeypatch, capsys):
     """Two processes, with half the chunks; one that repeats them; then the average is exported."""
     folder = tmp_path / "run"
     program = tmp_path / "member.py"
-    text = PROGRAM.read_text().replace("CHUNKS, H = 60, 20", "CHUNKS, H = 30, 20")
+    text = PROGRAM.read_text().replace("CHUNKS = 60", "CHUNKS = 30")
     program.write_text(text.replace(LOOP, MEETS + LOOP))
     command = [sys.executable, str(program), str(folder)]
     env = environment("")

@@ -84,7 +84,7 @@ def loop(comm, folder, steps, save_at=(), options=None):
     ("n", "options"),
     [
         (2, {}),
-        (3, {"algorithm": "d2", "graph": "ring", "lazy": True}),
+        (3, {"algorithm": "d2", "graph": "ring", "graph_lazy": True, "algorithm_lazy": True}),
         (3, {"algorithm": "slowmo", "inner": "SGD", "period": 3}),
         (2, {"style": "awc", "cadence": "every", "period": 2}),
     ],

@@ -20,9 +20,9 @@ STEPS = 7
 CHANGED = {
     "gpt.py": 6,
     "fsdp.py": 5,
-    "accelerate_loop.py": 5,
-    "lightning_loop.py": 5,
-    "trainer.py": 5,
+    "accelerate_loop.py": 6,
+    "lightning_loop.py": 6,
+    "trainer.py": 6,
 }
 """How many lines of a script may be marked as changed."""
 
@@ -31,7 +31,7 @@ CHANGED = {
 def test_a_script_changes_few_lines(name, most):
     changed = [line for line in (SCRIPTS / name).read_text().splitlines() if line.endswith("# <-")]
     assert 0 < len(changed) <= most
-    assert all(re.search(r"gossip|world|^ *\)", line) for line in changed)
+    assert all(re.search(r"gossip|world|^ *\)", line) for line in changed), changed
 
 
 def digests(text):

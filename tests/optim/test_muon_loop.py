@@ -131,8 +131,8 @@ def test_what_several_optimizers_cannot_be_is_refused():
 @with_world(per=2, timeout_s=60)
 def cut(world, ddp):
     """Nodes of two ranks: FSDP2 or DDP inside."""
-    node = world.nodes.column.rank
-    place = world.nodes.place
+    node = world.nodes.inter_node.rank
+    place = world.nodes.local_rank
     model = GPT(node)
     made = wrapped(world, model, Case(ddp=ddp))
     try:

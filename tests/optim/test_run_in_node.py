@@ -44,9 +44,9 @@ def begun(world, folder, model, whole, limit=30.0):
 @with_world(timeout_s=30)
 def several(world, folder, steps, save_at=(), after=None, per=PER, norm=True, limit=30.0):
     """On ranks of which PER are a node; what ``after`` finds, and the steps resumed from."""
-    world.arrange(per)
-    node = world.nodes.column.rank
-    slot = world.nodes.place
+    world.group_into_nodes(per)
+    node = world.nodes.inter_node.rank
+    slot = world.nodes.local_rank
     whole = model = network(node, norm)
     if per > 1:
         whole = DistributedDataParallel(model, process_group=world.node_group())

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mpigossip
+from mpigossip.cluster import deadline
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError, readable
 from mpigossip.store import StoreError
@@ -284,3 +285,24 @@ def test_an_exchange_without_a_step_is_refused_with_fragments():
     optimizer = mpigossip.Gossip(SingleProcess(), model, inner, "diloco", period=4, **more)
     with pytest.raises(JobError, match=r"the step decides what is sent; leave the call out"):
         optimizer.average()
+
+
+@with_world
+def loaded_in_different_calls(world):
+    """Return how many numbered calls a rank made whose first call after loading may differ."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = mpigossip.Gossip(world, model, inner, timeout_s=20.0, mixer="asynchronous")
+    train(model, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    before = deadline.ordered_calls
+    if world.rank:
+        optimizer.average()
+    else:
+        train(model, optimizer, 1)
+    return deadline.ordered_calls - before
+
+
+def test_the_first_asynchronous_call_after_loading_has_no_number(ranks):
+    assert ranks(2)(loaded_in_different_calls) == [0, 0]

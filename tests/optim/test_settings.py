@@ -1,17 +1,21 @@
 """Options of `Gossip`: each goes to the section of a job that has it, or that it names."""
 
+import math
+
 import pytest
 
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
+from mpigossip.config.limits import LARGEST
 from mpigossip.optim.settings import settings
 from tests.cases import on_each
 
 
-def read(algorithm, graph=None, folder=None, **options):
+def read(algorithm, graph=None, folder=None, world_timeout_s=300.0, **options):
     """The job that these arguments of Gossip mean on 4 nodes."""
     world = SingleProcess()
     world.size = 4
+    world.timeout_s = world_timeout_s
     cadence = options.pop("cadence", None)
     return settings(
         world, "cpu", algorithm, graph, cadence, None, "synchronous", folder, options
@@ -87,3 +91,9 @@ def test_global_averages_are_taken_or_the_style_that_takes_them_is_named(cadence
     with pytest.raises(JobError) as raised:
         read("choco", "ring", cadence=cadence)
     assert "style" not in str(raised.value)
+
+
+@on_each(("given", "setting"), [(math.inf, LARGEST), (12.5, 12.5)])
+def test_the_time_limit_of_a_world_is_a_valid_setting(given, setting):
+    assert read("dsgd", world_timeout_s=given).node.timeout_s == setting
+    assert read("dsgd", world_timeout_s=given, timeout_s=7.0).node.timeout_s == 7.0

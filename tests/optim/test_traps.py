@@ -379,6 +379,42 @@ def test_batches_that_are_mappings_recalibrate(kind, twin, paired):
         assert torch.allclose(body[3].running_mean, wanted, atol=1e-6)
 
 
+class GraphBatch:
+    """An object that holds tensors and has `to`, as batches of PyTorch Geometric do."""
+
+    def __init__(self, values):
+        self.values = values
+        self.device = None
+
+    def to(self, device):
+        moved = GraphBatch(self.values.to(device))
+        moved.device = device
+        return moved
+
+
+class OnGraphs(Named):
+    def forward(self, graph):
+        assert graph.device == torch.device("cpu")
+        return super().forward(graph.values)
+
+
+class OnNamedGraphs(OnGraphs):
+    def forward(self, *, graph):
+        return super().forward(graph)
+
+
+@on_each("kind, paired", [(OnGraphs, False), (OnGraphs, True), (OnNamedGraphs, True)])
+def test_batches_that_are_objects_are_moved_to_the_device(kind, paired):
+    model = kind()
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
+    batches = [GraphBatch(torch.randn(8, 6))]
+    if kind is OnNamedGraphs:
+        batches = [{"graph": one, "labels": None} for one in batches]
+    batches = [(batch, None) for batch in batches] if paired else batches
+    with optimizer.averaged(recalibrate=batches):
+        assert model.body[3].num_batches_tracked > 0
+
+
 def test_a_batch_that_raises_during_recalibration_leaves_the_model_as_it_was():
     model = make(0, nn.BatchNorm1d(2, momentum=0.3), nn.Dropout(0.5))
     model[1].eval()

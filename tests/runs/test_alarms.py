@@ -145,10 +145,10 @@ import time
 real, shift = time.time, [0.0]
 time.time = lambda: real() + shift[0]  # before anybody could keep the old one
 from pathlib import Path
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.runs.stopper import Stopper, end_of_allocation
 end = end_of_allocation(0, {"MPIGOSSIP_END_TIME": str(int(real()) + 2000)})
-stopper = Stopper(Alone(), Path("nowhere"), end)
+stopper = Stopper(SingleProcess(), Path("nowhere"), end)
 found = [stopper.wants_stop(done) for done in range(1, 10)]
 shift[0] = 900.0
 print(any(found), any(stopper.wants_stop(done) for done in range(10, 30)))

@@ -113,6 +113,15 @@ def test_waiting_for_a_chunk_is_no_part_of_a_round(tmp_path, monkeypatch):
         join(tmp_path / "other", job(), lease_s=30.0, poll_s=0.05)
 
 
+def test_an_outage_is_no_part_of_a_round(tmp_path, monkeypatch):
+    """All time is that of an outage here."""
+    rounds = []
+    monkeypatch.setattr(outages.Outages, "seconds", lambda self: time.monotonic())
+    monkeypatch.setattr(joining, "check_lease", lambda _, round_s: rounds.append(round_s))
+    assert join(tmp_path / "run", job("run.epochs=1"), lease_s=30.0, poll_s=0.05)["finished"]
+    assert len(rounds) == 1 and abs(rounds[0]) < 1e-3
+
+
 def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
     folder = tmp_path / "run"
     asked = []
@@ -304,6 +313,11 @@ def test_only_a_graph_may_name_a_file(tmp_path):
         with pytest.raises(JobError) as raised:
             joining.check_fit(joining.job_there(RecordStore(tmp_path)))
         assert (f'imports {setting} = "file:evil"' in str(raised.value)) == code
+
+
+def test_a_placement_may_name_a_file(tmp_path):
+    (tmp_path / "job.toml").write_text('[graph]\nplacement = "file:racks.txt"\n')
+    assert joining.job_there(RecordStore(tmp_path)).graph.placement == "file:racks.txt"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ COUNTERS = "index:int born:int round:int"
 SPENT = "spent/compute_s:float spent/node_s:float spent/exchange_s:float spent/idle_s:float"
 RUN = f"shift:int seconds:float samples:int bytes_sent:int local_steps:int {SPENT}"
 META = "nodes:int asked:int slots:int lost:str lost_at:int"
+PARTITION = "partition:str numpy:str"
+"""Facts of a job: the digest of its partition, and the version of NumPy that drew it."""
 OPTIMIZER = ("exp_avg:float32", "exp_avg_sq:float32", "step:float32")
 
 
@@ -93,7 +95,7 @@ def test_of_a_job(tmp_path, settings, arrays, numbers):
     assert found(tmp_path) == (
         words("parameters:float32", arrays),
         words(COUNTERS, RUN, numbers),
-        words(META, "steps_per_epoch:int"),
+        words(META, PARTITION, "steps_per_epoch:int"),
     )
 
 
@@ -114,7 +116,7 @@ def by_slot(world, folder):
 def test_of_a_job_by_slot(ranks, tmp_path):
     ranks(4)(by_slot, tmp_path)
     numbers = words(COUNTERS, RUN)
-    meta = words(META, "steps_per_epoch:int")
+    meta = words(META, PARTITION, "steps_per_epoch:int")
     pieces = words("parameters:float32 pieces/state/inner/momentum:float32")
     for slot, more in enumerate([{"arrays/state/weight:float64"}, set()]):
         assert found(tmp_path, f"node-0001-000{slot}.h5") == (pieces | more, numbers, meta)

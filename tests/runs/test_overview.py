@@ -11,11 +11,11 @@ from mpigossip.runs import overview
 def test_the_ways_of_gpus_are_said_with_their_reasons():
     routes = {1: "windows (proven)", 2: "host (no GPU-aware MPI)", 3: "host (no GPU-aware MPI)"}
     engine = SimpleNamespace(
-        mixer=SimpleNamespace(rows=[0], synchronous=True, routes=routes),
+        mixer=SimpleNamespace(local_nodes=[0], synchronous=True, routes=routes),
         cadence=SimpleNamespace(kinds={ExchangeKind.GOSSIP}),
     )
     column = SimpleNamespace(hosts=["a", "a", "b", "b"])
-    world = SimpleNamespace(comm=object(), survives=False, nodes=SimpleNamespace(column=column))
+    world = SimpleNamespace(comm=object(), survives=False, nodes=SimpleNamespace(inter_node=column))
     said = overview._exchange(engine, graph("complete", 4), NodeSection(), world)
     assert said == (
         "node 0 takes from 1: put from GPU to GPU (proven); "

@@ -46,10 +46,10 @@ def trained(world, n, settings, steps=4):
 
 @with_world
 def in_shape(world, per, own, settings):
-    world.arrange(per)
+    world.group_into_nodes(per)
     shape = [f"node.ranks_per_node={per}", f"node.devices=cpu:{own}"]
     found = [trained(world, world.nodes.count, [*one, *shape]) for one in settings]
-    return world.nodes.column.rank, found
+    return world.nodes.inter_node.rank, found
 
 
 CASES = [
@@ -176,7 +176,7 @@ def evaluated(world):
     shape = ["node.ranks_per_node=2", "node.devices=cpu:1", "data.batch=64"]
     assembly = assemble.assemble(job(*shape), world, 2)
     replicas = assembly.trainer.replicas
-    node = world.nodes.inside
+    node = world.nodes.intra_node
     objective = replicas.objective
     batches = []
 

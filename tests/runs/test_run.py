@@ -453,9 +453,9 @@ def poisoned(patch):
     check = Trainer._check  # of the losses, when gradients are there
 
     def bad(self, figures, rested):
-        if self.engine.index == 3 and 1 in self.mixer.rows:
+        if self.engine.index == 3 and 1 in self.mixer.local_nodes:
             flat = self.replicas.flat
-            row = self.mixer.rows.index(1)
+            row = self.mixer.local_nodes.index(1)
             self.replicas.grads[0][row, flat.offsets[flat.names.index("3.bias")]] = np.nan
         check(self, figures, rested)
 

@@ -120,7 +120,7 @@ def test_checkpoints_of_round_steps_are_kept_for_good(tmp_path):
 
 def stub(n):
     """What the recorder reads of an assembly, with n nodes in this process."""
-    return SimpleNamespace(engine=SimpleNamespace(mixer=SimpleNamespace(rows=range(n))))
+    return SimpleNamespace(engine=SimpleNamespace(mixer=SimpleNamespace(local_nodes=range(n))))
 
 
 def test_the_log_is_completed_with_what_survivors_still_have(tmp_path):

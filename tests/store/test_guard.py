@@ -12,10 +12,11 @@ import pytest
 
 from mpigossip.store import StoreError, checkpoint, guard
 from mpigossip.store import manifest as manifests
+from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.dataset import open_dataset
 from mpigossip.store.log import read
 from mpigossip.store.packing import checksum_of
-from tests.store.test_checkpoint import write
+from tests.store.test_checkpoint import state, write
 from tests.store.test_dataset import edit, folder_of_images, pack
 from tests.store.test_log import fill
 
@@ -319,8 +320,20 @@ def test_a_small_file_with_many_groups_is_rejected_before_they_are_walked(tmp_pa
     assert len(opened) < 100
 
 
+def test_a_model_of_many_tiny_tensors_is_written_as_it_is_read(tmp_path, monkeypatch):
+    """The writer goes by the size of the file, as the reader does."""
+    monkeypatch.setattr(guard, "FEW_OBJECTS", 300)
+    good = state(0)
+    arrays = {f"tiny/{k}": np.zeros(1, np.float32) for k in range(400)}
+    path = checkpoint.begin(tmp_path, 1) / "node-0000.h5"
+    entry = checkpoint.write_state(
+        path, 0, NodeState(good.parameters, good.names, good.shapes, arrays, good.numbers)
+    )
+    assert len(checkpoint.read_state(path.parent, entry, entry.parameters, 0).arrays) == 400
+
+
 def test_a_large_file_may_have_many_groups_and_arrays():
     many = guard.FEW_OBJECTS + 1000
-    assert guard.max_objects(1000) == guard.FEW_OBJECTS < many
+    assert guard.max_objects(guard.BYTES_OF_OBJECT - 1) == guard.FEW_OBJECTS < many
     assert guard.max_objects(1000 * guard.BYTES_OF_OBJECT) == many
     assert guard.max_objects(1 << 60) == guard.OBJECTS

@@ -173,7 +173,7 @@ def test_vmap_counts_what_the_loop_counts(mine, tmp_path):
         made.close()
     for name in ("distance", "right"):
         # float32 sums of at most 80 terms, in another order
-        assert torch.allclose(found[0].figures[name], found[1].figures[name], rtol=1e-5)
+        assert torch.allclose(found[0].metrics[name], found[1].metrics[name], rtol=1e-5)
     assert torch.allclose(found[0].loss, found[1].loss, rtol=1e-5)
 
 

@@ -288,7 +288,7 @@ def sharded(place: Place, w):
     kind = place.device.partition(":")[0]
     copies = place.rehearsed and kind == "cuda"  # a tensor of the double is no torch.Tensor
     case = Case("dsgd", (("exchange", "host"),), steps=4, device=kind, copies=copies)
-    w.arrange(1)
+    w.group_into_nodes(1)
     wanted = mixed(1, 1, case)[0]
     off = float((trained(w, case, 1).cpu() - wanted).norm() / wanted.norm())
     return f"relative difference {off:.1e}", off <= 1e-4

@@ -40,7 +40,9 @@ template <typename T> struct alignas(4 * sizeof(T)) Four { T at[4]; };
 
 
 def combine(weights: Sequence[float], arrays: Sequence[torch.Tensor], out: torch.Tensor) -> bool:
-    """:func:`mpigossip.mixing.combine.combine` on one GPU, float32; False where it can't be done.
+    """Compute :func:`mpigossip.mixing.combine.weighted_sum` on one GPU, in float32.
+
+    Return whether it was done.
 
     The arrays may also be bfloat16. ``out`` may be the memory of any of the float32 ones.
     """

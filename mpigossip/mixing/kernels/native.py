@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import random
 import shutil
 import subprocess
 import sys
@@ -36,8 +37,11 @@ COMPILE_S = 60.0
 """Seconds that the compiler may take."""
 WAIT_S = 150.0
 """Seconds that a process waits for another one that builds; a killed one is replaced before."""
-LOOK_S = 0.05
-"""Seconds between two looks at what another process builds."""
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+"""Limits of the seconds between two looks at what another process builds. The pauses grow, since
+each look lists the folder: thousands of ranks may wait that share a file server."""
+PAUSE_GROWTH = 1.5
 
 
 class NoKernel(RuntimeError):
@@ -47,7 +51,9 @@ class NoKernel(RuntimeError):
 def combine(
     weights: Sequence[float], arrays: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
 ) -> bool:
-    """:func:`mpigossip.mixing.combine.combine` into each of ``outs``; False where it can't be done.
+    """Compute :func:`mpigossip.mixing.combine.weighted_sum` into each of ``outs``.
+
+    Return whether it was done.
 
     Only where every array is float32, on the CPU and contiguous. ``outs[0]`` may be the memory
     of any of the arrays.
@@ -179,6 +185,9 @@ def _build_once(place: Path, compiler: list[str]) -> Path:
     """Build the library, or wait until another process has built it."""
     lock = BuildLock(place)
     until = time.monotonic() + WAIT_S
+    pause = FIRST_PAUSE_S
+    # Its own generator leaves the one of the program, which may be seeded, as it is.
+    draw = random.Random()
     while True:
         holds = lock.acquire()
         try:
@@ -190,12 +199,15 @@ def _build_once(place: Path, compiler: list[str]) -> Path:
                 return _compile_for_others(place, compiler, lock)
         finally:
             lock.release()
-        if time.monotonic() >= until:
+        left = until - time.monotonic()
+        if left <= 0:
             raise NoKernel(
                 f"another process has not built {place} within {WAIT_S:g} s; remove "
                 f"{place.name}.lock.* there"
             )
-        time.sleep(LOOK_S)
+        # Ranks that started together don't look at the same moments.
+        time.sleep(min(left, pause * draw.uniform(0.5, 1.0)))
+        pause = min(LONGEST_PAUSE_S, PAUSE_GROWTH * pause)
 
 
 def _compile_for_others(place: Path, compiler: list[str], lock: BuildLock) -> Path:

@@ -112,6 +112,7 @@ class FolderExchange:
         self._asked = stopping
         self._stop_seen = False
         self._looked = float("-inf")
+        self._chunk_time = 0.0
         place.disk.outages.stopping = stopping
         self._writer = ThreadPoolExecutor(1, "models")
         self._written: Future | None = None
@@ -181,12 +182,21 @@ class FolderExchange:
         raise self._no_model(len(versions), failures)
 
     def readable(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
-        """The first versions that can be read, and their models; StoreError where none can."""
+        """Return the first ``most`` versions that can be read, and their models.
+
+        A model is passed over only if it was removed or is damaged. If the file system fails for
+        one of them, all are read again, until a lease is over.
+
+        :raises StoreError: if no model can be read
+        """
         return self.place.disk.retry(lambda: self._readable(versions, most), "models")
 
     def _readable(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
         failures: list[Exception] = []
         found = self._undamaged(versions, most, failures)
+        # An error says nothing about a model. It must not change which models are averaged.
+        if failures and len(found) < min(most, len(versions)):
+            raise failures[0]
         if versions and not found:
             raise self._no_model(len(versions), failures)
         return [*found], [*found.values()]
@@ -217,6 +227,7 @@ class FolderExchange:
                 self.written()
             chunk = self.place.chunk()
             if chunk is not None:
+                self._chunk_time = self.place.now()
                 return chunk, self.place.progress
             if self.place.ended():
                 return None
@@ -227,6 +238,10 @@ class FolderExchange:
             if self.stopping():
                 raise StopRequested
             time.sleep(self.poll_s)
+
+    def round_seconds(self) -> float:
+        """Return the seconds since the last chunk was claimed, without outages of the folder."""
+        return self.place.now() - self._chunk_time
 
     def send(self, state: NodeState) -> int:
         """Publish this round's model in the background; its bytes. Waits for the one before."""

@@ -51,6 +51,8 @@ class RecordStore:
         self.root = Path(root)
         self.shared = shared
         self.outages = Outages()
+        self._identity: tuple[int, int] | None = None
+        """Device and inode of the folder, once it was seen."""
         self._known: set[str] = set()
         """Folders that have been there; no member removes one."""
         self._unwanted: list[Path] = []
@@ -81,12 +83,27 @@ class RecordStore:
                 raise
             return []  # a file in the place of the training: whoever begins one reports it
         self._known.add(folder)
+        if self._identity is None:
+            self._check_root()
         return found
 
     def _check_root(self) -> None:
-        """Raise OSError if the whole folder has vanished, as it does if it is unmounted."""
-        if self._known:
-            self.root.stat()
+        """Raise OSError if the folder has vanished or is another one, as if it is unmounted.
+
+        The mount point that remains is an empty folder, in which nothing may be created. A folder
+        that is mounted again may have other numbers, but it has the names that were seen before.
+        """
+        if not self._known:
+            return
+        about = self.root.stat()
+        identity = about.st_dev, about.st_ino
+        if self._identity not in (None, identity):
+            seen = {folder.partition("/")[0] for folder in self._known} - {""}
+            if seen and seen.isdisjoint(path.name for path in self.root.iterdir()):
+                raise OSError(
+                    errno.ENOTCONN, "an empty folder has its name; mount it again", str(self.root)
+                )
+        self._identity = identity
 
     def exists(self, name: str) -> bool:
         """Return whether a name is listed.
@@ -250,6 +267,7 @@ class RecordStore:
 
     def _make(self, folder: str) -> bool:
         """Return whether the folder wasn't there."""
+        self._check_root()
         made = False
         one = self.root
         wanted = self.path(folder)
@@ -258,7 +276,9 @@ class RecordStore:
             try:
                 one.mkdir()
             except FileExistsError:
-                if not one.is_dir():
+                # `Path.is_dir` alone would take an error of the file system for an answer.
+                mode = os.lstat(one).st_mode
+                if not (stat.S_ISDIR(mode) or (stat.S_ISLNK(mode) and one.is_dir())):
                     raise StoreError(f"{one} is no folder; move it away") from None
                 continue
             self.open_to_others(one)
@@ -274,14 +294,13 @@ class RecordStore:
         """Remove a file by its path, as `remove` does."""
         unwanted = [*self._unwanted, path]
         self._unwanted = []
-        for at, one in enumerate(unwanted):
+        for one in unwanted:
             try:
                 one.unlink()
             except (FileNotFoundError, PermissionError):
                 continue
             except OSError:
-                self._unwanted += unwanted[at:]
-                return
+                self._unwanted.append(one)
 
 
 def _check_kind(path: Path) -> None:

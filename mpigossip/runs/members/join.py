@@ -21,7 +21,7 @@ from mpigossip.engine.measurements import Record
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.members.live import POLL_S, FolderExchange, StopRequested, layout
 from mpigossip.mixing.members.outages import FolderUnreachable
-from mpigossip.mixing.members.place import FOLDERS, Place, TrainingPlan
+from mpigossip.mixing.members.place import FOLDERS, Place, TrainingPlan, record_name
 from mpigossip.mixing.members.records import NO_LINKS, RecordStore, Round
 from mpigossip.runs.launch import differing
 from mpigossip.runs.members.member import Member, steps_of_round
@@ -50,6 +50,8 @@ OWN = {
     "node.timeout_s",
 }
 """Sections and settings in which members may differ."""
+FILES = ("graph.name", "graph.placement")
+"""Settings that may name a file as "file:PATH", which is read and not imported."""
 OWN_COPY = "to run that code give your own copy: `mpigossip {command} {folder} JOB.toml`"
 
 
@@ -148,7 +150,8 @@ class _Watched:
                 )
             ],
         )
-        self.recorder = Recorder(world)
+        # The folders above the log are missing only if the training's folder is unmounted.
+        self.recorder = Recorder(world, parents=False)
         self.printer = Printer(world)
         # its lines count what all members have trained
         self.shown = replace(
@@ -185,7 +188,7 @@ class _Watched:
         if self.member.done % self.progress.job.log.flush_steps == 0:
             self._retry(self.recorder.flush)
         if self.member.done == 2 * steps:
-            check_lease(place.plan.lease_s, time.monotonic() - self.member.began)
+            check_lease(place.plan.lease_s, self.live.round_seconds())
         if self.live.stopping():
             raise StopRequested
 
@@ -254,11 +257,19 @@ def result(
         return stored
     end = place.ended()
     records = [place.record(one.place, one.round, listed=True) for one in end.versions]
-    _, states = live.readable([one for one in records if isinstance(one, Round)], len(records))
+    rounds = [one for one in records if isinstance(one, Round)]
+    read, states = live.readable(rounds, len(records))
+    if len(read) < len(records):
+        present = {one.version for one in read}
+        missing = [record_name(*one) for one in end.versions if one not in present]
+        place.report(
+            f"{folder}: the final average has {len(read)} of {len(records)} models: "
+            f"the model of {', '.join(missing)} was removed or is damaged; to average all of them, "
+            "copy it back and start this member again"
+        )
     if end.place == place.number or (place.number < 0 and _given_up(live, folder)):
         n = len(states)
         meta = {"nodes": n, "asked": n, "lost": "", "lost_at": 0, **facts}
-        disk.make("checkpoints")
         disk.retry(lambda: _write(disk, folder, steps, states, job, meta), "checkpoints")
     return states
 
@@ -281,6 +292,7 @@ def _write(
     meta: dict[str, Number],
 ) -> None:
     """Write the models that END names as a checkpoint, which other users can read if shared."""
+    disk.make("checkpoints")
     temporary = checkpoint.begin(folder, steps)
     entries = []
     disk.open_to_others(temporary)
@@ -301,12 +313,19 @@ def _given_up(live: FolderExchange, folder: Path) -> bool:
     """
 
     def seen() -> list[tuple[str, int]]:
-        found = (folder / "checkpoints").glob("*.writing/*")
-        return sorted((path.name, path.stat().st_size) for path in found if path.exists())
+        found = []
+        for name in live.place.disk.names("checkpoints"):
+            # A folder or file that its writer removes meanwhile is left out.
+            with suppress(FileNotFoundError, NotADirectoryError):
+                inside = list(os.scandir(folder / "checkpoints" / name))
+                for one in inside if name.endswith(".writing") else ():
+                    found.append((one.name, one.stat().st_size))
+        return sorted(found)
 
-    if not any((folder / "checkpoints").glob("*.writing")):  # purged, or not begun yet
-        return False
     disk = live.place.disk
+    names = disk.names("checkpoints")
+    if not any(name.endswith(".writing") for name in names):  # purged, or not begun yet
+        return False
     claim = f"END.{sum(name.startswith('END.') for name in disk.names(''))}"
     live.place.report(f"{folder} has ended, but its checkpoint isn't whole: waiting for its writer")
     before = disk.retry(seen, "checkpoints")
@@ -434,7 +453,7 @@ def job_there(
         for key, value in table.items()
         if isinstance(value, str)
         and ":" in value
-        and not (f"{section}.{key}" == "graph.name" and value.startswith("file:"))
+        and not (f"{section}.{key}" in FILES and value.startswith("file:"))
         and not {section, f"{section}.{key}"} & {*OWN, "node.devices"}
         and mine.get(section, {}).get(key) != value
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any
@@ -59,8 +58,6 @@ class Member:
         self.steps = steps_of_round(assembly)
         self.done = 0
         """steps since the member began"""
-        self.began = 0.0
-        """when its last chunk came, by `time.monotonic`"""
         self.exchange: Any = None
         self.seed = self.capture([(x,) for x in engine.vector.x])
         engine.replace_mixer(FolderMixer(assembly.parts.graph, engine.mixer.layout, self))
@@ -113,7 +110,7 @@ class Member:
         """
         self.exchange = exchange
         while (found := exchange.chunk()) is not None:
-            (chunk, progress), self.began = found, time.monotonic()
+            chunk, progress = found
             engine = self.engine
             trainer = self.trainer
             engine.index = chunk * self.steps

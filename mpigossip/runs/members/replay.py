@@ -61,8 +61,9 @@ class ReplayLog:
         """
         chunks = self.place.plan.chunks
         rounds: dict[int, list[Version]] = {chunk: [] for chunk in range(chunks)}
-        for version in self.rounds:
-            rounds.setdefault(self.round(version).chunk, []).append(version)
+        for version, record in self.rounds.items():
+            if record is not None:
+                rounds.setdefault(record.chunk, []).append(version)
         trained = sum(map(bool, rounds.values()))
         twice = [chunk for chunk, versions in rounds.items() if len(versions) > 1]
         if twice:
@@ -73,6 +74,10 @@ class ReplayLog:
             )
         if trained == chunks:
             return
+        # Record 0 of a chain trains no chunk: its place may have ended before its first round.
+        for version, record in self.rounds.items():
+            if record is None and version.round:
+                self.round(version)
         missing = [chunk for chunk, versions in rounds.items() if not versions]
         if not self.end:
             self.place.report(
@@ -258,6 +263,8 @@ def wanted_of(
         )
     if place is None and rounds is None:
         script.check_complete()
+        # A record that can't be used is needed by no chunk then.
+        return [one for one in found if script.rounds[one] is not None]
     return found
 
 

@@ -138,3 +138,31 @@ def test_a_lock_that_is_touched_is_kept_and_its_wait_ends(compiler, tmp_path, mo
     monkeypatch.undo()
     lock.release()
     assert not list(place.parent.iterdir())
+
+
+def test_processes_that_wait_look_ever_more_rarely(compiler, tmp_path, monkeypatch):
+    """Each look lists a folder that thousands of ranks may share."""
+    monkeypatch.setattr(build_lock, "LEASE_S", 1000.0)
+    compiler(waiting=0)
+    place = native._place()
+    place.parent.mkdir(parents=True, mode=0o700)
+    lock = build_lock.BuildLock(place)
+    assert lock.acquire()
+    now = 0.0
+    pauses = []
+
+    def sleep(seconds):
+        nonlocal now
+        pauses.append(seconds)
+        now += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "sleep", sleep)
+    status = native.status()
+    monkeypatch.undo()
+    lock.release()
+    assert f"{place.name}.lock" in status
+    assert now == pytest.approx(native.WAIT_S)
+    assert pauses[0] <= 0.05 and 1.0 <= max(pauses) <= 2.0
+    assert len(pauses) <= 2 * native.WAIT_S
+    assert sum(pauses[:5]) < 1.0  # a library that is built soon is found soon

@@ -17,7 +17,7 @@ from mpigossip.mixing.members import outages
 from mpigossip.mixing.members.live import FolderExchange, StopRequested
 from mpigossip.mixing.members.outages import FolderUnreachable, Outages, cause
 from mpigossip.mixing.members.place import Place, TrainingPlan
-from mpigossip.mixing.members.records import RecordStore, Round, Unusable
+from mpigossip.mixing.members.records import Closed, RecordStore, Round, Unusable, Version
 from mpigossip.runs.members.replay import ReplayLog, wanted_of
 from mpigossip.store import StoreError, checkpoint
 from tests.cases import every
@@ -209,6 +209,48 @@ def test_what_could_not_be_removed_is_removed_later(tmp_path, monkeypatch):
     assert not (root / "models/old.h5").exists()
 
 
+def test_a_file_that_can_not_be_removed_keeps_no_other(tmp_path, monkeypatch):
+    begin(root := tmp_path / "run")
+    names = ["models/old.h5", "models/next.h5", "models/last.h5"]
+    fails(monkeypatch, "old.h5", errno.EIO, times=1 << 30, function="unlink")
+    found = disk(root)
+    for name in names:
+        (root / name).touch()
+        found.remove(name)
+    assert [(root / name).exists() for name in names] == [True, False, False]
+
+
+def test_a_mount_point_without_its_folder_is_not_filled(tmp_path):
+    begin(root := tmp_path / "run")
+    found = disk(root, limit_s=0.0)
+    assert found.publish("places/000000", b"") and found.names("places")
+    root.rename(tmp_path / "away")
+    root.mkdir()
+    with pytest.raises(FolderUnreachable, match="mount it again"):
+        found.make("logs")
+    found.outages.given_up = False
+    with pytest.raises(FolderUnreachable):
+        found.publish("END", b"")
+    assert not [*root.iterdir()]
+    root.rmdir()
+    shutil.copytree(tmp_path / "away", root)  # other numbers, as of a file system mounted again
+    found.outages.given_up = False
+    found.make("logs")
+    assert (root / "logs").is_dir()
+
+
+def test_a_folder_that_can_not_be_looked_up_for_a_moment_is_a_folder(tmp_path, monkeypatch):
+    begin(root := tmp_path / "run")
+    found = disk(root)
+    for function in ("stat", "lstat"):
+        with monkeypatch.context() as patch:
+            fails(patch, "run/chain", errno.ENOENT, function=function)
+            found.make("chain/000000")
+    (root / "file").touch()
+    with pytest.raises(StoreError, match="move it away"):
+        found.make("file/000000")
+
+
 def test_names_that_may_appear_later_are_listed_and_not_looked_up(tmp_path, monkeypatch):
     """NFS remembers for half a minute that a name wasn't there."""
     begin(root := tmp_path / "run")
@@ -270,6 +312,32 @@ def test_a_link_whose_name_can_not_be_read_is_decided_later(tmp_path, monkeypatc
     found = disk(root, lost=1.0)
     failed = fails(monkeypatch, "/END", errno.EACCES)
     assert found.publish("END", b"content") and failed
+
+
+@pytest.mark.parametrize(
+    ("number", "function"),
+    [(errno.EIO, "open"), (errno.ENOENT, "lstat"), every(errno.ESTALE, "open")],
+)
+def test_no_model_is_left_out_of_the_final_average_because_it_can_not_be_read(
+    tmp_path, monkeypatch, number, function
+):
+    begin(root := tmp_path / "run")
+    trained(root, 2)
+    place = place_of(disk(root))
+    versions = [place.record(0, number) for number in (1, 2)]
+    live = FolderExchange(place, lambda: False)
+    with monkeypatch.context() as patch:
+        failed = fails(patch, versions[1].file, number, function=function)
+        assert live.readable(versions, 2)[0] == versions and failed
+    place.disk.outages.limit_s = 0.0
+    with monkeypatch.context() as patch:
+        fails(patch, versions[1].file, number, times=1 << 30, function=function)
+        with pytest.raises(FolderUnreachable):
+            live.readable(versions, 2)
+    place.disk.outages.given_up = False
+    (root / "models" / versions[1].file).unlink()
+    assert live.readable(versions, 2)[0] == versions[:1]
+    live.close()
 
 
 def test_content_that_was_read_and_is_wrong_is_unusable(tmp_path):
@@ -440,6 +508,28 @@ def test_replay_rejects_a_listing_that_lacks_rounds(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match=r"no record of \d of its 8 chunks is listed"):
         wanted_of(script, None, None)
     assert wanted_of(script, 0, None)  # these rounds are there
+
+
+def test_replay_needs_no_record_of_a_place_that_trained_nothing(tmp_path):
+    begin(root := tmp_path / "run")
+    assert member(Bad(root, random.Random(1)), PLAN) == "end"
+    dead = place_of(disk(root))
+    dead.join()
+    (root / "chain/000001/000000").touch()
+    closed = Closed(place=1, round=1, why="silent", by=0)
+    (root / "chain/000001/000001").write_bytes(closed.encode())
+    script = ReplayLog(place_of(disk(root)))
+    assert Version(1, 0) in script.rounds
+    assert len(wanted_of(script, None, None)) == PLAN.chunks
+
+
+def test_replay_rejects_a_damaged_round(tmp_path):
+    begin(root := tmp_path / "run")
+    assert member(Bad(root, random.Random(1)), PLAN) == "end"
+    (root / "chain/000000/000003").chmod(0o644)
+    (root / "chain/000000/000003").write_bytes(b"")
+    with pytest.raises(StoreError, match="chain/000000/000003 is missing or damaged"):
+        wanted_of(ReplayLog(place_of(disk(root))), None, None)
 
 
 def test_replay_rejects_a_chunk_that_was_trained_twice(tmp_path):
