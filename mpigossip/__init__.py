@@ -1,9 +1,9 @@
-"""Trains PyTorch models across supercomputer nodes by neighbour averaging.
+"""Train PyTorch models across the nodes of a supercomputer by averaging with neighbours.
 
-Three names are all that a user's own loop needs: `world()`, `Gossip` and `graph()`; `Averager` is
-the exchange alone, for arrays, `join()` trains as one of many programs that come and go, and
+A custom loop needs three names only: `world()`, `Gossip` and `graph()`. `Averager` is the exchange
+alone, for arrays; `join()` trains as one of several programs that may join and leave at any time;
 `study()` simulates grids of jobs. Importing the package imports nothing else: torch, MPI and numpy
-come with the first use of a name.
+are imported when a name is first used.
 """
 
 from importlib import import_module

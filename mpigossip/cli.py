@@ -20,7 +20,7 @@ from mpigossip.config.errors import FAILED, OK, WRONG, Failure, UserError, outpu
 from mpigossip.config.readable import OF_STDOUT, print_note, printable
 
 COMMANDS = ("train", "files", "graph", "machine", "jobs")
-"""The modules of `mpigossip.commands`, in the order of the help."""
+"""Modules of `mpigossip.commands`, in the order of the help."""
 REMEDIES = {
     errno.EACCES: "ask its owner for the right to use it",
     errno.EPERM: "ask its owner for the right to use it",
@@ -28,13 +28,15 @@ REMEDIES = {
 }
 """Remedies for errors of the operating system, by errno."""
 READERS = ("resume", "simulate", "data", "log", "report", "checkpoint")
-"""Commands that read what others may have made."""
+"""Commands that read files which others may have made."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGILL)
 HANDED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 PR_SET_PDEATHSIG = 1
 HUSH_S = 2.0
-"""Seconds that ranks with nothing to say stay: launchers end the others at the first bad exit code,
-and with them the rank that has the message."""
+"""Seconds that ranks without a message wait before they exit.
+
+At the first bad exit code, launchers end all ranks, including the rank that has the message.
+"""
 EXAMPLES = """
 mpirun -n 4 mpigossip train digits node.devices=cpu:2
 mpigossip simulate digits --nodes 16 run.name=sixteen
@@ -43,9 +45,12 @@ mpigossip log plot runs/digits
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. Mistakes of the user become one paragraph and code 2.
+    """Run one command and return its exit code.
 
-    As a program of its own (no ``arguments``) a command that reads files runs in a child process.
+    A user error is printed as one paragraph, and the exit code is 2. A command that reads files
+    runs in a child process, unless ``arguments`` are given.
+
+    :param arguments: words of the command line; None: those of this process
     """
     if arguments is None:
         _able_to_print()
@@ -54,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return ended
     try:
         code = _run(arguments)
-    except SystemExit:  # help is printed, or explained why these words are none
+    except SystemExit:  # argparse has printed help or an error
         if _unprinted():
             raise SystemExit(FAILED) from None
         raise
@@ -67,29 +72,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _able_to_print() -> None:
-    """Let closed streams go nowhere, and show letters that a terminal lacks by their numbers."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file that is opened gets the place
+    """Open closed standard streams on /dev/null, and escape characters that a terminal lacks."""
+    # otherwise a file that is opened later would get the descriptor
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
     for name, place in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(place, "w", closefd=False))
         elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            with contextlib.suppress(OSError):  # of a file whose place isn't known any more
+            with contextlib.suppress(OSError):  # of a file whose position is no longer known
                 stream.reconfigure(errors="backslashreplace")
 
 
 def _may_crash(words: Sequence[str]) -> bool:
-    """Return whether the command reads files that others may have made; never a rank's."""
-    waits = hasattr(signal, "sigwaitinfo")  # not on macOS
+    """Return whether the command reads files that others may have made; never true for a rank."""
+    waits = hasattr(signal, "sigwaitinfo")  # not available on macOS
     return waits and any(word in READERS for word in words[:1]) and not launcher_ranks(os.environ)
 
 
 def _in_child(words: Sequence[str]) -> int | None:
-    """None in a new process that is to run the command; its exit code in the one that waits.
+    """Fork; return None in the child, which runs the command, and its exit code in the parent.
 
-    The HDF5 library believes what a file says of itself where its checksums agree: some damaged or
-    forged files crash it, whatever is looked at before. Then the user gets a line, not a signal.
+    The HDF5 library trusts the content of a file if its checksums agree. Some damaged or forged
+    files crash it, whatever is checked before. The child process turns such a crash into a message.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGCHLD})
     pid = os.fork()
@@ -100,7 +106,8 @@ def _in_child(words: Sequence[str]) -> int | None:
     while (got := signal.sigwaitinfo({*HANDED_ON, signal.SIGCHLD})).si_signo in HANDED_ON or (
         not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     ):
-        if got.si_signo in HANDED_ON and got.si_code <= 0:  # a terminal's reach both
+        # a signal from the terminal reaches both processes
+        if got.si_signo in HANDED_ON and got.si_code <= 0:
             os.kill(pid, got.si_signo)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -111,7 +118,7 @@ def _in_child(words: Sequence[str]) -> int | None:
             "damaged or forged files; use another copy of what it reads"
         )
         return FAILED
-    if -code == signal.SIGKILL:  # of which there is no handler to set
+    if -code == signal.SIGKILL:  # a signal that can't have a handler
         fix = ": take fewer nodes" if words[0] in ("resume", "simulate") else ""
         print_note(f"killed by the system, as it does where memory runs out{fix}")
         signal.raise_signal(-code)
@@ -156,17 +163,17 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _keeps_nothing() -> bool:
-    """Return whether standard output is unbuffered, so that an error of it occurs only once.
+    """Return whether standard output is unbuffered, so that its error occurs only once.
 
-    A buffered one keeps what it could not write, and fails again at the next flush. An error that
-    does not occur again then was the error of another file, unless a single text was larger than
-    the buffer, which drops it: `print_safe` marks its errors, therefore.
+    A buffered stream keeps what it could not write, and fails again at the next flush. An error
+    that does not occur again was therefore an error of another file. A text larger than the buffer
+    is an exception, because the buffer drops it: `print_safe` marks the errors of such texts.
     """
     return isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase)
 
 
 def _unprinted(error: OSError | None = None) -> bool:
-    """Return whether standard output can't be written, which is then said."""
+    """Return whether standard output can't be written, and report it in that case."""
     why = output_error(error)
     if why:
         print_note(f"standard output can't be written: {why}")
@@ -174,7 +181,7 @@ def _unprinted(error: OSError | None = None) -> bool:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse; settings may stand anywhere behind the job file, also after options."""
+    """Parse the arguments; settings may follow the job file anywhere, also after options."""
     top = parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     _check_command(top, given)
@@ -188,7 +195,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_command(top: argparse.ArgumentParser, given: list[str]) -> None:
-    """End with a hint at a removed option, or where the first word is no command (`plot`)."""
+    """End with a hint if an option was removed, or if the first word is no command (`plot`)."""
     from mpigossip.config import removed
     from mpigossip.config.toml import near
 
@@ -205,7 +212,7 @@ def _check_command(top: argparse.ArgumentParser, given: list[str]) -> None:
 
 
 def _speaks(error: UserError) -> bool:
-    """Return whether this process prints the message that all ranks have."""
+    """Return whether this process prints a message that all ranks share."""
     if error.rank is not None:
         return error.rank == 0
     from mpigossip.cluster import process
@@ -214,15 +221,15 @@ def _speaks(error: UserError) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """One that repeats words as a terminal may have them."""
+    """A parser whose messages are printable on any terminal."""
 
     def error(self, message: str) -> NoReturn:
-        """End with a message on a call that can't be understood."""
+        """End with a message about arguments that cannot be parsed."""
         super().error(printable(message))
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands with their arguments."""
+    """Return the parser of all commands."""
     top = Parser(
         prog="mpigossip",
         **help_text("Train PyTorch models across nodes by averaging with neighbours.", EXAMPLES),

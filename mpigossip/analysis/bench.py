@@ -1,4 +1,4 @@
-"""Measurements of `mpigossip bench`, each as a multiple of a limit found in the same run."""
+"""Measurements of `mpigossip bench`, each as a multiple of a limit measured in the same run."""
 
 import json
 import os
@@ -35,7 +35,7 @@ GRAPHS = ("one-peer-hypercube", "one-peer-exponential", "exponential", "ring", "
 
 
 def limit_memory(count: int) -> Callable[[], object]:
-    """The memory bus at work: blocked in-place average a ← (a + b)/2 of two private arrays."""
+    """Return a function that loads the memory bus: an average a ← (a + b)/2 in place, in blocks."""
     a = torch.ones(count)
     b = torch.ones(count)
 
@@ -47,20 +47,20 @@ def limit_memory(count: int) -> Callable[[], object]:
 
 
 def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[[], object]:
-    """The wire at work: a plain stream to the neighbour of the first round."""
+    """Return a function that loads the network: plain messages to the neighbour of round 0."""
     out = np.ones(count, np.float32)
     into = np.empty(count, np.float32)
 
     def work() -> None:
         pending = {(source, 0): comm.Irecv(into, source), (to, 1): comm.Isend(out, to)}
-        # sleeps between looks: on hosts that share cores, spinning would slow the limit itself
+        # This wait sleeps: on hosts that share cores, spinning would slow down the limit itself.
         wait_all(pending, 300.0, lambda _: "plain stream: the neighbour doesn't answer")
 
     return work
 
 
 def timed(comm: MPI.Comm, work: Callable[[], object]) -> float:
-    """Seconds until the slowest rank is through, all beginning together."""
+    """Return the seconds until the slowest rank has finished; all ranks start together."""
     comm.Barrier()
     began = time.perf_counter()
     work()
@@ -71,7 +71,7 @@ def timed(comm: MPI.Comm, work: Callable[[], object]) -> float:
 
 
 def alternate(comm: MPI.Comm, works: Sequence[Callable[[], object]], seconds: float) -> list[list]:
-    """Time the works in turn for about so many seconds, each at least five times."""
+    """Time the functions in turn for about ``seconds`` seconds, each at least five times."""
     times: list[list[float]] = [[] for _ in works]
     for work in works:
         work()
@@ -86,7 +86,14 @@ def alternate(comm: MPI.Comm, works: Sequence[Callable[[], object]], seconds: fl
 
 
 def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) -> dict[str, Any]:
-    """One line of the table: medians, spread (interquartile range over median), multiples."""
+    """Return one row of the table: medians, and their multiple of the limit.
+
+    :param name: name of the graph or operation
+    :param size: bytes of the message
+    :param times: measured seconds
+    :param limit: measured seconds of the limit
+    :returns: the row; its "spread" is the interquartile range over the median
+    """
     median = statistics.median(times)
     bound = statistics.median(limit)
     quarters = statistics.quantiles(times, n=4)
@@ -103,16 +110,16 @@ def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) ->
 
 
 def room_for_messages(world: World) -> int:
-    """Return the bytes of a message of which all ranks of a host hold eight in half its memory.
+    """Return the size in bytes of a message of which eight per rank fill half of a host's memory.
 
-    That many it takes: windows, the limit's two arrays, and what the library copies. Collective.
+    Eight are needed for windows, the limit's two arrays, and copies by the library. Collective.
     """
     ranks = max(map(world.hosts.count, world.hosts))
     return world.comm.allreduce(host_memory() // 2 // 8 // ranks, MPI.MIN)
 
 
 def sizes_that_fit(world: World, options) -> list[int]:
-    """The sizes of messages that memory has room for; a note names the others."""
+    """Return the sizes of messages that fit in memory; print a note on the others."""
     room = room_for_messages(world)
     left = [f"{size:,}" for size in options.sizes if size > room]
     if world.rank == 0 and left:
@@ -124,7 +131,7 @@ def sizes_that_fit(world: World, options) -> list[int]:
 
 
 def _opened(made: Graph, size: int, world: World, options) -> tuple[Mixer, int]:
-    """Windows for one vector of at least ``size`` bytes, filled, and its number of elements."""
+    """Open a mixer for a vector of at least ``size`` bytes; return it and its element count."""
     count = max(512, -(-size // 4 // 512) * 512)
     mixer = open_mixer(made, MessageLayout((count,)), world, same_host=options.same_host)
     mixer.outbox(0)[0][0].fill_(1.0)
@@ -137,7 +144,7 @@ def one_round(
     work: Callable[[], object] = lambda: None,
     kind: ExchangeKind = ExchangeKind.GOSSIP,
 ) -> None:
-    """The clock's next round, with work while it is in flight."""
+    """Run the next round of ``clock``, and call ``work`` while it is in flight."""
     t = next(clock)
     mixer.outbox(t)
     mixer.start(kind, t)
@@ -146,7 +153,7 @@ def one_round(
 
 
 def exchange(world: World, options) -> Iterator[dict[str, Any]]:
-    """Rounds of one vector along each graph, against the memory's or the wire's limit."""
+    """Measure rounds of one vector on each graph against the limit of memory or network."""
     on_one_host = len(set(world.hosts)) == 1
     for name in options.graphs or GRAPHS:
         try:
@@ -170,7 +177,7 @@ def exchange(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
-    """The exact average of all nodes: ours, and the library's Allreduce."""
+    """Measure the exact average over all nodes by this package, and by the library's Allreduce."""
     made = graph("complete", world.size)
     for size in sizes_that_fit(world, options):
         mixer, count = _opened(made, size, world, options)
@@ -190,7 +197,7 @@ def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def overlap(world: World, options) -> Iterator[dict[str, Any]]:
-    """Fraction of an exchange that is hidden by compute of equal length (a fixed amount)."""
+    """Measure the fraction of an exchange that a computation of equal length hides."""
     made = graph("one-peer-exponential", world.size)
     for size in sizes_that_fit(world, options):
         mixer, count = _opened(made, size, world, options)
@@ -208,7 +215,7 @@ def overlap(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def arithmetic(comm: MPI.Comm, seconds: float) -> Callable[[], object]:
-    """So many products of matrices as take that long on the slowest rank, all at work at once."""
+    """Return matrix products that take ``seconds`` on the slowest rank while all ranks compute."""
     matrix = torch.ones(192, 192)
 
     def work(repeats: int) -> None:
@@ -222,7 +229,7 @@ def arithmetic(comm: MPI.Comm, seconds: float) -> Callable[[], object]:
 
 
 def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
-    """A node's checkpoint file against plain write, fsync and rename of as many bytes."""
+    """Measure writing a node's checkpoint file against plain write, fsync and rename."""
     from mpigossip.store import checkpoint as store
 
     for size in options.sizes:
@@ -235,7 +242,7 @@ def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
             plain = partial(_plainly, Path(folder) / "plain", values)
             try:
                 times, limit = alternate(world.comm, [ours, plain], options.seconds)
-            except (OSError, StoreError) as error:  # on this rank alone, perhaps
+            except (OSError, StoreError) as error:  # possibly on this rank only
                 where = f'--folder "{options.folder}" on {world.hosts[world.rank]}'
                 raise Failure(f"{where}: {error}; free space there or name another") from error
         yield row("checkpoint", size, times, limit)
@@ -258,7 +265,7 @@ MEASURES = {
 
 
 def save(rows: Sequence[dict[str, Any]], path: Path, world: World, what: str) -> None:
-    """The rows as an HDF5 file, one dataset a column; as JSON where the name ends in .json."""
+    """Save the rows as HDF5, one dataset for each column; as JSON if the name ends in .json."""
     about = {
         "measured": what,
         "ranks": world.size,

@@ -1,8 +1,8 @@
 """`mpigossip doctor`: check a machine before the first training.
 
-Every rank checks its own process and host, then all test the network together. Rank 0 prints what
-was found, and ends with "ready" or with what is wrong and the remedy. Tests of MPI:
-:mod:`.selftest`.
+Every rank checks its own process and host, then all ranks test the network together. Rank 0 prints
+the findings, and ends with "ready" or with the problems and their remedies. Tests that use MPI are
+in :mod:`.selftest`.
 """
 
 import fcntl
@@ -32,7 +32,7 @@ from mpigossip.mixing.kernels import native
 
 HANGS = "a driver hangs (see nvidia-smi), or a file system: name another folder by --folder DIR"
 LOW_DISK = 10**9
-"""Free bytes below which the disk is worth a word."""
+"""Number of free bytes below which the disk is reported."""
 PACKAGES = (
     "torch",
     "numpy",
@@ -49,15 +49,15 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank says of its process and host."""
+    """One rank's description of its process and host."""
 
     host: str
     allowed: tuple[int, ...]
-    """cores that this process may use"""
+    """Cores that this process may use."""
     cores: int
-    """of the host"""
+    """Number of cores of the host."""
     need: int
-    """cores that the rank's slots, workers and communication thread would keep busy"""
+    """Number of cores that the rank's slots, data workers and progress thread keep busy."""
 
 
 def examine(options) -> int:
@@ -69,7 +69,7 @@ def examine(options) -> int:
     except LaunchError as error:
         if error.rank:
             return 1
-        # alone from here on: the rest of the machine can still be looked at
+        # continue alone: the rest of the machine can still be checked
         found.append(Finding("mpi", "can't be used", "wrong", str(error)))
     with ranks:
         with watched(ranks, options, "host", found, HANGS) as now:
@@ -77,7 +77,7 @@ def examine(options) -> int:
         try:
             found += merged(ranks.gather(mine))
             _together(options, ranks, found)
-        except Failure as error:  # a rank doesn't answer: closing the world would wait for it
+        except Failure as error:  # a rank does not answer, and closing the world would wait for it
             found.append(Finding("ranks", "not all answer", "wrong", str(error)))
             if ranks.rank == 0:
                 report(found, options.json)
@@ -99,7 +99,7 @@ def _local(options, now: list[str]) -> list[Finding]:
 
 
 def _together(options, ranks, found: Findings) -> None:
-    """Add what takes all ranks; complete on rank 0."""
+    """Add the findings that need all ranks; they are complete on rank 0."""
     setting, ranks_per_node = devices.resolve_auto(options.devices, options.ranks_per_node)
     slots = devices.slots_of(setting)
     machine = Machine(
@@ -112,7 +112,8 @@ def _together(options, ranks, found: Findings) -> None:
     several = ranks_per_node != 1
     found += [] if machines is None else [hosts(machines, several), cores(machines)]
     found += alike(ranks.gather(versions().text))
-    if ranks.agree(int(bool(devices.device_problems(setting)))):  # a finding of that rank's slots
+    # reported by the finding about that rank's slots
+    if ranks.agree(int(bool(devices.device_problems(setting)))):
         # MPI and the network can still be tested
         setting = "cpu:1"
         slots = ("cpu",)
@@ -127,14 +128,14 @@ def _together(options, ranks, found: Findings) -> None:
 
 
 def kernel() -> Finding:
-    """Return whether averages on the CPU go by the compiled sum."""
+    """Report whether averages on the CPU use the compiled sum."""
     text = native.status()
     there = native.library() is not None
     return Finding("compiled sum", text, "good" if there else "note")
 
 
 def versions() -> Finding:
-    """Versions of what the package stands on, and pairs of them that don't go together."""
+    """Report versions of packages, and pairs that do not work together."""
     have = {}
     for name in PACKAGES:
         try:
@@ -171,11 +172,11 @@ for device in sys.argv[1:]:
     compute(device)
     ThreadPoolExecutor(1).submit(compute, device).result()
 """
-"""A context in each thread: exchanges have one of their own."""
+"""Program that computes in two threads, because exchanges use a thread of their own."""
 
 
 def gpus(setting: str, slots: Sequence[str], limit_s: float = 60.0) -> Finding:
-    """The slots of this rank, and whether torch computes on them, in a process of its own."""
+    """Report the slots of this rank, and whether torch can compute on them in another process."""
     there = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
     text = f"{pluralize(len(slots), 'slot')}: {', '.join(slots)}"
     data = {"devices": list(slots), "gpus": torch.cuda.device_count()}
@@ -205,7 +206,7 @@ def gpus(setting: str, slots: Sequence[str], limit_s: float = 60.0) -> Finding:
 
 
 def cards(slots: Sequence[str], top: Path = Path("/sys/class")) -> Finding:
-    """Network cards of this host: InfiniBand, Slingshot, else Ethernet."""
+    """Report the network cards of this host: InfiniBand or Slingshot, and Ethernet."""
     fast = [path.name for kind in ("infiniband", "cxi") for path in sorted(top.glob(f"{kind}/*"))]
     plain = [path.parent.name for path in sorted(top.glob("net/*/device"))]
     count = len({slot for slot in slots if slot.startswith("cuda")})
@@ -221,7 +222,7 @@ def cards(slots: Sequence[str], top: Path = Path("/sys/class")) -> Finding:
 
 
 def disk(options) -> Finding:
-    """Write and fsync a file where runs are to be written; whether locks work; what is free."""
+    """Report the rate of writes with fsync to the folder for runs, its locks and its free space."""
     folder: Path = options.folder
     size = options.megabytes << 20
     try:
@@ -253,7 +254,7 @@ def disk(options) -> Finding:
 
 
 def hdf5(folder: Path) -> Finding:
-    """Write, fsync and read an HDF5 file where runs are to be written."""
+    """Write, fsync and read an HDF5 file in the folder for runs."""
     import h5py
     import numpy as np
 
@@ -279,7 +280,7 @@ def hdf5(folder: Path) -> Finding:
 
 
 def hosts(machines: Sequence[Machine], several: bool = False) -> Finding:
-    """Report ranks by host: one rank is one node of the averaging, unless ``several`` are."""
+    """Report the ranks of each host; each rank is one node, unless ``several`` ranks form one."""
     names = [machine.host for machine in machines]
     count = {name: names.count(name) for name in dict.fromkeys(names)}
     shown = ", ".join(f"{name} x {k}" if k > 1 else name for name, k in list(count.items())[:8])
@@ -298,7 +299,7 @@ def hosts(machines: Sequence[Machine], several: bool = False) -> Finding:
 
 
 def alike(texts: Sequence[str] | None) -> list[Finding]:
-    """Return whether all ranks have the same versions."""
+    """Report different versions of packages on different ranks."""
     different = list(dict.fromkeys(texts or ()))
     if len(different) < 2:
         return []
@@ -313,7 +314,7 @@ def alike(texts: Sequence[str] | None) -> list[Finding]:
 
 
 def cores(machines: Sequence[Machine]) -> Finding:
-    """Cores that the ranks may use against those that they would keep busy."""
+    """Compare the cores that the ranks may use with those that they keep busy."""
     least = min(machines, key=lambda machine: len(machine.allowed) - machine.need)
     text = (
         f"{len(least.allowed)} of {least.cores} cores allowed on {least.host}, "

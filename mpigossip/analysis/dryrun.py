@@ -1,4 +1,4 @@
-"""Describe a job without running it: all settings, traffic and memory per step."""
+"""Describe a job without running it: all settings, and the traffic and memory of a step."""
 
 import os
 import textwrap
@@ -11,11 +11,16 @@ from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange
 from mpigossip.training import assemble, costs, shape
 
 NODES = 8
-"""Planned for, where neither `--nodes` nor a launcher says how many."""
+"""Number of nodes to plan for if neither `--nodes` nor a launcher gives one."""
 
 
 def describe(job: Job, nodes: int | None) -> str:
-    """The job with all defaults, then what a step of it moves and holds. Raises JobError."""
+    """Return the job with all defaults as TOML, and comments on the traffic and memory of a step.
+
+    :param job: the job
+    :param nodes: number of nodes; None: the number of the launcher, otherwise `NODES`
+    :raises JobError: if the job cannot run on so many nodes
+    """
     ranks = launched()
     job = shape.with_ranks(job, local_rank()[1]) if ranks else job
     asked = job.node.ranks_per_node
@@ -47,7 +52,7 @@ def describe(job: Job, nodes: int | None) -> str:
 
 
 def _row(label: str, words: str) -> list[str]:
-    """A comment in TOML with a label, in lines of at most 80 characters."""
+    """Return a TOML comment with a label, in lines of at most 80 characters."""
     return textwrap.wrap(
         f"# {label:13}{words}",
         80,
@@ -58,7 +63,7 @@ def _row(label: str, words: str) -> list[str]:
 
 
 def launched() -> int | None:
-    """The number of processes that a launcher's environment tells."""
+    """Return the number of ranks that a launcher has started, according to the environment."""
     from mpigossip.cluster.launcher import launcher_ranks
 
     return next((ranks for _, ranks, _ in launcher_ranks(os.environ)), None)
@@ -79,7 +84,7 @@ def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
 
 
 def _traffic(job: Job, made: costs.Exchanges, what: costs.Subject) -> list[str]:
-    """Bytes of an average step, beside what all-reduce would send."""
+    """Describe the bytes sent in an average step, compared with a ring all-reduce."""
     ring = bytes_per_exchange(made.parts.graph, ExchangeKind.GLOBAL, 0, 0, 4 * what.flat.size)
     average = made.bytes_per_step
     ratio = f"{average / ring:.2f} x" if ring else "against"
@@ -93,7 +98,7 @@ def _traffic(job: Job, made: costs.Exchanges, what: costs.Subject) -> list[str]:
 
 
 def _memory(parts: dict[str, int]) -> list[str]:
-    """Bytes of a node by purpose; activations, batches and libraries are not counted."""
+    """Describe the memory of a node by purpose, without activations, batches and libraries."""
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
     whole = format_bytes(sum(parts.values()))
     return _row("memory", f"{whole} a node: {listed}; activations and batches come on top")

@@ -13,18 +13,18 @@ from mpigossip.cluster.world import World
 from mpigossip.config.readable import print_safe
 
 GRACE_S = 10.0
-"""Seconds that other ranks wait longer than rank 0, which prints what was found."""
+"""Seconds that other ranks wait longer than rank 0, which prints the findings."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one test."""
 
     name: str
     text: str
-    """what is the case"""
+    """Description of the result."""
     level: str = "good"
-    """good; note: works, but slower or with less; wrong: has to be fixed"""
+    """"good"; "note": it works, but is slower or limited; "wrong": it has to be fixed."""
     remedy: str = ""
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -33,19 +33,22 @@ SIGN = {"good": "ok", "note": "note", "wrong": "WRONG"}
 
 
 class Findings(list[Finding]):
-    """Findings, of which the first ``shown`` are printed."""
+    """A list of findings, of which the first ``shown`` have been printed."""
 
     shown = 0
 
     def show(self) -> None:
-        """Print a line for each that isn't, at once: the next test may end the process."""
+        """Print a line for each new finding now, since the next test may end the process."""
         for one in self[self.shown :]:
             print_safe(f"{SIGN[one.level]:5}  {one.name:9}  {one.text}", flush=True)
         self.shown = len(self)
 
 
 def merged(everyone: Sequence[Sequence[Finding]] | None) -> list[Finding]:
-    """One finding for each thing and level, with the ranks where they aren't all."""
+    """Merge the findings of all ranks: one for each test and level, with the ranks if they differ.
+
+    :param everyone: findings of each rank, in the same order; None on ranks other than 0
+    """
     if everyone is None:
         return []
     result = []
@@ -53,7 +56,7 @@ def merged(everyone: Sequence[Sequence[Finding]] | None) -> list[Finding]:
         groups: dict[tuple[str, str], list[int]] = {}
         for rank, findings in enumerate(everyone):
             one = findings[place]
-            # figures differ from rank to rank: what matters is whether it's good, and why not
+            # Numbers differ between ranks, so compare the level and the remedy only.
             groups.setdefault((one.level, one.remedy), []).append(rank)
         for (level, remedy), ranks in groups.items():
             one = everyone[ranks[0]][place]
@@ -70,7 +73,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def verdict(found: Sequence[Finding]) -> str:
-    """Return what is wrong, what to do about it, and whether the machine is ready."""
+    """Return the remedies of all problems, and whether the machine is ready."""
     notes = [
         f"note: {one.name}: {one.remedy}" for one in found if one.level == "note" and one.remedy
     ]
@@ -80,21 +83,21 @@ def verdict(found: Sequence[Finding]) -> str:
 
 
 def report(found: Findings, json_asked: bool) -> None:
-    """Print the findings, and the verdict."""
+    """Print the findings and the verdict."""
     if not json_asked:
         found.show()
     print_safe(as_json(found) if json_asked else verdict(found), flush=True)
 
 
 def as_json(found: Sequence[Finding]) -> str:
-    """The same for programs."""
+    """Return the findings and the verdict as JSON."""
     rows = [vars(one) for one in found]
     wrong = [one.name for one in found if one.level == "wrong"]
     return json.dumps({"findings": rows, "wrong": wrong, "ready": not wrong}, indent=1, default=str)
 
 
 def complain(text: str) -> None:
-    """One line on stderr in one write, so that ranks don't mix."""
+    """Write one line to stderr in a single call, so that lines of ranks are not interleaved."""
     sys.stderr.flush()
     os.write(2, f"mpigossip doctor: {text}\n".encode(errors="replace"))
 
@@ -103,10 +106,17 @@ def complain(text: str) -> None:
 def watched(
     world: World, options, name: str, found: Findings, hint="look at the network between hosts"
 ) -> Iterator[list[str]]:
-    """End the job when the block takes longer, saying the last thing put into the list.
+    """Return a context manager that ends the job if the block takes too long.
 
-    There is no other way out of MPI and NCCL: what waits for a host that doesn't answer never
-    returns. Rank 0, which waits for all others in every test, prints what was found before.
+    MPI and NCCL offer no other way out: a wait for a host that does not answer never returns. The
+    message names the last activity, as added by the block to the list that this yields. Rank 0,
+    which waits for all others in every test, prints the findings so far.
+
+    :param world: all ranks
+    :param options: options of the command; `timeout` is the time limit in seconds
+    :param name: name of the finding
+    :param found: findings so far
+    :param hint: remedy
     """
     now = ["starting"]
 
@@ -120,7 +130,7 @@ def watched(
             from mpi4py import MPI
 
             if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-                world.abort()  # which leaves the launcher the time to pass the line on
+                world.abort()  # leaves the launcher time to forward the line
         os._exit(1)
 
     timer = threading.Timer(options.timeout + GRACE_S * (world.rank > 0), late)

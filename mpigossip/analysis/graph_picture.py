@@ -9,13 +9,18 @@ from mpigossip.store.hdf5 import replacing
 
 
 def picture(made: Graph, out: Path) -> None:
-    """Draw who sends to whom in the first rounds, and ‖Π W − J‖ against rounds, as a PNG."""
+    """Draw the edges of the first rounds, and ‖Π W − J‖ against rounds, as a PNG.
+
+    :param made: the graph
+    :param out: file to write
+    :raises GraphError: if the format of the file is unknown
+    """
     from matplotlib.figure import Figure
 
     from mpigossip.graphs.spectral import residues
 
     shown = min(made.period or 4, 4)
-    columns = 2 if shown in (1, 3) else 3  # at most three beside each other: readable on a page
+    columns = 2 if shown in (1, 3) else 3  # At most three panels per row stay readable on a page.
     rows = -(-(shown + 1) // columns)
     wide = 3.4 if made.n <= 16 or shown > 1 else 5.0
     figure = Figure(figsize=(wide * columns, 0.8 + wide * rows), dpi=130, layout="constrained")
@@ -45,7 +50,7 @@ def picture(made: Graph, out: Path) -> None:
 
 
 def _draw_round(axis, made: Graph, t: int) -> None:
-    """Draw nodes on a circle, and an arrow to each receiver, coloured by its length."""
+    """Draw nodes on a circle, and an arrow to each out-neighbour, coloured by its length."""
     from math import cos, pi, sin
 
     from matplotlib import colormaps
@@ -56,7 +61,8 @@ def _draw_round(axis, made: Graph, t: int) -> None:
     places = [(sin(2 * pi * i / n), cos(2 * pi * i / n)) for i in range(n)]
     for i in range(n):
         for j in made.neighbours(t, i)[0] if n <= 64 else ():
-            far = min((i - j) % n, (j - i) % n) / max(1, n // 2)  # 1: across the circle
+            # 1 is a distance across the whole circle
+            far = min((i - j) % n, (j - i) % n) / max(1, n // 2)
             shrink = 2 if thin else 9
             axis.annotate(
                 "",
@@ -74,7 +80,8 @@ def _draw_round(axis, made: Graph, t: int) -> None:
     size = 190 if n <= 16 else max(12, 2600 / n)
     axis.scatter(*zip(*places, strict=True), s=size, color="#e8eef4", edgecolor="#333333", zorder=3)
     every, far, points = (1, 1.0, 8 if n <= 16 else 6) if n <= 32 else (-(-n // 8), 1.13, 8)
-    for i, (x, y) in list(enumerate(places))[::every]:  # many nodes: some numbers, outside
+    # of many nodes, label some, outside the circle
+    for i, (x, y) in list(enumerate(places))[::every]:
         axis.text(far * x, far * y, str(i), ha="center", va="center", fontsize=points, zorder=4)
     axis.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))
     axis.set_axis_off()

@@ -1,4 +1,4 @@
-"""Load the runs that a plot or a page compares: logs, names, styles, training time."""
+"""Load the runs that a plot or a page compares: logs, names, styles and training time."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,41 +16,41 @@ from mpigossip.store.log_reading import metrics_in, with_nan
 from mpigossip.studies.seeds import Bands, alike, differences, joined, settings
 
 POINTS = 1000
-"""Rows that are read for a picture; longer logs are averaged over blocks of steps."""
+"""Number of rows read for a plot; longer logs are averaged over blocks of steps."""
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """One run in a picture: its name, its log, colour and line."""
+    """One run of a plot: its name, log, colour and line style."""
 
     name: str
     log: Log
     style: dict[str, Any]
     bands: Bands = field(default_factory=dict)
-    """intervals over seeds of the evaluations' figures, where it is several runs in one"""
+    """Intervals over seeds of the evaluations' metrics, if the run combines several seeds."""
     path: Path = Path()
-    """of the first of them"""
+    """Path of the run, or of the first of several seeds."""
 
     @property
     def line(self) -> dict[str, Any]:
-        """Colour and line without the marker."""
+        """Style of the run without the marker."""
         return self.style | {"marker": None}
 
     @property
     def last(self) -> int:
-        """Steps that the log knows of."""
+        """Number of steps in the log."""
         return int(self.log.steps["step"].max(initial=-1)) + 1
 
     @cached_property
     def epoch_steps(self) -> float:
-        """Steps of an epoch, from the last evaluation; 0 where none says."""
+        """Number of steps per epoch, from the last evaluation; 0 if it is not known."""
         found = self.log.evaluations
         known = len(found["step"]) and "epoch" in found and found["epoch"][-1] > 0
         return float(found["step"][-1] / found["epoch"][-1]) if known else 0.0
 
     @cached_property
     def _clock(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps, and seconds of steps before each (mean over nodes), summed over the log."""
+        """Steps, and the seconds that all steps before each took, as a mean over nodes."""
         step = self.log.steps["step"]
         parts = [over_nodes(np.nanmean, self.log.steps[p]) for p in PARTS if p in self.log.steps]
         if not parts or not len(step):
@@ -61,37 +61,41 @@ class LoggedRun:
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the task's metrics besides the loss; accuracy first, where it is one."""
+        """Names of the task's metrics besides the loss; accuracy comes first if it exists."""
         return metrics_in(self.log.evaluations) or own_columns(self.log)
 
     def unit(self, name: str) -> str:
-        """The unit of a column in parentheses; empty where it is a plain number."""
+        """Return the unit of a column in parentheses; "" for a plain number."""
         unit = self.log.units.get(name, "1")
         return "" if unit in ("1", "") else f" ({unit})"
 
     def seconds(self, steps: np.ndarray) -> np.ndarray:
-        """Time of training at these steps; evaluations and checkpoints are left out."""
+        """Return the training time at ``steps`` in seconds, without evaluations and checkpoints."""
         return np.interp(steps, *self._clock)
 
     @property
     def has_virtual_time(self) -> bool:
-        """Return whether the run carried a virtual clock from its first step on."""
+        """Return whether the run had a virtual clock from its first step on."""
         found = self.log.steps.get(VIRTUAL)
         return found is not None and len(found) > 0 and bool(np.isfinite(found).all())
 
     def virtual_seconds(self, steps: np.ndarray) -> np.ndarray:
-        """Virtual time of training at these steps, mean over nodes."""
+        """Return the virtual training time at ``steps`` in seconds, as a mean over nodes."""
         at = self.log.steps["step"]
         spent = self.log.steps[VIRTUAL].mean(1)
-        block = at[1] - at[0] if len(at) > 1 else 1  # a row is the mean of so many steps
+        block = at[1] - at[0] if len(at) > 1 else 1  # a row is the mean of this many steps
         done = at + (1 + block) / 2
         return np.interp(steps, [0.0, *done], [0.0, *spent])
 
 
 def load(paths: Sequence[Path]) -> list[LoggedRun]:
-    """The runs, each a folder or a log, with their styles; StoreError where there is no log.
+    """Load runs, with their styles.
 
-    Those that differ by their seed only are one, named by what differs between them.
+    Runs that differ in their seed only are combined into one, named by its difference from the
+    others.
+
+    :param paths: run directories or logs
+    :raises StoreError: if there is no log
     """
     from mpigossip.studies.drawing import style
 
@@ -112,14 +116,14 @@ def load(paths: Sequence[Path]) -> list[LoggedRun]:
 
 
 def log_of(run: Path) -> Path:
-    """The log of a run's folder, or the log itself."""
+    """Return the log of a run directory, or the log itself."""
     return run / "log.h5" if run.is_dir() else run
 
 
 def short_names(folders: Sequence[Path], most: int = 32) -> list[str]:
-    """Each folder's last part, with as many before it as tell the folders apart.
+    """Return the last part of each folder's path, with enough parts before it to be unique.
 
-    Long names lose their beginning: a legend must leave room for the axes.
+    Long names lose their beginning, because a legend must leave room for the axes.
     """
     for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-parts:]) for folder in folders]
@@ -129,39 +133,39 @@ def short_names(folders: Sequence[Path], most: int = 32) -> list[str]:
 
 
 def description(log: Log) -> str:
-    """Algorithm, graph and nodes of a run; of members their places, without a graph."""
-    told = settings(log.job)  # of a log of other origin none: its figures are still worth drawing
+    """Describe a run by algorithm, graph and number of nodes; a run of members by its places."""
+    told = settings(log.job)  # Logs of other programs have no settings, but can be plotted.
     keys = ["algorithm.name", "graph.name"]
-    if of_members(log):  # a program's optimizer, a job's method
+    if of_members(log):  # The optimizer of a program, or the algorithm of a job.
         keys = ["loop.optimizer" if "loop.optimizer" in told else "algorithm.name"]
     names = [str(told[key]) for key in keys if key in told]
     return ", ".join([*names, pluralize(log.nodes, who(log))])
 
 
 def who(log: Log) -> str:
-    """Return what a column of the steps is of."""
+    """Return the word for a column of the log's steps: "node" or "place"."""
     return "place" if of_members(log) else "node"
 
 
 def own_columns(log: Log) -> list[str]:
-    """Columns of the steps that a task or a custom loop has added."""
+    """Return the columns of the steps that a task or a custom loop has added."""
     return [n for n in log.steps if n not in ("step", VIRTUAL, *COLUMNS, *MEMBER_COLUMNS)]
 
 
 def of_members(log: Log) -> bool:
-    """Return whether members made this training that come and go (`mpigossip join`)."""
+    """Return whether the log is from a training of members (`mpigossip join`)."""
     return "time" in log.steps
 
 
 def over_nodes(function: Callable, values: np.ndarray) -> np.ndarray:
-    """`function` over the nodes; NaN, without a warning, where no node has a value."""
+    """Apply ``function`` over nodes; NaN, without a warning, if no node has a value."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return function(with_nan(values), axis=1)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Mean over a window of 1/25 of the rows, shorter at the ends, of what is finite."""
+    """Return the mean of finite values in a window of 1/25 of the rows, shorter at the ends."""
     half = len(values) // 50
     known = np.isfinite(values)
     total = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
@@ -174,14 +178,14 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def mean_ms(log: Log, part: str) -> float:
-    """Milliseconds of a part of a step, mean over nodes and steps."""
+    """Return the milliseconds of a part of a step, as a mean over nodes and steps."""
     values = log.steps.get(part, np.empty(0))
     known = values[np.isfinite(values)]
     return 1e3 * float(known.mean()) if len(known) else 0.0
 
 
 def shares(log: Log, parts: Sequence[str]) -> list[str]:
-    """Each part with its share of the whole time."""
+    """Return each part of a step with its share of the total time, as text."""
     means = [mean_ms(log, part) for part in parts]
     whole = sum(means) or 1.0
     return [f"{PARTS[p]} {100 * m / whole:.0f} %" for p, m in zip(parts, means, strict=True)]

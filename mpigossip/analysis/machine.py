@@ -1,4 +1,4 @@
-"""Cost of a step on this machine: compute, node-local time, network; measured or given."""
+"""Cost of a step on this machine: computation, averaging in the node, and network."""
 
 import statistics
 import time
@@ -21,18 +21,18 @@ from mpigossip.training.time_model import hops
 
 LATENCY_S = 10e-6
 BANDWIDTH = 12.5e9
-"""Assumed where nothing is given and there is no neighbour to measure: 10 µs, 100 Gbit/s."""
+"""Latency and bandwidth assumed if none are given and there is no neighbour: 10 µs, 100 Gbit/s."""
 SMALL = 512
-"""Elements of the message that shows the latency."""
+"""Number of elements of the message that measures the latency."""
 BURST = 8
 BURSTS = 6
-"""Rounds that are timed together, fewer where the time is short; how often at least."""
+"""Rounds that are timed together, or fewer if time is short; smallest number of such bursts."""
 LONGEST_S = 0.05
-"""Seconds of work at most before each of them."""
+"""Largest number of seconds of computation before each round."""
 WARM_UP = 3
 LEAST = 8
 MOST = 60
-"""Steps that are run before measuring, and at least and at most measured."""
+"""Steps that are run before measuring, and the smallest and largest number of measured steps."""
 
 
 WORDS = {
@@ -44,19 +44,23 @@ WORDS = {
     "coding_rate": "coding",
     "jitter": "jitter",
 }
-"""What a user may say of the machine, and the names of these figures in `Machine.sources`."""
+"""Properties of the machine that a user may give, with their names in `Machine.sources`."""
 
 
 def examine(
     what: Subject, world: World, given: Mapping[str, float | None], budget_s: float
 ) -> Machine:
-    """Measure what isn't given, on all ranks of the launcher at once; collective under MPI.
+    """Measure what is not given, on all ranks at once; collective under MPI.
 
-    ``given``: by the names of `WORDS`; None as if it were left out.
+    The time of computation is that of real steps of the job on one node. Latency and bandwidth are
+    those of whole rounds with the job's message between the ranks, and so include the time that MPI
+    and Python add.
 
-    Compute is a real step of the job on one node. Latency and bandwidth are those of whole rounds
-    with the job's message between the ranks at hand, so that they hold what MPI and Python add.
-    Raises JobError where the job's devices are not here and compute_s isn't given.
+    :param what: the job and its sizes
+    :param world: all ranks
+    :param given: known values by the names of `WORDS`; None stands for a missing value
+    :param budget_s: seconds that measuring may take, approximately
+    :raises JobError: if the job's devices are missing here, and compute_s is not given
     """
     on_cpu = slots_of(what.job.node.devices)[0] == "cpu"
     compute_s = given.get("compute_s")
@@ -68,7 +72,7 @@ def examine(
         update_s = 0.0
         jitter = 0.0
         sources = dict.fromkeys(("node-local", "jitter"), "not given")
-    # this processor says nothing of a GPU's rates
+    # the rates of this processor are not those of a GPU
     combine_rate = world.nodes.per_node * (_combine_rate(what) if on_cpu else SUM_RATE)
     coding_rate = 0.0 if on_cpu else world.nodes.per_node * CODING_RATE
     sources |= dict.fromkeys(("sum", "coding"), "measured" if on_cpu else "assumed")
@@ -98,10 +102,11 @@ def examine(
 
 
 def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
-    """Median seconds of a step of one node: compute, node-local, update; the jitter of compute.
+    """Return the median seconds of computation, averaging in the node and update, and the jitter.
 
-    Means over the ranks. The jitter is half of what lies between the quantiles at 16 and 84 %, as
-    a share of the median: a normal distribution's deviation, which a rare pause doesn't move.
+    All are means over the ranks. The jitter is half the distance between the quantiles at 16 and 84
+    % of the time of computation, relative to its median. For a normal distribution this is the
+    standard deviation, but rare pauses do not change it.
     """
     from mpigossip.cluster.nodes import isolate_node
     from mpigossip.cluster.ranks import SingleProcess
@@ -113,7 +118,7 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
         missing = devices.device_problems(job.node.devices)
         if missing:
             raise JobError([*missing, "or say how long forward and backward take: --compute 80ms"])
-    # no other node: the ranks of one step together
+    # the ranks of one node step together, without other nodes
     alone = isolate_node(world) if world.nodes.per_node > 1 else SingleProcess()
     with world.raise_together(JobError):
         assembly = assemble.assemble(_with_data(job, what), alone, 1)
@@ -134,7 +139,7 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
     finally:
         assembly.close()
     mine = [statistics.median(values) for values in found.values()]
-    tenths = statistics.quantiles(found["compute_s"], n=25)  # 4 % each
+    tenths = statistics.quantiles(found["compute_s"], n=25)  # quantiles in steps of 4 %
     mine.append((tenths[20] - tenths[3]) / 2 / mine[0] if mine[0] else 0.0)
     every = world.broadcast(world.gather(mine))
     means = [statistics.fmean(each) for each in zip(*every, strict=True)]
@@ -142,7 +147,7 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
 
 
 def _with_data(job: Job, what: Subject) -> Job:
-    """The job; where its data aren't here, on such that are made up, as many as its steps need."""
+    """Return the job; if its data are missing here, with enough synthetic samples."""
     found, missing = data_or_stand_in(job)
     found.close()
     if missing and found.dtype == torch.int64:
@@ -171,7 +176,7 @@ def _combine_rate(what: Subject) -> float:
 
 
 def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
-    """Seconds to encode a vector of this width, and to decode one; (0, 0) for exact wires."""
+    """Return the seconds to encode and decode a vector of ``width`` elements; (0, 0) if exact."""
     if wire.exact:
         return 0.0, 0.0
     short = min(width, 1 << 20)
@@ -184,7 +189,7 @@ def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
 
 
 def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s: float):
-    """((latency, bandwidth, the same of a global average), words on where)."""
+    """Return latencies and bandwidths of gossip and global averages, and a text about the ranks."""
     column = world.nodes.inter_node
     per = world.nodes.per_node
     n = column.size
@@ -194,15 +199,16 @@ def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s:
         alone = "this process alone" if per == 1 else f"one node of {per} ranks"
         return (LATENCY_S, BANDWIDTH) * 2, alone
     nbytes = 4 * what.flat.size
-    # of a node's ranks each exchanges its part, all at once
+    # each rank of a node exchanges its shard, all at once
     small, large = (
         _rounds(column, what, count, budget_s, work_s) for count in (SMALL, what.flat.size // per)
     )
     fitted = []
-    # messages that pass a node's link, and latencies one after the other
+    # messages that pass a node's link, and number of latencies in sequence
     shapes = {ExchangeKind.GOSSIP: (1.0, 1), ExchangeKind.GLOBAL: (2 * (n - 1) / n, hops(n))}
     for kind, (messages, latencies) in shapes.items():
-        # what can't be resolved, or a sum dearer than measured alone, counts half as latency
+        # If the time can't be resolved, or the sum takes longer than measured alone, count half of
+        # the time as latency.
         whole = max(large[kind] - nbytes / combine_rate, large[kind] / 2)
         first = min(small[kind], whole / 2)
         fitted += [first / latencies, messages * nbytes / (whole - first)]
@@ -212,11 +218,11 @@ def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s:
 def _rounds(
     world: World, what: Subject, count: int, budget_s: float, work_s: float
 ) -> dict[ExchangeKind, float]:
-    """Median seconds that a one-peer round and a global average of one vector add to work.
+    """Return the median seconds that a one-peer round and a global average of one vector add.
 
-    Timed in bursts, as steps follow each other: after a barrier the first round would be late.
-    With work of ``work_s`` before each, as in a step: where cores are few the exchange waits for
-    them, and for the slowest of those who compute.
+    Rounds are timed in bursts, as in consecutive steps: after a barrier the first round would be
+    late. Before each, the cores compute for ``work_s`` seconds, as in a step: if there are few
+    cores, the exchange waits for them, and for the slowest rank.
     """
     from mpigossip.analysis.bench import arithmetic
     from mpigossip.graphs import graph
@@ -244,7 +250,7 @@ def _rounds(
             mixer.finish()
         return (time.perf_counter() - began) / rounds
 
-    # the second: the first makes connections
+    # use the second, because the first opens connections
     longest = max(world.comm.allgather([burst(ExchangeKind.GLOBAL, 1) for _ in range(2)][1]))
     times: dict[ExchangeKind, list[float]] = {
         ExchangeKind.LOCAL: [],
@@ -260,7 +266,7 @@ def _rounds(
             kept.append(burst(kind, rounds))
         late = world.agree(int(time.perf_counter() - began > budget_s / 4))
     mixer.close()
-    # the first is a warm-up
+    # skip the first burst, a warm-up
     mine = [statistics.median(kept[1:]) for kept in times.values()]
     every = zip(*world.comm.allgather(mine), strict=True)
     alone, gossip, everywhere = map(statistics.fmean, every)

@@ -14,35 +14,35 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROUNDING = 1e-12
-"""Relative squared distances below this are float32's rounding, not disagreement."""
+"""Relative squared distance below which a difference is only float32's rounding."""
 OWN_PART = "nodes: each on its own part of the test set"
 LONG = 7
-"""Letters of a metric's name that leave room for a legend beside them."""
+"""Length of a metric's name that leaves room for a legend beside it."""
 BANDS = 6
-"""Runs of which the range over nodes can still be told apart."""
+"""Largest number of runs whose ranges over nodes can be distinguished."""
 SHADES = (("#1B4F72", ""), ("#7FB3D5", "////"), ("#F5B041", "...."), ("#E5E7E9", ""))
-"""Of the parts of a step: dark to light, with hatches."""
+"""Colours of the parts of a step, from dark to light, with hatches."""
 PREFIXES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 CLOCKS = ((2 * 3600, 3600, "hours"), (300, 60, "minutes"), (0, 1, "seconds"))
-"""From so many seconds on: what a unit is, and its name."""
+"""Smallest time in seconds, length in seconds and name of each unit."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Horizontal axis of a panel: a label, and for a run the position of each of some steps."""
+    """Horizontal axis of a panel: a label, and a function that maps steps of a run to positions."""
 
     label: str
     at: Callable[[LoggedRun, np.ndarray], np.ndarray]
 
     def dress(self, axes: Axes, runs: Sequence[LoggedRun]) -> None:
-        """Label and limits; the axis begins at 0."""
+        """Set label and limits; the axis starts at 0."""
         axes.set_xlabel(self.label)
         end = max(float(self.at(run, np.array([run.last]))[0]) for run in runs)
         axes.set_xlim(0, 1.02 * end or 1)
 
 
 def steps(runs: Sequence[LoggedRun]) -> Axis:
-    """The step, or the epoch if a step isn't the same part of it in all runs."""
+    """Return an axis of steps, or of epochs if the runs have epochs of different lengths."""
     lengths = {run.epoch_steps for run in runs}
     if len(lengths) > 1 and all(lengths):
         return Axis("epoch", lambda run, at: at / run.epoch_steps)
@@ -52,9 +52,10 @@ def steps(runs: Sequence[LoggedRun]) -> Axis:
 
 
 def clock(runs: Sequence[LoggedRun]) -> Axis:
-    """The time of training, in a unit that fits the longest run.
+    """Return an axis of training time, in a unit that fits the longest run.
 
-    Virtual time where all runs have it: here they may have been simulated one after the other.
+    It is the virtual time if all runs have one, since they may have been simulated one after
+    another.
     """
     virtual = all(run.has_virtual_time for run in runs)
     of = LoggedRun.virtual_seconds if virtual else LoggedRun.seconds
@@ -67,7 +68,7 @@ def clock(runs: Sequence[LoggedRun]) -> Axis:
 
 
 def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Training loss, mean over nodes and smoothed, and test loss of the averaged model."""
+    """Draw the training loss, smoothed mean over nodes, and the averaged model's test loss."""
     units = sorted({run.unit("loss") for run in runs})
     _dress(axes, "Loss", "cross entropy (nat)" if units == [" (nat)"] else f"loss{units[0]}")
     shown = [np.ones(0)]
@@ -93,13 +94,13 @@ def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None:
-    """A metric of the averaged model on the test set, the range of the nodes' own, and training's.
+    """Draw a metric: of the averaged model on the test set, the range of nodes, and of training.
 
-    Runs whose task doesn't count it are left out.
+    Runs without this metric are left out.
     """
     shown = [run for run in runs if name in run.log.evaluations]
     label = "fraction of test samples" if name == "accuracy" else f"{name}{runs[0].unit(name)}"
-    title = f"Test {name}" if shown else name  # custom loops log what they like
+    title = f"Test {name}" if shown else name  # custom loops may log any metric
     _dress(axes, title, label)
     drawn = [np.ones(0)]
     for run in shown:
@@ -141,21 +142,21 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
     if shown:
         tested = _sample("averaged model", lw=1.8, marker="o", ms=3.5)
         _key(axes, [tested, *bands, *thin])
-    if len(name) > LONG and trained:  # the legend is as wide as the axes without its name
+    if len(name) > LONG and trained:  # without the name, the legend is as wide as the axes
         key_below_title(axes)
 
 
 def _wide(axes: Axes, values: np.ndarray) -> None:
-    """A logarithmic axis where positive values span more than a factor of 30."""
+    """Use a logarithmic axis if the values are positive and span more than a factor of 30."""
     values = values[np.isfinite(values)]
     if len(values) and values.min() > 0 and values.max() > 30 * values.min():
         axes.set_yscale("log")
 
 
 def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Consensus distance, with the range of float32's rounding marked.
+    """Draw the consensus distance, and mark the range of float32's rounding.
 
-    Asynchronous runs measure it with evaluations only: those are points.
+    Asynchronous runs measure it with evaluations only; it is drawn as points.
     """
     _dress(axes, "Consensus distance", r"$\|x_i-\bar{x}\|^2\,/\,\|\bar{x}\|^2$, mean over nodes")
     equal = []
@@ -166,7 +167,7 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         apart = values > ROUNDING
         if apart.any():
             drawn = values > 0
-            style = run.line if drawn.sum() > 1 else run.style  # one point makes no line
+            style = run.line if drawn.sum() > 1 else run.style  # a single point needs a marker
             axes.plot(axis.at(run, step[drawn]), values[drawn], lw=1.5, **style)
         elif np.isfinite(values).any():
             equal.append(run.name)
@@ -198,9 +199,10 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """The nodes' own models against their average, by the first metric: range and mean.
+    """Draw the first metric of the nodes' own models, minus the average's: range and mean.
 
-    Each node tests on its own part of the test set, and so does the average beside it.
+    Each node tests on its own part of the test set, and so does the average that it is compared
+    with.
     """
     name = next((name for run in runs for name in run.metrics), "accuracy")
     of, scale = ("% points", 100) if name == "accuracy" else (f"{name}{runs[0].unit(name)}", 1)
@@ -228,7 +230,7 @@ def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def staleness(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Age of what asynchronous nodes averaged with."""
+    """Draw the age of the models that asynchronous nodes have averaged with."""
     _dress(axes, "Staleness", "age of the neighbours' models (rounds)")
     for run in runs:
         if not stale(run):
@@ -243,7 +245,7 @@ def staleness(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def members(axes: Axes, run: LoggedRun) -> None:
-    """Draw when each member of a training was there."""
+    """Draw the time during which each member of a training was present."""
     from matplotlib.ticker import MaxNLocator
 
     _dress(axes, "Members", "place")
@@ -265,7 +267,7 @@ def members(axes: Axes, run: LoggedRun) -> None:
 
 
 def traffic(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Bytes that a node has sent so far, mean over nodes."""
+    """Draw the bytes that a node has sent so far, as a mean over nodes."""
     shown = [run for run in runs if known(run, "bytes_sent")]
     sent = [over_nodes(np.nanmean, run.log.steps["bytes_sent"]) for run in shown]
     most = max((float(values.max()) for values in sent), default=0.0)
@@ -280,7 +282,7 @@ def traffic(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Stacked parts of the time of a step of one run, smoothed."""
+    """Draw the smoothed parts of one run's step time, stacked."""
     (run,) = runs
     log = run.log
     label = "milliseconds, mean over nodes"
@@ -292,7 +294,7 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     values = 1e3 * np.stack([over_nodes(np.nanmean, log.steps[name]) for name in parts])
     total = values.sum(0)
     known = total[np.isfinite(total)]
-    # start-up and hiccups would dwarf the rest
+    # start-up and rare delays would dwarf the rest
     slow = total > 5 * np.median(known) if len(known) else np.zeros(len(total), bool)
     values[:, slow] = np.nan
     note = f"\n(more than 5 × the median left out: {slow.sum()})" if slow.any() else ""
@@ -309,11 +311,11 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     axes.set_ylim(bottom=0)
     axes.margins(y=0.1)
     _key(axes, layers)
-    key_below_title(axes)  # it is as wide as the axes
+    key_below_title(axes)  # the legend is as wide as the axes
 
 
 def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
-    """Stacked bars, one a run: the mean time of a step."""
+    """Draw the mean time of a step as stacked bars, one for each run."""
     _dress(axes, "Step time", "")
     axes.grid(False, axis="y")
     places = np.arange(len(runs))
@@ -339,12 +341,12 @@ def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
 
 
 def stale(run: LoggedRun) -> bool:
-    """Return whether nodes averaged with models of other rounds than their own."""
+    """Return whether nodes have averaged with models of other rounds than their own."""
     return bool((run.log.steps.get("staleness", np.empty(0)) > 0).any())
 
 
 def known(run: LoggedRun, column: str) -> bool:
-    """Return whether the log has a figure in this column of the steps."""
+    """Return whether the log has a number in this column of the steps."""
     return bool(np.isfinite(run.log.steps.get(column, np.empty(0))).any())
 
 
@@ -357,7 +359,7 @@ def _dress(axes: Axes, title: str, label: str) -> None:
 
 
 def _key(axes: Axes, handles: Iterable) -> None:
-    """A legend above the axes, beside the title, where no line runs."""
+    """Put a legend above the axes, beside the title, where it covers no line."""
     axes.legend(
         handles=list(handles),
         loc="lower right",
@@ -377,12 +379,12 @@ def key_below_title(axes: Axes) -> None:
     if legend := axes.get_legend():
         legend.set_loc("lower left")
         legend.set_bbox_to_anchor((0, 0.99))
-        legend.set_in_layout(False)  # it is about as wide as the axes, which it would make narrower
+        legend.set_in_layout(False)  # it is about as wide as the axes, and would make them narrower
         axes.set_title(axes.get_title("left"), loc="left", fontsize=11, fontweight="bold", pad=22)
 
 
 def _sample(label: str, **style: Any) -> Any:
-    """Legend entry of a line or marker, in grey as it is of every run."""
+    """Return a legend entry for a line or marker, in grey because it applies to all runs."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color="#444444", label=label, **style)
@@ -395,7 +397,7 @@ def _band(label: str) -> Any:
 
 
 def _interval(axes: Axes, run: LoggedRun, name: str, at: np.ndarray) -> None:
-    """The interval over seeds, where the run is several in one."""
+    """Draw the interval over seeds if the run combines several seeds."""
     if name in run.bands:
         axes.fill_between(at, *run.bands[name], color=run.style["color"], alpha=0.15, lw=0)
 

@@ -1,6 +1,6 @@
 """Check how the ranks of each host are bound to its cores, memory nodes and GPUs.
 
-Every rank says what it sees of its host; :func:`judged` compares that on rank 0.
+Every rank describes its host; :func:`judged` compares these descriptions on rank 0.
 """
 
 import os
@@ -23,29 +23,29 @@ ALL_SEEN = (
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's view of its host."""
+    """One rank's description of its host."""
 
     host: str
     mine: tuple[str, ...]
-    """what tells its GPUs from all others of the host; none on the CPU"""
+    """Identifiers of its GPUs among all GPUs of the host; empty on the CPU."""
     visible: int
-    """GPUs that this process sees"""
+    """Number of GPUs that this process sees."""
     there: int
-    """GPUs that the host is known to have"""
+    """Number of GPUs that the host is known to have."""
     hidden: str
-    """what hides the others from it; "" where it sees all"""
+    """Reason for which the rank does not see all GPUs; "" if it does."""
     cores: tuple[int, ...]
-    """that it may use"""
+    """Cores that the rank may use."""
     memory: tuple[int, ...]
-    """memory nodes of these"""
+    """Memory nodes of these cores."""
     near: tuple[int, ...]
-    """memory nodes of its GPUs, as far as the system tells"""
+    """Memory nodes of its GPUs, if the system reports them."""
     sharing: int
-    """ranks that MPI shares memory with, this one included"""
+    """Number of ranks that MPI shares memory with, including this one."""
 
 
 def seen(world: World, slots: Sequence[str]) -> Place:
-    """Of this rank; collective."""
+    """Return the description of this rank's host; collective."""
     from mpi4py import MPI
 
     near = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -70,7 +70,7 @@ def seen(world: World, slots: Sequence[str]) -> Place:
 
 
 def _gpus(slots: Sequence[str]) -> tuple[int, tuple[str, ...], list[str]]:
-    """GPUs that torch sees, what those of the slots say they are, and their places on the bus."""
+    """Return the number of GPUs that torch sees, the slots' GPUs, and their PCI addresses."""
     import torch
 
     from mpigossip.training.shape import gpu_of
@@ -95,7 +95,7 @@ def _hidden(visible: int, there: int, environ: Mapping[str, str]) -> str:
 
 
 def memory_of(cores: Sequence[int], system: Path = SYSTEM) -> tuple[int, ...]:
-    """The memory nodes that these cores belong to; none where the system doesn't tell."""
+    """Return the memory nodes of ``cores``; empty if the system does not report them."""
     top = system / "sys/devices/system/cpu"
     found = {
         int(node.name.removeprefix("node"))
@@ -106,7 +106,7 @@ def memory_of(cores: Sequence[int], system: Path = SYSTEM) -> tuple[int, ...]:
 
 
 def nodes_of(buses: Sequence[str], system: Path = SYSTEM) -> tuple[int, ...]:
-    """The memory nodes of devices on the PCI bus; none where the system doesn't tell."""
+    """Return the memory nodes of PCI devices; empty if the system does not report them."""
     found = set()
     for bus in buses:
         try:
@@ -117,14 +117,14 @@ def nodes_of(buses: Sequence[str], system: Path = SYSTEM) -> tuple[int, ...]:
 
 
 def all_tests(world: World, slots: Sequence[str], ranks_per_node: int | str) -> list[Finding]:
-    """Findings on nodes of so many ranks; collective, complete on rank 0."""
+    """Return all findings about nodes and hosts; collective, complete on rank 0."""
     found = nodes(world, ranks_per_node)
     places = world.gather(seen(world, slots))
     return [found] if places is None else [found, *judged(places, world.nodes.per_node)]
 
 
 def nodes(world: World, ranks_per_node: int | str) -> Finding:
-    """The nodes that the ranks make; collective, the same on all of them."""
+    """Group the ranks into nodes and report the nodes; collective, equal on all ranks."""
     data = {"ranks_per_node": ranks_per_node}
     try:
         world.group_into_nodes(ranks_per_node)
@@ -137,7 +137,7 @@ def nodes(world: World, ranks_per_node: int | str) -> Finding:
 
 
 def judged(places: Sequence[Place], per_node: int) -> list[Finding]:
-    """Findings on the hosts of nodes of ``per_node`` ranks."""
+    """Return the findings on hosts if each node has ``per_node`` ranks."""
     return [_memory(places, per_node), _devices(places, per_node), _numa(places)]
 
 
@@ -149,7 +149,10 @@ def _hosts(places: Sequence[Place]) -> dict[str, list[int]]:
 
 
 def _memory(places: Sequence[Place], per_node: int) -> Finding:
-    """Ranks of a host share memory: sums inside a node, and neighbours on a host, go through it."""
+    """Check that the ranks of a host share memory.
+
+    Sums inside a node, and exchanges of neighbours on a host, use shared memory.
+    """
     most = max(place.sharing for place in places)
     text = f"MPI shares memory between {pluralize(most, 'rank')} at most"
     data = {"sharing": [place.sharing for place in places]}
@@ -167,7 +170,7 @@ def _memory(places: Sequence[Place], per_node: int) -> Finding:
 
 
 def _devices(places: Sequence[Place], per_node: int) -> Finding:
-    """Every rank has GPUs of its own, sees those of the others, and none is left over."""
+    """Check that each rank has GPUs of its own and sees all others, and that no GPU is idle."""
     data = {"visible": [p.visible for p in places], "there": [p.there for p in places]}
     if not any(place.there for place in places):
         return Finding("gpus", "none on these hosts", data=data)
@@ -205,7 +208,7 @@ def _devices(places: Sequence[Place], per_node: int) -> Finding:
 
 
 def _numa(places: Sequence[Place]) -> Finding:
-    """A rank's cores lie on the memory node of its GPUs."""
+    """Check that the cores of each rank are on the memory node of its GPUs."""
     far = [
         rank
         for rank, place in enumerate(places)

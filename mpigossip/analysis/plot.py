@@ -20,23 +20,26 @@ if TYPE_CHECKING:
 
 HIGH = 3.9
 LINE = 0.21
-"""Inches: of a row of panels, of a line of text."""
+"""Height in inches of a row of panels, and of a line of text."""
 
 
 def plot(runs: Sequence[Path], out: Path) -> None:
-    """Write one PNG of runs (folders or logs), told apart by colour, line and marker.
+    """Write one PNG of several runs, distinguished by colour, line and marker.
 
-    Loss and the task's metrics against the step and against the time of training; consensus
-    distance, what the nodes' own models differ by, time of a step, bytes sent, and where exchanges
-    were asynchronous their staleness. Runs whose epochs differ in length are drawn against the
+    It shows the loss and the task's metrics against the step and the training time; the consensus
+    distance, the difference between the nodes' models, the time of a step, and the bytes sent; and
+    the staleness of asynchronous exchanges. If the runs' epochs differ in length, the axis is the
     epoch.
+
+    :param runs: run directories or logs
+    :param out: file to write
     """
     with replacing(out) as beside:
         figure(load([Path(run) for run in runs])).savefig(beside, format="png")
 
 
 def figure(runs: Sequence[LoggedRun]) -> Figure:
-    """The picture, not yet written: more than some ten runs in parts, one below the other."""
+    """Return the figure; more than about ten runs are divided into parts, one below the other."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -62,12 +65,12 @@ def figure(runs: Sequence[LoggedRun]) -> Figure:
 
 
 def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
-    """Four panels of one run, or more where a task has further metrics: readable at 800 pixels."""
+    """Draw one run in four or more panels that are readable at a width of 800 pixels."""
     from matplotlib.figure import Figure
 
     drawn: list[Callable] = [panels.loss]
     drawn += [partial(panels.metric, name=name) for name in runs[0].metrics]
-    come_and_go = of_members(runs[0].log)  # none of them knows a distance from the average
+    come_and_go = of_members(runs[0].log)  # no member knows its distance from the average
     drawn += [panels.time] if come_and_go else [panels.consensus, panels.time]
     drawn += [panels.staleness] * panels.stale(runs[0])
     rows = -(-(len(drawn) + come_and_go) // 2)
@@ -87,7 +90,7 @@ def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
 
 
 def _heights(runs: Sequence[LoggedRun]) -> list[float]:
-    """Of the rows of panels: loss, metrics, distances, times, and staleness where there is some."""
+    """Return heights of the rows of panels: loss, metrics, distances, times, and any staleness."""
     metrics = {name for run in runs for name in run.metrics}
     bars = max(HIGH, 1 + LINE * len(runs))  # a bar and its name for each run
     return [HIGH] * (2 + len(metrics)) + [bars] + [HIGH] * any(map(panels.stale, runs))
@@ -126,7 +129,7 @@ def _draw(made: FigureBase, runs: Sequence[LoggedRun], title: str, heights: list
 
 
 def _name_runs(made: FigureBase, runs: Sequence[LoggedRun], title: str) -> None:
-    """The title of one run, or the legend of several, each with its last first metric."""
+    """Add the title of one run, or a legend of several, with the last value of the first metric."""
     labels = []
     for run in runs:
         found = [(name, run.log.evaluations.get(name)) for name in run.metrics[:1]]

@@ -1,4 +1,4 @@
-"""Reports of runs: a text table of one log, a self-contained HTML page of one or several runs."""
+"""Reports of runs: a text table of one log, or a self-contained HTML page of several runs."""
 
 import base64
 import difflib
@@ -41,13 +41,13 @@ TEMPLATE = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-"""Finds the page's template, which escapes every value: what files hold never becomes markup."""
+"""Loader of the page's template, which escapes every value, so that no file can inject markup."""
 FINDINGS = "doctor.json"
-"""Output of `mpigossip doctor --json`, where a user has put it into a run directory."""
+"""File in a run directory to which a user has saved the output of `mpigossip doctor --json`."""
 
 
 def table(log: Log) -> str:
-    """The evaluations, the time of a step and the summary as text."""
+    """Return the evaluations, the time of a step and the summary as text."""
     found = log.evaluations
     unknown = np.full((len(found["step"]), 1), np.nan)
     metrics = metrics_in(found)
@@ -92,14 +92,14 @@ def table(log: Log) -> str:
 
 
 def _tested_at(log: Log) -> Sequence[int]:
-    """Return the steps of evaluations; members' is at the end, when all have made so many."""
+    """Return the steps of evaluations; that of members is at the end, after all their steps."""
     if of_members(log) and "steps" in log.summary:
         return [log.summary["steps"]] * len(log.evaluations["step"])
     return log.evaluations["step"].tolist()
 
 
 def _logged(log: Log) -> list[Sequence[str]]:
-    """Return rows of the steps' own metrics: at most 20 steps at which all, else some are known."""
+    """Return rows of custom metrics, for at most 20 steps at which all, or some, are known."""
     names = sorted(["loss", *own_columns(log)])
     values = {name: over_nodes(np.nanmean, log.steps[name]) for name in names}
     values = {name: of for name, of in values.items() if np.isfinite(of).any()}
@@ -126,17 +126,20 @@ def _ranges(values: np.ndarray, form: Callable[[float], str], unit: str = "") ->
 
 
 def _cells(values: np.ndarray | None, form: str = "") -> list[str]:
-    """Texts in a form, or as figures of any size."""
+    """Format values by ``form``, or as numbers of any size if ``form`` is empty."""
     if values is None:
         return []
     return [(form.format(v) if form else number(v)) if v == v else "–" for v in values]
 
 
 def write(runs: Sequence[Path], out: Path) -> None:
-    """Write the page of these runs; it needs no other file and no network.
+    """Write the page of these runs, which needs no other file and no network.
 
-    The doctor's findings are shown of every run whose folder has a `doctor.json`. Raises StoreError
-    where there is no log, or the page can't be written.
+    It shows the doctor's findings of every run directory with a `doctor.json`.
+
+    :param runs: run directories or logs
+    :param out: file to write
+    :raises StoreError: if there is no log, or the page can't be written
     """
     drawn = load([Path(run) for run in runs])
     text = page(drawn, [_findings(run.path) for run in drawn])
@@ -145,7 +148,11 @@ def write(runs: Sequence[Path], out: Path) -> None:
 
 
 def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
-    """The page as text; `findings` are those of the doctor for each run."""
+    """Return the page as text.
+
+    :param runs: the runs
+    :param findings: the doctor's findings for each run
+    """
     few = len(runs) <= CURVES
     title = ", ".join(run.name for run in runs) if few else f"{len(runs)} runs"
     about = dict.fromkeys(description(run.log) for run in runs)
@@ -177,7 +184,7 @@ COLUMNS = {
 
 
 def _result(runs: Sequence[LoggedRun]) -> tuple[list[str], list[tuple[list[str], list[str]]]]:
-    """Return the names of columns, and for each run its texts and numbers."""
+    """Return the names of columns, and the texts and numbers of each run."""
     tested = dict.fromkeys([*(name for run in runs for name in run.metrics), "loss"])
     columns = {n: (f"test {n}", "{:.4g}") for n in tested} | COLUMNS
     rows = []
@@ -187,14 +194,14 @@ def _result(runs: Sequence[LoggedRun]) -> tuple[list[str], list[tuple[list[str],
             _formatted(summary[key], form) if key in summary else "–"
             for key, (_, form) in columns.items()
         ]
-        if not summary.get("finished", 0) and not of_members(run.log):  # they log no end
+        if not summary.get("finished", 0) and not of_members(run.log):  # members do not log an end
             cells[-1] = "not finished"
         rows.append(([run.name, description(run.log)], cells))
     return ["run", "what", *(c for c, _ in columns.values())], rows
 
 
 def _formatted(value: Any, form: str) -> str:
-    """Format a value of a summary; one of another type than ours stands as it is."""
+    """Format a value of a summary; values of other types are shown as they are."""
     try:
         return form.format(value)
     except (ValueError, TypeError):
@@ -202,14 +209,14 @@ def _formatted(value: Any, form: str) -> str:
 
 
 def _picture(runs: Sequence[LoggedRun]) -> str:
-    """Return the plot of the runs as base64 of a PNG."""
+    """Return the plot of the runs as a PNG in base64."""
     image = io.BytesIO()
     figure(runs).savefig(image, format="png", transparent=True)
     return base64.b64encode(image.getvalue()).decode()
 
 
 def _jobs(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
-    """The first run's whole job; of the others, what differs from it."""
+    """Return the first run's job, and the differences of the other runs' jobs from it."""
     first, *others = runs
     parts = [(first.name, first.log.job)]
     for run in others:
@@ -224,7 +231,7 @@ def _jobs(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
 
 
 def stays(run: Path) -> str:
-    """How each place of a training of members ended, and claims of void rounds; else ""."""
+    """Describe the end of each place of a training, and repeated claims; "" for other runs."""
     if not (run / "places").is_dir():
         return ""
     place = Place(RecordStore(run, shared=True), TrainingPlan(0, 1, 0.0), report=lambda line: None)

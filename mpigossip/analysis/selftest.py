@@ -1,4 +1,4 @@
-"""Tests that take MPI: what it is, whether it takes GPU memory, and puts to each neighbour.
+"""Tests that use MPI: its library, support of GPU memory, and puts to each neighbour.
 
 All functions are collective; findings are complete on rank 0.
 """
@@ -24,18 +24,24 @@ from mpigossip.mixing.transports import probe
 
 REPEATS = 5
 SMALL = 8
-"""Bytes of the message whose time is the latency."""
+"""Bytes of the message that measures the latency."""
 SLOW = 3.0
-"""A link this many times slower than the median is named."""
+"""Factor over the median from which on a slow link is reported."""
 LEVELS = "SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"
 
 
 def all_tests(options, world: World, slots: Sequence[str], devices: str, found: Findings) -> None:
-    """Add the findings of everything that needs MPI, what could end the process last.
+    """Add the findings of all tests that need MPI; tests that may end the process come last.
 
-    ``slots``: of this rank; ``devices``: as `node.devices`. Each test has a limit, not a process of
-    its own: a rank can't be started twice in a job. Rank 0 prints what was found before each; at
-    the limit the job ends.
+    Tests can't run in processes of their own, because a rank can't be started twice in a job.
+    Instead, each test has a time limit, at which the job ends. Rank 0 prints the findings before
+    each test.
+
+    :param options: options of the command
+    :param world: all ranks
+    :param slots: devices of this rank's slots
+    :param devices: the same, as `node.devices`
+    :param found: list that findings are added to
     """
     found.append(library(world))
     tried = graph(options.graph, world.size)
@@ -49,7 +55,8 @@ def all_tests(options, world: World, slots: Sequence[str], devices: str, found: 
         with watched(world, options, name, found) as now:
             now.append(f"the test of {name}")
             before = probe.LIMIT_S
-            probe.LIMIT_S = min(before, options.timeout / 3)  # a way that hangs is an answer
+            # a transport that hangs is a result, too
+            probe.LIMIT_S = min(before, options.timeout / 3)
             found.append(attempted(world, name, lambda: work(now)))
             probe.LIMIT_S = before
 
@@ -68,9 +75,10 @@ def all_tests(options, world: World, slots: Sequence[str], devices: str, found: 
 
 
 def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
-    """The finding, or a "wrong" one with the ranks where the test raised; collective.
+    """Return the finding of a test, or one of level "wrong" if it raised an error; collective.
 
-    A rank that raises where others wait is named when their wait ends.
+    The finding names the ranks with an error. If a rank raises while others wait for it, it is
+    named when their wait ends.
     """
     found = Finding(name, "")
     failed = ""
@@ -89,7 +97,7 @@ def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
 
 
 def sums(world: World, slots: Sequence[str], timeout_s: float) -> Finding:
-    """Sums between the slots of each node, by each order that they can have."""
+    """Test sums between the slots of each node, in each implementation."""
     count = len(slots) * world.nodes.per_node
     elements = 1 << 20
     seconds = trials.averaged_in_node(slots, timeout_s, world, elements)
@@ -100,7 +108,7 @@ def sums(world: World, slots: Sequence[str], timeout_s: float) -> Finding:
 
 
 def library(world: World) -> Finding:
-    """Report MPI, its thread level, and the size of the world."""
+    """Report the MPI library, its thread level, and the number of ranks."""
     name = " ".join(MPI.Get_library_version().split("\n")[0].split())[:80].strip("\0 ")
     level = next(one for one in LEVELS if getattr(MPI, f"THREAD_{one}") == MPI.Query_thread())
     text = f"{name}, MPI {'.'.join(map(str, MPI.Get_version()))}, thread level {level}, "
@@ -123,7 +131,7 @@ def library(world: World) -> Finding:
 
 
 def puts(world: World, tried: Graph, size: int, now: list[str]) -> Finding:
-    """Raw Put + Flush from every rank to its receivers in each round, all ranks at once."""
+    """Test Put and Flush from every rank to its out-neighbours in each round, all ranks at once."""
     inbox = np.zeros(max(tried.degree, 1) * size, np.uint8)
     window = MPI.Win.Allocate(inbox.nbytes, 1, comm=world.comm)
     links: list[tuple[int, int, float, float]] = []
@@ -146,7 +154,7 @@ def puts(world: World, tried: Graph, size: int, now: list[str]) -> Finding:
 
 
 def _targets(world: World, tried: Graph, t: int) -> list[tuple[int, int]]:
-    """(rank, place in its inbox) of this rank's receivers; itself in a world of one."""
+    """Return (rank, index in its inbox) of each out-neighbour; this rank in a world of one."""
     if world.size == 1:
         return [(0, 0)]
     return [
@@ -156,7 +164,7 @@ def _targets(world: World, tried: Graph, t: int) -> list[tuple[int, int]]:
 
 
 def _round(world: World, tried: Graph, t: int, size: int, window) -> list:
-    """(from, to, seconds of a small put, of a large one): the best of some repeats."""
+    """Return (from, to, seconds of a small and of a large put), as the best of some repeats."""
     message = np.full(size, (world.rank + t) % 251, np.uint8)
     targets = _targets(world, tried, t)
     best = {target: [float("inf"), float("inf")] for target in targets}
@@ -192,7 +200,7 @@ def _judge(world: World, links: list, wrong: list[str], size: int) -> Finding:
         return Finding("put", "wrong data", "wrong", f"{remedy}; try another MPI or transport")
     if not links:
         return Finding("put", "the graph has no neighbours to put to", "note", "name another graph")
-    # of two links the faster one, so that a slow one of two ranks is seen
+    # use the faster of two middle links, so that a slow one of two links is reported
     small = statistics.median_low(link[2] for link in links)
     large = statistics.median_low(link[3] for link in links)
     worst = max(links, key=lambda link: link[3])
@@ -224,7 +232,7 @@ def _judge(world: World, links: list, wrong: list[str], size: int) -> Finding:
 
 
 def gpu_awareness(world: World, on_gpus: bool) -> Finding:
-    """What MPI says about GPU memory; the exchanges between GPUs prove it."""
+    """Report the GPU support that MPI states; exchanges between GPUs prove it."""
     said = reported_gpu_support(world.comm)
     text = "MPI says " + ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in said.items())
     text += "" if on_gpus else "; no GPU on every rank, nothing to prove"

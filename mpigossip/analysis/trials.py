@@ -1,6 +1,7 @@
-"""Trials on the ranks: sums inside a node; exchanges by each way; 20 steps beside the simulator's.
+"""Trials on the ranks: sums in a node, exchanges by each transport, and a training of 20 steps.
 
-All functions are collective; findings are complete on rank 0.
+All functions are collective; findings are complete on rank 0. The training is compared with the
+simulator's.
 """
 
 import statistics
@@ -36,18 +37,22 @@ ORDERS = "slots", "nccl"
 REPEATS = 3
 ROUNDS = 16
 ROUNDS_TIMED = 4
-"""Rounds of the graph that are tried, and of those that are timed, at most."""
+"""Largest number of rounds of the graph that are tried, and that are timed."""
 ROUNDING = 1e-5
-"""Relative error at most: of averages, and between a GPU's run and the simulator's."""
+"""Largest relative error of averages, and of a GPU's run compared with the simulator."""
 
 
 def averaged_in_node(
     devices: Sequence[str], timeout_s: float, world: World | None = None, elements: int = 1 << 22
 ) -> dict[str, float]:
-    """Seconds of averaging so many elements a slot by each order; collective over ``world``.
+    """Return the seconds of averaging in a node by each implementation; collective over ``world``.
 
-    Empty for a node of one slot. Raises GroupError or Failure where slots can't be connected or
-    give wrong numbers.
+    :param devices: devices of this rank's slots
+    :param timeout_s: time limit in seconds
+    :param world: all ranks; None: this process only
+    :param elements: number of elements per slot
+    :returns: seconds by implementation; empty for a node of one slot
+    :raises GroupError, Failure: if slots can't be connected, or the sums are wrong
     """
     several = len(devices) > 1 or (world is not None and world.nodes.per_node > 1)
     found = {}
@@ -61,14 +66,14 @@ def averaged_in_node(
 
 
 def rate(slots: int, elements: int, seconds: float) -> float:
-    """Bytes a second out of each slot: reduce-scatter and all-gather each send (L - 1)/L."""
+    """Return bytes per second from each slot: reduce-scatter and all-gather each send (L − 1)/L."""
     return 2 * (slots - 1) * 4 * elements / seconds
 
 
 def _averaged(group: Group, elements: int) -> float:
     full = group.zeros(1, elements * group.slots)
     seconds = []
-    for _ in range(REPEATS):  # the first opens connections
+    for _ in range(REPEATS):  # the first repeat opens connections
         for slot, array in zip(group.local_slots, full, strict=True):
             array.fill_(float(slot))
         _wait(group)
@@ -94,10 +99,11 @@ def _wait(group: Group) -> None:
 def rates(
     options, world: World, tried: Graph, slots: Sequence[str], way: str, now: list[str]
 ) -> Finding:
-    """GB/s of exchanges by one way at each size, of all slots at once and of a slot alone.
+    """Measure the GB/s of exchanges by one transport at each size, with all slots and with one.
 
-    On CPUs by the mixer that training uses, compared with the mixing matrix; between GPUs as the
-    choice of a way times them, where one that isn't proven is an answer.
+    On CPUs, use the mixer that training uses, and compare results with the mixing matrix. Between
+    GPUs, use the time that is measured to choose a transport; a transport that can't be proven to
+    work is a result, too.
     """
     room = room_for_messages(world)
     each = 0.0
@@ -130,7 +136,7 @@ def rates(
 
 
 def _on_gpus_fit(size: int, slots: Sequence[str]) -> bool:
-    """Return whether each GPU has room for eight messages in half of what is free."""
+    """Return whether each GPU has room for eight messages in half of its free memory."""
     each = {slot: slots.count(slot) for slot in slots if slot != "cpu"}
     return all(16 * size * many <= torch.cuda.mem_get_info(slot)[0] for slot, many in each.items())
 
@@ -162,7 +168,7 @@ OFF = "averages are off by {:.1e}: this MPI's windows can't be trusted here"
 def _try_out(
     world: World, tried: Graph, mixer: Mixer, now: list[str], what: str, rounds: int = ROUNDS
 ) -> tuple[float, float]:
-    """Median seconds of some rounds and their largest relative error; closes the mixer."""
+    """Run some rounds and close the mixer; return median seconds and largest relative error."""
     seconds = []
     worst = 0.0
     try:
@@ -188,9 +194,14 @@ def _try_out(
 def routes(
     world: World, tried: Graph, slots: Sequence[str], size: int, now: list[str], gpus: bool = False
 ) -> Finding:
-    """How each neighbour is reached, and why; between GPUs with results of exchanges that way.
+    """Report how each out-neighbour is reached, and why; between GPUs, after trying it.
 
-    ``gpus``: as between GPUs, whatever the slots are.
+    :param world: all ranks
+    :param tried: the graph
+    :param slots: devices of this rank's slots
+    :param size: bytes of a message
+    :param now: list that the present activity is added to
+    :param gpus: use the code for GPUs whatever the slots are
     """
     ways = {
         r: "read (same host)" if host == world.hosts[world.rank] else "put (another host)"
@@ -226,17 +237,17 @@ def routes(
     return Finding("routes", text, data=data)
 
 
-# -- a training beside the simulator -----------------------------------------------------------
+# -- a training and its simulation -------------------------------------------------------------
 
 STEPS = 20
 MOST = 64
-"""Nodes that rank 0 simulates, at most."""
+"""Largest number of nodes that rank 0 simulates."""
 DIGITS = 1437
-"""Training samples of "digits"."""
+"""Number of training samples of "digits"."""
 
 
 def compared(world: World, devices: str, graph: str, timeout_s: float) -> Finding:
-    """Train a small model on the ranks' nodes; collective, complete on rank 0."""
+    """Train a small model on the nodes, and compare it with the simulator; collective."""
     n = world.nodes.count
     if n == 1:
         return Finding("training", "one node: there is no exchange to try")
@@ -271,7 +282,7 @@ def compared(world: World, devices: str, graph: str, timeout_s: float) -> Findin
 
 
 def _trained(job: Job, world: World, n: int) -> torch.Tensor:
-    """Parameters of the nodes in this process after some steps, (rows, P) on the CPU."""
+    """Train some steps; return this process's nodes' parameters, (rows, P) on the CPU."""
     assembly = assemble.assemble(job, world, n)
     try:
         for _ in range(STEPS):

@@ -1,1 +1,1 @@
-"""The machine: MPI start-up (`ranks`), the launcher's check (`launcher`), job scripts (`batch`)."""
+"""MPI start-up (`ranks`), checks of the launcher (`launcher`), and batch scripts (`batch`)."""

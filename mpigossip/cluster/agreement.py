@@ -1,4 +1,4 @@
-"""Collective operations with deadlines: gather, broadcast, barrier, agreement, user errors."""
+"""Collective calls with a time limit: gather, broadcast, barrier, agreement, and user errors."""
 
 import contextlib
 import math
@@ -19,37 +19,42 @@ if TYPE_CHECKING:
 
 
 def with_timeout(comm: Any, timeout_s: float) -> Any:
-    """The same communicator, whose blocking calls have a limit."""
+    """Return ``comm`` with a time limit of ``timeout_s`` seconds for its blocking calls."""
     from mpigossip.cluster.collectives import TimeoutComm
 
     return TimeoutComm.of(comm, timeout_s)
 
 
 class CollectiveError(JobError):
-    """A mistake that every rank has learnt of: all raise it, so that closing together is safe."""
+    """User error that all ranks raise together, so that closing the world is safe."""
 
 
 class Communicator(World):
-    """The ranks of one communicator."""
+    """A world of the ranks of one MPI communicator."""
 
     def __init__(self, comm: "MPI.Intracomm", hosts: tuple[str, ...], timeout_s: float):
-        """`comm` belongs to this object from now on."""
+        """Take over ``comm``.
+
+        :param comm: communicator that this object uses and frees from now on
+        :param hosts: host name of each rank
+        :param timeout_s: seconds after which a collective call fails
+        """
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
         self.hosts = hosts
         self.timeout_s = timeout_s
         self._agreement_comm = self._closing = (
-            comm  # that agreements are begun on, and that `settle` uses
+            comm  # used to start agreements, and by `drain_agreements`
         )
-        self._family = [comm]  # all are revoked when a rank is lost
+        self._family = [comm]  # communicators that are revoked after a rank failure
         self._pending_agreements: list[Agreement] = []
-        self._begun = 0  # agreements so far
+        self._begun = 0  # number of agreements started so far
 
     def gather(self, value: Any) -> list | None:
-        """Return all ranks' values in rank order on rank 0, None elsewhere; collective.
+        """Return the values of all ranks, in rank order, on rank 0, and None elsewhere; collective.
 
-        :param value: a small value that can be pickled
+        :param value: a small object that can be pickled
         """
         with deadline.calling_unless("gather()", self.whole):
             return with_timeout(self.comm, self.timeout_s).gather(value)
@@ -65,7 +70,8 @@ class Communicator(World):
         value = np.array([flag], np.int64)
         request = self._agreement_comm.Iallreduce(MPI.IN_PLACE, value, MPI.MAX)
         agreement = Agreement(value, request, self.timeout_s)
-        # one that is given up must keep its buffer, and `settle` waits for it
+        # MPI may still write to an abandoned agreement: keep it until `drain_agreements` has waited
+        # for it.
         self._pending_agreements = [one for one in self._pending_agreements if not one.ready()] + [
             agreement
         ]
@@ -73,15 +79,16 @@ class Communicator(World):
         return agreement
 
     def drain_agreements(self) -> None:
-        """Bring every agreement to an end, also those that only some ranks began; collective.
+        """Complete all agreements, even if only some ranks have started them; collective.
 
-        A communicator that is freed before leaves messages to the one that gets its number next.
+        If the communicator were freed earlier, its messages could reach the next communicator with
+        the same context ID.
         """
         from mpi4py import MPI
 
         check_process()
         most = np.array([self._begun], np.int64)
-        # as at the end of a program: one may have work left, and who has none waits
+        # Wait without a limit: another rank may still be working before it closes its world.
         Agreement(most, self._closing.Iallreduce(MPI.IN_PLACE, most, MPI.MAX), math.inf).read()
         for _ in range(self._begun, int(most[0])):
             self.start_agree(0)
@@ -90,11 +97,14 @@ class Communicator(World):
 
     @contextlib.contextmanager
     def raise_together(self, *mistakes: type[Exception]) -> Iterator[None]:
-        """All ranks leave this block with the same mistake, or none.
+        """Return a context manager that raises any rank's user errors on all ranks; collective.
 
-        What a user got wrong may show on some ranks only (a file missing on one host): those
-        exceptions become one JobError, raised on every rank, that says which ranks found what.
-        No rank may meet another inside the block.
+        A user error may occur on some ranks only, for example if a file is missing on one host.
+        Such exceptions are combined into one error that names the ranks of each message. The
+        block itself must not contain collective calls.
+
+        :param mistakes: types of the exceptions to combine; other exceptions are not caught
+        :raises CollectiveError: on all ranks, if any rank has raised one of these exceptions
         """
         check_process()
         mine: list[str] = []

@@ -1,11 +1,11 @@
-"""Batch scripts: a scheduler's template filled in with a site's facts and a user's job.
+"""Batch scripts: a scheduler's template, filled in with a site's properties and a user's job.
 
-Sites are TOML files (`jobs/sites/*.toml`), one template stands for each scheduler
+Sites are TOML files (`jobs/sites/*.toml`), and there is one template for each scheduler
 (`jobs/templates/*.sh`). Text from a job, a command line or a site's file is checked and quoted
-before it becomes part of a script: none of it can become a command.
+before it becomes part of a script, so that it cannot become a command.
 """
 
-# No `from __future__ import annotations`: cattrs drops the limits of annotations that are texts.
+# Don't use `from __future__ import annotations`: cattrs drops the limits of string annotations.
 
 import re
 import shlex
@@ -22,8 +22,10 @@ from mpigossip.config.toml import Limit, converter, explain, near
 
 WORD = r"[A-Za-z0-9_][A-Za-z0-9_.,:+@=/-]*"
 EARLY_S = 180
-"""Seconds before the end at which the scheduler sends SIGUSR2, in jobs of `EARLY_FROM_S` or more;
-Slurm may send it a minute earlier still. Shorter jobs stop by the clock alone."""
+"""Seconds before the end at which the scheduler sends SIGUSR2, for jobs of at least `EARLY_FROM_S`.
+
+Slurm may send it up to a minute earlier. Shorter jobs stop by the clock alone.
+"""
 EARLY_FROM_S = 1800
 
 Line = Annotated[str, Limit(str.isprintable, "must be one line of printable text")]
@@ -43,57 +45,60 @@ Asked = Literal["account", "partition", "qos"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workaround:
-    """Workaround that a site needs: reason, date and link."""
+    """A workaround that a site needs, with its reason, date and link."""
 
     what: Line
     since: Line
     link: Line
     environment: dict[str, Any] = field(default_factory=dict)
     several: bool = True
-    """also where several ranks share a node's GPUs"""
+    """True if the workaround also applies when several ranks share the GPUs of a host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What a batch script must know of a machine."""
+    """The properties of a machine that a batch script needs."""
 
     title: Line
     link: Line
-    """the centre's own page"""
+    """Page of the computing centre."""
     scheduler: Literal["slurm", "pbs", "flux"]
     tested: Literal[False] | Line
-    """the day on which this file was last tried on the machine itself, or false"""
+    """Date of the last test of this file on the machine itself; False: never tested."""
     launcher: Line
-    """starts one rank a node; `$NAME` stands for a variable of the environment"""
+    """Command that starts one rank per host; `$NAME` stands for an environment variable."""
     launcher_multi: Line = ""
-    """starts $RANKS ranks a node, $TASKS in all, with $CORES cores each; all see all GPUs of it"""
+    """Command that starts $RANKS ranks per host, $TASKS in total, with $CORES cores each.
+
+    Each rank sees all GPUs of its host.
+    """
     examples_use: Literal["node", "gpu"] = "node"
-    """what the centre's own examples start: a rank a node, or a rank a GPU"""
+    """Unit that the centre's own examples start one rank for: a host or a GPU."""
     gpus: Count = 0
-    """a node, 0 unknown"""
+    """Number of GPUs per host; 0: unknown."""
     nics: Count = 0
-    """a node, 0 unknown"""
+    """Number of network cards per host; 0: unknown."""
     cores: Count = 0
-    """a node that a job may use, 0 unknown"""
+    """Number of cores per host that a job may use; 0: unknown."""
     directives: tuple[Directive, ...] = ()
     needs: tuple[Asked, ...] = ()
-    """what must be said with --account, --partition, --qos"""
+    """Required options among --account, --partition and --qos."""
     modules: tuple[Module, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
     notes: tuple[Line, ...] = ()
     workarounds: tuple[Workaround, ...] = ()
     page_checked: Literal[False] | Line = False
-    """of which day the centre's own page is that this file was last compared with, or false"""
+    """Date of the version of the centre's page that this file was compared with; False: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest:
-    """What a user wants of a job, besides the job file."""
+    """The user's request for a batch job, apart from the job file."""
 
     nodes: int
     seconds: int
     ranks: int = 1
-    """on each"""
+    """Number of ranks per host."""
     name: str = "mpigossip"
     account: str | None = None
     partition: str | None = None
@@ -102,7 +107,7 @@ class BatchRequest:
     launcher: str | None = None
 
 
-# The options of each scheduler. {} is filled in with checked text only.
+# Options of each scheduler. {} is replaced by checked text only.
 OPTIONS: Mapping[str, Mapping[str, str]] = {
     "slurm": {"account": "--account={}", "partition": "--partition={}", "qos": "--qos={}"},
     "pbs": {"account": "-A {}", "partition": "-q {}", "qos": "-l qos={}"},
@@ -112,12 +117,17 @@ PREFIX = {"slurm": "#SBATCH", "pbs": "#PBS", "flux": "#flux:"}
 
 
 def sites() -> dict[str, Path]:
-    """The sites that come with the package, by name."""
+    """Return the sites that come with the package, by name."""
     return {path.stem: path for path in sorted(find("sites").glob("*.toml"))}
 
 
 def read_site(name: str) -> Site:
-    """The site of that name, or in the TOML file of that path. JobError with all mistakes."""
+    """Read a site.
+
+    :param name: name of a site of the package, or path of a TOML file
+    :raises JobError: if the site is unknown, or if its file is wrong; the message lists all
+        problems
+    """
     known = sites()
     path = Path(name) if name.endswith(".toml") else known.get(name)
     if path is None:
@@ -130,7 +140,7 @@ def read_site(name: str) -> Site:
         raise JobError(f'site "{path}" is not TOML: {error}') from None
     try:
         site = converter().structure(raw, Site)
-    except Exception as error:  # cattrs raises groups; _explained() sorts them out
+    except Exception as error:  # cattrs raises exception groups; _explained() formats them
         raise JobError([f'site "{path}": {text}' for text in _explained(error)]) from None
     tables = (site.environment, *(one.environment for one in site.workarounds))
     wrong = [
@@ -147,14 +157,14 @@ def read_site(name: str) -> Site:
 def _explained(error: Exception) -> list[str]:
     try:
         return list(explain(error))
-    except KeyError as missing:  # a job has defaults for everything, a site hasn't
+    except KeyError as missing:  # a site has required keys, unlike a job
         return [f"{missing.args[0]} is missing"]
     except (TypeError, AttributeError):
         return ["a section or a list has another form than in the sites that come along"]
 
 
 def seconds_of(text: str) -> int:
-    """Seconds of a time limit: "90" minutes as in Slurm, "2h", "30m", "4:00:00", "1-12:00:00"."""
+    """Return the seconds of a time limit such as "90" (minutes), "2h", "30m" or "1-12:00:00"."""
     if found := re.fullmatch(r"(\d{1,6})([smhd]?)", text, re.ASCII):
         seconds = int(found[1]) * {"s": 1, "": 60, "m": 60, "h": 3600, "d": 86400}[found[2]]
     elif found := re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,4}):(\d\d):(\d\d)", text, re.ASCII):
@@ -170,9 +180,14 @@ def seconds_of(text: str) -> int:
 
 
 def script(site: Site, job: str, settings: Sequence[str], run: Path, asked: BatchRequest) -> str:
-    """The batch script that trains `job` with `settings` on a site; JobError with all mistakes.
+    """Return the batch script that trains a job on a site.
 
-    `run` is the job's run directory, in which the script looks for the checkpoint of an attempt.
+    :param site: the site
+    :param job: path of the job file
+    :param settings: settings that override the job file, as on the command line
+    :param run: run directory, in which the script looks for a checkpoint of an earlier attempt
+    :param asked: the user's request
+    :raises JobError: if arguments are wrong; the message lists all problems
     """
     texts = [job, *settings, str(run), asked.venv or "", asked.launcher or ""]
     if found := _mistakes(site, texts, asked):
@@ -203,13 +218,13 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, asked: Batc
     template = find("templates") / f"{site.scheduler}.sh"
     common = (find("templates") / "common.sh").read_text("utf-8")
     text = template.read_text("utf-8").replace("@common@\n", common)
-    # One pass: what was filled in is not looked at again.
+    # Use a single pass, so that inserted text is not substituted again.
     filled = re.sub(r"@([a-z]+)@", lambda at: values[at[1]], text)
     return re.sub(r"\n{3,}", "\n\n", filled)
 
 
 def _shape(site: Site, asked: BatchRequest) -> str:
-    """Say what is started on a node, and what the centre's own examples start."""
+    """Describe the ranks that are started on a host, and how the centre's examples differ."""
     mine = "One rank a node, which sees all GPUs of it."
     if asked.ranks > 1:
         mine = f"{asked.ranks} ranks a node; each sees all GPUs of it and takes its own."
@@ -256,7 +271,7 @@ def _environment(site: Site, asked: BatchRequest) -> list[str]:
     lines += [f"source {shlex.quote(asked.venv + '/bin/activate')}"] if asked.venv else []
     lines += [f"export {name}={_word(value)}" for name, value in site.environment.items()]
     if asked.ranks > 1:
-        # nproc says what OMP_NUM_THREADS does, which the script has set to 1
+        # nproc prints the value of OMP_NUM_THREADS, which the script has set to 1.
         here = "env -u OMP_NUM_THREADS nproc"
         each = site.cores // asked.ranks or f'"$(($({here}) / {asked.ranks}))"'
         lines += [f"RANKS={asked.ranks} TASKS={asked.nodes * asked.ranks} CORES={each}"]
@@ -276,7 +291,7 @@ def _words(command: str) -> str:
 
 
 def _word(text: str) -> str:
-    """One word, quoted, in which `$NAME` alone stays what the shell fills in."""
+    """Quote one word, but leave `$NAME` in it for the shell to expand."""
     pieces = re.split(r"(\$[A-Z_][A-Z0-9_]*)", text)
     quoted = [
         f'"{piece}"' if at % 2 else shlex.quote(piece)

@@ -1,4 +1,4 @@
-"""Blocking collective MPI calls with a limit; MPI's own wait without one."""
+"""Blocking collective MPI calls with a time limit, which MPI itself doesn't have."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, world_ranks
 from mpigossip.cluster.process import TIMEOUT_S, check_process
 
 PAGE = 4096
-"""Bytes: each rank's shared memory begins on a page, so that whole cache lines are written."""
+"""Bytes of a page: each rank's shared memory starts on one, and so has whole cache lines."""
 LEAST_S = 10.0
-"""Seconds that a call has at least: to open windows takes longer than an exchange."""
+"""Smallest time limit in seconds, since opening a window takes longer than an exchange."""
 
 
 @contextlib.contextmanager
 def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
-    """One blocking call, after a barrier that names the ranks of ``comm`` that don't come to it.
+    """Return a context manager for one blocking call on ``comm``, preceded by a barrier.
 
-    They may take twice the limit, as rank 0 may have a longer piece of work of its own. A call
-    that doesn't return can't be left: a thread names it, which ends the job.
+    The barrier names the ranks that do not arrive within twice the time limit; it is longer than
+    the limit because rank 0 may have work of its own before the call. A blocking call cannot be
+    interrupted: if it does not return in time, a thread raises an error that names the call, which
+    ends the job.
+
+    :param comm: communicator of the call
+    :param call: name of the call in messages
+    :param timeout_s: time limit in seconds; at least `LEAST_S` is used
+    :raises WaitTimeoutError: if a rank does not arrive at the barrier
     """
     check_process()
     limit = max(timeout_s, LEAST_S)
@@ -47,14 +54,14 @@ def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
 
 
 class TimeoutComm(MPI.Intracomm):
-    """The same communicator; blocking calls on it, and on those made from it, are `joined`."""
+    """Communicator whose blocking calls, and those of derived ones, use :func:`bounded_call`."""
 
     timeout_s = TIMEOUT_S
     plain: Any
 
     @classmethod
     def of(cls, comm: Any, timeout_s: float) -> TimeoutComm:
-        """``comm`` is not duplicated."""
+        """Return ``comm`` as a TimeoutComm without duplicating it."""
         made = cls(comm)
         made.plain = getattr(comm, "plain", comm)
         made.timeout_s = timeout_s
@@ -76,7 +83,12 @@ for name in (*BLOCKING, "Split_type"):
 
 
 def open_window(make: Callable[..., MPI.Win], memory: Any, comm: Any) -> MPI.Win:
-    """A window of bytes, locked for all: of so many (``Win.Allocate``), or in this memory."""
+    """Open a window with passive access to all ranks; collective.
+
+    :param make: constructor such as ``MPI.Win.Allocate``
+    :param memory: first argument of ``make``: number of bytes, or memory
+    :param comm: communicator of the window
+    """
     with bounded_call(comm, f"MPI's Win.{make.__name__}", getattr(comm, "timeout_s", TIMEOUT_S)):
         window = make(memory, 1, comm=comm)
         window.Lock_all()
@@ -84,18 +96,21 @@ def open_window(make: Callable[..., MPI.Win], memory: Any, comm: Any) -> MPI.Win
 
 
 def round_up_to_pages(nbytes: int) -> int:
-    """As many bytes as fill whole pages."""
+    """Round ``nbytes`` up to a multiple of the page size."""
     return -(-nbytes // PAGE) * PAGE
 
 
 def open_shared(comm: Any, nbytes: int) -> tuple[MPI.Win, list[MPI.buffer]]:
-    """A window of so many bytes a rank, and the memory of all ranks; collective on a host."""
+    """Return a window of ``nbytes`` bytes per rank and all ranks' memory; collective on a host."""
     window = open_window(MPI.Win.Allocate_shared, round_up_to_pages(nbytes), comm)
     return window, [window.Shared_query(rank)[0] for rank in range(comm.size)]
 
 
 def close_window(window: MPI.Win, comm: MPI.Comm) -> None:
-    """Free it when all ranks have come, without a limit: one may have work left at the end."""
+    """Free ``window`` once all ranks call this, without a time limit.
+
+    At the end of a run, another rank may still have work left.
+    """
     with bounded_call(comm, "MPI's Win.Free", float("inf")):
         window.Unlock_all()
         window.Free()

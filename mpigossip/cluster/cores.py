@@ -1,4 +1,4 @@
-"""Core of the progress thread: one that is left over, near the network card."""
+"""Choice of a free core near the network card for the progress thread."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def allowed() -> frozenset[int]:
-    """The cores that this process may use; none where the system doesn't tell."""
+    """Return the cores that this process may use; empty if the system does not report them."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
 def fingerprint(cores: Set[int], boot: Path = BOOT) -> int:
-    """A number that is the same for processes of one machine that share these cores."""
+    """Return a hash that is equal for processes on one host that may use the same ``cores``."""
     try:
         machine = boot.read_text("utf-8")
     except OSError:
@@ -32,9 +32,9 @@ def fingerprint(cores: Set[int], boot: Path = BOOT) -> int:
 
 
 def near_network(cores: Set[int], sysfs: Path = SYSFS) -> frozenset[int]:
-    """Those of these cores on the memory node of an RDMA card, or of a network card in use.
+    """Return the ``cores`` in the NUMA node of an RDMA card, or of an active network card.
 
-    All of them where the system doesn't tell, or has none there.
+    Return all ``cores`` if the system does not report this, or if none of them is in such a node.
     """
     for cards in (sorted((sysfs / "class/infiniband").glob("*")), _network(sysfs)):
         nodes = {_read(card / "device/numa_node") for card in cards} - {"", "-1"}
@@ -51,10 +51,16 @@ def near_network(cores: Set[int], sysfs: Path = SYSFS) -> frozenset[int]:
 def for_messages(
     cores: Set[int], threads: int, sharing: int, place: int, sysfs: Path = SYSFS
 ) -> frozenset[int]:
-    """The core of the communication thread of the ``place``-th of ``sharing`` processes.
+    """Return the core of the progress thread of one of ``sharing`` processes, as a set.
 
-    Each computes on ``threads`` threads of ``cores``. None where no core is left over for every
-    process: then the scheduler knows better.
+    The set is empty if there is no spare core for each process; the scheduler of the operating
+    system then chooses better.
+
+    :param cores: cores that the processes share
+    :param threads: number of threads that compute, per process
+    :param sharing: number of processes that share ``cores``
+    :param place: index of this process among them
+    :param sysfs: root of sysfs; tests pass another folder
     """
     near = sorted(near_network(cores, sysfs))
     if len(cores) < sharing * (threads + 1) or len(near) < sharing:
@@ -65,10 +71,12 @@ def for_messages(
 def pick_communication_core(
     comm: MPI.Comm, threads: int, beside: tuple[int, int] = (0, 1)
 ) -> frozenset[int]:
-    """The core of this rank's communication thread, of a rank with so many threads; collective.
+    """Return the core of this rank's progress thread, as a set that may be empty; collective.
 
-    ``beside``: this rank's place among the ranks of its node, and their number, where ``comm`` has
-    one rank of each.
+    :param comm: communicator of ranks that each have a progress thread
+    :param threads: number of threads that compute, per rank
+    :param beside: local rank and number of ranks of this rank's node, if ``comm`` is an inter-node
+        communicator with one rank of each node
     """
     mine = np.array([fingerprint(allowed())], np.int64)
     everyone = np.empty(comm.size, np.int64)

@@ -1,4 +1,4 @@
-"""The launcher's environment variables: do they agree with MPI, and who else may read them."""
+"""Environment variables of launchers: comparison with MPI, and hiding them from frameworks."""
 
 import contextlib
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from mpigossip.config.errors import UserError
 
-# Launchers tell each process its rank and the number of processes. The pair counts, not one of
-# them: SLURM_PROCID (0) and SLURM_NTASKS are also in the batch script's own environment, where a
-# plain command is rightly alone; only srun sets SLURM_STEP_NUM_TASKS.
+# Launchers set the rank and the number of processes for each process. Both variables must be set:
+# SLURM_PROCID (0) and SLURM_NTASKS are also set in the batch script itself, where a plain command
+# correctly runs alone; only srun sets SLURM_STEP_NUM_TASKS.
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
     ("PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI, Cray PALS, srun --mpi=pmi2
@@ -23,10 +23,10 @@ LAUNCHERS = (
 
 
 class LaunchError(UserError):
-    """MPI is missing, or its world isn't what the launcher meant.
+    """MPI is missing, or its world differs from the processes that the launcher started.
 
-    Each process finds this by itself; `rank` is the launcher's number for it, so that a program
-    can print the message once (where `rank` is 0).
+    Each process detects this independently. `rank` is the rank that the launcher assigned to it, so
+    that a program can print the message only if `rank` is 0.
     """
 
     def __init__(self, message: str, rank: int = 0):
@@ -35,7 +35,7 @@ class LaunchError(UserError):
 
 
 def launcher_ranks(env: Mapping[str, str]) -> list[tuple[int, int, str]]:
-    """Return by launcher: the rank of this process, the number of ranks, the variable's name."""
+    """Return (rank, number of ranks, variable of that number) for each launcher that set them."""
     return [
         (int(env[rank]), int(env[count]), count)
         for rank, count in LAUNCHERS
@@ -44,8 +44,12 @@ def launcher_ranks(env: Mapping[str, str]) -> list[tuple[int, int, str]]:
 
 
 def no_mpi(error: Exception, env: Mapping[str, str] = os.environ) -> LaunchError:
-    """Return what to say where mpi4py finds no MPI; ``error``: what it raised."""
-    why = ": ".join(str(error).splitlines()[:2])  # of a list of libraries the first
+    """Return the error that reports that mpi4py could not load MPI.
+
+    :param error: exception of the import of mpi4py
+    :param env: environment variables
+    """
+    why = ": ".join(str(error).splitlines()[:2])  # of a list of libraries, show only the first
     if "too short" in why or "invalid ELF" in why:
         why += ", a text for the linker: name the file with a number that it stands for"
     if named := env.get("MPI4PY_LIBMPI", ""):
@@ -65,11 +69,16 @@ def no_mpi(error: Exception, env: Mapping[str, str] = os.environ) -> LaunchError
 
 
 def check_launcher(size: int, library: str, env: Mapping[str, str]) -> None:
-    """Raises LaunchError where a launcher meant several ranks and MPI sees a world of one.
+    """Check that MPI joins the ranks that a launcher started.
 
-    A process started by another MPI's launcher is silently a world of size 1. Launchers can stand
-    inside one another (mpirun starts its daemons by srun, one per host), so one variable that
-    agrees with MPI is enough.
+    A process that was started by the launcher of another MPI gets a world of size 1, without any
+    error. Launchers can be nested (mpirun starts its daemons by srun, one per host), so one
+    launcher that agrees with MPI is enough.
+
+    :param size: size of MPI's world
+    :param library: version string of the MPI library
+    :param env: environment variables
+    :raises LaunchError: if a launcher started several ranks, but the size of MPI's world is 1
     """
     meant = launcher_ranks(env)
     if size > 1 or not meant or any(number == size for _, number, _ in meant):
@@ -80,11 +89,16 @@ def check_launcher(size: int, library: str, env: Mapping[str, str]) -> None:
 
 
 def check_alone(size: int, env: Mapping[str, str], child: tuple[int, ...]) -> None:
-    """Raises LaunchError where several processes were started by what MPI knows nothing of.
+    """Check that this process is not one of several that MPI does not join.
 
-    torchrun and its like tell each its RANK and the WORLD_SIZE; a child of multiprocessing
-    (``torch.multiprocessing.spawn``) has ``child``, its number among its parent's, from 1. Each
-    would be a world of one, and train a model of its own.
+    torchrun and similar programs set RANK and WORLD_SIZE. Each process would have a world of size 1
+    and train its own model.
+
+    :param size: size of MPI's world
+    :param env: environment variables
+    :param child: identity of this process in `multiprocessing`, counted from 1, if it was started
+        by ``torch.multiprocessing.spawn`` for example; otherwise empty
+    :raises LaunchError: if several processes were started without MPI's launcher
     """
     if size > 1 or any(number == 1 for _, number, _ in launcher_ranks(env)):
         return
@@ -109,10 +123,14 @@ def check_alone(size: int, env: Mapping[str, str], child: tuple[int, ...]) -> No
 
 
 def check_library(library: str, env: Mapping[str, str]) -> None:
-    """Raises LaunchError where this MPI can't join its launcher's ranks, before it is started.
+    """Check, before MPI starts, that this MPI library works with the launcher of this process.
 
-    An MPICH without PMIx aborts in MPI_Init under Open MPI's launcher and `srun --mpi=pmix`; an
-    Open MPI under MPICH's launcher would be a world of 1. `library`: what MPI says of itself.
+    An MPICH without PMIx aborts in MPI_Init under Open MPI's launcher and `srun --mpi=pmix`. An
+    Open MPI would get a world of size 1 under MPICH's launcher.
+
+    :param library: version string of the MPI library
+    :param env: environment variables
+    :raises LaunchError: if the library cannot join the ranks of the launcher
     """
     meant = launcher_ranks(env)
     mpich = library.startswith("MPICH Version") and "pmix" not in library.lower()
@@ -139,12 +157,12 @@ MISMATCH = (
 
 
 def _name(library: str) -> str:
-    """An MPI's name and version, of all that it says of itself."""
+    """Return the name and the version from an MPI library's version string."""
     return " ".join(library.strip("\0").partition("\n")[0].partition(",")[0].split())[:60]
 
 
 def job_id(env: Mapping[str, str]) -> str:
-    """Return an identifier of this launch, the same on all its ranks; "" where nothing does."""
+    """Return an identifier of this launch, equal on all its ranks; "" if there is none."""
     for names in (("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("FLUX_JOB_ID",)):
         if all(name in env for name in names):
             words = [*(env[name] for name in names), env.get("SLURM_RESTART_COUNT", "0")]
@@ -156,13 +174,13 @@ def job_id(env: Mapping[str, str]) -> str:
 
 
 def _ancestors() -> Iterator[tuple[int, str, list[str]]]:
-    """Process id, name, command line of the parent, its parent, and so on (Linux; else none)."""
+    """Yield process ID, name and command line of the parent, its parent, etc.; Linux only."""
     process = os.getppid()
     with contextlib.suppress(OSError, ValueError, IndexError):
         while process > 1:
             folder = Path(f"/proc/{process}")
             rest = (folder / "stat").read_text().partition(" (")[2].rpartition(") ")
-            # the kernel cuts names at 15 letters: the command line has all of it
+            # The kernel truncates names to 15 characters, but not the command line.
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             yield process, Path(words[0]).name, words
             process = int(rest[2].split()[1])
@@ -172,9 +190,10 @@ STARTERS = {"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun"}
 
 
 def terminal_of_launcher() -> str | None:
-    """The terminal that the launcher of this rank writes to; None where that is a file or a pipe.
+    """Return the terminal that this rank's launcher writes to; None if it is a file or a pipe.
 
-    A rank's own output is a pipe to its launcher, which may stand on another host: then None.
+    A rank's own output is a pipe to its launcher. If the launcher runs on another host, its
+    terminal is not known, and the result is None.
     """
     for process, name, _ in _ancestors():
         if name in STARTERS:
@@ -186,19 +205,23 @@ def terminal_of_launcher() -> str | None:
 
 FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""What torchrun sets, and wrappers of srun and mpirun that imitate it."""
-# FLUX_JOB_SIZE alone says how many of a host's ranks share its GPUs
+"""Variables set by torchrun, and by wrappers of srun and mpirun that imitate it."""
+# Keep FLUX_JOB_SIZE, because no other variable tells how many ranks of a host share its GPUs.
 OF_RANKS = [name for pair in LAUNCHERS for name in pair if name != "FLUX_JOB_SIZE"]
 MISREAD = (*TORCH, *OF_RANKS, "SLURM_NTASKS", "SLURM_NPROCS")
-"""From these, Accelerate and the Trainer conclude that torch.distributed is to join all ranks,
-which fails, or sums all gradients in silence; Lightning, that Slurm's tasks are its own. What says
-which of a host's ranks this is stays, and so does all that tells of the allocation."""
+"""Variables that mislead frameworks.
+
+From these, Accelerate and the Trainer conclude that torch.distributed has to join all ranks, which
+fails or silently sums all gradients. Lightning takes Slurm's tasks for its own processes. Variables
+with the local rank on a host or a description of the allocation are kept.
+"""
 
 
 def hide(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """Keep these variables from frameworks, where one was imported; return what was removed.
+    """Remove the variables in `MISREAD` if a framework is imported; return the removed ones.
 
-    To a framework each rank is a program of its own. MPI and this package have read theirs by then.
+    A framework has to treat each rank as a separate program. MPI and this package have read the
+    variables before.
     """
     if not any(name in sys.modules for name in FRAMEWORKS):
         return {}
@@ -206,6 +229,6 @@ def hide(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def restore(hidden: Mapping[str, str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Put back what :func:`hide` has removed, except variables that were set again since."""
+    """Restore what :func:`hide` has removed, except variables that have been set again since."""
     for name, value in hidden.items():
         environ.setdefault(name, value)

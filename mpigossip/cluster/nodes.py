@@ -1,7 +1,8 @@
-"""Nodes made of ranks: each one, every k of a host, or all of a host; and the racks of hosts.
+"""Nodes that consist of one rank, of k ranks of a host, or of all its ranks; and racks of hosts.
 
-With k ranks a node the slots of a node live in k processes. The ranks of equal place in all nodes
-are a column: they exchange their part of the model with each other, and rank i of it is node i.
+If a node has k ranks, its slots are distributed over k processes. The ranks with equal local rank
+in all nodes are inter-node ranks: they exchange their part of the model with each other, and rank
+i of their world is node i.
 """
 
 import os
@@ -17,14 +18,14 @@ from mpigossip.config.readable import pluralize
 
 SETTING = "node.ranks_per_node"
 VARIABLE = "SLURM_TOPOLOGY_ADDR"
-"""Set by Slurm's topology plugin: switches from the root down and the node, joined by dots."""
+"""Variable of Slurm's topology plugin: switches from the root down and the host, joined by dots."""
 
 
 class SubWorld(Communicator):
-    """Some of a world's ranks, numbered anew; it ends with its world."""
+    """Some of a world's ranks, with new rank numbers; it is freed with that world."""
 
     def __init__(self, world: World, color: int, key: int):
-        """The ranks of equal ``color``, in the order of ``key``; collective over ``world``."""
+        """Split ``world`` by ``color``, with ranks in the order of ``key``; collective over it."""
         comm = with_timeout(world.comm, world.timeout_s).Split(color, key)
         members = comm.allgather(world.rank)
         super().__init__(comm, tuple(world.hosts[rank] for rank in members), world.timeout_s)
@@ -50,11 +51,11 @@ class SubWorld(Communicator):
         self.world.abort(code)
 
     def close(self) -> None:
-        """Nothing: the world frees it."""
+        """Do nothing, because the parent world frees the communicator."""
 
 
 def isolate_node(world: World) -> World:
-    """This rank's node of several as a world of its own, with no node beside it; collective."""
+    """Return a world of one node that consists of the ranks of this rank's node; collective."""
     nodes = world.nodes
     found = SubWorld(world, nodes.inter_node.rank, nodes.local_rank)
     found.nodes = Nodes((0,) * found.size, SubWorld(world, world.rank, 0), found)
@@ -62,15 +63,18 @@ def isolate_node(world: World) -> World:
 
 
 def group_ranks(world: World, ranks_per_node: int | str) -> Nodes:
-    """The ranks as nodes of so many of a host, or of all of a host; collective.
+    """Group the ranks of each host into nodes; collective.
 
-    Raises JobError on every rank where hosts don't have the ranks for it.
+    :param world: all ranks
+    :param ranks_per_node: number of consecutive ranks of a host that form a node; "host": all ranks
+        of a host
+    :raises JobError: on all ranks, if the ranks of some host cannot be grouped like this
     """
     if ranks_per_node == 1:
         return Nodes.of_ranks(world)
     from mpi4py import MPI
 
-    # memory that can be shared makes a host, not its name: containers have names of their own
+    # Shared memory defines a host, not the host name: containers have names of their own.
     near = with_timeout(world.comm, world.timeout_s).Split_type(MPI.COMM_TYPE_SHARED)
     first = near.bcast(world.rank)
     near.Free()
@@ -88,9 +92,12 @@ def group_ranks(world: World, ranks_per_node: int | str) -> Nodes:
 def assign_nodes(
     host: Sequence[int], names: Sequence[str], ranks_per_node: int | str
 ) -> list[tuple[int, int]]:
-    """Node, and place in it, of each rank.
+    """Return the node and the local rank of each rank.
 
-    ``host``: a number of the host of each rank; ``names``: what it is called.
+    :param host: number of each rank's host
+    :param names: host name of each rank
+    :param ranks_per_node: as for :func:`group_ranks`
+    :raises JobError: if the number of ranks of some host does not fit
     """
     on = Counter(host)
     called = {number: f"{names[list(host).index(number)]}" for number in on}
@@ -127,20 +134,24 @@ def assign_nodes(
 
 
 def natural(host: str) -> tuple:
-    """A key that sorts n2 before n10."""
+    """Return a sort key that puts n2 before n10."""
     return tuple((0, int(p)) if p.isdigit() else (1, p) for p in re.findall(r"\d+|\D+", host))
 
 
 def addresses(world: World) -> list[str]:
-    """Return the scheduler's address of each rank, "" where it says nothing; collective."""
+    """Return the topology address that the scheduler gives each rank, or ""; collective."""
     return world.broadcast(world.gather(os.environ.get(VARIABLE, "")))
 
 
 def racks(placement: str, hosts: Sequence[str], told: Sequence[str] = ()) -> list[str]:
-    """The rack of each rank: by "hostnames", "scheduler", or "file:PATH" with lines HOST RACK.
+    """Return the rack of each rank.
 
-    From a host name its last number is taken off: r12n03 stands in r12n. ``told``: what
-    :func:`addresses` gave, for "scheduler". Raises JobError naming what is missing.
+    :param placement: "hostnames": the host name without its last number (r12n03 is in rack r12n);
+        "scheduler": the switch in the scheduler's address; "file:PATH": a file with lines
+        "HOST RACK"
+    :param hosts: host name of each rank
+    :param told: result of :func:`addresses`, for "scheduler"
+    :raises JobError: if the rack of some rank is not known
     """
     short = [host.split(".")[0] for host in hosts]
     if placement == "hostnames":

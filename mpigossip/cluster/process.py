@@ -1,4 +1,4 @@
-"""This process from before MPI starts to how it leaves, without hanging."""
+"""Start and exit of a process that uses MPI, without hanging."""
 
 import atexit
 import contextlib
@@ -25,11 +25,11 @@ from mpigossip.config.readable import print_note
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-TIMEOUT_S = 300.0  # seconds; the default of `node.timeout_s`
-ABORT_S = 3.0  # seconds that MPI has to end this rank
-READ_S = 0.1  # seconds that a launcher has to read what was said: Open MPI's drops the rest
-LEAVE_S = 10.0  # seconds that a rank with a bad exit code waits for the others to end too
-PROGRESS = "mpigossip-progress"  # the name of threads that call MPI
+TIMEOUT_S = 300.0  # seconds; default of `node.timeout_s`
+ABORT_S = 3.0  # seconds that MPI_Abort may take to end this rank
+READ_S = 0.1  # seconds for the launcher to read the output; Open MPI's discards the rest
+LEAVE_S = 10.0  # seconds that a rank with a bad exit code waits for the others to end, too
+PROGRESS = "mpigossip-progress"  # name of threads that call MPI
 
 PR_SET_PDEATHSIG = 1
 
@@ -49,7 +49,7 @@ def is_fork() -> bool:
 
 
 def own_mpi() -> None:
-    """Keep the ID of this process, which opens a world; a fork of another one is rejected."""
+    """Store the ID of this process, which opens a world; reject a fork of another one."""
     global mpi_process
     check_process()
     mpi_process = os.getpid()
@@ -69,17 +69,20 @@ def check_process() -> None:
 
 
 def end_with(parent: int) -> None:
-    """SIGTERM for this process when the thread that started it ends, or has ended. On Linux."""
+    """Send SIGTERM to this process when the thread that started it ends, or has ended; Linux."""
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         signal.raise_signal(signal.SIGTERM)
 
 
 def before_mpi(folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> float:
-    """Before MPI is imported: from now on it has ``timeout_s`` to start; the limit, returned.
+    """Start watching the start of MPI, before MPI is imported, and return the time limit.
 
-    ``folder``: the run's, in which ranks see each other before MPI joins them; a temporary one
-    where there is none. A process that no launcher started with others needs nothing of this.
+    A process that was started alone, or without a launcher, has nothing to watch.
+
+    :param folder: run directory, in which ranks detect each other before MPI has started; None: a
+        temporary directory
+    :param timeout_s: seconds that MPI may take to start, from now on
     """
     global _start
     told = launcher_ranks(os.environ)
@@ -90,7 +93,10 @@ def before_mpi(folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> floa
 
 
 def _shared(folder: Path | None) -> Path:
-    """A folder for the ranks' files: in the run's, else one of this user's that others can't be."""
+    """Return a folder for the ranks' files, in ``folder`` or in the temporary directory.
+
+    A folder in the temporary directory must belong to this user, so that others can't interfere.
+    """
     name = f"ranks-{job_id(os.environ)}"
     if folder is not None:
         with contextlib.suppress(OSError):
@@ -107,7 +113,7 @@ def _shared(folder: Path | None) -> Path:
 
 
 def start_mpi() -> None:
-    """Start MPI, beside what `begin` began."""
+    """Start MPI, watched as :func:`before_mpi` has prepared."""
     from mpi4py import MPI
 
     if _start is not None:
@@ -117,16 +123,16 @@ def start_mpi() -> None:
 
 
 def started() -> None:
-    """MPI runs, and all ranks have met."""
+    """End the watch, because MPI runs on all ranks."""
     if _start is not None:
         _start.over()
 
 
 def abort(comm: "MPI.Comm", code: int) -> None:
-    """End all ranks at once; this one also where MPI_Abort doesn't return.
+    """End all ranks at once; end this rank even if MPI_Abort does not return.
 
-    So it is in Open MPI when several ranks call it after a loss. mpi4py's call would keep the
-    interpreter's lock.
+    In Open MPI, it does not return if several ranks call it after a rank failure. It is called
+    through ctypes, because mpi4py would hold the interpreter's lock.
     """
     from mpi4py import MPI
 
@@ -135,8 +141,8 @@ def abort(comm: "MPI.Comm", code: int) -> None:
     watch = threading.Timer(ABORT_S, os._exit, (code,))
     watch.daemon = True
     watch.start()
-    # a rank that a signal ends counts as a success for Open MPI's launcher with fault tolerance:
-    # libc's `_exit` ends it with SIGTERM's number
+    # With fault tolerance, Open MPI's launcher counts a rank that a signal ends as a success: let
+    # libc's `_exit` handle SIGTERM, which ends the rank with the signal's number as exit code.
     library = ctypes.CDLL(None)
     library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     library.signal.restype = None
@@ -146,25 +152,26 @@ def abort(comm: "MPI.Comm", code: int) -> None:
 
 
 class ExitHandler:
-    """How this process leaves MPI: once per process, after the last World."""
+    """Exit of this process from MPI, once per process, after the last World."""
 
     def __init__(self) -> None:
         self.code = 0
         self.cause = ""
         self.survivors: MPI.Intracomm | None = None
-        """after the loss of a rank"""
+        """Communicator of the survivors after a rank failure."""
         self.status: Any = None
-        """that the program exits with, as far as it is known here"""
+        """Exit status of the program; None if it is not known."""
         self._prepared = False
 
     def prepare(self, finalize: bool, comm: Any) -> None:
-        """Collective over ``comm``, with a limit; the first call counts.
+        """Register the exit handler; collective over ``comm``. Only the first call has an effect.
 
-        `finalize`: MPI was initialized here.
+        :param finalize: True if this package has initialized MPI
+        :param comm: communicator with a time limit
         """
         if not self._prepared:
             self._prepared = True
-            # atexit isn't told the status, which ranks that wait for this one end by
+            # atexit functions do not get the exit status, which ranks that wait for this one need
             vars(sys)["exit"] = partial(self._exit, sys.exit)
             atexit.register(self._leave, comm.Dup().plain, finalize)
 
@@ -185,7 +192,7 @@ class ExitHandler:
             uncaught_here = getattr(sys, "last_value", None)
             code = self.code or uncaught.code(uncaught_here or SystemExit(self.status))
             deadline.announce(deadline.EXITED - (code & 255))
-        # Waiting here, not in MPI_Finalize, costs no core and can be given up.
+        # Wait here instead of in MPI_Finalize: this uses no core, and can be abandoned.
         limit = LEAVE_S if self.code else float("inf")
         stuck = bytearray([any(thread.name == PROGRESS for thread in threading.enumerate())])
         try:
@@ -197,17 +204,17 @@ class ExitHandler:
             os.write(2, f"{text}: stopping the job\n".encode(errors="replace"))
             abort(comm, self.code)
         if stuck[0]:
-            # a thread was given up in a call of MPI: MPI_Finalize, collective, would hang or crash
+            # A thread was abandoned in a call of MPI: the collective MPI_Finalize would hang.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
         if finalize or self.code:
-            # mpi4py would keep the interpreter's lock, which the thread of `uncaught.exit_now`
-            # needs
+            # Call it through ctypes: mpi4py would hold the interpreter's lock, which the thread of
+            # `uncaught.exit_now` needs.
             ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
     def _leave_fork(self, finalize: bool) -> None:
-        """End a fork without MPI; the rank goes on in its own process.
+        """End a fork without MPI; the rank continues in its own process.
 
         If mpi4py initialized MPI, it finalizes MPI when the interpreter ends. That would log the
         rank off the launcher, so the process ends here.
@@ -222,12 +229,13 @@ exit_handler = ExitHandler()
 
 
 def exit_after_failure(code: int) -> None:
-    """After a loss: ends this process here, as MPI_Finalize may never return; else nothing."""
+    """Exit now if a rank has failed, as MPI_Finalize may never return; otherwise do nothing."""
     if exit_handler.survivors is None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    # together, as far as possible: who goes first is one more rank that is lost to the others
+    # Exit together if possible: to the others, the first rank to exit looks like another failed
+    # rank.
     with contextlib.suppress(Exception):
         request = exit_handler.survivors.Ibarrier()
         Deadline(LEAVE_S).wait(request.Test, lambda: "other ranks still run")
@@ -235,14 +243,14 @@ def exit_after_failure(code: int) -> None:
 
 
 def report_unused(nodes: int) -> None:
-    """Report at exit that nodes exchanged nothing; what exchanges unregisters it."""
+    """Report at exit that nodes have exchanged nothing; what exchanges unregisters this."""
     if not exit_handler.code and not is_fork():
         text = f"{nodes} nodes exchanged nothing, so each has a model of its own; write "
         print_note(f"{text}optimizer = mpigossip.Gossip(world, model, optimizer)")
 
 
 def prints_shared_messages() -> bool:
-    """Whether this process prints messages that all ranks have: the first rank that lives."""
+    """Return whether this process is the first live rank, which prints messages that all share."""
     if exit_handler.survivors is not None:
         return exit_handler.survivors.rank == 0
     mpi = sys.modules.get("mpi4py.MPI")
@@ -252,7 +260,7 @@ def prints_shared_messages() -> bool:
 
 
 def libraries() -> list[str]:
-    """Paths of the shared libraries loaded here, in alphabetical order (Linux; elsewhere none)."""
+    """Return the sorted paths of the shared libraries loaded here; Linux only, otherwise empty."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     return sorted({line.split(maxsplit=5)[5] for line in lines if ".so" in line})

@@ -1,6 +1,6 @@
-"""torch process groups of MPI's ranks, or of the slots in them, made without a server.
+"""Process groups of torch, between MPI ranks or their slots, opened without a rendezvous server.
 
-NCCL on GPUs (untested on more than one), gloo on CPUs.
+The backends are NCCL on GPUs (untested on more than one) and gloo on CPUs.
 """
 
 import contextlib
@@ -20,45 +20,53 @@ from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure, JobError
 
 REFUSED = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_LAUNCH_MODE": "GROUP"}
-"""Variables under which NCCL calls of several threads wait for each other for ever."""
+"""Variables with which NCCL calls of several threads wait for each other forever."""
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 launch_lock = threading.Lock()
-"""Held while several slots' NCCL calls are launched. Every other thread takes it around its CUDA
-calls: one that waits for a device would wait for launches that wait for it."""
+"""Lock held while NCCL calls of several slots are launched.
+
+Every other thread takes it for its CUDA calls: a thread that waits for a device would otherwise
+wait for launches that wait for it.
+"""
 REMEDY = "run with NCCL_DEBUG=INFO to see the cause"
 
 
 class GroupRank(NamedTuple):
-    """A rank of a process group, and the device of the slot in this process that has it."""
+    """One rank of a process group, and the device of the slot in this process that takes it."""
 
     group: str
-    """equal on all ranks of the group, different from other groups opened in the same call"""
+    """Name that is equal on all ranks of the group and differs between groups of the same call."""
     rank: int
     size: int
     device: str
 
 
 def is_gpu(device: str) -> bool:
-    """Return whether a slot's device is a GPU, whose process groups are NCCL's."""
+    """Return whether ``device`` is a GPU, for which process groups use NCCL."""
     return device.startswith("cuda")
 
 
 def open_groups(
     world: World, places: Sequence[GroupRank], timeout_s: float
 ) -> list[dist.ProcessGroup]:
-    """Connect a process group for each place; collective over ``world``, in a thread a place.
+    """Open a process group for each entry of ``places``; collective over ``world``.
 
-    Groups get the keys of each other's ranks by MPI. Each is used by one thread, whose current
-    device is the place's. ``timeout_s``: limit of connecting; a call on the group ends at twice
-    that at the latest.
+    Each group is connected in a thread of its own; the store's keys are exchanged by MPI.
+    Afterwards, each group is used by one thread, whose current device is that of its entry.
 
-    :raises JobError: on all ranks, if a variable of the environment makes NCCL hang
+    :param world: ranks that open groups
+    :param places: the ranks that this process takes in groups
+    :param timeout_s: seconds that connecting may take; a call on a group ends after at most twice
+        that time
+    :returns: groups in the order of ``places``
+    :raises JobError: on all ranks, if an environment variable makes NCCL hang
     :raises WaitTimeoutError, Failure: on all ranks, with the ranks at fault
     """
     check_environment(world, places)
     if any(is_gpu(place.device) for place in places):
-        with contextlib.suppress(Exception):  # without NCCL the threads say so
-            torch.cuda.nccl.version()  # loads the library, which threads must not do at once
+        with contextlib.suppress(Exception):  # without NCCL, the threads report the error
+            # loads the library, which is not safe in several threads at once
+            torch.cuda.nccl.version()
     store = _store()
     found = dict[int, Any]()
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -76,7 +84,7 @@ def open_groups(
             _share_keys(world, store, places, found, timeout_s)
         except Failure:
             made = {k: one for k, one in [*found.items()] if isinstance(one, dist.ProcessGroup)}
-            with contextlib.suppress(RuntimeError):  # what failed first says more
+            with contextlib.suppress(RuntimeError):  # the first failure is more informative
                 close_groups([*made.values()], [places[k].device for k in made], True)
             raise
     return [found[index] for index in range(len(places))]
@@ -85,7 +93,7 @@ def open_groups(
 def close_groups(
     groups: Sequence[dist.ProcessGroup], devices: Sequence[str], broken: bool = False
 ) -> None:
-    """Release NCCL's communicators; ``broken``: without waiting for what they still do."""
+    """Release NCCL's communicators; if ``broken``, abort their operations instead of waiting."""
     for group, device in zip(groups, devices, strict=True):
         if is_gpu(device):
             backend: Any = group._get_backend(torch.device(device))
@@ -94,7 +102,7 @@ def close_groups(
 
 
 def check_environment(world: World, places: Sequence[GroupRank]) -> None:
-    """Raise JobError on all ranks where a variable makes NCCL hang; collective."""
+    """Raise JobError on all ranks if an environment variable makes NCCL hang; collective."""
     with world.raise_together(JobError):
         wrong = [name for name, value in REFUSED.items() if os.environ.get(name) == value]
         if wrong and any(is_gpu(place.device) for place in places):
@@ -106,10 +114,14 @@ def check_environment(world: World, places: Sequence[GroupRank]) -> None:
 
 
 def node_group(world: World, backend: str | None, timeout_s: float) -> dist.ProcessGroup:
-    """This rank's node as the world of torch.distributed, ranks in their order; collective over it.
+    """Return this rank's node as the world of torch.distributed; collective over the node.
 
-    It is started if the program hasn't done so, and ended with ``world``. JobError where it runs
-    with other ranks than the node's.
+    Initialize torch.distributed if the program has not done so; then it ends with ``world``.
+
+    :param world: all ranks; local ranks become ranks of torch.distributed
+    :param backend: "nccl" or "gloo"; None: "nccl" if there are GPUs
+    :param timeout_s: timeout of the process group in seconds
+    :raises JobError: if torch.distributed was initialized with other ranks than the node's
     """
     node = world.nodes.intra_node
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -127,22 +139,23 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
         return dist.group.WORLD if same else dist.new_group(timeout=limit, backend=backend)
     store = None
     port = 0
-    if rank == 0:  # on the host itself, for its own ranks
+    if rank == 0:  # on the own host, as only ranks of this node connect
         store = dist.TCPStore("127.0.0.1", 0, size, True, limit, wait_for_workers=False)
         port = store.port
     port = port if node is None else node.broadcast(port)
     store = store or dist.TCPStore("127.0.0.1", port, size, False, limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    # not earlier than MPI, which it needs to go together
+    # destroy it before MPI ends, which the ranks need to do so together
     world.resources.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
-    if node is not None:  # gloo doesn't wait: one that ends the group would cut others off
+    # gloo does not wait: a rank that ended its group early would cut off the others
+    if node is not None:
         node.barrier()
     return dist.group.WORLD
 
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Inside, torch makes groups that don't end the process where a call is late: we do."""
+    """Let torch open groups whose watchdog does not end the process at a timeout."""
     before = os.environ.get(ASYNC_ERRORS)
     os.environ[ASYNC_ERRORS] = "0"
     try:
@@ -154,20 +167,21 @@ def _without_watchdog() -> Iterator[None]:
 
 
 def _connected(store: dist.Store, place: GroupRank, limit: timedelta) -> dist.ProcessGroup:
-    """The only place where torch's groups are made: their constructors change between versions."""
+    """Open one group; the only place that uses torch's constructors, which change with versions."""
     device = torch.device(place.device)
     kind = dist.ProcessGroup.BackendType
     prefixed = dist.PrefixStore(place.group, store)
     backend: Any
     if is_gpu(place.device):
         torch.cuda.set_device(device)
-        # above computing: a slot that waits for a sum holds up the others
+        # priority over computation, because a slot that waits for a sum delays the others
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = limit
         options.group_name = place.group
         options.global_ranks_in_group = list(range(place.size))
         backend = dist.ProcessGroupNCCL(prefixed, place.rank, place.size, options)
-        # at once: connections made at the first message are of two ranks, and a mismatch hangs
+        # Connect now: a connection made at the first message joins two ranks only, and a mismatch
+        # hangs.
         backend.eager_connect_single_device(device)
     else:
         backend = dist.ProcessGroupGloo(prefixed, place.rank, place.size, limit)
@@ -179,12 +193,12 @@ def _connected(store: dist.Store, place: GroupRank, limit: timedelta) -> dist.Pr
 
 
 def _store() -> Any:
-    """Keys of this process; those of others are added by MPI."""
+    """Return a store for the keys of this process; the keys of others are added by MPI."""
     return dist.HashStore() if hasattr(dist.HashStore, "list_keys") else _Listed()
 
 
 class _Listed(dist.Store):
-    """A store that lists its keys, where torch's own doesn't (before 2.10)."""
+    """A store that can list its keys, which torch's own store could not before version 2.10."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +233,7 @@ class _Listed(dist.Store):
 def _share_keys(
     world: World, store: Any, places: Sequence[GroupRank], found: dict[int, Any], timeout_s: float
 ) -> None:
-    """Give all ranks each other's keys until every group is connected; waits for all ranks."""
+    """Exchange keys between all ranks until every group is connected; waits for all ranks."""
     comm = None if world.comm is None else with_timeout(world.comm, timeout_s)
     shared: set[str] = set()
     until = time.monotonic() + timeout_s

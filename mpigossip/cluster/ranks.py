@@ -1,7 +1,7 @@
-"""The ranks of a job: MPI start-up, the launcher's check, deadlines, agreement, abort on error.
+"""The ranks of a job: MPI start-up, launcher check, time limits, agreement and abort on errors.
 
-`world()` starts MPI and returns a `World`; `SingleProcess` has the same interface without MPI.
-Importing this module does not import MPI.
+:func:`world` starts MPI and returns a :class:`World`; `SingleProcess` has the same interface
+without MPI. Importing this module does not import MPI.
 """
 
 import contextlib
@@ -38,22 +38,23 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 keep_alive: list[Any] = []
-"""What had to be left behind after a loss: MPI may write there, and some of it can't be freed."""
+"""Objects abandoned after a rank failure: MPI may write to them, and some cannot be freed."""
 
 
 class World(Communicator):
-    """The ranks of a program: made by :func:`mpigossip.world` and closed by its ``with`` block.
+    """The ranks of a program, opened by :func:`mpigossip.world` and closed by its ``with`` block.
 
-    `rank`, `size`: number of this rank, and how many there are. `hosts`: host name of each rank.
-    `nodes`: `nodes.count` nodes, `nodes.per_node` ranks in each. `comm`: mpi4py's communicator, a
-    duplicate of MPI.COMM_WORLD. While it is open, an exception that nobody catches, in
-    any thread of any rank, aborts the whole job and says on which rank and host. A rank that
-    leaves the `with` block with an exit code other than 0 gives the others `process.LEAVE_S`
-    seconds to end too, then aborts the job: none is left hanging.
+    Its attributes include `rank` and `size` of this world, `hosts` with the host name of each rank,
+    `nodes` (`nodes.count` nodes of `nodes.per_node` ranks each), and `comm`, an mpi4py communicator
+    that duplicates MPI.COMM_WORLD.
 
-    Where MPI is `fault_tolerant` and the job `survives`, `shrink` makes this the world of those
-    that outlived the loss of a rank; they get new numbers, and `names` are the numbers that they
-    began with.
+    While the world is open, an uncaught exception in any thread of any rank aborts the whole job,
+    with a message that names the rank and the host. If a rank leaves the ``with`` block with an
+    exit code other than 0, the others have `process.LEAVE_S` seconds to end, too; then it aborts
+    the job, so that no rank hangs.
+
+    If MPI is `fault_tolerant` and the job `survives`, `shrink` turns this into the world of the
+    survivors of a rank failure. They get new ranks; `original_ranks` are their ranks at the start.
     """
 
     whole = True
@@ -68,8 +69,8 @@ class World(Communicator):
         self.size = comm.size
         self._told_as = f"on {host}"
         self._roll = None
-        # A call of MPI that doesn't return is reported by a thread, whose exception ends the job
-        # only with these hooks: install them before the first such call.
+        # If a call of MPI does not return, a thread reports it. Its exception ends the job only
+        # with these hooks, so install them before the first such call.
         self._hooks = (sys.excepthook, threading.excepthook)
         if self.size > 1:
             sys.excepthook = self._uncaught
@@ -81,9 +82,10 @@ class World(Communicator):
         self.original_ranks = tuple(range(self.size))
         self.nodes = Nodes.of_ranks(self)
         self._first = (self.comm.group, self.hosts)
-        # agreements are begun at steps, which ranks of a user's loop may miss
+        # Agreements are started at steps, and some ranks of a custom loop may miss a step.
         self._agreement_comm = self.duplicate()
-        # MPI would match what a rank that closes calls with another rank's barrier
+        # On the same communicator, MPI would match the collective call of a rank that closes with
+        # another rank's barrier.
         self._closing = self.duplicate()
         self._open = True
         self.resources = contextlib.ExitStack()
@@ -97,9 +99,11 @@ class World(Communicator):
         deadline.ordered_calls = 0
 
     def group_into_nodes(self, ranks_per_node: int | str) -> None:
-        """Make the ranks into nodes: as many of a host as that, or all of it ("host").
+        """Group the ranks of each host into nodes; collective.
 
-        JobError on every rank where they can't be.
+        :param ranks_per_node: number of consecutive ranks of a host that form a node; "host": all
+            ranks of a host
+        :raises JobError: on all ranks, if the ranks cannot be grouped like this
         """
         self.nodes = group_ranks(self, ranks_per_node)
 
@@ -107,10 +111,12 @@ class World(Communicator):
         return self.survives and is_rank_failure(error)
 
     def shrink(self) -> None:
-        """Goes on with the survivors: all of them call it, also those that saw nothing yet.
+        """Continue with the survivors of a rank failure; all survivors have to call this.
 
-        Every communicator of this world is revoked, which brings the others out of their waits.
-        WaitTimeoutError where a survivor doesn't come.
+        Survivors that have not noticed the failure call it, too: all communicators of this world
+        are revoked, which ends their waits with an error.
+
+        :raises WaitTimeoutError: if a survivor does not call this within the time limit
         """
         process.check_process()
         comm = shrunken([comm for comm in self._family if comm], self.timeout_s)
@@ -135,10 +141,11 @@ class World(Communicator):
     def node_group(self, backend: str | None = None) -> "ProcessGroup":
         """Return the torch process group of this rank's node, for DDP; collective.
 
-        It is the world of torch.distributed, whose ranks are those in the node.
+        The node is the world of torch.distributed, and local ranks are its ranks.
 
-        :param backend: of torch.distributed; None: "nccl" where there are GPUs, else "gloo"
-        :raises JobError: where torch.distributed was initialized with other ranks
+        :param backend: backend of torch.distributed; None: "nccl" if there are GPUs, otherwise
+            "gloo"
+        :raises JobError: if torch.distributed was initialized with other ranks
         """
         from mpigossip.cluster.process_groups import node_group
 
@@ -157,12 +164,12 @@ class World(Communicator):
         return DeviceMesh.from_group(group, device, mesh_dim_names=("node",))
 
     def abort(self, code: int = 1) -> None:
-        """End all ranks of the job at once with exit code ``code``; any rank may call it."""
+        """End all ranks immediately with exit code ``code``; any rank may call this alone."""
         process.check_process()
         process.abort(self.comm, code)
 
     def close(self) -> None:
-        """Free the communicators; collective, done by the ``with`` block; can be called again."""
+        """Free the communicators; collective. The ``with`` block calls this at its end."""
         if self._open:
             process.check_process()
             self._open = False
@@ -186,7 +193,7 @@ class World(Communicator):
         error: BaseException | None,
         _: TracebackType | None,
     ) -> None:
-        # With an exception under way the hooks must stay, and nothing collective may be called.
+        # While an exception propagates, the hooks must stay, and collective calls are impossible.
         if kind is None:
             self.close()
         else:
@@ -196,20 +203,21 @@ class World(Communicator):
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if process.is_fork():  # its exceptions end no other process
+        if process.is_fork():  # an exception of a fork ends no other process
             self._hooks[0](kind, error, trace)
             return
         exit_handler.code = uncaught.code(error)
         every = None if self._roll is None else uncaught.errors_of_all_ranks(self._roll, error)
-        if every is None:  # some go on, or wait for this one, whose word ends the job
+        if every is None:  # some ranks continue, or wait for this rank, which then reports for all
             uncaught.takes_turn(self.rank)
             if self._roll is None or self._roll.claim_report():
                 uncaught.write_stderr(uncaught.format_error(error, self._name))
-        else:  # the first of each kind says it
+        else:  # the first rank of each kind of exception reports it
             if every.index(every[self.rank]) == self.rank:
                 who = "" if len(set(every)) == 1 else self._name
                 uncaught.write_stderr(uncaught.format_error(error, who, f"all {self.size} ranks"))
-            if not isinstance(error, Failure):  # exchanges may be open, which MPI would wait for
+            # in a Failure, exchanges may be open, and MPI would wait for them
+            if not isinstance(error, Failure):
                 uncaught.exit_now(exit_handler.code)
             uncaught.takes_turn(self.rank)
         self.abort(exit_handler.code)
@@ -232,18 +240,20 @@ class World(Communicator):
 
 
 def world(timeout_s: float = TIMEOUT_S) -> World:
-    """Starts MPI, unless it runs already, and joins all ranks of the job; call it on every rank.
+    """Start MPI, unless it runs already, and join all ranks of the job; call it on every rank.
 
-    Under a launcher (srun, mpirun) the world has its ranks; without one, a world of one.
-    `timeout_s` limits waiting in `barrier` and `agree`. LaunchError where MPI can't be loaded, or
-    where several processes were started that MPI doesn't join.
+    Under a launcher (srun, mpirun) the world has the launcher's ranks; otherwise it has one rank.
+
+    :param timeout_s: seconds that each wait for other ranks may take
+    :raises LaunchError: if MPI cannot be loaded, or does not join processes that were started
+        together
     """
     try:
         return _world(timeout_s)
     except LaunchError as error:
         sys.excepthook = uncaught.once(error)
         raise
-    except WaitTimeoutError as error:  # the end of MPI would wait, too
+    except WaitTimeoutError as error:  # MPI_Finalize would wait, too
         from mpi4py import MPI
 
         uncaught.write_stderr(f"mpigossip.world(): {error}; ending the job")
@@ -280,7 +290,7 @@ def _world(timeout_s: float) -> World:
 
 @contextlib.contextmanager
 def _threads_end_the_job(comm: "MPI.Intracomm") -> Iterator[None]:
-    """Abort the job by an exception in a thread, until the world has installed its own hook."""
+    """Abort the job on an exception in a thread, until the world has installed its own hooks."""
     before = threading.excepthook
     name = f"rank {comm.rank} of {comm.size} on {os.uname().nodename}"
 
@@ -299,18 +309,19 @@ def _threads_end_the_job(comm: "MPI.Intracomm") -> Iterator[None]:
         threading.excepthook = before
 
 
-# -- going on without a rank: User Level Failure Mitigation, as Open MPI 5 has it ------------------
+# -- continuing without a rank: User Level Failure Mitigation, as in Open MPI 5 --------------------
 #
-# After the death of a process, calls that need it raise ERR_PROC_FAILED; whoever sees that revokes
-# the communicators, which brings the others out of their waits with ERR_REVOKED; then all survivors
-# shrink the communicator. Measured with Open MPI 5.0.11: 1 to 20 ms. MPICH 5.0 has none of it.
+# After a process has failed, calls that need it raise ERR_PROC_FAILED. A rank that sees this error
+# revokes the communicators, which ends the waits of other ranks with ERR_REVOKED. All survivors
+# then shrink the communicator. This takes 1 to 20 ms, measured with Open MPI 5.0.11. MPICH 5.0 does
+# not support it.
 
 
 def fault_tolerant(library: str, env: Mapping[str, str]) -> bool:
-    """Return whether this MPI was started so that survivors of a loss can go on.
+    """Return whether this MPI was started so that survivors can continue after a rank failure.
 
-    Not by srun: at the first loss Slurm's PMIx plugin cancels the step (22.05, whatever
-    `--kill-on-bad-exit` and `--no-kill` say).
+    This is never so under srun: at the first failure, Slurm's PMIx plugin cancels the step (version
+    22.05, regardless of `--kill-on-bad-exit` and `--no-kill`).
     """
     if "SLURM_STEP_ID" in env and "PRTE_LAUNCHED" not in env:
         return False
@@ -319,7 +330,7 @@ def fault_tolerant(library: str, env: Mapping[str, str]) -> bool:
 
 
 def is_rank_failure(error: BaseException) -> bool:
-    """Whether an exception says that a process failed, or that another one has seen it fail."""
+    """Return whether ``error`` says that a process failed, or that another rank noticed it."""
     from mpi4py import MPI
 
     lost = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
@@ -327,10 +338,14 @@ def is_rank_failure(error: BaseException) -> bool:
 
 
 def shrunken(comms: "Sequence[MPI.Intracomm]", timeout_s: float) -> "MPI.Intracomm":
-    """Revokes all, and makes the first one's survivors a communicator; collective over them.
+    """Revoke all ``comms`` and return a communicator of the survivors of the first; collective.
 
-    In a thread that can be given up: Open MPI 5.0 has no Ishrink, and a survivor may be away.
-    WaitTimeoutError at the time limit.
+    Open MPI 5.0 has no Ishrink, so Shrink is called in a thread, which is abandoned if a survivor
+    does not call it.
+
+    :param comms: communicators to revoke
+    :param timeout_s: time limit in seconds
+    :raises WaitTimeoutError: if not all survivors call this within the time limit
     """
     from mpi4py import MPI
 

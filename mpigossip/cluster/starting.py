@@ -1,8 +1,8 @@
-"""Start of MPI, watched by a thread that names ranks which don't come, and ends this one then.
+"""Start of MPI, watched by a thread that names missing ranks and ends this rank if MPI hangs.
 
-MPI_Init waits for all ranks, without a limit. It is called through ctypes, which frees the
-interpreter's lock. Each rank lays a file, named by its number, into a folder that the ranks share,
-until MPI runs. A rank that is lost later is the launcher's to report.
+MPI_Init waits for all ranks without a time limit. It is called through ctypes, which releases the
+interpreter's lock. Until MPI runs, each rank keeps a file with its rank in the name in a folder
+that the ranks share. Ranks that fail later are reported by the launcher.
 """
 
 import atexit
@@ -19,21 +19,27 @@ from mpigossip.config.errors import FAILED
 from mpigossip.config.readable import abbreviate
 
 ENTERED = "+"
-"""Behind the name of a rank's file: it waits for MPI to start."""
+"""Suffix of the file name of a rank that waits for MPI to start."""
 LOOK_S = 0.5
-"""Seconds between two looks at the other ranks."""
+"""Seconds between two checks of the other ranks."""
 SAID = "said"
-"""The file of the rank that says why the job ends: who makes it speaks."""
+"""Name of the file that a rank creates before it reports why the job ends; only one rank can."""
 FAULT = "all ranks wait for it, so the network between them may be at fault"
 STALE_S = 3600.0
-"""Age from which on a folder of another launch was left by ranks that were killed."""
+"""Age in seconds from which on a folder of another launch counts as left behind by killed ranks."""
 
 
 class Start:
-    """This rank's start, from before MPI is loaded; `over` when MPI runs."""
+    """The start of this rank, from before MPI is loaded until `over` is called when MPI runs."""
 
     def __init__(self, folder: Path, rank: int, size: int, timeout_s: float):
-        """``folder``: where the ranks' files lie, absolute."""
+        """Create this rank's file and start the thread that watches the other ranks.
+
+        :param folder: folder of the ranks' files, as an absolute path
+        :param rank: rank according to the launcher
+        :param size: number of ranks according to the launcher
+        :param timeout_s: seconds after which this rank ends if MPI has not started
+        """
         self._rank = rank
         self._size = size
         self._timeout_s = timeout_s
@@ -44,7 +50,7 @@ class Start:
         self._began = time.monotonic()
         self._entered = float("inf")
         self._living: dict[int, tuple[int, int]] = {}
-        """rank and process of this host's ranks, by the files that tell of their ends"""
+        """Rank and process ID of this host's ranks, by the descriptor that reports their exit."""
         self._over = threading.Event()
         if rank == 0:
             for other in folder.parent.glob(folder.name.partition("-")[0] + "-*"):
@@ -68,13 +74,16 @@ class Start:
         provided = ctypes.c_int()
         library = ctypes.CDLL(MPI.__file__)
         library.MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(provided))
-        for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):  # as mpi4py's own start does
+        for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):  # mpi4py's own initialization does the same
             comm.Set_errhandler(MPI.ERRORS_RETURN)
 
     def over(self) -> None:
-        """MPI runs on all ranks, or this one leaves: its file goes, the folder with the last."""
+        """End the watch, because MPI runs or this rank exits, and remove the file of this rank.
+
+        The last rank removes the folder, too.
+        """
         self._over.set()
-        if os.getpid() != self._process:  # the file of a fork's parent says that the parent lives
+        if os.getpid() != self._process:  # In a fork, keep the file: it shows that the parent runs.
             return
         with contextlib.suppress(OSError):
             self._file.unlink()
@@ -83,7 +92,7 @@ class Start:
 
     def _watch(self) -> None:
         while not self._over.is_set():
-            # looks at once: MPICH's launcher kills the others a moment later
+            # Detect an exit without delay, because MPICH's launcher soon kills the other ranks.
             ended = select.select([*self._living], [], [], LOOK_S)[0]
             if ended and not self._over.is_set():
                 rank, process = self._living[ended[0]]
@@ -91,7 +100,8 @@ class Start:
                 self._end(f"{why} before MPI had started")
             self._meet()
             missing = self._missing()
-            # what a rank loads before it enters may take long on a busy machine, and is not waiting
+            # Before it enters MPI_Init, a rank on a busy host may load modules for long; that is no
+            # wait for other ranks.
             waits = time.monotonic() - (self._began if missing else self._entered)
             if waits >= self._timeout_s and not self._over.is_set():
                 why = f"MPI has not started within {self._timeout_s:g} s (node.timeout_s)"
@@ -100,11 +110,11 @@ class Start:
             os.close(descriptor)
 
     def _end(self, why: str) -> None:
-        """End this rank; says why unless another has."""
+        """End this rank; report the reason unless another rank has."""
         try:
             (self._folder / SAID).touch(exist_ok=False)
             speaks = True
-        except OSError as error:  # where it can't be made, each speaks
+        except OSError as error:  # if the file can't be created, each rank reports
             speaks = not isinstance(error, FileExistsError)
         if speaks:
             with contextlib.suppress(OSError):
@@ -113,14 +123,14 @@ class Start:
         os._exit(FAILED)
 
     def _begun(self) -> dict[int, str]:
-        """The rest of their files' names, by rank."""
+        """Return the names of the ranks' files, without the leading rank, by rank."""
         with contextlib.suppress(OSError):
             names = (file.name.partition(".") for file in self._folder.iterdir())
             return {int(rank): rest for rank, _, rest in names if rank.isdigit()}
         return {}
 
     def _meet(self) -> None:
-        """Look out for the ends of this host's ranks (Linux); of earlier launches none lives."""
+        """Watch for exits of this host's ranks (Linux); ranks of earlier launches no longer run."""
         for rank, rest in self._begun().items():
             process, _, host = rest.removesuffix(ENTERED).partition(".")
             if host == self._host and (rank, int(process)) not in self._living.values():

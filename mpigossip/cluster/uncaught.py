@@ -1,4 +1,4 @@
-"""Uncaught exceptions: one report per job, no traceback for user errors."""
+"""Reports of uncaught exceptions: one per job, without a traceback for user errors."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 ALL_S = 1.0
-"""Seconds within which the others end by the same exception, if all do."""
+"""Seconds to wait for the other ranks to end by the same exception."""
 TURN_S = 0.05
-"""Between two ranks that end by exceptions of their own: the first one's word ends the job."""
+"""Seconds between two ranks' reports of different exceptions: the first report ends the job."""
 END_S = 30
 """Seconds after which an exit that hangs in MPI is cut short."""
 
 
 def code(error: BaseException | None) -> int:
-    """Return the exit code of the process, should nobody catch this."""
+    """Return the exit code of the process if ``error`` is not caught."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
@@ -41,10 +41,15 @@ def code(error: BaseException | None) -> int:
 
 
 def format_error(error: BaseException, rank: str = "", every: str = "", where: str = "") -> str:
-    """A paragraph for what its reader can mend or can't help, and where; else the traceback.
+    """Format an exception for the user.
 
-    ``rank``, ``every``: who it is that says so, if not all do so; and who they all are.
-    ``where``: behind the word exception.
+    A user error, a run failure or an interrupt becomes one paragraph with the line of the user's
+    code; any other exception becomes a traceback.
+
+    :param error: the exception
+    :param rank: name of the reporting rank; "": all ranks report the same
+    :param every: name of all ranks, used in a traceback if ``rank`` is ""
+    :param where: text after the word "exception", such as the thread
     """
     if isinstance(error, KeyboardInterrupt | UserError | Failure):
         frame = None if isinstance(error, KeyboardInterrupt) else user_frame(error)
@@ -57,44 +62,51 @@ def format_error(error: BaseException, rank: str = "", every: str = "", where: s
 
 
 def error_key(error: BaseException) -> bytes:
-    """Return what is equal in exceptions that are alike on all ranks: type and line, no values."""
+    """Return a key that is equal for the same exception on several ranks: type and line."""
     words = type(error).__name__
-    if not isinstance(error, KeyboardInterrupt | Failure):  # those come wherever a rank is
+    # these are raised wherever a rank happens to be
+    if not isinstance(error, KeyboardInterrupt | Failure):
         last = traceback.extract_tb(error.__traceback__)[-1:]
         words += "".join(f"{frame.filename}:{frame.lineno}" for frame in last)
     return words.encode()
 
 
 def errors_of_all_ranks(roll: WaitMonitor, error: BaseException) -> list[bytes] | None:
-    """By rank, what :func:`kind` of exception ends it; None where some go on, or wait."""
-    with contextlib.suppress(ValueError):  # a second Ctrl-C would leave the others alone
+    """Return the :func:`error_key` of each rank's exception, in rank order.
+
+    The result is None if some ranks continue or wait.
+    """
+    with contextlib.suppress(ValueError):  # a second Ctrl-C would end this rank only
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(Exception):  # a rank was lost: MPI says so, or nothing
+    with contextlib.suppress(Exception):  # after a rank failure, MPI may raise an error
         return roll.gather_error_keys(error_key(error), ALL_S)
     return None
 
 
 def write_stderr(text: str) -> None:
-    """One write, so that the lines of several ranks don't mix."""
+    """Write ``text`` to stderr in one call, so that lines of several ranks are not interleaved."""
     os.write(2, (text + "\n").encode(errors="replace"))
 
 
 def takes_turn(rank: int) -> None:
-    """Let lower ranks speak first, who end the job then."""
+    """Wait so that lower ranks report first, which ends the job."""
     time.sleep(TURN_S * min(rank, 20))
 
 
 def exit_now(number: int) -> None:
-    """End this process by the exit code, from within an exception hook."""
+    """End this process with exit code ``number``, from within an exception hook."""
     sys.stdout.flush()
     watch = threading.Timer(END_S, os._exit, (number,))
-    watch.daemon = True  # it runs on until MPI is finalized, which open exchanges may prevent
+    watch.daemon = True  # it continues until MPI is finalized, which open exchanges may prevent
     watch.start()
     raise SystemExit(number)
 
 
 def once(error: LaunchError) -> Callable:
-    """An exception hook for a launch that went wrong, as each process finds: rank 0 says it."""
+    """Return an exception hook by which only rank 0 reports a failed launch.
+
+    Every process detects the failure.
+    """
     before = sys.excepthook
 
     def hook(kind, found, trace):
@@ -104,7 +116,7 @@ def once(error: LaunchError) -> Callable:
         if error.rank == 0:
             write_stderr(format_error(error))
         else:
-            time.sleep(5 * ALL_S)  # launchers end all at the first that fails
+            time.sleep(5 * ALL_S)  # launchers end all ranks when the first one fails
         raise SystemExit(WRONG)
 
     return hook

@@ -1,6 +1,6 @@
-"""Contract of a world, the ranks that a run has; and the world of one process.
+"""The interface of a world, which is a group of ranks, and a world of one process.
 
-Nothing here knows MPI.
+This module does not use MPI.
 """
 
 from __future__ import annotations
@@ -23,24 +23,29 @@ if TYPE_CHECKING:
 
 
 class Agreement:
-    """A maximum over ranks on its way: asked for at one step, read some steps later."""
+    """A maximum over all ranks that is in flight: started at one step, read some steps later."""
 
     def __init__(
         self, value: np.ndarray, request: MPI.Request | None, timeout_s: float = TIMEOUT_S
     ):
-        """``request``: that of the reduction into ``value``; None: it is done."""
+        """Keep the buffer of a reduction.
+
+        :param value: array of one integer that the maximum is written to
+        :param request: request of the reduction into ``value``; None: ``value`` is final
+        :param timeout_s: seconds that :meth:`read` waits
+        """
         self._value = value
         self._request = request
         self._timeout_s = timeout_s
 
     def ready(self) -> bool:
-        """Return whether `read` returns at once."""
+        """Return whether :meth:`read` would return without waiting."""
         return self._request is None or self._request.Test()
 
     def read(self) -> int:
-        """Wait for the maximum and return it, the same on every rank.
+        """Wait for the maximum and return it; all ranks get the same value.
 
-        :raises WaitTimeoutError: at the time limit
+        :raises WaitTimeoutError: if the maximum is not complete at the time limit
         """
         Deadline(self._timeout_s).wait(
             self.ready, lambda: "not all ranks came to an agreement", awaited_ranks=tuple
@@ -49,39 +54,40 @@ class Agreement:
 
 
 class World:
-    """All ranks of a job; of this class itself: one process without MPI, as `simulate` uses it.
+    """All ranks of a job. This base class is a world of one process without MPI.
 
-    Methods are collective but where they say so.
+    `simulate` uses the base class. All methods are collective, unless their docstring says
+    otherwise.
     """
 
     rank = 0
     size = 1
     comm: Any = None
-    """a communicator of mpi4py; None without MPI"""
+    """The mpi4py communicator of these ranks; None without MPI."""
     hosts: tuple[str, ...]
-    """host name of each rank"""
+    """Host name of each rank."""
     nodes: Nodes
-    """which ranks are which node"""
+    """Assignment of ranks to nodes."""
     node_position = (0, 1)
-    """of a column: this rank's place in its node, and how many have one; else (0, 1)"""
+    """Local rank and ranks of this rank's node, in an inter-node world; otherwise (0, 1)."""
     original_ranks: tuple[int, ...] = (0,)
-    """the numbers that the ranks began with: those that outlive a loss get new ones"""
+    """Rank of each rank before any rank failure; survivors are renumbered after one."""
     timeout_s = TIMEOUT_S
-    """seconds after which a rank that doesn't come is given up"""
+    """Seconds after which a wait for another rank fails."""
     whole = False
-    """all ranks of the job take part, so that all make its calls in the same order"""
+    """True if all ranks of the job belong to it, so that all make its calls in the same order."""
     launched = False
-    """a launcher started this process, maybe alone"""
+    """True if a launcher started this process, even as the only rank."""
     fault_tolerant = False
-    """MPI can go on after the loss of a rank"""
+    """True if this MPI can continue after a rank failure."""
     survives = False
-    """and this run wants to"""
+    """True if this run continues after a rank failure."""
     shrunk = False
-    """and has had to"""
+    """True after a rank failure that this world has survived."""
     resources: ExitStack
-    """what is to be closed before the world"""
+    """Resources that are closed before the communicators of the world."""
     after_close: ExitStack
-    """settings of the process that the world has changed, and restores when it closes"""
+    """Callbacks that restore settings of the process which the world changed, when it closes."""
 
     def __init__(self) -> None:
         self.hosts = (socket.gethostname(),)
@@ -90,7 +96,7 @@ class World:
         self.after_close = ExitStack()
 
     def gather(self, value: Any) -> list | None:
-        """Return all ranks' values in rank order on rank 0, None elsewhere."""
+        """Return the values of all ranks, in rank order, on rank 0, and None on other ranks."""
         return [value]
 
     def broadcast(self, value: Any) -> Any:
@@ -98,41 +104,46 @@ class World:
         return value
 
     def start_agree(self, flag: int) -> Agreement:
-        """Begin the maximum of all ranks' flags without waiting; read it some steps later."""
+        """Start the maximum of all ranks' ``flag`` without waiting; read it some steps later."""
         return Agreement(np.array([flag]), None)
 
     def agree(self, flag: int) -> int:
-        """Return the maximum of all ranks' ``flag``, a whole number or bool; waits for all."""
+        """Return the maximum of all ranks' ``flag``, an integer or bool; waits for all ranks."""
         with deadline.calling_unless("agree()", self.whole):
             return self.start_agree(flag).read()
 
     @contextmanager
     def raise_together(self, *mistakes: type[Exception]) -> Iterator[None]:
-        """Context manager that all ranks leave with the same mistake, or none."""
+        """Return a context manager that raises the user errors of any rank on all ranks."""
         yield
 
     def barrier(self) -> None:
-        """Return when every rank has come; WaitTimeoutError at the time limit."""
+        """Wait until all ranks have called this; WaitTimeoutError at the time limit."""
 
     def duplicate(self) -> Any:
-        """Return a communicator of the same ranks, given up with this world; None without MPI."""
+        """Return a communicator of the same ranks, freed with this world; None without MPI."""
 
     def group_into_nodes(self, ranks_per_node: int | str) -> None:
-        """Make every so many ranks of a host a node, or all of it ("host"); JobError on all."""
+        """Group the ranks of each host into nodes; collective.
+
+        :param ranks_per_node: number of consecutive ranks of a host that form a node; "host": all
+            ranks of a host
+        :raises JobError: on all ranks, if the ranks cannot be grouped like this
+        """
 
     def shrink(self) -> None:
-        """Go on with those who are left."""
+        """Continue with the survivors of a rank failure."""
 
     def is_rank_failure(self, error: BaseException) -> bool:
-        """Return whether an exception says that a rank was lost and others can go on; local."""
+        """Return whether ``error`` reports a rank failure that others can survive; local call."""
         return False
 
     def abort(self, code: int = 1) -> None:
-        """End all ranks at once; any rank may."""
+        """End all ranks immediately; any rank may call this alone."""
         os._exit(code)
 
     def close(self) -> None:
-        """Give back what it holds; can be called again."""
+        """Release the resources of the world; further calls have no effect."""
         self.resources.close()
         self.after_close.close()
 
@@ -144,23 +155,23 @@ class World:
 
 
 SingleProcess = World
-"""What a world of one process without MPI is called where it is made."""
+"""Name of :class:`World` where it is constructed as a world of one process without MPI."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks of a world as nodes."""
+    """The nodes that the ranks of a world form."""
 
     node_of_rank: tuple[int, ...]
-    """the node of each rank; nodes are numbered by their first ranks"""
+    """Node of each rank; nodes are numbered by their first ranks."""
     inter_node: World
-    """the ranks of this one's place in all nodes: rank i is node i"""
+    """World of the ranks with this rank's local rank in all nodes: rank i is in node i."""
     intra_node: World | None = None
-    """the ranks of this one's node by place; None where it is the only one"""
+    """World of the ranks of this rank's node, by local rank; None if the node has one rank."""
 
     @classmethod
     def of_ranks(cls, world: World) -> Nodes:
-        """Every rank is a node, and the only column is the world."""
+        """Make every rank a node, so that the inter-node world is ``world`` itself."""
         return cls(tuple(range(world.size)), world)
 
     @property
@@ -169,15 +180,15 @@ class Nodes:
 
     @property
     def per_node(self) -> int:
-        """Ranks in each of them."""
+        """Number of ranks in each node."""
         return self.intra_node.size if self.intra_node else 1
 
     @property
     def local_rank(self) -> int:
-        """Of this rank in its node."""
+        """Local rank of this rank in its node."""
         return self.intra_node.rank if self.intra_node else 0
 
     @property
     def is_leader(self) -> bool:
-        """Return whether this rank speaks for its node."""
+        """Return whether this rank has local rank 0."""
         return self.local_rank == 0

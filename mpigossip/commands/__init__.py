@@ -1,4 +1,4 @@
-"""Commands: `add(commands)` of each module adds its parsers, their examples and functions.
+"""Commands: `add(commands)` of each module adds its parsers with examples and functions.
 
-Nothing heavy is imported before a command runs; the work itself is done in other subpackages.
+Nothing large is imported before a command runs. Other subpackages do the work itself.
 """

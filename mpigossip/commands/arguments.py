@@ -1,4 +1,4 @@
-"""Helpers of several commands: parsers with examples, job settings, kinds of arguments."""
+"""Helpers of several commands: parsers with examples, settings of a job, types of arguments."""
 
 import argparse
 import re
@@ -20,16 +20,27 @@ BYTES_A_SECOND = {
 def command(
     commands, name: str, run: Callable, summary: str, examples: str
 ) -> argparse.ArgumentParser:
-    """Add a command: `run(options)` gives its exit code, or None; examples are lines of a shell."""
+    """Add a command.
+
+    :param commands: subparsers that the command is added to
+    :param name: name of the command
+    :param run: function of the parsed options that returns an exit code, or None for success
+    :param summary: one line of help
+    :param examples: example lines of a shell
+    """
     made = _parser(commands, name, summary, examples)
     made.set_defaults(run=run)
     return made
 
 
 def family(commands, name: str, members: str, summary: str, *examples: str):
-    """Add a command that has commands of its own, `members` by name; what to add those to.
+    """Add a command with subcommands, and return the subparsers to add them to.
 
-    Of some members' `examples` it shows the first lines.
+    :param commands: subparsers that the command is added to
+    :param name: name of the command
+    :param members: names of its subcommands
+    :param summary: one line of help
+    :param examples: examples of subcommands; the help shows the first line of each
     """
     firsts = "\n".join(each.strip().splitlines()[0] for each in examples)
     made = _parser(commands, name, summary, firsts)
@@ -41,7 +52,7 @@ def _parser(commands, name: str, summary: str, examples: str) -> argparse.Argume
 
 
 def help_text(summary: str, examples: str) -> dict:
-    """Description and examples of a parser's help, 80 columns wide."""
+    """Return description, examples and format of a parser's help, 80 columns wide."""
     lines = textwrap.dedent(examples).strip().splitlines()
     plural = "s" * (sum(not line.startswith(" ") for line in lines) > 1)
     return {
@@ -54,7 +65,7 @@ def help_text(summary: str, examples: str) -> dict:
 def every(
     parser: argparse.ArgumentParser, words: str = ""
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Every command of a parser with its words, itself first."""
+    """Yield the parser with its words, then all commands below it."""
     yield words, parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -63,19 +74,22 @@ def every(
 
 
 def settings(parser: argparse.ArgumentParser) -> None:
-    """Let `section.key=value` follow the other arguments."""
+    """Accept `section.key=value` after the other arguments."""
     parser.add_argument(
         "settings", nargs="*", metavar="section.key=value", help="settings that replace the job's"
     )
 
 
 def dry_run(parser: argparse.ArgumentParser) -> None:
-    """Let a command say what its job would do (`analysis.dryrun`)."""
+    """Add the option --dry-run, which prints the whole job (`analysis.dryrun`)."""
     parser.add_argument("--dry-run", action="store_true", help="print the whole job and stop")
 
 
 def run_named(path: Path) -> Path:
-    """A run that the user named; StoreError with what there is instead where it isn't."""
+    """Return ``path`` if it exists.
+
+    :raises StoreError: if it does not; the message names similar runs
+    """
     from mpigossip.config.toml import near
     from mpigossip.store import StoreError
 
@@ -90,7 +104,7 @@ def run_named(path: Path) -> Path:
 
 
 def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
-    """A reader of numbers with a unit, such as 80ms."""
+    """Return a parser of numbers with a unit, such as 80ms."""
 
     def read(text: str) -> float:
         found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\D+)", text)
@@ -103,7 +117,7 @@ def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
 
 
 def share(text: str) -> float:
-    """A share such as 5% or 0.05; below 1."""
+    """Parse a share below 1, such as 5% or 0.05."""
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text)
     value = float(found[1]) / (100 if found[2] else 1) if found else 1.0
     if value >= 1:
@@ -112,7 +126,7 @@ def share(text: str) -> float:
 
 
 def numbers_of_nodes(text: str) -> list[int]:
-    """4,8,…,64 as [4, 8, 16, 32, 64]: an ellipsis doubles from the number before it."""
+    """Parse 4,8,…,64 as [4, 8, 16, 32, 64]; an ellipsis continues by doubling."""
     found: list[int] = []
     doubling = False
     for word in text.replace("...", "…").split(","):
@@ -129,7 +143,7 @@ def numbers_of_nodes(text: str) -> list[int]:
 
 
 def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
-    """A reader of numbers of a kind from `least` to `most`."""
+    """Return a parser of numbers of type ``kind`` from ``least`` to ``most``."""
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -137,7 +151,7 @@ def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text}: must be at least {least} and at most {most}")
         return value
 
-    read.__name__ = kind.__name__  # in argparse's message
+    read.__name__ = kind.__name__  # argparse shows this name in messages
     return read
 
 
@@ -149,7 +163,7 @@ times = number(float, 1, 10**7)
 
 
 def size_in_bytes(text: str) -> int:
-    """Bytes, such as 1KB or 100MB."""
+    """Parse a number of bytes, such as 1KB or 100MB."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     figure = text.upper()
     factor = 1

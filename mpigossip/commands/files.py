@@ -1,4 +1,4 @@
-"""Commands on files: `mpigossip data`, `log`, `report` and `checkpoint`."""
+"""Commands for files: `mpigossip data`, `log`, `report` and `checkpoint`."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ mpigossip data pack books books.h5 --text --tokenizer bpe --vocabulary 8192
 
 
 def add(commands) -> None:
-    """Add them to the parser."""
+    """Add the commands of this module to the parser."""
     _add_data(commands)
     _add_log(commands)
     _add_checkpoint(commands)

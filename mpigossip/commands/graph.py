@@ -25,7 +25,7 @@ FIGURES = (
     ("transient_iid", "transient", "steps to linear speed-up, up to a factor"),
     ("transient_non_iid", "non-iid", "the same where nodes have different data"),
 )
-"""(key, heading, meaning) of the figures of `show` and `compare`."""
+"""(key, heading, meaning) of the numbers that `show` and `compare` print."""
 
 
 SHOW = """
@@ -134,7 +134,7 @@ def _facts(made: Graph, parameters: int | None) -> dict[str, Any]:
 
 
 def _as_json(facts: Any) -> str:
-    """JSON, which has no infinity: null."""
+    """Convert to JSON, with null for infinity, which JSON does not have."""
     if isinstance(facts, list):
         return f"[{', '.join(map(_as_json, facts))}]"
     inf = float("inf")
@@ -197,7 +197,8 @@ def _compare(options) -> None:
         return
     figures = [(key, head) for key, head, _ in _figures(rows[0])]
     tables = []
-    for part in (figures[:5], figures[5:]):  # as one, wider than a terminal
+    # two tables, because one would be wider than a terminal
+    for part in (figures[:5], figures[5:]):
         lines = [[row["name"], *(_number(row[key]) for key, _ in part)] for row in rows]
         tables.append(aligned([["graph", *(head for _, head in part)], *lines]))
     print_safe("\n\n".join(tables))
@@ -215,7 +216,7 @@ def _search(options) -> None:
     from mpigossip.graphs.search import check_target, save, search, search_circulants
 
     check_target(options.out)
-    # a scheduler's end of time keeps the best so far, as Ctrl-C does
+    # At the end of an allocation, keep the best graph so far, as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     budget = {"edges": options.edges, "weights": options.weights, "progress": _progress}
     if options.circulant:

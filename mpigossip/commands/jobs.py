@@ -20,7 +20,7 @@ mpigossip job perlmutter JOB.toml --nodes 32 --time 6h --account A >job.sh
 
 
 def add(commands) -> None:
-    """Add them to the parser."""
+    """Add the commands of this module to the parser."""
     _add_job(commands)
     _add_examples(commands)
 
@@ -57,7 +57,7 @@ def _job(options) -> None:
     job = assemble.load(options.job, options.settings, resolve=False)
     ranks = _ranks(job, site, options.ranks)
     asked = job.node.ranks_per_node
-    if asked == "auto":  # as on the compute nodes: devices that are named make each rank a node
+    if asked == "auto":  # As on compute nodes: if devices are named, each rank is a node.
         asked = ranks if job.node.devices == "auto" else 1
         job = replace(job, node=replace(job.node, ranks_per_node=asked))
     nodes = options.nodes * ranks // (asked if isinstance(asked, int) else ranks)
@@ -92,11 +92,11 @@ def _job(options) -> None:
 
 
 def _ranks(job: Job, site: Site, given: int | None) -> int:
-    """Ranks on each of the nodes that the scheduler gives."""
+    """Return the number of ranks on each host of the batch job."""
     from mpigossip.config import JobError
 
     asked = job.node.ranks_per_node
-    if asked == "auto":  # a rank for each GPU
+    if asked == "auto":  # one rank per GPU
         return given or (site.gpus if job.node.devices == "auto" else 1) or 1
     ranks = given or (asked if isinstance(asked, int) else site.gpus)
     if ranks < 1:
@@ -113,7 +113,7 @@ def _ranks(job: Job, site: Site, given: int | None) -> int:
 
 
 def _venv(given: Path | None) -> str | None:
-    """The virtual environment that the job is to use: as given, or this process's own."""
+    """Return the virtual environment of the job: ``given``, or that of this process."""
     from mpigossip.config import JobError
 
     if given is None:

@@ -1,4 +1,4 @@
-"""Commands that look at a machine: `mpigossip doctor`, `bench` and `plan`."""
+"""Commands that examine a machine: `mpigossip doctor`, `bench` and `plan`."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 mpigossip doctor
 
 
 def add(commands) -> None:
-    """Add them to the parser."""
+    """Add the commands of this module to the parser."""
     _add_plan(commands)
     _add_bench(commands)
     _add_doctor(commands)
@@ -72,7 +72,7 @@ def _add_doctor(commands) -> None:
 
 
 def _devices(text: str) -> str:
-    """Read a value of node.devices."""
+    """Parse a value of node.devices."""
     from mpigossip.config.limits import Devices
 
     limit = get_args(Devices)[1]
@@ -82,7 +82,7 @@ def _devices(text: str) -> str:
 
 
 def _ranks(text: str) -> int | str:
-    """Read a value of node.ranks_per_node; argparse says which option a ValueError belongs to."""
+    """Parse a value of node.ranks_per_node; argparse reports the option of a ValueError."""
     if text in ("host", "auto"):
         return text
     if int(text) < 1:
@@ -130,9 +130,9 @@ def _add_bench(commands) -> None:
 
 
 def _bench(options) -> None:
-    """Measure and print, on rank 0; ``--json`` prints one list of rows at the end.
+    """Measure, and print the rows on rank 0; with ``--json``, print one list at the end.
 
-    ``--out`` writes them into a file too.
+    With ``--out``, also write them to a file.
     """
     import torch
 

@@ -19,7 +19,7 @@ SIMULATE = "mpigossip simulate digits --nodes 16 run.name=sixteen"
 
 
 def add(commands) -> None:
-    """Add them to the parser."""
+    """Add the commands of this module to the parser."""
     _add_train(commands)
     _add_members(commands)
     _add_study(commands)
@@ -108,7 +108,7 @@ def _simulate(options) -> int:
 
     job = assemble.load(options.job, options.settings)
     if not any(setting.strip().startswith("run.output") for setting in options.settings):
-        # a real run of the same job has the folder's plain name
+        # keep the plain name of the run directory for a real run of the job
         job = assemble.with_output(job, f"{job.run.folder}-simulated")
     if options.dry_run:
         print_safe(describe(job, options.nodes))
@@ -118,7 +118,7 @@ def _simulate(options) -> int:
 
 
 def _job_of(folder: Path) -> dict:
-    """The job of the newest checkpoint; where it can't be read, all ranks will say so together."""
+    """Return the job of the newest checkpoint; {} if unreadable, which all ranks report later."""
     from mpigossip.config import JobError
     from mpigossip.config.reading import read
     from mpigossip.store import StoreError, checkpoint
@@ -131,19 +131,19 @@ def _job_of(folder: Path) -> dict:
 
 
 def _begin(job: Path | dict, settings: list[str], folder: Path | None = None) -> float:
-    """Begin as a rank, before torch and MPI are imported; seconds that MPI has to start."""
+    """Start as a rank before torch and MPI are imported; return MPI's time to start, in seconds."""
     from mpigossip import config
     from mpigossip.cluster import process
 
     try:
         found = config.load(job, settings)
-    except config.JobError:  # told once all ranks are there
+    except config.JobError:  # reported when all ranks are running
         return process.before_mpi(folder)
     return process.before_mpi(folder or found.run.folder, found.node.timeout_s)
 
 
 def _exit_code(summary: dict, world: World) -> int:
-    """The exit code that a summary means, the same on every rank."""
+    """Return the exit code for a summary, equal on all ranks; collective."""
     return STOPPED if world.agree(int(bool(summary) and not summary["finished"])) else OK
 
 
@@ -265,7 +265,7 @@ def _add_study(commands) -> None:
 
 
 def _study(options) -> None:
-    """Do what is missing; write table.csv, table.tex and a picture of each figure."""
+    """Run what is missing; write table.csv, table.tex and a plot of each metric."""
     from mpigossip.store.hdf5 import replacing
     from mpigossip.studies import study
     from mpigossip.studies.grid import arguments

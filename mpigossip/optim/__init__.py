@@ -1,1 +1,1 @@
-"""Ways in to the engine for a user's own program."""
+"""Interfaces of the engine to a user's own program."""

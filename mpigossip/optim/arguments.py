@@ -1,4 +1,4 @@
-"""Checks of the arguments of `Gossip`, and one-time reports about them."""
+"""Checks of the arguments of `Gossip`, and reports about them that are printed once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,12 @@ OVERLAPS = ("auto", "never")
 
 
 def one_module(model: Any, name: str = "model") -> nn.Module:
-    """Return the module; JobError for anything else."""
+    """Return ``model``.
+
+    :param model: the argument to check
+    :param name: name of the argument in messages
+    :raises JobError: if it is not a module, or if a lazy parameter or buffer has no shape yet
+    """
     if isinstance(model, nn.Module):
         for kind, tensors in (
             ("parameter", model.named_parameters()),
@@ -42,7 +47,7 @@ def one_module(model: Any, name: str = "model") -> nn.Module:
 
 
 def one_optimizer(optimizer: Any) -> Any:
-    """Return several optimizers as one, anything else as it is."""
+    """Combine a list of optimizers into one; return anything else unchanged."""
     if not isinstance(optimizer, list | tuple) or not optimizer:
         return optimizer
     if wrong := [one for one in optimizer if not isinstance(one, torch.optim.Optimizer)]:
@@ -54,7 +59,7 @@ def one_optimizer(optimizer: Any) -> Any:
 
 
 def check(world: Any, model: Any, optimizer: Any) -> None:
-    """JobError unless world, model and optimizer are what Gossip takes."""
+    """Raise JobError unless world, model and optimizer have the types that Gossip accepts."""
     if not hasattr(world, "raise_together"):
         raise JobError(
             f"world is a {type(world).__name__}: give what mpigossip.world() returns, as in "
@@ -79,14 +84,14 @@ def check(world: Any, model: Any, optimizer: Any) -> None:
 
 
 def check_overlap(overlap: Any) -> None:
-    """JobError for an unknown ``overlap``."""
+    """Raise JobError if ``overlap`` is not one of `OVERLAPS`."""
     if overlap not in OVERLAPS:
         gone = f"; {removed.of_argument('overlap')}" if overlap == "layers" else ""
         raise JobError(f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}{gone}')
 
 
 def check_callback(job: Job, on_change: object) -> None:
-    """JobError where one of the two is missing that survival in a loop takes."""
+    """Raise JobError unless ``survive=True`` and a callable ``on_change`` are given together."""
     if job.run.survive and not callable(on_change):
         raise JobError(
             f"survive = True with on_change = {on_change!r}: after a loss the loader is to be "
@@ -98,7 +103,7 @@ def check_callback(job: Job, on_change: object) -> None:
 
 
 def report_setup(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Report on rank 0 parameters that aren't trained; and, once, a node without a launcher."""
+    """Report parameters that are not trained, on rank 0, and a single node without a launcher."""
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
@@ -122,5 +127,5 @@ def report_setup(world: World, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def parameter_list(names: list[str]) -> str:
-    """Return the first names of parameters, and how many more there are."""
+    """Return the first names of parameters as text, with the number of further ones."""
     return f"parameter{'s' * (len(names) > 1)} {abbreviate(names, 3)}"

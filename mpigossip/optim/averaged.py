@@ -1,4 +1,4 @@
-"""Pauses of a custom loop: the average model, consensus distance, work of a single rank."""
+"""Pauses of a custom loop: evaluation of the average, consensus distance, and work of one rank."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -128,7 +128,7 @@ def _keywords(module: nn.Module) -> tuple[set[str], bool]:
 
 def _leave(modules: Sequence[nn.Module], node: LoopNode) -> None:
     reshard(modules)
-    node.publish()  # a twin may share 16-bit parameters: they are as the masters say
+    node.publish()  # a twin may share 16-bit parameters: restore them from the master weights
 
 
 def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], done: Callable) -> None:
@@ -139,7 +139,7 @@ def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], done: Callable)
 
 
 def distance(node: LoopNode) -> float:
-    """Return (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², NaN where a rank failure is noticed; collective."""
+    """Return (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; NaN if a rank failure is noticed; collective."""
     with torch.no_grad(), deadline.user_call("consensus_distance()"):
         _wait_ready(node, "consensus_distance()")
         with node.catch_failure():
@@ -159,15 +159,14 @@ def _wait_ready(node: LoopNode, call: str) -> None:
 
 @contextmanager
 def paused(node: LoopNode) -> Iterator[None]:
-    """Context manager in which waits for this rank have no limit.
+    """Return a context manager in which others wait for this rank without a time limit.
 
-    Asynchronous nodes go on exchanging in a thread.
-
-    The model is as it was before, until the block ends. Not collective. An MPI that doesn't let
-    threads call it leaves an asynchronous node silent, as a step that takes long does. Where a node
-    has several ranks, DDP between them waits for ``timeout_s`` of its process group all the same.
+    An asynchronous node continues to exchange in a thread; its model shows the result when the
+    block ends. If MPI does not allow calls from threads, an asynchronous node sends nothing
+    meanwhile, as in a long step. The call is not collective. If a node has several ranks, DDP
+    between them still waits for the timeout of its process group only.
     """
-    if node.serving:  # inside another
+    if node.serving:  # inside another pause
         yield
         return
     serves = node.laid_out and not node.mixer.synchronous and getattr(node.mixer, "threaded", False)
@@ -193,7 +192,7 @@ def paused(node: LoopNode) -> Iterator[None]:
 def _serving(node: LoopNode) -> Iterator[None]:
     done = threading.Event()
     failed = list[BaseException]()
-    node.vector.gather()  # its memory is there
+    node.vector.gather()  # allocate its memory now
     device = next(node.model.parameters()).device
 
     def serve() -> None:
@@ -201,7 +200,7 @@ def _serving(node: LoopNode) -> Iterator[None]:
             with torch.no_grad(), device_context(device):
                 while not done.wait(IDLE_S):
                     node.exchange()
-        except BaseException as error:  # noqa: BLE001 - raised by who waits for it
+        except BaseException as error:  # raised by the thread that waits
             failed.append(error)
 
     thread = threading.Thread(target=serve, name="mpigossip-serving", daemon=True)

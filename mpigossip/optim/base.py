@@ -1,4 +1,4 @@
-"""Base class of an optimizer that wraps another, as torch and frameworks expect it."""
+"""Base class of an optimizer that wraps another one, with the interface that frameworks expect."""
 
 import sys
 from collections import OrderedDict
@@ -16,10 +16,10 @@ HOOKS = [f"{call}_{when}" for call in CALLS for when in ("pre", "post")]
 
 
 class Wrapper(torch.optim.Optimizer):
-    """A `torch.optim.Optimizer` whose groups, state and defaults are the wrapped one's."""
+    """A `torch.optim.Optimizer` with the groups, state and defaults of another optimizer."""
 
     def __init__(self, inner: torch.optim.Optimizer):
-        """``inner``: stays the owner; torch's own __init__, not called, would make new groups."""
+        """Wrap ``inner``; torch's own __init__, which would create new groups, is not called."""
         for name in HOOKS:
             setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
         self._patch_step_function()
@@ -27,17 +27,17 @@ class Wrapper(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Yes, so that GradScaler calls step() on an overflow too: neighbours wait for it.
+        """True, so that GradScaler calls step() after an overflow, too, as neighbours wait for it.
 
-        No to Lightning, which takes yes for "gradients can't be clipped", even without a scaler.
-        Where it has unscaled them by itself, step() leaves them alone.
+        For Lightning the value is False, because Lightning concludes from True that gradients can't
+        be clipped, even without a scaler. If Lightning has unscaled the gradients, step() does not.
         """
         asking = sys._getframe(1).f_globals.get("__name__", "")
         return asking.partition(".")[0] not in LIGHTNING
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's."""
+        """Parameter groups of the inner optimizer."""
         return self._inner.param_groups
 
     @param_groups.setter
@@ -46,34 +46,38 @@ class Wrapper(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's."""
+        """State of the inner optimizer."""
         return self._inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's."""
+        """Defaults of the inner optimizer."""
         return self._inner.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; ``set_to_none`` as in torch."""
+        """Clear the gradients, with ``set_to_none`` as in torch."""
         self._inner.zero_grad(set_to_none)
 
     def unscale(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
-        """Divide gradients of ``parameters`` by GradScaler's scale, unless the user did that.
+        """Divide the gradients of ``parameters`` by GradScaler's scale, unless the user did so.
 
-        Those of 16 bits, which would underflow, are left to who makes float32 of them.
+        16-bit gradients are not divided, because they would underflow; the caller converts them to
+        float32 first.
+
+        :param parameters: parameters whose gradients are divided in place
+        :returns: the inverse of the scale; None if the gradients are not scaled
         """
         scale = getattr(self, "grad_scale", None)
         if scale is None:
             return None
-        inverse = scale.double().reciprocal().float()  # as GradScaler does it
+        inverse = scale.double().reciprocal().float()  # computed as GradScaler does
         for p in parameters:
             if p.grad is not None and p.grad.dtype.itemsize > 2:
                 local_shard(p.grad).mul_(inverse.to(p.grad.device))
         return inverse
 
     def __getstate__(self) -> dict[str, Any]:
-        """JobError, for `copy` and `pickle`."""
+        """Raise JobError, because `copy` and `pickle` are not supported."""
         raise JobError("Gossip can't be copied or pickled; take optimizer.state_dict() instead")
 
     def _run_hooks(self, name: str, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`Gossip`: a torch optimizer whose step also exchanges with neighbouring nodes."""
+"""`Gossip`: a torch optimizer that exchanges with neighbouring nodes in each step."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,7 +45,7 @@ LOADED = "the first call after load_state_dict()"
 
 
 class Gossip(RunDirectoryMixin):
-    """Wrap a torch.optim optimizer so that each step also exchanges with neighbouring nodes.
+    """Optimizer that adds an exchange with neighbouring nodes to each step of another optimizer.
 
     Each rank is a node::
 
@@ -57,21 +57,29 @@ class Gossip(RunDirectoryMixin):
                 loss(model(inputs), targets).backward()
                 optimizer.step()
 
-    Schedulers, `torch.amp.GradScaler`, clipping and frameworks see ``param_groups``, ``state`` and
-    ``defaults`` of the inner optimizer. A node whose gradients overflowed takes no local step and
-    joins the exchange. parallel, dsgt and momentum-tracking give every parameter a gradient, zero
-    where a node had none; others leave such parameters to the optimizer, which skips them. `record`
-    has the metrics of the last step. Rejected, beside what a job rejects:
+    ``Gossip`` is a `torch.optim.Optimizer` with the ``param_groups``, ``state`` and ``defaults`` of
+    the inner optimizer. Learning-rate schedulers, `torch.amp.GradScaler`, gradient clipping and
+    training frameworks therefore work as usual. The attribute `record` holds the metrics of the
+    last step.
 
-    * LBFGS, whose curvature pairs averaging invalidates, and other optimizers that need a closure,
-      as SAM, which can have ``Gossip`` as its base optimizer; parameters of float64;
-    * methods with a momentum of their own (dmsgd, qg-dmsgd, decentlam, detag, defacto) with
-      anything but plain SGD, or with several learning rates: they take rate and coupled weight
-      decay from it, and never its step;
-    * slowmo with several learning rates; a rate of 0 with slowmo, qg-dmsgd and decentlam;
-    * cadence "gossip-aga", which measures the loss; "adpsgd" without ``total``, the run's steps;
-    * local steps by name (``local``, "accumadam"): the optimizer is the local step;
-    * ``step()`` of the inner optimizer, which is part of this one's.
+    A node whose gradients overflow skips its local step but takes part in the exchange. The inner
+    optimizer skips parameters without a gradient. The algorithms "parallel", "dsgt" and
+    "momentum-tracking" exchange gradients and treat a missing one as zero.
+
+    The constructor rejects what a job rejects, and also:
+
+    * LBFGS, because averaging invalidates its curvature pairs, and float64 parameters;
+    * other optimizers that need a closure, such as SAM; make ``Gossip`` the base optimizer of SAM;
+    * algorithms with a momentum of their own (dmsgd, qg-dmsgd, decentlam, detag, defacto), unless
+      the optimizer is plain SGD with one learning rate. These algorithms use the learning rate and
+      the weight decay of the optimizer, but never its step;
+    * slowmo with several learning rates, and a learning rate of 0 with slowmo, qg-dmsgd or
+      decentlam, which divide by it;
+    * the cadence "gossip-aga", which needs the loss, and "adpsgd" without ``total``, the number of
+      steps of the run;
+    * a local step by name (``local``, "accumadam"), because the optimizer is the local step.
+
+    Call ``step()`` of this optimizer only: calling it on the inner optimizer raises JobError.
     """
 
     def __init__(
@@ -91,34 +99,38 @@ class Gossip(RunDirectoryMixin):
         on_change: Callable[[World], object] | None = None,
         **options: Any,
     ):
-        """Let all nodes begin with node 0's model; collective.
+        """Copy node 0's model to all nodes and prepare the exchange; collective.
 
-        :param world: of :func:`mpigossip.world`
-        :param model: all that the optimizer moves, in float32, float16 or bfloat16; several modules
-            as a `torch.nn.ModuleList`. Frozen parameters are rank 0's, and join the exchange at the
-            step at which they require gradients
-        :param optimizer: any of torch.optim, or a list, whose parts step one after the other:
-            ``[torch.optim.Muon(matrices), torch.optim.AdamW(others)]``
-        :param algorithm: a name as in `algorithm.name` of a job
-        :param graph: what :func:`mpigossip.graph` takes, over the nodes; None: the algorithm's
-            own, else "one-peer-exponential"
-        :param cadence: which steps exchange, `cadence.name`; None: the algorithm's own, else
-            "always"
-        :param wire: format of a message, `node.wire`; None: "fp32"
-        :param overlap: "auto": methods that are ahead exchange during forward and backward, others
-            begin with the step; "never": all begin with the step. With "auto", parameters that the
-            program changes while they are sent are rejected, but a rare change through `.data` may
-            be lost; "never" keeps every change
-        :param mixer: "synchronous", or "asynchronous": neighbours' newest models, without waiting
-        :param measure_every: steps between two consensus distances in `record`; None: 10 in a run,
-            100 there on a GPU, else never
-        :param run: the run directory of log, checkpoints and lock; None: nothing is written
-        :param on_change: with ``survive=True``, called as ``on_change(world)`` after a rank failure
-        :param options: of the algorithm, graph and cadence by their plain names, and the settings
-            of a job that the reference lists, such as ``seed``, ``timeout_s`` (seconds) and, with
-            ``run``, ``steps``, the whole loop's. A name that two sections have needs its section:
-            ``graph_lazy=True``, or ``**{"graph.lazy": True}``
-        :raises JobError: on all ranks, with all that doesn't fit, each as in a job
+        :param world: the result of :func:`mpigossip.world`
+        :param model: module with all parameters of the optimizer, in float32, float16 or bfloat16;
+            pass several modules as a `torch.nn.ModuleList`. Frozen parameters are copied from rank
+            0, and are exchanged from the step on in which they require gradients
+        :param optimizer: a torch.optim optimizer, or a list of optimizers that step one after the
+            other, as in ``[torch.optim.Muon(matrices), torch.optim.AdamW(others)]``
+        :param algorithm: name of the algorithm, as `algorithm.name` in a job
+        :param graph: graph over the nodes, in any form that :func:`mpigossip.graph` accepts; None:
+            the default of the algorithm, which is "one-peer-exponential" for most
+        :param cadence: rule that decides which steps exchange, as `cadence.name` in a job; None:
+            the default of the algorithm, which is "always" for most
+        :param wire: format of messages, as `node.wire` in a job; None: "fp32"
+        :param overlap: "auto": algorithms that are ahead exchange during forward and backward, all
+            others within the step; "never": all algorithms exchange within the step. With "auto",
+            it is an error to change parameters while they are being sent, but a rare change through
+            `.data` may be lost without an error; "never" keeps every change
+        :param mixer: "synchronous", or "asynchronous" to average with the newest models of the
+            neighbours without waiting for them
+        :param measure_every: number of steps between two measurements of the consensus distance in
+            `record`; None: 10 (100 on a GPU) with ``run``, no measurement without it
+        :param run: run directory for the log, checkpoints and the lock; None: nothing is written
+        :param on_change: function that is called as ``on_change(world)`` after a rank failure;
+            required with ``survive=True``
+        :param options: options of the algorithm, the graph and the cadence by their plain names,
+            and further settings of a job that the reference lists, such as ``seed``, ``timeout_s``
+            in seconds or, together with ``run``, ``steps``, the number of steps of the loop. Add
+            the section to a name that two sections have: ``graph_lazy=True``, or ``**{"graph.lazy":
+            True}``
+        :raises JobError: on all ranks, if arguments or options do not go together; the message has
+            one paragraph for each problem
         """
         with world.raise_together(JobError) if hasattr(world, "raise_together") else nullcontext():
             optimizer = arguments.one_optimizer(optimizer)
@@ -148,13 +160,13 @@ class Gossip(RunDirectoryMixin):
         measure_every: int | str | None,
         on_change: Callable[[World], object] | None,
     ) -> None:
-        """Make this rank's node, and prepare it for rank failures; collective."""
+        """Create the node of this rank and prepare it for rank failures; collective."""
         world = self._world
         run = self._run
         self._loaded: dict | None = None
         self._stale = StaleGradients()
         self.record: Record | None = None
-        """metrics of the last step"""
+        """Metrics of the last step."""
         if self._job.run.survive:
             prepare(self._job, world)
         if measure_every is None:
@@ -166,7 +178,7 @@ class Gossip(RunDirectoryMixin):
         if on_change is not None and world.survives:
             self._survival = Survival(self._node, run, on_change)
             self._node.catch_failure = self._survival.catch_failure
-        self._open = [self]  # once closed, the world keeps no model alive
+        self._open = [self]  # emptied by close(), so that the world keeps no model alive
         world.resources.callback(_close, self._open)
         arguments.report_setup(world, self._model, self._inner)
 
@@ -188,16 +200,16 @@ class Gossip(RunDirectoryMixin):
         return f"Gossip[{self._job.algorithm.name}, {self._node.graph.name}] {self._inner!r}"
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Add a ``group`` of the model's parameters, such as thawed ones; as in torch."""
+        """Add a ``group`` of the model's parameters, such as formerly frozen ones, as in torch."""
         check_group(self._node.known, group)
         self._inner.add_param_group(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a local step and run the scheduled exchange; synchronous mixers wait for neighbours.
 
-        :param closure: evaluated once, with gradients; its value is returned
-        :raises WaitTimeoutError: where a neighbour doesn't come within ``timeout_s`` seconds
-        :raises JobError: where ranks differ in layout or calls, or a message isn't finite; in a
+        :param closure: function that is called once, with gradients enabled; its value is returned
+        :raises WaitTimeoutError: if a neighbour does not answer within ``timeout_s`` seconds
+        :raises JobError: if ranks differ in layout or calls, if a message is not finite, or in a
             fork of the process that opened the world
         """
         check_process()
@@ -206,7 +218,7 @@ class Gossip(RunDirectoryMixin):
             with torch.enable_grad():
                 value = closure()
         deadline.steps_done = self.steps
-        ordered = self.mixer.synchronous  # otherwise ranks make other numbers of steps
+        ordered = self.mixer.synchronous  # asynchronous ranks may make different numbers of steps
         with torch.no_grad(), deadline.user_call("step()", ordered):
             if self._survival is None:
                 self._step()
@@ -244,7 +256,7 @@ class Gossip(RunDirectoryMixin):
         node.send_early()
 
     def _ready_engine(self) -> Engine:
-        """The engine, where it is to go on from."""
+        """Return the engine, laid out and with any loaded state restored."""
         if self._node.closed:
             raise JobError(
                 "this Gossip is closed, as its world is: call it inside the block "
@@ -258,7 +270,7 @@ class Gossip(RunDirectoryMixin):
         return self._resumed()
 
     def _resumed(self) -> Engine:
-        """The engine, laid out at the first step, and with the state that was loaded."""
+        """Lay out the engine at the first step, restore any loaded state, and return it."""
         first = not self._node.laid_out
         anew = first or self._loaded is not None
         if anew and self.mixer.synchronous:
@@ -280,40 +292,44 @@ class Gossip(RunDirectoryMixin):
             self._survival.keep()
         return self.engine
 
-    # -- where everything lies ------------------------------------------------------------------
+    # -- parts of the optimizer -----------------------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """Steps done so far; after a rank failure the last that all survivors have done."""
+        """Number of steps so far; after a rank failure, the last one that all survivors made."""
         return self.engine.index if self._node.laid_out else 0
 
     def surviving(self) -> AbstractContextManager[None]:
-        """Context manager for own collective calls; after a failure the next step goes on."""
+        """Return a context manager for your own collective calls, which a rank failure exits.
+
+        The next call of :meth:`step` then continues without the failed rank.
+        """
         return self._node.catch_failure()
 
     @property
     def engine(self) -> Engine:
-        """The engine, once the first step has begun."""
+        """Engine of this node, available once the first step has begun."""
         return self._node.engine
 
     @property
     def mixer(self) -> Mixer:
-        """The communication backend between nodes."""
+        """Communication backend between nodes."""
         return self._node.mixer
 
     @property
     def vector(self) -> ModuleParameters:
-        """The trained parameters in flat memory, once the first step has begun."""
+        """Trained parameters in flat memory, available once the first step has begun."""
         return self._node.vector
 
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's, and as "gossip" this node's model, method and counters.
+        """Return the inner optimizer's state dict with an additional entry "gossip".
 
-        Buffers are the model's own state. Not collective, but while a fragment is on its way: then
-        on all ranks of the node. Save one for each node: another node's would put this one in its
-        place.
+        The entry holds this node's model, the state of the algorithm, and counters. The buffers of
+        the model are not part of it. The call is not collective, except while a fragment is in
+        flight: then all ranks of the node have to make it. Save one state dict for each node,
+        because loading that of another node replaces this node's model by the other node's.
         """
         self._node.check_not_paused("state_dict()")
         check_default_device("state_dict()")
@@ -328,17 +344,17 @@ class Gossip(RunDirectoryMixin):
         return self._run_hooks("state_dict_post", state) or state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue bitwise from ``state_dict``, this node's own, at the next step; on all nodes.
+        """Continue bitwise at the next step from this node's ``state_dict``; call it on all nodes.
 
-        The next step reports once if the state is another node's, and raises JobError if the
-        method needs the state of each node.
+        If the state belongs to another node, the next step reports this once, or raises JobError if
+        the algorithm needs each node's own state.
         """
         self._node.check_not_paused("load_state_dict()")
         check_default_device("load_state_dict()")
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         given = dict(state_dict)
         mine = given.pop("gossip", None)
-        # before the first step the model may have changed since it was planned
+        # before the first step, the model may have changed since its layout was planned
         flat = self._node.flat if self._node.laid_out else plan_layout(self._node.model)
         told = states.load(given, mine, self._inner, self._node.model, flat.local_layout)
         if told and self._world.rank == 0:
@@ -354,9 +370,10 @@ class Gossip(RunDirectoryMixin):
         self._node.average()
 
     def paused(self) -> AbstractContextManager[None]:
-        """Context manager for long work of this rank, such as an evaluation on rank 0.
+        """Return a context manager for long work of one rank, such as an evaluation on rank 0.
 
-        Neighbours wait beyond ``timeout_s``; asynchronous ones go on, and this node with them.
+        Synchronous neighbours wait for this rank without a time limit. Asynchronous nodes continue,
+        and this node continues to exchange with them in a thread.
         """
         return paused(self._node)
 
@@ -364,16 +381,17 @@ class Gossip(RunDirectoryMixin):
     def averaged(
         self, twin: nn.Module | None = None, *, recalibrate: Iterable | None = None
     ) -> Iterator[Any]:
-        """Context manager in which the model is the exact average over nodes, for evaluation.
+        """Return a context manager in which the model is the exact average over all nodes.
 
-        Collective: on all ranks, also where one of them evaluates. Nothing is trained inside.
-        Parameters and floating-point buffers are averaged, BatchNorm's statistics among them.
+        Use it for evaluation, and do not train inside. It is collective: enter it on all ranks,
+        even if only one of them evaluates. Parameters and floating-point buffers are averaged,
+        including the statistics of BatchNorm, and are restored when the block ends.
 
-        :param twin: a module that is averaged and returned instead, such as an EMA of the model
-        :param recalibrate: batches of this node, from which the averaged model finds BatchNorm's
-            mean and variance anew before those are averaged: tensors, pairs (inputs, targets),
-            mappings, whose entries are passed by name if ``forward`` has them, or objects with a
-            method ``to(device)``, such as graphs
+        :param twin: module that is averaged and returned in place of the model, such as its EMA
+        :param recalibrate: batches of this node with which the statistics of BatchNorm are computed
+            again for the averaged model, before they are averaged themselves: tensors, pairs
+            (inputs, targets), mappings whose entries are passed by name if ``forward`` has
+            parameters of these names, or objects with a method ``to(device)``, such as graphs
         """
         self._ready_engine()
         other = None if twin is None or twin is self._given else arguments.one_module(twin, "twin")
@@ -381,17 +399,18 @@ class Gossip(RunDirectoryMixin):
             yield self._given if other is None else twin
 
     def consensus_distance(self) -> float:
-        """Return (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective."""
+        """Return the consensus distance (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective."""
         self._ready_engine()
         return distance(self._node)
 
     def close(self) -> None:
-        """Free windows and threads; collective. The world does it at its end."""
+        """Free windows and threads; collective. The world calls this when it closes."""
         check_process()
-        # asynchronous nodes, and survivors, take part in what others do until all have ended
+        # asynchronous nodes and survivors take part in others' exchanges until all have ended
         alone = self.mixer.synchronous and not self._world.survives
         word = deadline.CLOSING if alone else deadline.WAITING
-        # the program's default device, which may be "meta", is none of what is written at the end
+        # The default device of the program may be "meta": don't use it for what is written at the
+        # end.
         with torch.device("cpu"), torch.no_grad(), deadline.announce_end(self.steps, word):
             self._end()
         self._stale.release()
@@ -400,7 +419,7 @@ class Gossip(RunDirectoryMixin):
     def _end(self) -> None:
         run = self._run
         with closing(self._node, self._world):
-            # exit() may be called where the program handles an exception of its own
+            # exit() may be called while the program handles an exception of its own
             if run is not None and sys.exception() is not None and not run.stopped:
                 run.abandon()
             if self._survival is not None:

@@ -17,16 +17,16 @@ from mpigossip.engine.sharded import is_sharded, local_shard
 from mpigossip.engine.vector import ParameterLayout
 
 CHUNK = 1 << 27
-"""Bytes of rank 0 that are pickled at once."""
+"""Number of bytes of rank 0 that are pickled at a time."""
 ALIKE = ("algorithm", "graph", "cadence")
-"""Sections of a job that all nodes need to have alike, with what follows."""
+"""Sections of a job that must be equal on all nodes, besides some settings of other sections."""
 
 Facts = Sequence[tuple[str, str]]
-"""Names, and what all ranks are to agree about them."""
+"""Pairs of a name and a description that must be equal on all ranks."""
 
 
 def layout(model: nn.Module) -> Facts:
-    """Return parameters and buffers by name: shape, type, memory order, frozen or sharded."""
+    """Describe parameters and buffers by name: shape, type, strides, frozen or sharded."""
     parameters = list(model.named_parameters())
     buffers = list(model.named_buffers())
     facts = [
@@ -45,17 +45,20 @@ def _told(tensor: torch.Tensor) -> str:
 
 
 def settings_of(job: Job) -> Facts:
-    """Return the settings that nodes need to have alike."""
+    """Return the settings that must be equal on all nodes."""
     sections = config.as_dict(job)
     if job.node.mixer == "asynchronous" and job.cadence.name == "every":
-        sections["cadence"].pop("period")  # nobody waits for a node's exchange
+        sections["cadence"].pop("period")  # no node waits for the exchange of another
     facts = [(f"{s}.{key}", repr(value)) for s in ALIKE for key, value in sections[s].items()]
     more = [("run", "seed"), ("node", "wire"), ("node", "mixer")]
     return facts + [(f"{s}.{key}", repr(sections[s][key])) for s, key in more]
 
 
 def check_equal(world: World, facts: Facts) -> None:
-    """JobError, on all ranks, where facts differ; it names the first and the ranks. Collective."""
+    """Raise JobError on all ranks if ``facts`` differ between ranks; collective.
+
+    The message names the first difference and the ranks that have it.
+    """
     digest = hashlib.sha256(repr(facts).encode()).digest()
     if not world.agree(int(world.broadcast(digest) != digest)):
         return
@@ -80,7 +83,8 @@ def _difference(mine: tuple[str, str] | None, first: tuple[str, str] | None) -> 
 def broadcast_model(world: World, model: nn.Module) -> None:
     """Copy node 0's parameters and buffers to all nodes, as DDP does; report differences once.
 
-    Collective, of models that :func:`agree`. A shard comes from the same column of node 0.
+    Collective. The models must have passed :func:`check_equal`. A shard is copied from the rank of
+    node 0 with the same local rank.
     """
     differ = False
     with torch.no_grad():
@@ -95,7 +99,7 @@ def broadcast_model(world: World, model: nn.Module) -> None:
 
 
 def _from_rank_0(world: World, tensor: torch.Tensor) -> bool:
-    """Return whether its bytes changed."""
+    """Copy the tensor of rank 0; return whether this changed any byte."""
     own = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
     flat = own.copy()
     for at in range(0, flat.size, CHUNK):
@@ -106,7 +110,7 @@ def _from_rank_0(world: World, tensor: torch.Tensor) -> bool:
 
 
 def load_packed(model: nn.Module, flat: ParameterLayout, packed: torch.Tensor) -> None:
-    """Write a packed vector (count,) into the model's parameters, or this rank's shards."""
+    """Write packed parameters (count,) into the model, or into this rank's shards of it."""
     row = torch.zeros(flat.size)
     flat.unpack(packed, row)
     parameters = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Torch optimizers as local steps: adapter, checks, rate, weight decay, stale gradients."""
+"""Torch optimizers as local steps: adapter, checks, learning rate, weight decay, gradients."""
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -29,7 +29,7 @@ BESIDE = {
     "base_momentum",
     "max_momentum",
 }
-"""Keys of a group that are no settings of its optimizer: torch's schedulers add some."""
+"""Keys of a parameter group that are not settings of its optimizer; torch's schedulers add some."""
 
 
 def local_step_from_optimizers(
@@ -39,8 +39,12 @@ def local_step_from_optimizers(
 ) -> Local:
     """Return a local step that calls each row's own optimizer, which keeps its state.
 
-    It steps while its parameters lie in ``out``, the outbox, so that x stays as it was and nothing
-    is copied. ``guard``: the context manager inside which optimizers may step.
+    The optimizer steps while its parameters are views of ``out``, the outbox, so that x is not
+    changed and nothing is copied.
+
+    :param vector: flat parameters
+    :param optimizers: optimizer of each row
+    :param guard: context manager inside which the optimizers may step; None: no guard
     """
     guard = guard or nullcontext()
 
@@ -57,13 +61,14 @@ def local_step_from_optimizers(
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one, such as Muon for matrices and AdamW for all else.
+    """Several optimizers as one, such as Muon for matrices and AdamW for all other parameters.
 
-    Groups and state are those of the parts, in order. JobError for a parameter of two parts.
+    It has the parameter groups and the state of its parts, in their order. A parameter that belongs
+    to two parts raises JobError.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
-        """``parts``: each with parameters of its own; from now on they share one state."""
+        """Combine ``parts``, which have different parameters; from now on, they share one state."""
         self._parts: Sequence[torch.optim.Optimizer] = ()
         counts = Counter(id(p) for one in parts for g in one.param_groups for p in g["params"])
         if twice := sum(count > 1 for count in counts.values()):
@@ -85,12 +90,12 @@ class CombinedOptimizer(torch.optim.Optimizer):
             at += count
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give all parts the state that `load_state_dict` has read."""
+        """Share the state that `load_state_dict` has read with all parts."""
         super().__setstate__(state)
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Reject the group: nothing says which part is to have it."""
+        """Reject the group, because it is unknown which part should get it."""
         if self._parts:
             raise JobError(
                 "add_param_group: there are several optimizers, and nothing says which of them is "
@@ -109,25 +114,29 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """Return the optimizer's parts, or itself as the only one."""
+    """Return the parts of a combined optimizer; for any other, the optimizer itself."""
     return optimizer._parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """Return its name for messages."""
+    """Return the name of ``optimizer`` for messages."""
     return " + ".join(type(one).__name__ for one in parts_of(optimizer))
 
 
 def fill_missing(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], saved: str
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Add present values of settings that saved groups lack; return groups and what to report.
+    """Add the current values of settings that saved groups lack.
 
-    ``saved``: the :func:`title` of their optimizer, "" if not known. StoreError where it differs.
+    :param optimizer: optimizer that the groups are loaded into
+    :param groups: parameter groups of a saved state
+    :param saved: :func:`optimizer_name` of the saved optimizer; "": not known
+    :returns: the completed groups, and messages to report
+    :raises StoreError: if the saved optimizer was another one
     """
     here = optimizer_name(optimizer)
     now = optimizer.param_groups
-    pairs = list(zip(groups, now, strict=False))  # torch refuses another number of groups
+    pairs = list(zip(groups, now, strict=False))  # torch rejects a different number of groups
     unknown = sorted({key for old, new in pairs for key in old.keys() - new.keys() - BESIDE})
     lacking = {key: new[key] for old, new in pairs for key in new.keys() - old.keys() - BESIDE}
     if saved != here if saved else unknown and lacking:
@@ -144,7 +153,7 @@ def fill_missing(
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """JobError unless the optimizer moves the parameters of this model, in a step of its own."""
+    """Raise JobError unless the optimizer moves this model's parameters, in a step of its own."""
     own = {id(p) for p in model.parameters()}
     moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not own & moved:
@@ -197,7 +206,12 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_group(known: Container[int], group: dict[str, Any]) -> None:
-    """JobError unless the model had all parameters when Gossip was made; ``known``: their ids."""
+    """Check a parameter group that is added after Gossip was created.
+
+    :param known: ids of the parameters that the model had then
+    :param group: the parameter group; its parameters become a list
+    :raises JobError: if a parameter is not known
+    """
     given = group["params"]
     group["params"] = given = [given] if torch.is_tensor(given) else list(given)
     if foreign := sum(id(p[1] if isinstance(p, tuple) else p) not in known for p in given):
@@ -209,7 +223,10 @@ def check_group(known: Container[int], group: dict[str, Any]) -> None:
 
 
 def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
-    """JobError unless it is plain SGD, from which a method with own step takes rate and decay."""
+    """Raise JobError unless the optimizer is plain SGD.
+
+    An algorithm that replaces the local step uses the learning rate and the weight decay only.
+    """
     has = None if type(optimizer) is torch.optim.SGD else f"is a {optimizer_name(optimizer)}"
     for group in optimizer.param_groups if has is None else ():
         for key in ("momentum", "dampening", "nesterov", "maximize"):
@@ -222,7 +239,10 @@ def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_method(parts: JobParts, optimizer: torch.optim.Optimizer) -> None:
-    """JobError for an optimizer that the method can't use; SparseAdam takes no dense gradients."""
+    """Raise JobError if the algorithm can't use the optimizer.
+
+    SparseAdam does not support dense gradients, which some algorithms exchange.
+    """
     name = parts.job.algorithm.name
     if not takes_local(name):
         check_plain_sgd(name, optimizer)
@@ -235,7 +255,7 @@ def check_method(parts: JobParts, optimizer: torch.optim.Optimizer) -> None:
 
 
 def decay(vector: ModuleParameters, optimizer: torch.optim.Optimizer, row: int = 0) -> None:
-    """Add SGD's weight decay to the row's gradients in the vector."""
+    """Add SGD's weight decay to the gradients of node ``row`` in the vector."""
     place = {id(p): k for k, p in enumerate(vector.rows[row])}
     x = vector.cut(vector.x[0][row])
     g = vector.cut(vector.g[0][row])
@@ -247,13 +267,17 @@ def decay(vector: ModuleParameters, optimizer: torch.optim.Optimizer, row: int =
 
 
 def first_rate(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """Return the learning rate of the first group, and whether all groups have it."""
+    """Return the learning rate of the first group, and whether all groups have the same."""
     rates = [float(group.get("lr", float("nan"))) for group in optimizer.param_groups]
     return rates[0], len(set(rates)) == 1
 
 
 def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> float:
-    """Return the learning rate of step ``index``; JobError where the method can't use it."""
+    """Return the learning rate of step ``index``.
+
+    :raises JobError: if the algorithm needs one learning rate and the groups have several, or if it
+        divides by the learning rate and that is 0
+    """
     lr, one = first_rate(optimizer)
     if not one and (algorithm in DIVIDES or not takes_local(algorithm)):
         raise JobError(
@@ -269,13 +293,13 @@ def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) 
 
 
 def unscaled(optimizer: Wrapper, engine: Engine, vector: ModuleParameters) -> tuple[int, ...]:
-    """Divide the gradients by GradScaler's scale; return (0,) where they overflowed."""
+    """Divide the gradients by GradScaler's scale; return (0,) if they have overflowed."""
     found = getattr(optimizer, "found_inf", None)
     vector.inverse = None
     if found is None:
         return ()
     wrong = torch.as_tensor(float(found) > 0, dtype=torch.float64).reshape(1, 1)
-    if engine.method.always_global:  # used by all or by none
+    if engine.method.always_global:  # all nodes or none have to use such gradients
         wrong = engine.mixer.mean_scalars(wrong)
     if float(wrong.reshape(-1)[0]) > 0:
         return (0,)
@@ -284,9 +308,10 @@ def unscaled(optimizer: Wrapper, engine: Engine, vector: ModuleParameters) -> tu
 
 
 def check_free(optimizer: torch.optim.Optimizer) -> None:
-    """JobError where it is inside another Gossip."""
+    """Raise JobError if the optimizer belongs to another Gossip."""
     for one in parts_of(optimizer):
-        hooks = getattr(one, "_optimizer_step_pre_hooks", {}).values()  # not of a wrapper
+        # wrapped optimizers may lack this attribute
+        hooks = getattr(one, "_optimizer_step_pre_hooks", {}).values()
         if any(isinstance(getattr(hook, "__self__", None), StepGuard) for hook in hooks):
             raise JobError(
                 f"the {type(one).__name__} is inside another Gossip; make a torch "
@@ -295,9 +320,9 @@ def check_free(optimizer: torch.optim.Optimizer) -> None:
 
 
 class StepGuard:
-    """Context manager inside which the optimizer may step; elsewhere its step() is an error.
+    """Context manager inside which an optimizer may step; outside, its step() raises JobError.
 
-    Until :meth:`release`.
+    :meth:`release` ends this.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -319,7 +344,7 @@ class StepGuard:
             )
 
     def release(self) -> None:
-        """Give the optimizer back to the program."""
+        """Remove the hooks, so that the program may call step() again."""
         for hook in self._hooks:
             hook.remove()
 
@@ -327,7 +352,7 @@ class StepGuard:
 class StaleGradients:
     """Detection of steps on gradients that `zero_grad` did not clear, and of steps without any.
 
-    One parameter's gradient is watched, by torch's count of in-place changes.
+    The gradient of one parameter is watched, by torch's version counter of in-place changes.
     """
 
     def __init__(self) -> None:
@@ -338,7 +363,7 @@ class StaleGradients:
         self._hook: Any = None
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Choose the smallest of the optimizer's parameters that has a gradient, if one has."""
+        """Choose the smallest of the parameters that have a gradient, if there is one."""
         self.release()
         having = [p for p in parameters if p.grad is not None and p.requires_grad]
         self._parameter = min(having, key=torch.Tensor.numel, default=None)
@@ -359,18 +384,22 @@ class StaleGradients:
         self._added = False
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        """A backward pass after a step: zeroing before it would have counted, too."""
+        """Detect that backward adds to gradients that a step has used.
+
+        Each call follows a backward pass. Zeroing before it would also change the version.
+        """
         if self._spent is not None:
             grad, version, of_local = self._spent
-            self._passes += 1  # some are another loss's, as of a GAN: what counts is the last one
+            # Several passes may belong to different losses, as in a GAN: the last one decides.
+            self._passes += 1
             self._added = parameter.grad is grad and grad._version == version + self._passes
-            if is_sharded(grad):  # torch adds to its local part, and counts zeroing apart
+            if is_sharded(grad):  # torch adds to its local shard, and counts zeroing separately
                 same = parameter.grad is grad and grad._version == version
                 self._added = same and local_shard(grad)._version > of_local
 
     def check(self, parameters: Iterable[torch.Tensor], rank: int) -> None:
-        """JobError where backward added to gradients that were used; report if there are none."""
-        if all(p.grad is None for p in parameters):  # a rank without data may mean it
+        """Raise JobError if backward added to used gradients; report if there are no gradients."""
+        if all(p.grad is None for p in parameters):  # this may be intended on a rank without data
             print_note_once(
                 f"step() on rank {rank} without any gradient: only the exchange changes its "
                 "model; call zero_grad() before backward(), and that on the model given to "

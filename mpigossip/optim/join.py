@@ -1,4 +1,4 @@
-"""`join`: a custom loop as one member of a training that others join and leave."""
+"""`join`: a custom loop as one member of a training that other members join and leave."""
 
 from __future__ import annotations
 
@@ -41,12 +41,15 @@ T = TypeVar("T")
 
 
 class Member:
-    """A member's chunks: trained by it alone, then x ← ½ (x + x_j), late x_j as `moved` has it.
+    """The chunks of a member, which trains them alone and then averages with another member.
 
-    Iterating gives the chunks' numbers and publishes the model after each. It ends where all chunks
-    are trained, with the model at their average (``finished``), or where this member was asked to
-    leave: by a signal, the file STOP, the end of the allocation. A chunk that is left before its
-    end is trained by others.
+    After each chunk, x ← ½ (x + x_j) with the model x_j of another member. A late x_j is first
+    changed by :func:`~mpigossip.mixing.members.live.correct_for_age`.
+
+    Iterating yields the numbers of the chunks, and publishes the model after each. The iteration
+    ends if all chunks are trained; then the model is their average (see ``finished``). It also ends
+    if this member is asked to leave: by a signal, the file STOP, or the end of the allocation. A
+    chunk that is not finished is trained by other members.
     """
 
     def __init__(
@@ -58,7 +61,15 @@ class Member:
         optimizer: torch.optim.Optimizer,
         replay: bool,
     ):
-        """Prepare to train by what `join` has checked; ``job`` stands in the folder."""
+        """Prepare to train with the arguments that `join` has checked.
+
+        :param live: exchange with the other members
+        :param folder: folder of the training
+        :param job: job in the folder
+        :param model: model of this member
+        :param optimizer: optimizer of this member
+        :param replay: repeat recorded chunks instead of training
+        """
         self._live = live
         self._folder = folder
         self._chunks = self._repeat() if replay else self._train()
@@ -68,15 +79,16 @@ class Member:
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._seed = self._capture()
         self._figures = dict[str, float]()
-        gossip = replace(job.algorithm, name="dsgd", options={"style": "atc"})  # what members do
+        # members average after the local step
+        gossip = replace(job.algorithm, name="dsgd", options={"style": "atc"})
         self._job = loop_text(replace(job, algorithm=gossip), model, optimizer, self._trained)
         self.finished = False
-        """whether all chunks of the training are trained"""
+        """True if all chunks of the training are trained."""
         self.progress = 0
-        """0 … chunks − 1: how far this model's history is, which a learning rate follows"""
+        """Progress of this model's history, from 0 to chunks − 1: a learning rate may follow it."""
 
     def close(self) -> None:
-        """Leave: a chunk that was begun and not finished is others'."""
+        """Leave the training; other members train a chunk that was started but not finished."""
         self._chunks.close()
         self._live.close()
 
@@ -89,7 +101,7 @@ class Member:
         return self._live.stopping()
 
     def log(self, **figures: float | torch.Tensor) -> None:
-        """Add the chunk's metrics to the member's log; "loss" and "lr" are those of a job."""
+        """Add metrics of the chunk to the member's log; "loss" and "lr" are as in a job."""
         check_names(figures, ("step", "node", "steps", "evaluations", "summary"))
         self._figures |= {
             name: float(torch.as_tensor(one).detach()) for name, one in figures.items()
@@ -141,7 +153,8 @@ class Member:
             states = result(live, self._folder, place.plan.chunks, self._job, facts)
         except StopRequested:
             return
-        except FolderUnreachable as error:  # the program leaves with code 75, as when it is asked
+        except FolderUnreachable as error:
+            # the program then exits with code 75, as if it was asked to leave
             print_note(error)
             return
         self._put(average(states))
@@ -163,7 +176,7 @@ class Member:
         print_note(script.told())
 
     def _exchange(self) -> None:
-        """Publish the model, and average it with one of another member, if there is one."""
+        """Publish the model, and average it with another member's model, if there is one."""
         own = self._capture()
         self._live.send(own)
         self._meet(own, self._live.receive())
@@ -192,13 +205,14 @@ class Member:
         return NodeState(np.concatenate(values), tuple(self._trained), shapes, arrays, numbers)
 
     def _put(self, state: NodeState) -> None:
-        """Stand at a model with its buffers and the optimizer's state."""
+        """Restore a model with its buffers and the optimizer's state."""
         self._put_parameters(torch.from_numpy(state.parameters))
         put_buffers({0: self._buffers()}, state)
         given, _ = read_optimizer(
             self._optimizer, self._model, str(state.numbers["torch"]), state.arrays
         )
-        now = self._optimizer.state_dict()["param_groups"]  # this program's rates and settings
+        # keep the learning rates and settings of this program
+        now = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": given["state"], "param_groups": now})
 
     @torch.no_grad()
@@ -222,7 +236,7 @@ class Member:
         )
 
     def _row(self, writer: LogWriter) -> dict[str, np.ndarray]:
-        """Return the log's row of the chunk, for which the log gets new columns if necessary."""
+        """Return the log's row of the chunk, after adding missing columns to the log."""
         figures = self._figures
         self._figures = {}
         new = {name: FIGURE for name in figures if name not in writer.columns}
@@ -233,7 +247,7 @@ class Member:
         }
 
     def _retry(self, write: Callable[[], T]) -> T:
-        """Write to the log, again if the folder's file system fails."""
+        """Write to the log; try again if the file system of the folder fails."""
         disk = self._live.place.disk
         number = self._live.place.number
         return disk.retry(write, f"logs/{number:06d}/log.h5")
@@ -252,9 +266,9 @@ def join(
     poll_s: float = POLL_S,
     replay: bool = False,
 ) -> Iterator[Member]:
-    """Context manager in which this program is a member of a training in a folder, or begins it.
+    """Return a context manager in which this program is a member of a training in a folder.
 
-    ::
+    The first member creates the training::
 
         with mpigossip.join("runs/big", model, optimizer, chunks=2000) as member:
             for chunk in member:
@@ -265,28 +279,30 @@ def join(
                     optimizer.step()
                 member.log(loss=loss)
 
-    Each program is one member and needs no launcher. Leave the loop over chunks early where
-    ``member.stopping`` asks for it; ``member.finished`` says whether all are trained. A newcomer
-    begins at the average of the newest models, with averaged optimizer state; the first one with
-    ``model`` as it is.
+    Each program is one member and needs no launcher. Break the loop over chunks if
+    ``member.stopping`` is true; ``member.finished`` is true if all chunks are trained. The first
+    member starts with ``model`` as it is. A later member starts with the average of the newest
+    models, and with the averaged optimizer state.
 
-    :param folder: on a file system that all members share, with hard links
-    :param model: with float32, float16 or bfloat16 parameters, alike in all members
-    :param optimizer: any of torch.optim but LBFGS
-    :param chunks: of the whole training; which data a chunk is, the program decides
-    :param lease_s: seconds of silence after which others take a member's chunks; five chunks or
-        more, the same in all members
+    :param folder: folder of the training, on a file system that all members share, with hard links
+    :param model: model with float32, float16 or bfloat16 parameters, equal in all members
+    :param optimizer: any torch.optim optimizer except LBFGS
+    :param chunks: number of chunks of the whole training; the program decides which data belongs to
+        a chunk
+    :param lease_s: seconds of silence after which other members take over the chunks of a member;
+        at least the duration of five chunks, and equal in all members
     :param wall_clock_s: seconds after which to leave; 0: at the end of the allocation
-    :param shared: take the files of other users, too
-    :param poll_s: seconds between two looks of a member that has nothing to train
-    :param replay: join nothing, but repeat all chunks of all members in this process, and compare
-        each model with its record: bitwise, where ``model`` is the first member's at its beginning
-        and a chunk's data and random numbers follow from its number and ``progress``
-    :raises FolderUnreachable: if the folder's file system fails for longer than ten seconds before
-        the loop. Inside the loop, where a lease is the limit, the loop ends in place of that, with
-        ``finished`` false: exit with code 75, so that a batch script queues the job again
-    :raises JobError: for another model or other ``chunks`` than the folder's, a folder of something
-        else, one without hard links
+    :param shared: True to accept files of other users, too
+    :param poll_s: seconds between two checks of a member that has nothing to train
+    :param replay: True to repeat all chunks of all members in this process, without joining, and
+        compare each model with its record. They are bitwise identical if ``model`` is the first
+        member's at its start, and if the data and the random numbers of a chunk depend on its
+        number and ``progress`` only
+    :raises FolderUnreachable: if the folder's file system fails for more than ten seconds before
+        the loop. Inside the loop, the limit is the lease, and the loop ends instead with
+        ``finished`` false: exit with code 75, so that a batch script requeues the job
+    :raises JobError: if the model or ``chunks`` differ from the folder's, if the folder belongs to
+        something else, or if its file system has no hard links
     """
     world, folder, disk = SingleProcess(), Path(folder), RecordStore(Path(folder), shared)
     optimizer = arguments.one_optimizer(optimizer)
@@ -319,7 +335,7 @@ def _check_figures(chunks: int, lease_s: float) -> None:
 
 
 def _job(disk: RecordStore, model: nn.Module, chunks: int, replay: bool) -> Job:
-    """What stands for a job in the folder; begins it, but for a replay."""
+    """Return the job that describes the training in the folder; create it, except for a replay."""
     if replay and not disk.exists(LOOP):
         raise JobError(
             f'"{disk.root}" has no {LOOP}: no program has begun a training there that '

@@ -49,16 +49,16 @@ from mpigossip.training.fit import check_rounds
 from mpigossip.training.parts import JobParts, make_graph, make_parts
 
 SECTIONS = ("run", "algorithm", "graph", "cadence", "node", "checkpoint", "log")
-"""Sections of a job that a loop has, too."""
+"""Sections of a job that a custom loop has, too."""
 
 THAWED = "the step() at which parameters were thawed"
-"""Name of a collective call that a rank makes alone if only its parameters require gradients."""
+"""Name of a collective call that a rank makes alone if only its parameters are thawed."""
 
 
 class LoopNode:
-    """Contract: :class:`mpigossip.runs.node.Node`, of this rank in a custom loop.
+    """The node of a rank in a custom loop; it implements :class:`mpigossip.runs.node.Node`.
 
-    The vector is laid out by the first step; until then the model may move and change.
+    The first step lays out the vector; until then the model may move to another device and change.
     """
 
     vector: ModuleParameters
@@ -93,23 +93,23 @@ class LoopNode:
         initial_sync.check_equal(world, [*initial_sync.settings_of(self.job), *self._facts])
         check_rounds(self.job, self.graph, world)
         self.catch_failure: Callable[[], AbstractContextManager[None]] = nullcontext
-        """context manager that a rank failure ends without an error, if the node survives it"""
+        """Context manager that a rank failure exits without an error, if the node survives it."""
         self._open()
         initial_sync.broadcast_model(world, model)
         self.keeps: dict[str, Any] = {}
-        """objects with state_dict() or get_state() that checkpoints take, too"""
+        """Objects with state_dict() or get_state() that checkpoints include."""
         self.known = {id(p): p for p in model.parameters()}
-        """parameters that the model had when Gossip was made"""
+        """Parameters, by id, that the model had when Gossip was created."""
         self.guard = StepGuard(inner)
         atexit.unregister(report_unused)
 
     def _open(self) -> None:
-        """Open mixer and group for the model as it is; collective."""
+        """Open the mixer and the group for the present model; collective."""
         self._device = str(next(self.model.parameters()).device)
         self.flat = plan_layout(self.model)
         own = Single(self._device)
         self.group: Group = own
-        # the vector that the optimizers step on is laid out later
+        # The vector on which the optimizers step is laid out later.
         local = Local(no_state, lambda *given: self.local.adapt(*given), raw=True)
         shard = self.flat.place if isinstance(self.flat, ShardedLayout) else 0
         self.parts = make_parts(
@@ -122,14 +122,14 @@ class LoopNode:
         )
         node = self.job.node
         nodes = self.world.nodes
-        # alone there is nobody whose pace could differ
+        # a single node has no pace that differs from others
         mixer = "synchronous" if self.world.comm is None else node.mixer
 
         def of(layout: MessageLayout) -> Mixer:
             return self.parts.open_mixer(nodes.inter_node, layout, mixer)
 
         if isinstance(self.flat, ShardedLayout) and nodes.per_node > 1:
-            from mpigossip.groups.ranks import NeverGathered  # needs MPI
+            from mpigossip.groups.ranks import NeverGathered  # this import needs MPI
 
             self.mixer = of(self.parts.layout)
             self.group = NeverGathered(own, nodes.intra_node)
@@ -159,13 +159,14 @@ class LoopNode:
         nodes = self.world.nodes
         arrays: dict[str, np.ndarray] = {}
         numbers: dict[str, Number] = {"ranks": nodes.per_node}
-        with suppress(JobError):  # a model that was converted since is saved as of the last step
+        # a model that was converted meanwhile is saved as of the last step
+        with suppress(JobError):
             self.edits.collect(self.vector)
         with world.raise_together(JobError):
             mine = state.of_rank(self.model, self.keeps)
             if nodes.is_leader and not self.sharded:
                 numbers["torch"] = state.write_optimizer(self.inner, self.model, arrays)
-        if self.sharded:  # the node's ranks gather one parameter's state after the other
+        if self.sharded:  # the ranks gather the state of one parameter at a time
             with torch.no_grad():
                 into = arrays if nodes.is_leader else None
                 numbers["torch"] = state.write_optimizer(self.inner, self.model, into)
@@ -191,22 +192,23 @@ class LoopNode:
         return told + settings + state.load_kept(saved, 0, self.keeps, draws=False)
 
     def resumes_exactly(self, manifest: Manifest, first: NodeState) -> bool:
-        """Return whether nodes had as many ranks, or have no buffers."""
+        """Return whether nodes had the same number of ranks, or have no buffers."""
         alike = manifest.meta.get("slots") == self.world.nodes.per_node
         return alike or not any(name.startswith("buffers/") for name in first.arrays)
 
     def check_saved(self, manifest: Manifest, path: Path) -> None:
-        """Accept all: the program has the data, and their partition."""
+        """Accept any checkpoint, because the program partitions the data."""
 
     def restore_counters(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
         self.engine.restore_counters(numbers)
 
     def lay_out(self) -> None:
-        """Make the vector where the model now is, and the engine over it; collective."""
+        """Create the vector over the model as it is now, and the engine; collective."""
         wrappers.check_late(self.model, self.world)
         facts = self._facts
         self._facts = initial_sync.layout(self.model)
-        if self.mixer.synchronous or facts != self._facts:  # others meet where they have to
+        # asynchronous ranks call this only if they have to
+        if self.mixer.synchronous or facts != self._facts:
             initial_sync.check_equal(self.world, self._facts)
         device = str(next(self.model.parameters()).device)
         if device != self._device or self.flat != plan_layout(self.model):
@@ -224,7 +226,7 @@ class LoopNode:
         self.laid_out = True
 
     def check_known(self) -> None:
-        """JobError for parameters that joined model or optimizer after Gossip was made."""
+        """Raise JobError if parameters joined model or optimizer after Gossip was created."""
         check(self.model, self.inner)
         new = [(n, p) for n, p in self.model.named_parameters() if id(p) not in self.known]
         if late := [n for n, p in new if p.requires_grad]:
@@ -238,8 +240,8 @@ class LoopNode:
         self.engine = self.parts.make_engine(self.mixer, self._segments, self.vector, self._every)
 
     def restart_exchanges(self) -> None:
-        """Let exchanges begin at round 0, with none in flight; on all nodes."""
-        # the mixer's rounds are consecutive; asynchronous ones need not be
+        """Restart the exchanges at round 0, with none in flight; on all nodes."""
+        # the rounds of a synchronous mixer must be consecutive
         waits = self.mixer.synchronous
         if self.engine.index or self.edits.in_flight or (waits and self.engine.round):
             self._shut()
@@ -249,7 +251,10 @@ class LoopNode:
             self.edits.end()
 
     def lay_out_again(self, names: list[str]) -> None:
-        """Lay out the vector with thawed parameters; the method's state begins anew. Collective."""
+        """Lay out the vector again, with thawed parameters; collective.
+
+        The state that the algorithm keeps is initialized again.
+        """
         before = self.engine
         drops = bool(self.engine.parts())
         before.wait_exchange()
@@ -257,7 +262,7 @@ class LoopNode:
         masters = dict(zip(self.vector.flat.names, rows, strict=True))
         self.lay_out()
         for name, now in zip(self.flat.names, self.vector.cut(self.vector.x[0][0]), strict=True):
-            now.copy_(masters.get(name, now))  # 16-bit parameters are rounded
+            now.copy_(masters.get(name, now))  # 16-bit parameters of the model are rounded
         self.edits.end()
         self.engine.restore_counters(before.numbers() | {"born": before.index})
         self.mixer.bytes_sent[:] = before.mixer.bytes_sent
@@ -309,13 +314,13 @@ class LoopNode:
         ]
 
     def summary(self, progress: Progress) -> dict[str, Any]:
-        """Nothing: the program's figures are the run's."""
+        """Return nothing, because the program logs its own metrics."""
         return {}
 
     def check(self) -> None:
-        """Put all trained parameters into the vector; JobError where they changed while in flight.
+        """Put all trained parameters into the vector; collective if parameters were thawed.
 
-        Collective where parameters were thawed since it was laid out.
+        :raises JobError: if parameters were changed while they were in flight
         """
         self.check_not_paused("step()")
         if any(id(p) not in self.known for g in self.inner.param_groups for p in g["params"]):
@@ -327,7 +332,7 @@ class LoopNode:
         self.edits.check()
 
     def send_early(self) -> None:
-        """Begin the next step's exchange, if the method can, so that it overlaps with backward."""
+        """Start the next exchange early, if the algorithm can, to overlap it with backward."""
         if self._overlap == "auto" and self.engine.method.ahead and self.mixer.synchronous:
             self.engine.ahead()
             self.edits.begin(self.vector, self.engine.sent_x)
@@ -347,9 +352,10 @@ class LoopNode:
             )
 
     def gather(self) -> None:
-        """Gather gradients, with SGD's weight decay, if the method reads them.
+        """Gather gradients, with SGD's weight decay, if the algorithm reads them.
 
-        JobError where the method would move what was frozen since the vector was laid out.
+        :raises JobError: if the algorithm would move parameters that were frozen after the vector
+            was laid out
         """
         name = self.job.algorithm.name
         if not self.engine.method.raw:
@@ -374,7 +380,7 @@ class LoopNode:
                 "average(): with fragments or a delay, the step decides what is sent; leave the "
                 "call out, or Gossip's fragments and delay"
             )
-        if self.engine.in_flight:  # its readers would wait for this node, and it for them
+        if self.engine.in_flight:  # its neighbours would wait for this node, and this node for them
             raise JobError(
                 "average(): the next step's exchange is in flight, as this method sends before "
                 'the gradient is there; give Gossip overlap="never"'
@@ -398,13 +404,13 @@ class LoopNode:
         self.edits.check()
 
     def exchange(self) -> None:
-        """Exchange without a step, unless the method would divide by a learning rate of 0."""
+        """Exchange without a step, unless the algorithm would divide by a learning rate of 0."""
         lr, _ = first_rate(self.inner)
         if lr or self.job.algorithm.name not in DIVIDES:
             self.engine.average(lr)
 
     def check_not_paused(self, what: str) -> None:
-        """JobError inside averaged(), and where paused() exchanges in a thread."""
+        """Raise JobError inside averaged(), and inside paused() if it exchanges in a thread."""
         if self.evaluating:
             raise JobError(
                 f"{what} inside averaged(): the model, or its twin, is the average there, and is "
@@ -426,7 +432,13 @@ class LoopNode:
 def loop_text(
     job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, names: Collection[str]
 ) -> str:
-    """Return a loop's settings as TOML, with its program's; ``names``: trained parameters."""
+    """Return the settings of a loop and facts about its program as TOML.
+
+    :param job: job with the settings
+    :param model: model of the program
+    :param optimizer: optimizer of the program
+    :param names: names of the trained parameters
+    """
     buffers = {name for name, _ in model.named_buffers()}
     saved = model.state_dict().keys()
     loop = {

@@ -1,4 +1,4 @@
-"""Calls of an optimizer whose loop has a run directory: log, checkpoints, stops, callbacks."""
+"""Methods of an optimizer with a run directory: log, checkpoints, stopping and callbacks."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -25,11 +25,16 @@ from mpigossip.store.log import COLUMNS
 
 MEASURED = COLUMNS.keys() - {"loss", "lr", "gradient_norm"} | {"step", "node"}
 MEASURED |= {"steps", "evaluations", "summary"}
-"""Columns that a program can't fill, and the groups of a log."""
+"""Columns that a program cannot fill, and names of groups in a log."""
 
 
 def open_run(world: World, job: Job) -> Run:
-    """Lock the folder and return its run; JobError where a job has written it. Collective."""
+    """Lock the run directory and return its run; collective.
+
+    :param world: all ranks
+    :param job: the job; its `run.folder` is the run directory
+    :raises JobError: if the run directory belongs to a run of a job
+    """
     folder = job.run.folder
     world.resources.enter_context(locked(folder, world, "run"))
     path = newest(folder, world)
@@ -43,9 +48,10 @@ def open_run(world: World, job: Job) -> Run:
 
 
 def open_log(run: Run) -> None:
-    """Open the log, unless that was done; JobError where the program is behind the checkpoint.
+    """Open the log, unless it is open.
 
-    It may have loaded a state of its own instead of calling resume().
+    :raises JobError: if there is a checkpoint, and the program has neither called resume() nor
+        loaded a state of its own that is at least as new
     """
     if run.newest is not None:
         with run.world.raise_together(UserError):
@@ -70,7 +76,7 @@ def _check_loaded(run: Run, path: Path) -> None:
 
 
 def check_names(figures: Iterable[str], measured: Collection[str]) -> None:
-    """JobError for a metric with the name of a ``measured`` column, or one that none can have."""
+    """Raise JobError for metrics with the name of a ``measured`` column, or an invalid name."""
     for name in figures:
         wrong = "is measured already" if name in measured else ""
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
@@ -88,17 +94,18 @@ class RunDirectoryMixin(Wrapper):
     _survival: Survival | None
 
     def _ready_engine(self) -> Engine:
-        """The engine, where it is to go on from."""
+        """Return the engine, laid out and with any loaded state restored."""
         raise NotImplementedError
 
     def log(self, *said: int | Mapping[str, Any], **figures: Any) -> None:
-        """Add metrics of this node's step to the log; a step is written when the next begins.
+        """Add metrics of this node's step to the log; a step is written when the next one begins.
 
-        :param said: the step's number, from 0 (else it is the last one; before any, the first), and
-            dicts of metrics
-        :param figures: numbers or tensors of one number, by name, each a column; "loss", "lr" and
-            "gradient_norm" are those of a job; "samples" of the step give the speed
-        :raises JobError: for a step that is written already, or a name that the log measures itself
+        :param said: number of the step, counted from 0, and dicts of metrics; without a number, the
+            metrics belong to the last step, or to the first one if there is none yet
+        :param figures: numbers or tensors of one number by name, each a column of the log; "loss",
+            "lr" and "gradient_norm" have the meaning that they have in a job, and "samples" of the
+            step yield the speed
+        :raises JobError: if the step has been written, or if the log measures a metric itself
         """
         run = self._own_run("log")
         for one in said:
@@ -119,10 +126,11 @@ class RunDirectoryMixin(Wrapper):
             of_step[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
 
     def keep(self, **things: Any) -> None:
-        """Add objects to checkpoints; before :meth:`resume`.
+        """Add objects to checkpoints; call it before :meth:`resume`.
 
-        :param things: by name: objects with ``state_dict`` and ``load_state_dict``, or generators
-            of torch (``get_state`` and ``set_state``)
+        :param things: objects by name, either with ``state_dict`` and ``load_state_dict``, or torch
+            generators (``get_state`` and ``set_state``)
+        :raises JobError: if a name is invalid, or an object has neither pair of methods
         """
         self._own_run("keep")
         pairs = ("state_dict", "load_state_dict"), ("get_state", "set_state")
@@ -142,7 +150,7 @@ class RunDirectoryMixin(Wrapper):
         self._node.keeps |= things
 
     def save(self) -> None:
-        """Write a checkpoint of the present step while the loop goes on; collective."""
+        """Write a checkpoint of the current step in the background; collective."""
         run = self._own_run("save")
         _ = self._ready_engine()
         with (
@@ -156,11 +164,13 @@ class RunDirectoryMixin(Wrapper):
             run.save()
 
     def resume(self) -> int:
-        """Continue from the newest checkpoint; return the steps done, 0 without one; collective.
+        """Continue from the newest checkpoint; return the number of steps made, or 0; collective.
 
-        Bitwise with the same number of nodes: model, optimizer, method, torch's random numbers, and
-        what :meth:`keep` was given. With another one from the exact average; what is dropped is
-        reported.
+        With the same number of nodes, the run continues bitwise identically: model, optimizer,
+        algorithm, torch's random numbers, and the objects given to :meth:`keep`. With another
+        number, it continues from the exact average, and reports the state that is dropped.
+
+        :raises JobError: after the first step, or after save() or log()
         """
         run = self._own_run("resume")
         _ = self._ready_engine()
@@ -175,18 +185,18 @@ class RunDirectoryMixin(Wrapper):
 
     @property
     def stopping(self) -> bool:
-        """True once all ranks have agreed to stop, at the same step: then call :meth:`exit`.
+        """True once all ranks have agreed, at the same step, to stop: call :meth:`exit` then.
 
-        After SIGTERM, SIGUSR1, SIGUSR2, ``touch RUN/STOP``, or before the allocation ends.
+        The reason is SIGTERM, SIGUSR1, SIGUSR2, ``touch RUN/STOP``, or the end of the allocation.
         """
         return self._own_run("stopping").stopping
 
     def handle_signals(self) -> None:
-        """Handle signals again, after other code has replaced the handlers."""
+        """Install the signal handlers again, after other code has replaced them."""
         self._own_run("handle_signals").stopper.listen()
 
     def exit(self) -> NoReturn:
-        """Save, and exit with code 75, on which batch scripts requeue a job; on all ranks."""
+        """Save, and exit with code 75, for which batch scripts requeue a job; collective."""
         run = self._own_run("exit")
         self._node.check_not_paused("exit()")
         run.stopped = True
@@ -194,7 +204,11 @@ class RunDirectoryMixin(Wrapper):
         raise SystemExit(STOPPED)
 
     def exit_if_stopping(self, save: Callable[..., object] | None = None, *given: Any) -> None:
-        """Call ``save(*given)``, if there is one, and :meth:`exit`, if :attr:`stopping`."""
+        """If :attr:`stopping`, call ``save(*given)``, if given, and :meth:`exit`.
+
+        :param save: function that saves the state of the program; None: nothing to save
+        :param given: arguments of ``save``
+        """
         if self.stopping:
             if save is not None:
                 save(*given)
@@ -202,10 +216,10 @@ class RunDirectoryMixin(Wrapper):
 
     @staticmethod
     def callback(framework: ModuleType) -> Any:
-        """Return a callback for a trainer that saves, stops and exits where :attr:`stopping`.
+        """Return a callback for a trainer that saves, stops and exits if :attr:`stopping`.
 
         :param framework: the module ``transformers``, whose trainer stops after the step, or
-            ``lightning`` or ``pytorch_lightning``, after the pass
+            ``lightning`` or ``pytorch_lightning``, whose trainer stops after the epoch
         :raises JobError: for other frameworks
         """
         name = getattr(framework, "__name__", str(framework)).partition(".")[0]
@@ -254,7 +268,7 @@ def _of_lightning(framework: Any) -> Any:
 
     class Stops(framework.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            # Lightning answers SIGTERM by itself, on the rank that gets it alone
+            # Lightning handles SIGTERM itself, and only on the rank that receives it.
             _ours(trainer.optimizers[0]).handle_signals()
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:

@@ -1,4 +1,4 @@
-"""The job that means the same as the arguments of `Gossip`; checks of what loops don't support."""
+"""Conversion of the arguments of `Gossip` to a job, and checks of what loops don't support."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -26,17 +26,17 @@ KEYS = {
     "graph": ("weights", "lazy", "slack", "degree"),
     "node": ("levels", "density", "same_host", "timeout_s", "exchange"),
 }
-"""Settings of a job that may be given by their plain names, beside the options of its parts."""
+"""Settings of a job that `Gossip` accepts by their plain names, besides options of builders."""
 OF_RUN = {
     "run": ("steps",),
     "checkpoint": ("keep", "keep_every", "wall_clock_s", "on_error"),
     "log": ("flush_steps", "on_error", "hooks", "straggler_times", "straggler_s"),
 }
-"""And those of a run with a folder."""
+"""Further settings that `Gossip` accepts together with ``run``."""
 SHARED = ("length", "on_error")
-"""Options that mean the same in each section that has them, and go to all of these sections."""
+"""Options that mean the same in several sections, and are set in all of them."""
 STAND_IN = NO_LOCAL_STEP._replace(raw=True)
-"""Stands for the optimizer's step in checks."""
+"""Placeholder for the optimizer's step in checks."""
 
 
 def settings(
@@ -50,7 +50,19 @@ def settings(
     folder: Path | None,
     options: Mapping[str, Any],
 ) -> JobParts:
-    """Return the parts of a job that means the same; JobError with all that doesn't fit."""
+    """Return the parts of a job that is equivalent to the arguments of `Gossip`.
+
+    :param world: all ranks
+    :param device: device of the model
+    :param algorithm: name of the algorithm
+    :param graph: name of the graph, or a graph; None: the default of the algorithm
+    :param cadence: name of the cadence; None: the default of the algorithm
+    :param wire: name of the wire; None: "fp32"
+    :param mixer: name of the mixer
+    :param folder: run directory; None: no files are written
+    :param options: further options by their plain names
+    :raises JobError: with one message for each problem
+    """
     drawn = graph is not None and not isinstance(graph, str)
     if is_network(algorithm) or algorithm in graphs.BUILDERS.keys() - algorithms.BUILDERS.keys():
         raise JobError(f"the fourth argument is the algorithm now: write graph={algorithm!r}")
@@ -99,7 +111,7 @@ def settings(
 
 
 def _of_several(job: Job, world: World) -> list[str]:
-    """Return what nodes of several ranks don't support in a custom loop."""
+    """Return the features of the job that nodes of several ranks don't support in a custom loop."""
     found = []
     if job.node.mixer != "synchronous" and world.nodes.per_node > 1:
         found.append(
@@ -164,9 +176,9 @@ def _sections(
 
 
 def _homes(option: str, known: Mapping[str, Collection[str]]) -> tuple[str, list[str]]:
-    """Return the key that an option sets, and the sections in which it does.
+    """Return the key that an option sets, and the sections that have this key.
 
-    ``lazy`` names a key, ``graph_lazy`` and ``graph.lazy`` a section as well.
+    ``lazy`` names a key only, ``graph_lazy`` and ``graph.lazy`` a section, too.
     """
     if homes := [section for section, keys in known.items() if option in keys]:
         return option, homes
@@ -178,7 +190,7 @@ def _homes(option: str, known: Mapping[str, Collection[str]]) -> tuple[str, list
 
 
 def _unseen(parts: JobParts) -> list[str]:
-    """Return what needs facts that a job has and a custom loop doesn't."""
+    """Return features that need information which a job has, but a custom loop does not."""
     job = parts.job
     cadence = parts.cadence
     if cadence.periods:

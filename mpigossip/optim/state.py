@@ -1,9 +1,10 @@
 """State that only a custom loop's node saves: its torch optimizer, random numbers, kept objects.
 
-    torch/PARAMETER/KEY, torch/#groups/…   of the optimizer, the same in all ranks of a node
-    rng/torch, rng/cuda, own/NAME…         of the node's first rank; of rank P rng/#P/…, own/#P/…
+    torch/PARAMETER/KEY, torch/#groups/…   the optimizer, equal on all ranks of a node
+    rng/torch, rng/cuda, own/NAME…         the node's rank 0; rng/#P/… and own/#P/… for rank P
 
-Nested state of numbers, texts, lists, tables and tensors becomes JSON and arrays, without pickle.
+Nested state of numbers, strings, lists, dicts and tensors is saved as JSON and arrays, without
+pickle.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ Arrays = Mapping[str, np.ndarray]
 def write_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, arrays: dict[str, np.ndarray] | None
 ) -> str:
-    """Return the state as JSON; its tensors go into ``arrays``, or nowhere.
+    """Return the optimizer's state as JSON, and put its tensors into ``arrays``.
 
-    Collective over ranks between which parameters are sharded: all get the full state.
+    Collective over ranks between which parameters are sharded; all of them get the full state.
+
+    :param optimizer: the torch optimizer
+    :param model: its model, for the names of parameters
+    :param arrays: dict that the tensors are added to; None: they are dropped
     """
     state = optimizer.state_dict()
     names = _names(optimizer, model)
@@ -60,7 +65,11 @@ def read_optimizer(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return a ``state_dict`` for the optimizer, and parameters whose state ``arrays`` lacks.
 
-    StoreError where the groups have other parameters.
+    :param optimizer: the torch optimizer
+    :param model: its model, for the names of parameters
+    :param text: result of :func:`write_optimizer`
+    :param arrays: tensors of that state
+    :raises StoreError: if the parameter groups have other parameters
     """
     saved = json.loads(text)
     names = _names(optimizer, model)
@@ -89,7 +98,7 @@ def read_optimizer(
 
 
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """The model's names of each group's parameters."""
+    """Return the model's names of each group's parameters."""
     name = {id(p): n for n, p in model.named_parameters()}
     return [[name[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
@@ -101,7 +110,7 @@ def _counts(names: list[list[str]]) -> str:
 # -- its copy in memory, for rank failures ---------------------------------------------------------
 
 Inner = list[dict[str, Any]]
-"""A torch optimizer's state, parameter by parameter."""
+"""State of a torch optimizer, one dict for each parameter."""
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -109,7 +118,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def copied(optimizer: torch.optim.Optimizer, spare: Inner) -> Inner:
-    """Copy the optimizer's state to host memory, to that of ``spare`` where it fits."""
+    """Copy the optimizer's state to host memory, reusing memory of ``spare`` of the same shape."""
     found: Inner = []
     for at, p in enumerate(_parameters(optimizer)):
         before = spare[at] if at < len(spare) else {}
@@ -127,7 +136,7 @@ def _copied(value: Any, spare: Any) -> Any:
 
 
 def put_back(optimizer: torch.optim.Optimizer, kept: Inner) -> None:
-    """Restore the optimizer's state from a copy; keys added since then go."""
+    """Restore the optimizer's state from a copy, and remove keys that were added since."""
     for p, values in zip(_parameters(optimizer), kept, strict=True):
         now = optimizer.state[p]
         for key in now.keys() - values.keys():
@@ -142,9 +151,12 @@ def put_back(optimizer: torch.optim.Optimizer, kept: Inner) -> None:
 
 
 def average_state(world: World, mixer: Mixer, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Average state that is shaped like its parameter and that all nodes have; return its names.
+    """Average the optimizer's state over nodes; collective.
 
-    As a job's momentum and moments are. Collective.
+    As for the momentum and moments of a job, this applies to tensors that have the shape of their
+    parameter and that exist on all nodes.
+
+    :returns: keys of the averaged tensors
     """
     mine = {
         (at, key): value
@@ -167,9 +179,9 @@ class RankState(NamedTuple):
     """State of a single rank of a node."""
 
     arrays: dict[str, np.ndarray]
-    """random numbers, and tensors of kept objects"""
+    """Random numbers, and tensors of kept objects."""
     kept: dict[str, Any]
-    """kept objects as JSON"""
+    """Kept objects as JSON."""
 
     def marks(self) -> dict[str, str]:
         """Return a digest of each kept object."""
@@ -183,7 +195,10 @@ class RankState(NamedTuple):
         return found
 
     def beside(self, first: Mapping[str, str]) -> RankState:
-        """Return it without kept objects of these marks: those that the first rank has alike."""
+        """Return this state without kept objects that the node's rank 0 has, too.
+
+        :param first: digests of the kept objects of rank 0
+        """
         mine = self.marks()
         kept = {name: one for name, one in self.kept.items() if first.get(name) != mine[name]}
         same = {f"own/{name}" for name in self.kept.keys() - kept.keys()}
@@ -192,7 +207,7 @@ class RankState(NamedTuple):
 
 
 def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> RankState:
-    """Return the state of this rank; JobError for objects that a checkpoint doesn't take."""
+    """Return the state of this rank; JobError for kept objects that a checkpoint can't contain."""
     arrays = {"rng/torch": torch.get_rng_state().numpy()}
     if (gpu := next(model.parameters()).device).type == "cuda":
         arrays["rng/cuda"] = torch.cuda.get_rng_state(gpu).numpy()[None]
@@ -208,7 +223,7 @@ def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> RankState:
 
 
 def of_node(own: RankState, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
-    """Return the states of all ranks of the node, in its first; collective over the node."""
+    """Return the states of all ranks of the node on its rank 0; collective over the node."""
     every: list[RankState] | None = [own]
     if (inside := world.nodes.intra_node) is not None:
         first = inside.broadcast(own.marks())
@@ -225,7 +240,7 @@ def of_node(own: RankState, world: World) -> tuple[dict[str, np.ndarray], dict[s
 
 
 def load_random(saved: NodeState, rank: int, model: nn.Module) -> None:
-    """Set torch's generators to where those of this rank of the node stood, if they were saved."""
+    """Restore torch's generators of this local rank, if they were saved."""
     at = f"rng/#{rank}" if rank else "rng"
     if f"{at}/torch" in saved.arrays:
         torch.set_rng_state(torch.from_numpy(np.array(saved.arrays[f"{at}/torch"])))
@@ -236,9 +251,14 @@ def load_random(saved: NodeState, rank: int, model: nn.Module) -> None:
 
 
 def load_kept(saved: NodeState, rank: int, keeps: Mapping[str, Any], draws: bool) -> list[str]:
-    """Restore kept objects; ``draws``: generators, too, which belong to one rank. What to report.
+    """Restore kept objects; return messages to report.
 
-    Those of a node's further rank are its own, or else the first rank's.
+    A rank other than 0 of the node gets its own object if one was saved, otherwise rank 0's.
+
+    :param saved: state of the node
+    :param rank: local rank
+    :param keeps: objects to restore, by name
+    :param draws: True to restore generators, too, which belong to one rank
     """
     own = json.loads(str(saved.numbers["own"]))
     mine = dict[str, Any]()
@@ -260,7 +280,7 @@ def load_kept(saved: NodeState, rank: int, keeps: Mapping[str, Any], draws: bool
 
 
 def dropped_ranks(saved: NodeState, now: int) -> list[str]:
-    """Report what other numbers of ranks in a node lose of an exact state."""
+    """Return a message on what is lost if the number of ranks per node has changed."""
     were = int(saved.numbers.get("ranks", 1))
     if were == now:
         return []
@@ -290,9 +310,12 @@ TYPES = {
 
 
 def packed(value: Any, at: str, arrays: dict[str, np.ndarray]) -> Any:
-    """Return a value as JSON; its tensors go into ``arrays``, by the path ``at`` and below.
+    """Convert a value to JSON, and put its tensors into ``arrays``.
 
-    JobError, with the path, for anything else.
+    :param value: nested dicts, lists and tuples of numbers, strings and tensors
+    :param at: path of the value; its tensors get this path or paths below it
+    :param arrays: dict that the tensors are added to
+    :raises JobError: for any other type; the message names the path
     """
     if isinstance(value, torch.Tensor) and str(value.dtype) in TYPES:
         arrays[at] = plain(value).copy()
@@ -317,7 +340,7 @@ def packed(value: Any, at: str, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def unpacked(saved: Any, arrays: Arrays) -> Any:
-    """Return the value again; KeyError where ``arrays`` lacks one of its tensors."""
+    """Return the value that :func:`packed` has converted; KeyError if a tensor is missing."""
     if isinstance(saved, list):
         return [unpacked(one, arrays) for one in saved]
     if not isinstance(saved, dict):
@@ -332,10 +355,10 @@ def unpacked(saved: Any, arrays: Arrays) -> Any:
 
 
 def _links(keys: Iterable[Any]) -> dict[Any, str]:
-    """Return a link's name for each key, all of them different.
+    """Return a different link name for each key.
 
-    ``1`` and ``"1"``, or ``"a/b"`` and ``"a|b"``, have the same :func:`_link`: the later of the two
-    gets an apostrophe.
+    Keys such as ``1`` and ``"1"``, or ``"a/b"`` and ``"a|b"``, have the same :func:`_link`; the
+    later one gets an apostrophe.
     """
     links: dict[Any, str] = {}
     taken = set[str]()
@@ -349,6 +372,6 @@ def _links(keys: Iterable[Any]) -> dict[Any, str]:
 
 
 def _link(key: Any) -> str:
-    """Return a key as a link's name in HDF5, which splits at slashes and takes no lone dots."""
+    """Return a key as the name of an HDF5 link, which can't contain a slash or be only dots."""
     text = str(key).replace("/", "|")
     return text if text.strip(".") else f"_{text}"

@@ -1,4 +1,4 @@
-"""The entry "gossip" of `state_dict()`: this node's model, method and counters."""
+"""The entry "gossip" of `state_dict()`: this node's model, its algorithm's state and counters."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ from mpigossip.optim.inner import fill_missing
 from mpigossip.store.manifest import MOST, counter
 
 ORIGIN = ("node", "nodes", "local_rank")
-"""Keys that say which rank saved a state; earlier versions did not write them."""
+"""Keys that identify the rank that saved a state; earlier versions did not write them."""
 
 
 def state(engine: Engine, vector: ModuleParameters, world: World) -> dict[str, Any]:
-    """Return tensors and plain values, so that torch.save keeps them."""
+    """Return the entry as tensors and plain values, so that torch.save can write it."""
     flat = vector.flat.local_layout
     return origin(world) | {
         "names": list(flat.names),
@@ -33,7 +33,7 @@ def state(engine: Engine, vector: ModuleParameters, world: World) -> dict[str, A
 
 
 def origin(world: World) -> dict[str, int]:
-    """Return the number of this rank's node, of all nodes, and the local rank."""
+    """Return this rank's node, the number of nodes, and the local rank."""
     nodes = world.nodes
     return {
         "node": nodes.node_of_rank[world.rank],
@@ -55,9 +55,14 @@ def load(
     model: nn.Module,
     flat: ParameterLayout,
 ) -> list[str]:
-    """Load ``given`` into the inner optimizer, and the model of ``mine``, a :func:`state`.
+    """Load a state dict into the inner optimizer, and the model's parameters into the model.
 
-    ``flat``: the layout of this process's values. Return what to report of settings.
+    :param given: state dict of the inner optimizer
+    :param mine: the entry "gossip", a :func:`state`; None: there is none
+    :param inner: the inner optimizer
+    :param model: the model
+    :param flat: layout of the parameters in this process
+    :returns: messages to report about settings
     """
     if mine is not None:
         _check(mine, flat)
@@ -65,7 +70,10 @@ def load(
     given["param_groups"], told = fill_missing(inner, given["param_groups"], str(of or ""))
     low = [(p, p.data) for p in model.parameters() if p.dtype in LOW]
     try:
-        for p, data in low:  # torch casts state to the parameter's type, and masters are float32
+        for (
+            p,
+            data,
+        ) in low:  # torch casts state to the parameter's dtype, but the master weights are float32
             p.data = data.float()
         inner.load_state_dict(given)
     finally:
@@ -77,7 +85,7 @@ def load(
 
 
 def _check(state: Any, flat: ParameterLayout) -> None:
-    """JobError unless it is what :func:`state` makes, and of this model: files can be anything."""
+    """Raise JobError unless this is a :func:`state` of this model; files may contain anything."""
     try:
         names = state["names"]
         shapes = state["shapes"]
@@ -110,9 +118,9 @@ def _array(name: str, array: Any, size: int, kind: torch.dtype = torch.float32) 
 
 
 def check_step(world: World, mine: dict[str, Any] | None) -> None:
-    """JobError, on all nodes, where they are to go on from states of different steps; collective.
+    """Raise JobError on all nodes if they have loaded states of different steps; collective.
 
-    Frameworks' "latest" checkpoints differ where a kill came between two ranks' saving.
+    The "latest" checkpoints of frameworks differ if a job was killed between two ranks' saving.
     """
     steps = world.broadcast(world.gather(mine and int(mine["numbers"]["index"])))
     if len(set(steps)) > 1:
@@ -125,7 +133,7 @@ def check_step(world: World, mine: dict[str, Any] | None) -> None:
 
 
 def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
-    """JobError, on all nodes, where one's state isn't of this method and cadence; collective."""
+    """Raise JobError on all nodes if a state has another algorithm or cadence; collective."""
     with world.raise_together(JobError):
         flat = engine.vector.flat.local_layout
         packed = {name: without_padding(a, flat) for name, a in state["arrays"].items()}
@@ -142,7 +150,7 @@ def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
 def check_origin(world: World, state: dict[str, Any], engine: Engine, algorithm: str) -> None:
     """Report once that ranks resume from the states of others; collective.
 
-    :raises JobError: on all ranks, if the method's state must be the node's own, or if a rank has
+    :raises JobError: on all ranks, if the algorithm needs each node's own state, or if a rank has
         loaded another rank's shard
     """
     own = origin(world)
@@ -174,7 +182,7 @@ def check_origin(world: World, state: dict[str, Any], engine: Engine, algorithm:
 
 
 def _place(own: dict[str, int], saved: dict[str, int], sharded: bool) -> tuple[str, str]:
-    """Return in words which node, and which shard of it, a rank is and has loaded."""
+    """Describe the node, and the shard of it, that a rank is and that it has loaded."""
     here, there = (f"node {one['node']} of {one['nodes']}" for one in (own, saved))
     if sharded:
         here, there = (
@@ -185,7 +193,7 @@ def _place(own: dict[str, int], saved: dict[str, int], sharded: bool) -> tuple[s
 
 
 def restore(state: dict[str, Any], engine: Engine, vector: ModuleParameters) -> None:
-    """Put vector, method and counters where they stood; the mixer begins its rounds anew."""
+    """Restore the vector, the algorithm's state and counters; the mixer restarts at round 0."""
     flat = vector.flat.local_layout
     numbers = state["numbers"]
     scatter_row(state["model"].cpu().numpy(), vector.x, 0, flat)

@@ -1,4 +1,4 @@
-"""Start of a custom program."""
+"""Start of MPI for a custom program."""
 
 import atexit
 
@@ -12,19 +12,23 @@ from mpigossip.config.readable import print_note
 def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
     """Start MPI, unless it runs already, and join all ranks of the job; call it on every rank.
 
-    Under a launcher (srun, mpirun) the world has its ranks; without one, it has this process.
-    Where transformers, Lightning or Accelerate was imported before, the launcher's variables that
-    they would misread are taken out of ``os.environ`` until the world closes. Waits need threads
-    to be switched within 0.1 ms, so that the interpreter's switch interval is shortened until then,
-    too. ``sys.exit`` is replaced by a function that keeps the status and calls the original: ranks
-    that wait for this one when the program ends have to end by it. It stays.
+    Under a launcher (srun, mpirun) the world has the launcher's ranks; otherwise it has this
+    process only. The function changes the following in the process; all but the last are undone
+    when the world closes:
+
+    * If transformers, Lightning or Accelerate has been imported, variables of the launcher that
+      they would misread are removed from ``os.environ``.
+    * The interpreter's thread switch interval is shortened, because waits need threads to be
+      switched within 0.1 ms.
+    * ``sys.exit`` is replaced by a function that stores the exit status and calls the original,
+      since ranks that wait for this one at its end have to end with that status.
 
     :param timeout_s: seconds that each wait for other ranks may take, also in `Averager`, and in
         `Gossip` unless that is given ``timeout_s``
-    :param ranks_per_node: 1: each rank is a node; "host": all ranks of a host are one; K: every K
-        ranks of a host are one, and exchange a part of the model each
-    :raises LaunchError: where MPI can't be loaded, or doesn't join the processes that were started
-    :raises JobError: on all ranks, where a host doesn't have the ranks for its nodes
+    :param ranks_per_node: 1: each rank is a node; "host": all ranks of a host form a node; K: each
+        K consecutive ranks of a host form a node, in which each exchanges a part of the model
+    :raises LaunchError: if MPI cannot be loaded, or does not join the processes that were started
+    :raises JobError: on all ranks, if the ranks of a host cannot be grouped into nodes like this
     """
     if ranks_per_node != "host" and (not isinstance(ranks_per_node, int) or ranks_per_node < 1):
         raise JobError(

@@ -1,4 +1,4 @@
-"""Wrappers of models and optimizers: supported ones are unwrapped, others rejected."""
+"""Wrappers of models and optimizers: supported ones are unwrapped, others are rejected."""
 
 import gc
 from collections.abc import Iterable, Iterator
@@ -21,13 +21,13 @@ SHARING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside torch.compile, DDP and DataParallel.
 
-    So parameters have the same names with and without them, and so have checkpoints.
+    Parameters then have the same names with and without wrappers, and checkpoints are compatible.
     """
     return [*_layers(model)][-1]
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the wrappers from the outermost, then the module inside."""
+    """Yield the wrappers from the outermost to the innermost, then the module inside."""
     inner: Any = model
     while isinstance(inner, nn.Module):
         yield inner
@@ -36,10 +36,14 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | None = None) -> None:
-    """JobError for models and optimizers that join ranks by themselves, or that are wrapped.
+    """Check that model and optimizer do not join ranks in another way.
 
-    ``world``: where its nodes have several ranks, the model must be in DDP over those of its node,
-    or cut between them by `fully_shard`.
+    :param model: the model of the program
+    :param optimizer: its optimizer
+    :param world: all ranks; if its nodes have several ranks, the model must be in DDP over the
+        ranks of its node, or sharded between them by `fully_shard`; None: no nodes of several ranks
+    :raises JobError: if the optimizer was wrapped by a framework or averages by itself, or if the
+        model is joined over other ranks than those of its node
     """
     kind = type(optimizer)
     home = kind.__module__.partition(".")[0]
@@ -67,12 +71,15 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | Non
 
 
 def _node(world: World | None) -> list[int]:
-    """The ranks of this node in torch.distributed, whose world it is; [] for one rank."""
+    """Return this node's ranks, which are all of torch.distributed; [] for a single rank."""
     return [] if world is None or world.nodes.per_node == 1 else [*range(world.nodes.per_node)]
 
 
 def check_late(model: nn.Module, world: World | None = None) -> None:
-    """Check for DDP around the model since Gossip; looks at all objects, so called once."""
+    """Check for DDP that was applied after Gossip was created.
+
+    This inspects all objects of the interpreter, so it is called once only.
+    """
     _sharded(model, world)
     if distributed.is_available() and distributed.is_initialized():
         own = {id(p) for p in model.parameters()}
@@ -97,9 +104,9 @@ def _check_groups(wrappers: Iterable[DistributedDataParallel], world: World | No
 
 
 def _sharded(model: nn.Module, world: World | None) -> bool:
-    """Return whether each rank of the node has a shard of the model; JobError for other shards.
+    """Return whether each rank of the node has a shard of the model; reject other shards.
 
-    FSDP's classes are recognized by name: importing them would load what few use.
+    FSDP's classes are recognized by name, because importing them would load modules that few need.
     """
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise JobError(
@@ -123,7 +130,7 @@ def _sharded(model: nn.Module, world: World | None) -> bool:
 
 
 def _of_node(name: str, parameter: Any, world: World | None) -> None:
-    """JobError unless a shard is one of this node's, made by `fully_shard` alone."""
+    """Raise JobError unless `fully_shard` has sharded the parameter over this node's ranks."""
     node = _node(world) or [0]
     mesh = parameter.device_mesh
     (first, *more) = parameter.placements

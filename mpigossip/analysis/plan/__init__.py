@@ -22,21 +22,21 @@ CADENCES = ("always", "every", "gossip-pga", "cpsgd")
 WIRES = ("fp32", "bf16", "qsgd")
 ALL_REDUCE = "all-reduce"
 GOSSIP = "dmsgd-vanilla"
-"""Method that stands in for a job's parallel SGD on other graphs: local momentum, one vector."""
+"""Algorithm that replaces a job's parallel SGD on other graphs: local momentum, one vector."""
 NEAR = 1.05
-"""Choices that take at most so many times as long as the fastest count as equally fast."""
+"""Choices that take at most this factor longer than the fastest count as equally fast."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Graph, cadence and wire of a job, everything else as in its file; ALL_REDUCE: parallel."""
+    """Graph, cadence and wire of a job, with all else as in its file; ALL_REDUCE: parallel."""
 
     graph: str
     cadence: str = "always"
     wire: str = "fp32"
 
     def job(self, job: Job) -> Job:
-        """The job with this choice; options stay where the name does."""
+        """Return the job with this choice; options are kept for the parts whose name is kept."""
         if self.graph == ALL_REDUCE:
             return parallel(job)
         if always_global(job):
@@ -53,12 +53,12 @@ class Choice:
 
 
 def always_global(job: Job) -> bool:
-    """Return whether the job is a method of global averages at every step."""
+    """Return whether the job's algorithm averages over all nodes in every step."""
     return make_parts(job).method.always_global
 
 
 def parallel(job: Job) -> Job:
-    """The same training by all-reduce of gradients, exact on the wire."""
+    """Return the same training by all-reduce of gradients, in float32 messages."""
     section = replace(job.algorithm, name="parallel", options={})
     return replace(
         job,
@@ -72,7 +72,7 @@ def parallel(job: Job) -> Job:
 
 @dataclass(frozen=True)
 class Row:
-    """One choice on n nodes; seconds, bytes; transient: iterations, without constants."""
+    """One choice on n nodes: seconds, bytes, and transient iterations up to a constant."""
 
     graph: str
     cadence: str
@@ -94,12 +94,17 @@ class Row:
         return Choice(self.graph, self.cadence, self.wire)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; JSON has no infinity: where nothing averages, the transient is null."""
+        """Return plain values; an infinite transient, if nothing is averaged, becomes null."""
         return asdict(self) | {"transient": self.transient if isfinite(self.transient) else None}
 
 
 def choices(job: Job, everything: bool = False) -> list[Choice]:
-    """All-reduce; then each graph, cadence and wire, one changed at a time, or all products."""
+    """Return all-reduce, then choices that differ from the job's.
+
+    :param job: the job
+    :param everything: all combinations of graphs, cadences and wires; otherwise one is changed at a
+        time
+    """
     own = Choice(job.graph.name, job.cadence.name, job.node.wire)
     if always_global(job):
         own = Choice(GRAPHS[0])
@@ -123,9 +128,15 @@ def predict(
     epochs: float,
     period: float | None = None,
 ) -> Row | None:
-    """One choice on n nodes; None where the graph doesn't exist for n or the parts don't fit.
+    """Predict one choice on n nodes.
 
-    ``period``: average one of an adaptive cadence, where its formula isn't to say it.
+    :param what: the job and its sizes
+    :param machine: costs of the machine
+    :param choice: graph, cadence and wire
+    :param n: number of nodes
+    :param epochs: number of epochs
+    :param period: mean period of an adaptive cadence; None: by its formula
+    :returns: the row; None if the graph doesn't exist for n, or the parts don't fit together
     """
     job = choice.job(what.job)
     try:
@@ -160,7 +171,7 @@ _CODED: dict[tuple[str, int], tuple[float, float]] = {}
 
 
 def _coding(machine: Machine, made: Exchanges) -> Machine:
-    """With rates of coding measured here, once for each wire and width, where none are given."""
+    """Return the machine with rates of encoding, measured once per wire and width if not given."""
     layout = made.parts.layout
     if layout.wire.exact or machine.encode_rate:
         return machine
@@ -172,20 +183,24 @@ def _coding(machine: Machine, made: Exchanges) -> Machine:
 
 
 def coded(machine: Machine, what: Subject) -> Machine:
-    """With rates of coding for a file: of the job's wire, of "qsgd" where that is exact."""
+    """Return the machine with rates of encoding of the job's wire; of "qsgd" if that is exact.
+
+    They are saved to a file.
+    """
     wire = "qsgd" if what.job.node.wire == "fp32" else what.job.node.wire
-    job = Choice("complete", what.job.cadence.name, wire).job(what.job)  # which is there for any n
+    # "complete" exists for any n
+    job = Choice("complete", what.job.cadence.name, wire).job(what.job)
     return _coding(machine, exchanges(replace(what, job=job), 2))
 
 
 def _transient(made: Exchanges, alike: bool) -> float:
-    """Transient iterations in theory, for data alike on all nodes or not."""
+    """Return the theoretical transient iterations, for equal or different data on the nodes."""
     counted = made.counted
     gossip = sum(count for (kind, _), count in counted.items() if kind is ExchangeKind.GOSSIP)
     everywhere = sum(count for (kind, _), count in counted.items() if kind is ExchangeKind.GLOBAL)
     every = made.steps / everywhere if everywhere else float("inf")
     graph = made.parts.graph
-    exact = graph.name == "ceca"  # rounds that only permute; its method averages in a period
+    exact = graph.name == "ceca"  # these rounds only permute; the algorithm averages over a period
     gap = 2.0 / (1.0 + graph.period) if exact else _gap(graph) if gossip else 0.0
     found = transient_of(graph.n, gap, gossip / made.steps, every)
     return found[0] if alike else found[1]
@@ -201,7 +216,15 @@ def table(
     epochs: float,
     period: float | None = None,
 ) -> list[Row]:
-    """All compatible combinations of graph, cadence and wire on each number of nodes."""
+    """Return all compatible combinations of graph, cadence and wire on each number of nodes.
+
+    :param what: the job and its sizes
+    :param machine: costs of the machine
+    :param nodes: numbers of nodes
+    :param epochs: number of epochs
+    :param period: mean period of an adaptive cadence; None: by its formula
+    :raises JobError: if no graph fits the algorithm with one of these numbers of nodes
+    """
     every = choices(what.job, everything=True)
     rows = list[Row]()
     for n in nodes:
@@ -214,14 +237,14 @@ def table(
 
 
 def name(choice: Choice) -> str:
-    """As shown: the graph, then what differs from gossip at every step in full precision."""
+    """Return a name: the graph, then differences from gossip at every step in full precision."""
     words = [choice.graph]
     words += [choice.cadence] * (choice.cadence != "always")
     return " + ".join([*words, *[choice.wire] * (choice.wire != "fp32")])
 
 
 def as_json(what: Subject, machine: Machine, rows: Sequence[Row], epochs: float) -> dict[str, Any]:
-    """All that was predicted, as plain values."""
+    """Return all predictions as plain values."""
     return {
         "parameters": what.flat.count,
         "samples_per_step": what.per_step,

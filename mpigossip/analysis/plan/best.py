@@ -1,4 +1,4 @@
-"""Propose graph, method, period and wire for a network (`mpigossip plan --best`)."""
+"""Propose graph, algorithm, period and wire for a network (`mpigossip plan --best`)."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from mpigossip.training.costs import Subject
 from mpigossip.training.machines import Machine
 
 PERIODS = (8, 32, 128)
-"""Steps between two exchanges that are tried."""
+"""Periods H that are tried, in steps."""
 FRAGMENTS = 4
-"""Of the model, where periods allow them: each is exchanged while the next steps are computed."""
+"""Number of fragments if there is a period; each is exchanged during the next steps."""
 WITHIN = 1.1
-"""Proposals that take at most so many times as long as the fastest count as equally fast."""
+"""Proposals that take at most this factor longer than the fastest count as equally fast."""
 KNOWN = {
     "none": ("", "the same training as on one large node"),
     "one-peer": ("resnet50", "published: +0.02 points (ResNet-50, 32 nodes)"),
@@ -29,15 +29,17 @@ KNOWN = {
     "diloco": ("lenet", "measured: 1.1-1.4 x the steps at H = 50; own rate"),
     "gasloc": ("gpt", "measured: loss 5 % above DiLoCo's; own rate"),
 }
-"""The model that the cost in accuracy of a choice is known of ("": any), and that cost: Ying et al.
-2021's table (76.25 % all-reduce, 76.27 % one-peer, 75.62 % ring), ours in jobs/claims/BEYOND.md
-(LeNet, 8 nodes: steps to a training loss of 1.8: fp32 231 to 240, bf16 213, DiLoCo with AdamW 269
-to 318), and of GASLoC (published: as DiLoCo) in tools/bench/BENCHMARKS.md (GPT of 2.2 M parameters,
-4 nodes, H = 32)."""
+"""Cost in accuracy of each choice, with the model that it is known for ("": any).
+
+The published values are from Ying et al. 2021's table (76.25 % all-reduce, 76.27 % one-peer,
+75.62 % ring). Ours are in jobs/claims/BEYOND.md (LeNet, 8 nodes, steps to a training loss of 1.8:
+fp32 231 to 240, bf16 213, DiLoCo with AdamW 269 to 318) and, for GASLoC (published: equal to
+DiLoCo), in tools/bench/BENCHMARKS.md (GPT of 2.2 M parameters, 4 nodes, H = 32).
+"""
 
 
 def known(choice: str, job: Job) -> str:
-    """The cost in accuracy of a choice in `KNOWN`, where it was measured with the job's model."""
+    """Return the cost in accuracy in `KNOWN`, if it was measured with the job's model and task."""
     model, cost = KNOWN[choice]
     task = "language-model" if model == "gpt" else "classification"
     same = not model or (job.model.name, job.task.name) == (model, task)
@@ -46,7 +48,7 @@ def known(choice: str, job: Job) -> str:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A way to train, from the dearest in bytes to the cheapest: higher levels risk more."""
+    """A proposed way to train; with a higher level, it sends fewer bytes and risks more."""
 
     label: str
     level: int
@@ -57,7 +59,7 @@ class Proposal:
 
 
 def _ways(job: Job, n: int) -> Iterator[Proposal]:
-    """All ways, by rising risk; ``settings`` without the graph's."""
+    """Yield all proposals by rising risk; ``settings`` lack the graph."""
     always = ("cadence.name=always", "node.wire=fp32")
     yield Proposal("all-reduce (DDP)", 0, "none", ALL_REDUCE, ("algorithm.name=parallel", *always))
     method = job.algorithm.name
@@ -73,7 +75,7 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
     }
     for graph, known in graphs.items():
         if n & (n - 1) and graph == "one-peer-exponential":
-            continue  # not exact for this n, as base-2 is
+            continue  # not exact for this n, unlike base-2
         level = 3 if graph == "ring" else 1
         yield Proposal(f"{method}, {graph}", level, known, graph, (*own, *always))
     peer = "base-2" if n & (n - 1) else "one-peer-exponential"
@@ -94,7 +96,16 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
 def proposals(
     path: Path, settings: Sequence[str], what: Subject, machine: Machine, n: int, epochs: float = 1
 ) -> tuple[list[Proposal], dict[str, str]]:
-    """All that can be pasted behind a job's file and settings, and what can't, with the reason."""
+    """Return the proposals that fit a job, and those that do not, with the reason.
+
+    :param path: job file, which the settings of a proposal may follow on the command line
+    :param settings: settings of the job
+    :param what: the job and its sizes
+    :param machine: costs of the machine
+    :param n: number of nodes
+    :param epochs: number of epochs
+    :raises JobError: if no proposal fits
+    """
     found = []
     left_out = {}
     ranks = f"node.ranks_per_node={what.job.node.ranks_per_node}"
@@ -121,7 +132,7 @@ def proposals(
 
 
 def best(found: Sequence[Proposal]) -> Proposal:
-    """Of those within `WITHIN` of the fastest what risks least; among equals the fewest bytes."""
+    """Return the least risky proposal within `WITHIN` of the fastest, then that of fewest bytes."""
     fastest = min(one.row.step_s for one in found)
     near = [one for one in found if one.row.step_s <= WITHIN * fastest]
     level = min(one.level for one in near)
@@ -138,7 +149,14 @@ def text(
     left_out: dict[str, str],
     n: int,
 ) -> str:
-    """A table, fastest first, and the line to paste."""
+    """Return a table, fastest first, and the command to paste.
+
+    :param job: job file
+    :param settings: settings of the job
+    :param found: proposals
+    :param left_out: reasons by the names of proposals that do not fit
+    :param n: number of nodes
+    """
     chosen = best(found)
     reduce = next((one.row.step_s for one in found if one.level == 0), None)
     near = f"(* proposed: of those within {WITHIN - 1:.0%} of the fastest what risks least)"
@@ -163,7 +181,7 @@ def text(
 
 
 def as_json(found: Sequence[Proposal], left_out: dict[str, str]) -> dict[str, Any]:
-    """The same as plain values."""
+    """Return the proposals as plain values."""
     chosen = best(found)
     rows = [
         {

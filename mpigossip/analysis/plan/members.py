@@ -11,56 +11,64 @@ from mpigossip.runs.members.join import check_fit
 from mpigossip.training.costs import Subject, exchanges, memory
 
 SHARE = 0.05
-"""Of the time that reading models may take."""
+"""Largest fraction of the time that reading models may take."""
 ROUNDS = 10
-"""Of each member, fewer of which average too seldom."""
+"""Smallest number of rounds of each member; fewer would average too rarely."""
 RECORD = 600
-"""Bytes of a record, about."""
+"""Approximate size of a record in bytes."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A training by so many members at once; bytes, seconds, and bytes a second of the folder."""
+    """A training by a number of concurrent members, in bytes and seconds."""
 
     members: int
     model: int
-    """bytes of a published model, with its optimizer's state"""
+    """Bytes of a published model with its optimizer's state."""
     step_s: float
     rate: float
-    """of all members together"""
+    """Bytes per second of the folder, for all members together."""
     steps: int
-    """of the whole training"""
+    """Number of steps of the whole training."""
     period: int
-    """H of the job"""
+    """Period H of the job."""
 
     @property
     def read_s(self) -> float:
-        """Seconds to read a model while all others read one too: M s / B."""
+        """Seconds to read a model of s bytes while all M members read, at B bytes/s: M s / B."""
         return self.model * self.members / self.rate
 
     @property
     def share(self) -> float:
-        """Share of a round that reading takes, at the job's H; writing is hidden."""
+        """Fraction of a round that reading takes with the job's H; writing is hidden."""
         return self.read_s / (self.period * self.step_s + self.read_s)
 
     @property
     def least(self) -> int:
-        """The smallest H at which reading takes at most `SHARE`."""
+        """Smallest H with which reading takes at most `SHARE` of the time."""
         return max(1, ceil((1 / SHARE - 1) * self.read_s / self.step_s))
 
     @property
     def lease_s(self) -> float:
-        """Five rounds at the job's H, or at the smallest H where that is larger."""
+        """Seconds of five rounds with the job's H, or with the smallest H if that is larger."""
         return 5 * (max(self.period, self.least) * self.step_s + self.read_s)
 
     def files(self, period: int, claim_rounds: int) -> int:
-        """Files in the folder at the end: records, claims, and what each member leaves."""
+        """Return the number of files at the end: records, claims, and those of each member."""
         chunks = -(-self.steps // period)
         return chunks + 2 * -(-chunks // claim_rounds) + (KEEP + 4) * self.members
 
 
 def advise(what: Subject, members: int, step_s: float, rate: float, epochs: float) -> Advice:
-    """Return the advice for a job; JobError for what can't be a sensible training."""
+    """Return the advice for a job.
+
+    :param what: the job and its sizes
+    :param members: number of concurrent members
+    :param step_s: seconds of a step
+    :param rate: bytes per second of the folder, for all members together
+    :param epochs: number of epochs
+    :raises JobError: if each member would have fewer than `ROUNDS` rounds
+    """
     check_fit(what.job)
     made = exchanges(what, 2)
     period = int(what.job.cadence.options.get("period", 1))
@@ -78,13 +86,16 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
 
 
 def _most(advice: Advice) -> int:
-    """Members at which each has `ROUNDS` rounds at the smallest H: M² ≤ steps / (H₁ rounds)."""
+    """Return the members with which each has `ROUNDS` rounds at the smallest H.
+
+    With H = H₁ M, this is M² ≤ steps / (H₁ rounds).
+    """
     one = (1 / SHARE - 1) * advice.model / advice.rate / advice.step_s
     return max(1, int(min((advice.steps / (ROUNDS * one)) ** 0.5, advice.steps / ROUNDS)))
 
 
 def text(what: Subject, every: Sequence[Advice]) -> str:
-    """A table with a row for each number of members, and what it means."""
+    """Return a table with a row for each number of members, and its explanation."""
     section = what.job.members
     model = every[0].model
     head = ["members", "read", "at your H", "H for 5 %", "lease", "files", "disk"]

@@ -20,7 +20,7 @@ from mpigossip.training.costs import Subject
 from mpigossip.training.machines import Machine
 
 WIDTH = 80
-"""Columns of the longest lines of text, where the terminal has as many."""
+"""Largest width of lines of text, if the terminal is wide enough."""
 
 
 EXPLAINED = (
@@ -40,7 +40,15 @@ def text(
     epochs: float,
     note: str = "",
 ) -> str:
-    """Two tables on one screen."""
+    """Return two tables that fit on one screen.
+
+    :param what: the job and its sizes
+    :param machine: costs of the machine
+    :param rows: predictions
+    :param nodes: numbers of nodes; the second table is for the last one
+    :param epochs: number of epochs
+    :param note: remark on the job
+    """
     shown = [choice for choice in choices(what.job) if any(r.choice == choice for r in rows)]
     by = {(row.choice, row.nodes): row for row in rows}
     own = shown[1] if len(shown) > 1 else shown[0]
@@ -82,7 +90,7 @@ def _head(what: Subject, machine: Machine, note: str) -> list[str]:
 
 
 def _label(choice: Choice, own: Choice) -> str:
-    """The graph; below it what else differs from the job's own choice."""
+    """Return the graph, or in its place the part that differs from the job's own choice."""
     if choice.cadence != own.cadence and choice.graph != ALL_REDUCE:
         return f"  cadence {choice.cadence}"
     if choice.wire != own.wire and choice.graph != ALL_REDUCE:
@@ -111,7 +119,14 @@ def _time(value: float) -> str:
 def picture(
     what: Subject, rows: Sequence[Row], nodes: Sequence[int], epochs: float, out: Path
 ) -> None:
-    """Step time and time to the last epoch against nodes, as a PNG."""
+    """Plot step time and time to the last epoch against nodes, as a PNG.
+
+    :param what: the job and its sizes
+    :param rows: predictions
+    :param nodes: numbers of nodes
+    :param epochs: number of epochs
+    :param out: file to write
+    """
     from matplotlib.figure import Figure
 
     from mpigossip.store.hdf5 import replacing
