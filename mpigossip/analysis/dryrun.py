@@ -92,8 +92,7 @@ def _traffic(job: Job, made: costs.Exchanges, what: costs.Subject) -> list[str]:
     return _row(
         "traffic",
         f"{format_bytes(average)} a node and step between nodes ({vectors}, {job.node.wire}); "
-        f"{ratio} the "
-        f"{format_bytes(ring)} of a ring all-reduce",
+        f"{ratio} the {format_bytes(ring)} of a ring all-reduce",
     )
 
 

@@ -160,9 +160,8 @@ def _memory(places: Sequence[Place], per_node: int) -> Finding:
         if per_node > 1 and places[ranks[0]].sharing < len(ranks):
             remedy = (
                 f"{pluralize(len(ranks), 'rank')} on {host}, of which rank {ranks[0]} shares "
-                f"memory "
-                f"with {places[ranks[0]].sharing} only: each task has an IPC namespace or a "
-                "/dev/shm of its own; start the tasks of a host in one container, or without "
+                f"memory with {places[ranks[0]].sharing} only: each task has an IPC namespace or "
+                "a /dev/shm of its own; start the tasks of a host in one container, or without "
                 "namespaces of their own"
             )
             return Finding("shared", text, "wrong", remedy, data)

@@ -205,8 +205,8 @@ def started(loader: DataLoader, name: str) -> Iterator[Nested]:
         raise JobError(
             f'data.source = "{name}": what it returned can\'t be sent to the '
             f"{loader.num_workers} loading processes ({describe_exception(error)}); define its "
-            f"classes and "
-            "functions at the top of a module, or load in the training process: data.workers = 0"
+            "classes and functions at the top of a module, or load in the training process: "
+            "data.workers = 0"
         ) from error
 
 

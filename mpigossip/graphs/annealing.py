@@ -149,6 +149,7 @@ class CandidateGraph:
             self.blocks[:, x, x] += sign
 
     def fits(self) -> bool:
+        """Return whether the candidate keeps the limits on edges and on the degree of a node."""
         return self.size <= self.task.edges and max(self.degrees) <= self.task.degree
 
     def add(self, orbit: Orbit) -> bool:

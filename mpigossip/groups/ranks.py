@@ -37,6 +37,7 @@ class SharedMemory:
         self.arrays[comm.rank].zero_()  # by the owner: a page is placed near the first writer
 
     def free(self) -> None:
+        """Free the shared window; collective over the ranks of the node."""
         self.arrays = []
         close_window(self.window, self._comm)
 

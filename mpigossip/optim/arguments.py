@@ -110,9 +110,8 @@ def report_setup(world: World, model: nn.Module, optimizer: torch.optim.Optimize
     if world.rank == 0 and frozen:
         count = sum(p.numel() for _, p in frozen)
         print_note_once(
-            f"{parameter_list([n for n, _ in frozen])} ({count:,} values) don't require gradients: "
-            f"rank 0's "
-            "on all nodes, and exchanged from the step on at which they do"
+            f"{parameter_list([n for n, _ in frozen])} ({count:,} values) don't require "
+            "gradients: rank 0's on all nodes, and exchanged from the step on at which they do"
         )
     if world.rank == 0 and left:
         print_note_once(

@@ -190,9 +190,9 @@ class Gossip(RunDirectoryMixin):
         if inner is not None and hasattr(inner, name):
             plain += (
                 f": it is of {optimizer_name(inner)}, the inner optimizer, whose own attributes "
-                f"the program "
-                "reads from that. An optimizer that calls another one's step() can have Gossip "
-                "as its base optimizer (mpigossip/optim/README.md, Sharpness-aware minimization)"
+                "the program reads from that. An optimizer that calls another one's step() can "
+                "have Gossip as its base optimizer (mpigossip/optim/README.md, Sharpness-aware "
+                "minimization)"
             )
         raise AttributeError(removed.of_argument(name) or plain)
 

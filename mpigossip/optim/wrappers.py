@@ -122,9 +122,8 @@ def _sharded(model: nn.Module, world: World | None) -> bool:
     if cut and whole:
         raise JobError(
             f"{parameter_list(whole)} aren't sharded, where others are: nobody averages their "
-            f"gradients "
-            "inside the node; call fully_shard(model, mesh=world.node_mesh()) on the whole model, "
-            "too, after its layers"
+            "gradients inside the node; call fully_shard(model, mesh=world.node_mesh()) on the "
+            "whole model, too, after its layers"
         )
     return bool(cut)
 

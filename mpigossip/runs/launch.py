@@ -168,9 +168,9 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
     if n != nodes_requested(manifest):
         raise JobError(
             f'run.output: "{job.run.folder}" holds a run of {nodes_requested(manifest)} nodes, '
-            f"here are "
-            f"{n}; name another folder with run.output=…, or change the number by `mpigossip "
-            f"resume {job.run.folder}` on {n} ranks (simulated: with --simulate --nodes {n})"
+            f"here are {n}; name another folder with run.output=…, or change the number by "
+            f"`mpigossip resume {job.run.folder}` on {n} ranks (simulated: with --simulate "
+            f"--nodes {n})"
         )
     # run.output is not compared, because `resume` replaces its pattern by the folder
     if found := differing(job, load(manifest.job), {"run.output"}):

@@ -265,10 +265,9 @@ class Run:
             some = ", ".join(f"rank {rank} in {one}" for rank, one in enumerate(calls[:8]))
             raise CollectiveError(
                 [
-                    f"asynchronous nodes meet in different calls: {some}; the log is written every "
-                    f"{self.job.log.flush_steps} steps (flush_steps): let all nodes call save() "
-                    f"after "
-                    "equally many"
+                    f"asynchronous nodes meet in different calls: {some}; the log is written "
+                    f"every {self.job.log.flush_steps} steps (flush_steps): let all nodes call "
+                    "save() after equally many"
                 ]
             )
 

@@ -283,8 +283,7 @@ class Objective:
                 raise JobError(
                     self._says(
                         f'its metric "{name}" has a name that no column can have: letters, digits '
-                        f"and "
-                        "_ . - only, at most 32, not local_… or share_…"
+                        "and _ . - only, at most 32, not local_… or share_…"
                     )
                 )
         return Objective(self.task, self.name, names)

@@ -77,10 +77,10 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
     found = Advice(members, model, step_s, rate, steps, period)
     if found.least * members * ROUNDS > steps:
         raise JobError(
-            f"{members:,} members that share {format_bytes(rate)}/s need H = {found.least:,} steps "
-            f"between exchanges of {format_bytes(model)}, and the training has {steps:,} steps: "
-            f"fewer "
-            f"than {ROUNDS} rounds each; take at most {_most(found):,} members, or train longer"
+            f"{members:,} members that share {format_bytes(rate)}/s need H = {found.least:,} "
+            f"steps between exchanges of {format_bytes(model)}, and the training has {steps:,} "
+            f"steps: fewer than {ROUNDS} rounds each; take at most {_most(found):,} members, or "
+            "train longer"
         )
     return found
 
@@ -115,8 +115,7 @@ def text(what: Subject, every: Sequence[Advice]) -> str:
     return "\n".join(
         [
             f"{format_bytes(model)} of model and state, {first.step_s:.3g} s a step, H = "
-            f"{first.period:,} "
-            "(cadence.period),",
+            f"{first.period:,} (cadence.period),",
             f"{format_bytes(first.rate)}/s of the folder for all members",
             "",
             aligned([head, *rows]),
