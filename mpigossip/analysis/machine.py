@@ -104,8 +104,8 @@ def examine(
 def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
     """Return the median seconds of computation, averaging in the node and update, and the jitter.
 
-    All are means over the ranks. The jitter is half the distance between the quantiles at 16 and 84
-    % of the time of computation, relative to its median. For a normal distribution this is the
+    All are means over the ranks. The jitter is half the distance between the quantiles of the time
+    of computation at 16 and 84 %, relative to its median. For a normal distribution, this is the
     standard deviation, but rare pauses do not change it.
     """
     from mpigossip.cluster.nodes import isolate_node

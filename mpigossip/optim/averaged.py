@@ -1,4 +1,4 @@
-"""Pauses of a custom loop: evaluation of the average, consensus distance, and work of one rank."""
+"""Pauses of a custom loop: average model, consensus distance, and work of a single rank."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -164,7 +164,7 @@ def paused(node: LoopNode) -> Iterator[None]:
     An asynchronous node continues to exchange in a thread; its model shows the result when the
     block ends. If MPI does not allow calls from threads, an asynchronous node sends nothing
     meanwhile, as in a long step. The call is not collective. If a node has several ranks, DDP
-    between them still waits for the timeout of its process group only.
+    between them still fails at the timeout of its process group.
     """
     if node.serving:  # inside another pause
         yield
@@ -200,7 +200,7 @@ def _serving(node: LoopNode) -> Iterator[None]:
             with torch.no_grad(), device_context(device):
                 while not done.wait(IDLE_S):
                     node.exchange()
-        except BaseException as error:  # raised by the thread that waits
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             failed.append(error)
 
     thread = threading.Thread(target=serve, name="mpigossip-serving", daemon=True)
