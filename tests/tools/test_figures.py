@@ -65,7 +65,7 @@ def test_a_script_draws_its_figures(little, script, capsys):
     assert capsys.readouterr().out.count("seed-0") >= 2
 
 
-def test_a_comparison_for_a_paper_takes_fifteen_lines():
+def test_a_comparison_for_a_paper_takes_twenty_lines():
     text = (REPO / "jobs" / "compare.py").read_text()
     code = text.split('"""', 2)[2]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
