@@ -285,7 +285,7 @@ DOUBLE = "doubled_nccl"
 def install(module) -> None:
     """Let the package make these."""
     global torch_connected, launching, torch_world
-    launching = module.launching = Launching()
+    launching = module.launch_lock = Launching()
     torch_connected = module._connected
     module._connected = connected
     torch_world = dist.init_process_group
