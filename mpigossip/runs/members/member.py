@@ -29,6 +29,12 @@ class FolderMixer(Simulated):
     """
 
     def __init__(self, graph, layout: MessageLayout, member: Member):
+        """Prepare to exchange the models of a member.
+
+        :param graph: graph of the job
+        :param layout: layout of a message
+        :param member: member that sends and receives the models
+        """
         super().__init__(graph, layout)
         self._member = member
 

@@ -207,7 +207,7 @@ class ReplayLog:
             self.models[version] = state
 
     def _unlike(self, place: int) -> str:
-        """Return a clause with the versions and properties in which a place's host differs, or ""."""
+        """Return a clause with the facts in which a place's host and this one differ, or ""."""
         start = self.starts.get(place)
         here = about((), (), [])
         was = start.about if start else {}
