@@ -117,7 +117,7 @@ def read_model(
 
 
 class FolderExchange:
-    """A member's exchange through the folder: its own models and those of its peers.
+    """Exchange of a member through the folder, which holds its own and its peers' models.
 
     Models are written in a background thread while the next round is trained.
     """
@@ -211,7 +211,7 @@ class FolderExchange:
     def newest(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
         """Read models like :meth:`readable`; if none can be read, try earlier rounds.
 
-        The earlier rounds are those of the same places, as far back as a place keeps models.
+        They belong to the same places, and go back as far as a place keeps models.
 
         :raises NoModel: if no model can be read
         """

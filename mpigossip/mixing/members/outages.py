@@ -146,7 +146,7 @@ class Outages:
 
     @contextmanager
     def _outage(self) -> Iterator[None]:
-        """Return a context manager that measures an outage; those of two threads may overlap."""
+        """Return a context manager that measures an outage; outages of two threads may overlap."""
         with self._lock:
             if not self._failing:
                 self._since = time.monotonic()

@@ -25,7 +25,8 @@ from mpigossip.store import StoreError
 
 FOLDERS = ("tmp", "places", "chain", "ledger", "models", "closed")
 BEHIND = 8
-"""Largest difference in age between two models that are averaged. See `Round` for the age."""
+"""Largest difference in age between two models that are averaged. The age is a Lamport clock, see
+`Round`: a model with a greater age is newer."""
 NEWEST = 8
 """Largest number of models whose average a new member starts with."""
 KEEP = 3
@@ -158,9 +159,9 @@ class Place:
     def beginnings(self) -> list[Round]:
         """Return the newest versions to start with, by descending age.
 
-        They are those of the last 64 present places. If none of these has published a model, they
-        are those of the closed places with the greatest age. Versions that are more than `BEHIND`
-        older than the newest one are left out. The list is empty if there is no model yet.
+        Only the last 64 present places are read. If none of these has published a model, the closed
+        places with the newest models are read instead. Versions that are more than `BEHIND` older
+        than the newest one are left out. The list is empty if there is no model yet.
         """
         found = [self.refresh(place).last for place in self.present()[-64:]]
         if not any(found):
@@ -170,7 +171,7 @@ class Place:
         return _furthest(found)
 
     def before(self, versions: Sequence[Round]) -> list[Round]:
-        """Return the versions of the same places one round earlier, as far as there are any."""
+        """Return the versions of the same places one round earlier, if they exist."""
         found = [
             self.record(one.place, one.round - 1, listed=True) for one in versions if one.round > 1
         ]

@@ -69,14 +69,15 @@ def join(
     """Train as one member until all chunks are trained, or until it is asked to stop.
 
     :param folder: folder of the training; a new training begins if it has none yet
-    :param job: the job; None: the one in the folder, which may not name code to import
+    :param job: the job, which must agree with the one in the folder if there is one; None: the job
+        in the folder, which may not name code to import
     :param shared: whether files of other users are accepted
     :param lease_s: shortest silence, in seconds, after which other members close this one; None:
         `members.lease_s` of the job
     :param poll_s: seconds after which a member without work reads the folder again
     :param stop: function that returns whether to leave, called after each step
-    :return: summary: "finished", the numbers of the "places" that this member had and, after the
-        end, the metrics, the checkpoint and its digest
+    :return: summary with "finished", which is False if the member was asked to leave, and "places",
+        the numbers of its places; after the end also the metrics, the checkpoint and its digest
     :raises JobError: if the user can correct the error, such as a job that members can't train
     :raises FolderUnreachable: if the file system fails for longer than a lease
     """
@@ -283,7 +284,9 @@ def result(
 ) -> list[NodeState]:
     """Return the models that END names; the member that published END writes the checkpoint.
 
-    The checkpoint has one node for each model, and `checkpoint export` averages them.
+    If that member was killed, one that comes after the end writes the checkpoint instead. The
+    checkpoint has one node for each model, and `checkpoint export` averages them. If there is a
+    checkpoint already, its models are returned.
 
     :param live: exchange of a member, after the end of the training
     :param folder: folder of the training
