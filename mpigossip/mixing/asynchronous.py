@@ -1,24 +1,26 @@
-"""Asynchronous gossip over MPI windows: nobody waits for anybody; rank i is node i.
+"""Asynchronous gossip over MPI windows: no rank waits for another; rank i is node i.
 
-Each rank publishes its model in window memory, round after round, whether or not others are just
-reading it. A reader takes the newest copy of its neighbour and proves by two version counters
-that it is whole. Averaging is pairwise and keeps the mean (AD-PSGD, Lian et al., ICML 2018, with
-a deposit in the place of its lock): node i, at its round t, takes f = ½ W_ij(t) (x_j − x_i) from
-each in-neighbour's copy x_j, adds f to its own model and puts it into a place for it at node j,
-which subtracts it before its next round. So Σ x, with what is under way, stays to rounding, and
-where nobody is late the model is multiplied by (W + Wᵀ)/2. Node i takes from node j again only
-when it sees a copy that includes its last deposit: nothing is counted twice, and one place for
-each reader is enough.
+Each rank publishes its model in window memory in every round, whether or not other ranks are
+reading it at that time. A reader copies the newest model of its in-neighbour and compares two
+version counters to make sure that the copy is complete.
 
-MPI's guarantees. The version counters and the bells are written and read with accumulate calls
-only (``REPLACE``, ``NO_OP``), which are atomic for each word and ordered by a flush after each
-call. Deposits are read without a race: their reader puts no other one before it sees a copy that
-includes this one. Only the bytes of a model, with its round and its list of deposits, can be
-stored by their owner while an ``MPI_Get`` of another rank reads them. In MPI's unified memory
-model, which is required, such a read returns undefined bytes and has no other effect. These bytes
-are never used: the owner raises ``BEGUN`` before the first store and sets ``DONE`` after the last
-one, a reader reads ``DONE`` before the model and ``BEGUN`` after it, and a store that overlaps the
-read makes them differ.
+Averaging is pairwise and preserves the mean, as in AD-PSGD (Lian et al., ICML 2018), but with
+corrections instead of its lock. In its round t, node i computes f = ½ W_ij(t) (x_j − x_i) from the
+copy x_j of each in-neighbour and adds f to its own model. It sends f as a correction to node j,
+which subtracts it before its next round. The sum Σ x, including corrections in flight, is therefore
+constant up to rounding. If no model is late, a round multiplies the models by (W + Wᵀ)/2. Node i
+uses a copy of node j again only if that copy includes its last correction. No correction is
+therefore counted twice, and one buffer for each reader is enough.
+
+Use of MPI's guarantees: The version counters and the sequence numbers are written and read only
+with accumulate calls (``REPLACE``, ``NO_OP``), which are atomic for each word; a flush after each
+call orders them. Corrections are read without a race, because their sender writes the next one
+only after it has seen a copy that includes this one. Only the bytes of a model, with its round and
+its list of included corrections, may be stored by their owner while an ``MPI_Get`` of another rank
+reads them. In the unified memory model of MPI, which is required, such a read returns undefined
+bytes and has no other effect. These bytes are never used: The owner increments ``BEGUN`` before
+the first store and sets ``DONE`` after the last one. A reader reads ``DONE`` before the model and
+``BEGUN`` after it. If a store overlaps the read, the two differ.
 """
 
 from __future__ import annotations
@@ -46,27 +48,34 @@ BEGUN = 0
 DONE = 1
 ROUND = 2
 INCLUDED = 3
-"""Words (int64) at the head of a rank's window: the counter that is raised before the model is
-written, the one raised after it, the copy's round, and for each node the number of its last
-deposit that the copy includes."""
+"""Indices of the int64 words in the header of a rank's window: the counter that is incremented
+before the model is written, the counter that is set after it, the round of the model, and for each
+node the sequence number of its last correction that the model includes."""
 TRIES = 3
-"""Reads of a copy until it is given up for this round, when each was torn."""
+"""Number of attempts to read a neighbour's model in a round, if it is overwritten each time."""
 
 
 class WindowMap(NamedTuple):
-    """Where in a rank's window things begin: words and model, bells, then places of ``stride``.
+    """Map of a rank's window, in bytes: header, model, sequence numbers, buffers for corrections.
 
-    A bell is the number of a reader's deposit; ``copy``: bytes of a neighbour's model as read.
+    There is one sequence number for each node, and one buffer for each node that reads this rank's
+    model in any round.
     """
 
     head: int
+    """Size of the header, and offset of the model."""
     sequence_numbers: int
+    """Offset of the sequence numbers of the corrections in the buffers."""
     places: int
+    """Offset of the first buffer."""
     stride: int
+    """Size of a buffer."""
     copy: int
+    """Size of a neighbour's copy: the header from ``ROUND`` on, and the model."""
 
     @classmethod
     def of(cls, graph, layout: MessageLayout) -> WindowMap:
+        """Return the map for messages of a layout between the nodes of a graph."""
         head = 8 * (INCLUDED + graph.n)
         stride = -(-layout.nbytes // 8) * 8
         bells = head + stride
@@ -75,32 +84,43 @@ class WindowMap(NamedTuple):
 
 @dataclass
 class ModelCopy:
-    """A neighbour's model as it was read: uint8 memory of header and message."""
+    """Copy of a neighbour's model."""
 
     memory: torch.Tensor
+    """Header from ``ROUND`` on, followed by the message, as uint8."""
     whole: bool = False
+    """Whether the owner did not write while the copy was read."""
 
     @property
     def head(self) -> np.ndarray:
-        """The header's words from ROUND on."""
+        """Words of the copy from ``ROUND`` on, as int64."""
         return self.memory.numpy()[: self.memory.numel() // 8 * 8].view(np.int64)
 
 
 class Asynchronous(RankMixer):
-    """The mixer of one rank.
+    """Asynchronous mixer of one rank; rank i is node i.
 
-    ``outbox`` and ``finish`` wait for no other rank; GLOBAL rounds and the averages off the hot
-    path do. ``torn`` counts reads that were not whole, ``skipped`` exchanges that were left out
-    (torn, not seen yet, or the last deposit not taken in).
+    ``outbox`` and ``finish`` wait for no other rank, except in GLOBAL rounds. The exact averages
+    outside of rounds are collective, too.
     """
 
     synchronous = False
 
     def __init__(self, graph, layout: MessageLayout, world: World, *, timeout_s=300.0):
-        """Collective over ``world``; ``graph.n`` must be its size. The wire is exact."""
+        """Open the window and start the progress thread; collective over ``world``.
+
+        :param graph: graph of ``world.size`` nodes
+        :param layout: layout of a node's message, without a lossy wire
+        :param world: world whose rank i is node i
+        :param timeout_s: seconds that each wait for other ranks may take
+        :raises JobError: if the windows of this MPI do not have the unified memory model
+        """
         super().__init__(graph, layout, world, timeout_s)
         self.torn = 0
+        """Number of reads during which the model was overwritten."""
         self.skipped = 0
+        """Number of exchanges with a neighbour that were left out: its model could not be read, was
+        not published yet, or did not include the last correction."""
         self._open_window()
         poll = len(set(world.hosts)) > 1
         self._thread = ProgressThread(self._comm, timeout_s=timeout_s, poll=poll)
@@ -109,21 +129,30 @@ class Asynchronous(RankMixer):
             ModelCopy(torch.zeros(copy, dtype=torch.uint8)) for _ in range(graph.degree)
         ]
         self._result = torch.empty(layout.nbytes, dtype=torch.uint8)
-        # deposits made at each node so far, and taken in from each node
+        # Number of corrections sent to each node, and sequence number of the last correction from
+        # each node that this rank's model includes.
         self._made, self._included = np.zeros(self.n, np.int64), np.zeros(self.n, np.int64)
         self._round: tuple[ExchangeKind, int, Future | None] | None = None
         self._pushed: Future | None = None
 
     @property
     def threaded(self) -> bool:
-        """Return whether any thread may make its rounds, one at a time."""
+        """Whether the rounds may run in any thread, one at a time."""
         return self._thread.threaded
 
     @staticmethod
     def estimate_memory(graph, layout, node: int, near: Sequence = (), averages: bool = True):
-        """Memory: the published model, a result (two for averages), copies, places of deposits.
+        """Return the bytes of a node's messages by purpose, before a mixer is opened.
 
-        A copy for each source of a round, a place for each reader of any round.
+        The purposes are "outbox" (the published model), "result", "copies" (one for each
+        in-neighbour of a round) and "inbox" (a buffer for corrections for each out-neighbour of any
+        round).
+
+        :param graph: graph over the nodes
+        :param layout: layout of a node's message
+        :param node: number of the node
+        :param near: nodes on the same host; not used here
+        :param averages: whether exact averages are computed, which need a second result
         """
         where = WindowMap.of(graph, layout)
         return {
@@ -134,6 +163,7 @@ class Asynchronous(RankMixer):
         }
 
     def _open_window(self) -> None:
+        """Open the window, whose memory holds the published model; collective."""
         self._readers = [readers(self.graph, node) for node in range(self.n)]
         where = self._map = WindowMap.of(self.graph, self.layout)
         room = where.places + where.stride * len(self._readers[self.rank])
@@ -151,9 +181,11 @@ class Asynchronous(RankMixer):
             )
         self._words[ROUND] = -1
         self._window.Sync()
-        self._meet("opening the windows")  # nobody reads what isn't written yet
+        # No rank may read a window before its owner has initialized it.
+        self._meet("opening the windows")
 
     def _meet(self, what: str) -> None:
+        """Wait until all ranks have made this call; collective. ``what`` begins the message."""
         request = self._comm.Ibarrier()
         self._waited += Deadline(self._timeout_s).wait(
             request.Test, lambda: f"{what}: not all ranks have come", awaited_ranks=tuple
@@ -162,13 +194,21 @@ class Asynchronous(RankMixer):
     # -- a round ------------------------------------------------------------------------
 
     def outbox(self, t: int) -> MessageArrays:
-        """Arrays (1, p) to fill whole; from now on the copy that others read is not whole."""
+        """Return the arrays for the next message, which the caller must fill completely.
+
+        From this call to :meth:`start`, the published model is incomplete, and other ranks discard
+        their copies of it.
+
+        :param t: index of the round
+        :return: an array of shape (1, p) for each vector
+        """
         check_process()
         if self._round is not None:
             self.finish()
         if self._pushed is not None:
-            # The thread and the main thread would flush the same window at the same time. The next
-            # round's reads come after the corrections in any case.
+            # Without this wait, the progress thread and the main thread would flush the same window
+            # at the same time. The progress thread reads the models of the next round only after it
+            # has sent these corrections in any case.
             self._waited += self._thread.wait(self._pushed, "the last deposits")
             self._pushed = None
         self._version += 1
@@ -176,6 +216,12 @@ class Asynchronous(RankMixer):
         return self._out
 
     def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
+        """Publish the outbox; in a GOSSIP round, begin to read the in-neighbours' models.
+
+        :param kind: kind of the exchange
+        :param t: index of the round
+        :param exchange: not used here
+        """
         self._words[ROUND], self._words[INCLUDED:] = t, self._included
         self._store(DONE, self._version)
         future = None
@@ -191,13 +237,18 @@ class Asynchronous(RankMixer):
         self._window.Sync()
 
     def _replace(self, j: int, at: int, value: int) -> None:
-        """Set a word in rank j's window, atomically; returns when it is set there."""
+        """Set a word in rank j's window atomically, and wait until it is set there.
+
+        :param j: rank
+        :param at: offset in the window, in bytes
+        :param value: new value, an int64
+        """
         word = np.array([value], np.int64)
         self._window.Accumulate([word, MPI.INT64_T], j, [at, 1, MPI.INT64_T], MPI.REPLACE)
         self._window.Flush(j)
 
     def _load(self, j: int, at: int, count: int = 1) -> np.ndarray:
-        """Load words from rank j's window, each atomically, before all later loads."""
+        """Load ``count`` words from rank j's window, each atomically, before all later loads."""
         self._window.Sync()
         words = np.zeros(count, np.int64)
         nothing = np.zeros(1, np.int64)
@@ -217,7 +268,7 @@ class Asynchronous(RankMixer):
         return words
 
     def _read_all(self, nodes) -> None:
-        """The newest copy of each node; runs in the progress thread."""
+        """Copy the newest model of each node; called in the progress thread."""
         for copy, j in zip(self._copies, map(int, nodes), strict=False):
             for _ in range(TRIES):
                 self._read(copy, j)
@@ -226,7 +277,7 @@ class Asynchronous(RankMixer):
                 self.torn += 1
 
     def _read(self, copy: ModelCopy, j: int) -> None:
-        """One read of rank j's header and model between its two counters."""
+        """Copy rank j's header and model once, and check by its counters that they are complete."""
         done = self._load(j, 8 * DONE)
         self._get(copy.memory.numpy()[: self._map.sequence_numbers - 8 * ROUND], j, 8 * ROUND)
         begun = self._load(j, 8 * BEGUN)
@@ -234,16 +285,25 @@ class Asynchronous(RankMixer):
 
     @staticmethod
     def _is_whole(done: int, begun: int) -> bool:
-        """``done`` was read before the model, ``begun`` after it: equal, nothing was written."""
+        """Return whether nothing was written during a read.
+
+        :param done: counter ``DONE``, read before the model
+        :param begun: counter ``BEGUN``, read after the model
+        """
         return done == begun
 
     def _get(self, into: np.ndarray, j: int, at: int) -> None:
+        """Read bytes from rank j's window, from offset ``at`` on, in parts of at most ``CUT``."""
         for begin in range(0, into.size, CUT):
             part = into[begin : begin + CUT]
             self._window.Get([part, MPI.BYTE], j, [at + begin, part.size, MPI.BYTE])
         self._window.Flush(j)
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
+        """Finish the round and return ``sent`` and ``mixed``, read-only until the next outbox.
+
+        :param into: not used here
+        """
         kind, t, future = self._round
         self._round = None
         if kind is ExchangeKind.LOCAL:
@@ -257,6 +317,7 @@ class Asynchronous(RankMixer):
         return self._out, self.layout.views(self._result)
 
     def _finish_gossip(self, t: int) -> None:
+        """Mix the copies of the in-neighbours into the result, and send the corrections."""
         nodes, weights, _ = self.graph.neighbours(t, self.rank)
         seen = []
         deposits = []
@@ -280,12 +341,17 @@ class Asynchronous(RankMixer):
             self._pushed = self._thread.submit(lambda: self._send_corrections(deposits))
 
     def _may_take(self, copy: ModelCopy, j: int) -> bool:
-        """Return whether there is a whole copy that includes this rank's last deposit."""
+        """Return whether a copy is complete and includes this rank's last correction."""
         published = copy.whole and copy.head[0] >= 0
         return published and copy.head[INCLUDED - ROUND + self.rank] == self._made[j]
 
     def _send_corrections(self, deposits: list[tuple[int, int, torch.Tensor]]) -> None:
-        """Put what was taken into the places for it, then ring; runs in the progress thread."""
+        """Write each correction into its buffer at the neighbour, then its sequence number.
+
+        The progress thread calls this.
+
+        :param deposits: rank, sequence number and bytes of each correction
+        """
         for j, number, message in deposits:
             base = self._map.places + self._readers[j].index(self.rank) * self._map.stride
             for at in range(0, message.numel(), CUT):
@@ -295,7 +361,7 @@ class Asynchronous(RankMixer):
             self._replace(j, self._map.sequence_numbers + 8 * self.rank, number)
 
     def _apply_corrections(self) -> None:
-        """Subtract from the result the deposits that have arrived, in the order of nodes."""
+        """Subtract the corrections that have arrived from the result, in the order of nodes."""
         if not self._readers[self.rank]:
             return
         bells = self._load(self.rank, self._map.sequence_numbers, self.n)
@@ -310,6 +376,7 @@ class Asynchronous(RankMixer):
             self._included[j] = number
 
     def _finish_global(self, t: int) -> None:
+        """Apply all corrections, then average the result over all ranks; collective."""
         self.bytes_sent[0] += bytes_per_exchange(
             self.graph, ExchangeKind.GLOBAL, t, self.rank, self.layout.nbytes
         )
@@ -319,13 +386,18 @@ class Asynchronous(RankMixer):
         self._waited += average_message(self.layout, self.rank, self.n, own, out, self._swap)
 
     def _flush_corrections(self) -> None:
-        """Wait until every rank's deposits lie in their places."""
+        """Wait until the corrections of all ranks have arrived; collective."""
         if self._pushed is not None:
             self._thread.wait(self._pushed, "the last deposits")
         self._meet("a meeting of all ranks")
 
     def pending(self) -> MessageArrays:
-        """Return deposits received and not applied yet, (1, p) a vector; collective."""
+        """Return the effect of corrections that have arrived but are not applied yet; collective.
+
+        The sum of the result and the model is the model after the corrections.
+
+        :return: an array of shape (1, p) for each vector
+        """
         if self._round is not None:
             self.finish()
         self._flush_corrections()
@@ -339,7 +411,10 @@ class Asynchronous(RankMixer):
         return self.layout.views(found)
 
     def close(self) -> None:
-        """Finish an open round, free the memory; collective. Deposits under way are lost."""
+        """Finish an open round and free the memory; collective.
+
+        Corrections that are not applied yet are lost.
+        """
         if self._out is None:
             return
         check_process()

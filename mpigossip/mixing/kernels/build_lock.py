@@ -1,11 +1,13 @@
 """Lock for a file that one of several processes builds, on one host or on many that share a folder.
 
-The lock is a file next to the one that is built, made with ``O_EXCL``: home directories on NFS may
-have no `flock`. Its holder touches it while it builds. If a holder is killed, the touching ends,
-and a waiting process makes the lock file with the next number. The file with the highest number
-counts, so exactly one of the waiting processes takes over, and no process removes the lock of
-another one. If two processes should build anyway (a holder was stopped for longer than `LEASE_S`),
-each renames a complete file into place.
+The lock is a file next to the one that is built. It is created with ``O_EXCL``, because home
+directories on NFS may not support `flock`. Its holder touches it while it builds. If the holder is
+killed, the touches end, and a waiting process creates the lock file with the next number. Only the
+file with the highest number counts. Exactly one of the waiting processes therefore takes over, and
+none of them has to remove the lock of another process.
+
+Two processes may still build at once, if a holder was stopped for longer than `LEASE_S`. This does
+no harm, because each of them renames a complete file into place.
 """
 
 import contextlib
@@ -21,20 +23,25 @@ TOUCH_S = 1.0
 
 
 class BuildLock:
-    """The lock of one file, as seen by this process."""
+    """Lock of one file, from the point of view of this process."""
 
     def __init__(self, path: Path):
-        """Keep where the lock files belong; ``path``: the file that is built."""
+        """Prepare the lock without acquiring it.
+
+        :param path: the file that is built; the lock files are next to it
+        """
         self._path = path
         self._own: Path | None = None
+        """Lock file of this process; None if it does not hold the lock."""
         self._seen: tuple[Path, int] | None = None
-        """newest lock file of another process and the time of its last touch"""
+        """Newest lock file of another process, and the time of its last touch in nanoseconds."""
         self._seen_since = 0.0
+        """Time at which this touch was first seen, by this process's monotonic clock."""
         self._tokens: set[str] = set()
-        """tokens of the holders that this process waited for"""
+        """Random tokens, read from lock files, of the holders that this process has waited for."""
 
     def acquire(self) -> bool:
-        """Return whether this process holds the lock now; does not wait."""
+        """Try to acquire the lock without waiting; return whether this process holds it now."""
         number, newest = max(self._numbered(), default=(-1, None))
         if newest is not None and self._is_alive(newest):
             return False
@@ -50,19 +57,23 @@ class BuildLock:
 
     def _numbered(self) -> list[tuple[int, Path]]:
         """Return the lock files with their numbers."""
-        # Listing the folder makes NFS look at the server; a look at one name may be answered from
-        # a cache of names that do not exist.
+        # The folder is listed because NFS then asks the server. A look-up of one name may be
+        # answered from a cache of names that do not exist.
         prefix = f"{self._path.name}.lock."
         found = [(file.name.removeprefix(prefix), file) for file in self._path.parent.iterdir()]
         return [(int(number), file) for number, file in found if number.isdigit()]
 
     def _is_alive(self, newest: Path) -> bool:
-        """Return whether the holder has touched its lock file within `LEASE_S`, by this clock."""
+        """Return whether the holder has touched its lock file within the last `LEASE_S` seconds.
+
+        The time is measured by this process's clock, from the moment at which it saw the touch.
+        """
         try:
             with newest.open() as file:
                 self._tokens.add(file.read())
                 seen = newest, os.fstat(file.fileno()).st_mtime_ns
-        except FileNotFoundError:  # it was released meanwhile: the next call looks again
+        except FileNotFoundError:
+            # The lock was released meanwhile, which the next call will find out.
             return True
         if seen != self._seen:
             self._seen = seen
@@ -70,13 +81,18 @@ class BuildLock:
         return time.monotonic() - self._seen_since < LEASE_S
 
     def touch(self) -> None:
-        """Show that the holder of the lock, this process, is alive."""
+        """Touch the lock file if this process holds the lock, to show that it is alive."""
         if self._own is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self._own)
 
     def fail(self, reason: str) -> None:
-        """Leave the reason why the holder, this process, could not build, to those that wait."""
+        """Pass the reason why this process could not build to the waiting processes.
+
+        Nothing happens unless this process holds the lock.
+
+        :param reason: message for :meth:`failure`
+        """
         if self._own is None:
             return
         with contextlib.suppress(OSError):
@@ -86,7 +102,7 @@ class BuildLock:
             unfinished.replace(self._failed)
 
     def failure(self) -> str:
-        """Return the reason that a holder has left which this process waited for, or ""."""
+        """Return why a holder that this process waited for could not build the file, or ""."""
         with contextlib.suppress(OSError):
             token, _, reason = self._failed.read_text().partition("\n")
             return reason if token in self._tokens else ""
@@ -94,10 +110,15 @@ class BuildLock:
 
     @property
     def _failed(self) -> Path:
+        """Path of the file with the reason of the last failure."""
         return self._path.with_name(f"{self._path.name}.failed")
 
     def release(self) -> None:
-        """Remove the lock file of this process, after those that killed processes have left."""
+        """Release the lock: remove the lock files of killed processes, then this process's own.
+
+        The reason of an earlier failure is removed, too, if the file exists now. Nothing happens
+        unless this process holds the lock.
+        """
         if self._own is None:
             return
         last = int(self._own.name.rpartition(".")[2])

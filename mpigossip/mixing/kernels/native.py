@@ -1,10 +1,13 @@
-"""The weighted sum as one pass, and waiting, in C; compiled once if there is a compiler.
+"""C library for the weighted sum in one pass, and for waiting; compiled once.
 
-Accelerators only: without them (no compiler, no cache folder, ``MPIGOSSIP_NATIVE=0``) torch's
-operations give the same bits in several passes, and Python waits. The library lies in the user's
-cache folder under a name that holds a hash of its source, so that another version builds its own.
-One of the processes that share this folder builds it; the others wait (:mod:`build_lock`).
-It is not loaded from where another user may write: then each process compiles a private copy.
+The library only saves time. Without it, PyTorch's operations compute bitwise identical sums in
+several passes, and waits are loops in Python. This is so if there is no compiler or no cache
+folder, or with ``MPIGOSSIP_NATIVE=0``.
+
+The library is in the user's cache folder, under a name that contains a hash of its source, so that
+each version builds its own. One of the processes that share this folder builds it, and the others
+wait (:mod:`build_lock`). If other users may write to the folder, nothing is loaded from there, and
+each process compiles a private copy.
 """
 
 import contextlib
@@ -29,23 +32,26 @@ from mpigossip.mixing.kernels.build_lock import TOUCH_S, BuildLock
 
 HERE = Path(__file__).parent
 SOURCES = [HERE / "sum.c"] + [HERE / "wait.c"] * (sys.platform == "linux")
-# contraction into fused multiply-add would change bits
+# Contraction into fused multiply-add would change the bits of the result.
 FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
 STREAMED = 1 << 20
-"""Elements of a result from which it is written past the cache, which wouldn't hold it."""
+"""Number of elements from which on a result is written past the cache, which could not hold it."""
 COMPILE_S = 60.0
 """Seconds that the compiler may take."""
 WAIT_S = 150.0
-"""Seconds that a process waits for another one that builds; a killed one is replaced before."""
+"""Seconds that a process waits for another one to build the library. A builder that is killed is
+replaced earlier."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
-"""Limits of the seconds between two looks at what another process builds. The pauses grow, since
-each look lists the folder: thousands of ranks may wait that share a file server."""
+"""First and longest pause, in seconds, between two checks whether another process has built the
+library. The pauses grow because each check lists the folder, and thousands of waiting ranks may
+share one file server."""
 PAUSE_GROWTH = 1.5
+"""Factor between two pauses."""
 
 
 class NoKernel(RuntimeError):
-    """Why the native sum isn't used here: the message says it."""
+    """The native library can't be used; the message says why."""
 
 
 def combine(
@@ -53,10 +59,12 @@ def combine(
 ) -> bool:
     """Compute :func:`mpigossip.mixing.combine.weighted_sum` into each of ``outs``.
 
-    Return whether it was done.
-
-    Only where every array is float32, on the CPU and contiguous. ``outs[0]`` may be the memory
-    of any of the arrays.
+    :param weights: one weight for each array
+    :param arrays: arrays of equal shape
+    :param outs: arrays for the result, of the same shape; the first may share its memory with one
+        of ``arrays``
+    :return: whether the sum was computed. It is not if there is no library, or unless all arrays
+        are contiguous float32 arrays on the CPU with equal shapes
     """
     if not _plain(arrays, outs):
         return False
@@ -70,6 +78,7 @@ def combine(
 
 
 def _plain(arrays: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
+    """Return whether all arrays are contiguous, float32, on the CPU and of the same shape."""
     shape = outs[0].shape
     for one in (*arrays, *outs):
         if one.dtype != torch.float32 or one.shape != shape or not one.is_contiguous():
@@ -82,6 +91,11 @@ def _plain(arrays: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool
 def _call(
     kernel: Any, weights: Sequence[float], sources: list[int], targets: list[int], count: int
 ) -> None:
+    """Call the C function for a weighted sum of arrays with ``count`` elements each.
+
+    :param sources: addresses of the arrays
+    :param targets: addresses to which the result is written
+    """
     terms = len(sources)
     kernel.mpigossip_sum(
         (ctypes.c_void_p * terms)(*sources),
@@ -91,14 +105,15 @@ def _call(
         (ctypes.c_void_p * len(targets))(*targets),
         len(targets),
         ctypes.c_size_t(count),
-        # what was just read is in the cache: writing it past the cache would be slower
+        # If the result replaces an array that was just read, its memory is in the cache, and
+        # writing past the cache would be slower.
         count >= STREAMED and targets[0] not in sources,
     )
 
 
 @cache
 def library() -> Any:
-    """The loaded library, built if need be, or None; :func:`status` says why."""
+    """Return the loaded library, built if necessary, or None; :func:`status` returns the reason."""
     try:
         return _load()
     except NoKernel:
@@ -106,7 +121,7 @@ def library() -> Any:
 
 
 def status() -> str:
-    """Return where the library is, or why there is none; for `mpigossip doctor`."""
+    """Return the path of the library, or the reason why there is none, for `mpigossip doctor`."""
     try:
         _load()
     except NoKernel as error:
@@ -116,13 +131,18 @@ def status() -> str:
 
 
 def _load() -> Any:
+    """Return the library, built and tested.
+
+    :raises NoKernel: if it can't be built or loaded, or its sums differ from PyTorch's
+    """
     if os.environ.get("MPIGOSSIP_NATIVE") == "0":
         raise NoKernel("MPIGOSSIP_NATIVE=0")
     try:
         place = _place()
         cache = place.parent
         there = _safe(place.parent) and _safe(place)
-    except (RuntimeError, OSError) as error:  # no home, or one that may not be entered
+    except (RuntimeError, OSError) as error:
+        # There is no home directory, or no permission to enter it.
         raise NoKernel(f"no cache folder: {error}; XDG_CACHE_HOME names one") from error
     if not there:
         place = _build(place)
@@ -131,7 +151,8 @@ def _load() -> Any:
     except OSError as error:
         raise NoKernel(f"{place} can't be loaded ({error}); remove it") from error
     finally:
-        if place.parent != cache:  # what is loaded stays mapped
+        # A library that is loaded stays mapped after its file is removed.
+        if place.parent != cache:
             shutil.rmtree(place.parent, ignore_errors=True)
     if not _proven(kernel):
         raise NoKernel(f"{place} sums with other bits than torch; remove it, or set CC")
@@ -143,7 +164,7 @@ def _load() -> Any:
 
 
 def _place() -> Path:
-    """Return where the library of this source, compiler and processor family belongs."""
+    """Return the path of the library for this source, compiler and processor family."""
     text = b"".join(source.read_bytes() for source in SOURCES)
     text += repr((FLAGS, _compiler(), platform.machine())).encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mpigossip"
@@ -151,6 +172,7 @@ def _place() -> Path:
 
 
 def _compiler() -> str:
+    """Return the command of the C compiler."""
     return os.environ.get("CC") or "cc"
 
 
@@ -161,9 +183,13 @@ def _safe(path: Path) -> bool:
 
 
 def _build(place: Path) -> Path:
-    """Return where the library was built: in a private folder, if others may write to the cache.
+    """Build the library and return its path.
 
-    In the cache folder, one process builds and the others wait for it.
+    The path is ``place``, where one process builds and the others wait for it. If other users may
+    write to the cache folder, it is in a new private folder instead.
+
+    :param place: path of the library in the cache folder
+    :raises NoKernel: if there is no compiler, or the library can't be built
     """
     compiler = _compiler().split()
     if shutil.which(compiler[0]) is None:
@@ -171,7 +197,8 @@ def _build(place: Path) -> Path:
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if place.parent.stat().st_uid == os.getuid():
-            if not _safe(place.parent):  # others may have written what lies there
+            # Other users may have written the library that is there.
+            if not _safe(place.parent):
                 place.unlink(missing_ok=True)
             place.parent.chmod(0o700)
         if _safe(place.parent):
@@ -186,7 +213,7 @@ def _build_once(place: Path, compiler: list[str]) -> Path:
     lock = BuildLock(place)
     until = time.monotonic() + WAIT_S
     pause = FIRST_PAUSE_S
-    # Its own generator leaves the one of the program, which may be seeded, as it is.
+    # The global generator must not be used, because the program may have seeded it.
     draw = random.Random()
     while True:
         holds = lock.acquire()
@@ -205,13 +232,13 @@ def _build_once(place: Path, compiler: list[str]) -> Path:
                 f"another process has not built {place} within {WAIT_S:g} s; remove "
                 f"{place.name}.lock.* there"
             )
-        # Ranks that started together don't look at the same moments.
+        # The pauses are random, so that ranks that start together do not list the folder together.
         time.sleep(min(left, pause * draw.uniform(0.5, 1.0)))
         pause = min(LONGEST_PAUSE_S, PAUSE_GROWTH * pause)
 
 
 def _compile_for_others(place: Path, compiler: list[str], lock: BuildLock) -> Path:
-    """Compile; leave the reason of a failure to the processes that wait, which can't do better."""
+    """Compile; if that fails, pass the reason to the waiting processes, which would fail, too."""
     try:
         return _compile(place, compiler, lock.touch)
     except (NoKernel, OSError) as error:
@@ -222,7 +249,10 @@ def _compile_for_others(place: Path, compiler: list[str], lock: BuildLock) -> Pa
 def _compile(place: Path, compiler: list[str], touch: Callable[[], None] = lambda: None) -> Path:
     """Compile next to ``place`` and rename, so that no process loads an incomplete library.
 
-    ``touch`` is called while the compiler runs.
+    :param place: path of the library
+    :param compiler: words of the compiler's command
+    :param touch: function that is called again and again while the compiler runs
+    :raises NoKernel: if the compiler fails, or runs for longer than `COMPILE_S`
     """
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
         built = Path(folder) / place.name
@@ -249,7 +279,10 @@ def _compile(place: Path, compiler: list[str], touch: Callable[[], None] = lambd
 
 
 def _proven(kernel: Any) -> bool:
-    """Whether it gives torch's bits on a sum of two and of three, with equal weights and not."""
+    """Return whether the library's sums are bitwise identical to PyTorch's.
+
+    The test sums two and three arrays with equal weights, and three with different ones.
+    """
     draw = torch.Generator().manual_seed(0)
     arrays = [torch.randn(67, generator=draw) for _ in range(3)]
     a, b, c = arrays

@@ -1,8 +1,9 @@
 """Claims of chunks: each chunk is trained in exactly one published round.
 
-A block of chunks is claimed by a place for its next rounds. Where its chain ends early, or its
-first round names another claim, the rounds that are missing are void: the block's next claim
-covers exactly their chunks. So what is trained follows from chains and claims alone.
+A place claims a block of chunks for its next rounds. If its chain ends early, or if the first of
+these rounds names another claim, the missing rounds are void, and the next claim of the block
+covers exactly their chunks. The set of trained chunks therefore follows from chains and claims
+alone.
 """
 
 from __future__ import annotations
@@ -14,35 +15,54 @@ from typing import Any
 from mpigossip.mixing.members.records import Claim
 
 FOLDER = 256
-"""Blocks of the ledger in a folder."""
+"""Number of blocks in each subfolder of the ledger."""
 WINDOW = 4
-"""Unclaimed blocks among which a claim chooses: two members seldom want the same."""
+"""Number of unclaimed blocks among which a claim chooses, so that two members seldom choose the
+same one."""
 LOOKS = 4
-"""Claimed blocks that are looked at before each claim, the oldest ones."""
+"""Number of claimed blocks, the oldest ones, that are checked for void rounds before each claim."""
 TRIES = 64
+"""Number of attempts to claim a block, after which the member waits."""
 
 
 Rest = tuple[int, int, int]
-"""Block, its next attempt, the chunk from which on that claims the block."""
+"""Block, number of its next claim, and first chunk that this claim covers."""
 
 
 class Ledger:
-    """The blocks of a training; ``done`` names are hints that save reading claims."""
+    """Blocks of a training and the claims to them.
+
+    An empty file whose name ends in ".done" marks a block that is completely trained. It is only a
+    hint, which saves reading the claims.
+    """
 
     def __init__(self, disk, chunks: int, block: int, chance: random.Random):
+        """Describe the ledger of a training.
+
+        :param disk: the `RecordStore` of the training's folder
+        :param chunks: number of chunks in the whole training
+        :param block: number of chunks in a block; the last block may have fewer
+        :param chance: generator that chooses between unclaimed blocks
+        """
         self.disk = disk
         self.chunks = chunks
         self.block = block
         self.chance = chance
         self._first = 0
-        """the oldest block that isn't known as done"""
+        """Oldest block that is not known to be done."""
 
     def claim(self, member: Any) -> tuple[str, Claim, int] | None:
-        """Claim chunks for a `Place`'s next rounds: name, claim, number; None where none can be.
+        """Claim chunks for the next rounds of a place.
 
-        What became void comes first, then one of the first unclaimed blocks at random.
+        Chunks of void rounds are claimed first; otherwise, one of the first unclaimed blocks is
+        chosen at random.
+
+        :param member: the `Place` of this member
+        :return: name of the claim, the claim, and the number of its chunks; None if nothing can be
+            claimed now
         """
-        for _ in range(TRIES):  # others may take what was chosen
+        # Another member may claim the chosen block first.
+        for _ in range(TRIES):
             free, rest = self._unclaimed(member)
             if not free and rest is None:
                 return None
@@ -55,7 +75,7 @@ class Ledger:
         return None
 
     def finish(self, name: str) -> None:
-        """All rounds of this claim are published, and with them its block is done."""
+        """Mark the block of a claim as done: all of its chunks have been published."""
         self.disk.publish(f"{name.rpartition('.')[0]}.done", b"")
 
     @property
@@ -64,6 +84,10 @@ class Ledger:
         return all(done for _, _, done in self._blocks())
 
     def _unclaimed(self, member: Any) -> tuple[list[Rest], Rest | None]:
+        """Return the first unclaimed blocks, and the first void rest of a claimed block, if any.
+
+        If no block is unclaimed, all claimed blocks are checked instead of the first `LOOKS`.
+        """
         free: list[Rest] = []
         claimed = []
         for block, attempts, done in self._blocks():
@@ -77,7 +101,12 @@ class Ledger:
         return free, next((rest for rest in rests if rest), None)
 
     def _rest(self, member: Any, block: int, attempts: int) -> Rest | None:
-        """Return what the claims of a block have left void."""
+        """Return the chunks of a block that its claims have left void; None if there are none.
+
+        :param member: the `Place` of this member
+        :param block: the block
+        :param attempts: number of claims to the block so far
+        """
         chunk = block * self.block
         end = self._end(block)
         for attempt in range(attempts):
@@ -93,7 +122,10 @@ class Ledger:
         return block, attempts, chunk
 
     def _blocks(self) -> Iterator[tuple[int, int, bool]]:
-        """From the oldest block that isn't done: (block, number of attempts, done)."""
+        """Iterate over the blocks from the oldest one that is not done.
+
+        Each item is the block, its number of claims, and whether it is done.
+        """
         total = -(-self.chunks // self.block)
         all_done = True
         for first in range(self._first // FOLDER * FOLDER, total, FOLDER):

@@ -1,4 +1,4 @@
-"""Exchange of a member through the folder: models in the background, one peer a round."""
+"""Exchange of a member through the folder: it publishes a model and reads one peer per round."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import Entry
 
 POLL_S = 2.0
-"""Between two looks of a member that has nothing to train."""
+"""Seconds after which a member that has nothing to train reads the folder again."""
 
 
 class NoModel(StoreError):
-    """None of the models that a member may begin with is there and undamaged."""
+    """No model that a member may start with exists and is undamaged."""
 
 
 class StopRequested(Exception):
@@ -33,7 +33,7 @@ class StopRequested(Exception):
 
 
 def digest(state: NodeState) -> str:
-    """SHA-256 of a model's arrays, by their names."""
+    """Return the SHA-256 of a model's arrays and their names, in the order of the names."""
     sha = hashlib.sha256()
     for name, array in sorted(state.stored().items()):
         sha.update(name.encode())
@@ -42,23 +42,34 @@ def digest(state: NodeState) -> str:
 
 
 def layout(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
-    """Names and shapes of a model's parameters as a short digest."""
+    """Return a digest, of 16 characters, of the names and shapes of a model's parameters."""
     text = repr((tuple(names), tuple(map(tuple, shapes))))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def rounds_late(own: Sequence[int], age: int) -> int:
-    """By how many of its last rounds, of these ages, a member sees a model of this age late."""
+    """Return the number of a member's last rounds that are newer than a peer's model.
+
+    :param own: ages of the models of the member's last rounds, oldest first
+    :param age: age of the peer's model
+    :return: at most ``len(own) - 1``, so that it is an index into ``own`` from its end
+    """
     return max(0, min(sum(one > age for one in own), len(own) - 1))
 
 
 def correct_for_age(state: NodeState, now: NodeState, then: NodeState, late: int) -> NodeState:
-    """A peer's late model x_j, moved to where its mean with the own one is right.
+    """Return a peer's late model, corrected so that it can be averaged with the present own model.
 
-    Averaged as if it were new, a model of l rounds ago would hold everybody back. So
-    x ← x + ½ (x_j − x_i) / (1 + l), with the own model x_i that is as old as the peer's x_j.
-    Whoever sees a difference l rounds late hasn't seen yet what l averages have made of it:
-    undivided, it would grow.
+    If a model that is l rounds old were averaged like a new one, it would hold back the training.
+    The member therefore computes x ← x + ½ (x_j − x_i) / (1 + l), where x_j is the peer's model
+    and x_i is the own model of the same age. The division is necessary because the difference is
+    l rounds old and does not yet include the effect of the averages since then: without it, the
+    difference would grow.
+
+    :param state: the peer's model x_j
+    :param now: the own model x at present
+    :param then: the own model x_i, as old as ``state``
+    :param late: result l of :func:`rounds_late`; 0: ``state`` is returned unchanged
     """
     if not late:
         return state
@@ -69,9 +80,12 @@ def correct_for_age(state: NodeState, now: NodeState, then: NodeState, late: int
 def read_model(
     place: Place, version: Round, failures: list[Exception] | None = None
 ) -> NodeState | None:
-    """A model, complete and undamaged; None where it isn't, which is said once.
+    """Return a model, or None if it is missing, incomplete or damaged; damage is reported once.
 
-    ``failures``: collects errors of the file system, which say nothing about the model.
+    :param place: place of the member that reads
+    :param version: record of the round that published the model
+    :param failures: list to which errors of the file system are added, because they say nothing
+        about the model; None: they are reported like damage
     """
     disk = place.disk
     name = f"models/{version.file}"
@@ -97,18 +111,28 @@ def read_model(
         if failures is not None and cause(error) is not None:
             failures.append(error)
         else:
-            place.tell_once(name, str(error).partition(";")[0])  # its remedies are checkpoints'
+            # The error's remedy after the semicolon is one for checkpoints.
+            place.tell_once(name, str(error).partition(";")[0])
         return None
 
 
 class FolderExchange:
-    """A member's models and those of its peers in the folder's `models`."""
+    """Exchange of a member through the folder, which holds its own and its peers' models.
+
+    Models are written in a background thread while the next round is trained.
+    """
 
     def __init__(self, place: Place, stopping: Callable[[], bool], poll_s: float = POLL_S):
-        """``stopping``: whether to leave, asked while there is nothing to train."""
+        """Start the thread that writes models.
+
+        :param place: place of this member
+        :param stopping: function that returns whether the member was asked to leave
+        :param poll_s: seconds after which a member without work reads the folder again
+        """
         self.place = place
         self.poll_s = poll_s
         self.promises = 1
+        """Longest silence that the next stay promises, in leases."""
         self._asked = stopping
         self._stop_seen = False
         self._looked = float("-inf")
@@ -118,7 +142,7 @@ class FolderExchange:
         self._written: Future | None = None
 
     def stopping(self) -> bool:
-        """Return whether this member was asked to leave, or the folder lists the file STOP."""
+        """Return whether this member was asked to leave, or the folder contains a file STOP."""
         now = time.monotonic()
         if not self._stop_seen and now - self._looked >= self.poll_s:
             self._looked, self._stop_seen = now, self.place.disk.sees("STOP")
@@ -126,7 +150,12 @@ class FolderExchange:
 
     @contextlib.contextmanager
     def stay(self) -> Iterator[None]:
-        """Context manager of one stay; it ends without error if others close or pass the place."""
+        """Return a context manager for one stay, which leaves the place if the block fails.
+
+        The block ends without an error if other members have closed the place, or if its model has
+        become too old: the caller then joins again. After a closing, the next stay promises twice
+        as many leases, up to `LEASES`.
+        """
         place = self.place
         try:
             yield
@@ -139,14 +168,21 @@ class FolderExchange:
             place.report(f"place {place.number} fell behind the others; joining anew")
             self.leave()
         except BaseException:
-            # an outage that has ended this stay must not hide behind the errors of leaving
+            # If an outage has ended this stay, leaving fails, too, and must not hide its error.
             over = place.disk.outages.given_up
             with contextlib.suppress(*(FolderUnreachable, StoreError) if over else ()):
                 self.leave()
             raise
 
     def begin(self, about: dict[str, str]) -> list[NodeState]:
-        """Take a place; the models whose average the member begins with, none: the seed's."""
+        """Join with a new place; return the models whose average the member starts with.
+
+        :param about: facts for the first record, see :func:`~mpigossip.runs.members.join.about`;
+            models must have the parameter layout that it names
+        :return: models, empty if the member starts from the seed
+        :raises Fenced: if other members have closed the new place
+        :raises NoModel: if there are models, but all of them are damaged
+        """
         self.place.layout = about.get("layout", "")
         self.place.join(self.promises)
         inputs, states = self._current(self.place.beginnings, NEWEST)
@@ -157,7 +193,11 @@ class FolderExchange:
     def _current(
         self, wanted: Callable[[], list[Round]], most: int
     ) -> tuple[list[Round], list[NodeState]]:
-        """As `newest`, for versions that are looked up again if they were removed meanwhile."""
+        """Read ``most`` models like :meth:`newest`, of the versions that ``wanted`` returns.
+
+        If none of them can be read, ``wanted`` is called again, because newer versions may have
+        replaced them meanwhile.
+        """
         versions = wanted()
         while True:
             try:
@@ -169,7 +209,12 @@ class FolderExchange:
                     raise
 
     def newest(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
-        """As `readable`; where none of them can be read, earlier rounds of the same places."""
+        """Read models like :meth:`readable`; if none can be read, try earlier rounds.
+
+        They belong to the same places, and go back as far as a place keeps models.
+
+        :raises NoModel: if no model can be read
+        """
         return self.place.disk.retry(lambda: self._newest(versions, most), "models")
 
     def _newest(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
@@ -185,8 +230,10 @@ class FolderExchange:
         """Return the first ``most`` versions that can be read, and their models.
 
         A model is passed over only if it was removed or is damaged. If the file system fails for
-        one of them, all are read again, until a lease is over.
+        one of them, all are read again, for at most one lease.
 
+        :param versions: versions in the order of preference
+        :param most: largest number of models to read
         :raises StoreError: if no model can be read
         """
         return self.place.disk.retry(lambda: self._readable(versions, most), "models")
@@ -194,7 +241,8 @@ class FolderExchange:
     def _readable(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
         failures: list[Exception] = []
         found = self._undamaged(versions, most, failures)
-        # An error says nothing about a model. It must not change which models are averaged.
+        # An error of the file system says nothing about a model, so it must not change which
+        # models are averaged.
         if failures and len(found) < min(most, len(versions)):
             raise failures[0]
         if versions and not found:
@@ -212,15 +260,22 @@ class FolderExchange:
         return found
 
     def _no_model(self, count: int, failures: list[Exception]) -> Exception:
-        """Return the error of no model: one of the file system, after which to try again, first."""
+        """Return the error to raise if no model can be read.
+
+        An error of the file system takes precedence, because the reading is then repeated.
+        """
         text = f"{self.place.disk.root}: none of {count} models can be read; "
         text += "copy one back to models/, or begin a new folder"
         return failures[0] if failures else NoModel(text)
 
     def chunk(self) -> tuple[int, int] | None:
-        """The next chunk, and how far the learning rate is; None once the training has ended.
+        """Return the next chunk and the progress; None after the end of the training.
 
-        Waits while others train the last chunks. Raises Fenced, Leaving.
+        The progress is the number of chunks that determines the learning rate. While other members
+        train the last chunks, the call waits. The member that finds all of them done publishes END.
+
+        :raises Fenced: if other members have closed this place
+        :raises StopRequested: if the member is asked to leave while it waits
         """
         while True:
             if not self.place.left:
@@ -244,7 +299,12 @@ class FolderExchange:
         return self.place.now() - self._chunk_time
 
     def send(self, state: NodeState) -> int:
-        """Publish this round's model in the background; its bytes. Waits for the one before."""
+        """Publish this round's model in the background; return its size in bytes.
+
+        The call first waits until the model of the previous round is published.
+
+        :raises Fenced: if other members have closed this place
+        """
         self.written()
         place = self.place
         draft = place.draft(int(state.numbers["index"]))
@@ -271,10 +331,10 @@ class FolderExchange:
         return sum(array.nbytes for array in state.stored().values())
 
     def _write(self, draft: Round, state: NodeState) -> Entry | None:
-        """Write a model under a new name; None if it is of no use, as others closed the place.
+        """Write a model under a new name; return None if other members have closed the place.
 
-        They remove the files of a place that they closed long ago, unfinished ones, too. Writing
-        then fails, but not because of the disk.
+        They also remove files of a place that was closed long ago, even unfinished ones. Writing
+        then fails for a reason that is no outage of the file system.
         """
         disk = self.place.disk
         path = disk.path(f"models/{draft.place:06d}-{secrets.token_hex(8)}.h5")
@@ -291,7 +351,10 @@ class FolderExchange:
         return entry
 
     def written(self) -> None:
-        """Wait for the model that is being published; raises Fenced."""
+        """Wait until the model in the background is published.
+
+        :raises Fenced: if other members have closed this place
+        """
         if self._written is not None:
             written = self._written
             self._written = None
@@ -300,7 +363,12 @@ class FolderExchange:
             raise Fenced
 
     def receive(self) -> NodeState | None:
-        """The model to average with, None where nobody has a new one; raises Behind."""
+        """Return a peer's model to average with; None if no peer has a new one.
+
+        A late model is corrected by :func:`correct_for_age`.
+
+        :raises TooFarBehind: if this member's model is too old to be averaged
+        """
         for version in self.place.peers():
             state = read_model(self.place, version)
             if state is not None:
@@ -310,7 +378,7 @@ class FolderExchange:
         return None
 
     def leave(self) -> None:
-        """Publish what is being written, and close the place if others haven't."""
+        """Publish the model in the background, then close the place unless others have done so."""
         if self.place.number < 0:
             return
         with contextlib.suppress(Fenced):
@@ -318,4 +386,5 @@ class FolderExchange:
             self.place.leave()
 
     def close(self) -> None:
+        """Stop the thread that writes models."""
         self._writer.shutdown()

@@ -1,8 +1,8 @@
-"""Retries of operations on a shared folder: no error of a file system is taken for an answer.
+"""Retries of operations on a shared folder that fail because of its file system.
 
 An operation that fails says nothing about the file. It is therefore repeated until it succeeds, or
-until it has failed for longer than a lease. Then the member ends: with code 75, on which batch
-scripts queue it again, or with an error of the user if only the user can correct what is wrong.
+until it has failed for longer than a lease. The member then ends with exit code 75, for which batch
+scripts queue it again. If only the user can correct the cause, it ends with a user error instead.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from mpigossip.config.readable import print_note
 from mpigossip.store import StoreError
 
 START_S = 10.0
-"""Time limit of an operation as long as the lease is not known, and once the member leaves."""
+"""Time limit of an operation, in seconds, until the lease is known and after the member was asked
+to leave."""
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 2.0
-"""Seconds between two attempts: each pause is twice as long as the one before it."""
+"""First and longest pause between two attempts, in seconds: each pause is twice as long as the
+previous one."""
 RIGHTS = "ask the owner for the right to use it (with --shared: `umask 022`)"
 SPACE = "free space there, or ask for a larger quota"
 REMEDIES = {
@@ -47,44 +49,50 @@ T = TypeVar("T")
 
 
 class FolderUnreachable(Failure):
-    """An operation on a training's folder that failed for too long; another host may succeed."""
+    """An operation on a training's folder has failed for too long; another host may succeed."""
 
     code = STOPPED
 
 
 class ForeignFile(PermissionError):
-    """A file of another user, in a folder that this member does not share with other users."""
+    """A file belongs to another user, in a folder that this member does not share with others."""
 
 
 def cause(error: BaseException) -> OSError | None:
-    """Return the error of the file system behind an exception; None if there is none.
+    """Return the error of the file system that caused an exception; None if there is none.
 
-    A `StoreError` without such a cause is about the content of a file, and so is an `OSError` of
-    the HDF5 library, which has no number.
+    A `StoreError` without such a cause concerns the content of a file. So does an `OSError` of the
+    HDF5 library, which has no error number.
     """
     found = error if isinstance(error, OSError) else error.__cause__
     return found if isinstance(found, OSError) and found.errno is not None else None
 
 
 class Outages:
-    """Retry the operations of one member on its folder, in its main and in its writing thread.
-
-    ``limit_s``: seconds that an operation may fail. ``stopping``: whether the member was asked to
-    leave, which shortens them to `START_S`.
-    """
+    """Retries of one member's operations on its folder, in its main and in its writing thread."""
 
     def __init__(self, tell: Callable[[str], None] = print_note, limit_s: float = START_S):
+        """Start without an outage.
+
+        :param tell: function that prints one line about an outage
+        :param limit_s: seconds for which an operation may fail
+        """
         self.tell = tell
         self.limit_s = limit_s
         self.stopping: Callable[[], bool] = lambda: False
+        """Function that returns whether the member was asked to leave. If so, an operation may fail
+        for `START_S` seconds at most."""
         self.given_up = False
-        """whether an operation has failed for too long: all others are then tried only once"""
+        """Whether an operation has failed for too long. All others are then tried only once."""
         self._lock = threading.Lock()
         self._failing = 0
-        """number of threads whose operation fails at present"""
+        """Number of threads whose operation fails at present."""
         self._since = 0.0
+        """Start of the present outage, by the monotonic clock."""
         self._past = 0.0
+        """Total duration of past outages, in seconds."""
         self._reported = float("-inf")
+        """Time of the last report, by the monotonic clock."""
 
     def seconds(self) -> float:
         """Return the total duration of all outages until now, the present one included.
@@ -98,11 +106,13 @@ class Outages:
     def retry(self, operation: Callable[[], T], path: Path) -> T:
         """Return the result of ``operation``, which is repeated as long as the file system fails.
 
-        :param operation: may be called again after any error
-        :param path: name for messages, if the error has none
-        :raises FolderUnreachable: if it fails for longer than the limit
-        :raises StoreError: if it does and only the user can correct the cause; at once for an error
-            that is not of the file system
+        Any other error of the operation is raised at once.
+
+        :param operation: function that may be called again after any error
+        :param path: path for messages, if the error has none
+        :raises FolderUnreachable: if the operation fails for longer than the limit
+        :raises StoreError: if it fails for longer than the limit, and only the user can correct the
+            cause
         """
         try:
             return operation()
@@ -114,6 +124,7 @@ class Outages:
             return self._again(operation, path, first)
 
     def _again(self, operation: Callable[[], T], path: Path, error: Exception) -> T:
+        """Repeat an operation whose first attempt failed with ``error``; return its result."""
         began = time.monotonic()
         pause = FIRST_PAUSE_S
         while True:
@@ -135,6 +146,7 @@ class Outages:
 
     @contextmanager
     def _outage(self) -> Iterator[None]:
+        """Return a context manager that measures an outage; outages of two threads may overlap."""
         with self._lock:
             if not self._failing:
                 self._since = time.monotonic()
@@ -148,7 +160,7 @@ class Outages:
                     self._past += time.monotonic() - self._since
 
     def _report(self, error: OSError, path: Path) -> None:
-        """Report an outage, but not more often than once in the time limit."""
+        """Report an outage, at most once per time limit."""
         with self._lock:
             now = time.monotonic()
             due = now - self._reported > self.limit_s
@@ -158,12 +170,13 @@ class Outages:
 
 
 def _describe(error: OSError, path: Path) -> str:
+    """Return the path and the text of an error; ``path`` is used if the error has none."""
     name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
     return f"{name}: {error.strerror or error}"
 
 
 def _final(error: OSError, path: Path, limit_s: float) -> Exception:
-    """Return the exception that ends the member: its class decides whether it is queued again."""
+    """Return the exception that ends the member; its class decides if the job is queued again."""
     text = f"{_describe(error, path)}, for {limit_s:g} s"
     if isinstance(error, ForeignFile):
         return StoreError(f"{text}; give --shared to use the files of other users")

@@ -1,4 +1,4 @@
-"""One member's place in a training: it joins, claims chunks, publishes rounds, finds its peers."""
+"""Place of a member in a training: joining, claiming chunks, publishing rounds, finding peers."""
 
 from __future__ import annotations
 
@@ -25,62 +25,77 @@ from mpigossip.store import StoreError
 
 FOLDERS = ("tmp", "places", "chain", "ledger", "models", "closed")
 BEHIND = 8
-"""Ages that a model may lie behind to be averaged."""
+"""Largest difference in age between two models that are averaged. The age is a Lamport clock, see
+`Round`: a model with a greater age is newer."""
 NEWEST = 8
-"""Models that a newcomer averages."""
+"""Largest number of models whose average a new member starts with."""
 KEEP = 3
-"""Models that a place keeps."""
+"""Number of models that a place keeps: it removes older ones."""
 OLD = 4 * BEHIND
-"""Ages that a closed place lies behind when its models are removed: nobody begins with them."""
+"""Difference in age from which the models of a closed place are removed: no member starts with
+them any more."""
 LEASES = 16
-"""The longest promise of silence, in leases."""
+"""Longest silence that a member may promise, in leases."""
 
 
 class Fenced(Exception):
-    """Others have closed this place; its round is void, and the member joins anew."""
+    """Other members have closed this place: its round is void, and the member joins again."""
 
 
 class TooFarBehind(Exception):
-    """This member's model is too old to be averaged; it joins anew."""
+    """A member's model is too old to be averaged: the member joins again."""
 
 
 class TrainingPlan(NamedTuple):
-    """What all members know of the training."""
+    """Facts about the training that all members share."""
 
     chunks: int
+    """Number of chunks in the whole training."""
     block: int
-    """chunks of a claim"""
+    """Number of chunks that are claimed at once."""
     lease_s: float
-    """seconds of silence that a record promises at least"""
+    """Shortest silence that a record promises, in seconds."""
 
 
 @dataclass
 class Chain:
-    """What this member knows of another place."""
+    """Knowledge of this member about the chain of another place."""
 
     promise: float
+    """Longest silence, in seconds, that the newest usable record promises."""
     seen: float
-    """by this member's clock, when the chain was last seen to grow"""
+    """Time at which the chain was last seen to grow, by this member's clock."""
     next: int = 0
+    """Number of the first record that has not been seen yet."""
     last: Round | None = None
+    """Newest usable round; None: no round has been seen."""
     closed: Closed | None = None
+    """Closing record; None: the chain is open."""
 
     @property
     def rounds(self) -> int:
+        """Number of rounds up to the newest usable one."""
         return self.last.round if self.last else 0
 
 
 class Place:
-    """The protocol, for one place; ``chance`` and ``now`` choose nothing that replay needs.
+    """The protocol between members, from the point of view of one place.
 
-    ``tell`` is given a line about each name that can't be used, once.
+    A member that joins gets a place, whose number is never used again. In each round it trains
+    one chunk, publishes its model, and averages it with the model of one other place, its peer.
+    All records of a place form its chain: record 0 names the models that the member started with,
+    record k is its round k, and a closing record ends the chain.
+
+    The clock and the random choices decide which chunks are claimed and which peers are present.
+    The records contain these decisions, so that a replay needs neither.
     """
 
     claim: Claim | None
+    """Claim whose chunks this member trains; None before the first one."""
     number = -1
-    """of who only reads"""
+    """Number of this place; -1: this object only reads and has not joined."""
     layout = ""
-    """of models that are taken; "": any"""
+    """Digest of the parameter layout that models must have; "": any layout is accepted."""
 
     def __init__(
         self,
@@ -91,11 +106,18 @@ class Place:
         chance: random.Random | None = None,
         report: Callable[[str], None] = print,
     ):
-        """``disk``: the run's folder, in which `job.toml` stands."""
+        """Prepare to read the folder; it is not changed before :meth:`join`.
+
+        :param disk: folder of the training, which contains `job.toml`
+        :param plan: facts about the training that all members share
+        :param now: monotonic clock, in seconds
+        :param chance: generator of random choices; None: a new one
+        :param report: function that prints one line, for example about a file that is unusable
+        """
         self.disk = disk
         self.plan = plan
         self.report = report
-        # an outage of the folder is no silence of the other members
+        # Outages of the folder are subtracted, because they must not count as silence of others.
         self.now = lambda: now() - disk.outages.seconds()
         self.chance = chance or random.Random()
         self.chains: dict[int, Chain] = {}
@@ -107,7 +129,11 @@ class Place:
     # -- joining ----------------------------------------------------------------------------------
 
     def join(self, promises: int = 1) -> None:
-        """Take a number that nobody has had; ``promises``: leases that a record promises."""
+        """Create a place with a number that was never used before.
+
+        :param promises: longest silence that the records of this place promise, in leases; at most
+            `LEASES`
+        """
         self.disk.outages.limit_s = self.plan.lease_s
         places = self.numbers("places")
         stride = 1
@@ -131,7 +157,12 @@ class Place:
         self.fenced = False
 
     def beginnings(self) -> list[Round]:
-        """Versions to begin with, the furthest first: of present places, else of closed ones."""
+        """Return the newest versions to start with, by descending age.
+
+        Only the last 64 present places are read. If none of these has published a model, the closed
+        places with the newest models are read instead. Versions that are more than `BEHIND` older
+        than the newest one are left out. The list is empty if there is no model yet.
+        """
         found = [self.refresh(place).last for place in self.present()[-64:]]
         if not any(found):
             ages = self._closed()
@@ -140,14 +171,19 @@ class Place:
         return _furthest(found)
 
     def before(self, versions: Sequence[Round]) -> list[Round]:
-        """The same places' versions of one round earlier."""
+        """Return the versions of the same places one round earlier, if they exist."""
         found = [
             self.record(one.place, one.round - 1, listed=True) for one in versions if one.round > 1
         ]
         return [one for one in found if isinstance(one, Round)]
 
     def start(self, inputs: Sequence[Round], about: dict[str, str]) -> None:
-        """Say which models this member has begun with; raises Fenced."""
+        """Publish record 0, which names the models that this member starts with.
+
+        :param inputs: averaged versions; empty: the model comes from the seed
+        :param about: facts that the bits of the model depend on, such as versions and processor
+        :raises Fenced: if other members have closed this place
+        """
         versions = tuple(one.version for one in inputs)
         record = Start(place=self.number, inputs=versions, promise=self.promise, about=about)
         self.age = max((one.age for one in inputs), default=0)
@@ -159,28 +195,29 @@ class Place:
     # -- what others do ---------------------------------------------------------------------------
 
     def present(self) -> list[int]:
-        """Places that aren't known to be closed or silent, ascending."""
+        """Return the places that are not known to be closed or silent, in ascending order."""
         there = {place for place in self.numbers("places") if not self.absent(place)}
         there -= self._closed().keys()
-        return sorted(there | ({self.number} - {-1}))  # a stale listing may lack the own one
+        # A stale listing may lack this member's own place.
+        return sorted(there | ({self.number} - {-1}))
 
     def absent(self, place: int) -> bool:
-        """Return whether a place is known as closed, or as silent for longer than it promised."""
+        """Return whether a place is known to be closed, or silent for longer than it promised."""
         chain = self.chains.get(place)
         if chain is None or place == self.number:
             return False
         return chain.closed is not None or self.now() - chain.seen > chain.promise
 
     def refresh(self, place: int) -> Chain:
-        """Look for what a place has published since the last look: its newest records.
+        """Read the records that a place has published since the last call; return its chain.
 
-        An exception of reading them leaves the chain as it was.
+        Only the newest records are read, back to the first one that is usable. If reading raises
+        an exception, the chain stays as it was.
         """
         chain = self.chains.setdefault(place, Chain(self.plan.lease_s, self.now()))
         numbers = [] if chain.closed else self.numbers(f"chain/{place:06d}")
         if numbers and numbers[-1] >= chain.next:
             new = []
-            # back to a round that can be used
             for number in range(numbers[-1], chain.next - 1, -1):
                 new.append(self.record(place, number, listed=True))
                 if isinstance(new[-1], Round | Start):
@@ -198,9 +235,13 @@ class Place:
     def record(
         self, place: int, number: int, listed: bool = False
     ) -> Start | Round | Closed | Record | None:
-        """A record of a chain; None where it isn't there, a bare Record where it is damaged.
+        """Read a record of a chain.
 
-        ``listed``: as in `Disk.read`.
+        :param place: number of the place
+        :param number: number of the record in its chain
+        :param listed: whether the record is known to exist, as in :meth:`RecordStore.read`
+        :return: the record; None if it does not exist; an object of the base class `Record` if it
+            is unusable, or belongs to another place or round
         """
         name = record_name(place, number)
         found = self.read(name, Start, Round, Closed, listed=listed)
@@ -211,7 +252,11 @@ class Place:
         return found
 
     def fence(self, place: int) -> None:
-        """Close a silent place, unless it publishes first; either way this member learns it."""
+        """Close a silent place, unless it publishes its next record first.
+
+        The closing record takes the name of that next record, so exactly one of the two is
+        published. The chain is read again afterwards and shows which one it was.
+        """
         chain = self.chains[place]
         record = Closed(place=place, round=chain.next, why="silent", by=self.number)
         self.disk.make(f"chain/{place:06d}")
@@ -224,10 +269,15 @@ class Place:
         self.refresh(place)
 
     def peers(self) -> Iterator[Round]:
-        """Versions to average with in the coming round, the first one that can be read.
+        """Iterate over the versions to average with in this round, best first.
 
-        One-peer exponential over the sorted present places: offset 2^(round mod ⌈log2 m⌉), then
-        the next ones; a version is averaged once. Raises Behind.
+        The caller takes the first one whose model can be read. The peers follow the one-peer
+        exponential graph over the m present places in ascending order: the first candidate is the
+        place at offset 2^(round mod ⌈log2 m⌉), and up to three more follow at the offsets of the
+        next rounds. A version is never averaged twice, and a version that is more than `BEHIND`
+        older than the own model is passed over.
+
+        :raises TooFarBehind: if the own model is more than `BEHIND` older than a candidate
         """
         places = self.present()
         here = places.index(self.number)
@@ -246,14 +296,17 @@ class Place:
                 yield version
 
     def took(self, version: Round) -> None:
-        """This version was averaged."""
+        """Note that this version is averaged in the current round."""
         self.peer = version
         self.averaged[version.place] = version.round
 
     # -- chunks -----------------------------------------------------------------------------------
 
     def chunk(self) -> int | None:
-        """The next chunk to train; None where none can be claimed now."""
+        """Return the next chunk to train; claim a block if the last claim is used up.
+
+        The result is None if nothing can be claimed now.
+        """
         if not self.left:
             claimed = self.ledger.claim(self)
             if claimed is None:
@@ -264,8 +317,18 @@ class Place:
         return self.claim.chunk + self.round - self.claim.first
 
     def trained(self, name: str, claim: Claim, count: int) -> tuple[int, bool]:
-        """Published rounds of a claim, and whether no more will come; closes a silent place."""
-        if claim.place == self.number:  # one whose reply was lost is nobody's
+        """Return how many rounds of a claim are published, and whether no more will follow.
+
+        If the claim is incomplete and its place has been silent for longer than it promised, the
+        place is closed.
+
+        :param name: name of the claim in the ledger
+        :param claim: the claim
+        :param count: number of chunks that it covers
+        """
+        # If the reply to the publication of a claim was lost, this place does not train its chunks:
+        # the claim is void as soon as the place has passed its first round.
+        if claim.place == self.number:
             return 0, name not in self._own and claim.first < self.round
         chain = self.refresh(claim.place)
         since = max(chain.seen, self._claimed_at.setdefault(name, self.now()))
@@ -282,7 +345,12 @@ class Place:
     # -- publishing -------------------------------------------------------------------------------
 
     def draft(self, step: int) -> Round:
-        """The record of the round that ends now, without its model; counts the round."""
+        """Return the record of the round that ends now, still without its model.
+
+        The counters of this place move on to the next round.
+
+        :param step: step count that is stored with the model
+        """
         chunk = self.claim.chunk + self.round - self.claim.first
         peer = self.peer
         self.age = 1 + max(self.age, peer.age if peer else 0)
@@ -309,9 +377,13 @@ class Place:
         return made
 
     def publish(self, draft: Round, done: bool, **model: Any) -> None:
-        """Give a round its model and its name; sets ``fenced`` where others closed this place.
+        """Publish a round whose model has been written; called in the thread that wrote it.
 
-        ``done``: it is the last of its claim. In the thread that has written the model.
+        If other members have closed this place, the round is void, and ``fenced`` is set.
+
+        :param draft: result of :meth:`draft`
+        :param done: whether this is the last round of its claim
+        :param model: fields of the record that describe the model's file
         """
         record = replace(draft, **model)
         if not self.disk.publish(record_name(record.place, record.round), record.encode()):
@@ -324,19 +396,20 @@ class Place:
             self.ledger.finish(record.claim)
 
     def closed_by_others(self, draft: Round) -> bool:
-        """Return whether a round can't be published, because its name is in the listing already."""
+        """Return whether the name of a round is already listed, so it can't be published."""
         return self.disk.exists(record_name(draft.place, draft.round))
 
     def _remove_old(self) -> None:
-        """Remove models of places that were closed long ago."""
+        """Remove the models of places that were closed more than `OLD` ages ago."""
         old = {f"{place:06d}" for place, age in self._closed().items() if age + OLD < self.age}
         for name in self.disk.names("models") if old else ():
             if name.partition("-")[0] in old:
                 self.disk.remove(f"models/{name}")
 
     def leave(self) -> None:
-        """Close the own chain: what is claimed and not trained is others'."""
-        # the last round's own name where its model could not be written, or isn't yet
+        """Close this place's own chain, so that others may claim the chunks it did not train."""
+        # If the model of the last round has not been published, the name of that round is free, and
+        # the closing record has to take it. Otherwise it takes the next name.
         for number in range(max(self.round - 1, 0), self.round + 1):
             record = Closed(place=self.number, round=number, why="left", by=self.number)
             if self.disk.publish(record_name(self.number, number), record.encode()):
@@ -346,11 +419,15 @@ class Place:
     # -- the end ----------------------------------------------------------------------------------
 
     def endings(self) -> list[Round]:
-        """Versions whose average may be the result, the furthest first."""
+        """Return the versions whose average may be the result, by descending age.
+
+        :raises StoreError: if there is no usable record
+        """
         for place in [*[*self._closed()][-64:], *self.present()]:
             self.refresh(place)
         found = _furthest([chain.last for chain in self.chains.values()])
-        if not found:  # an END without models couldn't be taken back
+        # An END without models could not be undone.
+        if not found:
             raise StoreError(
                 f"{self.disk.root}: all chunks are trained, and no record in chain/ "
                 "can be read; copy them back, or begin a new folder"
@@ -358,13 +435,16 @@ class Place:
         return found
 
     def end(self, versions: Sequence[Round]) -> None:
-        """Link the end, whose versions this member has read."""
+        """Publish END, which names the versions to average; this member has read all of them."""
         named = tuple(sorted(one.version for one in versions))
         self.disk.publish("END", End(place=self.number, versions=named).encode())
         self._end_listed = True
 
     def ended(self) -> End | None:
-        """The end, if it is there; raises Unusable."""
+        """Return the record END, or None if the training has not ended.
+
+        :raises Unusable: if END exists but can't be read as a record
+        """
         self._end_listed = self._end_listed or self.disk.exists("END")
         if not self._end_listed:
             return None
@@ -373,11 +453,11 @@ class Place:
     # -- names ------------------------------------------------------------------------------------
 
     def numbers(self, folder: str) -> list[int]:
-        """Numbers among the names of a folder, ascending."""
+        """Return the names of a folder that are numbers, in ascending order."""
         return [int(name) for name in self.disk.names(folder) if re.fullmatch(r"\d{6,15}", name)]
 
     def _closed(self) -> dict[int, int]:
-        """Ages at which places were closed, as far as hints say."""
+        """Return the age of each closed place for which there is a hint in `closed`."""
         names = self.disk.names("closed")
         found = [name for name in names if re.fullmatch(r"\d{6,15}\.\d{6,15}", name)]
         return {int(place): int(age) for place, age in (name.split(".") for name in found)}
@@ -386,9 +466,13 @@ class Place:
         self.disk.publish(f"closed/{place:06d}.{age:06d}", b"")
 
     def read(self, name: str, *kinds: type[Record], listed: bool = False) -> Any:
-        """A record; None where it isn't there, a bare Record where it can't be used.
+        """Read a record by its name.
 
-        ``listed``: as in `Disk.read`.
+        :param name: name in the folder
+        :param kinds: classes that the record may have
+        :param listed: whether the name is known to exist, as in :meth:`RecordStore.read`
+        :return: the record; None if it does not exist; an object of the base class `Record` if it
+            is unusable, which is reported once
         """
         try:
             content = self.disk.read(name, listed)
@@ -398,18 +482,18 @@ class Place:
             return Record(place=0)
 
     def tell_once(self, name: str, text: str) -> None:
-        """Say once that a name can't be used."""
+        """Report once that a file is unusable and passed over."""
         if name not in self._told:
             self._told.add(name)
             self.report(f"{name}: {text}; passed over")
 
 
 def record_name(place: int, number: int) -> str:
-    """Name of a record of a chain."""
+    """Return the name of a record in the chain of a place."""
     return f"chain/{place:06d}/{number:06d}"
 
 
 def _furthest(versions: Iterable[Round | None]) -> list[Round]:
-    """Those that can be averaged with the furthest, that first."""
+    """Return the versions that may be averaged with the newest one, by descending age."""
     found = sorted((one for one in versions if one), key=lambda one: (-one.age, one.place))
     return [one for one in found if one.age + BEHIND >= found[0].age]

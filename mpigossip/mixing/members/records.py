@@ -1,7 +1,7 @@
-"""The files of a training in a folder: how they get there, and the records that stand in them.
+"""Files of a training in a folder: how they are published, and the records that they contain.
 
-The one atomic act is the link of a finished file. Records are small JSON objects with a fixed set
-of typed fields.
+The only atomic operation is link(2), which gives a finished file its name. Records are small JSON
+objects with a fixed set of typed fields.
 """
 
 from __future__ import annotations
@@ -23,51 +23,60 @@ from mpigossip.store import StoreError
 T = TypeVar("T")
 
 LARGEST = 1 << 20
-"""Bytes of a record at most."""
+"""Largest size of a record, in bytes."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 """Errors of link(2) on a file system without hard links."""
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""Errors of fsync(2) on a file system that cannot bring a folder to the disk."""
+"""Errors of fsync(2) on a file system that cannot write a folder to stable storage."""
 NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of chmod(2) on a file system without permissions of its own."""
 READABLE = 0o444
+"""Permission bits of a file that all users may read."""
 
 
 class Unusable(StoreError):
-    """A name that is there and can't be taken for what it should be; says why."""
+    """A file exists, but its content or kind is invalid; the message says why."""
 
 
 class RecordStore:
-    """A folder on a file system that all members share; stale listings only hide what is new.
+    """A folder on a file system that all members share.
 
-    No locks, no times of files, no renames: a name appears whole by link(2), or not at all.
+    There are no locks and no renames, and times of files are not used. A name appears with its
+    whole content by link(2), or not at all, and its content never changes. A stale listing can
+    therefore only lack new names.
 
-    `Outages` repeats each operation that the file system fails. No error of it is an answer: a
-    name "isn't there" only if it was never listed, and a content is "unusable" only if it was read.
+    If the file system fails, `Outages` repeats the operation, because such an error says nothing
+    about the file: a file counts as missing only if its name was never listed, and as unusable only
+    if it was read.
     """
 
     def __init__(self, root: Path, shared: bool = False):
-        """``shared``: files of other users are taken, too."""
+        """Keep the path of the folder, which need not exist yet.
+
+        :param root: folder of the training
+        :param shared: whether files of other users are accepted, and new files are made readable
+            for them
+        """
         self.root = Path(root)
         self.shared = shared
         self.outages = Outages()
         self._identity: tuple[int, int] | None = None
-        """Device and inode of the folder, once it was seen."""
+        """Device and inode of the folder; None until it was listed."""
         self._known: set[str] = set()
-        """Folders that have been there; no member removes one."""
+        """Folders that are known to have existed. No member ever removes a folder."""
         self._unwanted: list[Path] = []
-        """Files that are to be removed; an outage prevented that."""
+        """Files that still have to be removed, because an outage prevented it."""
 
     def path(self, name: str) -> Path:
-        """The place of a name; asked for once in each operation of the file system."""
+        """Return the path of a name; called once for each operation of the file system."""
         return self.root / name
 
     def retry(self, operation: Callable[[], T], name: str = "") -> T:
-        """As `Outages.retry`, with the name of a file in this folder."""
+        """Call :meth:`Outages.retry`, with the name of a file in this folder."""
         return self.outages.retry(operation, self.root / name)
 
     def names(self, folder: str) -> list[str]:
-        """Names in a folder, ascending; none where it isn't there."""
+        """Return the names in a folder in ascending order; none if the folder does not exist."""
         return self.retry(lambda: self._names(folder), folder)
 
     def _names(self, folder: str) -> list[str]:
@@ -81,17 +90,19 @@ class RecordStore:
         except NotADirectoryError:
             if folder:
                 raise
-            return []  # a file in the place of the training: whoever begins one reports it
+            # The training's folder is itself a file: the function that creates one reports that.
+            return []
         self._known.add(folder)
         if self._identity is None:
             self._check_root()
         return found
 
     def _check_root(self) -> None:
-        """Raise OSError if the folder has vanished or is another one, as if it is unmounted.
+        """Raise OSError if the folder has vanished, or was replaced because of an unmount.
 
-        The mount point that remains is an empty folder, in which nothing may be created. A folder
-        that is mounted again may have other numbers, but it has the names that were seen before.
+        After an unmount, the mount point remains as an empty folder, in which nothing may be
+        created. A folder that is mounted again may have another device or inode number, but it
+        contains the names that were listed before.
         """
         if not self._known:
             return
@@ -106,25 +117,33 @@ class RecordStore:
         self._identity = identity
 
     def exists(self, name: str) -> bool:
-        """Return whether a name is listed.
+        """Return whether a name is in the listing of its folder.
 
-        It is not looked up: NFS then hides a name for half a minute if it is created afterwards.
+        The name is not looked up, because NFS would then hide it for half a minute if it is created
+        soon afterwards.
         """
         folder, _, last = name.rpartition("/")
         return last in self.names(folder)
 
     def sees(self, name: str) -> bool:
-        """Return whether a name in the folder itself is listed now; an error counts as no."""
+        """Return whether a name is in the listing of the training's folder, without retries.
+
+        If the file system fails, the result is False.
+        """
         try:
             return name in self._names("")
         except OSError:
             return False
 
     def read(self, name: str, listed: bool = False) -> bytes | None:
-        """Content of a file; None where the name isn't there. Raises Unusable.
+        """Return the content of a file, or None if it does not exist.
 
-        ``listed``: the name is there, because it was listed or follows from another one. If it
-        can't be opened all the same, that is an error of the file system.
+        :param name: name in the folder
+        :param listed: whether the name is known to exist, because it was listed or follows from
+            another one. If it can't be opened all the same, this is an error of the file system
+        :raises Unusable: if the name is not a regular file, or the file is larger than `LARGEST`
+        :raises StoreError: if a listed name was removed, or belongs to another user in a folder
+            that is not shared
         """
         try:
             return self.retry(lambda: self._read(name, listed), name)
@@ -163,14 +182,18 @@ class RecordStore:
         return content
 
     def publish(self, name: str, content: bytes) -> bool:
-        """Give a name to a content, on disk; False where the name has another one.
+        """Publish a file; return False if the name already has another content.
 
-        The reply of a link may be lost: after an error only what stands under the name decides.
+        After a return, the file is on stable storage. The reply to a link may be lost, so after an
+        error the result depends only on the content that is found under the name.
         """
         return self.retry(lambda: self.publish_once(name, content), name)
 
     def publish_once(self, name: str, content: bytes) -> bool:
-        """As `publish`, in a single attempt. Raises OSError if the file system fails."""
+        """Publish a file like :meth:`publish`, in a single attempt.
+
+        :raises OSError: if the file system fails
+        """
         beside = self._write_beside(content)
         try:
             won = self._link(beside, name, content)
@@ -181,11 +204,12 @@ class RecordStore:
         return won
 
     def _write_beside(self, content: bytes) -> Path:
-        """Write a new file in tmp/, and bring it to the disk."""
+        """Write a new file in tmp/ and flush it to stable storage; return its path."""
         beside = self.path(f"tmp/{secrets.token_hex(8)}")
         try:
             file = beside.open("xb")
-        except FileNotFoundError:  # tools that copy or purge folders drop empty ones
+        except FileNotFoundError:
+            # Tools that copy or purge folders remove empty ones.
             self._make("tmp")
             file = beside.open("xb")
         try:
@@ -200,6 +224,7 @@ class RecordStore:
         return beside
 
     def _link(self, beside: Path, name: str, content: bytes) -> bool:
+        """Link a finished file to its name; return whether the name now has this content."""
         failed = None
         try:
             self.link(beside, self.path(name))
@@ -218,11 +243,11 @@ class RecordStore:
         return found == content
 
     def link(self, beside: Path, path: Path) -> None:
-        """Give a finished file a second name, in one step."""
+        """Give a finished file a second name, atomically."""
         os.link(beside, path)
 
     def share(self, path: Path) -> None:
-        """Make a file readable for other users if the folder is shared, whatever the umask."""
+        """Make a file readable for other users if the folder is shared, in spite of the umask."""
         if self.shared:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             try:
@@ -236,12 +261,12 @@ class RecordStore:
             _change_mode(descriptor, mode | READABLE)
 
     def open_to_others(self, folder: Path) -> None:
-        """Give a new folder the permissions of the training's own if that is shared."""
+        """Give a new folder the permissions of the training's folder if that is shared."""
         if self.shared:
             _change_mode(folder, stat.S_IMODE(self.root.stat().st_mode))
 
     def sync(self, folder: str) -> None:
-        """Bring a folder's names to the disk."""
+        """Flush the names in a folder to stable storage."""
         descriptor = os.open(self.path(folder), os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -252,21 +277,21 @@ class RecordStore:
             os.close(descriptor)
 
     def begin(self, folders: Iterable[str]) -> None:
-        """Make the folder itself, those above it, and these in it."""
+        """Create the training's folder with its parents, and ``folders`` in it."""
         self.retry(lambda: self.root.mkdir(parents=True, exist_ok=True))
         for folder in folders:
             self.make(folder)
 
     def make(self, folder: str) -> None:
-        """Make a folder, and those between it and the training's own, which has to be there.
+        """Create a folder and its parents within the training's folder, which has to exist.
 
-        If the training's folder is shared, the new ones get its permissions, whatever the umask:
-        other users then may add names to them if they may add names to the training's folder.
+        If the training's folder is shared, the new ones get its permissions, in spite of the umask:
+        users who may add names to the training's folder may then also add names to them.
         """
         self.retry(lambda: self._make(folder), folder)
 
     def _make(self, folder: str) -> bool:
-        """Return whether the folder wasn't there."""
+        """Create a folder like :meth:`make`, without retries; return whether it was missing."""
         self._check_root()
         made = False
         one = self.root
@@ -276,7 +301,7 @@ class RecordStore:
             try:
                 one.mkdir()
             except FileExistsError:
-                # `Path.is_dir` alone would take an error of the file system for an answer.
+                # `Path.is_dir` alone would return False after an error of the file system.
                 mode = os.lstat(one).st_mode
                 if not (stat.S_ISDIR(mode) or (stat.S_ISLNK(mode) and one.is_dir())):
                     raise StoreError(f"{one} is no folder; move it away") from None
@@ -287,11 +312,11 @@ class RecordStore:
         return made
 
     def remove(self, name: str) -> None:
-        """Remove a file that nobody needs; after an error again with the next one."""
+        """Remove a file that no member needs; after an error, the next call tries again."""
         self.discard(self.path(name))
 
     def discard(self, path: Path) -> None:
-        """Remove a file by its path, as `remove` does."""
+        """Remove a file by its path, like :meth:`remove`."""
         unwanted = [*self._unwanted, path]
         self._unwanted = []
         for one in unwanted:
@@ -304,7 +329,10 @@ class RecordStore:
 
 
 def _check_kind(path: Path) -> None:
-    """Raise Unusable if a name that can't be opened is no regular file; an error says nothing."""
+    """Raise Unusable if a path that can't be opened is no regular file.
+
+    If that can't be found out, because the file system fails, return.
+    """
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -316,6 +344,7 @@ def _check_kind(path: Path) -> None:
 
 
 def _change_mode(file: int | Path, mode: int) -> None:
+    """Change the permissions of a path or descriptor, if the file system has permissions."""
     try:
         os.fchmod(file, mode) if isinstance(file, int) else file.chmod(mode)
     except OSError as error:
@@ -327,13 +356,13 @@ def _change_mode(file: int | Path, mode: int) -> None:
 
 
 MOST = 1 << 53
-"""Whole numbers stay below."""
+"""Upper limit, exclusive, of the numbers in a record."""
 FILE = r"\d{6}-[0-9a-f]{16}\.h5"
-"""Names of model files."""
+"""Regular expression for the names of model files."""
 
 
 class Version(NamedTuple):
-    """A model: that of a place after a round."""
+    """Name of a model: the place that trained it, and the round after which it was published."""
 
     place: int
     round: int
@@ -341,66 +370,85 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What all records have; ``nonce`` makes each content its own."""
+    """Base class of all records.
+
+    ``place`` is the member that wrote the record, and the random ``nonce`` makes the content of
+    each record unique. For a `Closed` record, ``place`` is the one that was closed.
+    """
 
     place: int
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def encode(self) -> bytes:
-        """As JSON, with the class as its kind."""
+        """Return the record as JSON, with the name of the class as its kind."""
         return json.dumps({"kind": type(self).__name__.lower(), **asdict(self)}).encode()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Record):
-    """Round 0 of a chain: the models whose average the member began with (none: the seed)."""
+    """Record 0 of a chain, which says how the member started."""
 
     inputs: tuple[Version, ...]
+    """Models whose average the member started with; empty: its model came from the seed."""
     promise: float
+    """Longest silence until the next record, in seconds."""
     about: dict[str, str]
+    """Facts that the bits of the model depend on, such as versions and processor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round(Record):
-    """A published round: averaged with ``peer``, trained ``chunk``, model in ``file``.
-
-    ``age`` is a Lamport clock, ``progress`` the chunks that its history has reached, ``promise``
-    the seconds of silence at most until the next record. ``checksum`` is of the file's bytes,
-    ``digest`` of its arrays.
-    """
+    """A published round, in which the member trained one chunk."""
 
     round: int
     claim: str
+    """Name of the claim that contains the chunk."""
     chunk: int
     peer: tuple[Version, ...]
+    """Version that the member had averaged its model with; empty: none."""
     age: int
+    """Lamport clock: 1 + the larger of the ages of the member's previous model and of its peer."""
     progress: int
+    """Number of chunks that the history of this model has reached; it determines the learning
+    rate."""
     promise: float
+    """Longest silence until the next record, in seconds."""
     step: int
+    """Step count that is stored with the model."""
     file: str
+    """Name of the model's file in `models`."""
     bytes: int
+    """Size of the file."""
     checksum: str
+    """Checksum of the bytes of the file."""
     parameters: int
+    """Number of parameters of the model."""
     digest: str
+    """SHA-256 of the arrays in the file."""
 
     @property
     def version(self) -> Version:
-        """Its name for others."""
+        """Name of this round's model."""
         return Version(self.place, self.round)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Closed(Record):
-    """The end of a chain: "left" by itself, or silent for longer than it promised."""
+    """Last record of a chain: the place has left, or was silent for longer than it promised."""
 
     round: int
     why: str
+    """Reason: "left" or "silent"."""
     by: int
+    """Number of the place that closed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Record):
-    """Rounds of a place from ``first`` on train the chunks from ``chunk`` to their block's end."""
+    """Claim of a place to the chunks from ``chunk`` to the end of their block.
+
+    The place trains them, one per round, from round ``first`` on.
+    """
 
     first: int
     chunk: int
@@ -408,9 +456,10 @@ class Claim(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class End(Record):
-    """All chunks are trained; the result is the average of these versions."""
+    """End of the training: all chunks are trained, and the result is the average of models."""
 
     versions: tuple[Version, ...]
+    """Models that are averaged."""
 
 
 KINDS: dict[str, type[Record]] = {
@@ -419,7 +468,13 @@ KINDS: dict[str, type[Record]] = {
 
 
 def parse(content: bytes, name: str, *kinds: type[Record]) -> Any:
-    """The record of one of these kinds; raises Unusable."""
+    """Return the record that ``content`` encodes.
+
+    :param content: content of the file
+    :param name: name of the file, for messages
+    :param kinds: classes that the record may have
+    :raises Unusable: if it is no valid record of one of these classes
+    """
     try:
         found = json.loads(content)
         cls = KINDS[found.pop("kind")]
@@ -437,7 +492,13 @@ def parse(content: bytes, name: str, *kinds: type[Record]) -> Any:
 
 
 def _typed(value: Any, kind: str, name: str) -> Any:
-    """A field's value as its type; ValueError where it is another."""
+    """Return the value of a field, converted to its type.
+
+    :param value: value in the JSON object
+    :param kind: annotation of the field
+    :param name: name of the field, for messages
+    :raises ValueError: if the value has another type, or is too large
+    """
     if kind == "int" and type(value) is int and 0 <= value < MOST:
         return value
     if kind == "float" and type(value) in (int, float) and 0 <= value < MOST:

@@ -1,1 +1,1 @@
-"""Members that come and go (`mpigossip join`), and the replay of their training."""
+"""Members that join and leave a training (`mpigossip join`), and the replay of a training."""

@@ -1,4 +1,4 @@
-"""`mpigossip join`: one member of a training that others join and leave, from its folder."""
+"""`mpigossip join`: one member of a training in a folder, which members join and leave."""
 
 import os
 import platform
@@ -37,9 +37,11 @@ from mpigossip.training.evaluate import Evaluation, evaluate
 from mpigossip.training.parts import make_parts
 
 FORMAT = "mpigossip members 2"
+"""Name and version of the file format."""
 JOB = "job.toml"
+"""Name of the file with the job that all members share."""
 LOOP = "loop.toml"
-"""What all members share: a job, or what stands for a custom loop."""
+"""Name of the file that takes its place if members are programs with a training loop."""
 OWN = {
     "checkpoint",
     "log",
@@ -49,9 +51,9 @@ OWN = {
     "data.cache",
     "node.timeout_s",
 }
-"""Sections and settings in which members may differ."""
+"""Sections and settings of a job in which members may differ."""
 FILES = ("graph.name", "graph.placement")
-"""Settings that may name a file as "file:PATH", which is read and not imported."""
+"""Settings that may name a file as "file:PATH", which is read but never imported."""
 OWN_COPY = "to run that code give your own copy: `mpigossip {command} {folder} JOB.toml`"
 
 
@@ -64,11 +66,20 @@ def join(
     poll_s: float = POLL_S,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Train as one member until every chunk is trained, or until asked to stop; the summary.
+    """Train as one member until all chunks are trained, or until it is asked to stop.
 
-    ``shared``: other users' files are taken. ``lease_s`` in place of the job's, ``stop``: whether
-    to leave. Raises JobError for user errors, FolderUnreachable if the folder's file system fails
-    for longer than a lease.
+    :param folder: folder of the training; a new training begins if it has none yet
+    :param job: the job, which must agree with the one in the folder if there is one; None: the job
+        in the folder, which may not name code to import
+    :param shared: whether files of other users are accepted
+    :param lease_s: shortest silence, in seconds, after which other members close this one; None:
+        `members.lease_s` of the job
+    :param poll_s: seconds after which a member without work reads the folder again
+    :param stop: function that returns whether to leave, called after each step
+    :return: summary with "finished", which is False if the member was asked to leave, and "places",
+        the numbers of its places; after the end also the metrics, the checkpoint and its digest
+    :raises JobError: if the user can correct the error, such as a job that members can't train
+    :raises FolderUnreachable: if the file system fails for longer than a lease
     """
     disk = RecordStore(folder, shared)
     given = job
@@ -80,7 +91,7 @@ def join(
         end = end_of_allocation(job.checkpoint.wall_clock_s)
         try:
             flat = assembly.engine.vector.flat
-            # begins it, now that data and model are there
+            # A new training begins only now, after data and model were loaded without an error.
             job_of(folder, given, disk, parameters=layout(flat.names, flat.shapes))
             with Stopper(world, folder, end) as stopper:
                 plan = plan_of(assembly, lease_s)
@@ -97,6 +108,7 @@ def join(
 def _train(
     live: FolderExchange, member: Member, folder: Path, world: SingleProcess
 ) -> dict[str, Any]:
+    """Train until the end, joining again whenever the place is closed; return the summary."""
     place = live.place
     places = list[int]()
     flat = member.engine.vector.flat
@@ -122,10 +134,16 @@ def _train(
 
 
 class _Watched:
-    """A place's log and lines on the terminal; asks after each step whether to leave."""
+    """Log and terminal output of one stay; it checks after each step whether to leave."""
 
     def __init__(self, member: Member, live: FolderExchange, folder: Path, world: SingleProcess):
-        """The log is logs/000007/log.h5 in the training's folder."""
+        """Prepare the log, such as logs/000007/log.h5 in the training's folder for place 7.
+
+        :param member: the training of this member
+        :param live: exchange of this member, which has a place
+        :param folder: folder of the training
+        :param world: world of the single process
+        """
         self.member = member
         self.live = live
         assembly = member.assembly
@@ -153,7 +171,7 @@ class _Watched:
         # The folders above the log are missing only if the training's folder is unmounted.
         self.recorder = Recorder(world, parents=False)
         self.printer = Printer(world)
-        # its lines count what all members have trained
+        # The lines on the terminal count the steps of all members.
         self.shown = replace(
             self.progress,
             first_step=live.place.progress * member.steps,
@@ -167,12 +185,20 @@ class _Watched:
         return self
 
     def after(self, record: Record, chunk: int) -> None:
-        """Log a step; raises Leaving."""
+        """Log a step, then check whether to leave.
+
+        :param record: metrics of the step
+        :param chunk: chunk that is trained
+        :raises StopRequested: if the member was asked to leave
+        :raises JobError: if a round takes longer than a fifth of the lease
+        """
         place = self.live.place
         peer = self.live.place.peer
         steps = self.member.steps
-        within = self.member.done % steps  # 0: the round is over, its record drafted
-        # a member knows no distance from the average: not 0, which is its own from itself
+        # Number of steps in the present round. 0: the round is over, and its record is drafted.
+        within = self.member.done % steps
+        # A member does not know its distance from the average. The engine has computed 0, the
+        # distance of the only model from itself.
         record = replace(record, index=self.member.done - 1, consensus_distance=float("nan"))
         record.metrics |= {
             "chunk": chunk,
@@ -199,10 +225,15 @@ class _Watched:
         self.printer.leave()
 
     def _retry(self, write: Callable[[], None]) -> None:
-        """Write to the log, which can be repeated: what is there already isn't written twice."""
+        """Write to the log, again after an outage: rows that are in the log are not repeated."""
         self.live.place.disk.outages.retry(write, self.progress.folder / "log.h5")
 
     def end(self, found: Evaluation, told: dict[str, Any]) -> None:
+        """Log the evaluation of the final model and the summary.
+
+        :param found: evaluation of the final model
+        :param told: path and digest of the checkpoint, for the summary
+        """
         place = self.live.place
         progress = self.progress
         recorder = self.recorder
@@ -226,7 +257,11 @@ class _Watched:
 def _result(
     live: FolderExchange, member: Member, folder: Path
 ) -> tuple[Evaluation, dict[str, Any]]:
-    """The average at the end, tested; who linked the end writes it as a checkpoint."""
+    """Evaluate the average of the models that END names.
+
+    :return: the evaluation, and the path and digest of the checkpoint if there is one; the member
+        that published END writes it
+    """
     job = member.assembly.parts.job
     steps = live.place.plan.chunks * member.steps
     facts: dict[str, Number] = {
@@ -237,7 +272,8 @@ def _result(
     found = evaluate(member.trainer.replicas, member.trainer.mixer, member.assembly.loader)
 
     def of_checkpoint() -> dict[str, Any]:
-        path = checkpoint.latest(folder)  # meanwhile, if another writes it
+        # Another member may have written it during the evaluation.
+        path = checkpoint.latest(folder)
         return {"checkpoint": str(path), "digest": checkpoint.digest(path)} if path else {}
 
     return found, live.place.disk.retry(of_checkpoint, "checkpoints")
@@ -246,13 +282,21 @@ def _result(
 def result(
     live: FolderExchange, folder: Path, steps: int, job: str, facts: dict[str, Number]
 ) -> list[NodeState]:
-    """Return the models that END names; the member that linked it writes the checkpoint.
+    """Return the models that END names; the member that published END writes the checkpoint.
 
-    ``job`` as text and ``facts`` go into its manifest: `checkpoint export` averages its nodes.
+    If that member was killed, one that comes after the end writes the checkpoint instead. The
+    checkpoint has one node for each model, and `checkpoint export` averages them. If there is a
+    checkpoint already, its models are returned.
+
+    :param live: exchange of a member, after the end of the training
+    :param folder: folder of the training
+    :param steps: number of steps of the whole training
+    :param job: text of the job, for the manifest of the checkpoint
+    :param facts: further entries of the manifest
     """
     place = live.place
     disk = live.place.disk
-    # models may be purged long after the end
+    # The checkpoint comes first, because `models` may have been purged long after the end.
     if (stored := disk.retry(lambda: _stored(folder), "checkpoints")) is not None:
         return stored
     end = place.ended()
@@ -291,7 +335,15 @@ def _write(
     job: str,
     meta: dict[str, Number],
 ) -> None:
-    """Write the models that END names as a checkpoint, which other users can read if shared."""
+    """Write models as a checkpoint; other users can read it if the folder is shared.
+
+    :param disk: folder of the training as a record store
+    :param folder: path of the same folder
+    :param steps: number of steps of the whole training
+    :param states: the models, one for each node of the checkpoint
+    :param job: text of the job
+    :param meta: entries of the manifest
+    """
     disk.make("checkpoints")
     temporary = checkpoint.begin(folder, steps)
     entries = []
@@ -306,13 +358,16 @@ def _write(
 
 
 def _given_up(live: FolderExchange, folder: Path) -> bool:
-    """Return whether nobody writes the checkpoint any more: who linked END was killed meanwhile.
+    """Return whether the final checkpoint is abandoned, and this member has to write it.
 
-    Asked by a member that came after the end; watches for a lease what is being written. Of several
-    that ask at once, the one that links a name writes.
+    The checkpoint is abandoned if the member that published END was killed while it wrote. A
+    member that comes after the end watches the unfinished files: they must not change for a lease.
+    If several members find this out at once, the one that publishes the next file END.k writes the
+    checkpoint.
     """
 
     def seen() -> list[tuple[str, int]]:
+        """Return names and sizes of the files in unfinished checkpoints."""
         found = []
         for name in live.place.disk.names("checkpoints"):
             # A folder or file that its writer removes meanwhile is left out.
@@ -324,7 +379,8 @@ def _given_up(live: FolderExchange, folder: Path) -> bool:
 
     disk = live.place.disk
     names = disk.names("checkpoints")
-    if not any(name.endswith(".writing") for name in names):  # purged, or not begun yet
+    # The checkpoint was purged, or its writer has not begun yet.
+    if not any(name.endswith(".writing") for name in names):
         return False
     claim = f"END.{sum(name.startswith('END.') for name in disk.names(''))}"
     live.place.report(f"{folder} has ended, but its checkpoint isn't whole: waiting for its writer")
@@ -341,7 +397,11 @@ def _given_up(live: FolderExchange, folder: Path) -> bool:
 
 
 def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
-    """Chunks of all passes together, and how many of them a member claims at once."""
+    """Return the facts about the training that all members share.
+
+    :param assembly: the assembled job
+    :param lease_s: lease in seconds; None: `members.lease_s` of the job
+    """
     section = assembly.parts.job.members
     chunks = -(-assembly.total_steps // steps_of_round(assembly))
     block = max(1, min(section.claim_rounds, chunks // 64))
@@ -349,7 +409,12 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
 
 
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:
-    """What a member's bits depend on, for its first record."""
+    """Return facts that the bits of a member's model depend on, for its first record.
+
+    :param names: names of the model's parameters
+    :param shapes: shapes of the parameters
+    :param devices: devices of the member's slots, such as "cpu" or "cuda:0"
+    """
     return {
         "format": FORMAT,
         "mpigossip": mpigossip.__version__,
@@ -372,10 +437,17 @@ def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dic
 def job_of(
     folder: Path, job: Job | None, disk: RecordStore, name: str = JOB, parameters: str = ""
 ) -> Job:
-    """The job of the training in a folder, which begins with ``job`` where there is none.
+    """Return the job of the training in a folder; begin a training if there is none.
 
-    ``name``: the file in which it stands; its first line has what else members share, the
-    `layout` of their ``parameters`` ("": not known yet) among it. Raises JobError.
+    :param folder: folder of the training
+    :param job: this member's copy of the job; None: the one in the folder
+    :param disk: the same folder as a record store
+    :param name: name of the file with the job. Its first line holds the file format, the version of
+        PyTorch and the layout of the parameters, which all members share, too
+    :param parameters: layout of the model's parameters; "": not known yet, so that it is not
+        compared
+    :raises JobError: if there is no job, if the folder holds another training or something else, or
+        if other users may write to a folder that is not shared
     """
     here = f"# {FORMAT}, torch {torch.__version__.partition('+')[0]}, parameters {parameters}"
     if not disk.exists(name):
@@ -396,6 +468,15 @@ def job_of(
 
 
 def _begin(folder: Path, job: Job | None, disk: RecordStore, name: str, head: str) -> None:
+    """Begin a training: create the folders and publish the job.
+
+    :param folder: folder of the training
+    :param job: the job
+    :param disk: the same folder as a record store
+    :param name: name of the file with the job
+    :param head: first line of this file
+    :raises JobError: if there is no job, or if the folder can't be used
+    """
     if job is None:
         raise JobError(none_there(disk))
     if folder.is_file():
@@ -427,9 +508,11 @@ def none_there(disk: RecordStore) -> str:
 
 
 def of_something_else(disk: RecordStore, name: str) -> str:
-    """Return the message for a folder that holds other things than a training of members.
+    """Return the message for a folder with files that do not belong to a training, or "".
 
-    ``name``: of the job's file, with which another member may have begun it meanwhile.
+    :param disk: the folder
+    :param name: name of the file with the job; if it exists, another member has begun the training
+        meanwhile
     """
     names = set(disk.names(""))
     if name in names or names <= {*FOLDERS, "STOP"}:
@@ -440,9 +523,17 @@ def of_something_else(disk: RecordStore, name: str) -> str:
 def job_there(
     disk: RecordStore, own: Job | None = None, name: str = JOB, command: str = "join"
 ) -> Job:
-    """The job that stands in the folder; it imports the code alone that one's ``own`` copy names.
+    """Return the job in the folder.
 
-    Raises JobError where that is another job.
+    Code that the job names is imported only if this member's own copy of the job names it, too,
+    because other users may have written the job in the folder.
+
+    :param disk: the folder
+    :param own: this member's copy of the job; None: no code is imported
+    :param name: name of the file with the job
+    :param command: name of the command, for messages
+    :raises JobError: if the job names other code, or differs from ``own`` in a setting that members
+        have to share
     """
     text = (disk.read(name, listed=True) or b"").decode(errors="replace") + "\n"
     tables = config.as_dict(config.load(text))
@@ -470,7 +561,11 @@ def job_there(
 
 
 def check_lease(lease_s: float, round_s: float) -> None:
-    """Raise JobError for a lease under five rounds: others would close members that work."""
+    """Raise JobError if the lease is shorter than five rounds: working members would be closed.
+
+    :param lease_s: lease in seconds
+    :param round_s: duration of a round in seconds
+    """
     if lease_s < 5 * round_s:
         raise JobError(
             f"a round takes {round_s:.3g} s here, and a lease is {lease_s:g} s: others "
@@ -481,7 +576,7 @@ def check_lease(lease_s: float, round_s: float) -> None:
 
 
 def check_fit(job: Job) -> None:
-    """Raise JobError for what keeps a job from being trained by members that come and go."""
+    """Raise JobError, with all problems, if members can't train this job."""
     found = []
     goes = [name for name in algorithms.BUILDERS if _goes(name)]
     if not _goes(job.algorithm.name):
@@ -524,7 +619,10 @@ def check_fit(job: Job) -> None:
 
 
 def _goes(name: str) -> bool:
-    """Return whether a method averages one model with one neighbour after its local steps."""
+    """Return whether members can use an algorithm.
+
+    After its local steps, such an algorithm averages one vector, the model, with one neighbour.
+    """
     brings = BuilderSpec.of(algorithms.BUILDERS, name).implies
     if brings.get("cadence.name", "every") not in ("every", "always"):
         return False

@@ -22,21 +22,31 @@ from mpigossip.training.assemble import Assembly
 
 
 class FolderMixer(Simulated):
-    """x ← ½ (x + x_j), j the member that ``receive`` finds, late x_j as `moved` has it; else x."""
+    """Mixer of a member: it computes x ← ½ (x + x_j) with the model x_j of another member.
+
+    A late x_j is corrected by :func:`~mpigossip.mixing.members.live.correct_for_age`. If no other
+    member has a new model, x stays as it is.
+    """
 
     def __init__(self, graph, layout: MessageLayout, member: Member):
+        """Prepare to exchange the models of a member.
+
+        :param graph: graph of the job
+        :param layout: layout of a message
+        :param member: member that sends and receives the models
+        """
         super().__init__(graph, layout)
         self._member = member
 
     def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
-        """Publish the model in a gossip step; writing goes on in the background."""
+        """Publish the model if this is a GOSSIP step; it is written in the background."""
         super().start(ExchangeKind.LOCAL, t, exchange)
         self._open = kind, t
         if kind is ExchangeKind.GOSSIP:
             self.bytes_sent[0] += self._member.send(self._out)
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
-        """``sent`` and ``mixed``; reads the model of one other member in a gossip step."""
+        """Return the sent and the mixed message; a GOSSIP step reads another member's model."""
         kind, _ = self._open
         if kind is not ExchangeKind.GOSSIP or not self._member.receive(self._mixed):
             return self._out, self._out
@@ -46,30 +56,51 @@ class FolderMixer(Simulated):
 
 
 class Member:
-    """The training of a member: x ← H steps on a chunk, published, then ½ (x + x_j)."""
+    """Training of a member.
+
+    In each round, the member trains H steps on a chunk, publishes its model x, and averages it with
+    the model x_j of one other member: x ← ½ (x + x_j).
+    """
 
     def __init__(self, assembly: Assembly):
+        """Prepare the engine of a job for members.
+
+        The mixer of the engine is replaced, and the present model is kept as the seed's model.
+
+        :param assembly: trainer and engine of a job with one node
+        """
         self.trainer = assembly.trainer
         self.assembly = assembly
         self.engine = engine = assembly.engine
         rate = self.trainer.rate
         self.ahead = 0
+        """Number of steps by which the learning rate is ahead of the chunk that is trained."""
         self.trainer.rate = lambda step: rate(step + self.ahead)
         self.steps = steps_of_round(assembly)
+        """Number H of steps in a round."""
         self.done = 0
-        """steps since the member began"""
+        """Number of steps since the member began."""
         self.exchange: Any = None
+        """Source of chunks and of other members' models; None before the first round."""
         self.seed = self.capture([(x,) for x in engine.vector.x])
         engine.replace_mixer(FolderMixer(assembly.parts.graph, engine.mixer.layout, self))
 
     def begin(self, states: Sequence[NodeState]) -> None:
-        """Stand at the average of these models (none: the seed's), with averaged moments."""
+        """Start from the average of models, with the averaged moments of the optimizer.
+
+        :param states: models to average; empty: the model that the seed gives
+        """
         states = states or [self.seed]
         self._stand(average(states), AVERAGED)
         self.engine.counts = [min(int(one.numbers["local_steps"]) for one in states)]
 
     def resume(self, state: NodeState, rounds: int, exchange: Any) -> None:
-        """Stand where a model was sent after so many rounds, and average it with a peer's."""
+        """Continue from a model that was published, and average it with a peer's model.
+
+        :param state: the model as it was published
+        :param rounds: number of rounds that the member has completed with it
+        :param exchange: exchange that returns the peer's model
+        """
         engine = self.engine
         self._stand(state)
         engine.counts = [int(state.numbers["local_steps"])]
@@ -86,7 +117,11 @@ class Member:
         engine.group.all_gather(engine.vector.x, engine.vector.full)
 
     def _stand(self, state: NodeState, names: Container[str] | None = None) -> None:
-        """Take a model, its buffers and arrays of these names (None: all) of its method's state."""
+        """Load a model with its buffers and arrays of the algorithm's state.
+
+        :param state: the model
+        :param names: names of the arrays to load; None: all of them
+        """
         engine = self.engine
         replicas = self.trainer.replicas
         flat = engine.vector.flat
@@ -104,9 +139,11 @@ class Member:
     def train(
         self, exchange: Any, after: Callable[[Record, int], None] = lambda record, chunk: None
     ) -> None:
-        """Train chunks until there are no more; ``after`` each step, with its chunk.
+        """Train chunks until there are no more.
 
-        ``exchange``: where chunks and peers come from, a `Live`, or a `Scripted` in a replay.
+        :param exchange: source of chunks and peers: a `FolderExchange`, or a `ReplayExchange` in a
+            replay
+        :param after: function that is called after each step, with its record and its chunk
         """
         self.exchange = exchange
         while (found := exchange.chunk()) is not None:
@@ -122,7 +159,7 @@ class Member:
                 after(record, chunk)
 
     def capture(self, message: MessageArrays) -> NodeState:
-        """The model in a message, with the state behind it."""
+        """Return the model in a message, with its buffers and the state of the algorithm."""
         engine = self.engine
         flat = self.engine.vector.flat
         arrays = engine.pack_state(0)
@@ -130,17 +167,19 @@ class Member:
             for name, buffer in buffers.items():
                 arrays[f"buffers/{slot}/{name}"] = plain(buffer).copy()
         x = engine.group.to_first([parts[0] for parts in message])
-        steps = engine.counts[0] + (self.exchange is not None)  # a step counts when it is done
-        # readers want no more local steps than steps; averaged members may have made more
+        # The step that sends the message is counted only after its end.
+        steps = engine.counts[0] + (self.exchange is not None)
+        # Checkpoints may not have more local steps than steps. The average of members may have made
+        # more local steps than its index says.
         counts: dict[str, Number] = {"index": max(engine.index, steps), "local_steps": steps}
         return NodeState(join_row(x, 0, flat), flat.names, flat.shapes, arrays, counts)
 
     def send(self, message: MessageArrays) -> int:
-        """Publish a message with the state behind it; its bytes."""
+        """Publish the model in a message, with its state; return its size in bytes."""
         return self.exchange.send(self.capture(message))
 
     def receive(self, into: MessageArrays) -> bool:
-        """Read the model of another member, if there is one."""
+        """Read another member's model into a message; return whether there was one."""
         state = self.exchange.receive()
         if state is None:
             return False
@@ -151,7 +190,7 @@ class Member:
 
 
 def steps_of_round(assembly: Assembly) -> int:
-    """H: steps from one exchange to the next."""
+    """Return the number H of steps from one exchange to the next."""
     cadence = assembly.engine.cadence
     index = 0
     while cadence.kind(cadence.init(), index) is ExchangeKind.LOCAL:
@@ -160,7 +199,13 @@ def steps_of_round(assembly: Assembly) -> int:
 
 
 def average(states: Sequence[NodeState]) -> NodeState:
-    """The mean of models, in their order; what has no mean is the first one's."""
+    """Return the mean of models, summed in their order.
+
+    Arrays that are not floating-point numbers are taken from the first model. Arrays that some
+    model lacks are left out.
+
+    :param states: models with equal parameter layouts, at least one
+    """
     first = states[0]
     names = [n for n in first.arrays if all(n in one.arrays for one in states)]
 

@@ -1,4 +1,4 @@
-"""`mpigossip replay`: rounds of a training once more in this process, bitwise."""
+"""`mpigossip replay`: repeat rounds of a training in this process, bitwise."""
 
 from __future__ import annotations
 
@@ -21,29 +21,36 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.assemble import assemble
 
 BITS = ("mpigossip", "torch", "processor", "machine", "threads")
-"""What a model's bits may depend on, as a first record has it."""
+"""Keys of facts in a first record that the bits of a model may depend on."""
 TOLD = 100
-"""From so many rounds on each tenth of them is told."""
+"""Number of rounds from which on the progress is reported after each tenth of them."""
 
 
 class ReplayMismatch(Exception):
-    """A round whose model has another digest than its record says."""
+    """A repeated round gives a model with another digest than its record contains."""
 
 
 class ReplayLog:
-    """All chains of a folder, and the models that are needed still."""
+    """All chains in a folder, and the models that a replay still needs."""
 
     def __init__(self, place: Place):
-        """``place``: a reader of the folder, which joins nothing."""
+        """Read all chains.
+
+        :param place: object that reads the folder and does not join
+        """
         self.place = place
         self.stored = 0
+        """Number of models that were read from the folder."""
         self.starts: dict[int, Start] = {}
+        """First record of each place."""
         self.rounds: dict[Version, Round | None] = {}
-        """None: its record can't be used"""
+        """All rounds; None: the record is unusable."""
         self.models: dict[Version, NodeState] = {}
+        """Models that rounds still to be repeated depend on."""
         for number in place.numbers("places"):
             for index in range(place.refresh(number).next):
-                found = place.record(number, index)  # not listed, if a record is missing before it
+                # A record before the last one may be missing, so it does not count as listed.
+                found = place.record(number, index)
                 if isinstance(found, Start):
                     self.starts[number] = found
                 elif not isinstance(found, Closed):
@@ -53,11 +60,12 @@ class ReplayLog:
         self.end: tuple[Version, ...] = end.versions if isinstance(end, End) else ()
 
     def check_complete(self) -> None:
-        """Check that each chunk is in exactly one round, if the training has ended.
+        """Check that each chunk was trained in exactly one round, if the training has ended.
 
         A listing may be older than the end, and then lack rounds or whole places.
 
-        :raises StoreError: if a chunk is missing, or is in several rounds
+        :raises StoreError: if a chunk was trained in several rounds, or if the training has ended
+            and a chunk is missing
         """
         chunks = self.place.plan.chunks
         rounds: dict[int, list[Version]] = {chunk: [] for chunk in range(chunks)}
@@ -74,7 +82,8 @@ class ReplayLog:
             )
         if trained == chunks:
             return
-        # Record 0 of a chain trains no chunk: its place may have ended before its first round.
+        # Record 0 of a chain trains no chunk and may be missing: its place may have ended before
+        # its first round.
         for version, record in self.rounds.items():
             if record is None and version.round:
                 self.round(version)
@@ -92,7 +101,10 @@ class ReplayLog:
         )
 
     def round(self, version: Version) -> Round:
-        """Its record; StoreError where that can't be used."""
+        """Return the record of a round.
+
+        :raises StoreError: if the record is missing or unusable
+        """
         found = self.rounds.get(version)
         if found is None:
             raise StoreError(
@@ -102,7 +114,12 @@ class ReplayLog:
         return found
 
     def inputs(self, version: Version) -> tuple[Version, ...]:
-        """Versions that it depends on: its last, the peer's, the own as old as that."""
+        """Return the versions that a round depends on.
+
+        For the first round of a place, these are the models that it started with. For any other,
+        they are the model of the previous round and, if there was a peer, the peer's model and the
+        own model of the same age.
+        """
         if version.round == 1:
             if version.place not in self.starts:
                 self.round(Version(version.place, 0))
@@ -116,7 +133,13 @@ class ReplayLog:
         )
 
     def choose(self, wanted: Iterable[Version]) -> list[Version]:
-        """These and what they depend on that isn't stored any more, in an order to repeat them."""
+        """Return the rounds to repeat, in an order in which each follows its dependencies.
+
+        These are the wanted rounds, and all rounds that they depend on whose models are no longer
+        stored. Models that are stored are read.
+
+        :raises StoreError: if a record that is needed is missing or unusable
+        """
         found = set[Version]()
         wanted = set(wanted)
         open_ = [*wanted]
@@ -136,7 +159,7 @@ class ReplayLog:
         return sorted(found, key=lambda one: (self.round(one).age, one))
 
     def repeating(self, wanted: Iterable[Version]) -> Iterator[Version]:
-        """Iterate over these and what they depend on, and tell how far that is."""
+        """Iterate over the rounds to repeat, as :meth:`choose` orders them; report the progress."""
         order = self.order = self.choose(wanted := set(wanted))
         more = len(order) - len(wanted)
         tell = self.place.report
@@ -148,7 +171,13 @@ class ReplayLog:
             yield version
 
     def given(self, version: Version) -> tuple[list[NodeState], NodeState | None, int]:
-        """Own last model (those of the beginning), the peer's as the member took it, progress."""
+        """Return the inputs of a round, and release models that no later round needs.
+
+        :return: the own previous model, or for a first round the models that the member started
+            with; the peer's model, corrected for its age, or None; and the progress before the
+            round, in chunks
+        :raises StoreError: if the round depends on one that is later
+        """
         inputs = self.inputs(version)
         if missing := [one for one in inputs if one not in self.models]:
             raise StoreError(f"{record_name(*version)} depends on {missing[0]}, which is later")
@@ -165,7 +194,10 @@ class ReplayLog:
         return models[:1], correct_for_age(models[1], models[0], models[2], late_by), known
 
     def check(self, version: Version, state: NodeState) -> None:
-        """Keep a model as long as it is needed; raises Differs where the record names another."""
+        """Compare a repeated model with its record; keep it if later rounds need it.
+
+        :raises ReplayMismatch: if its digest is not the one in the record
+        """
         if digest(state) != self.round(version).digest:
             raise ReplayMismatch(
                 f"round {version.round} of place {version.place} is another model than "
@@ -175,7 +207,7 @@ class ReplayLog:
             self.models[version] = state
 
     def _unlike(self, place: int) -> str:
-        """Return where the place's machine and versions were others than here."""
+        """Return a clause with the facts in which a place's host and this one differ, or ""."""
         start = self.starts.get(place)
         here = about((), (), [])
         was = start.about if start else {}
@@ -187,7 +219,7 @@ class ReplayLog:
         return f"; it was made with {', '.join(unlike)}" if unlike else ""
 
     def told(self) -> str:
-        """What `repeating` has compared."""
+        """Return a summary of the rounds that were repeated."""
         order = self.order
         rounds = pluralize(len(order), "round")
         places = len({one.place for one in order})
@@ -203,34 +235,47 @@ class ReplayLog:
 
 
 class ReplayExchange:
-    """The exchange of one round, as its record says."""
+    """Exchange of one round that is repeated according to its record."""
 
     sent: NodeState
+    """Model that the member published, after the round."""
 
     def __init__(self, peer: NodeState | None, chunk: int, progress: int):
+        """Prepare the inputs of the round.
+
+        :param peer: the peer's model, corrected for its age; None: no peer
+        :param chunk: chunk that the round trains
+        :param progress: progress before the round, in chunks
+        """
         self._peer = peer
         self._next = (chunk, progress)
 
     def chunk(self) -> tuple[int, int] | None:
-        """The round's chunk and the progress before it, once."""
+        """Return the chunk of the round and the progress before it; None from the second call."""
         found = self._next
         self._next = None
         return found
 
     def send(self, state: NodeState) -> int:
-        """Keep what the member would publish."""
+        """Keep the model that the member would publish; return 0 bytes."""
         self.sent = state
         return 0
 
     def receive(self) -> NodeState | None:
-        """The peer's model, once."""
+        """Return the peer's model; None from the second call."""
         found = self._peer
         self._peer = None
         return found
 
 
 def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
-    """Repeat rounds and what they depend on by one `Member`; what was compared. Raises Differs."""
+    """Repeat rounds, with the rounds that they depend on; return a summary.
+
+    :param script: chains of the training
+    :param wanted: rounds to repeat
+    :param member: `Member` that trains them
+    :raises ReplayMismatch: if a model differs from its record
+    """
     for version in script.repeating(wanted):
         models, peer, progress = script.given(version)
         exchange = ReplayExchange(peer, script.round(version).chunk, progress)
@@ -246,9 +291,15 @@ def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
 def wanted_of(
     script: ReplayLog, place: int | None, rounds: tuple[int, int] | None
 ) -> list[Version]:
-    """The rounds that are asked for; JobError where there are none.
+    """Return the requested rounds.
 
-    Where all are asked for, all must be there: see `Script.check_complete`.
+    If all rounds are requested, none may be missing: see :meth:`ReplayLog.check_complete`.
+
+    :param script: chains of the training
+    :param place: number of a place; None: all places
+    :param rounds: first and last round; None: all rounds
+    :raises JobError: if there are no such rounds
+    :raises StoreError: if all rounds are requested, and the chains are incomplete
     """
     low, high = rounds or (1, 1 << 60)
     found = [
@@ -263,7 +314,7 @@ def wanted_of(
         )
     if place is None and rounds is None:
         script.check_complete()
-        # A record that can't be used is needed by no chunk then.
+        # Every chunk is in a usable record, so the unusable ones are not needed.
         return [one for one in found if script.rounds[one] is not None]
     return found
 
@@ -274,11 +325,19 @@ def replay(
     rounds: tuple[int, int] | None = None,
     job: Job | None = None,
 ) -> str:
-    """Repeat a training from its records; what was compared. Raises Differs, StoreError, JobError.
+    """Repeat a training from its records and compare the models; return a summary.
 
-    ``place`` and ``rounds`` (first, last): only these, and what they depend on: models that are
-    stored still, rounds else. ``job``: one's own copy, without which no code that the folder
-    names is run.
+    Rounds that the requested ones depend on are repeated, too, unless their models are still
+    stored.
+
+    :param folder: folder of the training
+    :param place: number of the place to repeat; None: all places
+    :param rounds: first and last round to repeat; None: all rounds
+    :param job: your own copy of the job; None: code that the job in the folder names is not
+        imported
+    :raises ReplayMismatch: if a model differs from its record
+    :raises StoreError: if a record or model that is needed is missing or unusable
+    :raises JobError: if there is no training in the folder, no such round, or another job
     """
     disk = RecordStore(folder, shared=True)
     if not disk.exists(JOB):
