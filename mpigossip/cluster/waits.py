@@ -116,7 +116,7 @@ class WaitMonitor:
         return [rank for rank in found if rank >= 0]
 
     def start_wait(self, seconds: float, whom: Callable[[], Iterable[int]]) -> Wait:
-        """Return a new :class:`Wait` with a time limit of ``seconds``; ``whom`` as there."""
+        """Return a new :class:`Wait` with a time limit of ``seconds``, with the same arguments."""
         return Wait(self, seconds, whom)
 
     def send_status(self, ranks: Iterable[int], word: int) -> None:
@@ -124,7 +124,8 @@ class WaitMonitor:
 
         During a pause, a wait in another thread of this rank does not change the status PAUSED.
         """
-        if os.getpid() != self._process:  # a fork, whose status would look like this rank's
+        # The status of a fork would look like the status of this rank.
+        if os.getpid() != self._process:
             return
         with self._telling:  # otherwise the end of the pause could be announced before this
             if deadline.pause_depth and word in (WAITING, WORKING):
@@ -164,9 +165,9 @@ class WaitMonitor:
         return waiting
 
     def _take_in(self, waiting: set[int]) -> None:
-        """Record the message that has arrived, if any, and add its sender to ``waiting`` if it waits.
+        """Record the message that has arrived, if any; this can be repeated after an interrupt.
 
-        After an interrupt, the call can be repeated.
+        :param waiting: set to which the sender is added if it waits or closes
         """
         word, called, steps, order, rank, number = self._arrived[0].tolist()
         if number == 0:
