@@ -160,7 +160,7 @@ def any_rank_paused() -> bool:
 
 
 class PauseExtension:
-    """Extension of a wait at its limit: after a pause of any rank, a whole time limit starts again."""
+    """Extension of a wait at its limit: after a pause of a rank, a whole time limit starts again."""
 
     def __init__(self) -> None:
         self._paused = False
@@ -195,7 +195,7 @@ def announce_end(made: int, word: int = CLOSING, what: str = "loop") -> Iterator
 
 
 class WaitTimeoutError(Failure, TimeoutError):
-    """Error of a wait that reached its time limit; the message names what it waited for."""
+    """Error of a wait that reached its time limit; the message names the awaited event."""
 
     def __init__(self, message: str, code: int = 0):
         """Store the message and the exit code of this process.
@@ -234,7 +234,7 @@ class Deadline:
         :param what: function that describes the wait; it is called at the deadline only
         :param rest: function that may sleep instead of this method, and returns whether it did
         :param awaited_ranks: function that returns the awaited ranks of the world; no rank stands
-            for all. Other ranks are then informed of a long wait, and the error names the ranks at
+            for all. Other ranks are then informed of a long wait, and the error names the rank at
             fault (`waits`). None: no rank is informed or named
         :raises WaitTimeoutError: at the deadline; earlier, if an awaited rank has departed or waits
             in another call, or `TERM_S` seconds after SIGTERM

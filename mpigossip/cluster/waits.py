@@ -137,7 +137,10 @@ class WaitMonitor:
                 self._send(rank, word)
 
     def _send(self, rank: int, word: int) -> None:
-        """Send one message; if this is interrupted, :meth:`close` finds it by its missing request."""
+        """Send one message to ``rank``.
+
+        If this is interrupted, :meth:`close` recognizes the message by its missing request.
+        """
         sent = _Sent(rank)
         self._sent.append(sent)
         self._told[rank] += 1
