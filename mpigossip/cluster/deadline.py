@@ -160,7 +160,7 @@ def any_rank_paused() -> bool:
 
 
 class PauseExtension:
-    """Extension of a wait at its limit: after a pause of a rank, a whole time limit starts again."""
+    """Extension of a wait at its limit: after a pause of a rank, a whole limit starts again."""
 
     def __init__(self) -> None:
         self._paused = False
@@ -233,8 +233,8 @@ class Deadline:
         :param predicate: function that is polled; the wait ends when its result is true
         :param what: function that describes the wait; it is called at the deadline only
         :param rest: function that may sleep instead of this method, and returns whether it did
-        :param awaited_ranks: function that returns the awaited ranks of the world; no rank stands
-            for all. Other ranks are then informed of a long wait, and the error names the rank at
+        :param awaited_ranks: function that returns the awaited ranks of the world; none stands for
+            all. Other ranks are then informed of a long wait, and the error names the rank at
             fault (`waits`). None: no rank is informed or named
         :raises WaitTimeoutError: at the deadline; earlier, if an awaited rank has departed or waits
             in another call, or `TERM_S` seconds after SIGTERM
