@@ -89,7 +89,7 @@ class ModuleParameters:
         return found
 
     def gather(self) -> None:
-        """Copy the gradients of all parameters to ``g``, and zero for a parameter without a gradient."""
+        """Copy the gradients of all parameters to ``g``; a missing gradient counts as zero."""
         if not self.g[0].numel():
             self.g = [torch.zeros_like(x) for x in self.x]
         for parameters, row in zip(self.rows, self.g[0], strict=True):
@@ -142,14 +142,14 @@ class ModuleParameters:
         self._paths[row] = self._module_paths(row)
 
     def _check_owner(self, row: int, k: int) -> None:
-        """Raise JobError if the module holds another Parameter now under the name of parameter ``k``."""
+        """Raise JobError if the module now holds another Parameter in place of parameter ``k``."""
         module, key = self._owners[row][k]
         if module._parameters.get(key) is not self.rows[row][k]:
             raise JobError(replaced_message(self.flat.names[k]))
 
     @contextmanager
     def bind_to(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
-        """Let the parameters of a module be views of another array, all in float32, inside a block.
+        """Make the parameters of a module views of another array, in float32, inside a block.
 
         :param row: row of the module in the arrays
         :param array: array (rows, P) whose row the parameters become
@@ -336,11 +336,11 @@ class ModuleParameters:
         return False
 
     def newly_trained(self) -> list[str]:
-        """Return names of parameters that were frozen when the layout was made and are trained now."""
+        """Return the names of parameters that were frozen in the layout and are trained now."""
         return [name for name, p in self.frozen.items() if p.requires_grad]
 
     def newly_frozen(self) -> list[str]:
-        """Return names of parameters that were trained when the layout was made and are frozen now."""
+        """Return the names of parameters that are trained in the layout and are frozen now."""
         pairs = zip(self.flat.names, self.rows[0], strict=True)
         return [name for name, p in pairs if not p.requires_grad]
 
@@ -350,7 +350,7 @@ class ModuleParameters:
 
 
 def _take_edit(low: torch.Tensor, master: torch.Tensor) -> None:
-    """Copy elements of a 16-bit parameter that differ from the rounded master weights to these."""
+    """Copy elements of a 16-bit parameter to master weights that do not round to them."""
     for now, exact in _blocks(low, master):
         written = bits(now)
         rounded = bits(exact.to(now.dtype))
