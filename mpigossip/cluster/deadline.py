@@ -208,7 +208,7 @@ class WaitTimeoutError(Failure, TimeoutError):
 
 
 class Deadline:
-    """Time at which a wait ends with an error: ``seconds`` after the construction of this object."""
+    """Time at which a wait ends with an error, ``seconds`` after the creation of this object."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
