@@ -124,7 +124,7 @@ class ParameterLayout:
 
     @property
     def by_index(self) -> bool:
-        """Whether all parameters are in row-major order, as in files."""
+        """Return whether all parameters are in row-major order, as in files."""
         both = zip(self.shapes, self.strides, strict=True)
         return all(torch.empty_strided(*one, device="meta").is_contiguous() for one in both)
 
