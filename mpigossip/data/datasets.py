@@ -40,8 +40,8 @@ class Datasets:
     """Training and test samples that a custom function returned as torch Datasets.
 
     It has the role of :class:`~mpigossip.data.sources.Source`, with finished samples. If the
-    function has a parameter `node`, each node has its own stream (an IterableDataset). Otherwise,
-    all nodes share the same datasets.
+    function has a parameter `node`, each node has its own datasets, and "train" is a stream (an
+    IterableDataset). Otherwise, all nodes share the same datasets.
     """
 
     def __init__(self, sets: Sequence[Mapping[str, Any]], data: Data, seed: int, dealt: bool):
@@ -165,7 +165,7 @@ ROUNDING = 1e-2
 
 
 def compared_indices(count: int) -> np.ndarray:
-    """Return the indices of the samples that ranks compare, evenly spread over ``count`` samples."""
+    """Return the indices of the samples that ranks compare, spread evenly over ``count``."""
     return np.unique(np.linspace(0, count - 1, min(COMPARED, count)).astype(np.int64))
 
 
