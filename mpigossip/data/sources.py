@@ -162,8 +162,8 @@ class ImageSource(Source):
         return inputs, labels
 
     def content_digest(self) -> bytes:
-        # Compare the stored checksums of all samples, not pixels: the decoders of two hosts may give
-        # slightly different ones.
+        # Compare the stored checksums of all samples, because the decoders of two hosts may give
+        # slightly different pixels.
         splits = [self.images.data.split(split) for split in SPLITS]
         return content_hash([[split.labels, split.checksums] for split in splits])
 
@@ -177,8 +177,8 @@ class ImageSource(Source):
 class SyntheticSource(Source):
     """Random samples of any shape that a model can classify: a pattern of the class plus noise.
 
-    Sample i has the label y_i = i mod classes and the values x_i = p[o(y_i) …] + z[q(i) …]: a window
-    of the random vector p, plus a window of the random vector z. p consists of runs of 8 equal
+    Sample i has the label y_i = i mod classes and the values x_i = p[o(y_i) …] + z[q(i) …]: a
+    window of the random vector p, plus a window of the random vector z. p consists of runs of 8 equal
     values with a standard deviation of 0.5; the values of z are independent with a standard
     deviation of 1. The offsets o and q are random. A sample of any size therefore costs a copy, but
     no random numbers.
@@ -220,7 +220,7 @@ class SyntheticSource(Source):
 
     @cached_property
     def _windows(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        """Windows of the noise, with the offset of each sample; of patterns, with that of each class.
+        """Windows of noise with the offset of each sample; of patterns with the offset of each class.
 
         They are computed for the first sample, because estimating the costs of a job needs none.
         """
