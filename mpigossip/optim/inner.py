@@ -359,7 +359,11 @@ class StaleGradients:
         self._added = False
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        """A backward pass after a step: zeroing before it would have counted, too."""
+        """Find out whether a backward pass after a step has added to gradients that the step used.
+
+        torch increments the version of a gradient for an addition and for zeroing. If the version
+        has grown by the backward passes alone, then the gradient was not zeroed before.
+        """
         if self._spent is not None:
             grad, version, of_local = self._spent
             self._passes += 1  # some are another loss's, as of a GAN: what counts is the last one
