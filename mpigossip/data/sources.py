@@ -177,8 +177,8 @@ class ImageSource(Source):
 class SyntheticSource(Source):
     """Random samples of any shape that a model can classify: a pattern of the class plus noise.
 
-    Sample i has the label y_i = i mod classes and the values x_i = p[o(y_i) …] + z[q(i) …]: a
-    window of the random vector p, plus a window of the random vector z. p consists of runs of 8 equal
+    Sample i has the label y_i = i mod classes and the values x_i = p[o(y_i) …] + z[q(i) …]. This is
+    a window of the random vector p, plus a window of the random vector z. p consists of runs of 8 equal
     values with a standard deviation of 0.5; the values of z are independent with a standard
     deviation of 1. The offsets o and q are random. A sample of any size therefore costs a copy, but
     no random numbers.
@@ -220,7 +220,7 @@ class SyntheticSource(Source):
 
     @cached_property
     def _windows(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        """Windows of noise with the offset of each sample; of patterns with the offset of each class.
+        """Windows of the noise and each sample's offset; windows of the pattern and each class's.
 
         They are computed for the first sample, because estimating the costs of a job needs none.
         """
