@@ -2,10 +2,11 @@
 
 An HDF5 file can refer to other files (external links, external storage, virtual datasets), declare
 arrays far larger than itself, give one array many names, and crash the library. The files of this
-package do none of this, so that all of it is rejected. A file may contain groups and datasets behind
-hard links, with numbers and strings of fixed length, and each byte of a dataset must be in the file.
-Reading a dataset then takes no more memory than the file has bytes; a table with unwritten rows may
-take 64 times as much. Rejections are ValueErrors, which `hdf5.reading` converts to error messages.
+package do none of this, so that all of it is rejected. A file may contain groups and datasets
+behind hard links, with numbers and strings of fixed length, and each byte of a dataset must be in
+the file. Reading a file then takes no more memory than the file has bytes; tables with unwritten
+rows may take 64 times as much. Rejections are ValueErrors, which `hdf5.reading` converts to error
+messages.
 
 The module checks, in this order, the kind of the file, headers that crash HDF5, links, names and
 cycles, sizes and compression, and types. The functions after these read the values.
@@ -318,7 +319,7 @@ def _chunks(path: str, data: h5d.DatasetID, size: int, width: int, checked: bool
 def _plain(kind: h5t.TypeID, within: int = 0) -> bool:
     """Return whether a type consists of numbers, Booleans and strings of fixed length only.
 
-    Complex numbers, and compound types of at most 8 such members, are included.
+    Complex numbers, and compound types of at most 8 such members or 1-D arrays, are included.
 
     :param kind: type to check
     :param within: number of types that contain this one
