@@ -151,9 +151,8 @@ class ImageSource(Source):
         return self.images.batch(split, indices, key)
 
     def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        if (
-            raw.device not in self._scaling
-        ):  # cached, because a copy would wait for the GPU in each batch
+        # The factors are kept on each device, because copying them would wait for the GPU.
+        if raw.device not in self._scaling:
             self._scaling[raw.device] = self._scaling[torch.device("cpu")].to(raw.device)
         factor, shift = self._scaling[raw.device]
         inputs = raw.to(torch.float32)
@@ -178,10 +177,10 @@ class SyntheticSource(Source):
     """Random samples of any shape that a model can classify: a pattern of the class plus noise.
 
     Sample i has the label y_i = i mod classes and the values x_i = p[o(y_i) …] + z[q(i) …]. This is
-    a window of the random vector p, plus a window of the random vector z. p consists of runs of 8 equal
-    values with a standard deviation of 0.5; the values of z are independent with a standard
+    a window of the random vector p, plus a window of the random vector z. p consists of runs of 8
+    equal values with a standard deviation of 0.5; the values of z are independent with a standard
     deviation of 1. The offsets o and q are random. A sample of any size therefore costs a copy, but
-    no random numbers.
+    no draw of random numbers.
     """
 
     name = "synthetic"
@@ -272,7 +271,7 @@ class TextSource(Source):
         :param path: packed text
         :param context: number T of tokens of a sample
         :param windows: "joined" or "apart", as `data.windows` of a job
-        :param every: use only every so many-th training window; 1: all of them
+        :param every: stride over the training windows, as `data.every` of a job; 1: all of them
         :raises JobError: if the text of a split is shorter than one window
         """
         self.shape = (context,)
@@ -324,6 +323,7 @@ def _apart(ends: np.ndarray, context: int) -> np.ndarray:
 
 
 def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -> str:
+    """Return the error message for a text without a window; ``name`` is its split."""
     has = f"has {ends[-1]} tokens"
     more = ""
     if windows == "apart":
@@ -351,6 +351,7 @@ def _synthetic(data: config.Data, seed: int) -> Source:
 
 
 def _check_no_images(data: config.Data, need: str) -> None:
+    """Raise JobError if an augmentation is set, which only images can have."""
     if data.augment != "none":
         raise JobError(
             f'data.augment = "{data.augment}" is for images; {need} data.augment = "none"'
@@ -455,6 +456,7 @@ def _check_contents(name: str, data: AnyData, world: "World") -> None:
 
 
 def _content(name: str, data: AnyData) -> bytes:
+    """Return the digest of a few samples; convert exceptions of custom code to JobError."""
     try:
         return data.content_digest()
     except (UserError, Failure, MemoryError):
@@ -481,6 +483,7 @@ def _check_equal(
 
 
 def _packed(path: Path, data: config.Data) -> Source:
+    """Open a packed dataset of images or text; raise JobError if settings do not fit it."""
     with open_dataset(path) as opened:
         kind = opened.kind
     if kind != "text":
