@@ -74,9 +74,8 @@ def regular(path: Path, follow: bool = True) -> io.FileIO:
     if stat.S_ISREG(kind):
         more = os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
         file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | more))
-        if stat.S_ISREG(
-            os.fstat(file.fileno()).st_mode
-        ):  # it was not replaced after the check above
+        # Another process may have replaced the file since the check above.
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return file
         file.close()
     link = "is a symbolic link; put the file itself there"
@@ -113,9 +112,8 @@ class _Checked:
         count = self.file.readinto(data)
         if len(data) > METADATA:
             return count
-        before = min(
-            at, HEADER
-        )  # a header may begin before the data that is read, and end after it
+        # A header may begin before the data that is read, and end after it.
+        before = min(at, HEADER)
         self.file.seek(at - before)
         around = self.file.read(before + count + HEADER)
         for name, sound in ((b"BTHD", _sound_tree), (b"EAHD", _sound_list)):
