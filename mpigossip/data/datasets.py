@@ -200,6 +200,7 @@ def same_content(left: bytes, right: bytes) -> bool:
 
 
 def _hash_into(sha: Any, projections: list[float], value: Any, values: bool) -> None:
+    """Add a nested value to a SHA-256, and its floating-point numbers to ``projections``."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             sha.update(f"{key!r}:".encode())
@@ -294,6 +295,12 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
 
 
 def _check(found: Mapping, data: Data, own: bool) -> None:
+    """Raise JobError if the mapping that a custom function returned can't be used.
+
+    :param found: the mapping
+    :param data: section `[data]` of the job
+    :param own: whether the function has a parameter `node`
+    """
     wrong = partial(mistake, data.source)
     extra = found.keys() - {*SPLITS, "collate"}
     if extra or not found.keys() >= set(SPLITS):
@@ -355,10 +362,12 @@ def drawing(draws: Draws | list) -> Iterator[None]:
 
 
 def _states() -> tuple:
+    """Return the states of the global random generators of torch, NumPy and Python."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
 def _set(states: tuple) -> None:
+    """Restore generator states that `_states` returned."""
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])
     random.setstate(states[2])
