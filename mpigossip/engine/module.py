@@ -61,6 +61,7 @@ class ModuleParameters:
         self.publish()
 
     def _lay_out(self, models: Sequence[nn.Module], flat: ParameterLayout) -> None:
+        """Find the trained parameters of all modules, and allocate flat memory for them."""
         self.flat = flat
         named = [dict(model.named_parameters()) for model in models]
         self.rows = [[each[name] for name in flat.names] for each in named]
@@ -309,6 +310,7 @@ class ModuleParameters:
         return groups
 
     def _masters(self, row: int) -> list[torch.Tensor]:
+        """Return a module's parameters in flat memory, which are master weights if 16-bit."""
         return self.cut(self.full[0][row])
 
     def differ(self, sent: Sequence[torch.Tensor]) -> bool:
@@ -412,6 +414,7 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _place(parameter: torch.Tensor) -> tuple:
+    """Return address, type and shape of a tensor, which change if it gets other memory."""
     return parameter.data_ptr(), parameter.dtype, parameter.shape
 
 
