@@ -136,8 +136,9 @@ def calling_unless(name: str, ordered: bool) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Suspend the time limits of other ranks inside this block, because this rank works for long.
+    """Suspend the time limits of other ranks inside this block.
 
+    A rank uses this for long work that the others have to wait for.
     Waits for this rank, and waits for ranks that wait for it, do not end at their limit meanwhile.
     """
     global pause_depth
