@@ -188,7 +188,7 @@ class ModuleParameters:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Let float32 parameters have separate memory, with their present values, inside a block."""
+        """Let float32 parameters have separate memory, with their present values, in a block."""
         for row, parameters in enumerate(self.rows):
             for k, p in enumerate(parameters):
                 if not self.low[k]:
