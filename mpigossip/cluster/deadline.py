@@ -1,4 +1,4 @@
-"""Waiting with a limit: nothing in this package waits without one."""
+"""Waits with a time limit, which all waits of this package have, and the status of this rank."""
 
 import contextlib
 import ctypes
@@ -14,71 +14,90 @@ if TYPE_CHECKING:
 from mpigossip.config.errors import FAILED, Failure
 
 SPIN_S = 50e-6
-"""Seconds of asking again at once: to be put to sleep and woken takes about as long."""
+"""Seconds of polling without a sleep: to put a thread to sleep and wake it takes about as long."""
 SHORTEST_S = 20e-6
+"""Seconds of the first sleep between two polls."""
 LONGEST_S = 1e-3
-"""Seconds of the first sleep between two looks, and of the last."""
+"""Seconds of the longest sleep between two polls."""
 PR_SET_TIMERSLACK = 29
+"""Number of the option of Linux's ``prctl`` that sets how late a sleep may end."""
 SWITCH_S = 1e-4
-"""Seconds after which a thread that computes in Python lets others go on, at most: a round has
-several hand-overs, and with Python's 5 ms one busy thread makes it 2 - 8 times as long."""
+"""Longest switch interval, in seconds, after which a thread has to release the interpreter.
+
+Several threads take turns in a round of gossip. With Python's default of 5 ms, one thread that
+computes in Python makes a round 2 to 8 times as long.
+"""
 
 
 WAITING = -1
+"""Status of a rank that waits for other ranks."""
 WORKING = -2
+"""Status of a rank that does not wait."""
 PAUSED = -3
-"""What a rank does: it waits; it doesn't; it works on purpose."""
+"""Status of a rank inside :func:`paused`, which works for longer than the others may expect."""
 REPORTING = 1
-"""It says why the job ends."""
+"""Status of the rank that reports why the job ends."""
 CLOSING = -4
+"""Status of a rank inside :func:`announce_end`: it has ended a loop or closes its world."""
 EXITED = -5
-"""It makes no further calls: it closes what it opened; it exits (EXITS less its exit code)."""
+"""Status of a rank that exits with code 0; with exit code c, its status is EXITED − c."""
 STEP_CALL = "step()"
+"""Name of the call that makes a step."""
 END_PREFIX = "the end of its "
+"""Beginning of the names of calls that end a loop, a world or the program."""
 TERM_S = 20.0
-"""Seconds after SIGTERM from which a wait ends: schedulers kill after about 30."""
+"""Seconds after SIGTERM at which a wait ends: schedulers kill a process after about 30 seconds."""
 monitor: Any = None
-"""What the ranks tell each other about their waits, a `Roll`, while a world of several is open."""
+"""The `WaitMonitor` of the open world; None if no world of several ranks is open."""
 
 
 def world_ranks(comm: "MPI.Comm", ranks: Iterable[int]) -> list[int]:
-    """Return the world's numbers of these ranks of one of its communicators, for messages.
+    """Translate ranks of a communicator into ranks of the open world, as error messages name them.
 
-    Their own numbers where no world of several ranks is open.
+    If no world of several ranks is open, the ranks are returned unchanged.
+
+    :param comm: communicator of some ranks of the world
+    :param ranks: ranks in ``comm``
     """
     return list(ranks) if monitor is None else monitor.world_ranks(comm, ranks)
 
 
 pause_depth = 0
-"""Blocks of :func:`paused` around what this rank does now."""
+"""Number of nested :func:`paused` blocks that this rank is in."""
 current_call = ""
+"""Name of the collective call of the user's program that this rank is in, or "" outside of one."""
 steps_done = 0
-"""What of a user's program this rank is in, that all ranks have to call, and steps that it made."""
+"""Number of steps that this rank has made."""
 order = 0
-"""Number of this call among those of this rank; 0 if ranks may make it in another order."""
+"""Number of the current call among this rank's calls; 0 if ranks may make it in another order."""
 ordered_calls = 0
-"""Calls with such a number that this rank has made since its world was opened."""
+"""Number of ordered calls that this rank has made since its world was opened."""
 status = WAITING
-"""What a rank that waits tells those that wait for it: WAITS, or CLOSES inside :func:`ends`."""
+"""Status that this rank sends while it waits: WAITING, or CLOSING inside :func:`announce_end`."""
 sigterm_time = math.inf
-"""When SIGTERM came, where a run is to stop at a step that all ranks agree on and hasn't yet."""
+"""Time of a SIGTERM after which the ranks have not yet agreed on a step to stop at, else inf."""
 
 
 def announce(word: int) -> None:
-    """Tell all ranks of an open world."""
+    """Send the status ``word`` to all other ranks, if a world of several ranks is open."""
     if monitor is not None:
         monitor.announce(word)
 
 
 class user_call:
-    """Inside, waits that end at their limit name the call, to this rank and to the others."""
+    """Context of a call of the user's program that all ranks have to make.
+
+    If a wait inside it reaches its time limit, the errors of this rank and of the others name the
+    call.
+    """
 
     def __init__(self, name: str, ordered: bool = True):
-        """Prepare the block; it may be entered several times, one after the other.
+        """Prepare the context; it may be entered several times, one after the other.
 
-        :param name: with brackets, as "step()"
-        :param ordered: all ranks make this call at the same place among their other ordered calls,
-            so that a wait in another call of the same number can't end
+        :param name: name of the call with its parentheses, such as "step()"
+        :param ordered: whether all ranks make this call at the same position among their ordered
+            calls. If two ranks wait in different ordered calls of the same number, their waits can
+            never end
         """
         self._name = name
         self._ordered = ordered
@@ -97,20 +116,31 @@ class user_call:
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         global current_call, order, ordered_calls
         current_call, order = self._before
-        # A program may catch the error, which perhaps this rank alone has raised, and call again.
+        # A program may catch the error and repeat the call. If only this rank has raised the error,
+        # a second number would put it ahead of the other ranks.
         if kind is not None and self._counted:
             ordered_calls -= 1
         self._counted = False
 
 
 def calling_unless(name: str, ordered: bool) -> contextlib.AbstractContextManager[None]:
-    """Return :class:`calling`, unless this rank is in a call already, which tells more."""
+    """Return a :class:`user_call`, or a context without effect if this rank is in a call already.
+
+    The outer call tells a user more, because it is the one in the program.
+
+    :param name: as of :class:`user_call`
+    :param ordered: as of :class:`user_call`
+    """
     return contextlib.nullcontext() if current_call else user_call(name, ordered)
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Inside, this rank works on purpose: waits for it, and for who waits for it, have no limit."""
+    """Suspend the time limits of other ranks inside this block.
+
+    A rank uses this for long work that the others have to wait for.
+    Waits for this rank, and waits for ranks that wait for it, do not end at their limit meanwhile.
+    """
     global pause_depth
     entered = False
     try:
@@ -119,25 +149,25 @@ def paused() -> Iterator[None]:
         if pause_depth == 1:
             announce(PAUSED)
         yield
-    finally:  # also after an interrupt in `tell`: otherwise the others would wait without a limit
+    finally:  # also after an interrupt in `announce`, or the others would wait without a limit
         pause_depth -= entered
         if not pause_depth:
             announce(WORKING)
 
 
 def any_rank_paused() -> bool:
-    """Return whether some rank is paused, as far as was heard."""
+    """Return whether any rank is paused, according to the messages received so far."""
     return monitor is not None and monitor.poll_paused()
 
 
 class PauseExtension:
-    """Of a wait at its limit: a rank that is paused leaves it a whole limit more, when it ends."""
+    """Extension of a wait at its limit: after a pause of a rank, a whole limit starts again."""
 
     def __init__(self) -> None:
         self._paused = False
 
     def extends(self) -> bool:
-        """Return whether some rank is paused, or was when this was last asked."""
+        """Return whether any rank is paused, or was at the last call of this method."""
         before = self._paused
         self._paused = any_rank_paused()
         return before or self._paused
@@ -145,9 +175,14 @@ class PauseExtension:
 
 @contextlib.contextmanager
 def announce_end(made: int, word: int = CLOSING, what: str = "loop") -> Iterator[None]:
-    """A block at the end of a loop of so many steps, or of a world.
+    """Mark this block as the end of a loop, or of a world.
 
-    Nothing is announced: a rank that waits for this one in vain asks it, and is told ``word``.
+    No message is sent. A rank that waits for this one sends its own status when its wait is long;
+    this rank answers with ``word`` as its status.
+
+    :param made: number of steps that this rank has made
+    :param word: status of this rank while it waits inside the block
+    :param what: name of the thing that ends, which follows `END_PREFIX` in the name of the call
     """
     global steps_done, status
     before = status
@@ -161,23 +196,27 @@ def announce_end(made: int, word: int = CLOSING, what: str = "loop") -> Iterator
 
 
 class WaitTimeoutError(Failure, TimeoutError):
-    """Something awaited didn't come before its deadline; the message names what."""
+    """Error of a wait that reached its time limit; the message names the awaited event."""
 
     def __init__(self, message: str, code: int = 0):
-        """``code``: the exit code of a rank that has left, if that is why."""
+        """Store the message and the exit code of this process.
+
+        :param message: text of the error
+        :param code: exit code of the rank whose departure ended the wait; 0: use `FAILED`
+        """
         super().__init__(message)
         self.code = code or FAILED
 
 
 class Deadline:
-    """A point in time, `seconds` after it was made, until which one waits."""
+    """Time at which a wait ends with an error, ``seconds`` after the creation of this object."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
         self.renew()
 
     def renew(self) -> None:
-        """Count the seconds from now on."""
+        """Start the time limit again from now on."""
         self._start = time.monotonic()
 
     def wait(
@@ -189,15 +228,17 @@ class Deadline:
     ) -> float:
         """Poll until ``predicate()`` is true; return the seconds waited.
 
-        It first polls without a pause, then sleeps for 20 µs, growing to 1 ms: an answer that comes
-        soon has little latency, and one that comes late leaves the core to others.
+        The wait first polls without a sleep. Between later polls it sleeps for 20 µs, growing to
+        1 ms. A short wait therefore has little latency, and a long one leaves the core to others.
 
+        :param predicate: function that is polled; the wait ends when its result is true
         :param what: function that describes the wait; it is called at the deadline only
-        :param rest: function that may sleep in place of this one, and returns whether it did
-        :param awaited_ranks: function that returns the awaited ranks of the world, none for all.
-            The other ranks are then informed of the wait, and the message names the rank at fault
-            (`waits`)
-        :raises WaitTimeoutError: at the deadline
+        :param rest: function that may sleep instead of this method, and returns whether it did
+        :param awaited_ranks: function that returns the awaited ranks of the world; none stands for
+            all. Other ranks are then informed of a long wait, and the error names the rank at
+            fault (`waits`). None: no rank is informed or named
+        :raises WaitTimeoutError: at the deadline; earlier, if an awaited rank has departed or waits
+            in another call, or `TERM_S` seconds after SIGTERM
         """
         begin = time.monotonic()
         wait = (
@@ -208,8 +249,8 @@ class Deadline:
         try:
             self._poll(predicate, what, rest, wait, begin)
         except WaitTimeoutError:
-            raise  # this rank ends, and must not look as if it worked
-        except BaseException:  # such as an interrupt, which may be caught
+            raise  # this rank ends, so that its status must not become WORKING
+        except BaseException:  # such as an interrupt, which the program may catch and continue
             if wait is not None:
                 wait.finish()
             raise
@@ -225,16 +266,20 @@ class Deadline:
         wait: Any,
         begin: float,
     ) -> None:
-        """Ask until ``predicate`` is true; ``wait``: a `waits.Wait`, or None."""
+        """Poll until ``predicate()`` is true.
+
+        :param wait: `waits.Wait` to poll as well, or None
+        :param begin: time at which the wait began, by `time.monotonic`
+        """
         pause = SHORTEST_S
         patience = PauseExtension()
         while not predicate():
             now = time.monotonic()
             if now - self._start >= self.seconds and patience.extends():
                 self._start = now
-            left = wait.poll() if wait is not None else None  # listens
+            left = wait.poll() if wait is not None else None  # receives statuses
             if wait is not None and monitor is not None and monitor.has_paused():
-                self._start = now  # a whole limit, too, where the pause ends before this one
+                self._start = now  # a whole limit is left, too, if the pause ends before this limit
             stopped = (
                 wait is not None
                 and now - max(begin, sigterm_time) >= TERM_S
@@ -256,11 +301,12 @@ class Deadline:
 
 
 def sharp_timers() -> Callable[[], None]:
-    """Let short sleeps of this thread, and of those that it starts, end when they should.
+    """Let short sleeps of this thread, and of the threads that it starts, end on time.
 
-    Linux lets a sleep last up to 50 µs longer than asked for; elsewhere nothing is done for that.
-    No thread may keep the interpreter for longer than `SWITCH_S`. Returns a function that restores
-    the interpreter's switch interval, unless somebody else has set it since.
+    By default, Linux lets a sleep last up to 50 µs longer than requested. This is changed on Linux
+    only. The interpreter's switch interval is reduced to `SWITCH_S`, if it is longer.
+
+    :return: function that restores the switch interval, unless other code has changed it since
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(SWITCH_S, before))
@@ -275,7 +321,11 @@ def sharp_timers() -> Callable[[], None]:
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an attribute of this thread or process that Linux has; elsewhere nothing is done."""
+    """Set an attribute of this thread or process by Linux's ``prctl``; elsewhere do nothing.
+
+    :param option: number of the attribute, a constant PR_SET_…
+    :param value: new value of the attribute
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,17 +1,18 @@
-"""Names of the ranks at fault, for a wait that ends at its limit or can't end.
+"""Search for the ranks at fault when a wait reaches its time limit or cannot end.
 
 A rank that has waited for a second sends one small message, with its status and the call that it is
 in, to some of the ranks that it waits for. A rank that receives such a message while it waits
-itself answers with its own. Calls that all ranks have to make are numbered by each rank: ranks that
-wait in different calls of the same number will never meet, and a rank that has come to the end of a
-loop doesn't come back. Both end the wait early. After half of the limit, the first ranks of the
-world are informed as well; at the limit those are named that are awaited and of which nothing is
-heard: they compute, are stopped, or can't be reached. As long as no wait is long, nothing is sent,
-not even at the end; only a rank that exits while its world is open announces that to all ranks.
+itself answers with its own. Each rank numbers the calls that all ranks have to make. Ranks that
+wait in different calls of the same number will never meet, and a rank that has reached the end of a
+loop does not return to it: in both cases, the wait ends early. After half of its time limit, a rank
+also informs the first ranks of the world. At the limit, the error names the awaited ranks that have
+sent nothing: they are computing, stopped or unreachable. As long as no wait is long, no message is
+sent, not even when a world closes. Only a rank that exits while its world is open announces that to
+all ranks.
 
 An interrupt (Ctrl-C) may arrive between any two instructions. A message is therefore received into
-memory of the `Roll` and recorded by steps that can be repeated, and a message whose sending was
-interrupted is followed by another one when the world closes.
+memory of the `WaitMonitor`, and recorded by operations that can be repeated. If the sending of a
+message was interrupted, another message follows it when the world closes.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
 
 TAG = 5
 RECEIVE_AFTER_S = 0.5
-"""Seconds of a wait after which it listens to what others tell: short waits cost nothing."""
+"""Seconds that a wait lasts before it looks for messages, so that short waits cost nothing."""
 ASK_S = 1.0
-"""Seconds after which a wait informs ranks that it waits for; each further time twice as long."""
+"""Seconds of waiting before the awaited ranks are informed; this doubles after each time."""
 ASKED = 16
-"""Largest number of ranks that are informed so early."""
+"""Largest number of awaited ranks that are informed after `ASK_S`."""
 STATUS_DTYPE = np.dtype(
     [
         ("word", np.int64),
@@ -59,44 +60,54 @@ STATUS_DTYPE = np.dtype(
         ("number", np.int64),
     ]
 )
-"""A message: status, call, steps, number of the call, sender, number of the message (from 1)."""
+"""Format of a message, which holds the status (``word``) of the sending rank.
+
+``call`` is the name of the call that the rank is in, ``steps`` its number of steps, ``order`` the
+number of the call, ``rank`` the sender, and ``number`` the number of the message, from 1.
+"""
 DEPARTURE_GRACE_S = 10.0
-"""Seconds in which what a rank has sent before it left comes to those that wait for it."""
+"""Seconds after which a departed rank counts as gone: its last messages have arrived by then."""
 MAX_RECIPIENTS = 64
-"""Ranks that are told, at most, besides those that are awaited: the first ones."""
+"""Largest number of ranks, counted from rank 0, that are informed besides the awaited ones."""
 
 
 class WaitMonitor:
-    """What one rank has heard of the others' waiting."""
+    """Statuses of all ranks of a world: it sends the status of this rank and keeps the others."""
 
     def __init__(self, comm: MPI.Comm, hosts: Sequence[str], ordered: bool = True):
-        """``ordered``: all ranks make the same calls, so that their numbers can be compared."""
+        """Start without a status of any rank, and without communication.
+
+        :param comm: communicator of the world, used by this object only
+        :param hosts: host name of each rank
+        :param ordered: whether all ranks make the same calls, so that the numbers of their calls
+            can be compared
+        """
         self._comm = comm
         self._hosts = hosts
         self._ordered = ordered
         self._heard: dict[int, int] = {}
-        """what the others do, by rank"""
+        """Last status received from each rank."""
         self._calls: dict[int, tuple[str, int, float]] = {}
-        """what they have called, if all ranks have to, after how many steps; when it was heard"""
+        """For each rank: its call, its number of steps, and the time at which this was received."""
         self._orders: dict[int, int] = {}
-        """the numbers of these calls"""
+        """Number of the call that each rank is in; 0 for a call without a number."""
         self._sent: list[_Sent] = []
         self._interrupted: set[_Sent] = set()
-        """messages of which it isn't known whether they were sent; MPI may read them"""
+        """Messages that may or may not have been sent; they are kept because MPI may read them."""
         self._told = np.zeros(comm.size, np.int64)
-        """number of the last message sent to each rank"""
+        """Number of the last message sent to each rank."""
         self._taken = np.zeros(comm.size, np.int64)
-        """number of the last message taken in from each rank"""
+        """Number of the last message recorded from each rank."""
         self._arrived = np.zeros(1, STATUS_DTYPE)
-        """the message being taken in; its number is 0 if there is none"""
-        # `with` leaves no moment at which an interrupt could leave a lock held. A signal's handler
-        # may listen, too, so that this lock can be taken again by the same thread.
+        """Message that is being recorded; its number is 0 if there is none."""
+        # Both locks are only taken by `with`, so that an interrupt cannot leave one locked. This
+        # one is reentrant, because the handler of a signal may receive messages, too.
         self._lock = threading.RLock()
         self._telling = threading.Lock()
         self._process = os.getpid()
 
     def world_ranks(self, comm: MPI.Comm, ranks: Iterable[int]) -> list[int]:
-        """The numbers here of ranks of another communicator; of those that are left."""
+        """Translate ranks of ``comm`` into ranks of this world, without those that have failed."""
         theirs = comm.Get_group()
         ours = self._comm.Get_group()
         found = theirs.Translate_ranks(list(ranks), ours)
@@ -105,13 +116,18 @@ class WaitMonitor:
         return [rank for rank in found if rank >= 0]
 
     def start_wait(self, seconds: float, whom: Callable[[], Iterable[int]]) -> Wait:
+        """Return a new :class:`Wait` with a time limit of ``seconds``, with the same arguments."""
         return Wait(self, seconds, whom)
 
     def send_status(self, ranks: Iterable[int], word: int) -> None:
-        """Say what this rank does, and in which call; in a pause a thread's waits don't end it."""
-        if os.getpid() != self._process:  # a fork: what it says would be taken for this rank's word
+        """Send this rank's status ``word`` and current call to ``ranks``.
+
+        During a pause, a wait in another thread of this rank does not change the status PAUSED.
+        """
+        # The status of a fork would look like the status of this rank.
+        if os.getpid() != self._process:
             return
-        with self._telling:  # the pause may end, and be told to have ended, before that
+        with self._telling:  # otherwise the end of the pause could be announced before this
             if deadline.pause_depth and word in (WAITING, WORKING):
                 word = PAUSED
             started = [one for one in self._sent if one.request is not None]
@@ -121,7 +137,10 @@ class WaitMonitor:
                 self._send(rank, word)
 
     def _send(self, rank: int, word: int) -> None:
-        """Send one message; :meth:`close` finds one that was interrupted by its missing request."""
+        """Send one message to ``rank``.
+
+        If this is interrupted, :meth:`close` recognizes the message by its missing request.
+        """
         sent = _Sent(rank)
         self._sent.append(sent)
         self._told[rank] += 1
@@ -130,26 +149,29 @@ class WaitMonitor:
         sent.value = value.reshape(1).view(np.uint8)
         try:
             sent.request = self._comm.Isend(sent.value, rank, TAG)
-        except Exception:  # noqa: BLE001 - the rank was lost
+        except Exception:  # noqa: BLE001 - the rank has failed
             self._told[rank] -= 1
             self._sent.remove(sent)
 
     def receive_status(self) -> set[int]:
-        """Take in all messages that have arrived; return the ranks that wait and have sent one."""
+        """Receive all messages that have arrived; return their senders that wait or close."""
         from mpi4py import MPI
 
         waiting: set[int] = set()
-        if os.getpid() != self._process:  # a fork would take messages from its parent
+        if os.getpid() != self._process:  # a fork, which would receive messages of its parent
             return waiting
         with self._lock, contextlib.suppress(Exception):
-            self._take_in(waiting)  # left by an interrupt
+            self._take_in(waiting)  # a message whose recording was interrupted
             while self._comm.Iprobe(MPI.ANY_SOURCE, TAG):
                 self._comm.Recv(self._arrived.view(np.uint8), MPI.ANY_SOURCE, TAG)
                 self._take_in(waiting)
         return waiting
 
     def _take_in(self, waiting: set[int]) -> None:
-        """Record the message that has arrived, if any; this can be repeated after an interrupt."""
+        """Record the message that has arrived, if any; this can be repeated after an interrupt.
+
+        :param waiting: set to which the sender is added if it waits or closes
+        """
         word, called, steps, order, rank, number = self._arrived[0].tolist()
         if number == 0:
             return
@@ -158,8 +180,8 @@ class WaitMonitor:
         last = self._heard.get(rank), last_call, last_steps, self._orders.get(rank)
         if last != (word, call, steps, order):
             heard = time.monotonic()
-        # A rank repeats its message as long as its wait lasts. `DEPARTURE_GRACE_S` counts from the
-        # first one.
+        # A rank repeats its message as long as its wait lasts. `DEPARTURE_GRACE_S` is counted from
+        # the first of these messages.
         self._calls[rank] = call, steps, heard
         self._orders[rank] = order
         self._heard[rank] = word
@@ -169,12 +191,12 @@ class WaitMonitor:
         self._arrived["number"] = 0
 
     def announce(self, word: int) -> None:
-        """The same to all ranks, as who waits for this one may not be known here; listens, too."""
+        """Send the status to all other ranks, since any of them may wait for this one; receive."""
         self.send_status((rank for rank in range(self._comm.size) if rank != self._comm.rank), word)
         self.receive_status()
 
     def claim_report(self) -> bool:
-        """Whether no other rank has said why the job ends; this one does then, and tells them."""
+        """Return whether this rank is the first to report why the job ends; announce it if so."""
         self.receive_status()
         if REPORTING in self._heard.values():
             return False
@@ -182,22 +204,26 @@ class WaitMonitor:
         return True
 
     def poll_paused(self) -> bool:
-        """Return whether a rank is paused, as far as was heard."""
+        """Receive messages, then return whether any rank is known to be paused."""
         self.receive_status()
         return self.has_paused()
 
     def has_paused(self) -> bool:
-        """The same of what was taken in already."""
+        """Return whether any rank is known to be paused, without receiving messages."""
         return PAUSED in self._heard.values()
 
     def departed_code(self, whom: Callable[[], Iterable[int]]) -> int | None:
-        """The exit code of a rank that is awaited in vain, as it has left; None where none is.
+        """Return the exit code of an awaited rank that will never come; None if there is none.
 
-        0 where it isn't known, and for a rank that waits in another call. One that closes comes to
-        what others close, and one that has made more steps than this rank has taken part in this
+        Such a rank has departed, or it waits in another call. The code is 0 if it is not known, and
+        for a rank that waits in another call. A rank that closes its world does not count while
+        this rank ends its loop or world, too, because both take part in the same collective calls.
+        Nor does a rank with more steps than this rank, because it has already taken part in this
         step.
+
+        :param whom: function that returns the awaited ranks; no rank stands for all ranks
         """
-        every = list(self._heard.items())  # at once: another thread may listen
+        every = list(self._heard.items())  # copied, because another thread may receive
         left = {rank: word for rank, word in every if word <= CLOSING or self._misses(rank, word)}
         awaited = {*whom()} if left else ()
         for rank, word in left.items():
@@ -210,9 +236,10 @@ class WaitMonitor:
         return None
 
     def _misses(self, rank: int, word: int) -> bool:
-        """Return whether ``rank`` waits in another call than this rank, where both should be one.
+        """Return whether ``rank``, of status ``word``, waits in another call of the same number.
 
-        A rank that is in a call of another number is ahead or behind, which is no fault.
+        Both ranks should then be in the same call. A rank in a call of another number is only
+        ahead of this rank or behind it, which is not a fault.
         """
         differs = self._calls[rank][
             0
@@ -221,21 +248,22 @@ class WaitMonitor:
         return word == WAITING and differs and order > 0 and order == deadline.order
 
     def asked(self, awaited: Iterable[int]) -> set[int]:
-        """Return the ranks to inform of a wait early: of ``awaited`` (empty: all) the next ones.
+        """Return the awaited ranks to inform of a wait after `ASK_S`: the next `ASKED` ones.
 
-        Ranks that wait in two calls border on each other somewhere, so that each needs to inform
-        only its next ones.
+        They are the first ones that follow this rank cyclically; an empty ``awaited`` stands for
+        all ranks. This suffices: if the ranks wait in two calls, then some rank of one call is
+        followed by a rank of the other.
         """
         ranks = {*awaited} or {*range(self._comm.size)}
         distance = {(rank - self._comm.rank) % self._comm.size: rank for rank in ranks}
         return {distance[key] for key in sorted(distance)[: ASKED + 1]} - {self._comm.rank}
 
     def recipients(self, more: Iterable[int]) -> set[int]:
-        """Those who are told: ``more``, and the first ranks."""
+        """Return the ranks to inform of a wait: ``more`` and the first ranks of the world."""
         return {*range(min(MAX_RECIPIENTS, self._comm.size)), *more} - {self._comm.rank}
 
     def describe_fault(self, awaited: Iterable[int]) -> str:
-        """Return the ranks at fault where these don't come, as far as was heard; all, if empty."""
+        """Describe which awaited ranks are at fault; an empty ``awaited`` stands for all ranks."""
         given = sorted({*awaited} or range(self._comm.size))
         ranks = [rank for rank in given if rank != self._comm.rank]
         silent = [rank for rank in ranks if self._heard.get(rank, WORKING) == WORKING]
@@ -249,7 +277,7 @@ class WaitMonitor:
         return "; ".join(found + elsewhere)
 
     def describe_other_calls(self) -> list[str]:
-        """A clause on ranks that wait in another call than this one, or have left."""
+        """Return a clause for each set of ranks that wait in another call, or have departed."""
         calls: dict[str, list[int]] = {}
         for rank, (called, steps, _) in sorted(self._calls.items()):
             if (
@@ -266,9 +294,13 @@ class WaitMonitor:
         ]
 
     def gather_error_keys(self, mine: bytes, seconds: float) -> list[bytes] | None:
-        """Return what all ranks end by, as short words by rank; None where some don't come in time.
+        """Return digests of the keys of all ranks, in rank order; None if some rank is late.
 
-        The only collective call on this communicator, and the last of a rank.
+        A key identifies the exception that ends a rank. Only this call and :meth:`close` are
+        collective on this communicator, and a rank that makes this call is about to exit.
+
+        :param mine: key of this rank
+        :param seconds: seconds to wait for the keys of the other ranks
         """
         own = np.frombuffer(hashlib.md5(mine, usedforsecurity=False).digest(), np.uint8).copy()
         every = np.empty((self._comm.size, own.size), np.uint8)
@@ -282,15 +314,18 @@ class WaitMonitor:
         return [word.tobytes() for word in every]
 
     def close(self, timeout_s: float) -> None:
-        """Take in all that was told here, then free the communicator; collective.
+        """Receive all messages sent to this rank, then free the communicator; collective.
 
-        What comes later would be taken for a message of the next communicator, which gets the
-        number of this one: with Open MPI all that is sent there then waits for ever.
+        The next communicator gets the context ID of the freed one. A message that arrived later
+        would be matched by that communicator; with Open MPI, all of its messages would then hang.
+
+        :raises WaitTimeoutError: if not all messages have arrived after ``timeout_s`` seconds
         """
         from mpi4py import MPI
 
-        self.send_status([], CLOSING)  # collects what was interrupted
-        # a message with a higher number than the one that was interrupted
+        self.send_status([], CLOSING)  # adds interrupted messages to `_interrupted`
+        # Receivers record the number of the last message. If the interrupted message was not sent,
+        # this one, which has a higher number, makes up for it.
         self.send_status({one.rank for one in self._interrupted}, CLOSING)
         coming = np.empty(1, np.int64)
         all_told = self._comm.Ireduce_scatter_block(self._told, coming, MPI.SUM)
@@ -304,7 +339,7 @@ class WaitMonitor:
 
 
 class _Sent:
-    """A message, with the memory that MPI reads; without a request, it may not have been sent."""
+    """A message and the memory that MPI reads; if it has no request, it may not have been sent."""
 
     def __init__(self, rank: int):
         self.rank = rank
@@ -313,9 +348,15 @@ class _Sent:
 
 
 class Wait:
-    """One wait of this rank."""
+    """One wait of this rank for other ranks; `Deadline.wait` polls it."""
 
     def __init__(self, roll: WaitMonitor, seconds: float, whom: Callable[[], Iterable[int]]):
+        """Start the wait.
+
+        :param roll: monitor of the world
+        :param seconds: time limit of the wait
+        :param whom: function that returns the awaited ranks of the world; no rank stands for all
+        """
         self._roll = roll
         self._whom = whom
         self._begin = time.monotonic()
@@ -325,10 +366,12 @@ class Wait:
         self._told: set[int] = set()
 
     def poll(self) -> int | None:
-        """To be called now and then: listens once the wait is long, and informs other ranks.
+        """Receive messages once the wait is long, and inform other ranks of it.
 
-        A rank that waits and informs this one is answered once. Returns what :meth:`Roll.left`
-        does.
+        The next awaited ranks are informed after `ASK_S`, and again each time the waited time has
+        doubled; the first ranks of the world are informed once, after half of the time limit. A
+        rank that waits itself and sends a message is answered once. Return the result of
+        :meth:`WaitMonitor.departed_code`.
         """
         waited = time.monotonic() - self._begin
         if waited < self._listens:
@@ -346,11 +389,12 @@ class Wait:
         return self._roll.departed_code(self._whom)
 
     def finish(self) -> None:
+        """Inform the same ranks that this rank no longer waits."""
         if self._told:
             self._roll.send_status(self._told, WORKING)
 
     def describe_fault(self, departed_code: int | None = None) -> str:
-        """A clause on who is at fault; "" where it isn't known. ``left``: see :meth:`look`."""
+        """Describe the fault, given the last result of :meth:`poll`; "" if it is not known."""
         self._roll.receive_status()
         if departed_code is None:
             return self._roll.describe_fault(self._whom())

@@ -1,4 +1,4 @@
-"""Torch Datasets as a job's data, returned by a user's function in `data.source`."""
+"""Torch Datasets that a custom function in `data.source` returns, as the data of a job."""
 
 import contextlib
 import hashlib
@@ -21,8 +21,9 @@ from mpigossip.data.pytree import Nested, leaves
 
 SPLITS = ("train", "test")
 TRAIN = 0
+"""First number of a `Draws.key` for training batches."""
 TEST = 1
-"""Uses of random numbers: a batch of training, or of a test."""
+"""First number of a `Draws.key` for test batches."""
 EMPTY = 'its "{}" has no sample; nothing can be done with it'
 WANTED = (
     'it should return a mpigossip.data.sources.Source, or {"train": …, "test": …} of torch '
@@ -31,21 +32,29 @@ WANTED = (
 
 
 def mistake(name: str, text: str) -> JobError:
-    """A mistake in the function that `data.source` names, or in what it returned."""
+    """Return a JobError about the function that `data.source` names, or about its result."""
     return JobError(f'data.source = "{name}": {text}')
 
 
 class Datasets:
-    """The training and test samples of a user's function; what a Source is for its own.
+    """Training and test samples that a custom function returned as torch Datasets.
 
-    ``sets``: per node that lives here its "train" and "test"; one and the same for all nodes,
-    unless the function asked for `node`: then these are streams, a node's own each.
+    It has the role of :class:`~mpigossip.data.sources.Source`, with finished samples. If the
+    function has a parameter `node`, each node has its own datasets, and "train" is a stream (an
+    IterableDataset). Otherwise, all nodes share the same datasets.
     """
 
     def __init__(self, sets: Sequence[Mapping[str, Any]], data: Data, seed: int, dealt: bool):
-        """``dealt``: a stream's rows go to the nodes in turn, as no node has a stream of its own.
+        """Draw one training sample, from which the shape of a sample is taken.
 
-        JobError for what isn't a data set, or has no sample.
+        :param sets: mappings with the keys "train", "test" and optionally "collate": one for each
+            local node, or a single one for all nodes
+        :param data: section `[data]` of the job
+        :param seed: seed of the random numbers that datasets draw
+        :param dealt: whether the rows of a stream are assigned to the nodes in turn, because no
+            node has its own stream
+        :raises JobError: if a dataset has no sample, if a first sample cannot be read, or if the
+            nodes have test sets of different sizes
         """
         self.name = data.source
         self.section = data
@@ -63,8 +72,8 @@ class Datasets:
         if not isinstance(self.test, IterableDataset) and len(set(tests)) > 1:
             raise mistake(self.name, f'the nodes\' "test" have {tests} samples; give all as many')
         batch = self.sample("train")
-        # A stream is not read a second time, since it may not begin where it began before.
-        # Its values don't count: a stream may draw its rows from an entropy of its own.
+        # A stream is not read again later, because it may not begin at the same sample. Its values
+        # are not compared, because it may draw them with random numbers that have no fixed seed.
         self._stream_digest = content_hash(batch, values=False) if self.streams and dealt else b""
         first = next(leaves(batch), torch.empty(0))
         self.shape = tuple(first.shape[1:])
@@ -73,13 +82,20 @@ class Datasets:
 
     @property
     def train_size(self) -> int:
-        """Training samples of an epoch, over all nodes."""
+        """Number of training samples of an epoch, over all nodes.
+
+        It is `data.samples` for a stream without a length and for streams of single nodes.
+        """
         known = _length(self.train)
         return self.section.samples if known is None or not self.dealt else known
 
     @property
     def test_size(self) -> int:
-        """Test samples; of a stream whose length isn't known at most so many."""
+        """Number of test samples.
+
+        It is `data.test_samples`, as a maximum, for a stream without a length and for streams of
+        single nodes.
+        """
         known = _length(self.test)
         if not isinstance(self.test, IterableDataset):
             return known or 0
@@ -87,9 +103,10 @@ class Datasets:
 
     @property
     def train_labels(self) -> np.ndarray:
-        """The `targets` of the training samples, as data sets of torchvision have them, or zeros.
+        """Labels of the training samples, which are read from the dataset's attribute `targets`.
 
-        JobError where a partition needs labels and there are none.
+        The datasets of torchvision have this attribute. Without it, the labels are zeros if
+        `data.partition` is "shuffled"; any other partition raises JobError.
         """
         found = getattr(self.train, "targets", None)
         if found is not None and len(found) == self.train_size:
@@ -103,7 +120,11 @@ class Datasets:
         return np.zeros(self.train_size, np.int64)
 
     def sample(self, split: str) -> Nested:
-        """A batch of one sample, made here and now: what a task and a model are tried on."""
+        """Return a batch of one sample, on which a task and a model are tested.
+
+        :param split: "train" or "test"
+        :raises JobError: if the dataset has no sample, or if it raises an exception
+        """
         one = self.train if split == "train" else self.test
         try:
             with drawing(Draws(self.seed)):
@@ -119,10 +140,10 @@ class Datasets:
             ) from error
 
     def content_digest(self) -> bytes:
-        """Return a hash of a few samples, by which ranks compare their data.
+        """Return a digest of a few samples, by which ranks compare their data.
 
-        It is that of the types and shapes of a stream's first sample, and b"" for streams of one
-        node each.
+        For a stream, it depends only on the types and shapes in the first sample. If each node has
+        its own stream, it is b"".
         """
         if self.streams:
             return self._stream_digest
@@ -134,28 +155,29 @@ class Datasets:
         return content_hash(parts)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: datasets have nothing to close."""
 
 
 COMPARED = 8
-"""Samples of a split that ranks compare."""
+"""Largest number of samples of each split that ranks compare."""
 ROUNDING = 1e-2
 """Largest difference between floating-point numbers of two ranks, relative to their norm."""
 
 
 def compared_indices(count: int) -> np.ndarray:
-    """Return the indices of samples that ranks compare, spread over ``count`` of them."""
+    """Return the indices of the samples that ranks compare, spread evenly over ``count``."""
     return np.unique(np.linspace(0, count - 1, min(COMPARED, count)).astype(np.int64))
 
 
 def content_hash(value: Any, values: bool = True) -> bytes:
     """Return a digest of tensors, arrays and numbers in nested containers, for `same_content`.
 
-    It is a SHA-256, followed by a projection and the norm of each group of floating-point numbers.
-    Texts and other objects count by their type alone: a text may be a path that differs between
-    hosts, and the repr of an object may contain an address.
+    It consists of a SHA-256, followed by a projection and the norm of each array of floating-point
+    numbers. Strings and other objects enter by their type only: a string may be a path that differs
+    between hosts, and the repr of an object may contain an address.
 
-    :param values: whether values count; otherwise only types and shapes do
+    :param value: tensor, array or number, or a mapping, tuple or list of such values
+    :param values: whether the digest depends on the values; otherwise only on types and shapes
     """
     sha = hashlib.sha256()
     projections: list[float] = []
@@ -164,9 +186,10 @@ def content_hash(value: Any, values: bool = True) -> bytes:
 
 
 def same_content(left: bytes, right: bytes) -> bool:
-    """Return whether two digests of `content_hash` may be of the same samples.
+    """Return whether two digests of `content_hash` may describe the same samples.
 
-    Floating-point numbers may differ by rounding, as those of a transform do on two kinds of CPU.
+    Floating-point numbers may differ by rounding, because the same transform may round differently
+    on two kinds of CPU. The tolerance is `ROUNDING`.
     """
     size = hashlib.sha256().digest_size
     if left[:size] != right[:size] or len(left) != len(right):
@@ -177,6 +200,7 @@ def same_content(left: bytes, right: bytes) -> bool:
 
 
 def _hash_into(sha: Any, projections: list[float], value: Any, values: bool) -> None:
+    """Add a nested value to a SHA-256, and its floating-point numbers to ``projections``."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             sha.update(f"{key!r}:".encode())
@@ -195,7 +219,7 @@ def _hash_into(sha: Any, projections: list[float], value: Any, values: bool) -> 
                 projections += _project(flat.double().numpy())
             else:
                 sha.update(flat.view(torch.uint8).numpy())
-    elif hasattr(value, "__array_interface__"):  # arrays, NumPy's numbers, and images
+    elif hasattr(value, "__array_interface__"):  # arrays, NumPy scalars and PIL images
         array = np.ascontiguousarray(value)
         is_text = array.dtype.kind in "SU"
         name = array.dtype.kind if is_text else array.dtype.str
@@ -216,14 +240,14 @@ def _hash_into(sha: Any, projections: list[float], value: Any, values: bool) -> 
 
 
 def _project(values: np.ndarray) -> tuple[float, float]:
-    """Return the scalar product of numbers with fixed weights, and their Euclidean norm."""
+    """Return the scalar product Σ_i cos(i) v_i of finite values, and their Euclidean norm."""
     finite = np.where(np.isfinite(values), values, 0.0)
     product = float(finite @ np.cos(np.arange(len(finite))))
     return product, float(np.linalg.norm(finite))
 
 
 def _length(one: Dataset) -> int | None:
-    """Samples of a data set; None for a stream without a length."""
+    """Return the number of samples of a dataset, or None for a stream without a length."""
     try:
         return len(one)
     except (TypeError, NotImplementedError):
@@ -231,11 +255,21 @@ def _length(one: Dataset) -> int | None:
 
 
 def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> Any:
-    """Call a user's function in `data.source`: Datasets, or anything else as it is.
+    """Call a custom function in `data.source` and return its result, mappings as `Datasets`.
 
-    The function is given what it names: `seed`, `node` and `nodes`, settings of `[data]`, and the
-    section's further keys; or (data, seed), where it has other parameters without a default.
-    ``rows``: the nodes that live here, of ``n``. Raises JobError.
+    The function gets the arguments that its parameters name: `seed`, `node` and `nodes`, settings
+    of section `[data]`, and the further keys of that section. If it has other parameters without a
+    default, it is called as ``make(data, seed)``.
+
+    :param make: the function. If it has a parameter `node`, it is called for each local node,
+        otherwise once
+    :param data: section `[data]` of the job
+    :param seed: seed of the random numbers that the function draws, and its argument `seed`
+    :param rows: indices of the local nodes
+    :param n: number of all nodes
+    :return: `Datasets` for a mapping; any other result unchanged
+    :raises JobError: if the function raises an exception, or if its mapping has wrong entries or
+        does not go together with the settings
     """
     known = {f.name: getattr(data, f.name) for f in fields(Data) if f.name != "options"}
     known |= {"seed": seed, "nodes": n}
@@ -261,6 +295,12 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
 
 
 def _check(found: Mapping, data: Data, own: bool) -> None:
+    """Raise JobError if the mapping that a custom function returned can't be used.
+
+    :param found: the mapping
+    :param data: section `[data]` of the job
+    :param own: whether the function has a parameter `node`
+    """
     wrong = partial(mistake, data.source)
     extra = found.keys() - {*SPLITS, "collate"}
     if extra or not found.keys() >= set(SPLITS):
@@ -288,17 +328,21 @@ def _check(found: Mapping, data: Data, own: bool) -> None:
 
 
 class Draws(NamedTuple):
-    """A place in the random numbers of torch, NumPy and Python, by the numbers that it is from."""
+    """Starting point for the random numbers of torch, NumPy and Python, given by a few integers."""
 
     seed: int
+    """Seed of the job."""
     key: tuple[int, ...] = ()
+    """Further numbers, such as `TRAIN` and a node, that distinguish random numbers of one seed."""
 
 
 @contextlib.contextmanager
 def drawing(draws: Draws | list) -> Iterator[None]:
-    """Let what runs inside draw its own random numbers, and leave the program's as they were.
+    """Use separate random numbers in this block, and restore the program's generators after it.
 
-    ``draws``: a place to begin at; or a list with one, which is left where the drawing stopped.
+    :param draws: starting point of the random numbers; or a list that holds one, which is replaced
+        by the state of the generators at the end of the block, so that a later block continues
+        from there
     """
     outside = _states()
     begin = draws[0] if isinstance(draws, list) else draws
@@ -318,10 +362,12 @@ def drawing(draws: Draws | list) -> Iterator[None]:
 
 
 def _states() -> tuple:
+    """Return the states of the global random generators of torch, NumPy and Python."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
 def _set(states: tuple) -> None:
+    """Restore generator states that `_states` returned."""
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])
     random.setstate(states[2])

@@ -1,8 +1,9 @@
-"""Sources of samples: the built-in digits, synthetic samples, packed images, packed text.
+"""Sources of samples: the built-in digits, synthetic samples, packed images and packed text.
 
-A source gives batches in two parts: `raw` makes compact arrays (bytes of pixels or of text) on
-the CPU, here or in other processes; `finish` turns them, on whatever device they were moved
-to, into what a model takes. So a GPU gets a quarter of the bytes and does the normalization.
+A source makes a batch in two parts. `Source.raw` makes compact arrays, of pixels or tokens, on the
+CPU, in this or another process. After they were copied to the device of a slot, `Source.finish`
+converts them there to inputs of the model. For images, a quarter of the bytes is copied to a GPU,
+and the GPU does the normalization.
 """
 
 import math
@@ -42,25 +43,28 @@ if TYPE_CHECKING:
     from mpigossip.cluster.world import World
 
 DIGITS = Path(__file__).with_name("digits.h5")
+"""Packed images of the built-in source "digits"."""
 
 
 class Source(ABC):
-    """A data set as training sees it."""
+    """Training and test samples, as indexed batches."""
 
     classes: int
-    """Number of classes, or of tokens."""
+    """Number of classes; for text, number of tokens of the vocabulary."""
     shape: tuple[int, ...]
-    """Of one sample as a model takes it: (C, H, W), or (T,) tokens."""
+    """Shape of one sample as an input of the model: (C, H, W), or (T,) for T tokens."""
     dtype: torch.dtype = torch.float32
-    """Of the inputs: int64 for tokens."""
+    """Type of the inputs; int64 for tokens."""
     train_labels: np.ndarray
-    """(N,) int64: the label of every training sample, for partitions and checks."""
+    """Label of each training sample, an int64 array (N,), for partitions and checks."""
     test_labels: np.ndarray
+    """Label of each test sample, an int64 array."""
     in_memory: bool = True
-    """A batch is a matter of microseconds: nothing to gain from decoding ahead."""
+    """Whether a batch takes microseconds, so that preparing it in advance saves no time."""
     streams: bool = False
+    """Whether the training samples are a stream, which only `Datasets` can be."""
     name: str = ""
-    """`data.source`, for messages."""
+    """Value of `data.source`, for error messages."""
 
     @property
     def train_size(self) -> int:
@@ -73,26 +77,38 @@ class Source(ABC):
         return len(self.test_labels)
 
     def sample(self, split: str) -> tuple[Tensor, Tensor]:
-        """A batch of one sample: what a task and a model are tried on."""
+        """Return a batch of one sample of ``split``, on which a task and a model are tested."""
         return self.make_batch(split, np.arange(1), (0, 0))
 
     @abstractmethod
     def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
-        """Return B samples of "train" or "test", compact; random changes follow from key and index.
+        """Return samples in a compact form, in host memory.
 
-        key: (seed, epoch), or () of a test.
+        :param split: "train" or "test"
+        :param indices: indices (B,) of the samples
+        :param key: (seed, epoch), which determines random augmentation together with the index of a
+            sample; (): no augmentation, as for tests
+        :return: array whose first dimension is B
         """
 
     @abstractmethod
     def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs and int64 targets on the device of `raw`."""
+        """Convert the result of :meth:`raw` to inputs and int64 targets, on the device of ``raw``.
+
+        :param raw: compact samples, on any device
+        :param labels: labels of these samples, int64 (B,), on the same device
+        """
 
     def labels(self, split: str, indices: np.ndarray) -> np.ndarray:
-        """Return the labels of samples, int64."""
+        """Return the labels of samples as an int64 array (B,).
+
+        :param split: "train" or "test"
+        :param indices: indices (B,) of the samples
+        """
         return (self.train_labels if split == "train" else self.test_labels)[indices]
 
     def content_digest(self) -> bytes:
-        """Return a hash of a few samples of each split, by which ranks compare their data."""
+        """Return a digest of a few samples of each split, by which ranks compare their data."""
         parts: list[Any] = []
         for split, size, key in (("train", self.train_size, (0, 0)), ("test", self.test_size, ())):
             if size:
@@ -103,19 +119,19 @@ class Source(ABC):
     def make_batch(
         self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, made here and now."""
+        """Return inputs and targets on the CPU; the parameters are those of :meth:`raw`."""
         raw = torch.from_numpy(self.raw(split, indices, key))
         return self.finish(raw, torch.from_numpy(self.labels(split, indices)))
 
     def close(self) -> None:  # noqa: B027 (a source without files has nothing to close)
-        """Close files. A second call does nothing."""
+        """Close all files; a second call has no effect."""
 
 
 AnyData = Source | Datasets
 
 
 class ImageSource(Source):
-    """A packed data set of images: float32 inputs, per channel (value − mean) / std."""
+    """Packed images, as float32 inputs (value − mean) / std with mean and std of each channel."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.images = Images(recipe)
@@ -131,11 +147,12 @@ class ImageSource(Source):
         self._scaling = {torch.device("cpu"): scaling}
 
     def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
-        """Return (B, C, H, W) uint8."""
+        """Return decoded images, uint8 (B, C, H, W)."""
         return self.images.batch(split, indices, key)
 
     def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        if raw.device not in self._scaling:  # a copy per batch would wait for the GPU
+        # The factors are kept on each device, because copying them would wait for the GPU.
+        if raw.device not in self._scaling:
             self._scaling[raw.device] = self._scaling[torch.device("cpu")].to(raw.device)
         factor, shift = self._scaling[raw.device]
         inputs = raw.to(torch.float32)
@@ -144,11 +161,12 @@ class ImageSource(Source):
         return inputs, labels
 
     def content_digest(self) -> bytes:
-        # All samples, by their stored checksums: decoders of two hosts may differ in a bit.
+        # Compare the stored checksums of all samples, because the decoders of two hosts may give
+        # slightly different pixels.
         splits = [self.images.data.split(split) for split in SPLITS]
         return content_hash([[split.labels, split.checksums] for split in splits])
 
-    def __reduce__(self):  # what a decoding process gets opens the file itself
+    def __reduce__(self):  # a decoding process opens the file again
         return ImageSource, (self.images.recipe._replace(cache="never"),)
 
     def close(self) -> None:
@@ -156,15 +174,18 @@ class ImageSource(Source):
 
 
 class SyntheticSource(Source):
-    """Samples of any shape that can be learned: a pattern per class plus noise, from a seed.
+    """Random samples of any shape that a model can classify: a pattern of the class plus noise.
 
-    Patterns and noise are windows of two fixed random vectors, so a sample of any size costs a
-    copy, not a draw: x_i = p[o(label_i) …] + z[o(i) …], p in runs of 8 equal values with standard
-    deviation 0.5, z with 1. Sample i has label i mod classes.
+    Sample i has the label y_i = i mod classes and the values x_i = p[o(y_i) …] + z[q(i) …]. This is
+    a window of the random vector p, plus a window of the random vector z. p consists of runs of 8
+    equal values with a standard deviation of 0.5; the values of z are independent with a standard
+    deviation of 1. The offsets o and q are random. A sample of any size therefore costs a copy, but
+    no draw of random numbers.
     """
 
     name = "synthetic"
     OFFSETS = 1 << 16
+    """Number of different offsets of a window."""
 
     def __init__(
         self, shape: tuple[int, ...], classes: int, samples: int, test_samples: int, seed: int
@@ -184,12 +205,12 @@ class SyntheticSource(Source):
 
     @cached_property
     def train_labels(self) -> np.ndarray:  # type: ignore[override]
-        """Labels of the training samples, (samples,) int64; made when they are first read."""
+        """Labels of the training samples, int64 (samples,); computed at the first use."""
         return self._labels(self.train_size)
 
     @cached_property
     def test_labels(self) -> np.ndarray:  # type: ignore[override]
-        """Labels of the test samples, (test_samples,) int64; made when they are first read."""
+        """Labels of the test samples, int64 (test_samples,); computed at the first use."""
         return self._labels(self.test_size)
 
     def _labels(self, samples: int) -> np.ndarray:
@@ -198,9 +219,9 @@ class SyntheticSource(Source):
 
     @cached_property
     def _windows(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        """Windows of the noise and where each sample's begins; the same of patterns and classes.
+        """Windows of the noise and each sample's offset; windows of the pattern and each class's.
 
-        They are made when a first sample is: who only counts a job's costs needs none.
+        They are computed for the first sample, because estimating the costs of a job needs none.
         """
         samples = sum(self._counts)
         size = math.prod(self.shape)
@@ -223,7 +244,7 @@ class SyntheticSource(Source):
         )
 
     def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
-        """Return (B, *shape) float32."""
+        """Return samples, float32 (B, …)."""
         numbers = indices if split == "train" else indices + self.train_size
         (noise, begins), (patterns, kinds) = self._windows
         x = patterns[kinds[self.labels(split, indices)]]
@@ -235,17 +256,24 @@ class SyntheticSource(Source):
 
 
 class TextSource(Source):
-    """Tokens of a packed text in windows of `context`: inputs x[t], targets x[t + 1], both int64.
+    """Packed text in windows of tokens x: inputs x[0 … T − 1] and targets x[1 … T], both int64.
 
-    Windows don't overlap, but for one token. They run over the ends of documents, or ("apart") stay
-    within one, whose last tokens are left out. The label of a window, for partitions, is the
-    document that it begins in.
+    T is ``context``. Successive windows share one token. They extend over the ends of documents
+    or, if ``windows`` is "apart", each lies within one document, whose last tokens may be left out.
+    For partitions, the label of a window is the index of the document in which it begins.
     """
 
     dtype = torch.int64
 
     def __init__(self, path: str, context: int, windows: str = "joined", every: int = 1) -> None:
-        """``every``: of the training windows only each so many-th is there."""
+        """Read the text and compute the windows.
+
+        :param path: packed text
+        :param context: number T of tokens of a sample
+        :param windows: "joined" or "apart", as `data.windows` of a job
+        :param every: stride over the training windows, as `data.every` of a job; 1: all of them
+        :raises JobError: if the text of a split is shorter than one window
+        """
         self.shape = (context,)
         self.name = path
         self._text = {}
@@ -268,29 +296,34 @@ class TextSource(Source):
         self.test_labels = labels["test"]
 
     def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
-        """Return (B, T + 1) int32."""
+        """Return windows of tokens, int32 (B, T + 1)."""
         places = self._begins[split][indices][:, None] + np.arange(self.shape[0] + 1)
         return self._text[split][places].astype(np.int32)
 
     def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens and the tokens after them, (B, T) int64 each."""
+        """Return tokens and the tokens that follow them, int64 (B, T) each."""
         tokens = raw.to(torch.int64)
         return tokens[:, :-1], tokens[:, 1:]
 
 
 def _joined(ends: np.ndarray, context: int) -> np.ndarray:
-    """Return begins of windows in all documents as one; ``ends``: (documents + 1,), from 0."""
+    """Return the first token of each window, with all documents joined.
+
+    :param ends: offset (documents + 1,) of each document, and the number of all tokens
+    :param context: number of tokens of a sample
+    """
     return np.arange(max(ends[-1] - 1, 0) // context) * context
 
 
 def _apart(ends: np.ndarray, context: int) -> np.ndarray:
-    """Return begins of windows, each within a document."""
+    """Return the first token of each window within a document; parameters as of `_joined`."""
     counts = np.maximum(np.diff(ends) - 1, 0) // context
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(ends[:-1], counts) + within * context
 
 
 def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -> str:
+    """Return the error message for a text without a window; ``name`` is its split."""
     has = f"has {ends[-1]} tokens"
     more = ""
     if windows == "apart":
@@ -303,7 +336,7 @@ def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -
 
 
 def _own(data: config.Data, seed: int, rows: Sequence[int], n: int) -> AnyData:
-    """Call a user's function for the nodes `rows`; JobError where it returns no data."""
+    """Call a custom function for the local nodes ``rows``; raise JobError if it returns no data."""
     form = "that returns torch Datasets or a Source"
     made = call(import_object("data.source", data.source, form), data, seed, rows, n)
     if not isinstance(made, Source | Datasets):
@@ -318,6 +351,7 @@ def _synthetic(data: config.Data, seed: int) -> Source:
 
 
 def _check_no_images(data: config.Data, need: str) -> None:
+    """Raise JobError if an augmentation is set, which only images can have."""
     if data.augment != "none":
         raise JobError(
             f'data.augment = "{data.augment}" is for images; {need} data.augment = "none"'
@@ -331,15 +365,21 @@ SOURCES: dict[str, Callable[..., Any]] = {
     "logistic": logistic,
     "factorization": factorization,
 }
-"""Sources that are no file, by name: called as a user's own are; they may give a Problem, too."""
+"""Built-in sources by name.
+
+They are called like custom functions, and may also return a `Problem`.
+"""
 
 
 def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1) -> AnyData:
-    """Return the source that section `[data]` names; seed makes the synthetic samples.
+    """Open the data that `data.source` names.
 
-    rows: the nodes that live here, of n, for one's own streams. Raises JobError for settings that
-    don't go together or a source that doesn't exist, StoreError for a file that isn't a whole data
-    set.
+    :param data: section `[data]` of a job
+    :param seed: seed of synthetic samples and of random numbers of custom datasets
+    :param rows: indices of the local nodes, for custom functions with a parameter `node`
+    :param n: number of all nodes
+    :raises JobError: if settings do not go together, or if there is no such source
+    :raises StoreError: if a file is not a complete packed dataset
     """
     if data.source in SOURCES:
         found = call(SOURCES[data.source], data, seed, rows, n)
@@ -359,9 +399,16 @@ def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1)
 
 
 def check_alike(name: str, data: AnyData, world: "World", partition: str = "") -> None:
-    """JobError where ranks don't see the same data; collective.
+    """Compare the data of all ranks; collective.
 
-    Compared are numbers of samples, a hash of a few of them, and the digest of their partition.
+    The ranks compare the numbers of samples, a digest of a few samples, and the digest of the
+    partition.
+
+    :param name: value of `data.source`
+    :param data: data of this rank
+    :param world: world of all ranks
+    :param partition: digest of the partition; "" if there is none
+    :raises JobError: on all ranks, if the data of two ranks differ
     """
     mine = data.train_size, data.test_size
     told = world.gather(mine)
@@ -385,9 +432,10 @@ def check_alike(name: str, data: AnyData, world: "World", partition: str = "") -
 
 
 def _check_contents(name: str, data: AnyData, world: "World") -> None:
-    """Compare samples; collective. Those that two reads on one rank give differently don't count.
+    """Compare a few samples of all ranks; collective.
 
-    The second read is made only if ranks differ.
+    If ranks differ, each reads the same samples again. If the second read of some rank differs from
+    its first one, the samples are random, and nothing is compared.
     """
     with world.raise_together(UserError):
         content = _content(name, data)
@@ -408,6 +456,7 @@ def _check_contents(name: str, data: AnyData, world: "World") -> None:
 
 
 def _content(name: str, data: AnyData) -> bytes:
+    """Return the digest of a few samples; convert exceptions of custom code to JobError."""
     try:
         return data.content_digest()
     except (UserError, Failure, MemoryError):
@@ -420,10 +469,11 @@ def _content(name: str, data: AnyData) -> bytes:
 def _check_equal(
     world: "World", value: Any, text: str, same: Callable[[Any, Any], bool] = operator.eq
 ) -> None:
-    """JobError unless all ranks have the same value; collective.
+    """Raise JobError on all ranks unless they have equal values; collective.
 
-    :param text: message with three places: a rank, its host, and that of rank 0
-    :param same: predicate of two values that are taken for equal
+    :param value: value of this rank
+    :param text: message with three placeholders: a rank, its host, and the host of rank 0
+    :param same: function that returns whether two values count as equal
     """
     values = world.gather(value)
     with world.raise_together(JobError):
@@ -433,6 +483,7 @@ def _check_equal(
 
 
 def _packed(path: Path, data: config.Data) -> Source:
+    """Open a packed dataset of images or text; raise JobError if settings do not fit it."""
     with open_dataset(path) as opened:
         kind = opened.kind
     if kind != "text":

@@ -1,4 +1,4 @@
-"""The parameters of torch modules as views of the engine's flat memory."""
+"""Flat memory for the parameters of torch modules, which become views of it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,26 +12,36 @@ from mpigossip.engine.shared_memory import check_separate
 from mpigossip.engine.vector import ParameterLayout, bits, flatten
 
 LOW = (torch.bfloat16, torch.float16)
-"""Types of parameters of which a float32 master is kept, stepped and exchanged."""
+"""Types of parameters for which float32 master weights are kept, updated and exchanged."""
 BLOCK = 1 << 18
-"""Elements that are compared at a time on a CPU, so that they stay in its cache."""
+"""Number of elements that are compared at a time on a CPU, so that they stay in its cache."""
 COMPARED = 1 << 24
-"""Elements that are compared at a time on a GPU, which needs up to 10 bytes for each."""
+"""Number of elements that are compared at a time on a GPU, which needs up to 10 bytes for each."""
 
 
 class ModuleParameters:
-    """The trained parameters of one module a row, in float32, and their gradients.
+    """Flat float32 parameters and gradients of one module per local node.
 
-    float32 parameters are views of the row from now on, in the order of their strides
-    (channels_last stays). Of 16-bit ones the row is the master: :meth:`publish` rounds it to them.
+    It implements the protocol :class:`~mpigossip.engine.vector.FlatParameters`. Each module has one
+    row of the arrays. Its float32 parameters become views of the row, with their strides, so that a
+    memory format such as channels_last is preserved. For 16-bit parameters, the row holds the
+    master weights, and :meth:`publish` rounds them to the parameters.
     """
 
     first = (0,)
     inverse: torch.Tensor | None = None
-    """of GradScaler's scale, by which 16-bit gradients are multiplied once they are float32"""
+    """Inverse of GradScaler's scale, by which 16-bit gradients are multiplied in float32.
+
+    None: gradients are not scaled.
+    """
 
     def __init__(self, models: Sequence[nn.Module]):
-        """``models``: alike but for their values, which stay. ValueError for other types."""
+        """Move the parameters to flat memory; their values stay the same.
+
+        :param models: one module for each local node; they differ in their values only
+        :raises JobError: if parameters share memory, if no parameter requires gradients, or if one
+            is neither float32, bfloat16 nor float16
+        """
         for model in models:
             check_separate(model)
         self._lay_out(models, flatten(models[0], types=(torch.float32, *LOW)))
@@ -51,6 +61,7 @@ class ModuleParameters:
         self.publish()
 
     def _lay_out(self, models: Sequence[nn.Module], flat: ParameterLayout) -> None:
+        """Find the trained parameters of all modules, and allocate flat memory for them."""
         self.flat = flat
         named = [dict(model.named_parameters()) for model in models]
         self.rows = [[each[name] for name in flat.names] for each in named]
@@ -59,7 +70,7 @@ class ModuleParameters:
         self._paths = [self._module_paths(row) for row in range(len(models))]
         trained = {id(p) for row in self.rows for p in row}
         self.frozen = {name: p for name, p in named[0].items() if id(p) not in trained}
-        """the first module's parameters that are no part of the vector"""
+        """Parameters of the first module, by name, that are not part of the flat parameters."""
         device = self.rows[0][0].device
         self.full = [torch.zeros(len(models), flat.local_layout.size, device=device)]
         self.x = self.full
@@ -67,7 +78,10 @@ class ModuleParameters:
         self._cache: dict[int, list[torch.Tensor]] = {}
 
     def cut(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """A row (P,) cut into parameters; kept by address, as the same few come again."""
+        """Return views of a row (P,), one for each parameter.
+
+        The views are cached by the address of the row, because few different rows are used.
+        """
         found = self._cache.get(row.data_ptr())
         if found is None:
             if len(self._cache) > 8 * len(self.rows):
@@ -76,7 +90,7 @@ class ModuleParameters:
         return found
 
     def gather(self) -> None:
-        """The gradients of all parameters into ``g``; zero where there is none."""
+        """Copy the gradients of all parameters to ``g``; a missing gradient counts as zero."""
         if not self.g[0].numel():
             self.g = [torch.zeros_like(x) for x in self.x]
         for parameters, row in zip(self.rows, self.g[0], strict=True):
@@ -94,7 +108,7 @@ class ModuleParameters:
     def _module_paths(self, row: int) -> list[tuple[nn.Module, str, nn.Module]]:
         """Return parent, key and child of each submodule that contains a trained parameter.
 
-        A tied parameter has several such submodules.
+        A tied parameter is contained in several submodules that do not contain each other.
         """
         trained = {id(p) for p in self.rows[row]}
         found: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
@@ -129,16 +143,19 @@ class ModuleParameters:
         self._paths[row] = self._module_paths(row)
 
     def _check_owner(self, row: int, k: int) -> None:
-        """JobError where the module holds another Parameter now."""
+        """Raise JobError if the module now holds another Parameter in place of parameter ``k``."""
         module, key = self._owners[row][k]
         if module._parameters.get(key) is not self.rows[row][k]:
             raise JobError(replaced_message(self.flat.names[k]))
 
     @contextmanager
     def bind_to(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
-        """Inside, the row's parameters lie in that of ``array`` (rows, P), all in float32.
+        """Make the parameters of a module views of another array, in float32, inside a block.
 
-        Their gradients are those of ``g``, or, where that is None, their own.
+        :param row: row of the module in the arrays
+        :param array: array (rows, P) whose row the parameters become
+        :param g: array (rows, P) whose row becomes their gradients. None: they keep their own
+            gradients, which are converted to float32 and unscaled for 16-bit parameters
         """
         if array is self.x[0] and g is None and not any(self.low):
             yield
@@ -147,12 +164,12 @@ class ModuleParameters:
         own = self._own[row]
         grads = [p.grad for p in parameters]
         given = self.cut(g[row]) if g is not None else [None] * len(parameters)
-        # who was frozen since is not stepped, as in torch
+        # As in torch, a parameter that was frozen since the layout was made is not updated.
         given = [v if p.requires_grad else None for p, v in zip(parameters, given, strict=True)]
         try:
             for k, (p, view) in enumerate(zip(parameters, self.cut(array[row]), strict=True)):
                 if g is not None or self.low[k]:
-                    p.grad = None  # of another type than the parameter is going to be, or its own
+                    p.grad = None  # torch requires a gradient to have the type of its parameter
                 p.data = view
                 if g is not None:
                     p.grad = given[k]
@@ -171,7 +188,7 @@ class ModuleParameters:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Inside, the parameters have memory of their own, with the values of now."""
+        """Let float32 parameters have separate memory, with their present values, in a block."""
         for row, parameters in enumerate(self.rows):
             for k, p in enumerate(parameters):
                 if not self.low[k]:
@@ -184,7 +201,7 @@ class ModuleParameters:
                     p.data = self._own[row][k]
 
     def publish(self) -> None:
-        """Round the masters to 16-bit parameters."""
+        """Round the master weights to the 16-bit parameters."""
         for k, low in enumerate(self.low):
             if not low:
                 continue
@@ -192,10 +209,13 @@ class ModuleParameters:
                 parameters[k].data.copy_(self.cut(self.full[0][row])[k])
 
     def check(self) -> bool:
-        """Take parameters that were given other memory back into the vector, with their values.
+        """Move parameters that have left the flat memory back to it, with their present values.
 
-        Whether values changed by that. JobError where it isn't clear what is meant: another type,
-        shape or device, another Parameter, or memory that two parameters share.
+        A parameter leaves it if a program assigns other memory to ``parameter.data``.
+
+        :return: whether a value changed by that
+        :raises JobError: if a parameter has another type, shape or device than before, if the
+            module holds another Parameter instead, or if two parameters share memory
         """
         changed = moved = False
         for row, parameters in enumerate(self.rows):
@@ -210,14 +230,18 @@ class ModuleParameters:
         return changed
 
     def _take_back(self, row: int, k: int) -> bool:
-        """Copy a parameter's new memory into its own, and lay it there; whether values differ."""
+        """Copy a parameter's new values to its flat memory, and make it a view of that again.
+
+        Return whether the values differ from the values there.
+        """
         p = self.rows[row][k]
         own = self._own[row][k]
         if (p.dtype, p.shape, p.device) != (own.dtype, own.shape, own.device):
             raise JobError(changed_message(self.flat.names[k], own, p))
         if _place(own) != self._places[row][k]:
             # The storage itself was moved, and `own` with it: torch.multiprocessing does this to
-            # all tensors that it sends. The row of the vector has a storage that nobody else has.
+            # all tensors that it sends. The row of the flat parameters has a different storage, and
+            # has not moved.
             if self.low[k]:
                 self._places[row][k] = _place(own)
             else:
@@ -231,8 +255,8 @@ class ModuleParameters:
     def take_edits(self) -> None:
         """Copy edited elements of 16-bit parameters to their master weights.
 
-        An element was edited if it isn't its rounded master. Edits through `.data` are found, too.
-        On a GPU the host doesn't wait for the comparison.
+        An element was edited if it differs from its rounded master weight. Edits through `.data`
+        are found, too. On a GPU, the host does not wait for the comparison.
         """
         for row, parameters in enumerate(self.rows):
             if parameters[0].device.type != "cpu":
@@ -243,18 +267,21 @@ class ModuleParameters:
                     _take_edit(p.data, master)
 
     def _take_edits_at_once(self, row: int) -> None:
-        """Do so by a few operations for many parameters, as a GPU's host starts each of them."""
+        """Take the edits of one module on a GPU by few operations, each for many parameters.
+
+        The host has to start each operation, which would take longer than the operation itself.
+        """
         masters = self.full[0][row]
         for dtype, group in self._edit_groups():
-            if len(group) == 1:  # it may be large
+            if len(group) == 1:  # it may have more than `COMPARED` elements
                 k = group[0]
                 _take_edit(self.rows[row][k].data, self._masters(row)[k])
                 continue
             begin = self.flat.offsets[group[0]]
             exact = masters[begin : self.flat.column_ranges[group[-1]].stop]
             rounded = exact.to(dtype)
-            # What no parameter of the group is copied to, padding and float32 parameters, stays
-            # equal and is kept.
+            # Padding and float32 parameters lie between the parameters of the group. Nothing is
+            # copied there, so that they compare equal and keep their exact values.
             written = rounded.clone()
             views = [
                 written.as_strided(
@@ -266,9 +293,9 @@ class ModuleParameters:
             torch.where(bits(rounded) == bits(written), exact, written, out=exact)
 
     def _edit_groups(self) -> list[tuple[torch.dtype, list[int]]]:
-        """Return the 16-bit parameters by type, in runs that span at most `COMPARED` elements.
+        """Return groups of successive 16-bit parameters: their type and their indices.
 
-        A run contains a single parameter if that is larger.
+        A group spans at most `COMPARED` elements, or it contains a single, larger parameter.
         """
         groups: list[tuple[torch.dtype, list[int]]] = []
         ranges = self.flat.column_ranges
@@ -283,12 +310,15 @@ class ModuleParameters:
         return groups
 
     def _masters(self, row: int) -> list[torch.Tensor]:
+        """Return a module's parameters in flat memory, which are master weights if 16-bit."""
         return self.cut(self.full[0][row])
 
     def differ(self, sent: Sequence[torch.Tensor]) -> bool:
-        """Return whether parameters differ from ``sent``, which was x, in any bit.
+        """Return whether parameters differ in any bit from ``sent``, an earlier value of x.
 
-        On a GPU the host waits for the comparison.
+        On a GPU, the host waits for the comparison.
+
+        :param sent: for each segment, an array of the shape of ``x``
         """
         for x, before in zip(self.x, sent, strict=True):
             for now, then in _blocks(x, before):
@@ -297,7 +327,7 @@ class ModuleParameters:
         return self._rounded_differ()
 
     def _rounded_differ(self) -> bool:
-        """Return whether a 16-bit parameter isn't its rounded master."""
+        """Return whether a 16-bit parameter differs from its rounded master weights in any bit."""
         for row, parameters in enumerate(self.rows):
             for p, master, low in zip(parameters, self._masters(row), self.low, strict=True):
                 if not low:
@@ -308,42 +338,43 @@ class ModuleParameters:
         return False
 
     def newly_trained(self) -> list[str]:
-        """Parameters that were frozen when the vector was laid out, and are trained now."""
+        """Return the names of parameters that were frozen in the layout and are trained now."""
         return [name for name, p in self.frozen.items() if p.requires_grad]
 
     def newly_frozen(self) -> list[str]:
-        """Parameters that were trained when the vector was laid out, and are frozen now."""
+        """Return the names of parameters that are trained in the layout and are frozen now."""
         pairs = zip(self.flat.names, self.rows[0], strict=True)
         return [name for name, p in pairs if not p.requires_grad]
 
     def versions(self) -> list[int]:
-        """Return the version counters of all parameters: in-place changes from outside."""
+        """Return torch's version counters of all parameters, which count changes in place."""
         return [p._version for parameters in self.rows for p in parameters]
 
 
 def _take_edit(low: torch.Tensor, master: torch.Tensor) -> None:
-    """Copy the elements of a 16-bit parameter that aren't the rounded master to the master."""
+    """Copy elements of a 16-bit parameter to master weights that do not round to them."""
     for now, exact in _blocks(low, master):
         written = bits(now)
         rounded = bits(exact.to(now.dtype))
-        # a CPU looks first, which is faster; a GPU's host would have to wait for that
+        # Test for equality first on a CPU, which is faster. The host of a GPU would have to wait.
         if now.device.type != "cpu" or not torch.equal(rounded, written):
             torch.where(rounded == written, exact, now, out=exact)
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as a storage of its own.
+    """Return a tensor with the memory of ``view`` but another storage.
 
-    Views of one storage look like tied weights to what writes safetensors: Accelerate would drop
-    all but one of them from its checkpoints.
+    Libraries that write safetensors take views of one storage for tied weights: Accelerate would
+    drop all but one of them from its checkpoints.
     """
     return torch.from_dlpack(view)
 
 
 def _blocks(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield views of the same elements of two tensors, a limited number at a time.
+    """Yield pairs of views of the same elements of two tensors, of a limited size.
 
-    Temporary results then stay in the cache of a CPU, and take little of a GPU's memory.
+    Temporary results then stay in the cache of a CPU, and need little memory on a GPU. Tensors that
+    have different strides, or gaps between their elements, are yielded whole.
     """
     size = BLOCK if one.device.type == "cpu" else COMPARED
     alike = one.stride() == other.stride() and _fills(one)
@@ -355,7 +386,7 @@ def _blocks(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tens
 
 
 def _fills(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill a stretch of memory without gaps, in any order."""
+    """Return whether the elements fill a range of memory without gaps, in any order."""
     order = sorted(zip(tensor.stride(), tensor.shape, strict=True))
     expected = 1
     for stride, length in order:
@@ -366,7 +397,7 @@ def _fills(tensor: torch.Tensor) -> bool:
 
 
 def report_shared(parameter: torch.Tensor) -> None:
-    """Report once that parameters leave memory that they shared with other processes."""
+    """Print a note, once, if a parameter leaves memory that it shared with other processes."""
     if parameter.device.type == "cpu" and parameter.is_shared():
         print_note_once(
             "parameters were in memory that processes share, as after share_memory() or when a "
@@ -377,17 +408,18 @@ def report_shared(parameter: torch.Tensor) -> None:
 
 
 def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a parameter, and its name there."""
+    """Return the submodule that holds the parameter ``name``, and its name in that submodule."""
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key
 
 
 def _place(parameter: torch.Tensor) -> tuple:
+    """Return address, type and shape of a tensor, which change if it gets other memory."""
     return parameter.data_ptr(), parameter.dtype, parameter.shape
 
 
 def replaced_message(name: str) -> str:
-    """Return the message on a parameter in whose place another one is."""
+    """Return the error message for a parameter that was replaced by another Parameter."""
     return (
         f"parameter {name} has left the memory that nodes average: the module holds another "
         "Parameter now, which the optimizer doesn't know, as after load_state_dict(assign=True); "
@@ -396,7 +428,7 @@ def replaced_message(name: str) -> str:
 
 
 def untied(key: str, before: nn.Module, now: nn.Module) -> str:
-    """Return the message on a module in whose place another one is."""
+    """Return the error message for a submodule that was replaced by one with other parameters."""
     return (
         f"module {key} was a {type(before).__name__} with parameters that nodes average and is now "
         f"a {type(now).__name__} with others, which the optimizer doesn't know; replace it before "
@@ -405,7 +437,7 @@ def untied(key: str, before: nn.Module, now: nn.Module) -> str:
 
 
 def changed_message(name: str, own: torch.Tensor, now: torch.Tensor) -> str:
-    """Return the message on a parameter whose type, shape or device has changed."""
+    """Return the error message for a parameter whose type, shape or device has changed."""
     was, became = ((f"{tuple(t.shape)} {t.dtype} on {t.device}") for t in (own, now))
     return (
         f"parameter {name} has left the memory that nodes average: it was {was} at the first step "

@@ -1,4 +1,4 @@
-"""A model's trained parameters as named views of one flat vector, and state shaped like it."""
+"""Layout of a model's trained parameters in one flat array, and of state of the same size."""
 
 from __future__ import annotations
 
@@ -18,77 +18,86 @@ from mpigossip.store import direct
 
 
 class FlatParameters(Protocol):
-    """The trained parameters of the nodes that live here, in flat memory, and their gradients.
+    """Trained parameters and gradients of the local nodes in flat memory.
 
-    Arrays are (rows, columns): ``x`` and ``g`` one a segment, ``full`` one a slot.
+    Each array has the shape (local nodes, elements). ``x`` and ``g`` have one array for each
+    segment of a message, ``full`` has one for each slot.
     """
 
     flat: ParameterLayout
+    """Layout of the parameters of one node."""
     x: list[torch.Tensor]
-    """what is updated and exchanged: the slots' shards"""
+    """The slots' shards, which are updated and exchanged."""
     g: list[torch.Tensor]
-    """gradients at x, decay included; their memory may be used up by a step"""
+    """Gradients at x, weight decay included; a step may overwrite them."""
     full: list[torch.Tensor]
-    """every slot's whole vector, which its forward pass reads"""
+    """All flat parameters, as the forward pass of each slot reads them."""
 
     @property
     def first(self) -> tuple[int, ...]:
-        """The first column of each segment in the node's vector: it keys random wires."""
+        """Index of each segment's first element in the flat parameters, a key of random wires."""
 
     def gather(self) -> None:
-        """Bring the parameters' gradients into ``g``: asked for only where a method reads them."""
+        """Copy the parameters' gradients to ``g``; called only if the algorithm reads them."""
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Layout of the trained parameters in a vector of ``size`` elements.
+    """Layout of the trained parameters of a node in a flat array.
 
-    Parameters that take weight decay come first: they are the columns below ``decayed``.
+    Parameters with weight decay come first. Zeros are added after each parameter and at the end, so
+    that parameters begin at multiples of `ALIGN` elements and shards at multiples of `BUCKET`.
     """
 
     names: tuple[str, ...]
+    """Names of the parameters, in the order of the array."""
     shapes: tuple[tuple[int, ...], ...]
+    """Shape of each parameter."""
     strides: tuple[tuple[int, ...], ...]
-    """of each parameter in its place: as the model has it, channels_last for instance"""
+    """Strides of each parameter, in elements, which preserve formats such as channels_last."""
     offsets: tuple[int, ...]
+    """Index of each parameter's first element."""
     size: int
+    """Number P of elements, padding included."""
     decayed: int
+    """Number of leading elements with weight decay."""
     slots: int
+    """Number of slots, whose shards have equal lengths."""
     embeddings: frozenset[str] = field(default=frozenset(), kw_only=True)
-    """names of the parameters that are tables, of which each row is for a token"""
+    """Names of the weights of `torch.nn.Embedding` modules, with one row for each token."""
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Shard lengths in elements, one a slot."""
+        """Number of elements of each slot's shard."""
         return (self.size // self.slots,) * self.slots
 
     @property
     def local_layout(self) -> ParameterLayout:
-        """Return this process's part as a vector of its own."""
+        """Layout of the elements that this process holds; here, all of them."""
         return self
 
     @property
     def count(self) -> int:
-        """Trained parameters, padding left out."""
+        """Number of elements without padding."""
         return sum(map(prod, self.shapes))
 
     def decayed_in(self, slot: int) -> int:
-        """Leading columns of a slot's shard that take weight decay."""
+        """Return the number of leading elements of a slot's shard that have weight decay."""
         width = self.size // self.slots
         return min(max(self.decayed - slot * width, 0), width)
 
     @property
     def column_ranges(self) -> list[slice]:
-        """The columns of each parameter, the padding behind it included."""
+        """Range of elements of each parameter, including the padding after it."""
         ends = [*self.offsets[1:], self.size]
         return [slice(begin, end) for begin, end in zip(self.offsets, ends, strict=True)]
 
     def views(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters as views of one row (P,)."""
+        """Return the parameters as views of one row (P,)."""
         return [view[0] for view in self.stacked(row[None])]
 
     def stacked(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters as views (rows, …) of all rows (rows, P)."""
+        """Return the parameters of all nodes as views (nodes, …) of an array (nodes, P)."""
         places = zip(self.offsets, self.shapes, self.strides, strict=True)
         return [
             rows[:, at : at + prod(shape)].as_strided(
@@ -98,9 +107,13 @@ class ParameterLayout:
         ]
 
     def pack(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The row (P,) without its padding, on the CPU: (count,), in ``out`` if that is given.
+        """Return a row (P,) without its padding, as an array (count,).
 
-        Each parameter in the order of its indexes, whatever its strides: files know none.
+        Each parameter is written in row-major order, whatever its strides are, because files do not
+        store strides.
+
+        :param row: row to pack
+        :param out: array (count,) to write to; None: return a new array on the CPU
         """
         views = [view.reshape(-1) for view in self.views(row)]
         if out is None:
@@ -111,14 +124,18 @@ class ParameterLayout:
 
     @property
     def by_index(self) -> bool:
-        """Return whether every parameter lies in the order of its indexes, as files have it."""
+        """Return whether all parameters are in row-major order, as in files."""
         both = zip(self.shapes, self.strides, strict=True)
         return all(torch.empty_strided(*one, device="meta").is_contiguous() for one in both)
 
     def inside(self, shard: torch.Tensor, slot: int) -> list[torch.Tensor]:
-        """Return a slot's part (P / slots,) of each parameter: views, some of them empty.
+        """Return the elements of each parameter that lie in a slot's shard, as 1-D views.
 
-        Those of all slots, joined, are what `pack` makes of the whole, if it is `by_index`.
+        Some of them are empty. If the layout is `by_index`, the views of a parameter in all slots,
+        joined, are its elements in the order of :meth:`pack`.
+
+        :param shard: shard (P / slots,) of the slot
+        :param slot: index of the slot
         """
         begin = slot * shard.numel()
         ends = (at + prod(shape) for at, shape in zip(self.offsets, self.shapes, strict=True))
@@ -128,7 +145,7 @@ class ParameterLayout:
         ]
 
     def unpack(self, packed: torch.Tensor, row: torch.Tensor) -> None:
-        """Fill the row (P,) from (count,); the padding becomes zero."""
+        """Copy a packed array (count,) to a row (P,), with zero padding; the inverse of `pack`."""
         row.zero_()
         at = 0
         for view in self.views(row):
@@ -136,7 +153,12 @@ class ParameterLayout:
             at += view.numel()
 
     def attach(self, module: nn.Module, row: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Make the module's parameters and their gradients views of the given rows (P,)."""
+        """Make the module's parameters and their gradients views of rows (P,).
+
+        :param module: module with the parameters of this layout
+        :param row: new memory of the parameters, which take its values
+        :param gradient: new memory of the gradients; None: the gradients stay as they are
+        """
         parameters = dict(module.named_parameters())
         with torch.no_grad():
             for name, view in zip(self.names, self.views(row), strict=True):
@@ -147,13 +169,13 @@ class ParameterLayout:
 
 
 def dense(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Strides that fill a stretch of memory without gaps: its own where they do."""
+    """Return strides without gaps for a parameter: its own strides if they have none."""
     like = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
     return like.stride()
 
 
 def check_type(name: str, parameter: torch.Tensor, types: Collection[torch.dtype]) -> None:
-    """JobError for a parameter that is none of ``types``."""
+    """Raise JobError if the parameter ``name`` has none of the types."""
     if parameter.dtype not in types:
         need = " or ".join(str(one).removeprefix("torch.") for one in types)
         raise JobError(
@@ -171,8 +193,13 @@ def flatten(
 ) -> ParameterLayout:
     """Lay out the module's trained parameters for a node of ``slots`` slots.
 
-    ``decayed``: names that take weight decay (None: all). Frozen parameters stay outside.
-    ValueError for a parameter that is none of ``types``.
+    Frozen parameters are not part of the layout.
+
+    :param module: module with the parameters
+    :param slots: number of slots of the node
+    :param decayed: names of the parameters with weight decay; None: all
+    :param types: types that a parameter may have
+    :raises JobError: if no parameter requires gradients, or if one has another type
     """
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if not trained:
@@ -193,7 +220,7 @@ def flatten(
         boundary = at if index == first_undecayed else boundary
         offsets.append(at)
         at += -(-parameter.numel() // ALIGN) * ALIGN
-    whole = slots * BUCKET  # every shard is a multiple of it, so that wires see whole buckets
+    whole = slots * BUCKET  # lossy wires encode whole buckets, so that each shard consists of these
     return ParameterLayout(
         names=tuple(name for name, _ in ordered),
         shapes=tuple(tuple(parameter.shape) for _, parameter in ordered),
@@ -207,15 +234,24 @@ def flatten(
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers, as -0.0 equals 0.0 and NaN nothing."""
+    """Return a view of the bits of all elements as integers, for comparisons.
+
+    As floating-point numbers, -0.0 equals 0.0, and NaN does not equal NaN.
+
+    :param tensor: tensor of elements of 4 or 2 bytes
+    """
     return tensor.view(torch.int32 if tensor.dtype.itemsize == 4 else torch.int16)
 
 
-# -- state by name: an algorithm's nested arrays as packed rows of a node, and back ----------------
+# -- state by name: conversion of an algorithm's nested arrays to packed rows, and back ------------
 
 
 def named_arrays(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The arrays of a nested NamedTuple by name: ``("base/momentum", array)``."""
+    """Yield the tensors of a nested NamedTuple with their names, such as "base/momentum".
+
+    :param state: tensor, NamedTuple, or any other value, which is left out
+    :param prefix: name of ``state`` itself
+    """
     if isinstance(state, torch.Tensor):
         yield prefix, state
         return
@@ -226,13 +262,17 @@ def named_arrays(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tens
 def join_row(
     parts: Sequence[torch.Tensor], row: int, flat: ParameterLayout, place: np.ndarray | None = None
 ) -> np.ndarray:
-    """One row over all slots: shaped like x, cut to the parameters; figures of a row as they are.
+    """Join the shards of one node's array to a packed row; values per row are copied unchanged.
 
-    ``place``: an array of an earlier call that is overwritten; without one, whole pages are taken.
+    :param parts: array (local nodes, …) of each slot, shaped like x or with values per row
+    :param row: index of the local node
+    :param flat: layout of the parameters
+    :param place: array of an earlier call to overwrite; None: new memory of whole pages
+    :return: array (count,), or the values of the row
     """
     if is_per_row(parts[0], flat):
         return parts[0][row].cpu().numpy().copy()
-    # a single slot's shard is the whole: packing it is the only copy
+    # The shard of a single slot is the whole row. It is copied once only, by `pack`.
     whole = parts[0][row] if len(parts) == 1 else torch.cat([part[row].cpu() for part in parts])
     if place is None:
         size = flat.count * whole.element_size()
@@ -248,7 +288,15 @@ def packed(
     row: int,
     places: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
-    """A row of arrays by name, :func:`joined`; collective over the node, of its first process."""
+    """Join one node's row of several arrays by :func:`join_row`; collective over the node.
+
+    :param parts: by name, the array (local nodes, …) of each shard of this process
+    :param group: processes of the node
+    :param flat: layout of the parameters
+    :param row: index of the local node
+    :param places: by name, an array of an earlier call to overwrite
+    :return: packed rows by name on the first process of the node; empty on the others
+    """
     found = {}
     for name, shards in parts.items():
         whole = group.to_first([shard[row : row + 1] for shard in shards])
@@ -266,7 +314,11 @@ def scatter_row(
 ) -> None:
     """Copy a packed row into its shards; the inverse of :func:`join_row`.
 
-    :param here: the shards that ``parts`` are; None: all
+    :param packed: array (count,), or values per row
+    :param parts: array (local nodes, …) of each shard, to which the values are copied
+    :param row: index of the local node
+    :param flat: layout of the parameters
+    :param here: indices of the shards in ``parts``; None: all
     :raises ValueError: if the packed row has another number of elements than the model
     """
     values = torch.from_numpy(np.array(packed))
@@ -290,15 +342,22 @@ def scatter_row(
 
 
 def without_padding(values: torch.Tensor, flat: ParameterLayout) -> torch.Tensor:
-    """Return a packed row; earlier versions saved float64 state with the padding."""
+    """Return a packed row without padding, with which earlier versions saved float64 state.
+
+    :param values: array (count,), which is returned unchanged, or (size,)
+    :param flat: layout of the parameters
+    """
     padded = values.shape == (flat.size,) and flat.size != flat.count
     return flat.pack(values) if padded else values
 
 
 def is_per_row(part: torch.Tensor, flat: ParameterLayout) -> bool:
-    """Return whether an array holds values per row, one or one for each fragment.
+    """Return whether an array holds a few values per row: one, or one for each fragment.
 
-    Any other array is shaped like the shard x, whatever its type. A shard has at least `BUCKET`
-    columns, more than there are values per row.
+    Any other array has the shape of a shard of x, whatever its type. The number of columns
+    distinguishes them: a shard has at least `BUCKET` columns, and a row has fewer values.
+
+    :param part: array (local nodes, columns)
+    :param flat: layout of the parameters
     """
     return part.shape[1] not in flat.widths

@@ -8,30 +8,31 @@ from mpigossip.config import JobError
 from mpigossip.engine.module import ModuleParameters
 
 FIRST = 20
-"""Number of exchanges, from the first one on, in which all values are compared."""
+"""Number of exchanges at the start in which all values are compared."""
 EVERY = 50
-"""Number of exchanges between two later ones in which all values are compared."""
+"""Period, in exchanges, of later comparisons of all values."""
 
 
 IN_FLIGHT = (
     "parameters were changed between steps while they were being sent to "
     'neighbours; give Gossip overlap="never", or leave them alone'
 )
+"""Message of the error that an edit raises by default."""
 
 
 class EditDetector:
-    """Detector of edits between the moment when x is sent and the step that receives.
+    """Detector of edits between the time at which x is sent and the step that receives messages.
 
-    The step replaces x by the average of what was sent, so that an edit between them would be lost.
-    Edits under `torch.no_grad` raise torch's version counters, which are compared at each step.
-    Edits through `.data` don't. They are found by comparing all values with those that were sent,
-    in the first `FIRST` exchanges and in each `EVERY`-th later one. A program that edits in each
-    step is therefore found in its first steps, and the other steps are as fast as before.
+    The step replaces x by the average of the models that were sent, so that an edit would be lost.
+    Edits under `torch.no_grad` increment torch's version counters, which are compared at each step.
+    Edits through `.data` do not. They are detected by comparing all values with those that were
+    sent, in the first `FIRST` exchanges and in every `EVERY`-th later one. Edits that a program
+    makes in each step are therefore detected in its first steps, and most steps compare no values.
     """
 
     def __init__(self) -> None:
         self.in_flight = False
-        """whether x is in flight"""
+        """Whether x has been sent and the exchange is not finished."""
         self._edited = False
         self._message = IN_FLIGHT
         self._count = 0
@@ -44,9 +45,11 @@ class EditDetector:
         sent: Callable[[], Sequence[torch.Tensor]],
         message: str = IN_FLIGHT,
     ) -> None:
-        """Note what was sent; call this after an exchange has begun.
+        """Store what was sent; call this after an exchange has begun.
 
-        :param sent: function that returns memory with the x that was sent, for each segment
+        :param vector: flat parameters of the model
+        :param sent: function that returns, for each segment, an array with the x that was sent. It
+            is called only if all values will be compared
         :param message: message of the error that :meth:`check` raises
         """
         if self._count < FIRST or self._count % EVERY == 0:
@@ -57,11 +60,14 @@ class EditDetector:
         self.renew(vector)
 
     def renew(self, vector: ModuleParameters) -> None:
-        """Note the version counters anew, after this package has written to parameters."""
+        """Store the present version counters, after this package has written to parameters."""
         self._versions = vector.versions()
 
     def collect(self, vector: ModuleParameters) -> None:
-        """Put all parameters into the vector, and remember whether they were edited in flight."""
+        """Move all parameters to the flat memory, and record whether they were edited in flight.
+
+        If nothing is in flight, edits of 16-bit parameters are copied to their master weights.
+        """
         self._edited |= self.in_flight and self._versions != vector.versions()
         moved = vector.check()
         if not self.in_flight:
@@ -78,7 +84,7 @@ class EditDetector:
             raise JobError(self._message)
 
     def end(self) -> None:
-        """Forget the exchange: it is received, or given up."""
+        """Forget the exchange, after it was received or cancelled."""
         self.in_flight = self._edited = False
         self._versions = []
         self._sent = ()

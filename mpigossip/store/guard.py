@@ -1,12 +1,15 @@
 """Validate untrusted HDF5 files before reading them.
 
-HDF5 files can name other files (external links, raw data, virtual datasets), claim arrays far
-larger than themselves, reach one array by many names, and crash the library. Ours do nothing of
-that, so all of it is rejected: groups and arrays behind hard links, numbers and texts of fixed
-length, each byte of an array in the file. What is then read takes no more memory than the file has
-bytes (a table with rows left open: 64 times that). Rejections are ValueErrors, from which
-`hdf5.reading` makes messages. Below: kinds of files, headers that crash HDF5, links and names and
-cycles, sizes and compression, types; then what reads the values.
+An HDF5 file can refer to other files (external links, external storage, virtual datasets), declare
+arrays far larger than itself, give one array many names, and crash the library. The files of this
+package do none of this, so that all of it is rejected. A file may contain groups and datasets
+behind hard links, with numbers and strings of fixed length, and each byte of a dataset must be in
+the file. Reading a file then takes no more memory than the file has bytes; tables with unwritten
+rows may take 64 times as much. Rejections are ValueErrors, which `hdf5.reading` converts to error
+messages.
+
+The module checks, in this order, the kind of the file, headers that crash HDF5, links, names and
+cycles, sizes and compression, and types. The functions after these read the values.
 """
 
 import io
@@ -28,37 +31,51 @@ from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t, h5z
 from mpigossip.store import StoreError
 
 OBJECTS = 1 << 17
+"""Largest number of groups and datasets in a file; each takes 11 kB and 0.1 to 0.3 ms."""
 ATTRIBUTES = 1 << 10
-"""Most groups and arrays in a file (11 kB and 0.1 to 0.3 ms each), most attributes of one."""
+"""Largest number of attributes of one object."""
 FEW_OBJECTS = 1 << 14
+"""Number of groups and datasets that a file of any size may have."""
 BYTES_OF_OBJECT = 1 << 9
-"""Groups and arrays that a file of any size may have, and bytes of a file for each further one."""
+"""Number of bytes of a file for each group or dataset beyond `FEW_OBJECTS`."""
 NAME = 1 << 10
+"""Largest number of bytes of a name."""
 WORDS = 1 << 16
+"""Largest number of bytes of an attribute."""
 TEXT = 1 << 24
-"""Most bytes of a name, of an attribute, and of a job, an environment or the counters."""
+"""Largest number of bytes of a long text: a job, an environment or the counters."""
 SPARSE = 64
+"""Largest ratio of the bytes of tables to the bytes of their file.
+
+Tables are larger than their file, because a column that begins late has unwritten rows before.
+"""
 LEAST = 1 << 26
-"""Bytes of tables for a byte of their file, as rows of later columns are open; and in any file."""
+"""Number of bytes that the tables of any file may have, however small the file is."""
 METADATA = 1 << 16
+"""Largest number of bytes of headers that HDF5 reads at once."""
 HEADER = 68
-"""Most bytes that HDF5 reads of its headers at once, and of the longest that is checked."""
+"""Number of bytes of the longest header that is checked."""
 CHUNKS = 1 << 20
-"""Most chunks of a table, and bytes of their index."""
+"""Largest number of chunks of a table, and of bytes of their index."""
 SEAL = "checksum"
+"""Name of the attribute with the checksum of all other attributes."""
 
 
 def regular(path: Path, follow: bool = True) -> io.FileIO:
     """Open a regular file for reading; reading from a pipe or a device might never end.
 
-    Without `follow` it is no symbolic link either: a name inside a checkpoint means a file there.
-    Raises OSError where it can't be opened, StoreError where it is something else.
+    :param path: path of the file
+    :param follow: whether ``path`` may be a symbolic link. It may not for the files of a
+        checkpoint, which must be in the folder of the checkpoint
+    :raises OSError: if the file cannot be opened
+    :raises StoreError: if it is not a regular file
     """
     kind = path.stat(follow_symlinks=follow).st_mode
     if stat.S_ISREG(kind):
         more = os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
         file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | more))
-        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # nothing else was put there meanwhile
+        # Another process may have replaced the file since the check above.
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return file
         file.close()
     link = "is a symbolic link; put the file itself there"
@@ -68,18 +85,21 @@ def regular(path: Path, follow: bool = True) -> io.FileIO:
 
 
 LIST = struct.Struct("<4sBBBBBBBB6Q")
-GROWTH = (32, 4, 16, 4, 10)  # HDF5's own numbers for such an array; nobody sets others
+"""Header of an HDF5 extensible array (EAHD)."""
+GROWTH = (32, 4, 16, 4, 10)
+"""Growth parameters of an extensible array, which HDF5 sets and no program can change."""
 TREE = struct.Struct("<4sBBIHHBBQHQ")
+"""Header of an HDF5 B-tree of version 2 (BTHD)."""
 TREES = (5, 6, 8, 9, 10, 11)
-"""HDF5's kinds of B-trees that our files have: of links, of attributes, of chunks."""
+"""Types of B-trees in files of this package: for links, attributes and chunks."""
 
 
 class _Checked:
-    """A file as h5py's "fileobj" driver wants one, which spares HDF5 headers it would die of.
+    """File object for h5py's driver "fileobj" that hides headers that would crash HDF5.
 
-    HDF5 2.0 takes a B-tree's sizes for granted where its checksum is right: 0 is divided by, 4 GB
-    are allocated, a foreign kind is a jump to nowhere. Such a header reads as zeros here, which
-    HDF5 rejects.
+    HDF5 2.0 does not check the sizes in the header of a B-tree if its checksum is right: it divides
+    by a size of 0, allocates 4 GB, or jumps to an invalid address for an unknown type. Such a
+    header is read as zeros, which HDF5 rejects.
     """
 
     def __init__(self, file: Any) -> None:
@@ -92,7 +112,8 @@ class _Checked:
         count = self.file.readinto(data)
         if len(data) > METADATA:
             return count
-        before = min(at, HEADER)  # a header may begin before what is read, and end behind it
+        # A header may begin before the data that is read, and end after it.
+        before = min(at, HEADER)
         self.file.seek(at - before)
         around = self.file.read(before + count + HEADER)
         for name, sound in ((b"BTHD", _sound_tree), (b"EAHD", _sound_list)):
@@ -105,7 +126,7 @@ class _Checked:
 
 
 def _sound_tree(header: bytes) -> bool:
-    """Return whether a B-tree's header, as far as it was read, is one that our files have."""
+    """Return whether a B-tree's header may be in a file of this package, or is incomplete."""
     if len(header) < TREE.size:
         return True
     _, _, kind, node, row, depth, split, merge, _, top, every = TREE.unpack_from(header)
@@ -116,7 +137,10 @@ def _sound_tree(header: bytes) -> bool:
 
 
 def _sound_list(header: bytes) -> bool:
-    """Return the same of an extensible array, which numbers a table's chunks."""
+    """Return whether the header of an extensible array may be in a file of this package.
+
+    Such an array is the index of the chunks of a table. An incomplete header is accepted.
+    """
     if len(header) < LIST.size:
         return True
     _, _, kind, width, *rest = LIST.unpack_from(header)
@@ -125,15 +149,19 @@ def _sound_list(header: bytes) -> bool:
 
 
 def hdf5(file: Any) -> h5py.File:
-    """The HDF5 content of an open file, for reading."""
+    """Open the HDF5 content of an open binary file for reading, without checking objects."""
     return h5py.File("file", "r", "fileobj", fileobj=_Checked(file))
 
 
 @contextmanager
 def opened(file: Any, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str, Any]]]:
-    """The HDF5 content of an open file, and its arrays and groups by path.
+    """Open the HDF5 content of an open file, check it, and yield it with its objects by path.
 
-    HDF5 gets this one file and opens nothing by a name. `allowed`: as of `look`.
+    HDF5 gets only this file object, and opens no file by its name.
+
+    :param file: binary file
+    :param allowed: keyword arguments of :func:`look`
+    :raises ValueError: if an object is rejected
     """
     size = file.seek(0, os.SEEK_END)
     with hdf5(file) as content:
@@ -148,11 +176,15 @@ def look(
     again: str = "",
     views: Collection[str] = (),
 ) -> dict[str, Any]:
-    """All groups and arrays of a file of `size` bytes by path, each found sound.
+    """Check all groups and datasets of a file, and return them by path.
 
-    `tables`: arrays may be cut into checksummed chunks, with rows that were never written. Objects
-    of the group `again` may stand at the top, too. `views`: paths of virtual datasets, which aren't
-    looked at.
+    :param content: open HDF5 file
+    :param size: number of bytes of the file
+    :param tables: whether datasets may consist of chunks, with or without checksums, and may have
+        rows that were never written
+    :param again: group whose objects may have second hard links in the root group; "": none
+    :param views: paths of virtual datasets, whose type and storage are not checked
+    :raises ValueError: if an object is rejected
     """
     found = _objects(content, size, again)
     stored = 0
@@ -172,17 +204,24 @@ def look(
 def max_objects(size: int) -> int:
     """Return how many groups and arrays a file of ``size`` bytes may have.
 
-    Each of them takes time and memory to look at. The large files that have many are those of large
-    models; a small file with as many is forged.
+    Each of them takes time and memory to check. Files with many objects belong to large models and
+    are large themselves; a small file with many objects is forged.
     """
     return min(OBJECTS, FEW_OBJECTS + size // BYTES_OF_OBJECT)
 
 
 def _objects(content: h5py.File, size: int, again: str) -> dict[str, Any]:
-    """Groups and arrays by path; ValueError for other links, names, cycles and second paths."""
+    """Return all groups and datasets by path.
+
+    :param content: open HDF5 file
+    :param size: number of bytes of the file
+    :param again: as of :func:`look`
+    :raises ValueError: if there are too many objects, a link that is not hard, an invalid name, a
+        second path to an object (as in a cycle), or an object of another kind
+    """
     most = max_objects(size)
     found: dict[str, Any] = {}
-    # not by h5o.get_info: where an array's index is damaged, HDF5 2.0 crashes in it
+    # h5o.get_info is not used, because HDF5 2.0 crashes in it if the index of a dataset is damaged.
     places: dict[int, str] = {h5g.get_objinfo(content.id).objno[0]: "/"}
     groups = [("", content.id)]
     while groups:
@@ -214,7 +253,15 @@ def _objects(content: h5py.File, size: int, again: str) -> dict[str, Any]:
 
 
 def _bytes(path: str, data: h5d.DatasetID, size: int, tables: bool) -> tuple[int, int]:
-    """Bytes of an array in the file and in memory; ValueError where it isn't as ours are."""
+    """Check the type and the storage of a dataset, and return its bytes.
+
+    :param path: path of the dataset, for error messages
+    :param data: dataset
+    :param size: number of bytes of the file
+    :param tables: whether the dataset may consist of chunks
+    :return: number of bytes in the file; and, for a dataset in chunks, in memory, otherwise 0
+    :raises ValueError: if this package does not write such datasets
+    """
     kind = data.get_type()
     creation = data.get_create_plist()
     if not _plain(kind):
@@ -241,7 +288,16 @@ def _bytes(path: str, data: h5d.DatasetID, size: int, tables: bool) -> tuple[int
 
 
 def _chunks(path: str, data: h5d.DatasetID, size: int, width: int, checked: bool) -> int:
-    """Bytes of a table's chunks, each of which is whole, in the file and as its filters say."""
+    """Return the number of bytes of a table's chunks in the file.
+
+    :param path: path of the table, for error messages
+    :param data: dataset
+    :param size: number of bytes of the file
+    :param width: number of bytes of an element
+    :param checked: whether each chunk has a checksum of 4 bytes
+    :raises ValueError: if a chunk is incomplete, was stored without its filter, or if the chunks
+        are larger than the file
+    """
     whole = math.prod(data.get_create_plist().get_chunk()) * width + 4 * checked
     count = 0
 
@@ -259,7 +315,13 @@ def _chunks(path: str, data: h5d.DatasetID, size: int, width: int, checked: bool
 
 
 def _plain(kind: h5t.TypeID, within: int = 0) -> bool:
-    """Numbers, texts of fixed length, truth values, complex numbers, rows of a table of those."""
+    """Return whether a type consists of numbers, Booleans and strings of fixed length only.
+
+    Complex numbers, and compound types of at most 8 such members or 1-D arrays, are included.
+
+    :param kind: type to check
+    :param within: number of types that contain this one
+    """
     if kind.committed() or not 0 < kind.get_size() <= TEXT:
         return False
     if isinstance(kind, h5t.TypeStringID):
@@ -278,9 +340,14 @@ def _plain(kind: h5t.TypeID, within: int = 0) -> bool:
 def array(
     found: dict[str, Any], path: str, kind: str | None = None, ndim: int | None = None
 ) -> Any:
-    """The array at a path that `look` found, in memory; of numpy's `kind` and `ndim` where asked.
+    """Read the dataset at a path.
 
-    `kind` is a type such as "<f4", or the letters of kinds of types such as "iu".
+    :param found: objects by path, as :func:`look` returns them
+    :param path: path of the dataset
+    :param kind: NumPy type such as "<f4", or letters of kinds of types such as "iu"; None: any
+    :param ndim: number of dimensions; None: any
+    :raises ValueError: if there is no such dataset, or if it has another type or number of
+        dimensions
     """
     data = dataset(found, path)
     fits = kind is None or data.dtype.kind in kind or data.dtype.str == kind
@@ -290,7 +357,13 @@ def array(
 
 
 def rows(found: dict[str, Any], path: str, kinds: str) -> list[tuple]:
-    """The rows of a table at a path, as Python's own values; `kinds`: of numpy's, its columns'."""
+    """Read the rows of a 1-D dataset with a compound type, as tuples of Python objects.
+
+    :param found: objects by path, as :func:`look` returns them
+    :param path: path of the dataset
+    :param kinds: letter of NumPy's kind of type for each member, such as "Si"
+    :raises ValueError: if there is no such dataset, or if its members are of other kinds
+    """
     table = array(found, path, "V", 1)
     if "".join(table.dtype[name].kind for name in table.dtype.names or ()) != kinds:
         raise ValueError(f'"{path}" is a table of {table.dtype}')
@@ -298,7 +371,7 @@ def rows(found: dict[str, Any], path: str, kinds: str) -> list[tuple]:
 
 
 def dataset(found: dict[str, Any], path: str) -> h5py.Dataset:
-    """The array at a path, not yet read."""
+    """Return the dataset at a path without reading it; raise ValueError if there is none."""
     data = found.get(path)
     if not isinstance(data, h5py.Dataset):
         raise ValueError(f'"{path}" is missing')
@@ -306,12 +379,22 @@ def dataset(found: dict[str, Any], path: str) -> h5py.Dataset:
 
 
 def text(found: dict[str, Any], path: str) -> str:
-    """A dataset of one text, as `hdf5.write_text` writes it."""
+    """Read a dataset of one string, as `hdf5.write_text` writes it.
+
+    :param found: objects by path, as :func:`look` returns them
+    :param path: path of the dataset
+    :raises ValueError: if there is no such string, or if it contains control characters
+    """
     return printable(array(found, path, "S", 0).decode(), path)
 
 
 def printable(value: str, name: str) -> str:
-    """The text, unless it holds what a terminal takes for commands."""
+    """Return ``value``, after checking that it cannot contain commands for a terminal.
+
+    :param value: text to check
+    :param name: name of the text, for the error message
+    :raises ValueError: if it contains control characters other than tab, newline and return
+    """
     wrong = next((c for c in value if c < " " and c not in "\t\n\r" or c == "\x7f"), None)
     if wrong is not None:
         raise ValueError(f'"{name}" holds the control character {wrong!r}')
@@ -319,9 +402,14 @@ def printable(value: str, name: str) -> str:
 
 
 def attribute(thing: Any, name: str, long: bool = False) -> Any:
-    """An attribute: a text, a number (Python's own), an array of numbers.
+    """Read an attribute, which is a string, a number or an array of numbers.
 
-    `long`: also texts of more than `WORDS` bytes, which are in HDF5's heap.
+    :param thing: file, group or dataset
+    :param name: name of the attribute
+    :param long: whether the attribute may have up to `TEXT` bytes instead of `WORDS`, and may be a
+        string of variable length in HDF5's heap
+    :return: Python object, or array
+    :raises ValueError: if there is no such attribute, or if it is of another type or too long
     """
     if not h5a.exists(thing.id, name.encode()):
         raise ValueError(f'it has no attribute "{name}"')
@@ -344,7 +432,7 @@ def attribute(thing: Any, name: str, long: bool = False) -> Any:
 
 
 def attributes(thing: Any, long: bool = False) -> dict[str, Any]:
-    """All attributes by name, each as of `attribute`."""
+    """Read all attributes by name, with the parameters of :func:`attribute`."""
     count = h5a.get_num_attrs(thing.id)
     if count > ATTRIBUTES:
         raise ValueError(f"{count} attributes are too many: at most {ATTRIBUTES}")
@@ -353,14 +441,17 @@ def attributes(thing: Any, long: bool = False) -> dict[str, Any]:
 
 
 def seal(thing: Any) -> None:
-    """Add a checksum over all other attributes: HDF5 has none for long texts."""
+    """Store a checksum of all other attributes, because HDF5 has none for long texts."""
     facts = attributes(thing, long=True)
     facts.pop(SEAL, None)
     thing.attrs[SEAL] = _sum(facts)
 
 
 def sealed(thing: Any) -> dict[str, Any]:
-    """All attributes but the checksum, which is right, or not there as nothing was sealed yet."""
+    """Read all attributes except the checksum of :func:`seal`, after comparing it if there is one.
+
+    :raises ValueError: if the checksum differs
+    """
     facts = attributes(thing, long=True)
     if SEAL in facts and facts.pop(SEAL) != _sum(facts):
         raise ValueError("its attributes are damaged: their checksum differs")
