@@ -307,8 +307,8 @@ def places(options, top: Path, draw: random.Random) -> Iterator[Found]:
         mark = {"evaluation": "e", "average": "g", "flush": "!", "training": ""}[where]
         average = ["cadence.name=gossip-pga", "cadence.period=3"] * (where == "average")
         for at in range(options.count or 20):
-            # The surviving rank with the lowest number writes the log. To hit a flush, the victims are
-            # therefore the lowest ranks, all in the same step.
+            # The surviving rank with the lowest number writes the log. To hit a flush, the victims
+            # are therefore the lowest ranks, all in the same step.
             step = draw.randrange(2, 14)
             chosen = draw.sample(range(ranks), lost)
             who = range(lost) if where == "flush" else chosen
