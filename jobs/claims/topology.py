@@ -44,7 +44,7 @@ for k, name in enumerate(dict.fromkeys(row["graph"] for row in study.rows)):
     rows = [row for row in study.rows if row["graph"] == name]
     half = [[min(row["accuracy_high"], 1) - row["accuracy"] for row in rows]]
     half.insert(0, [row["accuracy"] - max(row["accuracy_low"], 0) for row in rows])
-    places = [row["nodes"] * 1.03 ** (k - 1.5) for row in rows]  # beside each other
+    places = [row["nodes"] * 1.03 ** (k - 1.5) for row in rows]  # next to each other
     accuracies = [row["accuracy"] for row in rows]
     axes.errorbar(places, accuracies, half, fmt="o-", capsize=3, color=COLOURS[k], label=name)
     runs = [study.ended(cell) for cell in study.cells if cell.label("graph") == name]

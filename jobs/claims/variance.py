@@ -30,7 +30,7 @@ study = mpigossip.study(
         "data.partition=shuffled",
         "schedule.name=milestones",
         "schedule.milestones=[10,15]",
-        "log.consensus_every=1",  # the variance is drawn at each average
+        "log.consensus_every=1",  # the variance is read at each average
     ],
     output="runs/claims-figures/variance",
 )
@@ -42,7 +42,7 @@ study.plot("train_loss", "bytes", study.folder / "loss.png")
 # %% the variance that each average found, (1/n) Σ ‖x̄ − x_i‖², of every seed
 figure = Figure(figsize=(5.4, 4.2), layout="constrained")
 axes = figure.subplots()
-for k, cell in enumerate(study.cells[:3]):  # QSGD averages gradients, of models that are equal
+for k, cell in enumerate(study.cells[:3]):  # QSGD averages gradients of equal models
     for seed, run in enumerate(study.ended(cell)):
         steps = run.log.steps
         met = (steps["kind"] == 2).all(1)
