@@ -47,8 +47,7 @@ LINKS = [(gbit, latency) for latency in (50e-6, 5e-3) for gbit in (1, 10, 25, 10
 SLOW = 0.05
 TIMES = 5.0
 BELOW = 0.005
-"""SLOW: fraction of slow steps; TIMES: their factor; BELOW: the goal's distance from parallel.
-"""
+"""SLOW: fraction of slow steps; TIMES: their factor; BELOW: the goal's distance from parallel."""
 (CELL,) = until()
 WARM = 44
 Line = dict[str, Any]

@@ -1,12 +1,12 @@
-"""Exponential graphs (Ying et al. 2021): accuracy against topology, at several numbers of nodes.
+"""Exponential graphs (Ying et al. 2021): accuracy by topology and number of nodes.
 
     python jobs/claims/topology.py
 
-DmSGD with LeNet on digits, each graph at its own rate; with CIFAR-10 it is the job
-jobs/claims/jobs/lenet.toml, settings=["data.source=cifar10.h5"].
+DmSGD trains LeNet on digits, on each graph at its own learning rate. For CIFAR-10, use the job
+jobs/claims/jobs/lenet.toml and settings=["data.source=cifar10.h5"].
 """
 
-# %% the runs: what is there already isn't repeated
+# %% make the runs; finished runs are not repeated
 from matplotlib.figure import Figure
 
 import mpigossip
@@ -37,7 +37,7 @@ study = mpigossip.study(
 )
 print(study)
 
-# %% accuracy at the end against the nodes: means, their 95 % intervals in [0, 1], each seed
+# %% draw final accuracy by number of nodes: means, 95 % intervals in [0, 1], and each seed
 figure = Figure(figsize=(5.4, 4.2), layout="constrained")
 axes = figure.subplots()
 for k, name in enumerate(dict.fromkeys(row["graph"] for row in study.rows)):

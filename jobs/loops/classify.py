@@ -3,9 +3,9 @@
     mpirun -n 4 python classify.py --out runs/clouds
 
 Like a job, it writes a log, a progress line, checkpoints and a summary. If it is started again, it
-resumes from its last checkpoint, and the result is bitwise identical. SIGTERM, SIGUSR1, ``touch
-runs/clouds/STOP`` and the end of the allocation stop it with a checkpoint, and with the exit code
-after which batch scripts queue it again.
+resumes from its last checkpoint, and the result is bitwise identical. SIGTERM, SIGUSR1,
+``touch runs/clouds/STOP`` and the end of the allocation stop it with a checkpoint, and with the
+exit code after which batch scripts queue it again.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main():
         draw = torch.Generator().manual_seed(10 + world.rank)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         # The algorithm is dsgd, ahead: it sends one vector per round, while the model computes. The
-        # algorithm of most papers, algorithm="dmsgd" around plain SGD, sends two vectors after the
+        # algorithm of the papers, algorithm="dmsgd" around plain SGD, sends two vectors, after the
         # gradient is known.
         optimizer = mpigossip.Gossip(  # <-
             world, model, optimizer, style="awc", run=options.out, steps=options.steps

@@ -49,8 +49,7 @@ makes one exchange per step.
 """
 ZERO = 1e-10
 TIE = 0.1
-"""ZERO is the largest limit that counts as zero; TIE is the relative difference of a tie.
-"""
+"""ZERO is the largest limit that counts as zero; TIE is the relative difference of a tie."""
 STEPS = 20_000
 WINDOW = 100
 """STEPS is the largest number of steps; convergence is tested every WINDOW steps."""

@@ -43,8 +43,7 @@ RESULTS = MEASURES.with_name("GPU_RESULTS.md")
 NEEDED = (
     *("numpy", "cattrs", "h5py", "matplotlib", "networkx", "PIL", "rich", "safetensors", "scipy"),
 )
-"""Modules that the package needs; pytest, mpi4py and cupy are checked where they are used.
-"""
+"""Modules that the package needs; pytest, mpi4py and cupy are checked where they are used."""
 
 
 class NotRun(Exception):

@@ -29,8 +29,7 @@ class Place(NamedTuple):
 
     device: str
     rehearsed: bool
-    """Rehearsal on the CPU, or on the emulation of a GPU: small sizes, and no limits.
-    """
+    """Rehearsal on the CPU, or on the emulation of a GPU: small sizes, and no limits."""
     seconds: float = 60.0
     """Time limit of a measurement in seconds."""
 
@@ -186,7 +185,7 @@ MODES = {
     "channels_last": ["node.cuda_graphs=always", "node.channels_last=always"],
     "compile": ["node.cuda_graphs=never", "node.channels_last=auto", "node.compile=true"],
 }
-"""Ways to compute a step that are compared."""
+"""Settings of the ways to compute a step, which are compared."""
 
 
 def step(place: Place, mode: str):
@@ -357,11 +356,11 @@ def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
         mixer.start(ExchangeKind.GOSSIP, t)
         mixer.finish()
 
-    # Rank 0 alone, because processes take turns on a GPU.
+    # Only rank 0 copies, because processes take turns on a GPU.
     if limited_by == "copy":
         copied = place.median(lambda: two.copy_(one), place.size(9, 2)) if w.rank == 0 else 0.0
-        # All messages and sums pass through one GPU's memory: five vectors per rank, and two for a
-        # copy.
+        # All messages and sums pass through the memory of one GPU: five vectors per rank, while a
+        # copy moves two.
         least = 2.5 * w.size * w.broadcast(copied)
     else:
         least = put_seconds(place, w, 4 * width)

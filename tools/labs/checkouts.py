@@ -50,8 +50,7 @@ class Job(NamedTuple):
     settings: tuple[str, ...]
     """Settings of a training; for "read", the arguments of the command."""
     marks: frozenset[str] = frozenset()
-    """Flags: a job with "forgets" is not resumed, one with "whole" lacks the common settings.
-    """
+    """Flags: a job with "forgets" is not resumed, one with "whole" lacks the common settings."""
 
     @property
     def ranks(self) -> int:
@@ -114,7 +113,7 @@ class Checkout:
         """
         sections = self.folder / "mpigossip/config/sections.py"
         if "\n    density: " not in sections.read_text("utf-8"):
-            # The key in e84dbb0.
+            # Older checkouts, such as e84dbb0, name this setting node.kept.
             words = [word.replace("node.density=", "node.kept=") for word in words]
         return self._ended([sys.executable, "-m", "mpigossip", *words], ranks)
 

@@ -1,4 +1,4 @@
-"""Run every command that reads them on forged logs and checkpoints of a run.
+"""Run the commands that read logs and checkpoints of a run on forged ones.
 
     python tools/labs/forge_commands.py [--count 1000] [--seed 0] [--keep DIR]
     python tools/labs/forge_commands.py --ranks --count 40
@@ -7,8 +7,8 @@ The second call resumes checkpoints on 1, 3 and 4 ranks. Files are forged as by 
 and in the texts inside the files: job, environment, summary, counters, facts; checksums agree then.
 Each case is a run directory whose log or newest checkpoint is forged (in half of the cases it is
 the only checkpoint). A forged log is read by `log show` and `log export`, and in one of five cases
-by `log plot`, `report` and `resume --simulate`; a forged checkpoint is read by `checkpoint
-show|verify|export`, `resume --simulate` and `simulate` of the job.
+by `log plot`, `report` and `resume --simulate`. A forged checkpoint is read by
+`checkpoint show|verify|export`, `resume --simulate` and `simulate` of the job.
 
 These are wrong, and printed: a traceback, a hang, an exit code other than 0, 1, 2 and 75, an end
 without a message of mpigossip, an import that the forged file requests, a file opened elsewhere,

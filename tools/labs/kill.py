@@ -113,7 +113,7 @@ def job(folder: Path, settings: Sequence[str]) -> list[str]:
 
 
 def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Found]:
-    """Kill a run again and again while it writes a checkpoint; let it run to its end at last.
+    """Kill a run repeatedly while it writes a checkpoint, then let it run to its end.
 
     Each chain has to end with the digest of a run that was never killed.
     """
@@ -145,7 +145,7 @@ def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Found]:
 
 
 def one_life(folder: Path, ranks: int, draw: random.Random) -> bool:
-    """Start or resume a run, kill a rank while it writes; return whether a torn file is left."""
+    """Start or resume, kill a rank that writes; return whether a partial checkpoint is left."""
     before = last(folder)
     with launched(ranks, job(folder, TINY)) as run:
         wait(lambda: last(folder) > before + 1, START_S, run)
