@@ -32,9 +32,9 @@ class Mutant(NamedTuple):
     """Fault that replaces the code ``old`` by ``new`` in a function of the package.
 
     ``function`` is the name of the only function, or variable, that contains ``old``; it includes
-    the name of the class if the name alone is ambiguous. The file that contains the function and the line
-    breaks of the code do not matter. ``tests`` is a folder in tests/ in which a test has to fail; a
-    file of the folder that is named before it is run first.
+    the name of the class if the name alone is ambiguous. The file that contains the function and
+    the line breaks of the code do not matter. ``tests`` is a folder in tests/ in which a test has
+    to fail; a file of the folder that is named before it is run first.
     """
 
     name: str
