@@ -1,12 +1,12 @@
-"""Mutation tests: plant one fault at a time in a copy of the tree, run its tests, expect a failure.
+"""Mutation tests: insert one fault at a time into a copy of the tree and expect its tests to fail.
 
-    python tools/mutants.py                   all of them, a table at the end
-    python tools/mutants.py --only flush nan  those whose names contain a word
-    python tools/mutants.py --list            names, functions and tests
+    python tools/mutants.py                   run all mutants, and print a table at the end
+    python tools/mutants.py --only flush nan  run those whose names contain one of the words
+    python tools/mutants.py --list            list names, functions and tests
 
-A mutant is noticed when its tests fail (or hang until pytest's own limit) and the test that
-failed passes without it. Exit code 1 if one is not noticed. A mutant that no longer applies is an
-error: give it the code that does the same now.
+A mutant is noticed if its tests fail (or exceed pytest's own time limit) and the test that failed
+passes without the fault. The exit code is 1 if any mutant is not noticed. A mutant that no longer
+applies is an error: change its ``old`` to the present code that does the same.
 """
 
 import argparse
@@ -25,15 +25,16 @@ from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parent.parent
 LIMIT_S = 900
-"""Seconds for the tests of one mutant; what is not noticed by then is not noticed."""
+"""Time limit in seconds for the tests of one mutant; a mutant that exceeds it is not noticed."""
 
 
 class Mutant(NamedTuple):
-    """A fault: in the package's one ``function`` that holds the code ``old``, it becomes ``new``.
+    """Fault that replaces the code ``old`` by ``new`` in a function of the package.
 
-    ``function``: its name, with the class's where others have it, too; or a variable's. In which
-    file it is and how its lines are broken doesn't matter. ``tests``: the folder in tests/ of
-    which one must fail; a file of it that stands before it is run first.
+    ``function`` is the name of the only function, or variable, that contains ``old``; it includes
+    the name of the class if the name alone is ambiguous. The file that contains the function and
+    the line breaks of the code do not matter. ``tests`` is a folder in tests/ in which a test has
+    to fail; a file of the folder that is named before it is run first.
     """
 
     name: str
@@ -43,7 +44,10 @@ class Mutant(NamedTuple):
     tests: str
 
     def find(self, tree: Path) -> tuple[Path, int, int]:
-        """File, begin and end of the code in a tree; ValueError where it isn't there once."""
+        """Return the file, the begin and the end of the code in a tree.
+
+        :raises ValueError: if the tree does not contain the code exactly once
+        """
         pattern = re.compile(r"\s+".join(map(re.escape, self.old.split())))
         found = []
         seen = []
@@ -61,7 +65,7 @@ class Mutant(NamedTuple):
         return found[0]
 
     def apply(self, tree: Path) -> None:
-        """Plant the fault in a copy of the tree."""
+        """Insert the fault into a copy of the tree."""
         path, begin, end = self.find(tree)
         text = path.read_text()
         line = text[text.rfind("\n", 0, begin) + 1 :]
@@ -74,7 +78,7 @@ parsed = functools.cache(ast.parse)
 
 @functools.cache
 def definitions(text: str, name: str) -> list[tuple[int, int]]:
-    """Where functions and variables of a name (`f`, `C.f`) begin and end in a source text."""
+    """Return where functions and variables of a name (`f`, `C.f`) begin and end in a text."""
     if not all(part in text for part in name.split(".")):
         return []
     starts = [0, *(match.end() for match in re.finditer("\n", text)), len(text)]
@@ -93,7 +97,7 @@ def definitions(text: str, name: str) -> list[tuple[int, int]]:
     return found
 
 
-# where a folder is slow, the file of it that knows the mutated module is run first
+# If the tests of a folder are slow, the file that tests the mutated module is run first.
 WINDOWS = "mixing/test_windows.py mixing"
 TRANSPORTS = "mixing/test_transports.py mixing"
 WIRE = "mixing/test_wire.py mixing"
@@ -234,13 +238,13 @@ def run_tests(tree: Path, tests: str) -> subprocess.CompletedProcess:
 
 
 def failed_test(output: str) -> tuple[str | None, str]:
-    """The first test that pytest reports as failed or in error, and why: a time limit, perhaps."""
+    """Return the first test that pytest reports as failed or in error, and the reason."""
     found = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - (.*)|$)", output, re.MULTILINE)
     return (found[1], found[2] or "") if found else (None, "")
 
 
 def copy_of(tree: Path) -> Path:
-    """The files that git tracks, in a new folder."""
+    """Copy the files that git tracks into a new folder, and return that folder."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=tree, capture_output=True, text=True, check=True
     )
@@ -252,12 +256,13 @@ def copy_of(tree: Path) -> Path:
 
 
 def judge(mutant: Mutant) -> dict:
-    """Run the mutant's tests with the fault, then the test that failed without it."""
+    """Run the mutant's tests with the fault, then the failed test without the fault."""
     began = time.monotonic()
     tree = copy_of(REPO)
     try:
         mutant.apply(tree)
-        for part in mutant.tests.split():  # apart: pytest would sort a file into its folder
+        # One call each, because pytest would merge a file into its folder.
+        for part in mutant.tests.split():
             done = run_tests(tree, f"tests/{part}")
             test, reason = failed_test(done.stdout)
             if test:
@@ -276,7 +281,7 @@ def judge(mutant: Mutant) -> dict:
 
 
 def main() -> int:
-    """Judge the mutants that were asked for and print a table."""
+    """Judge the chosen mutants and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="WORD", help="names that contain a word")
     parser.add_argument("--list", action="store_true", help="names, functions and tests")

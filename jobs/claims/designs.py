@@ -1,9 +1,10 @@
-"""Designs of the rows that train: cells in the order in which they are run, settings, seeds.
+"""Designs of the rows that train: cells in the order of their runs, with settings and seeds.
 
-What isn't run by the end of the time is cut from the end of this order, which was written before
-any of its runs; a cell counts once all its seeds are there. A cell's rates are searched for with
-`SEARCH`, which is never reported; with `SEEDS`, which all methods share, each method runs at its
-own best rate and at fractions of it. `run_queue.py` does the runs, `verdicts.py` judges them.
+Cells that are not run by the end of the available time are cut from the end of this order, which
+was written before any of its runs; a cell counts if all of its seeds were run. The learning rates
+of a cell are searched with the seed `SEARCH`, whose runs are never reported. With `SEEDS`, which
+all methods share, each method runs at its own best rate and at fractions of it. `run_queue.py`
+makes the runs, and `verdicts.py` judges them.
 """
 
 from __future__ import annotations
@@ -15,38 +16,41 @@ from math import inf
 from typing import Any, NamedTuple
 
 SEARCH = 1000
-"""Seed of the runs that choose rates."""
+"""Seed of the runs that choose learning rates."""
 FURTHER = 3
-"""Rates added beyond an end of a search, at most."""
+"""Largest number of rates that are added beyond an end of a search."""
 SEEDS = (1, 2, 3, 4, 5)
 JOB = "jobs/claims/jobs/lenet.toml"
 CIFAR = ("data.source={data}", "schedule.name=cosine", "log.consensus_every=20")
 
 
 Turn = tuple[str, str, float, int]
-"""Method, level, rate and seed of a run."""
+"""Method, level, learning rate and seed of a run."""
 
 
 class Cell(NamedTuple):
-    """Methods that are compared on one footing: who runs, on how many nodes, at which rates."""
+    """Methods that are compared under equal conditions: nodes, settings and learning rates."""
 
     study: str
     nodes: int
     labels: dict[str, str]
-    """of the cell, apart from method and level"""
+    """Labels of the cell, except for method and level."""
     methods: dict[str, str]
-    """label -> settings"""
+    """Settings of each method, by its label."""
     settings: tuple[str, ...]
     rates: tuple[float, ...]
-    """tried with the search's seed"""
+    """Learning rates that are tried with the seed of the search."""
     levels: dict[str, float]
-    """label -> fraction of the best rate"""
+    """Fractions of the best learning rate, by label."""
     order: Callable[[Sequence[dict[str, Any]]], Iterator[Turn]] | None = None
-    """of a search whose runs depend on each other: (runs that are done) -> those to do by now"""
+    """Order of a search whose runs depend on each other; None: all runs are known in advance.
+
+    It maps the finished runs to the runs that have to be made by now.
+    """
 
 
 def best_rate(tried: Sequence[dict[str, Any]]) -> float:
-    """That of the highest accuracy, the smaller of equals; what diverged, late or not, is last."""
+    """Return the rate of the highest accuracy, the smaller of equals; diverged runs come last."""
     order = lambda r: (  # noqa: E731
         not r.keys() & {"late", "diverged"},
         r["figures"].get("accuracy", -1.0),
@@ -56,14 +60,14 @@ def best_rate(tried: Sequence[dict[str, Any]]) -> float:
 
 
 def tried(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> dict[float, dict[str, Any]]:
-    """A method's runs with the search's seed, by their rate."""
+    """Return a method's runs with the seed of the search, by their learning rate."""
     key = cell.study, cell.nodes, cell.labels, method, "search"
     names = "study", "nodes", "cell", "method", "level"
     return {line["lr"]: line for line in done if tuple(line[k] for k in names) == key}
 
 
 def searched_rates(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> list[float]:
-    """The rates to try: those of the cell, then by twos beyond an end at which the best lies."""
+    """Return the rates to try: those of the cell, then powers of two beyond a best end."""
     rates = list(cell.rates)
     found = tried(cell, method, done)
     for _ in range(FURTHER):
@@ -84,7 +88,7 @@ PAIR = {
     "one-peer": "algorithm.name=dmsgd graph.name=one-peer-exponential",
 }
 STEPS = 585
-"""Of the perceptron at 16 nodes of 16 samples: 3 epochs."""
+"""Steps of the perceptron at 16 nodes with 16 samples each: 3 epochs."""
 REMEDIES = {
     "exact every 16": f"{PAIR['one-peer']} cadence.name=gossip-pga cadence.period=16",
     "exact first tenth": f"{PAIR['one-peer']} cadence.name=exact-parts cadence.first=0.1",
@@ -94,15 +98,15 @@ REMEDIES = {
     "EMA": f"algorithm.name=parts:ema_dmsgd algorithm.total={STEPS} "
     "graph.name=one-peer-exponential",
 }
-"""The gap's remedies; what isn't the package's is in `parts.py`."""
+"""Remedies for the gap; those that are not in the package are in `parts.py`."""
 CONTROLS = {
     "no exchange": f"{PAIR['one-peer']} cadence.name=never",
     "parallel, EMA": f"algorithm.name=parts:ema_parallel algorithm.total={STEPS} "
     "local.name=momentum graph.name=complete cadence.name=global",
 }
-"""No exchange must not be a remedy; an EMA that helps parallel as much doesn't close a gap."""
+"""Controls: no exchange must not help, and an EMA that helps parallel as much closes no gap."""
 ORDER = sorted(REMEDIES | CONTROLS, key=["no exchange", "exact every 16"].count, reverse=True)
-"""A remedy and a control first."""
+"""Order of the remedies and controls: a control and a remedy come first."""
 REMEDIED = "remedies"
 AT_PARALLELS = "remedies at parallel's rate"
 EQUAL = "equal rates"
@@ -112,7 +116,7 @@ GRID = (0.0125, 0.025, 0.05, 0.1, 0.2)
 def reported(
     done: Sequence[dict[str, Any]], nodes: int, labels: dict[str, str], method: str, lr: float
 ) -> dict[int, dict[str, Any]]:
-    """A pair's reported runs at a rate by their seed, from whichever of the gap's cells."""
+    """Return the reported runs of a method at a rate by seed, from any cell of the gap."""
     same = labels["model"], labels["batch"]
     return {
         r["seed"]: r
@@ -126,7 +130,7 @@ def reported(
 def pair_rates(
     done: Sequence[dict[str, Any]], nodes: int, labels: dict[str, str]
 ) -> dict[str, float]:
-    """Best rate of parallel and one-peer, of those that were searched for."""
+    """Return the best rates of parallel and one-peer, if they were searched."""
     own = {"model": labels["model"], "batch": labels["batch"]}
     tried: dict[str, list[dict[str, Any]]] = {}
     for r in done:
@@ -138,7 +142,7 @@ def pair_rates(
 def equal(
     nodes: int, labels: dict[str, str], most: int, done: Sequence[dict[str, Any]]
 ) -> Iterator[Turn]:
-    """Both methods at the ``most`` largest rates of the grid up to the larger of their best."""
+    """Yield both methods' runs at the ``most`` largest grid rates up to the larger best rate."""
     best = pair_rates(done, nodes, labels)
     if len(best) < len(PAIR):
         return
@@ -151,7 +155,7 @@ def equal(
 
 
 def at_parallels(labels: dict[str, str], done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """Each remedy at parallel's best rate, one remedy after the other."""
+    """Yield the runs of each remedy at parallel's best rate, one remedy after the other."""
     best = pair_rates(done, 16, labels)
     if len(best) == len(PAIR):
         for method, seed in product(ORDER, SEEDS):
@@ -159,7 +163,7 @@ def at_parallels(labels: dict[str, str], done: Sequence[dict[str, Any]]) -> Iter
 
 
 def remedied(cell: Cell, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """Rates of each, then the best one, if that isn't the rate at which it ran before."""
+    """Yield each method's search, then its best rate, unless it ran at that rate before."""
     for method in cell.methods:
         rates = searched_rates(cell, method, done)
         found = tried(cell, method, done)
@@ -174,7 +178,7 @@ def remedied(cell: Cell, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
 
 
 def gap() -> Iterator[Cell]:
-    """Where the one-peer gap comes from: nodes, samples a node, rate; remedies (row 1)."""
+    """Yield cells on the causes of the one-peer gap, and on remedies (row 1)."""
 
     def pair(model: str, n: int, batch: int) -> Cell:
         labels = {"model": model, "batch": str(batch)}
@@ -209,10 +213,11 @@ def gap() -> Iterator[Cell]:
 
 
 def searched() -> Iterator[Cell]:
-    """Searched graphs and Laplacian weights beyond digits, each at its own best rate (row 5).
+    """Yield cells with searched graphs and Laplacian weights, each at its own best rate (row 5).
 
-    All of degree 4. The hypercube of 16 nodes is the torus, and both rules give it weights of 1/5:
-    it stands there once. A perceptron first: its epoch takes a third of LeNet's.
+    The data are CIFAR-10. All graphs have degree 4. The hypercube of 16 nodes is also the torus,
+    and both rules give it weights of 1/5, so it occurs once. The perceptron comes first, because
+    its epoch takes a third of the time that LeNet's takes.
     """
     graphs = {
         "lattice, metropolis": "ring-lattice graph.weights=metropolis-hastings",
@@ -230,9 +235,10 @@ def searched() -> Iterator[Cell]:
 
 
 def until() -> Iterator[Cell]:
-    """Steps until parallel's accuracy, for seconds on the virtual clock (row 3): digits, 16 nodes.
+    """Yield the cell that counts steps until parallel's accuracy, on digits and 16 nodes (row 3).
 
-    220 steps; DiLoCo begins after a fifth of them. `seconds.py` makes the table.
+    `seconds.py` converts the steps into seconds of the virtual clock. There are 220 steps; DiLoCo
+    begins after a fifth of them.
     """
     momentum = "local.name=momentum graph.name"
     warm = "algorithm.warm=44 cadence.name=warm-periodic cadence.warm=44 cadence.period=16"
@@ -275,37 +281,37 @@ TEXT = (
     "schedule.name=cosine",
     "schedule.final_lr=0.0001",
 )
-"""A character model; {text}: `run_queue.py` makes it."""
+"""Settings of a character model; `run_queue.py` makes the file {text}."""
 TEXT_IS = "the 166 modules (*.py) beside each other in CPython 3.11.7's library, 4,661,318 bytes"
 TEXT_SHA256 = "29e6ffb976cc49b03c7b9ba137bb03fdc3df9083a193c303a1069fb4c85dd19b"
-"""Of their contents, in the order of their names."""
+"""SHA-256 of the modules' contents, in the order of their names."""
 SIZES = {
     "gpt of 0.07 M": (640, ("model.layers=2", "model.width=48")),
     "gpt of 0.36 M": (1920, ("model.layers=3", "model.width=96")),
 }
-"""Models, smallest first: steps, settings. A tenth of the steps is a multiple of all H."""
+"""Steps and settings of the models; a tenth of the steps is a multiple of each H."""
 STARTS = (10, 20, 30)
 OUTER = (0.4, 0.7)
-"""Percent of the steps after which DiLoCo begins, its outer rates."""
+"""STARTS are percentages of the steps after which DiLoCo begins, OUTER its outer learning rates."""
 WAYS = ((32, 20), (32, 10), (32, 30), (8, 20))
-"""Steps between averages, and start, that are searched."""
+"""Steps between averages, and start in percent, that are searched."""
 SHORT = {"gpt of 0.07 M"}
-"""Models of which only the outer rate is searched, at the first of these and parallel's rate."""
+"""Models of which only the outer rate is searched, with the first of WAYS and parallel's rate."""
 RATES = (0.003, 0.006, 0.012)
 WITHIN = 1.0
-"""Percent of parallel's loss."""
+"""Largest difference from parallel's loss, in percent."""
 NO_MERGE = "H = ∞"
 NO_MOMENTUM = "no outer momentum, H = 32"
 ALONE = "one node alone"
 
 
 def label(period: int, start: int, outer: float) -> str:
-    """The name of a DiLoCo."""
+    """Return the name of a variant of DiLoCo."""
     return f"H = {period} after {start} %, outer {outer}"
 
 
 def methods_of(steps: int) -> dict[str, str]:
-    """Parallel, every DiLoCo that the search may ask for, controls: label -> settings."""
+    """Return the settings of parallel, of the search's DiLoCo variants and of controls."""
 
     def after(start: int, period: int, outer: float, more: str) -> str:
         warm = steps * start // 100
@@ -324,13 +330,13 @@ def methods_of(steps: int) -> dict[str, str]:
 
 
 def vectors(period: int, start: int, steps: int) -> float:
-    """Averages of a run as a fraction of parallel's: its bytes."""
+    """Return the averages of a run as a fraction of parallel's; the bytes have the same ratio."""
     warm = steps * start // 100
     return (warm + steps // period - warm // period) / steps
 
 
 class Chosen(NamedTuple):
-    """What the search of DiLoCo found: rates of all, period and percent of the finalist."""
+    """Result of the search for DiLoCo: learning rates, and the finalist's period and start."""
 
     parallel: float
     diloco: str
@@ -343,7 +349,7 @@ Search = Generator[Turn, None, tuple[str, float] | None]
 
 
 def losses(model: str, done: Sequence[dict[str, Any]]) -> dict[tuple[str, float], float]:
-    """Those of the search by method and rate; infinite where one diverged."""
+    """Return the losses of the search by method and learning rate; inf if a run diverged."""
     return {
         (r["method"], r["lr"]): inf if "late" in r else r["figures"].get("loss", inf)
         for r in done
@@ -353,21 +359,23 @@ def losses(model: str, done: Sequence[dict[str, Any]]) -> dict[tuple[str, float]
 
 
 def best_of(loss: dict[tuple[str, float], float], *tried: tuple[str, float]) -> Search:
-    """The lowest of these, which are asked for; None where one is missing."""
+    """Yield the candidates' runs; return the best one, None if one is missing."""
     for method, lr in tried:
         yield method, "search", lr, SEARCH
     return min(tried, key=loss.__getitem__) if all(one in loss for one in tried) else None
 
 
 def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, Chosen | None]:
-    """One after the other: rates, outer rate, start and H; then parallel and the finalist.
+    """Yield the runs of the search step by step, then those of parallel and the finalist.
 
-    The finalist sends the fewest bytes of those within 1 % of parallel in the search; if none is,
-    it is the best of them. Both with five seeds each.
+    The search determines the learning rates, the outer rate, the start and H. The finalist sends
+    the fewest bytes of all variants whose loss is within 1 % of parallel's in the search; if there
+    is none, it is the variant with the lowest loss. Parallel and the finalist have five seeds each.
     """
     loss = losses(model, done)
     base = yield from best_of(loss, *(("parallel", lr) for lr in RATES))
-    if base and base[1] in (RATES[0], RATES[-1]):  # the bar must be no lower than it is
+    # Search further, so that parallel is not too weak.
+    if base and base[1] in (RATES[0], RATES[-1]):
         further = base[1] / 2 if base[1] == RATES[0] else base[1] * 2
         base = yield from best_of(loss, base, ("parallel", further))
     if not base:
@@ -395,7 +403,10 @@ def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, 
 
 
 def controls(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """The finalist with one average at its end; averages without outer momentum, at their rate."""
+    """Yield the controls: the finalist with one average at its end, and no outer momentum.
+
+    Without outer momentum, the variant has its own best learning rate.
+    """
     found = chosen(model, done)
     if not found:
         return
@@ -409,14 +420,14 @@ def controls(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
 
 
 def alone(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """The control that has no other nodes: parallel's rate, as many steps."""
+    """Yield the control without other nodes: parallel's learning rate, the same number of steps."""
     if found := chosen(model, done):
         for seed in SEEDS:
             yield ALONE, "best", found.parallel, seed
 
 
 def chosen(model: str, done: Sequence[dict[str, Any]]) -> Chosen | None:
-    """What the search found; None where runs of it are missing."""
+    """Return the result of the search; None if runs of it are missing."""
     turns = parity(model, done)
     while True:
         try:
@@ -426,13 +437,14 @@ def chosen(model: str, done: Sequence[dict[str, Any]]) -> Chosen | None:
 
 
 def diloco() -> Iterator[Cell]:
-    """DiLoCo after a warm start against parallel at equal samples (row 2)."""
+    """Yield cells that compare DiLoCo after a warm start with parallel at equal samples (row 2)."""
     for model, (steps, size) in SIZES.items():
         methods = methods_of(steps)
         only = {ALONE: methods["parallel"]}
         turns = (4, methods, parity), (1, only, alone), (4, methods, controls)
         for nodes, these, order in turns:
-            warmup = f"schedule.warmup_epochs={0.0125 * nodes}"  # as many steps on one node
+            # This is the same number of steps on one node.
+            warmup = f"schedule.warmup_epochs={0.0125 * nodes}"
             own = (*TEXT, *size, f"run.steps={steps}", warmup)
             yield Cell(
                 "diloco",

@@ -28,23 +28,23 @@ from judging import LEVEL, Verdict, holm, judged, of_values, said
 from stored import Line, finals
 
 SMALL = 0.3
-"""Points: the rule of thumb is the distance below which the gap is less."""
+"""Percentage points: the rule of thumb gives the distance below which the gap is smaller."""
 
 
 class Gap(NamedTuple):
-    """By how much the one-peer graph is behind parallel in a row, in points."""
+    """Row with the percentage points by which the one-peer graph is behind parallel."""
 
     title: str
     lr: tuple[float, float]
     accuracy: tuple[float, float]
     values: list[float]
-    """of each seed"""
+    """Gap of each seed."""
     distance: list[float]
-    """root mean square of ‖x_i − x̄‖ / ‖x̄‖ over nodes and steps, a seed"""
+    """Root mean square of ‖x_i − x̄‖ / ‖x̄‖ over nodes and steps, for each seed."""
 
 
 def behind(title: str, first: dict[int, Line], second: dict[int, Line]) -> Gap | None:
-    """The row of parallel's and one-peer's runs; None where a seed is missing or diverged."""
+    """Return the row of parallel's and one-peer's runs; None if a seed is missing or diverged."""
     both = [(first[s], second[s]) for s in SEEDS if s in first and s in second]
     if len(both) < len(SEEDS) or not all(a["figures"] and b["figures"] for a, b in both):
         return None
@@ -59,18 +59,18 @@ def behind(title: str, first: dict[int, Line], second: dict[int, Line]) -> Gap |
 
 
 def pairs() -> list[Cell]:
-    """The cells that compare both methods."""
+    """Return the cells that compare both methods."""
     return [cell for cell in STUDIES["gap"]() if "of" not in cell.labels]
 
 
 def title(cell: Cell, tail: str) -> str:
-    """A row in words."""
+    """Describe a row in words."""
     labels = cell.labels
     return f"{labels['model']}, n = {cell.nodes}, {labels['batch']} a node, {tail}"
 
 
 def gaps(runs: Sequence[Line]) -> list[Gap]:
-    """Those at fractions of each method's best rate."""
+    """Return the rows at fractions of each method's best rate."""
     found = (
         behind(
             title(cell, f"{level} rate"),
@@ -83,7 +83,7 @@ def gaps(runs: Sequence[Line]) -> list[Gap]:
 
 
 def equals(runs: Sequence[Line]) -> list[Gap]:
-    """Those at every rate at which both have all seeds, whichever cell they are of."""
+    """Return the rows at every rate for which both methods have all seeds, in any cell."""
     found = []
     for cell in pairs():
         rates = {r["lr"] for r in runs if r["study"] == "gap" and r["level"] != "search"}
@@ -94,12 +94,12 @@ def equals(runs: Sequence[Line]) -> list[Gap]:
 
 
 def verdicts(found: Sequence[Gap]) -> list[Verdict]:
-    """Whether the one-peer graph is within a point of parallel, in each row."""
+    """Judge in each row whether the one-peer graph is within a point of parallel."""
     return holm([judged(one.title, [of_values(one.values)], alike=1.0) for one in found])
 
 
 class Slope(NamedTuple):
-    """Points of gap for 1 % of relative consensus distance, and its 95 % interval."""
+    """Points of gap per 1 % of relative consensus distance, with the 95 % interval."""
 
     mean: float
     low: float
@@ -110,7 +110,10 @@ class Slope(NamedTuple):
 
 
 def regression(found: Sequence[Gap], draws: int = 2000) -> Slope | None:
-    """Least squares through 0 over at least six rows; the interval by resampling whole rows."""
+    """Fit a line through 0 by least squares, with an interval; None if fewer than six rows.
+
+    The interval is found by resampling whole rows.
+    """
     if len(found) < 6:
         return None
     a, b = (
@@ -124,10 +127,11 @@ def regression(found: Sequence[Gap], draws: int = 2000) -> Slope | None:
 
 
 def rule(found: Sequence[Gap]) -> str:
-    """The rule of thumb from rows at equal rates, or why there is none.
+    """Return the rule of thumb from rows at equal rates, or the reason why there is none.
 
-    Below c = 0.3 / slope the gap is less than 0.3 points; c's interval is the slope's. There is
-    none unless the slope's interval is above 0, and no row below c contradicts it.
+    Below c = 0.3 / slope, the gap is less than 0.3 points; the interval of c follows from that of
+    the slope. There is a rule only if the interval of the slope is above 0 and no row below c
+    contradicts it.
     """
     slope = regression(found)
     if slope is None:
@@ -163,7 +167,7 @@ def _rows(found: Sequence[Gap], rates: bool) -> list[str]:
 
 
 def page(runs: Sequence[Line]) -> str:
-    """The table at each method's own rates."""
+    """Return the table at each method's own rates."""
     found = gaps(runs)
     whole = sum(len(cell.levels) for cell in pairs())
     mine = sum(run["study"] == "gap" for run in runs)
@@ -174,7 +178,7 @@ def page(runs: Sequence[Line]) -> str:
 
 
 def equal_page(runs: Sequence[Line]) -> str:
-    """The table at equal rates, and the rule of thumb."""
+    """Return the table at equal rates, and the rule of thumb."""
     found = equals(runs)
     return "\n".join([*_rows(found, False), "", rule(found)]) + "\n"
 
@@ -183,24 +187,24 @@ def equal_page(runs: Sequence[Line]) -> str:
 
 
 class Remedy(NamedTuple):
-    """A remedy or control at 16 nodes of 16 samples: points with each seed."""
+    """Remedy or control at 16 nodes of 16 samples, with its percentage points for each seed."""
 
     method: str
     where: str
-    """at its own best rate, or at parallel's"""
+    """Learning rate: the method's own best one, or parallel's."""
     lr: float
     accuracy: float
     base: str
-    """what it is compared with: one-peer, parallel for parallel's own EMA"""
+    """Method that it is compared with: one-peer; parallel for parallel's own EMA."""
     ahead: list[float]
     behind: list[float]
-    """parallel's accuracy less its own"""
+    """Parallel's accuracy minus its own."""
     sent: float
-    """bytes as a multiple of one-peer's"""
+    """Bytes as a multiple of one-peer's."""
 
 
 def remedies(runs: Sequence[Line]) -> list[Remedy]:
-    """Those whose seeds are all there, beside those of parallel and one-peer."""
+    """Return the remedies whose seeds are complete, compared with parallel and one-peer."""
     cells = {cell.labels.get("of"): cell for cell in STUDIES["gap"]() if cell.nodes == 16}
     cell = cells[REMEDIED]
     best = pair_rates(runs, 16, cell.labels)
@@ -244,14 +248,14 @@ def _less(a: Iterable[float], b: Iterable[float]) -> list[float]:
 
 
 def remedy_verdicts(found: Sequence[Remedy]) -> list[Verdict]:
-    """Whether it is ahead of what it is compared with: "no exchange" must not be."""
+    """Judge whether each remedy is better than its base; "no exchange" must not be."""
     return holm(
         [judged(f"{x.method}, {x.where}: ahead of {x.base}", [of_values(x.ahead)]) for x in found]
     )
 
 
 def remedy_page(runs: Sequence[Line]) -> str:
-    """The table of remedies."""
+    """Return the table of remedies."""
     found = remedies(runs)
     lines = [
         "| remedy, rate | accuracy | ahead of one-peer, points | behind parallel | bytes | ahead |",

@@ -1,4 +1,4 @@
-"""Differences over paired seeds, their verdicts, and Holm's procedure over a table's."""
+"""Differences over paired seeds, their verdicts, and Holm's procedure for a table's verdicts."""
 
 from __future__ import annotations
 
@@ -22,23 +22,26 @@ class Difference(NamedTuple):
 
     @property
     def half(self) -> float:
-        """Half the 95 % interval."""
+        """Half the width of the 95 % interval."""
         return float(stats.t.ppf(1 - LEVEL / 2, self.pairs - 1) * self.error)
 
     def beyond(self, bar: float) -> float:
-        """Return p of a mean at most ``bar``, doubled: ≤ 5 % where the 95 % interval lies above."""
+        """Return the doubled p of a mean at most ``bar``: ≤ 5 % if the interval lies above it."""
         if not self.error:
             return 0.0 if self.mean > bar else 1.0
         p = 2 * stats.t.sf((self.mean - bar) / self.error, self.pairs - 1)
         return float(min(1.0, p))
 
     def below(self, bar: float) -> float:
-        """The same of a mean at least ``bar``."""
+        """Return the doubled p of a mean at least ``bar``."""
         return Difference(-self.mean, self.error, self.pairs).beyond(-bar)
 
 
 class Verdict(NamedTuple):
-    """A row's: whether it holds by itself, None if it can't be told, and the p of that."""
+    """Verdict on a row, with its p.
+
+    ``alone`` says whether the claim holds by itself; None: this cannot be decided.
+    """
 
     claim: str
     alone: bool | None
@@ -47,7 +50,7 @@ class Verdict(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The verdict as the page has it, after Holm."""
+        """The verdict in the form of the page, after Holm's procedure."""
         name = {None: "cannot tell", True: "holds", False: "**does not hold**"}[self.alone]
         if self.alone is None or self.adjusted <= LEVEL:
             return name
@@ -55,13 +58,13 @@ class Verdict(NamedTuple):
 
 
 def of_values(values: Sequence[float]) -> Difference:
-    """A difference from those of each seed."""
+    """Return the difference from the differences of each seed."""
     spread = float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return Difference(float(np.mean(values)), spread, len(values))
 
 
 def of_interval(line: Line) -> Difference:
-    """A difference from its published interval."""
+    """Return the difference from its published interval."""
     half = (line["high"] - line["low"]) / 2
     quantile = float(stats.t.ppf(1 - LEVEL / 2, line["pairs"] - 1))
     return Difference(line["mean"], half / quantile, line["pairs"])
@@ -73,9 +76,10 @@ def judged(
     by: float | Sequence[float] = 0.0,
     alike: float | None = None,
 ) -> Verdict:
-    """Judge a row: all of its differences have to show it, one is enough against it.
+    """Judge a row: all of its differences have to confirm it, and one is enough to refute it.
 
-    For it: the largest p; against it: the smallest, times their number.
+    The p of a confirmation is the largest p; the p of a refutation is the smallest p times the
+    number of differences.
     """
     if alike is None:
         shown = [one.beyond(by) for one in found]
@@ -91,7 +95,7 @@ def judged(
 
 
 def holm(rows: Sequence[Verdict]) -> list[Verdict]:
-    """The rows with p adjusted for all that the table judges."""
+    """Return the rows with p adjusted for the number of verdicts in the table."""
     order = sorted(range(len(rows)), key=lambda k: rows[k].p)
     least = 0.0
     found = list(rows)
@@ -102,5 +106,5 @@ def holm(rows: Sequence[Verdict]) -> list[Verdict]:
 
 
 def said(one: Difference) -> str:
-    """Mean and interval."""
+    """Return the mean and its interval as text."""
     return f"{one.mean:.2f} [{one.mean - one.half:.2f}, {one.mean + one.half:.2f}]"

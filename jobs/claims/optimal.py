@@ -34,36 +34,37 @@ EPSILON = 1e-3
 MOST = 60_000
 RATES = 2.0 ** np.arange(-14, 1.3, 1 / 4)
 SMALL_RATES = 2.0 ** np.arange(-30, 1.3, 1 / 8)
-"""Of D-PSGD, whose models end apart in proportion to the rate."""
+"""Learning rates of D-PSGD, whose models settle apart from each other in proportion to the rate."""
 CURVATURE = np.geomspace(0.1, 1, 5)
 PHASES = (0.5, 1.0, 2.0, 4.0)
-"""Of DeTAG, in 1/√(1 − λ)."""
+"""Phase lengths of DeTAG, in units of 1/√(1 − λ)."""
 BAR = 0.25
-"""A slope's interval has to lie so near 1."""
+"""Largest distance of a slope's interval from 1."""
 Array = np.ndarray
 
 
 def rho(n: int) -> float:
-    """λ of the ring."""
+    """Return λ of the ring."""
     return (1 + 2 * math.cos(2 * math.pi / n)) / 3
 
 
 def weights(n: int) -> Array:
-    """What a round multiplies the modes by: the second axis from behind."""
+    """Return the factors of the two modes in a round, for the second axis from the end."""
     return np.array([1.0, rho(n)])[:, None]
 
 
 def minima(zeta: float, draw: int) -> Array:
-    """The b_i in modes: x* and the part along the cosine, (2, d)."""
+    """Return the b_i in modes, (2, d): x* and the amplitude of the cosine."""
     random = np.random.default_rng((draw, 7))
     best = random.standard_normal(len(CURVATURE))
     wave = random.standard_normal(len(CURVATURE))
-    wave *= zeta * math.sqrt(2) / np.linalg.norm(wave)  # of gradients; mean of cos² is 1/2
+    # Scale the gradients; the factor √2 is there because the mean of cos² is 1/2.
+    wave *= zeta * math.sqrt(2) / np.linalg.norm(wave)
     return np.stack([best / np.linalg.norm(best), wave / CURVATURE])
 
 
 def squares(x: Array, best: Array) -> Array:
-    """The mean over nodes of ‖∇f(x_i)‖²."""
+    """Return the mean over nodes of ‖∇f(x_i)‖²."""
     with np.errstate(over="ignore", invalid="ignore"):
         mean = CURVATURE * (x[..., 0, :] - best)
         apart = CURVATURE * x[..., 1, :]
@@ -71,18 +72,18 @@ def squares(x: Array, best: Array) -> Array:
 
 
 def gossip(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
-    """D-PSGD, adapt then combine."""
+    """Yield the models of D-PSGD, adapt then combine."""
     while True:
         x = w * (x - rate * CURVATURE * (x - b))
         yield x
 
 
 def dpsgd(b: Array, n: int, epsilon: float = EPSILON) -> tuple[int, float]:
-    """Iterations and rate of :func:`gossip` by its formula, as they are too many to be done."""
+    """Return iterations and rate of :func:`gossip` by formula, as there are too many to compute."""
     lam = rho(n)
     least = (2**62, 0.0)
     for rate in SMALL_RATES:
-        keep = np.maximum(1 - rate * CURVATURE, 0.0)  # rates up to 1/L
+        keep = np.maximum(1 - rate * CURVATURE, 0.0)  # clipped, for rates up to 1/L
         limit = lam * rate * CURVATURE * b[1] / (1 - lam * keep)
 
         def there(t: int, keep=keep, limit=limit) -> bool:
@@ -103,7 +104,7 @@ def dpsgd(b: Array, n: int, epsilon: float = EPSILON) -> tuple[int, float]:
 
 
 def tracking(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
-    """Gradient tracking as the package has it: model and tracker in one exchange."""
+    """Yield the models of the package's gradient tracking: model and tracker in one exchange."""
     y = g = CURVATURE * (x - b)
     while True:
         x = w * (x - rate * y)
@@ -114,12 +115,12 @@ def tracking(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
 
 
 def detag(b: Array, rate: Array, x: Array, w: Array, phase: int, eta: float) -> Iterator[Array]:
-    """DeTAG as the package has it (Lu & De Sa, algorithm 2)."""
+    """Yield the models of DeTAG as in the package (Lu & De Sa, algorithm 2)."""
     z = x
     y = np.zeros_like(x)
     g = old = y
     while True:
-        # gossip's memory begins anew
+        # The memory of accelerated gossip is reset at the begin of each phase.
         z_before = z
         y_before = y
         for r in range(phase):
@@ -137,7 +138,10 @@ def detag(b: Array, rate: Array, x: Array, w: Array, phase: int, eta: float) -> 
 
 
 def iterations(models: Iterator[Array], best: Array, most: int) -> tuple[int, int]:
-    """First iteration at which some rate is there, and that rate's place; ``most``: none is."""
+    """Return the first iteration at which a rate reaches ε, and that rate's index.
+
+    The result is ``most`` and 0 if no rate reaches it before.
+    """
     for t in range(1, most):
         there = squares(next(models), best) <= EPSILON**2
         if there.any():
@@ -146,7 +150,7 @@ def iterations(models: Iterator[Array], best: Array, most: int) -> tuple[int, in
 
 
 def measure(n: int, zeta: float, draw: int) -> Iterator[dict[str, Any]]:
-    """A line for each method."""
+    """Yield the result of each method."""
     b = minima(zeta, draw)
     lam = rho(n)
     w = weights(n)
@@ -180,16 +184,16 @@ def measure(n: int, zeta: float, draw: int) -> Iterator[dict[str, Any]]:
 
 
 class Slope(NamedTuple):
-    """Growth of a method's iterations with the graph's gap."""
+    """Growth of a method's iterations with the spectral gap of the graph."""
 
     method: str
     zeta: str
     power: float
-    """of 1/(1 − λ) that it is measured against"""
+    """Power of 1/(1 − λ) with which the growth is compared."""
     counts: list[int]
-    """iterations at each size, medians over the draws"""
+    """Iterations at each size, medians over the draws."""
     values: list[float]
-    """slope in log-log of each draw"""
+    """Slope on logarithmic axes, for each draw."""
 
     @property
     def against(self) -> str:
@@ -198,9 +202,10 @@ class Slope(NamedTuple):
 
 
 def slopes(lines: Sequence[dict[str, Any]]) -> list[Slope]:
-    """Of DeTAG against 1/√(1 − λ), of the others against 1/(1 − λ).
+    """Return the slopes of DeTAG against 1/√(1 − λ), and of the others against 1/(1 − λ).
 
-    DeTAG without acceleration, the control, is held to the root, too: it must miss the bar.
+    DeTAG without acceleration, the control, is compared with the root, too: it has to miss the
+    limit.
     """
     found = []
     for name, zeta in dict.fromkeys((line["method"], line["cell"]["zeta"]) for line in lines):
@@ -221,12 +226,12 @@ def slopes(lines: Sequence[dict[str, Any]]) -> list[Slope]:
 
 
 def bound() -> list[float]:
-    """The lower bound's growth from the smallest size on."""
+    """Return the growth of the lower bound, relative to the smallest size."""
     return [math.sqrt((1 - rho(SIZES[0])) / (1 - rho(n))) for n in SIZES]
 
 
 def main(given: list[str] | None = None) -> int:
-    """Measure what isn't stored."""
+    """Measure what is not stored yet."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -26,15 +26,15 @@ from judging import Verdict, holm, judged, of_values, said
 from stored import Line, finals
 
 FIRST = "searched, laplacian"
-"""The row that the others are compared with."""
+"""Row with which the others are compared."""
 
 
 Accuracies = dict[str, tuple[float, list[float]]]
-"""Graph -> its rate, and percent with each seed."""
+"""Learning rate, and percent with each seed, by graph."""
 
 
 def accuracies(runs: Sequence[Line], cell: Cell) -> Accuracies:
-    """Those of the graphs whose seeds are all there, and none diverged."""
+    """Return the accuracies of the graphs whose seeds are complete and did not diverge."""
     found = {}
     for method in cell.methods:
         own = finals(runs, cell, method, "best")
@@ -45,7 +45,7 @@ def accuracies(runs: Sequence[Line], cell: Cell) -> Accuracies:
 
 
 def ahead(found: Accuracies) -> dict[str, list[float]]:
-    """By how many points the searched graph with Laplacian weights is ahead, a seed."""
+    """Return the points by which the graph FIRST is better than each other one, by seed."""
     if FIRST not in found:
         return {}
     first = found[FIRST][1]
@@ -57,7 +57,7 @@ def ahead(found: Accuracies) -> dict[str, list[float]]:
 
 
 def searched_verdicts(runs: Sequence[Line]) -> list[Verdict]:
-    """Whether it is ahead of each other graph of degree 4."""
+    """Judge whether the graph FIRST is better than each other graph of degree 4."""
     return holm(
         [
             judged(f"{cell.labels['model']}: {FIRST} ahead of {other}", [of_values(values)])
@@ -68,7 +68,7 @@ def searched_verdicts(runs: Sequence[Line]) -> list[Verdict]:
 
 
 def searched_page(runs: Sequence[Line]) -> str:
-    """The table of graphs, for each model of which there are runs."""
+    """Return the table of graphs, for each model with runs."""
     mine = [run for run in runs if run["study"] == "searched"]
     told = {one.claim: one for one in searched_verdicts(runs)}
     lines = [
@@ -98,22 +98,22 @@ def searched_page(runs: Sequence[Line]) -> str:
 
 
 class Parity(NamedTuple):
-    """A method with all its seeds: rate, mean loss, percent above parallel's with each, bytes."""
+    """Method with complete seeds: rate, mean loss, percent above parallel's by seed, bytes."""
 
     method: str
     lr: float
     loss: float
     above: list[float]
     vectors: float
-    """averages as a fraction of parallel's"""
+    """Averages as a fraction of parallel's."""
     since: float
-    """the same, since the warm start's end"""
+    """The same fraction, counted from the end of the warm start."""
 
 
 def losses(
     runs: Sequence[Line], model: str, method: str, lr: float, nodes: int = 4
 ) -> dict[int, float]:
-    """The reported losses by their seed, without those that diverged."""
+    """Return the reported losses by seed, without those that diverged."""
     return {
         r["seed"]: r["figures"]["loss"]
         for r in runs
@@ -126,7 +126,7 @@ def losses(
 def compared(
     runs: Sequence[Line], model: str, one: Chosen
 ) -> list[tuple[str, float, dict[int, float], int]]:
-    """The finalist and its controls: method, rate, losses, steps between averages (0: none)."""
+    """Return method, rate, losses and period (0: no averages) of the finalist and its controls."""
     tail = f"after {one.start} %"
     plain = f"{NO_MOMENTUM} {tail}"
     own = [r for r in runs if r["study"] == "diloco" and r["cell"]["model"] == model]
@@ -138,7 +138,7 @@ def compared(
 
 
 def parities(runs: Sequence[Line], model: str) -> list[Parity]:
-    """Those of which all seeds are there, and all of parallel's."""
+    """Return the methods whose seeds are complete, if parallel's are, too."""
     one = chosen(model, runs)
     if one is None:
         return []
@@ -155,7 +155,7 @@ def parities(runs: Sequence[Line], model: str) -> list[Parity]:
 
 
 def diloco_verdicts(runs: Sequence[Line]) -> list[Verdict]:
-    """Whether the loss is within 1 % of parallel's: what the controls must not be."""
+    """Judge whether the loss is within 1 % of parallel's; for controls it must not be."""
     return holm(
         [
             judged(
@@ -169,7 +169,7 @@ def diloco_verdicts(runs: Sequence[Line]) -> list[Verdict]:
 
 
 def diloco_page(runs: Sequence[Line]) -> str:
-    """The table of losses and bytes of each size, and that of its search."""
+    """Return the table of losses and bytes for each size, and the table of its search."""
     told = {one.claim: one.words for one in diloco_verdicts(runs)}
     lines = list[str]()
     for model in SIZES:

@@ -1,4 +1,4 @@
-"""Cadences, a graph, methods, a model that only these rows need; importing names the cadences."""
+"""Custom cadences, graphs, algorithms and models of these rows; importing adds the cadences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpigossip.mixing.base import ExchangeKind
 
 
 def exact_parts(*, first: Share = 0.0, last: Share = 0.0, total: Positive | None = None) -> Cadence:
-    """Exact averages in the ``first`` and ``last`` share of the steps, gossip between."""
+    """Build a cadence: GLOBAL in the ``first`` and ``last`` fraction of steps, otherwise GOSSIP."""
     begin = first * (total or 0)
     end = (1 - last) * (total or 0)
     return fixed_schedule(
@@ -36,7 +36,7 @@ def exact_parts(*, first: Share = 0.0, last: Share = 0.0, total: Positive | None
 
 
 def warm_periodic(*, warm: Count = 0, period: Positive = 16) -> Cadence:
-    """Parallel SGD for ``warm`` steps, then an exact average at every ``period``-th."""
+    """Build a cadence: GLOBAL for ``warm`` steps, then at every ``period``-th step."""
     return fixed_schedule(
         lambda index: (
             ExchangeKind.GLOBAL if index < warm or not (index + 1) % period else ExchangeKind.LOCAL
@@ -47,21 +47,21 @@ def warm_periodic(*, warm: Count = 0, period: Positive = 16) -> Cadence:
 
 
 def static_first(n: int, seed: int, t: int, *, first: int = 0) -> Round:
-    """The static exponential graph in the ``first`` rounds, the one-peer sequence after them."""
+    """Return the static exponential graph for ``first`` rounds, then the one-peer sequence."""
     return graph("exponential" if t < first else "one-peer-exponential", n).round(t)
 
 
 class Smoothed(NamedTuple):
-    """A method's own state, and the running mean of x."""
+    """State of the inner algorithm, and the running mean of x."""
 
     inner: Any
     mean: torch.Tensor
 
 
 def _ending_in_mean(method: Algorithm, decay: float, total: int) -> Algorithm:
-    """The method, whose x becomes the exponential moving average of x at step ``total``.
+    """Return the algorithm with x replaced by its exponential moving average at step ``total``.
 
-    The average over nodes is linear, so that the averaged model becomes the average's EMA.
+    The average over nodes is linear, so the averaged model becomes the EMA of the average.
     """
 
     def init(x):
@@ -83,19 +83,19 @@ def _ending_in_mean(method: Algorithm, decay: float, total: int) -> Algorithm:
 
 
 def ema_dmsgd(local, *, decay: Decay = 0.99, total: Positive = 1) -> Algorithm:
-    """DmSGD that ends in the EMA of its models."""
+    """Build DmSGD that ends with the EMA of its models."""
     return _ending_in_mean(gossip.dmsgd(local), decay, total)
 
 
 def ema_parallel(local, *, decay: Decay = 0.99, total: Positive = 1) -> Algorithm:
-    """Parallel SGD that ends in the EMA of its models."""
+    """Build parallel SGD that ends with the EMA of its models."""
     return _ending_in_mean(gossip.parallel(local), decay, total)
 
 
 def warm_diloco(
     local, *, warm: Count = 0, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.9
 ) -> Algorithm:
-    """DiLoCo after ``warm`` steps of plain averages of the nodes' models; inner state is kept."""
+    """Build DiLoCo after ``warm`` steps of plain averages of models; the inner state is kept."""
     cold = diloco.diloco(local, outer_lr=outer_lr, outer_beta=outer_beta)
 
     def receive(x, g, state, sent, mixed, step: Step):
@@ -116,7 +116,10 @@ def after_parallel(
     outer_beta: Decay = 0.9,
     drop: bool = False,
 ) -> Algorithm:
-    """DiLoCo from where parallel's ``warm`` steps end, bitwise; ``drop``: but for Adam's state."""
+    """Build DiLoCo that continues parallel's first ``warm`` steps, bitwise identically.
+
+    ``drop`` resets Adam's state at that point.
+    """
 
     def adapt(x, g, state, step: Step, out):
         if drop and step.index >= warm:
@@ -146,18 +149,18 @@ def after_parallel(
 
 
 def paces(n: int, seed: int, slow: float, times: float) -> Iterator[np.ndarray]:
-    """(n,) of each step: ``times`` where a node is slow, with probability ``slow``, else 1."""
+    """Yield each step's pace (n,): ``times`` with probability ``slow`` per node, otherwise 1."""
     random = np.random.default_rng(seed)
     while True:
         yield np.where(random.random(n) < slow, times, 1.0)
 
 
 LAG = 20
-"""Steps that a run may take beyond the one at which it is told to stop, and more."""
+"""Upper bound of the steps that a run takes after the step at which it is asked to stop."""
 
 
 class Paced(torch.nn.Module):
-    """A model whose steps on ranks take given times, asleep; without ranks it only computes."""
+    """Model whose steps take given times on ranks, by sleeping; without ranks it only computes."""
 
     def __init__(self, inner: torch.nn.Module, padding: int, seconds: Sequence[float]):
         super().__init__()
@@ -171,7 +174,7 @@ class Paced(torch.nn.Module):
             time.sleep(self._seconds[self._step])
             self._step += 1
             if self._step == len(self._seconds) - LAG:
-                signal.raise_signal(signal.SIGTERM)  # all ranks end behind this step
+                signal.raise_signal(signal.SIGTERM)  # all ranks end after this step
         return self.inner(x) + 0.0 * self.padding[:1].sum()
 
 
@@ -186,7 +189,7 @@ def paced(
     draw: Count = 0,
     stop: Count = 0,
 ) -> torch.nn.Module:
-    """The MLP with ``padding`` more entries in its messages; it ends the run at step ``stop``."""
+    """Build the MLP with ``padding`` more elements per message; it ends the run at ``stop``."""
     seconds: list[float] = []
     if own := next(iter(launcher_ranks(os.environ)), None):
         rank, n, _ = own

@@ -1,13 +1,14 @@
-"""Seconds until parallel's accuracy on real links of a given rate, beside the virtual clock's.
+"""Seconds until parallel's accuracy on real links of a given rate, compared with the virtual clock.
 
     python jobs/claims/real_links.py --scratch /tmp/links     # as root, with ip and tc; 20 minutes
 
-16 ranks on hosts of their own (`tools/labs/net.sh`), which train the digits as the study "time" of
-`designs.py` does, with one of its seeds. A step computes asleep, as long as the virtual clock says
-of a node of 8 V100, with the same slow steps; links are slower than those of the table, and
-messages shorter by as much, so that a message of ResNet-50 takes its time and two cores carry it.
-Parallel hides nothing here, as ranks of this package do, nor in the clock's figure beside it.
-A line a run in links.jsonl; verdicts.py makes the table.
+16 ranks on hosts of their own (`tools/labs/net.sh`) train the digits as in the study "time" of
+`designs.py`, with one of its seeds. A step sleeps for the computing time that the virtual clock
+assumes for a node of 8 V100, with the same slow steps. The links are slower than those of the
+table, and the messages shorter by the same factor, so that a message takes as long as one of
+ResNet-50, and two CPU cores are sufficient. Parallel hides no communication here, because ranks of
+this package do not, nor does it in the clock's value for comparison. Each run is a line in
+links.jsonl; verdicts.py makes the table.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from mpigossip.studies.running import RunResult  # noqa: E402
 LINKS = HERE / "links.jsonl"
 LAB = HERE.parents[1] / "tools" / "labs" / "net.sh"
 SEED = 3
-"""That with which the methods of `METHODS` reach the goal in the fewest steps."""
+"""Seed with which `METHODS` reach the goal in the fewest steps."""
 METHODS = ("parallel", "dmsgd", "dsgd ahead", "ADPSGD")
-"""Of the table; DiLoCo reaches the goal with another seed only."""
+"""Methods of the table; DiLoCo reaches the goal with another seed only."""
 LIMIT_S = 900
 PARTS = ("compute_s", "node_s", "exchange_s", "idle_s")
-"""Of a step, in the log."""
+"""Columns of the log that add up to a step."""
 Line = dict[str, Any]
 
 
 class Link(NamedTuple):
-    """A link of the table, and the megabits a second of that which stands for it."""
+    """Link of the table, and the Mbit/s of the slower link that represents it."""
 
     gbit: float
     latency: float
@@ -57,7 +58,7 @@ class Link(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Bytes of a message, as a share of ResNet-50's."""
+        """Size of a message as a fraction of ResNet-50's."""
         return self.megabits / (1e3 * self.gbit)
 
 
@@ -65,7 +66,7 @@ CELLS = (Link(1, 50e-6, 50), Link(10, 5e-3, 50))
 
 
 def settings(line: Line, link: Link) -> list[str]:
-    """Of a run: the study's, with a model that takes its time and has more bytes."""
+    """Return the settings of a run: those of the study, with a slower model of more bytes."""
     own = sum(p.numel() for p in models.mlp((1, 8, 8), 10).parameters())
     model = {
         "name": "parts:paced",
@@ -80,7 +81,7 @@ def settings(line: Line, link: Link) -> list[str]:
 
 
 def run(words: list[str], folder: Path) -> Log:
-    """The log of a run of these words."""
+    """Return the log of a run of this command."""
     shutil.rmtree(folder, ignore_errors=True)
     around = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -97,7 +98,7 @@ def run(words: list[str], folder: Path) -> Log:
 
 
 def measured(method: str, link: Link, scratch: Path) -> Line:
-    """A run up to the goal: the seconds it took, and those of the virtual clock."""
+    """Run until the goal is reached; return the seconds of the run and of the virtual clock."""
     stored = seconds.finals(lines(RUNS))
     asked = settings(stored[method][SEED], link)
     cell = seconds.CELL
@@ -134,7 +135,7 @@ def measured(method: str, link: Link, scratch: Path) -> Line:
 
 
 def main(given: list[str] | None = None) -> int:
-    """What isn't in links.jsonl yet."""
+    """Measure what is not in links.jsonl yet."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,12 @@
-"""Topology search (Jameel et al. 2020): the residue over iterations, and training on such graphs.
+"""Topology search (Jameel et al. 2020): residue over rounds, and training on the graphs.
 
     python jobs/claims/residue.py
 
-16 nodes of degree 4: a lattice and a searched graph, each with Metropolis and Laplacian weights;
-training is D-PSGD on digits sorted by label.
+A lattice and a searched graph, both with 16 nodes of degree 4, are compared with Metropolis and
+with Laplacian weights. The training is D-PSGD on digits that are sorted by label.
 """
 
-# %% the search
+# %% search the graphs
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -21,7 +21,7 @@ save(search(16, degree=4, evaluations=20_000, seed=0), OUT / "searched.json")
 GRAPHS = {"lattice": "ring-lattice", "searched": f"file:{OUT}/searched.json"}
 WEIGHTS = ("metropolis-hastings", "laplacian")
 
-# %% ‖W^t − J‖ over rounds
+# %% draw ‖W^t − J‖ over rounds
 figure = Figure(figsize=(5.4, 4.2), layout="constrained")
 axes = figure.subplots()
 rounds = range(1, 41)
@@ -34,7 +34,7 @@ axes.grid(alpha=0.25)
 axes.legend(frameon=False)
 figure.savefig(OUT / "residue.png", dpi=150)
 
-# %% training: what is there already isn't repeated
+# %% train; finished runs are not repeated
 study = mpigossip.study(
     "jobs/claims/jobs/digits.toml",
     grid={

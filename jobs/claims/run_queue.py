@@ -1,11 +1,11 @@
-"""Run what `designs.py` asks for and isn't in runs.jsonl yet, one after the other.
+"""Make the runs of `designs.py` that are not in runs.jsonl yet, one after the other.
 
     python jobs/claims/run_queue.py --data cifar10.h5 --scratch /tmp/claims --until 17:50
     python jobs/claims/run_queue.py --data cifar10.h5 --scratch /tmp/claims --estimate
     python jobs/claims/run_queue.py --data cifar10.h5 --scratch /tmp/claims --again 3
 
-A line of JSON a finished run, written when it ends; what was begun is done anew the next time.
-`--again` repeats so many runs, drawn at random, and compares their digests with those stored.
+A finished run is stored as a line of JSON; an interrupted run is repeated the next time. `--again`
+repeats the given number of runs, drawn at random, and compares their digests with the stored ones.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Line = dict[str, Any]
 
 
 def lines(path: Path = RUNS) -> list[Line]:
-    """All runs that are stored; one that was cut off while it was written doesn't count."""
+    """Return all stored runs, without a last line that was only partly written."""
     if not path.exists():
         return []
     text = path.read_text("utf-8")
@@ -71,13 +71,13 @@ def lines(path: Path = RUNS) -> list[Line]:
 
 
 def identity(line: Line) -> str:
-    """What makes a run another one than all others."""
+    """Return the keys that distinguish a run from all others, as text."""
     keys = ("study", "nodes", "cell", "method", "level", "lr", "seed")
     return json.dumps([line.get(key) for key in keys], sort_keys=True)
 
 
 def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
-    """The runs of a cell that can be named by now: rates with the search's seed, then the rest."""
+    """Yield the known runs of a cell: rates with the seed of the search, then the reported runs."""
     about = {"study": cell.study, "nodes": cell.nodes, "cell": cell.labels}
     if cell.order:
         for method, level, lr, seed in cell.order(done):
@@ -100,13 +100,13 @@ def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
 
 
 def settings(cell: Cell, line: Line) -> list[str]:
-    """The settings of a run, without folders of this machine."""
+    """Return the settings of a run, without folders of this machine."""
     own = [f"schedule.lr={line['lr']!r}", f"run.seed={line['seed']}"]
     return [*cell.settings, *cell.methods[line["method"]].split(), *own]
 
 
 def train(line: Line, options: argparse.Namespace) -> Line:
-    """The line with figures and digest, from a run in this process."""
+    """Train in this process; return the line with metrics and digest."""
     folder = options.scratch / "run"
     shutil.rmtree(folder, ignore_errors=True)
     places = {
@@ -128,7 +128,7 @@ def train(line: Line, options: argparse.Namespace) -> Line:
         return line | {"figures": {}, "diverged": True, "digest": None}
     found = RunResult(read(folder / "log.h5"))
     steps = found.log.steps
-    # the distance is relative to the averaged model's norm
+    # The logged distance is relative to the norm of the averaged model.
     figures = {name: summary[name] for name in FIGURES} | {
         "train_loss": found.last("train_loss"),
         "distance": float(np.sqrt(np.nanmean(steps["consensus_distance"]))),
@@ -144,7 +144,7 @@ def train(line: Line, options: argparse.Namespace) -> Line:
 
 
 def alone(line: Line, options: argparse.Namespace) -> Line:
-    """The same in a process of its own, forked: memory and signals are no other run's."""
+    """Run `train` in a forked process, so that memory and signals do not affect other runs."""
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe(duplex=False)
     child = fork.Process(target=_send, args=(there, line, options))
@@ -159,13 +159,13 @@ def alone(line: Line, options: argparse.Namespace) -> Line:
 
 
 def _send(pipe: Any, line: Line, options: argparse.Namespace) -> None:
-    """Run, and send the line, as a child that ends where its parent does."""
+    """Train and send the line, in a child process that ends together with its parent."""
     end_with(os.getppid())
     pipe.send(train(line, options))
 
 
 def _searched(line: Line, options: argparse.Namespace) -> Path:
-    """A searched graph of degree 4, where a run asks for one."""
+    """Return the file of a searched graph of degree 4, which is made if the run requires it."""
     file = options.scratch / f"searched-{line['nodes']}.json"
     if "{searched}" in str(line["settings"]) and not file.exists():
         save(search(line["nodes"], degree=4, evaluations=20_000, seed=0), file)
@@ -173,7 +173,7 @@ def _searched(line: Line, options: argparse.Namespace) -> Path:
 
 
 def _text(line: Line, options: argparse.Namespace) -> Path:
-    """The modules of Python's own standard library, packed, where a run asks for them."""
+    """Return the packed modules of Python's standard library, made if the run requires them."""
     file = options.scratch / "text.h5"
     if "{text}" in str(line["settings"]) and not file.exists():
         folder = options.scratch / "text"
@@ -190,24 +190,24 @@ def _text(line: Line, options: argparse.Namespace) -> Path:
 
 
 def origin() -> dict[str, str]:
-    """The last commit that changed the package, and torch."""
+    """Return the last commit that changed the package, and the version of torch."""
     git = ["git", "-C", str(HERE), "log", "-1", "--format=%h", "--", str(HERE.parents[1] / PACKAGE)]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {"commit": commit or "unknown", "torch": torch.__version__}
 
 
 def cells(options: argparse.Namespace) -> list[Cell]:
-    """The cells in their order."""
+    """Return the cells in their order."""
     return [cell for name in options.study or STUDIES for cell in STUDIES[name]()]
 
 
 def clock(text: str) -> str:
-    """A time of day with two digits each, as `queue` compares it."""
+    """Return a time of day with two digits each, in the form that `queue` compares."""
     return datetime.strptime(text, "%H:%M").strftime("%H:%M")
 
 
 def queue(options: argparse.Namespace) -> int:
-    """Do what is missing, cell after cell, until the time is over; how many runs were done."""
+    """Make the missing runs, cell by cell, until the time is over; return their number."""
     done = lines(options.out)
     known = {identity(line) for line in done}
     count = 0
@@ -232,7 +232,7 @@ def queue(options: argparse.Namespace) -> int:
 
 
 def again(options: argparse.Namespace) -> int:
-    """Repeat some runs; 1 where a digest differs."""
+    """Repeat some runs; return 1 if a digest differs."""
     mine = [line for line in lines(options.out) if line.get("digest") and line["study"] in STUDIES]
     wrong = 0
     for line in random.Random().sample(mine, min(options.again, len(mine))):
@@ -244,11 +244,11 @@ def again(options: argparse.Namespace) -> int:
 
 
 def estimate(options: argparse.Namespace) -> None:
-    """Print the runs of each cell, and how many are there."""
+    """Print the number of runs of each cell, and the number of stored ones."""
     known = {identity(line) for line in lines(options.out)}
     for cell in cells(options):
         whole = len(cell.methods) * (len(cell.rates) + len(SEEDS) * len(cell.levels))
-        if cell.order is not None:  # those that can be named by now
+        if cell.order is not None:  # only the runs that are known by now
             whole = sum(1 for _ in wanted(cell, lines(options.out)))
         there = sum(identity(one) in known for one in wanted(cell, lines(options.out)))
         print(f"{cell.study:10} n = {cell.nodes:3} {cell.labels}: {there} of {whole} runs")

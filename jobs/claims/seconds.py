@@ -1,14 +1,15 @@
-"""Seconds until parallel's accuracy, on the virtual clock: steps from runs, times from a machine.
+"""Seconds until parallel's accuracy on the virtual clock: steps from runs, times from a machine.
 
     python jobs/claims/seconds.py            # seconds; verdicts.py makes the table
     python jobs/claims/seconds.py --figure jobs/claims/figures/seconds.png
 
-Steps: the study "time" of `designs.py`, an MLP on digits, 16 nodes, each method at its own rate;
-the first evaluation at which the averaged model has parallel's final accuracy (mean of its seeds)
-less half a point. Seconds of a step: ResNet-50 in float32 (102 MB), computing .335 s, as published
-of a node of 8 V100 (Ying et al. 2021; `speed.py` says how); 5 % of all steps of a node, drawn from
-the seed, compute 5 times longer. Parallel, and DiLoCo's warm start, hide an all-reduce behind all
-of computing, which is the best that can be; "dsgd ahead" hides its message, the others nothing.
+The steps are those of the study "time" of `designs.py`, an MLP on digits with 16 nodes, each method
+at its own learning rate: they are counted until the first evaluation at which the averaged model
+reaches parallel's final accuracy (the mean over its seeds) minus half a point. The seconds of a
+step are those of ResNet-50 in float32 (102 MB), with .335 s of computing, as published for a node
+of 8 V100 (Ying et al. 2021; see `speed.py`); 5 % of all steps of a node, drawn with the seed, take
+5 times longer. Parallel, and DiLoCo's warm start, hide an all-reduce behind the whole computing
+time, which is the best case; "dsgd ahead" hides its message, and the other methods hide nothing.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ LINKS = [(gbit, latency) for latency in (50e-6, 5e-3) for gbit in (1, 10, 25, 10
 SLOW = 0.05
 TIMES = 5.0
 BELOW = 0.005
-"""Fraction of slow steps, by how much, and how far below parallel's accuracy the goal lies."""
+"""SLOW: fraction of slow steps; TIMES: their factor; BELOW: the goal's distance from parallel."""
 (CELL,) = until()
 WARM = 44
 Line = dict[str, Any]
 
 
 class Hidden(Timing):
-    """Exchanges behind computing, as far as that lasts."""
+    """Timing with exchanges that are hidden behind computing, as long as it lasts."""
 
     def hidden(self, wire, sums):
-        """Return all of it, at most a step's computing."""
+        """Return the hidden seconds: all of the exchange, but at most a step's computing."""
         return np.minimum(wire + sums, self.machine.compute_s)
 
 
 def machine(gbit: float, latency: float) -> Machine:
-    """The paper's nodes on another link, without jitter."""
+    """Return the paper's nodes with another link, without jitter."""
     rate = gbit * 1e9 / 8
     return replace(
         EXPONENTIAL,
@@ -75,13 +76,13 @@ def machine(gbit: float, latency: float) -> Machine:
 
 @functools.cache
 def resnet() -> ParameterLayout:
-    """The layout of ResNet-50."""
+    """Return the parameter layout of ResNet-50."""
     return subject(assemble.load(RESNET, ["node.devices=cpu:1"]))[0].flat
 
 
 @functools.cache
 def exchanges(method: str, n: int, total: int) -> Exchanges:
-    """A method's exchanges with ResNet-50."""
+    """Return a method's exchanges with ResNet-50."""
     job = assemble.load(Path(JOB), CELL.methods[method].split())
     return Exchanges(make_parts(job, make_graph(job, n), resnet(), total=total))
 
@@ -96,10 +97,13 @@ def ends(
     until: float = math.inf,
     overlap: bool = True,
 ) -> list[float]:
-    """Seconds at the end of each step, of the node that is last; ``met``: steps with exchanges.
+    """Return the seconds at the end of each step, for the slowest node.
 
-    Of a training of ``steps``, up to step ``until``. Without ``overlap`` nothing is hidden but
-    what is sent ahead.
+    :param met: steps with an exchange
+    :param steps: number of steps of the training
+    :param until: step at which the computation ends
+    :param overlap: hide the exchanges of parallel and of DiLoCo's warm start; otherwise only
+        messages that are sent ahead are hidden
     """
     made = exchanges(method, n, steps)
     plain = Clock(Timing(made, on, ddp=overlap))
@@ -128,23 +132,23 @@ def ends(
 
 
 def reached(line: Line, goal: float) -> float:
-    """Steps until a run's curve is there; infinity if it never is."""
+    """Return the steps until a run's curve reaches the goal; inf if it never does."""
     return next((t for t, accuracy in line["curve"] if accuracy >= goal), math.inf)
 
 
 def finals(lines: Sequence[Line]) -> dict[str, dict[int, Line]]:
-    """The reported runs by method and seed."""
+    """Return the reported runs by method and seed."""
     mine = [x for x in lines if x["study"] == "time" and x["level"] == "best"]
     return {m: {x["seed"]: x for x in mine if x["method"] == m} for m in CELL.methods}
 
 
 def goal_of(runs: dict[str, dict[int, Line]]) -> float:
-    """Parallel's accuracy at its end, over its seeds, less half a point."""
+    """Return parallel's mean final accuracy over its seeds, minus half a point."""
     return float(np.mean([x["figures"]["accuracy"] for x in runs["parallel"].values()])) - BELOW
 
 
 def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
-    """Of each link and method: steps, seconds a seed, and parallel's seconds over them."""
+    """Return steps and seconds by seed, and speed-ups over parallel, per link and method."""
     runs = finals(lines)
     goal = goal_of(runs)
     found = []
@@ -178,7 +182,7 @@ def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
 
 
 def paper(n: int = 32, steps: int = 300) -> str:
-    """Speed-up of a step of D-PSGD with local momentum at 32 nodes, 25 Gbit/s, 50 µs."""
+    """Return the speed-up of a step of D-PSGD with local momentum at 32 nodes, 25 Gbit/s, 50 µs."""
     on = machine(25, 50e-6)
     every = range(steps)
     last = {
@@ -189,7 +193,7 @@ def paper(n: int = 32, steps: int = 300) -> str:
 
 
 def draw(found: Sequence[dict[str, Any]], out: Path) -> None:
-    """Speed-up against bandwidth, a panel for each latency."""
+    """Draw the speed-up against bandwidth, with a panel for each latency."""
     from matplotlib.figure import Figure
 
     from mpigossip.studies.drawing import COLOURS
@@ -225,7 +229,7 @@ def draw(found: Sequence[dict[str, Any]], out: Path) -> None:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Print the table; draw."""
+    """Print the table, and draw it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,13 @@
-"""Why bandwidth-bound one-peer runs with slow steps take longer than the virtual clock says.
+"""Explain why bandwidth-bound one-peer runs with slow steps take longer than on the virtual clock.
 
     python jobs/claims/sharing.py
 
-The clock gives each message the whole link of its reader. A node that is early sends its next
-message while that reader still receives the last one, from a node that is late: both share the
-reader's link. Here messages are flows that share it evenly, with the steps, links and slow steps
-of `real_links.py`, beside what that measured. "admitted": were a reader to let the next round's
-message begin only when it has the last one's. A frame of 1,514 bytes carries 1,448 of a message.
+The clock gives each message the whole link of its receiver. A node that is early sends its next
+message while the receiver still receives the previous one from a late node: both messages share the
+receiver's link. Here, messages are flows that share the link evenly, with the steps, links and slow
+steps of `real_links.py`, and are compared with its measurements. "admitted" assumes that a receiver
+lets the message of the next round begin only after it has received that of the last round. A frame
+of 1,514 bytes carries 1,448 bytes of a message.
 """
 
 from __future__ import annotations
@@ -28,10 +29,15 @@ NODES = seconds.CELL.nodes
 
 
 def took(link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit: bool) -> float:
-    """Seconds of so many steps of the one-peer graph, of ``vectors`` of ResNet-50 each.
+    """Return the seconds of ``steps`` steps on the one-peer graph.
 
-    A step ends when a node has computed, sent and received; ``ahead``: it sends at its beginning.
-    As with windows, a node may write for round k once its reader has left round k - 2.
+    A step ends when a node has computed, sent and received. As with windows, a node may write for
+    round k once its receiver has left round k - 2.
+
+    :param vectors: messages per step, each of ResNet-50's size
+    :param ahead: send at the beginning of a step
+    :param shared: messages share the receiver's link
+    :param admit: a receiver admits the message of a round only after that of the previous round
     """
     nodes = range(NODES)
     size = 4 * seconds.resnet().count * vectors * link.scale * FRAMES
@@ -42,7 +48,7 @@ def took(link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit:
     step = [0] * NODES
     computing = list(paces[0])
     left = [size] * NODES
-    came: set[tuple[int, int]] = set()  # (reader, round)
+    came: set[tuple[int, int]] = set()  # (receiver, round)
     now = 0.0
     while min(step) < steps:
         flows: dict[int, list[int]] = {}
@@ -73,7 +79,7 @@ def took(link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit:
 
 
 def main() -> int:
-    """Print each one-peer run of links.jsonl beside the flows."""
+    """Print each one-peer run of links.jsonl next to the results of the flows."""
     found = [json.loads(line) for line in LINKS.read_text("utf-8").splitlines()]
     for link, (method, vectors, ahead) in itertools.product(
         CELLS, (("dmsgd", 2, False), ("dsgd ahead", 1, True))

@@ -2,11 +2,11 @@
 
     python jobs/claims/shuffling.py
 
-Four methods on a ring of 8 nodes, digits shuffled between them by 100, 50, 25 and 0 %, each at its
-own rate; with CIFAR-10 it is the job jobs/claims/jobs/lenet.toml.
+Four methods train on a ring of 8 nodes, each at its own learning rate. Of the digits, 100, 50, 25
+and 0 % are shuffled between the nodes. For CIFAR-10, use the job jobs/claims/jobs/lenet.toml.
 """
 
-# %% the runs: what is there already isn't repeated
+# %% make the runs; finished runs are not repeated
 import mpigossip
 
 study = mpigossip.study(
@@ -28,6 +28,6 @@ study = mpigossip.study(
 )
 print(study)
 
-# %% a panel for each share
+# %% draw a panel for each fraction
 study.plot("accuracy", out=study.folder / "accuracy.png")
 study.plot("train_loss", out=study.folder / "loss.png")

@@ -1,8 +1,8 @@
-"""The founding papers' speed tables beside what `mpigossip plan` says of the papers' hardware.
+"""Speed tables of the founding papers, compared with `mpigossip plan` for the papers' hardware.
 
     python jobs/claims/speed.py
 
-Nothing is measured: each figure follows from the assumptions that are printed with it.
+Nothing is measured: each value follows from the assumptions that are printed with it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,16 @@ HOURS = {
 EXPONENTIAL = Machine(
     0.335, 0.0, 0.0, 50e-6, 25e9 / 8, 50e-6, 25e9 / 8, 300e9, jitter=0.10, where="25 Gbit/s"
 )
-"""335 ms of computing; 25 Gbit/s and 50 µs; a jitter of 10 % of computing, chosen so that
-all-reduce on 4 and 8 nodes is met, not known of the paper."""
+"""335 ms of computing, 25 Gbit/s and 50 µs.
+
+The jitter of 10 % of computing is chosen so that all-reduce on 4 and 8 nodes agrees with the paper,
+which does not state it.
+"""
 SPEED_UPS = {"10 Gbit/s": (1.46, 1.95), "100 Gbit/s": (1.14, 1.27)}
-"""Jiang and Agrawal 2020: of ADPSGD over averaging at every step, from the slowest to the
-quickest of their trainings; the abstract is all that we have read."""
+"""Jiang and Agrawal 2020: speed-up of ADPSGD over averaging at every step.
+
+The values are those of the slowest and the fastest of their trainings. Only the abstract was read.
+"""
 LINKS = {"10 Gbit/s": (50e-6, 1.25e9), "100 Gbit/s": (10e-6, 12.5e9)}
 ASSUMED = f"""
 assumed of the exponential graphs' table: ResNet-50 in float32, 256 samples a node and step,
@@ -60,12 +65,12 @@ not explained: ADPSGD's 1.27 at 100 Gbit/s. Jitter gives some 1.13 whatever the 
 
 @functools.cache
 def protocol(*settings: str) -> Subject:
-    """ResNet-50's job with settings, on nodes of eight GPUs."""
+    """Return ResNet-50's job with further settings, on nodes of eight GPUs."""
     return subject(assemble.load(JOB, ["node.devices=cuda:0-7", *settings]))[0]
 
 
 def hours(machine: Machine = EXPONENTIAL) -> dict[str, list[float]]:
-    """Predicted hours of the first table, by graph."""
+    """Return the predicted hours of the first table, by graph."""
     what = protocol("algorithm.name=dmsgd-vanilla")
     found = {}
     for graph in HOURS:
@@ -75,7 +80,7 @@ def hours(machine: Machine = EXPONENTIAL) -> dict[str, list[float]]:
 
 
 def speed_up(link: str, compute_s: float, jitter: float = EXPONENTIAL.jitter) -> float:
-    """All-reduce's step over ADPSGD's, 16 nodes of one GPU."""
+    """Return the ratio of all-reduce's step to ADPSGD's, for 16 nodes of one GPU."""
     what = protocol(
         "algorithm.name=adpsgd", "cadence.name=adpsgd", "graph.name=complete", "node.devices=cuda:0"
     )
@@ -98,7 +103,7 @@ def speed_up(link: str, compute_s: float, jitter: float = EXPONENTIAL.jitter) ->
 
 
 def compute_for(claimed: float) -> float:
-    """Seconds of computing at which 10 Gbit/s give a speed-up; less computing gives more."""
+    """Return the computing seconds that give a speed-up at 10 Gbit/s; less gives a larger one."""
     low = 0.02
     high = 0.2
     for _ in range(30):
@@ -108,7 +113,7 @@ def compute_for(claimed: float) -> float:
 
 
 def main() -> None:
-    """Both tables, the assumptions, and what they don't explain."""
+    """Print both tables, the assumptions, and what they do not explain."""
     print("hours of 90 epochs, published / predicted")
     print(f"{'nodes':24}" + "".join(f"{n:>16}" for n in NODES) + f"{'32: speed-up':>16}")
     found = hours()

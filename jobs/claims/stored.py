@@ -1,4 +1,4 @@
-"""Read stored runs, and find what can't be true of them."""
+"""Read stored runs, and find contradictions in them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from designs import SEARCH, STUDIES, Cell, best_rate
 
 Line = dict[str, Any]
-"""A run, as `run_queue.py` writes it."""
+"""Run in the form in which `run_queue.py` writes it."""
 
 
 def read(path: Path) -> list[Line]:
-    """The lines of a file of JSON."""
+    """Return the lines of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 def faults(runs: Sequence[Line]) -> list[str]:
-    """What can't be true of honest runs: one run under two names, a seed used twice."""
+    """Return contradictions, such as one run under two names, or a seed that was used twice."""
     designs = {(c.study, c.nodes, key(c.labels)): c for make in STUDIES.values() for c in make()}
     wrong = list[str]()
     seen = dict[str, Line]()
@@ -49,7 +49,7 @@ def faults(runs: Sequence[Line]) -> list[str]:
 
 
 def finals(runs: Sequence[Line], cell: Cell, method: str, level: str) -> dict[int, Line]:
-    """The reported runs of a method by their seed; of another rate than the search's, none."""
+    """Return a method's reported runs by seed, only those at the rate that the search chose."""
     mine = [
         r
         for r in runs
@@ -64,12 +64,12 @@ def finals(runs: Sequence[Line], cell: Cell, method: str, level: str) -> dict[in
 
 
 def key(labels: dict[str, str]) -> str:
-    """Labels in one order."""
+    """Return labels as text in a fixed order."""
     return json.dumps(labels, sort_keys=True)
 
 
 def called(line: Line) -> str:
-    """A run in words."""
+    """Describe a run in words."""
     cell = ", ".join(f"{k} {v}" for k, v in line["cell"].items())
     return (
         f"{line['study']}, n = {line['nodes']}, {cell}, {line['method']}, {line['level']}, "

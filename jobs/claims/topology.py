@@ -1,12 +1,12 @@
-"""Exponential graphs (Ying et al. 2021): accuracy against topology, at several numbers of nodes.
+"""Exponential graphs (Ying et al. 2021): accuracy by topology and number of nodes.
 
     python jobs/claims/topology.py
 
-DmSGD with LeNet on digits, each graph at its own rate; with CIFAR-10 it is the job
-jobs/claims/jobs/lenet.toml, settings=["data.source=cifar10.h5"].
+DmSGD trains LeNet on digits, on each graph at its own learning rate. For CIFAR-10, use the job
+jobs/claims/jobs/lenet.toml and settings=["data.source=cifar10.h5"].
 """
 
-# %% the runs: what is there already isn't repeated
+# %% make the runs; finished runs are not repeated
 from matplotlib.figure import Figure
 
 import mpigossip
@@ -37,14 +37,14 @@ study = mpigossip.study(
 )
 print(study)
 
-# %% accuracy at the end against the nodes: means, their 95 % intervals in [0, 1], each seed
+# %% draw final accuracy by number of nodes: means, 95 % intervals in [0, 1], and each seed
 figure = Figure(figsize=(5.4, 4.2), layout="constrained")
 axes = figure.subplots()
 for k, name in enumerate(dict.fromkeys(row["graph"] for row in study.rows)):
     rows = [row for row in study.rows if row["graph"] == name]
     half = [[min(row["accuracy_high"], 1) - row["accuracy"] for row in rows]]
     half.insert(0, [row["accuracy"] - max(row["accuracy_low"], 0) for row in rows])
-    places = [row["nodes"] * 1.03 ** (k - 1.5) for row in rows]  # beside each other
+    places = [row["nodes"] * 1.03 ** (k - 1.5) for row in rows]  # next to each other
     accuracies = [row["accuracy"] for row in rows]
     axes.errorbar(places, accuracies, half, fmt="o-", capsize=3, color=COLOURS[k], label=name)
     runs = [study.ended(cell) for cell in study.cells if cell.label("graph") == name]

@@ -1,12 +1,12 @@
-"""Exponential graphs (Ying et al. 2021): gaps 1 − ρ, and transient iterations, by the nodes.
+"""Exponential graphs (Ying et al. 2021): gaps 1 − ρ and transient iterations by size.
 
     python jobs/claims/transient.py
 
-D-PSGD on noisy quadratics that differ between nodes; a graph's transient iterations are those
-until its nodes' own models stay as good as parallel SGD's within a factor of two.
+D-PSGD minimizes noisy quadratics that differ between nodes. The transient iterations of a graph are
+the iterations after which the error of its nodes' own models stays within twice parallel SGD's.
 """
 
-# %% the runs: what is there already isn't repeated
+# %% make the runs; finished runs are not repeated
 from matplotlib.figure import Figure
 
 import mpigossip
@@ -26,7 +26,7 @@ study = mpigossip.study(
 )
 print(study)
 
-# %% gaps of the graphs, and the steps until each meets parallel SGD
+# %% compute the gaps of the graphs, and the steps until each one meets parallel SGD
 rows = study.transient(y="local_loss", within=2.0)
 figure = Figure(figsize=(10, 4), layout="constrained")
 gaps, steps = figure.subplots(1, 2)
@@ -46,5 +46,5 @@ for axes in (gaps, steps):
     axes.legend(frameon=False, fontsize=9)
 figure.savefig(study.folder / "transient.png", dpi=150)
 
-# %% the curves
+# %% draw the curves
 study.plot("local_loss", out=study.folder / "curves.png")

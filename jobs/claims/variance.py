@@ -2,11 +2,11 @@
 
     python jobs/claims/variance.py
 
-ADPSGD, CPSGD and QSGD on digits, each at the rate of its least training loss; with CIFAR-10 it is
-the job jobs/claims/jobs/lenet.toml, settings=["data.source=cifar10.h5"].
+ADPSGD, CPSGD and QSGD train on digits, each at the learning rate of its smallest training loss. For
+CIFAR-10, use the job jobs/claims/jobs/lenet.toml and settings=["data.source=cifar10.h5"].
 """
 
-# %% the runs: what is there already isn't repeated
+# %% make the runs; finished runs are not repeated
 from matplotlib.figure import Figure
 
 import mpigossip
@@ -30,19 +30,19 @@ study = mpigossip.study(
         "data.partition=shuffled",
         "schedule.name=milestones",
         "schedule.milestones=[10,15]",
-        "log.consensus_every=1",  # the variance is drawn at each average
+        "log.consensus_every=1",  # the variance is read at each average
     ],
     output="runs/claims-figures/variance",
 )
 print(study)
 
-# %% against what a node has sent
+# %% draw the loss against the bytes that a node has sent
 study.plot("train_loss", "bytes", study.folder / "loss.png")
 
-# %% the variance that each average found, (1/n) Σ ‖x̄ − x_i‖², of every seed
+# %% draw the variance at each average, (1/n) Σ ‖x̄ − x_i‖², for every seed
 figure = Figure(figsize=(5.4, 4.2), layout="constrained")
 axes = figure.subplots()
-for k, cell in enumerate(study.cells[:3]):  # QSGD averages gradients, of models that are equal
+for k, cell in enumerate(study.cells[:3]):  # QSGD averages gradients of equal models
     for seed, run in enumerate(study.ended(cell)):
         steps = run.log.steps
         met = (steps["kind"] == 2).all(1)

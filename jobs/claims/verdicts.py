@@ -1,11 +1,11 @@
-"""Recompute every verdict on training of RESULTS.md from the stored runs and intervals.
+"""Recompute every verdict on training in RESULTS.md from the stored runs and intervals.
 
     python jobs/claims/verdicts.py            # print them, and compare with the page
     python jobs/claims/verdicts.py --write    # put them into the page
 
-`runs.jsonl` has a line a run. Of the nine studies before it only the intervals of their paired
+`runs.jsonl` has one line per run. Of the nine older studies, only the intervals of their paired
 differences were kept: `intervals.jsonl`. A difference is judged by Student's t over paired seeds;
-within a table Holm's procedure keeps the probability of any wrong verdict at most 5 %.
+Holm's procedure limits the probability of any wrong verdict in a table to 5 %.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ HEADINGS = {
     "own rates": "## Training, each method at its own rate",
     "common rate": "## The same at one common rate",
 }
-"""Tables of the page by the name in intervals.jsonl."""
+"""Headings of tables on the page, by their name in intervals.jsonl."""
 MARKS = "<!-- {}: by verdicts.py -->\n", "<!-- {}: end -->\n"
-"""Around what is written anew, by the study's name."""
+"""Marks around the tables that are replaced, with the name of the study."""
 
 
 def published(table: str, lines: Iterable[Line]) -> list[Verdict]:
-    """The verdicts of a table of which intervals are stored."""
+    """Return the verdicts of a table of which only intervals are stored."""
     claims: dict[str, list[Line]] = {}
     for line in lines:
         if line["table"] == table:
@@ -62,7 +62,7 @@ def published(table: str, lines: Iterable[Line]) -> list[Verdict]:
 
 
 def slope_verdicts(found: Sequence[optimal.Slope]) -> list[Verdict]:
-    """Whether a method's iterations grow as the power of 1/(1 − λ) that it is held to."""
+    """Judge whether a method's iterations grow as its power of 1/(1 − λ)."""
     return holm(
         [
             judged(
@@ -76,7 +76,7 @@ def slope_verdicts(found: Sequence[optimal.Slope]) -> list[Verdict]:
 
 
 def slope_page(found: Sequence[optimal.Slope]) -> str:
-    """The table of iterations."""
+    """Return the table of iterations."""
     head = " | ".join(f"n = {n}" for n in optimal.SIZES)
     lines = [f"| method | ζ | {head} | against | slope | 1 ± {optimal.BAR:g} |"]
     lines.append("|" + "---|" * (len(optimal.SIZES) + 5))
@@ -92,7 +92,7 @@ def slope_page(found: Sequence[optimal.Slope]) -> str:
 
 
 def gain_verdicts(found: Sequence[Line]) -> list[Verdict]:
-    """Whether a method is there before parallel, by logarithms of the seeds' ratios of seconds."""
+    """Judge whether a method is faster than parallel, by logarithms of ratios of seconds."""
     return holm(
         [
             judged(
@@ -106,7 +106,7 @@ def gain_verdicts(found: Sequence[Line]) -> list[Verdict]:
 
 
 def gain_page(found: Sequence[Line]) -> str:
-    """The table of seconds."""
+    """Return the table of seconds."""
     if not found:
         return "Not run yet.\n"
     told = {one.claim: one for one in gain_verdicts(found)}
@@ -136,7 +136,7 @@ def gain_page(found: Sequence[Line]) -> str:
 
 
 def links_page(found: Sequence[Line]) -> str:
-    """The table of seconds on real links, beside the clock's."""
+    """Return the table of seconds on real links, next to the clock's."""
     if not found:
         return "Not run yet.\n"
     lines = [
@@ -157,7 +157,7 @@ def links_page(found: Sequence[Line]) -> str:
 
 
 def timed(runs: Sequence[Line]) -> list[Line]:
-    """The table of seconds where all of its runs are there."""
+    """Return the rows of the table of seconds; [] if runs are missing."""
     whole = all(len(own) == len(SEEDS) for own in seconds.finals(runs).values())
     return seconds.measured(runs) if whole else []
 
@@ -166,14 +166,14 @@ def timed(runs: Sequence[Line]) -> list[Line]:
 
 
 class Found(NamedTuple):
-    """All that follows from the stored files."""
+    """Results that follow from the stored files."""
 
     verdicts: dict[str, list[Verdict]]
     pages: dict[str, str]
 
 
 def everything(runs: Sequence[Line]) -> Found:
-    """All tables' verdicts, and the tables that are written anew."""
+    """Return the verdicts of all tables, and the text of the tables that are replaced."""
     lines = read(INTERVALS)
     slope = optimal.slopes([run for run in runs if run["study"] == "optimal"])
     gain = timed(runs)
@@ -201,7 +201,7 @@ def everything(runs: Sequence[Line]) -> Found:
 
 
 def rewritten(page: str, found: Found) -> str:
-    """The page with these verdicts in the last cells of its tables, and with the other tables."""
+    """Return the page with these verdicts in its last columns, and with the replaced tables."""
     for table, heading in HEADINGS.items():
         begin = page.index(heading)
         end = page.index("\n## ", begin + 1)
@@ -223,7 +223,7 @@ def rewritten(page: str, found: Found) -> str:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Print, write or compare; 1 where runs are wrong or the page says something else."""
+    """Print, write or compare; return 1 if runs contradict each other or the page differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

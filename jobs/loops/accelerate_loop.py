@@ -1,11 +1,12 @@
-"""A network trained with Accelerate; the lines marked <- are all that decentralizes it.
+"""A network trained with Accelerate; only the lines marked <- make the training decentralized.
 
     mpirun -n 3 python accelerate_loop.py --out runs/accelerate
     mpirun -n 3 python accelerate_loop.py --out runs/accelerate --resume 20
 
-Accumulated gradients, clipping, a schedule, and Accelerate's own checkpoints, a folder a node.
-SIGTERM, ``touch runs/accelerate/run/STOP`` and the end of the allocation stop it with one at any
-step, and with exit code 75; the last line says which step to resume.
+The program accumulates gradients, clips them, uses a schedule and writes Accelerate's own
+checkpoints, in one folder per node. SIGTERM, ``touch runs/accelerate/run/STOP`` and the end of the
+allocation stop it after any step, with a checkpoint and exit code 75; the last line of the output
+says which step to resume.
 """
 
 import argparse
@@ -27,7 +28,7 @@ RATE = 3e-3
 
 
 def points(count=240):
-    """Points of a plane and the spiral arm, of three, on which each of them lies."""
+    """Return points of the plane, each labelled by the spiral arm (of three) on which it lies."""
     draw = torch.Generator().manual_seed(1)
     arm = torch.randint(3, (count,), generator=draw)
     far = torch.rand(count, generator=draw)
@@ -36,7 +37,7 @@ def points(count=240):
 
 
 def train(world, options):
-    """Train to the last step, from the first or from a checkpoint."""
+    """Train from the first step, or from a checkpoint, to the last step."""
     data = points()
     out = options.out
     sampler = DistributedSampler(data, world.size, world.rank)  # <-
@@ -56,7 +57,8 @@ def train(world, options):
         accelerator.load_state(out / str(options.resume))
     loss = torch.tensor(math.nan)
     step = options.resume
-    a_pass = math.ceil(len(loader) / ACCUMULATE)  # the last of an odd number is a step, too
+    # The last batch is a step of its own if the number of batches is odd.
+    a_pass = math.ceil(len(loader) / ACCUMULATE)
     while step < options.steps:
         loader.set_epoch(step // a_pass)
         for inputs, targets in accelerator.skip_first_batches(loader, step % a_pass * ACCUMULATE):

@@ -1,10 +1,11 @@
-"""A classifier with log, checkpoints and stops; the lines marked <- are all that decentralizes it.
+"""A classifier with a log, checkpoints and stopping; only the lines marked <- decentralize it.
 
     mpirun -n 4 python classify.py --out runs/clouds
 
-A log, a live line, checkpoints and a summary, as a job has them. Started again it goes on from its
-last checkpoint, to the bit. SIGTERM, SIGUSR1, ``touch runs/clouds/STOP`` and the end of the
-allocation stop it with one, and with the exit code on which batch scripts queue it again.
+Like a job, it writes a log, a progress line, checkpoints and a summary. If it is started again, it
+resumes from its last checkpoint, and the result is bitwise identical. SIGTERM, SIGUSR1,
+``touch runs/clouds/STOP`` and the end of the allocation stop it with a checkpoint, and with the
+exit code after which batch scripts queue it again.
 """
 
 import argparse
@@ -17,14 +18,14 @@ import mpigossip  # <-
 
 
 def clouds(count, draw):
-    """Points (count, 64) of ten overlapping clouds, and which cloud each is of."""
+    """Return points (count, 64) of ten overlapping clouds, and the index of each point's cloud."""
     centres = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
     labels = torch.randint(10, (count,), generator=draw)
     return centres[labels] + 3 * torch.randn(count, 64, generator=draw), labels
 
 
 def accuracy(model, points, labels):
-    """Share of the points that the model gets right."""
+    """Return the fraction of the points that the model classifies correctly."""
     model.eval()
     with torch.no_grad():
         right = (model(points).argmax(1) == labels).float().mean()
@@ -33,7 +34,7 @@ def accuracy(model, points, labels):
 
 
 def main():
-    """Train to the last step, from wherever the folder stands."""
+    """Train from the last checkpoint in the folder, or from the first step, to the last step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--save-every", type=int, default=100)
@@ -48,14 +49,15 @@ def main():
     with mpigossip.world() as world:  # <-
         draw = torch.Generator().manual_seed(10 + world.rank)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        # dsgd, ahead: one vector a round, sent while the model computes. The papers' own sends two
-        # after the gradient: algorithm="dmsgd", around plain SGD
+        # The algorithm is dsgd, ahead: it sends one vector per round, while the model computes. The
+        # algorithm of the papers, algorithm="dmsgd" around plain SGD, sends two vectors, after the
+        # gradient is known.
         optimizer = mpigossip.Gossip(  # <-
             world, model, optimizer, style="awc", run=options.out, steps=options.steps
         )
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, options.steps)
         optimizer.keep(schedule=schedule, draw=draw)  # <-
-        torch.manual_seed(world.rank)  # dropout
+        torch.manual_seed(world.rank)  # makes dropout differ between nodes
         for step in range(optimizer.resume(), options.steps):  # <-
             points, labels = clouds(32, draw)
             loss = F.cross_entropy(model(points), labels)

@@ -1,10 +1,10 @@
-"""A GPT sharded by FSDP2 inside nodes; the lines marked <- are all that decentralizes it.
+"""A GPT sharded by FSDP2 within each node; only the lines marked <- decentralize it.
 
     mpirun -n 4 python fsdp.py --ranks-per-node 2
-    mpirun -n 6 python fsdp.py --ranks-per-node 3 --steps 200    (goes on from there)
+    mpirun -n 6 python fsdp.py --ranks-per-node 3 --steps 200    (resumes the first run)
 
-Gossip takes the place that replicas have in HSDP. The model and its habits are those of gpt.py;
-checkpoints, log and stopping are those of a run with a folder.
+Gossip replaces the replication of HSDP. The model and the way of training are those of gpt.py;
+checkpoints, log and stopping are those of a run with a run directory.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import mpigossip  # <-
 
 
 def cut(model, mesh, bf16):
-    """Each block is gathered for its own forward and backward pass, the rest with the model."""
+    """Shard the model: each block is gathered for its own passes, the rest with the model."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -27,7 +27,7 @@ def cut(model, mesh, bf16):
 
 
 def main():
-    """Train to the last step, from the first or from the folder's newest checkpoint."""
+    """Train from the first step, or from the newest checkpoint in the folder, to the last step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks-per-node", default="host", help='a number, or "host"')
     parser.add_argument("--steps", type=int, default=100)
@@ -60,7 +60,7 @@ def main():
             optimizer.save()
         if optimizer.stopping:
             optimizer.exit()
-    with optimizer.averaged(), torch.no_grad():  # on all ranks: they gather the model together
+    with optimizer.averaged(), torch.no_grad():  # on all ranks, which gather the model together
         draw = torch.Generator().manual_seed(0)
         error = model(*get_batch(data, draw))
     if world.rank == 0:

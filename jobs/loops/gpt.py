@@ -1,10 +1,11 @@
-"""A small GPT trained in nanoGPT's habits; the lines marked <- are all that decentralizes it.
+"""A small GPT trained as by nanoGPT; only the lines marked <- make the training decentralized.
 
     mpirun -n 4 python gpt.py --out runs/gpt
     mpirun -n 4 python gpt.py --out runs/gpt --resume 50
 
-Accumulated gradients, clipping, a cosine schedule written into ``param_groups``, bfloat16 autocast,
-and a checkpoint each rank. Characters of a text are predicted; by default of this file.
+The program accumulates gradients, clips them, writes a cosine schedule into ``param_groups``, uses
+bfloat16 autocast and writes one checkpoint per rank. It predicts the characters of a text, by
+default of this file.
 """
 
 import argparse
@@ -31,10 +32,10 @@ WARMUP = 10
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a network of two layers, both residual."""
+    """Causal attention and a network of two layers, both with a residual connection."""
 
     def __init__(self):
-        """Of the widths above."""
+        """Create the layers with the sizes above."""
         super().__init__()
         self.before = nn.LayerNorm(WIDTH)
         self.between = nn.LayerNorm(WIDTH)
@@ -44,7 +45,7 @@ class Block(nn.Module):
         self.narrow = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
-        """(batch, time, width) -> the same."""
+        """Map (batch, time, width) to the same shape."""
         b, t, _ = x.shape
         parts = self.attend(self.before(x)).split(WIDTH, dim=2)
         q, k, v = (part.view(b, t, HEADS, -1).transpose(1, 2) for part in parts)
@@ -54,10 +55,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (batch, time) and their successors -> mean loss; the head is tied to the embedding."""
+    """Model that maps tokens (batch, time) and their successors to the mean loss.
+
+    The output layer shares its weights with the embedding.
+    """
 
     def __init__(self):
-        """Of the sizes above."""
+        """Create the layers with the sizes above."""
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.places = nn.Embedding(CONTEXT, WIDTH)
@@ -68,21 +72,21 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, inputs, targets):
-        """The mean loss."""
+        """Return the mean loss."""
         x = self.tokens(inputs) + self.places(torch.arange(inputs.shape[1]))
         logits = self.head(self.norm(self.blocks(x)))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def get_batch(data, draw):
-    """Inputs and targets (batch, time) from random places of the text."""
+    """Return inputs and targets (batch, time) from random positions of the text."""
     at = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=draw).tolist()
     rows = torch.stack([data[i : i + CONTEXT + 1] for i in at])
     return rows[:, :-1], rows[:, 1:]
 
 
 def get_lr(step, steps):
-    """Warm-up, then a cosine to a tenth."""
+    """Return the learning rate: a linear warm-up, then a cosine down to a tenth."""
     if step < WARMUP:
         return RATE * (step + 1) / WARMUP
     done = (step - WARMUP) / max(steps - WARMUP, 1)
@@ -90,7 +94,7 @@ def get_lr(step, steps):
 
 
 def configure(model):
-    """AdamW without weight decay on biases and norms."""
+    """Return AdamW without weight decay on biases and norms."""
     wide = [p for p in model.parameters() if p.dim() >= 2]
     narrow = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}]
@@ -98,7 +102,7 @@ def configure(model):
 
 
 def train_step(model, optimizer, data, draw, lr):
-    """One update; the mean loss of its batches."""
+    """Make one update; return the mean loss of its batches."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     total = 0.0
@@ -115,7 +119,7 @@ def train_step(model, optimizer, data, draw, lr):
 
 
 def main():
-    """Train to the last step, from the first or from a checkpoint."""
+    """Train from the first step, or from a checkpoint, to the last step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=50)
@@ -138,7 +142,7 @@ def main():
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         draw.set_state(saved["draw"])
-    loss = float("nan")  # of a run that is at its end
+    loss = float("nan")  # printed if the run is complete already
     for step in range(options.resume, options.steps):
         loss = train_step(model, optimizer, data, draw, get_lr(step, options.steps))
         if rank == 0 and step % 10 == 0:

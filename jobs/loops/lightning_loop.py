@@ -1,12 +1,13 @@
-"""A network trained by Lightning's Trainer; the lines marked <- are all that decentralizes it.
+"""A network trained by Lightning's Trainer; only the lines marked <- decentralize the training.
 
     mpirun -n 3 python lightning_loop.py --out runs/lightning
     mpirun -n 3 python lightning_loop.py --out runs/lightning --resume 2
 
-Automatic optimization (Lightning's closures), accumulated gradients, clipping, a schedule, and
-Lightning's own checkpoints, a folder a node. They are exact where they end a pass over the data:
-within one, Lightning would begin it anew. So SIGTERM, ``touch runs/lightning/run/STOP`` and the end
-of the allocation stop it behind the pass, with exit code 75.
+The program uses automatic optimization (Lightning's closures), accumulates gradients, clips them,
+uses a schedule and writes Lightning's own checkpoints, in one folder per node. Checkpoints are
+exact at the end of an epoch only: within one, Lightning would start the epoch again. SIGTERM,
+``touch runs/lightning/run/STOP`` and the end of the allocation therefore stop the program after the
+epoch, with exit code 75.
 """
 
 import argparse
@@ -28,7 +29,7 @@ RATE = 3e-3
 
 
 def points(count=240):
-    """Points of a plane and the spiral arm, of three, on which each of them lies."""
+    """Return points of the plane, each labelled by the spiral arm (of three) on which it lies."""
     draw = torch.Generator().manual_seed(1)
     arm = torch.randint(3, (count,), generator=draw)
     far = torch.rand(count, generator=draw)
@@ -37,10 +38,10 @@ def points(count=240):
 
 
 class Arms(lightning.LightningModule):
-    """Which arm a point lies on."""
+    """Classifier that predicts the arm on which a point lies."""
 
     def __init__(self, world, options):
-        """``options.passes``: in which the rate falls to 0."""
+        """Create the layers; the learning rate falls to 0 within ``options.passes`` epochs."""
         super().__init__()
         self.world = world
         self.passes = options.passes
@@ -48,14 +49,14 @@ class Arms(lightning.LightningModule):
         self.layers = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 3))
 
     def training_step(self, batch, index):
-        """The loss."""
+        """Return the loss of a batch."""
         inputs, targets = batch
         loss = nn.functional.cross_entropy(self.layers(inputs), targets)
         self.log("loss", loss)
         return loss
 
     def configure_optimizers(self):
-        """AdamW between nodes, and a cosine."""
+        """Return AdamW with gossip, and a cosine schedule."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=RATE)
         optimizer = mpigossip.Gossip(self.world, self, optimizer, run=self.run)  # <-
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.passes)
@@ -63,7 +64,7 @@ class Arms(lightning.LightningModule):
 
 
 def train(world, options):
-    """Train to the last pass, from the first or from a checkpoint."""
+    """Train from the first epoch, or from a checkpoint, to the last epoch."""
     data = points()
     out = options.out
     sampler = DistributedSampler(data, world.size, world.rank)  # <-

@@ -1,8 +1,8 @@
-"""A loop as one member of a training: no launcher, no server.
+"""A loop that is one member of a training, without a launcher and without a server.
 
-python member.py runs/members        in as many terminals or single-node jobs as you like
-touch runs/members/STOP                         all leave; `rm` it to go on
-python member.py runs/members --replay          repeats the training, and compares each model
+python member.py runs/members            in as many terminals or single-node jobs as you like
+touch runs/members/STOP                  stops all members; `rm` the file before going on
+python member.py runs/members --replay   repeats the training, and compares each model
 """
 
 import sys
@@ -12,7 +12,7 @@ from torch import nn
 
 import mpigossip
 
-# chunks of the whole training; steps of a chunk
+# CHUNKS is the number of chunks of the whole training, and H the number of steps per chunk.
 CHUNKS = 60
 H = 20
 
@@ -22,7 +22,7 @@ targets = (features @ torch.randn(20, 4)).argmax(1)
 
 
 def batches(chunk):
-    """H batches of 32 samples: those of a chunk are the same for whoever trains it."""
+    """Yield H batches of 32 samples, which depend on the chunk only, not on the member."""
     draw = torch.Generator().manual_seed(chunk)
     for picked in torch.randint(len(features), (H, 32), generator=draw):
         yield features[picked], targets[picked]
@@ -34,7 +34,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 again = "--replay" in sys.argv
 with mpigossip.join(sys.argv[1], model, optimizer, chunks=CHUNKS, replay=again) as member:  # <-
     for chunk in member:  # <- 0 … CHUNKS − 1 in any order; nobody else trains this one
-        for group in optimizer.param_groups:  # the rate follows all members' progress
+        # The learning rate depends on the progress of all members.
+        for group in optimizer.param_groups:
             group["lr"] = 3e-3 * (1 - member.progress / CHUNKS)
         for inputs, classes in batches(chunk):
             optimizer.zero_grad()
@@ -45,6 +46,6 @@ with mpigossip.join(sys.argv[1], model, optimizer, chunks=CHUNKS, replay=again) 
     finished = member.finished
 
 if not finished:
-    sys.exit(75)  # asked to leave: batch scripts queue the job again
+    sys.exit(75)  # the member was asked to leave: batch scripts queue the job again
 accuracy = (model(features).argmax(1) == targets).float().mean()
 print(f"the average of the last models gets {accuracy:.1%} right")

@@ -1,11 +1,12 @@
-"""A small ResNet as timm trains one; EMA, BatchNorm, a cosine schedule.
+"""A small ResNet trained as by timm, with EMA, BatchNorm and a cosine schedule.
 
     mpirun -n 4 python resnet.py
 
-Each rank sees little but two of the classes, so its norms know the others badly, and its own model
-is the worse for it. ``optimizer.averaged()`` is the exact average over nodes, BatchNorm's means
-and variances too, and ``averaged(ema)`` that of the averages over time: as good on every rank.
-The lines marked <- are all that decentralizes it.
+Each rank sees mostly two of the classes. The statistics of its BatchNorm layers are therefore wrong
+for the others, and its own model is less accurate. ``optimizer.averaged()`` gives the exact average
+over nodes, including BatchNorm's means and variances, and ``averaged(ema)`` the average of the
+moving averages; they are equally good on every rank. Only the lines marked <- make the training
+decentralized.
 """
 
 import argparse
@@ -25,10 +26,10 @@ NOISE = 1.5
 
 
 class Block(nn.Module):
-    """Two convolutions with norms, beside the input; a stride halves the picture."""
+    """Residual block of two convolutions with BatchNorm; a stride of 2 halves the image size."""
 
     def __init__(self, before, after, stride=1):
-        """Channels before and after."""
+        """Create the layers for the given numbers of input and output channels."""
         super().__init__()
         self.first = nn.Conv2d(before, after, 3, stride, 1, bias=False)
         self.second = nn.Conv2d(after, after, 3, 1, 1, bias=False)
@@ -36,20 +37,25 @@ class Block(nn.Module):
         self.beside = nn.Conv2d(before, after, 1, stride) if stride > 1 else nn.Identity()
 
     def forward(self, x):
-        """(batch, before, h, w) -> (batch, after, h / stride, w / stride)."""
+        """Map (batch, before, h, w) to (batch, after, h / stride, w / stride)."""
         y = F.relu(self.norms[0](self.first(x)))
         return F.relu(self.norms[1](self.second(y)) + self.beside(x))
 
 
 def resnet():
-    """Pictures (batch, 1, side, side) -> logits."""
+    """Build the model that maps images (batch, 1, side, side) to logits."""
     stem = [nn.Conv2d(1, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
     pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, CLASSES)]
     return nn.Sequential(*stem, Block(8, 8), Block(8, 16, 2), *pool)
 
 
 def pictures(count, draw, kinds):
-    """Waves whose direction, brightness and contrast belong to the class, in noise."""
+    """Return noisy images of waves, and their classes.
+
+    The direction, the brightness and the contrast of the waves depend on the class.
+
+    :param kinds: classes to draw from with equal probability; a class may occur several times
+    """
     kind = kinds[torch.randint(len(kinds), (count,), generator=draw)]
     angle = kind * torch.pi / CLASSES
     y, x = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
@@ -60,14 +66,14 @@ def pictures(count, draw, kinds):
 
 
 def of_rank(rank):
-    """Two classes of the rank's own, twenty times as often as any other."""
+    """Return the classes to draw from: the rank's own two classes 20 times, the others once."""
     own = [(2 * rank) % CLASSES, (2 * rank + 1) % CLASSES]
     return torch.tensor(own * 20 + [kind for kind in range(CLASSES) if kind not in own])
 
 
 @torch.no_grad()
 def accuracy(model, images, kinds):
-    """The share that is right, the norms as they are."""
+    """Return the fraction that is classified correctly, with the present BatchNorm statistics."""
     model.eval()
     right = (model(images).argmax(1) == kinds).double().mean()
     model.train()
@@ -75,7 +81,7 @@ def accuracy(model, images, kinds):
 
 
 def main():
-    """Train, and test four models on each rank."""
+    """Train, then test four models on each rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""A loop that goes on after a rank failure; Open MPI 5, `mpirun --with-ft ulfm -n 4 python`.
+"""A loop that continues after a rank failure; Open MPI 5, `mpirun --with-ft ulfm -n 4 python`.
 
-What that takes is marked by `# <-`. `optimizer.steps` drives the loop: survivors go on from the
-last step that all of them have done, so that some go back by a few. Under another MPI it runs like
-any loop, and a lost rank ends it.
+The lines marked `# <-` are the ones needed for this. `optimizer.steps` drives the loop: the
+survivors continue after the last step that all of them have completed, so some of them repeat a few
+steps. With another MPI the program runs like any other loop, and a rank failure ends it.
 """
 
 import argparse
@@ -15,27 +15,27 @@ import mpigossip
 
 
 def net():
-    """Small; the same on all nodes."""
+    """Build a small network, with the same initial parameters on all nodes."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
 class Loader:
-    """Batches of the node `rank` of `size`, by step: each node has its own share of the data."""
+    """Batches by step for node `rank` of `size` nodes: each node has its own part of the data."""
 
     def __init__(self, rank, size):
         self.rank = rank
         self.size = size
 
     def batch(self, step):
-        """Inputs and targets."""
+        """Return the inputs and targets of a step."""
         draw = torch.Generator().manual_seed(self.size * step + self.rank)
         inputs = torch.randn(32, 32, generator=draw)
         return inputs, inputs.sum(1, keepdim=True) / 4
 
 
 def main():
-    """Train, and print each node's loss and digest."""
+    """Train, then print the loss and the digest of each node."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--evaluate-every", type=int, default=50)
@@ -61,7 +61,7 @@ def main():
         )
         if options.out:
             optimizer.resume()
-        loss = torch.tensor(float("nan"))  # of a run that is at its end
+        loss = torch.tensor(float("nan"))  # printed if the run is complete already
         while optimizer.steps < options.steps:  # <-
             inputs, targets = loader.batch(optimizer.steps)
             optimizer.zero_grad()

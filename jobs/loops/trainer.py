@@ -1,12 +1,12 @@
 """A small GPT-2 trained by the Trainer of transformers; the lines marked <- decentralize it.
 
     mpirun -n 3 python trainer.py --out runs/trainer
-    mpirun -n 3 python trainer.py --out runs/trainer --resume 20   # once it was stopped there
+    mpirun -n 3 python trainer.py --out runs/trainer --resume 20   # if it was stopped at step 20
 
-Accumulated gradients, clipping, dropout, a schedule, and the Trainer's own checkpoints, a folder
-a node. SIGTERM, ``touch runs/trainer/run/STOP`` and the end of the allocation stop it with one at
-any step, and with exit code 75; the last line says which step to resume. Bytes of a text are
-predicted; by default of this file.
+The program accumulates gradients, clips them, uses dropout and a schedule and writes the Trainer's
+own checkpoints, in one folder per node. SIGTERM, ``touch runs/trainer/run/STOP`` and the end of the
+allocation stop it after any step, with a checkpoint and exit code 75; the last line of the output
+says which step to resume. It predicts the bytes of a text, by default of this file.
 """
 
 import argparse
@@ -25,14 +25,14 @@ RATE = 3e-3
 
 
 def pieces(text):
-    """Rows of CONTEXT bytes, as the model wants them."""
+    """Split the text into rows of CONTEXT bytes, in the form that the model requires."""
     data = torch.tensor(list(Path(text).read_bytes()))
     rows = data[: len(data) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def train(world, options):
-    """Train to the last step, from the first or from a checkpoint."""
+    """Train from the first step, or from a checkpoint, to the last step."""
     data = pieces(options.text)
     data = data[world.rank :: world.size]  # <-
     out = options.out / f"node-{world.rank}"  # <-

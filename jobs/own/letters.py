@@ -1,9 +1,9 @@
-"""A model of transformers, random and tiny, on a text of letters; nothing is downloaded.
+"""A tiny, randomly initialized model of transformers, trained on a text; nothing is downloaded.
 
     PYTHONPATH=. mpirun -n 4 mpigossip train letters.toml
 
-The built-in task "language-model" takes the mappings that tokenizers give and the outputs that
-models of transformers give.
+The built-in task "language-model" accepts the mappings that tokenizers return and the outputs that
+models of transformers return.
 """
 
 import torch
@@ -13,27 +13,30 @@ TEXT = "one peer a round, and after some rounds all of them have the mean; "
 
 
 class Windows(Dataset):
-    """Windows of a text as a tokenizer would give them: `input_ids` and `attention_mask` (T,)."""
+    """Windows of a text in the form of tokenizers' results: `input_ids`, `attention_mask` (T,)."""
 
     def __init__(self, samples, context, first):
-        """Window i begins at place first + 5 i of the text, which is repeated."""
+        """Prepare ``samples`` windows of ``context`` bytes.
+
+        Window i begins at position ``first`` + 5 i of the text, which is repeated endlessly.
+        """
         self.samples = samples
         self.context = context
         self.first = first
         self.text = torch.tensor(list(TEXT.encode()))
 
     def __len__(self):
-        """Number of windows."""
+        """Return the number of windows."""
         return self.samples
 
     def __getitem__(self, index):
-        """One window."""
+        """Return window number ``index`` with its attention mask, which is 1 everywhere."""
         places = (self.first + 5 * index + torch.arange(self.context)) % len(self.text)
         return {"input_ids": self.text[places], "attention_mask": torch.ones_like(places)}
 
 
 def windows(samples, test_samples, context):
-    """All three are settings of every job."""
+    """Return the training set and the test set; the three parameters are settings of every job."""
     return {
         "train": Windows(samples, context, 0),
         "test": Windows(test_samples, context, 3),
@@ -41,7 +44,7 @@ def windows(samples, test_samples, context):
 
 
 def llama(width=32, layers=2):
-    """A model from a configuration; its input and output have the forms that transformers gives."""
+    """Build a Llama model from a configuration; inputs and outputs are those of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

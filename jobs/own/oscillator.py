@@ -1,9 +1,10 @@
-"""A physics-informed network: the damped oscillator u'' + 2 d u' + w² u = 0, u(0) = 1, u'(0) = 0.
+"""A physics-informed network for the damped oscillator u'' + 2 d u' + w² u = 0.
 
     PYTHONPATH=. mpirun -n 4 mpigossip train oscillator.toml
 
-Nothing is fitted to the solution: the loss is the equation's residual at random times and the two
-initial conditions. What is tested is the distance to the closed form.
+The initial conditions are u(0) = 1 and u'(0) = 0. The network is not fitted to the solution: the
+loss is the residual of the equation at random times plus the errors of the two initial conditions.
+The test measures the distance to the closed form.
 """
 
 import math
@@ -18,39 +19,40 @@ END = 4.0
 
 
 def solution(t):
-    """The closed form of u(t)."""
+    """Return the closed form of u(t)."""
     w = math.sqrt(FREQUENCY**2 - DAMPING**2)
     return torch.exp(-DAMPING * t) * (torch.cos(w * t) + DAMPING / w * torch.sin(w * t))
 
 
 def times(samples, test_samples):
-    """Random times to train on, and a grid of times with the solution to test on; both (N, 1)."""
+    """Return random times to train on and a grid to test on, with the solutions; all (N, 1)."""
     grid = torch.linspace(0, END, test_samples).unsqueeze(1)
     train = END * torch.rand(samples, 1)
     return {
-        "train": TensorDataset(train, solution(train)),  # the second is only measured against
+        # The loss does not use this solution; it only measures the error.
+        "train": TensorDataset(train, solution(train)),
         "test": TensorDataset(grid, solution(grid)),
     }
 
 
 def network(width=32):
-    """Time (B, 1) to u (B, 1)."""
+    """Build the network that maps times (B, 1) to u (B, 1)."""
     return nn.Sequential(
         nn.Linear(1, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
     )
 
 
 class Residual:
-    """The task: squares of the residual and of the initial conditions."""
+    """The task: squares of the residual and of the errors of the initial conditions."""
 
     def __init__(self, *, start=3.0):
-        """``start``: weight of the initial conditions."""
+        """Set the weight of the initial conditions in the loss to ``start``."""
         self.start = start
 
     def loss(self, model, batch):
-        """The loss; the residual alone, and the squared distance to the solution."""
+        """Return the loss; metrics are the residual and the squared distance to the solution."""
         t, known = batch
-        with torch.enable_grad():  # derivatives by t are part of the loss in evaluation, too
+        with torch.enable_grad():  # evaluation, too, needs the derivatives by t
             t = torch.cat([torch.zeros_like(t[:1]), t]).requires_grad_()
             u = model(t)
             (speed,) = torch.autograd.grad(u.sum(), t, create_graph=True)

@@ -1,8 +1,9 @@
-"""Segmentation: which pixels of a noisy image belong to a bright disc; images are made here.
+"""Segmentation: find the pixels of a noisy image that belong to a bright disc.
 
     PYTHONPATH=. mpirun -n 4 mpigossip train shapes.toml
 
-A Dataset as torch's tutorials have it: `__getitem__` makes one sample, as a dict.
+The images are generated here. The data set is a Dataset as in PyTorch's tutorials: `__getitem__`
+returns one sample, as a dict.
 """
 
 import torch
@@ -12,21 +13,21 @@ from torch.utils.data import Dataset
 
 
 class Discs(Dataset):
-    """Images (1, size, size) with a disc each, and its mask (size, size); sample i is from i."""
+    """Images (1, size, size) with one disc each, and its mask (size, size); i seeds sample i."""
 
     def __init__(self, samples, size, noise, first=0):
-        """Samples ``first`` to ``first + samples``."""
+        """Prepare the samples ``first`` to ``first + samples - 1``."""
         self.samples = samples
         self.size = size
         self.noise = noise
         self.first = first
 
     def __len__(self):
-        """Number of samples."""
+        """Return the number of samples."""
         return self.samples
 
     def __getitem__(self, index):
-        """One sample; the noise is drawn anew each time."""
+        """Return one sample; its noise is different each time."""
         draw = torch.Generator().manual_seed(self.first + index)
         x, y = torch.meshgrid(*[torch.linspace(-1, 1, self.size)] * 2, indexing="ij")
         a, b, radius = torch.rand(3, generator=draw) * torch.tensor([1.0, 1.0, 0.35])
@@ -36,7 +37,7 @@ class Discs(Dataset):
 
 
 def discs(samples, test_samples, size=32, noise=0.8):
-    """The data sets; `samples` and `test_samples` are settings of every job, the others ours."""
+    """Return the data sets; every job sets `samples` and `test_samples`, and may set the others."""
     return {
         "train": Discs(samples, size, noise),
         "test": Discs(test_samples, size, noise, first=samples),
@@ -44,7 +45,7 @@ def discs(samples, test_samples, size=32, noise=0.8):
 
 
 def network(width=8):
-    """Images (B, 1, H, W) to scores (B, H, W)."""
+    """Build the network that maps images (B, 1, H, W) to scores (B, H, W)."""
     return nn.Sequential(
         nn.Conv2d(1, width, 5, padding=2),
         nn.ReLU(),
@@ -56,12 +57,15 @@ def network(width=8):
 
 
 class Overlap:
-    """The task: cross-entropy of each pixel; pixels that are right, and intersection over union."""
+    """The task: cross-entropy per pixel; its metrics are accuracy and intersection over union."""
 
     units = {"loss": "nat"}
 
     def loss(self, model, batch):
-        """Means over pixels; the overlap is summed over all images, not averaged over them."""
+        """Return the mean loss per pixel, and the sums whose quotients are the metrics.
+
+        The quotients are formed over all images together, not averaged over images.
+        """
         scores = model(batch["image"])
         mask = batch["mask"]
         found = scores.detach() > 0

@@ -1,9 +1,8 @@
-"""A stream of samples without an end or a length: an IterableDataset, each node with its own.
+"""An endless stream of samples without a length: an IterableDataset, different on each node.
 
     PYTHONPATH=. mpirun -n 4 mpigossip train stream.toml
 
-A function of which one needs the samples of a neighbourhood: y = sin(3 a) b + noise, fitted by the
-built-in network.
+The built-in network fits the function y = sin(3 a) b from noisy samples.
 """
 
 import torch
@@ -12,14 +11,14 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 
 class Measurements(IterableDataset):
-    """What one instrument measures, for ever; random numbers are its own for each seed."""
+    """Endless measurements of one instrument; each seed gives its own random numbers."""
 
     def __init__(self, seed):
-        """From a seed."""
+        """Prepare the measurements of the instrument with this seed."""
         self.seed = seed
 
     def __iter__(self):
-        """Pairs of points (2,) and values (1,)."""
+        """Yield pairs of points (2,) and values (1,)."""
         draw = torch.Generator().manual_seed(self.seed)
         while True:
             x = 2 * torch.rand(2, generator=draw) - 1
@@ -27,7 +26,10 @@ class Measurements(IterableDataset):
 
 
 def measurements(seed, node, nodes, test_samples):
-    """A function that takes `node` is asked once for each; all have one test set."""
+    """Return the data sets of one node: its own stream, and the test set that all nodes share.
+
+    mpigossip calls a function that has a parameter `node` once for each node.
+    """
     points = 2 * torch.rand(test_samples, 2, generator=torch.Generator().manual_seed(7)) - 1
     return {
         "train": Measurements(seed * nodes + node),
@@ -36,10 +38,10 @@ def measurements(seed, node, nodes, test_samples):
 
 
 class Squares:
-    """The task of every regression: the mean square, and the mean distance."""
+    """The task of a regression: mean squared error; its metric is the mean absolute error."""
 
     def loss(self, model, batch):
-        """Batches are (inputs, values)."""
+        """Return the loss and the metric of a batch of (inputs, values)."""
         inputs, values = batch
         found = model(inputs)
         distance = (found.detach() - values).abs().sum()

@@ -1,13 +1,13 @@
-"""Steps a second, utilization and bytes over shaped links, beside what plan predicts.
+"""Steps per second, utilization and bytes over shaped links, compared with predictions of `plan`.
 
-    python tools/bench/atlas.py --out FILE.jsonl             what is missing is measured; needs root
-    python tools/bench/atlas.py --out FILE.jsonl --show      the table
+    python tools/bench/atlas.py --out FILE.jsonl             measures missing cells; needs root
+    python tools/bench/atlas.py --out FILE.jsonl --show      prints the table
 
-Four hosts (tools/labs/net.sh), 1.05 M parameters, 200 ms of computing, slept. Each network is
-started once; a cell that FILE has isn't measured again. The machine is calibrated by rounds of
-other messages on the first network, and on each that has latency; on the others the link's nominal
-rate takes the place of the first's. "utilization": computing over step. Bytes are those that leave
-the host, headers included.
+Four hosts (tools/labs/net.sh) train 1.05 M parameters; the 200 ms of computing are slept. Each
+network is started once; a cell that FILE contains is not measured again. The machine is calibrated
+by rounds of other messages on the first network, and on each network that has latency; on the
+others, the nominal rate of the link replaces that of the first network. "utilization" is the ratio
+of computing time to step time. Bytes are those that leave the host, including headers.
 """
 
 import argparse
@@ -32,18 +32,18 @@ COMPUTE_S = 0.2
 SLOW_TIMES = 3.0
 SLOW_GBIT = 0.02
 NOMINAL = 119e6
-"""Bytes/s of TCP's payload over a link of 1 Gbit/s."""
+"""Bytes/s of TCP payload over a link of 1 Gbit/s."""
 BASE = "1 Gbit/s"
-"""Links of other rates are predicted from the machine that was measured with these."""
+"""Network of the calibration, from which links of other rates are predicted."""
 WIDTH = 512
 LAYERS = 4
-"""4 layers of 512 x 512: 1.05 M parameters with the first and the last."""
+"""Number of hidden layers, 512 x 512 each: 1.05 M parameters with the first and the last layer."""
 SECONDS = 6.0
-"""Of a cell, about; but whole periods, and two steps at least."""
+"""Approximate seconds per cell; a cell has whole periods, and at least two steps."""
 
 
 class Network(NamedTuple):
-    """Links of a lab: their rate as `tc` has it and in Gbit/s, what is slow, milliseconds added."""
+    """Links of a lab: rate for `tc` and in Gbit/s, slow part, and added latency in milliseconds."""
 
     rate: str
     gbit: float
@@ -78,7 +78,7 @@ CLOCK = {
     for graph in ("one-peer-exponential", "ring", "complete")
     for cadence in ("always", "every")
 }
-"""Jobs that the virtual clock is checked with, at 1 Gbit/s and 100 Mbit/s."""
+"""Jobs that check the virtual clock, at 1 Gbit/s and 100 Mbit/s."""
 SMALL = [
     "data.source=synthetic", "data.shape=[1,2,2]", "data.classes=2", "data.batch=1",
     "data.samples=65536", "data.test_samples=4", "data.workers=0", "run.epochs=1",
@@ -88,7 +88,7 @@ SMALL = [
 
 
 def job_of(words: str, slow: str):
-    """The job of a cell."""
+    """Return the job of a cell."""
     from mpigossip.training import assemble
 
     own = [f"model.times={SLOW_TIMES}", f"model.slow={HOSTS - 1}"] if slow == "node" else []
@@ -97,7 +97,7 @@ def job_of(words: str, slow: str):
 
 
 def sent_bytes() -> int:
-    """Bytes that this host has sent so far."""
+    """Return the bytes that this host has sent so far."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("eth0:"):
             return int(line.split()[9])
@@ -105,13 +105,13 @@ def sent_bytes() -> int:
 
 
 def at_rate(measured: float, gbit: float) -> float:
-    """Bytes/s over a link of another rate: a byte's own time on this machine stays as it is."""
+    """Return the bytes/s over a link of another rate; the machine's time per byte is constant."""
     own = max(1 / measured - 1 / NOMINAL, 0.0)
     return 1 / (own + 1 / (gbit * NOMINAL))
 
 
 def linked(machine, gbit: float):
-    """The machine that was calibrated with links of 1 Gbit/s, with links of another rate."""
+    """Return a machine calibrated at 1 Gbit/s as if its links had another rate."""
     return replace(
         machine,
         bandwidth=at_rate(machine.bandwidth, gbit),
@@ -120,7 +120,10 @@ def linked(machine, gbit: float):
 
 
 def predicted(words: str, slow: str, machine, gbit: float | None) -> float:
-    """Seconds of a step by the clock of events; None: on the links that were calibrated."""
+    """Return the seconds of a step according to the virtual clock.
+
+    :param gbit: rate of the links in Gbit/s; None: the links of the calibration
+    """
     from mpigossip.training.costs import exchanges, subject
     from mpigossip.training.time_model import Clock, Timing
 
@@ -142,36 +145,36 @@ def predicted(words: str, slow: str, machine, gbit: float | None) -> float:
 
 
 class _Sleep(torch.autograd.Function):
-    """The identity; forward takes a third of the seconds, backward the rest."""
+    """Identity that sleeps for a third of the time in forward, for two thirds in backward."""
 
     @staticmethod
     def forward(ctx, x, seconds):
-        """Wait, and go on."""
+        """Sleep, and return the input."""
         ctx.seconds = seconds
         time.sleep(seconds / 3)
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        """Wait twice as long."""
+        """Sleep twice as long, and return the gradient."""
         time.sleep(2 * ctx.seconds / 3)
         return grad, None
 
 
 class Layer(nn.Linear):
-    """A linear layer that takes so many seconds."""
+    """Linear layer that takes a given number of seconds."""
 
     def __init__(self, seconds: float):
         super().__init__(WIDTH, WIDTH)
         self.seconds = seconds
 
     def forward(self, x):
-        """As the layer would, later."""
+        """Apply the layer after the sleep."""
         return torch.relu(super().forward(_Sleep.apply(x, self.seconds)))
 
 
 def layers(shape, classes: int, *, seconds: float = 0.2, times: float = 1.0, slow: int = -1):
-    """The model; the process whose rank is ``slow`` takes ``times`` as long."""
+    """Build the model; the process whose rank is ``slow`` takes ``times`` as long."""
     first = nn.Linear(shape[0] * shape[1] * shape[2], WIDTH)
     own = seconds * (times if slow >= 0 and _rank() == slow else 1.0)
     body = [Layer(own / LAYERS) for _ in range(LAYERS)]
@@ -188,7 +191,7 @@ def _rank() -> int:
 
 
 def ranks(cells: list[str], slow: str, calibrate: bool) -> None:
-    """Measure cells one after the other; a JSON line each on rank 0."""
+    """Measure cells one after the other; rank 0 prints a line of JSON for each."""
     import mpigossip
 
     torch.set_num_threads(1)
@@ -207,7 +210,7 @@ def ranks(cells: list[str], slow: str, calibrate: bool) -> None:
 
 
 def calibrated(world) -> dict:
-    """The machine as `plan` measures it: a step alone, and rounds of the model's size."""
+    """Measure the machine as `plan` does: a step alone, and rounds of the model's size."""
     from mpigossip.analysis.machine import examine
     from mpigossip.training.costs import subject
 
@@ -217,7 +220,7 @@ def calibrated(world) -> dict:
 
 
 def engine(world, words: str, slow: str):
-    """A job's step, what closes it, and the steps of a period."""
+    """Return a job's step, the function that closes it, and the number of steps per period."""
     from mpigossip.training import assemble
 
     job = job_of(words, slow)
@@ -226,7 +229,7 @@ def engine(world, words: str, slow: str):
 
 
 def ddp(world, slow: str):
-    """The same with DistributedDataParallel on gloo."""
+    """Return the same for DistributedDataParallel on gloo."""
     from torch import distributed
 
     from tools.bench.peers import join
@@ -246,13 +249,14 @@ def ddp(world, slow: str):
 
 
 def measured(world, step, period: int) -> dict:
-    """Mean seconds of a step of the slowest rank over whole periods, and bytes a step."""
+    """Return mean seconds per step of the slowest rank over whole periods, and bytes per step."""
     begin = time.perf_counter()
     for _ in range(2):
         step()
     one = max(world.comm.allgather((time.perf_counter() - begin) / 2))
     count = period * max(1, min(160, round(SECONDS / one)) // period)
-    for _ in range(-2 % period if period <= 8 else 0):  # any whole period will do where it is long
+    # Complete the period first if it is short; a long one may begin anywhere.
+    for _ in range(-2 % period if period <= 8 else 0):
         step()
     world.barrier()
     sent = sent_bytes()
@@ -273,7 +277,7 @@ def measured(world, step, period: int) -> dict:
 
 
 def fill(out: Path, networks: list[str], methods: dict[str, str]) -> None:
-    """Measure what the file doesn't have."""
+    """Measure the cells that the file lacks."""
     there = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     have = {(row.get("network"), row.get("cell")) for row in there}
     measured_on = {row["network"] for row in there if "machine" in row}
@@ -294,7 +298,7 @@ def fill(out: Path, networks: list[str], methods: dict[str, str]) -> None:
 
 
 def on_hosts(links: Network, words: list[str]) -> Iterator[dict]:
-    """JSON lines that a Python program prints, with a rank on each host of a new lab."""
+    """Yield the JSON lines of a Python program that runs on each host of a new lab."""
     subprocess.run([LAB, "up", str(HOSTS), links.rate, links.latency], check=True)
     try:
         if links.slow == "link":
@@ -319,7 +323,7 @@ def on_hosts(links: Network, words: list[str]) -> Iterator[dict]:
 
 
 def rows_of(out: Path) -> list[dict]:
-    """All cells with what is predicted of them."""
+    """Return all cells with their predictions."""
     from mpigossip.training.machines import Machine
 
     lines = [json.loads(line) for line in out.read_text().splitlines()]
@@ -336,7 +340,7 @@ def rows_of(out: Path) -> list[dict]:
 
 
 def show(out: Path) -> None:
-    """Utilization by method and network, predicted behind it; how many cells are within 20 %."""
+    """Print utilization and predictions by method and network; count cells within 20 %."""
     rows = rows_of(out)
     cells = {(row["cell"], row["network"]): row for row in rows}
     names = list(dict.fromkeys(row["cell"] for row in rows))
@@ -364,7 +368,7 @@ def show(out: Path) -> None:
 
 
 def main() -> None:
-    """Measure, or show."""
+    """Measure, or show the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("atlas.jsonl"))
     parser.add_argument("--networks", default=";".join(NETWORKS), help="separated by ;")

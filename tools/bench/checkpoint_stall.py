@@ -1,10 +1,10 @@
-"""Measure how much checkpoints slow training: steps with them and without, in turn.
+"""Measure how much checkpoints slow training down: alternate runs with and without them.
 
-mpiexec -n 4 python tools/bench/checkpoint_stall.py [--megabytes 100] [--every 20] [--batch 32] …
+  mpiexec -n 4 python tools/bench/checkpoint_stall.py [--megabytes 100] [--every 20] [--batch 32] …
 
-Each rank trains a network of so many megabytes; what is timed is the way from the end of the
-first step to the end of the last, snapshots and writing in the background included. The last line
-compares a node's file with plain write, fsync and rename of as many bytes, in the same launch.
+Each rank trains a network of the given megabytes. The time reaches from the end of the first step
+to the end of the last, including snapshots and writing in the background. The last line compares a
+node's file with plain write, fsync and rename of the same number of bytes, in the same launch.
 """
 
 import argparse
@@ -29,18 +29,18 @@ from mpigossip.training import assemble  # noqa: E402
 
 
 class Stamps(Hook):
-    """When each step ended."""
+    """Hook that records the time at which each step ended."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
 
     def step(self, progress, record) -> None:
-        """Note the time."""
+        """Record the time."""
         self.at.append(time.perf_counter())
 
 
 def seconds(ranks, folder: Path, options: argparse.Namespace, every: int) -> float:
-    """From the first step's end to the last one's, of the slowest rank."""
+    """Return the seconds from the first step's end to the last one's, of the slowest rank."""
     hidden = options.megabytes * 1_000_000 // 4 // 3_082
     settings = ["model.name=mlp", f"model.hidden=[{hidden}]", "data.source=synthetic"]
     settings += [f"data.batch={options.batch}", f"data.samples={4 * options.batch * ranks.size}"]
@@ -50,14 +50,15 @@ def seconds(ranks, folder: Path, options: argparse.Namespace, every: int) -> flo
     job = assemble.load({}, settings)
     assembly = assemble.assemble(job, ranks, ranks.size)
     stamps = Stamps()
-    # the last step is the same in both arms: evaluation and checkpoint lie behind it
+    # The last step is the same with and without checkpoints: evaluation and the last checkpoint
+    # follow it.
     train(JobNode(assembly, ranks), hooks=[stamps])
     assembly.close()
     return ranks.agree(int(1e6 * (stamps.at[-1] - stamps.at[0]))) / 1e6
 
 
 def main() -> None:
-    """Both arms in turn, then the disk."""
+    """Alternate runs with and without checkpoints, then measure the disk."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--every", type=int, default=20)
@@ -82,7 +83,7 @@ def main() -> None:
                     )
         asked = SimpleNamespace(sizes=[options.megabytes * 1_000_000], folder=top, seconds=15)
         rows = list(bench.checkpoint(ranks, asked))
-        ranks.barrier()  # the others' folders are empty
+        ranks.barrier()  # wait until the folders of all ranks are empty
         if ranks.rank == 0:
             without, with_them = (statistics.median(times) for times in arms.values())
             fastest = min(arms[options.every]) / min(arms[0]) - 1

@@ -4,7 +4,7 @@ r"""Compare averaging and training by mpigossip with gloo, torch's DDP and MPI_A
     tools/labs/net.sh run 4 python tools/bench/compare_peers.py train --interface eth0 \
         --data cifar10.h5 --epochs 6
 
-All in one run, in turn, medians, ratios and exactness.
+All contenders run in the same launch, in turn; the tool prints medians, ratios and exactness.
 """
 
 import argparse
@@ -33,10 +33,14 @@ from mpigossip.training.evaluate import averaged_model, measure
 
 
 class Ours:
-    """mpigossip's exchange: what an algorithm has written into the outbox, averaged."""
+    """Exchange of mpigossip: it averages what an algorithm has written into the outbox."""
 
     def __init__(self, ranks: World, count: int, name: str, kind=ExchangeKind.GOSSIP, copies=False):
-        """``copies``: also from a model into the outbox and back, as plain averaging needs."""
+        """Open a mixer for vectors of ``count`` elements.
+
+        :param copies: also copy a model into the outbox and the result back, as plain averaging has
+            to
+        """
         self.name = f"mpigossip {name if kind is ExchangeKind.GOSSIP else 'global average'}"
         self.name += ", with copies in and out" if copies else ""
         self.mixer = open_mixer(
@@ -48,17 +52,17 @@ class Ours:
         self.x = torch.zeros(1, count)
 
     def fill(self, value: float) -> None:
-        """Every element becomes the value."""
+        """Set every element to the value."""
         self.x.fill_(value)
         self.prepare()
 
     def prepare(self) -> None:
-        """Outside the time: the outbox holds the model, as after an algorithm's `send`."""
+        """Put the model into the outbox, as an algorithm's `send` does; this is not timed."""
         if not self.copies:
             self.mixer.outbox(self.t)[0][0].copy_(self.x)
 
     def round(self) -> None:
-        """One exchange."""
+        """Make one exchange."""
         if self.copies:
             self.mixer.outbox(self.t)[0][0].copy_(self.x)
         self.mixer.start(self.kind, self.t)
@@ -69,17 +73,17 @@ class Ours:
         self.t += self.kind is ExchangeKind.GOSSIP
 
     def after(self) -> None:
-        """Outside the time: take the result as the next model."""
+        """Take the result as the next model; this is not timed."""
         if not self.copies:
             self.x.copy_(self.mixed)
 
     def ends(self) -> tuple[float, float]:
-        """Least and largest element."""
+        """Return the smallest and the largest element."""
         return float(self.x.min()), float(self.x.max())
 
 
 def contenders(ranks: World, count: int) -> list[Any]:
-    """Ours and theirs; of bucket sizes the best of three, tried beforehand."""
+    """Return all contenders; the best of three bucket sizes is determined beforehand."""
     limit = SimpleNamespace(name="limit: average of private arrays", round=limit_memory(count))
     found: list[Any] = [limit]
     for name in ("one-peer-hypercube", "one-peer-exponential"):
@@ -93,7 +97,7 @@ def contenders(ranks: World, count: int) -> list[Any]:
 
 
 def best(ranks: World, makes: Sequence[Callable[[], Any]]) -> Any:
-    """The quickest of some settings of one opponent; the others are dropped."""
+    """Return the fastest of several settings of one contender; the others are dropped."""
     tried = []
     for make in makes:
         one = make()
@@ -117,7 +121,7 @@ def exact(ranks: World, one: Any) -> bool:
 
 
 def average(ranks: World, options) -> None:
-    """Rounds of one vector, all contenders in turn."""
+    """Time rounds of one vector, with all contenders in turn."""
     count = options.megabytes * 10**6 // 4 // 4096 * 4096
     found = contenders(ranks, count)
     right = {one.name: exact(ranks, one) for one in found[1:]}
@@ -157,10 +161,10 @@ def average(ranks: World, options) -> None:
 
 
 class Gossip:
-    """A job of mpigossip, whose mixer is open only in its turns: its thread would disturb."""
+    """Job of mpigossip; its mixer is open in its turns only, as its thread would disturb others."""
 
     def __init__(self, ranks: World, name: str, job: dict):
-        """A trainer without its mixer."""
+        """Create a trainer without its mixer."""
         self.ranks = ranks
         self.name = name
         self.job = assemble.load(job)
@@ -168,20 +172,20 @@ class Gossip:
         self.close()
 
     def open(self) -> None:
-        """A mixer."""
+        """Open a mixer, at the beginning of a turn."""
         made = self.assembly.parts.open_mixer(self.ranks)
         self.assembly.trainer.engine.replace_mixer(made)
 
     def close(self) -> None:
-        """No mixer, no thread."""
+        """Close the mixer and its thread."""
         self.assembly.trainer.mixer.close()
 
     def step(self, index: int) -> None:
-        """One step."""
+        """Make one step."""
         self.assembly.trainer.step()
 
     def averaged(self) -> torch.nn.Module:
-        """The exact average over the nodes."""
+        """Return the exact average over the nodes."""
         self.open()
         found = averaged_model(self.assembly.trainer.replicas, self.assembly.trainer.mixer)
         self.close()
@@ -189,7 +193,7 @@ class Gossip:
 
 
 def job_of(options, algorithm: str, style: str = "atc", graph: str = "one-peer-exponential"):
-    """The job that all contenders train: constant rate, momentum 0.9."""
+    """Return the job that all contenders train, with a constant learning rate and momentum 0.9."""
     words = {"style": style} if algorithm == "dsgd" else {}
     return {
         "data": {"source": options.data, "batch": options.batch, "workers": 0},
@@ -203,7 +207,7 @@ def job_of(options, algorithm: str, style: str = "atc", graph: str = "one-peer-e
 
 
 def trained(ranks: World, options) -> tuple[list[Any], Any]:
-    """All contenders, and the assembly whose data all share."""
+    """Return all contenders, and the assembly whose data they share."""
     ours = [
         Gossip(ranks, "mpigossip dsgd awc (ahead)", job_of(options, "dsgd", "awc")),
         Gossip(ranks, "mpigossip dmsgd-vanilla", job_of(options, "dmsgd-vanilla")),
@@ -227,7 +231,7 @@ def trained(ranks: World, options) -> tuple[list[Any], Any]:
 
 
 def accuracy(ranks: World, one: Any, shared: Any) -> float:
-    """Of the averaged model, every rank on its share of the test set."""
+    """Return the accuracy of the averaged model; every rank tests its part of the test set."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = one.averaged()
@@ -238,7 +242,7 @@ def accuracy(ranks: World, one: Any, shared: Any) -> float:
 
 
 def turn(ranks: World, one: Any, steps: range) -> float:
-    """Seconds of some steps."""
+    """Return the seconds of some steps."""
     one.open()
     seconds = timed(ranks, lambda: [one.step(index) for index in steps])
     one.close()
@@ -246,12 +250,12 @@ def turn(ranks: World, one: Any, steps: range) -> float:
 
 
 def train(ranks: World, options) -> None:
-    """Epochs of all contenders in turn; seconds an epoch, accuracy."""
+    """Train epochs of all contenders in turn; print seconds per epoch, and accuracy."""
     found, shared = trained(ranks, options)
     if options.only:
         found = [one for one in found if any(word in one.name for word in options.only)]
     per_epoch = options.steps or shared.steps_per_epoch
-    for one in found:  # connections, caches: before anything is timed
+    for one in found:  # Create connections and caches before anything is timed.
         if options.warm_up:
             turn(ranks, one, range(options.warm_up))
     seconds: dict[str, list[float]] = {one.name: [] for one in found}
@@ -282,7 +286,7 @@ def train(ranks: World, options) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse and run on every rank."""
+    """Parse the arguments, and run on every rank."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["average", "train"])
     parser.add_argument("--megabytes", type=int, default=100)

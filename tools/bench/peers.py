@@ -1,7 +1,7 @@
-"""Opponents of tools/bench/compare_peers.py: gloo, torch's averagers and DDP, MPI_Allreduce.
+"""Opponents in tools/bench/compare_peers.py: gloo, torch's averagers and DDP, MPI_Allreduce.
 
-Each averages one vector, `round()`, or trains one model, `step(index)`, as its own documentation
-says, at its best setting found here. All of them run over gloo but MPI_Allreduce.
+Each averages one vector by `round()`, or trains one model by `step(index)`, as its documentation
+says, with the best setting found here. All of them use gloo, except MPI_Allreduce.
 """
 
 import fcntl
@@ -30,13 +30,13 @@ WAIT_S = 120.0
 
 
 def meet(ranks: World) -> None:
-    """All ranks meet asleep: one that spins would take the core of those that still work."""
+    """Synchronize all ranks asleep: a spinning rank would take the core of a working one."""
     request = ranks.comm.Ibarrier()
     Deadline(WAIT_S).wait(request.Test, lambda: "not all ranks came")
 
 
 def timed(ranks: World, work: Callable[[], Any]) -> float:
-    """Seconds of the slowest rank, all beginning together."""
+    """Return the seconds of the slowest rank; all ranks begin together."""
     meet(ranks)
     began = time.perf_counter()
     work()
@@ -46,7 +46,7 @@ def timed(ranks: World, work: Callable[[], Any]) -> float:
 
 
 def say(ranks: World, line: str) -> None:
-    """On rank 0."""
+    """Print a line on rank 0."""
     if ranks.rank == 0:
         print(line, flush=True)
 
@@ -83,10 +83,10 @@ def _address(interface: str) -> str:
 
 
 class Vectors(torch.nn.Module):
-    """A model of one vector in a few parameters, so that bucket sizes mean something."""
+    """Model of one vector in a few parameters, so that bucket sizes have an effect."""
 
     def __init__(self, count: int, parts: int = 8):
-        """``count`` elements in ``parts`` parameters."""
+        """Create ``count`` elements in ``parts`` parameters."""
         super().__init__()
         whole = torch.zeros(count)
         self.parts = torch.nn.ParameterList(
@@ -94,24 +94,24 @@ class Vectors(torch.nn.Module):
         )
 
     def fill(self, value: float) -> None:
-        """Every element becomes the value."""
+        """Set every element to the value."""
         with torch.no_grad():
             for part in self.parts:
                 part.fill_(value)
 
     def forward(self) -> torch.Tensor:
-        """A loss whose gradient is the parameters themselves: ½ Σ x²."""
+        """Return the loss ½ Σ x², whose gradient is the parameters themselves."""
         return sum(0.5 * torch.dot(part, part) for part in self.parts)
 
 
 class Neighbour:
-    """Plain gloo: isend to i + 2^k, irecv from i − 2^k, x ← ½ (x + theirs)."""
+    """Averaging by plain gloo: isend to i + 2^k, irecv from i − 2^k, x ← ½ (x + received)."""
 
     name = "gloo isend/irecv, directed"
     pairs = False
 
     def __init__(self, comm: MPI.Comm, count: int):
-        """A vector and a buffer."""
+        """Allocate a vector and a buffer."""
         self.rank = comm.rank
         self.n = comm.size
         self.t = 0
@@ -119,11 +119,11 @@ class Neighbour:
         self.buffer = torch.zeros(count)
 
     def fill(self, value: float) -> None:
-        """Every element becomes the value."""
+        """Set every element to the value."""
         self.x.fill_(value)
 
     def round(self) -> None:
-        """One round of the one-peer exponential graph."""
+        """Make one round of the one-peer exponential graph."""
         hop = 1 << self.t % (self.n - 1).bit_length()
         to = (self.rank + hop) % self.n
         source = (self.rank - hop) % self.n
@@ -136,40 +136,40 @@ class Neighbour:
         self.t += 1
 
     def ends(self) -> tuple[float, float]:
-        """Least and largest element."""
+        """Return the smallest and the largest element."""
         return float(self.x.min()), float(self.x.max())
 
 
 class Pairs(Neighbour):
-    """The same between i and i xor 2^k."""
+    """Averaging by plain gloo between i and i xor 2^k."""
 
     name = "gloo isend/irecv, pairs"
     pairs = True
 
 
 class Allreduce(Neighbour):
-    """MPI_Allreduce in place, then the division."""
+    """Averaging by MPI_Allreduce in place, followed by the division."""
 
     name = "MPI_Allreduce"
 
     def __init__(self, comm: MPI.Comm, count: int):
-        """A vector."""
+        """Allocate a vector."""
         super().__init__(comm, count)
         self.comm = comm
 
     def round(self) -> None:
-        """One exact average."""
+        """Compute one exact average."""
         self.comm.Allreduce(MPI.IN_PLACE, self.x.numpy())
         self.x.mul_(1 / self.n)
 
 
 class Periodic:
-    """torch's PeriodicModelAverager, every step."""
+    """Averaging by torch's PeriodicModelAverager, at every step."""
 
     name = "torch PeriodicModelAverager"
 
     def __init__(self, comm: MPI.Comm, count: int):
-        """A model with gradients, which the averager asks for."""
+        """Create a model with gradients, which the averager requires."""
         self.model = Vectors(count)
         for part in self.model.parts:
             part.grad = torch.zeros(()).expand_as(part)
@@ -177,20 +177,20 @@ class Periodic:
         self.fill = self.model.fill
 
     def round(self) -> None:
-        """One call."""
+        """Make one call."""
         self.averager.average_parameters(self.model.parameters())
 
     def ends(self) -> tuple[float, float]:
-        """Least and largest element."""
+        """Return the smallest and the largest element."""
         parts = [part.detach() for part in self.model.parts]
         return min(float(p.min()) for p in parts), max(float(p.max()) for p in parts)
 
 
 class Gradients(Periodic):
-    """torch DistributedDataParallel: the gradient of ½ Σ x² is averaged, x ← x − (x − mean)."""
+    """Averaging by DDP: it averages the gradient of ½ Σ x²; then x ← x − (x − mean)."""
 
     def __init__(self, comm: MPI.Comm, count: int, cap: float = 25.0):
-        """``cap``: bucket_cap_mb."""
+        """Create the model; ``cap`` is DDP's bucket_cap_mb."""
         self.model = Vectors(count)
         self.fill = self.model.fill
         self.name = f"torch DDP, bucket_cap_mb {cap:g}"
@@ -199,12 +199,12 @@ class Gradients(Periodic):
         )
 
     def round(self) -> None:
-        """Backward with its bucketed all-reduce: afterwards every gradient is the mean of x."""
+        """Run backward with its bucketed all-reduce; afterwards every gradient is the mean of x."""
         self.ddp.zero_grad(set_to_none=True)
         self.ddp().backward()
 
     def ends(self) -> tuple[float, float]:
-        """Least and largest element of the gradient."""
+        """Return the smallest and the largest element of the gradient."""
         grads = [part.grad for part in self.model.parts]
         return min(float(g.min()) for g in grads), max(float(g.max()) for g in grads)
 
@@ -213,10 +213,14 @@ class Gradients(Periodic):
 
 
 class Ddp:
-    """A model of the job by torch's DistributedDataParallel and its momentum SGD."""
+    """The job's model, trained by torch's DistributedDataParallel and momentum SGD."""
 
     def __init__(self, module: torch.nn.Module, lr: float, batches: Callable, cap: float):
-        """``batches(index)`` gives this rank's batch; ``cap``: bucket_cap_mb."""
+        """Wrap the model.
+
+        :param batches: ``batches(index)`` returns this rank's batch
+        :param cap: DDP's bucket_cap_mb
+        """
         self.name = f"DDP, bucket_cap_mb {cap:g}"
         self.module = module
         self.batches = batches
@@ -230,18 +234,18 @@ class Ddp:
         self.optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
 
     def step(self, index: int) -> None:
-        """Forward, backward with its averages, update."""
+        """Run forward, backward with its averages, and the update."""
         batch = self.batches(index)[0]
         self.optimizer.zero_grad()
         loss_and_correct(self.run(batch.inputs), batch.targets)[0].backward()
         self.optimizer.step()
 
     def open(self) -> None:
-        """Nothing to open before a turn."""
+        """Do nothing: a turn needs no preparation."""
 
     def close(self) -> None:
-        """Nothing to close after a turn."""
+        """Do nothing: a turn leaves nothing open."""
 
     def averaged(self) -> torch.nn.Module:
-        """The model, which all ranks have; its buffers are the rank's own."""
+        """Return the model, which is equal on all ranks except for its buffers."""
         return self.module

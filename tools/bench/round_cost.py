@@ -1,8 +1,9 @@
-"""Measure Python's cost of a round of 1 KB between two ranks, over its MPI calls.
+"""Measure Python's cost of a round of 1 KB between two ranks, in addition to its MPI calls.
 
-mpirun -n 2 python tools/bench/round_cost.py
+    mpirun -n 2 python tools/bench/round_cost.py
 
-Of a mixer, as in training, and of `mpigossip.Averager` on float32 and float64 arrays of numpy.
+The tool measures a mixer, as in training, and `mpigossip.Averager` on float32 and float64 arrays of
+NumPy.
 """
 
 import statistics
@@ -20,14 +21,14 @@ from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import ExchangeKind, MessageLayout, Mixer
 
 COUNT = 256
-"""Elements of the vector: 1 KB; half as many of float64."""
+"""Number of float32 elements of the vector: 1 KB; float64 vectors have half as many."""
 ROUNDS = 12
 REPEATS = 300
-"""Short turns, so that some fall between those of other programs."""
+"""Rounds per turn; turns are short, so that some are undisturbed by other programs."""
 
 
 def ours(mixer: Mixer) -> Callable[[], None]:
-    """A whole round, the average included."""
+    """Return a function that runs a whole round, including the average."""
     clock = iter(range(1 << 60))
 
     def work() -> None:
@@ -40,7 +41,7 @@ def ours(mixer: Mixer) -> Callable[[], None]:
 
 
 def plain(averager: mpigossip.Averager, x: np.ndarray) -> Callable[[], None]:
-    """A whole round of the plain operation, its copies and checks included."""
+    """Return a function that runs a whole `Averager` round, including its copies and checks."""
 
     def work() -> None:
         averager.start(x)
@@ -50,7 +51,11 @@ def plain(averager: mpigossip.Averager, x: np.ndarray) -> Callable[[], None]:
 
 
 def bare(comm: MPI.Comm, window: MPI.Win, put: bool) -> Callable[[], None]:
-    """The MPI calls of it: [a put and its flush,] a token "ready" and one "done" both ways."""
+    """Return a function that makes the MPI calls of a round only.
+
+    These are a put with its flush, if ``put``, and the notifications "ready" and "done" in both
+    directions.
+    """
     other = 1 - comm.rank
     data = np.ones(4 * COUNT, np.uint8)
     out = np.zeros(1, np.int64)
@@ -70,7 +75,7 @@ def bare(comm: MPI.Comm, window: MPI.Win, put: bool) -> Callable[[], None]:
 
 
 def microseconds(comm: MPI.Comm, work: Callable[[], None]) -> float:
-    """Mean of a round."""
+    """Return the mean microseconds of a round."""
     comm.Barrier()
     began = time.perf_counter()
     for _ in range(ROUNDS):
@@ -79,14 +84,14 @@ def microseconds(comm: MPI.Comm, work: Callable[[], None]) -> float:
 
 
 def told(times: dict[str, list[float]], summed: Callable) -> str:
-    """Microseconds of the bare calls, and what each of the others adds; the first is a warm-up."""
+    """Describe the time of the bare calls and what each other one adds; skip the warm-up."""
     calls, *others = (summed(kept[1:]) for kept in times.values())
     added = (f"{who} +{us - calls:.1f}" for who, us in zip([*times][1:], others, strict=True))
     return f"MPI calls {calls:.1f}, {', '.join(added)}"
 
 
 def main() -> None:
-    """Alternate them; medians, and the least (on a machine that others use), on rank 0."""
+    """Alternate all measurements; print medians and, in case of disturbances, minima on rank 0."""
     torch.set_num_threads(1)
     with world() as ranks:
         comm = ranks.comm

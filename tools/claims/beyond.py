@@ -16,7 +16,7 @@ from mpigossip.graphs.spectral import consensus_rate, mean_square_contraction
 
 
 def ceca(options) -> Iterator[Row]:
-    """Exact for any n in the least number of one-peer rounds."""
+    """Check that CECA is exact for any n in the smallest number of one-peer rounds."""
     worst = 0.0
     for n in range(2, 130):
         made = graph("ceca", n)
@@ -32,12 +32,12 @@ def ceca(options) -> Iterator[Row]:
 
 
 def _off(ends: torch.Tensor) -> float:
-    """How far all starts are at most from their means, 1/n."""
+    """Return the largest deviation of a result from the mean, 1/n, over all starts."""
     return float((ends - 1 / len(ends)).abs().max())
 
 
 def equitopo(options) -> Iterator[Row]:
-    """‖E WᵀW − J‖ over all distances, and what the package's own graph does in 40 drawn rounds."""
+    """Compare ‖E WᵀW − J‖ over all distances, and 40 drawn rounds of the package's own graph."""
     for eta, bars, wanted in (
         (0.5, {8: 0.4375, 256: 0.498}, ".4375 (n = 8), .498 (n = 256)"),
         (1.0, {256: 0.992}, ".992 at n = 256"),
@@ -58,7 +58,7 @@ def equitopo(options) -> Iterator[Row]:
 
 
 def push_sum(options) -> Iterator[Row]:
-    """On a directed irregular graph, whose rows don't sum to one, only push-sum finds the mean."""
+    """Check that only push-sum finds the mean on a directed graph whose rows do not sum to one."""
     n = 11
     ends = []
     network = networkx.cycle_graph(n, networkx.DiGraph)

@@ -1,8 +1,9 @@
-"""Every algorithm on every graph over every wire format: ranks give the simulator's bits.
+"""Check that ranks and the simulator agree bitwise for every algorithm, graph and wire format.
 
-    mpiexec -n 4 python tools/claims/equal.py       # prints how many combinations, which differ
+    mpiexec -n 4 python tools/claims/equal.py    # prints the combinations that differ
 
-`measure.py` runs it for n = 1, 2, 3, 4 and 6. What a job file refuses is not a combination.
+`measure.py` runs this program for n = 1, 2, 3, 4 and 6. A combination that a job file must not name
+is skipped.
 """
 
 import itertools
@@ -20,11 +21,15 @@ sys.path.insert(0, str(REPO))
 
 SIZES = (1, 2, 3, 4, 6)
 STEPS = 5
-"""Steps of each combination: the inboxes of both slots are used twice."""
+"""Steps of each combination: the inboxes of both parities are used twice."""
 
 
 def combinations(n: int, part: int = 0, parts: int = 1) -> Iterator[str]:
-    """The settings of all that goes together at n nodes; of so many parts, this one."""
+    """Yield the settings of all combinations that are valid for n nodes, or of one part of them.
+
+    :param part: number of the part, from 0 to ``parts`` − 1
+    :param parts: number of parts
+    """
     from mpigossip import algorithms, config, graphs
     from mpigossip.mixing.compressors import WIRES
     from mpigossip.training import assemble
@@ -42,7 +47,7 @@ def combinations(n: int, part: int = 0, parts: int = 1) -> Iterator[str]:
 
 
 def main() -> int:
-    """One rank: run, compare a share of the combinations with the simulator, say what differs."""
+    """Run as one rank: compare a part of the combinations with the simulator, print differences."""
     from mpi4py import MPI
 
     from mpigossip.cluster.ranks import World
@@ -69,7 +74,7 @@ def main() -> int:
 
 
 def equal(options) -> Iterator[Row]:
-    """All combinations at each size, neighbours of the same host read in place and by put."""
+    """Compare all combinations at each size, with neighbours of the same host read and by put."""
     from tests.launch import mpirun
 
     counts = []

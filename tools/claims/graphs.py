@@ -1,4 +1,4 @@
-"""Claims on graphs: spectral gaps, exact averages, weights, the topology search, speed."""
+"""Claims on graphs: spectral gaps, exact averages, weights, the topology search, and speed."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ from mpigossip.models import loss_and_correct
 from mpigossip.training import assemble
 
 RESIDUES = {3: 0.25, 5: 0.2023, 6: 0.2165, 7: 0.125, 12: 0.2091, 24: 0.2073, 25: 0.1921}
-"""What one period of the one-peer exponential graph leaves."""
+"""Residue of one period of the one-peer exponential graph, by number of nodes."""
 
 BASE2_LENGTHS = {
     2: 1,
@@ -51,7 +51,7 @@ BASE2_LENGTHS = {
     63: 11,
     64: 6,
 }
-"""Rounds of the Base-2 graph."""
+"""Number of rounds of the Base-2 graph, by number of nodes."""
 
 MIXING = {
     "ring 16": ("ring", 16, 0.9267, 0.9493),
@@ -68,7 +68,7 @@ MIXING = {
 
 
 def exponential_gap(options) -> Iterator[Row]:
-    """The gap of the static exponential graph."""
+    """Compare the spectral gap of the static exponential graph with its formula."""
     gaps = ((n, spectral_gap(graph("exponential", n))) for n in range(2, 257))
     over = [gap - 2 / (1 + rounds_needed(n)) for n, gap in gaps]
     even = max(map(abs, over[::2]))
@@ -83,7 +83,7 @@ def exponential_gap(options) -> Iterator[Row]:
 
 
 def one_peer_exact(options) -> Iterator[Row]:
-    """One-peer exponential graphs of 2^τ nodes average exactly; others leave the known residue."""
+    """Check that one-peer graphs of 2^τ nodes average exactly, and that others leave a residue."""
     worst = 0.0
     for tau in range(1, 9):
         n = 2**tau
@@ -110,7 +110,7 @@ def one_peer_exact(options) -> Iterator[Row]:
 
 
 def finite_time(options) -> Iterator[Row]:
-    """Base-(k+1) and hyper-hypercube graphs are exact, short and of degree ≤ k."""
+    """Check that Base-(k+1) and hyper-hypercube graphs are exact, short and of degree ≤ k."""
     for k in range(1, 5):
         base = f"base-{k + 1}"
         smooth = [n for n in range(2, 130) if factors(n, k + 1)]
@@ -138,7 +138,7 @@ def finite_time(options) -> Iterator[Row]:
 
 
 def laplacian_weights(options) -> Iterator[Row]:
-    """Best-constant Laplacian weights against Metropolis–Hastings."""
+    """Compare Laplacian weights with the best constant to Metropolis–Hastings weights."""
     for label, (name, n, *expected) in MIXING.items():
         drawn = name in ("random-regular", "G(n, 2n)")
         pairs = np.array([_rates(name, n, seed) for seed in range(20 if drawn else 1)])
@@ -155,7 +155,7 @@ def laplacian_weights(options) -> Iterator[Row]:
 
 
 def _rates(name: str, n: int, seed: int) -> list[float]:
-    """ρ by both rules; of G(n, 2n) that of the first connected graph from the seed on."""
+    """Return ρ with both kinds of weights; G(n, 2n) is the first connected one from the seed on."""
     drawn = (networkx.gnm_random_graph(n, 2 * n, seed=s) for s in itertools.count(seed, 1000))
     network = next(filter(networkx.is_connected, drawn)) if name == "G(n, 2n)" else name
     rules = ("laplacian", "metropolis-hastings")
@@ -163,7 +163,7 @@ def _rates(name: str, n: int, seed: int) -> list[float]:
 
 
 def topology_search(options) -> Iterator[Row]:
-    """The search reaches its bars and stays connected and within its budget."""
+    """Check that the search reaches its limits, and stays connected and within its budget."""
     plans = [(16, 20.0, 0.37), (32, 60.0, 0.23), (64, 60.0, 0.17)]
     kind = "seconds"
     said = "{:g} s on one core"
@@ -187,7 +187,7 @@ def topology_search(options) -> Iterator[Row]:
 
 
 def speed(options) -> Iterator[Row]:
-    """`graph show` for 4,096 nodes, and a simulated step against its gradients alone."""
+    """Time `graph show` for 4,096 nodes, and a simulated step relative to its gradients alone."""
     took = {}
     for name in (
         "exponential",
@@ -197,7 +197,7 @@ def speed(options) -> Iterator[Row]:
         "one-peer-hypercube",
         "base-2",
     ):
-        begin = sum(os.times()[2:4])  # of children that have ended
+        begin = sum(os.times()[2:4])  # processor time of finished child processes
         command = [sys.executable, "-m", "mpigossip", "graph", "show", name, "--nodes", "4096"]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
         took[name] = sum(os.times()[2:4]) - begin
@@ -230,20 +230,20 @@ def speed(options) -> Iterator[Row]:
 
 
 def _nodes(n: int, **sections):
-    """Nodes of a job, put together."""
+    """Return the assembled nodes of a job."""
     return assemble.assemble(
         assemble.load({"log": {"consensus_every": 0}, **sections}), SingleProcess(), n
     )
 
 
 def _timed(turns: int, *works: Callable) -> list[float]:
-    """Processor seconds of each, the least of so many turns."""
+    """Return the smallest processor seconds of each function over all turns."""
     laps = [[timeit(work, timer=process_time, number=1) for work in works] for _ in range(turns)]
     return np.min(laps, axis=0).tolist()
 
 
 def vectorized(options) -> Iterator[Row]:
-    """`node.vmap` against the loop: small models gain, convolutions on a processor lose."""
+    """Compare `node.vmap` with the loop: small models gain, convolutions on a CPU lose."""
     data = {"source": "digits", "batch": 4, "workers": 0}
     for name, n in (("mlp", 256), ("lenet", 64)):
         both = [_nodes(n, data=data, model={"name": name}, node={"vmap": v}) for v in (False, True)]

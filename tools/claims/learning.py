@@ -1,12 +1,18 @@
 """Claims on training: studies of `jobs/claims/*.toml`, judged by differences of paired seeds.
 
-A file holds the arguments of `mpigossip.study` with an axis "method", and besides: `common`, the
-rate of a second table in which all methods have the same; `seconds` of a run on a quiet core, for
-the estimate; `equal_traffic`, of two methods the one whose "{period}" shall spend what the other
-does; `[[row]]` tables. A row has `claim`, `source`, `expected`; `at`, labels of other axes;
-`order`, methods of which each is ahead of the next by `by` (0), or, with `alike`, within so much of
-the first; `figures` it is judged by (unset: what chose the rates), and `share`: so much of the
-next one's figure; `reaches`: a training loss, bytes until it. Without `order` nothing is judged.
+A file contains the arguments of `mpigossip.study` with an axis "method", and in addition:
+
+* `common`: learning rate of a second table, in which all methods have the same rate;
+* `seconds`: seconds of a run on an idle core, for the estimate;
+* `equal_traffic`: two methods; the "{period}" of the second is chosen so that it spends as much
+  traffic as the first;
+* `[[row]]`: tables of rows.
+
+A row contains `claim`, `source` and `expected`; `at`, labels of other axes; `order`, methods of
+which each is better than the next by at least `by` (0), or, with `alike`, differs from the first by
+at most that much; `figures`, the metrics by which it is judged (default: the metric that chose the
+learning rates); `share`, a factor for the metric of the next method; and `reaches`, a training loss
+until which bytes are counted. A row without `order` is not judged.
 """
 
 import json
@@ -32,19 +38,19 @@ from mpigossip.training.costs import subject
 from mpigossip.training.parts import make_parts
 
 SEEDS = 5
-"""Pairs of seeds that a verdict needs."""
+"""Smallest number of pairs of seeds for a verdict."""
 TRIES = 8
-"""Rates that a search tries, about."""
+"""Approximate number of learning rates that a search tries."""
 COMMON = "The same at one common rate"
 REHEARSAL = ["data.source=digits", "run.epochs=1"]
 OWN_KEYS = ("row", "common", "seconds", "equal_traffic")
 
 
 class Protocol:
-    """One of the files."""
+    """Studies of one of the files."""
 
     def __init__(self, path: Path, options):
-        """``options``: the command line."""
+        """Read the file; ``options`` are those of the command line."""
         self.name = path.stem
         self.options = options
         given = arguments(path, mpigossip.study, OWN_KEYS)
@@ -56,7 +62,7 @@ class Protocol:
             self.given |= {"seeds": 2, "rates": None, "settings": settings}
 
     def tables(self) -> Iterator[tuple[str, Study]]:
-        """The studies at each method's own rate, and at the common one."""
+        """Yield the studies: at each method's own learning rate, and at the common one."""
         places = {"{data}": str(self.options.data)}
         if "{searched}" in str(self.given):
             places["{searched}"] = str(self._searched(self.given["nodes"]))
@@ -67,7 +73,7 @@ class Protocol:
             yield table, mpigossip.study(**rates | {"grid": self._grid(rates)})
 
     def _searched(self, nodes: int) -> Path:
-        """The file of a searched graph."""
+        """Return the file of a searched graph, which is made if it does not exist."""
         file = self.options.runs / f"searched-{nodes}.json"
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +81,7 @@ class Protocol:
         return file
 
     def _grid(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The grid, with the period of equal traffic: the largest that spends no less."""
+        """Return the grid, with the largest period that spends at least the same traffic."""
         methods = dict(given["grid"]["method"])
         if self.own["equal_traffic"]:
             first, second = self.own["equal_traffic"]
@@ -90,7 +96,7 @@ class Protocol:
         return given["grid"] | {"method": methods}
 
     def rows(self) -> Iterator[Row]:
-        """The rows of all tables; where runs are missing, what they lack."""
+        """Yield the rows of all tables; if runs are missing, the rows say what is missing."""
         try:
             if "{data}" in str(self.given) and not (self.options.data or self.options.rehearse):
                 raise Failure("it needs --data")
@@ -103,7 +109,7 @@ class Protocol:
                 yield Row(*_about(row), f"not run: {error}", None, judged=False)
 
     def estimate(self) -> tuple[int, float]:
-        """Runs of the whole, about, and hours that they take on so many cores."""
+        """Return the approximate number of runs, and the hours that they take on the workers."""
         given = _filled(self.given, {"file:{searched}": "ring", "{period}": "4"})
         nodes = given["nodes"] if isinstance(given["nodes"], list) else [given["nodes"]]
         cells, _ = cells_of(given["job"], given["grid"], nodes, given.get("settings", []), False)
@@ -117,15 +123,15 @@ def _about(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _filled(given: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:
-    """A study's arguments with placeholders replaced."""
+    """Return a study's arguments with placeholders replaced."""
     text = json.dumps(dict(given), default=str)
     for place, words in places.items():
         text = text.replace(place, json.dumps(words)[1:-1])
-    return json.loads(text) | {"job": given["job"]}  # a path, as a text would be TOML
+    return json.loads(text) | {"job": given["job"]}  # keep the path: a text would be read as TOML
 
 
 def measured(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
-    """What a row says of each method and between them, and whether its claim holds."""
+    """Return the measured values of a row in words, and whether its claim holds."""
     at = {axis: str(label) for axis, label in row.get("at", {}).items()}
     cells = {
         cell.label("method").split(", period")[0]: cell
@@ -148,9 +154,10 @@ def measured(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
 
 
 def judged(apart: Sequence[float], by: float = 0.0, alike: float | None = None) -> bool | None:
-    """Return whether differences show it: their 95 % interval lies where it has to, or beyond.
+    """Return whether differences confirm a claim by their 95 % interval.
 
-    None where it lies on both sides, or there are fewer than SEEDS.
+    The result is None if the interval lies on both sides of the limit, or if there are fewer than
+    SEEDS differences.
     """
     mean, half = interval(apart)
     low = mean - half
@@ -173,7 +180,7 @@ def _interval(values: Sequence[float]) -> str:
 
 
 def _method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
-    """A method's figures with their intervals, its rate, and bytes where they are judged."""
+    """Return a method's metrics with intervals, learning rate, and bytes if they are judged."""
     found = study.rows[study.cells.index(cell)]
     runs = study.ended(cell)
     words = []
@@ -191,7 +198,10 @@ def _method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
 
 
 def _until(study: Study, cell: Cell, loss: float) -> str:
-    """Bytes that a node sends until the training loss, mean of 20 steps, is down to it."""
+    """Return the MB that a node sends until the training loss reaches ``loss``, as text.
+
+    The training loss is averaged over 20 steps.
+    """
     sent = []
     for run in study.ended(cell):
         mean = np.convolve(run.log.steps["loss"].mean(1), np.ones(20) / 20, "valid")
@@ -203,7 +213,7 @@ def _until(study: Study, cell: Cell, loss: float) -> str:
 
 
 def _codes(cell: Cell, runs: Sequence[RunResult]) -> str:
-    """Of an encoded wire, bytes of codes and of decoded values on a ring, as papers count them."""
+    """Return the bytes of codes and of decoded values on a ring, as papers count them."""
     job = assemble.load(runs[0].log.job) if runs else None
     if job is None or job.node.wire == "fp32":
         return ""

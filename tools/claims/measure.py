@@ -1,13 +1,13 @@
-"""Measure again what the papers claim, and print one table.
+"""Measure again the claims of the papers, and print one table.
 
     python tools/claims/measure.py --quick     # graphs, limits, speed: about a minute
     python tools/claims/measure.py --estimate  # runs and hours of the training claims
-    python tools/claims/measure.py --data cifar10.h5 --out table.md   # all of it
-    python tools/claims/measure.py --only slack --rehearse      # a claim of training in little
+    python tools/claims/measure.py --data cifar10.h5 --out table.md   # all claims
+    python tools/claims/measure.py --only slack --rehearse      # a small training claim
 
-The columns: claim, its source, what is expected, what was measured, whether it holds. The table
-is written after each row, and training runs are those of studies, kept under --runs, so that an
-interrupted run goes on where it was. Protocols and how to pack CIFAR-10: jobs/claims/PROTOCOL.md.
+The columns are: claim, source, expected, measured, verdict. The table is written after each row,
+and training runs are those of studies, stored under --runs, so that an interrupted run continues
+where it stopped. jobs/claims/PROTOCOL.md contains the protocols, and how to pack CIFAR-10.
 """
 
 import argparse
@@ -36,7 +36,7 @@ FUNCTIONS = {f.__name__: f for room in (graphs, toy, beyond, equal) for f in roo
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,25 +64,25 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
-    """Names of the claims to be measured: those asked for, the short ones, or all."""
+    """Return the names of the claims to measure: the chosen ones, the short ones, or all."""
     short = [name for name, function in FUNCTIONS.items() if function not in equal.CLAIMS]
     return options.only or (short if options.quick else [*FUNCTIONS, *PROTOCOLS])
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
-    """The rows, one after the other as they are measured."""
+    """Yield the rows as they are measured."""
     for name in chosen(options):
         function = FUNCTIONS.get(name)
         yield from function(options) if function else Protocol(PROTOCOLS[name], options).rows()
 
 
 def protocols(options: argparse.Namespace) -> list[Protocol]:
-    """The training claims that were chosen."""
+    """Return the chosen training claims."""
     return [Protocol(PROTOCOLS[name], options) for name in chosen(options) if name in PROTOCOLS]
 
 
 def main(given: list[str] | None = None) -> int:
-    """Measure, print and write; 1 where a claim doesn't hold."""
+    """Measure, print and write; the exit code is 1 if a claim does not hold."""
     given = sys.argv[1:] if given is None else given
     options = arguments(given)
     torch.set_num_threads(1)
@@ -99,7 +99,8 @@ def main(given: list[str] | None = None) -> int:
         rows.append(row)
         print(f"{row.verdict:<18} {row.claim}: {row.measured} (bar: {row.expected})", flush=True)
         if options.out:
-            with replacing(options.out) as beside:  # an interrupted run keeps the rows that it had
+            # An interrupted run must not destroy the rows of the previous one.
+            with replacing(options.out) as beside:
                 head = HEAD.format(" ".join(given), origin(), (time.monotonic() - began) / 60)
                 beside.write_text(head + markdown(rows, before), encoding="utf-8")
     failed = sum(row.judged and row.holds is False for row in rows)

@@ -11,10 +11,11 @@ from mpigossip.runs.recorder import environment
 
 
 class Row(NamedTuple):
-    """One claim: what is expected, what was measured, and whether it holds.
+    """Claim with its expected and its measured value, and whether it holds.
 
-    ``holds`` is None where it can't be told; ``judged`` is false where nothing is to be judged:
-    measured only, or not run. ``table``: the heading under which it stands, "" for the first table.
+    ``holds`` is None if this cannot be decided. ``judged`` is false if there is nothing to judge
+    because the row was only measured, or not run. ``table`` is the heading of the row's table, ""
+    for the first table.
     """
 
     claim: str
@@ -27,26 +28,26 @@ class Row(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The last column in a word."""
+        """The last column of the row."""
         if not self.judged:
             return "not run" if self.measured.startswith("not run") else "as measured"
         return {None: "cannot tell", True: "holds", False: "**does not hold**"}[self.holds]
 
 
 WIDE = 120
-"""Characters in a cell, at most."""
+"""Largest number of characters in a cell."""
 HEAD = "| claim | source | expected | measured | verdict |\n|---|---|---|---|---|"
 
 
 def verdicts(page: str) -> dict[str, str]:
-    """Those of a table of before, by claim."""
+    """Return the verdicts of an older table by claim."""
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    # of a claim in two tables the first's
+    # If a claim is in two tables, the verdict of the first one counts.
     return {row[0]: row[-1].partition(" (before")[0] for row in reversed(rows)}
 
 
 def markdown(rows: Sequence[Row], before: Mapping[str, str]) -> str:
-    """The tables in Markdown; a verdict of the first that isn't what it was before says so."""
+    """Return the tables in Markdown; a changed verdict of the first table is marked."""
     lines: list[str] = []
     for table in dict.fromkeys(row.table for row in rows):
         lines += ["", f"## {table}", ""] if table else []
@@ -60,7 +61,7 @@ def markdown(rows: Sequence[Row], before: Mapping[str, str]) -> str:
 
 
 def laid_out(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table without long cells, and below it in full the rows that were shortened."""
+    """Return a table with short cells, followed by the full text of the shortened rows."""
     lines = [HEAD]
     below = []
     for claim, source, expected, measured, verdict in rows:
@@ -77,7 +78,7 @@ def laid_out(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def origin() -> str:
-    """When, by which program and on what something is measured."""
+    """Return the date, the commit and the machine of a measurement."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     on = environment()

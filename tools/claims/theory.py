@@ -44,11 +44,11 @@ GRAPHS = {
     "exponential": ("n³ log² n", "n³ log⁴ n"),
     "one-peer-exponential": ("n³ log² n", "n³ log⁴ n"),
 }
-"""What the exponential-graph paper's table has for data alike and not alike."""
+"""Values of the table in the exponential-graph paper, for equal data and for different data."""
 WIDTH = 256
 SEED = 0
 LARGEST = 0.9
-"""Of the rates; γ < 2 is stable here."""
+"""Largest learning rate that is tried; γ < 2 is stable here."""
 READING = """
 The paper's exponents are upper bounds: they use the slowest of the n modes for all modes.
 "Smooth" data differ along that mode only and reach the ring's n¹¹; "random" data grow as n⁹ on
@@ -62,7 +62,7 @@ DATA = ("noise", "random", "smooth")
 def models(
     made: Graph, name: str, options: dict, b: torch.Tensor, lr: float, noise: float = 0.0
 ) -> Iterator[torch.Tensor]:
-    """The models (n, d) after each step of a method that begins at the optimum."""
+    """Yield the models (n, d) after each step of a method that begins at the optimum."""
     random = torch.Generator().manual_seed(SEED)
 
     def gradient(x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ def models(
 
 
 def minima(n: int, data: str, width: int = 1) -> torch.Tensor:
-    """The b_i (n, width): mean 0, mean square over nodes 1 in each column; 0 for "noise"."""
+    """Return the b_i (n, width): mean 0, mean square over nodes 1 in each column; 0 for "noise"."""
     random = np.random.default_rng(SEED)
     if data == "noise":
         return torch.zeros(n, WIDTH, dtype=torch.float64)
@@ -89,7 +89,7 @@ def minima(n: int, data: str, width: int = 1) -> torch.Tensor:
 
 
 def expected(made: Graph, data: str, lr: float) -> float:
-    """Mean over nodes and a period of E (x_i − x̄)² a coordinate, where D-PSGD settles."""
+    """Return the stationary E (x_i − x̄)² of D-PSGD per coordinate, over nodes and a period."""
     n = made.n
     period = made.period or 1
     ws = [made.matrix(t) - 1 / n for t in range(period)]
@@ -116,7 +116,7 @@ def expected(made: Graph, data: str, lr: float) -> float:
 
 
 def measured(made: Graph, data: str, lr: float) -> float:
-    """The same of a run of the package."""
+    """Return the same quantity, measured in a run of the package."""
     b = minima(made.n, data, 64 if data == "random" else 1)
     period = made.period or 1
     gap = spectral_gap(made) if period == 1 else 1 / period
@@ -131,14 +131,15 @@ def measured(made: Graph, data: str, lr: float) -> float:
 
 
 def parallels(n: int, lr: float) -> float:
-    """Mean square error of parallel SGD a coordinate where it settles."""
+    """Return the stationary mean square error of parallel SGD per coordinate."""
     return lr / (2 - lr) / n
 
 
 def meets(excess: Callable[[Graph, str, float], float], made: Graph, data: str, lr: float) -> float:
-    """The rate at which the excess is parallel's error, by secants of logarithms from ``lr`` on.
+    """Return the learning rate at which the excess equals the error of parallel SGD.
 
-    NaN where it is below at every rate up to LARGEST: there is no transient.
+    The rate is found by the secant method on logarithms, beginning at ``lr``. It is NaN if the
+    excess is smaller at every rate up to LARGEST: then there are no transient iterations.
     """
 
     def above(rate: float) -> float:
@@ -160,7 +161,7 @@ def meets(excess: Callable[[Graph, str, float], float], made: Graph, data: str, 
 
 
 def transients(out: Callable[[str], None]) -> None:
-    """T* of four graphs at four sizes, its slopes, and the table of the paper."""
+    """Print T* of four graphs at four sizes, its slopes, and the table of the paper."""
     ranked = {}
     for data in DATA:
         longest = {}
@@ -190,7 +191,7 @@ def transients(out: Callable[[str], None]) -> None:
 
 
 def limits(out: Callable[[str], None]) -> None:
-    """Where methods settle at n = 16, measured beside formula."""
+    """Print the stationary errors of methods at n = 16, measured and by formula."""
     b = minima(N, "random", 4)
     out(f"\n| root mean square of x_i − x*, n = {N}, rate .05 | measured | formula | difference |")
     out("|---|---|---|---|")
@@ -220,7 +221,7 @@ def limits(out: Callable[[str], None]) -> None:
 
 
 def choco(out: Callable[[str], None]) -> None:
-    """The linear rate at which CHOCO's nodes agree, beside its theorem's."""
+    """Print the linear rate of consensus of CHOCO, and the rate of its theorem."""
     out(f"\n| CHOCO, top-k, factor of ‖X − X̄‖² a round, n = {N} | measured | theorem, at most |")
     out("|---|---|---|")
     for name in ("ring", "exponential"):
@@ -241,7 +242,7 @@ def choco(out: Callable[[str], None]) -> None:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Measure, print, write."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,8 @@
 """Claims on limits: 16 scalar quadratics with different minima, in float64.
 
-f_i(x) = ½ (x − b_i)², b drawn once; the figure is the root mean square of x_i − b̄ where the
-method settles. The algorithms are those of the package, between them the package's simulator.
+f_i(x) = ½ (x − b_i)², where b is drawn once. The result is the root mean square of x_i − b̄ in the
+limit of a method. The algorithms are those of the package, and the package's simulator exchanges
+their messages.
 """
 
 import itertools
@@ -39,29 +40,31 @@ METHODS: dict[str, tuple] = {
     "dmsgd with the new momentum": ("dmsgd", None, {"beta": BETA}),
     "dsgt ATC in one exchange": ("dsgt", "sgd", {"style": "atc"}),
 }  # fmt: skip
-"""How each is built; then its limits on the ring with weights 1/3, on that with .45, and one-peer.
+"""Arguments of each method; then its limits on rings with weights 1/3 and .45, and on one-peer.
 
-They are by arithmetic apart from the package, ≤ 1e-10 written as 0, divergence as infinity.
-Averaged momentum steps along the old momentum there, and tracking ATC is the textbook's: the
-gradient is taken between two exchanges, where the package's `dsgt` has one exchange a step.
+The limits were computed independently of the package; a limit ≤ 1e-10 is written as 0, divergence
+as infinity. In them, averaged momentum makes its step along the old momentum, and tracking ATC is
+that of the textbook: the gradient is computed between two exchanges, while the package's `dsgt`
+makes one exchange per step.
 """
 ZERO = 1e-10
 TIE = 0.1
-"""A limit that counts as zero, and the relative difference below which two limits tie."""
+"""ZERO is the largest limit that counts as zero; TIE is the relative difference of a tie."""
 STEPS = 20_000
 WINDOW = 100
-"""Steps at most, and after how many it is seen whether a limit is reached."""
+"""STEPS is the largest number of steps; convergence is tested every WINDOW steps."""
 
 
 def minima() -> torch.Tensor:
-    """The b_i: standard normal numbers, (n, 1) float64."""
+    """Return the b_i: standard normal numbers, (n, 1) float64."""
     return torch.from_numpy(np.random.default_rng(SEED).standard_normal((N, 1)))
 
 
 def settled(models: Iterable[torch.Tensor]) -> float:
-    """Root mean square of x − b̄ over nodes and the last four steps; infinity if it grows away.
+    """Return the root mean square of x − b̄ over nodes and the last four steps.
 
-    Ends where the figure is below ZERO/100 or has changed by less than 1e-7 of it in WINDOW steps.
+    The iteration ends when this value is below ZERO/100 or has changed by less than a fraction of
+    1e-7 in WINDOW steps. The result is infinity if the models diverge.
     """
     mean = minima().mean()
     squares = []
@@ -84,7 +87,7 @@ def steps(
     rate: float = LR,
     wire: Wire = FP32,
 ) -> Iterator[torch.Tensor]:
-    """The models x, (n, p) and changed in place, after each step of a method of the package."""
+    """Yield the models x, (n, p), which are changed in place, after each step of a method."""
     layout = MessageLayout((x.shape[1],), method.vectors, method.scalars, dtype=x.dtype, wire=wire)
     mixer = Simulated(made, layout)
     state = method.init(x)
@@ -101,18 +104,18 @@ def steps(
 
 
 def last(models: Iterator[torch.Tensor], count: int) -> torch.Tensor:
-    """The model after so many steps."""
+    """Return the model after ``count`` steps."""
     return next(itertools.islice(models, count - 1, None))
 
 
 def after(method: Algorithm, made: Graph, rounds: int) -> torch.Tensor:
-    """What the identity, a column a start, has become in so many rounds without gradients."""
+    """Return the identity (one start per column) after ``rounds`` rounds without gradients."""
     x = torch.eye(made.n, dtype=torch.float64)
     return last(steps(method, made, x, torch.zeros_like, 1e-300), rounds)
 
 
 def textbook_tracking(made: Graph) -> Iterator[torch.Tensor]:
-    """Tracking with the gradient between two exchanges: x ← W (x − lr y); y ← W (y + g⁺ − g)."""
+    """Yield the models of textbook tracking: x ← W (x − lr y), then y ← W (y + g⁺ − g)."""
     b = minima()
     x = torch.zeros_like(b)
     y = -b
@@ -125,7 +128,7 @@ def textbook_tracking(made: Graph) -> Iterator[torch.Tensor]:
 
 
 def _limit(made: Graph, method: str) -> float:
-    """Where a method settles."""
+    """Return the limit of a method."""
     b = minima()
     (name, local, options, *_) = METHODS[method]
     if name == "textbook":
@@ -135,7 +138,10 @@ def _limit(made: Graph, method: str) -> float:
 
 
 def _alike(found: dict[str, float], expected: dict[str, float]) -> list[str]:
-    """What differs between two columns: zeros, divergences, order of the rest but for ties."""
+    """Return the differences between two columns: zeros, divergences, and the order of the rest.
+
+    Values that tie may have any order.
+    """
 
     def kind(value: float) -> float:
         return value if value == INF else float(value > ZERO)
@@ -151,7 +157,7 @@ def _alike(found: dict[str, float], expected: dict[str, float]) -> list[str]:
 
 
 def toy_limits(options) -> Iterator[Row]:
-    """Limits of ten methods on three graphs, and of two of ours."""
+    """Compare ten methods' limits on three graphs with arithmetic; add two of the package."""
     ring = 0.1 * np.eye(N) + 0.45 * (np.roll(np.eye(N), 1, 0) + np.roll(np.eye(N), -1, 0))
     graphs = graph("ring", N), from_matrices([ring]), graph("one-peer-exponential", N)
     names = "ring 1/3", "ring .45", "one-peer"
@@ -175,7 +181,7 @@ def _words(column: dict[str, float]) -> str:
 
 
 def accelerated(options) -> Iterator[Row]:
-    """DeTAG's accelerated gossip against plain gossip: ‖M − J‖ of a phase's linear map on x̃."""
+    """Compare DeTAG's accelerated with plain gossip: ‖M − J‖ of a phase's linear map on x̃."""
     ring = graph("ring", N)
     left = []
     for eta, phase in itertools.product((0.0, None), (20, 40)):

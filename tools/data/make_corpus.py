@@ -3,10 +3,10 @@
     python tools/data/make_corpus.py corpus --megabytes 200
     mpigossip data pack --text corpus corpus.h5 --tokenizer bpe --vocabulary 8192
 
-On Debian and its kin, without root: `apt-get download` fetches the package (linux-source-6.1 has
-about 140 MB), and files of C are taken from it, spread over all directories by a checksum of their
-names, so that a smaller text is part of a larger one. The kernel is under GPL-2.0; what is made
-here stays where you make it.
+The program needs Debian or a derivative, but not root: `apt-get download` fetches the package
+(linux-source-6.1 has about 140 MB), and C files are selected from it. The order of selection is
+given by a checksum of the names, so that files come from all directories and a smaller text is part
+of a larger one. The kernel is under GPL-2.0; the text stays where you make it.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from pathlib import Path
 PACKAGE = "linux-source-6.1"
 SUFFIXES = (".c", ".h")
 LARGEST = 1 << 18
-"""Bytes of a file: longer ones are tables of registers that a program has written."""
+"""Largest size of a file in bytes; larger files are generated tables of registers."""
 
 
 def chosen(sizes: dict[str, int], most: int) -> list[str]:
-    """Names, in the order of their checksums, of files that have ``most`` bytes together."""
+    """Return names in the order of their checksums, up to a total of ``most`` bytes."""
     found = []
     total = 0
     for name in sorted(sizes, key=lambda name: (zlib.crc32(name.encode()), name)):
@@ -37,7 +37,7 @@ def chosen(sizes: dict[str, int], most: int) -> list[str]:
 
 
 def members(archive: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str]]:
-    """Files of C in the kernel's tar, and their names below its folder."""
+    """Yield the C files in the kernel's tar archive, and their names below its top folder."""
     with tarfile.open(archive, "r|*") as tar:
         for one in tar:
             name = one.name.partition("/")[2]
@@ -51,7 +51,7 @@ def members(archive: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, s
 
 
 def write(archive: Path, folder: Path, most: int) -> tuple[int, int, int]:
-    """Files, bytes and files left out (no UTF-8) of the text that is written below ``folder``."""
+    """Write the text below ``folder``; return the numbers of files, bytes and non-UTF-8 files."""
     wanted = set(chosen({name: one.size for _, one, name in members(archive)}, most))
     files = total = odd = 0
     for tar, one, name in members(archive):
@@ -73,7 +73,7 @@ def write(archive: Path, folder: Path, most: int) -> tuple[int, int, int]:
 
 
 def fetched(package: str, within: Path) -> Path:
-    """The kernel's tar out of the package, downloaded to a folder."""
+    """Download the package to a folder; return the kernel's tar archive in it."""
     try:
         subprocess.run(["apt-get", "download", package], cwd=within, check=True)
         (deb,) = within.glob("*.deb")

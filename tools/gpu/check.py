@@ -1,12 +1,12 @@
-"""The measurements of gpu_check.sh: each figure beside its limit, both measured in this run.
+"""Run the measurements of gpu_check.sh; print each result and its limit, both measured in this run.
 
-Every check is a function of measures.py or several.py in processes of its own, under a time limit
-of its own, so that one that fails or hangs says so in its row and leaves the others alone.
-Correctness comes first; what takes several GPUs comes last, and is left out where there is one. The
-table is printed last, whatever happens, put on top of GPU_RESULTS.md (in `--out FOLDER`) and beside
-it as JSON; `--from N` goes on with row N.
-`--rehearse` runs what it can on the CPU at small sizes, `--double` on the CPU emulation of CUDA
-that the tests have, to see that it runs; their figures say nothing about GPUs.
+Every check is a function of measures.py or several.py. It runs in its own processes under its own
+time limit, so a check that fails or hangs reports that in its row and does not affect the others.
+Checks of correctness come first; checks that need several GPUs come last, and are left out if there
+is only one. The table is always printed at the end, inserted at the top of GPU_RESULTS.md (in
+`--out FOLDER`) and written next to it as JSON; `--from N` continues with row N. `--rehearse` runs
+as much as possible on the CPU at small sizes, and `--double` on the tests' CPU emulation of CUDA,
+to see that the checks run; their results say nothing about GPUs.
 """
 
 import argparse
@@ -30,9 +30,12 @@ from tests.launch import Launch, found_launcher
 
 TOTAL_S = 570
 SEVERAL_S = 900
-"""Seconds after which nothing new is begun and what runs is ended: of one GPU, more of several."""
+"""Seconds after which no new check begins and the running one is stopped.
+
+This value is for one GPU; several GPUs get more time.
+"""
 FIRST_S = 120
-"""Seconds that torch may take to find the GPU."""
+"""Time limit in seconds for torch to find the GPU."""
 NO_GPU = 3
 MEASURES = Path(__file__).resolve().with_name("measures.py")
 SEVERAL = MEASURES.with_name("several.py")
@@ -40,28 +43,28 @@ RESULTS = MEASURES.with_name("GPU_RESULTS.md")
 NEEDED = (
     *("numpy", "cattrs", "h5py", "matplotlib", "networkx", "PIL", "rich", "safetensors", "scipy"),
 )
-"""Modules of the package itself; pytest, mpi4py and cupy are asked for where they are needed."""
+"""Modules that the package needs; pytest, mpi4py and cupy are checked where they are used."""
 
 
 class NotRun(Exception):
-    """Why a row has no figure."""
+    """Reason why a row has no result."""
 
 
 class Check(NamedTuple):
-    """A row to be measured."""
+    """Measurement of one row."""
 
     title: str
     limit: str
     seconds: float
     measure: str
-    """a function of measures.py, or of several.py with several GPUs, and its words"""
+    """Function of measures.py, or of several.py if several GPUs are needed, and its arguments."""
     ranks: int = 0
-    """under MPI; 0: one process without"""
+    """Number of MPI ranks; 0: one process without MPI."""
     gpus: int = 1
 
 
 class Row(NamedTuple):
-    """A line of the table; ``good`` is None where there is no bar."""
+    """Row of the table; ``good`` is None if the measurement has no limit."""
 
     check: str
     measured: str
@@ -113,7 +116,7 @@ CHECKS = [
 
 
 def main() -> int:
-    """Run all, print the table last; the exit code."""
+    """Run all checks, print the table at the end, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, at small sizes")
     parser.add_argument("--double", action="store_true", help="on the tests' emulation of GPUs")
@@ -132,7 +135,7 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.gpus and not options.double:
-        given = os.environ.get("CUDA_VISIBLE_DEVICES")  # those of the job
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")  # the GPUs that the job may use
         every = given.split(",") if given else map(str, range(options.gpus))
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*every][: options.gpus])
     with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +148,7 @@ def main() -> int:
 
 
 def run(place: Place, options: argparse.Namespace) -> int:
-    """All rows, or those asked for; the exit code."""
+    """Run all rows, or the chosen ones; return the exit code."""
     try:
         gpus, device = result_of([sys.executable, str(MEASURES), "device", "0"], place, FIRST_S)
     except (NotRun, RuntimeError) as error:
@@ -203,7 +206,7 @@ def all_rows(
 
 
 def measured(check: Check, place: Place, seconds: float) -> tuple[str, bool | None]:
-    """What a check's own processes say, and whether it is good."""
+    """Return the result of a check's own processes, and whether it is good."""
     if check.measure == "tests":
         return tests(place, seconds)
     head = []
@@ -218,10 +221,14 @@ def measured(check: Check, place: Place, seconds: float) -> tuple[str, bool | No
 
 
 def result_of(command: list[str], place: Place, seconds: float):
-    """What a process says in its line RESULT; RuntimeError with its own words where it fails."""
+    """Return what a process prints in its line RESULT.
+
+    :raises RuntimeError: if the process fails without such a line; contains its error message
+    """
     done = finished(command + (["--rehearse"] if place.rehearsed else []), seconds)
     found = re.findall(r"^RESULT (.*)", done.stdout, re.MULTILINE)
-    if found:  # also where the end that came after it went wrong
+    # The result counts even if the process failed afterwards.
+    if found:
         return json.loads(found[-1])
     print(done.stdout[-3000:], done.stderr[-5000:])
     last = re.findall(r"^(?:\w+\.)*\w*(?:Error|Refused|Exception|exit)\b.*", done.stderr, re.M)
@@ -230,7 +237,10 @@ def result_of(command: list[str], place: Place, seconds: float):
 
 
 def finished(command: list[str], seconds: float):
-    """A finished command; NotRun where the time wasn't enough, with what it said until then."""
+    """Run a command and return it with its output.
+
+    :raises NotRun: if it takes longer than ``seconds``; its output until then is printed
+    """
     run = Launch(0, command)
     try:
         code = run.process.wait(seconds)
@@ -243,14 +253,15 @@ def finished(command: list[str], seconds: float):
 
 
 def tests(place: Place, seconds: float) -> tuple[str, bool]:
-    """The tests marked gpu, in a process of their own."""
+    """Run the tests marked gpu in a process of their own."""
     if importlib.util.find_spec("pytest") is None:
         raise NotRun("pytest isn't installed")
     files = ["tests/test_gpu.py", "tests/groups/test_groups.py", "tests/data/test_sources.py"]
-    # the settings name plug-ins that may be lacking here
+    # pyproject.toml names plug-ins that may be missing here
     command = [sys.executable, "-m", "pytest", *files, "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     command += ["-o", "addopts=", "-W", "ignore::pytest.PytestConfigWarning", "--maxfail=20"]
-    command += ["--collect-only"] if place.rehearsed else []  # tests/double runs them there
+    # Tests/double runs these tests instead.
+    command += ["--collect-only"] if place.rehearsed else []
     done = finished(command, seconds)
     if done.returncode:
         print(done.stdout[-6000:], done.stderr[-2000:])
@@ -259,7 +270,7 @@ def tests(place: Place, seconds: float) -> tuple[str, bool]:
 
 
 def table(rows: list[Row], device: str) -> str:
-    """Markdown, with date and device."""
+    """Return the table in Markdown, with date and device."""
     words = {True: "yes", False: "NO", None: "-"}
     lines = [f"## {datetime.date.today()}, {device}", ""]
     lines += ["| # | check | measured | limit | good |", "|---|---|---|---|---|"]
@@ -272,7 +283,7 @@ def table(rows: list[Row], device: str) -> str:
 
 
 def put_on_top(text: str, path: Path) -> None:
-    """Write the table below the file's heading, above the older ones."""
+    """Insert the table below the file's heading, above older tables."""
     heading = "# Results of gpu_check.sh\n"
     old = path.read_text().removeprefix(heading).strip("\n") if path.exists() else ""
     beside = path.with_suffix(".new")

@@ -1,8 +1,9 @@
-"""What check.py measures, each in processes of its own: a device error leaves the others alone.
+"""Measurements for check.py, each in its own processes: a device error does not affect the others.
 
-`measures.py NAME SECONDS [WORD …] [--rehearse]` prints one line, "RESULT " and JSON, from rank 0
-where there are several: what was found, and whether it is as it has to be (null: that can't be
-told). On the CPU emulation of CUDA the same lines run small; what only a device can show says so.
+`measures.py NAME SECONDS [WORD …] [--rehearse]` prints one line, "RESULT " and JSON, from rank 0 if
+there are several: the result, and whether it is as it has to be (null: this cannot be decided). On
+the CPU emulation of CUDA, the same code runs at small sizes; a measurement that needs a real device
+reports that.
 """
 
 import hashlib
@@ -24,20 +25,20 @@ DEVICE_ONLY = "needs a real device"
 
 
 class Place(NamedTuple):
-    """Where measurements run, and how large they are."""
+    """Device and size of the measurements."""
 
     device: str
     rehearsed: bool
-    """on the CPU, or on the emulation of a GPU: small, and without a bar"""
+    """Rehearsal on the CPU, or on the emulation of a GPU: small sizes, and no limits."""
     seconds: float = 60.0
-    """what a measurement may take"""
+    """Time limit of a measurement in seconds."""
 
     def size(self, real: int, small: int) -> int:
-        """``real``, or ``small`` in a rehearsal."""
+        """Return ``real``, or ``small`` in a rehearsal."""
         return small if self.rehearsed else real
 
     def bar(self, reached: bool | None) -> bool | None:
-        """Return whether a rate reaches its bar: in a rehearsal none does, and none misses it."""
+        """Return whether a rate reaches its limit; None in a rehearsal, which has no limits."""
         return None if self.rehearsed else reached
 
     def synchronize(self) -> None:
@@ -48,11 +49,11 @@ class Place(NamedTuple):
             torch.cuda.synchronize()
 
     def slots(self, count: int) -> str:
-        """`node.devices` of so many slots here."""
+        """Return the setting `node.devices` for ``count`` slots on this device."""
         return f"cpu:{count}" if self.device == "cpu" else "cuda:" + ",".join("0" * count)
 
     def median(self, work: Callable, repeats: int, before: Callable = lambda: None) -> float:
-        """Median seconds of a call until the GPU has done it, after two that don't count."""
+        """Return the median seconds of a call and its GPU work, after two untimed calls."""
         times = []
         for k in range(repeats + 2):
             before()
@@ -64,14 +65,14 @@ class Place(NamedTuple):
 
 
 def names() -> list[str]:
-    """Of all GPUs."""
+    """Return the names of all GPUs."""
     import torch
 
     return [f"cuda:{k}" for k in range(torch.cuda.device_count())]
 
 
 def device(place: Place):
-    """How many GPUs there are, with versions in a line; 0 and the reason where none can be used."""
+    """Return the number of GPUs and a line with versions; 0 and the reason if none can be used."""
     if importlib.util.find_spec("torch") is None:
         return 0, f"{sys.executable} has no torch"
     import torch
@@ -94,7 +95,7 @@ def device(place: Place):
 
 
 def sums(place: Place):
-    """Weighted sums against the CPU's bits, denormals among the numbers."""
+    """Compare weighted sums bitwise with those of the CPU; some elements are denormal."""
     import torch
 
     from mpigossip.mixing.combine import weighted_sum
@@ -106,7 +107,8 @@ def sums(place: Place):
     wrong = []
     for weights in ([0.5, 0.5], [1 / 3] * 3, [0.2, 0.5, 0.3], [0.125] * 8):
         for width in (1, 511, place.size(1_000_003, 4099)):
-            # from denormals (below 1.2e-38) to large ones; sums of denormals are denormal, too
+            # The terms reach from denormals (below 1.2e-38) to large numbers; sums of denormals are
+            # denormal, too.
             tens = torch.randint(-44, 30, (2, width), generator=draw)
             terms = [torch.randn(2, width, generator=draw) * 10.0**tens for _ in weights]
             expected = weighted_sum(weights, terms, torch.empty(2, width))
@@ -120,7 +122,7 @@ def sums(place: Place):
 
 
 def combining(place: Place):
-    """Bytes moved by the sum against bytes moved by a copy."""
+    """Compare the bandwidth of the weighted sum with the bandwidth of a copy."""
     import torch
 
     from mpigossip.mixing.combine import weighted_sum
@@ -136,7 +138,7 @@ def combining(place: Place):
 
 
 def nccl(place: Place):
-    """Every call of a group of one slot, in both orders of sums: sums of one term."""
+    """Make every call of a group of one slot, in both orders of sums; a sum has one term only."""
     import torch
 
     from mpigossip.cluster.ranks import SingleProcess
@@ -158,7 +160,7 @@ def nccl(place: Place):
 
 
 def resnet(place: Place, *settings: str, nodes=None):
-    """A training of ResNet whose batches are always the same: what is timed is the step."""
+    """Return an assembled training of ResNet with constant batches, to time the step only."""
     from mpigossip.cluster.ranks import SingleProcess
     from mpigossip.training import assemble
 
@@ -183,11 +185,11 @@ MODES = {
     "channels_last": ["node.cuda_graphs=always", "node.channels_last=always"],
     "compile": ["node.cuda_graphs=never", "node.channels_last=auto", "node.compile=true"],
 }
-"""Ways to compute a step, for figures side by side."""
+"""Settings of the ways to compute a step, which are compared."""
 
 
 def step(place: Place, mode: str):
-    """Median time of a training step of one node."""
+    """Return the median time of a training step of one node."""
     if place.rehearsed and mode == "compile":
         return "torch.compile needs a real device", None
     assembly, batch = resnet(place, *MODES[mode])
@@ -201,7 +203,7 @@ def step(place: Place, mode: str):
 
 
 def beside_torch(place: Place):
-    """A step of momentum SGD beside the same in plain torch, both eager."""
+    """Compare a step of momentum SGD with the same step in plain torch, both eager."""
     import torch
 
     from mpigossip.models import model
@@ -229,7 +231,7 @@ def beside_torch(place: Place):
 
 
 def scaled(place: Place):
-    """A custom loop with autocast and GradScaler, beside the same without mpigossip."""
+    """Compare a custom loop with autocast and GradScaler to the same loop without mpigossip."""
     import torch
 
     import mpigossip
@@ -265,7 +267,7 @@ def scaled(place: Place):
 
 
 def stored(place: Place):
-    """A job on the GPU, its checkpoint on disk read again, and its resumption."""
+    """Run a job on the GPU, resume it from its checkpoint, and verify the checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         run = [f"run.output={folder}/run", "model.name=mlp", f"node.devices={place.slots(1)}"]
         for words in (
@@ -282,11 +284,11 @@ def stored(place: Place):
 
 
 def sharded(place: Place, w):
-    """FSDP2 inside a node of one rank, beside full models on the CPU."""
+    """Compare FSDP2 within a node of one rank with full models on the CPU."""
     from tests.optim.in_node import Case, mixed, trained
 
     kind = place.device.partition(":")[0]
-    copies = place.rehearsed and kind == "cuda"  # a tensor of the double is no torch.Tensor
+    copies = place.rehearsed and kind == "cuda"  # a tensor of the emulation is no torch.Tensor
     case = Case("dsgd", (("exchange", "host"),), steps=4, device=kind, copies=copies)
     w.group_into_nodes(1)
     wanted = mixed(1, 1, case)[0]
@@ -298,9 +300,10 @@ def sharded(place: Place, w):
 
 
 def mps() -> tuple[bool | None, str]:
-    """What a rate of two processes below its bar counts as, and why; above it is good anyway.
+    """Return the verdict on a rate of two processes below its limit, and the reason.
 
-    Without MPS they take turns on the GPU: what one waits is no exchange's doing.
+    Without MPS, processes take turns on the GPU, so their waits are not caused by the exchange, and
+    the verdict is None. A rate above the limit is good in any case.
     """
     serves = (
         shutil.which("pgrep")
@@ -310,7 +313,7 @@ def mps() -> tuple[bool | None, str]:
 
 
 def put_seconds(place: Place, w, nbytes: int) -> float:
-    """Median seconds of MPI's put of host memory to the next rank, of all ranks at once."""
+    """Return the median seconds of MPI's put of host memory to the next rank, by all ranks."""
     import numpy as np
     from mpi4py import MPI
 
@@ -331,14 +334,14 @@ def put_seconds(place: Place, w, nbytes: int) -> float:
 
 
 def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
-    """A round of one vector between two ranks against the copy that bounds it."""
+    """Compare a round of one vector between two ranks with the copy that limits it."""
     import torch
 
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import ExchangeKind, MessageLayout
     from mpigossip.mixing.synchronous import Synchronous
 
-    # two messages a rank lie in shared memory, which is small in some containers
+    # Each rank has two messages in shared memory, which is small in some containers.
     room = int(shutil.disk_usage("/dev/shm").free * 0.9) // (2 * 4 * w.size)
     width = min(place.size(100 << 20, 1 << 18), w.broadcast(room) // 512 * 512)
     one, two = (torch.ones(width, device=place.device) for _ in range(2))
@@ -353,9 +356,11 @@ def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
         mixer.start(ExchangeKind.GOSSIP, t)
         mixer.finish()
 
-    if limited_by == "copy":  # of rank 0 alone, as processes take turns on a GPU
+    # Only rank 0 copies, because processes take turns on a GPU.
+    if limited_by == "copy":
         copied = place.median(lambda: two.copy_(one), place.size(9, 2)) if w.rank == 0 else 0.0
-        # all messages and sums pass through the one memory: five vectors, of which a copy has two
+        # All messages and sums pass through the memory of one GPU: five vectors per rank, while a
+        # copy moves two.
         least = 2.5 * w.size * w.broadcast(copied)
     else:
         least = put_seconds(place, w, 4 * width)
@@ -371,7 +376,7 @@ def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
 
 
 def overlap(place: Place, w):
-    """Median step of an `ahead` method, with and without an exchange."""
+    """Compare the median step of an `ahead` algorithm with and without an exchange."""
     found = []
     for name in ("identity", "one-peer-exponential"):
         ahead = ["algorithm.name=dsgd", "algorithm.style=awc", f"graph.name={name}"]
@@ -384,7 +389,7 @@ def overlap(place: Place, w):
 
 
 def naps(place: Place, seed: int):
-    """A function that lets the current stream sleep for 1 to 20 ms, not every time."""
+    """Return a function that often lets the current stream sleep, for 1 to 20 ms."""
     import torch
 
     draw = random.Random(seed)
@@ -396,7 +401,7 @@ def naps(place: Place, seed: int):
         torch.cuda._sleep(20_000_000)
         two.record()
         place.synchronize()
-        cycles = 20_000_000 / (one.elapsed_time(two) / 1e3)  # a second
+        cycles = 20_000_000 / (one.elapsed_time(two) / 1e3)  # cycles per second
 
     def nap() -> None:
         if cycles and draw.random() < 0.7:
@@ -406,9 +411,10 @@ def naps(place: Place, seed: int):
 
 
 def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, count: int = 60):
-    """Wrong arrays in rounds while each stream is put to sleep: a missing wait shows old numbers.
+    """Count wrong arrays in rounds in which all streams sleep: a missing wait gives old values.
 
-    On the emulation nothing sleeps: there its checker of orders is what finds a missing wait.
+    On the emulation nothing sleeps: there, its checker of the order of operations finds a missing
+    wait.
     """
     import torch
 
@@ -446,7 +452,7 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
                 draw = torch.Generator().manual_seed(1000 * index + len(pairs))
                 rows.copy_(torch.randn(rows.shape, generator=draw, dtype=rows.dtype))
                 pairs.append((target, rows[w.rank : w.rank + 1].to(place.device)))
-        nap()  # what fills the outbox comes late, and the host doesn't wait for it
+        nap()  # The outbox is filled late, and the host does not wait for that.
         for target, row in pairs:
             target.copy_(row)
         for streams in mixer._buffers._streams:
@@ -468,11 +474,11 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
 
 
 def mutant(place: Place, w):
-    """The same without the wait for what fills the outbox, which has to be found out."""
+    """Run `stress` without the wait for the filling of the outbox; this has to be noticed."""
     import torch
 
     def forget(mixer) -> None:
-        """The event is recorded on a stream where nothing is under way."""
+        """Record the event on a stream without any work."""
         for streams in mixer._buffers._streams:
             streams.ready = torch.cuda.Stream(streams.device).record_event
 
@@ -482,12 +488,12 @@ def mutant(place: Place, w):
     except RuntimeError as error:
         found = str(error)[:120], "nothing stands between them" in str(error)
     tell(found, w)
-    time.sleep(2)  # the other rank finds it, too
-    os._exit(0)  # its memory is in no known state
+    time.sleep(2)  # let the other rank notice it, too
+    os._exit(0)  # the state of its memory is unknown
 
 
 def digests(place: Place, w):
-    """Parameters after some steps by each way: the same bits on every way, for two methods."""
+    """Compare the parameters after some steps with each transport, for two algorithms, bitwise."""
     from tests.test_gpu import settings_of, trained
 
     differ = []
@@ -504,20 +510,21 @@ def digests(place: Place, w):
 
 
 def tell(found, world=None) -> None:
-    """The line for check.py."""
+    """Print the line that check.py reads."""
     if world is None or world.rank == 0:
         print("\nRESULT " + json.dumps(found), flush=True)
 
 
 def main(known: dict[str, Callable], name: str, seconds: str, *words: str) -> None:
-    """One measurement, in the place that the command line names."""
+    """Run one measurement with the arguments of the command line."""
     rehearsed = "--rehearse" in words
     words = tuple(w for w in words if w != "--rehearse")
     on_cpu = rehearsed and "MPIGOSSIP_DOUBLE" not in os.environ
     place = Place("cpu" if on_cpu else "cuda:0", rehearsed, float(seconds))
     work = known[name]
     if "w" not in work.__code__.co_varnames[: work.__code__.co_argcount]:
-        if (found := work(place, *words)) is not None:  # else it has told it itself
+        # Some measurements print their result themselves.
+        if (found := work(place, *words)) is not None:
             tell(found)
         return
     from mpigossip.cluster.ranks import world

@@ -1,4 +1,4 @@
-"""What takes several GPUs: the rest of measures.py."""
+"""Measurements that need several GPUs, in addition to those of measures.py."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from measures import DEVICE_ONLY, Place, main, names, resnet, tell
 
 
 def _all_done(work: Callable[[], object]) -> Callable[[], None]:
-    """The same until all GPUs have done it."""
+    """Return a function that calls ``work`` and waits for all GPUs."""
     import torch
 
     def whole() -> None:
@@ -23,7 +23,7 @@ def _all_done(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def matrix(place: Place):
-    """Every GPU copies a pattern of its own to every other: bytes that differ, and rates."""
+    """Copy a pattern from every GPU to every other one; report differing bytes and rates."""
     import torch
 
     size = place.size(256 << 20, 1 << 16)
@@ -44,7 +44,7 @@ def matrix(place: Place):
 
 
 def _half(w, graph_name: str, width: int, **ways):
-    """A mixer between two ranks that have half of the GPUs each."""
+    """Return a mixer between two ranks with half of the GPUs each."""
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import MessageLayout
     from mpigossip.mixing.synchronous import Synchronous
@@ -55,7 +55,7 @@ def _half(w, graph_name: str, width: int, **ways):
 
 
 def ways(place: Place, w):
-    """Which ways move the memory of each GPU between two ranks."""
+    """Report which transports move the memory of each GPU between two ranks."""
     found = {}
     for window in ("auto", "nccl"):
         try:
@@ -70,7 +70,7 @@ def ways(place: Place, w):
 
 
 def cold(place: Place, w, window: str):
-    """Fresh mixers whose first GLOBAL round runs beside reduce-scatters, again and again."""
+    """Run the first GLOBAL round of fresh mixers during reduce-scatters, again and again."""
     import torch
 
     from mpigossip.groups.devices import make_group
@@ -105,7 +105,7 @@ def cold(place: Place, w, window: str):
 
 
 def killed(place: Place):
-    """What training says, and when, once a kernel on one GPU has ended with an error."""
+    """Report the error of training, and its delay, after a kernel on one GPU has failed."""
     import torch
 
     from mpigossip.groups.base import GroupError
@@ -119,7 +119,7 @@ def killed(place: Place):
     text = "nothing was said"
     if place.rehearsed:
         os.environ["MPIGOSSIP_DOUBLE_FAILS"] = "lost"
-    else:  # a device-side assertion: its context is lost
+    else:  # a device-side assertion makes the CUDA context unusable
         _ = full[-1].view(-1)[torch.full((1,), 1 << 40, device=victim)]
     try:
         for _ in range(200):
@@ -130,11 +130,11 @@ def killed(place: Place):
     took = time.perf_counter() - began
     named = ("" if place.rehearsed else victim) + " was lost during" in text
     tell((f"after {took:.1f} s: {text.splitlines()[0][:200]}", named and took < 30))
-    os._exit(0)  # the process has lost a device
+    os._exit(0)  # the process cannot use the device any more
 
 
 def beside_ddp(place: Place):
-    """Images a second of ResNet-50 on all GPUs of one rank, and by torch's DDP."""
+    """Compare images per second of ResNet-50 on all GPUs of one rank with torch's DDP."""
     all_of_them = "node.devices=cuda:" + ",".join(name[5:] for name in names())
     if place.device == "cpu":
         return DEVICE_ONLY, None
@@ -151,7 +151,7 @@ def beside_ddp(place: Place):
 
 
 def ddp(place: Place):
-    """The same by torch's DistributedDataParallel, a process a GPU, as torchrun starts it."""
+    """Measure torch's DistributedDataParallel, with one process per GPU, started by torchrun."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

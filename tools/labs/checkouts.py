@@ -1,4 +1,4 @@
-"""Run a job in one checkout of the package, and keep its result."""
+"""Run a job in one checkout of the package, and store its result."""
 
 import contextlib
 import csv
@@ -24,54 +24,58 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.launch import Launch, launcher  # noqa: E402
 
 LIMIT_S = 300
-"""Seconds for one command."""
+"""Time limit of one command in seconds."""
 REFUSED = 2
-"""Exit code of `mpigossip` for a mistake of the user."""
+"""Exit code of `mpigossip` after a user error."""
 TIMES = re.compile(r".*(_s|seconds?)")
-"""Columns of a log that no two runs have in common."""
+"""Columns of a log that differ between any two runs."""
 
 
 class Wrong(Exception):
-    """A call that can't be done, in words."""
+    """Call of this tool that is impossible; the message says why."""
 
 
 class Job(NamedTuple):
-    """What is run in each checkout."""
+    """Job that is run in each checkout."""
 
     name: str
     how: str
-    """"simulate" in one process, "ranks" under the launcher, or "read" what OLD has written"""
+    """Kind of the job: "simulate", "ranks" or "read".
+
+    "simulate" trains in one process, "ranks" trains under the launcher, and "read" reads a file
+    that OLD has written.
+    """
     of: str
-    """so many nodes; or the name of the job whose run is read"""
+    """Number of nodes; or, for "read", the name of the job whose run is read."""
     settings: tuple[str, ...]
-    """of a training; of "read", the words of the command"""
+    """Settings of a training; for "read", the arguments of the command."""
     marks: frozenset[str] = frozenset()
-    """"forgets": is not resumed; "whole": without the common settings"""
+    """Flags: a job with "forgets" is not resumed, one with "whole" lacks the common settings."""
 
     @property
     def ranks(self) -> int:
-        """Ranks under the launcher, 0 without it."""
+        """The number of ranks under the launcher; 0 without a launcher."""
         return int(self.of) if self.how == "ranks" else 0
 
 
 @dataclass
 class Result:
-    """What a job gave in one checkout."""
+    """Result of a job in one checkout."""
 
     command: str
     code: int = 0
     said: str = ""
-    """why a command failed, in its own words"""
+    """Message of a command that failed."""
     digest: str = ""
     onward: str = ""
-    """digest reached from OLD's last checkpoint but one"""
+    """Digest that is reached from OLD's last checkpoint but one."""
     figures: dict[str, str] = field(default_factory=dict)
-    """a hash of each column of the log"""
+    """Hash of each column of the log."""
     seconds: float = 0.0
 
 
 class Failed(Exception):
-    """A command's exit code and last words."""
+    """Failure of a command, with its exit code and its last line of output."""
 
     def __init__(self, code: int, said: str):
         super().__init__(code, said)
@@ -80,7 +84,7 @@ class Failed(Exception):
 
 
 class Checkout:
-    """A folder with a checkout of the package."""
+    """Folder that contains a checkout of the package."""
 
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
@@ -93,7 +97,7 @@ class Checkout:
             raise Wrong(f"PYTHONPATH={folder} imports {found}: another package hides the checkout")
 
     def commit(self) -> str | None:
-        """The commit that stands here, None with local changes or where git knows nothing."""
+        """Return the checked-out commit; None if there are local changes or no repository."""
         words = ["git", "-C", str(self.folder)]
         with contextlib.suppress(Failed, OSError):
             top = self._ended([*words, "rev-parse", "--show-toplevel"]).strip()
@@ -103,10 +107,14 @@ class Checkout:
         return None
 
     def mpigossip(self, words: Sequence[str], ranks: int = 0) -> str:
-        """The output of the command, under the launcher with ranks > 0. Raises Failed."""
+        """Return the output of a command of mpigossip, run under the launcher if ``ranks`` > 0.
+
+        :raises Failed: if the exit code is not 0, or the command exceeds its time limit
+        """
         sections = self.folder / "mpigossip/config/sections.py"
         if "\n    density: " not in sections.read_text("utf-8"):
-            words = [word.replace("node.density=", "node.kept=") for word in words]  # as in e84dbb0
+            # Older checkouts, such as e84dbb0, name this setting node.kept.
+            words = [word.replace("node.density=", "node.kept=") for word in words]
         return self._ended([sys.executable, "-m", "mpigossip", *words], ranks)
 
     def _ended(self, words: Sequence[str], ranks: int = 0) -> str:
@@ -126,9 +134,10 @@ class Checkout:
 
 
 def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str], Path]) -> Result:
-    """The job in this checkout, its files below `folder`.
+    """Run the job in this checkout, and return its result; its files lie below ``folder``.
 
-    `old_run(name)`: the folder of a job's run in OLD, which isn't there where OLD has failed.
+    :param old_run: function that returns the run directory of a job in OLD, by the name of the job;
+        the folder does not exist if OLD failed
     """
     begin = time.monotonic()
     result = Result(command(job))
@@ -143,7 +152,7 @@ def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str]
     except Failed as failed:
         result.code = failed.code
         result.said = failed.said
-    except (OSError, KeyError, IndexError) as error:  # a run without what it should hold
+    except (OSError, KeyError, IndexError) as error:  # the run lacks a file or a key
         result.code = 1
         result.said = f"{type(error).__name__}: {error}"
     result.seconds = result.seconds or round(time.monotonic() - begin, 1)
@@ -151,7 +160,7 @@ def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str]
 
 
 def command(job: Job) -> str:
-    """The command as one would type it in the checkout, into the folder RUN."""
+    """Return the command as a user would type it in the checkout; RUN is the run directory."""
     if job.how == "read":
         return shlex.join(["mpigossip", *job.settings])
     ranks = "" if job.how == "simulate" else f"mpiexec -n {job.of} "
@@ -175,7 +184,10 @@ def _train(checkout: Checkout, job: Job, folder: Path, result: Result) -> None:
 def _resume(
     checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str], Path], result: Result
 ) -> None:
-    """Go on with OLD's run from its last checkpoint but one. Raises Failed, never as a refusal."""
+    """Resume OLD's run from its last checkpoint but one.
+
+    :raises Failed: if that fails; its code is 1, so that the failure never counts as a refusal
+    """
     run = old_run(job.name)
     if not run.is_dir() or "forgets" in job.marks:
         return
@@ -188,14 +200,17 @@ def _resume(
 
 
 def cut(run: Path, to: Path) -> Path:
-    """A copy of the run as it was before its newest checkpoint."""
+    """Copy the run as it was before its newest checkpoint."""
     newest = sorted((run / "checkpoints").iterdir())[-1].name
     shutil.copytree(run, to, ignore=shutil.ignore_patterns(newest))
     return to
 
 
 def digest(run: Path, said: str) -> str:
-    """The printed digest, if the files of the nodes have it too. Raises Failed."""
+    """Return the printed digest.
+
+    :raises Failed: if nothing was printed, or if the files of the nodes have another digest
+    """
     newest = sorted((run / "checkpoints").iterdir())[-1]
     sha = hashlib.sha256()
     for path in sorted(newest.glob("node-*.h5")):
@@ -209,7 +224,7 @@ def digest(run: Path, said: str) -> str:
 
 
 def figures(log: Path) -> dict[str, str]:
-    """A hash of each column that has no times in it."""
+    """Return a hash of each column that contains no times."""
     found = {}
     with h5py.File(log) as file:
         for group in ("steps", "evaluations"):
@@ -220,7 +235,11 @@ def figures(log: Path) -> dict[str, str]:
 
 
 def _read(checkout: Checkout, job: Job, folder: Path, old_run: Path, result: Result) -> None:
-    """What must be equal of a file made from OLD's run: columns, bytes, or that it is there."""
+    """Read OLD's run by a command, and store what has to be equal in both checkouts.
+
+    These are the columns of a CSV file or the tensors of a safetensors file. Any other file only
+    has to exist and must not be empty.
+    """
     words = [str(old_run) if word == "RUN" else word for word in job.settings]
     name = next((word for word in words if word.startswith("OUT")), None)
     checkout.mpigossip([str(folder / word) if word == name else word for word in words])
@@ -239,7 +258,7 @@ def _read(checkout: Checkout, job: Job, folder: Path, old_run: Path, result: Res
     elif made.suffix == ".safetensors":
         tensors = load_file(made)
         sha = hashlib.sha256()
-        for name in sorted(tensors):  # the file's own order is drawn anew each time
+        for name in sorted(tensors):  # sort the tensors, because their order in the file varies
             sha.update(name.encode() + tensors[name].tobytes())
         result.digest = sha.hexdigest()
 
@@ -248,16 +267,16 @@ def _read(checkout: Checkout, job: Job, folder: Path, old_run: Path, result: Res
 
 
 class Store:
-    """Results of a checkout with the runs that they came from, in a folder."""
+    """Folder with the results of a checkout and the runs that they came from."""
 
     def __init__(self, checkout: Checkout, folder: Path):
         self.checkout = checkout
         self.folder = folder
         self.known: set[str] = set()
-        """jobs whose results were there"""
+        """Names of the jobs whose results were already stored."""
 
     def get(self, job: Job) -> Result:
-        """The result, measured if it isn't there yet. Only trainings are kept, not failures."""
+        """Return the stored result, or measure it; only successful trainings are stored."""
         place = self.folder / job.name
         kept = place / "result.json"
         if kept.exists() and (result := Result(**json.loads(kept.read_text()))).command == command(
@@ -276,12 +295,12 @@ class Store:
         return result
 
     def run(self, name: str) -> Path:
-        """The folder of a job's run."""
+        """Return the run directory of a job."""
         return self.folder / name / "run"
 
 
 def surroundings() -> str:
-    """A hash of what bits depend on besides the checkout."""
+    """Return a hash of everything besides the checkout on which bits depend."""
     facts = [platform.machine(), platform.python_version(), launcher()]
     with contextlib.suppress(OSError):
         facts += re.findall(r"^model name.*", Path("/proc/cpuinfo").read_text(), re.M)[:1]

@@ -1,21 +1,24 @@
-"""Compare two checkouts of this package: the same jobs give the same bits.
+"""Compare two checkouts of this package: the same jobs give bitwise identical results.
 
     python tools/labs/compare_checkouts.py OLD NEW [--only JOB …] [--may-differ NAME …]
                                            [--cache FOLDER] [--at-once K] [--json]
 
-Each job of compare_checkouts.txt is trained in both checkouts (folders that hold mpigossip/ and
-jobs/) on this machine, in this Python environment, by the command line alone. Compared are
+Each job of compare_checkouts.txt is trained in both checkouts (folders that contain mpigossip/ and
+jobs/) on this machine, in this Python environment, through the command line only. The comparison
+covers
 
-* the digest: SHA-256 over the parameters of all nodes, as printed and as in the checkpoint;
-* the columns of the log, but for times;
-* the digest that each reaches from OLD's last checkpoint but one.
+* the digest: SHA-256 of the parameters of all nodes, as printed and as in the checkpoint;
+* the columns of the log, except times;
+* the digest that each checkout reaches from OLD's last checkpoint but one.
 
-Then NEW reads what OLD has written: log, plot, report, checkpoint. A job that OLD refuses and NEW
-trains is new, not different. Exit code 1 if anything fails or differs (but for `--may-differ`,
-the jobs and columns of the log where that is meant), 2 for a wrong call.
+Then NEW reads the files that OLD has written: log, plot, report, checkpoint. A job that OLD refuses
+and NEW trains counts as new, not as different. The exit code is 1 if anything fails or differs
+(except the jobs and columns of the log named by `--may-differ`, which are meant to differ), and 2
+after a wrong call.
 
-The launcher is MPIGOSSIP_MPIEXEC, or the mpiexec beside this Python or on PATH. `--cache` keeps the
-results of an OLD without local changes, by its commit and by what else bits depend on.
+The launcher is MPIGOSSIP_MPIEXEC, or the mpiexec in the folder of this Python or on PATH. `--cache`
+stores the results of an OLD without local changes, under its commit and a hash of everything else
+on which bits depend.
 """
 
 import argparse
@@ -38,15 +41,15 @@ algorithm.name=dmsgd local.name=none schedule.name=milestones schedule.lr=0.2 sc
 schedule.milestones=[20,26]
 log.flush_steps=6 log.consensus_every=2
 """
-"""Settings that come before a job's own."""
+"""Settings that precede the job's own settings."""
 COLUMNS = ("steps/", "evaluations/")
-"""How the names of columns of the log begin."""
+"""Prefixes of the names of columns of the log."""
 
 TABLE = Path(__file__).with_suffix(".txt")
 
 
 def table() -> dict[str, Job]:
-    """The jobs by name, in the table's order."""
+    """Return the jobs by name, in the order of the table."""
     rows: list[list[str]] = []
     for line in TABLE.read_text("utf-8").splitlines():
         if line.strip() and not line.startswith("#"):
@@ -66,7 +69,7 @@ def _job(name: str, how: str, of: str, *words: str) -> Job:
 
 
 def compared(job: Job, store: Store, new: Checkout, work: Path, meant: Sequence[str]) -> dict:
-    """A row: the verdict, its reasons, and both results."""
+    """Return a row: the verdict, its reasons, and both results."""
     before = store.get(job)
     after = measured(new, job, work / job.name, store.run)
     shutil.rmtree(work / job.name)
@@ -81,9 +84,9 @@ def compared(job: Job, store: Store, new: Checkout, work: Path, meant: Sequence[
 
 
 def verdict(old: Result, new: Result, meant: Sequence[str] = ()) -> tuple[str, str]:
-    """One of "equal", "new", "differs", "failed"; and the reasons.
+    """Return the verdict ("equal", "new", "differs" or "failed") and its reasons.
 
-    `meant`: columns of the log that may differ.
+    :param meant: columns of the log that may differ
     """
     if old.code == REFUSED and not new.code:
         return "new", "OLD refuses it"
@@ -102,13 +105,13 @@ def verdict(old: Result, new: Result, meant: Sequence[str] = ()) -> tuple[str, s
 
 
 def gone(rows: Sequence[dict]) -> list[str]:
-    """Columns of the log that OLD writes and NEW doesn't: told, not counted as a difference."""
+    """Return the columns of the log that only OLD writes; they do not count as differences."""
     pairs = [(row["old"]["figures"], row["new"]["figures"]) for row in rows]
     return sorted({name for old, new in pairs if new for name in old.keys() - new.keys()})
 
 
 def line(job: Job, row: dict) -> str:
-    """A row as it is printed."""
+    """Return a row as text to print."""
     old = row["old"]
     new = row["new"]
     shown = (old["digest"], new["digest"], new["onward"])
@@ -119,7 +122,7 @@ def line(job: Job, row: dict) -> str:
 
 
 def chosen(only: Sequence[str]) -> list[Job]:
-    """The jobs of these names, all without any."""
+    """Return the jobs with these names, or all jobs if there are no names."""
     jobs = table()
     for name in only:
         if name not in jobs:
@@ -131,7 +134,7 @@ def chosen(only: Sequence[str]) -> list[Job]:
 
 
 def main() -> int:
-    """Compare, print the table, give the exit code."""
+    """Compare, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("old", type=Path, metavar="OLD")
     parser.add_argument("new", type=Path, metavar="NEW")
@@ -150,7 +153,7 @@ def main() -> int:
 
 
 def compare(options: argparse.Namespace, work: Path) -> int:
-    """The exit code of a whole comparison."""
+    """Compare all chosen jobs, and return the exit code."""
     begin = time.monotonic()
     jobs = chosen(options.only)
     chosen([name for name in options.may_differ if not name.startswith(COLUMNS)])

@@ -1,13 +1,15 @@
-"""Forged checkpoints, logs and data sets: each is refused in words, fast, in little memory.
+"""Forged checkpoints, logs and data sets have to be refused with a message, fast, in little memory.
 
-python tools/labs/forge.py [--count 1000] [--seed 0] [--keep DIR]
+    python tools/labs/forge.py [--count 1000] [--seed 0] [--keep DIR]
 
-What is forged is the structure (links, sizes, types, counts, names, kinds of files), with checksums
-that agree, the manifest's and HDF5's own; or bits and bytes, with checksums that don't. (A byte of
-HDF5's headers with their checksum repaired may stand for another number: only harm counts.) Each is
-read in a fork. Wrong, and kept: a hang, a crash, a traceback, other values than those that
-were written, 2 s or 200 MB and more, and any import or opening of a file elsewhere: Python's audit
-hook tells of the child's, the kernel's inotify of what HDF5 opens itself. Exit code 1 then.
+Either the structure is forged (links, sizes, types, counts, names, kinds of files), with checksums
+that agree, both the manifest's and HDF5's own; or bits and bytes are, with checksums that do not
+agree. (A byte of HDF5's headers whose checksum was repaired may stand for another valid number;
+such a file is wrong only if it does harm.) Each file is read in a forked process. These are wrong,
+and `--keep` keeps the file: a hang, a crash, a traceback, values other than those written, 2 s or
+200 MB and more, and any import or opening of a file elsewhere. Python's audit hook reports what the
+forked process imports and opens, the kernel's inotify what HDF5 opens itself. The exit code is then
+1.
 """
 
 import argparse
@@ -63,7 +65,7 @@ LATEST = ("v110", "v110")
 
 
 def originals(top: Path) -> None:
-    """A folder for each kind with whole files in it."""
+    """Create a folder with intact files for each kind."""
     for kind in KINDS:
         (top / kind).mkdir(parents=True)
     beside = checkpoint.begin(top, 3)
@@ -96,7 +98,7 @@ def originals(top: Path) -> None:
 
 
 def outside(top: Path) -> Path:
-    """A folder with a file that nothing inside a forged one may lead to."""
+    """Create a folder with a file that a forged file must never lead to."""
     (top / "outside").mkdir()
     with h5py.File(top / "outside/secret.h5", "w") as secret:
         secret["x"] = np.zeros(500, "<f4")
@@ -104,7 +106,7 @@ def outside(top: Path) -> Path:
 
 
 def hashed(*things: Any) -> str:
-    """SHA-256 of values and arrays, also in tables."""
+    """Return the SHA-256 of values and arrays, which may be in dictionaries."""
     sha = hashlib.sha256()
     for thing in things:
         if isinstance(thing, dict):
@@ -114,9 +116,10 @@ def hashed(*things: Any) -> str:
 
 
 def content(kind: str, folder: Path, without: str = "") -> str:
-    """All that a reader gets, as a hash; StoreError where it is refused.
+    """Return a hash of everything that a reader gets.
 
-    ``without``: a column of a log.
+    :param without: column of a log that is left out
+    :raises StoreError: if the file is refused
     """
     if kind == "checkpoint":
         if problems := checkpoint.verify(folder):
@@ -139,7 +142,7 @@ def content(kind: str, folder: Path, without: str = "") -> str:
 
 
 class Forger:
-    """Changes one copy of an original, drawn at random."""
+    """Randomly chosen change of one copy of an original."""
 
     def __init__(self, kind: str, folder: Path, outside: Path, draw: random.Random) -> None:
         self.kind = kind
@@ -149,7 +152,10 @@ class Forger:
         self.path = folder / MAIN[kind]
 
     def structure(self) -> str:
-        """Links, types, sizes, counts or names inside HDF5; checksums agree. Its name."""
+        """Change something inside HDF5; return the name of the change.
+
+        The change affects links, types, sizes, counts or names; all checksums are correct.
+        """
         draw = self.draw
         with h5py.File(self.path, "r+", libver=LATEST) as file:
             way = draw.choice((self._object, self._object, self._further, self._attribute))
@@ -172,7 +178,7 @@ class Forger:
         return found
 
     def _object(self, file: h5py.File) -> str:
-        """One of the arrays in another way."""
+        """Replace one of the arrays by another kind of object."""
         path = self.draw.choice(TARGETS[self.kind])
         old = file[path][()]
         if self.kind == "log" and path.startswith("steps/"):
@@ -220,7 +226,7 @@ class Forger:
         return said
 
     def _further(self, file: h5py.File) -> str:
-        """Something beside what belongs there."""
+        """Add an object that does not belong there."""
         top = {"checkpoint": "arrays/", "log": "steps/", "data set": "train/"}[self.kind]
         secret = str(self.outside / "secret.h5")
         first = TARGETS[self.kind][0]
@@ -239,13 +245,13 @@ class Forger:
             ),
         }
         said = self.draw.choice(list(ways))
-        if said == "many" and self.draw.random() < 0.8:  # takes seconds to make
+        if said == "many" and self.draw.random() < 0.8:  # rare, because it takes seconds
             said = "a circle"
         ways[said]()
         return said
 
     def _attribute(self, file: h5py.File) -> str:
-        """A fact missing or of another kind."""
+        """Remove an attribute, or replace it by a value of another kind."""
         name = self.draw.choice(WORDS[self.kind])
         values = [
             None,
@@ -267,7 +273,7 @@ class Forger:
         return f"attribute {name}"
 
     def sign(self) -> None:
-        """Let the manifest of a checkpoint agree with its files."""
+        """Update the manifest of a checkpoint to agree with its files."""
         if self.kind != "checkpoint":
             return
         manifest = checkpoint.read_manifest(self.folder)
@@ -280,7 +286,7 @@ class Forger:
         manifests.write(self.folder / checkpoint.MANIFEST, changed)
 
     def manifest(self) -> str:
-        """Counts and names in a checkpoint's manifest, whose checksum agrees."""
+        """Change counts and names in a checkpoint's manifest, with a correct checksum."""
         draw = self.draw
         path = self.folder / checkpoint.MANIFEST
         with h5py.File(path, "r+", libver=LATEST) as file:
@@ -304,9 +310,10 @@ class Forger:
         return f"manifest {field}"
 
     def place(self) -> str:
-        """Something else where the file should be."""
+        """Put something else where the file should be."""
         file = self.folder / self.draw.choice([p.name for p in self.folder.iterdir()])
-        # a log or a data set is what the user named, and may be a link; a checkpoint's files not
+        # The user names a log or a data set, which may therefore be a link; files of a checkpoint
+        # may not.
         link = ["link"] if self.kind == "checkpoint" else []
         how = self.draw.choice(["pipe", "device", "folder", "empty", "sparse", *link])
         file.unlink()
@@ -323,7 +330,7 @@ class Forger:
         return how
 
     def journal(self) -> str:
-        """A journal beside a log that claims more than it has, or isn't a file."""
+        """Add a journal of a log that claims more than it contains, or that is not a file."""
         from mpigossip.store import journal
 
         path = journal.pending(self.path)
@@ -336,7 +343,7 @@ class Forger:
         return "journal pages"
 
     def damage(self) -> str:
-        """Bits flipped, or bytes cut off, zeroed, swapped, doubled; no checksum is repaired."""
+        """Flip bits, or cut off, zero, swap or double bytes, without repairing a checksum."""
         draw = self.draw
         file = self.draw.choice(sorted(self.folder.iterdir()))
         data = bytearray(file.read_bytes())
@@ -363,7 +370,7 @@ class Forger:
         return how
 
     def header(self) -> str:
-        """A byte in one of HDF5's own headers, whose checksum is repaired."""
+        """Change a byte in one of HDF5's own headers, and repair the header's checksum."""
         data = bytearray(self.path.read_bytes())
         start, end = self.draw.choice(list(headers(bytes(data))))
         for _ in range(self.draw.choice([1, 1, 1, 3])):
@@ -375,7 +382,7 @@ class Forger:
 
 
 def headers(data: bytes) -> Iterator[tuple[int, int]]:
-    """First byte and checksum's offset of object headers, B-tree headers and the superblock."""
+    """Yield first byte and checksum's offset of object headers, B-tree headers, superblock."""
     ends = {b"BTHD": lambda at: at + 34, b"EAHD": lambda at: at + 68, b"FRHP": lambda at: at + 142}
     for name, end_of in ({b"OHDR": lambda at: _object_end(data, at)} | ends).items():
         for at in (found.start() for found in re.finditer(name, data)):
@@ -400,7 +407,7 @@ LAST = tuple(
 
 
 def lookup3(data: bytes) -> int:
-    """Jenkins' lookup3, the checksum of HDF5's metadata."""
+    """Return Jenkins' lookup3 hash, the checksum of HDF5's metadata."""
     mask = 0xFFFFFFFF
 
     def turn(x: int, k: int) -> int:
@@ -425,9 +432,10 @@ def lookup3(data: bytes) -> int:
 
 
 def forked(work: Callable[[], Any], limit: int) -> tuple[Any, float]:
-    """What a function gives in a fork of this process, and megabytes that it had at most.
+    """Return the result of a function in a forked process, and its largest memory in MB.
 
-    "hang" after so many seconds, "crash …" where it ends otherwise than by returning.
+    The result is "hang" after ``limit`` seconds, and "crash …" if the process ends without
+    returning.
     """
     read, write = os.pipe()
     pid = os.fork()
@@ -448,7 +456,7 @@ def forked(work: Callable[[], Any], limit: int) -> tuple[Any, float]:
 
 
 def tried(kind: str, folder: Path, inside: Path) -> tuple[str, float, list[str]]:
-    """Answer, seconds, and what was imported, opened or started elsewhere."""
+    """Return the answer, the seconds, and what was imported, opened or started elsewhere."""
     strays: list[str] = []
     allowed = (str(inside), str(Path(os.__file__).parent / "encodings"), "/proc/self/")
 
@@ -471,7 +479,7 @@ def tried(kind: str, folder: Path, inside: Path) -> tuple[str, float, list[str]]
 
 
 class Watch:
-    """What is opened in a folder, by whomever: the kernel's word for it."""
+    """Watch of a folder by the kernel's inotify, which notices every process that opens a file."""
 
     def __init__(self, folder: Path) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -488,7 +496,7 @@ class Watch:
 
 
 def main() -> int:
-    """Forge, read, count."""
+    """Forge and read files, and count the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
@@ -503,7 +511,7 @@ def main() -> int:
         top = Path(folder)
         originals(top / "original")
         right = {kind: content(kind, top / "original" / kind) for kind in KINDS}
-        # a column more or less is another log, and a sound one: metrics and versions differ in them
+        # A log with another set of columns is valid, too: metrics and versions differ in columns.
         right["missing"] = content("log", top / "original/log", without="loss")
         watch = Watch(outside(top))
         for number in range(options.count):

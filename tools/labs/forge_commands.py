@@ -1,19 +1,21 @@
-"""Forged logs and checkpoints of a run, through every command that reads them.
+"""Run the commands that read logs and checkpoints of a run on forged ones.
 
-python tools/labs/forge_commands.py [--count 1000] [--seed 0] [--keep DIR]
-python tools/labs/forge_commands.py --ranks --count 40     checkpoints, resumed on 1, 3 and 4 ranks
+    python tools/labs/forge_commands.py [--count 1000] [--seed 0] [--keep DIR]
+    python tools/labs/forge_commands.py --ranks --count 40
 
-Forged as by tools/labs/forge.py, and in the texts that are in the files: job, environment, summary,
-counters, facts; checksums agree then. Each case is a run directory whose log or whose newest
-checkpoint is forged (in half of the cases its only one). A forged log goes through `log show` and
-`log export`, one time in five through `log plot`, `report` and `resume --simulate`; a forged
-checkpoint through `checkpoint show|verify|export`, `resume --simulate` and `simulate` of the job.
-Wrong, and printed: a traceback, a hang, an exit code other than 0, 1, 2 and 75, an end without a
-line of ours, an import that the forged file asks for, a file opened elsewhere, and a training that
-begins at step 0 although there is a checkpoint. Crashes of the HDF5 library, which
-`mpigossip` itself ends in a line of ours, and control characters in what is printed are counted
-separately. Exit code 1 where something is wrong. Ranks are started by MPIGOSSIP_MPIEXEC, as in the
-tests.
+The second call resumes checkpoints on 1, 3 and 4 ranks. Files are forged as by tools/labs/forge.py,
+and in the texts inside the files: job, environment, summary, counters, facts; checksums agree then.
+Each case is a run directory whose log or newest checkpoint is forged (in half of the cases it is
+the only checkpoint). A forged log is read by `log show` and `log export`, and in one of five cases
+by `log plot`, `report` and `resume --simulate`. A forged checkpoint is read by
+`checkpoint show|verify|export`, `resume --simulate` and `simulate` of the job.
+
+These are wrong, and printed: a traceback, a hang, an exit code other than 0, 1, 2 and 75, an end
+without a message of mpigossip, an import that the forged file requests, a file opened elsewhere,
+and a training that begins at step 0 although there is a checkpoint. Crashes of the HDF5 library,
+which `mpigossip` itself turns into a message, and control characters in the output are counted
+separately. The exit code is 1 if anything is wrong. Ranks are started by MPIGOSSIP_MPIEXEC, as in
+the tests.
 """
 
 import argparse
@@ -47,11 +49,11 @@ from tests import launch  # noqa: E402
 
 LIMIT_S = 120
 RANKS_S = 40.0
-"""Seconds until a command, and ranks, count as hanging."""
+"""Seconds after which a command with ranks counts as hanging."""
 CRASH = re.compile("crash -(4|6|7|8|11)")
-"""By a signal of the processor, or abort()."""
+"""Ends by a signal of the processor, or by abort()."""
 LATE = ("analysis.report", "runs.launch", "runs.model_export", "store.log_export")
-"""Imported once, not in each fork."""
+"""Modules that are imported once, so that not every forked process imports them."""
 JOB = [
     "jobs/digits.toml",
     "--nodes",
@@ -93,10 +95,10 @@ VALUES = (
 
 
 class Texts(Forger):
-    """Forges what texts in the files say, beside their structure."""
+    """Forger that also changes texts inside the files, besides their structure."""
 
     def texts(self) -> str:
-        """A setting of the job, a counter, a fact, or something of environment and summary."""
+        """Change a setting of the job, a counter, a fact, or a value of environment or summary."""
         return self._log() if self.kind == "log" else self._checkpoint()
 
     def _table(self, found: dict) -> str:
@@ -110,7 +112,7 @@ class Texts(Forger):
         return f"{key} = {repr(value)[:30]}"
 
     def _job(self, text: str) -> tuple[str, str]:
-        """A line of the job's TOML with another value."""
+        """Change the value in a line of the job's TOML."""
         lines = text.splitlines()
         at = self.draw.choice([k for k, line in enumerate(lines) if " = " in line])
         value = self.draw.choice(VALUES)
@@ -168,9 +170,10 @@ class Texts(Forger):
 
 
 def ran(words: list[str], out: Path) -> tuple[object, list[str], list[str]]:
-    """Of a command: exit code or traceback, what it did elsewhere, checkpoints it went on from.
+    """Run a command; return exit code or traceback, accesses elsewhere, resumed checkpoints.
 
-    In a fork of its own; what it prints goes into a file.
+    The caller runs this in a forked process; the output of the command is written to the file
+    ``out``.
     """
     strays = list[str]()
     resumed = list[str]()
@@ -203,7 +206,7 @@ def ran(words: list[str], out: Path) -> tuple[object, list[str], list[str]]:
 
 
 def commands(kind: str, run: Path, out: Path) -> list[list[str]]:
-    """What reads a file of this kind."""
+    """Return the commands that read a file of this kind."""
     there = str(run)
     if kind == "log":
         return [
@@ -223,7 +226,7 @@ def commands(kind: str, run: Path, out: Path) -> list[list[str]]:
 
 
 def copied(source: str, to: str) -> None:
-    """A file as it is, a pipe too."""
+    """Copy a file as it is, even if it is a pipe."""
     if Path(source).is_file():
         shutil.copy2(source, to, follow_symlinks=False)
     else:
@@ -231,7 +234,7 @@ def copied(source: str, to: str) -> None:
 
 
 def on_ranks(run: Path, ranks: int) -> str:
-    """Resume a forged run under the launcher; what is wrong with that, "" where nothing is."""
+    """Resume a forged run under the launcher; return what is wrong with it, "" if nothing is."""
     made = launch.Launch(ranks, ["mpigossip", "resume", str(run), "run.steps=6"], REPO)
     with contextlib.closing(made), contextlib.suppress(subprocess.TimeoutExpired):
         code = made.process.wait(RANKS_S)
@@ -242,8 +245,8 @@ def on_ranks(run: Path, ranks: int) -> str:
 
 
 def wrong(words: list[str], found: object, text: str) -> str:
-    """What is wrong with how a command ended; "" where nothing is."""
-    if isinstance(found, str):  # HDF5's crashes end in a line of ours, as cli's child is for
+    """Return what is wrong with the way in which a command ended, "" if nothing is."""
+    if isinstance(found, str):  # cli's child process turns crashes of HDF5 into a message
         return "" if CRASH.fullmatch(found) else found
     code, strays, resumed = found
     trains = words[0] in ("resume", "simulate")
@@ -257,9 +260,14 @@ def wrong(words: list[str], found: object, text: str) -> str:
 
 
 def forged(run: Path, kind: str, top: Path, draw: random.Random) -> tuple[str, str]:
-    """Forge a run's log or newest checkpoint: the way, and what was done; "" where it can't be."""
+    """Forge a run's log or newest checkpoint.
+
+    Return the way of forging and a description of the change; the description is "" if the change
+    was impossible.
+    """
     place = checkpoint.folder(run, 3)
-    if kind == "log":  # of the run's folder, only the log is forged
+    # Move the log to a folder of its own, so that nothing else of the run is forged.
+    if kind == "log":
         place = top / "alone"
         place.mkdir()
         (run / "log.h5").rename(place / "log.h5")
@@ -279,9 +287,9 @@ def forged(run: Path, kind: str, top: Path, draw: random.Random) -> tuple[str, s
 
 
 def checked(kind: str, run: Path, watch: Watch, top: Path, draw: random.Random):
-    """Every command's name, what came of it, and what is wrong with that; in turn."""
+    """Yield, for each command, its name, its result, and what is wrong with it."""
     there = commands(kind, run, top / "files")
-    if kind == "log":  # pictures take seconds
+    if kind == "log":  # plots take seconds
         there = there[:2] + [one for one in there[2:] if draw.random() < 0.2]
     for words in there:
         if words[0] == "resume":
@@ -302,7 +310,7 @@ def checked(kind: str, run: Path, watch: Watch, top: Path, draw: random.Random):
 
 
 def main() -> int:
-    """Forge, run all commands, count."""
+    """Forge, run all commands, and count the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

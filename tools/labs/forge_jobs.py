@@ -1,16 +1,19 @@
-"""Mutated job files and settings: each is a job, or is rejected in a sentence.
+"""Mutated job files and settings: each has to be a valid job or be rejected with a message.
 
-python tools/labs/forge_jobs.py [--count 10000] [--steps 200] [--seed 0] [--files 500]
-                               [--minutes M]
+    python tools/labs/forge_jobs.py [--count 10000] [--steps 200] [--seed 0] [--files 500]
+                                    [--minutes M]
 
-Each case is a job file of jobs/ with up to four settings changed, on the command line or in the
-file, or (one in five) with bytes of its text changed. ``mpigossip simulate … --dry-run`` reads it
-in a fork with a limit of time and memory. ``--steps``: that many of the accepted jobs are run for
-ten steps. Then ``--files`` folders of members are forged and read by ``report``, ``replay``
-and ``join``. Wrong, and printed: a traceback, a crash, an exit code other than 0, 1, 2 and 75, a
-rejection without a sentence, an import or a command that a file names. Slow, and printed: more than
-2 s of time or 200 MB more than before the fork. Exit code 1 if anything is wrong.
-``--minutes``: stop after half of them with jobs, after a quarter with steps, then with members.
+Each case is a job file of jobs/ in which up to four settings are changed, on the command line or in
+the file, or (in one of five cases) bytes of its text. ``mpigossip simulate … --dry-run`` reads it
+in a forked process with a limit of time and memory. ``--steps`` is the number of accepted jobs that
+are then run for ten steps. After that, ``--files`` folders of members are forged and read by
+``report``, ``replay`` and ``join``.
+
+These are wrong, and printed: a traceback, a crash, an exit code other than 0, 1, 2 and 75, a
+rejection without a message, and an import or a command that a file names. These are slow, and
+printed: more than 2 s, or 200 MB more than before the fork. The exit code is 1 if anything is
+wrong. ``--minutes`` limits the total time: half of it is for jobs, a quarter for steps, and the
+rest for members.
 """
 
 import argparse
@@ -83,7 +86,7 @@ NAMES = {
     "graph.name": ("ring", "complete", "exponential", "one-peer-exponential", "grid", "base-3"),
     "node.mixer": ("auto", "synchronous", "asynchronous"),
 }
-"""Names for settings that decide which others there are."""
+"""Names of the settings that decide which other settings exist."""
 FURTHER = (
     "model.hidden",
     "model.layers",
@@ -109,11 +112,11 @@ LATE = (
     "mixing.asynchronous",
     "studies.theory",
 )
-"""Imported once, not in each fork."""
+"""Modules that are imported once, so that not every forked process imports them."""
 
 
 def mutated(draw: random.Random, folder: Path) -> list[str]:
-    """Return the words behind a command: a job file in ``folder``, and settings."""
+    """Return the arguments of a command: a job file in ``folder``, and settings."""
     text = (REPO / "jobs" / f"{draw.choice(JOBS)}.toml").read_text()
     path = folder / "job.toml"
     if draw.random() < 0.2:
@@ -153,7 +156,7 @@ def show_job(text: str) -> str:
 
 
 def outcome(words: list[str], out: Path) -> tuple[object, float, float, list[str]]:
-    """Run a command in this fork: exit code or traceback, seconds, megabytes, forbidden events."""
+    """Run a command in this fork; return exit code or traceback, seconds, MB, forbidden events."""
     strays = list[str]()
 
     def hook(event: str, facts: tuple) -> None:
@@ -181,14 +184,14 @@ def outcome(words: list[str], out: Path) -> tuple[object, float, float, list[str
 
 
 def check(words: list[str], top: Path, limited: bool = True) -> tuple[str, str]:
-    """Run one command in a fork; return its outcome in a word, and the fault or an empty text."""
+    """Run one command in a fork; return its outcome in a word, and the fault or "" if none."""
     out = top / "out"
     found, _ = forked(lambda: outcome(words, out), LIMIT_S)
     text = out.read_bytes().decode(errors="replace")
     if isinstance(found, str):
         return "wrong", f"{found}: {text[-300:]}"
     code, spent, grown, strays = found
-    # the user's own command may name code to import; nothing else may
+    # The user's own command may name code to import; nothing else may.
     own = any("forged_module" in word or "os:system" in word for word in words)
     if code not in (0, 1, 2, 75) or "Traceback" in text:
         return "wrong", f"exit code {code}: {text[-1500:]}"
@@ -232,7 +235,7 @@ def forged_members(original: Path, folder: Path, draw: random.Random) -> str:
 
 
 def main() -> int:
-    """Forge, run the commands, count."""
+    """Forge, run the commands, and count the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=200)

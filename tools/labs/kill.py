@@ -1,23 +1,24 @@
 """Kill ranks of real runs, and check how the runs end.
 
-python tools/labs/kill.py checkpoints [--count 200]   a rank dies while checkpoints are written
-python tools/labs/kill.py start [--count 50]          a rank dies before, in or after MPI's start
-python tools/labs/kill.py signals [--signals STOP]    a rank gets SIGKILL, SIGSTOP or SIGTERM in the
-                                                      start, training, a checkpoint or the end
-python tools/labs/kill.py start --tolerant            … with Open MPI's --with-ft ulfm
-python tools/labs/kill.py ranks [--count 50]          a rank dies in training, the others go on;
-                                                      --losses 2, --victim 0, or each rank on a
-                                                      host of tools/labs/net.sh: --hosts
-python tools/labs/kill.py places [--where flush]      a rank dies inside an evaluation, a global
-                                                      average, a flush, or in training; --losses 2
-python tools/labs/kill.py loop [--folder]             a rank of jobs/loops/survive.py dies, with a
-                                                      run directory or without
+    python tools/labs/kill.py checkpoints [--count 200]   a rank dies while it writes checkpoints
+    python tools/labs/kill.py start [--count 50]          a rank dies before, in or after MPI_Init
+    python tools/labs/kill.py signals [--signals STOP]    a rank gets SIGKILL, SIGSTOP or SIGTERM in
+                                                          the start, training, a checkpoint, the end
+    python tools/labs/kill.py start --tolerant            … with Open MPI's --with-ft ulfm
+    python tools/labs/kill.py ranks [--count 50]          a rank dies in training, the others go on;
+                                                          --losses 2, --victim 0, or each rank on a
+                                                          host of tools/labs/net.sh: --hosts
+    python tools/labs/kill.py places [--where flush]      a rank dies inside an evaluation, a global
+                                                          average, a flush, or training; --losses 2
+    python tools/labs/kill.py loop [--folder]             a rank of jobs/loops/survive.py dies, with
+                                                          a run directory or without
 
-The launcher is MPIGOSSIP_MPIEXEC, as in the tests; `ranks`, `places` and `loop` need Open MPI's
-(`--with-ft ulfm` is added). Ends with a table, and with exit code 1 if anything was not as it must
-be: no end in time, a log or checkpoint with gaps, accuracy more than --points below that of a whole
-run; of a loop: a process left, steps missing, models that aren't bitwise those that a computation
-without MPI has for these losses.
+The launcher is MPIGOSSIP_MPIEXEC, as in the tests; `ranks`, `places` and `loop` need the launcher
+of Open MPI (`--with-ft ulfm` is added). The tool prints a table at the end. Its exit code is 1 if
+anything was wrong: a run that does not end in time, a log or checkpoint with gaps, accuracy more
+than --points below that of a run without a failure; and for a loop: a process that is left, missing
+steps, or models that are not bitwise identical to those that a computation without MPI gives for
+the same failures.
 """
 
 import argparse
@@ -48,23 +49,23 @@ from mpigossip.store import StoreError, checkpoint  # noqa: E402
 from mpigossip.store.log import read  # noqa: E402
 from tests import launch, survivors  # noqa: E402
 
-LIMIT_S = 60.0  # seconds without a sign of life that count as a hang
-START_S = 180.0  # seconds that a run has to its first step, on a machine with few cores
+LIMIT_S = 60.0  # seconds without any new output that count as a hang
+START_S = 180.0  # seconds until a run has to reach its first step, on a machine with few cores
 STARTS_S = 8.0  # node.timeout_s of runs that lose a rank while they start
-BEGUN_S = 4.0  # and the seconds within which they lose it
+BEGUN_S = 4.0  # seconds within which these runs lose the rank
 TINY = [
     *("model.name=mlp", "model.hidden=[256]", "data.batch=8", "data.workers=0", "run.epochs=1000"),
     *("run.evaluate_every=0", "log.flush_steps=1000", "checkpoint.every_steps=1"),
 ]
 DIGITS = [
-    "model.name=mlp",  # a fifth of LeNet's time a run
+    "model.name=mlp",  # one run takes a fifth of the time that LeNet takes
     *("data.batch=16", "run.survive=true", "log.flush_steps=20", "node.timeout_s=20"),
 ]
 
 
 @dataclass
 class Found:
-    """What a series of kills showed."""
+    """Results of a series of kills."""
 
     title: str
     kills: int = 0
@@ -73,7 +74,7 @@ class Found:
 
     @contextlib.contextmanager
     def run(self, what: object, kills: int) -> Iterator[None]:
-        """Count a run's kills, or what was wrong with it."""
+        """Count the kills of a run, or record what was wrong with it."""
         try:
             yield
             self.kills += kills
@@ -82,20 +83,20 @@ class Found:
             print(f"WRONG {self.wrong[-1]}", flush=True)
 
     def seconds(self, what: str, values: Sequence[float]) -> None:
-        """Median and most of some times."""
+        """Record the median and the maximum of some times."""
         middle = statistics.median(values or [0])
         most = max(values, default=0)
         self.facts[f"s {what}, median and most"] = f"{middle:.2f} {most:.2f}"
 
     def line(self) -> str:
-        """One row of the table."""
+        """Return one row of the table."""
         facts = ", ".join(f"{name} {value}" for name, value in self.facts.items())
         return f"{self.title}: {self.kills} kills, {len(self.wrong)} wrong; {facts}"
 
 
 @contextlib.contextmanager
 def launched(ranks: int, words: Sequence, **env: str) -> Iterator[launch.Launch]:
-    """A command on so many ranks; nothing of it is left behind."""
+    """Start a command on this number of ranks; end all of its processes afterwards."""
     run = launch.Launch(ranks, [*map(str, words)], REPO, env)
     try:
         yield run
@@ -104,7 +105,7 @@ def launched(ranks: int, words: Sequence, **env: str) -> Iterator[launch.Launch]
 
 
 def job(folder: Path, settings: Sequence[str]) -> list[str]:
-    """The command that trains the digits."""
+    """Return the command that trains the digits."""
     return ["mpigossip", "train", "jobs/digits.toml", *settings, f"run.output={folder}"]
 
 
@@ -112,9 +113,9 @@ def job(folder: Path, settings: Sequence[str]) -> list[str]:
 
 
 def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Found]:
-    """Lives of one run, each killed while it writes; the last one runs to its end.
+    """Kill a run repeatedly while it writes a checkpoint, then let it run to its end.
 
-    Each chain ends with the digest of a run that was never killed.
+    Each chain has to end with the digest of a run that was never killed.
     """
     ranks = 2
     count = options.count or 200
@@ -144,7 +145,7 @@ def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Found]:
 
 
 def one_life(folder: Path, ranks: int, draw: random.Random) -> bool:
-    """Start or resume, kill a rank while it writes; whether that left a half-written one."""
+    """Start or resume, kill a rank that writes; return whether a partial checkpoint is left."""
     before = last(folder)
     with launched(ranks, job(folder, TINY)) as run:
         wait(lambda: last(folder) > before + 1, START_S, run)
@@ -161,7 +162,7 @@ def one_life(folder: Path, ranks: int, draw: random.Random) -> bool:
 
 
 def last(folder: Path) -> int:
-    """Step of the newest checkpoint by its name, -1 for none."""
+    """Return the step of the newest checkpoint according to its name, -1 if there is none."""
     names = [path.name for path in folder.glob("checkpoints/step-*")]
     return max((int(name[5:]) for name in names if name[5:].isdigit()), default=-1)
 
@@ -170,11 +171,11 @@ def last(folder: Path) -> int:
 
 
 def starts(options, top: Path, draw: random.Random) -> Iterator[Found]:
-    """Runs that lose a rank within their first seconds: they end in words, or go on.
+    """Kill a rank within the first seconds of runs, which have to end with a message, or continue.
 
-    Every other one loses it within 0.3 s of its coming to MPI_Init, which takes no longer. In time
-    means ``STARTS_S`` (node.timeout_s) and 10 s from the kill. A run that has ended well has lost
-    nobody, or has a whole log.
+    In every other run, the rank dies within 0.3 s of its entry into MPI_Init, which takes no
+    longer. A run has to end within ``STARTS_S`` (node.timeout_s) plus 10 s of the kill. A run that
+    ends successfully has lost no rank, or has a complete log.
     """
     settings = [*TINY[:-1], "run.steps=1500", "run.survive=true", f"node.timeout_s={STARTS_S:g}"]
     for ranks in options.nodes:
@@ -228,10 +229,10 @@ def starts(options, top: Path, draw: random.Random) -> Iterator[Found]:
 
 
 def signals(options, top: Path, draw: random.Random) -> Iterator[Found]:
-    """Runs in which a random rank gets a signal: they end in time, with a complete checkpoint.
+    """Send a signal to a random rank of runs, which have to end in time with a complete checkpoint.
 
-    The phases take turns. A stopped rank leaves the others two time limits, of 10 s at least, for a
-    collective call. SIGTERM ends a run that trains with exit code 75, or 0 at its end.
+    The phases alternate. If a rank is stopped, the others have two time limits, of at least 10 s,
+    for a collective call. SIGTERM ends a run that trains with exit code 75, or 0 at its end.
     """
     ranks = options.nodes[0]
     for name in options.signals:
@@ -291,9 +292,10 @@ def signals(options, top: Path, draw: random.Random) -> Iterator[Found]:
 
 
 def places(options, top: Path, draw: random.Random) -> Iterator[Found]:
-    """Runs in which ranks die inside an evaluation, a global average or a flush, or in training.
+    """Let ranks die inside an evaluation, a global average or a flush, or in training.
 
-    The others come to the end, with a whole log; that the rank died there, it has said itself.
+    The other ranks have to reach the end, with a complete log. The victim itself prints where it
+    dies.
     """
     lost = options.losses
     path = os.pathsep.join([str(REPO / "tests"), *sys.path[:1]])
@@ -305,7 +307,8 @@ def places(options, top: Path, draw: random.Random) -> Iterator[Found]:
         mark = {"evaluation": "e", "average": "g", "flush": "!", "training": ""}[where]
         average = ["cadence.name=gossip-pga", "cadence.period=3"] * (where == "average")
         for at in range(options.count or 20):
-            # the log is written by the first rank that lives; two at once are two in one step
+            # The surviving rank with the lowest number writes the log. To hit a flush, the victims
+            # are therefore the lowest ranks, all in the same step.
             step = draw.randrange(2, 14)
             chosen = draw.sample(range(ranks), lost)
             who = range(lost) if where == "flush" else chosen
@@ -330,15 +333,17 @@ def places(options, top: Path, draw: random.Random) -> Iterator[Found]:
 
 
 def losses(options, top: Path, draw: random.Random) -> Iterator[Found]:
-    """Runs in which ranks die one after the other; the others must come to the end.
+    """Kill ranks one after the other; the others have to reach the end.
 
-    Their accuracy may be so many points below that of a run without a loss, and no more.
+    Their accuracy may be at most ``--points`` percentage points below that of a run without a
+    failure.
     """
     lost = options.losses
     epochs = options.epochs
     victim = options.victim
     who = "a random rank" if victim is None else f"rank {victim}"
-    # the job's schedule, for as many epochs: at a high rate accuracies differ by chance alone
+    # The schedule is that of the job, scaled to this number of epochs. With a high learning rate at
+    # the end, accuracies would differ by chance alone.
     milestones = f"schedule.milestones=[{2 * epochs // 3},{13 * epochs // 15}]"
     settings = [*DIGITS, f"run.epochs={epochs}", milestones]
     for ranks in options.nodes:
@@ -376,7 +381,10 @@ def trained(
     victim: int | None = None,
     pause: float = 0.0,
 ) -> list[float]:
-    """A run in which a rank dies up to ``pause`` s after each of some epochs; s to going on."""
+    """Run a training and kill a rank up to ``pause`` s after each epoch in ``ends``.
+
+    Return the seconds that the other ranks took to go on after each kill.
+    """
     waits = list[float]()
     alive = list(range(ranks))
     with launched(ranks, words) as run:
@@ -394,7 +402,7 @@ def trained(
 
 
 def kill(run: launch.Launch, pid: int, gone_on: Callable[[], int], before: int) -> float:
-    """Seconds from a kill until the others have said that they go on."""
+    """Kill a process; return the seconds until the other ranks report that they go on."""
     began = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     wait(lambda: gone_on() > before, LIMIT_S, run)
@@ -402,12 +410,12 @@ def kill(run: launch.Launch, pid: int, gone_on: Callable[[], int], before: int) 
 
 
 def epochs_of(run: launch.Launch) -> int:
-    """Rows of the run's table: an epoch each."""
+    """Return the number of rows of the run's table; each row is an epoch."""
     return len(re.findall(r"(?:\n|\r|2K) +\d+\.\d\d +\d+ ", run.output()[0]))
 
 
 def checked(folder: Path, lost: int) -> dict:
-    """The summary, once log and checkpoint are found whole."""
+    """Check that log and checkpoint are complete, and return the summary."""
     log = read(folder / "log.h5")
     steps = log.steps["step"]
     assert log.summary.get("finished"), f"the log has no summary of a finished run: {log.summary}"
@@ -425,7 +433,7 @@ def checked(folder: Path, lost: int) -> dict:
 
 
 def loops(options, top: Path, draw: random.Random) -> Iterator[Found]:
-    """Custom loops that lose ranks: survivors' models are those of a computation without MPI."""
+    """Kill ranks of custom loops; compare the survivors' models with a computation without MPI."""
     steps = 600
     lost = options.losses
     for nodes in options.nodes:
@@ -461,7 +469,10 @@ def loops(options, top: Path, draw: random.Random) -> Iterator[Found]:
 
 
 def check_folder(folder: Path, steps: int, models: dict[int, str]) -> None:
-    """AssertionError unless log and last checkpoint are those of the nodes that are left."""
+    """Check log and last checkpoint against the models of the survivors.
+
+    :raises AssertionError: if they differ
+    """
     path = checkpoint.latest(folder)
     log = read(folder / "log.h5")
     assert path is not None and path.name == f"step-{steps:08d}", path
@@ -477,14 +488,14 @@ def check_folder(folder: Path, steps: int, models: dict[int, str]) -> None:
 
 
 def well(run: launch.Launch) -> None:
-    """Until a run has ended, which has to be well."""
+    """Wait until a run has ended; its exit code has to be 0."""
     watch(lambda: run.process.poll() is not None, LIMIT_S, run)
     code = run.process.returncode
     assert code == 0, f"exit code {code}: {run.output()[1][-1500:]}"
 
 
 def wait(ready: Callable[[], bool], limit: float, run: launch.Launch) -> None:
-    """Until it is so, in a run that goes on."""
+    """Wait until ``ready()`` is true, in a run that must not end before."""
 
     def so() -> bool:
         if ready():
@@ -496,9 +507,11 @@ def wait(ready: Callable[[], bool], limit: float, run: launch.Launch) -> None:
 
 
 def watch(ready: Callable[[], bool], limit: float, run: launch.Launch) -> None:
-    """Until it is so; AssertionError after ``limit`` seconds without a further line of the run.
+    """Wait until ``ready()`` is true.
 
-    One that trains writes a line each 30 s: a busy machine is not taken for a hang.
+    A run that trains writes a line every 30 s, so that a busy machine is not mistaken for a hang.
+
+    :raises AssertionError: after ``limit`` seconds without any new output of the run
     """
     end = time.monotonic() + limit
     seen = 0
@@ -513,7 +526,7 @@ def watch(ready: Callable[[], bool], limit: float, run: launch.Launch) -> None:
 
 
 def stuck(text: str, run: launch.Launch) -> NoReturn:
-    """AssertionError with where each thread of each rank is, as Python's fault handler has it."""
+    """Raise AssertionError with the stack of each thread of each rank by Python's fault handler."""
     for pid in run.ranks():
         os.kill(pid, signal.SIGABRT)
     time.sleep(1)
@@ -522,7 +535,7 @@ def stuck(text: str, run: launch.Launch) -> NoReturn:
 
 
 def set_launcher(options, top: Path) -> None:
-    """The launcher of all runs that follow: Open MPI's tolerates losses; or one rank a host."""
+    """Set the launcher of all later runs: Open MPI with ULFM, if needed with one rank per host."""
     os.environ |= launch.beside_launcher() | {"PYTHONFAULTHANDLER": "1"}
     if options.what in ("checkpoints", "signals") or (
         options.what == "start" and not options.tolerant
@@ -551,7 +564,7 @@ SERIES = {
 
 
 def main() -> int:
-    """Run the series, print the table."""
+    """Run the series, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=SERIES)
     parser.add_argument("--count", type=int, help="kills (checkpoints) or runs")

@@ -1,11 +1,11 @@
-"""Add latency to links where the kernel has no netem; started by tools/labs/net.sh.
+"""Add latency to links if the kernel has no netem; tools/labs/net.sh starts this program.
 
-    latency.py SECONDS HOST_END:LAB_END …       prints "ready", and goes on until it is ended
+    latency.py SECONDS HOST_END:LAB_END …       prints "ready", and runs until it is killed
 
-Makes a pair of TAP devices a link and hands frames from one to the other: from the host's end after
-SECONDS, back at once, so that each way between two hosts takes SECONDS more. Whole segments of TCP
-(up to 64 KiB, with the kernel's header of offloads) pass in one piece, which is what makes Python
-fast enough: 2,000 of them a second are 1 Gbit/s.
+The program creates a pair of TAP devices per link and forwards frames between them: from the host's
+end after SECONDS, in the other direction at once, so that each direction between two hosts takes
+SECONDS longer. Whole TCP segments (up to 64 KiB, with the kernel's offload header) pass in one
+piece, which makes Python fast enough: 2,000 segments per second are 1 Gbit/s.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ LARGEST = 1 << 17
 
 
 def tap(name: str) -> int:
-    """A new TAP device that passes large segments on."""
+    """Create a TAP device that forwards large segments."""
     made = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     asked = struct.pack("16sH22x", name.encode(), TAP | NO_INFORMATION | OFFLOAD_HEADER)
     fcntl.ioctl(made, TUNSETIFF, asked)
@@ -37,23 +37,27 @@ def tap(name: str) -> int:
 
 
 def write(device: int, frame: bytes) -> None:
-    """Hand a frame over; a link that is down loses it."""
+    """Forward a frame; a link that is down loses it."""
     with contextlib.suppress(OSError):
         os.write(device, frame)
 
 
 def carry(links: Sequence[tuple[int, int]], seconds: float) -> None:
-    """Hand frames over for ever. ``links``: a host's end and the lab's, each."""
+    """Forward frames for ever.
+
+    :param links: file descriptors of the host's end and the lab's end of each link
+    :param seconds: delay of the frames from the host's end
+    """
     out = dict(links) | {lab: host for host, lab in links}
     hosts = {host for host, _ in links}
-    late = deque[tuple[float, int, bytes]]()  # in the order in which they are due
+    late = deque[tuple[float, int, bytes]]()  # in the order of their deadlines
     while True:
         wait = max(0.0, late[0][0] - time.monotonic()) if late else None
         for device in select.select(list(out), [], [], wait)[0]:
             try:
                 frame = os.read(device, LARGEST)
             except OSError:
-                continue  # nothing more, or the device is down
+                continue  # no more frames, or the device is down
             if device in hosts:
                 late.append((time.monotonic() + seconds, out[device], frame))
             else:
@@ -64,7 +68,7 @@ def carry(links: Sequence[tuple[int, int]], seconds: float) -> None:
 
 
 def main() -> None:
-    """Make the devices and hand frames over."""
+    """Create the devices and forward frames."""
     pairs = [word.split(":") for word in sys.argv[2:]]
     links = [(tap(host), tap(lab)) for host, lab in pairs]
     print("ready", flush=True)

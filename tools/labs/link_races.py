@@ -26,7 +26,7 @@ from typing import NamedTuple
 NAMES = 200
 WAIT_S = 120.0
 SHARE = 0.05
-"""Smallest share of the names that each process has to win, as a proof that they raced."""
+"""Smallest fraction of the names that each process has to win, as a proof that they raced."""
 DELAY_S = 3e-4
 """Longest random delay of a link after the start, so that no process is always first."""
 GOOD = 0
@@ -113,7 +113,7 @@ class Peers:
         return [json.loads(stream.readline()) for stream in self.streams]
 
     def start(self) -> None:
-        """Return in all processes at the same time, but for the time that a message takes."""
+        """Return in all processes at the same time, up to the time that a message takes."""
         if self.first:
             self.receive()
             self.send("go")

@@ -1,11 +1,11 @@
-"""Members against `simulate` at equal samples: test loss, lag of what is read, newcomers.
+"""Compare members with `simulate` at equal samples: test loss, lag of received models, newcomers.
 
     python tools/labs/members_loss.py [--members 4 8] [--seeds 5] [SECTION.KEY=VALUE …]
     python tools/labs/members_loss.py --members 4 --newcomers
 
-All members are threads under one virtual clock: a round takes each 1 ± 5 %, others see its model
-``--delay`` of a round after its last step. So they lag as on machines of their own, however busy
-this one is. Every run is replayed, but with ``--unrepeated``.
+All members are threads under one virtual clock: a round takes each of them 1 ± 5 %, and the others
+see its model ``--delay`` of a round after its last step. They therefore lag as on machines of their
+own, however busy this machine is. Every run is replayed, unless ``--unrepeated`` is given.
 """
 
 import argparse
@@ -50,16 +50,16 @@ JOB = [
 
 
 class Clock:
-    """Virtual time: one thread computes at a time, the one whose time comes first."""
+    """Virtual time: one thread computes at a time, the one whose time is the earliest."""
 
     def __init__(self, threads: int):
-        """So many threads, all of which call ``wait`` first."""
+        """Create the clock for a number of threads, all of which call ``wait`` first."""
         self.turn = threading.Condition()
         self.running = threads
         self.times = dict[int, float]()
 
     def wait(self, until: float) -> None:
-        """Let others go on until then."""
+        """Let the other threads run until the virtual time ``until``."""
         me = threading.get_ident()
         with self.turn:
             self.times[me] = until
@@ -74,11 +74,11 @@ class Clock:
 
     @property
     def first(self) -> int:
-        """The thread whose time comes first."""
+        """The thread whose time is the earliest."""
         return min(self.times, key=self.times.__getitem__)
 
     def run(self, work, *given) -> None:
-        """Run a thread's work; where it fails, others go on."""
+        """Run a thread's work; if it fails, the other threads go on."""
         try:
             work(*given)
         finally:
@@ -87,23 +87,23 @@ class Clock:
 
 
 class Writer:
-    """Stands for the thread that writes models: does so when it is waited for."""
+    """Substitute for the thread that writes models: it writes when the result is awaited."""
 
     def submit(self, work) -> Future:
-        """A future whose result is computed late."""
+        """Return a future whose result is computed when it is requested."""
         made = Future()
         made.result = work
         return made
 
     def shutdown(self) -> None:
-        """There is no thread."""
+        """Do nothing, because there is no thread."""
 
 
 class Paced(FolderExchange):
-    """A member whose rounds take virtual time; ``newest`` are the models sent, by member."""
+    """Exchange of a member whose rounds take virtual time."""
 
     def __init__(self, lab: "Lab", index: int, at: float):
-        """At a virtual time."""
+        """Join the training ``lab`` at the virtual time ``at``."""
         self.lab = lab
         self.index = index
         self.at = at
@@ -119,7 +119,7 @@ class Paced(FolderExchange):
         self._writer = Writer()
 
     def send(self, state) -> int:
-        """Publish at the end of a round."""
+        """Publish the model at the end of a round."""
         slow = 1.0 if self.index else self.lab.options.slow
         self.at += slow * self.chance.uniform(0.95, 1.05)
         self.lab.clock.wait(self.at)
@@ -127,7 +127,7 @@ class Paced(FolderExchange):
         return super().send(state)
 
     def receive(self):
-        """Read at once, while the own model is being written."""
+        """Receive at once, while the own model is being written."""
         found = super().receive()
         place = self.place
         if found is not None:
@@ -139,7 +139,7 @@ class Paced(FolderExchange):
         return found
 
     def chunk(self):
-        """Wait in virtual time while others train the last chunks."""
+        """Wait in virtual time while other members train the last chunks."""
         while not self.place.left and not self.place.ended():
             self.written()
             if self.place.chunk() is not None or self.place.ledger.finished:
@@ -151,10 +151,13 @@ class Paced(FolderExchange):
 
 
 class Lab:
-    """One training by members in a folder."""
+    """One training by members in a folder.
+
+    ``newest`` holds the last model that each member sent.
+    """
 
     def __init__(self, folder: Path, members: int, seed: int, options):
-        """Prepare it; ``options``: of the command."""
+        """Prepare the training; ``options`` are those of the command."""
         self.folder = folder
         self.members = members
         self.seed = seed
@@ -165,7 +168,7 @@ class Lab:
         self.clock = Clock(members + options.newcomers)
 
     def run(self) -> dict:
-        """Test loss of the average at the end, and what else was seen."""
+        """Return the test loss of the average at the end, and the other measurements."""
         with SingleProcess() as world:
             job = job_of(self.seed, self.members * self.options.steps, self.options)
             made = [assemble(job, world, 1) for _ in range(self.members + 2)]
@@ -190,14 +193,14 @@ class Lab:
         return {**found, "lag": np.mean(self.lags), "places": places, "rises": self.rises}
 
     def test(self, states) -> dict[str, float]:
-        """Loss and accuracy of the average of these models."""
+        """Return loss and accuracy of the average of these models."""
         self.spare.begin(states)
         trainer = self.spare.trainer
         loader = self.spare.assembly.loader
         return evaluate(trainer.replicas, trainer.mixer, loader).averaged
 
     def member(self, index: int, member: Member) -> None:
-        """One that stays, from some time in the first round on."""
+        """Train as a member that joins at some time in the first round and stays."""
         live = Paced(self, index, random.Random(self.seed + index).random())
         self.clock.wait(live.at)
         while not live.place.ended():
@@ -206,7 +209,7 @@ class Lab:
                 member.train(live)
 
     def newcomers(self, index: int, member: Member) -> None:
-        """Every 20 rounds one joins and leaves after two: what it makes of the average."""
+        """Let a member join every 20 rounds and leave after two; record the change in loss."""
         rounds = self.options.steps // member.steps
         for at in range(rounds // 5, rounds * 4 // 5, 20):
             live = Paced(self, index, at + 0.5)
@@ -232,19 +235,19 @@ class Lab:
 
 
 def settings_of(options) -> list[str]:
-    """Settings of all runs; "style" is dsgd's alone."""
+    """Return the settings of all runs; the setting "style" is used with dsgd only."""
     named = any(word.startswith("algorithm.name=") for word in options.settings)
     return [one for one in JOB if not (named and "style" in one)] + options.settings
 
 
 def job_of(seed: int, steps: int, options, *settings: str):
-    """The job of a run."""
+    """Return the job of a run."""
     words = [*settings_of(options), f"run.seed={seed}", f"run.steps={steps}", *settings]
     return load(REPOSITORY / "jobs" / "digits.toml", words)
 
 
 def one(given) -> dict:
-    """One run, by members or by `simulate`."""
+    """Run one training, by members or by `simulate`."""
     members, seed, options, simulated = given
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -258,7 +261,7 @@ def one(given) -> dict:
 
 
 def kept(run: dict, members: int, seed: int, options, simulated: bool) -> dict:
-    """A run's figures, of which a line is written if that was asked for."""
+    """Return the run; append a line with its results to the file of ``--lines``, if given."""
     figures = {k: run[k] for k in ("loss", "accuracy", "lag", "places", "digest") if k in run}
     made = {
         "members": members,
@@ -278,7 +281,7 @@ def kept(run: dict, members: int, seed: int, options, simulated: bool) -> dict:
 
 
 def percent(values) -> str:
-    """Mean of seeds and its 95 % interval."""
+    """Return the mean over seeds and its 95 % interval, as text."""
     mean, half = (100 * float(one[0]) for one in interval(np.reshape(values, (-1, 1))))
     return f"{mean:+.1f} % [{mean - half:.1f}, {mean + half:.1f}]"
 

@@ -1,13 +1,13 @@
-"""Storms: members of a training in a folder are killed, stopped and slowed at random.
+"""Storms: kill, stop and slow down members of a training in a folder at random.
 
     python tools/labs/storms.py --runs 100 [--seed 0] [--rate 0.01]
 
-Stale listings (twice the lease), clocks minutes apart, lost replies of link(2), a full disk. With
-``--rate``, the calls open, read, readdir, link, unlink and fsync of each member fail, too: with
-EACCES, ENOTCONN, ESHUTDOWN, EKEYEXPIRED, EINTR, ENOMEM, EIO, ESTALE, and ENOENT of a file that is
-there; once, for half a lease, or for three leases. Each run has to end, with every chunk in exactly
-one published round and an equal replay, and no member may end with an error of the file system that
-is no message.
+Storms also include stale listings (for twice the lease), clocks that differ by minutes, lost
+replies of link(2), and a full disk. With ``--rate``, the calls open, read, readdir, link, unlink
+and fsync of each member fail as well: with EACCES, ENOTCONN, ESHUTDOWN, EKEYEXPIRED, EINTR, ENOMEM,
+EIO, ESTALE, and with ENOENT for a file that exists; once, for half a lease, or for three leases.
+Each run has to end, with every chunk in exactly one published round and an equal replay. No member
+may end with an error of the file system that is not a user error message.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tests.mixing.members.storm import chunks_of, replay, storm  # noqa: E402
 
 
 def one(seed: int, plan: TrainingPlan, rate: float) -> tuple[str, dict[str, int]]:
-    """Return what is wrong after a storm, "" if nothing is, and how its members ended."""
+    """Run a storm; return what is wrong afterwards ("" if nothing is) and how its members ended."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
         ends = storm(
@@ -55,7 +55,7 @@ def one(seed: int, plan: TrainingPlan, rate: float) -> tuple[str, dict[str, int]
 
 
 def main() -> int:
-    """Run them; exit code 1 where one went wrong."""
+    """Run the storms; the exit code is 1 if any of them went wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
