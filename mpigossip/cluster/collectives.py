@@ -82,16 +82,27 @@ for name in (*BLOCKING, "Split_type"):
     setattr(TimeoutComm, name, _with_limit(name))
 
 
-def open_window(make: Callable[..., MPI.Win], memory: Any, comm: Any) -> MPI.Win:
+def open_window(
+    make: Callable[..., MPI.Win], memory: Any, comm: Any, hints: dict[str, str] | None = None
+) -> MPI.Win:
     """Open a window with passive access to all ranks; collective.
 
     :param make: constructor such as ``MPI.Win.Allocate``
     :param memory: first argument of ``make``: number of bytes, or memory
     :param comm: communicator of the window
+    :param hints: keys and values of the window's ``MPI_Info``; an MPI ignores unknown keys
     """
-    with bounded_call(comm, f"MPI's Win.{make.__name__}", getattr(comm, "timeout_s", TIMEOUT_S)):
-        window = make(memory, 1, comm=comm)
-        window.Lock_all()
+    info = MPI.Info.Create() if hints else MPI.INFO_NULL
+    for key, value in (hints or {}).items():
+        info.Set(key, value)
+    try:
+        limit = getattr(comm, "timeout_s", TIMEOUT_S)
+        with bounded_call(comm, f"MPI's Win.{make.__name__}", limit):
+            window = make(memory, 1, info, comm)
+            window.Lock_all()
+    finally:
+        if hints:
+            info.Free()
     return window
 
 
