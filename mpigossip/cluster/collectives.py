@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, world_ranks
@@ -82,6 +83,10 @@ for name in (*BLOCKING, "Split_type"):
     setattr(TimeoutComm, name, _with_limit(name))
 
 
+open_windows: list[MPI.Win] = []
+"""Windows of this process that have not been closed yet, in the order in which they were opened."""
+
+
 def open_window(
     make: Callable[..., MPI.Win], memory: Any, comm: Any, hints: dict[str, str] | None = None
 ) -> MPI.Win:
@@ -103,6 +108,7 @@ def open_window(
     finally:
         if hints:
             info.Free()
+    open_windows.append(window)
     return window
 
 
@@ -123,5 +129,24 @@ def close_window(window: MPI.Win, comm: MPI.Comm) -> None:
     At the end of a run, another rank may still have work left.
     """
     with bounded_call(comm, "MPI's Win.Free", float("inf")):
-        window.Unlock_all()
-        window.Free()
+        _free(window)
+
+
+def _free(window: MPI.Win) -> None:
+    """End the access to ``window`` and free it; collective."""
+    open_windows[:] = [other for other in open_windows if other is not window]
+    window.Unlock_all()
+    window.Free()
+
+
+def free_open_windows(comm: MPI.Comm) -> None:
+    """Free the windows that an exception has left open on all ranks; collective over ``comm``.
+
+    Between hosts, MPICH's ``MPI_Finalize`` fails if a window is open: "fabricclose failed". If
+    ranks have different numbers of open windows, freeing them could hang, so they stay open.
+    """
+    counts = np.array([len(open_windows), -len(open_windows)])
+    comm.Allreduce(MPI.IN_PLACE, counts, MPI.MIN)
+    if counts[0] == -counts[1]:
+        for window in list(open_windows):
+            _free(window)

@@ -182,6 +182,8 @@ class ExitHandler:
     def _leave(self, comm: "MPI.Comm", finalize: bool) -> None:
         from mpi4py import MPI
 
+        from mpigossip.cluster import collectives
+
         if is_fork():
             self._leave_fork(finalize)
             return
@@ -208,6 +210,7 @@ class ExitHandler:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+        collectives.free_open_windows(comm)
         if finalize or self.code:
             # Call it through ctypes: mpi4py would hold the interpreter's lock, which the thread of
             # `uncaught.exit_now` needs.
