@@ -11,6 +11,7 @@ Positive = Annotated[int, Limit(lambda v: 0 < v <= 10**9, "must be at least 1, a
 Period = Annotated[int, Limit(lambda v: 0 < v <= 10**6, "must be at least 1, at most 10^6")]
 Batch = Annotated[int, Limit(lambda v: 0 < v <= 10**7, "must be at least 1, at most 10^7")]
 Threads = Annotated[int, Limit(lambda v: 1 <= v <= 1024, "must be at least 1, at most 1024")]
+RanksPerNode = Annotated[int, Limit(lambda v: 1 <= v <= 1024, "must be at least 1, at most 1024")]
 Workers = Annotated[int, Limit(lambda v: 0 <= v <= 1024, "must be at least 0, at most 1024")]
 NotNegative = Annotated[
     float,

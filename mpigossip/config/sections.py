@@ -23,6 +23,7 @@ from mpigossip.config.limits import (
     Percent,
     Placement,
     Positive,
+    RanksPerNode,
     Seed,
     Shape,
     Share,
@@ -246,7 +247,7 @@ class NodeSection:
     """Slots of a rank: `"cpu:L"` (L slots on CPU cores), `"gpu:K"` (K GPUs) or device numbers such
     as `"cuda:0-7"`. auto: the GPUs that torch detects, divided among the ranks of a host, or
     `"cpu:1"` if there is none."""
-    ranks_per_node: Literal["auto", "host"] | Positive = "auto"
+    ranks_per_node: Literal["auto", "host"] | RanksPerNode = "auto"
     """Number of ranks that form a node. 1: each rank is a node; K: every K ranks of a host form a
     node; "host": all ranks of a host form a node; auto: "host" if the host has a GPU for each of
     its ranks, otherwise 1. The slots of a node are the `devices` of all its ranks."""
