@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, world_ranks
-from mpigossip.cluster.process import TIMEOUT_S, check_process
+from mpigossip.cluster.process import TIMEOUT_S, check_process, exit_handler
 
 PAGE = 4096
 """Bytes of a page: each rank's shared memory starts on one, and so has whole cache lines."""
@@ -150,3 +150,6 @@ def free_open_windows(comm: MPI.Comm) -> None:
     if counts[0] == -counts[1]:
         for window in list(open_windows):
             _free(window)
+
+
+exit_handler.before_finalize.append(free_open_windows)

@@ -30,6 +30,7 @@ from mpigossip.config.limits import (
     Text,
     Threads,
     Workers,
+    between,
 )
 from mpigossip.config.toml import Limit
 
@@ -272,10 +273,17 @@ class NodeSection:
     wire: Text = "fp32"
     """Format of messages between nodes. "fp32" is exact; "bf16", "qsgd" and "fp4" are lossy;
     "sign", "top-k", "top-k-int2", "random-k" and "shared-k" omit most of the values or bits."""
-    levels: Annotated[int, Limit(lambda v: 1 <= v <= 127, "must be between 1 and 127")] = 127
+    levels: Annotated[int, between(1, 127, "must be between 1 and 127")] = 127
     """Number of levels of the wire "qsgd": 1 level needs 2 bits per value, up to 7 levels need 4
     bits, and up to 127 levels need 8 bits."""
-    density: Annotated[float, Limit(lambda v: 0 < v <= 1, "must be above 0 and at most 1")] = 0.01
+    density: Annotated[
+        float,
+        Limit(
+            lambda v: 0 < v <= 1,
+            "must be above 0 and at most 1",
+            {"exclusiveMinimum": 0, "maximum": 1},
+        ),
+    ] = 0.01
     """Fraction of the values that the wires "top-k", "top-k-int2", "random-k" and "shared-k"
     send."""
     vmap: bool = False
@@ -421,7 +429,14 @@ class LogSection:
 class MembersSection:
     """Section `[members]`: training that members join and leave at any time (`mpigossip join`)."""
 
-    lease_s: Annotated[float, Limit(lambda v: 120 <= v < 1e7, "must be at least 120")] = 600.0
+    lease_s: Annotated[
+        float,
+        Limit(
+            lambda v: 120 <= v < 1e7,
+            "must be at least 120",
+            {"minimum": 120, "exclusiveMaximum": 1e7},
+        ),
+    ] = 600.0
     """Longest silence of a member, in seconds; after it, other members take over its chunks. A
     lease must be at least as long as five rounds."""
     claim_rounds: Positive = 16
