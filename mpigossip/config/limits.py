@@ -40,12 +40,11 @@ Devices = Annotated[
             re.fullmatch(r"auto|[cg]pu:[1-9]\d{0,3}|cuda:\d+(-\d+)?(,\d+(-\d+)?)*", v) is not None
             and all(int(a) <= int(b) for a, b in re.findall(r"(\d+)-(\d+)", v))
         ),
-        'must be "auto", "cpu:L" with L slots (L at least 1), "gpu:K" with K GPUs a rank, or '
-        "device "
-        'numbers such as "cuda:0-7"',
+        'must be "auto", "cpu:L" with L slots (L at least 1), "gpu:K" with K GPUs per rank, or '
+        'device numbers such as "cuda:0-7"',
     ),
 ]
-Shape = Annotated[tuple[Positive, ...], Limit(bool, "must name at least one size")]
+Shape = Annotated[tuple[Positive, ...], Limit(bool, "must contain at least one size")]
 Placement = Annotated[
     str,
     Limit(

@@ -36,7 +36,9 @@ def find(inside: str) -> Path:
     for folder in folders():
         if (folder / inside).exists():
             return folder / inside
-    raise JobError(f'"{inside}" is in none of {", ".join(map(str, folders()))}: install again')
+    raise JobError(
+        f'"{inside}" is in none of {", ".join(map(str, folders()))}: reinstall mpigossip'
+    )
 
 
 def examples(patterns: Sequence[str] = EXAMPLES) -> dict[str, Path]:
@@ -85,5 +87,7 @@ def copy(name: str, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise JobError(f"--to {folder}: a file is in its place; name another folder") from None
+        raise JobError(
+            f"--to {folder}: a file with this name exists; name another folder"
+        ) from None
     return [Path(shutil.copyfile(path, folder / path.name)) for path in sorted(files)]

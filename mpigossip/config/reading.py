@@ -87,7 +87,7 @@ def read(source: Path | str | Mapping) -> dict[str, Any]:
         try:
             tables = tomllib.loads(str(text))
         except (ValueError, RecursionError) as error:
-            hint = "text needs quotes, sections stand in [brackets]"
+            hint = "strings need quotes, and names of sections need [brackets]"
             raise JobError(f"{where} is not TOML: {error}; {hint}") from None
     return {str(n): dict(t) if isinstance(t, Mapping) else t for n, t in tables.items()}
 
@@ -96,7 +96,7 @@ def _beside(path: Path) -> str:
     """Suggest job files from the folder of a ``path`` that does not exist."""
     try:
         there = [file.name for file in path.parent.glob("*.toml")]
-        return near(path.name, there) + "; `mpigossip examples` lists those that come along"
+        return near(path.name, there) + "; `mpigossip examples` lists the installed examples"
     except OSError:
         return "give the path of a TOML file"
 
@@ -225,12 +225,12 @@ def check_local(sections: dict[str, Any], tables: Tables) -> list[str]:
     if name is not None and part and part.local is None:
         return [
             f'local.name = {show(name)}: "{algorithm}" has its own local step; leave it out, or '
-            f"choose one of {', '.join(takes)}"
+            f"choose another algorithm: {', '.join(takes)}"
         ]
     if name is None and (part or is_user_code(str(algorithm))):
         return [
-            f'local.{key}: algorithm "{algorithm}" has no local step that it could be an option '
-            "of; leave it out, or name a local step"
+            f'local.{key}: algorithm "{algorithm}" has no separate local step with this option; '
+            "leave it out, or set local.name"
             for key in values.keys() - known
         ]
     return check("local.name", name, values, known, tables["local.name"])

@@ -115,7 +115,7 @@ def plain(value: Any, depth: int = 16) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise BadValue(value, "must be a finite number")
     if isinstance(value, int) and abs(value) > LARGEST:
-        raise BadValue(value, "must lie within 64 bits (at most 9223372036854775807)")
+        raise BadValue(value, "must fit into 64 bits (at most 9223372036854775807)")
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()
@@ -127,7 +127,7 @@ def plain(value: Any, depth: int = 16) -> Any:
 def plain_table(name: str, table: Any) -> tuple[dict[str, Any], list[str]]:
     """Return the valid values of section ``name``, and error messages for the other ones."""
     if not isinstance(table, Mapping):
-        return {}, [f"{name} = {show(table)}: needs keys, in a section [{name}]"]
+        return {}, [f"{name} = {show(table)}: must be a section [{name}] with keys"]
     values: dict[str, Any] = {}
     messages = []
     for key, value in table.items():
@@ -341,7 +341,7 @@ def write(value: Any) -> str:
     if isinstance(value, Mapping):
         items = (f"{write_key(key)} = {write(item)}" for key, item in value.items())
         return "{ " + ", ".join(items) + " }" if value else "{}"
-    raise BadValue(value, f"a {type(value).__name__} has no place in TOML")
+    raise BadValue(value, f"a {type(value).__name__} cannot be written as TOML")
 
 
 def write_key(key: str) -> str:

@@ -36,8 +36,8 @@ def import_object(setting: str, name: str, form: str) -> Callable:
         found = getattr(importlib.import_module(module), attribute, MISSING)
     except ImportError as error:
         raise JobError(
-            f'{setting} = "{name}": {module} can\'t be imported ({error}); is its folder on '
-            "PYTHONPATH?"
+            f'{setting} = "{name}": {module} can\'t be imported ({error}): check that its folder '
+            "is in PYTHONPATH"
         ) from error
     except PermissionError:
         raise  # cli.py adds a remedy to the message
@@ -117,7 +117,7 @@ def describe_exception(error: BaseException) -> str:
     frame = user_frame(error)
     where = f" at {frame.filename}:{frame.lineno}" if frame else ""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}{where}: {text[:300] or 'without a word'}"
+    return f"{type(error).__name__}{where}: {text[:300] or 'no message'}"
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:

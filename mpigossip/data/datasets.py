@@ -24,10 +24,11 @@ TRAIN = 0
 """First number of a `Draws.key` for training batches."""
 TEST = 1
 """First number of a `Draws.key` for test batches."""
-EMPTY = 'its "{}" has no sample; nothing can be done with it'
+EMPTY = 'its "{}" has no sample; it needs at least one'
 WANTED = (
     'it should return a mpigossip.data.sources.Source, or {"train": …, "test": …} of torch '
-    "Datasets (and \"collate\", a function that makes a batch of samples where torch's own doesn't)"
+    'Datasets (and optionally "collate", a function that makes a batch of samples that torch\'s '
+    "default_collate does not support)"
 )
 
 
@@ -70,7 +71,9 @@ class Datasets:
                 raise mistake(self.name, EMPTY.format(split))
         tests = [_length(one["test"]) for one in sets]
         if not isinstance(self.test, IterableDataset) and len(set(tests)) > 1:
-            raise mistake(self.name, f'the nodes\' "test" have {tests} samples; give all as many')
+            raise mistake(
+                self.name, f'the "test" of the nodes have {tests} samples; all need the same number'
+            )
         batch = self.sample("train")
         # A stream is not read again later, because it may not begin at the same sample. Its values
         # are not compared, because it may draw them with random numbers that have no fixed seed.
@@ -114,8 +117,8 @@ class Datasets:
         if self.section.partition != "shuffled":
             raise mistake(
                 self.name,
-                f'data.partition = "{self.section.partition}" goes by labels, and its "train" has '
-                'no `targets` (one number for each sample); add them, or use "shuffled"',
+                f'data.partition = "{self.section.partition}" needs labels, and its "train" has '
+                'no attribute `targets` (one number for each sample); add it, or use "shuffled"',
             )
         return np.zeros(self.train_size, np.int64)
 
@@ -136,7 +139,7 @@ class Datasets:
             raise
         except Exception as error:
             raise mistake(
-                self.name, f'a first sample of "{split}": {describe_exception(error)}'
+                self.name, f'the first sample of "{split}": {describe_exception(error)}'
             ) from error
 
     def content_digest(self) -> bytes:
@@ -307,24 +310,28 @@ def _check(found: Mapping, data: Data, own: bool) -> None:
         raise wrong(f"returned {{{', '.join(map(repr, found))}}}; {WANTED}")
     for split in SPLITS:
         if not isinstance(found[split], Dataset):
-            raise wrong(f'"{split}" is {type(found[split]).__name__}, no torch Dataset; {WANTED}')
+            raise wrong(
+                f'"{split}" is {type(found[split]).__name__}, not a torch Dataset; {WANTED}'
+            )
     if own and not isinstance(found["train"], IterableDataset):
         raise wrong(
-            "asks for `node` and returns a Dataset with a length: leave `node` out and return the "
-            "samples of all nodes (data.partition shares them out), or return an IterableDataset"
+            "the function has a parameter `node`, but returns a Dataset with a length: remove "
+            "`node` and return the samples of all nodes, which data.partition distributes, or "
+            "return an IterableDataset"
         )
     if isinstance(found["train"], IterableDataset) and data.partition != "shuffled":
         raise wrong(
-            f'data.partition = "{data.partition}": a stream can\'t be sorted; its function takes '
-            "`node` and `nodes` and shares it out, or its rows go to the nodes in turn"
+            f'data.partition = "{data.partition}": a stream can\'t be sorted; use "shuffled", by '
+            "which its samples go to the nodes in turn, unless the function has a parameter "
+            "`node` and returns the samples of that node"
         )
     if data.augment != "none":
         raise wrong(
-            f'data.augment = "{data.augment}" is for packed images; a Dataset changes its samples '
-            'itself: use data.augment = "none"'
+            f'data.augment = "{data.augment}" is for packed images; a Dataset augments its '
+            'samples itself: use data.augment = "none"'
         )
     if not callable(found.get("collate", default_collate)):
-        raise wrong(f'"collate" is {type(found["collate"]).__name__}, no function')
+        raise wrong(f'"collate" is {type(found["collate"]).__name__}, not a function')
 
 
 class Draws(NamedTuple):

@@ -177,7 +177,7 @@ class Loader(contextlib.AbstractContextManager):
         if not self.data.streams or not step:
             return []
         count = step * self.orders[0].batch
-        return [f"the stream is read again from its beginning, {count:,} samples a node"]
+        return [f"the stream is read again from its beginning, {count:,} samples per node"]
 
     def close(self) -> None:
         """End the processes. A second call does nothing."""
@@ -315,10 +315,9 @@ class Loader(contextlib.AbstractContextManager):
         except (RuntimeError, EOFError, OSError) as error:  # a process has died or hangs
             unwatch(batches)  # the SIGCHLD handler of torch could raise an error, too
             raise DataError(
-                f'data.source = "{self.data.name}": a loading process ended or gives nothing '
-                f"for node.timeout_s = {self.timeout_s:g} s at {what} "
-                f"({describe_exception(error)}); with "
-                "data.workers = 0 the training process loads by itself"
+                f'data.source = "{self.data.name}": a loading process ended or sent nothing for '
+                f"node.timeout_s = {self.timeout_s:g} s at {what} ({describe_exception(error)}); "
+                "with data.workers = 0, the training process loads the samples itself"
             ) from error
         if isinstance(batch, Refused):
             raise DataError(f"{batch.text} ({what})")

@@ -156,9 +156,9 @@ def make_orders(
         steps = data.train_size // n // per_step
         if not steps:
             raise JobError(
-                f"an epoch of {data.train_size} samples (data.samples, or the stream's own length) "
-                f"has no step of {n} nodes x {per_step}: make data.samples larger, or data.batch "
-                "smaller"
+                f"an epoch of {data.train_size} samples (data.samples, or the length of the "
+                f"stream) is too short for a step of {n} nodes x {per_step}: make data.samples "
+                "larger, or data.batch smaller"
             )
         return [Share(node, n, steps, per_step) for node in range(n)]
     fraction = section.shuffled_percent

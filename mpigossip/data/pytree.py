@@ -58,8 +58,8 @@ def parts(batch: Nested, count: int) -> list[Nested]:
     lengths = {len(tensor) for tensor in leaves(batch) if tensor.ndim}
     if len(lengths) != 1 or lengths.pop() % count:
         raise CutError(
-            f"algorithm.accumulate = {count}: a batch of {form(batch)} can't be cut into so many "
-            "equal parts, since its tensors don't have one row for each sample; use "
+            f"algorithm.accumulate = {count}: a batch of {form(batch)} can't be split into this "
+            "number of equal parts, or its tensors do not have one row per sample; use "
             "algorithm.accumulate = 1"
         )
 

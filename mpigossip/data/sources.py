@@ -328,7 +328,7 @@ def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -
     more = ""
     if windows == "apart":
         has = f"has no document of more than {np.diff(ends).max()} tokens"
-        more = ', data.windows = "joined"'
+        more = ', use data.windows = "joined"'
     return (
         f"the {name} text of {path} {has}, less than one window of data.context + 1 = "
         f"{context + 1}: make data.context smaller{more} or pack more text"
@@ -337,7 +337,7 @@ def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -
 
 def _own(data: config.Data, seed: int, rows: Sequence[int], n: int) -> AnyData:
     """Call a custom function for the local nodes ``rows``; raise JobError if it returns no data."""
-    form = "that returns torch Datasets or a Source"
+    form = "(seed, **options) that returns torch Datasets or a Source"
     made = call(import_object("data.source", data.source, form), data, seed, rows, n)
     if not isinstance(made, Source | Datasets):
         raise mistake(data.source, f"returned {type(made).__name__}; {WANTED}")
@@ -393,8 +393,8 @@ def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1)
         return _own(data, seed, rows, n)
     known = ", ".join(f'"{name}"' for name in SOURCES)
     raise JobError(
-        f'data.source = "{data.source}" is neither {known} nor a file here; make one with: '
-        "mpigossip data pack FOLDER OUT.h5"
+        f'data.source = "{data.source}" is neither {known} nor a file on this host; make one '
+        "with: mpigossip data pack FOLDER OUT.h5"
     )
 
 
@@ -426,8 +426,8 @@ def check_alike(name: str, data: AnyData, world: "World", partition: str = "") -
             world,
             partition,
             f'data.source = "{name}": the partition of the samples on rank {{}} on {{}} differs '
-            "from that on rank 0 on {}; all ranks need the same labels and the same version of "
-            "NumPy",
+            "from the partition on rank 0 on {}; all ranks need the same labels and the same "
+            "version of NumPy",
         )
 
 
@@ -448,9 +448,9 @@ def _check_contents(name: str, data: AnyData, world: "World") -> None:
     _check_equal(
         world,
         content,
-        f'data.source = "{name}": samples on rank {{}} on {{}} differ from those of the same '
-        "numbers on rank 0 on {}; copy the same data to all hosts, or make the function that "
-        "data.source names independent of the rank",
+        f'data.source = "{name}": samples on rank {{}} on {{}} differ from the samples with the '
+        "same indices on rank 0 on {}; copy the same data to all hosts, or make the function "
+        "that data.source names independent of the rank",
         same_content,
     )
 
@@ -492,8 +492,8 @@ def _packed(path: Path, data: config.Data) -> Source:
     made = TextSource(str(path), data.context, data.windows, data.every)
     if data.tokenizer not in (None, made.tokenizer.name):
         raise JobError(
-            f'data.tokenizer = "{data.tokenizer}": the tokens of {path} are those of '
-            f'"{made.tokenizer.name}", which mean other text; name the pack that the model '
-            "was trained on, or leave data.tokenizer out to begin anew"
+            f'data.tokenizer = "{data.tokenizer}": the tokens of {path} belong to tokenizer '
+            f'"{made.tokenizer.name}" and stand for other text; use the packed text that the '
+            "model was trained on, or leave data.tokenizer out to train a new model"
         )
     return made

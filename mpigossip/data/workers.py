@@ -177,15 +177,15 @@ def _endless(one: IterableDataset, turn: int, of: int) -> Iterator[Any]:
         rows = iter(one)
         if rows is one:
             raise ValueError(
-                "iter() of it is itself, so it can't be read anew or by several "
-                "nodes; let __iter__ be a generator"
+                "iter() of it returns itself, so it can't be read again or by several nodes; "
+                "make __iter__ a generator"
             )
         seen = False
         for sample in itertools.islice(rows, turn, None, of):
             seen = True
             yield sample
         if not seen:
-            raise ValueError(f"it gave no sample for node {turn} of {of} in a whole pass")
+            raise ValueError(f"it returned no sample for node {turn} of {of} in a complete pass")
 
 
 def started(loader: DataLoader, name: str) -> Iterator[Nested]:
@@ -203,10 +203,9 @@ def started(loader: DataLoader, name: str) -> Iterator[Nested]:
         if not loader.num_workers:
             raise
         raise JobError(
-            f'data.source = "{name}": what it returned can\'t be sent to the '
-            f"{loader.num_workers} loading processes ({describe_exception(error)}); define its "
-            "classes and functions at the top of a module, or load in the training process: "
-            "data.workers = 0"
+            f'data.source = "{name}": its result can\'t be sent to the {loader.num_workers} '
+            f"loading processes ({describe_exception(error)}); define its classes and functions "
+            "at the top level of a module, or load in the training process: data.workers = 0"
         ) from error
 
 

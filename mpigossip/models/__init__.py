@@ -286,13 +286,13 @@ def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
         network.train(training)
     if not isinstance(outputs, Tensor):
         raise JobError(
-            f'model "{name}" gives a {type(outputs).__name__} for one of {what}, not a tensor of '
-            f"shape {expected} or something with such `.logits`; a task.name of your own takes "
-            "what it wants"
+            f'model "{name}" returns a {type(outputs).__name__} for one of {what}; it should '
+            f"return a tensor of shape {expected}, or an object with such `.logits`; a custom "
+            "task may accept any output"
         )
     found = tuple(outputs.shape)
     if found != expected:
         raise JobError(
-            f'model "{name}" gives outputs of shape {found} for one of {what}; '
-            f"{classes} classes need {expected}"
+            f'model "{name}" returns outputs of shape {found} for one of {what}; {classes} '
+            f"classes need {expected}"
         )

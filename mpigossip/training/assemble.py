@@ -171,8 +171,8 @@ def survival_problems(job: Job, n: int) -> list[str]:
     found = [f"run.survive, with one node fewer: {text}" for text in found]
     if job.node.mixer == "asynchronous":
         found.append(
-            "run.survive = true: windows can't outlive a lost rank, and an asynchronous run needs "
-            'them; use node.mixer = "synchronous", or restart from checkpoints'
+            "run.survive = true: an asynchronous run needs MPI windows, which do not survive a "
+            'rank failure; use node.mixer = "synchronous", or restart from checkpoints'
         )
     return found
 

@@ -110,8 +110,8 @@ class Captured:
             values = list(leaves(batch))
             if [one.shape for one in places] != [one.shape for one in values]:
                 raise CannotCapture(
-                    f"a batch of {form(batch)} where the captured one has {form(fixed)}; "
-                    'node.cuda_graphs = "never" takes any shape'
+                    f"a batch is {form(batch)}, but the captured batch was {form(fixed)}; use "
+                    'node.cuda_graphs = "never", which accepts batches of any shape'
                 )
             pairs.append((places, values))
         for (places, values), graph in zip(pairs, self._graphs, strict=True):

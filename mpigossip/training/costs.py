@@ -86,8 +86,8 @@ def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
         if job.model.name == "gpt":
             stand_in.dtype = torch.int64  # parameters are only counted, and no batch is made
         return stand_in, (
-            f'"{section.source}" is not here: {section.samples:,} samples of shape '
-            f"{tuple(section.shape)} in {section.classes} classes assumed (data.samples, "
+            f'"{section.source}" is not on this host: assuming {section.samples:,} samples of '
+            f"shape {tuple(section.shape)} in {section.classes} classes (data.samples, "
             "data.shape, data.classes)"
         )
 

@@ -60,13 +60,13 @@ def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence)
     found = _unfit_period(schedule)
     if blend is not None and not schedule.delay:
         found.append(
-            f"algorithm.blend = {blend:g}: what is exchanged at once is taken as it is; add "
+            f"algorithm.blend = {blend:g}: it applies only to exchanges with a delay; set "
             'cadence.delay = 1 or more (cadence "every" or "cpsgd"), or leave it out'
         )
     elif blend is not None and "keeps-x" in method.needs:
         found.append(
-            f"algorithm.blend = {blend:g}: with algorithm.eager nothing that comes goes into x; "
-            "leave it out"
+            f"algorithm.blend = {blend:g}: with algorithm.eager, received models are not blended "
+            "into x; leave it out"
         )
     if schedule.is_whole_model:
         return found
@@ -86,9 +86,9 @@ def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence)
         found.append(f'{said}: algorithm "{name}"{with_own} {reason}; {fix}choose one of {others}')
     elif delay and "shared-wire" in method.needs:
         found.append(
-            f'cadence.delay = {delay}: algorithm "{name}" exchanges a few values of a fragment, '
-            "and algorithm.blend would take back the local steps of all others; use "
-            'cadence.delay = 0, or a method of local steps such as "diloco"'
+            f'cadence.delay = {delay}: algorithm "{name}" exchanges only some elements of a '
+            "fragment, and algorithm.blend would undo the local steps of all other elements; use "
+            'cadence.delay = 0, or an algorithm with local steps such as "diloco"'
         )
     if job.node.mixer == "asynchronous":
         found.append(
@@ -102,12 +102,13 @@ def _unfit_period(schedule: FragmentSchedule) -> list[str]:
     period, count, delay = schedule
     if count > period:
         return [
-            f"cadence.fragments = {count}: each is sent at a step of its own, and a period has "
-            f"cadence.period = {period}; use at most {period}, or a longer period"
+            f"cadence.fragments = {count}: each fragment is sent at a separate step, and a "
+            f"period has only cadence.period = {period} steps; use at most {period}, or a longer "
+            "period"
         ]
     if delay > period // count:
         return [
-            f"cadence.delay = {delay}: a fragment is applied before the next one is sent, "
+            f"cadence.delay = {delay}: a fragment must be applied before the next one is sent, "
             f"{period // count} steps later (cadence.period = {period}, cadence.fragments = "
             f"{count}); use at most {period // count}, or a longer period"
         ]
@@ -118,11 +119,11 @@ def _whole(method: Algorithm) -> str:
     """Return why fragments of a model can't be exchanged at different steps; "" if they can."""
     if method.local_update is None:
         return (
-            "has no separate local step: it steps along what it receives, while fragments are "
-            "exchanged between local steps of the whole model"
+            "has no separate local step: its step depends on the received messages, while "
+            "fragments are exchanged between local steps of the whole model"
         )
     if not method.elementwise:
-        return "steps on a model as a whole: its Algorithm has elementwise=False"
+        return "updates the model as a whole: its Algorithm has elementwise=False"
     return ""
 
 

@@ -90,7 +90,7 @@ def named(section: ClockSection) -> Machine:
     compute_s = section.compute_s
     if name in NETWORKS:
         if compute_s is None:
-            remedy = "say how long forward and backward of a step take on the device"
+            remedy = "set it to the seconds that forward and backward of a step take on the device"
             raise JobError(f'clock.compute_s is not set for clock.network = "{name}": {remedy}')
         wire = NETWORKS[name]
         machine = Machine(compute_s, 0.0, 0.0, *wire, *wire, SUM_RATE, where=name)
@@ -106,9 +106,12 @@ def _read(name: str) -> Machine:
         return Machine(**json.loads(Path(name).read_text("utf-8")))
     except FileNotFoundError:
         raise JobError(
-            f'clock.network: "{name}" is no file that `mpigossip plan … --save FILE` wrote, and '
-            f"no network by name; {near(name, {*NETWORKS, OFF})}"
+            f'clock.network: "{name}" is neither a file that `mpigossip plan … --save FILE` '
+            f"wrote nor the name of a network; {near(name, {*NETWORKS, OFF})}"
         ) from None
     except (ValueError, TypeError, OSError) as error:
-        told = f"clock.network: {name} is not what `mpigossip plan --save` writes: {error}"
+        told = (
+            f"clock.network: {name} is not a file that `mpigossip plan … --save FILE` wrote: "
+            f"{error}"
+        )
         raise JobError(told) from None

@@ -150,7 +150,7 @@ class Replicas:
                 raise
             self.graphs = "never"
             self._captured = None
-            warnings.warn(f"{error}; training goes on with a thread a slot", stacklevel=2)
+            warnings.warn(f"{error}; training continues with one thread per slot", stacklevel=2)
             return None
 
     def _vectorized(

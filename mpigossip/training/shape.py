@@ -46,7 +46,10 @@ def assumed(job: Job) -> str:
     """Return a note if the number of ranks per host is assumed, otherwise ""."""
     if job.node.ranks_per_node != "host":
         return ""
-    return 'node.ranks_per_node = "host": one rank a host assumed; say how many, as in …=4'
+    return (
+        'node.ranks_per_node = "host": assuming one rank per host; set the number, as in '
+        "node.ranks_per_node=4"
+    )
 
 
 def mistakes(job: Job, world: World) -> list[str]:
@@ -57,24 +60,27 @@ def mistakes(job: Job, world: World) -> list[str]:
         found += cut(job, slots(job, world))
     if node.ranks_per_node == "host" and world.comm is None:
         found.append(
-            'node.ranks_per_node = "host": a simulation has no hosts; say how many ranks a node '
-            "has, as in node.ranks_per_node=4"
+            'node.ranks_per_node = "host": a simulation has no hosts; set the number of ranks '
+            "per node, as in node.ranks_per_node=4"
         )
     if world.comm is not None and job.faults != FaultsSection():
-        found.append("faults: ranks have their own; only `mpigossip simulate` invents some")
+        found.append(
+            "faults: a run on ranks does not simulate faults; leave [faults] out, or use "
+            "`mpigossip simulate`"
+        )
     if node.ranks_per_node == 1 or world.comm is None:
         return found
     says = f"node.ranks_per_node = {show(node.ranks_per_node)}"
     if job.run.survive:
         found.append(
-            f"run.survive = true: with {says} a lost rank takes its part of its node with it; to "
-            "go on, the node's other ranks would have to leave, and all columns to shrink by the "
-            "same node; use node.ranks_per_node = 1, or restart from checkpoints"
+            f"run.survive = true: with {says} a failed rank takes a shard of its node with it, "
+            "and the run can't continue without the complete node; use node.ranks_per_node = 1, "
+            "or restart from checkpoints"
         )
     if not node.shard:
         found.append(
-            f"node.shard = false: with {says} each rank updates and exchanges its part; leave it "
-            "out, or use node.ranks_per_node = 1"
+            f"node.shard = false: with {says} each rank updates and exchanges its shard; leave "
+            "it out, or use node.ranks_per_node = 1"
         )
     return found
 
@@ -85,16 +91,16 @@ def cut(job: Job, slots: int) -> list[str]:
     if slots == 1 or not job.node.shard or name not in LOCALS or not LOCALS[name](0).whole:
         return []
     return [
-        f'local.name = "{name}" takes whole matrices, and each of the {slots} slots of a node has '
-        "a shard of the model, which begins and ends inside of them; use node.shard = false (slot "
-        "0 then makes the step for all; it goes with node.ranks_per_node = 1)"
+        f'local.name = "{name}" needs complete matrices, and each of the {slots} slots of a node '
+        "has a shard of the model, which may begin or end within a matrix; use node.shard = "
+        "false (slot 0 then makes the step for all slots, which requires node.ranks_per_node = 1)"
     ]
 
 
 def explained(found: list[str], world: World) -> list[str]:
     """Add the origin of the number of nodes to problems with the graph."""
     per = world.nodes.per_node
-    how = f" ({world.size} ranks, {per} a node: node.ranks_per_node)"
+    how = f" ({world.size} ranks, {per} per node: node.ranks_per_node)"
     return [text + how if per > 1 and text.startswith("graph.name") else text for text in found]
 
 
@@ -113,16 +119,17 @@ def check_alike(job: Job, world: World) -> None:
         least = counts.index(min(counts))
         raise JobError(
             f'node.devices = "{job.node.devices}": rank {most} on {world.hosts[most]} has '
-            f"{max(counts)} slots, rank {least} on {world.hosts[least]} has {min(counts)}; every "
-            "rank needs as many: name them, or have the scheduler give each rank as many GPUs"
+            f"{max(counts)} slots, rank {least} on {world.hosts[least]} has {min(counts)}; all "
+            "ranks need the same number: name the devices, or let the scheduler give each rank "
+            "the same number of GPUs"
         )
     if len(set(kinds)) > 1:  # slots on GPUs sum by NCCL, slots on CPUs in shared memory
         cpu = kinds.index("cpu")
         gpu = kinds.index("cuda")
         raise JobError(
             f'node.devices = "{job.node.devices}": rank {gpu} on {world.hosts[gpu]} has a GPU, '
-            f"rank {cpu} on {world.hosts[cpu]} sees none; every rank needs one where nodes have "
-            'several: have the scheduler give each rank a GPU, or use node.devices = "cpu:1"'
+            f"rank {cpu} on {world.hosts[cpu]} detects none; every rank needs one if nodes have "
+            'several ranks: let the scheduler give each rank a GPU, or use node.devices = "cpu:1"'
         )
     if kinds[0] == "cuda":
         _check_gpus(job, world, found[world.rank])
@@ -141,9 +148,9 @@ def _check_gpus(job: Job, world: World, mine: tuple[str, ...]) -> None:
             if other != rank or gpus.count(gpu) > 1:
                 both = f"ranks {other} and {rank}" if other != rank else f"two slots of rank {rank}"
                 raise JobError(
-                    f'node.devices = "{job.node.devices}": {both} on {world.hosts[rank]} '
-                    f"have the same GPU ({gpu}), and NCCL joins slots on GPUs of their own; start "
-                    "one rank for each GPU, have the scheduler give each rank its own, or use "
+                    f'node.devices = "{job.node.devices}": {both} on {world.hosts[rank]} have '
+                    f"the same GPU ({gpu}), but NCCL needs a separate GPU for each slot; start "
+                    "one rank for each GPU, let the scheduler give each rank its own GPU, or use "
                     "node.ranks_per_node = 1"
                 )
 

@@ -219,9 +219,9 @@ class Objective:
             ) from error
         if not wrong and self.metrics and metrics.keys() - {"loss"} != set(self.metrics):
             wrong = (
-                f"gave the metrics {', '.join(metrics) or 'none'} for a batch of {form(batch)}, "
-                f"where the first gave {', '.join(self.metrics)}; give all of them each time, with "
-                "the count 0 where there is nothing to count"
+                f"returned the metrics {', '.join(metrics) or 'none'} for a batch of "
+                f"{form(batch)}, but {', '.join(self.metrics)} for the first batch; return all "
+                "of them for each batch, with the count 0 if there is nothing to count"
             )
         if wrong:
             raise TaskError(self._says(wrong))
@@ -275,15 +275,16 @@ class Objective:
             if name in TAKEN:
                 raise JobError(
                     self._says(
-                        f'its metric "{name}" has the name of a column that '
-                        "every log has; choose another name"
+                        f'its metric "{name}" has the name of a column of every log; choose '
+                        "another name"
                     )
                 )
             if re.fullmatch(NAME, name) is None:
                 raise JobError(
                     self._says(
-                        f'its metric "{name}" has a name that no column can have: letters, digits '
-                        "and _ . - only, at most 32, not local_… or share_…"
+                        f'its metric "{name}" has an invalid name: it must begin with a letter, '
+                        "but not with local_ or share_, and consist of at most 32 letters, "
+                        "digits, _ . and -"
                     )
                 )
         return Objective(self.task, self.name, names)
@@ -303,8 +304,8 @@ def make(section: config.TaskSection) -> Objective:
     task = build_checked("task.name", section.name, object, factory, **section.options)
     if not callable(getattr(task, "loss", None)):
         raise JobError(
-            f'task.name = "{section.name}" returned {type(task).__name__}; it should return '
-            "something with loss(model, batch) -> (loss, {name: (sum, count)})"
+            f'task.name = "{section.name}" returned {type(task).__name__}; it should return an '
+            "object with loss(model, batch) -> (loss, {name: (sum, count)})"
         )
     return Objective(task, section.name)
 
@@ -313,15 +314,15 @@ def _wrong(loss: Any, metrics: Any) -> str:
     """Return the error in a task's result, or ""."""
     if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
         what = form(loss) if isinstance(loss, Tensor) else type(loss).__name__
-        return f"its loss is {what}; it has to be one number, a float tensor of shape (): the mean"
+        return f"its loss is {what}; it must be the mean, a float tensor of shape ()"
     if not isinstance(metrics, Mapping):
         return f"its metrics are a {type(metrics).__name__}, not {{name: (sum, count)}}"
     for name, pair in metrics.items():
         if not isinstance(name, str):
-            return f"its metric {name!r} has no text for a name"
+            return f"its metric {name!r} needs a string as its name"
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_number, pair))):
             what = form(pair)
-            return f'its metric "{name}" is {what}; it has to be two numbers, (sum, count)'
+            return f'its metric "{name}" is {what}; it must be two numbers, (sum, count)'
     return ""
 
 

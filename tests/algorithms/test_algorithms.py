@@ -421,7 +421,7 @@ def test_an_ahead_send_changes_nothing(case):
         ("algorithm.name=choco", 6, ["static", "exponential"]),
         ("algorithm.name=dsgt graph.name=spanning-tree", 6, ["doubly stochastic", "ring"]),
         ("algorithm.name=dsgd graph.name=spanning-tree", 6, ["row-stochastic", "ring"]),
-        ("algorithm.name=sgp graph.name=spanning-tree", 6, ["rows above 0", "exponential"]),
+        ("algorithm.name=sgp graph.name=spanning-tree", 6, ["positive row sums", "exponential"]),
         ("algorithm.name=dsgd graph.name=ceca", 6, ["only permute"]),
         ("algorithm.name=ceca graph.name=ring", 6, ['"ceca"']),
         ("algorithm.name=defacto graph.name=ring", 6, ["exact in one period", "base-2"]),

@@ -31,7 +31,7 @@ def test_examples_sites_and_templates_are_found_where_pip_puts_them(installed, m
     assert packaged.given("digits") == installed / "digits.toml"
     assert "perlmutter" in batch.sites() and packaged.find("templates/slurm.sh").exists()
     monkeypatch.setattr(packaged.sysconfig, "get_path", lambda *_: "/none")
-    with pytest.raises(JobError, match="install again"):
+    with pytest.raises(JobError, match="reinstall"):
         packaged.find("sites")
     assert packaged.given("digits") == Path("digits")
 

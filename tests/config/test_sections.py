@@ -212,7 +212,7 @@ def test_all_mistakes_at_once():
         'mean "shuffled"?',
         "data.shape = 0: must be at least 1",
         'nodes: unknown section; did you mean "node"?',
-        "node = 4: needs keys, in a section [node]",
+        "node = 4: must be a section [node]",
         "checkpoint.keep = 0: must be at least 1, at most 10^9; the default is 2",
         "schedule.lr = 0.0: must be greater than 0, from 1e-15 up to 1e15; the default is 0.1",
         "schedule.milestones = 5: needs a list",

@@ -284,7 +284,7 @@ def test_mistakes_in_the_data_section(tmp_path, varied):
     (tmp_path / "x.h5").write_text("no")
     with pytest.raises(StoreError, match="can't be opened as an HDF5 file"):
         source(Data(source=str(tmp_path / "x.h5")), 0)
-    with pytest.raises(JobError, match=r"are of \d+x\d+ to \d+x\d+ pixels: set data.image_size"):
+    with pytest.raises(JobError, match=r"\d+x\d+ to \d+x\d+ pixels: set data.image_size"):
         source(Data(source=str(varied)), 0)
     with pytest.raises(JobError, match="set data.image_size, for example to 224"):
         source(Data(source=str(varied), augment="resized-crop"), 0)
@@ -419,7 +419,7 @@ def test_a_worker_that_ends_or_is_silent_is_named(varied, opened):
         (victim,) = loader._batches._workers
         loader._batches._timeout = 5  # of a fork torch isn't told that it ended
         victim.kill()
-        with pytest.raises(DataError, match=r"process ended or gives nothing .* at step \d"):
+        with pytest.raises(DataError, match=r"process ended or sent nothing .* at step \d"):
             fetched(loader, range(1, 30))
     assert not victim.is_alive()
     with loader_of(Sleepy((3,), 2, 40, 4, 0), 1, ["cpu"]) as loader:

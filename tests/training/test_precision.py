@@ -220,7 +220,7 @@ def test_a_model_that_cannot_be_captured_falls_back_to_threads(monkeypatch):
     monkeypatch.setattr(replicas, "Captured", cannot)
     assembly = assemble.assemble(job("node.devices=cpu:2"), SingleProcess(), 2)
     assembly.trainer.replicas.graphs = "auto"
-    with pytest.warns(UserWarning, match="can't be captured.*goes on with a thread a slot"):
+    with pytest.warns(UserWarning, match="can't be captured.*one thread per slot"):
         first = assembly.trainer.step().loss
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -245,7 +245,7 @@ def test_batches_of_other_shapes_fall_back_to_threads(monkeypatch):
     monkeypatch.setattr(replicas, "Captured", Strict)
     assembly = assemble.assemble(job("node.devices=cpu:2"), SingleProcess(), 2)
     assembly.trainer.replicas.graphs = "auto"
-    with pytest.warns(UserWarning, match="goes on with a thread a slot"):
+    with pytest.warns(UserWarning, match="one thread per slot"):
         assembly.trainer.step()
     assert assembly.trainer.replicas._captured is None
     assembly.close()

@@ -13,7 +13,7 @@ from mpigossip.training.assemble import load
 @pytest.mark.parametrize(
     "devices, other, says",
     [
-        ("auto", ("cuda:0",), "rank 1 on b has a GPU, rank 0 on a sees none"),
+        ("auto", ("cuda:0",), "rank 1 on b has a GPU, rank 0 on a detects none"),
         ("cpu:2", ("cpu",), "rank 0 on a has 2 slots, rank 1 on b has 1"),
     ],
 )
