@@ -15,14 +15,14 @@ from typing import Any
 from mpigossip.config import removed, toml
 from mpigossip.config.toml import near, show
 
-OWN = r"[A-Za-z_][\w.]*:\w+"
+USER_CODE = r"[A-Za-z_][\w.]*:\w+"
 """Pattern of a name of user code, "package.module:factory"."""
 OPEN = {
-    "graph.name": rf"file:.+|{OWN}",
-    "model.name": OWN,
-    "algorithm.name": OWN,
-    "task.name": OWN,
-    "data.source": OWN,
+    "graph.name": rf"file:.+|{USER_CODE}",
+    "model.name": USER_CODE,
+    "algorithm.name": USER_CODE,
+    "task.name": USER_CODE,
+    "data.source": USER_CODE,
 }
 """Settings that also accept names outside their table, such as a graph from a file or user code,
 with the pattern of those names. Their options can only be checked by building them."""
@@ -60,8 +60,8 @@ class BuilderSpec:
         :param table: table that contains the name
         :param name: name in the table
         """
-        found = table[name]
-        return found if isinstance(found, cls) else cls(found)
+        builder = table[name]
+        return builder if isinstance(builder, cls) else cls(builder)
 
     @property
     def build(self) -> Callable:
@@ -93,8 +93,8 @@ def spec_of(table: Table, name: Any) -> BuilderSpec | None:
 
 def options_of(table: Table, name: Any) -> Collection[str]:
     """Return the names of the options of ``name``; none if it is not in the table."""
-    part = spec_of(table, name)
-    return toml.keyword_only(part.build)[0] if part else ()
+    spec = spec_of(table, name)
+    return toml.keyword_only(spec.build)[0] if spec else ()
 
 
 def apply_implied(
@@ -107,22 +107,22 @@ def apply_implied(
     :param local: name of the local step in effect; None: there is none
     :return: an error message for each setting that contradicts an implied value that is fixed
     """
-    messages = []
+    problems = []
     for path, table in tables.items():
         section, key = path.split(".")
         name = local if section == "local" else sections.get(section, {}).get(key)
-        part = spec_of(table, name)
-        for other, value in part.implies.items() if part else {}:
-            there, what = other.split(".")
-            named = sections.setdefault(there, {}).setdefault(what, value)
-            own = isinstance(named, str) and re.fullmatch(OWN, named) is not None
-            only = part.only is True or part.only and other in part.only and not own
-            if named != value and only:
-                messages.append(
-                    f'{other} = {show(named)}: {path} = "{name}" means {other} = "{value}"; '
+        spec = spec_of(table, name)
+        for other, value in spec.implies.items() if spec else {}:
+            other_section, other_key = other.split(".")
+            chosen = sections.setdefault(other_section, {}).setdefault(other_key, value)
+            is_user_code = isinstance(chosen, str) and re.fullmatch(USER_CODE, chosen) is not None
+            is_fixed = spec.only is True or spec.only and other in spec.only and not is_user_code
+            if chosen != value and is_fixed:
+                problems.append(
+                    f'{other} = {show(chosen)}: {path} = "{name}" means {other} = "{value}"; '
                     f"leave it out, or choose another {section}"
                 )
-    return messages
+    return problems
 
 
 def check(
@@ -146,15 +146,15 @@ def check(
     section, key = path.split(".")
     if not isinstance(name, str):
         return []  # the type check of the section reports this
-    part = spec_of(table, name)
-    if part is None:
+    spec = spec_of(table, name)
+    if spec is None:
         if re.fullmatch(OPEN.get(path, "(?!)"), name):
             return []
         if path in FILES:
             return toml.check_options(section, values, known, lambda: None)
-        what = section if key == "name" else key
-        gone = removed.of_setting(f"{path} = {show(name)}")
-        return [gone or f"{path} = {show(name)}: unknown {what}; {near(name, table)}"]
+        noun = section if key == "name" else key
+        removal = removed.of_setting(f"{path} = {show(name)}")
+        return [removal or f"{path} = {show(name)}: unknown {noun}; {near(name, table)}"]
     if key != "name" and path not in FILES:
         return []
-    return toml.check_options(section, values, known, part.build, others)
+    return toml.check_options(section, values, known, spec.build, others)

@@ -76,15 +76,15 @@ def of_setting(path: str) -> str:
 
 def of_argument(key: str) -> str:
     """Return the message for a removed name of Gossip or a removed setting passed to it, or ""."""
-    named = {path.rpartition(".")[2]: text for path, text in SETTINGS.items()} | GOSSIP
-    return f"{key}: removed; {named[key]}" if key in named else ""
+    replacements = {path.rpartition(".")[2]: text for path, text in SETTINGS.items()} | GOSSIP
+    return f"{key}: removed; {replacements[key]}" if key in replacements else ""
 
 
 def of_words(words: list[str]) -> str:
     """Return the message for the first removed option in the words of a command line, or ""."""
-    plain = [word.partition("=")[0] for word in words]
-    for name, instead in OPTIONS.items():
+    names = [word.partition("=")[0] for word in words]
+    for name, replacement in OPTIONS.items():
         *command, option = name.split()
-        if plain[: len(command)] == command and option in plain:
-            return f"{option}: removed; {instead}"
+        if names[: len(command)] == command and option in names:
+            return f"{option}: removed; {replacement}"
     return ""

@@ -74,11 +74,17 @@ def near(word: object, words: Iterable[str], others: Iterable[str] = ()) -> str:
     :return: clause for an error message, such as 'did you mean "batch"?'
     """
     words = sorted(words)
-    part = _bare(str(word))
-    meant = sorted({*words, *others})
-    whole = [each for each in meant if len(part) > 2 and part in _bare(each)]
-    if close := sorted(whole, key=len)[:3] or difflib.get_close_matches(str(word), meant, 1):
-        return "did you mean " + " or ".join(f'"{each}"' for each in close) + "?"
+    bare_word = _bare(str(word))
+    candidates = sorted({*words, *others})
+    containing = [
+        candidate
+        for candidate in candidates
+        if len(bare_word) > 2 and bare_word in _bare(candidate)
+    ]
+    if close := sorted(containing, key=len)[:3] or difflib.get_close_matches(
+        str(word), candidates, 1
+    ):
+        return "did you mean " + " or ".join(f'"{candidate}"' for candidate in close) + "?"
     return "known here: " + ", ".join(words) if words else "there are none here"
 
 
@@ -133,8 +139,8 @@ def plain_table(name: str, table: Any) -> tuple[dict[str, Any], list[str]]:
     for key, value in table.items():
         try:
             values[plain(str(key))] = plain(value)
-        except BadValue as mistake:
-            messages.append(mistake.at(f"{name}.{ascii(str(key))[1:-1]}"))
+        except BadValue as error:
+            messages.append(error.at(f"{name}.{ascii(str(key))[1:-1]}"))
     return values, messages
 
 
@@ -154,10 +160,10 @@ def converter() -> cattrs.Converter:
     """Return the converter, which accepts neither unknown keys nor implicit changes of type."""
     import cattrs
 
-    made = cattrs.Converter(forbid_extra_keys=True)
+    strict_converter = cattrs.Converter(forbid_extra_keys=True)
     needs = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     for kind, words in needs.items():
-        made.register_structure_hook(kind, functools.partial(_scalar, words))
+        strict_converter.register_structure_hook(kind, functools.partial(_scalar, words))
     hooks = {
         Literal: _choice,
         tuple: _tuple,
@@ -165,11 +171,11 @@ def converter() -> cattrs.Converter:
         types.UnionType: _union,
         Annotated: _limited,
     }
-    made.register_structure_hook_func(
+    strict_converter.register_structure_hook_func(
         lambda kind: typing.get_origin(kind) in hooks,
         lambda value, kind: hooks[typing.get_origin(kind)](value, kind),
     )
-    return made
+    return strict_converter
 
 
 def _scalar(words: str, value: Any, kind: type) -> Any:
@@ -188,8 +194,8 @@ def _choice(value: Any, kind: Any) -> Any:
     close = difflib.get_close_matches(str(value), map(str, choices), 1)
     hint = f'; did you mean "{close[0]}"?' if close else ""
     *others, last = map(show, choices)
-    named = f"{', '.join(others)} or {last}" if others else last
-    raise BadValue(value, f"must be {named}{hint}")
+    listed = f"{', '.join(others)} or {last}" if others else last
+    raise BadValue(value, f"must be {listed}{hint}")
 
 
 def _tuple(value: Any, kind: Any) -> tuple:
@@ -209,15 +215,15 @@ def _union(value: Any, kind: Any) -> Any:
     # TOML has no null: files and overrides write "none" for a value that is not set.
     if value in (None, "none") and len(members) < len(kinds):
         return None
-    wrong = []
+    errors = []
     for member in members:
         try:
             return converter().structure(value, member)
-        except BadValue as mistake:
-            wrong.append(mistake)
-    if len(wrong) == 1:
-        raise wrong[0]
-    raise BadValue(value, " or ".join(mistake.need for mistake in wrong))
+        except BadValue as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    raise BadValue(value, " or ".join(error.need for error in errors))
 
 
 def _limited(value: Any, kind: Any) -> Any:
@@ -246,8 +252,8 @@ def explain(error: Exception, path: str = "", default: object = None) -> Iterato
     elif isinstance(error, cattrs.ClassValidationError):
         defaults = {f.name: f.default for f in fields(error.cl) if f.default is not MISSING}
         for inner, note in error.group_exceptions()[0]:
-            at = f"{path}.{note.name}" if path else note.name
-            yield from explain(inner, at, defaults.get(note.name))
+            inner_path = f"{path}.{note.name}" if path else note.name
+            yield from explain(inner, inner_path, defaults.get(note.name))
         for inner in error.group_exceptions()[1]:
             yield from explain(inner, path)
     else:
@@ -320,10 +326,10 @@ def keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:
     except (NameError, TypeError):
         hints = {}  # the annotations exist for type checkers only: accept any type
     parameters = inspect.signature(build).parameters.values()
-    found = {
+    options = {
         p.name: (hints.get(p.name, Any), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY
     }
-    return found, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return options, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def write(value: Any) -> str:
