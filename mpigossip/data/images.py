@@ -187,11 +187,11 @@ class Images:
         """Return a new array of images without random augmentation."""
         if split not in self._ready:
             return np.stack([self._prepare(split, index) for index in indices.tolist()])
-        images, known = self._ready[split]
-        if not known.all():
-            for index in indices[~known[indices]].tolist():
+        images, is_ready = self._ready[split]
+        if not is_ready.all():
+            for index in indices[~is_ready[indices]].tolist():
                 images[index] = self._prepare(split, index)
-                known[index] = True
+                is_ready[index] = True
         return images[indices]
 
     def _prepare(self, split: str, index: int) -> np.ndarray:

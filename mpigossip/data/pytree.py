@@ -64,7 +64,9 @@ def parts(batch: Nested, count: int) -> list[Nested]:
         )
 
     def part(number: int) -> Nested:
-        return map_tensors(lambda one: one.chunk(count)[number] if one.ndim else one, batch)
+        return map_tensors(
+            lambda tensor: tensor.chunk(count)[number] if tensor.ndim else tensor, batch
+        )
 
     return [part(number) for number in range(count)]
 

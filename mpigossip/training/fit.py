@@ -60,10 +60,10 @@ def check_rounds(job: Job, graph: Graph, world: World) -> None:
     if job.graph.name in graphs.BUILDERS:
         return
     with world.raise_together(UserError):
-        mine = graph.fingerprint
-    first = world.broadcast(mine)
+        digest = graph.fingerprint
+    first_digest = world.broadcast(digest)
     with world.raise_together(JobError):
-        if mine != first:
+        if digest != first_digest:
             raise JobError(
                 f'graph.name = "{job.graph.name}": its first 64 rounds differ from the rounds on '
                 "rank 0: a function may use only n, seed and t, and a file must be identical on "
@@ -106,8 +106,8 @@ def _exact(graph: Graph) -> bool:
     """Return whether one period from round 0 computes the exact average."""
     if graph.period is None:
         return False
-    found = rounds_to_exact(graph, limit=graph.period)
-    return graph.n == 1 or found is not None and found <= graph.period
+    rounds = rounds_to_exact(graph, limit=graph.period)
+    return graph.n == 1 or rounds is not None and rounds <= graph.period
 
 
 def _grows(graph: Graph) -> bool:
@@ -126,10 +126,10 @@ def _unfit_graph(job: Job, graph: Graph, needs: frozenset) -> list[str]:
             "out, or choose another algorithm"
         ]
     fitting = [name for name in graphs.BUILDERS if _fits(name, graph.n, needs)]
-    own = " with their own weights" if job.graph.weights else ""
+    suffix = " with their own weights" if job.graph.weights else ""
     return [
         f'graph.name = "{job.graph.name}": algorithm "{job.algorithm.name}" needs a graph that '
-        f"is {' and '.join(missing)}; suitable graphs of {graph.n} nodes{own} are: "
+        f"is {' and '.join(missing)}; suitable graphs of {graph.n} nodes{suffix} are: "
         f"{', '.join(fitting)}"
     ]
 
@@ -140,13 +140,13 @@ def _unconnected(job: Job, graph: Graph, cadence: Cadence) -> list[str]:
     With graph "identity", nodes train alone on purpose. An average over all nodes connects them,
     too. If the rounds are drawn without a period, their edges can't be known beforehand.
     """
-    whole = getattr(graph.schedule, "of", graph)  # the graph before [faults] removes links
+    full_graph = getattr(graph.schedule, "of", graph)  # the graph before [faults] removes links
     alone = graph.n == 1 or graph.name == "identity"
-    if alone or isinstance(whole.schedule, Drawn):
+    if alone or isinstance(full_graph.schedule, Drawn):
         return []
     if ExchangeKind.GOSSIP not in cadence.kinds or ExchangeKind.GLOBAL in cadence.kinds:
         return []
-    nodes = unreached(whole)
+    nodes = unreached(full_graph)
     if nodes is None:
         return []
     return [
@@ -194,27 +194,28 @@ def _unfit_periods(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) 
 
     The method has to allow idle nodes, and the setting needs one number for each node.
     """
-    own = cadence.periods
+    periods = cadence.periods
     name = job.algorithm.name
-    if not own:
+    if not periods:
         return []
-    said = f"cadence.period = {list(own)}"
+    setting = f"cadence.period = {list(periods)}"
     if method.local_update is None:
-        named = job.cadence.name
-        parts = {each: BuilderSpec.of(BUILDERS, each) for each in BUILDERS}
+        cadence_name = job.cadence.name
+        specs = {other: BuilderSpec.of(BUILDERS, other) for other in BUILDERS}
         fitting = [
-            each
-            for each, part in parts.items()
-            if build(each, None, {}, 0).local_update is not None
-            and not (part.only and part.implies.get("cadence.name", named) != named)
+            other
+            for other, spec in specs.items()
+            if build(other, None, {}, 0).local_update is not None
+            and not (spec.only and spec.implies.get("cadence.name", cadence_name) != cadence_name)
         ]
         return [
-            f'{said}: algorithm "{name}" needs a gradient of every node in every step, and an '
+            f'{setting}: algorithm "{name}" needs a gradient of every node in every step, and an '
             f"idle node has none; give one number, or choose one of {', '.join(fitting)}"
         ]
-    if len(own) != graph.n:
+    if len(periods) != graph.n:
         return [
-            f"{said}: {len(own)} numbers for {graph.n} nodes; give {graph.n} numbers, one for "
+            f"{setting}: {len(periods)} numbers for {graph.n} nodes; give {graph.n} numbers, one "
+            f"for "
             "each node, or one number for all"
         ]
     return []
@@ -238,8 +239,8 @@ def _unfit_length(job: Job, graph: Graph, needs: frozenset) -> list[str]:
     ]
 
 
-def _cadences(bearable) -> str:
-    return " or ".join(f'"{name}"' for name, build in CADENCES.items() if bearable(build()))
+def _cadences(is_allowed) -> str:
+    return " or ".join(f'"{name}"' for name, build in CADENCES.items() if is_allowed(build()))
 
 
 def _unfit_wire(job: Job, coding: Wire, needs: frozenset) -> list[str]:
@@ -265,23 +266,23 @@ def _unfit_wire(job: Job, coding: Wire, needs: frozenset) -> list[str]:
 
 def contradictions(job: Job) -> list[str]:
     """Return settings that have no effect, or contradict each other."""
-    found = shape.cut(job, shape.slots(job))
+    problems = shape.cut(job, shape.slots(job))
     data = job.data
-    plain = Data()
-    for key, reader in (("shuffled_percent", "mixed"), ("dirichlet_alpha", "dirichlet")):
-        if getattr(data, key) != getattr(plain, key) and data.partition != reader:
-            found.append(
-                f'data.{key} = {getattr(data, key):g}: only the partition "{reader}" uses it; '
-                f'set data.partition = "{reader}", or leave it out'
+    defaults = Data()
+    for key, partition in (("shuffled_percent", "mixed"), ("dirichlet_alpha", "dirichlet")):
+        if getattr(data, key) != getattr(defaults, key) and data.partition != partition:
+            problems.append(
+                f'data.{key} = {getattr(data, key):g}: only the partition "{partition}" uses it; '
+                f'set data.partition = "{partition}", or leave it out'
             )
     node = job.node
     if node.cuda_graphs == "always" and slots_of(node.devices)[0] == "cpu":
-        found.append(
+        problems.append(
             f'node.cuda_graphs = "always": the slots of node.devices = "{node.devices}" are on '
             'the CPU; leave it at "auto"'
         )
     if node.vmap and node.precision == "fp16":
-        found.append(
+        problems.append(
             'node.precision = "fp16": node.vmap does not support a separate loss scale for each '
             'node; use "bf16", or leave node.vmap out'
         )
@@ -289,8 +290,8 @@ def contradictions(job: Job) -> list[str]:
         if job.clock.network != OFF:
             named(job.clock)
     except JobError as error:
-        found += error.messages
-    return found
+        problems += error.messages
+    return problems
 
 
 def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested) -> None:
@@ -305,11 +306,11 @@ def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested)
             "node.vmap = true: model.recompute = true uses hooks, which can't be vectorized over "
             "nodes; leave one of the two out"
         )
-    tried = copy.deepcopy(module).train()
+    trial = copy.deepcopy(module).train()
     with torch.random.fork_rng(devices=()), torch.no_grad(), contextlib.suppress(Exception):
         # Some norm layers reject a batch of one sample, but only after they have counted it.
-        objective(tried, batch)
-    if not all(map(torch.equal, tried.buffers(), module.buffers())):
+        objective(trial, batch)
+    if not all(map(torch.equal, trial.buffers(), module.buffers())):
         raise JobError(
             f'node.vmap = true: model "{job.model.name}" changes its buffers in training (norm '
             "statistics, averages), which can't be vectorized over nodes; leave node.vmap out"
@@ -327,8 +328,8 @@ def tolerates_delay(method: Algorithm) -> bool:
 
 def _links_fail(job: Job) -> bool:
     """Return whether rounds are reweighted because links fail."""
-    ill = job.faults
-    return job.node.mixer != "asynchronous" and bool(ill.lost or ill.away or ill.ticks)
+    faults = job.faults
+    return job.node.mixer != "asynchronous" and bool(faults.lost or faults.away or faults.ticks)
 
 
 def _unfit_faults(job: Job, method: Algorithm) -> list[str]:
@@ -348,63 +349,63 @@ def short_faults(job: Job) -> list[str]:
     Even if each round is drawn independently, faults last longer on average than such a setting
     says.
     """
-    ill = job.faults
-    found = []
-    stays = {"lost": (ill.lost, ill.lost_rounds), "away": (ill.away, ill.away_rounds)}
+    faults = job.faults
+    problems = []
+    stays = {"lost": (faults.lost, faults.lost_rounds), "away": (faults.away, faults.away_rounds)}
     for key, (share, rounds) in stays.items():
-        least = least_rounds(share)
-        if rounds and rounds < least:
-            found.append(
-                f"faults.{key}_rounds = {rounds:g}: must be at least {least:.3g}, the mean with "
+        minimum = least_rounds(share)
+        if rounds and rounds < minimum:
+            problems.append(
+                f"faults.{key}_rounds = {rounds:g}: must be at least {minimum:.3g}, the mean with "
                 f"faults.{key} = {share:g} if each round is drawn independently; use a larger "
                 "value, or 0"
             )
-    return found
+    return problems
 
 
 def _unfit_nccl(job: Job) -> list[str]:
     if job.node.exchange != "nccl":
         return []
-    found = []
+    problems = []
     if job.node.mixer == "asynchronous":
-        found.append(
+        problems.append(
             'node.mixer = "asynchronous": NCCL needs both ranks to take part in an exchange'
         )
     if job.run.survive:
-        found.append("run.survive = true: NCCL can't continue after a rank failure")
-    return [f'node.exchange = "nccl" and {text}; use "auto"' for text in found]
+        problems.append("run.survive = true: NCCL can't continue after a rank failure")
+    return [f'node.exchange = "nccl" and {text}; use "auto"' for text in problems]
 
 
 def _unfit_asynchrony(job: Job, coding: Wire, method: Algorithm) -> list[str]:
     node = job.node
     faults = job.faults
-    found = []
+    problems = []
     if node.mixer != "asynchronous":
         if faults.slow_times > 1:
-            found.append(
+            problems.append(
                 f"faults.slow_times = {faults.slow_times:g}: only asynchronous runs have slow "
                 'nodes; set node.mixer = "asynchronous", or leave it out'
             )
-        return found
-    found += [
+        return problems
+    problems += [
         f"faults.{key} = {value:g}: an asynchronous run supports faults.lost only; leave it out"
         for key in ("lost_rounds", "away", "away_rounds", "ticks")
         if (value := getattr(faults, key))
     ]
     if not tolerates_delay(method):
         fitting = [name for name in BUILDERS if tolerates_delay(build(name, None, {}, 0))]
-        found.append(
+        problems.append(
             f'node.mixer = "asynchronous": algorithm "{job.algorithm.name}" needs the models of '
             f"the same round; choose one of {', '.join(fitting)}"
         )
     if not coding.exact:
-        found.append(
+        problems.append(
             f'node.wire = "{node.wire}": an asynchronous run exchanges exact models only; '
             'use "fp32"'
         )
     if not node.devices.startswith("cpu"):
-        found.append(
+        problems.append(
             f'node.devices = "{node.devices}": the windows of an asynchronous run are in host '
             'memory; use "cpu:1", or node.mixer = "synchronous"'
         )
-    return found
+    return problems

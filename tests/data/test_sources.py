@@ -455,12 +455,12 @@ def test_the_next_step_is_brought_early(varied, opened, monkeypatch):
         data = opened(source=str(varied), image_size=32, cache=cache)
         with loader_of(data, workers) as loader:
             loader.early = True
-            for carrier in loader.carriers:
-                carrier.stream = streams
+            for copier in loader.copiers:
+                copier.stream = streams
             for step in steps:
                 for a, b in zip(fetched(loader, [step]), wanted[step], strict=True):
                     assert torch.equal(a, b)
-                assert list(loader._there) == [step + 1]
+                assert list(loader._copies) == [step + 1]
 
 
 class Streams:
@@ -488,8 +488,8 @@ class Streams:
 def test_a_copy_runs_on_its_own_stream_and_is_waited_for(monkeypatch):
     """A CPU stands in for the device; what streams are asked for is noted."""
     streams = Streams(monkeypatch)
-    carrier = DeviceCopier(torch.device("cpu"))
-    carrier.stream = streams
+    copier = DeviceCopier(torch.device("cpu"))
+    copier.stream = streams
     kept = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append(self))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
@@ -498,9 +498,9 @@ def test_a_copy_runs_on_its_own_stream_and_is_waited_for(monkeypatch):
         streams.log.append("normalized")
         return Batch(pair[0] * 2, pair[1])
 
-    there = carrier.start_copy((torch.ones(2, 3), torch.zeros(2)), finish)
+    there = copier.start_copy((torch.ones(2, 3), torch.zeros(2)), finish)
     assert streams.log == ["on the copy stream", "normalized", "event recorded", "off it"]
-    batch = carrier.finish_copy(there)
+    batch = copier.finish_copy(there)
     assert streams.log[4:] == ["compute waits for the event"]
     assert len(kept) == 2 and kept[0] is batch.inputs and kept[1] is batch.targets
 

@@ -133,7 +133,7 @@ def test_a_skipped_row_takes_no_local_step_and_the_others_do(words):
 
 
 def test_the_scale_grows_after_clean_steps_and_has_ends(monkeypatch):
-    monkeypatch.setattr(precision, "PATIENCE", 3)
+    monkeypatch.setattr(precision, "GROWTH_INTERVAL", 3)
     scaler = precision.Precision("fp16", ["cpu"], rows=1)
     place = scaler.scales[0].data_ptr()
     clean = torch.ones(1, 4)
@@ -324,7 +324,7 @@ def test_graphs_of_a_device_share_a_pool_and_replay_in_their_order(monkeypatch):
     assert fake.log[-2:] == ["replay"] * 2
     for fixed, _ in graphs._inputs:
         assert torch.equal(fixed, inputs + 1), "new values lie where the graph reads them"
-    graphs._found[1] = Lost()
+    graphs._figures[1] = Lost()
     with pytest.raises(RuntimeError, match="off the bus") as caught:
         graphs.replay([(inputs, targets)] * 2)
     assert caught.value.__notes__ == ["in slot 1 of this node, on cuda:1"]
