@@ -394,7 +394,7 @@ def test_a_round_of_more_neighbours_than_stated_is_not_sent(ranks, tmp_path):
         ({"data": {"source": "mine:own_needs"}}, "takes 1 positional.* return a .*Source"),
         ({"model": {"name": "mine:wrong"}}, "returned int"),
         ({"model": {"name": "mine:frozen"}}, "no parameter to train"),
-        ({"model": {"name": "mine:Twice"}}, r"gives a tuple .*\(1, 2\).*`.logits`"),
+        ({"model": {"name": "mine:Twice"}}, r"returns a tuple .*\(1, 2\).*`.logits`"),
         ({"model": {"name": "mine:configured"}}, "can't be built .* no attribute 'hidden_size'"),
         ({"log": {"hooks": ["mine:wrong"]}}, "returned int; it should return a .*Hook"),
         ({"log": {"hooks": ["tensorbord"]}}, "none of tensorboard"),

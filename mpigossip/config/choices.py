@@ -71,15 +71,15 @@ class BuilderSpec:
         module, _, name = self.made_by.partition(":")
         return getattr(import_module(module), name)
 
-    def following(self, options: Mapping[str, Any], known: Any) -> dict[str, Any]:
+    def following(self, options: Mapping[str, Any], context: Any) -> dict[str, Any]:
         """Compute the options that a job leaves unset by the rules in `follows`.
 
         :param options: options of the job, by name; an option of value None counts as unset
-        :param known: argument that is passed to each rule
+        :param context: argument that is passed to each rule
         :return: new values by option; options for which a rule returns None are left out
         """
         unset = {key: rule for key, rule in self.follows.items() if options.get(key) is None}
-        values = {key: rule(known) for key, rule in unset.items()}
+        values = {key: rule(context) for key, rule in unset.items()}
         return {key: value for key, value in values.items() if value is not None}
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -129,7 +129,7 @@ def check(
     path: str,
     name: Any,
     values: dict[str, Any],
-    known: Collection[str],
+    setting_keys: Collection[str],
     table: Table,
     others: Collection[str] = (),
 ) -> list[str]:
@@ -138,7 +138,7 @@ def check(
     :param path: setting that holds the name, as "section.key"
     :param name: value of this setting
     :param values: keys and values of the section, to which the defaults are added
-    :param known: keys of the section that are not options
+    :param setting_keys: keys of the section that are not options
     :param table: table of the names
     :param others: paths that a misspelled key may stand for, in addition to the keys here
     :return: an error message for each problem
@@ -151,10 +151,10 @@ def check(
         if re.fullmatch(OPEN.get(path, "(?!)"), name):
             return []
         if path in FILES:
-            return toml.check_options(section, values, known, lambda: None)
+            return toml.check_options(section, values, setting_keys, lambda: None)
         noun = section if key == "name" else key
         removal = removed.of_setting(f"{path} = {show(name)}")
         return [removal or f"{path} = {show(name)}: unknown {noun}; {near(name, table)}"]
     if key != "name" and path not in FILES:
         return []
-    return toml.check_options(section, values, known, spec.build, others)
+    return toml.check_options(section, values, setting_keys, spec.build, others)

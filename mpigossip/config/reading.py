@@ -145,10 +145,10 @@ def _check_names(sections: dict[str, dict[str, Any]], tables: Tables) -> list[st
         if section == "local":
             messages += check_local(sections, tables)
             continue
-        known = {f.name: f.default for f in fields(SECTIONS[section]) if f.name != "options"}
+        defaults = {f.name: f.default for f in fields(SECTIONS[section]) if f.name != "options"}
         values = sections.setdefault(section, {})
         others = local_options(sections, tables) if section == "algorithm" else []
-        messages += check(path, values.get(key, known[key]), values, known, table, others)
+        messages += check(path, values.get(key, defaults[key]), values, defaults, table, others)
     return messages
 
 
@@ -219,7 +219,7 @@ def check_local(sections: dict[str, Any], tables: Tables) -> list[str]:
     """
     values = sections.setdefault("local", {})
     algorithms = tables["algorithm.name"]
-    known = _keys("local") - {"options"}
+    keys = _keys("local") - {"options"}
     name = local_in_effect(sections, tables)
     algorithm = _algorithm(sections)
     spec = spec_of(algorithms, algorithm)
@@ -233,9 +233,9 @@ def check_local(sections: dict[str, Any], tables: Tables) -> list[str]:
         return [
             f'local.{key}: algorithm "{algorithm}" has no separate local step with this option; '
             "leave it out, or set local.name"
-            for key in values.keys() - known
+            for key in values.keys() - keys
         ]
-    return check("local.name", name, values, known, tables["local.name"])
+    return check("local.name", name, values, keys, tables["local.name"])
 
 
 def _algorithm(sections: dict[str, Any]) -> Any:

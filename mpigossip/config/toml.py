@@ -52,8 +52,8 @@ class BadValue(ValueError):
         :return: setting, value, condition and default, or the message for a removed value
         """
         remedy = "" if default is None else f"; the default is {show(default)}"
-        here = f"{path} = {show(self.value)}"
-        return removed.of_setting(here) or f"{here}: {self.need}{remedy}"
+        setting = f"{path} = {show(self.value)}"
+        return removed.of_setting(setting) or f"{setting}: {self.need}{remedy}"
 
 
 def show(value: object) -> str:
@@ -88,14 +88,14 @@ def near(word: object, words: Iterable[str], others: Iterable[str] = ()) -> str:
     return "known here: " + ", ".join(words) if words else "there are none here"
 
 
-def unknown(path: str, known: Iterable[str], others: Iterable[str] = ()) -> str:
+def unknown(path: str, valid_keys: Iterable[str], others: Iterable[str] = ()) -> str:
     """Return the message for an unknown key, with its replacement or with similar keys.
 
     :param path: path of the key, as "section.key"
-    :param known: valid keys
+    :param valid_keys: valid keys
     :param others: further keys that may be suggested, but are not listed
     """
-    hint = near(path.rpartition(".")[2], known, others)
+    hint = near(path.rpartition(".")[2], valid_keys, others)
     return removed.of_setting(path) or f"{path}: unknown key; {hint}"
 
 
@@ -246,9 +246,9 @@ def explain(error: Exception, path: str = "", default: object = None) -> Iterato
     if isinstance(error, BadValue):
         yield error.at(path, default)
     elif isinstance(error, cattrs.ForbiddenExtraKeysError):
-        known = [f.name for f in fields(error.cl)]
+        valid_keys = [f.name for f in fields(error.cl)]
         for key in sorted(error.extra_fields, key=str):
-            yield unknown(f"{path}.{key}" if path else str(key), known)
+            yield unknown(f"{path}.{key}" if path else str(key), valid_keys)
     elif isinstance(error, cattrs.ClassValidationError):
         defaults = {f.name: f.default for f in fields(error.cl) if f.default is not MISSING}
         for inner, note in error.group_exceptions()[0]:
@@ -280,7 +280,7 @@ def override(raw: dict[str, Any], text: str) -> tuple[str, list[str]]:
 def check_options(
     section: str,
     values: dict[str, Any],
-    known: Collection[str],
+    setting_keys: Collection[str],
     build: Callable,
     others: Collection[str] = (),
 ) -> list[str]:
@@ -291,14 +291,14 @@ def check_options(
 
     :param section: name of the section, for error messages
     :param values: keys and values of the section, which are changed in place
-    :param known: keys of the section that are not options
+    :param setting_keys: keys of the section that are not options
     :param build: builder that takes the options
     :param others: paths that a misspelled key may stand for, in addition to the keys here
     :return: an error message for each problem
     """
     parameters, accepts_any = keyword_only(build)
     messages: list[str] = []
-    for key in [key for key in values if key not in known]:
+    for key in [key for key in values if key not in setting_keys]:
         path = f"{section}.{key}"
         if key in parameters:
             annotation, default = parameters[key]
@@ -307,7 +307,7 @@ def check_options(
             except Exception as error:  # cattrs raises groups, which explain() resolves
                 messages += explain(error, path, default)
         elif not accepts_any:
-            messages.append(unknown(path, [*known, *parameters], others))
+            messages.append(unknown(path, [*setting_keys, *parameters], others))
     for key, (_, default) in parameters.items():
         if default is inspect.Parameter.empty and key not in values:
             messages.append(f"{section}.{key} is not set: it has no default; write {key} = …")

@@ -68,7 +68,7 @@ def parameters(make: Callable) -> tuple[set[str], set[str]]:
 
 
 def call_factory(
-    make: Callable, known: Mapping[str, Any], options: Mapping[str, Any], otherwise: tuple = ()
+    make: Callable, values: Mapping[str, Any], options: Mapping[str, Any], otherwise: tuple = ()
 ) -> Any:
     """Call a factory of the user with the known values that it has parameters for, and options.
 
@@ -76,15 +76,15 @@ def call_factory(
     positional arguments instead; if these do not fit either, Python's TypeError is raised.
 
     :param make: factory
-    :param known: values that are passed by name, if the factory has a parameter of this name
+    :param values: values that are passed by name, if the factory has a parameter of this name
     :param options: options of the job, which are always passed by name
     :param otherwise: positional arguments of the second kind of call; default: all known values
     """
     names, needed = parameters(make)
-    if needed <= known.keys() | options.keys():
-        accepted = {name: value for name, value in known.items() if name in names}
+    if needed <= values.keys() | options.keys():
+        accepted = {name: value for name, value in values.items() if name in names}
         return make(**{**accepted, **options})
-    return make(*(otherwise or known.values()), **options)
+    return make(*(otherwise or values.values()), **options)
 
 
 def build_checked(

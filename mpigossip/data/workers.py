@@ -189,11 +189,11 @@ def _endless(stream: IterableDataset, first: int, stride: int) -> Iterator[Any]:
                 "iter() of it returns itself, so it can't be read again or by several nodes; "
                 "make __iter__ a generator"
             )
-        seen = False
+        has_samples = False
         for sample in itertools.islice(rows, first, None, stride):
-            seen = True
+            has_samples = True
             yield sample
-        if not seen:
+        if not has_samples:
             raise ValueError(
                 f"it returned no sample for node {first} of {stride} in a complete pass"
             )

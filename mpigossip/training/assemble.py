@@ -109,13 +109,13 @@ def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
     with world.raise_together(JobError):
         racks = nodes.racks(job.graph.placement, inter_node.hosts, addresses)
     order = sorted(range(graph.n), key=lambda i: (nodes.natural(inter_node.hosts[i]), i))
-    places = None
+    graph_nodes = None
     with world.raise_together(GraphError):
         if world.rank == 0:
             # The search may take longer than the others wait, which is no fault of this rank.
             with deadline.paused():
-                places = places_for(graph, racks, order)
-    return renumbered(graph, world.broadcast(places))
+                graph_nodes = places_for(graph, racks, order)
+    return renumbered(graph, world.broadcast(graph_nodes))
 
 
 def make_model(job: Job, data: AnyData, counted: bool = False) -> torch.nn.Module:

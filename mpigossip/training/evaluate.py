@@ -113,7 +113,9 @@ def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
     group.all_gather(means, rows)
     replicas.flat.attach(module, rows[0][0], None)
     of_slots = zip(*(replicas.buffers(row) for row in range(replicas.rows)), strict=True)
-    average_buffers(mixer, group, [[each.values() for each in slot] for slot in of_slots], module)
+    average_buffers(
+        mixer, group, [[buffers.values() for buffers in slot] for slot in of_slots], module
+    )
     return module
 
 

@@ -77,9 +77,9 @@ def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence)
     exchange = method
     if method.local_update is not None:
         exchange = build(name, NO_LOCAL_STEP, job.algorithm.options, 0, graph)
-    if reason := _whole(exchange):
+    if reason := _why_indivisible(exchange):
         algorithms = ((other, build(other, None, {}, 0)) for other in BUILDERS)
-        fitting = [other for other, algorithm in algorithms if not _whole(algorithm)]
+        fitting = [other for other, algorithm in algorithms if not _why_indivisible(algorithm)]
         settings = ", ".join(f"algorithm.{k} = {show(v)}" for k, v in job.algorithm.options.items())
         with_settings, remedy = (
             (f" with {settings}", "leave that out, or ") if name in fitting else ("", "")
@@ -119,7 +119,7 @@ def _unfit_period(schedule: FragmentSchedule) -> list[str]:
     return []
 
 
-def _whole(method: Algorithm) -> str:
+def _why_indivisible(method: Algorithm) -> str:
     """Return why fragments of a model can't be exchanged at different steps; "" if they can."""
     if method.local_update is None:
         return (

@@ -106,9 +106,9 @@ class Replicas:
         def compute(row: int, slot: int, batch: Nested) -> torch.Tensor:
             gradient = self.grads[slot][row]
             module = self.modules[row][slot]
-            found = torch.zeros(self.objective.width, dtype=torch.float64, device=gradient.device)
+            sums = torch.zeros(self.objective.width, dtype=torch.float64, device=gradient.device)
             if row in idle_rows:
-                return found
+                return sums
             if seeds and self.graphs == "never":  # a capture must not contain this
                 draw_from(gradient.device, seeds[row * slots + slot])
             gradient.zero_()
@@ -117,8 +117,8 @@ class Replicas:
                 with precision.autocast():
                     loss, metrics = self.objective(module, part)
                 precision.scaled(loss / accumulate, row, slot).backward()
-                found += self.objective.figures(loss, metrics, accumulate)
-            return found
+                sums += self.objective.figures(loss, metrics, accumulate)
+            return sums
 
         def work(slot: int) -> torch.Tensor:
             if self.together:
@@ -126,8 +126,8 @@ class Replicas:
                     draw_from(self.grads[slot].device, seeds[slot])
                 cuts = [parts(batch, accumulate) for batch in batches[slot::slots]]
                 return self._vectorized(slot, cuts, precision)
-            found = [compute(row, slot, batches[row * slots + slot]) for row in range(self.rows)]
-            return torch.stack(found).cpu()
+            results = [compute(row, slot, batches[row * slots + slot]) for row in range(self.rows)]
+            return torch.stack(results).cpu()
 
         # Captured graphs compute all rows, so they can't be used if rows are idle.
         per_slot = None if idle_rows else self._replayed(compute, batches)

@@ -25,7 +25,7 @@ def ranks_of(job: Job, world: World | None = None) -> int:
     return setting if isinstance(setting, int) else 1
 
 
-def here(job: Job, world: World) -> tuple[str, ...]:
+def local_devices(job: Job, world: World) -> tuple[str, ...]:
     """Return the devices of the local slots: of a rank, or of all ranks of a simulated node."""
     slots = slots_of(job.node.devices)
     return slots * ranks_of(job, world) if world.comm is None else slots
@@ -170,5 +170,5 @@ def make_group(job: Job, world: World) -> Group:
     torch.set_num_threads(job.node.threads)
     node = job.node
     return devices.make_group(
-        here(job, world), node.threads, node.shard, node.timeout_s, world, node.sums
+        local_devices(job, world), node.threads, node.shard, node.timeout_s, world, node.sums
     )
