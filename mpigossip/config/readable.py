@@ -46,9 +46,9 @@ OF_STDOUT = "of_standard_output"
 
 
 def print_safe(*texts: object, **options: Any) -> None:
-    """Print texts as `printable`; all that this package prints goes through here.
+    """Print texts after :func:`printable`; the whole package prints by this function only.
 
-    An OSError of it has the attribute `OF_STDOUT` if it is one of standard output.
+    If standard output cannot be written, the OSError has the attribute `OF_STDOUT`.
     """
     try:
         print(*map(printable, texts), **options)

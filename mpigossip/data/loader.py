@@ -218,7 +218,7 @@ class Loader(contextlib.AbstractContextManager):
         arrays = self.data.make_batch("train", np.concatenate(indices), key)
         return [Batch(*pair) for pair in zip(*(part.split(sizes) for part in arrays), strict=True)]
 
-    # -- requests, and who answers them -----------------------------------------------------------
+    # -- requests, and the iterators over their batches --------------------------------------------
 
     def _begin(self, step: int) -> Iterator[Nested]:
         """Return an iterator over the training batches, beginning with a step."""

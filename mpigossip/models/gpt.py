@@ -12,7 +12,7 @@ from mpigossip.config import JobError
 from mpigossip.config.limits import Positive
 
 BASE = 10_000.0
-"""Base of rotary positions: the longest wavelength is 2π times as many tokens."""
+"""Base of rotary positions: the longest wavelength is 2π times this number of tokens."""
 NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 Turn = tuple[Tensor, Tensor]

@@ -71,7 +71,7 @@ class Assembly:
 
 
 def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool = True) -> Job:
-    """Read a job file; its names and options are those of all parts of this package.
+    """Read a job, and check its names and options against the tables of all subpackages.
 
     :param where: path of a TOML file, or its contents as a dict
     :param overrides: settings "section.key=value" that replace those of the file

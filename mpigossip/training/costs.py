@@ -267,4 +267,4 @@ def held(
     sizes = {"replicas": slots * model, "gradients": slots * model, "algorithm state": state}
     sizes |= {f"messages' {name}": count for name, count in messages.items() if count}
     sizes["snapshot for checkpoints"] = model + state
-    return sizes | ({"copies to outlive a lost rank": copies * (model + state)} if copies else {})
+    return sizes | ({"copies for rank failures": copies * (model + state)} if copies else {})

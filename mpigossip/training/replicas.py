@@ -102,7 +102,7 @@ class Replicas:
         """
         slots = len(self.group.local_slots)
 
-        # this function does not wait for a GPU
+        # This function must not wait for a GPU.
         def compute(row: int, slot: int, batch: Nested) -> torch.Tensor:
             gradient = self.grads[slot][row]
             module = self.modules[row][slot]

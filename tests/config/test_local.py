@@ -1,4 +1,4 @@
-"""Section [local], beside the algorithm that uses it."""
+"""Section [local], together with the algorithm that uses it."""
 
 from mpigossip.config import dump, load
 from mpigossip.training import assemble
@@ -20,12 +20,14 @@ def test_a_job_with_a_local_step_is_written_and_read_back():
     job = load(NEW, tables=TABLES)
     assert job.local.name == "momentum"
     assert job.local.options == {"momentum": 0.5, "damping": 0.1}
-    assert job.algorithm.options["momentum"] == 0.8, "an option of both stays the algorithm's"
+    assert job.algorithm.options["momentum"] == 0.8, (
+        "an option that both have belongs to the algorithm"
+    )
     assert '[local]\nname = "momentum"' in dump(job)
     assert load(dump(job), tables=TABLES) == job == load(dump(job))
 
 
-def test_a_removed_setting_names_what_replaces_it():
+def test_a_removed_setting_names_its_replacement():
     for source in ({"algorithm": {"local": "sgd"}}, {"algorithm": {"name": "dsgd", "local": 3}}):
         assert mistakes(source, tables=TABLES) == [
             "algorithm.local: removed; the local step has its own section; write local.name"
@@ -51,14 +53,14 @@ def test_a_complete_job_of_an_earlier_version_may_have_an_old_name():
         assert message.startswith("node.kept: removed; write node.density")
 
 
-def test_an_option_of_the_local_step_among_those_of_the_algorithm_is_a_mistake():
+def test_an_option_of_the_local_step_in_section_algorithm_is_rejected():
     (message,) = mistakes(NEW, ["algorithm.damping=0.2"], TABLES)
     assert message == 'algorithm.damping: unknown key; did you mean "local.damping"?'
     (message,) = mistakes(NEW, ["algorithm.qqq=0.2"], TABLES)
     assert ": unknown key; known here: accumulate, " in message and "local." not in message
 
 
-def test_both_of_one_name_can_be_set():
+def test_two_options_of_the_same_name_can_be_set():
     job = load(NEW, ["algorithm.momentum=0.6", "local.momentum=0.7"], TABLES)
     assert job.algorithm.options["momentum"] == 0.6 and job.local.options["momentum"] == 0.7
 
@@ -68,12 +70,12 @@ def test_another_local_step_drops_the_options_of_the_old_one():
     assert load(NEW, changed, TABLES).local.options["damping"] == 0.1, "the name is the same"
     usual = {"algorithm": {"name": "tracking"}, "local": {"damping": 0.1}}
     assert load(usual, tables=TABLES).local.options == {"momentum": 0.5, "damping": 0.1}
-    assert load(usual, changed, TABLES).local.options == {}, "the usual one of dsgd is another"
+    assert load(usual, changed, TABLES).local.options == {}, "dsgd has another default local step"
     assert load(usual, ["local.name=momentum", *changed], TABLES).local.options["damping"] == 0.1
     assert load(dump(load(usual, tables=TABLES)), changed, TABLES).local.name is None
 
 
-def test_methods_with_a_step_of_their_own_refuse_another():
+def test_algorithms_with_their_own_step_reject_another():
     named = ["algorithm.name=dmsgd", "local.name=momentum"]
     (message,) = mistakes(NEW, named, TABLES)
     assert message.startswith('local.name = "momentum": "dmsgd" has its own local step')
@@ -85,7 +87,7 @@ def test_methods_with_a_step_of_their_own_refuse_another():
         assert job.local.name is None and job.local.options == {}
 
 
-def test_all_mistakes_of_the_section_at_once():
+def test_all_problems_of_the_section_are_reported_at_once():
     (message,) = mistakes(NEW, ["local.name=momentun"], TABLES)
     assert 'local.name = "momentun": unknown local; did you mean "momentum"?' in message
     got = mistakes(NEW, ["local.dampng=1", "local.momentum=high", "algorithm.momentm=1"], TABLES)
@@ -98,11 +100,11 @@ def test_all_mistakes_of_the_section_at_once():
 
 
 @on_each("local", ["", "[1]", "{ a = 1 }", "true"])
-def test_odd_sections_are_mistakes(local):
+def test_malformed_sections_are_rejected(local):
     mistakes(f'local = {local or 3}\n[run]\nname = "dsgd"\n', tables=TABLES)
 
 
-def test_other_names_than_that_of_a_section_are_checked_too():
+def test_names_in_other_settings_are_checked_too():
     assert load({}, ["node.wire=bf16"], TABLES).node.wire == "bf16"
     (message,) = mistakes({}, ["node.wire=bf15"], TABLES)
     assert message == 'node.wire = "bf15": unknown wire; did you mean "bf16"?'
@@ -125,7 +127,7 @@ def test_rates_of_adaptive_local_steps_are_not_scaled_by_default():
         (["algorithm.name=dsgd", "local.name=adamw"], "none"),
         (["algorithm.name=dsgd", "local.name=muon"], "none"),
         (["algorithm.name=dsgd", "local.name=accumadam"], "none"),
-        (["algorithm.name=diloco"], "none"),  # its usual local step
+        (["algorithm.name=diloco"], "none"),  # its default local step
         (["algorithm.name=diloco", "local.name=sgd"], "linear"),
         (["algorithm.name=diloco", "schedule.scale=linear"], "linear"),
     ):

@@ -161,7 +161,7 @@ def test_tables_fill_in_defaults_and_check_options():
     assert any("algorithm.betas = [1]: needs a list of 2" in m for m in got)
 
 
-def test_names_are_checked_where_tables_are_given():
+def test_names_are_checked_if_there_are_tables():
     assert load({"graph": {"name": "rign"}}).graph.name == "rign"
     (message,) = mistakes({"graph": {"name": "rign"}}, tables=TABLES)
     assert 'graph.name = "rign"' in message and 'did you mean "ring"?' in message
@@ -173,7 +173,7 @@ def test_names_are_checked_where_tables_are_given():
     assert load({"algorithm": {"name": "a:b"}}, tables=TABLES).algorithm.name == "a:b"
 
 
-def test_a_required_option_is_asked_for():
+def test_a_missing_required_option_is_reported():
     def needs(n, *, degree: int):
         pass
 
@@ -181,7 +181,7 @@ def test_a_required_option_is_asked_for():
     assert "graph.degree is not set" in message
 
 
-def test_parallel_goes_with_the_complete_graph():
+def test_parallel_implies_the_complete_graph():
     assert load({"algorithm": {"name": "parallel"}}, tables=TABLES).graph.name == "complete"
     job = load({"algorithm": {"name": "parallel"}, "graph": {"name": "complete"}})
     assert load(dump(job)) == job
@@ -189,7 +189,7 @@ def test_parallel_goes_with_the_complete_graph():
     assert message.startswith('graph.name = "one-peer-exponential"') and '"complete"' in message
 
 
-def test_all_mistakes_at_once():
+def test_all_problems_are_reported_at_once():
     got = mistakes(
         {
             "run": {"sed": 1, "seed": True, "epochs": -1, "name": "a/b"},
@@ -270,7 +270,7 @@ def test_limits_and_malformed_overrides(override, part):
         ("algorithm.name=DMSG", '"dmsgd" or "qg-dmsgd" or "dmsgd-vanilla"'),
     ],
 )
-def test_a_part_of_a_name_proposes_the_whole(override, meant):
+def test_a_part_of_a_name_suggests_the_full_name(override, meant):
     with pytest.raises(JobError) as caught:
         assemble.load({}, [override])
     assert caught.value.messages[0].endswith(f"; did you mean {meant}?")
@@ -298,11 +298,11 @@ def test_overrides():
     assert job.schedule.scale == "none" and job.schedule.milestones == (1.0, 2.0)
     assert job.graph.options == {"order": "cyclic"} and job.node.shard is False
     assert load(dump(job), ["algorithm.clip_norm=none"]).algorithm.clip_norm is None
-    # A value can't bring keys of its own.
+    # A value can't add keys.
     assert load({}, ["run.name=1\nepochs = 3"]).run.name == "1\nepochs = 3"
 
 
-def test_files_that_are_no_jobs(tmp_path):
+def test_files_that_are_not_jobs(tmp_path):
     (tmp_path / "digits.toml").write_text(JOB)
     (message,) = mistakes(tmp_path / "digit.toml")
     assert "no such file" in message and 'did you mean "digits.toml"?' in message
@@ -348,7 +348,7 @@ def test_mutated_jobs_are_jobs_or_job_errors():
     assert good > 50
 
 
-def test_odd_dicts_are_job_errors():
+def test_invalid_dicts_are_job_errors():
     deep = []
     for _ in range(100_000):
         deep = [deep]

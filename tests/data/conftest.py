@@ -1,4 +1,4 @@
-"""Loading processes that begin with torch imported."""
+"""Loading processes that start with torch already imported."""
 
 import multiprocessing
 
@@ -10,7 +10,7 @@ from mpigossip.data import loader
 
 
 class Forking(DataLoader):
-    """Its processes are forks of one that has imported torch; what they are given is pickled."""
+    """DataLoader whose processes are forks of one that has imported torch; its data are pickled."""
 
     def __init__(self, *given, **more):
         if more.get("multiprocessing_context") == "spawn":
@@ -21,7 +21,7 @@ class Forking(DataLoader):
 
 @pytest.fixture
 def forked(monkeypatch) -> None:
-    """In place of new processes, each of which imports torch for seconds."""
+    """Fork loading processes instead of starting new ones, which import torch for seconds."""
     monkeypatch.setattr(loader, "DataLoader", Forking)
-    # what torch waits for a silent process before it ends it
+    # seconds for which torch waits for a process that does not end
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)

@@ -1,4 +1,4 @@
-"""Data sets of torch as a job's data: what a function may return, loading, positions, mistakes."""
+"""Torch datasets as the data of a job: results of functions, loading, resuming, and errors."""
 
 import atexit
 import itertools
@@ -26,7 +26,7 @@ from tests.cases import every, on_each, with_world
 
 
 class Squares(Dataset):
-    """Sample i is (i, i²) and three draws of random numbers."""
+    """Dataset whose sample i is i, i² and three random numbers."""
 
     def __init__(self, count=64):
         self.count = count
@@ -42,16 +42,16 @@ class Squares(Dataset):
 
 
 class Aborting(Squares):
-    """Its process ends as one in which a thread of C++ is left over."""
+    """Dataset whose loading process aborts at its end, as if a thread of C++ were still running."""
 
     def __getitem__(self, index):
-        if multiprocessing.parent_process():  # not this one, which looks at a sample, too
+        if multiprocessing.parent_process():  # not in this process, which reads a sample, too
             atexit.register(os.abort)
         return super().__getitem__(index)
 
 
 class Launched(Dataset):
-    """Says what the process that loads knows of a launcher, of MPI, and of CUDA."""
+    """Dataset that returns whether the loading process sees a launcher, MPI and CUDA."""
 
     def __len__(self):
         return 16
@@ -63,7 +63,7 @@ class Launched(Dataset):
 
 
 class Counts(IterableDataset):
-    """0, 1, 2, … with a random number each, up to a number or without an end."""
+    """Stream of 0, 1, 2, …, each with a random number, up to ``end`` or endless."""
 
     def __init__(self, end=None, start=0):
         self.start = start
@@ -76,7 +76,7 @@ class Counts(IterableDataset):
 
 
 class Known(Counts):
-    """Numbers up to an end, of which the length is known."""
+    """Stream of numbers that has a length."""
 
     def __len__(self):
         return self.end
@@ -91,7 +91,7 @@ def counts(end=None):
 
 
 def noisy(samples):
-    """A collate that draws by itself, as one that masks tokens does."""
+    """Collate samples with additional random numbers, as for masked tokens."""
     return torch.cat([torch.stack(samples), torch.rand(len(samples), 1)], 1)
 
 
@@ -105,7 +105,7 @@ def own_counts(node, nodes):
 
 @pytest.fixture
 def mine(monkeypatch):
-    """`mine(name=function)`: a module that a job can name."""
+    """Return a function such that `mine(name=function)` makes a module that a job can name."""
 
     def put(**functions):
         module = ModuleType("mine")
@@ -116,7 +116,7 @@ def mine(monkeypatch):
 
 
 def opened(name, n=2, rows=None, workers=0, slots=1, **settings):
-    """The loader of all nodes, or of some."""
+    """Return the loader of all nodes, or of some nodes."""
     section = Data(source=f"mine:{name}", batch=settings.pop("batch", 4), **settings)
     rows = range(n) if rows is None else rows
     data = source(section, 3, rows, n)
@@ -127,7 +127,7 @@ def opened(name, n=2, rows=None, workers=0, slots=1, **settings):
     )
 
 
-def test_nested_batches_keep_their_form():
+def test_nested_batches_keep_their_structure():
     Pair = __import__("collections").namedtuple("Pair", "a b")
     batch = {"a": [torch.arange(4), (torch.ones(4, 2), "text")], "b": Pair(torch.zeros(()), 7)}
     twice = pytree.map_tensors(lambda one: one * 2, batch)
@@ -144,7 +144,7 @@ def test_nested_batches_keep_their_form():
         pytree.parts(batch, 3)
 
 
-def test_a_function_is_given_what_it_names(mine):
+def test_a_function_gets_the_arguments_of_its_parameters(mine):
     seen = []
 
     def asks(seed, nodes, samples, *, width: int = 3):
@@ -157,7 +157,7 @@ def test_a_function_is_given_what_it_names(mine):
     source(Data(source="mine:asks", samples=7), 11, (1, 2), 4)
     source(Data(source="mine:old", batch=9), 12)
     assert [one[:4] for one in seen[:2]] == [(11, 4, 7, 5), (11, 4, 7, 3)] and seen[2] == (9, 12)
-    assert seen[0][4] == seen[1][4], "what it draws is from the job's seed"
+    assert seen[0][4] == seen[1][4], "its random numbers follow from the seed of the job"
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
 
@@ -169,7 +169,7 @@ def figures(batches):
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("workers", [0, every(2)])
 def test_a_batch_follows_from_its_step_alone(mine, workers):
-    """Samples and what they draw: from the start, from the middle, of all nodes or of one."""
+    """Samples and their random numbers agree from any step on, for all nodes or for one."""
     mine(squares=squares)
     with opened("squares", slots=2, batch=2) as loader:
         whole = [figures(loader.step(step)) for step in range(6)]
@@ -178,7 +178,7 @@ def test_a_batch_follows_from_its_step_alone(mine, workers):
         assert torch.equal(outside, torch.get_rng_state())
     assert len(whole[0]) == 4
     numbers = [batch[:2] for step in whole for batch in step]
-    assert len({x for pair in numbers for x in pair}) == 48  # of 64, no one twice
+    assert len({x for pair in numbers for x in pair}) == 48  # 48 of 64 samples, each once
     with opened("squares", rows=[1], slots=2, batch=2, workers=workers) as late:
         assert [figures(late.step(step)) for step in (3, 4, 5)] == [one[2:] for one in whole[3:]]
         assert figures(late.step(1)) == whole[1][2:]
@@ -188,21 +188,21 @@ def test_a_batch_follows_from_its_step_alone(mine, workers):
     assert sorted(x for share in tests for b in share for x in b[: len(b) // 4]) == list(range(10))
 
 
-def test_loading_processes_know_no_launcher(mine, monkeypatch):
+def test_loading_processes_do_not_see_the_launcher(mine, monkeypatch):
     for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
         monkeypatch.setenv(name, "0")
     mine(launched=lambda: {"train": Launched(), "test": Launched()})
-    import mpi4py.MPI  # noqa: F401  what a rank has loaded
+    import mpi4py.MPI  # noqa: F401  as in a rank
 
     with opened("launched", workers=1) as loader:
         loader.timeout_s = 1e9  # more than poll() takes
         known, mpi, hidden = loader.step(0)[0].unbind(1)
     assert not known.any() and not mpi.any() and hidden.all()
-    assert os.environ["PMI_RANK"] == "0", "this process keeps them"
+    assert os.environ["PMI_RANK"] == "0", "this process keeps its variables"
 
 
 @pytest.mark.every
-def test_how_a_process_ends_that_has_given_all_is_no_matter(mine):
+def test_the_exit_code_of_a_finished_loading_process_is_ignored(mine):
     mine(aborting=given(Aborting()))
     with opened("aborting", workers=2) as loader:
         first = figures(loader.step(0))
@@ -216,8 +216,8 @@ def test_how_a_process_ends_that_has_given_all_is_no_matter(mine):
 
 @pytest.mark.usefixtures("forked")
 @on_each("workers", [0, 1])
-def test_rows_of_a_stream_are_dealt(mine, workers):
-    """In turn, pass after pass; a later step reads all before it again, random numbers too."""
+def test_rows_of_a_stream_are_assigned_to_nodes_in_turn(mine, workers):
+    """Passes repeat; a later step reads all earlier rows again, with their random numbers."""
     mine(counts=counts)
     with opened("counts", workers=workers, options={"end": 12}, test_samples=5) as loader:
         steps = [torch.cat(loader.step(step)) for step in range(4)]
@@ -242,7 +242,7 @@ def test_a_collate_of_a_stream_draws_the_same_after_a_resume(mine):
             assert torch.equal(found, batch)
 
 
-def test_a_stream_of_each_node(mine):
+def test_each_node_may_have_its_own_stream(mine):
     mine(own_counts=own_counts)
     with opened("own_counts", n=3, rows=[0, 2], samples=48) as loader:
         first = [batch[:, 0].tolist() for batch in loader.step(0)]
@@ -263,15 +263,15 @@ def uneven_test_sets(node):
 
 
 @pytest.mark.parametrize("workers", [0, every(1)])
-def test_a_test_set_of_each_node(mine, workers):
+def test_each_node_may_have_its_own_test_set(mine, workers):
     mine(own_test_set=own_test_set)
-    for rows in ([0, 1], [1]):  # simulated, and a rank's own
+    for rows in ([0, 1], [1]):  # simulated nodes, and one rank
         with opened("own_test_set", rows=rows, workers=workers, samples=48) as loader:
             (found,) = loader.share(1, 2)
             assert found[0].tolist() == [11, 13, 15]
 
 
-def test_a_test_stream_whose_length_is_known_is_tested_to_its_end(mine):
+def test_a_test_stream_with_a_length_is_tested_completely(mine):
     mine(known=given(Counts(), Known(9)))
     with opened("known", test_samples=5) as loader:
         tests = [torch.cat(list(loader.share(node, 2)))[:, 0].tolist() for node in range(2)]
@@ -322,7 +322,7 @@ def given(train, test=None, **more):
         (given(Ragged(), collate=lambda rows: 1 / 0), {}, "ZeroDivisionError at .*test_datasets"),
     ],
 )
-def test_what_is_no_data_is_named_before_anything_starts(mine, function, settings, says):
+def test_invalid_data_are_reported_before_training_starts(mine, function, settings, says):
     mine(wrong=function)
     with pytest.raises(JobError, match=says):
         opened("wrong", **settings)
@@ -339,7 +339,7 @@ def test_what_is_no_data_is_named_before_anything_starts(mine, function, setting
         (0, given(Counts(1)), r"no sample for node 1 of 2"),
     ],
 )
-def test_data_that_fail_on_the_way_are_named(mine, workers, function, says):
+def test_data_that_fail_during_training_are_reported(mine, workers, function, says):
     mine(wrong=function)
     with opened("wrong", workers=workers) as loader, pytest.raises(DataError, match=says) as caught:
         for step in range(16):
@@ -347,9 +347,9 @@ def test_data_that_fail_on_the_way_are_named(mine, workers, function, says):
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_sent_to_a_process_is_named(mine):
+def test_data_that_cannot_be_pickled_are_reported(mine):
     class Inside(Squares):
-        """Known to this function alone."""
+        """Class that cannot be pickled."""
 
     mine(inside=given(Inside()))
     with opened("inside", workers=1) as loader, pytest.raises(JobError) as caught:
@@ -369,7 +369,7 @@ def test_labels_of_a_data_set_are_its_targets(mine):
 
 @with_world
 def sizes(world):
-    """What each rank says of data that differ."""
+    """Return the message of each rank about data of different sizes."""
     from types import SimpleNamespace
 
     def of_size(train_size):
@@ -382,14 +382,14 @@ def sizes(world):
     return str(caught.value)
 
 
-def test_data_that_differ_between_ranks_are_named_on_all(ranks):
+def test_sizes_that_differ_between_ranks_are_reported_on_all(ranks):
     for text in ranks(3)(sizes):
         assert '"mine:other": rank 0 on' in text and "has 8 training and 2 test samples" in text
         assert "rank 2 on" in text and "has 9 and 2" in text
 
 
 class Watched(IterableDataset):
-    """A stream of 20 random rows that counts how many were read."""
+    """Stream of 20 random rows that counts the rows that were read."""
 
     read = 0
 
@@ -399,7 +399,7 @@ class Watched(IterableDataset):
             yield torch.tensor(number) + torch.rand(())
 
 
-def test_a_test_stream_is_read_a_batch_at_a_time(mine):
+def test_a_test_stream_is_read_one_batch_at_a_time(mine):
     stream = Watched()
     mine(watched=lambda seed: {"train": Rows(0), "test": stream})
     with opened("watched", n=1, test_samples=20) as loader:
@@ -407,7 +407,7 @@ def test_a_test_stream_is_read_a_batch_at_a_time(mine):
         batches = loader.share(0, 1)
         first = next(batches)
         assert stream.read == len(first) == 4
-        torch.rand(3)  # the program's own draws change nothing of the stream's
+        torch.rand(3)  # random numbers of the program do not affect the stream
         rest = list(batches)
         assert stream.read == 20
         again = list(loader.share(0, 1))
@@ -415,7 +415,7 @@ def test_a_test_stream_is_read_a_batch_at_a_time(mine):
 
 
 class Rows(IterableDataset):
-    """A stream of numbers from a first one on."""
+    """Stream of 20 numbers that starts at ``first``."""
 
     def __init__(self, first):
         self.first = first
@@ -466,7 +466,7 @@ class Listed(Dataset):
 
 
 class Undetermined(Dataset):
-    """Samples that no two reads give alike, as of a transform with a generator of its own."""
+    """Dataset whose samples differ at each read, as with a transform that has its own generator."""
 
     def __init__(self):
         self.random = np.random.default_rng()
@@ -488,7 +488,7 @@ def contents(world, folder):
     changed = dict(kinds(1, 0, mine))
     for name, same in alike.items():
         check_alike(name, same, world)
-        if name == "stream":  # it may draw its rows from an entropy of its own
+        if name == "stream":  # its rows may be random without a seed
             check_alike(name, changed[name] if world.rank == 2 else same, world)
             continue
         with pytest.raises(JobError) as caught:
@@ -514,7 +514,7 @@ def test_paths_and_rounding_do_not_make_another_data_set():
     assert not same_content(content_hash(wide), content_hash(wide.float()))
 
 
-def test_samples_that_differ_between_ranks_are_named_on_all(ranks, tmp_path):
+def test_samples_that_differ_between_ranks_are_reported_on_all(ranks, tmp_path):
     for found, partition in ranks(3)(contents, str(tmp_path)):
         assert set(found) == {"tensors", "objects", "synthetic", "packed"}
         for name, text in found.items():

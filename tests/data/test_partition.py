@@ -1,4 +1,4 @@
-"""Orders of nodes: drawn together or one by one, they are the same."""
+"""Sample orders of nodes are identical whether they are drawn together or one by one."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from mpigossip.data.partition import draw_together, orders
 from mpigossip.data.philox import ORDER, permutation, permutations
 
 
-def test_permutations_drawn_together_are_those_drawn_one_by_one():
+def test_permutations_drawn_together_equal_single_draws():
     lengths = [1, 7, 7, 30]
     blocks = [3, 0, 9, 2]
     found = permutations(lengths, 5, ORDER, 4, blocks)
@@ -14,7 +14,7 @@ def test_permutations_drawn_together_are_those_drawn_one_by_one():
         assert (one == permutation(length, 5, ORDER, 4, block)).all()
 
 
-def test_orders_take_what_was_drawn_for_the_epoch_of_a_step():
+def test_orders_use_the_permutation_of_the_epoch_of_a_step():
     parts = np.array_split(np.arange(50), 4)
     apart = orders(parts, 3, 4)
     joined = orders(parts, 3, 4)

@@ -1,4 +1,4 @@
-"""Networks by name: sizes, shapes, seeds, and what is said of those that don't fit."""
+"""Models by name: sizes, shapes, seeds, and messages about models that do not fit the data."""
 
 import random
 
@@ -37,7 +37,7 @@ def parameters(network: nn.Module) -> int:
         ("mlp", (1, 8, 8), 10, {}, 64 * 128 + 128 + 1290),
         ("mlp", (5,), 2, {"hidden": ()}, 12),
         ("mlp", (5,), 2, {"hidden": (3, 4)}, 18 + 16 + 10),
-        ("lenet", (3, 32, 32), 10, {}, 62_006),  # the classic figure
+        ("lenet", (3, 32, 32), 10, {}, 62_006),  # the number in the literature
         ("lenet", (1, 28, 28), 10, {}, 107_786),
         ("lenet", (1, 8, 8), 10, {}, 21_386),
         ("lenet", (3, 40, 36), 7, {}, None),
@@ -78,7 +78,7 @@ def test_residual_blocks_begin_as_the_identity():
 
 
 @on_each("name", sorted(BUILDERS.keys() - {"point", "factors"}))
-def test_seed_alone_decides(name):
+def test_parameters_depend_on_the_seed_alone(name):
     shape, dtype = ((32,), torch.int64) if name == "gpt" else ((3, 32, 32), torch.float32)
     random_state = random.getstate()
     numpy_state = np.random.get_state()[1].copy()
@@ -90,7 +90,7 @@ def test_seed_alone_decides(name):
     assert torch.equal(flat[0], flat[1]) and not torch.equal(flat[0], flat[2])
 
 
-def test_decayed_leaves_biases_and_norms_alone():
+def test_decayed_excludes_biases_and_norms():
     network = model("resnet20", (3, 32, 32), 10, 0)
     names = decayed(network)
     left = {name for name, _ in network.named_parameters()} - names
@@ -115,7 +115,7 @@ def test_loss_and_correct():
 HERE = __name__
 
 
-def test_own_models():
+def test_custom_models():
     assert parameters(model(f"{HERE}:wide", (4,), 2, 0, width=5)) == 50
 
 

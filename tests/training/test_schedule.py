@@ -39,7 +39,7 @@ def test_warmup_without_a_larger_batch_grows_from_zero(fields):
     assert got[:10] == pytest.approx([full * (step + 1) / 10 for step in range(10)])
 
 
-def test_a_warmup_may_keep_a_rate_of_its_own():
+def test_a_warmup_may_have_a_constant_rate():
     got = rates(warmup_epochs=1, lr=0.1, warmup_lr=1e-5)
     assert got[:10] == [1e-5] * 10 and got[10] == rates(lr=0.1)[10] > 1e-5
 

@@ -1,4 +1,4 @@
-"""Slots of a node's ranks: what differs between ranks is named before they wait for each other."""
+"""Slots of the ranks of a node: differences are reported before ranks wait for each other."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from mpigossip.training.assemble import load
         ("cpu:2", ("cpu",), "rank 0 on a has 2 slots, rank 1 on b has 1"),
     ],
 )
-def test_ranks_have_as_many_slots_of_one_kind(monkeypatch, devices, other, says):
+def test_ranks_need_the_same_number_and_kind_of_slots(monkeypatch, devices, other, says):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     job = load({"node": {"devices": devices, "ranks_per_node": 2}})
     world = SimpleNamespace(
@@ -30,7 +30,7 @@ def test_ranks_have_as_many_slots_of_one_kind(monkeypatch, devices, other, says)
         shape.check_alike(job, world)
 
 
-def test_what_ranks_can_not_have_is_said_once():
+def test_a_setting_that_ranks_do_not_support_is_said_once():
     words = {"same_host": "put"}
     world = SimpleNamespace(comm=object(), nodes=SimpleNamespace(per_node=1))
     found = shape.mistakes(load({"node": words, "faults": {"slow_nodes": 2}}), world)
@@ -39,8 +39,8 @@ def test_what_ranks_can_not_have_is_said_once():
         load({"node": {"mixer": "product"}})
 
 
-def test_more_ranks_than_gpus_are_told_before_nccl_finds_one_twice(monkeypatch):
-    """Each of the ranks sees one GPU and calls it cuda:0; the third has that of the first."""
+def test_ranks_with_the_same_gpu_are_reported_before_nccl_starts(monkeypatch):
+    """Each rank sees one GPU, as cuda:0; the third rank has the same GPU as the first."""
     job = load({"node": {"devices": "cuda:0", "ranks_per_node": 3}})
     gpus = ["GPU-1", "GPU-2", "GPU-1"]
     world = SimpleNamespace(
@@ -57,5 +57,5 @@ def test_more_ranks_than_gpus_are_told_before_nccl_finds_one_twice(monkeypatch):
     world.hosts = ("a", "a", "b")
     gpus[2] = "GPU-1"
     shape.check_alike(job, world)
-    gpus[:] = ["", "", ""]  # a torch that doesn't tell them apart
+    gpus[:] = ["", "", ""]  # a version of torch that does not identify GPUs
     shape.check_alike(job, world)

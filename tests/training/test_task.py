@@ -1,4 +1,4 @@
-"""Tasks: losses and metrics of one's own and their columns, those built in, wrong answers."""
+"""Tasks: custom losses and metrics with their columns, built-in tasks, and invalid results."""
 
 import math
 import re
@@ -34,7 +34,7 @@ def curve(width=8):
 
 
 class Fit:
-    """Squares, and two metrics of which one counts nothing on the left."""
+    """Squared error, and two metrics, one of which counts nothing if x <= 0."""
 
     units = {"loss": "m2", "distance": "m"}
 
@@ -52,7 +52,7 @@ class Fit:
 
 
 def answers(answer):
-    """A task that gives one answer."""
+    """Return a task whose loss is the function ``answer``."""
     return SimpleNamespace(loss=lambda model, batch: answer(model, batch))
 
 
@@ -87,7 +87,7 @@ def train(made, nodes=3):
         return launch.train(made, alone, nodes)
 
 
-def test_a_task_of_ones_own_is_logged_by_its_names(mine, tmp_path, capsys):
+def test_a_custom_task_is_logged_by_its_names(mine, tmp_path, capsys):
     summary = train(job(tmp_path / "run"))
     log = read(tmp_path / "run" / "log.h5")
     assert log.steps["distance"].shape == (12, 3) and log.evaluations["right"].shape == (3,)
@@ -102,8 +102,8 @@ def test_a_task_of_ones_own_is_logged_by_its_names(mine, tmp_path, capsys):
     assert f"distance   {summary['distance']:.4f} (averaged model), right" in printed
 
 
-def test_what_is_tested_is_the_averaged_model_on_all_samples(mine, tmp_path):
-    """Sums over slots and nodes, divided once: what one pass over all test samples gives."""
+def test_the_averaged_model_is_tested_on_all_samples(mine, tmp_path):
+    """Sums over slots and nodes, divided once, agree with one pass over all test samples."""
     made = assemble.assemble(
         job(tmp_path, "node.devices=cpu:2", "data.batch=4"), SingleProcess(), 3
     )
@@ -126,7 +126,7 @@ def test_what_is_tested_is_the_averaged_model_on_all_samples(mine, tmp_path):
         made.close()
 
 
-def test_a_metric_that_counts_nothing_is_unknown_and_said_once(mine, tmp_path, capsys):
+def test_a_metric_that_counts_nothing_is_nan_and_reported_once(mine, tmp_path, capsys):
     left = TensorDataset(-POINTS[50:], POINTS[50:])
     mine(points=lambda: points() | {"test": left})
     summary = train(job(tmp_path / "run"))
@@ -140,8 +140,8 @@ def test_a_metric_that_counts_nothing_is_unknown_and_said_once(mine, tmp_path, c
 
 
 @pytest.mark.parametrize("settings", [(), ("algorithm.accumulate=2", "data.batch=4")])
-def test_stopped_and_resumed_to_the_bit(mine, tmp_path, settings):
-    """Dropout too: a model's random numbers follow from the step."""
+def test_a_resumed_run_is_bitwise_identical(mine, tmp_path, settings):
+    """This includes dropout, because the random numbers of a model follow from the step."""
     whole = train(job(tmp_path / "whole", *settings))
     train(job(tmp_path / "half", "run.steps=5", *settings))
     torch.rand(3)
@@ -164,7 +164,7 @@ def test_ranks_have_the_simulators_digest(ranks, mine, tmp_path):
     assert ranks(3)(on_ranks, tmp_path / "ranks")[0] == train(job(tmp_path / "alone"))["digest"]
 
 
-def test_vmap_counts_what_the_loop_counts(mine, tmp_path):
+def test_vmap_gives_the_metrics_of_the_loop(mine, tmp_path):
     mine(curve=lambda width: nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1)))
     found = []
     for vmap in ("false", "true"):
@@ -196,7 +196,7 @@ X = (torch.ones(4, 1), torch.ones(4, 1))
         (lambda m, b: m(b["x"]), r"TypeError at .*test_task.py:\d+: .*on a batch of \(float32"),
     ],
 )
-def test_an_answer_that_is_none_is_named_before_the_first_step(mine, tmp_path, answer, says):
+def test_an_invalid_result_is_reported_before_the_first_step(mine, tmp_path, answer, says):
     mine(Fit=lambda weight: answers(answer))
     with pytest.raises(JobError, match='task.name = "mine:Fit": .*' + says) as caught:
         train(job(tmp_path / "run"))
@@ -213,14 +213,14 @@ def test_an_answer_that_is_none_is_named_before_the_first_step(mine, tmp_path, a
         ("task.name=classification", "on a batch of"),
     ],
 )
-def test_a_wrong_task_is_named(mine, tmp_path, settings, says):
+def test_a_wrong_task_is_reported(mine, tmp_path, settings, says):
     mine(three=3)
     with pytest.raises(JobError, match=says):
         train(job(tmp_path / "run", settings))
 
 
 class Changing(Dataset):
-    """The tenth sample has another form."""
+    """Dataset whose tenth sample has another structure."""
 
     def __len__(self):
         return 48
@@ -229,7 +229,7 @@ class Changing(Dataset):
         return {"x" if index != 9 else "y": torch.ones(1)}
 
 
-def test_failures_on_the_way_say_where_and_on_what(mine, tmp_path):
+def test_failures_during_training_name_line_and_batch(mine, tmp_path):
     def loss(model, batch):
         return model(batch["x"]).mean(), {}
 
@@ -255,10 +255,10 @@ def test_failures_on_the_way_say_where_and_on_what(mine, tmp_path):
 
 
 class Output(SimpleNamespace):
-    """As models of transformers give it."""
+    """Output as models of transformers return it."""
 
 
-def test_a_language_model_takes_what_tokenizers_and_transformers_give():
+def test_a_language_model_accepts_batches_of_tokenizers_and_models_of_transformers():
     table = nn.Embedding(11, 11)
 
     def model(input_ids, attention_mask=None):
@@ -281,7 +281,7 @@ def test_a_language_model_takes_what_tokenizers_and_transformers_give():
     assert loss == 0 == table.weight.grad.abs().max() and metrics["loss"] == (0, 0)
 
 
-def test_the_mean_loss_weighs_batches_by_their_samples_or_as_the_task_says():
+def test_the_mean_loss_weights_batches_by_samples_or_by_the_counts_of_the_task():
     objective = Objective(Fit(), "mine:Fit", ("distance", "right"))
     found = objective.tested(lambda x: x, (torch.ones(6, 1), torch.zeros(6, 1)))
     assert found.tolist() == [[6.0, 6.0]] * 3
