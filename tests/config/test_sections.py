@@ -311,7 +311,7 @@ def test_files_that_are_not_jobs(tmp_path):
     assert "can't be read" in mistakes(tmp_path)[0]
     assert "can't be read" in mistakes("nul\0byte")[0]
     (tmp_path / "binary.toml").write_bytes(b"\x89HDF\r\n\xff")
-    assert "can't be read as text" in mistakes(tmp_path / "binary.toml")[0]
+    assert "can't be read" in mistakes(tmp_path / "binary.toml")[0]
     (message,) = mistakes("[run]\nname = trial\n")
     assert "is not TOML" in message and "line 2" in message and "quotes" in message
 

@@ -190,7 +190,7 @@ def test_synthetic_is_learnable_and_reproducible(opened):
     near = torch.cdist(test.flatten(1), means).argmin(1)
     assert (near == labels).float().mean() > 0.95
     assert not torch.equal(test[:4], x[:4])
-    with pytest.raises(JobError, match='synthetic samples need data.augment = "none"'):
+    with pytest.raises(JobError, match='data.augment = "crop-flip" .*"none"'):
         source(Data(**fields, augment="crop-flip"), 0)
 
 
@@ -268,7 +268,7 @@ def test_text(tmp_path, opened):
     assert inputs[0].tolist() == [(128 + k) % 200 for k in range(128)]
     assert (inputs[:, 1:] == targets[:, :-1]).all()
     assert data.train_labels[14] == 0 and data.train_labels[15] == 1
-    with pytest.raises(JobError, match="holds text"):
+    with pytest.raises(JobError, match=r'data\.augment = "crop-flip" .*out\.h5'):
         source(Data(source=str(tmp_path / "out.h5"), augment="crop-flip"), 0)
     inside = [pack(folder, folder / "inside.h5", text=True).stat().st_size for _ in range(2)]
     assert inside[0] == inside[1], "an earlier pack in the folder is not packed"
@@ -276,7 +276,7 @@ def test_text(tmp_path, opened):
     (folder / "b").unlink()
     (folder / "a").write_bytes(b"short")
     short = pack(folder, tmp_path / "short.h5", text=True)
-    with pytest.raises(JobError, match="less than one window"):
+    with pytest.raises(JobError, match=r"short\.h5 .*data\.context"):
         source(Data(source=str(short)), 0)
 
 
@@ -284,11 +284,11 @@ def test_problems_in_the_data_section_are_reported(tmp_path, varied):
     with pytest.raises(JobError, match=r'"cifar.h5" is neither "digits", .* nor a file'):
         source(Data(source="cifar.h5"), 0)
     (tmp_path / "x.h5").write_text("no")
-    with pytest.raises(StoreError, match="can't be opened as an HDF5 file"):
+    with pytest.raises(StoreError, match=r"x\.h5"):
         source(Data(source=str(tmp_path / "x.h5")), 0)
-    with pytest.raises(JobError, match=r"\d+x\d+ to \d+x\d+ pixels: set data.image_size"):
+    with pytest.raises(JobError, match=r"\d+x\d+ to \d+x\d+ .*data\.image_size"):
         source(Data(source=str(varied)), 0)
-    with pytest.raises(JobError, match="set data.image_size, for example to 224"):
+    with pytest.raises(JobError, match=r'data\.augment = "resized-crop" .*data\.image_size'):
         source(Data(source=str(varied), augment="resized-crop"), 0)
 
 
@@ -345,7 +345,7 @@ def test_partitions_and_orders_never_change(kind, begin, batch):
 
 
 def test_more_nodes_than_samples():
-    with pytest.raises(JobError, match="1004 nodes can't share 1003 training samples: use at most"):
+    with pytest.raises(JobError, match="1004 nodes .* 1003 training samples"):
         partition(LABELS, 1004, "shuffled")
 
 
@@ -366,7 +366,7 @@ def test_order_is_a_function_of_seed_epoch_node():
     same_part = [parts[0], parts[0]]
     two = orders(same_part, 5, batch=32)
     assert not (two[0].batch_indices(0) == two[1].batch_indices(0)).all()
-    with pytest.raises(JobError, match="has 250 training samples but takes 256 per step"):
+    with pytest.raises(JobError, match="250 training samples .* 256 per step"):
         orders(parts, 0, batch=256)
 
 
@@ -421,7 +421,7 @@ def test_a_loading_process_that_ends_or_hangs_is_reported(varied, opened):
         (victim,) = loader._batches._workers
         loader._batches._timeout = 5  # torch does not notice the end of a fork
         victim.kill()
-        with pytest.raises(DataError, match=r"process ended or sent nothing .* at step \d"):
+        with pytest.raises(DataError, match=r"a loading process .*node\.timeout_s.* at step \d"):
             fetched(loader, range(1, 30))
     assert not victim.is_alive()
     with loader_of(Sleepy((3,), 2, 40, 4, 0), 1, ["cpu"]) as loader:
@@ -438,14 +438,14 @@ def test_damage_is_reported_by_every_process_that_decodes(varied, tmp_path, open
     with bad.open("rb+") as file:
         file.seek(data.images.data.train.start)
         file.write(b"\0" * 200)
-    with pytest.raises(StoreError, match="sample 0 is damaged"):
+    with pytest.raises(StoreError, match=r"bad\.h5.* sample 0 "):
         data.make_batch("train", np.array([0]), (0, 0))
-    with loader_of(data, 1) as loader, pytest.raises(DataError, match="sample 0 is damaged"):
+    with loader_of(data, 1) as loader, pytest.raises(DataError, match=r"bad\.h5.* sample 0 "):
         fetched(loader, range(3))
 
 
 def test_the_batches_of_the_next_step_are_copied_early(varied, opened, monkeypatch):
-    """As with a GPU, batches do not depend on the order of steps; errors are raised by their step."""
+    """As with a GPU, batches do not depend on the order of steps; a step raises its own error."""
     data = opened(source=str(varied), image_size=32)
     with loader_of(data, 0) as loader:
         wanted = [fetched(loader, [step]) for step in range(6)]

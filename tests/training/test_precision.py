@@ -187,12 +187,12 @@ def test_a_resumed_fp16_run_continues_with_its_loss_scales(tmp_path):
 
 def test_fp16_and_vmap_are_rejected_together():
     (message,) = assemble.mistakes(job("node.precision=fp16", "node.vmap=true"), 2)
-    assert "fp16" in message and "bf16" in message
+    assert message.startswith('node.precision = "fp16"') and "bf16" in message
 
 
 def test_cuda_graphs_are_rejected_or_not_used_on_a_cpu():
     (message,) = assemble.mistakes(job("node.cuda_graphs=always"), 2)
-    assert "on the CPU" in message
+    assert message.startswith('node.cuda_graphs = "always"')
     assembly = assemble.assemble(job("node.cuda_graphs=auto"), SingleProcess(), 1)
     assert assembly.trainer.replicas.graphs == "never"
     assembly.close()

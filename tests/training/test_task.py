@@ -206,7 +206,7 @@ def test_an_invalid_result_is_reported_before_the_first_step(mine, tmp_path, ans
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ("task.name=mine:three", "is a int; it should be a function"),
+        ("task.name=mine:three", 'task.name = "mine:three" is a int;'),
         ("task.name=mine:points", "returned dict; it should return .*loss"),
         ("task.wait=2", "unexpected keyword argument 'wait'"),
         ("task.name=classifikation", 'unknown task; did you mean "classification"'),
