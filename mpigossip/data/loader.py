@@ -299,7 +299,7 @@ class Loader(contextlib.AbstractContextManager):
     def _loader_options(self) -> dict[str, Any]:
         """Return settings of all loaders.
 
-        A generator of their own leaves the random state of the program unchanged.
+        They include a separate generator, so that the random state of the program does not change.
         """
         options: dict[str, Any] = {"num_workers": self.workers, "generator": torch.Generator()}
         if self.workers:

@@ -24,7 +24,7 @@ from mpigossip.data.pytree import Nested
 from mpigossip.data.sources import Source
 
 LAUNCHER = ("PMI", "OMPI_", "PRTE_", "SLURM_", "PALS_", "HYDRA_", "HYDI_", "MPI_", "MPICH_")
-"""Prefixes of environment variables by which a program would take itself for a rank of the job."""
+"""Prefixes of environment variables that would make a program act as a rank of the job."""
 
 
 class Request(NamedTuple):

@@ -112,7 +112,7 @@ def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
     graph_nodes = None
     with world.raise_together(GraphError):
         if world.rank == 0:
-            # The search may take longer than the others wait, which is no fault of this rank.
+            # The search may take longer than the time limit of the other ranks, which wait for it.
             with deadline.paused():
                 graph_nodes = places_for(graph, racks, order)
     return renumbered(graph, world.broadcast(graph_nodes))

@@ -119,7 +119,7 @@ class JobParts:
         cuts = [
             cut(layers_of(local_layout, columns), schedule.fragments, width) for columns in within
         ]
-        # one method for each shard, because a lossy wire gives it a memory of its own
+        # one method for each shard, because a lossy wire keeps a memory for each shard
         methods = [_method(self.job, self.graph, local=NO_LOCAL_STEP) for _ in shards]
         exchanges = [_over_wire(method, self.layout.wire, self.cadence) for method in methods]
         if "keeps-x" in exchanges[0].needs:

@@ -37,7 +37,7 @@ def slots(job: Job, world: World | None = None) -> int:
 
 
 def with_ranks(job: Job, ranks: int) -> Job:
-    """Return the job with this number of ranks per node if it says "host"."""
+    """Return the job with this number of ranks per node if its setting is "host"."""
     setting = job.node.ranks_per_node
     return replace(
         job, node=replace(job.node, ranks_per_node=ranks if setting == "host" else setting)

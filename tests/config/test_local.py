@@ -3,7 +3,7 @@
 from mpigossip.config import dump, load
 from mpigossip.training import assemble
 from tests.cases import on_each
-from tests.config.test_sections import TABLES, mistakes
+from tests.config.test_sections import TABLES, problems_of
 
 NEW = """\
 [algorithm]
@@ -29,34 +29,34 @@ def test_a_job_with_a_local_step_is_written_and_read_back():
 
 def test_a_removed_setting_names_its_replacement():
     for source in ({"algorithm": {"local": "sgd"}}, {"algorithm": {"name": "dsgd", "local": 3}}):
-        assert mistakes(source, tables=TABLES) == [
+        assert problems_of(source, tables=TABLES) == [
             "algorithm.local: removed; the local step has its own section; write local.name"
         ]
 
 
 def test_a_complete_job_of_an_earlier_version_may_have_a_removed_default():
     assert load("[node]\noverlap = true\n") == load({})
-    for name, kept in (("detag", {"beta": 0.5}), ("dmsgd", {"momentum": "new", "beta": 0.5})):
+    for name, options in (("detag", {"beta": 0.5}), ("dmsgd", {"momentum": "new", "beta": 0.5})):
         old = f'[algorithm]\nname = "{name}"\nmomentum = "new"\nbeta = 0.5\n'
-        assert load(old).algorithm.options == kept
+        assert load(old).algorithm.options == options
     for source, overrides in (({"node": {"overlap": True}}, ()), ({}, ["node.overlap=true"])):
-        (message,) = mistakes(source, overrides)
+        (message,) = problems_of(source, overrides)
         assert message.startswith("node.overlap: removed; ")
-    (message,) = mistakes("[node]\noverlap = false\n")
+    (message,) = problems_of("[node]\noverlap = false\n")
     assert message.startswith("node.overlap: removed; ")
 
 
 def test_a_complete_job_of_an_earlier_version_may_have_an_old_name():
     assert load("[node]\nkept = 0.25\n").node.density == 0.25
     for source, overrides in (({"node": {"kept": 0.25}}, ()), ({}, ["node.kept=0.25"])):
-        (message,) = mistakes(source, overrides)
+        (message,) = problems_of(source, overrides)
         assert message.startswith("node.kept: removed; write node.density")
 
 
 def test_an_option_of_the_local_step_in_section_algorithm_is_rejected():
-    (message,) = mistakes(NEW, ["algorithm.damping=0.2"], TABLES)
+    (message,) = problems_of(NEW, ["algorithm.damping=0.2"], TABLES)
     assert message == 'algorithm.damping: unknown key; did you mean "local.damping"?'
-    (message,) = mistakes(NEW, ["algorithm.qqq=0.2"], TABLES)
+    (message,) = problems_of(NEW, ["algorithm.qqq=0.2"], TABLES)
     assert ": unknown key; known here: accumulate, " in message and "local." not in message
 
 
@@ -77,10 +77,10 @@ def test_another_local_step_drops_the_options_of_the_old_one():
 
 def test_algorithms_with_their_own_step_reject_another():
     named = ["algorithm.name=dmsgd", "local.name=momentum"]
-    (message,) = mistakes(NEW, named, TABLES)
+    (message,) = problems_of(NEW, named, TABLES)
     assert message.startswith('local.name = "momentum": "dmsgd" has its own local step')
     assert message.endswith(": dsgd, tracking")
-    (message,) = mistakes({"local": {"beta": 1}}, tables=TABLES)
+    (message,) = problems_of({"local": {"beta": 1}}, tables=TABLES)
     assert message.startswith('local.beta: algorithm "dmsgd" has no')
     for settings in (["algorithm.name=dmsgd"], ["algorithm.name=dmsgd", "local.name=none"]):
         job = load(NEW, settings, TABLES)  # an override drops the section of the file
@@ -88,9 +88,9 @@ def test_algorithms_with_their_own_step_reject_another():
 
 
 def test_all_problems_of_the_section_are_reported_at_once():
-    (message,) = mistakes(NEW, ["local.name=momentun"], TABLES)
+    (message,) = problems_of(NEW, ["local.name=momentun"], TABLES)
     assert 'local.name = "momentun": unknown local; did you mean "momentum"?' in message
-    got = mistakes(NEW, ["local.dampng=1", "local.momentum=high", "algorithm.momentm=1"], TABLES)
+    got = problems_of(NEW, ["local.dampng=1", "local.momentum=high", "algorithm.momentm=1"], TABLES)
     for part in (
         'local.dampng: unknown key; did you mean "damping"?',
         'local.momentum = "high": needs a number; the default is 0.5',
@@ -101,14 +101,14 @@ def test_all_problems_of_the_section_are_reported_at_once():
 
 @on_each("local", ["", "[1]", "{ a = 1 }", "true"])
 def test_malformed_sections_are_rejected(local):
-    mistakes(f'local = {local or 3}\n[run]\nname = "dsgd"\n', tables=TABLES)
+    problems_of(f'local = {local or 3}\n[run]\nname = "dsgd"\n', tables=TABLES)
 
 
 def test_names_in_other_settings_are_checked_too():
     assert load({}, ["node.wire=bf16"], TABLES).node.wire == "bf16"
-    (message,) = mistakes({}, ["node.wire=bf15"], TABLES)
+    (message,) = problems_of({}, ["node.wire=bf15"], TABLES)
     assert message == 'node.wire = "bf15": unknown wire; did you mean "bf16"?'
-    (message,) = mistakes({}, ["node.wire=3"], TABLES)
+    (message,) = problems_of({}, ["node.wire=3"], TABLES)
     assert message.startswith("node.wire = 3: needs text")
 
 

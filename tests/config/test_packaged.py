@@ -77,9 +77,9 @@ def test_the_wheel_contains_every_example(name):
     import tomllib
 
     project = tomllib.loads((JOBS.parent / "pyproject.toml").read_text())
-    patterns = [p for each in project["tool"]["setuptools"]["data-files"].values() for p in each]
-    found = {path.name for pattern in patterns for path in JOBS.parent.glob(pattern)}
-    assert name in found
+    patterns = [p for table in project["tool"]["setuptools"]["data-files"].values() for p in table]
+    names = {path.name for pattern in patterns for path in JOBS.parent.glob(pattern)}
+    assert name in names
 
 
 @pytest.mark.every

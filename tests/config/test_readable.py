@@ -55,10 +55,12 @@ def test_names_in_files_are_escaped_on_the_terminal(tmp_path, monkeypatch, capsy
     ]
     for words in commands:
         cli.main(words)
-        said = capsys.readouterr()
-        wrong = {c for c in said.out + said.err if not c.isprintable() and c not in "\n\t"}
-        assert not wrong, (words, said)
-        assert words is not start or "\\x1b[31m" in said.out, said
+        output = capsys.readouterr()
+        unprintable = {
+            c for c in output.out + output.err if not c.isprintable() and c not in "\n\t"
+        }
+        assert not unprintable, (words, output)
+        assert words is not start or "\\x1b[31m" in output.out, output
 
 
 def test_columns_are_as_wide_as_their_longest_cell():

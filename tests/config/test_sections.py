@@ -83,7 +83,7 @@ TABLES = {
 }
 
 
-def mistakes(source, overrides=(), tables=None):
+def problems_of(source, overrides=(), tables=None):
     with pytest.raises(JobError) as caught:
         load(source, overrides, tables)
     return list(caught.value.messages)
@@ -149,7 +149,7 @@ def test_tables_fill_in_defaults_and_check_options():
     assert load(JOB, ["graph.hops=2"], TABLES).graph.options["hops"] == 2
     assert load(JOB, ["algorithm.momentum=1"], TABLES).algorithm.options["momentum"] == 1.0
     assert load(JOB, ["model.depth=3"], TABLES).model.options["depth"] == 3
-    got = mistakes(
+    got = problems_of(
         JOB,
         ["graph.order=permutted", "graph.hop=1", "algorithm.momentum=high", "algorithm.betas=[1]"],
         TABLES,
@@ -163,12 +163,12 @@ def test_tables_fill_in_defaults_and_check_options():
 
 def test_names_are_checked_if_there_are_tables():
     assert load({"graph": {"name": "rign"}}).graph.name == "rign"
-    (message,) = mistakes({"graph": {"name": "rign"}}, tables=TABLES)
+    (message,) = problems_of({"graph": {"name": "rign"}}, tables=TABLES)
     assert 'graph.name = "rign"' in message and 'did you mean "ring"?' in message
     own = {"model": {"name": "my.models:net", "any": 1}, "graph": {"name": "file:found.h5"}}
     job = load(own, tables=TABLES)
     assert job.model.options == {"any": 1}
-    (message,) = mistakes({"algorithm": {"name": "a/b"}}, tables=TABLES)
+    (message,) = problems_of({"algorithm": {"name": "a/b"}}, tables=TABLES)
     assert "dmsgd, dsgd, parallel" in message
     assert load({"algorithm": {"name": "a:b"}}, tables=TABLES).algorithm.name == "a:b"
 
@@ -177,7 +177,7 @@ def test_a_missing_required_option_is_reported():
     def needs(n, *, degree: int):
         pass
 
-    (message,) = mistakes({"graph": {"name": "k"}}, tables={"graph.name": {"k": needs}})
+    (message,) = problems_of({"graph": {"name": "k"}}, tables={"graph.name": {"k": needs}})
     assert "graph.degree is not set" in message
 
 
@@ -185,12 +185,12 @@ def test_parallel_implies_the_complete_graph():
     assert load({"algorithm": {"name": "parallel"}}, tables=TABLES).graph.name == "complete"
     job = load({"algorithm": {"name": "parallel"}, "graph": {"name": "complete"}})
     assert load(dump(job)) == job
-    (message,) = mistakes(JOB, ["algorithm.name=parallel"], TABLES)
+    (message,) = problems_of(JOB, ["algorithm.name=parallel"], TABLES)
     assert message.startswith('graph.name = "one-peer-exponential"') and '"complete"' in message
 
 
 def test_all_problems_are_reported_at_once():
-    got = mistakes(
+    got = problems_of(
         {
             "run": {"sed": 1, "seed": True, "epochs": -1, "name": "a/b"},
             "data": {"batch": "32", "partition": "shufled", "shape": [3, 0]},
@@ -258,7 +258,7 @@ def test_all_problems_are_reported_at_once():
     ],
 )
 def test_limits_and_malformed_overrides(override, part):
-    (message,) = mistakes({}, [override])
+    (message,) = problems_of({}, [override])
     assert part in message
 
 
@@ -304,15 +304,15 @@ def test_overrides():
 
 def test_files_that_are_not_jobs(tmp_path):
     (tmp_path / "digits.toml").write_text(JOB)
-    (message,) = mistakes(tmp_path / "digit.toml")
+    (message,) = problems_of(tmp_path / "digit.toml")
     assert "no such file" in message and 'did you mean "digits.toml"?' in message
-    (message,) = mistakes("no/such/folder/job.toml")
+    (message,) = problems_of("no/such/folder/job.toml")
     assert "no such file" in message
-    assert "can't be read" in mistakes(tmp_path)[0]
-    assert "can't be read" in mistakes("nul\0byte")[0]
+    assert "can't be read" in problems_of(tmp_path)[0]
+    assert "can't be read" in problems_of("nul\0byte")[0]
     (tmp_path / "binary.toml").write_bytes(b"\x89HDF\r\n\xff")
-    assert "can't be read" in mistakes(tmp_path / "binary.toml")[0]
-    (message,) = mistakes("[run]\nname = trial\n")
+    assert "can't be read" in problems_of(tmp_path / "binary.toml")[0]
+    (message,) = problems_of("[run]\nname = trial\n")
     assert "is not TOML" in message and "line 2" in message and "quotes" in message
 
 
@@ -354,8 +354,8 @@ def test_invalid_dicts_are_job_errors():
         deep = [deep]
     for value in (None, object(), b"x", {"a": object()}, [float("inf")], 1 << 80, deep):
         for section in ("run", "graph", 3):
-            mistakes({section: value})
-            mistakes({section: {"name": value}})
+            problems_of({section: value})
+            problems_of({section: {"name": value}})
 
 
 def test_another_name_drops_the_options_of_the_old_one():

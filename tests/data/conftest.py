@@ -12,11 +12,11 @@ from mpigossip.data import loader
 class Forking(DataLoader):
     """DataLoader whose processes are forks of one that has imported torch; its data are pickled."""
 
-    def __init__(self, *given, **more):
-        if more.get("multiprocessing_context") == "spawn":
+    def __init__(self, *args, **kwargs):
+        if kwargs.get("multiprocessing_context") == "spawn":
             multiprocessing.set_forkserver_preload(["torch", "mpigossip.data.loader"])
-            more["multiprocessing_context"] = "forkserver"
-        super().__init__(*given, **more)
+            kwargs["multiprocessing_context"] = "forkserver"
+        super().__init__(*args, **kwargs)
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ MADE = {
 def at(task, samples, x):
     """Return the value and the gradient of each sample."""
     rows = zip(*(torch.as_tensor(np.array(array)) for array in samples), strict=True)
-    found = [task.function(x, [part[None] for part in row])[:2] for row in rows]
-    return [torch.stack(column).double() for column in zip(*found, strict=True)]
+    pairs = [task.function(x, [part[None] for part in row])[:2] for row in rows]
+    return [torch.stack(column).double() for column in zip(*pairs, strict=True)]
 
 
 @on_each("name", MADE)
@@ -69,11 +69,11 @@ def test_draws_differ_and_a_factorization_has_its_mean():
 
 
 def test_invalid_options_are_rejected():
-    for source, wrong, need in (
+    for source, override, need in (
         ("quadratics", "data.dimension=0", "data.dimension = 0: must be at least 1"),
         ("logistic", "data.heterogeneity=-1", "data.heterogeneity = -1.0: must be 0, or at least"),
         ("logistic", "data.ridge=0", "data.ridge = 0.0: must be greater than 0"),
         ("quadratics", "data.arrangement=rough", 'must be "random" or "smooth"'),
     ):
         with pytest.raises(JobError, match=need):
-            assemble.load({"data": {"source": source}}, [wrong])
+            assemble.load({"data": {"source": source}}, [override])

@@ -34,10 +34,10 @@ def packed(root: Path, classes: str, train: int, test: int, image, suffix: str) 
     """Pack ``train`` and ``test`` images per class, each made by ``image()``."""
     for split, count in (("train", train), ("test", test)):
         for name in classes:
-            place = root / split / name
-            place.mkdir(parents=True)
+            folder = root / split / name
+            folder.mkdir(parents=True)
             for number in range(count):
-                image().save(place / f"{number}.{suffix}")
+                image().save(folder / f"{number}.{suffix}")
     return pack(root, root / "out.h5")
 
 
@@ -126,14 +126,14 @@ def test_words_depend_on_every_argument():
 def test_crop_flip_draws_every_offset_and_both_sides():
     image = np.arange(1, 65, dtype=np.uint8).reshape(1, 1, 8, 8)
     padded = np.pad(image[0, 0], PAD)
-    wanted = {
+    expected = {
         padded[top : top + 8, left : left + 8][:, ::step].tobytes()
         for top in range(2 * PAD + 1)
         for left in range(2 * PAD + 1)
         for step in (1, -1)
     }
     got = crop_flip(np.repeat(image, 2000, 0), moves(2000, seed=0, epoch=0))
-    assert {one.tobytes() for one in got} == wanted
+    assert {one.tobytes() for one in got} == expected
 
 
 def test_random_boxes_follow_the_protocol():
@@ -204,9 +204,9 @@ def test_packed_images_equal_the_stored_files(square, opened):
     assert targets.tolist() == [2, 0, 0, 1]
     with np.errstate(all="raise"):
         facts = data.images.data
-        wanted = pixels[indices] / 255 - facts.mean[:, None, None]
-        wanted /= facts.std[:, None, None]
-    np.testing.assert_allclose(inputs.numpy(), wanted, atol=1e-5)
+        expected = pixels[indices] / 255 - facts.mean[:, None, None]
+        expected /= facts.std[:, None, None]
+    np.testing.assert_allclose(inputs.numpy(), expected, atol=1e-5)
 
 
 @on_each("augment", ["none", "crop-flip", "resized-crop"])
@@ -385,13 +385,13 @@ def loader_of(data: Source, workers: int, devices=("cpu", "cpu")):
 def test_batches_are_bitwise_identical_for_any_number_of_workers(varied, opened):
     fields = {"source": str(varied), "augment": "resized-crop", "image_size": 32}
     with loader_of(opened(**fields), 0) as loader:
-        wanted = fetched(loader, range(4))
+        expected = fetched(loader, range(4))
         tests = [batch.inputs for batch in loader.share(1, 3)]
     assert [len(batch) for batch in tests] == [3]
     with loader_of(opened(**fields, cache="never"), 2) as loader:
         assert loader.workers == 2
         got = fetched(loader, range(4))
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         again = [batch.inputs for batch in loader.share(1, 3)]
         assert all(torch.equal(a, b) for a, b in zip(again, tests, strict=True))
     loader.close()
@@ -448,7 +448,7 @@ def test_the_batches_of_the_next_step_are_copied_early(varied, opened, monkeypat
     """As with a GPU, batches do not depend on the order of steps; a step raises its own error."""
     data = opened(source=str(varied), image_size=32)
     with loader_of(data, 0) as loader:
-        wanted = [fetched(loader, [step]) for step in range(6)]
+        expected = [fetched(loader, [step]) for step in range(6)]
     streams = Streams(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
@@ -460,7 +460,7 @@ def test_the_batches_of_the_next_step_are_copied_early(varied, opened, monkeypat
             for copier in loader.copiers:
                 copier.stream = streams
             for step in steps:
-                for a, b in zip(fetched(loader, [step]), wanted[step], strict=True):
+                for a, b in zip(fetched(loader, [step]), expected[step], strict=True):
                     assert torch.equal(a, b)
                 assert list(loader._copies) == [step + 1]
 
@@ -492,19 +492,19 @@ def test_a_copy_runs_on_its_own_stream_and_the_compute_stream_waits_for_it(monke
     streams = Streams(monkeypatch)
     copier = DeviceCopier(torch.device("cpu"))
     copier.stream = streams
-    kept = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append(self))
+    recorded = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: recorded.append(self))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
 
     def finish(pair):
         streams.log.append("normalized")
         return Batch(pair[0] * 2, pair[1])
 
-    there = copier.start_copy((torch.ones(2, 3), torch.zeros(2)), finish)
+    copy = copier.start_copy((torch.ones(2, 3), torch.zeros(2)), finish)
     assert streams.log == ["on the copy stream", "normalized", "event recorded", "off it"]
-    batch = copier.finish_copy(there)
+    batch = copier.finish_copy(copy)
     assert streams.log[4:] == ["compute waits for the event"]
-    assert len(kept) == 2 and kept[0] is batch.inputs and kept[1] is batch.targets
+    assert len(recorded) == 2 and recorded[0] is batch.inputs and recorded[1] is batch.targets
 
 
 @pytest.mark.gpu
@@ -512,9 +512,9 @@ def test_a_copy_runs_on_its_own_stream_and_the_compute_stream_waits_for_it(monke
 def test_batches_on_a_gpu(square, opened):
     data = opened(source=str(square), augment="crop-flip")
     with loader_of(data, 0) as loader:
-        wanted = fetched(loader, range(3))
+        expected = fetched(loader, range(3))
     with loader_of(data, 2, ("cuda:0", "cuda:0")) as loader:
         got = fetched(loader, range(3))
     assert all(batch.is_cuda for batch in got)
-    for a, b in zip(got, wanted, strict=True):
+    for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a.cpu(), b)

@@ -52,8 +52,8 @@ def test_products_of_rotated_vectors_depend_on_their_distance_only():
     assert torch.equal(queries[0], query[0]), "position 0 is not rotated"
     # complex numbers: the pair (k, k + D/2) times exp(i t θ_k)
     angles = np.outer(np.arange(40), 10_000.0 ** (-np.arange(4) / 4))
-    wanted = (query[0, :4] + 1j * query[0, 4:]).numpy() * np.exp(1j * angles)
-    assert np.allclose(queries.numpy(), np.hstack([wanted.real, wanted.imag]), atol=1e-5)
+    expected = (query[0, :4] + 1j * query[0, 4:]).numpy() * np.exp(1j * angles)
+    assert np.allclose(queries.numpy(), np.hstack([expected.real, expected.imag]), atol=1e-5)
 
 
 def learns_to_count(network):
@@ -95,8 +95,8 @@ def test_it_learns_and_is_causal(options):
 
 @on_each("options", [{}, LATER])
 def test_recomputation_is_bitwise_identical_and_saves_memory(options):
-    kept = []
-    found = []
+    saved_sizes = []
+    gradients = []
     tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(1))
     for again in (False, True):
         network = made(**options, recompute=again)
@@ -108,11 +108,11 @@ def test_recomputation_is_bitwise_identical_and_saves_memory(options):
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss, _ = loss_and_correct(network(tokens[:, :-1]), tokens[:, 1:])
-        kept.append(sum(sizes))
+        saved_sizes.append(sum(sizes))
         loss.backward()
-        found.append([p.grad.clone() for p in network.parameters()])
-    assert all(map(torch.equal, *found))
-    assert kept[1] < kept[0] / 2, kept
+        gradients.append([p.grad.clone() for p in network.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert saved_sizes[1] < saved_sizes[0] / 2, saved_sizes
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -165,7 +165,7 @@ def test_impossible_combinations_are_rejected():
 @pytest.mark.every
 def test_torch_compile_supports_recomputation():
     """Test `node.compile` with another backend: inductor would need a compiler and minutes."""
-    found = []
+    gradients = []
     tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(2))
     for backend in (None, "aot_eager"):
         network = made(**LATER, recompute=True)
@@ -173,5 +173,5 @@ def test_torch_compile_supports_recomputation():
             network.compile(backend=backend)
         loss, _ = loss_and_correct(network(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
-        found.append([p.grad.clone() for p in network.parameters()])
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
+        gradients.append([p.grad.clone() for p in network.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients, strict=True))

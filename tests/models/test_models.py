@@ -105,11 +105,11 @@ def test_decayed_excludes_biases_and_norms():
 def test_loss_and_correct():
     outputs = torch.tensor([[2.0, 0.0], [0.0, 1.0]], requires_grad=True)
     loss, correct = loss_and_correct(outputs, torch.tensor([0, 0]))
-    wanted = (np.log(1 + np.exp(-2.0)) + np.log(1 + np.exp(1.0))) / 2
-    assert abs(float(loss.detach()) - wanted) < 1e-6 and int(correct) == 1
+    expected = (np.log(1 + np.exp(-2.0)) + np.log(1 + np.exp(1.0))) / 2
+    assert abs(float(loss.detach()) - expected) < 1e-6 and int(correct) == 1
     loss.backward()
     half, _ = loss_and_correct(outputs.detach().bfloat16(), torch.tensor([0, 0]))
-    assert half.dtype == torch.float32 and abs(float(half) - wanted) < 1e-6
+    assert half.dtype == torch.float32 and abs(float(half) - expected) < 1e-6
 
 
 HERE = __name__

@@ -26,10 +26,10 @@ def counted(name, n, wire="fp32"):
 
 @on_each("name", ONE_PEER)
 def test_a_one_peer_graph_costs_a_node_the_same_at_any_size(name):
-    found = [counted(name, n)[:2] for n in NODES]
-    assert len(set(found)) == 1
+    costs = [counted(name, n)[:2] for n in NODES]
+    assert len(set(costs)) == 1
     vector = 4 * counted(name, 4)[2].flat.size
-    assert found[0][0] == vector  # one message with one vector per round
+    assert costs[0][0] == vector  # one message with one vector per round
     for n in NODES:
         g = graph(name, n)
         rounds = [g.round(t) for t in range(g.period)]
@@ -38,15 +38,17 @@ def test_a_one_peer_graph_costs_a_node_the_same_at_any_size(name):
 
 
 def test_the_static_exponential_graph_costs_log2_n():
-    first, held, what = counted("exponential", 4)
+    first_sent, held, what = counted("exponential", 4)
     vector = 4 * what.flat.size
     for n in NODES:
-        sent, kept, _ = counted("exponential", n)
+        sent, held_here, _ = counted("exponential", n)
         steps = n.bit_length() - 1
         assert sent == steps * vector
-        assert kept - held == 2 * (steps - 2) * vector  # twice the inbox, minus the inbox of n = 4
+        assert (
+            held_here - held == 2 * (steps - 2) * vector
+        )  # twice the inbox, minus the inbox of n = 4
         assert len(graph("exponential", n).neighbours(0, 0)[0]) == steps
-    assert first == 2 * vector
+    assert first_sent == 2 * vector
 
 
 def test_an_epoch_of_a_theory_problem_has_the_same_steps_for_any_number_of_nodes():

@@ -82,11 +82,11 @@ def test_statistics_belong_to_the_averaged_model_on_batches_of_all_nodes(devices
 
 def test_an_evaluation_at_any_step_changes_no_bit_of_the_training(tmp_path):
     plain, before = trained(tmp_path / "a")
-    often, found = trained(tmp_path / "b", "run.evaluate_steps=2", "run.recalibrate=2")
+    often, after = trained(tmp_path / "b", "run.evaluate_steps=2", "run.recalibrate=2")
     assert plain["digest"] == often["digest"]
-    assert before["step"].tolist() == [3, 6] and found["step"].tolist() == [2, 3, 4, 6]
-    assert before["loss"][-1] != found["loss"][-1]
-    assert np.array_equal(before["local_loss"][-1], found["local_loss"][-1])
+    assert before["step"].tolist() == [3, 6] and after["step"].tolist() == [2, 3, 4, 6]
+    assert before["loss"][-1] != after["loss"][-1]
+    assert np.array_equal(before["local_loss"][-1], after["local_loss"][-1])
 
 
 def test_without_batches_or_norms_nothing_is_recalibrated(tmp_path):

@@ -73,9 +73,10 @@ def test_a_graph_that_does_not_connect_its_nodes_is_rejected_in_jobs():
 
     name = f"graph.name={__name__}:pairs"
     for more in ([], ["graph.lazy=true"], ["faults.lost=0.1"]):
-        (found,) = problems(name, *more)
+        (problem,) = problems(name, *more)
         assert (
-            f'graph.name = "{__name__}:pairs"' in found and "node 0 never reaches node 2" in found
+            f'graph.name = "{__name__}:pairs"' in problem
+            and "node 0 never reaches node 2" in problem
         )
     # averages over all nodes connect them, and "identity" is intended
     assert not problems(name, "cadence.name=gossip-pga")
@@ -94,5 +95,5 @@ def loop_over_pairs(world):
 
 
 def test_a_graph_that_does_not_connect_its_nodes_is_rejected_in_loops(ranks):
-    found = ranks(4)(loop_over_pairs)
-    assert all("node 0 never reaches node 2" in text for text in found)
+    messages = ranks(4)(loop_over_pairs)
+    assert all("node 0 never reaches node 2" in text for text in messages)

@@ -27,9 +27,9 @@ def job(*settings, model="lenet"):
 
 def losses(*settings, steps=30):
     assembly = assemble.assemble(job(*settings), SingleProcess(), 2)
-    found = [float(assembly.trainer.step().loss.mean()) for _ in range(steps)]
+    values = [float(assembly.trainer.step().loss.mean()) for _ in range(steps)]
     assembly.close()
-    return found
+    return values
 
 
 @on_each("name", ["bf16", "fp16"])
@@ -44,14 +44,14 @@ def test_16_bit_arithmetic_trains_as_float32_does(name):
 def test_tf32_is_switched_off_without_torchs_warning():
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip(f"torch {torch.__version__} has the older setting only, without a warning")
-    places = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
-    before = [place.fp32_precision for place in places]
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    before = [backend.fp32_precision for backend in backends]
     try:
         precision.without_tf32()
-        assert [place.fp32_precision for place in places] == ["ieee"] * 3
+        assert [backend.fp32_precision for backend in backends] == ["ieee"] * 3
     finally:
-        for place, value in zip(places, before, strict=True):
-            place.fp32_precision = value
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value
 
 
 def test_auto_is_float32_on_a_cpu():
@@ -81,10 +81,10 @@ def test_an_overflow_anywhere_makes_the_whole_node_skip_its_step(group):
 
 def test_gradients_that_all_average_are_skipped_by_all_or_none():
     scaler = precision.Precision("fp16", ["cpu"], rows=1)
-    elsewhere = torch.ones(1, dtype=torch.float64)
+    counts_of_others = torch.ones(1, dtype=torch.float64)
     g = torch.full((1, 4), 2.0**16)
     assert scaler.unscale([g.clone()], Single()) == ()
-    assert scaler.unscale([g], Single(), lambda wrong: elsewhere) == (0,)
+    assert scaler.unscale([g], Single(), lambda counts: counts_of_others) == (0,)
     assert not g.any() and scaler.numbers(0) == {"loss_scale": 2.0**15, "clean_steps": 0}
 
 
@@ -135,7 +135,7 @@ def test_a_skipped_row_takes_no_local_step_and_the_others_do(words):
 def test_the_scale_grows_after_clean_steps_and_has_limits(monkeypatch):
     monkeypatch.setattr(precision, "GROWTH_INTERVAL", 3)
     scaler = precision.Precision("fp16", ["cpu"], rows=1)
-    place = scaler.scales[0].data_ptr()
+    address = scaler.scales[0].data_ptr()
     clean = torch.ones(1, 4)
     broken = torch.full((1, 4), float("nan"))
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_the_scale_grows_after_clean_steps_and_has_limits(monkeypatch):
     for _ in range(200):
         scaler.unscale([clean.clone()], Single())
     assert scaler.numbers(0)["loss_scale"] == 2.0**24
-    assert scaler.scales[0].data_ptr() == place, "captured graphs read this address"
+    assert scaler.scales[0].data_ptr() == address, "captured graphs read this address"
 
 
 def test_a_node_that_overflows_still_takes_part_in_the_round():
@@ -360,12 +360,12 @@ class FakeCaptured:
         self.slots = len(modules[0])
 
     def replay(self, batches):
-        found = [
+        figures = [
             self.run(row, slot, batches[row * self.slots + slot])
             for row in range(self.rows)
             for slot in range(self.slots)
         ]
-        return torch.stack(found).view(self.rows, self.slots, -1)
+        return torch.stack(figures).view(self.rows, self.slots, -1)
 
 
 @pytest.mark.parametrize("settings", [["algorithm.accumulate=2"], ["node.precision=fp16"]])
@@ -375,10 +375,10 @@ def test_replayed_replicas_give_the_results_of_threads(monkeypatch, settings):
     def steps(graphs):
         assembly = assemble.assemble(job("node.devices=cpu:2", *settings), SingleProcess(), 2)
         assembly.trainer.replicas.graphs = graphs
-        found = [assembly.trainer.step().loss for _ in range(3)]
+        step_losses = [assembly.trainer.step().loss for _ in range(3)]
         full = assembly.trainer.replicas.full[1].clone()
         assembly.close()
-        return torch.stack(found), full
+        return torch.stack(step_losses), full
 
     monkeypatch.setattr(replicas, "Captured", FakeCaptured)
     for one, other in zip(steps("always"), steps("never"), strict=True):

@@ -57,7 +57,7 @@ def answers(answer):
 
 
 @pytest.fixture
-def mine(monkeypatch):
+def user_module(monkeypatch):
     import sys
     from types import ModuleType
 
@@ -87,7 +87,7 @@ def train(made, nodes=3):
         return launch.train(made, alone, nodes)
 
 
-def test_a_custom_task_is_logged_by_its_names(mine, tmp_path, capsys):
+def test_a_custom_task_is_logged_by_its_names(user_module, tmp_path, capsys):
     summary = train(job(tmp_path / "run"))
     log = read(tmp_path / "run" / "log.h5")
     assert log.steps["distance"].shape == (12, 3) and log.evaluations["right"].shape == (3,)
@@ -102,7 +102,7 @@ def test_a_custom_task_is_logged_by_its_names(mine, tmp_path, capsys):
     assert f"distance   {summary['distance']:.4f} (averaged model), right" in printed
 
 
-def test_the_averaged_model_is_tested_on_all_samples(mine, tmp_path):
+def test_the_averaged_model_is_tested_on_all_samples(user_module, tmp_path):
     """Sums over slots and nodes, divided once, agree with one pass over all test samples."""
     made = assemble.assemble(
         job(tmp_path, "node.devices=cpu:2", "data.batch=4"), SingleProcess(), 3
@@ -113,22 +113,22 @@ def test_the_averaged_model_is_tested_on_all_samples(mine, tmp_path):
         trainer = made.trainer
         from mpigossip.training.evaluate import averaged_model, evaluate
 
-        found = evaluate(trainer.replicas, trainer.mixer, made.loader)
+        evaluation = evaluate(trainer.replicas, trainer.mixer, made.loader)
         module = averaged_model(trainer.replicas, trainer.mixer).eval()
         with torch.no_grad():
             loss, metrics = Fit(weight=0.5).loss(module, points()["test"][:])
         rounding = 1e-5  # float32 sums of at most 80 terms, in another order
-        assert found.loss == pytest.approx(float(loss), rel=rounding)
+        assert evaluation.loss == pytest.approx(float(loss), rel=rounding)
         for name, (total, count) in metrics.items():
-            assert found.averaged[name] == pytest.approx(float(total / count), rel=rounding)
+            assert evaluation.averaged[name] == pytest.approx(float(total / count), rel=rounding)
         assert record.metrics["distance"].shape == (3,)
     finally:
         made.close()
 
 
-def test_a_metric_that_counts_nothing_is_nan_and_reported_once(mine, tmp_path, capsys):
+def test_a_metric_that_counts_nothing_is_nan_and_reported_once(user_module, tmp_path, capsys):
     left = TensorDataset(-POINTS[50:], POINTS[50:])
-    mine(points=lambda: points() | {"test": left})
+    user_module(points=lambda: points() | {"test": left})
     summary = train(job(tmp_path / "run"))
     assert (
         math.isnan(summary["right"])
@@ -140,7 +140,7 @@ def test_a_metric_that_counts_nothing_is_nan_and_reported_once(mine, tmp_path, c
 
 
 @pytest.mark.parametrize("settings", [(), ("algorithm.accumulate=2", "data.batch=4")])
-def test_a_resumed_run_is_bitwise_identical(mine, tmp_path, settings):
+def test_a_resumed_run_is_bitwise_identical(user_module, tmp_path, settings):
     """This includes dropout, because the random numbers of a model follow from the step."""
     whole = train(job(tmp_path / "whole", *settings))
     train(job(tmp_path / "half", "run.steps=5", *settings))
@@ -160,28 +160,30 @@ def on_ranks(world, folder):
     return launch.train(job(folder), world, world.size).get("digest")
 
 
-def test_ranks_have_the_simulators_digest(ranks, mine, tmp_path):
+def test_ranks_have_the_simulators_digest(ranks, user_module, tmp_path):
     assert ranks(3)(on_ranks, tmp_path / "ranks")[0] == train(job(tmp_path / "alone"))["digest"]
 
 
-def test_vmap_gives_the_metrics_of_the_loop(mine, tmp_path):
-    mine(curve=lambda width: nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1)))
-    found = []
+def test_vmap_gives_the_metrics_of_the_loop(user_module, tmp_path):
+    user_module(
+        curve=lambda width: nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1))
+    )
+    records = []
     for vmap in ("false", "true"):
         made = assemble.assemble(job(tmp_path, f"node.vmap={vmap}"), SingleProcess(), 3)
-        found.append(made.trainer.step())
+        records.append(made.trainer.step())
         made.close()
     for name in ("distance", "right"):
         # float32 sums of at most 80 terms, in another order
-        assert torch.allclose(found[0].metrics[name], found[1].metrics[name], rtol=1e-5)
-    assert torch.allclose(found[0].loss, found[1].loss, rtol=1e-5)
+        assert torch.allclose(records[0].metrics[name], records[1].metrics[name], rtol=1e-5)
+    assert torch.allclose(records[0].loss, records[1].loss, rtol=1e-5)
 
 
 X = (torch.ones(4, 1), torch.ones(4, 1))
 
 
 @pytest.mark.parametrize(
-    "answer, says",
+    "answer, message",
     [
         (lambda m, b: (m(b[0]) - b[1], {}), r"its loss is float32 \(1, 1\); it must be"),
         (lambda m, b: (3.0, {}), "its loss is float; it must be"),
@@ -196,15 +198,17 @@ X = (torch.ones(4, 1), torch.ones(4, 1))
         (lambda m, b: m(b["x"]), r"TypeError at .*test_task.py:\d+: .*on a batch of \(float32"),
     ],
 )
-def test_an_invalid_result_is_reported_before_the_first_step(mine, tmp_path, answer, says):
-    mine(Fit=lambda weight: answers(answer))
-    with pytest.raises(JobError, match='task.name = "mine:Fit": .*' + says) as caught:
+def test_an_invalid_result_is_reported_before_the_first_step(
+    user_module, tmp_path, answer, message
+):
+    user_module(Fit=lambda weight: answers(answer))
+    with pytest.raises(JobError, match='task.name = "mine:Fit": .*' + message) as caught:
         train(job(tmp_path / "run"))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "settings, says",
+    "settings, message",
     [
         ("task.name=mine:three", 'task.name = "mine:three" is a int;'),
         ("task.name=mine:points", "returned dict; it should return .*loss"),
@@ -213,9 +217,9 @@ def test_an_invalid_result_is_reported_before_the_first_step(mine, tmp_path, ans
         ("task.name=classification", "on a batch of"),
     ],
 )
-def test_a_wrong_task_is_reported(mine, tmp_path, settings, says):
-    mine(three=3)
-    with pytest.raises(JobError, match=says):
+def test_a_wrong_task_is_reported(user_module, tmp_path, settings, message):
+    user_module(three=3)
+    with pytest.raises(JobError, match=message):
         train(job(tmp_path / "run", settings))
 
 
@@ -229,11 +233,11 @@ class Changing(Dataset):
         return {"x" if index != 9 else "y": torch.ones(1)}
 
 
-def test_failures_during_training_name_line_and_batch(mine, tmp_path):
+def test_failures_during_training_name_line_and_batch(user_module, tmp_path):
     def loss(model, batch):
         return model(batch["x"]).mean(), {}
 
-    mine(
+    user_module(
         points=lambda: {"train": Changing(), "test": Changing()},
         Fit=lambda weight: SimpleNamespace(loss=loss),
     )
@@ -246,7 +250,7 @@ def test_failures_during_training_name_line_and_batch(mine, tmp_path):
         seen.append(batch)
         return model(batch[0]).mean(), {"a": (1, 1)} if len(seen) < 3 else {}
 
-    mine(Fit=lambda weight: SimpleNamespace(loss=forgets))
+    user_module(Fit=lambda weight: SimpleNamespace(loss=forgets))
     with pytest.raises(TaskError, match="returned the metrics none for .* but a for the first"):
         train(job(tmp_path / "other"))
 
@@ -273,8 +277,8 @@ def test_a_language_model_accepts_batches_of_tokenizers_and_models_of_transforme
     labels = tokens.clone()
     labels[:, 4:] = -100
     loss, metrics = task.LanguageModel().loss(model, batch | {"labels": labels})
-    wanted = F.cross_entropy(table(tokens[:, :3]).flatten(0, 1), tokens[:, 1:4].flatten())
-    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)  # sums of 11 terms
+    expected = F.cross_entropy(table(tokens[:, :3]).flatten(0, 1), tokens[:, 1:4].flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)  # sums of 11 terms
     assert int(metrics["accuracy"][1]) == int(metrics["loss"][1]) == 9
     loss, metrics = task.LanguageModel().loss(model, batch | {"labels": labels.fill_(-100)})
     loss.backward()
@@ -283,16 +287,16 @@ def test_a_language_model_accepts_batches_of_tokenizers_and_models_of_transforme
 
 def test_the_mean_loss_weights_batches_by_samples_or_by_the_counts_of_the_task():
     objective = Objective(Fit(), "mine:Fit", ("distance", "right"))
-    found = objective.tested(lambda x: x, (torch.ones(6, 1), torch.zeros(6, 1)))
-    assert found.tolist() == [[6.0, 6.0]] * 3
+    pairs = objective.tested(lambda x: x, (torch.ones(6, 1), torch.zeros(6, 1)))
+    assert pairs.tolist() == [[6.0, 6.0]] * 3
     own = answers(lambda m, b: (torch.tensor(2.0), {"loss": (10, 4)}))
     assert Objective(own, "mine:x").tested(None, X).tolist() == [[10.0, 4.0]]
 
 
 def test_classification_and_text_have_the_same_loss():
     scores = torch.randn(4, 5, 7)
-    wanted = torch.randint(0, 7, (4, 5))
+    targets = torch.randint(0, 7, (4, 5))
     for one in (task.Classification(), task.LanguageModel()):
-        loss, metrics = one.loss(lambda x: x, (scores, wanted))
-        assert torch.equal(loss, F.cross_entropy(scores.flatten(0, 1), wanted.flatten()))
+        loss, metrics = one.loss(lambda x: x, (scores, targets))
+        assert torch.equal(loss, F.cross_entropy(scores.flatten(0, 1), targets.flatten()))
         assert metrics["accuracy"][1] == 20

@@ -57,12 +57,12 @@ def test_a_collective_waits_for_the_slowest_of_n(jitter):
 
 @on_each("graph", ["one-peer-exponential", "one-peer-hypercube", "ring", "exponential", "star"])
 def test_gossip_waits_longer_than_a_pair_and_shorter_than_all_nodes(graph):
-    found = made(32, graph)
-    waiting = Timing(found, replace(AT_ONCE, jitter=0.1)).waiting_s() / 1e-3
+    job_exchanges = made(32, graph)
+    waiting = Timing(job_exchanges, replace(AT_ONCE, jitter=0.1)).waiting_s() / 1e-3
     assert expected_maximum(2) < waiting < expected_maximum(32)
-    assert Timing(found, AT_ONCE).waiting_s() == 0
+    assert Timing(job_exchanges, AT_ONCE).waiting_s() == 0
     # messages that take all nodes, senders included, the same time do not increase it
-    slow = Timing(found, replace(SLOW, jitter=0.1)).waiting_s() / 1e-3
+    slow = Timing(job_exchanges, replace(SLOW, jitter=0.1)).waiting_s() / 1e-3
     assert slow <= waiting * (1 + 1e-9)
 
 
@@ -70,18 +70,18 @@ def test_gossip_waits_longer_than_a_pair_and_shorter_than_all_nodes(graph):
 @on_each("cadence", ["always", "every", "gossip-pga"])
 @on_each("graph", ["one-peer-exponential", "ring", "complete"])
 def test_the_simulated_clock_agrees_with_the_formula(graph, cadence, algorithm):
-    found = made(8, graph, cadence, **algorithm)
-    clock = Clock(Timing(found, SLOW))
-    timing = Timing(found, SLOW)
-    for kind, t in found.rounds():
+    job_exchanges = made(8, graph, cadence, **algorithm)
+    clock = Clock(Timing(job_exchanges, SLOW))
+    timing = Timing(job_exchanges, SLOW)
+    for kind, t in job_exchanges.rounds():
         clock.step(kind, t, np.full((1, 8), SLOW.compute_s))
     assert np.ptp(clock.now) < 1e-9
-    assert clock.now[0, 0] / found.steps == pytest.approx(timing.step_s(), rel=1e-9)
+    assert clock.now[0, 0] / job_exchanges.steps == pytest.approx(timing.step_s(), rel=1e-9)
 
 
 def test_a_slow_node_delays_its_neighbours_first():
-    found = made(8)
-    clock = Clock(Timing(found, SLOW))
+    job_exchanges = made(8)
+    clock = Clock(Timing(job_exchanges, SLOW))
     compute = np.full((1, 8), 10e-3)
     compute[0, 3] = 1.0
     late = []
@@ -92,29 +92,29 @@ def test_a_slow_node_delays_its_neighbours_first():
 
 
 def test_a_slow_node_waits_for_its_own_message():
-    found = made(4)
-    clock = Clock(Timing(found, SLOW))
+    job_exchanges = made(4)
+    clock = Clock(Timing(job_exchanges, SLOW))
     compute = np.full((1, 4), 10e-3)
     compute[0, 3] = 1.0
     for t in range(8):
         clock.step(ExchangeKind.GOSSIP, t, compute)
-    message = found.parts.layout.sent_bytes / SLOW.bandwidth
+    message = job_exchanges.parts.layout.sent_bytes / SLOW.bandwidth
     assert clock.now[0, 3] / 8 > 1.0 + 0.8 * message
 
 
 def test_a_slow_link_delays_the_nodes_that_use_it():
-    found = made(4)
+    job_exchanges = made(4)
     bandwidth = np.full(4, SLOW.bandwidth)
-    calm = Clock(Timing(found, SLOW)).step(ExchangeKind.GOSSIP, 0, np.full((1, 4), 0.01))[0]
+    calm = Clock(Timing(job_exchanges, SLOW)).step(ExchangeKind.GOSSIP, 0, np.full((1, 4), 0.01))[0]
     bandwidth[0] /= 10
-    slow = Clock(Timing(found, SLOW, bandwidth)).step(
+    slow = Clock(Timing(job_exchanges, SLOW, bandwidth)).step(
         ExchangeKind.GOSSIP, 0, np.full((1, 4), 0.01)
     )[0]
-    message = found.parts.layout.sent_bytes
+    message = job_exchanges.parts.layout.sent_bytes
     expected = 9 * message / SLOW.bandwidth
     # a node that sends to it also waits until the message has been sent
-    users = {0, *found.parts.graph.neighbours(0, 0)[0]}
-    users |= {i for i in range(4) if 0 in found.parts.graph.neighbours(0, i)[0]}
+    users = {0, *job_exchanges.parts.graph.neighbours(0, 0)[0]}
+    users |= {i for i in range(4) if 0 in job_exchanges.parts.graph.neighbours(0, i)[0]}
     uses = [i in users for i in range(4)]
     assert sum(uses) == 3
     np.testing.assert_allclose(slow - calm, expected * np.array(uses), atol=1e-12)
@@ -147,15 +147,15 @@ def test_an_adaptive_period_grows_as_the_learning_rate_falls():
     falling = assemble.load(job | {"schedule": {"name": "milestones", "milestones": [30, 60]}})
     what = subject(falling)[0]
     assert average_period(constant, 8) == pytest.approx(4)
-    found = average_period(what, 8)
+    period = average_period(what, 8)
     # a third of the steps each at 4 and at most 40 and 400; it grows by one per average
-    assert 8 < found < 3 / (1 / 4 + 1 / 40 + 1 / 400)
+    assert 8 < period < 3 / (1 / 4 + 1 / 40 + 1 / 400)
     made = exchanges(what, 8)
     averages = sum(c for (kind, _), c in made.counted.items() if kind is ExchangeKind.GLOBAL)
-    assert made.steps / averages == pytest.approx(found, rel=0.06)
-    given = exchanges(what, 8, period=6.5)
-    averages = sum(c for (kind, _), c in given.counted.items() if kind is ExchangeKind.GLOBAL)
-    assert given.steps / averages == pytest.approx(6.5, rel=0.03)
+    assert made.steps / averages == pytest.approx(period, rel=0.06)
+    with_period = exchanges(what, 8, period=6.5)
+    averages = sum(c for (kind, _), c in with_period.counted.items() if kind is ExchangeKind.GLOBAL)
+    assert with_period.steps / averages == pytest.approx(6.5, rel=0.03)
 
 
 def test_the_rates_of_sums_and_of_coding_count():
@@ -172,12 +172,12 @@ def test_the_papers_speed_tables(capsys):
     """The tables agree with `plan` in part, and the script reports the differences."""
     script = runpy.run_path(str(SPEED))
     published = script["HOURS"]
-    found = script["hours"]()
+    hours = script["hours"]()
     peer = "one-peer-exponential"
     reduce = ALL_REDUCE
-    assert np.allclose(found[peer], published[peer], rtol=0.115)
-    assert np.allclose(found[reduce][:2], published[reduce][:2], rtol=0.03)
-    grown = np.array(found[reduce]) / np.array(found[peer])
+    assert np.allclose(hours[peer], published[peer], rtol=0.115)
+    assert np.allclose(hours[reduce][:2], published[reduce][:2], rtol=0.03)
+    grown = np.array(hours[reduce]) / np.array(hours[peer])
     assert (np.diff(grown) > 0).all() and 1.02 < grown[-1] < 1.15  # 1.47 in the paper
     calm = script["hours"](replace(script["EXPONENTIAL"], jitter=0.0))
     assert calm[reduce][-1] < calm[peer][-1]  # all-reduce is hidden, and no node waits
@@ -189,8 +189,8 @@ def test_the_papers_speed_tables(capsys):
         )  # 1.14 and 1.27 in the paper
         assert script["speed_up"]("100 Gbit/s", compute_s, 0.0) < 1.05
     script["main"]()
-    said = capsys.readouterr().out
-    assert said.count("not explained") == 2 and said.count("assumed of") == 2
+    output = capsys.readouterr().out
+    assert output.count("not explained") == 2 and output.count("assumed of") == 2
 
 
 @on_each("delay", [1, 3])
@@ -205,18 +205,18 @@ def test_a_node_waits_for_an_exchange_with_a_delay_when_it_is_applied(delay, ban
             "cadence": cadence,
         }
     )
-    found = exchanges(subject(job)[0], 8)
+    job_exchanges = exchanges(subject(job)[0], 8)
     machine = replace(SLOW, bandwidth=bandwidth)
     own = machine.compute_s + machine.node_s + machine.update_s
-    size = found.parts.layout.sent_bytes
+    size = job_exchanges.parts.layout.sent_bytes
     message = machine.latency_s + size / bandwidth
     term = size / machine.combine_rate
-    wanted = own + (max(message - delay * own, 0) + term) / 4
-    clock = Clock(Timing(found, machine))
-    timing = Timing(found, machine)
-    for kind, t in replace(found, steps=400).rounds():
+    expected = own + (max(message - delay * own, 0) + term) / 4
+    clock = Clock(Timing(job_exchanges, machine))
+    timing = Timing(job_exchanges, machine)
+    for kind, t in replace(job_exchanges, steps=400).rounds():
         clock.step(kind, t, np.full((1, 8), machine.compute_s))
     assert clock.now.max() / 400 == pytest.approx(
-        wanted, rel=0.02
+        expected, rel=0.02
     )  # the first period has no exchange
-    assert timing.step_s() == pytest.approx(wanted, rel=0.02)
+    assert timing.step_s() == pytest.approx(expected, rel=0.02)
