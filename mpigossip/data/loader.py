@@ -112,7 +112,7 @@ class Loader(contextlib.AbstractContextManager):
         timeout_s: float = 300.0,
         slots: int | None = None,
         local_slots: range | None = None,
-        together: bool = False,
+        joined: bool = False,
     ) -> None:
         """Prepare the loader; processes are started at the first batch.
 
@@ -124,7 +124,7 @@ class Loader(contextlib.AbstractContextManager):
         :param timeout_s: seconds that a process may take for a batch
         :param slots: number of slots of a node; None: the number of devices
         :param local_slots: numbers of the local slots; None: all slots
-        :param together: batches may be views of one array if that is faster; sums over them may
+        :param joined: batches may be views of one array if that is faster; sums over them may
             then be rounded in another way
         """
         self.data: Any = data
@@ -138,7 +138,7 @@ class Loader(contextlib.AbstractContextManager):
         self.early = any(copier.stream for copier in self.copiers)
         """True if the batches of the next step are copied to the devices before they are
         requested."""
-        self._joins = together and not self.early and type(data) in JOINED
+        self._joins = joined and not self.early and type(data) in JOINED
         self._batches: Iterator[Nested] | None = None
         self._next = 0
         self._copies: dict[int, list[_Copy]] = {}

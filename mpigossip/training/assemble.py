@@ -201,7 +201,7 @@ def make_replicas(
     eager = node.vmap or group.devices[0] == "cpu"
     graphs = "never" if eager else node.cuda_graphs
     replicas = Replicas(
-        module, flat, rows, group, together=node.vmap, graphs=graphs, objective=objective
+        module, flat, rows, group, vectorized=node.vmap, graphs=graphs, objective=objective
     )
     if node.compile:
         for replica in (replica for row in replicas.modules for replica in row):
@@ -253,7 +253,7 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         data,
         [orders[node] for node in mixer.local_nodes],
         seed=job.run.seed,
-        together=job.node.vmap,
+        joined=job.node.vmap,
         devices=group.devices,
         workers=processes(job.data.workers, group.devices, world.nodes.per_node),
         timeout_s=job.node.timeout_s,

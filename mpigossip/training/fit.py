@@ -346,8 +346,8 @@ def _unfit_faults(job: Job, method: Algorithm) -> list[str]:
 def short_faults(job: Job) -> list[str]:
     """Return the faults whose duration is too short for any graph of failing links.
 
-    Even if each round is drawn independently, faults last longer on average than such a setting
-    says.
+    If each round is drawn independently, the mean duration of faults is already longer than such a
+    setting.
     """
     faults = job.faults
     problems = []

@@ -31,7 +31,7 @@ class Replicas:
         rows: int,
         group: Group,
         *,
-        together: bool,
+        vectorized: bool,
         graphs: str,
         objective: Objective,
     ):
@@ -41,7 +41,7 @@ class Replicas:
         :param flat: layout of its parameters
         :param rows: number of local nodes
         :param group: slots of a node
-        :param together: compute the gradients of all rows by one `torch.func.vmap`. The sums are
+        :param vectorized: compute the gradients of all rows by one `torch.func.vmap`. The sums are
             then rounded in another order, so that the results are close to those of the loop, but
             not bitwise identical. vmap can't update norm statistics
         :param graphs: whether replicas on GPUs are captured as CUDA graphs: "always", "never", or
@@ -51,7 +51,7 @@ class Replicas:
         self.flat = flat
         self.group = group
         self.rows = rows
-        self.together = together
+        self.vectorized = vectorized
         self.graphs = graphs
         self.objective = objective
         self._captured: Captured | None = None
@@ -121,7 +121,7 @@ class Replicas:
             return sums
 
         def work(slot: int) -> torch.Tensor:
-            if self.together:
+            if self.vectorized:
                 if seeds:
                     draw_from(self.grads[slot].device, seeds[slot])
                 cuts = [parts(batch, accumulate) for batch in batches[slot::slots]]
