@@ -125,7 +125,7 @@ SEARCH = ["graph", "search", "--nodes", "8", "--out", "g.json"]
         (["simulate", JOB, "--nodes", "2000"], "2000"),
         (["log", "show", "nowhere"], 'no run "nowhere"; `mpigossip train'),
         (["study", ".."], ".. is a folder"),
-        (["examples", "copy", "gpt", "--to", JOB], "a file is in its place"),
+        (["examples", "copy", "gpt", "--to", JOB], "a file with this name exists"),
         (["doctor", "--devices", "gpu"], 'argument --devices: "gpu": must be "auto"'),
         (["plot", "runs/digits"], "did you mean `mpigossip log plot`?"),
         (["simulat", JOB], 'did you mean "simulate"?'),

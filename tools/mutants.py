@@ -208,7 +208,7 @@ MUTANTS = [
            "return (j - self._offsets) % self.n", "return (j + self._offsets) % self.n", "graphs"),
     # data
     Mutant("another epoch, the same order", "draw_together",
-           "late[0].seed, ORDER, epoch, nodes", "late[0].seed, ORDER, 0, nodes", "data"),
+           "outdated[0].seed, ORDER, epoch", "outdated[0].seed, ORDER, 0", "data"),
     Mutant("seed + 1", "partition",
            "order = permutation(len(labels), seed, SPLIT)",
            "order = permutation(len(labels), seed + 1, SPLIT)", "data"),

@@ -58,7 +58,7 @@ def examine(
 
     :param what: the job and its sizes
     :param world: all ranks
-    :param given: known values by the names of `WORDS`; None stands for a missing value
+    :param with_values: known values by the names of `WORDS`; None stands for a missing value
     :param budget_s: seconds that measuring may take, approximately
     :raises JobError: if the job's devices are missing here, and compute_s is not given
     """
@@ -98,7 +98,7 @@ def examine(
         coding_rate,
         coding_rate,
     )
-    return machine.given(given)
+    return machine.with_values(given)
 
 
 def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:

@@ -15,14 +15,14 @@ from typing import Any
 from mpigossip.config import removed, toml
 from mpigossip.config.toml import near, show
 
-OWN = r"[A-Za-z_][\w.]*:\w+"
+USER_CODE = r"[A-Za-z_][\w.]*:\w+"
 """Pattern of a name of user code, "package.module:factory"."""
 OPEN = {
-    "graph.name": rf"file:.+|{OWN}",
-    "model.name": OWN,
-    "algorithm.name": OWN,
-    "task.name": OWN,
-    "data.source": OWN,
+    "graph.name": rf"file:.+|{USER_CODE}",
+    "model.name": USER_CODE,
+    "algorithm.name": USER_CODE,
+    "task.name": USER_CODE,
+    "data.source": USER_CODE,
 }
 """Settings that also accept names outside their table, such as a graph from a file or user code,
 with the pattern of those names. Their options can only be checked by building them."""
@@ -60,8 +60,8 @@ class BuilderSpec:
         :param table: table that contains the name
         :param name: name in the table
         """
-        found = table[name]
-        return found if isinstance(found, cls) else cls(found)
+        builder = table[name]
+        return builder if isinstance(builder, cls) else cls(builder)
 
     @property
     def build(self) -> Callable:
@@ -71,15 +71,15 @@ class BuilderSpec:
         module, _, name = self.made_by.partition(":")
         return getattr(import_module(module), name)
 
-    def following(self, options: Mapping[str, Any], known: Any) -> dict[str, Any]:
+    def following(self, options: Mapping[str, Any], context: Any) -> dict[str, Any]:
         """Compute the options that a job leaves unset by the rules in `follows`.
 
         :param options: options of the job, by name; an option of value None counts as unset
-        :param known: argument that is passed to each rule
+        :param context: argument that is passed to each rule
         :return: new values by option; options for which a rule returns None are left out
         """
         unset = {key: rule for key, rule in self.follows.items() if options.get(key) is None}
-        values = {key: rule(known) for key, rule in unset.items()}
+        values = {key: rule(context) for key, rule in unset.items()}
         return {key: value for key, value in values.items() if value is not None}
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -93,8 +93,8 @@ def spec_of(table: Table, name: Any) -> BuilderSpec | None:
 
 def options_of(table: Table, name: Any) -> Collection[str]:
     """Return the names of the options of ``name``; none if it is not in the table."""
-    part = spec_of(table, name)
-    return toml.keyword_only(part.build)[0] if part else ()
+    spec = spec_of(table, name)
+    return toml.keyword_only(spec.build)[0] if spec else ()
 
 
 def apply_implied(
@@ -107,29 +107,29 @@ def apply_implied(
     :param local: name of the local step in effect; None: there is none
     :return: an error message for each setting that contradicts an implied value that is fixed
     """
-    messages = []
+    problems = []
     for path, table in tables.items():
         section, key = path.split(".")
         name = local if section == "local" else sections.get(section, {}).get(key)
-        part = spec_of(table, name)
-        for other, value in part.implies.items() if part else {}:
-            there, what = other.split(".")
-            named = sections.setdefault(there, {}).setdefault(what, value)
-            own = isinstance(named, str) and re.fullmatch(OWN, named) is not None
-            only = part.only is True or part.only and other in part.only and not own
-            if named != value and only:
-                messages.append(
-                    f'{other} = {show(named)}: {path} = "{name}" means {other} = "{value}"; '
+        spec = spec_of(table, name)
+        for other, value in spec.implies.items() if spec else {}:
+            other_section, other_key = other.split(".")
+            chosen = sections.setdefault(other_section, {}).setdefault(other_key, value)
+            is_user_code = isinstance(chosen, str) and re.fullmatch(USER_CODE, chosen) is not None
+            is_fixed = spec.only is True or spec.only and other in spec.only and not is_user_code
+            if chosen != value and is_fixed:
+                problems.append(
+                    f'{other} = {show(chosen)}: {path} = "{name}" means {other} = "{value}"; '
                     f"leave it out, or choose another {section}"
                 )
-    return messages
+    return problems
 
 
 def check(
     path: str,
     name: Any,
     values: dict[str, Any],
-    known: Collection[str],
+    setting_keys: Collection[str],
     table: Table,
     others: Collection[str] = (),
 ) -> list[str]:
@@ -138,7 +138,7 @@ def check(
     :param path: setting that holds the name, as "section.key"
     :param name: value of this setting
     :param values: keys and values of the section, to which the defaults are added
-    :param known: keys of the section that are not options
+    :param setting_keys: keys of the section that are not options
     :param table: table of the names
     :param others: paths that a misspelled key may stand for, in addition to the keys here
     :return: an error message for each problem
@@ -146,15 +146,15 @@ def check(
     section, key = path.split(".")
     if not isinstance(name, str):
         return []  # the type check of the section reports this
-    part = spec_of(table, name)
-    if part is None:
+    spec = spec_of(table, name)
+    if spec is None:
         if re.fullmatch(OPEN.get(path, "(?!)"), name):
             return []
         if path in FILES:
-            return toml.check_options(section, values, known, lambda: None)
-        what = section if key == "name" else key
-        gone = removed.of_setting(f"{path} = {show(name)}")
-        return [gone or f"{path} = {show(name)}: unknown {what}; {near(name, table)}"]
+            return toml.check_options(section, values, setting_keys, lambda: None)
+        noun = section if key == "name" else key
+        removal = removed.of_setting(f"{path} = {show(name)}")
+        return [removal or f"{path} = {show(name)}: unknown {noun}; {near(name, table)}"]
     if key != "name" and path not in FILES:
         return []
-    return toml.check_options(section, values, known, part.build, others)
+    return toml.check_options(section, values, setting_keys, spec.build, others)

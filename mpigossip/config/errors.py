@@ -53,11 +53,11 @@ def output_error(error: OSError | None = None) -> str:
         sys.stdout.flush()
     except OSError as failed:
         with contextlib.suppress(OSError, ValueError):  # stdout may have no file descriptor
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
-        broken = isinstance(failed, BrokenPipeError)
-        return "" if broken else failed.strerror or str(failed)
+            null_device = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null_device, sys.stdout.fileno())
+            os.close(null_device)
+        is_broken_pipe = isinstance(failed, BrokenPipeError)
+        return "" if is_broken_pipe else failed.strerror or str(failed)
     return ""
 
 

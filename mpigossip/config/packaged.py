@@ -36,13 +36,15 @@ def find(inside: str) -> Path:
     for folder in folders():
         if (folder / inside).exists():
             return folder / inside
-    raise JobError(f'"{inside}" is in none of {", ".join(map(str, folders()))}: install again')
+    raise JobError(
+        f'"{inside}" is in none of {", ".join(map(str, folders()))}: reinstall mpigossip'
+    )
 
 
 def examples(patterns: Sequence[str] = EXAMPLES) -> dict[str, Path]:
     """Return the paths of the example jobs, studies and programs, by name."""
     top = find("digits.toml").parent
-    return {path.stem: path for each in patterns for path in sorted(top.glob(each))}
+    return {path.stem: path for pattern in patterns for path in sorted(top.glob(pattern))}
 
 
 def given(source: Path | str) -> Path:
@@ -70,20 +72,24 @@ def copy(name: str, folder: Path) -> list[Path]:
     :raises JobError: if there is no such example, if one of its files exists in the folder, or if
         the folder cannot be created
     """
-    known = examples()
-    if name not in known:
-        raise JobError(f'example "{name}" is unknown; {near(name, known)}')
+    paths = examples()
+    if name not in paths:
+        raise JobError(f'example "{name}" is unknown; {near(name, paths)}')
     top = find("digits.toml").parent
     files = [path for inside in FOLDERS for path in (top / inside).glob(f"{name}.*")]
     code = "\n".join(path.read_text("utf-8") for path in files if path.suffix == ".py")
-    there = [folder / path.name for path in files if (folder / path.name).exists()]
-    if there:
-        raise JobError(f"{there[0]} exists; name another folder with --to")
-    needed = [known[one] for one in re.findall(r"^from (\w+) import", code, re.M) if one in known]
+    existing = [folder / path.name for path in files if (folder / path.name).exists()]
+    if existing:
+        raise JobError(f"{existing[0]} exists; name another folder with --to")
+    imports = [
+        paths[module] for module in re.findall(r"^from (\w+) import", code, re.M) if module in paths
+    ]
     # An imported example may have been copied along with another one: keep it then.
-    files += [path for path in needed if not (folder / path.name).exists()]
+    files += [path for path in imports if not (folder / path.name).exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise JobError(f"--to {folder}: a file is in its place; name another folder") from None
+        raise JobError(
+            f"--to {folder}: a file with this name exists; name another folder"
+        ) from None
     return [Path(shutil.copyfile(path, folder / path.name)) for path in sorted(files)]

@@ -27,10 +27,10 @@ def pluralize(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
-def abbreviate(names: Sequence[str], most: int = 4) -> str:
-    """Join the first ``most`` names by commas, and add the number of remaining ones."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def abbreviate(names: Sequence[str], limit: int = 4) -> str:
+    """Join the first ``limit`` names by commas, and add the number of remaining ones."""
+    remaining = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + remaining
 
 
 def printable(text: object) -> str:
@@ -46,9 +46,9 @@ OF_STDOUT = "of_standard_output"
 
 
 def print_safe(*texts: object, **options: Any) -> None:
-    """Print texts as `printable`; all that this package prints goes through here.
+    """Print texts after :func:`printable`; the whole package prints by this function only.
 
-    An OSError of it has the attribute `OF_STDOUT` if it is one of standard output.
+    If standard output cannot be written, the OSError has the attribute `OF_STDOUT`.
     """
     try:
         print(*map(printable, texts), **options)
@@ -89,7 +89,7 @@ def aligned(rows: Iterable[Iterable[object]], left: Collection[int] = (0,)) -> s
     :param left: indices of the columns that are aligned on the left; all others are aligned on
         the right
     """
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     sides = [f"{{:{'<' if k in left else '>'}{width}}}" for k, width in enumerate(widths)]
-    return "\n".join("  ".join(sides).format(*row).rstrip() for row in cells)
+    return "\n".join("  ".join(sides).format(*row).rstrip() for row in texts)

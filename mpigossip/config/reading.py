@@ -45,8 +45,8 @@ def load(
     unknown = [name for name in raw if name not in SECTIONS]
     messages += [f"{name}: unknown section; {near(name, SECTIONS)}" for name in unknown]
     for name, section in list(sections.items()):
-        sections[name], wrong = toml.plain_table(name, section)
-        messages += wrong
+        sections[name], problems = toml.plain_table(name, section)
+        messages += problems
     messages += apply_implied(sections, tables, local_in_effect(sections, tables))
     messages += _check_names(sections, tables)
     try:
@@ -81,22 +81,22 @@ def read(source: Path | str | Mapping) -> dict[str, Any]:
             try:
                 text = path.read_text("utf-8-sig")
             except FileNotFoundError:
-                raise JobError(f"{where}: no such file; {_beside(path)}") from None
+                raise JobError(f"{where}: no such file; {_suggest_files(path)}") from None
             except (OSError, ValueError) as error:
                 raise JobError(f"{where} can't be read as text: {error}") from None
         try:
             tables = tomllib.loads(str(text))
         except (ValueError, RecursionError) as error:
-            hint = "text needs quotes, sections stand in [brackets]"
+            hint = "strings need quotes, and names of sections need [brackets]"
             raise JobError(f"{where} is not TOML: {error}; {hint}") from None
     return {str(n): dict(t) if isinstance(t, Mapping) else t for n, t in tables.items()}
 
 
-def _beside(path: Path) -> str:
+def _suggest_files(path: Path) -> str:
     """Suggest job files from the folder of a ``path`` that does not exist."""
     try:
-        there = [file.name for file in path.parent.glob("*.toml")]
-        return near(path.name, there) + "; `mpigossip examples` lists those that come along"
+        names = [file.name for file in path.parent.glob("*.toml")]
+        return near(path.name, names) + "; `mpigossip examples` lists the installed examples"
     except OSError:
         return "give the path of a TOML file"
 
@@ -104,35 +104,37 @@ def _beside(path: Path) -> str:
 def _override(raw: dict[str, Any], overrides: Sequence[str], tables: Tables) -> list[str]:
     """Apply overrides to `raw`, and remove the options of names that they change."""
     before = _names(raw, tables)
-    given = set()
+    changed_paths = set()
     messages = list[str]()
     for text in overrides:
-        path, wrong = toml.override(raw, text)
-        given.add(path)
-        messages += wrong
+        path, problems = toml.override(raw, text)
+        changed_paths.add(path)
+        messages += problems
     after = _names(raw, tables)
     for section in before.keys() & SECTIONS.keys():
-        known = _keys(section)
-        if "options" in known and before[section] != after[section]:
-            kept = {f"{section}.{key}" for key in known} | given
+        keys = _keys(section)
+        if "options" in keys and before[section] != after[section]:
+            unaffected = {f"{section}.{key}" for key in keys} | changed_paths
             table = raw[section] if isinstance(raw.get(section), dict) else {}
-            for key in [key for key in table if f"{section}.{key}" not in kept]:
+            for key in [key for key in table if f"{section}.{key}" not in unaffected]:
                 del table[key]
-    part = spec_of(tables.get("algorithm.name", {}), _algorithm(raw))
-    changed = "algorithm.name" in given and not any(path.startswith("local.") for path in given)
-    if changed and part and part.local is None:
+    spec = spec_of(tables.get("algorithm.name", {}), _algorithm(raw))
+    algorithm_changed = "algorithm.name" in changed_paths and not any(
+        path.startswith("local.") for path in changed_paths
+    )
+    if algorithm_changed and spec and spec.local is None:
         raw.pop("local", None)  # the local step is part of the new algorithm
     return messages
 
 
 def _names(raw: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
     keys = {path.split(".")[0]: path.split(".")[1] for path in FILES}
-    named = {
+    names = {
         section: table[key]
         for section, table in raw.items()
         if isinstance(table, dict) and (key := keys.get(section, "name")) in table
     }
-    return named | {"local": local_in_effect(dict(raw), tables)}
+    return names | {"local": local_in_effect(dict(raw), tables)}
 
 
 def _check_names(sections: dict[str, dict[str, Any]], tables: Tables) -> list[str]:
@@ -143,10 +145,10 @@ def _check_names(sections: dict[str, dict[str, Any]], tables: Tables) -> list[st
         if section == "local":
             messages += check_local(sections, tables)
             continue
-        known = {f.name: f.default for f in fields(SECTIONS[section]) if f.name != "options"}
+        defaults = {f.name: f.default for f in fields(SECTIONS[section]) if f.name != "options"}
         values = sections.setdefault(section, {})
         others = local_options(sections, tables) if section == "algorithm" else []
-        messages += check(path, values.get(key, known[key]), values, known, table, others)
+        messages += check(path, values.get(key, defaults[key]), values, defaults, table, others)
     return messages
 
 
@@ -188,18 +190,18 @@ def _fold_options(name: str, section: dict[str, Any]) -> dict[str, Any]:
     """Move the keys that the section's dataclass lacks into `options`, if it has that field."""
     if "options" not in _keys(name):
         return section
-    known = _keys(name) - {"options"}
-    folded = {key: value for key, value in section.items() if key in known}
-    return folded | {"options": {k: v for k, v in section.items() if k not in known}}
+    fields_of_section = _keys(name) - {"options"}
+    folded = {key: value for key, value in section.items() if key in fields_of_section}
+    return folded | {"options": {k: v for k, v in section.items() if k not in fields_of_section}}
 
 
 def local_in_effect(sections: dict[str, Any], tables: Tables) -> Any:
     """Return the name of the local step: the job's, or the default of its algorithm, or None."""
-    named = _table(sections, "local").get("name")
-    if named not in (None, "none"):
-        return named
-    part = spec_of(tables.get("algorithm.name", {}), _algorithm(sections))
-    return part.local if part else None
+    name = _table(sections, "local").get("name")
+    if name not in (None, "none"):
+        return name
+    spec = spec_of(tables.get("algorithm.name", {}), _algorithm(sections))
+    return spec.local if spec else None
 
 
 def local_options(sections: dict[str, Any], tables: Tables) -> list[str]:
@@ -217,23 +219,23 @@ def check_local(sections: dict[str, Any], tables: Tables) -> list[str]:
     """
     values = sections.setdefault("local", {})
     algorithms = tables["algorithm.name"]
-    known = _keys("local") - {"options"}
+    keys = _keys("local") - {"options"}
     name = local_in_effect(sections, tables)
     algorithm = _algorithm(sections)
-    part = spec_of(algorithms, algorithm)
-    takes = [key for key in algorithms if (line := spec_of(algorithms, key)) and line.local]
-    if name is not None and part and part.local is None:
+    spec = spec_of(algorithms, algorithm)
+    with_local = [key for key in algorithms if (entry := spec_of(algorithms, key)) and entry.local]
+    if name is not None and spec and spec.local is None:
         return [
             f'local.name = {show(name)}: "{algorithm}" has its own local step; leave it out, or '
-            f"choose one of {', '.join(takes)}"
+            f"choose another algorithm: {', '.join(with_local)}"
         ]
-    if name is None and (part or is_user_code(str(algorithm))):
+    if name is None and (spec or is_user_code(str(algorithm))):
         return [
-            f'local.{key}: algorithm "{algorithm}" has no local step that it could be an option '
-            "of; leave it out, or name a local step"
-            for key in values.keys() - known
+            f'local.{key}: algorithm "{algorithm}" has no separate local step with this option; '
+            "leave it out, or set local.name"
+            for key in values.keys() - keys
         ]
-    return check("local.name", name, values, known, tables["local.name"])
+    return check("local.name", name, values, keys, tables["local.name"])
 
 
 def _algorithm(sections: dict[str, Any]) -> Any:
@@ -241,5 +243,5 @@ def _algorithm(sections: dict[str, Any]) -> Any:
 
 
 def _table(sections: dict[str, Any], name: str) -> dict[str, Any]:
-    found = sections.get(name, {})
-    return found if isinstance(found, dict) else {}
+    section = sections.get(name, {})
+    return section if isinstance(section, dict) else {}

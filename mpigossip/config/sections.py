@@ -311,8 +311,8 @@ class NodeSection:
 class FaultsSection:
     """Section `[faults]`: faults of a simulated run, drawn from `run.seed`.
 
-    Slow nodes require an asynchronous run. Lost links are also possible in a synchronous run, and
-    absent nodes only there: its graphs are then reweighted so that the mean of the nodes is kept.
+    Slow nodes require an asynchronous run. Lost links are possible in synchronous runs, too. Absent
+    nodes require a synchronous run, whose graphs are then reweighted to keep the mean of the nodes.
     """
 
     slow_times: OneOrMore = 1.0

@@ -55,8 +55,8 @@ class BadValue(ValueError):
         :return: setting, value, condition and default, or the message for a removed value
         """
         remedy = "" if default is None else f"; the default is {show(default)}"
-        here = f"{path} = {show(self.value)}"
-        return removed.of_setting(here) or f"{here}: {self.need}{remedy}"
+        setting = f"{path} = {show(self.value)}"
+        return removed.of_setting(setting) or f"{setting}: {self.need}{remedy}"
 
 
 def show(value: object) -> str:
@@ -77,22 +77,28 @@ def near(word: object, words: Iterable[str], others: Iterable[str] = ()) -> str:
     :return: clause for an error message, such as 'did you mean "batch"?'
     """
     words = sorted(words)
-    part = _bare(str(word))
-    meant = sorted({*words, *others})
-    whole = [each for each in meant if len(part) > 2 and part in _bare(each)]
-    if close := sorted(whole, key=len)[:3] or difflib.get_close_matches(str(word), meant, 1):
-        return "did you mean " + " or ".join(f'"{each}"' for each in close) + "?"
+    bare_word = _bare(str(word))
+    candidates = sorted({*words, *others})
+    containing = [
+        candidate
+        for candidate in candidates
+        if len(bare_word) > 2 and bare_word in _bare(candidate)
+    ]
+    if close := sorted(containing, key=len)[:3] or difflib.get_close_matches(
+        str(word), candidates, 1
+    ):
+        return "did you mean " + " or ".join(f'"{candidate}"' for candidate in close) + "?"
     return "known here: " + ", ".join(words) if words else "there are none here"
 
 
-def unknown(path: str, known: Iterable[str], others: Iterable[str] = ()) -> str:
+def unknown(path: str, valid_keys: Iterable[str], others: Iterable[str] = ()) -> str:
     """Return the message for an unknown key, with its replacement or with similar keys.
 
     :param path: path of the key, as "section.key"
-    :param known: valid keys
+    :param valid_keys: valid keys
     :param others: further keys that may be suggested, but are not listed
     """
-    hint = near(path.rpartition(".")[2], known, others)
+    hint = near(path.rpartition(".")[2], valid_keys, others)
     return removed.of_setting(path) or f"{path}: unknown key; {hint}"
 
 
@@ -118,7 +124,7 @@ def plain(value: Any, depth: int = 16) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise BadValue(value, "must be a finite number")
     if isinstance(value, int) and abs(value) > LARGEST:
-        raise BadValue(value, "must lie within 64 bits (at most 9223372036854775807)")
+        raise BadValue(value, "must fit into 64 bits (at most 9223372036854775807)")
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()
@@ -130,14 +136,14 @@ def plain(value: Any, depth: int = 16) -> Any:
 def plain_table(name: str, table: Any) -> tuple[dict[str, Any], list[str]]:
     """Return the valid values of section ``name``, and error messages for the other ones."""
     if not isinstance(table, Mapping):
-        return {}, [f"{name} = {show(table)}: needs keys, in a section [{name}]"]
+        return {}, [f"{name} = {show(table)}: must be a section [{name}] with keys"]
     values: dict[str, Any] = {}
     messages = []
     for key, value in table.items():
         try:
             values[plain(str(key))] = plain(value)
-        except BadValue as mistake:
-            messages.append(mistake.at(f"{name}.{ascii(str(key))[1:-1]}"))
+        except BadValue as error:
+            messages.append(error.at(f"{name}.{ascii(str(key))[1:-1]}"))
     return values, messages
 
 
@@ -157,10 +163,10 @@ def converter() -> cattrs.Converter:
     """Return the converter, which accepts neither unknown keys nor implicit changes of type."""
     import cattrs
 
-    made = cattrs.Converter(forbid_extra_keys=True)
+    strict_converter = cattrs.Converter(forbid_extra_keys=True)
     needs = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     for kind, words in needs.items():
-        made.register_structure_hook(kind, functools.partial(_scalar, words))
+        strict_converter.register_structure_hook(kind, functools.partial(_scalar, words))
     hooks = {
         Literal: _choice,
         tuple: _tuple,
@@ -168,11 +174,11 @@ def converter() -> cattrs.Converter:
         types.UnionType: _union,
         Annotated: _limited,
     }
-    made.register_structure_hook_func(
+    strict_converter.register_structure_hook_func(
         lambda kind: typing.get_origin(kind) in hooks,
         lambda value, kind: hooks[typing.get_origin(kind)](value, kind),
     )
-    return made
+    return strict_converter
 
 
 def _scalar(words: str, value: Any, kind: type) -> Any:
@@ -191,8 +197,8 @@ def _choice(value: Any, kind: Any) -> Any:
     close = difflib.get_close_matches(str(value), map(str, choices), 1)
     hint = f'; did you mean "{close[0]}"?' if close else ""
     *others, last = map(show, choices)
-    named = f"{', '.join(others)} or {last}" if others else last
-    raise BadValue(value, f"must be {named}{hint}")
+    listed = f"{', '.join(others)} or {last}" if others else last
+    raise BadValue(value, f"must be {listed}{hint}")
 
 
 def _tuple(value: Any, kind: Any) -> tuple:
@@ -212,15 +218,15 @@ def _union(value: Any, kind: Any) -> Any:
     # TOML has no null: files and overrides write "none" for a value that is not set.
     if value in (None, "none") and len(members) < len(kinds):
         return None
-    wrong = []
+    errors = []
     for member in members:
         try:
             return converter().structure(value, member)
-        except BadValue as mistake:
-            wrong.append(mistake)
-    if len(wrong) == 1:
-        raise wrong[0]
-    raise BadValue(value, " or ".join(mistake.need for mistake in wrong))
+        except BadValue as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    raise BadValue(value, " or ".join(error.need for error in errors))
 
 
 def _limited(value: Any, kind: Any) -> Any:
@@ -243,14 +249,14 @@ def explain(error: Exception, path: str = "", default: object = None) -> Iterato
     if isinstance(error, BadValue):
         yield error.at(path, default)
     elif isinstance(error, cattrs.ForbiddenExtraKeysError):
-        known = [f.name for f in fields(error.cl)]
+        valid_keys = [f.name for f in fields(error.cl)]
         for key in sorted(error.extra_fields, key=str):
-            yield unknown(f"{path}.{key}" if path else str(key), known)
+            yield unknown(f"{path}.{key}" if path else str(key), valid_keys)
     elif isinstance(error, cattrs.ClassValidationError):
         defaults = {f.name: f.default for f in fields(error.cl) if f.default is not MISSING}
         for inner, note in error.group_exceptions()[0]:
-            at = f"{path}.{note.name}" if path else note.name
-            yield from explain(inner, at, defaults.get(note.name))
+            inner_path = f"{path}.{note.name}" if path else note.name
+            yield from explain(inner, inner_path, defaults.get(note.name))
         for inner in error.group_exceptions()[1]:
             yield from explain(inner, path)
     else:
@@ -277,7 +283,7 @@ def override(raw: dict[str, Any], text: str) -> tuple[str, list[str]]:
 def check_options(
     section: str,
     values: dict[str, Any],
-    known: Collection[str],
+    setting_keys: Collection[str],
     build: Callable,
     others: Collection[str] = (),
 ) -> list[str]:
@@ -288,14 +294,14 @@ def check_options(
 
     :param section: name of the section, for error messages
     :param values: keys and values of the section, which are changed in place
-    :param known: keys of the section that are not options
+    :param setting_keys: keys of the section that are not options
     :param build: builder that takes the options
     :param others: paths that a misspelled key may stand for, in addition to the keys here
     :return: an error message for each problem
     """
     parameters, accepts_any = keyword_only(build)
     messages: list[str] = []
-    for key in [key for key in values if key not in known]:
+    for key in [key for key in values if key not in setting_keys]:
         path = f"{section}.{key}"
         if key in parameters:
             annotation, default = parameters[key]
@@ -304,7 +310,7 @@ def check_options(
             except Exception as error:  # cattrs raises groups, which explain() resolves
                 messages += explain(error, path, default)
         elif not accepts_any:
-            messages.append(unknown(path, [*known, *parameters], others))
+            messages.append(unknown(path, [*setting_keys, *parameters], others))
     for key, (_, default) in parameters.items():
         if default is inspect.Parameter.empty and key not in values:
             messages.append(f"{section}.{key} is not set: it has no default; write {key} = …")
@@ -323,10 +329,10 @@ def keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:
     except (NameError, TypeError):
         hints = {}  # the annotations exist for type checkers only: accept any type
     parameters = inspect.signature(build).parameters.values()
-    found = {
+    options = {
         p.name: (hints.get(p.name, Any), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY
     }
-    return found, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return options, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def write(value: Any) -> str:
@@ -344,7 +350,7 @@ def write(value: Any) -> str:
     if isinstance(value, Mapping):
         items = (f"{write_key(key)} = {write(item)}" for key, item in value.items())
         return "{ " + ", ".join(items) + " }" if value else "{}"
-    raise BadValue(value, f"a {type(value).__name__} has no place in TOML")
+    raise BadValue(value, f"a {type(value).__name__} cannot be written as TOML")
 
 
 def write_key(key: str) -> str:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpigossip.config.choices import OWN
+from mpigossip.config.choices import USER_CODE
 from mpigossip.config.errors import JobError, UserError
 
 
 def is_user_code(name: str) -> bool:
     """Return whether a name in a job names user code."""
-    return re.fullmatch(OWN, name) is not None
+    return re.fullmatch(USER_CODE, name) is not None
 
 
 MISSING = object()
@@ -33,23 +33,24 @@ def import_object(setting: str, name: str, form: str) -> Callable:
     """
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute, MISSING)
+        imported = getattr(importlib.import_module(module), attribute, MISSING)
     except ImportError as error:
         raise JobError(
-            f'{setting} = "{name}": {module} can\'t be imported ({error}); is its folder on '
-            "PYTHONPATH?"
+            f'{setting} = "{name}": {module} can\'t be imported ({error}): check that its folder '
+            "is in PYTHONPATH"
         ) from error
     except PermissionError:
         raise  # cli.py adds a remedy to the message
     except (Exception, SystemExit) as error:
         raise JobError(f'{setting} = "{name}": {describe_exception(error)}') from error
-    if found is MISSING:
+    if imported is MISSING:
         raise JobError(f'{setting} = "{name}": {module} has no {attribute}')
-    if not callable(found):
+    if not callable(imported):
         raise JobError(
-            f'{setting} = "{name}" is a {type(found).__name__}; it should be a function of {form}'
+            f'{setting} = "{name}" is a {type(imported).__name__}; it should be a function of '
+            f"{form}"
         )
-    return found
+    return imported
 
 
 def parameters(make: Callable) -> tuple[set[str], set[str]]:
@@ -59,15 +60,15 @@ def parameters(make: Callable) -> tuple[set[str], set[str]]:
         is not known, the first set is empty and the second is {"?"}
     """
     try:
-        found = inspect.signature(make).parameters.values()
+        signature = inspect.signature(make).parameters.values()
     except (TypeError, ValueError):  # functions in C may have no signature
         return set(), {"?"}
-    named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [p for p in signature if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return {p.name for p in named}, {p.name for p in named if p.default is p.empty}
 
 
 def call_factory(
-    make: Callable, known: Mapping[str, Any], options: Mapping[str, Any], otherwise: tuple = ()
+    make: Callable, values: Mapping[str, Any], options: Mapping[str, Any], otherwise: tuple = ()
 ) -> Any:
     """Call a factory of the user with the known values that it has parameters for, and options.
 
@@ -75,19 +76,19 @@ def call_factory(
     positional arguments instead; if these do not fit either, Python's TypeError is raised.
 
     :param make: factory
-    :param known: values that are passed by name, if the factory has a parameter of this name
+    :param values: values that are passed by name, if the factory has a parameter of this name
     :param options: options of the job, which are always passed by name
     :param otherwise: positional arguments of the second kind of call; default: all known values
     """
     names, needed = parameters(make)
-    if needed <= known.keys() | options.keys():
-        named = {name: value for name, value in known.items() if name in names}
-        return make(**{**named, **options})
-    return make(*(otherwise or known.values()), **options)
+    if needed <= values.keys() | options.keys():
+        accepted = {name: value for name, value in values.items() if name in names}
+        return make(**{**accepted, **options})
+    return make(*(otherwise or values.values()), **options)
 
 
 def build_checked(
-    setting: str, name: str, kind: type, make: Callable, *given: Any, **options: Any
+    setting: str, name: str, kind: type, make: Callable, *arguments: Any, **options: Any
 ) -> Any:
     """Call a factory of the user and check the type of its result.
 
@@ -95,21 +96,23 @@ def build_checked(
     :param name: "package.module:factory"
     :param kind: required type of the result
     :param make: function that calls the factory
-    :param given: positional arguments of ``make``
+    :param arguments: positional arguments of ``make``
     :param options: keyword arguments of ``make``
     :raises JobError: if the factory raises an exception, or returns an object of another type
     """
     try:
-        found = make(*given, **options)
+        result = make(*arguments, **options)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        told = f" with the options {options}" if options else ""
-        raise JobError(f'{setting} = "{name}"{told}: {describe_exception(error)}') from error
-    if not isinstance(found, kind):
-        what = f"returned {type(found).__name__}; it should return a"
-        raise JobError(f'{setting}: "{name}" {what} {kind.__module__}.{kind.__qualname__}')
-    return found
+        with_options = f" with the options {options}" if options else ""
+        raise JobError(
+            f'{setting} = "{name}"{with_options}: {describe_exception(error)}'
+        ) from error
+    if not isinstance(result, kind):
+        text = f"returned {type(result).__name__}; it should return a"
+        raise JobError(f'{setting}: "{name}" {text} {kind.__module__}.{kind.__qualname__}')
+    return result
 
 
 def describe_exception(error: BaseException) -> str:
@@ -117,17 +120,17 @@ def describe_exception(error: BaseException) -> str:
     frame = user_frame(error)
     where = f" at {frame.filename}:{frame.lineno}" if frame else ""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}{where}: {text[:300] or 'without a word'}"
+    return f"{type(error).__name__}{where}: {text[:300] or 'no message'}"
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return the innermost frame of user code in an exception's traceback; None without one."""
     # Frames of the standard library, of scripts and of this package are not user code.
-    places = sysconfig.get_path("stdlib"), sysconfig.get_path("scripts")
-    others = [*places, str(Path(__file__).parents[1]), str(Path(os.__file__).parent)]
+    standard = sysconfig.get_path("stdlib"), sysconfig.get_path("scripts")
+    excluded = [*standard, str(Path(__file__).parents[1]), str(Path(os.__file__).parent)]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        installed = "site-packages" in path.parts or any(map(path.is_relative_to, others))
-        if not installed and not frame.filename.startswith("<frozen "):
+        is_installed = "site-packages" in path.parts or any(map(path.is_relative_to, excluded))
+        if not is_installed and not frame.filename.startswith("<frozen "):
             return frame
     return None

@@ -24,14 +24,15 @@ TRAIN = 0
 """First number of a `Draws.key` for training batches."""
 TEST = 1
 """First number of a `Draws.key` for test batches."""
-EMPTY = 'its "{}" has no sample; nothing can be done with it'
-WANTED = (
+EMPTY = 'its "{}" has no sample; it needs at least one'
+EXPECTED = (
     'it should return a mpigossip.data.sources.Source, or {"train": …, "test": …} of torch '
-    "Datasets (and \"collate\", a function that makes a batch of samples where torch's own doesn't)"
+    'Datasets (and optionally "collate", a function that makes a batch of samples that torch\'s '
+    "default_collate does not support)"
 )
 
 
-def mistake(name: str, text: str) -> JobError:
+def data_error(name: str, text: str) -> JobError:
     """Return a JobError about the function that `data.source` names, or about its result."""
     return JobError(f'data.source = "{name}": {text}')
 
@@ -64,13 +65,18 @@ class Datasets:
         self.train, self.test = (sets[0][split] for split in SPLITS)
         self.collate: Callable = sets[0].get("collate", default_collate)
         self.streams = isinstance(self.train, IterableDataset)
-        self.in_memory = all(isinstance(one, TensorDataset) for one in (self.train, self.test))
-        for split, one in zip(SPLITS, (self.train, self.test), strict=True):
-            if _length(one) == 0:
-                raise mistake(self.name, EMPTY.format(split))
-        tests = [_length(one["test"]) for one in sets]
-        if not isinstance(self.test, IterableDataset) and len(set(tests)) > 1:
-            raise mistake(self.name, f'the nodes\' "test" have {tests} samples; give all as many')
+        self.in_memory = all(
+            isinstance(dataset, TensorDataset) for dataset in (self.train, self.test)
+        )
+        for split, dataset in zip(SPLITS, (self.train, self.test), strict=True):
+            if _length(dataset) == 0:
+                raise data_error(self.name, EMPTY.format(split))
+        test_sizes = [_length(mapping["test"]) for mapping in sets]
+        if not isinstance(self.test, IterableDataset) and len(set(test_sizes)) > 1:
+            raise data_error(
+                self.name,
+                f'the "test" of the nodes have {test_sizes} samples; all need the same number',
+            )
         batch = self.sample("train")
         # A stream is not read again later, because it may not begin at the same sample. Its values
         # are not compared, because it may draw them with random numbers that have no fixed seed.
@@ -86,8 +92,8 @@ class Datasets:
 
         It is `data.samples` for a stream without a length and for streams of single nodes.
         """
-        known = _length(self.train)
-        return self.section.samples if known is None or not self.dealt else known
+        length = _length(self.train)
+        return self.section.samples if length is None or not self.dealt else length
 
     @property
     def test_size(self) -> int:
@@ -96,10 +102,10 @@ class Datasets:
         It is `data.test_samples`, as a maximum, for a stream without a length and for streams of
         single nodes.
         """
-        known = _length(self.test)
+        length = _length(self.test)
         if not isinstance(self.test, IterableDataset):
-            return known or 0
-        return self.section.test_samples if known is None or not self.dealt else known
+            return length or 0
+        return self.section.test_samples if length is None or not self.dealt else length
 
     @property
     def train_labels(self) -> np.ndarray:
@@ -108,14 +114,14 @@ class Datasets:
         The datasets of torchvision have this attribute. Without it, the labels are zeros if
         `data.partition` is "shuffled"; any other partition raises JobError.
         """
-        found = getattr(self.train, "targets", None)
-        if found is not None and len(found) == self.train_size:
-            return np.asarray(found)
+        targets = getattr(self.train, "targets", None)
+        if targets is not None and len(targets) == self.train_size:
+            return np.asarray(targets)
         if self.section.partition != "shuffled":
-            raise mistake(
+            raise data_error(
                 self.name,
-                f'data.partition = "{self.section.partition}" goes by labels, and its "train" has '
-                'no `targets` (one number for each sample); add them, or use "shuffled"',
+                f'data.partition = "{self.section.partition}" needs labels, and its "train" has '
+                'no attribute `targets` (one number for each sample); add it, or use "shuffled"',
             )
         return np.zeros(self.train_size, np.int64)
 
@@ -125,18 +131,20 @@ class Datasets:
         :param split: "train" or "test"
         :raises JobError: if the dataset has no sample, or if it raises an exception
         """
-        one = self.train if split == "train" else self.test
+        dataset = self.train if split == "train" else self.test
         try:
             with drawing(Draws(self.seed)):
-                found = [*islice(one, 1)] if isinstance(one, IterableDataset) else [one[0]]
-                if not found:
-                    raise mistake(self.name, EMPTY.format(split))
-                return self.collate(found)
+                samples = (
+                    [*islice(dataset, 1)] if isinstance(dataset, IterableDataset) else [dataset[0]]
+                )
+                if not samples:
+                    raise data_error(self.name, EMPTY.format(split))
+                return self.collate(samples)
         except JobError:
             raise
         except Exception as error:
-            raise mistake(
-                self.name, f'a first sample of "{split}": {describe_exception(error)}'
+            raise data_error(
+                self.name, f'the first sample of "{split}": {describe_exception(error)}'
             ) from error
 
     def content_digest(self) -> bytes:
@@ -149,9 +157,11 @@ class Datasets:
             return self._stream_digest
         parts = []
         with drawing(Draws(self.seed)):
-            for one in (self.train, self.test):
-                if not isinstance(one, IterableDataset):
-                    parts += [one[index] for index in compared_indices(_length(one) or 0).tolist()]
+            for dataset in (self.train, self.test):
+                if not isinstance(dataset, IterableDataset):
+                    parts += [
+                        dataset[index] for index in compared_indices(_length(dataset) or 0).tolist()
+                    ]
         return content_hash(parts)
 
     def close(self) -> None:
@@ -194,7 +204,7 @@ def same_content(left: bytes, right: bytes) -> bool:
     size = hashlib.sha256().digest_size
     if left[:size] != right[:size] or len(left) != len(right):
         return False
-    a, b = (np.frombuffer(one[size:], np.float64).reshape(-1, 2) for one in (left, right))
+    a, b = (np.frombuffer(digest[size:], np.float64).reshape(-1, 2) for digest in (left, right))
     scale = np.maximum(a[:, 1:], b[:, 1:])
     return bool((np.abs(a - b) <= ROUNDING * scale).all())
 
@@ -202,13 +212,13 @@ def same_content(left: bytes, right: bytes) -> bool:
 def _hash_into(sha: Any, projections: list[float], value: Any, values: bool) -> None:
     """Add a nested value to a SHA-256, and its floating-point numbers to ``projections``."""
     if isinstance(value, Mapping):
-        for key, one in value.items():
+        for key, item in value.items():
             sha.update(f"{key!r}:".encode())
-            _hash_into(sha, projections, one, values)
+            _hash_into(sha, projections, item, values)
     elif isinstance(value, tuple | list):
         sha.update(f"[{len(value)}]".encode())
-        for one in value:
-            _hash_into(sha, projections, one, values)
+        for item in value:
+            _hash_into(sha, projections, item, values)
     elif isinstance(value, torch.Tensor):
         sha.update(f"{value.dtype}{tuple(value.shape)}".encode())
         if values and value.layout == torch.strided:
@@ -246,10 +256,10 @@ def _project(values: np.ndarray) -> tuple[float, float]:
     return product, float(np.linalg.norm(finite))
 
 
-def _length(one: Dataset) -> int | None:
+def _length(dataset: Dataset) -> int | None:
     """Return the number of samples of a dataset, or None for a stream without a length."""
     try:
-        return len(one)
+        return len(dataset)
     except (TypeError, NotImplementedError):
         return None
 
@@ -271,60 +281,64 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
     :raises JobError: if the function raises an exception, or if its mapping has wrong entries or
         does not go together with the settings
     """
-    known = {f.name: getattr(data, f.name) for f in fields(Data) if f.name != "options"}
-    known |= {"seed": seed, "nodes": n}
-    own = "node" in parameters(make)[0]
+    arguments = {f.name: getattr(data, f.name) for f in fields(Data) if f.name != "options"}
+    arguments |= {"seed": seed, "nodes": n}
+    per_node = "node" in parameters(make)[0]
 
-    def made(node: int) -> Any:
+    def build(node: int) -> Any:
         with drawing(Draws(seed)):
-            return call_factory(make, known | {"node": node}, data.options, (data, seed))
+            return call_factory(make, arguments | {"node": node}, data.options, (data, seed))
 
     try:
-        found = [made(node) for node in (rows if own else rows[:1])]
+        results = [build(node) for node in (rows if per_node else rows[:1])]
     except TypeError as error:
-        raise mistake(data.source, f"{error}; {WANTED}") from error
+        raise data_error(data.source, f"{error}; {EXPECTED}") from error
     except (UserError, Failure, MemoryError):
         raise
     except (Exception, SystemExit) as error:
-        raise mistake(data.source, describe_exception(error)) from error
-    first = found[0]
+        raise data_error(data.source, describe_exception(error)) from error
+    first = results[0]
     if not isinstance(first, Mapping):
         return first
-    _check(first, data, own)
-    return Datasets(found, data, seed, dealt=not own)
+    _check(first, data, per_node)
+    return Datasets(results, data, seed, dealt=not per_node)
 
 
-def _check(found: Mapping, data: Data, own: bool) -> None:
+def _check(mapping: Mapping, data: Data, per_node: bool) -> None:
     """Raise JobError if the mapping that a custom function returned can't be used.
 
-    :param found: the mapping
+    :param mapping: the mapping
     :param data: section `[data]` of the job
-    :param own: whether the function has a parameter `node`
+    :param per_node: whether the function has a parameter `node`
     """
-    wrong = partial(mistake, data.source)
-    extra = found.keys() - {*SPLITS, "collate"}
-    if extra or not found.keys() >= set(SPLITS):
-        raise wrong(f"returned {{{', '.join(map(repr, found))}}}; {WANTED}")
+    error = partial(data_error, data.source)
+    extra = mapping.keys() - {*SPLITS, "collate"}
+    if extra or not mapping.keys() >= set(SPLITS):
+        raise error(f"returned {{{', '.join(map(repr, mapping))}}}; {EXPECTED}")
     for split in SPLITS:
-        if not isinstance(found[split], Dataset):
-            raise wrong(f'"{split}" is {type(found[split]).__name__}, no torch Dataset; {WANTED}')
-    if own and not isinstance(found["train"], IterableDataset):
-        raise wrong(
-            "asks for `node` and returns a Dataset with a length: leave `node` out and return the "
-            "samples of all nodes (data.partition shares them out), or return an IterableDataset"
+        if not isinstance(mapping[split], Dataset):
+            raise error(
+                f'"{split}" is {type(mapping[split]).__name__}, not a torch Dataset; {EXPECTED}'
+            )
+    if per_node and not isinstance(mapping["train"], IterableDataset):
+        raise error(
+            "the function has a parameter `node`, but returns a Dataset with a length: remove "
+            "`node` and return the samples of all nodes, which data.partition distributes, or "
+            "return an IterableDataset"
         )
-    if isinstance(found["train"], IterableDataset) and data.partition != "shuffled":
-        raise wrong(
-            f'data.partition = "{data.partition}": a stream can\'t be sorted; its function takes '
-            "`node` and `nodes` and shares it out, or its rows go to the nodes in turn"
+    if isinstance(mapping["train"], IterableDataset) and data.partition != "shuffled":
+        raise error(
+            f'data.partition = "{data.partition}": a stream can\'t be sorted; use "shuffled", by '
+            "which its samples go to the nodes in turn, unless the function has a parameter "
+            "`node` and returns the samples of that node"
         )
     if data.augment != "none":
-        raise wrong(
-            f'data.augment = "{data.augment}" is for packed images; a Dataset changes its samples '
-            'itself: use data.augment = "none"'
+        raise error(
+            f'data.augment = "{data.augment}" is for packed images; a Dataset augments its '
+            'samples itself: use data.augment = "none"'
         )
-    if not callable(found.get("collate", default_collate)):
-        raise wrong(f'"collate" is {type(found["collate"]).__name__}, no function')
+    if not callable(mapping.get("collate", default_collate)):
+        raise error(f'"collate" is {type(mapping["collate"]).__name__}, not a function')
 
 
 class Draws(NamedTuple):

@@ -187,11 +187,11 @@ class Images:
         """Return a new array of images without random augmentation."""
         if split not in self._ready:
             return np.stack([self._prepare(split, index) for index in indices.tolist()])
-        images, known = self._ready[split]
-        if not known.all():
-            for index in indices[~known[indices]].tolist():
+        images, is_ready = self._ready[split]
+        if not is_ready.all():
+            for index in indices[~is_ready[indices]].tolist():
                 images[index] = self._prepare(split, index)
-                known[index] = True
+                is_ready[index] = True
         return images[indices]
 
     def _prepare(self, split: str, index: int) -> np.ndarray:
@@ -213,7 +213,7 @@ class Images:
                 height, width = self.data.split(split).sizes[index]
                 # checked before decoding, which could need a lot of memory
                 if image.size != (width, height):
-                    raise OSError(f"{image.size} pixels in place of {(int(width), int(height))}")
+                    raise OSError(f"{image.size} pixels instead of {(int(width), int(height))}")
                 return image.convert("L" if self.data.channels == 1 else "RGB")
         except (OSError, Image.DecompressionBombError) as error:
             raise OSError(
@@ -226,17 +226,16 @@ class Images:
             return self.recipe.image_size, self.recipe.image_size
         if self.random:
             raise JobError(
-                'data.augment = "resized-crop" needs a side in pixels to scale to: '
-                "set data.image_size, for example to 224"
+                'data.augment = "resized-crop" needs the side, in pixels, to which images are '
+                "scaled: set data.image_size, for example to 224"
             )
         sizes = np.concatenate([self.data.train.sizes, self.data.test.sizes])
         low = sizes.min(0)
         high = sizes.max(0)
         if (low != high).any():
             raise JobError(
-                f"the images of {self.recipe.path} are of {low[0]}x{low[1]} to "
-                f"{high[0]}x{high[1]} pixels: set data.image_size, the side in pixels "
-                "that all are brought to"
+                f"the images of {self.recipe.path} have {low[0]}x{low[1]} to {high[0]}x{high[1]} "
+                "pixels: set data.image_size, the side in pixels to which all are scaled"
             )
         return int(low[0]), int(low[1])
 

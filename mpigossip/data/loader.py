@@ -33,7 +33,7 @@ from mpigossip.data.workers import (
     Stream,
     end,
     same,
-    started,
+    start_loading,
     unwatch,
 )
 
@@ -77,20 +77,20 @@ class DeviceCopier:
         :param finish: function that makes the batch of the model from the copied one
         """
         if self.stream is None:
-            return _Copy(finish(map_tensors(lambda one: one.to(self.device), batch)), None)
+            return _Copy(finish(map_tensors(lambda tensor: tensor.to(self.device), batch)), None)
         pinned = map_tensors(Tensor.pin_memory, batch)
         with torch.cuda.stream(self.stream):
-            copied = map_tensors(lambda one: one.to(self.device, non_blocking=True), pinned)
+            copied = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), pinned)
             return _Copy(finish(copied), self.stream.record_event())
 
-    def finish_copy(self, there: _Copy) -> Any:
+    def finish_copy(self, copy: _Copy) -> Any:
         """Return the batch; the default stream of the device waits for the copy."""
-        if there.copied is not None:
+        if copy.copied is not None:
             compute = torch.cuda.default_stream(self.device)
-            compute.wait_event(there.copied)
+            compute.wait_event(copy.copied)
             # the memory was allocated in the copy stream, and is used in this one
-            map_tensors(lambda one: one.record_stream(compute), there.batch)
-        return there.batch
+            map_tensors(lambda tensor: tensor.record_stream(compute), copy.batch)
+        return copy.batch
 
 
 class Loader(contextlib.AbstractContextManager):
@@ -111,8 +111,8 @@ class Loader(contextlib.AbstractContextManager):
         workers: int = 0,
         timeout_s: float = 300.0,
         slots: int | None = None,
-        mine: range | None = None,
-        together: bool = False,
+        local_slots: range | None = None,
+        joined: bool = False,
     ) -> None:
         """Prepare the loader; processes are started at the first batch.
 
@@ -123,27 +123,27 @@ class Loader(contextlib.AbstractContextManager):
         :param workers: number of loading processes
         :param timeout_s: seconds that a process may take for a batch
         :param slots: number of slots of a node; None: the number of devices
-        :param mine: numbers of the local slots; None: all slots
-        :param together: batches may be views of one array if that is faster; sums over them may
+        :param local_slots: numbers of the local slots; None: all slots
+        :param joined: batches may be views of one array if that is faster; sums over them may
             then be rounded in another way
         """
         self.data: Any = data
         self.orders: Sequence[Any] = list(orders)  # Share for streams, otherwise Order
         self.seed = seed
         self.timeout_s = timeout_s
-        self.carriers = [DeviceCopier(torch.device(device)) for device in devices]
-        self.slots = slots or len(self.carriers)
-        self.mine = mine or range(self.slots)
+        self.copiers = [DeviceCopier(torch.device(device)) for device in devices]
+        self.slots = slots or len(self.copiers)
+        self.local_slots = local_slots or range(self.slots)
         self.workers = 0 if data.in_memory else min(workers, 1) if data.streams else workers
-        self.early = any(carrier.stream for carrier in self.carriers)
+        self.early = any(copier.stream for copier in self.copiers)
         """True if the batches of the next step are copied to the devices before they are
         requested."""
-        self._joins = together and not self.early and type(data) in JOINED
+        self._joins = joined and not self.early and type(data) in JOINED
         self._batches: Iterator[Nested] | None = None
         self._next = 0
-        self._there: dict[int, list[_Copy]] = {}
+        self._copies: dict[int, list[_Copy]] = {}
         self._test: DataLoader | None = None
-        self._wanted: list[Request] = []
+        self._test_requests: list[Request] = []
 
     def step(self, step: int) -> list[Any]:
         """Return the batches of a step on the devices: for each local node, one per slot.
@@ -152,15 +152,15 @@ class Loader(contextlib.AbstractContextManager):
         order. For GPUs, the batches of the next step are copied while the current step is computed.
         """
         if self._joins:
-            return self._at_once(step)
-        there = self._there.pop(step, None) or self._bring(step)
-        pairs = zip(self.carriers * len(self.orders), there, strict=True)
-        batches = [carrier.finish_copy(one) for carrier, one in pairs]
-        self._there.clear()
+            return self._joined_step(step)
+        copies = self._copies.pop(step, None) or self._start_copies(step)
+        pairs = zip(self.copiers * len(self.orders), copies, strict=True)
+        batches = [copier.finish_copy(copy) for copier, copy in pairs]
+        self._copies.clear()
         if self.early:
             # the error is raised again when that step is requested
             with contextlib.suppress(DataError):
-                self._there[step + 1] = self._bring(step + 1)
+                self._copies[step + 1] = self._start_copies(step + 1)
         return batches
 
     def share(self, node: int, n: int) -> Iterator[Any]:
@@ -168,94 +168,96 @@ class Loader(contextlib.AbstractContextManager):
         if isinstance(getattr(self.data, "test", None), IterableDataset):
             batches = self._test_stream(node, n)
         else:
-            batches = self._tests(np.arange(node, self.data.test_size, n), self._test_of(node))
-        while (batch := self._received(batches, "the test")) is not Refused:
-            yield self.carriers[0].finish_copy(self.carriers[0].start_copy(batch, self._finish))
+            batches = self._tests(np.arange(node, self.data.test_size, n), self._test_split(node))
+        while (batch := self._next_batch(batches, "the test")) is not Refused:
+            yield self.copiers[0].finish_copy(self.copiers[0].start_copy(batch, self._finish))
 
     def note(self, step: int) -> list[str]:
         """Return messages about a run that continues at a step."""
         if not self.data.streams or not step:
             return []
         count = step * self.orders[0].batch
-        return [f"the stream is read again from its beginning, {count:,} samples a node"]
+        return [f"the stream is read again from its beginning, {count:,} samples per node"]
 
     def close(self) -> None:
         """End the processes. A second call does nothing."""
-        for one in (self._batches, self._test and self._test._iterator):
-            end(one)
+        for iterator in (self._batches, self._test and self._test._iterator):
+            end(iterator)
         self._batches = self._test = None
-        self._there.clear()
+        self._copies.clear()
 
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _bring(self, step: int) -> list[_Copy]:
+    def _start_copies(self, step: int) -> list[_Copy]:
         """Wait for the batches of a step, and start to copy them to the devices."""
         if self._batches is None or step != self._next:
             end(self._batches)
             self._batches = self._begin(step)
         self._next = -1  # in case one of them fails
-        found = [
-            carrier.start_copy(self._received(self._batches, f"step {step}"), self._finish)
+        copies = [
+            copier.start_copy(self._next_batch(self._batches, f"step {step}"), self._finish)
             for _ in self.orders
-            for carrier in self.carriers
+            for copier in self.copiers
         ]
         self._next = step + 1
-        return found
+        return copies
 
     def _finish(self, batch: Nested) -> Any:
         """Return the batch of the model, from one that was loaded and copied."""
         return Batch(*self.data.finish(*batch)) if isinstance(self.data, Source) else batch
 
-    def _at_once(self, step: int) -> list[Batch]:
+    def _joined_step(self, step: int) -> list[Batch]:
         """Return the batches of all nodes, made as one array and split.
 
         If there are many small batches, most of the time would be spent on calls.
         """
-        wanted = [request.indices for request in self._of_step(step)]
+        indices = [request.indices for request in self._requests(step)]
         key = self.seed, self.orders[0].epoch(step)
-        sizes = [len(one) for one in wanted]
-        whole = self.data.make_batch("train", np.concatenate(wanted), key)
-        return [Batch(*pair) for pair in zip(*(part.split(sizes) for part in whole), strict=True)]
+        sizes = [len(part_indices) for part_indices in indices]
+        arrays = self.data.make_batch("train", np.concatenate(indices), key)
+        return [Batch(*pair) for pair in zip(*(part.split(sizes) for part in arrays), strict=True)]
 
-    # -- requests, and who answers them -----------------------------------------------------------
+    # -- requests, and the iterators over their batches --------------------------------------------
 
     def _begin(self, step: int) -> Iterator[Nested]:
         """Return an iterator over the training batches, beginning with a step."""
         if self.data.streams:
-            stream: Any = Stream(self.data, self.orders, self.slots, self.mine, step)
-            return started(DataLoader(stream, batch_size=None, **self._how()), self.data.name)
-        requests = itertools.chain.from_iterable(map(self._of_step, itertools.count(step)))
+            stream: Any = Stream(self.data, self.orders, self.slots, self.local_slots, step)
+            return start_loading(
+                DataLoader(stream, batch_size=None, **self._loader_options()), self.data.name
+            )
+        requests = itertools.chain.from_iterable(map(self._requests, itertools.count(step)))
         if not self.workers:
             return map(self._samples().__getitems__, requests)
-        return started(self._by_request(requests), self.data.name)
+        return start_loading(self._by_request(requests), self.data.name)
 
-    def _of_step(self, step: int) -> Iterator[Request]:
-        own = isinstance(self.data, Source)
+    def _requests(self, step: int) -> Iterator[Request]:
+        is_source = isinstance(self.data, Source)
         epoch = self.orders[0].epoch(step)
         draw_together(self.orders, epoch)
         for order in self.orders:
             cuts = np.split(order.batch_indices(step), self.slots)
-            for slot in self.mine:
-                key = (self.seed, epoch) if own else (TRAIN, step, order.node, slot)
+            for slot in self.local_slots:
+                key = (self.seed, epoch) if is_source else (TRAIN, step, order.node, slot)
                 yield Request("train", key, cuts[slot])
 
-    def _test_of(self, node: int) -> str:
+    def _test_split(self, node: int) -> str:
         if isinstance(self.data, Source) or self.data.dealt:
             return "test"
         return f"test {[order.node for order in self.orders].index(node)}"
 
     def _tests(self, indices: np.ndarray, split: str = "test") -> Iterator[Nested]:
-        own = isinstance(self.data, Source)
-        size = TEST_BATCH if own else self.data.section.batch
-        cuts = [indices[at : at + size] for at in range(0, len(indices), size)]
-        requests = [Request(split, () if own else (TEST, int(cut[0])), cut) for cut in cuts]
+        is_source = isinstance(self.data, Source)
+        size = TEST_BATCH if is_source else self.data.section.batch
+        cuts = [indices[start : start + size] for start in range(0, len(indices), size)]
+        requests = [Request(split, () if is_source else (TEST, int(cut[0])), cut) for cut in cuts]
         if not self.workers:
             return map(self._samples().__getitems__, requests)
         if self._test is None:
-            self._test = self._by_request(self._wanted, persistent_workers=True)
-        self._wanted[:] = requests
-        return started(self._test, self.data.name)
+            self._test = self._by_request(self._test_requests, persistent_workers=True)
+        self._test_requests[:] = requests
+        return start_loading(self._test, self.data.name)
 
     def _test_stream(self, node: int, n: int) -> Iterator[Nested]:
         """Read the test stream in this process, one batch at a time.
@@ -265,18 +267,18 @@ class Loader(contextlib.AbstractContextManager):
         """
         data = self.data
         size = self.data.section.batch
-        at = [order.node for order in self.orders].index(node) if not data.dealt else 0
-        one = data.sets[at]["test"]
-        turn, of = (node, n) if data.dealt else (0, 1)
+        index = [order.node for order in self.orders].index(node) if not data.dealt else 0
+        stream = data.sets[index]["test"]
+        first, stride = (node, n) if data.dealt else (0, 1)
         state: list = [Draws(data.seed, (TEST, node))]
         try:
             with drawing(state):
-                rows = itertools.islice(one, turn, data.test_size, of)
+                rows = itertools.islice(stream, first, data.test_size, stride)
             while True:
                 # the random state must not be active while the batch is evaluated
                 with drawing(state):
-                    part = list(itertools.islice(rows, size))
-                    batch = data.collate(part) if part else Refused
+                    samples = list(itertools.islice(rows, size))
+                    batch = data.collate(samples) if samples else Refused
                 if batch is Refused:
                     return
                 yield batch
@@ -290,20 +292,22 @@ class Loader(contextlib.AbstractContextManager):
 
     def _by_request(self, requests: Any, **more: Any) -> DataLoader:
         data: Dataset = self._samples()
-        return DataLoader(data, batch_sampler=requests, collate_fn=same, **self._how(), **more)
+        return DataLoader(
+            data, batch_sampler=requests, collate_fn=same, **self._loader_options(), **more
+        )
 
-    def _how(self) -> dict[str, Any]:
+    def _loader_options(self) -> dict[str, Any]:
         """Return settings of all loaders.
 
-        A generator of their own leaves the random state of the program unchanged.
+        They include a separate generator, so that the random state of the program does not change.
         """
-        made: dict[str, Any] = {"num_workers": self.workers, "generator": torch.Generator()}
+        options: dict[str, Any] = {"num_workers": self.workers, "generator": torch.Generator()}
         if self.workers:
             limit = min(self.timeout_s, 1e6)  # poll() takes milliseconds as a 32-bit integer
-            made |= {"multiprocessing_context": "spawn", "timeout": limit}
-        return made
+            options |= {"multiprocessing_context": "spawn", "timeout": limit}
+        return options
 
-    def _received(self, batches: Iterator[Nested], what: str) -> Nested:
+    def _next_batch(self, batches: Iterator[Nested], what: str) -> Nested:
         """Return the next batch, or `Refused` at the end.
 
         :param batches: iterator over batches
@@ -315,10 +319,9 @@ class Loader(contextlib.AbstractContextManager):
         except (RuntimeError, EOFError, OSError) as error:  # a process has died or hangs
             unwatch(batches)  # the SIGCHLD handler of torch could raise an error, too
             raise DataError(
-                f'data.source = "{self.data.name}": a loading process ended or gives nothing '
-                f"for node.timeout_s = {self.timeout_s:g} s at {what} "
-                f"({describe_exception(error)}); with "
-                "data.workers = 0 the training process loads by itself"
+                f'data.source = "{self.data.name}": a loading process ended or sent nothing for '
+                f"node.timeout_s = {self.timeout_s:g} s at {what} ({describe_exception(error)}); "
+                "with data.workers = 0, the training process loads the samples itself"
             ) from error
         if isinstance(batch, Refused):
             raise DataError(f"{batch.text} ({what})")

@@ -75,15 +75,15 @@ def _dirichlet(labels: np.ndarray, n: int, seed: int, alpha: float) -> list[np.n
 
 def _fill(samples: int, proportions: np.ndarray, room: np.ndarray) -> np.ndarray:
     counts = np.zeros_like(room)
-    while left := samples - int(counts.sum()):
+    while remaining := samples - int(counts.sum()):
         free = room - counts
         weights = np.where(free > 0, proportions, 0.0)
         # Proportions underflow to 0 for small alpha: then the free room decides.
         weights = weights if weights.sum() > 0 else free.astype(float)
-        wanted = left * weights / weights.sum()
-        share = np.minimum(np.floor(wanted).astype(room.dtype), free)
+        quotas = remaining * weights / weights.sum()
+        share = np.minimum(np.floor(quotas).astype(room.dtype), free)
         if not share.any():  # no node gets a whole sample: the largest fraction takes one
-            share[np.argmax(wanted)] = 1
+            share[np.argmax(quotas)] = 1
         counts += share
     return counts
 
@@ -112,9 +112,9 @@ class Order:
 
     def batch_indices(self, step: int) -> np.ndarray:
         """Return the samples of a step: (slots × accumulate × batch,) int64."""
-        epoch, place = divmod(step, self.steps_per_epoch)
+        epoch, position = divmod(step, self.steps_per_epoch)
         draw_together([self], epoch)
-        return self.latest[1][place * self.batch : (place + 1) * self.batch]
+        return self.latest[1][position * self.batch : (position + 1) * self.batch]
 
 
 def draw_together(orders: Sequence[Order], epoch: int) -> None:
@@ -122,12 +122,12 @@ def draw_together(orders: Sequence[Order], epoch: int) -> None:
 
     One draw for all nodes takes as long as a draw for one node.
     """
-    if late := [order for order in orders if order.latest[0] != epoch]:
-        lengths = [len(order.part) for order in late]
-        nodes = [order.node for order in late]
-        drawn = permutations(lengths, late[0].seed, ORDER, epoch, nodes)
-        for order, one in zip(late, drawn, strict=True):
-            order.latest = epoch, order.part[one]
+    if outdated := [order for order in orders if order.latest[0] != epoch]:
+        lengths = [len(order.part) for order in outdated]
+        nodes = [order.node for order in outdated]
+        drawn = permutations(lengths, outdated[0].seed, ORDER, epoch, nodes)
+        for order, indices in zip(outdated, drawn, strict=True):
+            order.latest = epoch, order.part[indices]
 
 
 class Share(NamedTuple):
@@ -156,9 +156,9 @@ def make_orders(
         steps = data.train_size // n // per_step
         if not steps:
             raise JobError(
-                f"an epoch of {data.train_size} samples (data.samples, or the stream's own length) "
-                f"has no step of {n} nodes x {per_step}: make data.samples larger, or data.batch "
-                "smaller"
+                f"an epoch of {data.train_size} samples (data.samples, or the length of the "
+                f"stream) is too short for a step of {n} nodes x {per_step}: make data.samples "
+                "larger, or data.batch smaller"
             )
         return [Share(node, n, steps, per_step) for node in range(n)]
     fraction = section.shuffled_percent

@@ -67,10 +67,10 @@ def permutations(
 ) -> list[np.ndarray]:
     """Return a :func:`permutation` for each length and block, drawn at once."""
     indices = np.concatenate([np.arange(length, dtype=np.uint64) for length in lengths])
-    each = np.repeat(np.asarray(blocks, np.uint64), lengths)
-    drawn = words(seed, purpose, indices, epoch, each)
+    block_of_index = np.repeat(np.asarray(blocks, np.uint64), lengths)
+    drawn = words(seed, purpose, indices, epoch, block_of_index)
     values = np.split(drawn[0] << HALF | drawn[1], np.cumsum(lengths)[:-1])
-    return [np.argsort(one, kind="stable") for one in values]
+    return [np.argsort(keys, kind="stable") for keys in values]
 
 
 def mixed(*numbers: int) -> int:

@@ -45,9 +45,9 @@ class Problem:
     def samples(self) -> dict[str, Any]:
         """Return the data sets; the function of each node is repeated once per step of an epoch."""
         nodes = len(self.train[0])
-        train = Functions(*(_float32(np.repeat(one, self.steps, axis=0)) for one in self.train))
+        train = Functions(*(_float32(np.repeat(array, self.steps, axis=0)) for array in self.train))
         train.targets = np.repeat(np.arange(nodes), self.steps)
-        test = Functions(*(one.expand(nodes, *one.shape) for one in map(_float32, self.test)))
+        test = Functions(*(array.expand(nodes, *array.shape) for array in map(_float32, self.test)))
         return {"train": train, "test": test}
 
 
@@ -102,13 +102,13 @@ def quadratics(
     """
     random = np.random.default_rng((draw, 1))
     curvature = np.geomspace(1 / condition, 1, dimension) if condition > 1 else np.ones(dimension)
-    each = curvature * np.exp(bend * random.standard_normal((nodes, dimension)))
-    each *= curvature / each.mean(axis=0)
+    curvatures = curvature * np.exp(bend * random.standard_normal((nodes, dimension)))
+    curvatures *= curvature / curvatures.mean(axis=0)
     optimum = random.standard_normal(dimension)
     optimum /= np.linalg.norm(optimum)
     gradients = _spread(nodes, (dimension,), heterogeneity, arrangement, random)
     gap = float(curvature @ optimum**2) / 2
-    train = optimum - gradients / each, each
+    train = optimum - gradients / curvatures, curvatures
     return Problem(train, (optimum, curvature), gap, float(curvature.max()), heterogeneity, steps)
 
 
@@ -138,21 +138,21 @@ def logistic(
     """
     random = np.random.default_rng((draw, 2))
     features = random.standard_normal((nodes, points, dimension)) / math.sqrt(dimension)
-    true = 3 * random.standard_normal(dimension)
-    own = true + 3 * heterogeneity * random.standard_normal((nodes, dimension))
-    chance = 1 / (1 + np.exp(-np.einsum("nmd,nd->nm", features, own)))
+    common = 3 * random.standard_normal(dimension)
+    vectors = common + 3 * heterogeneity * random.standard_normal((nodes, dimension))
+    chance = 1 / (1 + np.exp(-np.einsum("nmd,nd->nm", features, vectors)))
     labels = np.where(random.random((nodes, points)) < chance, 1.0, -1.0)
     signed = features * labels[..., None]
     flat = signed.reshape(-1, dimension)
     optimum = _newton(flat, ridge)
-    apart = _logistic_gradients(signed, optimum, ridge)
-    least, begin = (_logistic(signed, x, ridge) for x in (optimum, np.zeros(dimension)))
-    zeta = math.sqrt(float((apart**2).sum(1).mean()))
+    gradients = _logistic_gradients(signed, optimum, ridge)
+    minimum, begin = (_logistic(signed, x, ridge) for x in (optimum, np.zeros(dimension)))
+    zeta = math.sqrt(float((gradients**2).sum(1).mean()))
     smooth = float(np.linalg.norm(flat, 2) ** 2 / (4 * len(flat)) + ridge)  # at x = 0
-    there = np.broadcast_to(optimum, (nodes, dimension))
-    train = signed, there, np.full(nodes, ridge), np.zeros(nodes)
-    test = flat, optimum, np.asarray(ridge), np.asarray(least)
-    return Problem(train, test, begin - least, smooth, zeta, steps)
+    optima = np.broadcast_to(optimum, (nodes, dimension))
+    train = signed, optima, np.full(nodes, ridge), np.zeros(nodes)
+    test = flat, optimum, np.asarray(ridge), np.asarray(minimum)
+    return Problem(train, test, begin - minimum, smooth, zeta, steps)
 
 
 def _logistic(signed: np.ndarray, x: np.ndarray, ridge: float) -> float:
@@ -161,16 +161,16 @@ def _logistic(signed: np.ndarray, x: np.ndarray, ridge: float) -> float:
 
 def _logistic_gradients(signed: np.ndarray, x: np.ndarray, ridge: float) -> np.ndarray:
     """Return the gradient of each node, (n, d)."""
-    wrong = 1 / (1 + np.exp(signed @ x))
-    return ridge * x - np.einsum("nm,nmd->nd", wrong, signed) / signed.shape[1]
+    errors = 1 / (1 + np.exp(signed @ x))
+    return ridge * x - np.einsum("nm,nmd->nd", errors, signed) / signed.shape[1]
 
 
 def _newton(signed: np.ndarray, ridge: float) -> np.ndarray:
     """Return the optimum."""
     x = np.zeros(signed.shape[1])
     for _ in range(NEWTON):
-        wrong = 1 / (1 + np.exp(signed @ x))
-        weights = (wrong * (1 - wrong))[:, None]
+        errors = 1 / (1 + np.exp(signed @ x))
+        weights = (errors * (1 - errors))[:, None]
         curvature = signed.T @ (weights * signed) / len(signed) + ridge * np.eye(len(x))
         step = np.linalg.solve(curvature, _logistic_gradients(signed[None], x, ridge)[0])
         x = x - step
@@ -206,7 +206,7 @@ def factorization(
     random = np.random.default_rng((draw, 3))
     left = random.standard_normal((height, rank))
     right = random.standard_normal((width, rank))
-    whole = left @ right.T
-    whole /= np.linalg.norm(whole, 2)
-    each = whole + _spread(nodes, (height, width), heterogeneity, "random", random)
-    return Problem((each,), (whole,), math.nan, 2.0, heterogeneity, steps)
+    mean = left @ right.T
+    mean /= np.linalg.norm(mean, 2)
+    matrices = mean + _spread(nodes, (height, width), heterogeneity, "random", random)
+    return Problem((matrices,), (mean,), math.nan, 2.0, heterogeneity, steps)

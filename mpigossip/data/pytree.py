@@ -58,13 +58,15 @@ def parts(batch: Nested, count: int) -> list[Nested]:
     lengths = {len(tensor) for tensor in leaves(batch) if tensor.ndim}
     if len(lengths) != 1 or lengths.pop() % count:
         raise CutError(
-            f"algorithm.accumulate = {count}: a batch of {form(batch)} can't be cut into so many "
-            "equal parts, since its tensors don't have one row for each sample; use "
+            f"algorithm.accumulate = {count}: a batch of {form(batch)} can't be split into this "
+            "number of equal parts, or its tensors do not have one row per sample; use "
             "algorithm.accumulate = 1"
         )
 
     def part(number: int) -> Nested:
-        return map_tensors(lambda one: one.chunk(count)[number] if one.ndim else one, batch)
+        return map_tensors(
+            lambda tensor: tensor.chunk(count)[number] if tensor.ndim else tensor, batch
+        )
 
     return [part(number) for number in range(count)]
 

@@ -25,13 +25,13 @@ from mpigossip.config.errors import Failure, UserError
 from mpigossip.config.memory import require_memory
 from mpigossip.config.user_code import describe_exception, import_object, is_user_code
 from mpigossip.data.datasets import (
+    EXPECTED,
     SPLITS,
-    WANTED,
     Datasets,
     call,
     compared_indices,
     content_hash,
-    mistake,
+    data_error,
     same_content,
 )
 from mpigossip.data.images import Images, Recipe
@@ -232,15 +232,15 @@ class SyntheticSource(Source):
         steps = random.standard_normal(-(-length // 8), np.float32) / np.float32(2)
         pattern = np.repeat(steps, 8)[:length]
         noise = random.standard_normal(length, np.float32)
-        places, kinds = (
+        offsets, class_offsets = (
             (words(self.seed, NOISE, np.arange(count), block=block)[0] % self.OFFSETS).astype(
                 np.int64
             )
             for block, count in enumerate((samples, self.classes))
         )
         return (
-            (sliding_window_view(noise, size), places),
-            (sliding_window_view(pattern, size), kinds),
+            (sliding_window_view(noise, size), offsets),
+            (sliding_window_view(pattern, size), class_offsets),
         )
 
     def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
@@ -297,8 +297,8 @@ class TextSource(Source):
 
     def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
         """Return windows of tokens, int32 (B, T + 1)."""
-        places = self._begins[split][indices][:, None] + np.arange(self.shape[0] + 1)
-        return self._text[split][places].astype(np.int32)
+        positions = self._begins[split][indices][:, None] + np.arange(self.shape[0] + 1)
+        return self._text[split][positions].astype(np.int32)
 
     def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens and the tokens that follow them, int64 (B, T) each."""
@@ -324,25 +324,25 @@ def _apart(ends: np.ndarray, context: int) -> np.ndarray:
 
 def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -> str:
     """Return the error message for a text without a window; ``name`` is its split."""
-    has = f"has {ends[-1]} tokens"
-    more = ""
+    content = f"has {ends[-1]} tokens"
+    remedy = ""
     if windows == "apart":
-        has = f"has no document of more than {np.diff(ends).max()} tokens"
-        more = ', data.windows = "joined"'
+        content = f"has no document of more than {np.diff(ends).max()} tokens"
+        remedy = ', use data.windows = "joined"'
     return (
-        f"the {name} text of {path} {has}, less than one window of data.context + 1 = "
-        f"{context + 1}: make data.context smaller{more} or pack more text"
+        f"the {name} text of {path} {content}, less than one window of data.context + 1 = "
+        f"{context + 1}: make data.context smaller{remedy} or pack more text"
     )
 
 
-def _own(data: config.Data, seed: int, rows: Sequence[int], n: int) -> AnyData:
+def _user_data(data: config.Data, seed: int, rows: Sequence[int], n: int) -> AnyData:
     """Call a custom function for the local nodes ``rows``; raise JobError if it returns no data."""
-    form = "that returns torch Datasets or a Source"
-    made = call(import_object("data.source", data.source, form), data, seed, rows, n)
-    if not isinstance(made, Source | Datasets):
-        raise mistake(data.source, f"returned {type(made).__name__}; {WANTED}")
-    made.name = made.name or data.source
-    return made
+    form = "(seed, **options) that returns torch Datasets or a Source"
+    samples = call(import_object("data.source", data.source, form), data, seed, rows, n)
+    if not isinstance(samples, Source | Datasets):
+        raise data_error(data.source, f"returned {type(samples).__name__}; {EXPECTED}")
+    samples.name = samples.name or data.source
+    return samples
 
 
 def _synthetic(data: config.Data, seed: int) -> Source:
@@ -382,19 +382,19 @@ def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1)
     :raises StoreError: if a file is not a complete packed dataset
     """
     if data.source in SOURCES:
-        found = call(SOURCES[data.source], data, seed, rows, n)
-        if isinstance(found, Problem):
-            return Datasets([found.samples()], data, seed, dealt=True)
-        return found
+        result = call(SOURCES[data.source], data, seed, rows, n)
+        if isinstance(result, Problem):
+            return Datasets([result.samples()], data, seed, dealt=True)
+        return result
     path = Path(data.source).expanduser()
     if path.exists():
         return _packed(path, data)
     if is_user_code(data.source):
-        return _own(data, seed, rows, n)
-    known = ", ".join(f'"{name}"' for name in SOURCES)
+        return _user_data(data, seed, rows, n)
+    names = ", ".join(f'"{name}"' for name in SOURCES)
     raise JobError(
-        f'data.source = "{data.source}" is neither {known} nor a file here; make one with: '
-        "mpigossip data pack FOLDER OUT.h5"
+        f'data.source = "{data.source}" is neither {names} nor a file on this host; make one '
+        "with: mpigossip data pack FOLDER OUT.h5"
     )
 
 
@@ -410,14 +410,15 @@ def check_alike(name: str, data: AnyData, world: "World", partition: str = "") -
     :param partition: digest of the partition; "" if there is none
     :raises JobError: on all ranks, if the data of two ranks differ
     """
-    mine = data.train_size, data.test_size
-    told = world.gather(mine)
+    local_sizes = data.train_size, data.test_size
+    sizes = world.gather(local_sizes)
     with world.raise_together(JobError):
-        for rank, (train, test) in enumerate(told or ()):
-            if (train, test) != mine:
+        for rank, (train, test) in enumerate(sizes or ()):
+            if (train, test) != local_sizes:
                 raise JobError(
-                    f'data.source = "{name}": rank 0 on {world.hosts[0]} has {mine[0]:,} training '
-                    f"and {mine[1]:,} test samples, rank {rank} on {world.hosts[rank]} has "
+                    f'data.source = "{name}": rank 0 on {world.hosts[0]} has {local_sizes[0]:,} '
+                    f"training and {local_sizes[1]:,} test samples, rank {rank} on "
+                    f"{world.hosts[rank]} has "
                     f"{train:,} and {test:,}; all ranks need the same data"
                 )
     if world.size > 1:
@@ -426,8 +427,8 @@ def check_alike(name: str, data: AnyData, world: "World", partition: str = "") -
             world,
             partition,
             f'data.source = "{name}": the partition of the samples on rank {{}} on {{}} differs '
-            "from that on rank 0 on {}; all ranks need the same labels and the same version of "
-            "NumPy",
+            "from the partition on rank 0 on {}; all ranks need the same labels and the same "
+            "version of NumPy",
         )
 
 
@@ -448,9 +449,9 @@ def _check_contents(name: str, data: AnyData, world: "World") -> None:
     _check_equal(
         world,
         content,
-        f'data.source = "{name}": samples on rank {{}} on {{}} differ from those of the same '
-        "numbers on rank 0 on {}; copy the same data to all hosts, or make the function that "
-        "data.source names independent of the rank",
+        f'data.source = "{name}": samples on rank {{}} on {{}} differ from the samples with the '
+        "same indices on rank 0 on {}; copy the same data to all hosts, or make the function "
+        "that data.source names independent of the rank",
         same_content,
     )
 
@@ -463,7 +464,7 @@ def _content(name: str, data: AnyData) -> bytes:
         raise
     except Exception as error:
         text = f"a sample can't be read to compare it between ranks: {describe_exception(error)}"
-        raise mistake(name, text) from error
+        raise data_error(name, text) from error
 
 
 def _check_equal(
@@ -489,11 +490,11 @@ def _packed(path: Path, data: config.Data) -> Source:
     if kind != "text":
         return ImageSource(Recipe(str(path), data.augment, data.image_size, data.cache))
     _check_no_images(data, f"{path} holds text and needs")
-    made = TextSource(str(path), data.context, data.windows, data.every)
-    if data.tokenizer not in (None, made.tokenizer.name):
+    text = TextSource(str(path), data.context, data.windows, data.every)
+    if data.tokenizer not in (None, text.tokenizer.name):
         raise JobError(
-            f'data.tokenizer = "{data.tokenizer}": the tokens of {path} are those of '
-            f'"{made.tokenizer.name}", which mean other text; name the pack that the model '
-            "was trained on, or leave data.tokenizer out to begin anew"
+            f'data.tokenizer = "{data.tokenizer}": the tokens of {path} belong to tokenizer '
+            f'"{text.tokenizer.name}" and stand for other text; use the packed text that the '
+            "model was trained on, or leave data.tokenizer out to train a new model"
         )
-    return made
+    return text

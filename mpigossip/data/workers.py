@@ -24,7 +24,7 @@ from mpigossip.data.pytree import Nested
 from mpigossip.data.sources import Source
 
 LAUNCHER = ("PMI", "OMPI_", "PRTE_", "SLURM_", "PALS_", "HYDRA_", "HYDI_", "MPI_", "MPICH_")
-"""Prefixes of environment variables by which a program would take itself for a rank of the job."""
+"""Prefixes of environment variables that would make a program act as a rank of the job."""
 
 
 class Request(NamedTuple):
@@ -45,10 +45,10 @@ class Sent:
     """Base class of data that prepare a loading process before they are unpickled in it."""
 
     def __reduce__(self):
-        return unpacked, (type(self), bytes(ForkingPickler.dumps(vars(self))))
+        return unpack, (type(self), bytes(ForkingPickler.dumps(vars(self))))
 
 
-def unpacked(kind: type, state: bytes) -> Any:
+def unpack(kind: type, state: bytes) -> Any:
     """Unpickle in a loading process, after hiding launcher and GPUs from it.
 
     The variables of the launcher are removed, and no GPU is visible.
@@ -59,9 +59,9 @@ def unpacked(kind: type, state: bytes) -> Any:
     # The launcher sends stop signals to all processes of the job, but the parent process decides.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    made: Any = object.__new__(kind)
-    vars(made).update(ForkingPickler.loads(state))
-    return made
+    instance: Any = object.__new__(kind)
+    vars(instance).update(ForkingPickler.loads(state))
+    return instance
 
 
 class Samples(Sent, Dataset):
@@ -73,26 +73,30 @@ class Samples(Sent, Dataset):
         self.collate = data.collate
         self.sets = {"train": data.train, "test": data.test}
         if not data.dealt:  # each node has its own test set
-            self.sets |= {f"test {at}": one["test"] for at, one in enumerate(data.sets)}
+            self.sets |= {f"test {index}": sets["test"] for index, sets in enumerate(data.sets)}
 
     def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
         """Return the batch of a request, or why there is none."""
-        one = self.sets[request.split]
-        at = None
+        dataset = self.sets[request.split]
+        current = None
         indices = request.indices.tolist()
         try:
             with drawing(Draws(self.seed, request.key)):
-                if hasattr(one, "__getitems__"):
-                    found = one.__getitems__(indices)
+                if hasattr(dataset, "__getitems__"):
+                    samples = dataset.__getitems__(indices)
                 else:
-                    found = [one[at := index] for index in indices]
-                at = None
-                return self.collate(found)
+                    samples = [dataset[current := index] for index in indices]
+                current = None
+                return self.collate(samples)
         except Exception as error:
-            which = f"sample {at}" if at is not None else f"a batch of the samples {indices[0]}, …"
+            subject = (
+                f"sample {current}"
+                if current is not None
+                else f"a batch of the samples {indices[0]}, …"
+            )
             split = request.split.split()[0]
             return Refused(
-                f'data.source = "{self.name}": {which} of "{split}": {describe_exception(error)}'
+                f'data.source = "{self.name}": {subject} of "{split}": {describe_exception(error)}'
             )
 
 
@@ -119,7 +123,12 @@ class Stream(Sent, IterableDataset):
     """Batches of the streams of some nodes: for each step and each node, one per slot."""
 
     def __init__(
-        self, data: Datasets, shares: Sequence[Share], slots: int, mine: Sequence[int], step: int
+        self,
+        data: Datasets,
+        shares: Sequence[Share],
+        slots: int,
+        local_slots: Sequence[int],
+        step: int,
     ):
         """Prepare the streams.
 
@@ -128,25 +137,25 @@ class Stream(Sent, IterableDataset):
         :param data: the data sets
         :param shares: part of the stream for each local node
         :param slots: number of slots of a node
-        :param mine: numbers of the local slots
+        :param local_slots: numbers of the local slots
         :param step: the first step
         """
         self.name = data.name
         self.seed = data.seed
         self.collate = data.collate
         sets = data.sets if len(data.sets) == len(shares) else list(data.sets) * len(shares)
-        self.streams = [each["train"] for each in sets]
+        self.streams = [mapping["train"] for mapping in sets]
         self.dealt = data.dealt
         self.shares = shares
         self.step = step
         self.slots = slots
-        self.mine = mine
+        self.local_slots = local_slots
 
     def __iter__(self) -> Iterator[Nested]:
         readers: list[tuple[Iterator, list, Share]] = []
         try:
-            for share, one in zip(self.shares, self.streams, strict=True):
-                rows = _endless(one, *((share.node, share.n) if self.dealt else (0, 1)))
+            for share, stream in zip(self.shares, self.streams, strict=True):
+                rows = _endless(stream, *((share.node, share.n) if self.dealt else (0, 1)))
                 state: list = [Draws(self.seed, (TRAIN, share.node))]
                 with drawing(state):
                     skipped = self.step * share.batch
@@ -157,7 +166,7 @@ class Stream(Sent, IterableDataset):
                     for slot in range(self.slots):
                         with drawing(state):
                             samples = list(itertools.islice(rows, share.batch // self.slots))
-                        if slot in self.mine:
+                        if slot in self.local_slots:
                             # skipped samples are not collated, so collating must not use the random
                             # numbers of the stream
                             with drawing(Draws(self.seed, (TRAIN, index, share.node, slot))):
@@ -169,26 +178,28 @@ class Stream(Sent, IterableDataset):
             )
 
 
-def _endless(one: IterableDataset, turn: int, of: int) -> Iterator[Any]:
-    """Yield every ``of``-th sample, starting with number ``turn``; repeat the stream endlessly."""
+def _endless(stream: IterableDataset, first: int, stride: int) -> Iterator[Any]:
+    """Yield every ``stride``-th sample from number ``first`` on; repeat the stream endlessly."""
     for number in itertools.count():
-        if hasattr(one, "set_epoch"):
-            one.set_epoch(number)
-        rows = iter(one)
-        if rows is one:
+        if hasattr(stream, "set_epoch"):
+            stream.set_epoch(number)
+        rows = iter(stream)
+        if rows is stream:
             raise ValueError(
-                "iter() of it is itself, so it can't be read anew or by several "
-                "nodes; let __iter__ be a generator"
+                "iter() of it returns itself, so it can't be read again or by several nodes; "
+                "make __iter__ a generator"
             )
-        seen = False
-        for sample in itertools.islice(rows, turn, None, of):
-            seen = True
+        has_samples = False
+        for sample in itertools.islice(rows, first, None, stride):
+            has_samples = True
             yield sample
-        if not seen:
-            raise ValueError(f"it gave no sample for node {turn} of {of} in a whole pass")
+        if not has_samples:
+            raise ValueError(
+                f"it returned no sample for node {first} of {stride} in a complete pass"
+            )
 
 
-def started(loader: DataLoader, name: str) -> Iterator[Nested]:
+def start_loading(loader: DataLoader, name: str) -> Iterator[Nested]:
     """Start the processes of a loader, and return its iterator.
 
     :param loader: the loader
@@ -203,10 +214,9 @@ def started(loader: DataLoader, name: str) -> Iterator[Nested]:
         if not loader.num_workers:
             raise
         raise JobError(
-            f'data.source = "{name}": what it returned can\'t be sent to the '
-            f"{loader.num_workers} loading processes ({describe_exception(error)}); define its "
-            "classes and functions at the top of a module, or load in the training process: "
-            "data.workers = 0"
+            f'data.source = "{name}": its result can\'t be sent to the {loader.num_workers} '
+            f"loading processes ({describe_exception(error)}); define its classes and functions "
+            "at the top level of a module, or load in the training process: data.workers = 0"
         ) from error
 
 

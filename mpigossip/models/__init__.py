@@ -246,8 +246,8 @@ def loss_and_correct(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     :param targets: classes, (...) int64
     """
     flat = outputs.flatten(0, -2).float()
-    wanted = targets.flatten()
-    return functional.cross_entropy(flat, wanted), (flat.detach().argmax(-1) == wanted).sum()
+    labels = targets.flatten()
+    return functional.cross_entropy(flat, labels), (flat.detach().argmax(-1) == labels).sum()
 
 
 def scores(outputs: Any) -> Tensor:
@@ -286,13 +286,13 @@ def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
         network.train(training)
     if not isinstance(outputs, Tensor):
         raise JobError(
-            f'model "{name}" gives a {type(outputs).__name__} for one of {what}, not a tensor of '
-            f"shape {expected} or something with such `.logits`; a task.name of your own takes "
-            "what it wants"
+            f'model "{name}" returns a {type(outputs).__name__} for one of {what}; it should '
+            f"return a tensor of shape {expected}, or an object with such `.logits`; a custom "
+            "task may accept any output"
         )
-    found = tuple(outputs.shape)
-    if found != expected:
+    output_shape = tuple(outputs.shape)
+    if output_shape != expected:
         raise JobError(
-            f'model "{name}" gives outputs of shape {found} for one of {what}; '
-            f"{classes} classes need {expected}"
+            f'model "{name}" returns outputs of shape {output_shape} for one of {what}; {classes} '
+            f"classes need {expected}"
         )

@@ -94,7 +94,9 @@ def is_small(module: nn.Module, shape: tuple[int, ...], tokens: bool) -> bool:
     The size of a model with lazy modules is not known before it has seen a sample.
     """
     parameters = [*module.parameters()]
-    if any(isinstance(one, nn.parameter.UninitializedTensorMixin) for one in parameters):
+    if any(
+        isinstance(parameter, nn.parameter.UninitializedTensorMixin) for parameter in parameters
+    ):
         return True
     size = sum(parameter.numel() for parameter in parameters)
     return size <= TRIED_PARAMETERS and math.prod(shape) <= (

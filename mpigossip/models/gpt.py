@@ -12,7 +12,7 @@ from mpigossip.config import JobError
 from mpigossip.config.limits import Positive
 
 BASE = 10_000.0
-"""Base of rotary positions: the longest wavelength is 2π times as many tokens."""
+"""Base of rotary positions: the longest wavelength is 2π times this number of tokens."""
 NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 Turn = tuple[Tensor, Tensor]
@@ -146,18 +146,18 @@ def gpt(
     rotary = positions == "rotary"
     if len(shape) != 1:
         raise JobError(
-            f'model "gpt" takes tokens, samples of shape (T,), got {shape}; pack text '
-            "with: mpigossip data pack FOLDER OUT.h5 --text"
+            'model "gpt" takes tokens in samples of shape (T,), and the samples are of shape '
+            f"{shape}; pack text with: mpigossip data pack FOLDER OUT.h5 --text"
         )
     if width % heads:
         raise JobError(
-            f"model.width = {width} is not a multiple of model.heads = {heads}; the "
-            f"next one is {width + heads - width % heads}"
+            f"model.width = {width} is not a multiple of model.heads = {heads}; the next "
+            f"multiple is {width + heads - width % heads}"
         )
     if rotary and width // heads % 2:
         raise JobError(
-            f"model.width / model.heads = {width // heads}: rotary positions turn pairs, and "
-            f"need an even one; choose model.width = {width + heads}"
+            f"model.width / model.heads = {width // heads}: rotary positions rotate pairs of "
+            f"values and need an even number; choose model.width = {width + heads}"
         )
     return GPT(
         shape[0],

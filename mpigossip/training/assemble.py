@@ -81,12 +81,12 @@ def tables_of_names() -> Tables:
         "graph.name": graphs.BUILDERS,
         "cadence.name": cadences.BUILDERS,
         "node.wire": WIRES,
-        "node.mixer": {asked: open_mixer for asked, _ in MIXERS},
+        "node.mixer": {mixer: open_mixer for mixer, _ in MIXERS},
     }
 
 
 def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool = True) -> Job:
-    """Read a job file; its names and options are those of all parts of this package.
+    """Read a job, and check its names and options against the tables of all subpackages.
 
     :param where: path of a TOML file, or its contents as a dict
     :param overrides: settings "section.key=value" that replace those of the file
@@ -97,8 +97,8 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
     job = config.load(where, overrides, tables_of_names())
     if not resolve:
         return job
-    own, ranks = devices.resolve_auto(job.node.devices, job.node.ranks_per_node)
-    return replace(job, node=replace(job.node, devices=own, ranks_per_node=ranks))
+    node_devices, ranks = devices.resolve_auto(job.node.devices, job.node.ranks_per_node)
+    return replace(job, node=replace(job.node, devices=node_devices, ranks_per_node=ranks))
 
 
 def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
@@ -108,18 +108,18 @@ def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
     """
     if job.graph.placement == "given" or world.comm is None:
         return graph
-    column = world.nodes.inter_node
-    told = nodes.addresses(column) if job.graph.placement == "scheduler" else ()
+    inter_node = world.nodes.inter_node
+    addresses = nodes.addresses(inter_node) if job.graph.placement == "scheduler" else ()
     with world.raise_together(JobError):
-        found = nodes.racks(job.graph.placement, column.hosts, told)
-    order = sorted(range(graph.n), key=lambda i: (nodes.natural(column.hosts[i]), i))
-    places = None
+        racks = nodes.racks(job.graph.placement, inter_node.hosts, addresses)
+    order = sorted(range(graph.n), key=lambda i: (nodes.natural(inter_node.hosts[i]), i))
+    graph_nodes = None
     with world.raise_together(GraphError):
         if world.rank == 0:
-            # The search may take longer than the others wait, which is no fault of this rank.
+            # The search may take longer than the time limit of the other ranks, which wait for it.
             with deadline.paused():
-                places = places_for(graph, found, order)
-    return renumbered(graph, world.broadcast(places))
+                graph_nodes = places_for(graph, racks, order)
+    return renumbered(graph, world.broadcast(graph_nodes))
 
 
 def make_model(job: Job, data: AnyData, counted: bool = False) -> torch.nn.Module:
@@ -161,30 +161,30 @@ def check(job: Job, n: int) -> tuple[Graph | None, list[str]]:
 
     The graph is None if it can't be made.
     """
-    graph, found = _unfit(job, n)
-    if not found:
-        found += survival_problems(job, n)
-    return graph, found + devices.device_problems(job.node.devices) + contradictions(job)
+    graph, problems = _unfit(job, n)
+    if not problems:
+        problems += survival_problems(job, n)
+    return graph, problems + devices.device_problems(job.node.devices) + contradictions(job)
 
 
 def survival_problems(job: Job, n: int) -> list[str]:
     """Return why a job with `run.survive` could not continue with one node fewer."""
     if not job.run.survive:
         return []
-    found = _unfit(job, n - 1)[1] if n > 1 else []
-    found = [f"run.survive, with one node fewer: {text}" for text in found]
+    problems = _unfit(job, n - 1)[1] if n > 1 else []
+    problems = [f"run.survive, with one node fewer: {text}" for text in problems]
     if job.node.mixer == "asynchronous":
-        found.append(
-            "run.survive = true: windows can't outlive a lost rank, and an asynchronous run needs "
-            'them; use node.mixer = "synchronous", or restart from checkpoints'
+        problems.append(
+            "run.survive = true: an asynchronous run needs MPI windows, which do not survive a "
+            'rank failure; use node.mixer = "synchronous", or restart from checkpoints'
         )
-    return found
+    return problems
 
 
 def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
     """Return the graph, None if it can't be made, and the incompatibilities between the parts."""
-    if found := short_faults(job):
-        return None, found
+    if problems := short_faults(job):
+        return None, problems
     try:
         graph = make_graph(job, n)
     except GraphError as error:
@@ -205,10 +205,10 @@ def make_replicas(
     eager = node.vmap or group.devices[0] == "cpu"
     graphs = "never" if eager else node.cuda_graphs
     replicas = Replicas(
-        module, flat, rows, group, together=node.vmap, graphs=graphs, objective=objective
+        module, flat, rows, group, vectorized=node.vmap, graphs=graphs, objective=objective
     )
     if node.compile:
-        for replica in (each for row in replicas.modules for each in row):
+        for replica in (replica for row in replicas.modules for replica in row):
             replica.compile()
     return replicas
 
@@ -223,16 +223,16 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     """
     shape.check_alike(job, world)
     with world.raise_together(UserError):
-        graph, found = check(job, n)
-        found = shape.explained(found, world) + shape.mistakes(job, world)
-        if found or graph is None:
-            raise JobError(found)
-        here = [world.nodes.node_of_rank[world.rank]] if world.comm is not None else range(n)
-        data = source(job.data, job.run.seed, here, n)
+        graph, problems = check(job, n)
+        problems = shape.explained(problems, world) + shape.mistakes(job, world)
+        if problems or graph is None:
+            raise JobError(problems)
+        local_nodes = [world.nodes.node_of_rank[world.rank]] if world.comm is not None else range(n)
+        data = source(job.data, job.run.seed, local_nodes, n)
         section = job.algorithm
         slots = shape.slots(job, world)
         per_step = slots * job.data.batch * section.accumulate
-        each = make_orders(data, job.data, job.run.seed, n, per_step)
+        orders = make_orders(data, job.data, job.run.seed, n, per_step)
         module = arranged(
             make_model(job, data), job.node.channels_last, slots_of(job.node.devices)[0]
         )
@@ -240,12 +240,12 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         objective = task.make(job.task).prepare(data).probe(module, sample)
         check_vmap(job, module, objective, sample)
         flat = lay_out(job, module, slots)
-    partition = partition_digest(each)
+    partition = partition_digest(orders)
     check_alike(job.data.source, data, world, partition)
     check_rounds(job, graph, world)
     graph = place_on_racks(job, graph, world)
     group = shape.make_group(job, world)
-    per_epoch = each[0].steps_per_epoch
+    per_epoch = orders[0].steps_per_epoch
     total = job.run.epochs * per_epoch
     shards = local_shards(group)
     parts = make_parts(
@@ -255,14 +255,14 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     replicas = make_replicas(job, module, flat, len(mixer.local_nodes), group, objective)
     loader = Loader(
         data,
-        [each[node] for node in mixer.local_nodes],
+        [orders[node] for node in mixer.local_nodes],
         seed=job.run.seed,
-        together=job.node.vmap,
+        joined=job.node.vmap,
         devices=group.devices,
         workers=processes(job.data.workers, group.devices, world.nodes.per_node),
         timeout_s=job.node.timeout_s,
         slots=group.slots,
-        mine=group.local_slots,
+        local_slots=group.local_slots,
     )
     engine = parts.make_engine(mixer, group, replicas, job.log.consensus_every)
     arithmetic = resolved(job.node.precision, group.devices[0])

@@ -44,23 +44,23 @@ class Captured:
         self.rows = len(modules)
         self.slots = len(modules[0])
         self._inputs: list[Nested] = []
-        self._found: list[torch.Tensor] = []
+        self._figures: list[torch.Tensor] = []
         self._graphs: list[torch.cuda.CUDAGraph] = []
         # The graphs of one device run one after the other, in this order, so they share their
         # memory.
-        self._places: dict[torch.device, tuple[torch.cuda.Stream, tuple[int, int]]] = {}
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, tuple[int, int]]] = {}
         for row, replicas in enumerate(modules):
             for slot, module in enumerate(replicas):
                 batch = map_tensors(torch.clone, batches[row * self.slots + slot])
                 self._inputs.append(batch)
-                where = next(leaves(batch)).device
-                with torch.cuda.device(where), preserve_state(module, where):
+                device = next(leaves(batch)).device
+                with torch.cuda.device(device), preserve_state(module, device):
                     self._capture(partial(run, row, slot, batch), module)
 
     def _capture(self, work: Callable[[], torch.Tensor], module: nn.Module) -> None:
         # Warm-up and capture use one stream, because autograd accumulates gradients in the stream
         # in which it did so first.
-        side, pool = self._place()
+        side, pool = self._stream_and_pool()
         current = torch.cuda.current_stream()
         side.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
@@ -71,7 +71,7 @@ class Captured:
             side.synchronize()
             # thread_local: other threads (loader, communication) may call CUDA during the capture
             with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
-                found = work()
+                figures = work()
         except RuntimeError as error:
             # If the capture fails, torch.cuda.graph leaves its stream current. Work that is later
             # launched on the current stream would then not be ordered after the copies of the
@@ -86,13 +86,13 @@ class Captured:
             ) from error
         current.wait_stream(side)
         self._graphs.append(graph)
-        self._found.append(found)
+        self._figures.append(figures)
 
-    def _place(self) -> tuple[torch.cuda.Stream, tuple[int, int]]:
+    def _stream_and_pool(self) -> tuple[torch.cuda.Stream, tuple[int, int]]:
         device = torch.device("cuda", torch.cuda.current_device())
-        if device not in self._places:
-            self._places[device] = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        return self._places[device]
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        return self._streams[device]
 
     def replay(self, batches: Sequence[Nested]) -> torch.Tensor:
         """Compute the gradients of all replicas on these batches; return figures (rows, slots, k).
@@ -106,27 +106,27 @@ class Captured:
         """
         pairs = []
         for fixed, batch in zip(self._inputs, batches, strict=True):
-            places = list(leaves(fixed))
+            targets = list(leaves(fixed))
             values = list(leaves(batch))
-            if [one.shape for one in places] != [one.shape for one in values]:
+            if [tensor.shape for tensor in targets] != [tensor.shape for tensor in values]:
                 raise CannotCapture(
-                    f"a batch of {form(batch)} where the captured one has {form(fixed)}; "
-                    'node.cuda_graphs = "never" takes any shape'
+                    f"a batch is {form(batch)}, but the captured batch was {form(fixed)}; use "
+                    'node.cuda_graphs = "never", which accepts batches of any shape'
                 )
-            pairs.append((places, values))
-        for (places, values), graph in zip(pairs, self._graphs, strict=True):
-            with torch.cuda.device(places[0].device):
-                for place, value in zip(places, values, strict=True):
-                    place.copy_(value, non_blocking=True)
+            pairs.append((targets, values))
+        for (targets, values), graph in zip(pairs, self._graphs, strict=True):
+            with torch.cuda.device(targets[0].device):
+                for target, value in zip(targets, values, strict=True):
+                    target.copy_(value, non_blocking=True)
                 graph.replay()
-        values = torch.stack([self._value(index) for index in range(len(self._found))])
+        values = torch.stack([self._value(index) for index in range(len(self._figures))])
         return values.view(self.rows, self.slots, -1)
 
     def _value(self, index: int) -> torch.Tensor:
         try:
-            return self._found[index].cpu()
+            return self._figures[index].cpu()
         except RuntimeError as error:  # errors of the device are raised here
-            where = self._found[index].device
+            where = self._figures[index].device
             error.add_note(f"in slot {index % self.slots} of this node, on {where}")
             raise
 

@@ -64,9 +64,9 @@ def subject(job: Job) -> tuple[Subject, str]:
     module = assemble.make_model(job, data, counted=True)
     slots = shape.slots(job)
     flat = assemble.lay_out(job, module, slots)
-    told = "; ".join(filter(None, (note, shape.assumed(job))))
+    notes = "; ".join(filter(None, (note, shape.assumed(job))))
     shared = not isinstance(getattr(data, "train", None), Functions)
-    return Subject(job, flat, slots, data.train_size, shared), told
+    return Subject(job, flat, slots, data.train_size, shared), notes
 
 
 def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
@@ -86,8 +86,8 @@ def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
         if job.model.name == "gpt":
             stand_in.dtype = torch.int64  # parameters are only counted, and no batch is made
         return stand_in, (
-            f'"{section.source}" is not here: {section.samples:,} samples of shape '
-            f"{tuple(section.shape)} in {section.classes} classes assumed (data.samples, "
+            f'"{section.source}" is not on this host: assuming {section.samples:,} samples of '
+            f"shape {tuple(section.shape)} in {section.classes} classes (data.samples, "
             "data.shape, data.classes)"
         )
 
@@ -144,39 +144,39 @@ class Exchanges:
         raw = layout.raw_bytes
         graph = self.parts.graph
         waits = not self.asynchronous
-        each = self.counted.items()
+        counts = self.counted.items()
         total = sum(
             k * bytes_per_exchange(graph, kind, t or 0, 0, sent, raw, waits)
-            for (kind, t), k in each
+            for (kind, t), k in counts
         )
         return total / self.steps
 
 
-def exchanges(what: Subject, n: int, period: float | None = None) -> Exchanges:
+def exchanges(subject: Subject, n: int, period: float | None = None) -> Exchanges:
     """Return the exchanges of a job on n nodes.
 
-    :param what: the job
+    :param subject: the job
     :param n: number of nodes
     :param period: average period of an adaptive cadence; None: the period that its formula gives
     :raises GraphError: if the graph does not exist for n nodes
     """
-    job = what.job
-    parts = make_parts(job, make_graph(job, n), what.flat, total=STEPS)
+    job = subject.job
+    parts = make_parts(job, make_graph(job, n), subject.flat, total=STEPS)
     cadence = parts.cadence
     if cadence.measures:
-        period = average_period(what, n) if period is None else period
+        period = average_period(subject, n) if period is None else period
         parts = replace(parts, cadence=steady(cadence, period))
         return Exchanges(parts, max(STEPS, round(PERIODS * period)))
     if cadence.kinds == {ExchangeKind.GOSSIP}:
         return Exchanges(parts)
-    own = max(cadence.periods, default=job.cadence.options.get("period", 1))
-    return Exchanges(parts, own * -(-STEPS // own))  # a multiple of the period
+    longest = max(cadence.periods, default=job.cadence.options.get("period", 1))
+    return Exchanges(parts, longest * -(-STEPS // longest))  # a multiple of the period
 
 
 _PERIODS: dict[str, float] = {}
 
 
-def average_period(what: Subject, n: int) -> float:
+def average_period(subject: Subject, n: int) -> float:
     """Return the average number of steps between two global averages of an adaptive cadence.
 
     Local steps at learning rates r_k increase the consensus distance by S = Σ r_k² V, where V is
@@ -184,13 +184,15 @@ def average_period(what: Subject, n: int) -> float:
     variance gets S. The period of ADPSGD then tends to p₀ r₀/r, where r₀ is the mean learning rate
     of its samples. A cadence that measures the loss gets a constant loss.
     """
-    job = what.job
-    an_epoch = what.steps_per_epoch(n)
-    total = min(LONGEST, job.run.epochs * an_epoch) or STEPS
-    key = repr((job.algorithm, job.cadence, job.schedule, an_epoch, total, n * what.per_step))
+    job = subject.job
+    steps_per_epoch = subject.steps_per_epoch(n)
+    total = min(LONGEST, job.run.epochs * steps_per_epoch) or STEPS
+    key = repr(
+        (job.algorithm, job.cadence, job.schedule, steps_per_epoch, total, n * subject.per_step)
+    )
     if key not in _PERIODS:
-        rate = schedule(job.schedule, an_epoch, total, n * what.per_step)
-        cadence = make_parts(job, make_graph(job, n), what.flat, total=total).cadence
+        rate = schedule(job.schedule, steps_per_epoch, total, n * subject.per_step)
+        cadence = make_parts(job, make_graph(job, n), subject.flat, total=total).cadence
         _PERIODS[key] = total / max(1, _averages(cadence, rate, total))
     return _PERIODS[key]
 
@@ -199,16 +201,16 @@ def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int
     """Return the number of global averages in ``total`` steps at these learning rates."""
     state = cadence.init()
     spread = 0.0
-    found = 0
+    averages = 0
     for index in range(total):
         kind = cadence.kind(state, index)
         lr = rate(index)
         spread += lr * lr
         state = cadence.observe(state, Step(index, 0, kind, lr), STEADY | {"variance": spread})
         if kind is ExchangeKind.GLOBAL:
-            found = found + 1
+            averages = averages + 1
             spread = 0.0
-    return found
+    return averages
 
 
 def steady(cadence: Cadence, period: float) -> Cadence:
@@ -224,11 +226,11 @@ def steady(cadence: Cadence, period: float) -> Cadence:
     return fixed_schedule(kind, *cadence.kinds)
 
 
-def memory(what: Subject, made: Exchanges) -> dict[str, int]:
+def memory(subject: Subject, job_exchanges: Exchanges) -> dict[str, int]:
     """Return the bytes of a node by purpose if it has its own host; see :func:`held`."""
-    job = what.job
-    flat = what.flat
-    parts = made.parts
+    job = subject.job
+    flat = subject.flat
+    parts = job_exchanges.parts
     state = parts.method.init(torch.empty(1, flat.size, device="meta"))
     arrays = sum(array.numel() * array.element_size() for _, array in named_arrays(state))
     if parts.cadence.fragment_schedule.delay:
@@ -240,7 +242,7 @@ def memory(what: Subject, made: Exchanges) -> dict[str, int]:
     layout = replace(parts.layout, devices=devices)
     averages = ExchangeKind.GLOBAL in parts.cadence.kinds
     messages = mixer.estimate_memory(parts.graph, layout, 0, averages=averages)
-    return held(job, flat, what.slots, arrays, messages)
+    return held(job, flat, subject.slots, arrays, messages)
 
 
 def held(
@@ -262,7 +264,7 @@ def held(
     """
     model = 4 * flat.size
     copies = 2 if job.run.survive and survives else 0
-    found = {"replicas": slots * model, "gradients": slots * model, "algorithm state": state}
-    found |= {f"messages' {name}": count for name, count in messages.items() if count}
-    found["snapshot for checkpoints"] = model + state
-    return found | ({"copies to outlive a lost rank": copies * (model + state)} if copies else {})
+    sizes = {"replicas": slots * model, "gradients": slots * model, "algorithm state": state}
+    sizes |= {f"messages' {name}": count for name, count in messages.items() if count}
+    sizes["snapshot for checkpoints"] = model + state
+    return sizes | ({"copies for rank failures": copies * (model + state)} if copies else {})

@@ -86,13 +86,13 @@ def evaluate(
         rows.shape
     )
     total = mixer.mean_scalars(rows.flatten(1)).view(rows.shape[1:])
-    whole = total[..., 0] / total[..., 1]
-    mine = rows[..., 0] / rows[..., 1]
+    means = total[..., 0] / total[..., 1]
+    local_means = rows[..., 0] / rows[..., 1]
     return Evaluation(
-        averaged=dict(zip(names, whole[0].tolist(), strict=True)),
-        mean_local=dict(zip(names, whole[1].tolist(), strict=True)),
-        local=dict(zip(names, mine[:, 1].unbind(1), strict=True)),
-        share=dict(zip(names, mine[:, 0].unbind(1), strict=True)),
+        averaged=dict(zip(names, means[0].tolist(), strict=True)),
+        mean_local=dict(zip(names, means[1].tolist(), strict=True)),
+        local=dict(zip(names, local_means[:, 1].unbind(1), strict=True)),
+        share=dict(zip(names, local_means[:, 0].unbind(1), strict=True)),
         consensus_distance=consensus_distance(replicas.x, mixer, group),
     )
 
@@ -113,14 +113,16 @@ def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
     group.all_gather(means, rows)
     replicas.flat.attach(module, rows[0][0], None)
     of_slots = zip(*(replicas.buffers(row) for row in range(replicas.rows)), strict=True)
-    average_buffers(mixer, group, [[each.values() for each in slot] for slot in of_slots], module)
+    average_buffers(
+        mixer, group, [[buffers.values() for buffers in slot] for slot in of_slots], module
+    )
     return module
 
 
 def average_into(mixer: Mixer, x: torch.Tensor, out: torch.Tensor) -> None:
     """Write the exact average over nodes of ``x`` (rows, p) to ``out`` (p,); collective."""
-    for at in range(0, x.shape[1], PIECE):
-        out[at : at + PIECE].copy_(mixer.mean(x[:, at : at + PIECE].double()))
+    for start in range(0, x.shape[1], PIECE):
+        out[start : start + PIECE].copy_(mixer.mean(x[:, start : start + PIECE].double()))
 
 
 def average_buffers(
@@ -138,48 +140,48 @@ def average_buffers(
     :param buffers: for each local slot, for each local node, its buffers
     :param module: module whose buffers are overwritten
     """
-    into = [one for one in module.buffers() if one.is_floating_point()]
-    if into:
-        each = [torch.stack([_packed(row) for row in rows]) for rows in buffers]
-        _unpack(mixer.mean(group.sum_scalars(each) * (1 / group.slots)), into)
+    targets = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    if targets:
+        sums = [torch.stack([_packed(row) for row in rows]) for rows in buffers]
+        _unpack(mixer.mean(group.sum_scalars(sums) * (1 / group.slots)), targets)
 
 
 def _packed(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
     """Concatenate the floating-point buffers as float64 on the CPU."""
-    floats = [one for one in buffers if one.is_floating_point()]
-    return torch.cat([one.double().cpu().reshape(-1) for one in floats])
+    floats = [buffer for buffer in buffers if buffer.is_floating_point()]
+    return torch.cat([buffer.double().cpu().reshape(-1) for buffer in floats])
 
 
-def _unpack(values: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+def _unpack(values: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
-        parts = values.split([one.numel() for one in into])
-        for one, part in zip(into, parts, strict=True):
-            one.copy_(part.view(one.shape))
+        parts = values.split([target.numel() for target in targets])
+        for target, part in zip(targets, parts, strict=True):
+            target.copy_(part.view(target.shape))
 
 
 def norms(module: nn.Module) -> list[_BatchNorm]:
     """Return the BatchNorm layers that track running statistics."""
-    found = [one for one in module.modules() if isinstance(one, _BatchNorm)]
-    return [one for one in found if one.track_running_stats]
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    return [layer for layer in layers if layer.track_running_stats]
 
 
 @contextmanager
 def recalibrating(module: nn.Module) -> Iterator[None]:
     """Return a context manager in which forward passes average BatchNorm statistics; no dropout."""
-    modes = {one: one.training for one in module.modules()}
-    momenta = {one: one.momentum for one in norms(module)}
+    modes = {layer: layer.training for layer in module.modules()}
+    momenta = {layer: layer.momentum for layer in norms(module)}
     try:
         module.eval()
-        for one in momenta:
-            one.reset_running_stats()
-            one.momentum = None  # None: the mean over all batches since the reset
-            one.train()
+        for layer in momenta:
+            layer.reset_running_stats()
+            layer.momentum = None  # None: the mean over all batches since the reset
+            layer.train()
         yield
     finally:
-        for one, momentum in momenta.items():
-            one.momentum = momentum
-        for each, training in modes.items():
-            each.training = training
+        for layer, momentum in momenta.items():
+            layer.momentum = momentum
+        for part, training in modes.items():
+            part.training = training
 
 
 def recalibrate(
@@ -193,17 +195,19 @@ def recalibrate(
     """
     group = replicas.group
     slots = len(replicas.group.local_slots)
-    parts: list[Any] = [p for one in norms(module) for p in (one.running_mean, one.running_var)]
-    mine = torch.zeros(replicas.rows, sum(p.numel() for p in parts), dtype=torch.float64)
+    statistics: list[Any] = [
+        p for layer in norms(module) for p in (layer.running_mean, layer.running_var)
+    ]
+    sums = torch.zeros(replicas.rows, sum(p.numel() for p in statistics), dtype=torch.float64)
     for row in range(replicas.rows if 0 in group.local_slots else 0):
         with recalibrating(module), torch.no_grad():
             for step in batches:
                 replicas.objective(module, step[row * slots])
-        mine[row] = torch.cat(parts)
-    mine = group.sum_scalars(
-        [torch.zeros_like(mine) if slot else mine for slot in group.local_slots]
+        sums[row] = torch.cat(statistics)
+    sums = group.sum_scalars(
+        [torch.zeros_like(sums) if slot else sums for slot in group.local_slots]
     )
-    _unpack(mixer.mean(mine), parts)
+    _unpack(mixer.mean(sums), statistics)
     module.eval()
 
 

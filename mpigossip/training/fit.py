@@ -60,13 +60,14 @@ def check_rounds(job: Job, graph: Graph, world: World) -> None:
     if job.graph.name in graphs.BUILDERS:
         return
     with world.raise_together(UserError):
-        mine = graph.fingerprint
-    first = world.broadcast(mine)
+        digest = graph.fingerprint
+    first_digest = world.broadcast(digest)
     with world.raise_together(JobError):
-        if mine != first:
+        if digest != first_digest:
             raise JobError(
-                f'graph.name = "{job.graph.name}": its first 64 rounds differ from those of rank '
-                "0: a function may use only n, seed and t, and files have to be alike"
+                f'graph.name = "{job.graph.name}": its first 64 rounds differ from the rounds on '
+                "rank 0: a function may use only n, seed and t, and a file must be identical on "
+                "all hosts"
             )
 
 
@@ -81,15 +82,15 @@ def lacking(needs: frozenset, graph: Graph) -> list[str]:
     if {"row-stochastic", "column-stochastic"} & set(missing) and doubly:
         missing = ["doubly stochastic", *(m for m in missing if m not in doubly)]
     elif "column-stochastic" in missing:
-        missing[missing.index("column-stochastic")] += ' (graph.weights = "push" makes it so)'
+        missing[missing.index("column-stochastic")] += ' (set graph.weights = "push")'
     elif "column-stochastic" in needs and any(
         r.row_sums().min() <= 0 for r in graph.schedule.rounds
     ):
-        missing.append("of rows above 0 (push-sum divides by a weight that would become 0)")
+        missing.append("of positive row sums (push-sum divides by a weight that would become 0)")
     if "phases" in needs and not _exact(graph):
         missing.append("exact in one period")
     if "above -1/3" in needs and not missing and not above_minus_third(graph):
-        missing.append("of eigenvalues above -1/3 (graph.lazy = true makes them so)")
+        missing.append("of eigenvalues above -1/3 (set graph.lazy = true)")
     if graph.name == "ceca" and graph.n > 1 and "graph:ceca" not in needs:
         missing.append('averaging (the rounds of "ceca" only permute)')
     if "signed" in graph.facts and "column-stochastic" in needs:
@@ -105,8 +106,8 @@ def _exact(graph: Graph) -> bool:
     """Return whether one period from round 0 computes the exact average."""
     if graph.period is None:
         return False
-    found = rounds_to_exact(graph, limit=graph.period)
-    return graph.n == 1 or found is not None and found <= graph.period
+    rounds = rounds_to_exact(graph, limit=graph.period)
+    return graph.n == 1 or rounds is not None and rounds <= graph.period
 
 
 def _grows(graph: Graph) -> bool:
@@ -121,14 +122,15 @@ def _unfit_graph(job: Job, graph: Graph, needs: frozenset) -> list[str]:
     if _links_fail(job) and "static" in missing:
         return [
             f'faults: algorithm "{job.algorithm.name}" needs a graph that is '
-            f"{' and '.join(missing)}, and lost links make another one each round; leave [faults] "
-            "out, or choose another method"
+            f"{' and '.join(missing)}, but lost links change it in each round; leave [faults] "
+            "out, or choose another algorithm"
         ]
     fitting = [name for name in graphs.BUILDERS if _fits(name, graph.n, needs)]
-    own = ", by their own weights" if job.graph.weights else ""
+    suffix = " with their own weights" if job.graph.weights else ""
     return [
-        f'graph.name = "{job.graph.name}": algorithm "{job.algorithm.name}" needs a graph that is '
-        f"{' and '.join(missing)}; with {graph.n} nodes these are{own}: {', '.join(fitting)}"
+        f'graph.name = "{job.graph.name}": algorithm "{job.algorithm.name}" needs a graph that '
+        f"is {' and '.join(missing)}; suitable graphs of {graph.n} nodes{suffix} are: "
+        f"{', '.join(fitting)}"
     ]
 
 
@@ -138,20 +140,20 @@ def _unconnected(job: Job, graph: Graph, cadence: Cadence) -> list[str]:
     With graph "identity", nodes train alone on purpose. An average over all nodes connects them,
     too. If the rounds are drawn without a period, their edges can't be known beforehand.
     """
-    whole = getattr(graph.schedule, "of", graph)  # the graph before [faults] removes links
+    full_graph = getattr(graph.schedule, "of", graph)  # the graph before [faults] removes links
     alone = graph.n == 1 or graph.name == "identity"
-    if alone or isinstance(whole.schedule, Drawn):
+    if alone or isinstance(full_graph.schedule, Drawn):
         return []
     if ExchangeKind.GOSSIP not in cadence.kinds or ExchangeKind.GLOBAL in cadence.kinds:
         return []
-    nodes = unreached(whole)
+    nodes = unreached(full_graph)
     if nodes is None:
         return []
     return [
-        f'graph.name = "{job.graph.name}": its {graph.n} nodes are not connected, as the model of '
-        f"node {nodes[0]} never reaches node {nodes[1]}; add edges, choose a cadence that averages "
-        'over all nodes, as cadence.name = "gossip-pga", or let nodes train alone by '
-        'graph.name = "identity"'
+        f'graph.name = "{job.graph.name}": its {graph.n} nodes are not connected, because the '
+        f"model of node {nodes[0]} never reaches node {nodes[1]}; add edges, choose a cadence "
+        'that averages over all nodes, such as cadence.name = "gossip-pga", or let each node '
+        'train on its own with graph.name = "identity"'
     ]
 
 
@@ -169,19 +171,19 @@ def _unfit_cadence(job: Job, needs: frozenset, cadence: Cadence) -> list[str]:
     if "always-global" in needs and job.cadence.name not in ("always", "global"):
         reason = "averages over all nodes at every step; leave the cadence out"
     elif "phases" in needs and job.cadence.name != "halves":
-        reason = 'goes with cadence "halves"; leave the cadence out'
+        reason = 'needs the cadence "halves"; leave the cadence out'
     elif "unmixed" in needs and len(kinds) > 1:
-        reason = f"bears one kind of step only; choose {_cadences(lambda c: len(c.kinds) == 1)}"
+        reason = f"supports only one kind of step; choose {_cadences(lambda c: len(c.kinds) == 1)}"
     elif "never-global" in needs and ExchangeKind.GLOBAL in kinds:
         adapts_later = job.algorithm.options.get("style") == "awc"
         remedy = 'set algorithm.style = "atc", or choose' if adapts_later else "choose"
         reason = (
-            f"does not leave nodes equal after a global average; {remedy} "
+            f"does not keep nodes identical after a global average; {remedy} "
             f"{_cadences(lambda c: ExchangeKind.GLOBAL not in c.kinds)}"
         )
     elif "never-gossip" in needs and ExchangeKind.GOSSIP in kinds:
         fitting = _cadences(lambda c: ExchangeKind.GOSSIP not in c.kinds)
-        reason = f"takes averages over all nodes only; choose {fitting}"
+        reason = f"supports only averages over all nodes; choose {fitting}"
     if reason is None:
         return []
     return [f'cadence.name = "{job.cadence.name}": algorithm "{job.algorithm.name}" {reason}']
@@ -192,28 +194,29 @@ def _unfit_periods(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) 
 
     The method has to allow idle nodes, and the setting needs one number for each node.
     """
-    own = cadence.periods
+    periods = cadence.periods
     name = job.algorithm.name
-    if not own:
+    if not periods:
         return []
-    said = f"cadence.period = {list(own)}"
+    setting = f"cadence.period = {list(periods)}"
     if method.local_update is None:
-        named = job.cadence.name
-        parts = {each: BuilderSpec.of(BUILDERS, each) for each in BUILDERS}
+        cadence_name = job.cadence.name
+        specs = {other: BuilderSpec.of(BUILDERS, other) for other in BUILDERS}
         fitting = [
-            each
-            for each, part in parts.items()
-            if build(each, None, {}, 0).local_update is not None
-            and not (part.only and part.implies.get("cadence.name", named) != named)
+            other
+            for other, spec in specs.items()
+            if build(other, None, {}, 0).local_update is not None
+            and not (spec.only and spec.implies.get("cadence.name", cadence_name) != cadence_name)
         ]
         return [
-            f'{said}: algorithm "{name}" needs a gradient of every node in every step, and who '
-            f"rests has none; give one number, or choose one of {', '.join(fitting)}"
+            f'{setting}: algorithm "{name}" needs a gradient of every node in every step, and an '
+            f"idle node has none; give one number, or choose one of {', '.join(fitting)}"
         ]
-    if len(own) != graph.n:
+    if len(periods) != graph.n:
         return [
-            f"{said}: {len(own)} numbers, one for each node, and there are {graph.n}; give "
-            f"{graph.n} numbers, or one for all"
+            f"{setting}: {len(periods)} numbers for {graph.n} nodes; give {graph.n} numbers, one "
+            f"for "
+            "each node, or one number for all"
         ]
     return []
 
@@ -230,14 +233,14 @@ def _unfit_length(job: Job, graph: Graph, needs: frozenset) -> list[str]:
     if gathers == mixes and not mixes % graph.period:
         return []
     return [
-        f"algorithm.length = {gathers}, cadence.length = {mixes}: both have to be the same "
-        f'multiple of the graph\'s period, {graph.period}, for algorithm "{job.algorithm.name}"; '
-        "leave both out"
+        f"algorithm.length = {gathers}, cadence.length = {mixes}: both must be the same multiple "
+        f'of the graph\'s period, {graph.period}, for algorithm "{job.algorithm.name}"; leave '
+        "both out"
     ]
 
 
-def _cadences(bearable) -> str:
-    return " or ".join(f'"{name}"' for name, build in CADENCES.items() if bearable(build()))
+def _cadences(is_allowed) -> str:
+    return " or ".join(f'"{name}"' for name, build in CADENCES.items() if is_allowed(build()))
 
 
 def _unfit_wire(job: Job, coding: Wire, needs: frozenset) -> list[str]:
@@ -247,47 +250,48 @@ def _unfit_wire(job: Job, coding: Wire, needs: frozenset) -> list[str]:
         return []
     if "shared-wire" in needs and not coding.shared:
         return [
-            f'node.wire = "{wire}": algorithm "{name}" averages what all nodes send, so they have '
-            'to leave out the same; use "shared-k", or "fp32"'
+            f'node.wire = "{wire}": algorithm "{name}" averages the messages of all nodes, which '
+            'must therefore omit the same elements; use "shared-k" or "fp32"'
         ]
     if "exact-wire" in needs:
         return [f'node.wire = "{wire}": algorithm "{name}" needs exact messages; use "fp32"']
     if coding.biased and not needs & {"own-wire", "always-global"}:
         return [
-            f'node.wire = "{wire}": it leaves out most of a model, and algorithm "{name}" does not '
-            'make up for it; use node.wire = "qsgd" or "bf16", or algorithm "choco" or "parallel"'
+            f'node.wire = "{wire}": it omits most of a model, and algorithm "{name}" does not '
+            'compensate for that; use node.wire = "qsgd" or "bf16", or algorithm "choco" or '
+            '"parallel"'
         ]
     return []
 
 
 def contradictions(job: Job) -> list[str]:
     """Return settings that have no effect, or contradict each other."""
-    found = shape.cut(job, shape.slots(job))
+    problems = shape.cut(job, shape.slots(job))
     data = job.data
-    plain = Data()
-    for key, reader in (("shuffled_percent", "mixed"), ("dirichlet_alpha", "dirichlet")):
-        if getattr(data, key) != getattr(plain, key) and data.partition != reader:
-            found.append(
-                f'data.{key} = {getattr(data, key):g}: only the partition "{reader}" reads it; add '
-                f'data.partition = "{reader}", or leave it out'
+    defaults = Data()
+    for key, partition in (("shuffled_percent", "mixed"), ("dirichlet_alpha", "dirichlet")):
+        if getattr(data, key) != getattr(defaults, key) and data.partition != partition:
+            problems.append(
+                f'data.{key} = {getattr(data, key):g}: only the partition "{partition}" uses it; '
+                f'set data.partition = "{partition}", or leave it out'
             )
     node = job.node
     if node.cuda_graphs == "always" and slots_of(node.devices)[0] == "cpu":
-        found.append(
+        problems.append(
             f'node.cuda_graphs = "always": the slots of node.devices = "{node.devices}" are on '
             'the CPU; leave it at "auto"'
         )
     if node.vmap and node.precision == "fp16":
-        found.append(
-            'node.precision = "fp16": each node scales its loss by itself, which node.vmap '
-            'can\'t; use "bf16", or leave node.vmap out'
+        problems.append(
+            'node.precision = "fp16": node.vmap does not support a separate loss scale for each '
+            'node; use "bf16", or leave node.vmap out'
         )
     try:
         if job.clock.network != OFF:
             named(job.clock)
     except JobError as error:
-        found += error.messages
-    return found
+        problems += error.messages
+    return problems
 
 
 def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested) -> None:
@@ -299,14 +303,14 @@ def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested)
         return
     if any(getattr(part, "recompute", False) for part in module.modules()):
         raise JobError(
-            "node.vmap = true: model.recompute = true keeps what backward needs by hooks, which "
-            "can't be vectorized over nodes; leave one of them out"
+            "node.vmap = true: model.recompute = true uses hooks, which can't be vectorized over "
+            "nodes; leave one of the two out"
         )
-    tried = copy.deepcopy(module).train()
+    trial = copy.deepcopy(module).train()
     with torch.random.fork_rng(devices=()), torch.no_grad(), contextlib.suppress(Exception):
         # Some norm layers reject a batch of one sample, but only after they have counted it.
-        objective(tried, batch)
-    if not all(map(torch.equal, tried.buffers(), module.buffers())):
+        objective(trial, batch)
+    if not all(map(torch.equal, trial.buffers(), module.buffers())):
         raise JobError(
             f'node.vmap = true: model "{job.model.name}" changes its buffers in training (norm '
             "statistics, averages), which can't be vectorized over nodes; leave node.vmap out"
@@ -324,16 +328,17 @@ def tolerates_delay(method: Algorithm) -> bool:
 
 def _links_fail(job: Job) -> bool:
     """Return whether rounds are reweighted because links fail."""
-    ill = job.faults
-    return job.node.mixer != "asynchronous" and bool(ill.lost or ill.away or ill.ticks)
+    faults = job.faults
+    return job.node.mixer != "asynchronous" and bool(faults.lost or faults.away or faults.ticks)
 
 
 def _unfit_faults(job: Job, method: Algorithm) -> list[str]:
     """Return a problem if links fail and the method averages over all nodes."""
     if method.always_global and _links_fail(job):
         return [
-            f'faults: algorithm "{job.algorithm.name}" averages over all nodes, which waits for '
-            "every link; leave [faults] out, or choose a method of neighbours"
+            f'faults: algorithm "{job.algorithm.name}" averages over all nodes and therefore '
+            "needs every link; leave [faults] out, or choose an algorithm that exchanges with "
+            "neighbours"
         ]
     return []
 
@@ -341,62 +346,66 @@ def _unfit_faults(job: Job, method: Algorithm) -> list[str]:
 def short_faults(job: Job) -> list[str]:
     """Return the faults whose duration is too short for any graph of failing links.
 
-    Even if each round is drawn independently, faults last longer on average than such a setting
-    says.
+    If each round is drawn independently, the mean duration of faults is already longer than such a
+    setting.
     """
-    ill = job.faults
-    found = []
-    stays = {"lost": (ill.lost, ill.lost_rounds), "away": (ill.away, ill.away_rounds)}
+    faults = job.faults
+    problems = []
+    stays = {"lost": (faults.lost, faults.lost_rounds), "away": (faults.away, faults.away_rounds)}
     for key, (share, rounds) in stays.items():
-        least = least_rounds(share)
-        if rounds and rounds < least:
-            found.append(
-                f"faults.{key}_rounds = {rounds:g}: drawn anew each round they are {least:.3g} "
-                f"already, with faults.{key} = {share:g}; take more, or 0"
+        minimum = least_rounds(share)
+        if rounds and rounds < minimum:
+            problems.append(
+                f"faults.{key}_rounds = {rounds:g}: must be at least {minimum:.3g}, the mean with "
+                f"faults.{key} = {share:g} if each round is drawn independently; use a larger "
+                "value, or 0"
             )
-    return found
+    return problems
 
 
 def _unfit_nccl(job: Job) -> list[str]:
     if job.node.exchange != "nccl":
         return []
-    found = []
+    problems = []
     if job.node.mixer == "asynchronous":
-        found.append('node.mixer = "asynchronous": with NCCL the other end has to take part')
+        problems.append(
+            'node.mixer = "asynchronous": NCCL needs both ranks to take part in an exchange'
+        )
     if job.run.survive:
-        found.append("run.survive = true: NCCL can't go on after one of its ranks is lost")
-    return [f'node.exchange = "nccl" and {text}; use "auto"' for text in found]
+        problems.append("run.survive = true: NCCL can't continue after a rank failure")
+    return [f'node.exchange = "nccl" and {text}; use "auto"' for text in problems]
 
 
 def _unfit_asynchrony(job: Job, coding: Wire, method: Algorithm) -> list[str]:
     node = job.node
     faults = job.faults
-    found = []
+    problems = []
     if node.mixer != "asynchronous":
         if faults.slow_times > 1:
-            found.append(
-                f"faults.slow_times = {faults.slow_times:g}: only an asynchronous run goes on "
-                'without what it doesn\'t see; add node.mixer = "asynchronous", or leave it out'
+            problems.append(
+                f"faults.slow_times = {faults.slow_times:g}: only asynchronous runs have slow "
+                'nodes; set node.mixer = "asynchronous", or leave it out'
             )
-        return found
-    found += [
-        f"faults.{key} = {value:g}: an asynchronous run has faults.lost only; leave it out"
+        return problems
+    problems += [
+        f"faults.{key} = {value:g}: an asynchronous run supports faults.lost only; leave it out"
         for key in ("lost_rounds", "away", "away_rounds", "ticks")
         if (value := getattr(faults, key))
     ]
     if not tolerates_delay(method):
         fitting = [name for name in BUILDERS if tolerates_delay(build(name, None, {}, 0))]
-        found.append(
+        problems.append(
             f'node.mixer = "asynchronous": algorithm "{job.algorithm.name}" needs the models of '
-            f"its own round; choose one of {', '.join(fitting)}"
+            f"the same round; choose one of {', '.join(fitting)}"
         )
     if not coding.exact:
-        found.append(
-            f'node.wire = "{node.wire}": an asynchronous run reads models as they are; use "fp32"'
+        problems.append(
+            f'node.wire = "{node.wire}": an asynchronous run exchanges exact models only; '
+            'use "fp32"'
         )
     if not node.devices.startswith("cpu"):
-        found.append(
-            f'node.devices = "{node.devices}": asynchronous windows lie in the memory of the CPU; '
-            'use "cpu:1", or node.mixer = "synchronous"'
+        problems.append(
+            f'node.devices = "{node.devices}": the windows of an asynchronous run are in host '
+            'memory; use "cpu:1", or node.mixer = "synchronous"'
         )
-    return found
+    return problems

@@ -61,7 +61,7 @@ class Trainer:
         replicas = self.replicas
         engine.ahead()
         # Nodes are idle in some steps if the cadence gives them fewer local steps than others.
-        rested = engine.cadence.idle_nodes(
+        idle_rows = engine.cadence.idle_nodes(
             engine.index - engine.state_start, self.mixer.local_nodes
         )
         figures = replicas.gradients(
@@ -69,26 +69,26 @@ class Trainer:
             self.section.accumulate,
             self.precision,
             self._seeds(),
-            rested,
+            idle_rows,
         )
-        self._check(figures, rested)
+        self._check(figures, idle_rows)
         lr = self.rate(engine.index - self.shift)
         engine.clock.lap("compute_s")
-        if rested:
-            figures[list(rested)] = float("nan")
+        if idle_rows:
+            figures[list(idle_rows)] = float("nan")
             for grads in replicas.grads:
-                grads[list(rested)] = 0.0
+                grads[list(idle_rows)] = 0.0
         replicas.gather()
         # If gradients are averaged over all nodes, either all nodes use them or none does.
-        together = self.mixer.mean_scalars if engine.method.always_global else None
-        overflowed = self.precision.unscale(replicas.g, engine.group, together)
+        mean = self.mixer.mean_scalars if engine.method.always_global else None
+        overflowed = self.precision.unscale(replicas.g, engine.group, mean)
         norm = self._clip_and_decay()
         engine.clock.lap("node_s")
-        skipped = tuple(sorted({*overflowed, *rested}))
+        skipped = tuple(sorted({*overflowed, *idle_rows}))
         record = engine.step(lr, skipped, loss=figures[:, 0], gradient_norm=norm)
-        record.idle_rows = rested
-        for at, name in enumerate(replicas.objective.metrics):
-            record.metrics[name] = figures[:, 1 + 2 * at] / figures[:, 2 + 2 * at]
+        record.idle_rows = idle_rows
+        for index, name in enumerate(replicas.objective.metrics):
+            record.metrics[name] = figures[:, 1 + 2 * index] / figures[:, 2 + 2 * index]
         return record
 
     def average(self) -> None:
@@ -96,13 +96,13 @@ class Trainer:
         self.replicas.gather()
         self.engine.average(self.rate(self.engine.index - self.shift))
 
-    def _check(self, figures: torch.Tensor, rested: tuple[int, ...]) -> None:
+    def _check(self, figures: torch.Tensor, idle_rows: tuple[int, ...]) -> None:
         """Check that the loss of each node that is not idle is finite.
 
         :raises NonFiniteError: if it is NaN or infinite
         """
         for row, loss in enumerate(figures[:, 0].tolist()):
-            if row not in rested and not abs(loss) < float("inf"):
+            if row not in idle_rows and not abs(loss) < float("inf"):
                 raise NonFiniteError(
                     f"the loss of node {self.mixer.local_nodes[row]} is {loss} at step "
                     f"{self.engine.index}: the last checkpoint is kept; a smaller schedule.lr or "
@@ -114,8 +114,8 @@ class Trainer:
 
         The seeds are therefore the same after a resume and for any distribution over ranks.
         """
-        places = product(self.mixer.local_nodes, self.engine.group.local_slots)
-        return [mixed(self.seed, self.engine.index, node, slot) for node, slot in places]
+        replicas = product(self.mixer.local_nodes, self.engine.group.local_slots)
+        return [mixed(self.seed, self.engine.index, node, slot) for node, slot in replicas]
 
     def _clip_and_decay(self) -> torch.Tensor | None:
         """Clip by the norm of the node's whole gradient, then add weight decay.

@@ -61,7 +61,7 @@ class Machine:
     """Bytes/s of float32 values that a lossy wire encodes; 0: encoding takes no time."""
     decode_rate: float = 0.0
 
-    def given(self, said: Mapping[str, float | None]) -> Machine:
+    def with_values(self, values: Mapping[str, float | None]) -> Machine:
         """Return this machine with the values that the user gives; None leaves a value unchanged.
 
         Latency and bandwidth also replace those of global averages. "coding_rate" replaces the
@@ -69,8 +69,8 @@ class Machine:
         """
         both = {name: (name, f"global_{name}") for name in ("latency_s", "bandwidth")}
         both["coding_rate"] = ("encode_rate", "decode_rate")
-        known = {name: value for name, value in said.items() if value is not None}
-        fields = {key: v for name, v in known.items() for key in both.get(name, (name,))}
+        changes = {name: value for name, value in values.items() if value is not None}
+        fields = {key: v for name, v in changes.items() for key in both.get(name, (name,))}
         return replace(self, **fields)  # type: ignore[arg-type]
 
     def save(self, path: Path) -> None:
@@ -90,15 +90,15 @@ def named(section: ClockSection) -> Machine:
     compute_s = section.compute_s
     if name in NETWORKS:
         if compute_s is None:
-            remedy = "say how long forward and backward of a step take on the device"
+            remedy = "set it to the seconds that forward and backward of a step take on the device"
             raise JobError(f'clock.compute_s is not set for clock.network = "{name}": {remedy}')
         wire = NETWORKS[name]
         machine = Machine(compute_s, 0.0, 0.0, *wire, *wire, SUM_RATE, where=name)
-        machine = machine.given({"coding_rate": CODING_RATE})
+        machine = machine.with_values({"coding_rate": CODING_RATE})
     else:
         machine = _read(name)
-    figures = ("compute_s", "jitter", "latency_s", "bandwidth")
-    return machine.given({name: getattr(section, name) for name in figures})
+    names = ("compute_s", "jitter", "latency_s", "bandwidth")
+    return machine.with_values({name: getattr(section, name) for name in names})
 
 
 def _read(name: str) -> Machine:
@@ -106,9 +106,12 @@ def _read(name: str) -> Machine:
         return Machine(**json.loads(Path(name).read_text("utf-8")))
     except FileNotFoundError:
         raise JobError(
-            f'clock.network: "{name}" is no file that `mpigossip plan … --save FILE` wrote, and '
-            f"no network by name; {near(name, {*NETWORKS, OFF})}"
+            f'clock.network: "{name}" is neither a file that `mpigossip plan … --save FILE` '
+            f"wrote nor the name of a network; {near(name, {*NETWORKS, OFF})}"
         ) from None
     except (ValueError, TypeError, OSError) as error:
-        told = f"clock.network: {name} is not what `mpigossip plan --save` writes: {error}"
-        raise JobError(told) from None
+        message = (
+            f"clock.network: {name} is not a file that `mpigossip plan … --save FILE` wrote: "
+            f"{error}"
+        )
+        raise JobError(message) from None

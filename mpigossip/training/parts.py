@@ -64,14 +64,14 @@ class JobParts:
         """
         job = self.job
         node = self.job.node
-        ill = self.job.faults
+        section = self.job.faults
         faults = Faults(
             self.graph.n,
             job.run.seed,
-            ill.slow_times,
-            ill.slow_nodes,
-            ill.slow_steps,
-            ill.lost,
+            section.slow_times,
+            section.slow_nodes,
+            section.slow_steps,
+            section.lost,
             job.log.flush_steps,
         )
         graph = self.graph.slowed(self.cadence.fragment_schedule.fragments)
@@ -98,9 +98,9 @@ class JobParts:
             "auto"
         """
         fragments = self.make_fragments(vector.flat, local_shards(group))
-        made = Engine if fragments is None else partial(Fragmented, fragments=fragments)
+        make = Engine if fragments is None else partial(Fragmented, fragments=fragments)
         every = measured_every(measure_every, group.devices[0])
-        return made(mixer, group, vector, self.methods, self.cadence, measure_every=every)
+        return make(mixer, group, vector, self.methods, self.cadence, measure_every=every)
 
     def make_fragments(self, flat: ParameterLayout, shards: range) -> Fragments | None:
         """Return the fragments of some shards; None if the model is exchanged as a whole.
@@ -112,14 +112,16 @@ class JobParts:
         blend = self.job.algorithm.blend
         if schedule.is_whole_model:
             return None
-        own = flat.local_layout
+        local_layout = flat.local_layout
         width = self.layout.widths[0]
-        shard = own.size // own.slots
+        shard = local_layout.size // local_layout.slots
         within = [slice(shard * slot, shard * (slot + 1)) for slot in _slots(flat, shards)]
-        cuts = [cut(layers_of(own, each), schedule.fragments, width) for each in within]
-        # one method for each shard, because a lossy wire gives it a memory of its own
-        stills = [_method(self.job, self.graph, local=NO_LOCAL_STEP) for _ in shards]
-        exchanges = [_over_wire(still, self.layout.wire, self.cadence) for still in stills]
+        cuts = [
+            cut(layers_of(local_layout, columns), schedule.fragments, width) for columns in within
+        ]
+        # one method for each shard, because a lossy wire keeps a memory for each shard
+        methods = [_method(self.job, self.graph, local=NO_LOCAL_STEP) for _ in shards]
+        exchanges = [_over_wire(method, self.layout.wire, self.cadence) for method in methods]
         if "keeps-x" in exchanges[0].needs:
             blend = 0.0
         elif blend is None:
@@ -133,16 +135,24 @@ def make_graph(job: Job, n: int) -> Graph:
     :raises GraphError: if the graph does not exist for n nodes
     """
     section = job.graph
-    ill = job.faults
+    faults = job.faults
     seed = job.run.seed if section.seed is None else section.seed
-    made = graphs.graph(
+    base = graphs.graph(
         section.name, n, weights=section.weights, seed=seed, lazy=section.lazy, **section.options
     )
-    if job.node.mixer == "asynchronous" or not (ill.lost or ill.away or ill.ticks):
-        return made
+    if job.node.mixer == "asynchronous" or not (faults.lost or faults.away or faults.ticks):
+        return base
     return faulty(
-        made,
-        Links(n, job.run.seed, ill.lost, ill.lost_rounds, ill.away, ill.away_rounds, ill.ticks),
+        base,
+        Links(
+            n,
+            job.run.seed,
+            faults.lost,
+            faults.lost_rounds,
+            faults.away,
+            faults.away_rounds,
+            faults.ticks,
+        ),
     )
 
 
@@ -168,22 +178,22 @@ def make_parts(
     """
     graph = graphs.graph("identity", 1) if graph is None else graph
     shards = range(flat.slots) if shards is None else shards
-    whole = flat if flat.slots == 1 and flat.size else None
+    full_layout = flat if flat.slots == 1 and flat.size else None
     decayed = [flat.local_layout.decayed_in(slot) for slot in _slots(flat, shards)]
-    bare = [_method(job, graph, count, local, whole) for count in decayed]
-    cadence = _cadence(job, bare[0], graph, total)
+    exact_methods = [_method(job, graph, count, local, full_layout) for count in decayed]
+    cadence = _cadence(job, exact_methods[0], graph, total)
     node = job.node
     coding = wire(node.wire, node.levels, node.density, job.run.seed)
     width = fragment_width(flat.size // flat.slots, cadence.fragment_schedule, coding)
     layout = MessageLayout(
         (width,) * len(shards),
-        bare[0].vectors,
-        bare[0].scalars,
+        exact_methods[0].vectors,
+        exact_methods[0].scalars,
         tuple(devices),
         coding,
         first=tuple(width * shard for shard in shards),
     )
-    methods = [_over_wire(method, coding, cadence) for method in bare]
+    methods = [_over_wire(method, coding, cadence) for method in exact_methods]
     return JobParts(job, graph, methods, cadence, layout)
 
 
@@ -192,13 +202,13 @@ def _method(
     graph: Graph,
     decayed: int = 0,
     local: Local | None = None,
-    whole: ParameterLayout | None = None,
+    full_layout: ParameterLayout | None = None,
 ) -> Algorithm:
     """Return the method of a shard.
 
     :param decayed: number of elements of the shard that have weight decay
     :param local: local step that replaces the one of the job; None: the job's
-    :param whole: layout of the parameters if the shard contains all of them, otherwise None
+    :param full_layout: layout of the parameters if the shard contains all of them, otherwise None
     """
     section = job.local
     return algorithms.build(
@@ -209,7 +219,7 @@ def _method(
         graph,
         local_options=section.options,
         node=job.node,
-        layout=whole,
+        layout=full_layout,
     )
 
 
@@ -220,16 +230,16 @@ def _cadence(job: Job, method: Algorithm, graph: Graph, total: int | None) -> Ca
     """
     if method.always_global:
         return cadences.globally()
-    part = BuilderSpec.of(cadences.BUILDERS, job.cadence.name)
+    spec = BuilderSpec.of(cadences.BUILDERS, job.cadence.name)
     options = job.cadence.options
-    return part(**options | part.following(options, Known(graph, options, total=total)))
+    return spec(**options | spec.following(options, Known(graph, options, total=total)))
 
 
 def _over_wire(method: Algorithm, coding: Wire, cadence: Cadence) -> Algorithm:
     if coding.exact:
         return method
-    meets = ExchangeKind.GLOBAL in cadence.kinds
-    return algorithms.over_wire(method, biased=coding.biased, meets=meets)
+    has_global = ExchangeKind.GLOBAL in cadence.kinds
+    return algorithms.over_wire(method, biased=coding.biased, meets=has_global)
 
 
 def _slots(flat: ParameterLayout, shards: range) -> list[int]:

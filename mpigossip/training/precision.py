@@ -12,7 +12,7 @@ from torch import nn
 from mpigossip.groups.base import Group
 
 FIRST_SCALE = 2.0**16
-PATIENCE = 2000
+GROWTH_INTERVAL = 2000
 """Number of steps without an overflow after which the loss scale of a node is doubled."""
 
 
@@ -37,8 +37,8 @@ def without_tf32() -> None:
     matmul = torch.backends.cuda.matmul
     cudnn = torch.backends.cudnn
     if hasattr(matmul, "fp32_precision"):
-        for place in (matmul, cudnn.conv, cudnn.rnn):
-            place.fp32_precision = "ieee"
+        for backend in (matmul, cudnn.conv, cudnn.rnn):
+            backend.fp32_precision = "ieee"
     else:
         matmul.allow_tf32 = cudnn.allow_tf32 = False
 
@@ -48,8 +48,9 @@ class Precision:
 
     float16 can't represent magnitudes below 6e-8 or above 65504, so each node scales its loss. If
     the gradient of any slot overflows, all slots of the node skip the local step, take part in the
-    round as usual, and halve the scale. After PATIENCE steps without an overflow, the scale is
-    doubled. Scales are powers of two, so scaling does not round (Micikevicius et al., ICLR 2018).
+    round as usual, and halve the scale. After GROWTH_INTERVAL steps without an overflow, the scale
+    is doubled. Scales are powers of two, so scaling does not round (Micikevicius et al., ICLR
+    2018).
     """
 
     def __init__(self, name: str, devices: Sequence[str], rows: int):
@@ -114,31 +115,37 @@ class Precision:
         if not self._scales:
             return ()
 
-        def count_wrong(shard: int) -> torch.Tensor:
-            wrong = torch.isfinite(g[shard]).logical_not().sum(1, keepdim=True)
-            return wrong.double().cpu()
+        def count_invalid(shard: int) -> torch.Tensor:
+            invalid = torch.isfinite(g[shard]).logical_not().sum(1, keepdim=True)
+            return invalid.double().cpu()
 
-        wrong = group.sum_scalars(group.on_shards(count_wrong))
-        overflowed = wrong[:, 0] > 0
+        invalid = group.sum_scalars(group.on_shards(count_invalid))
+        overflowed = invalid[:, 0] > 0
         if mean is not None:
-            overflowed |= mean(wrong)[0] > 0
+            overflowed |= mean(invalid)[0] > 0
 
         def divide(shard: int) -> None:
-            for row, bad in enumerate(overflowed.tolist()):
+            for row, has_overflowed in enumerate(overflowed.tolist()):
                 # 0 · g would keep values that are not finite
-                _ = g[shard][row].zero_() if bad else g[shard][row].mul_(1 / self._values[row])
+                _ = (
+                    g[shard][row].zero_()
+                    if has_overflowed
+                    else g[shard][row].mul_(1 / self._values[row])
+                )
 
         group.on_shards(divide)
-        for row, bad in enumerate(overflowed.tolist()):
-            self._adapt(row, bad)
-        return tuple(row for row, bad in enumerate(overflowed.tolist()) if bad)
+        for row, has_overflowed in enumerate(overflowed.tolist()):
+            self._adapt(row, has_overflowed)
+        return tuple(
+            row for row, has_overflowed in enumerate(overflowed.tolist()) if has_overflowed
+        )
 
     def _adapt(self, row: int, overflowed: bool) -> None:
         scale = self._values[row]
         clean = self._clean[row] + 1
         if overflowed:
             self._set(row, max(scale / 2, 2.0**-14), 0)
-        elif clean == PATIENCE:
+        elif clean == GROWTH_INTERVAL:
             self._set(row, min(scale * 2, 2.0**24), 0)
         else:
             self._clean[row] = clean

@@ -56,10 +56,10 @@ class Quadratics(Theory):
 
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
         centre, curvature = batch
-        apart = point - centre
-        pull = curvature * apart
-        value = (pull * apart).sum(-1).mean() / 2
-        return value, pull.mean(0), apart.square().sum(-1).mean()
+        difference = point - centre
+        pull = curvature * difference
+        value = (pull * difference).sum(-1).mean() / 2
+        return value, pull.mean(0), difference.square().sum(-1).mean()
 
 
 class Logistic(Theory):
@@ -69,12 +69,12 @@ class Logistic(Theory):
     """
 
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
-        signed, optimum, ridge, least = batch
+        signed, optimum, ridge, minimum = batch
         margins = signed @ point
         square = point.square().sum()
-        value = nn.functional.softplus(-margins).mean(-1) + ridge / 2 * square - least
-        wrong = torch.sigmoid(-margins)
-        pull = ridge[:, None] * point - (wrong[..., None] * signed).mean(-2)
+        value = nn.functional.softplus(-margins).mean(-1) + ridge / 2 * square - minimum
+        errors = torch.sigmoid(-margins)
+        pull = ridge[:, None] * point - (errors[..., None] * signed).mean(-2)
         return value.mean(), pull.mean(0), (point - optimum).square().sum(-1).mean()
 
 
@@ -85,10 +85,10 @@ class Factorization(Theory):
     """
 
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
-        (whole,) = batch
-        left = point[: whole.shape[1]]
-        right = point[whole.shape[1] :]
-        apart = left @ right.T - whole
-        square = apart.square().sum((-2, -1)).mean()
-        mean = apart.mean(0)
+        (matrix,) = batch
+        left = point[: matrix.shape[1]]
+        right = point[matrix.shape[1] :]
+        difference = left @ right.T - matrix
+        square = difference.square().sum((-2, -1)).mean()
+        mean = difference.mean(0)
         return square / 2, torch.cat([mean @ right, mean.T @ left]).flatten(), square

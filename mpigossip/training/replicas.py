@@ -31,7 +31,7 @@ class Replicas:
         rows: int,
         group: Group,
         *,
-        together: bool,
+        vectorized: bool,
         graphs: str,
         objective: Objective,
     ):
@@ -41,7 +41,7 @@ class Replicas:
         :param flat: layout of its parameters
         :param rows: number of local nodes
         :param group: slots of a node
-        :param together: compute the gradients of all rows by one `torch.func.vmap`. The sums are
+        :param vectorized: compute the gradients of all rows by one `torch.func.vmap`. The sums are
             then rounded in another order, so that the results are close to those of the loop, but
             not bitwise identical. vmap can't update norm statistics
         :param graphs: whether replicas on GPUs are captured as CUDA graphs: "always", "never", or
@@ -51,7 +51,7 @@ class Replicas:
         self.flat = flat
         self.group = group
         self.rows = rows
-        self.together = together
+        self.vectorized = vectorized
         self.graphs = graphs
         self.objective = objective
         self._captured: Captured | None = None
@@ -87,7 +87,7 @@ class Replicas:
         accumulate: int,
         precision: Precision,
         seeds: Sequence[int] = (),
-        resting: Sequence[int] = (),
+        idle_rows: Sequence[int] = (),
     ) -> torch.Tensor:
         """Compute gradients of all replicas on their own batches, and write them to ``grads``.
 
@@ -96,19 +96,19 @@ class Replicas:
         :param precision: arithmetic of forward and backward
         :param seeds: random seed of each replica, for example for dropout; the result depends on
             them alone if the replicas of a device run one after the other and are not captured
-        :param resting: rows that are idle; their results have no meaning
+        :param idle_rows: rows that are idle; their results have no meaning
         :return: for each row the mean loss, and sum and count of each metric over its slots:
             float64 (rows, 1 + 2 metrics)
         """
         slots = len(self.group.local_slots)
 
-        # this function does not wait for a GPU
-        def one(row: int, slot: int, batch: Nested) -> torch.Tensor:
+        # This function must not wait for a GPU.
+        def compute(row: int, slot: int, batch: Nested) -> torch.Tensor:
             gradient = self.grads[slot][row]
             module = self.modules[row][slot]
-            found = torch.zeros(self.objective.width, dtype=torch.float64, device=gradient.device)
-            if row in resting:
-                return found
+            sums = torch.zeros(self.objective.width, dtype=torch.float64, device=gradient.device)
+            if row in idle_rows:
+                return sums
             if seeds and self.graphs == "never":  # a capture must not contain this
                 draw_from(gradient.device, seeds[row * slots + slot])
             gradient.zero_()
@@ -117,25 +117,25 @@ class Replicas:
                 with precision.autocast():
                     loss, metrics = self.objective(module, part)
                 precision.scaled(loss / accumulate, row, slot).backward()
-                found += self.objective.figures(loss, metrics, accumulate)
-            return found
+                sums += self.objective.figures(loss, metrics, accumulate)
+            return sums
 
         def work(slot: int) -> torch.Tensor:
-            if self.together:
+            if self.vectorized:
                 if seeds:
                     draw_from(self.grads[slot].device, seeds[slot])
                 cuts = [parts(batch, accumulate) for batch in batches[slot::slots]]
                 return self._vectorized(slot, cuts, precision)
-            found = [one(row, slot, batches[row * slots + slot]) for row in range(self.rows)]
-            return torch.stack(found).cpu()
+            results = [compute(row, slot, batches[row * slots + slot]) for row in range(self.rows)]
+            return torch.stack(results).cpu()
 
         # Captured graphs compute all rows, so they can't be used if rows are idle.
-        per_slot = None if resting else self._replayed(one, batches)
+        per_slot = None if idle_rows else self._replayed(compute, batches)
         figures = self.group.sum_scalars(self.group.run(work) if per_slot is None else per_slot)
         figures[:, 0] /= self.group.slots
         return figures
 
-    def _replayed(self, one: Pass, batches: Sequence[Nested]) -> list[torch.Tensor] | None:
+    def _replayed(self, compute: Pass, batches: Sequence[Nested]) -> list[torch.Tensor] | None:
         """Replay the CUDA graphs, which the first step captures, and return their figures per slot.
 
         Return None if the gradients have to be computed by one thread per slot instead.
@@ -143,14 +143,14 @@ class Replicas:
         if self.graphs == "never":
             return None
         try:
-            self._captured = self._captured or Captured(one, self.modules, batches)
+            self._captured = self._captured or Captured(compute, self.modules, batches)
             return list(self._captured.replay(batches).unbind(1))
         except CannotCapture as error:
             if self.graphs == "always":
                 raise
             self.graphs = "never"
             self._captured = None
-            warnings.warn(f"{error}; training goes on with a thread a slot", stacklevel=2)
+            warnings.warn(f"{error}; training continues with one thread per slot", stacklevel=2)
             return None
 
     def _vectorized(
@@ -167,14 +167,14 @@ class Replicas:
         full = self.full[slot]
         grads = self.grads[slot].zero_()
         accumulate = len(cuts[0])
-        found = torch.zeros(len(full), self.objective.width, dtype=torch.float64)
+        sums = torch.zeros(len(full), self.objective.width, dtype=torch.float64)
         parameters = dict(zip(self.flat.names, self.flat.stacked(full), strict=True))
         targets = dict(zip(self.flat.names, self.flat.stacked(grads), strict=True))
         module.train()
 
         def loss_of(parameters, batch):
-            def model(*given, **named):
-                return functional_call(module, parameters, given, named)
+            def model(*args, **kwargs):
+                return functional_call(module, parameters, args, kwargs)
 
             with precision.autocast():
                 loss, metrics = self.objective(model, batch)
@@ -185,8 +185,8 @@ class Replicas:
             gradients, (_, figures) = work(parameters, batch)
             for name, target in targets.items():
                 target.add_(gradients[name], alpha=1 / accumulate)
-            found += figures.cpu()
-        return found
+            sums += figures.cpu()
+        return sums
 
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
         """Return, for each slot, the buffers of a row by name."""

@@ -21,14 +21,14 @@ def ranks_of(job: Job, world: World | None = None) -> int:
     """
     if world is not None and world.comm is not None:
         return world.nodes.per_node
-    asked = job.node.ranks_per_node
-    return asked if isinstance(asked, int) else 1
+    setting = job.node.ranks_per_node
+    return setting if isinstance(setting, int) else 1
 
 
-def here(job: Job, world: World) -> tuple[str, ...]:
+def local_devices(job: Job, world: World) -> tuple[str, ...]:
     """Return the devices of the local slots: of a rank, or of all ranks of a simulated node."""
-    own = slots_of(job.node.devices)
-    return own * ranks_of(job, world) if world.comm is None else own
+    slots = slots_of(job.node.devices)
+    return slots * ranks_of(job, world) if world.comm is None else slots
 
 
 def slots(job: Job, world: World | None = None) -> int:
@@ -37,46 +37,54 @@ def slots(job: Job, world: World | None = None) -> int:
 
 
 def with_ranks(job: Job, ranks: int) -> Job:
-    """Return the job with this number of ranks per node if it says "host"."""
-    asked = job.node.ranks_per_node
-    return replace(job, node=replace(job.node, ranks_per_node=ranks if asked == "host" else asked))
+    """Return the job with this number of ranks per node if its setting is "host"."""
+    setting = job.node.ranks_per_node
+    return replace(
+        job, node=replace(job.node, ranks_per_node=ranks if setting == "host" else setting)
+    )
 
 
 def assumed(job: Job) -> str:
     """Return a note if the number of ranks per host is assumed, otherwise ""."""
     if job.node.ranks_per_node != "host":
         return ""
-    return 'node.ranks_per_node = "host": one rank a host assumed; say how many, as in …=4'
+    return (
+        'node.ranks_per_node = "host": assuming one rank per host; set the number, as in '
+        "node.ranks_per_node=4"
+    )
 
 
 def mistakes(job: Job, world: World) -> list[str]:
     """Return the settings that this world, of ranks or simulated, does not support."""
     node = job.node
-    found = []
+    problems = []
     if slots(job) == 1:  # otherwise `contradictions` has reported it
-        found += cut(job, slots(job, world))
+        problems += cut(job, slots(job, world))
     if node.ranks_per_node == "host" and world.comm is None:
-        found.append(
-            'node.ranks_per_node = "host": a simulation has no hosts; say how many ranks a node '
-            "has, as in node.ranks_per_node=4"
+        problems.append(
+            'node.ranks_per_node = "host": a simulation has no hosts; set the number of ranks '
+            "per node, as in node.ranks_per_node=4"
         )
     if world.comm is not None and job.faults != FaultsSection():
-        found.append("faults: ranks have their own; only `mpigossip simulate` invents some")
+        problems.append(
+            "faults: a run on ranks does not simulate faults; leave [faults] out, or use "
+            "`mpigossip simulate`"
+        )
     if node.ranks_per_node == 1 or world.comm is None:
-        return found
-    says = f"node.ranks_per_node = {show(node.ranks_per_node)}"
+        return problems
+    setting = f"node.ranks_per_node = {show(node.ranks_per_node)}"
     if job.run.survive:
-        found.append(
-            f"run.survive = true: with {says} a lost rank takes its part of its node with it; to "
-            "go on, the node's other ranks would have to leave, and all columns to shrink by the "
-            "same node; use node.ranks_per_node = 1, or restart from checkpoints"
+        problems.append(
+            f"run.survive = true: with {setting} a failed rank takes a shard of its node with it, "
+            "and the run can't continue without the complete node; use node.ranks_per_node = 1, "
+            "or restart from checkpoints"
         )
     if not node.shard:
-        found.append(
-            f"node.shard = false: with {says} each rank updates and exchanges its part; leave it "
-            "out, or use node.ranks_per_node = 1"
+        problems.append(
+            f"node.shard = false: with {setting} each rank updates and exchanges its shard; leave "
+            "it out, or use node.ranks_per_node = 1"
         )
-    return found
+    return problems
 
 
 def cut(job: Job, slots: int) -> list[str]:
@@ -85,17 +93,19 @@ def cut(job: Job, slots: int) -> list[str]:
     if slots == 1 or not job.node.shard or name not in LOCALS or not LOCALS[name](0).whole:
         return []
     return [
-        f'local.name = "{name}" takes whole matrices, and each of the {slots} slots of a node has '
-        "a shard of the model, which begins and ends inside of them; use node.shard = false (slot "
-        "0 then makes the step for all; it goes with node.ranks_per_node = 1)"
+        f'local.name = "{name}" needs complete matrices, and each of the {slots} slots of a node '
+        "has a shard of the model, which may begin or end within a matrix; use node.shard = "
+        "false (slot 0 then makes the step for all slots, which requires node.ranks_per_node = 1)"
     ]
 
 
-def explained(found: list[str], world: World) -> list[str]:
+def explained(problems: list[str], world: World) -> list[str]:
     """Add the origin of the number of nodes to problems with the graph."""
     per = world.nodes.per_node
-    how = f" ({world.size} ranks, {per} a node: node.ranks_per_node)"
-    return [text + how if per > 1 and text.startswith("graph.name") else text for text in found]
+    origin = f" ({world.size} ranks, {per} per node: node.ranks_per_node)"
+    return [
+        text + origin if per > 1 and text.startswith("graph.name") else text for text in problems
+    ]
 
 
 def check_alike(job: Job, world: World) -> None:
@@ -105,45 +115,47 @@ def check_alike(job: Job, world: World) -> None:
     """
     if world.nodes.per_node == 1:
         return
-    found = world.broadcast(world.gather(slots_of(job.node.devices)))
-    counts = [len(slots) for slots in found]
-    kinds = [slots[0].split(":")[0] for slots in found]
+    slots_by_rank = world.broadcast(world.gather(slots_of(job.node.devices)))
+    counts = [len(slots) for slots in slots_by_rank]
+    kinds = [slots[0].split(":")[0] for slots in slots_by_rank]
     if len(set(counts)) > 1:
-        most = counts.index(max(counts))
-        least = counts.index(min(counts))
+        largest = counts.index(max(counts))
+        smallest = counts.index(min(counts))
         raise JobError(
-            f'node.devices = "{job.node.devices}": rank {most} on {world.hosts[most]} has '
-            f"{max(counts)} slots, rank {least} on {world.hosts[least]} has {min(counts)}; every "
-            "rank needs as many: name them, or have the scheduler give each rank as many GPUs"
+            f'node.devices = "{job.node.devices}": rank {largest} on {world.hosts[largest]} has '
+            f"{max(counts)} slots, rank {smallest} on {world.hosts[smallest]} has {min(counts)}; "
+            f"all "
+            "ranks need the same number: name the devices, or let the scheduler give each rank "
+            "the same number of GPUs"
         )
     if len(set(kinds)) > 1:  # slots on GPUs sum by NCCL, slots on CPUs in shared memory
         cpu = kinds.index("cpu")
         gpu = kinds.index("cuda")
         raise JobError(
             f'node.devices = "{job.node.devices}": rank {gpu} on {world.hosts[gpu]} has a GPU, '
-            f"rank {cpu} on {world.hosts[cpu]} sees none; every rank needs one where nodes have "
-            'several: have the scheduler give each rank a GPU, or use node.devices = "cpu:1"'
+            f"rank {cpu} on {world.hosts[cpu]} detects none; every rank needs one if nodes have "
+            'several ranks: let the scheduler give each rank a GPU, or use node.devices = "cpu:1"'
         )
     if kinds[0] == "cuda":
-        _check_gpus(job, world, found[world.rank])
+        _check_gpus(job, world, slots_by_rank[world.rank])
 
 
-def _check_gpus(job: Job, world: World, mine: tuple[str, ...]) -> None:
+def _check_gpus(job: Job, world: World, local_slots: tuple[str, ...]) -> None:
     """Check that no two slots of a host have the same GPU, which NCCL does not allow; collective.
 
     A rank that sees only its own GPU calls it cuda:0, so GPUs are compared by their identifiers.
     """
     owners: dict[tuple[str, str], int] = {}
-    said = world.broadcast(world.gather([gpu_of(slot) for slot in mine]))
-    for rank, gpus in enumerate(said):
+    gpus_by_rank = world.broadcast(world.gather([gpu_of(slot) for slot in local_slots]))
+    for rank, gpus in enumerate(gpus_by_rank):
         for gpu in filter(None, gpus):
             other = owners.setdefault((world.hosts[rank], gpu), rank)
             if other != rank or gpus.count(gpu) > 1:
-                both = f"ranks {other} and {rank}" if other != rank else f"two slots of rank {rank}"
+                pair = f"ranks {other} and {rank}" if other != rank else f"two slots of rank {rank}"
                 raise JobError(
-                    f'node.devices = "{job.node.devices}": {both} on {world.hosts[rank]} '
-                    f"have the same GPU ({gpu}), and NCCL joins slots on GPUs of their own; start "
-                    "one rank for each GPU, have the scheduler give each rank its own, or use "
+                    f'node.devices = "{job.node.devices}": {pair} on {world.hosts[rank]} have '
+                    f"the same GPU ({gpu}), but NCCL needs a separate GPU for each slot; start "
+                    "one rank for each GPU, let the scheduler give each rank its own GPU, or use "
                     "node.ranks_per_node = 1"
                 )
 
@@ -158,5 +170,5 @@ def make_group(job: Job, world: World) -> Group:
     torch.set_num_threads(job.node.threads)
     node = job.node
     return devices.make_group(
-        here(job, world), node.threads, node.shard, node.timeout_s, world, node.sums
+        local_devices(job, world), node.threads, node.shard, node.timeout_s, world, node.sums
     )

@@ -25,7 +25,7 @@ Metrics = Mapping[str, tuple[Any, Any]]
 """Metrics by name: each is a pair of a sum and the count to divide it by. Both are numbers or
 tensors with one element, and both are summed over batches, slots and nodes."""
 
-TAKEN = frozenset(
+RESERVED = frozenset(
     (
         "step",
         "at_step",
@@ -134,16 +134,16 @@ class LanguageModel:
         if not isinstance(batch, Mapping):
             loss, metrics = Classification.loss(self, model, batch)  # type: ignore[arg-type]
             return loss, {**metrics, **self._per_byte(metrics["loss"][0], batch[1])}
-        given = dict(batch)
-        targets = given.pop("labels", given["input_ids"])[:, 1:]
-        found = scores(model(**given))[:, :-1].flatten(0, -2).float()
-        wanted = targets.flatten()
-        counted = wanted != self.IGNORED
+        arguments = dict(batch)
+        targets = arguments.pop("labels", arguments["input_ids"])[:, 1:]
+        outputs = scores(model(**arguments))[:, :-1].flatten(0, -2).float()
+        labels = targets.flatten()
+        counted = labels != self.IGNORED
         count = counted.sum()
-        loss = functional.cross_entropy(found, wanted, ignore_index=self.IGNORED)
+        loss = functional.cross_entropy(outputs, labels, ignore_index=self.IGNORED)
         loss = loss.where(count > 0, 0.0)  # a batch without a counted token gives 0/0
-        right = ((found.detach().argmax(-1) == wanted) & counted).sum()
-        return loss, {"loss": (loss.detach().double() * count, count), "accuracy": (right, count)}
+        correct = ((outputs.detach().argmax(-1) == labels) & counted).sum()
+        return loss, {"loss": (loss.detach().double() * count, count), "accuracy": (correct, count)}
 
     def _per_byte(self, nats: Tensor, targets: Tensor) -> Metrics:
         """Return the loss per byte of these tokens, or {} if the bytes per token are not known."""
@@ -159,7 +159,7 @@ def _problem(made_by: str, source: str, model: str) -> BuilderSpec:
 
     One sample is one function f_i, the function of a node.
     """
-    brings = {
+    implied = {
         "data.source": source,
         "model.name": model,
         "data.batch": 1,
@@ -167,7 +167,7 @@ def _problem(made_by: str, source: str, model: str) -> BuilderSpec:
         "schedule.scale": "none",
     }
     only = ("data.source", "model.name")
-    return BuilderSpec(f"mpigossip.training.problems:{made_by}", implies=brings, only=only)
+    return BuilderSpec(f"mpigossip.training.problems:{made_by}", implies=implied, only=only)
 
 
 TASKS: dict[str, BuilderSpec | Callable] = {
@@ -210,21 +210,21 @@ class Objective:
             loss, metrics = self.task.loss(model, batch)
             if self.name in TASKS:
                 return loss, metrics
-            wrong = _wrong(loss, metrics)
+            problem = _describe_invalid(loss, metrics)
         except (Failure, UserError):
             raise
         except Exception as error:
             raise TaskError(
-                self._says(f"{describe_exception(error)}, on a batch of {form(batch)}")
+                self._with_setting(f"{describe_exception(error)}, on a batch of {form(batch)}")
             ) from error
-        if not wrong and self.metrics and metrics.keys() - {"loss"} != set(self.metrics):
-            wrong = (
-                f"gave the metrics {', '.join(metrics) or 'none'} for a batch of {form(batch)}, "
-                f"where the first gave {', '.join(self.metrics)}; give all of them each time, with "
-                "the count 0 where there is nothing to count"
+        if not problem and self.metrics and metrics.keys() - {"loss"} != set(self.metrics):
+            problem = (
+                f"returned the metrics {', '.join(metrics) or 'none'} for a batch of "
+                f"{form(batch)}, but {', '.join(self.metrics)} for the first batch; return all "
+                "of them for each batch, with the count 0 if there is nothing to count"
             )
-        if wrong:
-            raise TaskError(self._says(wrong))
+        if problem:
+            raise TaskError(self._with_setting(problem))
         return loss, metrics
 
     def figures(self, loss: Tensor, metrics: Metrics, accumulate: int) -> Tensor:
@@ -233,8 +233,8 @@ class Objective:
         The first value is the loss divided by ``accumulate``, the number of parts. The others are
         sum and count of each metric.
         """
-        found = [_double(one, loss) for name in self.metrics for one in metrics[name]]
-        return torch.stack([_double(loss, loss) / accumulate, *found])
+        counts = [_double(value, loss) for name in self.metrics for value in metrics[name]]
+        return torch.stack([_double(loss, loss) / accumulate, *counts])
 
     def tested(self, model: Callable, batch: Nested) -> Tensor:
         """Return sum and count of the loss and of each metric on a test batch.
@@ -272,23 +272,24 @@ class Objective:
             model.train(training)
         names = tuple(name for name in metrics if name != "loss")
         for name in names:
-            if name in TAKEN:
+            if name in RESERVED:
                 raise JobError(
-                    self._says(
-                        f'its metric "{name}" has the name of a column that '
-                        "every log has; choose another name"
+                    self._with_setting(
+                        f'its metric "{name}" has the name of a column of every log; choose '
+                        "another name"
                     )
                 )
             if re.fullmatch(NAME, name) is None:
                 raise JobError(
-                    self._says(
-                        f'its metric "{name}" has a name that no column can have: letters, digits '
-                        "and _ . - only, at most 32, not local_… or share_…"
+                    self._with_setting(
+                        f'its metric "{name}" has an invalid name: it must begin with a letter, '
+                        "but not with local_ or share_, and consist of at most 32 letters, "
+                        "digits, _ . and -"
                     )
                 )
         return Objective(self.task, self.name, names)
 
-    def _says(self, text: str) -> str:
+    def _with_setting(self, text: str) -> str:
         return f'task.name = "{self.name}": {text}'
 
 
@@ -303,25 +304,25 @@ def make(section: config.TaskSection) -> Objective:
     task = build_checked("task.name", section.name, object, factory, **section.options)
     if not callable(getattr(task, "loss", None)):
         raise JobError(
-            f'task.name = "{section.name}" returned {type(task).__name__}; it should return '
-            "something with loss(model, batch) -> (loss, {name: (sum, count)})"
+            f'task.name = "{section.name}" returned {type(task).__name__}; it should return an '
+            "object with loss(model, batch) -> (loss, {name: (sum, count)})"
         )
     return Objective(task, section.name)
 
 
-def _wrong(loss: Any, metrics: Any) -> str:
+def _describe_invalid(loss: Any, metrics: Any) -> str:
     """Return the error in a task's result, or ""."""
     if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
         what = form(loss) if isinstance(loss, Tensor) else type(loss).__name__
-        return f"its loss is {what}; it has to be one number, a float tensor of shape (): the mean"
+        return f"its loss is {what}; it must be the mean, a float tensor of shape ()"
     if not isinstance(metrics, Mapping):
         return f"its metrics are a {type(metrics).__name__}, not {{name: (sum, count)}}"
     for name, pair in metrics.items():
         if not isinstance(name, str):
-            return f"its metric {name!r} has no text for a name"
+            return f"its metric {name!r} needs a string as its name"
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_number, pair))):
             what = form(pair)
-            return f'its metric "{name}" is {what}; it has to be two numbers, (sum, count)'
+            return f'its metric "{name}" is {what}; it must be two numbers, (sum, count)'
     return ""
 
 
@@ -331,11 +332,11 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def _double(value: Any, beside: Tensor) -> Tensor:
-    """Return a value in float64 on the device of ``beside``, without waiting for that device."""
+def _double(value: Any, reference: Tensor) -> Tensor:
+    """Return a value in float64 on the device of ``reference``, without waiting for that device."""
     if isinstance(value, Tensor):
-        return value.detach().to(beside.device, torch.float64)
-    return torch.full((), value, dtype=torch.float64, device=beside.device)
+        return value.detach().to(reference.device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=reference.device)
 
 
 CLASSIFICATION = Objective(Classification(), metrics=("accuracy",))

@@ -27,7 +27,7 @@ BUCKET = 25 << 20
 """Sizes, in bytes, of the first and of all further buckets of gradients that
 DistributedDataParallel of torch sends at once, by default."""
 BURN_IN = 24
-SHOWN = 96
+MEASURED = 96
 """Number of rounds until waiting has spread over a graph, and number of rounds over which it is
 then averaged."""
 DRAWN = 512
@@ -78,7 +78,7 @@ def edges_of(graph: Graph, t: int) -> Edges:
     r = graph.round(t)
     n = graph.n
     senders = [[i, *r.neighbours(i)[0]] for i in range(n)]
-    received = np.array([len(each) - 1 for each in senders])
+    received = np.array([len(row) - 1 for row in senders])
     flat = np.concatenate(senders)
     starts = np.cumsum(received + 1) - received - 1
     return Edges(flat, starts, np.bincount(flat, minlength=n) - 1, received)
@@ -89,22 +89,22 @@ class Timing:
 
     def __init__(
         self,
-        made: Exchanges,
+        exchanges: Exchanges,
         machine: Machine,
         bandwidth: np.ndarray | None = None,
         ddp: bool = True,
     ):
         """Prepare the durations.
 
-        :param made: exchanges of the job
+        :param exchanges: exchanges of the job
         :param machine: durations and rates of a node
         :param bandwidth: bytes/s of the link of each node, (n,); None: equal for all nodes
         :param ddp: time a method that averages over all nodes in each step like
             DistributedDataParallel of torch, which sends each bucket of gradients during backward;
             if false, like this package, which sends after backward
         """
-        self.made = made
-        self.parts = made.parts
+        self.exchanges = exchanges
+        self.parts = exchanges.parts
         self.machine = machine
         layout = self.parts.layout
         method = self.parts.method
@@ -139,16 +139,16 @@ class Timing:
             wire = hops(n) * m.global_latency_s + moved / (slowest * m.global_bandwidth)
             return self.encode_s + wire, self.term_s
         edges = edges_of(self.parts.graph, t)
-        to = edges.receivers
-        many = np.maximum(edges.sent[edges.senders], edges.received[to])
+        receivers = edges.receivers
+        message_counts = np.maximum(edges.sent[edges.senders], edges.received[receivers])
         link = np.full(n, m.bandwidth) if self._bandwidth is None else self._bandwidth
-        slower = np.minimum(link[edges.senders], link[to])
-        wire = self.encode_s + m.latency_s + many * layout.sent_bytes / slower
+        slower = np.minimum(link[edges.senders], link[receivers])
+        wire = self.encode_s + m.latency_s + message_counts * layout.sent_bytes / slower
         wire[edges.starts] = 0.0
-        own = np.full(n, self.encode_s)  # a node without neighbours encodes its message, too
-        np.maximum.at(own, edges.senders, wire)
-        wire[edges.starts] = own
-        return wire, edges.received[to] * self.term_s
+        self_edges = np.full(n, self.encode_s)  # a node without neighbours encodes its message, too
+        np.maximum.at(self_edges, edges.senders, wire)
+        wire[edges.starts] = self_edges
+        return wire, edges.received[receivers] * self.term_s
 
     def hidden(self, wire, sums):
         """Return the seconds of an exchange that are overlapped with computation.
@@ -161,12 +161,12 @@ class Timing:
         :param sums: seconds of the sums, from :meth:`message_s`
         """
         compute = self.machine.compute_s
-        whole = wire + sums
+        total = wire + sums
         if self.parts.method.ahead:
             return np.minimum(wire, compute)
         if self.delay:
-            return np.minimum(whole, self.delay * self.steady_s)
-        return np.minimum((1 - self.last) * whole, BACKWARD * compute)
+            return np.minimum(total, self.delay * self.steady_s)
+        return np.minimum((1 - self.last) * total, BACKWARD * compute)
 
     def exchange_s(self, kind: ExchangeKind, t: int | None) -> tuple[float, float]:
         """Return the seconds of an exchange without waiting, and how many of them are hidden."""
@@ -185,9 +185,9 @@ class Timing:
 
     def mean_s(self) -> tuple[float, float]:
         """Return the seconds of the exchange in an average step, and the hidden part of them."""
-        each = [(self.exchange_s(*key), count) for key, count in self.made.counted.items()]
-        exchange, hidden = (sum(s[k] * count for s, count in each) for k in (0, 1))
-        return exchange / self.made.steps, hidden / self.made.steps
+        costs = [(self.exchange_s(*key), count) for key, count in self.exchanges.counted.items()]
+        exchange, hidden = (sum(s[k] * count for s, count in costs) for k in (0, 1))
+        return exchange / self.exchanges.steps, hidden / self.exchanges.steps
 
     def waiting_s(self) -> float:
         """Return the seconds of an average step in which a node waits for slower nodes.
@@ -202,20 +202,22 @@ class Timing:
         if not sigma or n == 1:
             return 0.0
         schedule = self.parts.cadence.fragment_schedule
-        if {kind for kind, _ in self.made.counted} <= {
+        if {kind for kind, _ in self.exchanges.counted} <= {
             ExchangeKind.LOCAL,
             ExchangeKind.GLOBAL,
         } and not self.delay:
-            kinds = enumerate(self.made.rounds(), 1)
+            kinds = enumerate(self.exchanges.rounds(), 1)
             ends = [step for step, (kind, _) in kinds if kind is ExchangeKind.GLOBAL]
             gaps = sum(map(math.sqrt, np.diff(ends, prepend=0)))
-            return sigma * expected_maximum(n) * gaps / self.made.steps
+            return sigma * expected_maximum(n) * gaps / self.exchanges.steps
         rows = max(1, DRAWN // n)
         random = np.random.default_rng(0)
         waited = []
         clock = Clock(self, rows)
-        burn_in, shown = (schedule.period * -(-k // schedule.fragments) for k in (BURN_IN, SHOWN))
-        for kind, t in replace(self.made, steps=burn_in + shown).rounds():
+        burn_in, measured = (
+            schedule.period * -(-k // schedule.fragments) for k in (BURN_IN, MEASURED)
+        )
+        for kind, t in replace(self.exchanges, steps=burn_in + measured).rounds():
             noise = 1 + self.machine.jitter * random.standard_normal((rows, n))
             begin = clock.now
             end = clock.step(kind, t, self.machine.compute_s * np.maximum(noise, 0.0))
@@ -246,31 +248,31 @@ class Clock:
         """
         machine = self._timing.machine
         begin = self.now
-        rest = machine.node_s + machine.update_s
-        ready = begin + compute + rest
-        kind, t = self._timing.made.carried_out(kind, t)
+        fixed_s = machine.node_s + machine.update_s
+        ready = begin + compute + fixed_s
+        kind, t = self._timing.exchanges.carried_out(kind, t)
         if self._timing.delay:
             self.now = np.maximum(ready, self._sent.popleft())
             self._sent.append(self._exchanged(kind, t, self.now, self.now))
         else:
-            self.now = self._exchanged(kind, t, begin + rest, ready)
+            self.now = self._exchanged(kind, t, begin + fixed_s, ready)
         return self.now
 
     def _exchanged(self, kind: ExchangeKind, t, begin: np.ndarray, ready: np.ndarray) -> np.ndarray:
         """Return when each node has the result of an exchange, sent when all are `ready`."""
         timing = self._timing
-        made = self._timing.made
+        exchanges = self._timing.exchanges
         wire, sums = timing.message_s(kind, t)
-        if kind is ExchangeKind.LOCAL or made.asynchronous:
+        if kind is ExchangeKind.LOCAL or exchanges.asynchronous:
             return ready + np.max(wire + sums)
-        shown = wire + sums - (0.0 if timing.delay else timing.hidden(wire, sums))
+        visible = wire + sums - (0.0 if timing.delay else timing.hidden(wire, sums))
         if kind is ExchangeKind.GLOBAL:
-            return np.repeat(ready.max(1, keepdims=True) + shown, self._n, axis=1)
+            return np.repeat(ready.max(1, keepdims=True) + visible, self._n, axis=1)
         edges = edges_of(timing.parts.graph, t)
         if timing.parts.method.ahead:
-            came = np.maximum.reduceat(begin[:, edges.senders] + wire, edges.starts, axis=1)
-            return np.maximum(ready, came) + edges.received * timing.term_s
-        return np.maximum.reduceat(ready[:, edges.senders] + shown, edges.starts, axis=1)
+            arrival = np.maximum.reduceat(begin[:, edges.senders] + wire, edges.starts, axis=1)
+            return np.maximum(ready, arrival) + edges.received * timing.term_s
+        return np.maximum.reduceat(ready[:, edges.senders] + visible, edges.starts, axis=1)
 
 
 @lru_cache(maxsize=256)
@@ -312,9 +314,9 @@ class VirtualClock:
         self._seed = job.run.seed
         self._engine = engine
         # a simulated asynchronous run has its own stragglers
-        ill = job.faults
-        own = job.faults.slow_times > 1
-        slow = ill if own else section
+        faults = job.faults
+        has_own = job.faults.slow_times > 1
+        slow = faults if has_own else section
         self._slow = Faults(
             parts.graph.n, job.run.seed, slow.slow_times, slow.slow_nodes, slow.slow_steps
         )

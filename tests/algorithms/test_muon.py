@@ -164,7 +164,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
 
 def test_shards_are_refused_and_one_slot_steps_for_all():
     found = assemble.mistakes(job("node.devices=cpu:2"), 2)
-    assert len(found) == 1 and "whole matrices" in found[0] and "node.shard = false" in found[0]
+    assert len(found) == 1 and "complete matrices" in found[0] and "node.shard = false" in found[0]
     ranks = job("node.ranks_per_node=2", "node.devices=cpu:1")
     assert "each of the 2 slots" in " ".join(assemble.mistakes(ranks, 2))
     digests = []

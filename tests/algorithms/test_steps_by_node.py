@@ -133,7 +133,7 @@ def test_a_step_costs_what_it_does_with_the_longest_for_all():
 @on_each(
     ("settings", "message"),
     [
-        ("", "cadence.period = [4, 1, 3]: 3 numbers, one for each node, and there are 4; give 4"),
+        ("", "cadence.period = [4, 1, 3]: 3 numbers for 4 nodes; give 4"),
         ("algorithm.name=dsgt cadence.name=every", "needs a gradient of every node in every step"),
         ("run.survive=true cadence.period=[4,1,3,2]", "one node fewer: cadence.period = [4, 1, 3,"),
     ],

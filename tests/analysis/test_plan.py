@@ -201,4 +201,4 @@ def test_alone_nobody_says_how_many_ranks_a_host_has(alone):
     given = ["--compute", "20ms", "--bandwidth", "1Gbit", "--latency", "30us"]
     done = alone("plan", JOB, "--nodes", "4", *given, "node.ranks_per_node=host")
     assert done.returncode == 0, done.stderr
-    assert "one rank a host assumed" in " ".join(done.stdout.split())
+    assert "one rank per host" in " ".join(done.stdout.split())

@@ -1,4 +1,4 @@
-"""Which errors the command line turns into one paragraph, and with which exit code."""
+"""Errors that the command line prints as one paragraph, and their exit codes."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from mpigossip.training.loop import NonFiniteError
 
 
 class OwnError(StoreError):
-    """Of a user's own source: a name that no list has."""
+    """Error of a custom source, whose name is in no list of this package."""
 
 
 def ending(monkeypatch, error):
@@ -26,23 +26,23 @@ def ending(monkeypatch, error):
 
 
 @pytest.mark.parametrize("kind", [JobError, CollectiveError, GraphError, StoreError, OwnError])
-def test_a_mistake_is_one_paragraph_and_code_2(monkeypatch, capsys, kind):
+def test_a_user_error_is_one_paragraph_and_code_2(monkeypatch, capsys, kind):
     assert ending(monkeypatch, kind("graph.n = 3: too few")) == WRONG
     assert capsys.readouterr().err == "mpigossip: graph.n = 3: too few\n"
 
 
 @pytest.mark.parametrize("kind", [WaitTimeoutError, NonFiniteError])
-def test_a_run_that_cannot_go_on_is_one_line_and_code_1(monkeypatch, capsys, kind):
+def test_a_failure_is_one_line_and_code_1(monkeypatch, capsys, kind):
     assert ending(monkeypatch, kind("rank 3 doesn't answer")) == FAILED
     assert capsys.readouterr().err == "mpigossip: rank 3 doesn't answer\n"
 
 
-def test_of_many_processes_the_first_speaks(monkeypatch, capsys):
+def test_only_the_first_process_prints_the_error(monkeypatch, capsys):
     assert ending(monkeypatch, LaunchError("no MPI", rank=1)) == WRONG
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("kind", [ValueError, TimeoutError, ZeroDivisionError])
-def test_other_errors_are_no_ones_mistake(monkeypatch, kind):
+def test_other_errors_are_raised(monkeypatch, kind):
     with pytest.raises(kind):
         ending(monkeypatch, kind("a fault of the program"))

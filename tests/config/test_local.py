@@ -1,9 +1,9 @@
-"""Section [local], beside the algorithm that uses it."""
+"""Section [local], together with the algorithm that uses it."""
 
 from mpigossip.config import dump, load
 from mpigossip.training import assemble
 from tests.cases import on_each
-from tests.config.test_sections import TABLES, mistakes
+from tests.config.test_sections import TABLES, problems_of
 
 NEW = """\
 [algorithm]
@@ -20,45 +20,47 @@ def test_a_job_with_a_local_step_is_written_and_read_back():
     job = load(NEW, tables=TABLES)
     assert job.local.name == "momentum"
     assert job.local.options == {"momentum": 0.5, "damping": 0.1}
-    assert job.algorithm.options["momentum"] == 0.8, "an option of both stays the algorithm's"
+    assert job.algorithm.options["momentum"] == 0.8, (
+        "an option that both have belongs to the algorithm"
+    )
     assert '[local]\nname = "momentum"' in dump(job)
     assert load(dump(job), tables=TABLES) == job == load(dump(job))
 
 
-def test_a_removed_setting_names_what_replaces_it():
+def test_a_removed_setting_names_its_replacement():
     for source in ({"algorithm": {"local": "sgd"}}, {"algorithm": {"name": "dsgd", "local": 3}}):
-        assert mistakes(source, tables=TABLES) == [
+        assert problems_of(source, tables=TABLES) == [
             "algorithm.local: removed; the local step has its own section; write local.name"
         ]
 
 
 def test_a_complete_job_of_an_earlier_version_may_have_a_removed_default():
     assert load("[node]\noverlap = true\n") == load({})
-    for name, kept in (("detag", {"beta": 0.5}), ("dmsgd", {"momentum": "new", "beta": 0.5})):
+    for name, options in (("detag", {"beta": 0.5}), ("dmsgd", {"momentum": "new", "beta": 0.5})):
         old = f'[algorithm]\nname = "{name}"\nmomentum = "new"\nbeta = 0.5\n'
-        assert load(old).algorithm.options == kept
+        assert load(old).algorithm.options == options
     for source, overrides in (({"node": {"overlap": True}}, ()), ({}, ["node.overlap=true"])):
-        (message,) = mistakes(source, overrides)
-        assert message.startswith("node.overlap: removed; layers are no longer sent during back")
-    (message,) = mistakes("[node]\noverlap = false\n")
-    assert message.startswith("node.overlap: removed;")
+        (message,) = problems_of(source, overrides)
+        assert message.startswith("node.overlap: removed; ")
+    (message,) = problems_of("[node]\noverlap = false\n")
+    assert message.startswith("node.overlap: removed; ")
 
 
 def test_a_complete_job_of_an_earlier_version_may_have_an_old_name():
     assert load("[node]\nkept = 0.25\n").node.density == 0.25
     for source, overrides in (({"node": {"kept": 0.25}}, ()), ({}, ["node.kept=0.25"])):
-        (message,) = mistakes(source, overrides)
+        (message,) = problems_of(source, overrides)
         assert message.startswith("node.kept: removed; write node.density")
 
 
-def test_an_option_of_the_local_step_among_those_of_the_algorithm_is_a_mistake():
-    (message,) = mistakes(NEW, ["algorithm.damping=0.2"], TABLES)
+def test_an_option_of_the_local_step_in_section_algorithm_is_rejected():
+    (message,) = problems_of(NEW, ["algorithm.damping=0.2"], TABLES)
     assert message == 'algorithm.damping: unknown key; did you mean "local.damping"?'
-    (message,) = mistakes(NEW, ["algorithm.qqq=0.2"], TABLES)
+    (message,) = problems_of(NEW, ["algorithm.qqq=0.2"], TABLES)
     assert ": unknown key; known here: accumulate, " in message and "local." not in message
 
 
-def test_both_of_one_name_can_be_set():
+def test_two_options_of_the_same_name_can_be_set():
     job = load(NEW, ["algorithm.momentum=0.6", "local.momentum=0.7"], TABLES)
     assert job.algorithm.options["momentum"] == 0.6 and job.local.options["momentum"] == 0.7
 
@@ -68,27 +70,27 @@ def test_another_local_step_drops_the_options_of_the_old_one():
     assert load(NEW, changed, TABLES).local.options["damping"] == 0.1, "the name is the same"
     usual = {"algorithm": {"name": "tracking"}, "local": {"damping": 0.1}}
     assert load(usual, tables=TABLES).local.options == {"momentum": 0.5, "damping": 0.1}
-    assert load(usual, changed, TABLES).local.options == {}, "the usual one of dsgd is another"
+    assert load(usual, changed, TABLES).local.options == {}, "dsgd has another default local step"
     assert load(usual, ["local.name=momentum", *changed], TABLES).local.options["damping"] == 0.1
     assert load(dump(load(usual, tables=TABLES)), changed, TABLES).local.name is None
 
 
-def test_methods_with_a_step_of_their_own_refuse_another():
+def test_algorithms_with_their_own_step_reject_another():
     named = ["algorithm.name=dmsgd", "local.name=momentum"]
-    (message,) = mistakes(NEW, named, TABLES)
-    assert message.startswith('local.name = "momentum": "dmsgd" has its own local step; leave it')
-    assert message.endswith("choose one of dsgd, tracking")
-    (message,) = mistakes({"local": {"beta": 1}}, tables=TABLES)
-    assert message.startswith('local.beta: algorithm "dmsgd" has no local step')
+    (message,) = problems_of(NEW, named, TABLES)
+    assert message.startswith('local.name = "momentum": "dmsgd" has its own local step')
+    assert message.endswith(": dsgd, tracking")
+    (message,) = problems_of({"local": {"beta": 1}}, tables=TABLES)
+    assert message.startswith('local.beta: algorithm "dmsgd" has no')
     for settings in (["algorithm.name=dmsgd"], ["algorithm.name=dmsgd", "local.name=none"]):
         job = load(NEW, settings, TABLES)  # an override drops the section of the file
         assert job.local.name is None and job.local.options == {}
 
 
-def test_all_mistakes_of_the_section_at_once():
-    (message,) = mistakes(NEW, ["local.name=momentun"], TABLES)
+def test_all_problems_of_the_section_are_reported_at_once():
+    (message,) = problems_of(NEW, ["local.name=momentun"], TABLES)
     assert 'local.name = "momentun": unknown local; did you mean "momentum"?' in message
-    got = mistakes(NEW, ["local.dampng=1", "local.momentum=high", "algorithm.momentm=1"], TABLES)
+    got = problems_of(NEW, ["local.dampng=1", "local.momentum=high", "algorithm.momentm=1"], TABLES)
     for part in (
         'local.dampng: unknown key; did you mean "damping"?',
         'local.momentum = "high": needs a number; the default is 0.5',
@@ -98,15 +100,15 @@ def test_all_mistakes_of_the_section_at_once():
 
 
 @on_each("local", ["", "[1]", "{ a = 1 }", "true"])
-def test_odd_sections_are_mistakes(local):
-    mistakes(f'local = {local or 3}\n[run]\nname = "dsgd"\n', tables=TABLES)
+def test_malformed_sections_are_rejected(local):
+    problems_of(f'local = {local or 3}\n[run]\nname = "dsgd"\n', tables=TABLES)
 
 
-def test_other_names_than_that_of_a_section_are_checked_too():
+def test_names_in_other_settings_are_checked_too():
     assert load({}, ["node.wire=bf16"], TABLES).node.wire == "bf16"
-    (message,) = mistakes({}, ["node.wire=bf15"], TABLES)
+    (message,) = problems_of({}, ["node.wire=bf15"], TABLES)
     assert message == 'node.wire = "bf15": unknown wire; did you mean "bf16"?'
-    (message,) = mistakes({}, ["node.wire=3"], TABLES)
+    (message,) = problems_of({}, ["node.wire=3"], TABLES)
     assert message.startswith("node.wire = 3: needs text")
 
 
@@ -125,7 +127,7 @@ def test_rates_of_adaptive_local_steps_are_not_scaled_by_default():
         (["algorithm.name=dsgd", "local.name=adamw"], "none"),
         (["algorithm.name=dsgd", "local.name=muon"], "none"),
         (["algorithm.name=dsgd", "local.name=accumadam"], "none"),
-        (["algorithm.name=diloco"], "none"),  # its usual local step
+        (["algorithm.name=diloco"], "none"),  # its default local step
         (["algorithm.name=diloco", "local.name=sgd"], "linear"),
         (["algorithm.name=diloco", "schedule.scale=linear"], "linear"),
     ):

@@ -1,4 +1,4 @@
-"""Which line of user code a message names."""
+"""The line of user code that a message names."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from mpigossip.config.user_code import user_frame
 
 
 def fails(path):
-    """Return the exception of code that stands in a file."""
+    """Return the exception of failing code in the file ``path``."""
     try:
         exec(compile("1 / 0", str(path), "exec"))
     except ZeroDivisionError as error:

@@ -14,7 +14,7 @@ JOBS = Path(__file__).parents[2] / "jobs"
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """The files where pip puts them: share/mpigossip of the environment."""
+    """Return the folder share/mpigossip of an environment with the files that pip installs."""
     share = tmp_path / "share" / "mpigossip"
     for folder in ("", "own", "loops", "sites", "templates"):
         (share / folder).mkdir(parents=True, exist_ok=True)
@@ -31,14 +31,14 @@ def test_examples_sites_and_templates_are_found_where_pip_puts_them(installed, m
     assert packaged.given("digits") == installed / "digits.toml"
     assert "perlmutter" in batch.sites() and packaged.find("templates/slurm.sh").exists()
     monkeypatch.setattr(packaged.sysconfig, "get_path", lambda *_: "/none")
-    with pytest.raises(JobError, match="install again"):
+    with pytest.raises(JobError, match="reinstall"):
         packaged.find("sites")
     assert packaged.given("digits") == Path("digits")
 
 
-def test_a_job_by_name_is_the_packaged_one_unless_a_file_has_it(tmp_path, monkeypatch):
+def test_a_name_means_the_packaged_job_unless_a_file_has_this_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "digits").mkdir()  # a folder, such as one of data, is no job
+    (tmp_path / "digits").mkdir()  # a folder, for example with data, is not a job
     assert reading.read("digits") == reading.read(JOBS / "digits.toml")
     Path("digits").rmdir()
     Path("digits").write_text("[run]\nname = 'mine'")
@@ -73,18 +73,18 @@ def test_an_example_is_copied_with_its_module_and_never_over_a_file(tmp_path, mo
 
 
 @on_each("name", [path.name for path in packaged.examples().values()])
-def test_the_wheel_takes_every_example(name):
+def test_the_wheel_contains_every_example(name):
     import tomllib
 
     project = tomllib.loads((JOBS.parent / "pyproject.toml").read_text())
-    patterns = [p for each in project["tool"]["setuptools"]["data-files"].values() for p in each]
-    found = {path.name for pattern in patterns for path in JOBS.parent.glob(pattern)}
-    assert name in found
+    patterns = [p for table in project["tool"]["setuptools"]["data-files"].values() for p in table]
+    names = {path.name for pattern in patterns for path in JOBS.parent.glob(pattern)}
+    assert name in names
 
 
 @pytest.mark.every
 def test_a_wheel_trains_without_a_clone(tmp_path, mpirun):
-    """Built, unpacked into a folder as `pip install --target` does, and run beside no clone."""
+    """Build a wheel, install it with `pip install --target`, and run it without a clone."""
     import subprocess
 
     into = ["install", "--target", "site", "--no-index", "-f", "dist", "mpigossip"]

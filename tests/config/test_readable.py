@@ -1,4 +1,4 @@
-"""Texts as terminals and spreadsheets may have them."""
+"""Texts that are safe for terminals and spreadsheets."""
 
 import ast
 import math
@@ -14,7 +14,7 @@ JOB = str(Path(__file__).parents[2] / "jobs" / "digits.toml")
 EVIL = "a\x1b[31mb\x9b2Jc\u202ed\re"
 
 
-def test_what_is_not_printable_is_shown():
+def test_unprintable_characters_are_escaped():
     assert printable(EVIL + "\n\tä→") == "a\\x1b[31mb\\x9b2Jc\\u202ed\\re\n\tä→"
     assert printable("\udc80 \x7f") == "\\udc80 \\x7f"
     assert cells(["=1+1", "+a", "-b", "@c", "", "a=b", -1.5]) == [
@@ -36,11 +36,11 @@ def test_everything_is_printed_by_one_function():
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     }
-    # the second is a child process whose words its parent reads
+    # the second one is a child process whose output its parent reads
     assert prints == {"config/readable.py", "mixing/device/proof.py"}
 
 
-def test_names_in_files_reach_no_terminal_as_they_are(tmp_path, monkeypatch, capsys):
+def test_names_in_files_are_escaped_on_the_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     small = ["model.name=mlp", "model.hidden=[4]", "run.steps=1", "schedule.warmup_epochs=0"]
     named = f'run.name="{EVIL}"'.encode("unicode_escape").decode().replace("\\x", "\\u00")
@@ -55,10 +55,12 @@ def test_names_in_files_reach_no_terminal_as_they_are(tmp_path, monkeypatch, cap
     ]
     for words in commands:
         cli.main(words)
-        said = capsys.readouterr()
-        wrong = {c for c in said.out + said.err if not c.isprintable() and c not in "\n\t"}
-        assert not wrong, (words, said)
-        assert words is not start or "\\x1b[31m" in said.out, said
+        output = capsys.readouterr()
+        unprintable = {
+            c for c in output.out + output.err if not c.isprintable() and c not in "\n\t"
+        }
+        assert not unprintable, (words, output)
+        assert words is not start or "\\x1b[31m" in output.out, output
 
 
 def test_columns_are_as_wide_as_their_longest_cell():

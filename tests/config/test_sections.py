@@ -83,7 +83,7 @@ TABLES = {
 }
 
 
-def mistakes(source, overrides=(), tables=None):
+def problems_of(source, overrides=(), tables=None):
     with pytest.raises(JobError) as caught:
         load(source, overrides, tables)
     return list(caught.value.messages)
@@ -149,7 +149,7 @@ def test_tables_fill_in_defaults_and_check_options():
     assert load(JOB, ["graph.hops=2"], TABLES).graph.options["hops"] == 2
     assert load(JOB, ["algorithm.momentum=1"], TABLES).algorithm.options["momentum"] == 1.0
     assert load(JOB, ["model.depth=3"], TABLES).model.options["depth"] == 3
-    got = mistakes(
+    got = problems_of(
         JOB,
         ["graph.order=permutted", "graph.hop=1", "algorithm.momentum=high", "algorithm.betas=[1]"],
         TABLES,
@@ -161,36 +161,36 @@ def test_tables_fill_in_defaults_and_check_options():
     assert any("algorithm.betas = [1]: needs a list of 2" in m for m in got)
 
 
-def test_names_are_checked_where_tables_are_given():
+def test_names_are_checked_if_there_are_tables():
     assert load({"graph": {"name": "rign"}}).graph.name == "rign"
-    (message,) = mistakes({"graph": {"name": "rign"}}, tables=TABLES)
+    (message,) = problems_of({"graph": {"name": "rign"}}, tables=TABLES)
     assert 'graph.name = "rign"' in message and 'did you mean "ring"?' in message
     own = {"model": {"name": "my.models:net", "any": 1}, "graph": {"name": "file:found.h5"}}
     job = load(own, tables=TABLES)
     assert job.model.options == {"any": 1}
-    (message,) = mistakes({"algorithm": {"name": "a/b"}}, tables=TABLES)
+    (message,) = problems_of({"algorithm": {"name": "a/b"}}, tables=TABLES)
     assert "dmsgd, dsgd, parallel" in message
     assert load({"algorithm": {"name": "a:b"}}, tables=TABLES).algorithm.name == "a:b"
 
 
-def test_a_required_option_is_asked_for():
+def test_a_missing_required_option_is_reported():
     def needs(n, *, degree: int):
         pass
 
-    (message,) = mistakes({"graph": {"name": "k"}}, tables={"graph.name": {"k": needs}})
+    (message,) = problems_of({"graph": {"name": "k"}}, tables={"graph.name": {"k": needs}})
     assert "graph.degree is not set" in message
 
 
-def test_parallel_goes_with_the_complete_graph():
+def test_parallel_implies_the_complete_graph():
     assert load({"algorithm": {"name": "parallel"}}, tables=TABLES).graph.name == "complete"
     job = load({"algorithm": {"name": "parallel"}, "graph": {"name": "complete"}})
     assert load(dump(job)) == job
-    (message,) = mistakes(JOB, ["algorithm.name=parallel"], TABLES)
+    (message,) = problems_of(JOB, ["algorithm.name=parallel"], TABLES)
     assert message.startswith('graph.name = "one-peer-exponential"') and '"complete"' in message
 
 
-def test_all_mistakes_at_once():
-    got = mistakes(
+def test_all_problems_are_reported_at_once():
+    got = problems_of(
         {
             "run": {"sed": 1, "seed": True, "epochs": -1, "name": "a/b"},
             "data": {"batch": "32", "partition": "shufled", "shape": [3, 0]},
@@ -212,7 +212,7 @@ def test_all_mistakes_at_once():
         'mean "shuffled"?',
         "data.shape = 0: must be at least 1",
         'nodes: unknown section; did you mean "node"?',
-        "node = 4: needs keys, in a section [node]",
+        "node = 4: must be a section [node]",
         "checkpoint.keep = 0: must be at least 1, at most 10^9; the default is 2",
         "schedule.lr = 0.0: must be greater than 0, from 1e-15 up to 1e15; the default is 0.1",
         "schedule.milestones = 5: needs a list",
@@ -259,7 +259,7 @@ def test_all_mistakes_at_once():
     ],
 )
 def test_limits_and_malformed_overrides(override, part):
-    (message,) = mistakes({}, [override])
+    (message,) = problems_of({}, [override])
     assert part in message
 
 
@@ -271,7 +271,7 @@ def test_limits_and_malformed_overrides(override, part):
         ("algorithm.name=DMSG", '"dmsgd" or "qg-dmsgd" or "dmsgd-vanilla"'),
     ],
 )
-def test_a_part_of_a_name_proposes_the_whole(override, meant):
+def test_a_part_of_a_name_suggests_the_full_name(override, meant):
     with pytest.raises(JobError) as caught:
         assemble.load({}, [override])
     assert caught.value.messages[0].endswith(f"; did you mean {meant}?")
@@ -299,21 +299,21 @@ def test_overrides():
     assert job.schedule.scale == "none" and job.schedule.milestones == (1.0, 2.0)
     assert job.graph.options == {"order": "cyclic"} and job.node.shard is False
     assert load(dump(job), ["algorithm.clip_norm=none"]).algorithm.clip_norm is None
-    # A value can't bring keys of its own.
+    # A value can't add keys.
     assert load({}, ["run.name=1\nepochs = 3"]).run.name == "1\nepochs = 3"
 
 
-def test_files_that_are_no_jobs(tmp_path):
+def test_files_that_are_not_jobs(tmp_path):
     (tmp_path / "digits.toml").write_text(JOB)
-    (message,) = mistakes(tmp_path / "digit.toml")
+    (message,) = problems_of(tmp_path / "digit.toml")
     assert "no such file" in message and 'did you mean "digits.toml"?' in message
-    (message,) = mistakes("no/such/folder/job.toml")
+    (message,) = problems_of("no/such/folder/job.toml")
     assert "no such file" in message
-    assert "can't be read" in mistakes(tmp_path)[0]
-    assert "can't be read" in mistakes("nul\0byte")[0]
+    assert "can't be read" in problems_of(tmp_path)[0]
+    assert "can't be read" in problems_of("nul\0byte")[0]
     (tmp_path / "binary.toml").write_bytes(b"\x89HDF\r\n\xff")
-    assert "can't be read as text" in mistakes(tmp_path / "binary.toml")[0]
-    (message,) = mistakes("[run]\nname = trial\n")
+    assert "can't be read" in problems_of(tmp_path / "binary.toml")[0]
+    (message,) = problems_of("[run]\nname = trial\n")
     assert "is not TOML" in message and "line 2" in message and "quotes" in message
 
 
@@ -349,14 +349,14 @@ def test_mutated_jobs_are_jobs_or_job_errors():
     assert good > 50
 
 
-def test_odd_dicts_are_job_errors():
+def test_invalid_dicts_are_job_errors():
     deep = []
     for _ in range(100_000):
         deep = [deep]
     for value in (None, object(), b"x", {"a": object()}, [float("inf")], 1 << 80, deep):
         for section in ("run", "graph", 3):
-            mistakes({section: value})
-            mistakes({section: {"name": value}})
+            problems_of({section: value})
+            problems_of({section: {"name": value}})
 
 
 def test_another_name_drops_the_options_of_the_old_one():

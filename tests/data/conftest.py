@@ -1,4 +1,4 @@
-"""Loading processes that begin with torch imported."""
+"""Loading processes that start with torch already imported."""
 
 import multiprocessing
 
@@ -10,18 +10,18 @@ from mpigossip.data import loader
 
 
 class Forking(DataLoader):
-    """Its processes are forks of one that has imported torch; what they are given is pickled."""
+    """DataLoader whose processes are forks of one that has imported torch; its data are pickled."""
 
-    def __init__(self, *given, **more):
-        if more.get("multiprocessing_context") == "spawn":
+    def __init__(self, *args, **kwargs):
+        if kwargs.get("multiprocessing_context") == "spawn":
             multiprocessing.set_forkserver_preload(["torch", "mpigossip.data.loader"])
-            more["multiprocessing_context"] = "forkserver"
-        super().__init__(*given, **more)
+            kwargs["multiprocessing_context"] = "forkserver"
+        super().__init__(*args, **kwargs)
 
 
 @pytest.fixture
 def forked(monkeypatch) -> None:
-    """In place of new processes, each of which imports torch for seconds."""
+    """Fork loading processes instead of starting new ones, which import torch for seconds."""
     monkeypatch.setattr(loader, "DataLoader", Forking)
-    # what torch waits for a silent process before it ends it
+    # seconds for which torch waits for a process that does not end
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)

@@ -1,4 +1,4 @@
-"""Problems of theory: their optima, and how far nodes are apart there, are what they say."""
+"""Theory problems: tests of their optima and of the heterogeneity of nodes at the optima."""
 
 import numpy as np
 import pytest
@@ -18,14 +18,14 @@ MADE = {
 
 
 def at(task, samples, x):
-    """Value and gradient of each sample."""
+    """Return the value and the gradient of each sample."""
     rows = zip(*(torch.as_tensor(np.array(array)) for array in samples), strict=True)
-    found = [task.function(x, [part[None] for part in row])[:2] for row in rows]
-    return [torch.stack(column).double() for column in zip(*found, strict=True)]
+    pairs = [task.function(x, [part[None] for part in row])[:2] for row in rows]
+    return [torch.stack(column).double() for column in zip(*pairs, strict=True)]
 
 
 @on_each("name", MADE)
-def test_the_optimum_is_known_and_so_is_what_nodes_differ_by_there(name):
+def test_the_optimum_and_the_heterogeneity_are_known(name):
     make, task, options = MADE[name]
     made = make(6, **options)
     task = task(noise=0)
@@ -59,7 +59,7 @@ def test_the_smoothness_is_the_largest_curvature_anywhere(name):
     assert max(curvatures) == pytest.approx(made.smoothness, rel=1e-9)  # attained at 0
 
 
-def test_another_draw_is_another_problem_and_a_factorization_has_its_mean():
+def test_draws_differ_and_a_factorization_has_its_mean():
     one, same, other = (quadratics(4, draw=draw).test[0] for draw in (0, 0, 1))
     assert (one == same).all() and not np.isclose(one, other).any()
     made = factorization(5, heterogeneity=2.0)
@@ -68,12 +68,12 @@ def test_another_draw_is_another_problem_and_a_factorization_has_its_mean():
     assert ((each - whole) ** 2).sum((1, 2)).mean() == pytest.approx(4.0)
 
 
-def test_mistakes_are_said():
-    for source, wrong, need in (
+def test_invalid_options_are_rejected():
+    for source, override, need in (
         ("quadratics", "data.dimension=0", "data.dimension = 0: must be at least 1"),
         ("logistic", "data.heterogeneity=-1", "data.heterogeneity = -1.0: must be 0, or at least"),
         ("logistic", "data.ridge=0", "data.ridge = 0.0: must be greater than 0"),
         ("quadratics", "data.arrangement=rough", 'must be "random" or "smooth"'),
     ):
         with pytest.raises(JobError, match=need):
-            assemble.load({"data": {"source": source}}, [wrong])
+            assemble.load({"data": {"source": source}}, [override])

@@ -81,7 +81,7 @@ MUTANTS = [
      "        group.send([memory], j, 0)\n    return [group",
      "        pass\n    return [group", NODES),
     ("sums don't wait for NCCL", NCCL_NODES, "work.wait()  # holds", "pass  # holds", NODES),
-    ("a batch is used before its copy", LOADER, "compute.wait_event(there.copied)", "pass", DEVICE),
+    ("a batch is used before its copy", LOADER, "compute.wait_event(copy.copied)", "pass", DEVICE),
     ("a capture begins before the batches are there", CAPTURE, "side.wait_stream(current)", "pass",
      REPLAYED),
     ("a replay's first use before the capture's stream is done", CAPTURE,

@@ -204,5 +204,5 @@ def test_a_kernel_runs_where_its_arrays_are():
 def test_the_first_job_takes_the_gpus():
     from mpigossip.training import assemble, shape
 
-    devices = shape.here(assemble.load({}, []), SingleProcess())
+    devices = shape.local_devices(assemble.load({}, []), SingleProcess())
     assert devices == tuple(f"cuda:{k}" for k in range(torch.cuda.device_count()))

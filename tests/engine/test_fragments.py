@@ -230,7 +230,7 @@ def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host):
 
 
 REFUSED = {
-    "algorithm.name=dsgd cadence.name=every cadence.fragments=5": "cadence.period = 4; use at most",
+    "algorithm.name=dsgd cadence.name=every cadence.fragments=5": "cadence.period = 4 steps",
     "algorithm.name=diloco cadence.fragments=3 cadence.delay=3": "2 steps later",
     **{
         f"algorithm.name={name} cadence.name=every cadence.{what}": "no separate local step"
@@ -239,10 +239,10 @@ REFUSED = {
     },
     "algorithm.name=dsgd algorithm.style=awc cadence.name=every cadence.fragments=3":
         'leave that out, or choose one of dmsgd-vanilla',
-    "algorithm.name=sparta cadence.name=every cadence.delay=1": "take back the local steps",
-    "algorithm.name=dsgd cadence.name=every algorithm.blend=0.5": "add cadence.delay = 1",
+    "algorithm.name=sparta cadence.name=every cadence.delay=1": 'algorithm "sparta" exchanges',
+    "algorithm.name=dsgd cadence.name=every algorithm.blend=0.5": "algorithm.blend = 0.5: it app",
     "algorithm.name=diloco algorithm.eager=true cadence.delay=2 algorithm.blend=0.5":
-        "nothing that comes goes into x",
+        "algorithm.blend = 0.5: with algorithm.eager",
     "algorithm.name=dsgd cadence.name=every cadence.fragments=2 node.mixer=asynchronous":
         "would average different fragments",
 }  # fmt: skip

@@ -441,13 +441,13 @@ def test_a_run_on_ranks_logs_staleness(ranks, tmp_path):
 @on_each(
     ("settings", "message"),
     [
-        ("algorithm.name=d2", "needs the models of its own round; choose one of dsgd, dmsgd"),
+        ("algorithm.name=d2", '"d2" needs the models of the same round; choose one of dsgd'),
         ("algorithm.name=parallel", "choose one of dsgd, dmsgd"),
-        ("node.wire=bf16", 'reads models as they are; use "fp32"'),
-        ("node.devices=cuda:0", "memory of the CPU"),
-        ("node.exchange=nccl", "with NCCL the other end has to take part"),
-        ("node.exchange=nccl run.survive=true", "after one of its ranks is lost"),
-        ("node.mixer=synchronous faults.slow_times=3", "only an asynchronous run"),
+        ("node.wire=bf16", 'node.wire = "bf16": an asynchronous run'),
+        ("node.devices=cuda:0", 'node.devices = "cuda:0": '),
+        ("node.exchange=nccl", 'node.mixer = "asynchronous": NCCL'),
+        ("node.exchange=nccl run.survive=true", "run.survive = true: NCCL"),
+        ("node.mixer=synchronous faults.slow_times=3", "faults.slow_times = 3"),
     ],
 )
 def test_what_asynchrony_does_not_bear_is_refused(settings, message):
@@ -473,7 +473,7 @@ def test_the_dry_run_counts_copies_and_deposits():
 def test_ranks_refuse_faults_of_the_simulator():
     world = SingleProcess()
     world.comm = object()
-    with pytest.raises(JobError, match="only `mpigossip simulate` invents some"):
+    with pytest.raises(JobError, match="faults: .*`mpigossip simulate`"):
         assemble.assemble(assemble.load(JOB, ["faults.lost=0.1"]), world, 2)
 
 

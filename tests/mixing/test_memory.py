@@ -143,7 +143,7 @@ def test_an_asynchronous_run_of_eight_is_planned_as_it_is_opened():
     assert np.isclose(messages / (4 * what.flat.size), 6, rtol=0.01)
 
 
-def test_copies_to_outlive_a_lost_rank_are_counted():
+def test_copies_for_rank_failures_are_counted():
     settings = {"model": {"name": "mlp"}, "algorithm": {"name": "dsgd"}}
     counted = [
         costs.memory(what, costs.exchanges(what, 4))
@@ -151,8 +151,8 @@ def test_copies_to_outlive_a_lost_rank_are_counted():
         for what, _ in [costs.subject(assemble.load(settings | {"run": {"survive": survive}}))]
     ]
     model = counted[0]["replicas"]
-    assert counted[1]["copies to outlive a lost rank"] == 2 * model
-    assert "copies to outlive a lost rank" not in counted[0]
+    assert counted[1]["copies for rank failures"] == 2 * model
+    assert "copies for rank failures" not in counted[0]
 
 
 @with_world

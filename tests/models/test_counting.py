@@ -21,7 +21,7 @@ LARGE = {
 
 @pytest.fixture
 def built(monkeypatch):
-    """Devices of the parameters that are registered meanwhile."""
+    """Yield the set of device types of all parameters that the test registers."""
     devices = set()
 
     def add(module, name, parameter):

@@ -1,4 +1,4 @@
-"""The language model's parts: rotary positions, RMS norm, activations that are computed again."""
+"""Components of the language model: rotary positions, RMS norm, recomputed activations."""
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ def made(**options):
     return model("gpt", (16,), 64, 0, torch.int64, **SMALL, **options)
 
 
-def test_the_model_as_it_was_has_its_first_parameters():
-    """Of each run that has been recorded: another order of draws would change all digests."""
+def test_the_initial_parameters_of_the_default_model_never_change():
+    """All recorded runs start from them: another order of draws would change all digests."""
     matrices = [p.detach().flatten() for p in made().parameters() if p.dim() > 1]
     drawn = torch.stack([one[-1] for one in matrices])
     known = [
@@ -40,7 +40,7 @@ def test_the_model_as_it_was_has_its_first_parameters():
     assert size == 64 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 64
 
 
-def test_products_of_turned_vectors_know_their_distance_only():
+def test_products_of_rotated_vectors_depend_on_their_distance_only():
     draw = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 8, generator=draw)
     turn = turns(40, 8, torch.device("cpu"))
@@ -49,15 +49,15 @@ def test_products_of_turned_vectors_know_their_distance_only():
     assert torch.allclose(products[7, 3], products[34, 30], atol=1e-5)
     assert not torch.allclose(products[7, 3], products[7, 4], atol=1e-2)
     assert torch.allclose(queries.norm(dim=1), query.norm().expand(40), atol=1e-5)
-    assert torch.equal(queries[0], query[0]), "place 0 isn't turned"
+    assert torch.equal(queries[0], query[0]), "position 0 is not rotated"
     # complex numbers: the pair (k, k + D/2) times exp(i t θ_k)
     angles = np.outer(np.arange(40), 10_000.0 ** (-np.arange(4) / 4))
-    wanted = (query[0, :4] + 1j * query[0, 4:]).numpy() * np.exp(1j * angles)
-    assert np.allclose(queries.numpy(), np.hstack([wanted.real, wanted.imag]), atol=1e-5)
+    expected = (query[0, :4] + 1j * query[0, 4:]).numpy() * np.exp(1j * angles)
+    assert np.allclose(queries.numpy(), np.hstack([expected.real, expected.imag]), atol=1e-5)
 
 
 def learns_to_count(network):
-    """Whether 80 steps are enough for a text that counts."""
+    """Return whether the model learns a text that counts in 80 steps."""
     optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
     text = torch.arange(17).repeat(4, 1)
     for _ in range(80):
@@ -75,7 +75,7 @@ def test_later_parts_have_fewer_parameters():
 
 
 @on_each("options", [{}, LATER])
-def test_it_learns_and_looks_back_only(options):
+def test_it_learns_and_is_causal(options):
     network = made(**options)
     tokens = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
@@ -84,19 +84,19 @@ def test_it_learns_and_looks_back_only(options):
     after = network(changed)
     assert before.shape == (1, 16, 64)
     loss, _ = loss_and_correct(before, 63 - tokens)
-    assert abs(float(loss.detach()) - np.log(64)) < 0.1  # begins by guessing
+    assert abs(float(loss.detach()) - np.log(64)) < 0.1  # initially, it guesses
     assert torch.allclose(before[:, :9], after[:, :9], atol=1e-6)
     assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-3)
-    # only the order tells these apart, and nothing but positions shows it
+    # these two differ only in the order, which only the positions encode
     mirrored = network(torch.tensor([[1, 2, 3, 4, 9]]))[0, -1]
     assert not torch.allclose(network(torch.tensor([[4, 3, 2, 1, 9]]))[0, -1], mirrored, atol=1e-4)
     assert learns_to_count(network)
 
 
 @on_each("options", [{}, LATER])
-def test_computing_again_has_the_same_bits_and_keeps_less(options):
-    kept = []
-    found = []
+def test_recomputation_is_bitwise_identical_and_saves_memory(options):
+    saved_sizes = []
+    gradients = []
     tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(1))
     for again in (False, True):
         network = made(**options, recompute=again)
@@ -108,15 +108,15 @@ def test_computing_again_has_the_same_bits_and_keeps_less(options):
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss, _ = loss_and_correct(network(tokens[:, :-1]), tokens[:, 1:])
-        kept.append(sum(sizes))
+        saved_sizes.append(sum(sizes))
         loss.backward()
-        found.append([p.grad.clone() for p in network.parameters()])
-    assert all(map(torch.equal, *found))
-    assert kept[1] < kept[0] / 2, kept
+        gradients.append([p.grad.clone() for p in network.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert saved_sizes[1] < saved_sizes[0] / 2, saved_sizes
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_run_that_computes_again_has_the_same_bits():
+def test_a_run_with_recomputation_is_bitwise_identical():
     runs = []
     for settings in ("", "model.recompute=true"):
         job = assemble.load(
@@ -133,7 +133,7 @@ def test_a_run_that_computes_again_has_the_same_bits():
 
 
 class OnPixels(torch.nn.Module):
-    """The digits' pixels as tokens, and the scores after the last one."""
+    """Model that takes the pixels of digits as tokens and returns the scores after the last one."""
 
     def __init__(self, recompute):
         super().__init__()
@@ -148,7 +148,7 @@ def on_pixels(shape, classes, *, recompute=False):
     return OnPixels(recompute)
 
 
-def test_what_cannot_be_is_said():
+def test_impossible_combinations_are_rejected():
     with pytest.raises(JobError, match=r"model.width / model.heads = 5: .*model.width = 12"):
         model("gpt", (16,), 64, 0, torch.int64, heads=2, width=10, positions="rotary")
     pixels = {"name": "tests.models.test_gpt:on_pixels", "recompute": True}
@@ -163,9 +163,9 @@ def test_what_cannot_be_is_said():
 
 
 @pytest.mark.every
-def test_torch_compile_takes_what_is_computed_again():
-    """`node.compile` with another backend: inductor would need a compiler, and minutes."""
-    found = []
+def test_torch_compile_supports_recomputation():
+    """Test `node.compile` with another backend: inductor would need a compiler and minutes."""
+    gradients = []
     tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(2))
     for backend in (None, "aot_eager"):
         network = made(**LATER, recompute=True)
@@ -173,5 +173,5 @@ def test_torch_compile_takes_what_is_computed_again():
             network.compile(backend=backend)
         loss, _ = loss_and_correct(network(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
-        found.append([p.grad.clone() for p in network.parameters()])
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
+        gradients.append([p.grad.clone() for p in network.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients, strict=True))

@@ -262,7 +262,7 @@ def test_what_does_not_go_is_refused_in_words():
     refused(r"measures the loss", "gossip-aga")
     refused(r"give total=", "adpsgd")
     refused(r'cadence\.name = "never".*means cadence', "gossip-pga", cadence="never")
-    refused(r"needs the models of its own round", "choco", graph="ring", mixer="asynchronous")
+    refused(r'"asynchronous": algorithm "choco"', "choco", graph="ring", mixer="asynchronous")
     refused(r'node\.wire = "sign"', wire="sign")
     refused(r"write graph='ring'", "ring")
     refused(r"cadence\.name = 4: needs text", cadence=4)

@@ -38,7 +38,7 @@ def test_the_jobs_have_the_parameters_that_they_are_named_for(name):
 )
 def test_a_job_is_planned_without_its_text(name, n, parameters, text):
     planned = dryrun.describe(assemble.load(JOBS / f"{name}.toml"), n)
-    assert f"{parameters} parameters" in planned and f'"{text}" is not here' in planned
+    assert f"{parameters} parameters" in planned and f'"{text}" is not on this host' in planned
     assert max(map(len, planned.splitlines())) <= 80
 
 

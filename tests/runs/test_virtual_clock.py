@@ -156,8 +156,8 @@ def test_a_machine_is_a_name_or_a_file(tmp_path):
     (tmp_path / "wrong.json").write_text(json.dumps({"compute_s": 1}))
     wrong = [
         (["clock.network=1gbit"], "compute_s is not set"),
-        (["clock.network=10gigabit"], "no network by name"),
-        ([f"clock.network={tmp_path}/wrong.json"], "plan --save"),
+        (["clock.network=10gigabit"], '"10gigabit" is neither a file'),
+        ([f"clock.network={tmp_path}/wrong.json"], "wrong.json is not a file"),
     ]
     for settings, says in wrong:
         with pytest.raises(JobError, match=says):

@@ -1,4 +1,4 @@
-"""Weights channels last: the same model, the same files, whatever their order in memory."""
+"""Weights in channels-last format: model and files do not depend on the order in memory."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_training_is_the_same_within_rounding_and_packs_in_the_same_order(more):
     assert float((last - plain).norm() / plain.norm()) < 1e-5
 
 
-def test_on_cpus_nothing_changes_by_itself():
+def test_auto_changes_nothing_on_cpus():
     assert torch.equal(trained("auto")[0], trained("never")[0])
 
 
@@ -69,7 +69,7 @@ def test_a_vector_is_packed_by_index_and_unpacked_into_any_order():
         ("always", "cpu", None, True),
     ],
 )
-def test_who_gets_it(monkeypatch, setting, device, hip, last):
+def test_models_get_channels_last_on_nvidia_gpus(monkeypatch, setting, device, hip, last):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     made = arranged(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)), setting, device)
@@ -77,7 +77,7 @@ def test_who_gets_it(monkeypatch, setting, device, hip, last):
     assert torch.backends.cudnn.benchmark == (last and device != "cpu")
 
 
-def test_models_without_convolutions_stay(monkeypatch):
+def test_models_without_convolutions_are_unchanged(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     arranged(torch.nn.Linear(3, 3), "always", "cuda:0")
     assert not torch.backends.cudnn.benchmark

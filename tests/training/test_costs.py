@@ -1,4 +1,4 @@
-"""What a node counts, sends and holds as the number of nodes grows: nothing in proportion to n²."""
+"""Costs of a node as the number n of nodes grows: none of them is proportional to n²."""
 
 import tracemalloc
 
@@ -12,9 +12,9 @@ NODES = [2**k for k in range(2, 13)]
 ONE_PEER = ["one-peer-exponential", "one-peer-hypercube"]
 SMALL = {"model": {"name": "mlp", "hidden": [8]}, "algorithm": {"name": "dsgd"}}
 FEW = 8_000
-"""Bytes of the few objects of a graph of formulas."""
+"""Size, in bytes, of the few objects of a graph that is given by formulas."""
 BYTES_PER_NODE = 8 * 6
-"""Start-up may hold some integers of every node for a moment."""
+"""Memory that start-up may use temporarily: some integers per node."""
 
 
 def counted(name, n, wire="fp32"):
@@ -26,10 +26,10 @@ def counted(name, n, wire="fp32"):
 
 @on_each("name", ONE_PEER)
 def test_a_one_peer_graph_costs_a_node_the_same_at_any_size(name):
-    found = [counted(name, n)[:2] for n in NODES]
-    assert len(set(found)) == 1
+    costs = [counted(name, n)[:2] for n in NODES]
+    assert len(set(costs)) == 1
     vector = 4 * counted(name, 4)[2].flat.size
-    assert found[0][0] == vector  # one message of one vector a round
+    assert costs[0][0] == vector  # one message with one vector per round
     for n in NODES:
         g = graph(name, n)
         rounds = [g.round(t) for t in range(g.period)]
@@ -38,18 +38,20 @@ def test_a_one_peer_graph_costs_a_node_the_same_at_any_size(name):
 
 
 def test_the_static_exponential_graph_costs_log2_n():
-    first, held, what = counted("exponential", 4)
+    first_sent, held, what = counted("exponential", 4)
     vector = 4 * what.flat.size
     for n in NODES:
-        sent, kept, _ = counted("exponential", n)
+        sent, held_here, _ = counted("exponential", n)
         steps = n.bit_length() - 1
         assert sent == steps * vector
-        assert kept - held == 2 * (steps - 2) * vector  # the inbox, twice, beyond that of n = 4
+        assert (
+            held_here - held == 2 * (steps - 2) * vector
+        )  # twice the inbox, minus the inbox of n = 4
         assert len(graph("exponential", n).neighbours(0, 0)[0]) == steps
-    assert first == 2 * vector
+    assert first_sent == 2 * vector
 
 
-def test_an_epoch_of_a_problem_of_theory_is_as_long_on_any_number_of_nodes():
+def test_an_epoch_of_a_theory_problem_has_the_same_steps_for_any_number_of_nodes():
     what, _ = subject(assemble.load({"task": {"name": "quadratics"}, "data": {"steps": 30}}))
     assert [what.steps_per_epoch(n) for n in (1, 8, 64)] == [30] * 3
 
@@ -64,11 +66,13 @@ def test_asynchronous_nodes_send_to_each_neighbour_of_a_complete_graph():
     what, _ = subject(assemble.load({**SMALL, "graph": {"name": "complete"}, **nodes}))
     made = exchanges(what, 4)
     assert {kind for kind, _ in made.counted} == {ExchangeKind.GOSSIP}
-    assert made.bytes_per_step == 2 * 3 * 4 * what.flat.size  # a copy from each, a deposit there
+    assert (
+        made.bytes_per_step == 2 * 3 * 4 * what.flat.size
+    )  # a copy and a correction for each neighbour
 
 
 def started(name, n):
-    """All that a rank asks of its graph before and in the steps of one period."""
+    """Make all queries of a rank to its graph before and in the steps of one period."""
     g = graph(name, n)
     assert g.degree and g.facts
     for t in range(g.period):
@@ -96,11 +100,11 @@ def test_neither_start_up_nor_a_step_holds_more_than_integers_of_each_node(name)
             step(g, t, 5)
         after, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert after - kept < 2_000 and peak - kept < 4_000  # whatever n is
+        assert after - kept < 2_000 and peak - kept < 4_000  # for any n
 
 
 def test_graphs_of_edges_hold_each_edge_once():
-    """Those that no formula gives: a row of each round and its transpose, O(edges)."""
+    """Without a formula, a graph holds the rows of each round and their transpose: O(edges)."""
     for name in ("base-2", "torus", "one-peer-hypercube"):
         for n in (256, 4096):
             tracemalloc.start()

@@ -1,4 +1,4 @@
-"""The averaged model at any step, its batch norms recalibrated by batches of all nodes."""
+"""Evaluation of the averaged model, whose batch norms are recalibrated on batches of all nodes."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def trained(folder, *settings):
 
 
 @on_each("devices", ["cpu:1", "cpu:2"])
-def test_statistics_are_those_of_the_averaged_model_on_all_nodes_batches(devices):
+def test_statistics_belong_to_the_averaged_model_on_batches_of_all_nodes(devices):
     with SingleProcess() as alone:
         trainer = assemble.assemble(
             assemble.load(JOB, [f"node.devices={devices}", "data.batch=4"]), alone, N
@@ -70,7 +70,7 @@ def test_statistics_are_those_of_the_averaged_model_on_all_nodes_batches(devices
         torch.stack([x.var(0) for x in shown]).mean(0), rel=1e-5
     )
     assert not torch.allclose(module[0].running_mean, before, atol=1e-3)
-    with torch.no_grad():  # the second layer sees what the first gives in training
+    with torch.no_grad():  # the second layer gets the output of the first one in training mode
         hidden = [
             nn.functional.batch_norm(x, None, None, module[0].weight, module[0].bias, True)
             for x in shown
@@ -82,11 +82,11 @@ def test_statistics_are_those_of_the_averaged_model_on_all_nodes_batches(devices
 
 def test_an_evaluation_at_any_step_changes_no_bit_of_the_training(tmp_path):
     plain, before = trained(tmp_path / "a")
-    often, found = trained(tmp_path / "b", "run.evaluate_steps=2", "run.recalibrate=2")
+    often, after = trained(tmp_path / "b", "run.evaluate_steps=2", "run.recalibrate=2")
     assert plain["digest"] == often["digest"]
-    assert before["step"].tolist() == [3, 6] and found["step"].tolist() == [2, 3, 4, 6]
-    assert before["loss"][-1] != found["loss"][-1]
-    assert np.array_equal(before["local_loss"][-1], found["local_loss"][-1])
+    assert before["step"].tolist() == [3, 6] and after["step"].tolist() == [2, 3, 4, 6]
+    assert before["loss"][-1] != after["loss"][-1]
+    assert np.array_equal(before["local_loss"][-1], after["local_loss"][-1])
 
 
 def test_without_batches_or_norms_nothing_is_recalibrated(tmp_path):

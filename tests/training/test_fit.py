@@ -1,4 +1,4 @@
-"""What goes together in a job, where no other test has it."""
+"""Compatibility of the parts of a job, unless another file tests it."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.cases import with_world
 
 
 class Buffered(nn.Module):
-    """A linear layer with a buffer that stays, or that training changes in place or anew."""
+    """Linear layer with a buffer that training does not change, changes in place, or replaces."""
 
     def __init__(self, change):
         super().__init__()
@@ -25,7 +25,7 @@ class Buffered(nn.Module):
         x = x.flatten(1)
         if self.change == "in place" and self.training:
             self.mean.mul_(0.9).add_(x.mean(0))
-        if self.change == "anew" and self.training:
+        if self.change == "replaced" and self.training:
             self.mean = 0.9 * self.mean + x.mean(0)
         return self.linear(x - self.mean)
 
@@ -38,24 +38,24 @@ def in_place():
     return Buffered("in place")
 
 
-def anew():
-    return Buffered("anew")
+def replaced():
+    return Buffered("replaced")
 
 
 def norm():
     return nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
-def test_vmap_bears_buffers_that_training_leaves_alone():
+def test_vmap_accepts_buffers_that_training_does_not_change():
     settings = ["node.vmap=true", "run.steps=1", "schedule.warmup_epochs=0"]
-    for name in ("constant", "in_place", "anew", "norm"):
+    for name in ("constant", "in_place", "replaced", "norm"):
         job = assemble.load({}, [*settings, f"model.name={__name__}:{name}"])
         if name == "constant":
             made = assemble.assemble(job, SingleProcess(), 2)
             assert made.trainer.step().loss.shape == (2,)
             made.close()
         else:
-            with pytest.raises(JobError, match="changes its buffers in training"):
+            with pytest.raises(JobError, match="node.vmap = true: model .* buffers"):
                 assemble.assemble(job, SingleProcess(), 2)
 
 
@@ -73,11 +73,12 @@ def test_a_graph_that_does_not_connect_its_nodes_is_rejected_in_jobs():
 
     name = f"graph.name={__name__}:pairs"
     for more in ([], ["graph.lazy=true"], ["faults.lost=0.1"]):
-        (found,) = problems(name, *more)
+        (problem,) = problems(name, *more)
         assert (
-            f'graph.name = "{__name__}:pairs"' in found and "node 0 never reaches node 2" in found
+            f'graph.name = "{__name__}:pairs"' in problem
+            and "node 0 never reaches node 2" in problem
         )
-    # averages over all nodes connect them, and "identity" is meant
+    # averages over all nodes connect them, and "identity" is intended
     assert not problems(name, "cadence.name=gossip-pga")
     assert not problems(name, "cadence.name=global")
     assert not problems("graph.name=identity")
@@ -94,5 +95,5 @@ def loop_over_pairs(world):
 
 
 def test_a_graph_that_does_not_connect_its_nodes_is_rejected_in_loops(ranks):
-    found = ranks(4)(loop_over_pairs)
-    assert all("never reaches" in text for text in found)
+    messages = ranks(4)(loop_over_pairs)
+    assert all("node 0 never reaches node 2" in text for text in messages)

@@ -1,4 +1,4 @@
-"""Parts: one value for jobs, custom loops and plans, with the layout of each."""
+"""Parts of a job: jobs, custom loops and plans make the same object, each with its layout."""
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ def job(settings="", **sections):
     return assemble.load(sections, settings.split())
 
 
-def of(settings, flat=TWO, **more):
+def parts_of(settings, flat=TWO, **more):
     made = job(settings)
     return make_parts(made, make_graph(made, N), flat, **more)
 
@@ -30,15 +30,15 @@ def of(settings, flat=TWO, **more):
 @on_each("name", list(algorithms.BUILDERS))
 def test_every_method_is_made_without_neighbours_and_a_model(name):
     alone = make_parts(job(f"algorithm.name={name}"))
-    near = of(f"algorithm.name={name}") if name not in ("ceca", "defacto") else alone
+    near = parts_of(f"algorithm.name={name}") if name not in ("ceca", "defacto") else alone
     assert alone.method.always_global == near.method.always_global
     assert alone.method.ahead == near.method.ahead and alone.layout.widths == (0,)
     assert alone.cadence.kinds == near.cadence.kinds
 
 
-def test_a_layout_has_the_shards_that_live_here():
-    both = of("algorithm.name=dsgt")
-    second = of("", shards=range(1, 2), devices=["cpu"])
+def test_a_layout_contains_the_local_shards():
+    both = parts_of("algorithm.name=dsgt")
+    second = parts_of("", shards=range(1, 2), devices=["cpu"])
     assert both.layout.widths == (512, 512) and both.layout.first == (0, 512)
     assert both.layout.vectors == 2 and len(both.methods) == 2
     assert second.layout.widths == (512,) and second.layout.first == (512,)
@@ -46,7 +46,7 @@ def test_a_layout_has_the_shards_that_live_here():
 
 
 def test_each_shard_decays_its_own_elements():
-    made = of("algorithm.name=dsgd local.name=adamw local.decoupled_decay=0.5")
+    made = parts_of("algorithm.name=dsgd local.name=adamw local.decoupled_decay=0.5")
     x = torch.ones(1, 512)
     change = []
     for method in made.methods:
@@ -58,35 +58,35 @@ def test_each_shard_decays_its_own_elements():
     assert change == [512, 600 - 512]
 
 
-def test_a_fragments_message_is_in_whole_buckets_of_the_wire():
+def test_a_fragments_message_consists_of_whole_buckets():
     words = "algorithm.name=diloco cadence.period=4 cadence.fragments=4"
-    full = of(words)
+    full = parts_of(words)
     assert full.layout.widths == (128, 128) and full.layout.first == (0, 128)
-    coded = of(f"{words} node.wire=qsgd")
+    coded = parts_of(f"{words} node.wire=qsgd")
     assert coded.layout.widths == (512, 512)
     cuts = full.make_fragments(TWO, range(2)).cuts
     for fragments in cuts:
         columns = [np.r_[c] for each in fragments for c in each]
         assert sorted(np.concatenate(columns)) == list(range(512))
-    assert of("").make_fragments(TWO, range(2)) is None
+    assert parts_of("").make_fragments(TWO, range(2)) is None
 
 
-def test_cadences_know_the_graph_and_the_steps_of_the_run():
-    made = of("algorithm.name=adpsgd", total=1000)
+def test_cadences_depend_on_the_graph_and_the_steps_of_the_run():
+    made = parts_of("algorithm.name=adpsgd", total=1000)
     assert "variance" in made.cadence.measures
     assert make_parts(job("algorithm.name=parallel")).cadence.kinds == {ExchangeKind.GLOBAL}
 
 
 def count(monkeypatch):
-    """How often graphs, methods and cadences are made."""
+    """Count how often graphs and methods are made."""
     calls = dict.fromkeys(("graph", "build"), 0)
 
     def counting(module, name):
         made = getattr(module, name)
 
-        def call(*given, **more):
+        def call(*args, **kwargs):
             calls[name] += 1
-            return made(*given, **more)
+            return made(*args, **kwargs)
 
         monkeypatch.setattr(module, name, call)
 
@@ -118,7 +118,7 @@ def test_a_loop_makes_the_graph_once(monkeypatch):
 
 
 def test_plan_and_a_loop_have_the_parts_of_the_job():
-    """Same job, same layout, kinds and graph by all ways."""
+    """All three give the same layout, kinds and graph for the same job."""
     words = "model.name=mlp algorithm.name=dsgt node.wire=qsgd graph.name=exponential"
     made = assemble.assemble(job(words), SingleProcess(), N)
     planned = exchanges(subject(job(words))[0], N).parts
@@ -130,7 +130,7 @@ def test_plan_and_a_loop_have_the_parts_of_the_job():
         assert other.layout.first == made.parts.layout.first
 
 
-def test_another_wire_or_mixer_may_be_asked_for():
-    made = of("node.mixer=asynchronous algorithm.name=dsgd")
+def test_another_mixer_can_be_requested():
+    made = parts_of("node.mixer=asynchronous algorithm.name=dsgd")
     assert not made.open_mixer(SingleProcess()).synchronous
     assert made.open_mixer(SingleProcess(), mixer="synchronous").synchronous

@@ -1,4 +1,4 @@
-"""bfloat16 and float16 arithmetic, the loss scale of a node, captured replicas' housekeeping."""
+"""bfloat16 and float16 arithmetic, loss scales of nodes, and the administration of CUDA graphs."""
 
 import contextlib
 import warnings
@@ -27,9 +27,9 @@ def job(*settings, model="lenet"):
 
 def losses(*settings, steps=30):
     assembly = assemble.assemble(job(*settings), SingleProcess(), 2)
-    found = [float(assembly.trainer.step().loss.mean()) for _ in range(steps)]
+    values = [float(assembly.trainer.step().loss.mean()) for _ in range(steps)]
     assembly.close()
-    return found
+    return values
 
 
 @on_each("name", ["bf16", "fp16"])
@@ -44,14 +44,14 @@ def test_16_bit_arithmetic_trains_as_float32_does(name):
 def test_tf32_is_switched_off_without_torchs_warning():
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip(f"torch {torch.__version__} has the older setting only, without a warning")
-    places = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
-    before = [place.fp32_precision for place in places]
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    before = [backend.fp32_precision for backend in backends]
     try:
         precision.without_tf32()
-        assert [place.fp32_precision for place in places] == ["ieee"] * 3
+        assert [backend.fp32_precision for backend in backends] == ["ieee"] * 3
     finally:
-        for place, value in zip(places, before, strict=True):
-            place.fp32_precision = value
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value
 
 
 def test_auto_is_float32_on_a_cpu():
@@ -70,8 +70,8 @@ def test_an_overflow_anywhere_makes_the_whole_node_skip_its_step(group):
     g[-1][1, 5] = float("inf")
     assert scaler.unscale(g, group) == (1,)
     for shard in g:
-        assert (shard[0] == 2.0).all(), "node 0 goes on as if nothing had happened"
-        assert (shard[1] == 0.0).all(), "node 1 leaves its update out, in all shards"
+        assert (shard[0] == 2.0).all(), "node 0 is not affected"
+        assert (shard[1] == 0.0).all(), "node 1 skips its update in all shards"
     assert scaler.numbers(0) == {"loss_scale": 2.0**16, "clean_steps": 1}
     assert scaler.numbers(1) == {"loss_scale": 2.0**15, "clean_steps": 0}
     for scales in scaler.scales:
@@ -81,10 +81,10 @@ def test_an_overflow_anywhere_makes_the_whole_node_skip_its_step(group):
 
 def test_gradients_that_all_average_are_skipped_by_all_or_none():
     scaler = precision.Precision("fp16", ["cpu"], rows=1)
-    elsewhere = torch.ones(1, dtype=torch.float64)
+    counts_of_others = torch.ones(1, dtype=torch.float64)
     g = torch.full((1, 4), 2.0**16)
     assert scaler.unscale([g.clone()], Single()) == ()
-    assert scaler.unscale([g], Single(), lambda wrong: elsewhere) == (0,)
+    assert scaler.unscale([g], Single(), lambda counts: counts_of_others) == (0,)
     assert not g.any() and scaler.numbers(0) == {"loss_scale": 2.0**15, "clean_steps": 0}
 
 
@@ -102,7 +102,7 @@ def leaves(state):
 
 @on_each("words", METHODS)
 def test_a_skipped_row_takes_no_local_step_and_the_others_do(words):
-    """Both rows exchange nothing: what moves is the local step."""
+    """Nothing is exchanged, so that only the local step changes x."""
     name, style, local = words.split()
     options = {} if style == "-" else {"style": style}
     method = algorithms.build(name, None if local == "-" else local, options, 8)
@@ -132,10 +132,10 @@ def test_a_skipped_row_takes_no_local_step_and_the_others_do(words):
     assert not torch.equal(plain[1][0][0], before[0][0])
 
 
-def test_the_scale_grows_after_clean_steps_and_has_ends(monkeypatch):
-    monkeypatch.setattr(precision, "PATIENCE", 3)
+def test_the_scale_grows_after_clean_steps_and_has_limits(monkeypatch):
+    monkeypatch.setattr(precision, "GROWTH_INTERVAL", 3)
     scaler = precision.Precision("fp16", ["cpu"], rows=1)
-    place = scaler.scales[0].data_ptr()
+    address = scaler.scales[0].data_ptr()
     clean = torch.ones(1, 4)
     broken = torch.full((1, 4), float("nan"))
     for _ in range(3):
@@ -147,10 +147,10 @@ def test_the_scale_grows_after_clean_steps_and_has_ends(monkeypatch):
     for _ in range(200):
         scaler.unscale([clean.clone()], Single())
     assert scaler.numbers(0)["loss_scale"] == 2.0**24
-    assert scaler.scales[0].data_ptr() == place, "captured graphs read it there"
+    assert scaler.scales[0].data_ptr() == address, "captured graphs read this address"
 
 
-def test_a_node_that_overflows_still_joins_the_round():
+def test_a_node_that_overflows_still_takes_part_in_the_round():
     assembly = assemble.assemble(
         job("node.precision=fp16", "algorithm.name=dsgd"), SingleProcess(), 2
     )
@@ -171,7 +171,7 @@ def test_a_node_that_overflows_still_joins_the_round():
     assembly.close()
 
 
-def test_a_resumed_fp16_run_goes_on_with_its_loss_scales(tmp_path):
+def test_a_resumed_fp16_run_continues_with_its_loss_scales(tmp_path):
     def run(name, *more):
         made = job("node.precision=fp16", f"run.output={tmp_path}/{name}", *more)
         return launch.train(made, SingleProcess(), 2)
@@ -185,14 +185,14 @@ def test_a_resumed_fp16_run_goes_on_with_its_loss_scales(tmp_path):
     assert (one.parameters == other.parameters).all()
 
 
-def test_fp16_and_vmap_are_refused_together():
+def test_fp16_and_vmap_are_rejected_together():
     (message,) = assemble.mistakes(job("node.precision=fp16", "node.vmap=true"), 2)
-    assert "fp16" in message and "bf16" in message
+    assert message.startswith('node.precision = "fp16"') and "bf16" in message
 
 
-def test_graphs_on_a_cpu_are_refused_and_left_out():
+def test_cuda_graphs_are_rejected_or_not_used_on_a_cpu():
     (message,) = assemble.mistakes(job("node.cuda_graphs=always"), 2)
-    assert "on the CPU" in message
+    assert message.startswith('node.cuda_graphs = "always"')
     assembly = assemble.assemble(job("node.cuda_graphs=auto"), SingleProcess(), 1)
     assert assembly.trainer.replicas.graphs == "never"
     assembly.close()
@@ -220,7 +220,7 @@ def test_a_model_that_cannot_be_captured_falls_back_to_threads(monkeypatch):
     monkeypatch.setattr(replicas, "Captured", cannot)
     assembly = assemble.assemble(job("node.devices=cpu:2"), SingleProcess(), 2)
     assembly.trainer.replicas.graphs = "auto"
-    with pytest.warns(UserWarning, match="can't be captured.*goes on with a thread a slot"):
+    with pytest.warns(UserWarning, match="can't be captured.*one thread per slot"):
         first = assembly.trainer.step().loss
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -235,7 +235,7 @@ def test_a_model_that_cannot_be_captured_falls_back_to_threads(monkeypatch):
 
 
 class Strict:
-    """Graphs that have recorded a batch of another shape."""
+    """Stand-in for graphs that were captured with a batch of another shape."""
 
     def __init__(self, *args):
         self.replay = cannot
@@ -245,14 +245,14 @@ def test_batches_of_other_shapes_fall_back_to_threads(monkeypatch):
     monkeypatch.setattr(replicas, "Captured", Strict)
     assembly = assemble.assemble(job("node.devices=cpu:2"), SingleProcess(), 2)
     assembly.trainer.replicas.graphs = "auto"
-    with pytest.warns(UserWarning, match="goes on with a thread a slot"):
+    with pytest.warns(UserWarning, match="one thread per slot"):
         assembly.trainer.step()
     assert assembly.trainer.replicas._captured is None
     assembly.close()
 
 
 class FakeGraphs:
-    """CUDA's graphs, noted down: what is captured runs at once, and a replay is only noted."""
+    """Stand-in for CUDA graphs: captured code runs at once, and a replay is only logged."""
 
     def __init__(self, monkeypatch, fails=""):
         self.log = []
@@ -284,8 +284,8 @@ class FakeGraphs:
         self.log.append(f"the {state} state is used")
 
     def end(self, device, pool):
-        self.log.append(f"no more into pool {pool} of {device}")
-        raise RuntimeError("not recording to this pool")  # as newer versions say
+        self.log.append(f"pool {pool} of {device} is closed")
+        raise RuntimeError("not recording to this pool")  # as in newer versions
 
     def synchronize(self):
         self.log.append("synchronize")
@@ -300,7 +300,7 @@ class FakeGraphs:
 
 
 class Lost:
-    """A loss on a GPU that is gone."""
+    """Loss on a GPU that has failed."""
 
     device = "cuda:1"
 
@@ -323,26 +323,28 @@ def test_graphs_of_a_device_share_a_pool_and_replay_in_their_order(monkeypatch):
     assert graphs.replay([(inputs + 1, targets)] * 2).shape == (1, 2, 1)
     assert fake.log[-2:] == ["replay"] * 2
     for fixed, _ in graphs._inputs:
-        assert torch.equal(fixed, inputs + 1), "new values lie where the graph reads them"
-    graphs._found[1] = Lost()
+        assert torch.equal(fixed, inputs + 1), "new values are copied to the inputs of the graph"
+    graphs._figures[1] = Lost()
     with pytest.raises(RuntimeError, match="off the bus") as caught:
         graphs.replay([(inputs, targets)] * 2)
     assert caught.value.__notes__ == ["in slot 1 of this node, on cuda:1"]
     done = list(fake.log)
     with pytest.raises(capture.CannotCapture, match=r'\(1, 2\).*\(3, 2\).*cuda_graphs = "never"'):
         graphs.replay([(inputs, targets), (inputs[:1], targets[:1])])
-    assert fake.log == done, "what goes on without graphs begins at the first replica"
+    assert fake.log == done, (
+        "nothing was launched, so that training without graphs starts at the first replica"
+    )
 
 
-def test_a_capture_that_fails_is_waited_for_before_buffers_are_put_back(monkeypatch):
+def test_a_failed_capture_is_synchronized_before_buffers_are_restored(monkeypatch):
     fake = FakeGraphs(monkeypatch, "operation not permitted when stream is capturing\nlong story")
     module = nn.BatchNorm1d(2)
     with pytest.raises(capture.CannotCapture, match="BatchNorm1d can't be captured.*permitted"):
         captured(module)
     assert fake.log[:3] == ["synchronize", "capture into pool 0", "synchronize"]
-    # what torch leaves behind would stop eager work later
+    # the state that torch leaves behind would stop eager code later
     assert fake.log[3:] == [
-        "no more into pool 0 of 0",
+        "pool 0 of 0 is closed",
         "a new state",
         "the new state is used",
     ]
@@ -350,7 +352,7 @@ def test_a_capture_that_fails_is_waited_for_before_buffers_are_put_back(monkeypa
 
 
 class FakeCaptured:
-    """Runs the passes where a graph would be replayed."""
+    """Stand-in for `Captured` that runs the passes instead of replaying graphs."""
 
     def __init__(self, run, modules, batches):
         self.run = run
@@ -358,25 +360,25 @@ class FakeCaptured:
         self.slots = len(modules[0])
 
     def replay(self, batches):
-        found = [
+        figures = [
             self.run(row, slot, batches[row * self.slots + slot])
             for row in range(self.rows)
             for slot in range(self.slots)
         ]
-        return torch.stack(found).view(self.rows, self.slots, -1)
+        return torch.stack(figures).view(self.rows, self.slots, -1)
 
 
 @pytest.mark.parametrize("settings", [["algorithm.accumulate=2"], ["node.precision=fp16"]])
-def test_replayed_replicas_give_what_threads_give(monkeypatch, settings):
-    """What surrounds the graphs: order of batches, losses, means, with two rows and two slots."""
+def test_replayed_replicas_give_the_results_of_threads(monkeypatch, settings):
+    """Order of batches, losses and means agree, with two rows and two slots."""
 
     def steps(graphs):
         assembly = assemble.assemble(job("node.devices=cpu:2", *settings), SingleProcess(), 2)
         assembly.trainer.replicas.graphs = graphs
-        found = [assembly.trainer.step().loss for _ in range(3)]
+        step_losses = [assembly.trainer.step().loss for _ in range(3)]
         full = assembly.trainer.replicas.full[1].clone()
         assembly.close()
-        return torch.stack(found), full
+        return torch.stack(step_losses), full
 
     monkeypatch.setattr(replicas, "Captured", FakeCaptured)
     for one, other in zip(steps("always"), steps("never"), strict=True):
@@ -392,7 +394,7 @@ def test_compile_passes_the_replicas_through_torch_compile(monkeypatch):
     assembly.close()
 
 
-def test_mistakes_come_together():
+def test_all_problems_are_reported_together():
     with pytest.raises(JobError) as caught:
         assemble.assemble(
             job("node.devices=cuda:0-63", "node.vmap=true", "node.precision=fp16"),

@@ -1,4 +1,4 @@
-"""Tasks of theory in runs: noise of the size that is said, evaluations without it, known limits."""
+"""Theory tasks in runs: noise of the given size, evaluations without noise, and known limits."""
 
 import numpy as np
 import pytest
@@ -36,19 +36,19 @@ def test_noise_is_of_the_gradient_alone_and_of_its_size():
     task = Quadratics(noise=0.5)
     x = torch.ones(10, requires_grad=True)
     batch = torch.zeros(1, 10), torch.full((1, 10), 2.0)
-    found = []
+    noise = []
     for _ in range(4000):
         value, _ = task.loss(lambda: x, batch)
         assert value.item() == pytest.approx(10.0)
-        found.append(torch.autograd.grad(value, x)[0] - 2)
-    squares = torch.stack(found).square().sum(1)
-    # 0.25 ± five deviations of the mean: sqrt(2/10 / 4000) of it
+        noise.append(torch.autograd.grad(value, x)[0] - 2)
+    squares = torch.stack(noise).square().sum(1)
+    # tolerance: five relative standard deviations of the mean, sqrt(2/10 / 4000) each
     assert squares.mean().item() == pytest.approx(0.25, rel=0.036)
     with torch.no_grad():
         assert task.loss(lambda: x, batch)[0] == 10.0
 
 
-def test_the_gradient_that_is_logged_is_autograds():
+def test_the_logged_gradient_is_the_gradient_of_autograd():
     task = Factorization(noise=0)
     whole = torch.randn(1, 4, 3)
     point = torch.randn(7, 2, requires_grad=True)
@@ -57,34 +57,36 @@ def test_the_gradient_that_is_logged_is_autograds():
     assert distance.item() == pytest.approx(2 * value.item())
 
 
-def test_parallel_goes_down_the_quadratic_as_by_hand(tmp_path):
+def test_parallel_descends_the_quadratic_as_computed_by_hand(tmp_path):
     log = trained(tmp_path, "algorithm.name=parallel", "local.name=sgd", "graph.name=complete")
     optimum, curvature = quadratics(N, condition=4.0, dimension=6).test
-    apart = optimum * (1 - 0.25 * curvature) ** 100
-    found = log.evaluations
-    # a step rounds x by eps; 1 / (lr a) of them add up, beside what is left of the distance
+    difference = optimum * (1 - 0.25 * curvature) ** 100
+    evaluations = log.evaluations
+    # Each step rounds x by eps; 1 / (lr a) rounding errors add up, relative to the distance.
     forgets = 1 / (0.25 * curvature.min())
-    rel = 2 * forgets * 2**-23 * np.linalg.norm(optimum) / np.linalg.norm(apart)
+    rel = 2 * forgets * 2**-23 * np.linalg.norm(optimum) / np.linalg.norm(difference)
     assert rel < 0.01
-    assert found["distance_square"][-1] == pytest.approx((apart**2).sum(), rel=rel)
-    assert found["gradient_square"][-1] == pytest.approx(((curvature * apart) ** 2).sum(), rel=rel)
-    assert found["loss"][-1] == pytest.approx((curvature * apart**2).sum() / 2, rel=rel)
-    assert found["local_loss"][-1] == pytest.approx(found["loss"][-1], rel=1e-6)
+    assert evaluations["distance_square"][-1] == pytest.approx((difference**2).sum(), rel=rel)
+    assert evaluations["gradient_square"][-1] == pytest.approx(
+        ((curvature * difference) ** 2).sum(), rel=rel
+    )
+    assert evaluations["loss"][-1] == pytest.approx((curvature * difference**2).sum() / 2, rel=rel)
+    assert evaluations["local_loss"][-1] == pytest.approx(evaluations["loss"][-1], rel=1e-6)
 
 
 @pytest.mark.parametrize("style", ["atc", "awc"])
-def test_a_run_settles_where_the_formula_says(tmp_path, style):
+def test_a_run_converges_to_the_limit_of_the_formula(tmp_path, style):
     log = trained(tmp_path, f"algorithm.style={style}", "data.bend=0.3", "run.epochs=15")
     made = quadratics(N, condition=4.0, dimension=6, bend=0.3)
     limit = quadratic_limit(graphs.graph("ring", N), *made.train, 0.25, style)
-    apart = ((limit - made.test[0]) ** 2).sum(1)
-    assert np.allclose(log.evaluations["local_distance_square"][-1], apart, rtol=1e-4)
+    distances = ((limit - made.test[0]) ** 2).sum(1)
+    assert np.allclose(log.evaluations["local_distance_square"][-1], distances, rtol=1e-4)
     mean = ((limit.mean(0) - made.test[0]) ** 2).sum()
     assert log.evaluations["distance_square"][-1] == pytest.approx(mean, rel=1e-3)
-    assert mean > 1e-6  # as curvatures differ, so does the mean's limit
+    assert mean > 1e-6  # the curvatures differ, so the mean has another limit than the optimum
 
 
-def test_vectorized_nodes_draw_noise_of_their_own(tmp_path):
+def test_vectorized_nodes_draw_separate_noise(tmp_path):
     settings = ["node.vmap=true", "task.noise=0.5", "data.heterogeneity=0", "algorithm.name=dsgd"]
     log = trained(tmp_path / "a", *settings, "graph.name=identity")
     again = trained(tmp_path / "b", *settings, "graph.name=identity")

@@ -39,7 +39,7 @@ def test_warmup_without_a_larger_batch_grows_from_zero(fields):
     assert got[:10] == pytest.approx([full * (step + 1) / 10 for step in range(10)])
 
 
-def test_a_warmup_may_keep_a_rate_of_its_own():
+def test_a_warmup_may_have_a_constant_rate():
     got = rates(warmup_epochs=1, lr=0.1, warmup_lr=1e-5)
     assert got[:10] == [1e-5] * 10 and got[10] == rates(lr=0.1)[10] > 1e-5
 
@@ -47,8 +47,8 @@ def test_a_warmup_may_keep_a_rate_of_its_own():
 def test_cosine():
     got = rates(name="cosine", lr=0.1, warmup_epochs=2, final_lr=0.01)
     for step in (20, 33, 60, 99):
-        wanted = 0.01 + 0.09 * (1 + math.cos(math.pi * (step - 20) / 80)) / 2
-        assert got[step] == pytest.approx(wanted)
+        expected = 0.01 + 0.09 * (1 + math.cos(math.pi * (step - 20) / 80)) / 2
+        assert got[step] == pytest.approx(expected)
     assert got[20] == pytest.approx(0.1)
 
 
@@ -76,5 +76,5 @@ def test_the_rate_in_use_is_explained():
     assert full_rate(Schedule(lr=0.01), 32)[1] == (
         "0.00125, milestones (schedule.lr = 0.01 x 32 samples / 256)"
     )
-    given = Schedule(lr=0.01, scale="none", name="cosine")
-    assert full_rate(given, 32)[1] == "0.01, cosine (not scaled)"
+    section = Schedule(lr=0.01, scale="none", name="cosine")
+    assert full_rate(section, 32)[1] == "0.01, cosine (not scaled)"

@@ -1,4 +1,4 @@
-"""Slots of a node's ranks: what differs between ranks is named before they wait for each other."""
+"""Slots of the ranks of a node: differences are reported before ranks wait for each other."""
 
 from types import SimpleNamespace
 
@@ -11,51 +11,53 @@ from mpigossip.training.assemble import load
 
 
 @pytest.mark.parametrize(
-    "devices, other, says",
+    "devices, other, message",
     [
-        ("auto", ("cuda:0",), "rank 1 on b has a GPU, rank 0 on a sees none"),
+        ("auto", ("cuda:0",), "rank 1 on b has a GPU, rank 0 on a detects none"),
         ("cpu:2", ("cpu",), "rank 0 on a has 2 slots, rank 1 on b has 1"),
     ],
 )
-def test_ranks_have_as_many_slots_of_one_kind(monkeypatch, devices, other, says):
+def test_ranks_need_the_same_number_and_kind_of_slots(monkeypatch, devices, other, message):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     job = load({"node": {"devices": devices, "ranks_per_node": 2}})
     world = SimpleNamespace(
-        nodes=SimpleNamespace(per_node=2), hosts=("a", "b"), broadcast=lambda found: found
+        nodes=SimpleNamespace(per_node=2), hosts=("a", "b"), broadcast=lambda value: value
     )
-    world.gather = lambda mine: [mine, mine]
+    world.gather = lambda local_slots: [local_slots, local_slots]
     shape.check_alike(job, world)
-    world.gather = lambda mine: [mine, other]
-    with pytest.raises(JobError, match=says):
+    world.gather = lambda local_slots: [local_slots, other]
+    with pytest.raises(JobError, match=message):
         shape.check_alike(job, world)
 
 
-def test_what_ranks_can_not_have_is_said_once():
+def test_a_setting_that_ranks_do_not_support_is_said_once():
     words = {"same_host": "put"}
     world = SimpleNamespace(comm=object(), nodes=SimpleNamespace(per_node=1))
-    found = shape.mistakes(load({"node": words, "faults": {"slow_nodes": 2}}), world)
-    assert len(found) == 1, found
+    problems = shape.mistakes(load({"node": words, "faults": {"slow_nodes": 2}}), world)
+    assert len(problems) == 1, problems
     with pytest.raises(JobError, match='node.mixer = "product": removed; use "synchronous"'):
         load({"node": {"mixer": "product"}})
 
 
-def test_more_ranks_than_gpus_are_told_before_nccl_finds_one_twice(monkeypatch):
-    """Each of the ranks sees one GPU and calls it cuda:0; the third has that of the first."""
+def test_ranks_with_the_same_gpu_are_reported_before_nccl_starts(monkeypatch):
+    """Each rank sees one GPU, as cuda:0; the third rank has the same GPU as the first."""
     job = load({"node": {"devices": "cuda:0", "ranks_per_node": 3}})
     gpus = ["GPU-1", "GPU-2", "GPU-1"]
     world = SimpleNamespace(
-        nodes=SimpleNamespace(per_node=3), hosts=("a",) * 3, broadcast=lambda found: found, rank=0
+        nodes=SimpleNamespace(per_node=3), hosts=("a",) * 3, broadcast=lambda value: value, rank=0
     )
-    world.gather = lambda mine: [mine] * 3 if mine == ("cuda:0",) else [[gpu] for gpu in gpus]
+    world.gather = lambda local_slots: (
+        [local_slots] * 3 if local_slots == ("cuda:0",) else [[gpu] for gpu in gpus]
+    )
     monkeypatch.setattr(shape, "gpu_of", lambda device: "GPU-1")
-    with pytest.raises(JobError) as refused:
+    with pytest.raises(JobError) as caught:
         shape.check_alike(job, world)
-    (text,) = refused.value.messages
+    (text,) = caught.value.messages
     assert "ranks 0 and 2 on a have the same GPU (GPU-1)" in text and "\n" not in text
     gpus[2] = "GPU-3"
     shape.check_alike(job, world)
     world.hosts = ("a", "a", "b")
     gpus[2] = "GPU-1"
     shape.check_alike(job, world)
-    gpus[:] = ["", "", ""]  # a torch that doesn't tell them apart
+    gpus[:] = ["", "", ""]  # a version of torch that does not identify GPUs
     shape.check_alike(job, world)

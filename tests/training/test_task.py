@@ -1,4 +1,4 @@
-"""Tasks: losses and metrics of one's own and their columns, those built in, wrong answers."""
+"""Tasks: custom losses and metrics with their columns, built-in tasks, and invalid results."""
 
 import math
 import re
@@ -34,7 +34,7 @@ def curve(width=8):
 
 
 class Fit:
-    """Squares, and two metrics of which one counts nothing on the left."""
+    """Squared error, and two metrics, one of which counts nothing if x <= 0."""
 
     units = {"loss": "m2", "distance": "m"}
 
@@ -52,12 +52,12 @@ class Fit:
 
 
 def answers(answer):
-    """A task that gives one answer."""
+    """Return a task whose loss is the function ``answer``."""
     return SimpleNamespace(loss=lambda model, batch: answer(model, batch))
 
 
 @pytest.fixture
-def mine(monkeypatch):
+def user_module(monkeypatch):
     import sys
     from types import ModuleType
 
@@ -87,7 +87,7 @@ def train(made, nodes=3):
         return launch.train(made, alone, nodes)
 
 
-def test_a_task_of_ones_own_is_logged_by_its_names(mine, tmp_path, capsys):
+def test_a_custom_task_is_logged_by_its_names(user_module, tmp_path, capsys):
     summary = train(job(tmp_path / "run"))
     log = read(tmp_path / "run" / "log.h5")
     assert log.steps["distance"].shape == (12, 3) and log.evaluations["right"].shape == (3,)
@@ -102,8 +102,8 @@ def test_a_task_of_ones_own_is_logged_by_its_names(mine, tmp_path, capsys):
     assert f"distance   {summary['distance']:.4f} (averaged model), right" in printed
 
 
-def test_what_is_tested_is_the_averaged_model_on_all_samples(mine, tmp_path):
-    """Sums over slots and nodes, divided once: what one pass over all test samples gives."""
+def test_the_averaged_model_is_tested_on_all_samples(user_module, tmp_path):
+    """Sums over slots and nodes, divided once, agree with one pass over all test samples."""
     made = assemble.assemble(
         job(tmp_path, "node.devices=cpu:2", "data.batch=4"), SingleProcess(), 3
     )
@@ -113,22 +113,22 @@ def test_what_is_tested_is_the_averaged_model_on_all_samples(mine, tmp_path):
         trainer = made.trainer
         from mpigossip.training.evaluate import averaged_model, evaluate
 
-        found = evaluate(trainer.replicas, trainer.mixer, made.loader)
+        evaluation = evaluate(trainer.replicas, trainer.mixer, made.loader)
         module = averaged_model(trainer.replicas, trainer.mixer).eval()
         with torch.no_grad():
             loss, metrics = Fit(weight=0.5).loss(module, points()["test"][:])
         rounding = 1e-5  # float32 sums of at most 80 terms, in another order
-        assert found.loss == pytest.approx(float(loss), rel=rounding)
+        assert evaluation.loss == pytest.approx(float(loss), rel=rounding)
         for name, (total, count) in metrics.items():
-            assert found.averaged[name] == pytest.approx(float(total / count), rel=rounding)
+            assert evaluation.averaged[name] == pytest.approx(float(total / count), rel=rounding)
         assert record.metrics["distance"].shape == (3,)
     finally:
         made.close()
 
 
-def test_a_metric_that_counts_nothing_is_unknown_and_said_once(mine, tmp_path, capsys):
+def test_a_metric_that_counts_nothing_is_nan_and_reported_once(user_module, tmp_path, capsys):
     left = TensorDataset(-POINTS[50:], POINTS[50:])
-    mine(points=lambda: points() | {"test": left})
+    user_module(points=lambda: points() | {"test": left})
     summary = train(job(tmp_path / "run"))
     assert (
         math.isnan(summary["right"])
@@ -140,8 +140,8 @@ def test_a_metric_that_counts_nothing_is_unknown_and_said_once(mine, tmp_path, c
 
 
 @pytest.mark.parametrize("settings", [(), ("algorithm.accumulate=2", "data.batch=4")])
-def test_stopped_and_resumed_to_the_bit(mine, tmp_path, settings):
-    """Dropout too: a model's random numbers follow from the step."""
+def test_a_resumed_run_is_bitwise_identical(user_module, tmp_path, settings):
+    """This includes dropout, because the random numbers of a model follow from the step."""
     whole = train(job(tmp_path / "whole", *settings))
     train(job(tmp_path / "half", "run.steps=5", *settings))
     torch.rand(3)
@@ -160,67 +160,71 @@ def on_ranks(world, folder):
     return launch.train(job(folder), world, world.size).get("digest")
 
 
-def test_ranks_have_the_simulators_digest(ranks, mine, tmp_path):
+def test_ranks_have_the_simulators_digest(ranks, user_module, tmp_path):
     assert ranks(3)(on_ranks, tmp_path / "ranks")[0] == train(job(tmp_path / "alone"))["digest"]
 
 
-def test_vmap_counts_what_the_loop_counts(mine, tmp_path):
-    mine(curve=lambda width: nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1)))
-    found = []
+def test_vmap_gives_the_metrics_of_the_loop(user_module, tmp_path):
+    user_module(
+        curve=lambda width: nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1))
+    )
+    records = []
     for vmap in ("false", "true"):
         made = assemble.assemble(job(tmp_path, f"node.vmap={vmap}"), SingleProcess(), 3)
-        found.append(made.trainer.step())
+        records.append(made.trainer.step())
         made.close()
     for name in ("distance", "right"):
         # float32 sums of at most 80 terms, in another order
-        assert torch.allclose(found[0].metrics[name], found[1].metrics[name], rtol=1e-5)
-    assert torch.allclose(found[0].loss, found[1].loss, rtol=1e-5)
+        assert torch.allclose(records[0].metrics[name], records[1].metrics[name], rtol=1e-5)
+    assert torch.allclose(records[0].loss, records[1].loss, rtol=1e-5)
 
 
 X = (torch.ones(4, 1), torch.ones(4, 1))
 
 
 @pytest.mark.parametrize(
-    "answer, says",
+    "answer, message",
     [
-        (lambda m, b: (m(b[0]) - b[1], {}), r"its loss is float32 \(1, 1\); it has to be one num"),
-        (lambda m, b: (3.0, {}), "its loss is float; it has to be one number"),
+        (lambda m, b: (m(b[0]) - b[1], {}), r"its loss is float32 \(1, 1\); it must be"),
+        (lambda m, b: (3.0, {}), "its loss is float; it must be"),
         (lambda m, b: m(b[0]).mean(), "TypeError.*iteration over a 0-d tensor"),
         (lambda m, b: (m(b[0]).mean(), 3), "its metrics are a int, not"),
         (lambda m, b: (m(b[0]).mean(), {"a": 3}), r'metric "a" is int; .* \(sum, count\)'),
         (lambda m, b: (m(b[0]).mean(), {"a": (b[0], 1)}), r'metric "a" is \(float32 \(1, 1\), int'),
-        (lambda m, b: (m(b[0]).mean(), {3: (1, 1)}), "metric 3 has no text for a name"),
-        (lambda m, b: (m(b[0]).mean(), {"lr": (1, 1)}), '"lr" has the name of a column that every'),
-        (lambda m, b: (m(b[0]).mean(), {"a/b": (1, 1)}), '"a/b" has a name that no column can'),
-        (lambda m, b: (m(b[0]).mean(), {"local_a": (1, 1)}), '"local_a" has a name that no col'),
+        (lambda m, b: (m(b[0]).mean(), {3: (1, 1)}), "its metric 3 needs a string"),
+        (lambda m, b: (m(b[0]).mean(), {"lr": (1, 1)}), '"lr" has the name of a column'),
+        (lambda m, b: (m(b[0]).mean(), {"a/b": (1, 1)}), '"a/b" has an invalid name'),
+        (lambda m, b: (m(b[0]).mean(), {"local_a": (1, 1)}), '"local_a" has an invalid name'),
         (lambda m, b: m(b["x"]), r"TypeError at .*test_task.py:\d+: .*on a batch of \(float32"),
     ],
 )
-def test_an_answer_that_is_none_is_named_before_the_first_step(mine, tmp_path, answer, says):
-    mine(Fit=lambda weight: answers(answer))
-    with pytest.raises(JobError, match='task.name = "mine:Fit": .*' + says) as caught:
+def test_an_invalid_result_is_reported_before_the_first_step(
+    user_module, tmp_path, answer, message
+):
+    user_module(Fit=lambda weight: answers(answer))
+    with pytest.raises(JobError, match='task.name = "mine:Fit": .*' + message) as caught:
         train(job(tmp_path / "run"))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "settings, says",
+    "settings, message",
     [
-        ("task.name=mine:three", "is a int; it should be a function"),
-        ("task.name=mine:points", "returned dict; it should return something with loss"),
+        ("task.name=mine:three", 'task.name = "mine:three" is a int;'),
+        ("task.name=mine:points", "returned dict; it should return .*loss"),
         ("task.wait=2", "unexpected keyword argument 'wait'"),
         ("task.name=classifikation", 'unknown task; did you mean "classification"'),
         ("task.name=classification", "on a batch of"),
     ],
 )
-def test_a_wrong_task_is_named(mine, tmp_path, settings, says):
-    mine(three=3)
-    with pytest.raises(JobError, match=says):
+def test_a_wrong_task_is_reported(user_module, tmp_path, settings, message):
+    user_module(three=3)
+    with pytest.raises(JobError, match=message):
         train(job(tmp_path / "run", settings))
 
 
 class Changing(Dataset):
-    """The tenth sample has another form."""
+    """Dataset whose tenth sample has another structure."""
 
     def __len__(self):
         return 48
@@ -229,11 +233,11 @@ class Changing(Dataset):
         return {"x" if index != 9 else "y": torch.ones(1)}
 
 
-def test_failures_on_the_way_say_where_and_on_what(mine, tmp_path):
+def test_failures_during_training_name_line_and_batch(user_module, tmp_path):
     def loss(model, batch):
         return model(batch["x"]).mean(), {}
 
-    mine(
+    user_module(
         points=lambda: {"train": Changing(), "test": Changing()},
         Fit=lambda weight: SimpleNamespace(loss=loss),
     )
@@ -246,8 +250,8 @@ def test_failures_on_the_way_say_where_and_on_what(mine, tmp_path):
         seen.append(batch)
         return model(batch[0]).mean(), {"a": (1, 1)} if len(seen) < 3 else {}
 
-    mine(Fit=lambda weight: SimpleNamespace(loss=forgets))
-    with pytest.raises(TaskError, match="gave the metrics none for .* where the first gave a;"):
+    user_module(Fit=lambda weight: SimpleNamespace(loss=forgets))
+    with pytest.raises(TaskError, match="returned the metrics none for .* but a for the first"):
         train(job(tmp_path / "other"))
 
 
@@ -255,10 +259,10 @@ def test_failures_on_the_way_say_where_and_on_what(mine, tmp_path):
 
 
 class Output(SimpleNamespace):
-    """As models of transformers give it."""
+    """Output as models of transformers return it."""
 
 
-def test_a_language_model_takes_what_tokenizers_and_transformers_give():
+def test_a_language_model_accepts_batches_of_tokenizers_and_models_of_transformers():
     table = nn.Embedding(11, 11)
 
     def model(input_ids, attention_mask=None):
@@ -273,26 +277,26 @@ def test_a_language_model_takes_what_tokenizers_and_transformers_give():
     labels = tokens.clone()
     labels[:, 4:] = -100
     loss, metrics = task.LanguageModel().loss(model, batch | {"labels": labels})
-    wanted = F.cross_entropy(table(tokens[:, :3]).flatten(0, 1), tokens[:, 1:4].flatten())
-    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)  # sums of 11 terms
+    expected = F.cross_entropy(table(tokens[:, :3]).flatten(0, 1), tokens[:, 1:4].flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)  # sums of 11 terms
     assert int(metrics["accuracy"][1]) == int(metrics["loss"][1]) == 9
     loss, metrics = task.LanguageModel().loss(model, batch | {"labels": labels.fill_(-100)})
     loss.backward()
     assert loss == 0 == table.weight.grad.abs().max() and metrics["loss"] == (0, 0)
 
 
-def test_the_mean_loss_weighs_batches_by_their_samples_or_as_the_task_says():
+def test_the_mean_loss_weights_batches_by_samples_or_by_the_counts_of_the_task():
     objective = Objective(Fit(), "mine:Fit", ("distance", "right"))
-    found = objective.tested(lambda x: x, (torch.ones(6, 1), torch.zeros(6, 1)))
-    assert found.tolist() == [[6.0, 6.0]] * 3
+    pairs = objective.tested(lambda x: x, (torch.ones(6, 1), torch.zeros(6, 1)))
+    assert pairs.tolist() == [[6.0, 6.0]] * 3
     own = answers(lambda m, b: (torch.tensor(2.0), {"loss": (10, 4)}))
     assert Objective(own, "mine:x").tested(None, X).tolist() == [[10.0, 4.0]]
 
 
 def test_classification_and_text_have_the_same_loss():
     scores = torch.randn(4, 5, 7)
-    wanted = torch.randint(0, 7, (4, 5))
+    targets = torch.randint(0, 7, (4, 5))
     for one in (task.Classification(), task.LanguageModel()):
-        loss, metrics = one.loss(lambda x: x, (scores, wanted))
-        assert torch.equal(loss, F.cross_entropy(scores.flatten(0, 1), wanted.flatten()))
+        loss, metrics = one.loss(lambda x: x, (scores, targets))
+        assert torch.equal(loss, F.cross_entropy(scores.flatten(0, 1), targets.flatten()))
         assert metrics["accuracy"][1] == 20

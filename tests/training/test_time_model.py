@@ -1,4 +1,4 @@
-"""What a step takes: waiting, overlap, the papers' speed tables, and the clock of events."""
+"""Time of a step: waiting, overlap, the speed tables of papers, and the simulated clock."""
 
 import math
 import runpy
@@ -19,7 +19,7 @@ from tests.cases import on_each
 SPEED = Path(__file__).parents[2] / "jobs" / "claims" / "speed.py"
 SLOW = Machine(10e-3, 1e-3, 2e-3, 50e-6, 2.5e6, 50e-6, 2.5e6, 1e9)
 AT_ONCE = Machine(10e-3, 1e-3, 2e-3, 0.0, 1e15, 0.0, 1e15, 1e15)
-"""A network that takes no time: what is left is waiting."""
+"""Network that takes no time, so that only waiting remains."""
 
 
 def made(n=8, graph="one-peer-exponential", cadence="always", **algorithm):
@@ -33,7 +33,7 @@ def made(n=8, graph="one-peer-exponential", cadence="always", **algorithm):
     return exchanges(subject(job)[0], n)
 
 
-def test_the_largest_of_n_normal_numbers():
+def test_the_expected_maximum_of_n_normal_numbers():
     assert expected_maximum(1) == pytest.approx(0, abs=1e-6)
     assert expected_maximum(2) == pytest.approx(1 / math.sqrt(math.pi), rel=1e-6)
     assert expected_maximum(4) == pytest.approx(1.029375, rel=1e-5)
@@ -49,72 +49,72 @@ def test_a_collective_waits_for_the_slowest_of_n(jitter):
         row = predict(what, machine, Choice(ALL_REDUCE), n, 1)
         calm = predict(what, SLOW, Choice(ALL_REDUCE), n, 1)
         assert row.step_s - calm.step_s == pytest.approx(jitter * 10e-3 * expected_maximum(n))
-        gossip = predict(what, machine, Choice("complete"), n, 1)  # carried out as the same average
+        gossip = predict(what, machine, Choice("complete"), n, 1)  # executed as the same average
         assert gossip.waiting_s == pytest.approx(row.waiting_s)
     seldom = predict(what, machine, Choice("one-peer-exponential", "cpsgd"), 8, 1)  # period 8
     assert seldom.waiting_s == pytest.approx(jitter * 10e-3 * expected_maximum(8) / math.sqrt(8))
 
 
 @on_each("graph", ["one-peer-exponential", "one-peer-hypercube", "ring", "exponential", "star"])
-def test_gossip_waits_longer_than_for_its_partners_and_shorter_than_for_all(graph):
-    found = made(32, graph)
-    waiting = Timing(found, replace(AT_ONCE, jitter=0.1)).waiting_s() / 1e-3
+def test_gossip_waits_longer_than_a_pair_and_shorter_than_all_nodes(graph):
+    job_exchanges = made(32, graph)
+    waiting = Timing(job_exchanges, replace(AT_ONCE, jitter=0.1)).waiting_s() / 1e-3
     assert expected_maximum(2) < waiting < expected_maximum(32)
-    assert Timing(found, AT_ONCE).waiting_s() == 0
-    # messages that all pay alike, its sender too, change nothing of it
-    slow = Timing(found, replace(SLOW, jitter=0.1)).waiting_s() / 1e-3
+    assert Timing(job_exchanges, AT_ONCE).waiting_s() == 0
+    # messages that take all nodes, senders included, the same time do not increase it
+    slow = Timing(job_exchanges, replace(SLOW, jitter=0.1)).waiting_s() / 1e-3
     assert slow <= waiting * (1 + 1e-9)
 
 
 @on_each("algorithm", [{}, {"style": "awc"}])
 @on_each("cadence", ["always", "every", "gossip-pga"])
 @on_each("graph", ["one-peer-exponential", "ring", "complete"])
-def test_the_clock_of_events_goes_as_fast_as_the_formula(graph, cadence, algorithm):
-    found = made(8, graph, cadence, **algorithm)
-    clock = Clock(Timing(found, SLOW))
-    timing = Timing(found, SLOW)
-    for kind, t in found.rounds():
+def test_the_simulated_clock_agrees_with_the_formula(graph, cadence, algorithm):
+    job_exchanges = made(8, graph, cadence, **algorithm)
+    clock = Clock(Timing(job_exchanges, SLOW))
+    timing = Timing(job_exchanges, SLOW)
+    for kind, t in job_exchanges.rounds():
         clock.step(kind, t, np.full((1, 8), SLOW.compute_s))
     assert np.ptp(clock.now) < 1e-9
-    assert clock.now[0, 0] / found.steps == pytest.approx(timing.step_s(), rel=1e-9)
+    assert clock.now[0, 0] / job_exchanges.steps == pytest.approx(timing.step_s(), rel=1e-9)
 
 
-def test_a_slow_node_reaches_its_neighbours_first():
-    found = made(8)
-    clock = Clock(Timing(found, SLOW))
+def test_a_slow_node_delays_its_neighbours_first():
+    job_exchanges = made(8)
+    clock = Clock(Timing(job_exchanges, SLOW))
     compute = np.full((1, 8), 10e-3)
     compute[0, 3] = 1.0
     late = []
     for t in range(3):
         clock.step(ExchangeKind.GOSSIP, t, compute if t == 0 else np.full((1, 8), 10e-3))
         late.append(int((clock.now[0] > 0.5).sum()))
-    assert late == [2, 4, 8]  # twice as many a round
+    assert late == [2, 4, 8]  # twice the number in each round
 
 
-def test_a_slow_node_is_held_by_its_own_message():
-    found = made(4)
-    clock = Clock(Timing(found, SLOW))
+def test_a_slow_node_waits_for_its_own_message():
+    job_exchanges = made(4)
+    clock = Clock(Timing(job_exchanges, SLOW))
     compute = np.full((1, 4), 10e-3)
     compute[0, 3] = 1.0
     for t in range(8):
         clock.step(ExchangeKind.GOSSIP, t, compute)
-    message = found.parts.layout.sent_bytes / SLOW.bandwidth
+    message = job_exchanges.parts.layout.sent_bytes / SLOW.bandwidth
     assert clock.now[0, 3] / 8 > 1.0 + 0.8 * message
 
 
-def test_a_slow_link_counts_for_those_who_use_it():
-    found = made(4)
+def test_a_slow_link_delays_the_nodes_that_use_it():
+    job_exchanges = made(4)
     bandwidth = np.full(4, SLOW.bandwidth)
-    calm = Clock(Timing(found, SLOW)).step(ExchangeKind.GOSSIP, 0, np.full((1, 4), 0.01))[0]
+    calm = Clock(Timing(job_exchanges, SLOW)).step(ExchangeKind.GOSSIP, 0, np.full((1, 4), 0.01))[0]
     bandwidth[0] /= 10
-    slow = Clock(Timing(found, SLOW, bandwidth)).step(
+    slow = Clock(Timing(job_exchanges, SLOW, bandwidth)).step(
         ExchangeKind.GOSSIP, 0, np.full((1, 4), 0.01)
     )[0]
-    message = found.parts.layout.sent_bytes
+    message = job_exchanges.parts.layout.sent_bytes
     expected = 9 * message / SLOW.bandwidth
-    # who sends to it waits until the message has left, too
-    users = {0, *found.parts.graph.neighbours(0, 0)[0]}
-    users |= {i for i in range(4) if 0 in found.parts.graph.neighbours(0, i)[0]}
+    # a node that sends to it also waits until the message has been sent
+    users = {0, *job_exchanges.parts.graph.neighbours(0, 0)[0]}
+    users |= {i for i in range(4) if 0 in job_exchanges.parts.graph.neighbours(0, i)[0]}
     uses = [i in users for i in range(4)]
     assert sum(uses) == 3
     np.testing.assert_allclose(slow - calm, expected * np.array(uses), atol=1e-12)
@@ -126,7 +126,9 @@ def test_ddp_sends_all_but_its_last_bucket_during_backward():
     assert last_bucket((1 << 20) + (26 << 20)) == pytest.approx(1 / 27)
     what = subject(assemble.load({"model": {"name": "resnet56"}, "algorithm": {"name": "dsgd"}}))[0]
     row = predict(what, SLOW, Choice(ALL_REDUCE), 8, 1)
-    assert row.hidden_s == pytest.approx(2 / 3 * SLOW.compute_s)  # of seconds on the wire
+    assert row.hidden_s == pytest.approx(
+        2 / 3 * SLOW.compute_s
+    )  # the messages take longer than this
     job = Choice(ALL_REDUCE).job(what.job)
     own = Timing(exchanges(replace(what, job=job), 8), SLOW, ddp=False)
     assert own.mean_s() == (pytest.approx(row.exchange_s), 0.0)
@@ -145,18 +147,18 @@ def test_an_adaptive_period_grows_as_the_learning_rate_falls():
     falling = assemble.load(job | {"schedule": {"name": "milestones", "milestones": [30, 60]}})
     what = subject(falling)[0]
     assert average_period(constant, 8) == pytest.approx(4)
-    found = average_period(what, 8)
-    # a third each at 4 and, at most, at 40 and 400, where it grows by one an average
-    assert 8 < found < 3 / (1 / 4 + 1 / 40 + 1 / 400)
+    period = average_period(what, 8)
+    # a third of the steps each at 4 and at most 40 and 400; it grows by one per average
+    assert 8 < period < 3 / (1 / 4 + 1 / 40 + 1 / 400)
     made = exchanges(what, 8)
     averages = sum(c for (kind, _), c in made.counted.items() if kind is ExchangeKind.GLOBAL)
-    assert made.steps / averages == pytest.approx(found, rel=0.06)
-    given = exchanges(what, 8, period=6.5)
-    averages = sum(c for (kind, _), c in given.counted.items() if kind is ExchangeKind.GLOBAL)
-    assert given.steps / averages == pytest.approx(6.5, rel=0.03)
+    assert made.steps / averages == pytest.approx(period, rel=0.06)
+    with_period = exchanges(what, 8, period=6.5)
+    averages = sum(c for (kind, _), c in with_period.counted.items() if kind is ExchangeKind.GLOBAL)
+    assert with_period.steps / averages == pytest.approx(6.5, rel=0.03)
 
 
-def test_the_sum_s_rate_and_the_coding_s_count():
+def test_the_rates_of_sums_and_of_coding_count():
     what = subject(made().parts.job)[0]
     fast = replace(SLOW, encode_rate=1e12, decode_rate=1e12)
     slow = replace(SLOW, encode_rate=1e6, decode_rate=1e6)
@@ -167,32 +169,34 @@ def test_the_sum_s_rate_and_the_coding_s_count():
 
 
 def test_the_papers_speed_tables(capsys):
-    """What plan explains of them, and that it says what it can't."""
+    """The tables agree with `plan` in part, and the script reports the differences."""
     script = runpy.run_path(str(SPEED))
     published = script["HOURS"]
-    found = script["hours"]()
+    hours = script["hours"]()
     peer = "one-peer-exponential"
     reduce = ALL_REDUCE
-    assert np.allclose(found[peer], published[peer], rtol=0.115)
-    assert np.allclose(found[reduce][:2], published[reduce][:2], rtol=0.03)
-    grown = np.array(found[reduce]) / np.array(found[peer])
-    assert (np.diff(grown) > 0).all() and 1.02 < grown[-1] < 1.15  # of 1.47 in the paper
+    assert np.allclose(hours[peer], published[peer], rtol=0.115)
+    assert np.allclose(hours[reduce][:2], published[reduce][:2], rtol=0.03)
+    grown = np.array(hours[reduce]) / np.array(hours[peer])
+    assert (np.diff(grown) > 0).all() and 1.02 < grown[-1] < 1.15  # 1.47 in the paper
     calm = script["hours"](replace(script["EXPONENTIAL"], jitter=0.0))
-    assert calm[reduce][-1] < calm[peer][-1]  # all-reduce hidden, nobody waits
+    assert calm[reduce][-1] < calm[peer][-1]  # all-reduce is hidden, and no node waits
     for slow in script["SPEED_UPS"]["10 Gbit/s"]:
         compute_s = script["compute_for"](slow)
         assert script["speed_up"]("10 Gbit/s", compute_s) == pytest.approx(slow, rel=0.01)
-        assert 1.11 < script["speed_up"]("100 Gbit/s", compute_s) < 1.16  # of 1.14 and 1.27
+        assert (
+            1.11 < script["speed_up"]("100 Gbit/s", compute_s) < 1.16
+        )  # 1.14 and 1.27 in the paper
         assert script["speed_up"]("100 Gbit/s", compute_s, 0.0) < 1.05
     script["main"]()
-    said = capsys.readouterr().out
-    assert said.count("not explained") == 2 and said.count("assumed of") == 2
+    output = capsys.readouterr().out
+    assert output.count("not explained") == 2 and output.count("assumed of") == 2
 
 
 @on_each("delay", [1, 3])
 @on_each("bandwidth", [2.5e6, 0.5e6])
-def test_an_exchange_with_a_delay_is_waited_for_when_it_is_taken_in(delay, bandwidth):
-    """What the steps in between don't hide is waited for, once a period; then the sum is formed."""
+def test_a_node_waits_for_an_exchange_with_a_delay_when_it_is_applied(delay, bandwidth):
+    """Once per period, nodes wait for the part that the steps in between do not hide, then sum."""
     cadence = {"name": "every", "period": 4, "delay": delay}
     job = assemble.load(
         {
@@ -201,16 +205,18 @@ def test_an_exchange_with_a_delay_is_waited_for_when_it_is_taken_in(delay, bandw
             "cadence": cadence,
         }
     )
-    found = exchanges(subject(job)[0], 8)
+    job_exchanges = exchanges(subject(job)[0], 8)
     machine = replace(SLOW, bandwidth=bandwidth)
     own = machine.compute_s + machine.node_s + machine.update_s
-    size = found.parts.layout.sent_bytes
+    size = job_exchanges.parts.layout.sent_bytes
     message = machine.latency_s + size / bandwidth
     term = size / machine.combine_rate
-    wanted = own + (max(message - delay * own, 0) + term) / 4
-    clock = Clock(Timing(found, machine))
-    timing = Timing(found, machine)
-    for kind, t in replace(found, steps=400).rounds():
+    expected = own + (max(message - delay * own, 0) + term) / 4
+    clock = Clock(Timing(job_exchanges, machine))
+    timing = Timing(job_exchanges, machine)
+    for kind, t in replace(job_exchanges, steps=400).rounds():
         clock.step(kind, t, np.full((1, 8), machine.compute_s))
-    assert clock.now.max() / 400 == pytest.approx(wanted, rel=0.02)  # its first period has none
-    assert timing.step_s() == pytest.approx(wanted, rel=0.02)
+    assert clock.now.max() / 400 == pytest.approx(
+        expected, rel=0.02
+    )  # the first period has no exchange
+    assert timing.step_s() == pytest.approx(expected, rel=0.02)
