@@ -250,10 +250,10 @@ def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], objects: dict[st
     mean = np.array(facts["mean"], float)
     std = np.array(facts["std"], float)
     numbers = np.concatenate([mean.ravel(), std.ravel(), [facts["scale"]]])
-    valid = mean.shape == std.shape == (channels,) and np.isfinite(numbers).all()
-    valid = valid and (std > 0).all() and 0 < facts["scale"] <= SCALE
+    consistent = mean.shape == std.shape == (channels,) and np.isfinite(numbers).all()
+    consistent = consistent and (std > 0).all() and 0 < facts["scale"] <= SCALE
     limits = f"have {channels} numbers, std above 0, and scale from 0 to {SCALE}"
-    require(valid, f"mean {mean} and std {std} must {limits}")
+    require(consistent, f"mean {mean} and std {std} must {limits}")
     splits = {}
     for name in SPLITS:
         group = {key: objects[f"{name}/{key}"] for key in ARRAYS if f"{name}/{key}" in objects}
