@@ -61,7 +61,7 @@ class Machine:
 
 
 def examine(options) -> int:
-    """Check everything and print the report on rank 0; return 0 if the machine is ready, else 1."""
+    """Check everything, and print the report on rank 0; return 0 if the machine is ready, or 1."""
     findings = Findings()
     ranks: SingleProcess | World = SingleProcess()
     try:

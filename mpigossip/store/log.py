@@ -140,7 +140,7 @@ class LogWriter:
         with writing(self.path):
             if recover(self.path):
                 MESSAGES.warning("%s: completed the write of a run that was killed", self.path)
-            problem = _refused(self.path, first_step)
+            problem = _rejection(self.path, first_step)
             if problem == EMPTY:
                 self.path.unlink()
             elif problem:
@@ -155,11 +155,11 @@ class LogWriter:
             steps = file["steps/step"][()]
             steps = steps[steps < first_step]
             self.empty = not len(steps)
-            _cut(file["steps"], len(steps))
+            _truncate(file["steps"], len(steps))
             if len(steps):
                 self.next_step = int(steps[-1]) + 1
             evaluations = file["evaluations"]
-            _cut(evaluations, int(np.count_nonzero(evaluations["at_step"][()] <= first_step)))
+            _truncate(evaluations, int(np.count_nonzero(evaluations["at_step"][()] <= first_step)))
             for group in (file["steps"], evaluations):
                 _widen(group, nodes)
             for name, column in self.columns.items():
@@ -270,7 +270,7 @@ def _create(path: Path) -> None:
                 _dataset(group, scale, description, (0,), (1024,)).make_scale(scale)
 
 
-def _refused(path: Path, first_step: int) -> str:
+def _rejection(path: Path, first_step: int) -> str:
     """Return why the log at `path` cannot be continued at ``first_step``, or "" if it can."""
     if path.is_symlink():
         return "is a symbolic link"
@@ -302,7 +302,7 @@ def _resize(group: h5py.Group, rows: int) -> None:
         data.resize(rows, axis=0)
 
 
-def _cut(group: h5py.Group, rows: int) -> None:
+def _truncate(group: h5py.Group, rows: int) -> None:
     if any(len(data) > rows for data in _data(group)):
         _resize(group, rows)
 

@@ -24,9 +24,9 @@ def test_the_smallest_h_limits_reading_to_a_twentieth_of_the_time(what):
     advice = advise(what, 4, 0.005, 1e7, 400)
     assert advice.model == 3 * 4 * what.flat.size  # the model and the two moments of Adam
     read = advice.model * 4 / 1e7
-    assert read / (advice.least * 0.005 + read) <= 0.05
-    assert read / ((advice.least - 1) * 0.005 + read) > 0.05
-    assert advice.lease_s >= 5 * advice.least * 0.005
+    assert read / (advice.min_period * 0.005 + read) <= 0.05
+    assert read / ((advice.min_period - 1) * 0.005 + read) > 0.05
+    assert advice.lease_s >= 5 * advice.min_period * 0.005
     assert advice.share == pytest.approx(read / (50 * 0.005 + read))
     steps = 400 * what.steps_per_epoch(1)
     assert advice.files(50, 16) >= math.ceil(steps / 50) * (1 + 2 / 16)

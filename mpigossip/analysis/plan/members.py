@@ -44,14 +44,14 @@ class Advice:
         return self.read_s / (self.period * self.step_s + self.read_s)
 
     @property
-    def least(self) -> int:
+    def min_period(self) -> int:
         """Smallest H with which reading takes at most `SHARE` of the time."""
         return max(1, ceil((1 / SHARE - 1) * self.read_s / self.step_s))
 
     @property
     def lease_s(self) -> float:
         """Seconds of five rounds with the job's H, or with the smallest H if that is larger."""
-        return 5 * (max(self.period, self.least) * self.step_s + self.read_s)
+        return 5 * (max(self.period, self.min_period) * self.step_s + self.read_s)
 
     def files(self, period: int, claim_rounds: int) -> int:
         """Return the number of files at the end: records, claims, and those of each member."""
@@ -75,9 +75,9 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
     steps = max(1, round(epochs * what.steps_per_epoch(1)))
     model = memory(what, traffic)["snapshot for checkpoints"]
     advice = Advice(members, model, step_s, rate, steps, period)
-    if advice.least * members * ROUNDS > steps:
+    if advice.min_period * members * ROUNDS > steps:
         raise JobError(
-            f"{members:,} members that share {format_bytes(rate)}/s need H = {advice.least:,} "
+            f"{members:,} members that share {format_bytes(rate)}/s need H = {advice.min_period:,} "
             f"steps between exchanges of {format_bytes(model)}, but the training has {steps:,} "
             f"steps: fewer than {ROUNDS} rounds each; use at most {_max_members(advice):,} "
             "members, or train longer"
@@ -106,7 +106,7 @@ def text(what: Subject, every: Sequence[Advice]) -> str:
             f"{advice.members:,}",
             f"{advice.read_s:.3g} s",
             f"{advice.share:.1%}",
-            f"{advice.least:,}",
+            f"{advice.min_period:,}",
             f"{max(120, ceil(advice.lease_s)):,} s",
             f"{advice.files(advice.period, section.claim_rounds):,}",
             format_bytes(
