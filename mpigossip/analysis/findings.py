@@ -39,30 +39,33 @@ class Findings(list[Finding]):
 
     def show(self) -> None:
         """Print a line for each new finding now, since the next test may end the process."""
-        for one in self[self.shown :]:
-            print_safe(f"{SIGN[one.level]:5}  {one.name:9}  {one.text}", flush=True)
+        for finding in self[self.shown :]:
+            print_safe(f"{SIGN[finding.level]:5}  {finding.name:9}  {finding.text}", flush=True)
         self.shown = len(self)
 
 
-def merged(everyone: Sequence[Sequence[Finding]] | None) -> list[Finding]:
+def merged(findings_by_rank: Sequence[Sequence[Finding]] | None) -> list[Finding]:
     """Merge the findings of all ranks: one for each test and level, with the ranks if they differ.
 
-    :param everyone: findings of each rank, in the same order; None on ranks other than 0
+    :param findings_by_rank: findings of each rank, in the same order; None on ranks other than 0
     """
-    if everyone is None:
+    if findings_by_rank is None:
         return []
     result = []
-    for place, example in enumerate(everyone[0]):
+    for index, example in enumerate(findings_by_rank[0]):
         groups: dict[tuple[str, str], list[int]] = {}
-        for rank, findings in enumerate(everyone):
-            one = findings[place]
+        for rank, findings in enumerate(findings_by_rank):
+            finding = findings[index]
             # Numbers differ between ranks, so compare the level and the remedy only.
-            groups.setdefault((one.level, one.remedy), []).append(rank)
+            groups.setdefault((finding.level, finding.remedy), []).append(rank)
         for (level, remedy), ranks in groups.items():
-            one = everyone[ranks[0]][place]
-            many = len(groups) > 1
-            text = f"{_some(ranks)}: {one.text}" if many else one.text
-            data = {"ranks": ranks, "of_each_rank": [everyone[r][place].data for r in ranks]}
+            finding = findings_by_rank[ranks[0]][index]
+            differ = len(groups) > 1
+            text = f"{_some(ranks)}: {finding.text}" if differ else finding.text
+            data = {
+                "ranks": ranks,
+                "of_each_rank": [findings_by_rank[r][index].data for r in ranks],
+            }
             result.append(Finding(example.name, text, level, remedy, data))
     return result
 
@@ -72,28 +75,36 @@ def _some(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"
 
 
-def verdict(found: Sequence[Finding]) -> str:
+def verdict(findings: Sequence[Finding]) -> str:
     """Return the remedies of all problems, and whether the machine is ready."""
     notes = [
-        f"note: {one.name}: {one.remedy}" for one in found if one.level == "note" and one.remedy
+        f"note: {finding.name}: {finding.remedy}"
+        for finding in findings
+        if finding.level == "note" and finding.remedy
     ]
-    wrong = [f"wrong: {one.name}: {one.remedy}" for one in found if one.level == "wrong"]
-    end = [*wrong, "not ready"] if wrong else ["ready"]
+    problems = [
+        f"wrong: {finding.name}: {finding.remedy}"
+        for finding in findings
+        if finding.level == "wrong"
+    ]
+    end = [*problems, "not ready"] if problems else ["ready"]
     return "\n".join(["", *notes, *end])
 
 
-def report(found: Findings, json_asked: bool) -> None:
+def report(findings: Findings, json_requested: bool) -> None:
     """Print the findings and the verdict."""
-    if not json_asked:
-        found.show()
-    print_safe(as_json(found) if json_asked else verdict(found), flush=True)
+    if not json_requested:
+        findings.show()
+    print_safe(as_json(findings) if json_requested else verdict(findings), flush=True)
 
 
-def as_json(found: Sequence[Finding]) -> str:
+def as_json(findings: Sequence[Finding]) -> str:
     """Return the findings and the verdict as JSON."""
-    rows = [vars(one) for one in found]
-    wrong = [one.name for one in found if one.level == "wrong"]
-    return json.dumps({"findings": rows, "wrong": wrong, "ready": not wrong}, indent=1, default=str)
+    rows = [vars(finding) for finding in findings]
+    problems = [finding.name for finding in findings if finding.level == "wrong"]
+    return json.dumps(
+        {"findings": rows, "wrong": problems, "ready": not problems}, indent=1, default=str
+    )
 
 
 def complain(text: str) -> None:
@@ -104,7 +115,7 @@ def complain(text: str) -> None:
 
 @contextlib.contextmanager
 def watched(
-    world: World, options, name: str, found: Findings, hint="look at the network between hosts"
+    world: World, options, name: str, findings: Findings, hint="check the network between hosts"
 ) -> Iterator[list[str]]:
     """Return a context manager that ends the job if the block takes too long.
 
@@ -115,17 +126,19 @@ def watched(
     :param world: all ranks
     :param options: options of the command; `timeout` is the time limit in seconds
     :param name: name of the finding
-    :param found: findings so far
+    :param findings: findings so far
     :param hint: remedy
     """
-    now = ["starting"]
+    activities = ["starting"]
 
     def late() -> None:
-        said = f"no end of {now[-1]} within {options.timeout:g} s"
-        complain(f"rank {world.rank} on {world.hosts[world.rank]}: {said}; ending the job")
+        problem = f"{activities[-1]} took longer than {options.timeout:g} s"
+        complain(f"rank {world.rank} on {world.hosts[world.rank]}: {problem}; ending the job")
         if world.rank == 0:
-            found.append(Finding(name, said, "wrong", f"{hint}, or give --timeout SECONDS"))
-            report(found, options.json)
+            findings.append(
+                Finding(name, problem, "wrong", f"{hint}, or pass a longer --timeout SECONDS")
+            )
+            report(findings, options.json)
         if world.comm is not None:
             from mpi4py import MPI
 
@@ -137,6 +150,6 @@ def watched(
     timer.daemon = True
     timer.start()
     try:
-        yield now
+        yield activities
     finally:
         timer.cancel()

@@ -8,10 +8,10 @@ from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import replacing
 
 
-def picture(made: Graph, out: Path) -> None:
+def picture(graph: Graph, out: Path) -> None:
     """Draw the edges of the first rounds, and ‖Π W − J‖ against rounds, as a PNG.
 
-    :param made: the graph
+    :param graph: the graph
     :param out: file to write
     :raises GraphError: if the format of the file is unknown
     """
@@ -19,55 +19,55 @@ def picture(made: Graph, out: Path) -> None:
 
     from mpigossip.graphs.spectral import residues
 
-    shown = min(made.period or 4, 4)
-    columns = 2 if shown in (1, 3) else 3  # At most three panels per row stay readable on a page.
+    shown = min(graph.period or 4, 4)
+    columns = 2 if shown in (1, 3) else 3  # At most three panels per row are readable on a page.
     rows = -(-(shown + 1) // columns)
-    wide = 3.4 if made.n <= 16 or shown > 1 else 5.0
+    wide = 3.4 if graph.n <= 16 or shown > 1 else 5.0
     figure = Figure(figsize=(wide * columns, 0.8 + wide * rows), dpi=130, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for t in range(shown):
-        _draw_round(axes[t], made, t)
+        _draw_round(axes[t], graph, t)
     for axis in axes[shown + 1 :]:
         axis.set_axis_off()
-    count = min(max(2 * (made.period or 1), 12), 60)
-    left = residues(made, count)
+    count = min(max(2 * (graph.period or 1), 12), 60)
+    distances = residues(graph, count)
     axis = axes[shown]
-    axis.plot(range(len(left)), [max(value, 1e-17) for value in left], marker="o", ms=4)
-    axis.set_yscale("log" if min(left) < 0.1 else "linear")
+    axis.plot(range(len(distances)), [max(value, 1e-17) for value in distances], marker="o", ms=4)
+    axis.set_yscale("log" if min(distances) < 0.1 else "linear")
     axis.set(
         xlabel="rounds", ylabel=r"$\|W(t-1)\cdots W(0) - J\|_2$", title="Distance from the average"
     )
     axis.grid(alpha=0.4)
-    title = str(made).removeprefix("Graph(").removesuffix(")")
+    title = str(graph).removeprefix("Graph(").removesuffix(")")
     figure.suptitle(fill(title, 36 * columns), fontsize=10)
     try:
-        with replacing(Path(out)) as beside:
-            figure.savefig(beside, dpi=130, format=beside.suffix[1:] or "png")
+        with replacing(Path(out)) as temporary:
+            figure.savefig(temporary, dpi=130, format=temporary.suffix[1:] or "png")
     except StoreError:
         raise
     except ValueError as error:
         raise GraphError(f'can\'t write "{out}": {error}') from error
 
 
-def _draw_round(axis, made: Graph, t: int) -> None:
+def _draw_round(axis, graph: Graph, t: int) -> None:
     """Draw nodes on a circle, and an arrow to each out-neighbour, coloured by its length."""
     from math import cos, pi, sin
 
     from matplotlib import colormaps
 
-    n = made.n
+    n = graph.n
     colours = colormaps["viridis"]
     thin = n > 16
-    places = [(sin(2 * pi * i / n), cos(2 * pi * i / n)) for i in range(n)]
+    positions = [(sin(2 * pi * i / n), cos(2 * pi * i / n)) for i in range(n)]
     for i in range(n):
-        for j in made.neighbours(t, i)[0] if n <= 64 else ():
-            # 1 is a distance across the whole circle
+        for j in graph.neighbours(t, i)[0] if n <= 64 else ():
+            # 1 is the distance across the circle
             far = min((i - j) % n, (j - i) % n) / max(1, n // 2)
             shrink = 2 if thin else 9
             axis.annotate(
                 "",
-                places[i],
-                places[int(j)],
+                positions[i],
+                positions[int(j)],
                 arrowprops={
                     "arrowstyle": "-" if n > 32 else "-|>",
                     "color": colours(0.85 * far),
@@ -78,13 +78,15 @@ def _draw_round(axis, made: Graph, t: int) -> None:
                 },
             )
     size = 190 if n <= 16 else max(12, 2600 / n)
-    axis.scatter(*zip(*places, strict=True), s=size, color="#e8eef4", edgecolor="#333333", zorder=3)
+    axis.scatter(
+        *zip(*positions, strict=True), s=size, color="#e8eef4", edgecolor="#333333", zorder=3
+    )
     every, far, points = (1, 1.0, 8 if n <= 16 else 6) if n <= 32 else (-(-n // 8), 1.13, 8)
-    # of many nodes, label some, outside the circle
-    for i, (x, y) in list(enumerate(places))[::every]:
+    # if there are many nodes, label some of them, outside the circle
+    for i, (x, y) in list(enumerate(positions))[::every]:
         axis.text(far * x, far * y, str(i), ha="center", va="center", fontsize=points, zorder=4)
     axis.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))
     axis.set_axis_off()
-    first = f" (of a period of {made.period})" if t == 0 and (made.period or 0) > 4 else ""
-    left_out = "" if n <= 64 else " (more than 64 nodes: no arrows)"
+    first = f" (of a period of {graph.period})" if t == 0 and (graph.period or 0) > 4 else ""
+    left_out = "" if n <= 64 else " (no arrows for more than 64 nodes)"
     axis.set_title(f"round {t}{first}{left_out}", fontsize=10)

@@ -44,9 +44,11 @@ class LoggedRun:
     @cached_property
     def epoch_steps(self) -> float:
         """Number of steps per epoch, from the last evaluation; 0 if it is not known."""
-        found = self.log.evaluations
-        known = len(found["step"]) and "epoch" in found and found["epoch"][-1] > 0
-        return float(found["step"][-1] / found["epoch"][-1]) if known else 0.0
+        evaluations = self.log.evaluations
+        has_epochs = (
+            len(evaluations["step"]) and "epoch" in evaluations and evaluations["epoch"][-1] > 0
+        )
+        return float(evaluations["step"][-1] / evaluations["epoch"][-1]) if has_epochs else 0.0
 
     @cached_property
     def _clock(self) -> tuple[np.ndarray, np.ndarray]:
@@ -76,15 +78,17 @@ class LoggedRun:
     @property
     def has_virtual_time(self) -> bool:
         """Return whether the run had a virtual clock from its first step on."""
-        found = self.log.steps.get(VIRTUAL)
-        return found is not None and len(found) > 0 and bool(np.isfinite(found).all())
+        seconds = self.log.steps.get(VIRTUAL)
+        return seconds is not None and len(seconds) > 0 and bool(np.isfinite(seconds).all())
 
     def virtual_seconds(self, steps: np.ndarray) -> np.ndarray:
         """Return the virtual training time at ``steps`` in seconds, as a mean over nodes."""
-        at = self.log.steps["step"]
+        rows = self.log.steps["step"]
         spent = self.log.steps[VIRTUAL].mean(1)
-        block = at[1] - at[0] if len(at) > 1 else 1  # a row is the mean of this many steps
-        done = at + (1 + block) / 2
+        block = (
+            rows[1] - rows[0] if len(rows) > 1 else 1
+        )  # number of steps of which a row is the mean
+        done = rows + (1 + block) / 2
         return np.interp(steps, [0.0, *done], [0.0, *spent])
 
 
@@ -102,7 +106,7 @@ def load(paths: Sequence[Path]) -> list[LoggedRun]:
     names = short_names([(path if path.is_dir() else path.parent).resolve() for path in paths])
     logs = [read(log_of(path), points=POINTS) for path in paths]
     groups = alike(logs)
-    apart = differences([logs[group[0]] for group in groups])
+    labels = differences([logs[group[0]] for group in groups])
     runs = []
     for k, group in enumerate(groups):
         name = names[group[0]]
@@ -110,7 +114,7 @@ def load(paths: Sequence[Path]) -> list[LoggedRun]:
         bands: Bands = {}
         if len(group) > 1:
             log, bands = joined([logs[member] for member in group])
-            name = f"{apart[k] or description(log)} ({len(group)} seeds)"
+            name = f"{labels[k] or description(log)} ({len(group)} seeds)"
         runs.append(LoggedRun(name, log, style(k), bands, paths[group[0]]))
     return runs
 
@@ -120,7 +124,7 @@ def log_of(run: Path) -> Path:
     return run / "log.h5" if run.is_dir() else run
 
 
-def short_names(folders: Sequence[Path], most: int = 32) -> list[str]:
+def short_names(folders: Sequence[Path], longest: int = 32) -> list[str]:
     """Return the last part of each folder's path, with enough parts before it to be unique.
 
     Long names lose their beginning, because a legend must leave room for the axes.
@@ -129,16 +133,16 @@ def short_names(folders: Sequence[Path], most: int = 32) -> list[str]:
         names = ["/".join(folder.parts[-parts:]) for folder in folders]
         if len(set(names)) == len(set(folders)):
             break
-    return [name if len(name) <= most else f"…{name[1 - most :]}" for name in names]
+    return [name if len(name) <= longest else f"…{name[1 - longest :]}" for name in names]
 
 
 def description(log: Log) -> str:
     """Describe a run by algorithm, graph and number of nodes; a run of members by its places."""
-    told = settings(log.job)  # Logs of other programs have no settings, but can be plotted.
+    job_settings = settings(log.job)  # Logs of other programs have no settings, but can be plotted.
     keys = ["algorithm.name", "graph.name"]
     if of_members(log):  # The optimizer of a program, or the algorithm of a job.
-        keys = ["loop.optimizer" if "loop.optimizer" in told else "algorithm.name"]
-    names = [str(told[key]) for key in keys if key in told]
+        keys = ["loop.optimizer" if "loop.optimizer" in job_settings else "algorithm.name"]
+    names = [str(job_settings[key]) for key in keys if key in job_settings]
     return ", ".join([*names, pluralize(log.nodes, who(log))])
 
 
@@ -167,9 +171,9 @@ def over_nodes(function: Callable, values: np.ndarray) -> np.ndarray:
 def smooth(values: np.ndarray) -> np.ndarray:
     """Return the mean of finite values in a window of 1/25 of the rows, shorter at the ends."""
     half = len(values) // 50
-    known = np.isfinite(values)
-    total = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    count = np.concatenate([[0], np.cumsum(known)])
+    finite = np.isfinite(values)
+    total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(finite)])
     index = np.arange(len(values))
     first = np.maximum(index - half, 0)
     last = np.minimum(index + half + 1, len(values))
@@ -180,12 +184,12 @@ def smooth(values: np.ndarray) -> np.ndarray:
 def mean_ms(log: Log, part: str) -> float:
     """Return the milliseconds of a part of a step, as a mean over nodes and steps."""
     values = log.steps.get(part, np.empty(0))
-    known = values[np.isfinite(values)]
-    return 1e3 * float(known.mean()) if len(known) else 0.0
+    finite = values[np.isfinite(values)]
+    return 1e3 * float(finite.mean()) if len(finite) else 0.0
 
 
 def shares(log: Log, parts: Sequence[str]) -> list[str]:
     """Return each part of a step with its share of the total time, as text."""
     means = [mean_ms(log, part) for part in parts]
-    whole = sum(means) or 1.0
-    return [f"{PARTS[p]} {100 * m / whole:.0f} %" for p, m in zip(parts, means, strict=True)]
+    total = sum(means) or 1.0
+    return [f"{PARTS[p]} {100 * m / total:.0f} %" for p, m in zip(parts, means, strict=True)]

@@ -30,8 +30,8 @@ BURSTS = 6
 LONGEST_S = 0.05
 """Largest number of seconds of computation before each round."""
 WARM_UP = 3
-LEAST = 8
-MOST = 60
+MIN_STEPS = 8
+MAX_STEPS = 60
 """Steps that are run before measuring, and the smallest and largest number of measured steps."""
 
 
@@ -50,7 +50,7 @@ WORDS = {
 def examine(
     what: Subject, world: World, given: Mapping[str, float | None], budget_s: float
 ) -> Machine:
-    """Measure what is not given, on all ranks at once; collective under MPI.
+    """Measure the values that are not given, on all ranks at the same time; collective under MPI.
 
     The time of computation is that of real steps of the job on one node. Latency and bandwidth are
     those of whole rounds with the job's message between the ranks, and so include the time that MPI
@@ -72,7 +72,7 @@ def examine(
         update_s = 0.0
         jitter = 0.0
         sources = dict.fromkeys(("node-local", "jitter"), "not given")
-    # the rates of this processor are not those of a GPU
+    # the rates of this processor do not apply to a GPU
     combine_rate = world.nodes.per_node * (_combine_rate(what) if on_cpu else SUM_RATE)
     coding_rate = 0.0 if on_cpu else world.nodes.per_node * CODING_RATE
     sources |= dict.fromkeys(("sum", "coding"), "measured" if on_cpu else "assumed")
@@ -117,56 +117,58 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
     with world.raise_together(JobError):
         missing = devices.device_problems(job.node.devices)
         if missing:
-            raise JobError([*missing, "or say how long forward and backward take: --compute 80ms"])
+            raise JobError(
+                [*missing, "or pass the time of forward and backward, such as --compute 80ms"]
+            )
     # the ranks of one node step together, without other nodes
     alone = isolate_node(world) if world.nodes.per_node > 1 else SingleProcess()
     with world.raise_together(JobError):
         assembly = assemble.assemble(_with_data(job, what), alone, 1)
     try:
-        found: dict[str, list[float]] = {"compute_s": [], "node_s": [], "exchange_s": []}
+        seconds: dict[str, list[float]] = {"compute_s": [], "node_s": [], "exchange_s": []}
         world.barrier()
-        began = time.perf_counter()
-        for index in range(WARM_UP + MOST):
+        start = time.perf_counter()
+        for index in range(WARM_UP + MAX_STEPS):
             record = assembly.trainer.step()
             if index < WARM_UP:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 continue
-            for name, values in found.items():
+            for name, values in seconds.items():
                 values.append(record.seconds[name])
-            late = time.perf_counter() - began > budget_s and len(found["node_s"]) >= LEAST
+            late = time.perf_counter() - start > budget_s and len(seconds["node_s"]) >= MIN_STEPS
             if world.agree(int(late)):
                 break
     finally:
         assembly.close()
-    mine = [statistics.median(values) for values in found.values()]
-    tenths = statistics.quantiles(found["compute_s"], n=25)  # quantiles in steps of 4 %
-    mine.append((tenths[20] - tenths[3]) / 2 / mine[0] if mine[0] else 0.0)
-    every = world.broadcast(world.gather(mine))
-    means = [statistics.fmean(each) for each in zip(*every, strict=True)]
+    medians = [statistics.median(values) for values in seconds.values()]
+    tenths = statistics.quantiles(seconds["compute_s"], n=25)  # quantiles in steps of 4 %
+    medians.append((tenths[20] - tenths[3]) / 2 / medians[0] if medians[0] else 0.0)
+    rank_medians = world.broadcast(world.gather(medians))
+    means = [statistics.fmean(values) for values in zip(*rank_medians, strict=True)]
     return tuple(means)
 
 
 def _with_data(job: Job, what: Subject) -> Job:
     """Return the job; if its data are missing here, with enough synthetic samples."""
-    found, missing = data_or_stand_in(job)
-    found.close()
-    if missing and found.dtype == torch.int64:
+    dataset, missing = data_or_stand_in(job)
+    dataset.close()
+    if missing and dataset.dtype == torch.int64:
         raise JobError(
-            f"{missing}; tokens can't be made up: give a packed text, or say how long forward and "
-            "backward take: --compute 80ms"
+            f"{missing}; there are no synthetic tokens: name a packed text, or pass the time of "
+            "forward and backward, such as --compute 80ms"
         )
-    count = max(job.data.samples, what.per_step * (WARM_UP + MOST))
-    made_up = replace(job.data, source="synthetic", samples=count, augment="none")
-    return replace(job, data=made_up) if missing else job
+    count = max(job.data.samples, what.per_step * (WARM_UP + MAX_STEPS))
+    synthetic = replace(job.data, source="synthetic", samples=count, augment="none")
+    return replace(job, data=synthetic) if missing else job
 
 
 def _best(work: Callable[[], object], repeats: int = 5) -> float:
     work()
     times = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        start = time.perf_counter()
         work()
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
@@ -196,22 +198,22 @@ def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s:
     hosts = pluralize(len(set(world.hosts)), "host")
     where = f"{n} ranks on {hosts}" if per == 1 else f"{n} nodes of {per} ranks on {hosts}"
     if n == 1:
-        alone = "this process alone" if per == 1 else f"one node of {per} ranks"
-        return (LATENCY_S, BANDWIDTH) * 2, alone
+        description = "this process only" if per == 1 else f"one node of {per} ranks"
+        return (LATENCY_S, BANDWIDTH) * 2, description
     nbytes = 4 * what.flat.size
     # each rank of a node exchanges its shard, all at once
     small, large = (
         _rounds(column, what, count, budget_s, work_s) for count in (SMALL, what.flat.size // per)
     )
     fitted = []
-    # messages that pass a node's link, and number of latencies in sequence
+    # number of messages on a node's link, and of latencies in sequence
     shapes = {ExchangeKind.GOSSIP: (1.0, 1), ExchangeKind.GLOBAL: (2 * (n - 1) / n, hops(n))}
     for kind, (messages, latencies) in shapes.items():
         # If the time can't be resolved, or the sum takes longer than measured alone, count half of
         # the time as latency.
-        whole = max(large[kind] - nbytes / combine_rate, large[kind] / 2)
-        first = min(small[kind], whole / 2)
-        fitted += [first / latencies, messages * nbytes / (whole - first)]
+        time = max(large[kind] - nbytes / combine_rate, large[kind] / 2)
+        first = min(small[kind], time / 2)
+        fitted += [first / latencies, messages * nbytes / (time - first)]
     return tuple(fitted), where
 
 
@@ -239,7 +241,7 @@ def _rounds(
     work = arithmetic(world.comm, min(work_s, LONGEST_S)) if work_s else lambda: None
 
     def burst(kind: ExchangeKind, rounds: int) -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(rounds):
             work()
             if kind is ExchangeKind.LOCAL:
@@ -248,7 +250,7 @@ def _rounds(
             mixer.outbox(t)[0][0].fill_(1.0)
             mixer.start(kind, t)
             mixer.finish()
-        return (time.perf_counter() - began) / rounds
+        return (time.perf_counter() - start) / rounds
 
     # use the second, because the first opens connections
     longest = max(world.comm.allgather([burst(ExchangeKind.GLOBAL, 1) for _ in range(2)][1]))
@@ -258,19 +260,19 @@ def _rounds(
         ExchangeKind.GLOBAL: [],
     }
     rounds = max(1, min(BURST, int(budget_s / 4 / BURSTS / len(times) / longest)))
-    began = time.perf_counter()
+    start = time.perf_counter()
     late = 0
     while not late or len(times[ExchangeKind.GOSSIP]) < BURSTS:
-        for kind, kept in times.items():
+        for kind, measured in times.items():
             world.barrier()
-            kept.append(burst(kind, rounds))
-        late = world.agree(int(time.perf_counter() - began > budget_s / 4))
+            measured.append(burst(kind, rounds))
+        late = world.agree(int(time.perf_counter() - start > budget_s / 4))
     mixer.close()
     # skip the first burst, a warm-up
-    mine = [statistics.median(kept[1:]) for kept in times.values()]
-    every = zip(*world.comm.allgather(mine), strict=True)
-    alone, gossip, everywhere = map(statistics.fmean, every)
+    medians = [statistics.median(measured[1:]) for measured in times.values()]
+    values = zip(*world.comm.allgather(medians), strict=True)
+    alone, gossip, all_nodes = map(statistics.fmean, values)
     return {
         ExchangeKind.GOSSIP: max(gossip - alone, 1e-6),
-        ExchangeKind.GLOBAL: max(everywhere - alone, 1e-6),
+        ExchangeKind.GLOBAL: max(all_nodes - alone, 1e-6),
     }

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 ROUNDING = 1e-12
 """Relative squared distance below which a difference is only float32's rounding."""
-OWN_PART = "nodes: each on its own part of the test set"
+OWN_PART = "each node on its own part of the test set"
 LONG = 7
-"""Length of a metric's name that leaves room for a legend beside it."""
+"""Length of a metric's name up to which a legend fits next to the title."""
 BANDS = 6
 """Largest number of runs whose ranges over nodes can be distinguished."""
 SHADES = (("#1B4F72", ""), ("#7FB3D5", "////"), ("#F5B041", "...."), ("#E5E7E9", ""))
@@ -58,13 +58,13 @@ def clock(runs: Sequence[LoggedRun]) -> Axis:
     another.
     """
     virtual = all(run.has_virtual_time for run in runs)
-    of = LoggedRun.virtual_seconds if virtual else LoggedRun.seconds
-    longest = max(float(of(run, np.array([run.last]))[0]) for run in runs)
-    unit, word = next((unit, word) for least, unit, word in CLOCKS if longest >= least)
-    label = f"time of training ({word}; evaluations and checkpoints left out)"
+    seconds = LoggedRun.virtual_seconds if virtual else LoggedRun.seconds
+    longest = max(float(seconds(run, np.array([run.last]))[0]) for run in runs)
+    unit, word = next((unit, word) for minimum, unit, word in CLOCKS if longest >= minimum)
+    label = f"time of training ({word}; without evaluations and checkpoints)"
     if virtual:
-        label = f"virtual time of training ({word}; by the job's [clock])"
-    return Axis(label, lambda run, at: of(run, at) / unit)
+        label = f"virtual time of training ({word}; [clock] of the job)"
+    return Axis(label, lambda run, at: seconds(run, at) / unit)
 
 
 def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
@@ -73,19 +73,21 @@ def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     _dress(axes, "Loss", "cross entropy (nat)" if units == [" (nat)"] else f"loss{units[0]}")
     shown = [np.ones(0)]
     for run in runs:
-        at = axis.at(run, run.log.steps["step"])
+        positions = axis.at(run, run.log.steps["step"])
         values = run.log.steps["loss"]
         smoothed = smooth(over_nodes(np.nanmean, values))
         if len(runs) == 1 < run.log.nodes:
             low, high = (smooth(over_nodes(f, values)) for f in (np.nanmin, np.nanmax))
-            axes.fill_between(at, low, high, color=run.style["color"], alpha=0.2, lw=0)
-        axes.plot(at, smoothed, lw=1.8, **run.line)
-        found = run.log.evaluations
-        if "loss" in found:
-            at = axis.at(run, found["step"])
-            axes.plot(at, found["loss"], ms=4.5, mfc="white", **run.style | {"linestyle": ""})
-            _interval(axes, run, "loss", at)
-        shown += [smoothed, found.get("loss", smoothed)]
+            axes.fill_between(positions, low, high, color=run.style["color"], alpha=0.2, lw=0)
+        axes.plot(positions, smoothed, lw=1.8, **run.line)
+        evaluations = run.log.evaluations
+        if "loss" in evaluations:
+            positions = axis.at(run, evaluations["step"])
+            axes.plot(
+                positions, evaluations["loss"], ms=4.5, mfc="white", **run.style | {"linestyle": ""}
+            )
+            _interval(axes, run, "loss", positions)
+        shown += [smoothed, evaluations.get("loss", smoothed)]
     values = np.concatenate(shown)
     _wide(axes, values[values > 0])
     bands = [_band("range of nodes")] * (len(runs) == 1 < runs[0].log.nodes)
@@ -104,35 +106,35 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
     _dress(axes, title, label)
     drawn = [np.ones(0)]
     for run in shown:
-        found = run.log.evaluations
-        at = axis.at(run, found["step"])
-        local = found.get(f"local_{name}")
+        evaluations = run.log.evaluations
+        positions = axis.at(run, evaluations["step"])
+        local = evaluations.get(f"local_{name}")
         if run.bands:
-            _interval(axes, run, name, at)
+            _interval(axes, run, name, positions)
         elif local is not None and len(runs) <= BANDS:
             low, high = (over_nodes(f, local) for f in (np.nanmin, np.nanmax))
             faint = 0.2 if len(runs) < 3 else 0.1
-            axes.fill_between(at, low, high, color=run.style["color"], alpha=faint, lw=0)
-        axes.plot(at, found[name], lw=1.8, ms=4, **run.style)
-        drawn.append(found[name])
+            axes.fill_between(positions, low, high, color=run.style["color"], alpha=faint, lw=0)
+        axes.plot(positions, evaluations[name], lw=1.8, ms=4, **run.style)
+        drawn.append(evaluations[name])
     trained = [run for run in runs if known(run, name)]
     for run in trained:
-        at = axis.at(run, run.log.steps["step"])
-        seen = over_nodes(np.nanmean, run.log.steps[name])
-        there = np.isfinite(seen)
-        if there.mean() < 0.5:  # logged at some steps only
-            axes.plot(at[there], seen[there], lw=1.5, ms=4, **run.style)
+        positions = axis.at(run, run.log.steps["step"])
+        training = over_nodes(np.nanmean, run.log.steps[name])
+        is_known = np.isfinite(training)
+        if is_known.mean() < 0.5:  # logged at some steps only
+            axes.plot(positions[is_known], training[is_known], lw=1.5, ms=4, **run.style)
         else:
-            axes.plot(at, smooth(seen), lw=0.9, color=run.style["color"], alpha=0.55)
-        drawn.append(seen)
+            axes.plot(positions, smooth(training), lw=0.9, color=run.style["color"], alpha=0.55)
+        drawn.append(training)
     if not shown and not trained:
         _nothing(axes, "no evaluation yet")
         return
     if name != "accuracy":
         _wide(axes, np.concatenate(drawn))
     seeds = any(run.bands for run in shown)
-    alone = [run for run in shown if not run.bands]
-    several = len(runs) <= BANDS and any(run.log.nodes > 1 for run in alone)
+    single_runs = [run for run in shown if not run.bands]
+    several = len(runs) <= BANDS and any(run.log.nodes > 1 for run in single_runs)
     bands = [_band("range of nodes' own")] * several + [_band("95 % over seeds")] * seeds
     if several:
         last = shown[0].log.evaluations[name][-1:]
@@ -159,42 +161,46 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     Asynchronous runs measure it with evaluations only; it is drawn as points.
     """
     _dress(axes, "Consensus distance", r"$\|x_i-\bar{x}\|^2\,/\,\|\bar{x}\|^2$, mean over nodes")
-    equal = []
+    equal_runs = []
     for run in runs:
         step = run.log.steps["step"]
         values = run.log.steps.get("consensus_distance", np.full((len(step), 1), np.nan))
         values = over_nodes(np.nanmean, values)
-        apart = values > ROUNDING
-        if apart.any():
+        differ = values > ROUNDING
+        if differ.any():
             drawn = values > 0
             style = run.line if drawn.sum() > 1 else run.style  # a single point needs a marker
             axes.plot(axis.at(run, step[drawn]), values[drawn], lw=1.5, **style)
         elif np.isfinite(values).any():
-            equal.append(run.name)
+            equal_runs.append(run.name)
         elif "consensus_distance" in run.log.evaluations:
-            found = run.log.evaluations
-            at = axis.at(run, found["step"])
-            axes.plot(at, found["consensus_distance"], lw=1.5, ms=4, **run.style)
+            evaluations = run.log.evaluations
+            positions = axis.at(run, evaluations["step"])
+            axes.plot(positions, evaluations["consensus_distance"], lw=1.5, ms=4, **run.style)
     if not axes.lines:
-        _nothing(axes, "all nodes are equal, up to rounding" if equal else "not measured")
+        _nothing(axes, "all nodes are equal, except for rounding" if equal_runs else "not measured")
         return
     axes.set_yscale("log")
     shown = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
-    least = float(np.min(shown, initial=np.inf, where=shown > 0))
-    if least < ROUNDING:
-        axes.axhspan(least, ROUNDING, color="#EEEEEE", zorder=0)
+    lowest = float(np.min(shown, initial=np.inf, where=shown > 0))
+    if lowest < ROUNDING:
+        axes.axhspan(lowest, ROUNDING, color="#EEEEEE", zorder=0)
         axes.text(
             0.01,
             ROUNDING,
-            "below: equal, up to float32's rounding",
+            "below: equal except for float32 rounding",
             va="top",
             fontsize=8.5,
             color="#666666",
             transform=axes.get_yaxis_transform(),
         )
-    if equal:
-        named = ", ".join(equal) if len(equal) <= 3 else f"{len(equal)} of {len(runs)} runs"
-        text = f"all nodes equal, up to rounding: {named}"
+    if equal_runs:
+        names = (
+            ", ".join(equal_runs)
+            if len(equal_runs) <= 3
+            else f"{len(equal_runs)} of {len(runs)} runs"
+        )
+        text = f"all nodes equal, except for rounding: {names}"
         axes.text(0.99, 0.98, text, transform=axes.transAxes, ha="right", va="top", fontsize=8.5)
 
 
@@ -208,15 +214,15 @@ def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     of, scale = ("% points", 100) if name == "accuracy" else (f"{name}{runs[0].unit(name)}", 1)
     _dress(axes, "Spread over nodes", f"local − averaged model ({of})")
     for run in runs:
-        found = run.log.evaluations
-        if run.log.nodes < 2 or f"share_{name}" not in found:
+        evaluations = run.log.evaluations
+        if run.log.nodes < 2 or f"share_{name}" not in evaluations:
             continue
-        apart = scale * (found[f"local_{name}"] - found[f"share_{name}"])
-        low, mean, high = (over_nodes(f, apart) for f in (np.nanmin, np.nanmean, np.nanmax))
-        at = axis.at(run, found["step"])
+        difference = scale * (evaluations[f"local_{name}"] - evaluations[f"share_{name}"])
+        low, mean, high = (over_nodes(f, difference) for f in (np.nanmin, np.nanmean, np.nanmax))
+        positions = axis.at(run, evaluations["step"])
         if len(runs) <= BANDS:
-            axes.fill_between(at, low, high, color=run.style["color"], alpha=0.2, lw=0)
-        axes.plot(at, mean, lw=1.5, ms=4, **run.style)
+            axes.fill_between(positions, low, high, color=run.style["color"], alpha=0.2, lw=0)
+        axes.plot(positions, mean, lw=1.5, ms=4, **run.style)
     if not axes.lines:
         _nothing(axes, "one node, or no evaluation yet")
         return
@@ -236,10 +242,10 @@ def staleness(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         if not stale(run):
             continue
         values = run.log.steps["staleness"]
-        at = axis.at(run, run.log.steps["step"])
+        positions = axis.at(run, run.log.steps["step"])
         low, high = (smooth(over_nodes(f, values)) for f in (np.nanmin, np.nanmax))
-        axes.fill_between(at, low, high, color=run.style["color"], alpha=0.2, lw=0)
-        axes.plot(at, smooth(over_nodes(np.nanmean, values)), lw=1.8, **run.line)
+        axes.fill_between(positions, low, high, color=run.style["color"], alpha=0.2, lw=0)
+        axes.plot(positions, smooth(over_nodes(np.nanmean, values)), lw=1.8, **run.line)
     axes.set_ylim(bottom=0)
     _key(axes, [_sample("mean", lw=1.8), _band("range of nodes")])
 
@@ -270,10 +276,10 @@ def traffic(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """Draw the bytes that a node has sent so far, as a mean over nodes."""
     shown = [run for run in runs if known(run, "bytes_sent")]
     sent = [over_nodes(np.nanmean, run.log.steps["bytes_sent"]) for run in shown]
-    most = max((float(values.max()) for values in sent), default=0.0)
-    unit, word = next(((unit, word) for unit, word in PREFIXES if most >= unit), PREFIXES[-1])
-    _dress(axes, "Sent", f"{word} a node so far (mean)")
-    if not most:
+    largest = max((float(values.max()) for values in sent), default=0.0)
+    unit, word = next(((unit, word) for unit, word in PREFIXES if largest >= unit), PREFIXES[-1])
+    _dress(axes, "Sent", f"{word} per node since the start (mean)")
+    if not largest:
         _nothing(axes, "nothing was sent" if shown else "not measured")
         return
     for run, values in zip(shown, sent, strict=True):
@@ -293,11 +299,11 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         return
     values = 1e3 * np.stack([over_nodes(np.nanmean, log.steps[name]) for name in parts])
     total = values.sum(0)
-    known = total[np.isfinite(total)]
-    # start-up and rare delays would dwarf the rest
-    slow = total > 5 * np.median(known) if len(known) else np.zeros(len(total), bool)
+    finite = total[np.isfinite(total)]
+    # the start and rare delays would make all other steps look equal
+    slow = total > 5 * np.median(finite) if len(finite) else np.zeros(len(total), bool)
     values[:, slow] = np.nan
-    note = f"\n(more than 5 × the median left out: {slow.sum()})" if slow.any() else ""
+    note = f"\n(more than 5 × the median omitted: {slow.sum()})" if slow.any() else ""
     _dress(axes, "Step time", label + note)
     shades = [SHADES[list(PARTS).index(name)] for name in parts]
     layers = axes.stackplot(
@@ -318,20 +324,27 @@ def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
     """Draw the mean time of a step as stacked bars, one for each run."""
     _dress(axes, "Step time", "")
     axes.grid(False, axis="y")
-    places = np.arange(len(runs))
+    positions = np.arange(len(runs))
     start = np.zeros(len(runs))
     bars = []
     for (part, word), (colour, hatch) in zip(PARTS.items(), SHADES, strict=True):
         length = np.array([mean_ms(run.log, part) for run in runs])
         bars.append(
             axes.barh(
-                places, length, 0.6, start, color=colour, hatch=hatch, edgecolor="white", label=word
+                positions,
+                length,
+                0.6,
+                start,
+                color=colour,
+                hatch=hatch,
+                edgecolor="white",
+                label=word,
             )
         )
         start += length
-    for place, total in enumerate(start):
-        axes.text(total, place, f" {total:.3g} ms", va="center", fontsize=9)
-    axes.set_yticks(places, [run.name for run in runs])
+    for position, total in enumerate(start):
+        axes.text(total, position, f" {total:.3g} ms", va="center", fontsize=9)
+    axes.set_yticks(positions, [run.name for run in runs])
     for label, run in zip(axes.get_yticklabels(), runs, strict=True):
         label.set(color=run.style["color"], fontweight="bold")
     axes.invert_yaxis()
@@ -359,7 +372,7 @@ def _dress(axes: Axes, title: str, label: str) -> None:
 
 
 def _key(axes: Axes, handles: Iterable) -> None:
-    """Put a legend above the axes, beside the title, where it covers no line."""
+    """Put a legend above the axes, next to the title, where it covers no line."""
     axes.legend(
         handles=list(handles),
         loc="lower right",
@@ -403,9 +416,9 @@ def _interval(axes: Axes, run: LoggedRun, name: str, at: np.ndarray) -> None:
 
 
 def _note(axes: Axes, text: str, right: bool = False, above: bool = False) -> None:
-    place = {"ha": "right", "x": 0.99} if right else {"x": 0.01}
-    place |= {"va": "top", "y": 0.98} if above else {"y": 0.02}
-    axes.text(s=text, transform=axes.transAxes, fontsize=8.5, color="#666666", **place)
+    position = {"ha": "right", "x": 0.99} if right else {"x": 0.01}
+    position |= {"va": "top", "y": 0.98} if above else {"y": 0.02}
+    axes.text(s=text, transform=axes.transAxes, fontsize=8.5, color="#666666", **position)
 
 
 def _nothing(axes: Axes, text: str) -> None:

@@ -17,20 +17,20 @@ from mpigossip.config.readable import pluralize
 SYSTEM = Path("/")
 ALL_SEEN = (
     "srun --gpus-per-node=N --gpu-bind=none without --gpus-per-task, and CUDA_VISIBLE_DEVICES "
-    "unset: each rank sees all GPUs of its host and takes its own"
+    "unset: each rank then sees all GPUs of its host and uses its own"
 )
 
 
 @dataclass(frozen=True)
-class Place:
+class HostReport:
     """One rank's description of its host."""
 
     host: str
-    mine: tuple[str, ...]
+    own_gpus: tuple[str, ...]
     """Identifiers of its GPUs among all GPUs of the host; empty on the CPU."""
     visible: int
     """Number of GPUs that this process sees."""
-    there: int
+    gpu_count: int
     """Number of GPUs that the host is known to have."""
     hidden: str
     """Reason for which the rank does not see all GPUs; "" if it does."""
@@ -44,24 +44,26 @@ class Place:
     """Number of ranks that MPI shares memory with, including this one."""
 
 
-def seen(world: World, slots: Sequence[str]) -> Place:
+def seen(world: World, slots: Sequence[str]) -> HostReport:
     """Return the description of this rank's host; collective."""
     from mpi4py import MPI
 
-    near = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
-    sharing = near.size
-    near.Free()
-    visible, mine, buses = _gpus(slots)
+    shared = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    sharing = shared.size
+    shared.Free()
+    visible, own_gpus, buses = _gpus(slots)
     cores = tuple(sorted(allowed()))
-    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    slurm_gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
     driver = SYSTEM / "proc/driver/nvidia/gpus"
-    there = max(visible, len(list(driver.glob("*"))), int(given) if given.isdigit() else 0)
-    return Place(
+    gpu_count = max(
+        visible, len(list(driver.glob("*"))), int(slurm_gpus) if slurm_gpus.isdigit() else 0
+    )
+    return HostReport(
         world.hosts[world.rank],
-        mine,
+        own_gpus,
         visible,
-        there,
-        _hidden(visible, there, os.environ),
+        gpu_count,
+        _hidden(visible, gpu_count, os.environ),
         cores,
         memory_of(cores),
         nodes_of(buses),
@@ -75,21 +77,23 @@ def _gpus(slots: Sequence[str]) -> tuple[int, tuple[str, ...], list[str]]:
 
     from mpigossip.training.shape import gpu_of
 
-    mine = [slot for slot in dict.fromkeys(slots) if slot.startswith("cuda")]
+    own_gpus = [slot for slot in dict.fromkeys(slots) if slot.startswith("cuda")]
     buses = []
-    for slot in mine:
-        about = torch.cuda.get_device_properties(slot)
-        parts = [getattr(about, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    for slot in own_gpus:
+        properties = torch.cuda.get_device_properties(slot)
+        parts = [
+            getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
+        ]
         if None not in parts:
             buses.append("{:04x}:{:02x}:{:02x}.0".format(*parts))
-    return torch.cuda.device_count(), tuple(map(gpu_of, mine)), buses
+    return torch.cuda.device_count(), tuple(map(gpu_of, own_gpus)), buses
 
 
-def _hidden(visible: int, there: int, environ: Mapping[str, str]) -> str:
-    if visible >= there:
+def _hidden(visible: int, gpu_count: int, environ: Mapping[str, str]) -> str:
+    if visible >= gpu_count:
         return ""
     shown = environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None and len(shown.split(",")) < there:
+    if shown is not None and len(shown.split(",")) < gpu_count:
         return f"CUDA_VISIBLE_DEVICES = {shown}"
     return "a cgroup of its task"
 
@@ -97,30 +101,34 @@ def _hidden(visible: int, there: int, environ: Mapping[str, str]) -> str:
 def memory_of(cores: Sequence[int], system: Path = SYSTEM) -> tuple[int, ...]:
     """Return the memory nodes of ``cores``; empty if the system does not report them."""
     top = system / "sys/devices/system/cpu"
-    found = {
+    nodes = {
         int(node.name.removeprefix("node"))
         for core in cores
         for node in (top / f"cpu{core}").glob("node[0-9]*")
     }
-    return tuple(sorted(found))
+    return tuple(sorted(nodes))
 
 
 def nodes_of(buses: Sequence[str], system: Path = SYSTEM) -> tuple[int, ...]:
     """Return the memory nodes of PCI devices; empty if the system does not report them."""
-    found = set()
+    nodes = set()
     for bus in buses:
         try:
-            found.add(int((system / f"sys/bus/pci/devices/{bus}/numa_node").read_text("utf-8")))
+            nodes.add(int((system / f"sys/bus/pci/devices/{bus}/numa_node").read_text("utf-8")))
         except (OSError, ValueError):
             continue
-    return tuple(sorted(found - {-1}))
+    return tuple(sorted(nodes - {-1}))
 
 
 def all_tests(world: World, slots: Sequence[str], ranks_per_node: int | str) -> list[Finding]:
     """Return all findings about nodes and hosts; collective, complete on rank 0."""
-    found = nodes(world, ranks_per_node)
-    places = world.gather(seen(world, slots))
-    return [found] if places is None else [found, *judged(places, world.nodes.per_node)]
+    nodes_finding = nodes(world, ranks_per_node)
+    reports = world.gather(seen(world, slots))
+    return (
+        [nodes_finding]
+        if reports is None
+        else [nodes_finding, *judged(reports, world.nodes.per_node)]
+    )
 
 
 def nodes(world: World, ranks_per_node: int | str) -> Finding:
@@ -129,38 +137,38 @@ def nodes(world: World, ranks_per_node: int | str) -> Finding:
     try:
         world.group_into_nodes(ranks_per_node)
     except JobError as error:
-        text = f"{pluralize(world.size, 'rank')} make no nodes"
+        text = f"{pluralize(world.size, 'rank')} can't be grouped into nodes"
         return Finding("nodes", text, "wrong", "; ".join(error.messages), data)
-    made = world.nodes
-    per = "each rank is one" if made.per_node == 1 else f"{made.per_node} ranks each"
-    return Finding("nodes", f"{pluralize(made.count, 'node')}: {per}", data=data)
+    grouping = world.nodes
+    per = "one rank each" if grouping.per_node == 1 else f"{grouping.per_node} ranks each"
+    return Finding("nodes", f"{pluralize(grouping.count, 'node')}: {per}", data=data)
 
 
-def judged(places: Sequence[Place], per_node: int) -> list[Finding]:
+def judged(reports: Sequence[HostReport], per_node: int) -> list[Finding]:
     """Return the findings on hosts if each node has ``per_node`` ranks."""
-    return [_memory(places, per_node), _devices(places, per_node), _numa(places)]
+    return [_memory(reports, per_node), _devices(reports, per_node), _numa(reports)]
 
 
-def _hosts(places: Sequence[Place]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        found.setdefault(place.host, []).append(rank)
-    return found
+def _hosts(reports: Sequence[HostReport]) -> dict[str, list[int]]:
+    ranks_by_host: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        ranks_by_host.setdefault(report.host, []).append(rank)
+    return ranks_by_host
 
 
-def _memory(places: Sequence[Place], per_node: int) -> Finding:
+def _memory(reports: Sequence[HostReport], per_node: int) -> Finding:
     """Check that the ranks of a host share memory.
 
     Sums inside a node, and exchanges of neighbours on a host, use shared memory.
     """
-    most = max(place.sharing for place in places)
-    text = f"MPI shares memory between {pluralize(most, 'rank')} at most"
-    data = {"sharing": [place.sharing for place in places]}
-    for host, ranks in _hosts(places).items():
-        if per_node > 1 and places[ranks[0]].sharing < len(ranks):
+    largest = max(report.sharing for report in reports)
+    text = f"MPI shares memory between at most {pluralize(largest, 'rank')}"
+    data = {"sharing": [report.sharing for report in reports]}
+    for host, ranks in _hosts(reports).items():
+        if per_node > 1 and reports[ranks[0]].sharing < len(ranks):
             remedy = (
-                f"{pluralize(len(ranks), 'rank')} on {host}, of which rank {ranks[0]} shares "
-                f"memory with {places[ranks[0]].sharing} only: each task has an IPC namespace or "
+                f"{pluralize(len(ranks), 'rank')} on {host}, but rank {ranks[0]} shares "
+                f"memory with {reports[ranks[0]].sharing} only: each task has an IPC namespace or "
                 "a /dev/shm of its own; start the tasks of a host in one container, or without "
                 "namespaces of their own"
             )
@@ -168,60 +176,61 @@ def _memory(places: Sequence[Place], per_node: int) -> Finding:
     return Finding("shared", text, data=data)
 
 
-def _devices(places: Sequence[Place], per_node: int) -> Finding:
+def _devices(reports: Sequence[HostReport], per_node: int) -> Finding:
     """Check that each rank has GPUs of its own and sees all others, and that no GPU is idle."""
-    data = {"visible": [p.visible for p in places], "there": [p.there for p in places]}
-    if not any(place.there for place in places):
+    data = {"visible": [p.visible for p in reports], "there": [p.gpu_count for p in reports]}
+    if not any(report.gpu_count for report in reports):
         return Finding("gpus", "none on these hosts", data=data)
-    hosts = _hosts(places)
+    hosts = _hosts(reports)
     used = {
-        host: {gpu for rank in ranks for gpu in places[rank].mine} for host, ranks in hosts.items()
+        host: {gpu for rank in ranks for gpu in reports[rank].own_gpus}
+        for host, ranks in hosts.items()
     }
     text = "; ".join(
         f"{host}: {pluralize(len(ranks), 'rank')} on {len(used[host])} of "
-        f"{pluralize(max(places[rank].there for rank in ranks), 'GPU')}"
+        f"{pluralize(max(reports[rank].gpu_count for rank in ranks), 'GPU')}"
         for host, ranks in list(hosts.items())[:4]
     )
     for host, ranks in hosts.items():
-        count = sum(len(places[rank].mine) for rank in ranks)
+        count = sum(len(reports[rank].own_gpus) for rank in ranks)
         if "" not in used[host] and len(used[host]) < count:
             level = "wrong" if per_node > 1 else "note"
             remedy = (
                 f"{pluralize(len(ranks), 'rank')} on {host} share "
                 f"{pluralize(len(used[host]), 'GPU')}, "
-                "which NCCL can't join: start a rank for each GPU"
+                "which NCCL does not support: start one rank per GPU"
             )
             return Finding("gpus", text, level, remedy, data)
-        one = places[ranks[0]]
-        if len(ranks) > 1 and one.hidden:
+        first = reports[ranks[0]]
+        if len(ranks) > 1 and first.hidden:
             remedy = (
-                f"rank {ranks[0]} on {host} sees {one.visible} of {one.there} GPUs "
-                f"({one.hidden}): MPI and NCCL may not reach what a rank can't see, and go through "
-                f"host memory then; {ALL_SEEN}"
+                f"rank {ranks[0]} on {host} sees {first.visible} of {first.gpu_count} GPUs "
+                f"({first.hidden}): MPI and NCCL may not reach what a rank can't see, and then "
+                f"use host memory; {ALL_SEEN}"
             )
             return Finding("gpus", text, "note", remedy, data)
-        if "" not in used[host] and len(used[host]) < max(places[r].there for r in ranks):
-            remedy = f"GPUs of {host} are idle: start a rank for each, or one rank that takes all"
+        if "" not in used[host] and len(used[host]) < max(reports[r].gpu_count for r in ranks):
+            remedy = f"GPUs of {host} are idle: start one rank per GPU, or one rank that uses all"
             return Finding("gpus", text, "note", remedy, data)
     return Finding("gpus", text, data=data)
 
 
-def _numa(places: Sequence[Place]) -> Finding:
+def _numa(reports: Sequence[HostReport]) -> Finding:
     """Check that the cores of each rank are on the memory node of its GPUs."""
     far = [
         rank
-        for rank, place in enumerate(places)
-        if place.near and place.memory and not set(place.near) & set(place.memory)
+        for rank, report in enumerate(reports)
+        if report.near and report.memory and not set(report.near) & set(report.memory)
     ]
-    count = len({node for place in places for node in place.memory})
-    text = f"cores on {pluralize(count, 'memory node')}" if count else "the system doesn't tell"
-    data = {"cores": [p.memory for p in places], "gpus": [p.near for p in places]}
+    count = len({node for report in reports for node in report.memory})
+    text = f"cores on {pluralize(count, 'memory node')}" if count else "not reported by the system"
+    data = {"cores": [p.memory for p in reports], "gpus": [p.near for p in reports]}
     if far:
-        first = places[far[0]]
+        first = reports[far[0]]
         remedy = (
             f"rank {far[0]} on {first.host} has its cores on memory node "
-            f"{', '.join(map(str, first.memory))} and its GPU on {', '.join(map(str, first.near))} "
-            f"({pluralize(len(far), 'rank')} so): srun --cpu-bind=none, or --distribution and "
+            f"{', '.join(map(str, first.memory))}, its GPU on {', '.join(map(str, first.near))} "
+            f"({pluralize(len(far), 'rank')} in all): srun --cpu-bind=none, or --distribution and "
             "--cpu-bind=cores in the order of the GPUs"
         )
         return Finding("numa", text, "note", remedy, data)

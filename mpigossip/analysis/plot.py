@@ -34,8 +34,8 @@ def plot(runs: Sequence[Path], out: Path) -> None:
     :param runs: run directories or logs
     :param out: file to write
     """
-    with replacing(out) as beside:
-        figure(load([Path(run) for run in runs])).savefig(beside, format="png")
+    with replacing(out) as temporary:
+        figure(load([Path(run) for run in runs])).savefig(temporary, format="png")
 
 
 def figure(runs: Sequence[LoggedRun]) -> Figure:
@@ -48,20 +48,20 @@ def figure(runs: Sequence[LoggedRun]) -> Figure:
     if len(runs) == 1:
         return _training_curve(runs)
     parts = {
-        title: [replace(runs[k], style=style(at)) for at, k in enumerate(chosen)]
+        title: [replace(runs[k], style=style(index)) for index, k in enumerate(chosen)]
         for title, chosen in parted([run.log for run in runs]).items()
     }
     heights = {title: _heights(part) for title, part in parts.items()}
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, rect=(0, 0, 0.99, 1))
-    high = [sum(each) + _names(parts[title]) for title, each in heights.items()]
-    made = Figure(figsize=(12.4, sum(high)), dpi=110, layout=layout)
+    total_heights = [sum(each) + _names(parts[title]) for title, each in heights.items()]
+    result = Figure(figsize=(12.4, sum(total_heights)), dpi=110, layout=layout)
     if len(parts) == 1:
-        _draw(made, parts[""], "", heights[""])
-        return made
-    below: Any = made.subfigures(len(parts), 1, height_ratios=high)
+        _draw(result, parts[""], "", heights[""])
+        return result
+    below: Any = result.subfigures(len(parts), 1, height_ratios=total_heights)
     for sub, (title, part) in zip(below, parts.items(), strict=True):
         _draw(sub, part, title, heights[title])
-    return made
+    return result
 
 
 def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
@@ -70,23 +70,23 @@ def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
 
     drawn: list[Callable] = [panels.loss]
     drawn += [partial(panels.metric, name=name) for name in runs[0].metrics]
-    come_and_go = of_members(runs[0].log)  # no member knows its distance from the average
-    drawn += [panels.time] if come_and_go else [panels.consensus, panels.time]
+    has_members = of_members(runs[0].log)  # no member knows its distance from the average
+    drawn += [panels.time] if has_members else [panels.consensus, panels.time]
     drawn += [panels.staleness] * panels.stale(runs[0])
-    rows = -(-(len(drawn) + come_and_go) // 2)
-    made = Figure(figsize=(10, 3.6 * rows + 0.4), dpi=130, layout="constrained")
+    rows = -(-(len(drawn) + has_members) // 2)
+    result = Figure(figsize=(10, 3.6 * rows + 0.4), dpi=130, layout="constrained")
     axis = panels.steps(runs)
-    grid = made.subplots(rows, 2, squeeze=False).ravel()
+    grid = result.subplots(rows, 2, squeeze=False).ravel()
     for draw, axes in zip(drawn, grid, strict=False):
         draw(axes, runs, axis)
         axis.dress(axes, runs)
         panels.key_below_title(axes)
-    if come_and_go:
+    if has_members:
         panels.members(grid[len(drawn)], runs[0])
-    for axes in grid[len(drawn) + come_and_go :]:
+    for axes in grid[len(drawn) + has_members :]:
         axes.set_axis_off()
-    _name_runs(made, runs, "")
-    return made
+    _name_runs(result, runs, "")
+    return result
 
 
 def _heights(runs: Sequence[LoggedRun]) -> list[float]:
@@ -100,12 +100,12 @@ def _names(runs: Sequence[LoggedRun]) -> float:
     return LINE * -(-len(runs) // 2) if len(runs) > 3 else 0.0
 
 
-def _draw(made: FigureBase, runs: Sequence[LoggedRun], title: str, heights: list[float]) -> None:
+def _draw(target: FigureBase, runs: Sequence[LoggedRun], title: str, heights: list[float]) -> None:
     stale = any(map(panels.stale, runs))
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     below = 1 + len(metrics)
     last = 2 + len(metrics)
-    grid = made.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
+    grid = target.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
     by_step = panels.steps(runs)
     by_time = panels.clock(runs)
     tested = [partial(panels.metric, name=name) for name in metrics]
@@ -125,19 +125,19 @@ def _draw(made: FigureBase, runs: Sequence[LoggedRun], title: str, heights: list
         by_step.dress(axes, runs)
     if stale:
         grid[-1, 1].set_axis_off()
-    _name_runs(made, runs, title)
+    _name_runs(target, runs, title)
 
 
-def _name_runs(made: FigureBase, runs: Sequence[LoggedRun], title: str) -> None:
+def _name_runs(target: FigureBase, runs: Sequence[LoggedRun], title: str) -> None:
     """Add the title of one run, or a legend of several, with the last value of the first metric."""
     labels = []
     for run in runs:
-        found = [(name, run.log.evaluations.get(name)) for name in run.metrics[:1]]
-        last = "".join(f"; test {n} {number(v[-1])}" for n, v in found if v is not None and len(v))
+        values = [(name, run.log.evaluations.get(name)) for name in run.metrics[:1]]
+        last = "".join(f"; test {n} {number(v[-1])}" for n, v in values if v is not None and len(v))
         what = "" if run.bands else f": {description(run.log)}"
         labels.append(f"{run.name}{what}{last}")
     if len(runs) == 1:
-        made.suptitle(f"{title}: {labels[0]}" if title else labels[0], fontsize=13)
+        target.suptitle(f"{title}: {labels[0]}" if title else labels[0], fontsize=13)
         return
     from matplotlib.lines import Line2D
 
@@ -145,7 +145,7 @@ def _name_runs(made: FigureBase, runs: Sequence[LoggedRun], title: str) -> None:
         Line2D([], [], lw=2.2, ms=6, **run.style, label=label)
         for run, label in zip(runs, labels, strict=True)
     ]
-    made.legend(
+    target.legend(
         handles=lines,
         loc="outside upper left",
         handlelength=4.5,

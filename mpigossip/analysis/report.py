@@ -48,27 +48,29 @@ FINDINGS = "doctor.json"
 
 def table(log: Log) -> str:
     """Return the evaluations, the time of a step and the summary as text."""
-    found = log.evaluations
-    unknown = np.full((len(found["step"]), 1), np.nan)
-    metrics = metrics_in(found)
+    evaluations = log.evaluations
+    unknown = np.full((len(evaluations["step"]), 1), np.nan)
+    metrics = metrics_in(evaluations)
     first = (metrics or ["loss"])[0]
-    local = found.get(f"local_{first}", unknown)
-    apart = local - found.get(f"share_{first}", unknown)
+    local = evaluations.get(f"local_{first}", unknown)
+    difference = local - evaluations.get(f"share_{first}", unknown)
     scale, form, unit = (100, "{:+.1f}", " %") if first == "accuracy" else (1, "{:+.2g}", "")
     columns = {
         "step": [f"{step}" for step in _tested_at(log)],
-        "epoch": _cells(found.get("epoch"), "{:.2f}"),
-        "loss": _cells(found.get("loss")),
-        **{name: _cells(found.get(name)) for name in metrics[:1]},
+        "epoch": _cells(evaluations.get("epoch"), "{:.2f}"),
+        "loss": _cells(evaluations.get("loss")),
+        **{name: _cells(evaluations.get(name)) for name in metrics[:1]},
         "local*": _ranges(local, "{:.3f}".format if unit else number)
         if np.isfinite(local).any()
         else [],
-        "− averaged*": _ranges(scale * apart, form.format, unit)
-        if np.isfinite(apart).any()
+        "− averaged*": _ranges(scale * difference, form.format, unit)
+        if np.isfinite(difference).any()
         else [],
-        **{name: _cells(found.get(name)) for name in metrics[1:]},
-        "consensus": [] if of_members(log) else _cells(found.get("consensus_distance"), "{:.2e}"),
-        "time s": _cells(found.get("seconds"), "{:.1f}"),
+        **{name: _cells(evaluations.get(name)) for name in metrics[1:]},
+        "consensus": []
+        if of_members(log)
+        else _cells(evaluations.get("consensus_distance"), "{:.2e}"),
+        "time s": _cells(evaluations.get("seconds"), "{:.1f}"),
     }
     lines = [description(log), ""]
     columns = {name: cells for name, cells in columns.items() if cells}
@@ -78,8 +80,8 @@ def table(log: Log) -> str:
     lines += [aligned(rows if columns else _logged(log), left=())]
     if log.nodes > 1 and np.isfinite(local).any():
         lines += [
-            f"* {first} of the nodes, each on its own 1/{log.nodes} of the test samples;",
-            "  beside the averaged model's on the same samples",
+            f"* {first} of each node on its own 1/{log.nodes} of the test samples, and the",
+            "  difference from the averaged model on the same samples",
         ]
     total = sum(mean_ms(log, part) for part in PARTS)
     spent = f"a step takes {total:.3g} ms: {', '.join(shares(log, list(PARTS)))}"
@@ -105,17 +107,17 @@ def _logged(log: Log) -> list[Sequence[str]]:
     values = {name: of for name, of in values.items() if np.isfinite(of).any()}
     if not values:
         return []
-    there = np.isfinite([*values.values()])
-    whole = there.all(axis=0)
-    known = np.flatnonzero(whole if whole.any() else there.any(axis=0))
-    some = known[np.unique(np.linspace(0, len(known) - 1, 20).astype(int))]
+    is_known = np.isfinite([*values.values()])
+    all_known = is_known.all(axis=0)
+    known_rows = np.flatnonzero(all_known if all_known.any() else is_known.any(axis=0))
+    chosen_rows = known_rows[np.unique(np.linspace(0, len(known_rows) - 1, 20).astype(int))]
     step = log.steps["step"]
     rows = [
         [
             f"{int(step[k]) + 1}",
             *(number(of[k]) if np.isfinite(of[k]) else "–" for of in values.values()),
         ]
-        for k in some
+        for k in chosen_rows
     ]
     return [["step", *values], *rows]
 
@@ -143,8 +145,8 @@ def write(runs: Sequence[Path], out: Path) -> None:
     """
     drawn = load([Path(run) for run in runs])
     text = page(drawn, [_findings(run.path) for run in drawn])
-    with replacing(out) as beside:
-        beside.write_text(text, "utf-8")
+    with replacing(out) as temporary:
+        temporary.write_text(text, "utf-8")
 
 
 def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
@@ -157,13 +159,17 @@ def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
     title = ", ".join(run.name for run in runs) if few else f"{len(runs)} runs"
     about = dict.fromkeys(description(run.log) for run in runs)
     head, rows = _result(runs)
-    whole = TEMPLATE.get_template("report.html.jinja").render(
+    text_of_page = TEMPLATE.get_template("report.html.jinja").render(
         title=title,
         about="; ".join(about),
         head=head,
         rows=rows,
         picture=_picture(runs),
-        findings=[(run.name, found) for run, found in zip(runs, findings, strict=True) if found],
+        findings=[
+            (run.name, findings_of_run)
+            for run, findings_of_run in zip(runs, findings, strict=True)
+            if findings_of_run
+        ],
         evaluations=[(run.name, table(run.log)) for run in runs],
         members=[(run.name, text) for run in runs if (text := stays(run.path))],
         alone=len(runs) == 1,
@@ -172,7 +178,7 @@ def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
             (run.name, aligned(run.log.environment.items(), left=(0, 1))) for run in runs
         ],
     )
-    return whole + "\n"
+    return text_of_page + "\n"
 
 
 COLUMNS = {
@@ -197,7 +203,7 @@ def _result(runs: Sequence[LoggedRun]) -> tuple[list[str], list[tuple[list[str],
         if not summary.get("finished", 0) and not of_members(run.log):  # members do not log an end
             cells[-1] = "not finished"
         rows.append(([run.name, description(run.log)], cells))
-    return ["run", "what", *(c for c, _ in columns.values())], rows
+    return ["run", "description", *(c for c, _ in columns.values())], rows
 
 
 def _formatted(value: Any, form: str) -> str:
@@ -221,8 +227,8 @@ def _jobs(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
     parts = [(first.name, first.log.job)]
     for run in others:
         before, now = (
-            [f"{key} = {show(value)}" for key, value in settings(one.log.job).items()]
-            for one in (first, run)
+            [f"{key} = {show(value)}" for key, value in settings(compared.log.job).items()]
+            for compared in (first, run)
         )
         lines = difflib.unified_diff(before, now, first.name, run.name, n=0, lineterm="")
         changed = [line for line in lines if not line.startswith("@@")]
@@ -236,21 +242,23 @@ def stays(run: Path) -> str:
         return ""
     place = Place(RecordStore(run, shared=True), TrainingPlan(0, 1, 0.0), report=lambda line: None)
     rows = [("place", "host", "rounds", "end")]
-    for each in place.numbers("places"):
-        chain = place.refresh(each)
-        start = place.record(each, 0)
+    for index in place.numbers("places"):
+        chain = place.refresh(index)
+        start = place.record(index, 0)
         host = start.about.get("host", "–") if isinstance(start, Start) else "–"
         closed = chain.closed
-        end = "open, or there at the end" if closed is None else closed.why
-        if closed is not None and closed.by != each:
+        end = "open, or present at the end" if closed is None else closed.why
+        if closed is not None and closed.by != index:
             end += f"; closed by place {closed.by}"
-        rows.append((str(each), host, str(chain.rounds), end))
+        rows.append((str(index), host, str(chain.rounds), end))
     names = place.disk.names
     parts = place.disk.names("ledger")
     claims = [name for part in parts for name in names(f"ledger/{part}")]
-    anew = sum(not name.endswith((".0", ".done")) for name in claims)
-    told = f"{pluralize(anew, 'claim')} of chunks whose rounds an earlier claim had left void"
-    return f"{aligned(rows, left=(1, 3))}\n\n{told}"
+    repeated = sum(not name.endswith((".0", ".done")) for name in claims)
+    repeated_claims = (
+        f"{pluralize(repeated, 'claim')} of chunks that an earlier claim did not finish"
+    )
+    return f"{aligned(rows, left=(1, 3))}\n\n{repeated_claims}"
 
 
 def _findings(run: Path) -> list[dict]:
@@ -258,7 +266,8 @@ def _findings(run: Path) -> list[dict]:
     if not file.is_file():
         return []
     with reading(file):
-        found = json.loads(file.read_text("utf-8"))["findings"]
+        findings = json.loads(file.read_text("utf-8"))["findings"]
         return [
-            {key: str(one[key]) for key in ("name", "text", "level", "remedy")} for one in found
+            {key: str(finding[key]) for key in ("name", "text", "level", "remedy")}
+            for finding in findings
         ]

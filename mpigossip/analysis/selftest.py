@@ -26,11 +26,13 @@ REPEATS = 5
 SMALL = 8
 """Bytes of the message that measures the latency."""
 SLOW = 3.0
-"""Factor over the median from which on a slow link is reported."""
+"""Smallest multiple of the median time at which a link is reported as slow."""
 LEVELS = "SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"
 
 
-def all_tests(options, world: World, slots: Sequence[str], devices: str, found: Findings) -> None:
+def all_tests(
+    options, world: World, slots: Sequence[str], devices: str, findings: Findings
+) -> None:
     """Add the findings of all tests that need MPI; tests that may end the process come last.
 
     Tests can't run in processes of their own, because a rank can't be started twice in a job.
@@ -41,36 +43,37 @@ def all_tests(options, world: World, slots: Sequence[str], devices: str, found: 
     :param world: all ranks
     :param slots: devices of this rank's slots
     :param devices: the same, as `node.devices`
-    :param found: list that findings are added to
+    :param findings: list that findings are added to
     """
-    found.append(library(world))
-    tried = graph(options.graph, world.size)
+    findings.append(library(world))
+    test_graph = graph(options.graph, world.size)
     size = max(options.megabytes << 20, 1 << 20)
     several = world.size > 1
     on_gpus = not world.agree(int(not slots[0].startswith("cuda")))
 
     def test(name: str, work: Callable[[list[str]], Finding]) -> None:
         if world.rank == 0 and not options.json:
-            found.show()
-        with watched(world, options, name, found) as now:
-            now.append(f"the test of {name}")
+            findings.show()
+        with watched(world, options, name, findings) as activities:
+            activities.append(f"the test of {name}")
             before = probe.LIMIT_S
             # a transport that hangs is a result, too
             probe.LIMIT_S = min(before, options.timeout / 3)
-            found.append(attempted(world, name, lambda: work(now)))
+            findings.append(attempted(world, name, lambda: work(activities)))
             probe.LIMIT_S = before
 
-    test("put", partial(puts, world, tried, size))
+    test("put", partial(puts, world, test_graph, size))
     if len(slots) * world.nodes.per_node > 1:
-        test("node", lambda now: sums(world, slots, options.timeout))
-    test("gpu-aware", lambda now: gpu_awareness(world, on_gpus))
-    for way in (probe.WAYS if on_gpus else ("read", "put")) if several else ():
-        test("exchange", partial(trials.rates, options, world, tried, slots, way))
+        test("node", lambda activities: sums(world, slots, options.timeout))
+    test("gpu-aware", lambda activities: gpu_awareness(world, on_gpus))
+    for transport in (probe.WAYS if on_gpus else ("read", "put")) if several else ():
+        test("exchange", partial(trials.rates, options, world, test_graph, slots, transport))
     if several:
-        test("routes", partial(trials.routes, world, tried, slots, options.sizes[0]))
+        test("routes", partial(trials.routes, world, test_graph, slots, options.sizes[0]))
     if several and world.nodes.count > 1:
         test(
-            "training", lambda now: trials.compared(world, devices, options.graph, options.timeout)
+            "training",
+            lambda activities: trials.compared(world, devices, options.graph, options.timeout),
         )
 
 
@@ -80,17 +83,17 @@ def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
     The finding names the ranks with an error. If a rank raises while others wait for it, it is
     named when their wait ends.
     """
-    found = Finding(name, "")
-    failed = ""
+    finding = Finding(name, "")
+    problem = ""
     try:
-        found = work()
+        finding = work()
     except (MPI.Exception, Failure, UserError, RuntimeError, OSError) as error:
-        failed = str(error).splitlines()[0] or type(error).__name__
-    every = world.gather(failed) or []
-    ranks = [rank for rank, text in enumerate(every) if text]
+        problem = str(error).splitlines()[0] or type(error).__name__
+    problems = world.gather(problem) or []
+    ranks = [rank for rank, text in enumerate(problems) if text]
     if not ranks:
-        return found
-    first = every[ranks[0]]
+        return finding
+    first = problems[ranks[0]]
     where = f"rank {ranks[0]} on {world.hosts[ranks[0]]}"
     more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
     return Finding(name, "failed", "wrong", f"{where}{more}: {first}")
@@ -103,26 +106,32 @@ def sums(world: World, slots: Sequence[str], timeout_s: float) -> Finding:
     seconds = trials.averaged_in_node(slots, timeout_s, world, elements)
     rates = {order: trials.rate(count, elements, s) for order, s in seconds.items()}
     shown = ", ".join(f'{rate / 1e9:.1f} GB/s (node.sums = "{o}")' for o, rate in rates.items())
-    text = f"{count} slots a node, right sums, out of each slot {shown}"
+    text = f"{count} slots per node, correct sums, from each slot {shown}"
     return Finding("node", text, data={"slots": count, "bytes_per_second": rates})
 
 
 def library(world: World) -> Finding:
     """Report the MPI library, its thread level, and the number of ranks."""
     name = " ".join(MPI.Get_library_version().split("\n")[0].split())[:80].strip("\0 ")
-    level = next(one for one in LEVELS if getattr(MPI, f"THREAD_{one}") == MPI.Query_thread())
+    level = next(
+        name_of_level
+        for name_of_level in LEVELS
+        if getattr(MPI, f"THREAD_{name_of_level}") == MPI.Query_thread()
+    )
     text = f"{name}, MPI {'.'.join(map(str, MPI.Get_version()))}, thread level {level}, "
     text += pluralize(world.size, "rank")
     data = {"library": name, "thread_level": level, "size": world.size}
     if level != "MULTIPLE":
         remedy = (
-            "below MULTIPLE there is no communication thread: exchanges don't travel while the "
-            "model computes; load an MPI built with thread support"
+            "without MULTIPLE there is no progress thread: exchanges do not overlap with "
+            "computation; load an MPI that was built with thread support"
         )
         return Finding("mpi", text, "note", remedy, data)
-    wanted = os.environ.get("SLURM_JOB_NUM_NODES", "1")
-    if world.size == 1 and wanted.isdigit() and int(wanted) > 1:
-        remedy = f"this is one process in a job of {wanted} nodes: start it by srun to see them"
+    slurm_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    if world.size == 1 and slurm_nodes.isdigit() and int(slurm_nodes) > 1:
+        remedy = (
+            f"this is one process in a job of {slurm_nodes} nodes: start it with srun to test them"
+        )
         return Finding("mpi", text, "note", remedy, data)
     return Finding("mpi", text, data=data)
 
@@ -130,76 +139,78 @@ def library(world: World) -> Finding:
 # -- puts -------------------------------------------------------------------------------------
 
 
-def puts(world: World, tried: Graph, size: int, now: list[str]) -> Finding:
+def puts(world: World, test_graph: Graph, size: int, activities: list[str]) -> Finding:
     """Test Put and Flush from every rank to its out-neighbours in each round, all ranks at once."""
-    inbox = np.zeros(max(tried.degree, 1) * size, np.uint8)
+    inbox = np.zeros(max(test_graph.degree, 1) * size, np.uint8)
     window = MPI.Win.Allocate(inbox.nbytes, 1, comm=world.comm)
     links: list[tuple[int, int, float, float]] = []
-    wrong: list[str] = []
+    problems: list[str] = []
     try:
         memory = np.asarray(window.tomemory()).view(np.uint8)
         window.Lock_all()
-        for t in range(min(tried.period or trials.ROUNDS, trials.ROUNDS)):
-            now.append(f"puts in round {t}")
-            links += _round(world, tried, t, size, window)
+        for t in range(min(test_graph.period or trials.ROUNDS, trials.ROUNDS)):
+            activities.append(f"puts in round {t}")
+            links += _round(world, test_graph, t, size, window)
             window.Sync()
             world.barrier()
-            wrong += _check(world, tried, t, size, memory)
+            problems += _check(world, test_graph, t, size, memory)
             world.barrier()
         window.Unlock_all()
     finally:
         del memory
         window.Free()
-    return _judge(world, links, wrong, size)
+    return _judge(world, links, problems, size)
 
 
-def _targets(world: World, tried: Graph, t: int) -> list[tuple[int, int]]:
+def _targets(world: World, test_graph: Graph, t: int) -> list[tuple[int, int]]:
     """Return (rank, index in its inbox) of each out-neighbour; this rank in a world of one."""
     if world.size == 1:
         return [(0, 0)]
     return [
-        (int(rank), [int(j) for j in tried.neighbours(t, int(rank))[0]].index(world.rank))
-        for rank in tried.receivers(t, world.rank)
+        (int(rank), [int(j) for j in test_graph.neighbours(t, int(rank))[0]].index(world.rank))
+        for rank in test_graph.receivers(t, world.rank)
     ]
 
 
-def _round(world: World, tried: Graph, t: int, size: int, window) -> list:
+def _round(world: World, test_graph: Graph, t: int, size: int, window) -> list:
     """Return (from, to, seconds of a small and of a large put), as the best of some repeats."""
     message = np.full(size, (world.rank + t) % 251, np.uint8)
-    targets = _targets(world, tried, t)
+    targets = _targets(world, test_graph, t)
     best = {target: [float("inf"), float("inf")] for target in targets}
     for _ in range(REPEATS):
         world.barrier()
-        for target, place in targets:
-            for at, part in enumerate((message[:SMALL], message)):
+        for target, index in targets:
+            for kind, part in enumerate((message[:SMALL], message)):
                 begin = time.perf_counter()
-                window.Put([part, MPI.BYTE], target, [place * size, part.size, MPI.BYTE])
+                window.Put([part, MPI.BYTE], target, [index * size, part.size, MPI.BYTE])
                 window.Flush(target)
                 spent = time.perf_counter() - begin
-                best[target, place][at] = min(best[target, place][at], spent)
+                best[target, index][kind] = min(best[target, index][kind], spent)
     return [(world.rank, target, *seconds) for (target, _), seconds in best.items()]
 
 
-def _check(world: World, tried: Graph, t: int, size: int, memory: np.ndarray) -> list[str]:
-    sources = [0] if world.size == 1 else [int(j) for j in tried.neighbours(t, world.rank)[0]]
+def _check(world: World, test_graph: Graph, t: int, size: int, memory: np.ndarray) -> list[str]:
+    sources = [0] if world.size == 1 else [int(j) for j in test_graph.neighbours(t, world.rank)[0]]
     return [
-        f"rank {world.rank} got wrong data from rank {source}"
-        for place, source in enumerate(sources)
-        if not (memory[place * size : (place + 1) * size] == (source + t) % 251).all()
+        f"rank {world.rank} received wrong data from rank {source}"
+        for index, source in enumerate(sources)
+        if not (memory[index * size : (index + 1) * size] == (source + t) % 251).all()
     ]
 
 
-def _judge(world: World, links: list, wrong: list[str], size: int) -> Finding:
-    gathered = world.gather((links, wrong))
+def _judge(world: World, links: list, problems: list[str], size: int) -> Finding:
+    gathered = world.gather((links, problems))
     if gathered is None:
         return Finding("put", "")
     links = [link for part, _ in gathered for link in part]
-    wrong = [text for _, texts in gathered for text in texts]
-    if wrong:
-        remedy = f"{wrong[0]} ({len(wrong)} cases): this MPI's one-sided messages can't be trusted"
+    problems = [text for _, texts in gathered for text in texts]
+    if problems:
+        remedy = (
+            f"{problems[0]} ({len(problems)} cases): this MPI's one-sided messages are not reliable"
+        )
         return Finding("put", "wrong data", "wrong", f"{remedy}; try another MPI or transport")
     if not links:
-        return Finding("put", "the graph has no neighbours to put to", "note", "name another graph")
+        return Finding("put", "the graph has no neighbours", "note", "pass another --graph")
     # use the faster of two middle links, so that a slow one of two links is reported
     small = statistics.median_low(link[2] for link in links)
     large = statistics.median_low(link[3] for link in links)
@@ -233,10 +244,12 @@ def _judge(world: World, links: list, wrong: list[str], size: int) -> Finding:
 
 def gpu_awareness(world: World, on_gpus: bool) -> Finding:
     """Report the GPU support that MPI states; exchanges between GPUs prove it."""
-    said = reported_gpu_support(world.comm)
-    text = "MPI says " + ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in said.items())
-    text += "" if on_gpus else "; no GPU on every rank, nothing to prove"
-    if any(said.values()) or not on_gpus:
-        return Finding("gpu-aware", text, data=said)
-    remedy = "no windows or messages of GPU memory; a GPU-aware MPI of the site may be faster"
-    return Finding("gpu-aware", text, "note", remedy, said)
+    support = reported_gpu_support(world.comm)
+    text = "MPI reports " + ", ".join(
+        f"{name} {'yes' if yes else 'no'}" for name, yes in support.items()
+    )
+    text += "" if on_gpus else "; not all ranks have a GPU, so this is not tested"
+    if any(support.values()) or not on_gpus:
+        return Finding("gpu-aware", text, data=support)
+    remedy = "MPI can't send GPU memory; a GPU-aware MPI of the site may be faster"
+    return Finding("gpu-aware", text, "note", remedy, support)

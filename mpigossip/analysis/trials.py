@@ -37,7 +37,7 @@ ORDERS = "slots", "nccl"
 REPEATS = 3
 ROUNDS = 16
 ROUNDS_TIMED = 4
-"""Largest number of rounds of the graph that are tried, and that are timed."""
+"""Largest number of rounds of the graph that are tested, and of those that are timed."""
 ROUNDING = 1e-5
 """Largest relative error of averages, and of a GPU's run compared with the simulator."""
 
@@ -55,14 +55,14 @@ def averaged_in_node(
     :raises GroupError, Failure: if slots can't be connected, or the sums are wrong
     """
     several = len(devices) > 1 or (world is not None and world.nodes.per_node > 1)
-    found = {}
+    seconds = {}
     for order in (ORDERS if is_gpu(devices[0]) else ORDERS[:1]) if several else ():
         group = make_group(tuple(devices), 1, True, timeout_s, world, order)
         try:
-            found[order] = _averaged(group, elements)
+            seconds[order] = _averaged(group, elements)
         finally:
             group.close()
-    return found
+    return seconds
 
 
 def rate(slots: int, elements: int, seconds: float) -> float:
@@ -83,7 +83,7 @@ def _averaged(group: Group, elements: int) -> float:
         seconds.append(time.perf_counter() - begin)
     for device, array in zip(group.devices, full, strict=True):
         if not bool((array == (group.slots - 1) / 2).all()):
-            raise GroupError(f"sums over the node's slots gave wrong numbers on {device}")
+            raise GroupError(f"sums over the slots of the node are wrong on {device}")
     return min(seconds)
 
 
@@ -93,11 +93,11 @@ def _wait(group: Group) -> None:
             torch.cuda.synchronize(device)
 
 
-# -- exchanges by each way ---------------------------------------------------------------------
+# -- exchanges by each transport ---------------------------------------------------------------
 
 
 def rates(
-    options, world: World, tried: Graph, slots: Sequence[str], way: str, now: list[str]
+    options, world: World, test_graph: Graph, slots: Sequence[str], way: str, activities: list[str]
 ) -> Finding:
     """Measure the GB/s of exchanges by one transport at each size, with all slots and with one.
 
@@ -106,27 +106,27 @@ def rates(
     work is a result, too.
     """
     room = room_for_messages(world)
-    each = 0.0
+    seconds_per_byte = 0.0
     worst = 0.0
-    found: dict[str, float] = {}
-    data: dict[str, Any] = {"way": way, "bytes_per_second": found}
+    measured: dict[str, float] = {}
+    data: dict[str, Any] = {"way": way, "bytes_per_second": measured}
     shown: list[str] = []
     for size, some in product(options.sizes, dict.fromkeys((tuple(slots), tuple(slots[:1])))):
         name = f"{size / 1e6:,.0f} MB x {len(some)}"
         total = size * len(some)
-        now.append(f"exchanges of {name} by {way}")
-        late = ROUNDS_TIMED * each * total > options.timeout / 4
-        if late or world.agree(int(total > room or not _on_gpus_fit(size, some))):
-            why = "a quarter of --timeout" if late else "half of memory for eight messages"
-            shown.append(f"{name} would take more than {why}")
+        activities.append(f"exchanges of {name} by {way}")
+        slow = ROUNDS_TIMED * seconds_per_byte * total > options.timeout / 4
+        if slow or world.agree(int(total > room or not _on_gpus_fit(size, some))):
+            limit = "a quarter of --timeout" if slow else "half of the memory for eight messages"
+            shown.append(f"{name} skipped: it would take more than {limit}")
             continue
         try:
-            spent, off = _timed(world, tried, some, size, way, now)
+            spent, off = _timed(world, test_graph, some, size, way, activities)
         except TransportUnavailable as error:
             return Finding("exchange", f"{way}: not proven: {error}", "note", data=data)
         worst = max(worst, off)
-        each = spent / total
-        found[name] = total / spent
+        seconds_per_byte = spent / total
+        measured[name] = total / spent
         shown.append(f"{name} {total / spent / 1e9:.2f} GB/s")
     text = f"{way}: {', '.join(shown)}"
     data["error"] = worst
@@ -137,70 +137,87 @@ def rates(
 
 def _on_gpus_fit(size: int, slots: Sequence[str]) -> bool:
     """Return whether each GPU has room for eight messages in half of its free memory."""
-    each = {slot: slots.count(slot) for slot in slots if slot != "cpu"}
-    return all(16 * size * many <= torch.cuda.mem_get_info(slot)[0] for slot, many in each.items())
+    slots_of_gpu = {slot: slots.count(slot) for slot in slots if slot != "cpu"}
+    return all(
+        16 * size * many <= torch.cuda.mem_get_info(slot)[0] for slot, many in slots_of_gpu.items()
+    )
 
 
 def _timed(
-    world: World, tried: Graph, slots: Sequence[str], size: int, way: str, now: list[str]
+    world: World,
+    test_graph: Graph,
+    slots: Sequence[str],
+    size: int,
+    way: str,
+    activities: list[str],
 ) -> tuple[float, float]:
     """Return the seconds of a round on the slowest rank, and the largest relative error."""
     widths = (max(size // 4, 1),) * len(slots)
     if slots[0] == "cpu":
         layout = MessageLayout(widths)
-        mixer = open_mixer(tried, layout, world, same_host=way)
-        both = _try_out(world, tried, mixer, now, f"same_host={way}", ROUNDS_TIMED)
-        spent, off = (world.comm.allreduce(one, MPI.MAX) for one in both)
-        return spent / max(tried.degree, 1), off
+        mixer = open_mixer(test_graph, layout, world, same_host=way)
+        measured = _try_out(world, test_graph, mixer, activities, f"same_host={way}", ROUNDS_TIMED)
+        spent, error = (world.comm.allreduce(value, MPI.MAX) for value in measured)
+        return spent / max(test_graph.degree, 1), error
     layout = MessageLayout(widths, devices=tuple(slots))
 
     def on_host(buffers: int) -> Transport:
-        made = Windows(world.comm, layout, buffers, world.timeout_s)
-        made.set_chunk_size(STAGING_BYTES)
-        return made
+        windows = Windows(world.comm, layout, buffers, world.timeout_s)
+        windows.set_chunk_size(STAGING_BYTES)
+        return windows
 
     return Probe(world.comm, layout, 1, world, on_host).seconds(way), 0.0
 
 
-OFF = "averages are off by {:.1e}: this MPI's windows can't be trusted here"
+OFF = "averages have a relative error of {:.1e}: windows of this MPI are not reliable here"
 
 
 def _try_out(
-    world: World, tried: Graph, mixer: Mixer, now: list[str], what: str, rounds: int = ROUNDS
+    world: World,
+    test_graph: Graph,
+    mixer: Mixer,
+    activities: list[str],
+    what: str,
+    rounds: int = ROUNDS,
 ) -> tuple[float, float]:
     """Run some rounds and close the mixer; return median seconds and largest relative error."""
     seconds = []
     worst = 0.0
     try:
-        for t in range(min(2 * (tried.period or 4), rounds)):
-            now.append(f"exchange {t} with {what}")
+        for t in range(min(2 * (test_graph.period or 4), rounds)):
+            activities.append(f"exchange {t} with {what}")
             for (values,) in mixer.outbox(t):
                 values.fill_(float(world.rank + 1 + t))
             begin = time.perf_counter()
             mixer.start(ExchangeKind.GOSSIP, t)
             mixed = mixer.finish()[1]
             seconds.append(time.perf_counter() - begin)
-            sources, weights, own = tried.neighbours(t, world.rank)
-            expected = own * (world.rank + 1 + t)
+            sources, weights, self_weight = test_graph.neighbours(t, world.rank)
+            expected = self_weight * (world.rank + 1 + t)
             expected += sum(w * (j + 1 + t) for j, w in zip(sources, weights, strict=True))
-            off = max(float((values - expected).abs().max()) for (values,) in mixed)
-            worst = max(worst, off / max(abs(expected), 1.0))
+            difference = max(float((values - expected).abs().max()) for (values,) in mixed)
+            worst = max(worst, difference / max(abs(expected), 1.0))
     finally:
-        now.append("closing the mixer")
+        activities.append("closing the mixer")
         mixer.close()
     return statistics.median(seconds), worst
 
 
 def routes(
-    world: World, tried: Graph, slots: Sequence[str], size: int, now: list[str], gpus: bool = False
+    world: World,
+    test_graph: Graph,
+    slots: Sequence[str],
+    size: int,
+    activities: list[str],
+    gpus: bool = False,
 ) -> Finding:
     """Report how each out-neighbour is reached, and why; between GPUs, after trying it.
 
     :param world: all ranks
-    :param tried: the graph
+    :param test_graph: the graph
     :param slots: devices of this rank's slots
     :param size: bytes of a message
-    :param now: list that the present activity is added to
+    :param activities: list that the present activity is added to
     :param gpus: use the code for GPUs whatever the slots are
     """
     ways = {
@@ -210,20 +227,20 @@ def routes(
     spent = 0.0
     worst = 0.0
     if gpus or not world.agree(int(slots[0] == "cpu")):
-        now.append("opening the fastest way between GPUs")
+        activities.append("opening the fastest transport between GPUs")
         width = max(size // 4 // len(slots), 1)
         layout = MessageLayout((width,) * len(slots), devices=tuple(slots))
-        mixer = Synchronous(tried, layout, world, on_devices=True)
+        mixer = Synchronous(test_graph, layout, world, on_devices=True)
         ways = mixer.routes
-        spent, worst = _try_out(world, tried, mixer, now, "GPU memory")
-    rounds = range(min(tried.period or ROUNDS, ROUNDS))
-    neighbours = {int(r) for t in rounds for r in tried.receivers(t, world.rank)}
+        spent, worst = _try_out(world, test_graph, mixer, activities, "GPU memory")
+    rounds = range(min(test_graph.period or ROUNDS, ROUNDS))
+    neighbours = {int(r) for t in rounds for r in test_graph.receivers(t, world.rank)}
     links = [(world.rank, rank, ways[rank]) for rank in sorted(neighbours)]
     gathered = world.gather((links, spent, worst))
     if gathered is None:
         return Finding("routes", "")
     links = [link for part, *_ in gathered for link in part]
-    spent, worst = (max(one[k] for one in gathered) for k in (1, 2))
+    spent, worst = (max(result[k] for result in gathered) for k in (1, 2))
     counts = Counter(way for *_, way in links)
     text = "; ".join(f"{pluralize(count, 'link')} by {way}" for way, count in counts.items())
     data = {"links": [{"from": a, "to": b, "way": way} for a, b, way in links], "error": worst}
@@ -240,7 +257,7 @@ def routes(
 # -- a training and its simulation -------------------------------------------------------------
 
 STEPS = 20
-MOST = 64
+MAX_NODES = 64
 """Largest number of nodes that rank 0 simulates."""
 DIGITS = 1437
 """Number of training samples of "digits"."""
@@ -250,7 +267,7 @@ def compared(world: World, devices: str, graph: str, timeout_s: float) -> Findin
     """Train a small model on the nodes, and compare it with the simulator; collective."""
     n = world.nodes.count
     if n == 1:
-        return Finding("training", "one node: there is no exchange to try")
+        return Finding("training", "one node: there is no exchange to test")
     settings = [f"node.devices={devices}", f"node.ranks_per_node={world.nodes.per_node}"]
     settings += [f"graph.name={graph}", f"node.timeout_s={timeout_s}", "node.precision=fp32"]
     settings += ["data.batch=4", "run.epochs=1", "schedule.scale=none", "log.consensus_every=0"]
@@ -259,26 +276,26 @@ def compared(world: World, devices: str, graph: str, timeout_s: float) -> Findin
         settings += ["data.source=synthetic", "data.shape=[1,8,8]", f"data.samples={a_step}"]
     job = assemble.load({"model": {"name": "mlp"}}, settings)
     begin = time.perf_counter()
-    mine = _trained(job, world, n)
+    local_parameters = _trained(job, world, n)
     seconds = time.perf_counter() - begin
-    found = world.gather(mine if world.nodes.is_leader else None)
-    if found is None or n > MOST:
-        text = f"{STEPS} steps; not compared, as more than {MOST} nodes aren't simulated here"
+    gathered = world.gather(local_parameters if world.nodes.is_leader else None)
+    if gathered is None or n > MAX_NODES:
+        text = f"{STEPS} steps; not compared, because at most {MAX_NODES} nodes are simulated here"
         return Finding("training", text)
-    nodes = torch.cat([rows for rows in found if rows is not None])
+    nodes = torch.cat([rows for rows in gathered if rows is not None])
     reference = _trained(job, SingleProcess(), n)
-    off = float((nodes - reference).double().norm() / reference.double().norm())
+    difference = float((nodes - reference).double().norm() / reference.double().norm())
     exact = torch.equal(nodes, reference)
     text = f"{STEPS} steps of {n} nodes in {seconds:.1f} s, "
-    data = {"seconds": seconds, "difference": off, "exact": exact}
-    if exact or (off <= ROUNDING and not devices.startswith("cpu")):
-        text += "bitwise identical to" if exact else f"within {off:.1e} of"
+    data = {"seconds": seconds, "difference": difference, "exact": exact}
+    if exact or (difference <= ROUNDING and not devices.startswith("cpu")):
+        text += "bitwise identical to" if exact else f"within {difference:.1e} of"
         return Finding("training", f"{text} the simulator", data=data)
     remedy = (
-        f"the parameters differ from the simulator's by {off:.1e}: exchanges or sums are wrong "
-        "here; try another MPI, or node.same_host=put"
+        f"the parameters differ from the simulator's by {difference:.1e}: exchanges or sums are "
+        "wrong here; try another MPI, or node.same_host=put"
     )
-    return Finding("training", f"{text}another result than the simulator", "wrong", remedy, data)
+    return Finding("training", f"{text}different from the simulator", "wrong", remedy, data)
 
 
 def _trained(job: Job, world: World, n: int) -> torch.Tensor:

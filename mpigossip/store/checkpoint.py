@@ -98,7 +98,7 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
     slot = state.slot
     fits = flat.shape == (length,) if slot is None else flat.ndim == 1 and flat.size <= length
     if flat.dtype != np.float32 or not fits or len(state.names) != len(state.shapes):
-        raise ValueError(f"parameters {flat.dtype} {flat.shape} don't fit {length} in the layout")
+        raise ValueError(f"parameters {flat.dtype} {flat.shape} do not match a layout of {length}")
     stored = state.stored()
     numbers = json.dumps(state.numbers, default=lambda v: v.item())
     names = [*stored, "arrays", "layout", "numbers"]
@@ -116,7 +116,7 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
                 file.create_group("pieces")
             for name, array in stored.items():
                 if np.asarray(array).dtype.hasobject or {"", ".", ".."} & set(name.split("/")):
-                    raise ValueError(f'array "{name}" of {array.dtype} has no place in HDF5')
+                    raise ValueError(f'array "{name}" of {array.dtype} cannot be stored in HDF5')
                 if array.nbytes >= direct.LARGE:
                     large.append(direct.reserve(file, name, array))
                 else:
@@ -125,16 +125,16 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
             write_text(file, "numbers", numbers)
         checksum = direct.fill(path, large)
     size = path.stat().st_size
-    # Readers go by the size of the file, which is not known before.
+    # The limit of readers depends on the size of the file, which is known only now.
     _check_count(path, len(objects), "groups and arrays", guard.max_objects(size))
     return Entry(node, path.name, size, checksum, flat.size)
 
 
-def _check_count(path: Path, count: int, what: str, most: int) -> None:
+def _check_count(path: Path, count: int, what: str, limit: int) -> None:
     """Raise StoreError if a file has more of something than readers accept."""
-    if count > most:
+    if count > limit:
         raise StoreError(
-            f"{path} would have {count:,} {what}, of which {most:,} can be read again; save "
+            f"{path} would have {count:,} {what}, but only {limit:,} can be read back; save "
             "fewer parameters or kept objects"
         )
 
@@ -169,14 +169,14 @@ def commit(
         path = temporary / entry.file
         if not path.is_file() or path.stat().st_size != entry.bytes:
             raise StoreError(
-                f"{path} was written by node {entry.node} but isn't seen by node 0: checkpoints "
+                f"{path} was written by node {entry.node}, but node 0 can't see it: checkpoints "
                 "need a file system that all nodes share; set run.output to a folder on one"
             )
     final = folder(run, step)
     old = final.with_suffix(".old")
     with writing(final):
-        whole = Manifest(step, n, job, dict(meta), tuple(entries))
-        manifests.write(temporary / MANIFEST, whole)
+        manifest = Manifest(step, n, job, dict(meta), tuple(entries))
+        manifests.write(temporary / MANIFEST, manifest)
         sync(temporary)
         if final.exists() and _problem(final):
             set_aside(final)
@@ -191,7 +191,7 @@ def commit(
 
 def steps(run: Path) -> list[int]:
     """Return the steps of all complete checkpoints in ascending order."""
-    return sorted({step for step, path in _found(run) if not _problem(path)})
+    return sorted({step for step, path in _find(run) if not _problem(path)})
 
 
 def latest(run: Path) -> Path | None:
@@ -210,7 +210,7 @@ def newest(run: Path) -> tuple[Path | None, dict[Path, str]]:
         checkpoint, the reason why it is not complete
     """
     damaged: dict[Path, str] = {}
-    for _, path in reversed(_found(run)):
+    for _, path in reversed(_find(run)):
         problem = _problem(path)
         if not problem:
             return path, damaged
@@ -220,11 +220,11 @@ def newest(run: Path) -> tuple[Path | None, dict[Path, str]]:
 
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint to a free name `step-….damaged`; return the new path."""
-    aside = path.with_suffix(".damaged")
-    while aside.exists():
-        aside = aside.with_name(f"{aside.name}.damaged")
+    target = path.with_suffix(".damaged")
+    while target.exists():
+        target = target.with_name(f"{target.name}.damaged")
     with writing(path):
-        return path.rename(aside)
+        return path.rename(target)
 
 
 def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
@@ -237,14 +237,14 @@ def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
     :raises ValueError: if ``keep`` is less than 1
     """
     if keep < 1:
-        raise ValueError(f"keep = {keep}: at least one checkpoint stays")
-    whole = [(step, path) for step, path in _found(run) if not _problem(path)]
-    removed = [path for step, path in whole[:-keep] if not every or step % every]
+        raise ValueError(f"keep = {keep}: must be at least 1")
+    complete = [(step, path) for step, path in _find(run) if not _problem(path)]
+    removed = [path for step, path in complete[:-keep] if not every or step % every]
     for path in removed:
         with writing(path):
-            doomed = path.with_suffix(".removing")  # a partly removed one must not look complete
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+            removing = path.with_suffix(".removing")  # while incomplete, it must have another name
+            path.rename(removing)
+            shutil.rmtree(removing)
     return removed
 
 
@@ -260,8 +260,8 @@ def read_node(path: Path, node: int, manifest: Manifest | None = None) -> NodeSt
     manifest = read_manifest(path) if manifest is None else manifest
     if not 0 <= node < manifest.n:
         raise StoreError(
-            f"{path} holds nodes 0 to {manifest.n - 1}, node {node} was asked for; "
-            "start with as many nodes, or resume from the average"
+            f"{path} has nodes 0 to {manifest.n - 1}, but not node {node}; "
+            "start with the same number of nodes, or resume from the average"
         )
     length = sum(entry.parameters for entry in manifest.of(node))
     parts = [read_state(path, entry, length, manifest.step) for entry in manifest.of(node)]
@@ -280,24 +280,24 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
     :param step: step of the checkpoint, which the counters of the file must match
     :raises StoreError: if the file is missing or damaged, or has NaN or infinite values
     """
-    with _node_file(path, entry) as found:
-        names, shapes = node_state.read_table(guard.rows(found, "layout", "SiiiV"), length)
+    with _node_file(path, entry) as objects:
+        names, shapes = node_state.read_table(guard.rows(objects, "layout", "SiiiV"), length)
         arrays, pieces = (
             {
-                name.removeprefix(group): guard.array(found, name)
-                for name, item in sorted(found.items(), key=lambda one: one[0].split("/"))
+                name.removeprefix(group): guard.array(objects, name)
+                for name, item in sorted(objects.items(), key=lambda pair: pair[0].split("/"))
                 if name.startswith(group) and isinstance(item, h5py.Dataset)
             }
             for group in ("arrays/", "pieces/")
         )
-        numbers = manifests.plain(guard.text(found, "numbers"), "numbers")
-        manifests.counted(numbers, step)
-        parameters = guard.array(found, "parameters")
+        numbers = manifests.parse_facts(guard.text(objects, "numbers"), "numbers")
+        manifests.check_counters(numbers, step)
+        parameters = guard.array(objects, "parameters")
         state = NodeState(parameters, names, shapes, arrays, numbers, entry.slot, pieces)
-        if wrong := state.not_finite():
+        if problem := state.not_finite():
             raise StoreError(
-                f"{Path(path) / entry.file} has {wrong}, which older versions didn't look for; to "
-                f"go on from the checkpoint before: mv {path} {path}.damaged"
+                f"{Path(path) / entry.file} has {problem}, which older versions did not reject; to "
+                f"resume from the checkpoint before: mv {path} {path}.damaged"
             )
         return state
 
@@ -316,7 +316,7 @@ def _joined(parts: Sequence[NodeState]) -> NodeState:
         same = (part.names, part.shapes, part.pieces.keys())
         twice = arrays.keys() & (part.arrays.keys() | first.pieces.keys())
         if same != (first.names, first.shapes, first.pieces.keys()) or twice:
-            raise ValueError(f"slots 0 and {part.slot} of a node hold different things")
+            raise ValueError(f"slots 0 and {part.slot} of a node have different contents")
         arrays |= part.arrays
     for name in first.pieces:
         arrays[name] = np.concatenate([part.pieces[name] for part in parts])
@@ -331,8 +331,8 @@ def digest(path: Path) -> str:
     """
     sha = hashlib.sha256()
     for entry in read_manifest(path).entries:
-        with _node_file(path, entry) as found:
-            data = guard.dataset(found, "parameters")
+        with _node_file(path, entry) as objects:
+            data = guard.dataset(objects, "parameters")
             for start in range(0, len(data), PIECE):
                 sha.update(data[start : start + PIECE].tobytes())
     return sha.hexdigest()
@@ -346,9 +346,9 @@ def verify(path: Path) -> list[str]:
     except StoreError as error:
         return [str(error)]
     problems = []
-    named = re.fullmatch(r"step-(\d+)(\.old)?", path.resolve().name)
-    if named and int(named[1]) != manifest.step:
-        problems.append(f"{path / MANIFEST} is of step {manifest.step}: another one's manifest")
+    match = re.fullmatch(r"step-(\d+)(\.old)?", path.resolve().name)
+    if match and int(match[1]) != manifest.step:
+        problems.append(f"{path / MANIFEST} belongs to another step, {manifest.step}")
     extra = {p.name for p in path.glob("node-*.h5")} - {entry.file for entry in manifest.entries}
     problems += [f"{path / name} isn't in the manifest" for name in sorted(extra)]
     layouts = set()
@@ -360,21 +360,21 @@ def verify(path: Path) -> list[str]:
         else:
             layouts.add((state.names, state.shapes))
     if len(layouts) > 1:
-        problems.append(f"{path}: nodes hold different models")
+        problems.append(f"{path}: nodes have different models")
     return problems
 
 
-def _found(run: Path) -> list[tuple[int, Path]]:
+def _find(run: Path) -> list[tuple[int, Path]]:
     """Return the folders that may be checkpoints, by step; `.old` precedes its successor."""
-    place = Path(run) / "checkpoints"
-    with reading(place):
+    parent = Path(run) / "checkpoints"
+    with reading(parent):
         try:
-            names = [path.name for path in place.iterdir()]
+            names = [path.name for path in parent.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
-    found = [re.fullmatch(r"step-(\d+)(\.old)?", name) for name in names]
-    paths = [(int(one[1]), place / one[0]) for one in found if one]
-    return sorted(paths, key=lambda one: (one[0], not one[1].suffix))
+    matches = [re.fullmatch(r"step-(\d+)(\.old)?", name) for name in names]
+    paths = [(int(match[1]), parent / match[0]) for match in matches if match]
+    return sorted(paths, key=lambda pair: (pair[0], not pair[1].suffix))
 
 
 def _problem(path: Path) -> str:
@@ -384,9 +384,9 @@ def _problem(path: Path) -> str:
     """
     try:
         for entry in read_manifest(path).entries:
-            with reading(place := path / entry.file):
-                if place.stat().st_size != entry.bytes:
-                    raise ValueError(f"it should have {entry.bytes} bytes, as the manifest says")
+            with reading(file := path / entry.file):
+                if file.stat().st_size != entry.bytes:
+                    raise ValueError(f"it must have {entry.bytes} bytes according to the manifest")
     except StoreError as error:
         if getattr(error.__cause__, "errno", None) not in (None, errno.ENOENT, errno.ENOTDIR):
             raise
@@ -397,42 +397,42 @@ def _problem(path: Path) -> str:
 @contextmanager
 def _node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
     """Open a node's file, check its size, checksum and structure, and yield arrays and groups."""
-    place = Path(path) / entry.file
-    with reading(place):
+    file_path = Path(path) / entry.file
+    with reading(file_path):
         try:
-            file = guard.regular(place, follow=False)
+            file = guard.regular(file_path, follow=False)
         except FileNotFoundError:
             raise StoreError(
-                f"{place} is missing; copy it there or use another checkpoint"
+                f"{file_path} is missing; copy it there or use another checkpoint"
             ) from None
         with file:
-            _check_bytes(place, file, entry)
-            with guard.opened(file) as (content, found):
+            _check_bytes(file_path, file, entry)
+            with guard.opened(file) as (content, objects):
                 facts = guard.attributes(content)
-                of = {"node": entry.node} | ({} if entry.slot is None else {"slot": entry.slot})
-                if facts != {"format": FORMAT, **of}:
-                    told = ", ".join(f"{kind} {number}" for kind, number in of.items())
-                    raise ValueError(f"it says {str(facts)[:100]}, not {told}")
+                owner = {"node": entry.node} | ({} if entry.slot is None else {"slot": entry.slot})
+                if facts != {"format": FORMAT, **owner}:
+                    expected = ", ".join(f"{kind} {number}" for kind, number in owner.items())
+                    raise ValueError(f"its attributes are {str(facts)[:100]}, not {expected}")
                 names = {"parameters", "arrays", "layout", "numbers"}
-                manifests.only(found, names | ({"pieces"} if "slot" in of else set()))
-                parameters = guard.dataset(found, "parameters")
+                manifests.only(objects, names | ({"pieces"} if "slot" in owner else set()))
+                parameters = guard.dataset(objects, "parameters")
                 if parameters.dtype.str != "<f4" or parameters.shape != (entry.parameters,):
-                    raise ValueError(f"parameters are {parameters.dtype} {parameters.shape}")
-                yield found
+                    raise ValueError(f"its parameters are {parameters.dtype} {parameters.shape}")
+                yield objects
 
 
-def _check_bytes(place: Path, file: io.FileIO, entry: Entry) -> None:
+def _check_bytes(path: Path, file: io.FileIO, entry: Entry) -> None:
     """Raise StoreError unless an open file has the size and the checksum of its entry."""
     size = os.fstat(file.fileno()).st_size
     if size != entry.bytes:
         raise StoreError(
-            f"{place} has {size} bytes, the manifest says {entry.bytes}: truncated or of "
-            "another checkpoint; copy it again or use another checkpoint"
+            f"{path} has {size} bytes, but the manifest lists {entry.bytes}: it is truncated or "
+            "belongs to another checkpoint; copy it again or use another checkpoint"
         )
     checksum = f"{direct.crc(file.fileno(), 0, size):08x}"
     if checksum != entry.checksum:
         raise StoreError(
-            f"{place} is damaged: its CRC-32 is {checksum}, the manifest says "
+            f"{path} is damaged: its CRC-32 is {checksum}, but the manifest lists "
             f"{entry.checksum}; copy it again, or use an older checkpoint: `mv "
-            f"{quote(str(place.parent))} {quote(str(place.parent.with_suffix('.damaged')))}`"
+            f"{quote(str(path.parent))} {quote(str(path.parent.with_suffix('.damaged')))}`"
         )

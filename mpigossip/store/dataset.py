@@ -39,9 +39,9 @@ from typing import Any
 import numpy as np
 
 from mpigossip.store import StoreError, guard
-from mpigossip.store.hdf5 import WRONG
+from mpigossip.store.hdf5 import CONTENT_ERRORS
 from mpigossip.store.packing import FORMAT, PLAIN, SPLITS, VERSION, checksum_of, pack
-from mpigossip.store.texts import BYTES, MOST, Tokenizer
+from mpigossip.store.texts import BYTES, MAX_ENTRIES, Tokenizer
 
 __all__ = ["Dataset", "Split", "open_dataset", "pack", "show"]
 
@@ -58,9 +58,9 @@ class Contradiction(ValueError):
     """Error of a data set whose parts contradict each other."""
 
 
-def require(true: Any, message: str) -> None:
-    """Raise Contradiction with this message unless ``true`` is true."""
-    if not true:
+def require(condition: Any, message: str) -> None:
+    """Raise Contradiction with this message unless ``condition`` is true."""
+    if not condition:
         raise Contradiction(message)
 
 
@@ -123,12 +123,12 @@ class Split:
         pieces = []
         got = 0
         while got < size:  # Linux reads at most 2 GiB per call
-            place = self.start + offset + got
-            piece = os.pread(self.file.fileno(), min(size - got, 1 << 30), place)
+            position = self.start + offset + got
+            piece = os.pread(self.file.fileno(), min(size - got, 1 << 30), position)
             if not piece:
                 raise StoreError(
-                    f"{self.file.name} became shorter while it was read: no bytes at "
-                    f"{place}; pack it again"
+                    f"{self.file.name} became shorter while it was read: it has no byte at "
+                    f"offset {position}; pack it again"
                 )
             pieces.append(piece)
             got += len(piece)
@@ -165,13 +165,13 @@ class Dataset(AbstractContextManager):
         :return: array of shape (T,), uint8 for bytes, otherwise uint16
         :raises StoreError: if a sample is damaged, or a token is not in the tokenizer's vocabulary
         """
-        found = self.split(name).array().view("<u2" if self.tokenizer.text else np.uint8)
-        if found.size and int(found.max()) >= len(self.tokenizer.lengths):
+        tokens = self.split(name).array().view("<u2" if self.tokenizer.text else np.uint8)
+        if tokens.size and int(tokens.max()) >= len(self.tokenizer.lengths):
             raise StoreError(
-                f"{self.path}: {name} has the token {found.max()}, and the tokenizer "
-                f"{self.tokenizer.name} none above {len(self.tokenizer.lengths) - 1}; pack it again"
+                f"{self.path}: {name} has the token {tokens.max()}, but the last of the tokenizer "
+                f"{self.tokenizer.name} is {len(self.tokenizer.lengths) - 1}; pack it again"
             )
-        return found
+        return tokens
 
     def split(self, name: str) -> Split:
         """Return the split called "train" or "test"."""
@@ -209,15 +209,15 @@ def open_dataset(path: Path | str) -> Dataset:
         return _read(raw, path)
     except BaseException as error:
         raw.close()
-        if not isinstance(error, (*WRONG, OSError)):
+        if not isinstance(error, (*CONTENT_ERRORS, OSError)):
             raise
-        found = isinstance(error, Contradiction)
-        words = "can't be used" if found else "lacks a piece or has a damaged one"
+        invalid = isinstance(error, Contradiction)
+        problem = "can't be used" if invalid else "lacks a piece or has a damaged one"
         if isinstance(error, OSError):
-            cut = "truncated" in str(error)
-            words = "is cut short" if cut else "can't be opened as an HDF5 file"
+            truncated = "truncated" in str(error)
+            problem = "is truncated" if truncated else "can't be opened as an HDF5 file"
         raise StoreError(
-            f"the data set {path} {words}: {error}; copy or pack it again, with: mpigossip data "
+            f"the data set {path} {problem}: {error}; copy or pack it again, with: mpigossip data "
             "pack FOLDER OUT.h5"
         ) from error
 
@@ -226,98 +226,98 @@ def _read(raw: io.FileIO, path: Path) -> Dataset:
     """Read and check everything but the payload."""
     size = os.fstat(raw.fileno()).st_size
     with guard.hdf5(raw) as file:
-        named = "format" in file.attrs and guard.attribute(file, "format") == FORMAT
-        require(named, f'it has no attribute format = "{FORMAT}", so no pack made it')
+        is_dataset = "format" in file.attrs and guard.attribute(file, "format") == FORMAT
+        require(is_dataset, f'it has no attribute format = "{FORMAT}", so it is not a data set')
         version = guard.attribute(file, "version")
-        known = isinstance(version, int) and PLAIN <= version <= VERSION
-        require(known, f"its version is {version}, this program reads {PLAIN} to {VERSION}")
-        found = guard.look(file, size)
-        return _content(raw, path, guard.attributes(file), found)
+        readable = isinstance(version, int) and PLAIN <= version <= VERSION
+        require(readable, f"its version is {version}, but this program reads {PLAIN} to {VERSION}")
+        objects = guard.look(file, size)
+        return _content(raw, path, guard.attributes(file), objects)
 
 
-def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str, Any]) -> Dataset:
+def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], objects: dict[str, Any]) -> Dataset:
     """Build a data set from attributes and arrays; raise Contradiction if they do not fit."""
     kind = facts["kind"]
     channels = facts["channels"]
     require(kind in KINDS, f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
-    stored = guard.array(found, "classes", "S", 1)
-    right = zlib.crc32(stored.tobytes()) == facts["checksum"]
-    require(right, "the names of its classes are damaged")
+    stored = guard.array(objects, "classes", "S", 1)
+    intact = zlib.crc32(stored.tobytes()) == facts["checksum"]
+    require(intact, "the names of its classes are damaged")
     names = [name.decode(errors="replace") for name in stored.tolist()]
     classes = tuple(guard.printable(name, "classes") for name in names)
-    count = isinstance(channels, int) and 1 <= channels <= CHANNELS
-    require(count, f"channels = {channels}, not a number from 1 to {CHANNELS}")
+    valid = isinstance(channels, int) and 1 <= channels <= CHANNELS
+    require(valid, f"channels = {channels}: must be a whole number from 1 to {CHANNELS}")
     mean = np.array(facts["mean"], float)
     std = np.array(facts["std"], float)
     numbers = np.concatenate([mean.ravel(), std.ravel(), [facts["scale"]]])
-    whole = mean.shape == std.shape == (channels,) and np.isfinite(numbers).all()
-    whole = whole and (std > 0).all() and 0 < facts["scale"] <= SCALE
-    limits = f"{channels} numbers, std above 0, and scale from 0 to {SCALE}"
-    require(whole, f"mean {mean} and std {std} should be {limits}")
+    consistent = mean.shape == std.shape == (channels,) and np.isfinite(numbers).all()
+    consistent = consistent and (std > 0).all() and 0 < facts["scale"] <= SCALE
+    limits = f"have {channels} numbers, std above 0, and scale from 0 to {SCALE}"
+    require(consistent, f"mean {mean} and std {std} must {limits}")
     splits = {}
     for name in SPLITS:
-        group = {key: found[f"{name}/{key}"] for key in ARRAYS if f"{name}/{key}" in found}
-        right = checksum_of(group) == guard.attribute(found[name], "checksum")
-        require(right, f"the labels or offsets of {name} are damaged: their checksum differs")
-        splits[name] = _split(name, found, facts, len(classes), raw)
-    tokenizer = _tokenizer(found, facts) if "tokenizer" in found else BYTES
-    odd = [n for n in SPLITS if kind == "text" and (splits[n].offsets % tokenizer.width).any()]
-    require(not odd, f"documents of {', '.join(odd)} end in the middle of a token")
-    words = {key: value for key, value in facts.items() if isinstance(value, str)}
+        group = {key: objects[f"{name}/{key}"] for key in ARRAYS if f"{name}/{key}" in objects}
+        intact = checksum_of(group) == guard.attribute(objects[name], "checksum")
+        require(intact, f"the labels or offsets of {name} are damaged: their checksum differs")
+        splits[name] = _split(name, objects, facts, len(classes), raw)
+    tokenizer = _tokenizer(objects, facts) if "tokenizer" in objects else BYTES
+    uneven = [n for n in SPLITS if kind == "text" and (splits[n].offsets % tokenizer.width).any()]
+    require(not uneven, f"documents of {', '.join(uneven)} end in the middle of a token")
+    texts = {key: value for key, value in facts.items() if isinstance(value, str)}
     scale = float(facts["scale"])
     return Dataset(
-        path, kind, classes, channels, scale, mean, std, words, **splits, tokenizer=tokenizer
+        path, kind, classes, channels, scale, mean, std, texts, **splits, tokenizer=tokenizer
     )
 
 
-def _tokenizer(found: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
-    """Read the tokenizer of a text; raise Contradiction unless it is the one that is named."""
-    stored = guard.array(found, "tokenizer", "u", 1)
-    lengths = guard.array(found, "lengths", "<i8", 1)
-    few = len(lengths) <= MOST and len(lengths) > 0 and int(lengths.min()) > 0
-    require(few, f"its tokenizer has {len(lengths)} tokens, not 1 to {MOST} of at least one byte")
-    made = Tokenizer(lengths, stored.tobytes())
-    named = facts.get("tokenizer")
-    require(made.name == named, f"its tokenizer is {made.name}, and not {named}, as it says")
-    return made
+def _tokenizer(objects: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
+    """Read the tokenizer of a text; raise Contradiction unless its name is as in the attributes."""
+    stored = guard.array(objects, "tokenizer", "u", 1)
+    lengths = guard.array(objects, "lengths", "<i8", 1)
+    valid = len(lengths) <= MAX_ENTRIES and len(lengths) > 0 and int(lengths.min()) > 0
+    require(valid, f"its tokenizer has {len(lengths)} tokens, not 1 to {MAX_ENTRIES} with bytes")
+    tokenizer = Tokenizer(lengths, stored.tobytes())
+    name = facts.get("tokenizer")
+    require(tokenizer.name == name, f"its tokenizer is {tokenizer.name}, not {name} as it states")
+    return tokenizer
 
 
 def _split(
-    name: str, found: dict[str, Any], facts: dict[str, Any], classes: int, raw: io.FileIO
+    name: str, objects: dict[str, Any], facts: dict[str, Any], classes: int, raw: io.FileIO
 ) -> Split:
     """Build a split; raise Contradiction if its arrays do not fit together or to the attributes."""
 
     def read(part: str, ndim: int) -> np.ndarray:
-        return guard.array(found, f"{name}/{part}", "iu", ndim).astype(np.int64)
+        return guard.array(objects, f"{name}/{part}", "iu", ndim).astype(np.int64)
 
     kind = facts["kind"]
     labels = read("labels", 1)
-    payload = guard.dataset(found, f"{name}/{'images' if kind == 'arrays' else 'bytes'}")
+    payload = guard.dataset(objects, f"{name}/{'images' if kind == 'arrays' else 'bytes'}")
     start = payload.id.get_offset()
     shape = payload.shape
-    require(payload.dtype == np.uint8, f"{payload.name} holds {payload.dtype}, not uint8")
+    require(payload.dtype == np.uint8, f"{payload.name} contains {payload.dtype}, not uint8")
     require(start is not None, f"{payload.name} is not stored contiguously")
     offsets = sizes = None
     if kind == "arrays":
         fits = len(shape) == 4 and shape[:2] == (len(labels), facts["channels"]) and min(shape) > 0
-        require(fits, f"{payload.name} of shape {shape} doesn't go with {len(labels)} labels")
+        require(fits, f"{payload.name} of shape {shape} does not match {len(labels)} labels")
         sizes = np.tile(np.array(shape[2:], np.int64), (len(labels), 1))
     else:
         offsets = read("offsets", 1)
         fits = len(shape) == 1 and len(offsets) == len(labels) + 1
         require(fits, f"{name} has {len(offsets)} offsets for {len(labels)} labels, not one more")
-        right = offsets[0] == 0 and offsets[-1] == payload.size and (np.diff(offsets) >= 0).all()
-        require(right, f"the offsets of {name} don't climb from 0 to {payload.size}")
+        fits = offsets[0] == 0 and offsets[-1] == payload.size and (np.diff(offsets) >= 0).all()
+        require(fits, f"the offsets of {name} don't ascend from 0 to {payload.size}")
     if kind == "images":
         sizes = read("sizes", 2)
         fits = sizes.shape == (len(labels), 2) and (sizes > 0).all() and (sizes <= SIDE).all()
-        require(fits, f"{name} lacks heights and widths from 1 to {SIDE} for some image")
-    checksums = guard.array(found, f"{name}/checksums", "<u4", 1)
+        require(fits, f"{name} lacks a height and width from 1 to {SIDE} for some image")
+    checksums = guard.array(objects, f"{name}/checksums", "<u4", 1)
     require(len(checksums) == len(labels), f"{name} has {len(checksums)} checksums")
     require(len(labels) > 0, f"{name} has no samples")
-    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
-    first = f"; the first is {labels[wrong[0]]}, of sample {wrong[0]}" if len(wrong) else ""
-    require(not first, f"{len(wrong)} labels of {name} are not in 0 … {classes - 1}{first}")
+    invalid = np.flatnonzero((labels < 0) | (labels >= classes))
+    first = f"; the first is {labels[invalid[0]]}, of sample {invalid[0]}" if len(invalid) else ""
+    require(not first, f"{len(invalid)} labels of {name} are not in 0 … {classes - 1}{first}")
     return Split(labels, offsets, sizes, raw, start, shape, checksums)
 
 
@@ -339,8 +339,8 @@ def show(path: Path | str) -> str:
             line = f"  {name:<9} {len(split)} samples, {stored / 1e6:.1f} MB"
             if data.tokenizer.text:
                 tokens = data.tokens(name)
-                each = data.tokenizer.lengths[tokens].mean() if tokens.size else 0.0
-                line += f", {tokens.size} tokens of {each:.2f} bytes"
+                mean = data.tokenizer.lengths[tokens].mean() if tokens.size else 0.0
+                line += f", {tokens.size} tokens of {mean:.2f} bytes"
             if split.sizes is not None:
                 low = split.sizes.min(0)
                 high = split.sizes.max(0)

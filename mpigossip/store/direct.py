@@ -51,11 +51,11 @@ def reserve(group: h5py.Group, name: str, array: np.ndarray) -> Part:
     :return: bytes and offset, to be passed to :func:`fill` when the file is closed
     """
     flat = np.ascontiguousarray(array)
-    made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    made.set_layout(h5py.h5d.CONTIGUOUS)
-    made.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    made.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    data = group.create_dataset(name, shape=flat.shape, dtype=flat.dtype, dcpl=made)
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_layout(h5py.h5d.CONTIGUOUS)
+    creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    data = group.create_dataset(name, shape=flat.shape, dtype=flat.dtype, dcpl=creation)
     return Part(data.id.get_offset(), flat.reshape(-1).view(np.uint8).data)
 
 
@@ -71,12 +71,12 @@ def fill(path: Path, parts: Sequence[Part]) -> str:
     direct = _open_direct(path)
     try:
         value = 0
-        at = 0
-        for part in sorted(parts, key=lambda one: one.offset):
-            value = crc(buffered, at, part.offset, value)
+        position = 0
+        for part in sorted(parts, key=lambda part: part.offset):
+            value = crc(buffered, position, part.offset, value)
             value = _write(buffered, direct, part, value)
-            at = part.offset + len(part.data)
-        value = crc(buffered, at, os.fstat(buffered).st_size, value)
+            position = part.offset + len(part.data)
+        value = crc(buffered, position, os.fstat(buffered).st_size, value)
         os.fsync(buffered)
         return f"{value:08x}"
     finally:
@@ -106,8 +106,8 @@ def _write(buffered: int, direct: int | None, part: Part, value: int) -> int:
             block[: len(piece)] = piece
             piece = block[: len(piece)]
         value = zlib.crc32(piece, value)
-        whole = len(piece) - len(piece) % PAGE if part.offset % PAGE == 0 else 0
-        done = 0 if direct is None else _direct(direct, piece[:whole], part.offset + start)
+        aligned_size = len(piece) - len(piece) % PAGE if part.offset % PAGE == 0 else 0
+        done = 0 if direct is None else _direct(direct, piece[:aligned_size], part.offset + start)
         while done < len(piece):
             done += os.pwrite(buffered, piece[done:], part.offset + start + done)
     return value
@@ -131,7 +131,7 @@ def crc(descriptor: int, start: int, end: int, value: int = 0) -> int:
     while start < end:
         count = os.preadv(descriptor, [buffer[: end - start]], start)
         if not count:
-            raise OSError(errno.EIO, f"the file ends at {start} of {end} bytes")
+            raise OSError(errno.EIO, f"the file ends at byte {start} of {end}")
         value = zlib.crc32(buffer[:count], value)
         start += count
     return value

@@ -40,7 +40,7 @@ BYTES_OF_OBJECT = 1 << 9
 """Number of bytes of a file for each group or dataset beyond `FEW_OBJECTS`."""
 NAME = 1 << 10
 """Largest number of bytes of a name."""
-WORDS = 1 << 16
+ATTRIBUTE_BYTES = 1 << 16
 """Largest number of bytes of an attribute."""
 TEXT = 1 << 24
 """Largest number of bytes of a long text: a job, an environment or the counters."""
@@ -49,7 +49,7 @@ SPARSE = 64
 
 Tables are larger than their file, because a column that begins late has unwritten rows before.
 """
-LEAST = 1 << 26
+SMALL_TABLES = 1 << 26
 """Number of bytes that the tables of any file may have, however small the file is."""
 METADATA = 1 << 16
 """Largest number of bytes of headers that HDF5 reads at once."""
@@ -78,9 +78,9 @@ def regular(path: Path, follow: bool = True) -> io.FileIO:
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return file
         file.close()
-    link = "is a symbolic link; put the file itself there"
+    link = "is a symbolic link; replace it by the file"
     raise StoreError(
-        f"{path} {link if stat.S_ISLNK(kind) else 'is no regular file; put a copy of it there'}"
+        f"{path} {link if stat.S_ISLNK(kind) else 'is not a regular file; replace it by a copy'}"
     )
 
 
@@ -108,20 +108,20 @@ class _Checked:
         self.tell = file.tell
 
     def readinto(self, data: memoryview) -> int:
-        at = self.file.tell()
+        position = self.file.tell()
         count = self.file.readinto(data)
         if len(data) > METADATA:
             return count
         # A header may begin before the data that is read, and end after it.
-        before = min(at, HEADER)
-        self.file.seek(at - before)
+        before = min(position, HEADER)
+        self.file.seek(position - before)
         around = self.file.read(before + count + HEADER)
         for name, sound in ((b"BTHD", _sound_tree), (b"EAHD", _sound_list)):
-            for offset in (one.start() for one in re.finditer(name, around)):
+            for offset in (match.start() for match in re.finditer(name, around)):
                 if not sound(around[offset : offset + HEADER]):
                     start, stop = (min(max(0, offset + k - before), count) for k in (0, HEADER))
                     data[start:stop] = bytes(stop - start)
-        self.file.seek(at + count)
+        self.file.seek(position + count)
         return count
 
 
@@ -129,10 +129,10 @@ def _sound_tree(header: bytes) -> bool:
     """Return whether a B-tree's header may be in a file of this package, or is incomplete."""
     if len(header) < TREE.size:
         return True
-    _, _, kind, node, row, depth, split, merge, _, top, every = TREE.unpack_from(header)
-    most = (node - 10) // max(row, 1)
-    sizes = row > 0 and node <= METADATA and most >= 2 and depth <= 32
-    counts = top <= most and (top < every <= CHUNKS if depth else top == every)
+    _, _, kind, node, row, depth, split, merge, _, top, total = TREE.unpack_from(header)
+    capacity = (node - 10) // max(row, 1)
+    sizes = row > 0 and node <= METADATA and capacity >= 2 and depth <= 32
+    counts = top <= capacity and (top < total <= CHUNKS if depth else top == total)
     return kind in TREES and sizes and counts and 0 < merge < split <= 100
 
 
@@ -186,19 +186,19 @@ def look(
     :param views: paths of virtual datasets, whose type and storage are not checked
     :raises ValueError: if an object is rejected
     """
-    found = _objects(content, size, again)
+    items = _objects(content, size, again)
     stored = 0
     spread = 0
-    for path, thing in found.items():
-        if isinstance(thing, h5py.Dataset) and path not in views and f"{again}/{path}" not in found:
+    for path, thing in items.items():
+        if isinstance(thing, h5py.Dataset) and path not in views and f"{again}/{path}" not in items:
             in_file, in_memory = _bytes(path, thing.id, size, tables)
             stored = stored + in_file
             spread = spread + in_memory
     if stored > size:
-        raise ValueError(f"its arrays claim {stored} bytes, the file has {size}")
-    if spread > max(LEAST, SPARSE * size):
-        raise ValueError(f"its tables claim {spread} bytes, too many for a file of {size}")
-    return found
+        raise ValueError(f"its arrays declare {stored} bytes, but the file has {size}")
+    if spread > max(SMALL_TABLES, SPARSE * size):
+        raise ValueError(f"its tables declare {spread} bytes, too many for a file of {size} bytes")
+    return items
 
 
 def max_objects(size: int) -> int:
@@ -219,37 +219,37 @@ def _objects(content: h5py.File, size: int, again: str) -> dict[str, Any]:
     :raises ValueError: if there are too many objects, a link that is not hard, an invalid name, a
         second path to an object (as in a cycle), or an object of another kind
     """
-    most = max_objects(size)
-    found: dict[str, Any] = {}
+    limit = max_objects(size)
+    objects: dict[str, Any] = {}
     # h5o.get_info is not used, because HDF5 2.0 crashes in it if the index of a dataset is damaged.
-    places: dict[int, str] = {h5g.get_objinfo(content.id).objno[0]: "/"}
+    paths: dict[int, str] = {h5g.get_objinfo(content.id).objno[0]: "/"}
     groups = [("", content.id)]
     while groups:
         above, group = groups.pop()
-        if len(found) + group.get_num_objs() > most:
+        if len(objects) + group.get_num_objs() > limit:
             raise ValueError(
-                f"more than {most} groups and arrays in {size} bytes; a file of ours has fewer"
+                f"more than {limit} groups and arrays in {size} bytes: too many for such a file"
             )
         for link in group:
             name = link.decode()
-            about = group.links.get_info(link)
+            info = group.links.get_info(link)
             if not name.isprintable() or not 0 < len(link) <= NAME or name in (".", ".."):
-                raise ValueError(f"{name[:40]!r} is no name of an array")
+                raise ValueError(f"{name[:40]!r} is not a valid name of an array")
             path = above + name
-            if about.type != h5l.TYPE_HARD:
-                raise ValueError(f'"{path}" is a link to another place; only its own arrays count')
+            if info.type != h5l.TYPE_HARD:
+                raise ValueError(f'"{path}" is a soft or external link, which is not allowed')
             thing = h5o.open(group, link)
-            first = places.setdefault(about.u, path)
+            first = paths.setdefault(info.u, path)
             if first != path and {first, path} != {name, f"{again}/{name}"}:
-                raise ValueError(f'"{path}" and "{first}" are one and the same')
+                raise ValueError(f'"{path}" and "{first}" are the same object')
             if isinstance(thing, h5g.GroupID):
-                found[path] = h5py.Group(thing)
+                objects[path] = h5py.Group(thing)
                 groups += [(path + "/", thing)] if first == path else []
             elif isinstance(thing, h5d.DatasetID):
-                found[path] = h5py.Dataset(thing)
+                objects[path] = h5py.Dataset(thing)
             else:
                 raise ValueError(f'"{path}" is neither a group nor an array')
-    return found
+    return objects
 
 
 def _bytes(path: str, data: h5d.DatasetID, size: int, tables: bool) -> tuple[int, int]:
@@ -265,25 +265,25 @@ def _bytes(path: str, data: h5d.DatasetID, size: int, tables: bool) -> tuple[int
     kind = data.get_type()
     creation = data.get_create_plist()
     if not _plain(kind):
-        raise ValueError(f'"{path}" holds no numbers or texts of fixed length')
+        raise ValueError(f'"{path}" has a type other than numbers or texts of fixed length')
     if data.get_space().get_simple_extent_type() not in (h5s.SCALAR, h5s.SIMPLE):
-        raise ValueError(f'"{path}" holds nothing')
+        raise ValueError(f'"{path}" is empty')
     layout = creation.get_layout()
     if layout == h5d.VIRTUAL or creation.get_external_count():
-        raise ValueError(f'"{path}" lies in other files')
+        raise ValueError(f'"{path}" is stored in other files')
     width = kind.get_size()
     claimed = math.prod(data.shape) * width
     stored = data.get_storage_size()
     filters = [creation.get_filter(k)[0] for k in range(creation.get_nfilters())]
     if tables and layout == h5d.CHUNKED:
         if filters not in ([], [h5z.FILTER_FLETCHER32]):
-            raise ValueError(f'"{path}" is packed by filters that this program doesn\'t use')
+            raise ValueError(f'"{path}" uses filters that this program does not use')
         return _chunks(path, data, size, width, bool(filters)), claimed
     if layout not in (h5d.CONTIGUOUS, h5d.COMPACT) or filters:
-        raise ValueError(f'"{path}" is not stored in one piece')
+        raise ValueError(f'"{path}" is not stored contiguously')
     end = data.get_offset() + stored if stored and layout == h5d.CONTIGUOUS else 0
     if stored != claimed or end > size:
-        raise ValueError(f'"{path}" of {claimed} bytes isn\'t whole in a file of {size}')
+        raise ValueError(f'"{path}" of {claimed} bytes is incomplete in a file of {size}')
     return stored, 0
 
 
@@ -298,20 +298,20 @@ def _chunks(path: str, data: h5d.DatasetID, size: int, width: int, checked: bool
     :raises ValueError: if a chunk is incomplete, was stored without its filter, or if the chunks
         are larger than the file
     """
-    whole = math.prod(data.get_create_plist().get_chunk()) * width + 4 * checked
+    chunk_bytes = math.prod(data.get_create_plist().get_chunk()) * width + 4 * checked
     count = 0
 
-    def one(chunk: Any) -> None:
+    def check(chunk: Any) -> None:
         nonlocal count
         count += 1
-        if chunk.size != whole or chunk.filter_mask or chunk.byte_offset + whole > size:
-            raise ValueError(f'a piece of "{path}" at {chunk.chunk_offset} is cut short')
-        if count * whole > size:
-            raise ValueError(f'"{path}" has more pieces than the file has room for')
+        if chunk.size != chunk_bytes or chunk.filter_mask or chunk.byte_offset + chunk_bytes > size:
+            raise ValueError(f'the chunk of "{path}" at {chunk.chunk_offset} is truncated')
+        if count * chunk_bytes > size:
+            raise ValueError(f'"{path}" has more chunks than fit into the file')
 
     if data.get_storage_size():
-        data.chunk_iter(one)
-    return count * whole
+        data.chunk_iter(check)
+    return count * chunk_bytes
 
 
 def _plain(kind: h5t.TypeID, within: int = 0) -> bool:
@@ -338,54 +338,54 @@ def _plain(kind: h5t.TypeID, within: int = 0) -> bool:
 
 
 def array(
-    found: dict[str, Any], path: str, kind: str | None = None, ndim: int | None = None
+    objects: dict[str, Any], path: str, kind: str | None = None, ndim: int | None = None
 ) -> Any:
     """Read the dataset at a path.
 
-    :param found: objects by path, as :func:`look` returns them
+    :param objects: objects by path, as :func:`look` returns them
     :param path: path of the dataset
     :param kind: NumPy type such as "<f4", or letters of kinds of types such as "iu"; None: any
     :param ndim: number of dimensions; None: any
     :raises ValueError: if there is no such dataset, or if it has another type or number of
         dimensions
     """
-    data = dataset(found, path)
+    data = dataset(objects, path)
     fits = kind is None or data.dtype.kind in kind or data.dtype.str == kind
     if not fits or (ndim is not None and data.ndim != ndim):
-        raise ValueError(f'"{path}" is {data.dtype} {data.shape}: another kind of array')
+        raise ValueError(f'"{path}" is {data.dtype} of shape {data.shape}, which is not expected')
     return data[()]
 
 
-def rows(found: dict[str, Any], path: str, kinds: str) -> list[tuple]:
+def rows(objects: dict[str, Any], path: str, kinds: str) -> list[tuple]:
     """Read the rows of a 1-D dataset with a compound type, as tuples of Python objects.
 
-    :param found: objects by path, as :func:`look` returns them
+    :param objects: objects by path, as :func:`look` returns them
     :param path: path of the dataset
     :param kinds: letter of NumPy's kind of type for each member, such as "Si"
     :raises ValueError: if there is no such dataset, or if its members are of other kinds
     """
-    table = array(found, path, "V", 1)
+    table = array(objects, path, "V", 1)
     if "".join(table.dtype[name].kind for name in table.dtype.names or ()) != kinds:
-        raise ValueError(f'"{path}" is a table of {table.dtype}')
+        raise ValueError(f'"{path}" is a table of {table.dtype}, which is not expected')
     return [tuple(v.decode() if isinstance(v, bytes) else v for v in row) for row in table.tolist()]
 
 
-def dataset(found: dict[str, Any], path: str) -> h5py.Dataset:
+def dataset(objects: dict[str, Any], path: str) -> h5py.Dataset:
     """Return the dataset at a path without reading it; raise ValueError if there is none."""
-    data = found.get(path)
+    data = objects.get(path)
     if not isinstance(data, h5py.Dataset):
         raise ValueError(f'"{path}" is missing')
     return data
 
 
-def text(found: dict[str, Any], path: str) -> str:
+def text(objects: dict[str, Any], path: str) -> str:
     """Read a dataset of one string, as `hdf5.write_text` writes it.
 
-    :param found: objects by path, as :func:`look` returns them
+    :param objects: objects by path, as :func:`look` returns them
     :param path: path of the dataset
     :raises ValueError: if there is no such string, or if it contains control characters
     """
-    return printable(array(found, path, "S", 0).decode(), path)
+    return printable(array(objects, path, "S", 0).decode(), path)
 
 
 def printable(value: str, name: str) -> str:
@@ -395,9 +395,9 @@ def printable(value: str, name: str) -> str:
     :param name: name of the text, for the error message
     :raises ValueError: if it contains control characters other than tab, newline and return
     """
-    wrong = next((c for c in value if c < " " and c not in "\t\n\r" or c == "\x7f"), None)
-    if wrong is not None:
-        raise ValueError(f'"{name}" holds the control character {wrong!r}')
+    control = next((c for c in value if c < " " and c not in "\t\n\r" or c == "\x7f"), None)
+    if control is not None:
+        raise ValueError(f'"{name}" contains the control character {control!r}')
     return value
 
 
@@ -406,26 +406,26 @@ def attribute(thing: Any, name: str, long: bool = False) -> Any:
 
     :param thing: file, group or dataset
     :param name: name of the attribute
-    :param long: whether the attribute may have up to `TEXT` bytes instead of `WORDS`, and may be a
-        string of variable length in HDF5's heap
+    :param long: whether the attribute may have up to `TEXT` bytes instead of
+        `ATTRIBUTE_BYTES`, and may be a string of variable length in HDF5's heap
     :return: Python object, or array
     :raises ValueError: if there is no such attribute, or if it is of another type or too long
     """
     if not h5a.exists(thing.id, name.encode()):
         raise ValueError(f'it has no attribute "{name}"')
-    about = h5a.open(thing.id, name.encode())
-    most = TEXT if long else WORDS
-    kind = about.get_type()
-    shape = about.shape
+    info = h5a.open(thing.id, name.encode())
+    limit = TEXT if long else ATTRIBUTE_BYTES
+    kind = info.get_type()
+    shape = info.shape
     is_text = isinstance(kind, h5t.TypeStringID)
     free = long and is_text and kind.is_variable_str() and not kind.committed()
-    small = _plain(kind) and math.prod(shape) * kind.get_size() <= most
+    small = _plain(kind) and math.prod(shape) * kind.get_size() <= limit
     fits = (small or free) and (shape == () or not is_text)
     value = thing.attrs[name] if fits else h5py.Empty("f4")
     if isinstance(value, bytes):
         value = value.decode(errors="surrogateescape")
-    if isinstance(value, h5py.Empty) or (isinstance(value, str) and len(value) > most):
-        raise ValueError(f'the attribute "{name}" is no number, text or array of {most} bytes')
+    if isinstance(value, h5py.Empty) or (isinstance(value, str) and len(value) > limit):
+        raise ValueError(f'the attribute "{name}" is not a number, text or array of {limit} bytes')
     if isinstance(value, str):
         return printable(value, name)
     return value.item() if np.shape(value) == () else value
@@ -435,7 +435,7 @@ def attributes(thing: Any, long: bool = False) -> dict[str, Any]:
     """Read all attributes by name, with the parameters of :func:`attribute`."""
     count = h5a.get_num_attrs(thing.id)
     if count > ATTRIBUTES:
-        raise ValueError(f"{count} attributes are too many: at most {ATTRIBUTES}")
+        raise ValueError(f"{count} attributes are too many: at most {ATTRIBUTES} are allowed")
     names = [h5a.open(thing.id, index=k).name.decode() for k in range(count)]
     return {name: attribute(thing, name, long) for name in names}
 

@@ -17,7 +17,7 @@ LIBVER = ("v110", "v110")
 """File format: HDF5 1.10 and later read it. Unlike the earliest format, it has checksums for all
 metadata."""
 
-WRONG = (
+CONTENT_ERRORS = (
     RuntimeError,
     ValueError,
     LookupError,
@@ -37,9 +37,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        remedy = "free space there or name another place (a run: run.output)"
+        remedy = "free space there or name another path (run.output of a job)"
         if getattr(error, "errno", None) in FORBIDDEN:
-            remedy = "ask its owner for the right to, or name another place (a run: run.output)"
+            remedy = "ask its owner for permission, or name another path (run.output of a job)"
         elif not Path(path).parent.exists():
             remedy = "make its folder first"
         raise StoreError(f"{path} can't be written: {_reason(error)}; {remedy}") from error
@@ -56,17 +56,17 @@ def replacing(path: Path) -> Iterator[Path]:
     :raises StoreError: if writing fails
     """
     path = Path(path)
-    beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         with writing(path):
-            yield beside
-            sync(beside)
-            beside.replace(path)
+            yield temporary
+            sync(temporary)
+            temporary.replace(path)
             with suppress(OSError):  # the folder may not be readable
                 sync(path.parent)
     finally:
         with suppress(OSError):  # without write permission, the folder may not be readable either
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -77,11 +77,11 @@ def reading(path: Path) -> Iterator[None]:
     except StoreError:
         raise
     except PermissionError as err:
-        raise StoreError(f"{path} can't be read: {err.strerror}; ask its owner for it") from err
-    except (*WRONG, OSError) as err:
         raise StoreError(
-            f"{path} doesn't hold what this program writes: {_reason(err)}; use another copy"
+            f"{path} can't be read: {err.strerror}; ask its owner for permission"
         ) from err
+    except (*CONTENT_ERRORS, OSError) as err:
+        raise StoreError(f"{path} has invalid content: {_reason(err)}; use another copy") from err
 
 
 def _reason(error: BaseException) -> str:
@@ -148,7 +148,7 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some file systems, such as SMB's, have no fsync of folders
+    except OSError as error:  # some file systems, such as SMB, cannot fsync a folder
         if error.errno not in {errno.EINVAL, errno.ENOTSUP} or not path.is_dir():
             raise
     finally:
@@ -164,14 +164,14 @@ def fixed(text: str) -> np.ndarray:
     return np.array(data, h5py.string_dtype("utf-8", max(len(data), 1)))
 
 
-def worded(text: str, most: int) -> np.ndarray | str:
-    """Convert a text by :func:`fixed` if it has at most ``most`` bytes; otherwise return it.
+def attribute_text(text: str, max_bytes: int) -> np.ndarray | str:
+    """Convert a text by :func:`fixed` up to ``max_bytes`` bytes; otherwise return it.
 
     HDF5 stores a str in its heap, for which this package adds its own checksum. An attribute of
     fixed length above 4 kB would be stored separately if there are more than eight attributes, and
     above 64 kB always, in a kind of B-tree that `guard` rejects.
     """
-    return fixed(text) if len(text.encode(errors="surrogateescape")) <= most else text
+    return fixed(text) if len(text.encode(errors="surrogateescape")) <= max_bytes else text
 
 
 def write_text(group: h5py.Group, name: str, text: str) -> None:

@@ -75,16 +75,16 @@ class Overlay(io.RawIOBase):
     def readinto(self, data: Any) -> int:
         """Read bytes into ``data``, up to the end of the file; return their number."""
         length = max(0, min(len(data), self.size - self.position))
-        for number, start, stop, at in self._spans(length):
-            data[at : at + stop - start] = self._page(number)[start:stop]
+        for number, start, stop, offset in self._spans(length):
+            data[offset : offset + stop - start] = self._page(number)[start:stop]
         return length
 
     def write(self, data: Any) -> int:
         """Write ``data`` to pages in memory."""
-        for number, start, stop, at in self._spans(len(data)):
+        for number, start, stop, offset in self._spans(len(data)):
             if number not in self.pages:
                 self.pages[number] = bytearray(self._page(number))
-            self.pages[number][start:stop] = data[at : at + stop - start]
+            self.pages[number][start:stop] = data[offset : offset + stop - start]
         self.size = max(self.size, self.position)
         return len(data)
 
@@ -140,8 +140,8 @@ class Stamp(NamedTuple):
 
 def stamp(path: Path) -> Stamp:
     """Return the current stamp of a file."""
-    about = path.stat()
-    return Stamp(about.st_mtime_ns, about.st_size, pending(path).exists())
+    status = path.stat()
+    return Stamp(status.st_mtime_ns, status.st_size, pending(path).exists())
 
 
 @contextmanager
@@ -166,8 +166,8 @@ def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str
         if stamp(path) == before:
             break
         time.sleep(0.005)
-    with file, guard.opened(file, **allowed) as found:
-        yield found
+    with file, guard.opened(file, **allowed) as opened:
+        yield opened
 
 
 def recover(path: Path) -> bool:

@@ -23,19 +23,19 @@ import h5py
 import numpy as np
 
 from mpigossip.store import StoreError, guard
-from mpigossip.store.hdf5 import create, fixed, replacing, worded, writing
+from mpigossip.store.hdf5 import attribute_text, create, fixed, replacing, writing
 from mpigossip.store.journal import recover, transaction
 from mpigossip.store.log_reading import FORMAT, Log, opened, read
 
 __all__ = ["Column", "EVALUATION_COLUMNS", "Log", "LogWriter", "read"]
 
 MESSAGES = logging.getLogger("mpigossip")
-EMPTY = "holds no step"
+EMPTY = "contains no step"
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 """First bytes of every HDF5 file."""
-ALONE = 24_000
+LARGE_TEXT = 24_000
 """Largest size, in bytes, of a text of fixed length in a group with few attributes."""
-AMONG = 3_000
+SMALL_TEXT = 3_000
 """Largest size, in bytes, of a text of fixed length in a group with many attributes."""
 CHUNK_BYTES = 1 << 16
 """Size of an HDF5 chunk of a column. A flush writes one or two complete chunks per column, each of
@@ -56,35 +56,35 @@ class Column(NamedTuple):
 
 
 COLUMNS = {
-    "loss": Column("nat", "mean training loss of the node's samples in the step"),
+    "loss": Column("nat", "mean training loss over the node's samples of this step"),
     "lr": Column("1", "learning rate"),
-    "kind": Column("1", "what was exchanged: 0 nothing, 1 with neighbours, 2 with all", "int8"),
+    "kind": Column("1", "kind of exchange: 0 none, 1 with neighbours, 2 with all nodes", "int8"),
     "gradient_norm": Column("1", "norm of the node's mean gradient, before clipping"),
-    "mixed_distance": Column("1", "‖x_i − mixed_i‖: how far averaging moved the node"),
+    "mixed_distance": Column("1", "‖x_i − mixed_i‖, the change of the node's model by averaging"),
     "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²"),
     "samples_per_second": Column("1/s", "training samples of the node per second"),
-    "compute_s": Column("s", "forward and backward"),
-    "node_s": Column("s", "averaging and gathering inside the node"),
-    "exchange_s": Column("s", "sending, receiving and averaging between nodes"),
-    "idle_s": Column("s", "waiting for other nodes"),
-    "staleness": Column("1", "age in rounds of the models that the node averaged with"),
-    "bytes_sent": Column("B", "bytes that the node has sent to other nodes so far", "int64"),
+    "compute_s": Column("s", "time of forward and backward passes"),
+    "node_s": Column("s", "time of averaging and gathering within the node"),
+    "exchange_s": Column("s", "time of sending, receiving and averaging between nodes"),
+    "idle_s": Column("s", "time of waiting for other nodes"),
+    "staleness": Column("1", "age, in rounds, of the models that the node received"),
+    "bytes_sent": Column("B", "bytes sent by the node to other nodes since the start", "int64"),
 }
 """Columns of the steps in every log; the metrics of a task are added to them."""
 VIRTUAL = "virtual_s"
-VIRTUAL_COLUMN = Column("s", "since the start, on the machine that the job's [clock] names")
+VIRTUAL_COLUMN = Column("s", "virtual time since the start, on the machine of the job's [clock]")
 """Additional column of the steps of runs with a virtual clock (`[clock]`)."""
 MEMBER_COLUMNS = {
-    "chunk": Column("1", "chunk of the data that is trained"),
-    "round": Column("1", "round of the member"),
-    "peer": Column("1", "member averaged with before the round"),
-    "time": Column("s", "since 1970-01-01, by the member's clock"),
-    "history": Column("step", "steps behind the model, along its longest history"),
+    "chunk": Column("1", "index of the chunk of data that was trained"),
+    "round": Column("1", "number of the member's round"),
+    "peer": Column("1", "index of the member whose model was averaged before the round"),
+    "time": Column("s", "time since 1970-01-01 on the member's clock"),
+    "history": Column("step", "number of steps in the longest history of the model"),
 }
 """Additional columns of the steps of trainings that members join and leave (`mpigossip join`)."""
 EVALUATION_COLUMNS = {
-    "at_step": Column("step", "steps done at the evaluation", "int64"),
-    "epoch": Column("epoch", "passes over the training samples done"),
+    "at_step": Column("step", "number of steps before the evaluation", "int64"),
+    "epoch": Column("epoch", "number of passes over the training samples before the evaluation"),
     "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²"),
     "seconds": Column("s", "time since the start of the run"),
 }
@@ -139,8 +139,8 @@ class LogWriter:
         self.next_step = first_step
         with writing(self.path):
             if recover(self.path):
-                MESSAGES.warning("%s: finished what a killed run was writing", self.path)
-            problem = _refused(self.path, first_step)
+                MESSAGES.warning("%s: completed the write of a run that was killed", self.path)
+            problem = _rejection(self.path, first_step)
             if problem == EMPTY:
                 self.path.unlink()
             elif problem:
@@ -148,18 +148,18 @@ class LogWriter:
             if not self.path.exists():
                 _create(self.path)
         with transaction(self.path) as file:
-            file.attrs["job"] = worded(job, ALONE)
-            file.attrs["environment"] = worded(json.dumps(dict(environment)), ALONE)
+            file.attrs["job"] = attribute_text(job, LARGE_TEXT)
+            file.attrs["environment"] = attribute_text(json.dumps(dict(environment)), LARGE_TEXT)
             guard.seal(file)
             file["summary"].attrs.clear()
-            have = file["steps/step"][()]
-            have = have[have < first_step]
-            self.empty = not len(have)
-            _cut(file["steps"], len(have))
-            if len(have):
-                self.next_step = int(have[-1]) + 1
+            steps = file["steps/step"][()]
+            steps = steps[steps < first_step]
+            self.empty = not len(steps)
+            _truncate(file["steps"], len(steps))
+            if len(steps):
+                self.next_step = int(steps[-1]) + 1
             evaluations = file["evaluations"]
-            _cut(evaluations, int(np.count_nonzero(evaluations["at_step"][()] <= first_step)))
+            _truncate(evaluations, int(np.count_nonzero(evaluations["at_step"][()] <= first_step)))
             for group in (file["steps"], evaluations):
                 _widen(group, nodes)
             for name, column in self.columns.items():
@@ -188,14 +188,14 @@ class LogWriter:
         rows = len(next(iter(columns.values())))
         step = columns.pop("step", np.arange(self.next_step, self.next_step + rows))
         if columns.keys() != self.columns.keys():
-            raise ValueError(f"append needs {sorted(self.columns)}, got {sorted(columns)}")
+            raise ValueError(f"append needs {sorted(self.columns)}, not {sorted(columns)}")
         for name, values in columns.items():
             if np.shape(values) != (rows, self.nodes):
-                raise ValueError(f'"{name}" is {np.shape(values)}, not {(rows, self.nodes)}')
+                raise ValueError(f'"{name}" has shape {np.shape(values)}, not {(rows, self.nodes)}')
         if rows == 0:
             return
         if np.shape(step) != (rows,) or np.any(np.diff(step, prepend=self.next_step - 1) <= 0):
-            raise ValueError(f"steps must ascend from {self.next_step}, got {step}")
+            raise ValueError(f"steps must ascend from {self.next_step}, unlike {step}")
         with self._changing() as file:
             group = file["steps"]
             # The rows exist already if an earlier append failed after its journal was complete.
@@ -218,11 +218,11 @@ class LogWriter:
         step = int(values.pop("step"))
         with self._changing() as file:
             group = file["evaluations"]
-            known = group["at_step"][()]
-            if len(known) and step < known[-1] and step not in known:
-                raise ValueError(f"evaluations must ascend from step {known[-1]}, got {step}")
-            index = int(np.searchsorted(known, step))
-            _resize(group, max(len(known), index + 1))
+            steps = group["at_step"][()]
+            if len(steps) and step < steps[-1] and step not in steps:
+                raise ValueError(f"evaluations must ascend from step {steps[-1]}, unlike {step}")
+            index = int(np.searchsorted(steps, step))
+            _resize(group, max(len(steps), index + 1))
             group["at_step"][index] = step
             for name, value in values.items():
                 kind = self.evaluation_columns.get(name, Column("", ""))
@@ -238,7 +238,7 @@ class LogWriter:
             for name, value in values.items():
                 number = isinstance(value, int | float | np.number)
                 text = value if isinstance(value, str) else json.dumps(value)
-                file["summary"].attrs[name] = value if number else worded(text, AMONG)
+                file["summary"].attrs[name] = value if number else attribute_text(text, SMALL_TEXT)
             guard.seal(file["summary"])
 
     @contextmanager
@@ -247,18 +247,18 @@ class LogWriter:
         with writing(self.path):
             try:
                 with self.path.open("rb") as file:
-                    there = file.read(len(SIGNATURE)) == SIGNATURE
+                    is_log = file.read(len(SIGNATURE)) == SIGNATURE
             except FileNotFoundError:
-                there = False
-        if not there:
-            raise LogGone(f"{self.path} was deleted or overwritten while the run goes on")
+                is_log = False
+        if not is_log:
+            raise LogGone(f"{self.path} was deleted or overwritten while the run was writing to it")
         with transaction(self.path) as changed:
             yield changed
 
 
 def _create(path: Path) -> None:
     """Create a log without rows, which appears under its name when it is complete."""
-    with replacing(path) as beside, create(beside) as file:
+    with replacing(path) as temporary, create(temporary) as file:
         file.attrs["format"] = fixed(FORMAT)
         file.create_group("summary")
         for name, index, column in (
@@ -266,19 +266,19 @@ def _create(path: Path) -> None:
             ("evaluations", "at_step", EVALUATION_COLUMNS["at_step"]),
         ):
             group = file.create_group(name)
-            for scale, about in ((index, column), ("node", NODE)):
-                _dataset(group, scale, about, (0,), (1024,)).make_scale(scale)
+            for scale, description in ((index, column), ("node", NODE)):
+                _dataset(group, scale, description, (0,), (1024,)).make_scale(scale)
 
 
-def _refused(path: Path, first_step: int) -> str:
+def _rejection(path: Path, first_step: int) -> str:
     """Return why the log at `path` cannot be continued at ``first_step``, or "" if it can."""
     if path.is_symlink():
         return "is a symbolic link"
     if not path.exists():
         return ""
     try:
-        with opened(path) as (_, found):
-            if not len(found["steps/step"]):
+        with opened(path) as (_, objects):
+            if not len(objects["steps/step"]):
                 return EMPTY
             return "" if first_step else "belongs to an earlier run"
     except StoreError as error:
@@ -287,10 +287,10 @@ def _refused(path: Path, first_step: int) -> str:
 
 def _move_aside(path: Path, problem: str) -> None:
     number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+    while (target := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
-    path.rename(aside)
-    MESSAGES.warning("%s %s; moved aside to %s, a new log begins", path, problem, aside.name)
+    path.rename(target)
+    MESSAGES.warning("%s %s: renamed to %s, a new log begins", path, problem, target.name)
 
 
 def _data(group: h5py.Group) -> list[h5py.Dataset]:
@@ -302,17 +302,17 @@ def _resize(group: h5py.Group, rows: int) -> None:
         data.resize(rows, axis=0)
 
 
-def _cut(group: h5py.Group, rows: int) -> None:
+def _truncate(group: h5py.Group, rows: int) -> None:
     if any(len(data) > rows for data in _data(group)):
         _resize(group, rows)
 
 
 def _widen(group: h5py.Group, nodes: int) -> None:
     """Widen all columns of a group to `nodes` nodes; they are never made narrower."""
-    have = len(group["node"])
-    if nodes > have:
+    count = len(group["node"])
+    if nodes > count:
         group["node"].resize(nodes, axis=0)
-        group["node"][have:] = np.arange(have, nodes)
+        group["node"][count:] = np.arange(count, nodes)
         for data in _data(group):
             if data.ndim == 2:
                 data.resize(nodes, axis=1)
@@ -346,7 +346,7 @@ def _dataset(
     )
     data.attrs["units"] = fixed(column.unit)
     data.attrs["description"] = fixed(column.description)
-    data.attrs["long_name"] = fixed(column.description)  # xarray and netCDF programs show this one
+    data.attrs["long_name"] = fixed(column.description)  # shown by xarray and netCDF programs
     if group.name == "/steps":
-        group.file[name] = data  # xarray opens the root group unless a group is named
+        group.file[name] = data  # xarray opens the root group by default
     return data

@@ -46,8 +46,8 @@ def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
     :raises StoreError: if a file cannot be written
     """
     out = Path(out)
-    beside = out.with_name(f"{out.stem}-evaluations{out.suffix}")
-    for path, table in ((out, log.steps), (beside, log.evaluations)):
+    evaluations_path = out.with_name(f"{out.stem}-evaluations{out.suffix}")
+    for path, table in ((out, log.steps), (evaluations_path, log.evaluations)):
         with replacing(path) as new, new.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(safe(["step", "node", *(name for name in table if name != "step")]))
@@ -56,7 +56,7 @@ def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
                 for node in range(log.nodes):
                     cells = (v[row, node] if v.ndim == 2 else v[row] for v in values)
                     writer.writerow([step, node, *cells])
-    return out, beside
+    return out, evaluations_path
 
 
 def to_tensorboard(log: Log, folder: Path) -> None:
@@ -69,29 +69,29 @@ def to_tensorboard(log: Log, folder: Path) -> None:
     with writing(folder), closing(Events(folder)) as writer:
         for name in [name for name in log.steps if name not in HIDDEN]:
             values = with_nan(log.steps[name])
-            there = np.isfinite(values).any(axis=1)
-            for step, row in zip(log.steps["step"][there], values[there], strict=True):
+            has_values = np.isfinite(values).any(axis=1)
+            for step, row in zip(log.steps["step"][has_values], values[has_values], strict=True):
                 writer.add_scalar(tag(name), float(np.nanmean(row)), int(step))
         for row, step in enumerate(log.evaluations["step"]):
-            found = {name: values[row] for name, values in log.evaluations.items()}
-            add_evaluation(writer, int(step), found, metrics_in(found))
+            result = {name: values[row] for name, values in log.evaluations.items()}
+            add_evaluation(writer, int(step), result, metrics_in(result))
 
 
 def add_evaluation(
-    writer: Events, step: int, found: Mapping[str, Any], names: Collection[str]
+    writer: Events, step: int, result: Mapping[str, Any], names: Collection[str]
 ) -> None:
     """Write the loss and the metrics of an evaluation as TensorBoard scalars.
 
     :param writer: event file
     :param step: number of steps done
-    :param found: values of the averaged model by name, and values of the nodes as "local_NAME", of
+    :param result: values of the averaged model by name, and values of the nodes as "local_NAME", of
         which the smallest and the largest are written
     :param names: names of the metrics
     """
     for name in ("loss", *names):
-        if name in found:
-            writer.add_scalar(f"{name}/test", float(found[name]), step)
-        local = np.asarray(found.get(f"local_{name}", np.empty(0)), float)
+        if name in result:
+            writer.add_scalar(f"{name}/test", float(result[name]), step)
+        local = np.asarray(result.get(f"local_{name}", np.empty(0)), float)
         if np.isfinite(local).any():
             writer.add_scalar(f"{name}/test_least_of_nodes", float(np.nanmin(local)), step)
             writer.add_scalar(f"{name}/test_most_of_nodes", float(np.nanmax(local)), step)
@@ -116,8 +116,8 @@ class Events:
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError:
             raise StoreError(
-                "TensorBoard's files can't be written: tensorboard isn't installed; `pip install "
-                "mpigossip[tensorboard]` brings it"
+                "TensorBoard's files can't be written: tensorboard isn't installed; run: "
+                "pip install 'mpigossip[tensorboard]'"
             ) from None
         self._event = event_pb2.Event
         self._summary = summary_pb2.Summary
@@ -132,13 +132,13 @@ class Events:
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._write(step=first_step, session_log=start)
 
-    def _write(self, **about: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **about).SerializeToString())
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Write a value for a step."""
-        one = self._summary.Value(tag=tag, simple_value=value)
-        self._write(step=step, summary=self._summary(value=[one]))
+        scalar = self._summary.Value(tag=tag, simple_value=value)
+        self._write(step=step, summary=self._summary(value=[scalar]))
 
     def flush(self) -> None:
         """Pass buffered records to the operating system."""

@@ -69,9 +69,9 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
     path = Path(path)
     if not path.is_file() and (members := sorted(path.parent.glob("logs/*/log.h5"))):
         wanted = columns and [*columns, "history"]
-        return _beside_one_another([read(one, wanted) for one in members])
+        return _join_members([read(member, wanted) for member in members])
     if not path.is_file():
-        raise StoreError(f"{path} doesn't exist: a log is the file log.h5 in the folder of a run")
+        raise StoreError(f"{path} doesn't exist: name a run with a log.h5")
     for _ in range(TRIES):  # a run that is writing can disturb one attempt, but rarely two
         before = stamp(path)
         try:
@@ -86,25 +86,27 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
     return _read(path, columns, points)
 
 
-def _beside_one_another(logs: list[Log]) -> Log:
+def _join_members(logs: list[Log]) -> Log:
     """Join the logs of members that trained at different times, with one column for each member.
 
     Rows are numbered by the steps in the history of a model; they are NaN for members that did not
     record this number of steps.
     """
     last = max(logs, key=lambda log: (len(log.summary), len(log.steps["step"])))
-    at = [log.steps.get("history", log.steps["step"][:, None])[:, 0] for log in logs]
-    at = [np.nan_to_num(rows).astype(np.int64) for rows in at]
-    step = np.unique(np.concatenate(at))
+    row_steps = [log.steps.get("history", log.steps["step"][:, None])[:, 0] for log in logs]
+    row_steps = [np.nan_to_num(rows).astype(np.int64) for rows in row_steps]
+    step = np.unique(np.concatenate(row_steps))
     steps: dict[str, np.ndarray] = {"step": step}
     for name in last.steps.keys() - {"step"}:
         steps[name] = np.full((len(step), len(logs)), np.nan)
         for member, log in enumerate(logs):
             if name in log.steps:
-                steps[name][np.searchsorted(step, at[member]), member] = log.steps[name][:, 0]
+                steps[name][np.searchsorted(step, row_steps[member]), member] = log.steps[name][
+                    :, 0
+                ]
     # The evaluations are of the final model, which is the same for all members.
     single = {"step", "consensus_distance"}
-    tested = {
+    evaluations = {
         name: np.full((len(values), len(logs)), np.nan) if values.ndim == 2 else values
         for name, values in last.evaluations.items()
         if name not in single
@@ -112,21 +114,21 @@ def _beside_one_another(logs: list[Log]) -> Log:
     summary = dict(last.summary)
     if "finished" in summary:
         sent = [float(log.summary["bytes_sent"]) for log in logs if "finished" in log.summary]
-        times = steps.get("time", step)  # times on the clocks of the members
+        times = steps.get("time", step)  # measured by the clocks of the members
         times = times[np.isfinite(times)]
         summary |= {"nodes": len(logs), "bytes_sent": sum(sent) / len(sent)}
         if len(times):
             summary["seconds"] = float(np.ptp(times))
-            tested["seconds"] = np.full(len(tested["step"]), summary["seconds"])
-    return replace(last, nodes=len(logs), steps=steps, evaluations=tested, summary=summary)
+            evaluations["seconds"] = np.full(len(evaluations["step"]), summary["seconds"])
+    return replace(last, nodes=len(logs), steps=steps, evaluations=evaluations, summary=summary)
 
 
 def _read(path: Path, wanted: Collection[str] | None, points: int | None) -> Log:
-    with opened(path) as (facts, found):
-        steps = dict(columns(found, "steps"))
+    with opened(path) as (facts, objects):
+        steps = dict(columns(objects, "steps"))
         block = max(1, -(-len(steps["step"]) // points)) if points else 1
         chosen = [n for n in steps if n not in ("step", "node") and (not wanted or n in wanted)]
-        evaluations = dict(columns(found, "evaluations"))
+        evaluations = dict(columns(objects, "evaluations"))
         return Log(
             job=facts["job"],
             nodes=len(steps["node"]),
@@ -138,21 +140,21 @@ def _read(path: Path, wanted: Collection[str] | None, points: int | None) -> Log
                 for name, data in (evaluations | {n: steps[n] for n in ("step", *chosen)}).items()
                 if name not in ("at_step", "node")
             },
-            summary=_typed(guard.sealed(found["summary"])),
+            summary=_typed(guard.sealed(objects["summary"])),
             environment=_typed(json.loads(facts["environment"]), str),
         )
 
 
-def _typed(found: Any, default: type = object) -> dict[str, Any]:
+def _typed(entries: Any, default: type = object) -> dict[str, Any]:
     """Check a summary or environment: known entries need their types, others type `default`."""
-    if not isinstance(found, dict) or "finished" in found and not found.keys() >= NEEDED:
+    if not isinstance(entries, dict) or "finished" in entries and not entries.keys() >= NEEDED:
         raise ValueError("its summary or environment lacks entries")
     kinds = dict.fromkeys(TEXTS, str) | dict.fromkeys(NUMBERS, int | float)
-    kinds |= dict.fromkeys(str(found.get("metrics", "")).split(), int | float)
-    for name, value in found.items():
+    kinds |= dict.fromkeys(str(entries.get("metrics", "")).split(), int | float)
+    for name, value in entries.items():
         if not isinstance(value, kinds.get(name, default)):
-            raise ValueError(f'its entry "{name}" is a {type(value).__name__}')
-    return found
+            raise ValueError(f'its entry "{name}" has the type {type(value).__name__}')
+    return entries
 
 
 def metrics_in(evaluations: Collection[str]) -> list[str]:
@@ -161,8 +163,8 @@ def metrics_in(evaluations: Collection[str]) -> list[str]:
     A metric is a column that also exists as "local_NAME", for the nodes' own models; "accuracy" is
     always a metric, and "loss" is none.
     """
-    found = {name for name in evaluations if f"local_{name}" in evaluations or name == "accuracy"}
-    return sorted(found - {"loss"}, key=lambda name: (name != "accuracy", name))
+    metrics = {name for name in evaluations if f"local_{name}" in evaluations or name == "accuracy"}
+    return sorted(metrics - {"loss"}, key=lambda name: (name != "accuracy", name))
 
 
 @contextmanager
@@ -171,41 +173,41 @@ def opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
     Changes that a killed writer left pending are included.
     """
-    with reading(path), consistent(path, tables=True, again="steps") as (file, found):
+    with reading(path), consistent(path, tables=True, again="steps") as (file, objects):
         if "format" not in file.attrs or guard.attribute(file, "format", long=True) != FORMAT:
             raise ValueError("it isn't a log")
         for group, index in INDEX.items():
-            _check(dict(columns(found, group)), group, index)
-        if not isinstance(found.get("summary"), h5py.Group):
+            _check(dict(columns(objects, group)), group, index)
+        if not isinstance(objects.get("summary"), h5py.Group):
             raise ValueError('its group "summary" is missing')
-        yield guard.sealed(file), found
+        yield guard.sealed(file), objects
 
 
-def columns(found: dict[str, Any], group: str) -> list[tuple[str, h5py.Dataset]]:
+def columns(objects: dict[str, Any], group: str) -> list[tuple[str, h5py.Dataset]]:
     """Return the columns of a group, sorted by name."""
-    below = [path for path in found if path.startswith(group + "/")]
-    if len(below) > COLUMNS:
-        raise ValueError(f"{len(below)} columns are too many: at most {COLUMNS}")
-    return [(p.removeprefix(group + "/"), guard.dataset(found, p)) for p in sorted(below)]
+    paths = [path for path in objects if path.startswith(group + "/")]
+    if len(paths) > COLUMNS:
+        raise ValueError(f"{len(paths)} columns are too many: at most {COLUMNS} are allowed")
+    return [(p.removeprefix(group + "/"), guard.dataset(objects, p)) for p in sorted(paths)]
 
 
-def _check(have: dict[str, h5py.Dataset], group: str, index: str) -> None:
+def _check(datasets: dict[str, h5py.Dataset], group: str, index: str) -> None:
     """Raise ValueError unless steps ascend and each column has the shape of its group."""
     for scale in (index, "node"):
-        data = have.get(scale)
+        data = datasets.get(scale)
         if data is None or data.ndim != 1 or data.dtype.kind != "i":
-            raise ValueError(f'"{group}/{scale}" is no column of whole numbers')
+            raise ValueError(f'"{group}/{scale}" is not a column of integers')
         values = data[()]
         if (np.diff(values) <= 0).any() or (values[:1] < 0).any():
-            raise ValueError(f'"{group}/{scale}" doesn\'t ascend from 0 or later')
-    if group == "steps" and "loss" not in have:
+            raise ValueError(f'"{group}/{scale}" doesn\'t ascend from 0 or more')
+    if group == "steps" and "loss" not in datasets:
         raise ValueError('its column "steps/loss" is missing')
-    rows = len(have[index])
-    nodes = len(have["node"])
-    for name, data in have.items():
-        right = [(rows,), (rows, nodes)] if group == "evaluations" else [(rows, nodes)]
-        if name not in (index, "node") and (data.shape not in right or data.dtype.kind not in "fi"):
-            raise ValueError(f'"{group}/{name}" is {data.dtype} {data.shape}, not of {right[-1]}')
+    rows = len(datasets[index])
+    nodes = len(datasets["node"])
+    for name, data in datasets.items():
+        valid = [(rows,), (rows, nodes)] if group == "evaluations" else [(rows, nodes)]
+        if name not in (index, "node") and (data.shape not in valid or data.dtype.kind not in "fi"):
+            raise ValueError(f'"{group}/{name}" is {data.dtype} {data.shape}, not {valid[-1]}')
 
 
 def with_nan(values: np.ndarray) -> np.ndarray:
@@ -227,7 +229,7 @@ def _blocks(data: h5py.Dataset, block: int) -> np.ndarray:
         piece = with_nan(data[start : start + stride]).astype(np.float64)
         short = -len(piece) % block
         piece = np.pad(piece, ((0, short), (0, 0)), constant_values=np.nan)
-        with warnings.catch_warnings():  # nanmean warns of blocks without a value
+        with warnings.catch_warnings():  # nanmean warns about blocks without a value
             warnings.simplefilter("ignore", RuntimeWarning)
             pieces.append(np.nanmean(piece.reshape(-1, block, piece.shape[1]), axis=1))
     return np.concatenate(pieces)

@@ -50,8 +50,8 @@ class Entry(NamedTuple):
     @property
     def slot(self) -> int | None:
         """Index of the slot whose file this is; None: the file is of a complete node."""
-        found = re.fullmatch(r"node-\d+-(\d+)\.h5", self.file, re.ASCII)
-        return int(found[1]) if found else None
+        match = re.fullmatch(r"node-\d+-(\d+)\.h5", self.file, re.ASCII)
+        return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,15 @@ def name(node: int, slot: int | None = None) -> str:
 
 def check_table(entries: Sequence[Entry], n: int) -> None:
     """Raise ValueError unless these are the files of n nodes, with equal numbers and lengths."""
-    each = len(entries) // n if n else 0
-    if not each or len(entries) != n * each:
-        raise ValueError(f"n = {n}, but its table names {len(entries)} files")
+    per_node = len(entries) // n if n else 0
+    if not per_node or len(entries) != n * per_node:
+        raise ValueError(f"n = {n}, but its table lists {len(entries)} files")
     for row, entry in enumerate(entries):
-        node, slot = divmod(row, each)
-        if (entry.node, entry.file) != (node, name(node, slot if each > 1 else None)):
-            raise ValueError(f'row {row} of its table is of node {entry.node}, "{entry.file}"')
+        node, slot = divmod(row, per_node)
+        if (entry.node, entry.file) != (node, name(node, slot if per_node > 1 else None)):
+            raise ValueError(f'row {row} of its table is for node {entry.node}, "{entry.file}"')
         if entry.parameters != entries[slot].parameters:
-            raise ValueError(f"node {node} has another number of parameters than node 0")
+            raise ValueError(f"nodes {node} and 0 have different numbers of parameters")
 
 
 def write(path: Path, manifest: Manifest) -> None:
@@ -134,12 +134,12 @@ def write(path: Path, manifest: Manifest) -> None:
 def _parts(entries: Iterable[Entry]) -> Iterator[tuple[Entry, slice]]:
     """Yield the entries of files with parameters, each with its columns among the node's."""
     node = -1
-    at = 0
+    start = 0
     for entry in entries:
-        node, at = entry.node, at if entry.node == node else 0
+        node, start = entry.node, start if entry.node == node else 0
         if entry.parameters:
-            yield entry, slice(at, at + entry.parameters)
-        at += entry.parameters
+            yield entry, slice(start, start + entry.parameters)
+        start += entry.parameters
 
 
 def _header(content: bytes) -> bytes:
@@ -159,12 +159,12 @@ def read(path: Path) -> Manifest:
             data = file.read(LARGEST + 1)
     except OSError as error:
         raise StoreError(
-            f"{path} can't be read ({error.strerror}): a checkpoint is a directory "
-            f"step-… with {MANIFEST} in it, under RUN/checkpoints"
+            f"{path} can't be read ({error.strerror}): name a folder RUN/checkpoints/step-… "
+            f"that contains {MANIFEST}"
         ) from error
     if len(data) > LARGEST:
         raise StoreError(
-            f"{path} has more than {LARGEST} bytes, the most of a manifest; use another copy"
+            f"{path} has more than {LARGEST} bytes, too many for a manifest; use another copy"
         )
     if data[:HEADER] != _header(data[HEADER:]):
         raise StoreError(
@@ -172,60 +172,60 @@ def read(path: Path) -> Manifest:
             "resume from an older checkpoint or copy it again"
         )
     opened = guard.opened(io.BytesIO(data), views=("parameters",))
-    with reading(path), opened as (file, found):
-        return _content(file, found)
+    with reading(path), opened as (file, objects):
+        return _content(file, objects)
 
 
-def _content(file: h5py.File, found: dict[str, Any]) -> Manifest:
-    only(found, {"job", "meta", "nodes"}, {"parameters"})
+def _content(file: h5py.File, objects: dict[str, Any]) -> Manifest:
+    only(objects, {"job", "meta", "nodes"}, {"parameters"})
     facts = guard.attributes(file)
     if facts.keys() != {"format", "step", "n"} or facts["format"] != FORMAT:
-        raise ValueError("its attributes are not those of a manifest")
-    entries = tuple(Entry(*row) for row in guard.rows(found, "nodes", "iSiSi"))
+        raise ValueError("its attributes differ from those of a manifest")
+    entries = tuple(Entry(*row) for row in guard.rows(objects, "nodes", "iSiSi"))
     n = counter(facts["n"], "n", MOST)
     check_table(entries, n)
     for entry in entries:
         if not re.fullmatch("[0-9a-f]{8}", entry.checksum):
-            raise ValueError(f'"{entry.file}" has {entry.checksum[:20]!r} as its checksum')
+            raise ValueError(f'"{entry.file}" has the invalid checksum {entry.checksum[:20]!r}')
         counter(entry.bytes, f"bytes of {entry.file}", MOST)
         counter(entry.parameters, "parameters", MOST)
-    if "parameters" in found:
-        _check_view(found["parameters"], n, entries)
-    job = guard.text(found, "job")
-    meta = plain(guard.text(found, "meta"), "meta")
+    if "parameters" in objects:
+        _check_view(objects["parameters"], n, entries)
+    job = guard.text(objects, "job")
+    meta = parse_facts(guard.text(objects, "meta"), "meta")
     return Manifest(counter(facts["step"], "step", MOST), n, job, meta, entries)
 
 
-def only(found: Mapping[str, Any], needed: set[str], further: Collection[str] = ()) -> None:
-    """Raise ValueError unless a file has all names in `needed` and no others but `further`.
+def only(objects: Mapping[str, Any], needed: set[str], further: Collection[str] = ()) -> None:
+    """Raise ValueError unless a file has all names in ``needed`` and no others except ``further``.
 
-    Only the first component of each path in `found` counts.
+    Only the first component of each path in ``objects`` counts.
     """
-    top = {path.partition("/")[0] for path in found}
+    top = {path.partition("/")[0] for path in objects}
     if not needed <= top or not top <= needed.union(further):
-        wrong = sorted((top ^ needed).difference(further))
-        raise ValueError(f"it lacks, or has beyond what belongs there: {', '.join(wrong)[:200]}")
+        different = sorted((top ^ needed).difference(further))
+        raise ValueError(f"it lacks, or has in addition: {', '.join(different)[:200]}")
 
 
-def counter(value: Any, name: str, most: int) -> int:
+def counter(value: Any, name: str, limit: int) -> int:
     """Return the value; raise ValueError unless it is an integer from 0 to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        raise ValueError(f"{name} = {str(value)[:40]}: must be a whole number from 0 to {most}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
+        raise ValueError(f"{name} = {str(value)[:40]}: must be a whole number from 0 to {limit}")
     return value
 
 
-def plain(text: str, name: str) -> dict[str, Number]:
+def parse_facts(text: str, name: str) -> dict[str, Number]:
     """Parse facts or counters: a JSON object of numbers and strings."""
-    found = json.loads(text)
-    if not isinstance(found, dict) or len(found) > FACTS:
-        raise ValueError(f'"{name}" is no table of at most {FACTS} numbers and texts')
-    wrong = [k for k, v in found.items() if not isinstance(v, int | float | str | None)]
-    if wrong:
-        raise ValueError(f'"{name}": {wrong[0][:40]!r} is no number or text')
-    return found
+    facts = json.loads(text)
+    if not isinstance(facts, dict) or len(facts) > FACTS:
+        raise ValueError(f'"{name}" is not a table of at most {FACTS} numbers and texts')
+    invalid = [k for k, v in facts.items() if not isinstance(v, int | float | str | None)]
+    if invalid:
+        raise ValueError(f'"{name}": {invalid[0][:40]!r} is not a number or text')
+    return facts
 
 
-def counted(numbers: dict[str, Number], step: int) -> dict[str, Number]:
+def check_counters(numbers: dict[str, Number], step: int) -> dict[str, Number]:
     """Check that the counters of a node are possible after ``step`` steps, and return them.
 
     :raises ValueError: if a counter is negative, too large, or belongs to another step
@@ -233,7 +233,7 @@ def counted(numbers: dict[str, Number], step: int) -> dict[str, Number]:
     for name in {"index", "born", "local_steps", "round", "bytes_sent", "samples"} & numbers.keys():
         counter(numbers[name], name, MOST if name in ("round", "bytes_sent", "samples") else step)
     if numbers.get("index", step) != step:
-        raise ValueError(f"index = {numbers['index']}, but the checkpoint is of step {step}")
+        raise ValueError(f"index = {numbers['index']}, but the checkpoint belongs to step {step}")
     shift = numbers.get("shift", 0)
     if not isinstance(shift, int) or abs(shift) > MOST:
         raise ValueError(f"shift = {str(shift)[:40]}: must be a whole number of steps")
@@ -247,15 +247,15 @@ def counted(numbers: dict[str, Number], step: int) -> dict[str, Number]:
 def _check_view(view: Any, n: int, entries: Sequence[Entry]) -> None:
     """Raise ValueError unless the virtual dataset shows exactly the files, one row per node."""
     length = sum(entry.parameters for entry in entries if entry.node == 0)
-    right = isinstance(view, h5py.Dataset) and view.is_virtual
-    if not right or view.shape != (n, length) or view.dtype != "<f4":
-        raise ValueError(f'"parameters" is no view of {n} nodes of {length} parameters')
+    is_view = isinstance(view, h5py.Dataset) and view.is_virtual
+    if not is_view or view.shape != (n, length) or view.dtype != "<f4":
+        raise ValueError(f'"parameters" is not a view of {n} nodes with {length} parameters each')
     parts = list(_parts(entries))
     count = view.id.get_create_plist().get_virtual_count()
     if count != len(parts):
         raise ValueError(f'"parameters" shows {count} files, not {len(parts)}')
     for (entry, columns), shown in zip(parts, view.virtual_sources(), strict=True):
-        place = (entry.node, columns.start), (entry.node, columns.stop - 1)
+        bounds = (entry.node, columns.start), (entry.node, columns.stop - 1)
         source = shown.file_name, shown.dset_name, shown.vspace.get_select_bounds()
-        if source != (entry.file, "parameters", place):
-            raise ValueError(f'"parameters" shows {source[0][:100]!r} as node {entry.node}')
+        if source != (entry.file, "parameters", bounds):
+            raise ValueError(f'"parameters" shows {source[0][:100]!r} for node {entry.node}')

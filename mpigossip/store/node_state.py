@@ -48,8 +48,8 @@ class NodeState:
     def stored(self) -> dict[str, np.ndarray]:
         """Return all arrays by their paths in the node's file."""
         groups = {"arrays": self.arrays, "pieces": self.pieces}
-        found = {f"{group}/{name}": a for group, of in groups.items() for name, a in of.items()}
-        return {"parameters": self.parameters.astype("<f4", copy=False), **found}
+        paths = {f"{group}/{k}": a for group, arrays in groups.items() for k, a in arrays.items()}
+        return {"parameters": self.parameters.astype("<f4", copy=False), **paths}
 
     def not_finite(self) -> str:
         """Describe the first array with NaN or infinite values; return "" if there is none."""
@@ -61,17 +61,17 @@ class NodeState:
                 # elements only then.
                 if math.isfinite(array.sum()):
                     continue
-            if len(wrong := np.flatnonzero(~np.isfinite(array))):
-                first = self._parameter(wrong[0]) if array.shape == self.parameters.shape else ""
-                return f"{len(wrong):,} NaN or infinite values in {name}{first}"
+            if len(invalid := np.flatnonzero(~np.isfinite(array))):
+                first = self._parameter(invalid[0]) if array.shape == self.parameters.shape else ""
+                return f"{len(invalid):,} NaN or infinite values in {name}{first}"
         return ""
 
-    def _parameter(self, at: int) -> str:
-        """Describe the parameter to which element ``at`` of the flat parameters belongs."""
+    def _parameter(self, index: int) -> str:
+        """Describe the parameter to which element ``index`` of the flat parameters belongs."""
         if self.slot is not None:  # its offset depends on the preceding slots
             return f" of slot {self.slot}"
         ends = np.cumsum([math.prod(shape) for shape in self.shapes])
-        return f", the first in {self.names[np.searchsorted(ends, at, side='right')]}"
+        return f", the first in {self.names[np.searchsorted(ends, index, side='right')]}"
 
 
 def table(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
@@ -101,11 +101,11 @@ def read_table(
     names = []
     shapes = []
     offset = 0
-    for name, at, size, ndim, numbers in rows:
+    for name, start, size, ndim, numbers in rows:
         shape = tuple(map(int, numbers[:ndim]))
         fits = len(shape) == ndim <= DIMENSIONS and min(shape, default=0) >= 0
-        if not fits or at != offset or size != math.prod(shape):
-            raise ValueError(f"parameter {name!r} of {shape} at {at} doesn't follow {offset}")
+        if not fits or start != offset or size != math.prod(shape):
+            raise ValueError(f"parameter {name!r} of {shape} is at {start}, not at {offset}")
         names.append(guard.printable(name, "name"))
         shapes.append(shape)
         offset += size
@@ -131,11 +131,11 @@ def average(
     total = {k: a.astype(np.float64) if is_floating(a) else a for k, a in next(rest, {}).items()}
     for part in rest:
         count += 1
-        mine, others = ({k: a.shape for k, a in one.items()} for one in (total, part))
-        odd = sorted({name for name, _ in mine.items() ^ others.items()})
-        if wrong := [name for name in odd if not name.startswith(loose)]:
-            raise ValueError(f"they differ in {', '.join(wrong)}")
-        for name in odd:
+        shapes, others = ({k: a.shape for k, a in arrays.items()} for arrays in (total, part))
+        different = sorted({name for name, _ in shapes.items() ^ others.items()})
+        if problems := [name for name in different if not name.startswith(loose)]:
+            raise ValueError(f"nodes or slots differ in {', '.join(problems)}")
+        for name in different:
             total.pop(name, None)
         for name, array in total.items():
             if is_floating(array):
@@ -151,7 +151,7 @@ def over_slots(state: NodeState) -> dict[str, np.ndarray]:
 
     The path of a buffer is "buffers/SLOT/NAME" in the state, and "buffers/NAME" in the result.
     """
-    found = {"parameters": state.parameters}
+    arrays = {"parameters": state.parameters}
     slots: dict[int, dict[str, np.ndarray]] = {}
     for key, array in state.arrays.items():
         kind, _, rest = key.partition("/")
@@ -159,16 +159,16 @@ def over_slots(state: NodeState) -> dict[str, np.ndarray]:
             slot, _, name = rest.partition("/")
             slots.setdefault(int(slot), {})[f"buffers/{name}"] = array
         else:
-            found[key] = array
-    return found | average(slots[slot] for slot in sorted(slots))
+            arrays[key] = array
+    return arrays | average(slots[slot] for slot in sorted(slots))
 
 
 def over_nodes(states: Iterable[NodeState]) -> dict[str, np.ndarray]:
     """Average the arrays of :func:`over_slots`, "bytes_sent" and "local_steps" over nodes."""
 
     def arrays(state: NodeState) -> dict[str, np.ndarray]:
-        counted = {"bytes_sent", "local_steps"} & state.numbers.keys()
-        return over_slots(state) | {k: np.array(float(state.numbers[k])) for k in counted}
+        counters = {"bytes_sent", "local_steps"} & state.numbers.keys()
+        return over_slots(state) | {k: np.array(float(state.numbers[k])) for k in counters}
 
     return average(map(arrays, states), loose=LOOSE)
 

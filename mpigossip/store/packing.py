@@ -73,10 +73,10 @@ class _Half:
 
 @contextmanager
 def _halves(file: h5py.File) -> Iterator[dict[str, _Half]]:
-    beside = Path(file.filename).parent
+    folder = Path(file.filename).parent
     with (
-        tempfile.TemporaryFile(dir=beside, buffering=BUFFER) as train,
-        tempfile.TemporaryFile(dir=beside, buffering=BUFFER) as test,
+        tempfile.TemporaryFile(dir=folder, buffering=BUFFER) as train,
+        tempfile.TemporaryFile(dir=folder, buffering=BUFFER) as test,
     ):
         yield {"train": _Half(train), "test": _Half(test)}
 
@@ -122,21 +122,21 @@ def pack(
     out = Path(out)
     if not folder.is_dir() and not (text and folder.is_file()):
         wanted = "text files" if text else "train/CLASS/*.jpg and test/CLASS/*.jpg"
-        raise StoreError(f"{folder} is not a folder; name one that holds {wanted}")
+        raise StoreError(f"{folder} is not a folder; name one that contains {wanted}")
     if tokenizer != "byte" and not text:
-        raise StoreError(f"tokenizer {tokenizer!r} is for text; add --text, or leave it out")
+        raise StoreError(f"--tokenizer {tokenizer!r} is for text only; add --text, or omit it")
     if text and (decoded or image_size is not None):
         option = "--decoded" if decoded else f"--image-size {image_size}"
-        raise StoreError(f"{option} is for images, and --text packs none; leave one of them out")
+        raise StoreError(f"{option} is for images only, but --text was given; omit one of them")
     if tokenizer == "byte" and vocabulary != VOCABULARY:
         raise StoreError(f"--vocabulary {vocabulary} is for byte pairs; add --tokenizer bpe")
     if out.is_file() and not h5py.is_hdf5(out):
-        raise StoreError(f"{out} is there and no data file; name another one, or remove it")
+        raise StoreError(f"{out} exists and is not a data set; name another file, or remove it")
     coder = texts.Coder(tokenizer, texts.files_of(folder, out)[0] if text else (), vocabulary)
     if image_size is not None and image_size < 1:
-        raise StoreError(f"image size {image_size} is too small: it is pixels, at least 1")
+        raise StoreError(f"--image-size {image_size}: must be at least 1 pixel")
     with replacing(out) as new:
-        new.touch()  # fail here if it cannot be written, as HDF5's message would be long
+        new.touch()  # fail here if it cannot be written, because HDF5's message is long
         with h5py.File(new, "w", libver=("v110", "v110")) as file:
             file.attrs.update(
                 format=fixed(FORMAT), version=PLAIN, source=fixed(str(folder.resolve()))
@@ -192,15 +192,15 @@ def _find(folder: Path) -> tuple[list[str], dict[str, Files]]:
             )
     classes = sorted(path.name for path in _visible(train) if path.is_dir())
     if not classes:
-        raise StoreError(f"{train} holds no folders: it needs one per class, named as the class")
-    strange = sorted({path.name for path in _visible(test) if path.is_dir()} - set(classes))
-    if strange:
-        raise StoreError(f"{test} has classes that {train} lacks: {', '.join(strange[:10])}")
+        raise StoreError(f"{train} contains no folders: it needs one per class, named after it")
+    unknown = sorted({path.name for path in _visible(test) if path.is_dir()} - set(classes))
+    if unknown:
+        raise StoreError(f"{test} has classes that {train} lacks: {', '.join(unknown[:10])}")
     lists = {}
-    for name, place in zip(SPLITS, (train, test), strict=True):
-        lists[name] = _image_files(place, classes)
+    for name, split in zip(SPLITS, (train, test), strict=True):
+        lists[name] = _image_files(split, classes)
         if not lists[name][0]:
-            raise StoreError(f"{place} holds no images")
+            raise StoreError(f"{split} contains no images; add some to the folders of its classes")
     return classes, lists
 
 
@@ -251,13 +251,13 @@ def _write_split(group: h5py.Group, labels: Sequence[int], half: _Half) -> None:
 
 
 def _one_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    found = sorted(set(sizes))
-    if len(found) > 1:
+    ordered = sorted(set(sizes))
+    if len(ordered) > 1:
         raise StoreError(
-            f"--decoded stores images of one size, and these have {len(found)}, from "
-            f"{found[0][0]}x{found[0][1]} to {found[-1][0]}x{found[-1][1]} pixels; leave it out"
+            f"--decoded stores images of one size, but these have {len(ordered)} sizes, from "
+            f"{ordered[0][0]}x{ordered[0][1]} to {ordered[-1][0]}x{ordered[-1][1]} pixels; omit it"
         )
-    return found[0]
+    return ordered[0]
 
 
 def _write_decoded(
@@ -324,7 +324,7 @@ def _check(path: Path, image_size: int | None, measured: bool) -> _Payload:
             # Pillow would clip pixels of more than 8 bits instead of scaling them, so that almost
             # the entire image would become white.
             if image.mode[0] in "IF":
-                raise ValueError(f"mode {image.mode}: more than 8 bits a channel; save it with 8")
+                raise ValueError(f"mode {image.mode}: more than 8 bits per channel; save it with 8")
             gray = image.mode in ("1", "L")
             if image_size is not None and min(image.size) > image_size:
                 image, data = _smaller(image, image_size)

@@ -18,9 +18,9 @@ import numpy as np
 from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import reading
 
-MOST = 1 << 16
+MAX_ENTRIES = 1 << 16
 """Largest number of entries of a vocabulary, since a token has two bytes."""
-LEAST = 256
+BYTE_ENTRIES = 256
 """Number of entries before learning: one for each byte."""
 KINDS = ("byte", "bpe")
 
@@ -48,18 +48,18 @@ class Tokenizer:
 BYTES = Tokenizer(np.ones(256, np.int64))
 
 
-def files_of(where: Path, apart: Path | None = None) -> tuple[list[Path], list[str]]:
+def files_of(where: Path, excluded: Path | None = None) -> tuple[list[Path], list[str]]:
     """Return the files of a text, sorted by path, and their names.
 
     Empty files and hidden files and folders are left out.
 
     :param where: a file, or a folder of which all files are taken, including subfolders
-    :param apart: file to leave out, such as the pack itself; None: leave out none
+    :param excluded: file to leave out, such as the pack itself; None: leave out none
     :return: paths, and names relative to the folder
     :raises StoreError: if there is no file with text, or a folder cannot be read
     """
 
-    def refused(error: OSError) -> None:
+    def fail(error: OSError) -> None:
         with reading(Path(error.filename)):
             raise error
 
@@ -69,34 +69,34 @@ def files_of(where: Path, apart: Path | None = None) -> tuple[list[Path], list[s
         return [where], [where.name]
     files = sorted(
         path
-        for top, _, names in os.walk(where, onerror=refused)
+        for top, _, names in os.walk(where, onerror=fail)
         for path in map(Path(top).joinpath, names)
         if path.is_file()
         and path.stat().st_size > 0
-        and not (apart and apart.exists() and path.samefile(apart))
+        and not (excluded and excluded.exists() and path.samefile(excluded))
         and not any(part.startswith(".") for part in path.relative_to(where).parts)
     )
     if not files:
-        raise StoreError(f"{where} holds no files with text in them")
+        raise StoreError(f"{where} contains no files with text; name another folder")
     return files, [str(path.relative_to(where)) for path in files]
 
 
-def halves(path: Path, whole_letters: bool = False) -> tuple[bytes, bytes]:
+def halves(path: Path, whole_characters: bool = False) -> tuple[bytes, bytes]:
     """Return the first 90 % of a file's bytes, for training, and the rest, for testing.
 
     :param path: file to read
-    :param whole_letters: move the boundary back to the first byte of a UTF-8 character
+    :param whole_characters: move the boundary back to the first byte of a UTF-8 character
     :raises StoreError: if the file cannot be read
     """
     with reading(path):
         data = path.read_bytes()
-    at = len(data) * 9 // 10
-    while whole_letters and 0 < at < len(data) and data[at] & 0xC0 == 0x80:
-        at -= 1
-    return data[:at], data[at:]
+    boundary = len(data) * 9 // 10
+    while whole_characters and 0 < boundary < len(data) and data[boundary] & 0xC0 == 0x80:
+        boundary -= 1
+    return data[:boundary], data[boundary:]
 
 
-def letters(path: Path, data: bytes, begin: int = 0) -> str:
+def decode(path: Path, data: bytes, begin: int = 0) -> str:
     """Decode bytes as UTF-8.
 
     :param path: file of the bytes, for the error message
@@ -109,7 +109,7 @@ def letters(path: Path, data: bytes, begin: int = 0) -> str:
     except UnicodeDecodeError as error:
         raise StoreError(
             f"{path} is not UTF-8: byte {data[error.start]:#04x} at {begin + error.start}; convert "
-            "it (iconv -t UTF-8), leave it out, or pack with --tokenizer byte, which takes any file"
+            "it (iconv -t UTF-8), omit it, or pack with --tokenizer byte, which accepts any file"
         ) from error
 
 
@@ -125,11 +125,11 @@ class Coder:
         :raises StoreError: if the kind is unknown, or the tokenizer cannot be learned
         """
         if kind not in KINDS:
-            raise StoreError(f"tokenizer {kind!r} is unknown; choose one of {', '.join(KINDS)}")
+            raise StoreError(f"--tokenizer {kind!r}: must be one of {', '.join(KINDS)}")
         self.tokenizer = BYTES
         self._library = None
         if kind == "bpe":
-            self._library = learned(files, vocabulary)
+            self._library = learn(files, vocabulary)
             entries = sorted(self._library.get_vocab().items(), key=lambda pair: pair[1])
             # Entries are strings over the byte-level alphabet, in which each character is a byte.
             lengths = np.array([len(entry) for entry, _ in entries], np.int64)
@@ -142,12 +142,12 @@ class Coder:
             if self._library is None:
                 yield half
             else:
-                ids = self._library.encode(letters(path, half, begin)).ids
+                ids = self._library.encode(decode(path, half, begin)).ids
                 yield np.array(ids, "<u2").tobytes()
             begin += len(half)
 
 
-def learned(files: Sequence[Path], vocabulary: int) -> Any:
+def learn(files: Sequence[Path], vocabulary: int) -> Any:
     """Learn a byte-pair encoding from the training parts of files.
 
     :param files: files of the text, in UTF-8
@@ -156,27 +156,27 @@ def learned(files: Sequence[Path], vocabulary: int) -> Any:
     :raises StoreError: if the vocabulary is out of range, the library is not installed, or a file
         cannot be read or is not UTF-8
     """
-    if not LEAST < vocabulary <= MOST:
+    if not BYTE_ENTRIES < vocabulary <= MAX_ENTRIES:
         raise StoreError(
-            f"vocabulary {vocabulary} is out of reach: byte-pair encoding begins with {LEAST} "
-            f"bytes and numbers tokens in two, so give {LEAST + 1} to {MOST}"
+            f"--vocabulary {vocabulary}: byte-pair encoding begins with {BYTE_ENTRIES} "
+            f"bytes and has two bytes per token; give {BYTE_ENTRIES + 1} to {MAX_ENTRIES}"
         )
     try:
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers, trainers
     except ImportError as error:
         raise StoreError(
-            "tokenizer bpe needs the package tokenizers, which isn't here; install it with: pip "
+            "--tokenizer bpe needs the package tokenizers, which isn't installed; run: pip "
             "install 'mpigossip[text]', or pack with --tokenizer byte"
         ) from error
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (letters(path, halves(path, True)[0]) for path in files)
-    made.train_from_iterator(texts, trainer)
-    return made
+    texts = (decode(path, halves(path, True)[0]) for path in files)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

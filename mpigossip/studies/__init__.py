@@ -48,13 +48,13 @@ class Study(Results):
         from mpigossip.store.hdf5 import replacing
         from mpigossip.studies.drawing import curves
 
-        made = curves(self, y or self.judge, x, theory)
+        figure = curves(self, y or self.judge, x, theory)
         if out is not None:
-            with replacing(Path(out)) as beside:
-                made.savefig(beside, dpi=150)
-                if beside.suffix == ".pgf":
-                    beside.write_text(with_greek(beside.read_text()))
-        return made
+            with replacing(Path(out)) as temporary:
+                figure.savefig(temporary, dpi=150)
+                if temporary.suffix == ".pgf":
+                    temporary.write_text(with_greek(temporary.read_text()))
+        return figure
 
     def transient(
         self, against: str = "parallel", y: str = "loss", within: float = 2.0
@@ -130,16 +130,16 @@ def study(
     runner = Runner(path, folder, processes)
     numbers = _listed("seeds", range(seeds) if isinstance(seeds, Integral) else seeds)
     rate_of, tried = chosen(cells, rates, judge, runner, larger)
-    wanted = [(cell, rate_of[cell], seed) for cell in cells for seed in numbers]
-    found = runner.fill(wanted)
-    return Study(cells, rate_of, numbers, found, judge, tried, left_out, folder, larger)
+    keys = [(cell, rate_of[cell], seed) for cell in cells for seed in numbers]
+    results = runner.fill(keys)
+    return Study(cells, rate_of, numbers, results, judge, tried, left_out, folder, larger)
 
 
 def _listed(name: str, value: Any) -> list[int]:
     try:
-        found = list(dict.fromkeys(map(index, [value] if isinstance(value, Integral) else value)))
+        numbers = list(dict.fromkeys(map(index, [value] if isinstance(value, Integral) else value)))
     except TypeError:
         raise JobError(f"{name} = {value!r}: needs a whole number or a list of them") from None
-    if not found:
-        raise JobError(f"{name}: needs at least one")
-    return found
+    if not numbers:
+        raise JobError(f"{name}: needs at least one number")
+    return numbers

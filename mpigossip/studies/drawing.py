@@ -24,13 +24,13 @@ from mpigossip.studies.theory import draw_rates
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
 MARKERS = "os^DvPX"
-MOST = 10
+MAX_CURVES = 10
 """Largest number of curves in a panel."""
-AXES = {"step": "step", "epoch": "epoch", "bytes": "MB sent by a node", "time": "virtual seconds"}
+AXES = {"step": "step", "epoch": "epoch", "bytes": "MB sent per node", "time": "virtual seconds"}
 LABELS = {
     "loss": "test loss",
     "accuracy": "test accuracy",
-    "train_loss": "training loss since the evaluation before",
+    "train_loss": "training loss since the previous evaluation",
     "parallel": "parallel SGD", "dsgd": "D-PSGD", "dmsgd": "DmSGD", "qg-dmsgd": "QG-DmSGD",
     "dmsgd-vanilla": "vanilla DmSGD", "decentlam": "DecentLaM", "d2": "D²", "dsgt": "DSGT",
     "detag": "DeTAG", "defacto": "DeFacto", "sgp": "SGP", "choco": "CHOCO-SGD", "slowmo": "SlowMo",
@@ -68,49 +68,51 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
         raise JobError(f'x = "{x}": choose one of {", ".join(AXES)}')
     if theory and (y, x) != ("gradient_square", "step"):
         raise JobError(
-            f'theory = True: rates are of y = "gradient_square" against x = "step", not of "{y}" '
-            f'against "{x}"'
+            f'theory = True: needs y = "gradient_square" and x = "step", not y = "{y}" '
+            f'and x = "{x}"'
         )
-    apart = _panel_axis(study)
+    panel_axis = _panel_axis(study)
     panels: dict[str, list[Cell]] = {}
     for cell in study.cells:
-        panels.setdefault(cell.label(apart) if apart else "", []).append(cell)
+        panels.setdefault(cell.label(panel_axis) if panel_axis else "", []).append(cell)
     columns = min(len(panels), 2)  # with more columns, panels would be too small on a page
     lines = -(-len(panels) // columns)
-    made = Picture(figsize=(WIDE * columns, HIGH * lines), layout="constrained")
-    grid = made.subplots(lines, columns, squeeze=False, sharey=True)
+    figure = Picture(figsize=(WIDE * columns, HIGH * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
-    named = [axis for axis in study.axes if axis != apart]
-    styles = _styles(study.cells, named)
+    curve_axes = [axis for axis in study.axes if axis != panel_axis]
+    styles = _styles(study.cells, curve_axes)
     for axes, (title, cells) in zip(grid.flat, panels.items(), strict=False):
         for cell in cells:
-            _draw(axes, study, cell, y, x, styles[_name(cell, named)], _name(cell, named))
-        for band in (one for one in axes.collections if isinstance(one, PolyCollection)):
+            _draw(axes, study, cell, y, x, styles[_name(cell, curve_axes)], _name(cell, curve_axes))
+        for band in (c for c in axes.collections if isinstance(c, PolyCollection)):
             band.set_alpha(INK / max(4, len(cells)))
         if theory:
-            draw_rates(axes, study, {cell: styles[_name(cell, named)]["color"] for cell in cells})
-        axes.set_title(_said(apart, title) if apart else "", fontsize=11)
+            draw_rates(
+                axes, study, {cell: styles[_name(cell, curve_axes)]["color"] for cell in cells}
+            )
+        axes.set_title(_label_text(panel_axis, title) if panel_axis else "", fontsize=11)
         axes.set_xlabel(AXES[x])
         if x in ("step", "epoch"):
             axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
         axes.grid(alpha=0.25)
-        if named or theory:
-            axes.legend(framealpha=0.8, fontsize=9)  # a curve behind the legend stays visible
+        if curve_axes or theory:
+            axes.legend(framealpha=0.8, fontsize=9)  # a curve behind the legend is still visible
         _scale(axes, y)
     for row in grid:
         row[0].set_ylabel(LABELS.get(y, y.replace("_", " ")))
-    made.suptitle(_of_all(study), fontsize=10, color="#555555")
-    return made
+    figure.suptitle(_of_all(study), fontsize=10, color="#555555")
+    return figure
 
 
 def _of_all(study: Results) -> str:
     """Return the title of a figure: what is common to all curves, and the meaning of the bands."""
-    said = [] if "nodes" in study.axes else [f"n = {study.cells[0].nodes}"]
+    parts = [] if "nodes" in study.axes else [f"n = {study.cells[0].nodes}"]
     seeds = len(study.seeds)
     if seeds > 1:
-        said += [f"mean of {seeds} seeds", f"{100 * LEVEL:.0f} % interval"]
-    return ", ".join(said)
+        parts += [f"mean of {seeds} seeds", f"{100 * LEVEL:.0f} % interval"]
+    return ", ".join(parts)
 
 
 def _scale(axes, y: str) -> None:
@@ -126,25 +128,25 @@ def _scale(axes, y: str) -> None:
 
 def _panel_axis(study: Results) -> str | None:
     """Return the axis of the grid to divide into panels, or None if one panel has enough room."""
-    if len(study.cells) <= MOST:
+    if len(study.cells) <= MAX_CURVES:
         return None
     sizes = {axis: len({cell.label(axis) for cell in study.cells}) for axis in study.axes}
-    enough = [axis for axis, size in sizes.items() if len(study.cells) <= MOST * size]
+    enough = [axis for axis, size in sizes.items() if len(study.cells) <= MAX_CURVES * size]
     return min(enough, key=sizes.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
 
 
 def _name(cell: Cell, axes: list[str]) -> str:
-    return ", ".join(_said(axis, cell.label(axis)) for axis in axes)
+    return ", ".join(_label_text(axis, cell.label(axis)) for axis in axes)
 
 
-def _said(axis: str, label: str) -> str:
+def _label_text(axis: str, label: str) -> str:
     """Return the text for a label; a number or truth value gets the name of its axis in front."""
     if axis == "nodes":
         return f"n = {label}"
     if axis in ("algorithm.name", "graph.name"):
         return LABELS.get(label, label.replace("one-peer-", "one-peer "))
-    speaks = not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", label, re.IGNORECASE)
-    return label if speaks else f"{axis.rpartition('.')[2]} = {label}"
+    is_name = not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", label, re.IGNORECASE)
+    return label if is_name else f"{axis.rpartition('.')[2]} = {label}"
 
 
 def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
@@ -160,11 +162,11 @@ def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
         _name(cell, axes): (_name(cell, several[:1]), _name(cell, several[1:])) for cell in cells
     }
     first, others = (list(dict.fromkeys(part)) for part in zip(*parts.values(), strict=True))
-    at = {name: (first.index(a), others.index(b)) for name, (a, b) in parts.items()}
+    indices = {name: (first.index(a), others.index(b)) for name, (a, b) in parts.items()}
     if len(first) <= len(LINES) and len(LINES) < len(others) <= len(COLOURS):
-        at = {name: (line, colour) for name, (colour, line) in at.items()}
+        indices = {name: (line, colour) for name, (colour, line) in indices.items()}
     elif len(others) == 1 or len(first) > len(COLOURS) or len(others) > len(LINES):
-        at = {name: (k, k) for k, name in enumerate(at)}
+        indices = {name: (k, k) for k, name in enumerate(indices)}
     return {
         name: {
             "color": COLOURS[colour % len(COLOURS)],
@@ -172,7 +174,7 @@ def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
             "marker": MARKERS[colour % len(COLOURS)],
             "fillstyle": FILLS[line % len(LINES)],
         }
-        for name, (colour, line) in at.items()
+        for name, (colour, line) in indices.items()
     }
 
 
@@ -185,19 +187,19 @@ def _places(run: RunResult, x: str) -> np.ndarray:
     try:
         return run.so_far(VIRTUAL)
     except KeyError:
-        remedy = 'give clock.network and clock.compute_s, such as settings=["clock.network=10gbit"'
+        remedy = 'set clock.network and clock.compute_s, as in settings=["clock.network=10gbit"'
         raise JobError(f'x = "time": the logs have no virtual time; {remedy}, …]') from None
 
 
 def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: str) -> None:
     runs = study.ended(cell)
-    said = lost(study.rows[study.cells.index(cell)])
-    label = f"{name} ({', '.join(said)})" if said else name
+    lost_runs = lost(study.rows[study.cells.index(cell)])
+    label = f"{name} ({', '.join(lost_runs)})" if lost_runs else name
     if not runs:
         axes.plot([], [], label=label, **style)
         return
     mean, half = interval(np.stack([run.curve(y) for run in runs]))
-    at = np.mean([_places(run, x) for run in runs], axis=0)
+    positions = np.mean([_places(run, x) for run in runs], axis=0)
     low = mean - half
     high = mean + half
     if "accuracy" in y:  # intervals by Student's t are not bounded
@@ -206,10 +208,12 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
     elif (mean > 0).all() and (low <= 0).any():  # make the interval symmetric in ratio
         low = mean**2 / high
     banded = bool(np.isfinite(half).any())
-    if len(at) == 1:  # a single evaluation is not visible as a line
+    if len(positions) == 1:  # a single evaluation is not visible as a line
         bar = [mean - low, high - mean] if banded else None
-        axes.errorbar(at, mean, bar, label=label, capsize=4, **style | {"linestyle": ""})
+        axes.errorbar(positions, mean, bar, label=label, capsize=4, **style | {"linestyle": ""})
         return
-    axes.plot(at, mean, lw=1.8, ms=5, markevery=-(-len(at) // 12), label=label, **style)
+    axes.plot(
+        positions, mean, lw=1.8, ms=5, markevery=-(-len(positions) // 12), label=label, **style
+    )
     if banded:
-        axes.fill_between(at, low, high, color=style["color"], lw=0)
+        axes.fill_between(positions, low, high, color=style["color"], lw=0)

@@ -64,41 +64,39 @@ def cells_of(
         settings cannot be combined
     """
     if not nodes or min(nodes) < 1:
-        raise JobError(f"nodes = {list(nodes)}: a study needs whole numbers of at least 1")
+        raise JobError(f"nodes = {list(nodes)}: must be whole numbers of at least 1")
     axes = [_points(axis, values) for axis, values in grid.items()]
     cells = []
-    unfit = {}
+    incompatible = {}
     for n, point in itertools.product(nodes, itertools.product(*axes)):
         labels = tuple(label for label, _ in point)
-        own = [setting for _, settings in point for setting in settings]
-        cell = Cell(labels, (*common, *own), n)
+        point_settings = [setting for _, settings in point for setting in settings]
+        cell = Cell(labels, (*common, *point_settings), n)
         # An error of a single setting is raised at once, because all points would have it.
-        made = assemble.load(job, cell.settings)
-        if found := assemble.mistakes(made, n):
-            unfit[cell.name] = "; ".join(found)
+        point_job = assemble.load(job, cell.settings)
+        if problems := assemble.mistakes(point_job, n):
+            incompatible[cell.name] = "; ".join(problems)
         else:
             cells.append(cell)
-    if unfit and (not skip or not cells):
-        raise JobError([f"{name}: {why}" for name, why in unfit.items()])
+    if incompatible and (not skip or not cells):
+        raise JobError([f"{name}: {why}" for name, why in incompatible.items()])
     if len({cell.name for cell in cells}) < len(cells):
-        raise JobError("two points of the grid have the same labels; give each its own")
-    return cells, unfit
+        raise JobError("two points of the grid have the same labels: use different labels")
+    return cells, incompatible
 
 
 def _points(axis: str, values: Axis) -> list[tuple[tuple[str, str], list[str]]]:
     """Return the axis, label and settings of each value of an axis."""
     if axis in RESERVED:
-        raise JobError(f'grid: "{axis}" is a column of the table; call the axis something else')
+        raise JobError(f'grid: "{axis}" is a column of the table: use another name for the axis')
     if isinstance(values, str) or not hasattr(values, "__len__") or not len(values):
-        raise JobError(
-            f"grid: {axis} = {values!r}: an axis is a list of values, or labels with settings"
-        )
+        raise JobError(f"grid: {axis} = {values!r}: must be a list of values, or settings by label")
     if isinstance(values, Mapping):
         return [((axis, str(label)), words.split()) for label, words in values.items()]
     if "." not in axis:
         raise JobError(
-            f'grid: "{axis}" is no setting (section.key); under a name of your own each label '
-            f'needs what it stands for: {{"{axis}": {{"A": "algorithm.name=dsgd"}}}}'
+            f'grid: "{axis}" is not a setting (section.key); an axis with another name needs the '
+            f'settings of each label: {{"{axis}": {{"A": "algorithm.name=dsgd"}}}}'
         )
     return [((axis, _plain(value)), [f"{axis}={_plain(value)}"]) for value in values]
 
@@ -119,36 +117,38 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
     """
     try:
         path = packaged.given(path)
-        given = tomllib.loads(path.read_text("utf-8"))
+        values = tomllib.loads(path.read_text("utf-8"))
     except (FileNotFoundError, IsADirectoryError):
-        what = "is a folder" if path.is_dir() else "doesn't exist"
-        remedy = "a study is a TOML file with job, grid, nodes, seeds"
-        raise JobError(f"{path} {what}: {remedy}") from None
+        problem = "is a folder" if path.is_dir() else "doesn't exist"
+        remedy = "name a TOML file with job, grid, nodes and seeds"
+        raise JobError(f"{path} {problem}: {remedy}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"{path} is no TOML: {error}") from None
-    known = {*inspect.signature(study).parameters, *more}
-    wrong = [
-        f"{path}: {removed.of_argument(key) or f'{key} is unknown; {near(key, known)}'}"
-        for key in given.keys() - known
+        raise JobError(f"{path} is not valid TOML: {error}") from None
+    valid_keys = {*inspect.signature(study).parameters, *more}
+    problems = [
+        f"{path}: {removed.of_argument(key) or f'{key} is unknown; {near(key, valid_keys)}'}"
+        for key in values.keys() - valid_keys
     ]
-    if "job" not in given:
-        wrong.append(f"{path}: job is missing: the job file that all runs begin with")
-    if wrong:
-        raise JobError(wrong)
-    grid = given.get("grid", {})
+    if "job" not in values:
+        problems.append(f"{path}: job is missing: set it to the job file of all runs")
+    if problems:
+        raise JobError(problems)
+    grid = values.get("grid", {})
     if not isinstance(grid, dict):
-        raise JobError(f"{path}: grid = {grid!r}: needs to be a table, [grid], an axis a line")
-    beside = path.parent / str(given["job"])
-    job = beside if beside.exists() else Path(given["job"])
-    return given | {"job": job, "grid": _axes(grid)}
+        raise JobError(
+            f"{path}: grid = {grid!r}: must be a table, [grid], with one line for each axis"
+        )
+    relative = path.parent / str(values["job"])
+    job = relative if relative.exists() else Path(values["job"])
+    return values | {"job": job, "grid": _axes(grid)}
 
 
 def _axes(grid: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten nested tables to axes: TOML reads `algorithm.name = […]` as a table in a table."""
-    found: dict[str, Any] = {}
+    axes: dict[str, Any] = {}
     for axis, values in grid.items():
         if isinstance(values, dict) and not all(isinstance(v, str) for v in values.values()):
-            found |= {f"{axis}.{key}": value for key, value in values.items()}
+            axes |= {f"{axis}.{key}": value for key, value in values.items()}
         else:
-            found[axis] = values
-    return found
+            axes[axis] = values
+    return axes

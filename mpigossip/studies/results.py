@@ -27,7 +27,7 @@ class Results:
 
     * "nodes", "seeds" (their number) and, if learning rates were chosen, "lr";
     * "diverged", the number of runs that diverged, and "late", the number of runs that ended but
-      lost over half of what they had learnt;
+      lost over half of their progress;
     * for each metric, NAME (the mean over the runs that ended), NAME_std (with ddof 1), NAME_low
       and NAME_high (95 % interval of the mean, by Student's t). Metrics are those of the task,
       "loss", and "MB", the megabytes sent by a node.
@@ -41,7 +41,7 @@ class Results:
         cells: Sequence[Cell],
         rates: Mapping[Cell, float | None],
         seeds: Sequence[int],
-        found: Mapping[Key, RunResult],
+        results: Mapping[Key, RunResult],
         judge: str | None,
         tried: Sequence[Tried],
         left_out: Mapping[str, str],
@@ -53,7 +53,7 @@ class Results:
         :param cells: points of the grid
         :param rates: chosen learning rate of each point; None: the rate of the job
         :param seeds: seeds of the runs
-        :param found: results of the runs
+        :param results: results of the runs
         :param judge: metric by which points are compared; None: the first metric of the task
         :param tried: learning rates that a search tried
         :param left_out: reasons for leaving out points, by their names
@@ -66,8 +66,8 @@ class Results:
         self.tried = list(tried)
         self.left_out = dict(left_out)
         self.folder = folder
-        self._found = dict(found)
-        self.judge = figure_of(found.values(), judge)
+        self._results = dict(results)
+        self.judge = figure_of(results.values(), judge)
         self.larger = larger
         self.axes = [name for name, _ in self.cells[0].labels]
         if len({cell.nodes for cell in cells}) > 1:
@@ -76,7 +76,7 @@ class Results:
 
     def runs(self, cell: Cell) -> list[RunResult]:
         """Return the runs of a point in the order of the seeds."""
-        return [self._found[cell, self.rates[cell], seed] for seed in self.seeds]
+        return [self._results[cell, self.rates[cell], seed] for seed in self.seeds]
 
     def ended(self, cell: Cell) -> list[RunResult]:
         """Return the runs of a point that did not diverge."""
@@ -85,16 +85,16 @@ class Results:
     @property
     def figures(self) -> list[str]:
         """Names of the metrics in the table, with ``judge`` first."""
-        logs = [run.log for run in self._found.values() if run.log is not None]
+        logs = [run.log for run in self._results.values() if run.log is not None]
         names = metrics_of(logs[0].summary) if logs else []
         return list(dict.fromkeys([self.judge, *names, "loss"]))
 
     @property
     def curves(self) -> list[str]:
         """Names of the metrics that all logs have at each evaluation."""
-        logs = [run.log for run in self._found.values() if run.log is not None]
-        known = [{"train_loss", *log.evaluations} for log in logs]
-        return [name for name in self.figures if all(name in names for names in known)]
+        logs = [run.log for run in self._results.values() if run.log is not None]
+        names_by_log = [{"train_loss", *log.evaluations} for log in logs]
+        return [name for name in self.figures if all(name in names for names in names_by_log)]
 
     def _row(self, cell: Cell) -> dict[str, Any]:
         ended = self.ended(cell)
@@ -107,7 +107,7 @@ class Results:
             row |= _spread(name, [run.last(name) for run in ended])
         return row | _spread("MB", [run.last("bytes_sent") / 1e6 for run in ended])
 
-    # -- what is best ----------------------------------------------------------------------------
+    # -- comparison ------------------------------------------------------------------------------
 
     def best(self) -> dict[str, Any]:
         """Return the row with the best mean of ``judge`` among those with fewest diverged runs."""
@@ -116,11 +116,11 @@ class Results:
     def _order(self) -> list[int]:
         sign = -1 if larger_is_better(self.judge, self.larger) else 1
 
-        def place(k: int):
+        def sort_key(k: int):
             value = self.rows[k][self.judge]
             return _lost(self.rows[k]), math.isnan(value), sign * value
 
-        return sorted(range(len(self.rows)), key=place)
+        return sorted(range(len(self.rows)), key=sort_key)
 
     def ties(self) -> list[dict[str, Any]]:
         """Return the rows that do not differ significantly from the best.
@@ -133,8 +133,8 @@ class Results:
         near = [k for k in sorted(others) if _lost(self.rows[k]) == _lost(self.rows[best])]
         values = [[run.last(self.judge) for run in self.runs(self.cells[k])] for k in (best, *near)]
         ended = np.array(values)[:, np.isfinite(values).all(0)]
-        found = many_to_one(ended) if near else np.empty(0)
-        return [self.rows[k] for k, p in zip(near, found, strict=True) if p >= 1 - LEVEL]
+        p_values = many_to_one(ended) if near else np.empty(0)
+        return [self.rows[k] for k, p in zip(near, p_values, strict=True) if p >= 1 - LEVEL]
 
     def paired_difference(
         self, first: Cell, second: Cell, name: str, share: float = 1.0
@@ -150,8 +150,8 @@ class Results:
             for other metrics, unless the study says otherwise about ``judge``
         :param share: factor of the second point
         """
-        said = self.larger if name == self.judge else None
-        sign = 1 if larger_is_better(name, said) else -1
+        larger = self.larger if name == self.judge else None
+        sign = 1 if larger_is_better(name, larger) else -1
         return [
             sign * (a.last(name) - share * b.last(name))
             for a, b in zip(self.runs(first), self.runs(second), strict=True)
@@ -177,55 +177,55 @@ class Results:
         left = len(self.axes)
         rates = ["lr"] * ("lr" in self.rows[0])
         heads = [axis.removesuffix(".name").rpartition(".")[2] for axis in self.axes]
-        heads += [f"lr{self._per()}" for _ in rates] + [*self.figures, "MB a node"]
+        heads += [f"lr{self._per()}" for _ in rates] + [*self.figures, "MB per node"]
         columns = [[str(row[axis]) for row in self.rows] for axis in self.axes]
         columns += [[f"{row[key]:g}" for row in self.rows] for key in rates]
         columns += [tables.column(self.rows, name) for name in [*self.figures, "MB"]]
         best = [self.best(), *self.ties()]
         strong = {id(row) for row in best if len(best) < max(2, len(self.rows))}
         rows = [
-            tables.Row(said, left + len(rates), self.note(cell), id(row) in strong)
-            for cell, row, *said in zip(self.cells, self.rows, *columns, strict=True)
+            tables.Row(texts, left + len(rates), self.note(cell), id(row) in strong)
+            for cell, row, *texts in zip(self.cells, self.rows, *columns, strict=True)
         ]
         if form == "text":
             return "\n".join([tables.text(heads, rows, left), *self._comments()])
-        bold = "bold: can't" if strong else "no point can"
-        bold += f" be told from the best {self.judge} (Dunnett's test, paired by seed)"
+        bold = "bold: not" if strong else "no point is"
+        bold += f" significantly different from the best {self.judge} (paired Dunnett's test)"
         bold = bold if len(self.seeds) > 1 else f"bold: the best {self.judge}"
         return tables.latex(heads, rows, left, [*self._comments(), bold])
 
     def note(self, cell: Cell) -> str:
         """Return a note about runs of a point that diverged, or ""."""
-        said = tables.lost(self.rows[self.cells.index(cell)])
-        tried = [one for one in self.tried if one.cell == cell]
-        none = ["no tried rate converged"] * bool(tried and all(one.lost for one in tried))
-        return "; ".join([*said, *none])
+        notes = tables.lost(self.rows[self.cells.index(cell)])
+        trials = [trial for trial in self.tried if trial.cell == cell]
+        no_rate = ["no tried rate converged"] * bool(trials and all(trial.lost for trial in trials))
+        return "; ".join([*notes, *no_rate])
 
     def _per(self) -> str:
         """Return the unit of learning rates, such as " per 256 samples", or "" if it is not equal.
 
         The unit is the reference batch, if all jobs scale the learning rate by it.
         """
-        told = [settings(run.log.job) for run in self._found.values() if run.log is not None]
-        found = {
+        jobs = [settings(run.log.job) for run in self._results.values() if run.log is not None]
+        units = {
             f" per {job['schedule.reference_batch']} samples"
             if job.get("schedule.scale") == "linear"
             else ""
-            for job in told
+            for job in jobs
         }
-        return found.pop() if len(found) == 1 else ""
+        return units.pop() if len(units) == 1 else ""
 
     def _comments(self) -> list[str]:
         """Return lines that explain the table; they are comments in LaTeX."""
         steps = [int(run.last("steps")) for cell in self.cells for run in self.ended(cell)]
         nodes = sorted({cell.nodes for cell in self.cells})
-        made = f"n = {', '.join(map(str, nodes))}"
+        size = f"n = {', '.join(map(str, nodes))}"
         if steps:
-            made += f", {' to '.join(map(str, sorted({min(steps), max(steps)})))} steps"
+            size += f", {' to '.join(map(str, sorted({min(steps), max(steps)})))} steps"
         half = f"±: half the {100 * LEVEL:.0f} % interval of the mean of {len(self.seeds)} seeds"
         spread = f"{half} (Student's t)" if len(self.seeds) > 1 else "one seed, no intervals"
-        late = ["diverged late: lost again over half of what they had learnt"]
-        return [f"{spread}; {made}", *late * any(row["late"] for row in self.rows)]
+        late = ["diverged late: the training loss rose again by over half of its decrease"]
+        return [f"{spread}; {size}", *late * any(row["late"] for row in self.rows)]
 
     def frame(self) -> Any:
         """Return the rows as a pandas.DataFrame."""

@@ -42,7 +42,7 @@ steps, mean consensus distance, and mean number of steps with an exchange per no
 WINDOWS = 20
 """Number of parts of a run whose training losses are compared."""
 NOISE = 1.1
-"""Factor by which a training loss may rise by noise alone."""
+"""Factor by which a training loss may rise due to noise."""
 LEAVE_S = 20.0
 """Seconds that runs have to write their checkpoints if the study is stopped."""
 
@@ -69,7 +69,7 @@ class RunResult:
 
     @property
     def late(self) -> bool:
-        """Return whether the run lost over half of what it had learnt, with a finite loss.
+        """Return whether the run lost over half of its progress, with a finite loss.
 
         This is decided by means of the training loss over all nodes and a twentieth of the steps.
         Overfitting does not increase the training loss.
@@ -96,7 +96,7 @@ class RunResult:
         if name == "train_loss":
             return self._trained()
         if name not in self.log.evaluations:
-            raise JobError(f'y = "{name}": the logs have no such figure at evaluations')
+            raise JobError(f'y = "{name}": the evaluations have no such metric')
         values = np.asarray(self.log.evaluations[name], float)
         return values if values.ndim == 1 else values.mean(1)
 
@@ -111,8 +111,8 @@ class RunResult:
     def so_far(self, name: str) -> np.ndarray:
         """Return the value of a cumulative column before each evaluation, averaged over nodes."""
         total = self.log.steps[name].mean(1)
-        at = np.searchsorted(self.log.steps["step"], self.log.evaluations["step"]) - 1
-        return np.where(at >= 0, total[np.maximum(at, 0)], 0.0)
+        index = np.searchsorted(self.log.steps["step"], self.log.evaluations["step"]) - 1
+        return np.where(index >= 0, total[np.maximum(index, 0)], 0.0)
 
 
 class Missing(Failure):
@@ -134,7 +134,7 @@ class Runner:
         self.folder = folder
         self.processes = len(os.sched_getaffinity(0)) if processes is None else processes
 
-    def place(self, key: Key) -> Path:
+    def run_directory(self, key: Key) -> Path:
         """Return the run directory of a run."""
         cell, rate, seed = key
         return self.folder / cell.name / ("" if rate is None else f"lr-{rate:g}") / f"seed-{seed}"
@@ -142,8 +142,13 @@ class Runner:
     def settings(self, key: Key) -> list[str]:
         """Return the settings by which a run overrides the job."""
         cell, rate, seed = key
-        own = [] if rate is None else [f"schedule.lr={rate!r}"]
-        return [*cell.settings, *own, f"run.seed={seed}", f"run.output={self.place(key)}"]
+        rate_setting = [] if rate is None else [f"schedule.lr={rate!r}"]
+        return [
+            *cell.settings,
+            *rate_setting,
+            f"run.seed={seed}",
+            f"run.output={self.run_directory(key)}",
+        ]
 
     def fill(self, wanted: Sequence[Key]) -> dict[Key, RunResult]:
         """Simulate the missing runs, and read the results of all runs.
@@ -152,45 +157,51 @@ class Runner:
         :raises Failure: if a run fails, after all others have ended
         :raises Missing: if runs are missing and ``processes`` is 0
         """
-        there = {key: self._found(key) for key in wanted}
-        missing = [key for key, found in there.items() if found is None]
+        results = {key: self._find_result(key) for key in wanted}
+        missing = [key for key, result in results.items() if result is None]
         if missing:
-            said = f"{self.folder}: {len(missing)} of {len(wanted)} runs are missing"
+            summary = f"{self.folder}: {len(missing)} of {len(wanted)} runs are missing"
             if self.processes < 1:
-                words = (["mpigossip", "simulate", str(self.job), *self.words(k)] for k in missing)
-                raise Missing("\n".join([said, *map(shlex.join, words)]))
+                words = (
+                    ["mpigossip", "simulate", str(self.job), *self.run_arguments(k)]
+                    for k in missing
+                )
+                raise Missing("\n".join([summary, *map(shlex.join, words)]))
             print_safe(
-                f"{said}; up to {self.processes} at once, output in {OUTPUT} of each", flush=True
+                f"{summary}; up to {self.processes} run at once, with output in {OUTPUT} of each",
+                flush=True,
             )
             with lock(self.folder, "output"), writing(self.folder):
                 failed = self._do(missing)
             if failed:
                 raise Failure("\n".join(failed))
-        return {key: found or self._read(key) for key, found in there.items()}
+        return {key: result or self._read(key) for key, result in results.items()}
 
-    def _found(self, key: Key) -> RunResult | None:
+    def _find_result(self, key: Key) -> RunResult | None:
         """Return the result of a run; None if it is not finished, or is of another job."""
-        place = self.place(key)
-        if not (place / "log.h5").exists():
+        folder = self.run_directory(key)
+        if not (folder / "log.h5").exists():
             return None
         job = assemble.load(self.job, self.settings(key))
         try:
-            log = read(place / "log.h5", COLUMNS)
+            log = read(folder / "log.h5", COLUMNS)
         except StoreError:
             return (
                 None  # the run was killed at its start: starting it again repairs or reports this
             )
         if log.job and config.as_dict(assemble.load(log.job)) != config.as_dict(job):
             return None  # starting the run reports the settings that differ
-        if (place / DIVERGED).exists():
+        if (folder / DIVERGED).exists():
             return RunResult(None)
         return RunResult(log) if log.summary.get("finished") else None
 
     def _read(self, key: Key) -> RunResult:
-        found = self._found(key)
-        if found is None:
-            raise Failure(f"{self.place(key)}: its run has ended, but its log is not complete")
-        return found
+        result = self._find_result(key)
+        if result is None:
+            raise Failure(
+                f"{self.run_directory(key)}: the run has ended, but its log is not complete"
+            )
+        return result
 
     def _do(self, keys: Sequence[Key]) -> list[str]:
         waiting = list(keys)[::-1]
@@ -201,33 +212,34 @@ class Runner:
                 while waiting and len(running) < self.processes:
                     key = waiting.pop()
                     running[key] = self._start(key), time.monotonic()
-                for key, (process, began) in list(running.items()):
+                for key, (process, start) in list(running.items()):
                     if process.poll() is not None:
                         del running[key]
                         failed += self._ended(key, process.returncode)
                         done = len(keys) - len(waiting) - len(running)
-                        spent = time.monotonic() - began
+                        spent = time.monotonic() - start
                         print_safe(
-                            f"[{done}/{len(keys)}] {self.place(key)}: {spent:.1f} s", flush=True
+                            f"[{done}/{len(keys)}] {self.run_directory(key)}: {spent:.1f} s",
+                            flush=True,
                         )
                 time.sleep(0.02)
         finally:
             self._stop([process for process, _ in running.values()])
         return failed
 
-    def words(self, key: Key) -> list[str]:
+    def run_arguments(self, key: Key) -> list[str]:
         """Return the arguments that follow the job in the command of a run."""
         return ["--nodes", str(key[0].nodes), *self.settings(key)]
 
     def _start(self, key: Key) -> subprocess.Popen:
         """Start a simulation of the job, which ends with this process; its output is kept."""
-        place = self.place(key)
-        place.mkdir(parents=True, exist_ok=True)
+        folder = self.run_directory(key)
+        folder.mkdir(parents=True, exist_ok=True)
         child = [sys.executable, "-c", f"import {__name__} as r; r.child()", str(os.getpid())]
         environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
-        with (place / OUTPUT).open("a") as output:
+        with (folder / OUTPUT).open("a") as output:
             return subprocess.Popen(
-                [*child, "simulate", str(self.job), *self.words(key)],
+                [*child, "simulate", str(self.job), *self.run_arguments(key)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -236,18 +248,18 @@ class Runner:
 
     def _ended(self, key: Key, code: int) -> list[str]:
         """Mark a run as diverged, or return the message of a run that failed."""
-        place = self.place(key)
-        lines = (place / OUTPUT).read_text(errors="replace").strip().splitlines()
-        said = next((line for line in reversed(lines) if line.startswith("mpigossip:")), "")
+        folder = self.run_directory(key)
+        lines = (folder / OUTPUT).read_text(errors="replace").strip().splitlines()
+        message = next((line for line in reversed(lines) if line.startswith("mpigossip:")), "")
         if code == LOST:
-            with replacing(place / DIVERGED) as beside:
-                beside.write_text(said + "\n")
+            with replacing(folder / DIVERGED) as temporary:
+                temporary.write_text(message + "\n")
         elif code:
-            with TemporaryFile(dir=place) as probe:
+            with TemporaryFile(dir=folder) as probe:
                 # On a full disk, the run could not write its error message: raise the error here.
                 probe.write(bytes(1 << 16))
-            last = said or (lines[-1] if lines else "nothing was printed")
-            return [f"{place} ended with code {code}: {last} ({place / OUTPUT} has all of it)"]
+            reason = message or (lines[-1] if lines else "nothing was printed")
+            return [f"{folder} ended with code {code}: {reason} (see {folder / OUTPUT})"]
         return []
 
     def _stop(self, processes: Sequence[subprocess.Popen]) -> None:

@@ -62,42 +62,42 @@ def chosen(
     if not isinstance(rates, str):
         rates = np.ravel(rates).tolist()
     if isinstance(rates, str) and rates in SEARCHES:
-        own = {cell: assemble.load(runner.job, cell.settings).schedule.lr for cell in cells}
-        candidates = {cell: [own[cell] * factor for factor in FACTORS] for cell in cells}
-    elif not rates or not all(isinstance(one, int | float) and one > 0 for one in rates):
-        raise JobError(f'rates = {rates!r}: give learning rates above 0, "search" or "fine"')
+        rate_of_job = {cell: assemble.load(runner.job, cell.settings).schedule.lr for cell in cells}
+        candidates = {cell: [rate_of_job[cell] * factor for factor in FACTORS] for cell in cells}
+    elif not rates or not all(isinstance(rate, int | float) and rate > 0 for rate in rates):
+        raise JobError(f'rates = {rates!r}: must be learning rates above 0, "search" or "fine"')
     elif len({*rates}) == 1:
-        return dict.fromkeys(cells, float(rates[0])), []  # nothing to be chosen
+        return dict.fromkeys(cells, float(rates[0])), []  # there is nothing to choose
     else:
         candidates = {cell: sorted({float(rate) for rate in rates}) for cell in cells}
-    found: dict[Key, RunResult] = {}
+    results: dict[Key, RunResult] = {}
     for further in [*SEARCHES.get(rates, []), None] if isinstance(rates, str) else [None]:
         keys = [(cell, rate, SEED) for cell in cells for rate in candidates[cell]]
-        found |= runner.fill([key for key in keys if key not in found])
-        name = figure_of(found.values(), judge)
-        tried = [Tried(k[0], k[1], one.last(name), one.late) for k, one in found.items()]
-        of = {cell: [one for one in tried if one.cell == cell] for cell in cells}
-        best = {cell: _best(own, name, larger) for cell, own in of.items()}
+        results |= runner.fill([key for key in keys if key not in results])
+        name = figure_of(results.values(), judge)
+        tried = [Tried(k[0], k[1], run.last(name), run.late) for k, run in results.items()]
+        tried_of = {cell: [trial for trial in tried if trial.cell == cell] for cell in cells}
+        best = {cell: _best(trials, name, larger) for cell, trials in tried_of.items()}
         if further:
             more = {cell: further(best[cell], candidates[cell]) for cell in cells}
             candidates = {cell: sorted([*candidates[cell], *more[cell]]) for cell in cells}
     return dict(best), tried
 
 
-def figure_of(found: Iterable[RunResult], judge: str | None) -> str:
+def figure_of(results: Iterable[RunResult], judge: str | None) -> str:
     """Return the metric by which points are compared: ``judge``, or the first metric of the task.
 
     If it is not known which values of a metric are better, the default is "loss".
 
     :raises JobError: if the runs do not have the metric ``judge``
     """
-    whole = next((one.log for one in found if one.log is not None), None)
-    if whole is None:
+    log = next((result.log for result in results if result.log is not None), None)
+    if log is None:
         return judge or "loss"
-    metrics = metrics_of(whole.summary)
-    if judge is not None and judge not in {*whole.summary, *DERIVED}:
-        known = ", ".join(dict.fromkeys([*metrics, "loss", *DERIVED]))
-        raise JobError(f'judge = "{judge}": the runs have no such figure; choose one of {known}')
+    metrics = metrics_of(log.summary)
+    if judge is not None and judge not in {*log.summary, *DERIVED}:
+        choices = ", ".join(dict.fromkeys([*metrics, "loss", *DERIVED]))
+        raise JobError(f'judge = "{judge}": the runs have no such metric; choose one of {choices}')
     return judge or next(filter(_directed, metrics), "loss")
 
 
@@ -106,9 +106,9 @@ def _directed(name: str) -> bool:
     return "accuracy" in name or name in {"gradient_square", "distance_square"}
 
 
-def larger_is_better(name: str, said: bool | None = None) -> bool:
-    """Return whether larger values are better: ``said``, or if it is None, only for accuracies."""
-    return "accuracy" in name if said is None else said
+def larger_is_better(name: str, larger: bool | None = None) -> bool:
+    """Return ``larger``, or if it is None, whether larger values are better: only accuracies."""
+    return "accuracy" in name if larger is None else larger
 
 
 def _best(tried: Sequence[Tried], name: str, larger: bool | None = None) -> float:
@@ -118,11 +118,11 @@ def _best(tried: Sequence[Tried], name: str, larger: bool | None = None) -> floa
     smallest rate is returned.
     """
     sign = -1 if larger_is_better(name, larger) else 1
-    ended = [one for one in tried if math.isfinite(one.judged)]
-    known = [one for one in ended if not one.lost] or ended
-    if not known:
-        return min(one.rate for one in tried)
-    return min(known, key=lambda one: (sign * one.judged, one.rate)).rate
+    ended = [trial for trial in tried if math.isfinite(trial.judged)]
+    candidates = [trial for trial in ended if not trial.lost] or ended
+    if not candidates:
+        return min(trial.rate for trial in tried)
+    return min(candidates, key=lambda trial: (sign * trial.judged, trial.rate)).rate
 
 
 def _next(best: float, candidates: Sequence[float]) -> list[float]:
@@ -132,9 +132,9 @@ def _next(best: float, candidates: Sequence[float]) -> list[float]:
 
 def _between(best: float, candidates: Sequence[float]) -> list[float]:
     """Return the geometric means of the best rate and its neighbours."""
-    at = candidates.index(best)
-    beside = [*candidates[max(0, at - 1) : at], *candidates[at + 1 : at + 2]]
-    return [float(f"{math.sqrt(best * rate):.3g}") for rate in beside]
+    index = candidates.index(best)
+    neighbours = [*candidates[max(0, index - 1) : index], *candidates[index + 1 : index + 2]]
+    return [float(f"{math.sqrt(best * rate):.3g}") for rate in neighbours]
 
 
 SEARCHES = {"search": [_next] * FURTHER, "fine": [*[_next] * FURTHER, _between]}

@@ -13,7 +13,7 @@ OWN = ("run.seed", "run.output", "run.name")
 """Settings in which runs of one job with several seeds differ."""
 LEVEL = 0.95
 """Confidence level of the intervals, which are computed by Student's t over the seeds."""
-MOST = 36
+NAME_LENGTH = 36
 """Largest number of characters of a name."""
 CURVES = 10
 """Largest number of curves in a panel."""
@@ -56,9 +56,9 @@ def many_to_one(values: np.ndarray) -> np.ndarray:
         return np.full(others, np.nan)
     rest = values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
     free = others * (seeds - 1)
-    apart = np.abs(values[1:].mean(1) - values[0].mean())
+    difference = np.abs(values[1:].mean(1) - values[0].mean())
     error = np.sqrt(2 * (rest**2).sum() / free / seeds)
-    t = np.divide(apart, error, out=np.where(apart > 0, np.inf, 0.0), where=error > 0)
+    t = np.divide(difference, error, out=np.where(difference > 0, np.inf, 0.0), where=error > 0)
     # Integrate P(all |T| ≤ t), T = (Z_k − Z_0) / (√2 S), over Z_0 by Gauss-Hermite quadrature and
     # over S by quantiles.
     z, weights = np.polynomial.hermite_e.hermegauss(64)
@@ -87,17 +87,17 @@ def alike(logs: Sequence[Log]) -> list[list[int]]:
     """
     groups: dict[Any, list[int]] = {}
     for k, log in enumerate(logs):
-        told = settings(log.job)
-        seed = told.get("run.seed")
-        rest = repr(sorted((key, v) for key, v in told.items() if key not in OWN))
+        job_settings = settings(log.job)
+        seed = job_settings.get("run.seed")
+        rest = repr(sorted((key, v) for key, v in job_settings.items() if key not in OWN))
         shape = [log.nodes, log.steps["step"].tobytes(), log.evaluations["step"].tobytes()]
         columns = [sorted(log.steps), sorted(log.evaluations)]
-        key = (rest, repr(shape), repr(columns)) if told else (k,)
-        there = groups.setdefault(key, [])
-        if any(settings(logs[other].job).get("run.seed") == seed for other in there):
+        key = (rest, repr(shape), repr(columns)) if job_settings else (k,)
+        members = groups.setdefault(key, [])
+        if any(settings(logs[other].job).get("run.seed") == seed for other in members):
             groups[key, k] = [k]  # a log with the same seed is the same run or a repetition of it
         else:
-            there.append(k)
+            members.append(k)
     return sorted(groups.values())
 
 
@@ -130,11 +130,13 @@ def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
     return replace(first, steps=steps, evaluations=evaluations, summary=summary), bands
 
 
-def _apart(logs: Sequence[Log]) -> tuple[list[dict[str, Any]], list[str]]:
+def _different_settings(logs: Sequence[Log]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the settings of each run, and the names of the settings in which runs differ."""
-    told = [settings(log.job) | {"nodes": log.nodes} for log in logs]
-    keys = dict.fromkeys(key for each in told for key in each if key not in OWN)
-    return told, [key for key in keys if len({repr(each.get(key)) for each in told}) > 1]
+    settings_of = [settings(log.job) | {"nodes": log.nodes} for log in logs]
+    keys = dict.fromkeys(key for values in settings_of for key in values if key not in OWN)
+    return settings_of, [
+        key for key in keys if len({repr(values.get(key)) for values in settings_of}) > 1
+    ]
 
 
 def parted(logs: Sequence[Log]) -> dict[str, list[int]]:
@@ -149,16 +151,16 @@ def parted(logs: Sequence[Log]) -> dict[str, list[int]]:
     count = len(logs)
     if count <= CURVES:
         return {"": list(range(count))}
-    told, keys = _apart(logs)
-    found: list[dict[str, list[int]]] = []
+    settings_of, keys = _different_settings(logs)
+    divisions: list[dict[str, list[int]]] = []
     for key in keys:
         parts: dict[str, list[int]] = {}
-        for k, each in enumerate(told):
-            parts.setdefault(f"{key} = {each.get(key, 'unset')}", []).append(k)
+        for k, values in enumerate(settings_of):
+            parts.setdefault(f"{key} = {values.get(key, 'unset')}", []).append(k)
         if max(map(len, parts.values())) <= CURVES:
-            found.append(parts)
-    if found:
-        return min(found, key=len)
+            divisions.append(parts)
+    if divisions:
+        return min(divisions, key=len)
     cuts = [list(range(count))[first : first + CURVES] for first in range(0, count, CURVES)]
     return {f"runs {cut[0] + 1} to {cut[-1] + 1}": cut for cut in cuts}
 
@@ -169,14 +171,18 @@ def differences(logs: Sequence[Log]) -> list[str]:
     A name consists of the values of settings that are names, such as "graph.name", and if these
     are not unique, of "key=value" for the other settings.
     """
-    told, apart = _apart(logs)
-    names, others = ([k for k in apart if k.endswith(".name") is named] for named in (True, False))
+    settings_of, keys = _different_settings(logs)
+    names, others = ([k for k in keys if k.endswith(".name") is named] for named in (True, False))
 
-    def called(each: Mapping[str, Any], more: Sequence[str]) -> str:
-        words = [str(each[key]) for key in names if key in each]
-        words += [f"{key.rpartition('.')[2]}={each[key]}" for key in more if key in each]
+    def format_name(values: Mapping[str, Any], more: Sequence[str]) -> str:
+        words = [str(values[key]) for key in names if key in values]
+        words += [f"{key.rpartition('.')[2]}={values[key]}" for key in more if key in values]
         name = ", ".join(words)
-        return name if len(name) <= MOST else f"{name[: MOST - 1]}…"
+        return name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"
 
-    short = [called(each, []) for each in told]
-    return short if len(set(short)) == len(short) else [called(each, others) for each in told]
+    short = [format_name(values, []) for values in settings_of]
+    return (
+        short
+        if len(set(short)) == len(short)
+        else [format_name(values, others) for values in settings_of]
+    )

@@ -50,19 +50,19 @@ def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     halves = [row[f"{name}_high"] - row[name] for row in rows]
     # Equal values of all seeds can have an interval that is only due to rounding.
     tiny = [1e-9 * abs(row[name]) for row in rows]
-    halves = [half if half > least else 0.0 for half, least in zip(halves, tiny, strict=True)]
-    known = [half for half in halves if half > 0]
-    least = min((abs(row[name]) for row in rows if abs(row[name]) > 0), default=1.0)
-    size, shown = (median(known), 2) if known else (least, 4)
+    halves = [half if half > smallest else 0.0 for half, smallest in zip(halves, tiny, strict=True)]
+    positive = [half for half in halves if half > 0]
+    smallest = min((abs(row[name]) for row in rows if abs(row[name]) > 0), default=1.0)
+    size, shown = (median(positive), 2) if positive else (smallest, 4)
     digits = min(max(shown - 1 - math.floor(math.log10(size)), 0), 12)
 
-    def said(mean: float, half: float) -> str:
+    def format_cell(mean: float, half: float) -> str:
         if math.isnan(mean):
             return "--"
-        value = f"{mean:.{digits}f}" if known or least >= 0.01 else number(mean)
+        value = f"{mean:.{digits}f}" if positive or smallest >= 0.01 else number(mean)
         return f"{value} ± {half:.{digits}f}" if half > 0 else value
 
-    return [said(row[name], half) for row, half in zip(rows, halves, strict=True)]
+    return [format_cell(row[name], half) for row, half in zip(rows, halves, strict=True)]
 
 
 def text(heads: Sequence[str], rows: Sequence[Row], left: int) -> str:
@@ -91,17 +91,17 @@ def latex(
     :return: LaTeX source, in which the notes are the last lines of the tabular
     """
     marks = {
-        note: "$^{" + "".join(MARKS[one] for one in mark) + "}$"
+        note: "$^{" + "".join(MARKS[symbol] for symbol in mark) + "}$"
         for note, mark in _marks(rows).items()
     }
 
     def line(row: Row) -> str:
         cells = [_escaped(word) for word in row.cells[:left]]
-        for at, word in enumerate(row.cells[left:], left):
+        for index, word in enumerate(row.cells[left:], left):
             value = word.replace("±", r"\pm")
-            bold = row.strong and at == row.marked
+            bold = row.strong and index == row.marked
             value = rf"$\mathbf{{{value}}}$" if bold else f"${value}$" if "±" in word else word
-            mark = marks.get(row.note, "") if at == row.marked else ""
+            mark = marks.get(row.note, "") if index == row.marked else ""
             # A mark of zero width does not move the number.
             cells.append(value + (rf"\rlap{{{mark}}}" if mark else ""))
         return " & ".join(cells) + r" \\"

@@ -40,29 +40,29 @@ def transients(study: Results, against: str, y: str, within: float) -> list[dict
     for cell in study.cells:
         if cell in references:
             continue
-        own = [one for one in references if one.nodes == cell.nodes]
-        if not own:
+        same_nodes = [point for point in references if point.nodes == cell.nodes]
+        if not same_nodes:
             raise JobError(
-                f'against = "{against}": no point of {cell.nodes} nodes is called so; give the '
-                f'grid one, such as {{"method": {{"{against}": "algorithm.name=parallel", …}}}}'
+                f'against = "{against}": no point with {cell.nodes} nodes has this label; add one '
+                f'to the grid, as in {{"method": {{"{against}": "algorithm.name=parallel", …}}}}'
             )
-        beside = max(own, key=lambda one: len(set(one.labels) & set(cell.labels)))
+        nearest = max(same_nodes, key=lambda point: len(set(point.labels) & set(cell.labels)))
         row: dict[str, Any] = dict(cell.labels) | {"nodes": cell.nodes}
         rows.append(
-            row | {"transient": _meet(study, cell, beside, y, within)} | _orders(study, cell)
+            row | {"transient": _meet(study, cell, nearest, y, within)} | _orders(study, cell)
         )
     return rows
 
 
-def _meet(study: Results, cell: Cell, beside: Cell, y: str, within: float) -> float:
+def _meet(study: Results, cell: Cell, reference: Cell, y: str, within: float) -> float:
     """Compare means over seeds by :func:`meeting`; return inf if all runs of a point diverged."""
-    both = [study.ended(one) for one in (cell, beside)]
+    both = [study.ended(point) for point in (cell, reference)]
     if not all(both):
         return float("inf")
     means = [np.mean([run.curve(y) for run in runs], axis=0) for runs in both]
     steps, others = (runs[0].curve("step") for runs in both)
     if not np.array_equal(steps, others):
-        raise JobError(f"{cell.name} and {beside.name} are evaluated at other steps")
+        raise JobError(f"{cell.name} and {reference.name} are evaluated at different steps")
     return meeting(steps, means[0], means[1], within)
 
 
@@ -79,8 +79,8 @@ def _known(log: Log) -> tuple[Graph, Problem | None, float]:
     job = assemble.load(log.job)
     graph = make_graph(job, log.nodes)
     noise = job.task.options.get("noise", 0.0)
-    made = SOURCES.get(job.data.source) if "noise" in job.task.options else None
-    return graph, made(log.nodes, **job.data.options) if made else None, noise
+    make = SOURCES.get(job.data.source) if "noise" in job.task.options else None
+    return graph, make(log.nodes, **job.data.options) if make else None, noise
 
 
 class Bounded(NamedTuple):
@@ -100,8 +100,8 @@ class Bounded(NamedTuple):
             "gap": f"initial gap {self.gap:.6g}",
             "smoothness": f"smoothness {self.smoothness:.6g}",
         }
-        known = [self, *others]
-        differ = [text for key, text in texts.items() if len({getattr(k, key) for k in known}) > 1]
+        bounds = [self, *others]
+        differ = [text for key, text in texts.items() if len({getattr(k, key) for k in bounds}) > 1]
         return ", ".join(["lower bound", f"diameter {self.diameter}", *differ])
 
 
@@ -125,7 +125,7 @@ def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
             (graph, problem, noise), n = _known(run.log), cell.nodes
             if problem is None or not np.isfinite(problem.gap):
                 raise JobError(
-                    f"theory = True: the constants of {cell.name} aren't known; use task.name = "
+                    f"theory = True: the constants of {cell.name} are not known; use task.name = "
                     '"quadratics" or "logistic"'
                 )
             steps = run.curve("step")
@@ -137,9 +137,9 @@ def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
             bounded = Bounded(across or 0, n, noise, problem.gap, problem.smoothness)
             floor = theory.gradient_floor(steps, *constants, n, 1, across)
             floors.setdefault(bounded, (steps, floor))
-    drawn = sorted(floors.items(), key=lambda one: one[0])
-    for (bounded, (at, floor)), line in zip(drawn, cycle(FLOOR_LINES), strict=False):
+    drawn = sorted(floors.items(), key=lambda item: item[0])
+    for (bounded, (steps_of_floor, floor)), line in zip(drawn, cycle(FLOOR_LINES), strict=False):
         label = bounded.label(floors)
-        axes.plot(at, floor, color="#888888", linestyle=line, lw=0.8, label=label)
+        axes.plot(steps_of_floor, floor, color="#888888", linestyle=line, lw=0.8, label=label)
     axes.plot([], [], ":", color="#888888", label="rate of D-PSGD, no constants")
     axes.set_ylim(low, high)  # rates without constants must not determine the visible range

@@ -1,12 +1,12 @@
-"""`mpigossip doctor` with a fault staged: `mpirun -n 2 python FILE FAULT [words of doctor]`.
+"""Run `mpigossip doctor` with a fault: `mpirun -n 2 python FILE FAULT [arguments of doctor]`.
 
-| fault | what is done |
+| fault | effect |
 |---|---|
 | window | no rank can open a window |
-| link | what rank 1 puts takes 0.2 s |
+| link | each put of rank 1 takes 0.2 s |
 | stop | rank 1 stops in the test of puts |
-| early | rank 1 stops before the ranks meet |
-| folder | no write ends |
+| early | rank 1 stops before the first collective call |
+| folder | writing never ends |
 | killed | rank 1 is killed in the training |
 | none | nothing |
 """
@@ -25,7 +25,7 @@ from mpigossip.cli import main
 
 
 class Slow:
-    """A window whose flushes take a while on rank 1."""
+    """Window whose flushes take 0.2 s on rank 1."""
 
     def __init__(self, window):
         self._window = window
@@ -35,7 +35,7 @@ class Slow:
 
     def Flush(self, rank):
         ends = time.monotonic() + 0.2 * MPI.COMM_WORLD.rank
-        while time.monotonic() < ends:  # the link is slow, not its host: what others put goes on
+        while time.monotonic() < ends:  # only the link is slow: puts of other ranks continue
             MPI.COMM_WORLD.Iprobe()
         self._window.Flush(rank)
 
@@ -45,7 +45,7 @@ def no_window(*_, **__):
 
 
 def stop(*_, **__):
-    """As a rank does on a host that hangs; SIGKILL still ends it."""
+    """Stop rank 1, as if its host hung; SIGKILL still ends it."""
     if MPI.COMM_WORLD.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -57,18 +57,18 @@ def kill():
 
 def before(module, name, first):
     original = getattr(module, name)
-    setattr(module, name, lambda *given: (first(), original(*given))[1])
+    setattr(module, name, lambda *arguments: (first(), original(*arguments))[1])
 
 
-fault, *words = sys.argv[1:]
-known = vars(MPI) | {"Win": MPI.Win}
+fault, *options = sys.argv[1:]
+names = vars(MPI) | {"Win": MPI.Win}
 if fault == "window":
-    selftest.MPI = SimpleNamespace(**known | {"Win": SimpleNamespace(Allocate=no_window)})
+    selftest.MPI = SimpleNamespace(**names | {"Win": SimpleNamespace(Allocate=no_window)})
 elif fault == "link":
     slow = SimpleNamespace(
         Allocate=lambda *args, **options: Slow(MPI.Win.Allocate(*args, **options))
     )
-    selftest.MPI = SimpleNamespace(**known | {"Win": slow})
+    selftest.MPI = SimpleNamespace(**names | {"Win": slow})
 elif fault == "stop":
     before(selftest, "puts", stop)
 elif fault == "early":
@@ -77,4 +77,4 @@ elif fault == "folder":
     before(doctor, "disk", threading.Event().wait)
 elif fault == "killed":
     before(trials, "compared", kill)
-sys.exit(main(["doctor", *words]))
+sys.exit(main(["doctor", *options]))

@@ -1,4 +1,4 @@
-"""What nodes of several ranks need of a host: on ranks here, and on machines that aren't here."""
+"""Requirements of nodes of several ranks, tested on ranks and for descriptions of other hosts."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mpigossip.analysis import placement
-from mpigossip.analysis.placement import Place, judged
+from mpigossip.analysis.placement import HostReport, judged
 from mpigossip.commands import machine as command
 from tests.cases import every, on_each
 
@@ -17,56 +17,56 @@ DOCTOR = ["doctor", "--devices", "cpu:1", "--workers", "0", "--megabytes", "1", 
 @pytest.mark.parametrize(
     ("per", "says"), [("2", "2 nodes: 2 ranks each"), every("host", "1 node: 4 ranks each")]
 )
-def test_the_doctor_makes_the_nodes_that_a_job_would(pooled, per, says):
-    """In a folder that isn't there, which is wrong on all ranks and said once."""
+def test_the_doctor_groups_ranks_into_nodes_as_a_job_does(pooled, per, says):
+    """The folder does not exist, which is wrong on all ranks and reported once."""
     done = pooled(4, *DOCTOR, "--ranks-per-node", per, "--folder", "none", timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr
-    wrong = re.findall(r"wrong: (\w+)", done.stdout)
-    assert "WRONG  disk" in done.stdout and {*wrong} == {"disk", "hdf5"}
-    assert wrong.count("disk") == 1
+    problems = re.findall(r"wrong: (\w+)", done.stdout)
+    assert "WRONG  disk" in done.stdout and {*problems} == {"disk", "hdf5"}
+    assert problems.count("disk") == 1
     assert "No such file" in done.stdout and "run.output" in done.stdout
-    assert says in done.stdout and "shares memory between 4 ranks" in done.stdout
+    assert says in done.stdout and "shares memory between at most 4 ranks" in done.stdout
     assert "none on these hosts" in done.stdout
 
 
 @pytest.mark.every
-def test_ranks_that_make_no_nodes_are_wrong_and_the_rest_is_looked_at(pooled):
+def test_ranks_that_form_no_nodes_are_wrong_and_the_rest_is_tested(pooled):
     done = pooled(4, *DOCTOR, "--ranks-per-node", "3", "--json", timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert [one["name"] for one in found["findings"] if one["level"] == "wrong"] == ["nodes"]
+    result = json.loads(done.stdout)
+    assert [f["name"] for f in result["findings"] if f["level"] == "wrong"] == ["nodes"]
     assert "start 3 or 6 there" in done.stdout and "routes" in done.stdout
 
 
 @on_each("text", ["0", "-1", "two", ""])
-def test_a_number_of_ranks_is_one_or_more(text):
+def test_a_number_of_ranks_is_at_least_one(text):
     with pytest.raises(ValueError):
         command._ranks(text)
 
 
 def host(name="a", ranks=4, gpus=4):
-    """A host as it should be: each rank sees all GPUs and has one, near its cores."""
+    """Return reports of a good host: each rank sees all GPUs and has one, near its cores."""
 
-    def place(k):
+    def report(k):
         cores = (2 * k, 2 * k + 1)
         memory = (k // 2,)
-        return Place(name, (f"GPU-{name}{k}",), gpus, gpus, "", cores, memory, memory, ranks)
+        return HostReport(name, (f"GPU-{name}{k}",), gpus, gpus, "", cores, memory, memory, ranks)
 
-    return [place(k) for k in range(ranks)]
-
-
-def named(places, name, per_node=4):
-    (found,) = [one for one in judged(places, per_node) if one.name == name]
-    return found
+    return [report(k) for k in range(ranks)]
 
 
-def test_hosts_as_they_should_be_are_good():
-    found = judged(host("a") + host("b"), 4)
-    assert {one.level for one in found} == {"good"}
+def named(reports, name, per_node=4):
+    (finding,) = [f for f in judged(reports, per_node) if f.name == name]
+    return finding
+
+
+def test_good_hosts_are_good():
+    result = judged(host("a") + host("b"), 4)
+    assert {finding.level for finding in result} == {"good"}
     assert named(host(), "gpus").text == "a: 4 ranks on 4 of 4 GPUs"
     assert named(host(), "numa").text == "cores on 2 memory nodes"
-    alone = [replace(place, sharing=1) for place in host()]
-    assert named(alone, "shared", per_node=1).level == "good"  # each rank is a node
+    separate = [replace(report, sharing=1) for report in host()]
+    assert named(separate, "shared", per_node=1).level == "good"  # each rank is a node
 
 
 @on_each(
@@ -76,7 +76,7 @@ def test_hosts_as_they_should_be_are_good():
             lambda p, k: replace(p, sharing=1),
             "shared",
             "wrong",
-            "4 ranks on a, of which rank 0 shares memory with 1 only",
+            "4 ranks on a, but rank 0 shares memory with 1 only",
         ),
         (
             lambda p, k: replace(p, visible=1, hidden="CUDA_VISIBLE_DEVICES = 0"),
@@ -85,30 +85,30 @@ def test_hosts_as_they_should_be_are_good():
             "rank 0 on a sees 1 of 4 GPUs (CUDA_VISIBLE_DEVICES = 0): MPI and NCCL may not",
         ),
         (
-            lambda p, k: replace(p, mine=(f"GPU-{k % 2}",)),
+            lambda p, k: replace(p, own_gpus=(f"GPU-{k % 2}",)),
             "gpus",
             "wrong",
-            "4 ranks on a share 2 GPUs, which NCCL can't join: start a rank for each",
+            "4 ranks on a share 2 GPUs",
         ),
-        (lambda p, k: replace(p, there=8, visible=8), "gpus", "note", "GPUs of a are idle"),
+        (lambda p, k: replace(p, gpu_count=8, visible=8), "gpus", "note", "GPUs of a are idle"),
         (
             lambda p, k: replace(p, near=(3,)) if k == 2 else p,
             "numa",
             "note",
-            "rank 2 on a has its cores on memory node 1 and its GPU on 3 (1 rank so)",
+            "rank 2 on a has its cores on memory node 1, its GPU on 3 (1 rank in all)",
         ),
     ],
 )
-def test_what_a_host_lacks_is_named_with_its_remedy(changed, name, level, words):
-    places = [changed(place, k) for k, place in enumerate(host())]
-    found = named(places, name)
-    assert (found.level, words in found.remedy) == (level, True), found
-    others = [one.level for one in judged(places, 4) if one.name != name]
+def test_a_problem_of_a_host_is_reported_with_its_remedy(changed, name, level, words):
+    reports = [changed(report, k) for k, report in enumerate(host())]
+    result = named(reports, name)
+    assert (result.level, words in result.remedy) == (level, True), result
+    others = [f.level for f in judged(reports, 4) if f.name != name]
     assert others == ["good", "good"]
 
 
-def test_a_torch_that_does_not_tell_gpus_apart_accuses_nobody():
-    assert named([replace(place, mine=("",)) for place in host()], "gpus").level == "good"
+def test_without_identifiers_of_gpus_there_is_no_problem():
+    assert named([replace(report, own_gpus=("",)) for report in host()], "gpus").level == "good"
 
 
 @on_each(
@@ -120,7 +120,7 @@ def test_a_torch_that_does_not_tell_gpus_apart_accuses_nobody():
         (1, {}, "a cgroup of its task"),
     ],
 )
-def test_what_hides_gpus_is_told_apart(visible, shown, says):
+def test_the_reason_for_hidden_gpus_is_named(visible, shown, says):
     assert placement._hidden(visible, 4, shown) == says
 
 

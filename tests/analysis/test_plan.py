@@ -18,16 +18,16 @@ from tests.cases import every, on_each
 
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
 SLOW = Machine(10e-3, 1e-3, 2e-3, 50e-6, 2.5e6, 50e-6, 2.5e6, 1e9)
-"""A step of 13 ms beside a network of 20 Mbit/s."""
+"""A step of 13 ms, and a network of 20 Mbit/s."""
 FAST = replace(SLOW, latency_s=1e-6, bandwidth=1e11, global_latency_s=1e-6, global_bandwidth=1e11)
 
 
-def made(**algorithm):
+def planned(**algorithm):
     return subject(assemble.load({"algorithm": {"name": "dsgd", **algorithm}}))[0]
 
 
 def test_a_step_is_compute_and_messages():
-    what = made()
+    what = planned()
     n = 8
     vector = 4 * what.flat.size
     base = 13e-3
@@ -52,23 +52,23 @@ def test_a_step_is_compute_and_messages():
 def test_a_directed_round_is_as_long_as_its_busiest_node():
     for name, n, messages in (("star", 6, 5), ("one-peer-hypercube", 8, 1), ("exponential", 8, 3)):
         job = assemble.load({"algorithm": {"name": "dsgd"}, "graph": {"name": name}})
-        found = exchanges(subject(job)[0], n)
-        vector = messages * found.parts.layout.nbytes
+        result = exchanges(subject(job)[0], n)
+        vector = messages * result.parts.layout.nbytes
         expected = 50e-6 + vector / 2.5e6 + vector / 1e9
-        assert Timing(found, SLOW).mean_s() == (pytest.approx(expected), 0.0)
+        assert Timing(result, SLOW).mean_s() == (pytest.approx(expected), 0.0)
 
 
-def test_what_is_ahead_hides_behind_compute():
-    after = predict(made(), SLOW, Choice("one-peer-exponential"), 4, 1)
-    ahead = predict(made(style="awc"), SLOW, Choice("one-peer-exponential"), 4, 1)
+def test_exchanges_of_algorithms_that_are_ahead_overlap_with_compute():
+    after = predict(planned(), SLOW, Choice("one-peer-exponential"), 4, 1)
+    ahead = predict(planned(style="awc"), SLOW, Choice("one-peer-exponential"), 4, 1)
     assert after.hidden_s == 0 and ahead.hidden_s == pytest.approx(10e-3)  # all of compute
     assert ahead.step_s == pytest.approx(after.step_s - 10e-3)
-    quick = predict(made(style="awc"), FAST, Choice("one-peer-exponential"), 4, 1)
-    summed = 4 * made().flat.size / 1e9  # the sum comes after the message
+    quick = predict(planned(style="awc"), FAST, Choice("one-peer-exponential"), 4, 1)
+    summed = 4 * planned().flat.size / 1e9  # the sum comes after the message
     assert quick.step_s == pytest.approx(13e-3 + summed)
 
 
-def test_what_does_not_go_together_is_left_out():
+def test_incompatible_combinations_are_left_out():
     what = subject(assemble.load({"algorithm": {"name": "decentlam"}, "graph": {"name": "ring"}}))[
         0
     ]
@@ -78,7 +78,7 @@ def test_what_does_not_go_together_is_left_out():
     assert not any(row.nodes == 6 and row.graph == "one-peer-hypercube" for row in rows)
 
 
-def test_a_job_of_parallel_sgd_is_set_beside_gossip():
+def test_a_job_of_parallel_sgd_is_compared_with_gossip():
     what = subject(assemble.load({"algorithm": {"name": "parallel"}}))[0]
     rows = table(what, SLOW, [8], 1)
     assert {"one-peer-exponential", "ring", ALL_REDUCE} <= {row.graph for row in rows}
@@ -90,18 +90,18 @@ def test_transient_iterations_have_gossip_and_local_sgd_as_limits():
     assert transient_of(12, gap) == pytest.approx(transient_iterations(ring))
     assert transient_of(12, 0.0, 0.0, 8) == (12**3 * 8**2, 12**3 * 8**4)
     assert transient_of(12, gap, 1.0, 1) == (0.0, 0.0)
-    often, seldom = (transient_of(12, gap, 1.0, every)[0] for every in (4, 16))
+    often, seldom = (transient_of(12, gap, 1.0, period)[0] for period in (4, 16))
     assert often < seldom < transient_of(12, gap)[0]
     assert transient_of(12, 0.0)[0] == float("inf")
 
 
-def test_an_adaptive_cadence_keeps_its_period_when_counted():
+def test_an_adaptive_cadence_is_counted_with_its_period():
     what = subject(assemble.load({"algorithm": {"name": "adpsgd"}, "cadence": {"period": 5}}))[0]
-    found = exchanges(what, 8)
-    assert found.bytes_per_step == pytest.approx(2 * 7 / 8 * 4 * what.flat.size / 5, rel=1e-6)
+    result = exchanges(what, 8)
+    assert result.bytes_per_step == pytest.approx(2 * 7 / 8 * 4 * what.flat.size / 5, rel=1e-6)
 
 
-def test_ceca_averages_though_its_graph_alone_does_not():
+def test_ceca_averages_although_single_rounds_do_not():
     what = subject(assemble.load({"algorithm": {"name": "ceca"}}))[0]
     row = predict(what, SLOW, Choice("ceca"), 6, 1)
     assert row.transient == transient_of(6, 2 / (1 + 3))[0]  # exact in 3 rounds
@@ -115,12 +115,14 @@ def test_units_and_ellipses_are_read():
     assert numbers_of_nodes("6,24") == [6, 24]
 
 
-def test_the_command_plans_alone(alone, tmp_path):
-    given = ["--compute", "20ms", "--bandwidth", "1Gbit", "--latency", "30us"]
-    done = alone("plan", JOB, "--nodes", "4,8,…,32", *given, "--json", "--out", tmp_path / "p.png")
+def test_the_command_plans_in_one_process(alone, tmp_path):
+    options = ["--compute", "20ms", "--bandwidth", "1Gbit", "--latency", "30us"]
+    done = alone(
+        "plan", JOB, "--nodes", "4,8,…,32", *options, "--json", "--out", tmp_path / "p.png"
+    )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["machine"]["sources"] == {
+    result = json.loads(done.stdout)
+    assert result["machine"]["sources"] == {
         "compute": "given",
         "node-local": "not given",
         "latency": "given",
@@ -129,13 +131,13 @@ def test_the_command_plans_alone(alone, tmp_path):
         "sum": "measured",
         "coding": "measured",
     }
-    assert {row["nodes"] for row in found["rows"]} == {4, 8, 16, 32}
+    assert {row["nodes"] for row in result["rows"]} == {4, 8, 16, 32}
     assert (tmp_path / "p.png").stat().st_size > 20_000
     saved = tmp_path / "net.json"
-    words = [*given, "--save", saved, "graph.name=hypercube"]  # which isn't there for 6
+    words = [*options, "--save", saved, "graph.name=hypercube"]  # which does not exist for 6
     assert alone("plan", JOB, "--nodes", "6,8", *words).returncode == 0
-    kept = json.loads(saved.read_text())
-    assert kept["encode_rate"] > 0 and kept["decode_rate"] > 0
+    rates = json.loads(saved.read_text())
+    assert rates["encode_rate"] > 0 and rates["decode_rate"] > 0
 
 
 @on_each(
@@ -144,17 +146,17 @@ def test_the_command_plans_alone(alone, tmp_path):
         ([JOB, "--nodes", "4,x"], "whole numbers"),
         ([JOB, "--nodes", "4", "--bandwidth", "25"], "GB/s"),
         ([JOB, "--nodes", "4", "node.devices=cuda:0"], "--compute"),
-        ([JOB.with_name("text-gpt.toml"), "--nodes", "4"], "tokens can't be made up"),
+        ([JOB.with_name("text-gpt.toml"), "--nodes", "4"], "no synthetic tokens"),
         ([JOB, "--nodes", "4", "--best", "--out", "p.png"], "leave them out"),
         ([JOB, "--nodes", "4", "--members", "--bandwidth", "1GB/s", "--json"], "leave them out"),
     ],
 )
-def test_wrong_words_are_explained(alone, words, says):
+def test_invalid_arguments_are_explained(alone, words, says):
     done = alone("plan", *words)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
-def test_images_that_are_not_here_are_made_up(alone):
+def test_missing_images_are_replaced_by_synthetic_ones(alone):
     settings = ["data.source=none.h5", "data.augment=crop-flip", "data.batch=1", "model.name=mlp"]
     done = alone("plan", JOB, "--nodes", "2", "--seconds", "0", "--json", *settings)
     assert done.returncode == 0, done.stderr
@@ -164,10 +166,10 @@ def test_images_that_are_not_here_are_made_up(alone):
 def test_under_a_launcher_the_network_is_measured(pooled):
     done = pooled(2, "plan", JOB, "--nodes", "4", "--json", "--seconds", "0.1", timeout=120)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["machine"]
-    assert set(found["sources"].values()) == {"measured"}
-    assert found["where"] == "2 ranks on 1 host"
-    assert found["compute_s"] > 0 and found["bandwidth"] > 1e6 and found["latency_s"] > 0
+    result = json.loads(done.stdout)["machine"]
+    assert set(result["sources"].values()) == {"measured"}
+    assert result["where"] == "2 ranks on 1 host"
+    assert result["compute_s"] > 0 and result["bandwidth"] > 1e6 and result["latency_s"] > 0
 
 
 @pytest.mark.parametrize(
@@ -181,24 +183,24 @@ def test_ranks_of_a_node_are_planned_together(pooled, n, per, where, network):
     words = ["--nodes", "4", "--json", f"node.ranks_per_node={per}", "data.batch=4"]
     done = pooled(n, "plan", JOB, *words, "--seconds", "0.1", timeout=120)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["samples_per_step"] == 4 * 2  # of each node, a batch a rank
-    assert found["machine"]["where"] == where
-    assert found["machine"]["sources"]["latency"] == network
-    assert found["machine"]["compute_s"] > 0 and found["machine"]["node_s"] > 0
+    result = json.loads(done.stdout)
+    assert result["samples_per_step"] == 4 * 2  # per node: one batch per rank
+    assert result["machine"]["where"] == where
+    assert result["machine"]["sources"]["latency"] == network
+    assert result["machine"]["compute_s"] > 0 and result["machine"]["node_s"] > 0
 
 
 @pytest.mark.parametrize(
     ("per", "says"), [every("2", "2 nodes x 2 slots"), every("host", "1 nodes x 4 slots")]
 )
-def test_a_dry_run_counts_the_nodes_that_a_launcher_s_ranks_make(pooled, per, says):
+def test_a_dry_run_counts_the_nodes_of_a_launcher(pooled, per, says):
     done = pooled(4, "train", JOB, "--dry-run", f"node.ranks_per_node={per}")
     assert done.returncode == 0, done.stderr
     assert f"# planned for {says}" in done.stdout
 
 
-def test_alone_nobody_says_how_many_ranks_a_host_has(alone):
-    given = ["--compute", "20ms", "--bandwidth", "1Gbit", "--latency", "30us"]
-    done = alone("plan", JOB, "--nodes", "4", *given, "node.ranks_per_node=host")
+def test_one_process_assumes_one_rank_per_host(alone):
+    options = ["--compute", "20ms", "--bandwidth", "1Gbit", "--latency", "30us"]
+    done = alone("plan", JOB, "--nodes", "4", *options, "node.ranks_per_node=host")
     assert done.returncode == 0, done.stderr
     assert "one rank per host" in " ".join(done.stdout.split())

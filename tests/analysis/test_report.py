@@ -42,7 +42,7 @@ def run(
     graph="ring",
     lr=0.1,
 ):
-    """A run folder with a made-up log."""
+    """Create a run directory with a synthetic log."""
     folder.mkdir(parents=True)
     job = config.load({"graph": {"name": graph}, "run": {"seed": seed}, "schedule": {"lr": lr}})
     draw = np.random.default_rng(seed)
@@ -87,9 +87,9 @@ def test_one_run_from_folder_or_log(tmp_path):
     folder = run(tmp_path / "a")
     plot([folder], tmp_path / "one.png")
     plot([folder / "log.h5"], tmp_path / "two.png")
-    one = drawn(tmp_path / "one.png")
-    assert (one == drawn(tmp_path / "two.png")).all()
-    for half in np.array_split(one, 4):  # something is drawn in all eight panels
+    pixels = drawn(tmp_path / "one.png")
+    assert (pixels == drawn(tmp_path / "two.png")).all()
+    for half in np.array_split(pixels, 4):  # something is drawn in all eight panels
         for quarter in np.array_split(half, 2, axis=1):
             assert (quarter < 200).mean() > 0.01
 
@@ -101,30 +101,30 @@ def test_runs_of_several_seeds_are_one_curve_with_a_band(tmp_path):
         for seed in range(3)
     ]
     runs = load(folders)
-    assert [one.name for one in runs] == ["ring (3 seeds)", "exponential (3 seeds)"]
-    for one, several in zip(runs, (folders[:3], folders[3:]), strict=True):
-        logs = [read(folder / "log.h5") for folder in several]
+    assert [run.name for run in runs] == ["ring (3 seeds)", "exponential (3 seeds)"]
+    for combined, seeds in zip(runs, (folders[:3], folders[3:]), strict=True):
+        logs = [read(folder / "log.h5") for folder in seeds]
         values = np.array([log.evaluations["accuracy"] for log in logs])
-        assert np.allclose(one.log.evaluations["accuracy"], values.mean(0))
-        low, high = one.bands["accuracy"]
-        half = 4.3027 * values.std(0, ddof=1) / 3**0.5  # Student's t of two degrees of freedom
+        assert np.allclose(combined.log.evaluations["accuracy"], values.mean(0))
+        low, high = combined.bands["accuracy"]
+        half = 4.3027 * values.std(0, ddof=1) / 3**0.5  # Student's t with two degrees of freedom
         assert np.allclose(high - low, 2 * half, rtol=1e-4)
-        assert one.log.steps["loss"].shape == (200, 9)
-        assert one.log.summary["accuracy"] == pytest.approx(values[:, -1].mean())
+        assert combined.log.steps["loss"].shape == (200, 9)
+        assert combined.log.summary["accuracy"] == pytest.approx(values[:, -1].mean())
     write(folders, tmp_path / "all.html")
     page = (tmp_path / "all.html").read_text()
     assert page.count("exponential (3 seeds)") >= 3
     data = base64.b64decode(re.search('base64,([^"]+)', page)[1])
-    with Image.open(io.BytesIO(data)) as image:  # of the page's colour, light or dark
+    with Image.open(io.BytesIO(data)) as image:  # transparent, for a light or dark page
         assert image.mode == "RGBA" and image.getpixel((0, 0))[3] == 0
-    (alone,) = load(folders[:3])
-    assert alone.name == "dmsgd, ring, 3 nodes (3 seeds)"
+    (only,) = load(folders[:3])
+    assert only.name == "dmsgd, ring, 3 nodes (3 seeds)"
     assert len(load([folders[0], folders[0]])) == 2 and len(load([folders[0], folders[3]])) == 2
-    far = run(tmp_path / "further", seed=7, steps=300)
-    assert len(load([folders[0], folders[1], far])) == 2
+    longer = run(tmp_path / "further", seed=7, steps=300)
+    assert len(load([folders[0], folders[1], longer])) == 2
 
 
-def test_names_of_runs_tell_them_apart_and_are_short():
+def test_names_of_runs_are_unique_and_short():
     folders = [Path(f) for f in ("/x/y/a", "/x/y/b", "/x/y/b")]
     assert short_names(folders) == ["a", "b", "b"]
     assert short_names([Path("/x/one/a"), Path("/x/two/a")]) == ["one/a", "two/a"]
@@ -150,30 +150,30 @@ def test_short_long_and_empty_runs(tmp_path, options):
     assert ("no steps yet" in text) == (options.get("steps") == 0)
 
 
-def test_metrics_that_a_loop_logs_at_some_steps_are_shown(tmp_path):
-    """A custom loop has no evaluations: its own metrics are a table, and points of a panel."""
-    (one,) = load([run(tmp_path / "a", steps=60, evaluations=())])
-    values = np.full((60, one.log.nodes), np.nan)
+def test_metrics_that_a_loop_logs_at_some_steps_are_drawn(tmp_path):
+    """A custom loop has no evaluations: its metrics are shown as a table, and as points."""
+    (loop,) = load([run(tmp_path / "a", steps=60, evaluations=())])
+    values = np.full((60, loop.log.nodes), np.nan)
     values[19::20] = 0.5
-    one.log.steps["val_loss"] = values
-    text = table(one.log)
+    loop.log.steps["val_loss"] = values
+    text = table(loop.log)
     assert text.count("0.5000") == 3 and re.search(r"^ *20 .*0\.5000", text, re.MULTILINE)
     axes = Figure().subplots()
-    metric(axes, [one], Axis("step", lambda run, at: at), "val_loss")
+    metric(axes, [loop], Axis("step", lambda run, at: at), "val_loss")
     assert axes.get_title(loc="left") == "val_loss" and len(axes.lines[0].get_xdata()) == 3
 
 
-def test_members_are_counted_by_whole_numbers(tmp_path):
+def test_the_axis_of_members_has_integer_ticks(tmp_path):
     for nodes in (1, 3):
-        (one,) = load([run(tmp_path / f"{nodes}", steps=20, nodes=nodes, evaluations=())])
-        one.log.steps["time"] = np.arange(20.0)[:, None] + np.zeros(nodes)
+        (training,) = load([run(tmp_path / f"{nodes}", steps=20, nodes=nodes, evaluations=())])
+        training.log.steps["time"] = np.arange(20.0)[:, None] + np.zeros(nodes)
         axes = Figure().subplots()
-        members(axes, one)
+        members(axes, training)
         low, high = sorted(axes.get_ylim())
-        assert [at for at in axes.get_yticks() if low <= at <= high] == [*range(nodes)]
+        assert [tick for tick in axes.get_yticks() if low <= tick <= high] == [*range(nodes)]
 
 
-def test_nothing_to_draw_or_nowhere_to_draw_it(tmp_path):
+def test_a_missing_log_and_a_missing_folder(tmp_path):
     with pytest.raises(StoreError, match="doesn't exist"):
         plot([tmp_path / "none"], tmp_path / "a.png")
     with pytest.raises(StoreError, match="can't be written"):
@@ -188,56 +188,56 @@ def test_table(tmp_path):
     assert lines[5].split() == cells
     assert len({len(line) for line in lines[2:6]}) == 1 and "local*" in lines[2]
     assert max(map(len, lines)) <= 80
-    assert lines[6].startswith("* accuracy of the nodes, each on its own 1/3 of the test samples")
+    assert lines[6].startswith("* accuracy of each node on its own 1/3 of the test samples")
     assert lines[9].startswith("a step takes ") and "compute" in lines[9] and "idle" in lines[9]
     assert lines[-1] == "digest    " + "ab" * 32
 
 
-@pytest.mark.parametrize("apart, shown", [(0.0, "+0.0 – +0.0 %"), (0.05, "-5.0 – +0.0 %")])
-def test_nodes_are_compared_with_the_average_on_their_own_part(tmp_path, apart, shown):
-    """Three parts of the test set on which one and the same model is right to .90, .95, 1.0."""
+@pytest.mark.parametrize("difference, shown", [(0.0, "+0.0 – +0.0 %"), (0.05, "-5.0 – +0.0 %")])
+def test_nodes_are_compared_with_the_average_on_their_own_part(tmp_path, difference, shown):
+    """On three parts of the test set, the averaged model has accuracies of 0.90, 0.95 and 1.0."""
     log = read(run(tmp_path / "a", consensus=1e-13) / "log.h5")
     parts = np.tile([0.9, 0.95, 1.0], (3, 1))
-    own = {"share_accuracy": parts, "local_accuracy": parts - [0, apart, 0]}
-    assert shown in table(replace(log, evaluations=log.evaluations | own))
+    columns = {"share_accuracy": parts, "local_accuracy": parts - [0, difference, 0]}
+    assert shown in table(replace(log, evaluations=log.evaluations | columns))
 
 
 def overlapping(artists, canvas):
-    boxes = [one.get_window_extent(canvas.get_renderer()) for one in artists]
+    boxes = [artist.get_window_extent(canvas.get_renderer()) for artist in artists]
     return [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
 
 
-def test_nothing_is_written_over_anything_else(tmp_path):
-    """Titles and legends of all panels, and the runs' names beside their bars."""
+def test_texts_do_not_overlap(tmp_path):
+    """Test titles and legends of all panels, and the names of runs next to their bars."""
     count = 12
-    made = figure(load([run(tmp_path / f"digits-{k}", steps=60) for k in range(count)]))
-    FigureCanvasAgg(made).draw()
-    for axes in made.axes:
+    drawing = figure(load([run(tmp_path / f"digits-{k}", steps=60) for k in range(count)]))
+    FigureCanvasAgg(drawing).draw()
+    for axes in drawing.axes:
         legend = axes.get_legend()
         title = next(t for t in (axes.title, axes._left_title) if t.get_text())
-        assert not legend or not overlapping([title, legend], made.canvas), title.get_text()
-    bars = [a for a in made.axes if a._left_title.get_text() == "Step time"]
+        assert not legend or not overlapping([title, legend], drawing.canvas), title.get_text()
+    bars = [a for a in drawing.axes if a._left_title.get_text() == "Step time"]
     assert len(bars) == -(-count // 10)
     names = [axes.get_yticklabels() for axes in bars]
     assert sum(map(len, names)) == count
-    assert not any(overlapping(each, made.canvas) for each in names)
+    assert not any(overlapping(labels, drawing.canvas) for labels in names)
 
 
-def test_nothing_of_a_training_curve_is_cut_off(tmp_path):
-    made = figure(load([run(tmp_path / "digits")]))
-    FigureCanvasAgg(made).draw()
-    keys = [(each, axes) for axes in made.axes if (each := axes.get_legend())]
-    over = [each.get_window_extent().x1 - axes.bbox.x1 for each, axes in keys]
-    assert len(over) == 3 and max(over) <= 0.01 * made.bbox.x1
+def test_legends_of_a_training_curve_fit(tmp_path):
+    drawing = figure(load([run(tmp_path / "digits")]))
+    FigureCanvasAgg(drawing).draw()
+    legends = [(legend, axes) for axes in drawing.axes if (legend := axes.get_legend())]
+    over = [legend.get_window_extent().x1 - axes.bbox.x1 for legend, axes in legends]
+    assert len(over) == 3 and max(over) <= 0.01 * drawing.bbox.x1
 
 
-def test_a_job_that_is_none_is_left_out(tmp_path):
+def test_an_invalid_job_is_left_out(tmp_path):
     log = read(run(tmp_path / "a") / "log.h5")
     for job in ("", "not TOML", "graph = 3\nalgorithm = 1", "[graph]\n[algorithm]"):
         assert table(replace(log, job=job)).startswith("3 nodes\n")
 
 
-def test_csv_holds_every_number(tmp_path):
+def test_csv_contains_every_number(tmp_path):
     log = read(run(tmp_path / "a", steps=5, evaluations=(2, 5)) / "log.h5")
     steps, evaluations = to_csv(log, tmp_path / "out.csv")
     assert steps == tmp_path / "out.csv" and evaluations.name == "out-evaluations.csv"
@@ -259,7 +259,7 @@ def test_csv_holds_every_number(tmp_path):
     ).tolist()
 
 
-def test_many_runs_are_parted_by_a_setting():
+def test_many_runs_are_divided_by_a_setting():
     graphs = ("ring", "exponential", "complete")
     jobs = [
         f'[graph]\nname = "{graph}"\n[schedule]\nlr = {lr}\n'
@@ -277,31 +277,31 @@ def test_many_runs_are_parted_by_a_setting():
 
 @pytest.mark.every
 def test_many_runs_are_drawn_in_parts_of_at_most_ten(tmp_path):
-    """Twelve runs of three graphs, by graph; a title doesn't name them all."""
+    """Draw twelve runs by their three graphs; the title does not list all of them."""
     graphs = ("ring", "exponential", "complete")
-    places = [
+    folders = [
         run(tmp_path / f"{graph}-{lr}", steps=20, evaluations=(10, 20), graph=graph, lr=lr)
         for lr in (0.1, 0.2, 0.3, 0.4)
         for graph in graphs
     ]
-    made = figure(load(places))
-    assert [len(sub.legends[0].texts) for sub in made.subfigs] == [4, 4, 4]
-    first, *_ = drawn_with = [
-        [line.get_color() for line in sub.legends[0].get_lines()] for sub in made.subfigs
+    drawing = figure(load(folders))
+    assert [len(sub.legends[0].texts) for sub in drawing.subfigs] == [4, 4, 4]
+    first, *_ = colours = [
+        [line.get_color() for line in sub.legends[0].get_lines()] for sub in drawing.subfigs
     ]
-    assert drawn_with == [first] * 3 and len({*first}) == 4
-    titles = [sub.legends[0].get_title().get_text() for sub in made.subfigs]
+    assert colours == [first] * 3 and len({*first}) == 4
+    titles = [sub.legends[0].get_title().get_text() for sub in drawing.subfigs]
     assert titles == [f"graph.name = {graph}" for graph in graphs]
-    assert len(figure(load(places[:10])).subfigs) == 0
-    write(places, tmp_path / "page.html")
+    assert len(figure(load(folders[:10])).subfigs) == 0
+    write(folders, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert "<title>12 runs</title>" in text
-    plot(places, tmp_path / "many.png")
+    plot(folders, tmp_path / "many.png")
 
 
 @pytest.mark.parametrize("width", [every(390), every(1280)])
-def test_the_page_fits_a_phone_and_a_screen_without_other_servers(tmp_path, width):
-    """Opened in Chromium without a screen: no wider than its window, light and dark."""
+def test_the_page_fits_a_phone_and_a_screen_and_loads_no_other_file(tmp_path, width):
+    """In headless Chromium, the page is no wider than its window."""
     write([run(tmp_path / "digits")], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     sources = re.findall(r"(?:src|href)=.(\w+:)", page) + re.findall(r"url\((\w+:)", page)
@@ -323,5 +323,6 @@ def test_the_page_fits_a_phone_and_a_screen_without_other_servers(tmp_path, widt
         f"file://{tmp_path}/page.html",
     ]
     done = subprocess.run([browser, *words], capture_output=True, text=True, timeout=60)
-    found, window = map(int, re.search(r"<title>(\d+) of (\d+)", done.stdout).groups())
-    assert found <= window and window in (width, width - 15)  # a scroll bar
+    width_of_page, window = map(int, re.search(r"<title>(\d+) of (\d+)", done.stdout).groups())
+    assert width_of_page <= window
+    assert window in (width, width - 15)  # with a scroll bar

@@ -1,4 +1,4 @@
-"""The page of a report: what files hold becomes its text, never its markup."""
+"""The page of a report: contents of files become text, never markup."""
 
 import json
 import random
@@ -59,7 +59,7 @@ MARKUP = [
 
 
 class Page(HTMLParser):
-    """Tags, attributes and texts of a page, as a browser takes them."""
+    """Tags, attributes and texts of a page, as a browser reads them."""
 
     def __init__(self, text):
         super().__init__()
@@ -81,13 +81,13 @@ class Page(HTMLParser):
 
 
 def hostile(draw):
-    """A text of markup and of letters."""
+    """Return a text of markup and letters."""
     parts = [draw.choice(MARKUP) for _ in range(draw.randrange(1, 4))]
     return "".join(parts + draw.choices("abc <>&/=", k=draw.randrange(5)))
 
 
 def forged(folder, draw):
-    """A run whose log and findings hold markup wherever they hold a text; those texts."""
+    """Create a run with markup in all texts of its log and findings; return these texts."""
     folder.mkdir(parents=True)
     texts = {
         name: hostile(draw)
@@ -125,9 +125,9 @@ def forged(folder, draw):
 
 
 @pytest.mark.parametrize("count", [50, every(1000)])
-def test_texts_of_forged_logs_are_no_markup(count, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "_picture", lambda runs: "")  # a picture has no markup
-    plain = None
+def test_texts_of_forged_logs_are_not_markup(count, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_picture", lambda runs: "")  # a plot has no markup
+    expected = None
     draw = random.Random(0)
     for number in range(count):
         run = tmp_path / str(number)
@@ -138,8 +138,8 @@ def test_texts_of_forged_logs_are_no_markup(count, tmp_path, monkeypatch):
         assert [value for name, value in page.attributes if name == "src"] == [
             "data:image/png;base64,"
         ]
-        plain = plain or page.tags
-        assert page.tags == plain, texts
+        expected = expected or page.tags
+        assert page.tags == expected, texts
         shown = "".join(page.texts)
         for name in set(texts) - {"run", "level", "digest"}:
             assert texts[name].strip() in shown, texts

@@ -228,7 +228,7 @@ def test_bad_files_are_named(name, text, message, tmp_path):
 @pytest.mark.parametrize("suffix", ["json", "gml"])
 def test_a_pipe_or_an_endless_file_is_not_from_file(tmp_path, suffix):
     os.mkfifo(tmp_path / f"pipe.{suffix}")
-    with pytest.raises(GraphError, match="no regular file"):
+    with pytest.raises(GraphError, match="not a regular file"):
         from_file(tmp_path / f"pipe.{suffix}")
     with (tmp_path / f"long.{suffix}").open("w") as file:
         file.truncate(1 << 40)

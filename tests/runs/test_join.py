@@ -149,8 +149,8 @@ def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
     assert cli.main(["report", str(folder)]) == 0
     page = capsys.readouterr() and (folder / "report.html").read_text()
     assert re.search(r"^ +0  \S+ +\d+  left$", page, re.M)
-    assert re.search(r"^ +1  \S+ +\d+  open, or there at the end$", page, re.M)
-    assert re.search(r"^1 claim of chunks whose rounds an earlier claim had left void", page, re.M)
+    assert re.search(r"^ +1  \S+ +\d+  open, or present at the end$", page, re.M)
+    assert re.search(r"^1 claim of chunks that an earlier claim did not finish", page, re.M)
     both = read(folder / "log.h5")
     assert both.summary["digest"] == one["digest"] and both.summary["nodes"] == 2
     assert both.summary["seconds"] > np.ptp(log.steps["time"])  # from the first member's step

@@ -87,7 +87,7 @@ def test_round_trip(tmp_path):
 
 
 def test_the_manifest_is_read_once_for_all_nodes(tmp_path, monkeypatch):
-    """Its length grows with the nodes: read for each of them, it takes n² time."""
+    """Its length grows with the number of nodes: reading it for each node takes n² time."""
     path = write(tmp_path, 3)
     reads = []
     read = checkpoint.read_manifest
@@ -105,15 +105,15 @@ def test_the_manifest_is_read_once_for_all_nodes(tmp_path, monkeypatch):
 
 
 def by_slot(node, step=0):
-    """The same as `state`, of three slots: the last one's columns are padding alone."""
-    whole = state(node, step)
+    """Yield `state` in three slots; the columns of the last one are padding only."""
+    full = state(node, step)
     ends = (0, 600, 1006, 1006)
     for slot, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
-        pieces = {"state/momentum": whole.arrays["state/momentum"][begin:end]}
-        rest = {k: v for k, v in whole.arrays.items() if k not in pieces}
-        arrays = {k: v for at, (k, v) in enumerate(rest.items()) if at % 3 == slot}
-        parameters = whole.parameters[begin:end]
-        yield NodeState(parameters, whole.names, whole.shapes, arrays, whole.numbers, slot, pieces)
+        pieces = {"state/momentum": full.arrays["state/momentum"][begin:end]}
+        rest = {k: v for k, v in full.arrays.items() if k not in pieces}
+        arrays = {k: v for index, (k, v) in enumerate(rest.items()) if index % 3 == slot}
+        parameters = full.parameters[begin:end]
+        yield NodeState(parameters, full.names, full.shapes, arrays, full.numbers, slot, pieces)
 
 
 def write_by_slot(run, step, n=2):
@@ -126,7 +126,7 @@ def write_by_slot(run, step, n=2):
     return checkpoint.commit(temporary, run, step, entries, JOB, {"slots": 3})
 
 
-def test_a_file_a_slot_is_read_as_a_file_a_node(tmp_path):
+def test_files_of_slots_are_joined_to_nodes(tmp_path):
     path = write_by_slot(tmp_path, 7)
     assert sorted(p.name for p in path.iterdir())[1:] == [
         f"node-000{node}-000{slot}.h5" for node in range(2) for slot in range(3)
@@ -149,7 +149,7 @@ def test_a_file_a_slot_is_read_as_a_file_a_node(tmp_path):
     assert checkpoint.latest(tmp_path) is None
 
 
-def test_files_of_two_slots_that_were_changed_for_each_other_are_found(tmp_path, capsys):
+def test_swapped_files_of_two_slots_are_detected(tmp_path, capsys):
     path = write_by_slot(tmp_path, 7)
     commands._show_checkpoint(argparse.Namespace(path=path))
     shown = capsys.readouterr().out
@@ -161,8 +161,8 @@ def test_files_of_two_slots_that_were_changed_for_each_other_are_found(tmp_path,
     other.write_bytes(data[0])
     manifest = checkpoint.read_manifest(path)
     entries = [
-        entry._replace(bytes=len(found), checksum=f"{zlib.crc32(found):08x}")
-        for entry, found in zip(manifest.entries, data[::-1], strict=False)
+        entry._replace(bytes=len(content), checksum=f"{zlib.crc32(content):08x}")
+        for entry, content in zip(manifest.entries, data[::-1], strict=False)
     ]
     entries += manifest.entries[2:]
     manifests.write(path / "checkpoint.h5", dataclasses.replace(manifest, entries=tuple(entries)))
@@ -170,23 +170,23 @@ def test_files_of_two_slots_that_were_changed_for_each_other_are_found(tmp_path,
     assert len(problems) == 1 and "'slot': 1" in problems[0] and "not node 0, slot 0" in problems[0]
 
 
-def test_slots_of_a_node_that_hold_different_things_are_refused(tmp_path):
+def test_slots_of_a_node_with_different_contents_are_rejected(tmp_path):
     temporary = checkpoint.begin(tmp_path, 1)
     first, second, third = by_slot(0, 1)
-    second.arrays["flags"] = second.pieces["state/momentum"]  # as the first has it
+    second.arrays["flags"] = second.pieces["state/momentum"]  # with the same path as in the first
     first.arrays["flags"] = first.pieces["state/momentum"]
-    entries = [checkpoint.write_node(temporary, 0, one) for one in (first, second, third)]
+    entries = [checkpoint.write_node(temporary, 0, part) for part in (first, second, third)]
     path = checkpoint.commit(temporary, tmp_path, 1, entries, JOB, {})
-    with pytest.raises(StoreError, match="slots 0 and 1 of a node hold different things"):
+    with pytest.raises(StoreError, match="slots 0 and 1 of a node"):
         checkpoint.read_node(path, 0)
     temporary = checkpoint.begin(tmp_path, 2)
-    entries = [checkpoint.write_node(temporary, 0, one) for one in by_slot(0, 2)]
-    for wrong in (entries[1:], [*entries, checkpoint.write_node(temporary, 1, state(1, 2))]):
+    entries = [checkpoint.write_node(temporary, 0, part) for part in by_slot(0, 2)]
+    for invalid in (entries[1:], [*entries, checkpoint.write_node(temporary, 1, state(1, 2))]):
         with pytest.raises(ValueError, match="its table"):
-            checkpoint.commit(temporary, tmp_path, 2, wrong, JOB, {})
+            checkpoint.commit(temporary, tmp_path, 2, invalid, JOB, {})
 
 
-def test_anyone_can_read_it_and_recompute_the_digest(tmp_path):
+def test_other_programs_can_read_it_and_recompute_the_digest(tmp_path):
     path = write(tmp_path, 5)
     sha = hashlib.sha256()
     for node in range(3):
@@ -204,9 +204,9 @@ def test_anyone_can_read_it_and_recompute_the_digest(tmp_path):
         assert file["job"][()].decode() == JOB
 
 
-@pytest.mark.parametrize("way", ["as here", "no O_DIRECT", "refused", "in bits"])
-def test_large_arrays_go_past_the_page_cache_where_that_is_possible(tmp_path, monkeypatch, way):
-    """The file is the same to the byte however the disk takes it, and its checksum that of it."""
+@pytest.mark.parametrize("case", ["default", "no O_DIRECT", "unsupported", "partial writes"])
+def test_large_arrays_bypass_the_page_cache_if_possible(tmp_path, monkeypatch, case):
+    """The file and its checksum do not depend on how the disk accepts the writes."""
     monkeypatch.setattr(direct, "BLOCK", 1 << 18)
     size = direct.LARGE // 4 + 100_003
     aligned = direct.pages(4 * size).view(np.float32)
@@ -214,36 +214,38 @@ def test_large_arrays_go_past_the_page_cache_where_that_is_possible(tmp_path, mo
     arrays = {"off a page": np.arange(size // 2)[1:], "flags": np.arange(direct.LARGE) % 3 == 0}
     node = NodeState(aligned, ("x",), ((size,),), arrays, {"index": 1})
     expected = checkpoint.write_node(checkpoint.begin(tmp_path / "a", 1), 0, node)
-    taken = []
+    writes = []
     write = os.pwrite
 
     def pwrite(descriptor, data, offset):
         is_direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
-        taken.append((is_direct, len(data)))
-        if is_direct and way == "refused":
-            raise OSError(errno.EINVAL, "not this way")
+        writes.append((is_direct, len(data)))
+        if is_direct and case == "unsupported":
+            raise OSError(errno.EINVAL, "O_DIRECT is not supported")
         return write(
-            descriptor, data[:99_999] if way == "in bits" and not is_direct else data, offset
+            descriptor,
+            data[:99_999] if case == "partial writes" and not is_direct else data,
+            offset,
         )
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    if way in ("no O_DIRECT", "in bits"):
+    if case in ("no O_DIRECT", "partial writes"):
         monkeypatch.setattr(direct, "_open_direct", lambda path: None)
-    beside = checkpoint.begin(tmp_path / "b", 1)
-    found = checkpoint.write_node(beside, 0, node)
+    temporary = checkpoint.begin(tmp_path / "b", 1)
+    entry = checkpoint.write_node(temporary, 0, node)
     files = [next(tmp_path.glob(f"{name}/checkpoints/*/node-0000.h5")) for name in "ab"]
     content = files[1].read_bytes()
-    assert found == expected and content == files[0].read_bytes()
-    assert int(found.checksum, 16) == zlib.crc32(content) and len(taken) >= 4
-    path = checkpoint.commit(beside, tmp_path / "b", 1, [found], JOB, {})
+    assert entry == expected and content == files[0].read_bytes()
+    assert int(entry.checksum, 16) == zlib.crc32(content) and len(writes) >= 4
+    path = checkpoint.commit(temporary, tmp_path / "b", 1, [entry], JOB, {})
     assert checkpoint.verify(path) == []
     same(checkpoint.read_node(path, 0), node)
 
 
-def test_wrong_calls_are_refused(tmp_path, monkeypatch):
+def test_invalid_calls_are_rejected(tmp_path, monkeypatch):
     temporary = checkpoint.begin(tmp_path, 1)
     good = state(0)
-    with pytest.raises(ValueError, match="don't fit"):
+    with pytest.raises(ValueError, match="parameters float32"):
         checkpoint.write_node(
             temporary, 0, NodeState(good.parameters[1:], good.names, good.shapes, {}, {})
         )
@@ -252,48 +254,48 @@ def test_wrong_calls_are_refused(tmp_path, monkeypatch):
         ("a//b", np.zeros(1)),
         ("../x", np.zeros(1)),
     ):
-        with pytest.raises(ValueError, match="no place in HDF5"):
+        with pytest.raises(ValueError, match="cannot be stored in HDF5"):
             checkpoint.write_node(
                 temporary, 0, NodeState(good.parameters, good.names, good.shapes, {name: array}, {})
             )
-    for limit, value, said in (("OBJECTS", 15, "16 groups"), ("TEXT", 60, "109 bytes of")):
+    for limit, value, count in (("OBJECTS", 15, "16 groups"), ("TEXT", 60, "109 bytes of")):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint.guard, limit, value)
-            with pytest.raises(StoreError, match=f"would have {said}"):
+            with pytest.raises(StoreError, match=f"would have {count}"):
                 checkpoint.write_node(temporary, 0, good)
     entries = [checkpoint.write_node(temporary, i, good) for i in (0, 2)]
-    for wrong in ([], entries, entries[:1] * 2):
+    for invalid in ([], entries, entries[:1] * 2):
         with pytest.raises(ValueError, match="its table"):
-            checkpoint.commit(temporary, tmp_path, 1, wrong, "", {})
+            checkpoint.commit(temporary, tmp_path, 1, invalid, "", {})
     (temporary / "node-0000.h5").unlink()
     with pytest.raises(StoreError, match="file system that all nodes share"):
         checkpoint.commit(temporary, tmp_path, 1, entries[:1], "", {})
     assert checkpoint.latest(tmp_path) is None
 
 
-@pytest.mark.parametrize("where", ["node-0001.h5", "checkpoint.h5"])
-def test_any_flipped_byte_is_found(tmp_path, where):
+@pytest.mark.parametrize("name", ["node-0001.h5", "checkpoint.h5"])
+def test_any_flipped_byte_is_detected(tmp_path, name):
     path = write(tmp_path, 3, size=100)
-    file = path / where
+    file = path / name
     data = file.read_bytes()
     draw = random.Random(4)
-    for at in [0, 511, 512, len(data) - 1, *(draw.randrange(len(data)) for _ in range(40))]:
+    for offset in [0, 511, 512, len(data) - 1, *(draw.randrange(len(data)) for _ in range(40))]:
         bad = bytearray(data)
-        bad[at] ^= 1 << draw.randrange(8)
+        bad[offset] ^= 1 << draw.randrange(8)
         file.write_bytes(bad)
         (problem, *rest) = checkpoint.verify(path)
-        assert where in problem and "damaged" in problem and not rest
+        assert name in problem and "damaged" in problem and not rest
         with pytest.raises(StoreError, match="damaged"):
             checkpoint.read_node(path, 1)
     file.write_bytes(data)
     assert checkpoint.verify(path) == []
 
 
-@pytest.mark.parametrize("where", ["node-0001.h5", "checkpoint.h5"])
-def test_truncated_foreign_and_missing_files(tmp_path, where):
+@pytest.mark.parametrize("name", ["node-0001.h5", "checkpoint.h5"])
+def test_truncated_foreign_and_missing_files(tmp_path, name):
     path = write(tmp_path, 3)
     older = write(tmp_path, 2)
-    file = path / where
+    file = path / name
     data = file.read_bytes()
     for content in (
         data[:-1],
@@ -314,7 +316,7 @@ def test_truncated_foreign_and_missing_files(tmp_path, where):
         checkpoint.read_node(path, 1)
     assert checkpoint.latest(tmp_path) == older
     for nothing in (tmp_path, tmp_path / "no"):
-        with pytest.raises(StoreError, match="a checkpoint is a directory"):
+        with pytest.raises(StoreError, match=r"checkpoint\.h5 can't be read"):
             checkpoint.read_manifest(nothing)
     assert checkpoint.latest(tmp_path / "no") is None
 
@@ -324,7 +326,7 @@ def test_wrong_manifest_swapped_and_extra_files(tmp_path):
     two = write(tmp_path, 2, n=4)
     shutil.copy(two / "checkpoint.h5", one / "checkpoint.h5")
     problems = checkpoint.verify(one)
-    assert "another one's manifest" in problems[0]
+    assert "belongs to another step, 2" in problems[0]
     assert sum("damaged" in p for p in problems) == 3 and "is missing" in problems[-1]
     three = write(tmp_path, 3)
     (three / "node-0000.h5").rename(three / "x")
@@ -339,28 +341,28 @@ def test_wrong_manifest_swapped_and_extra_files(tmp_path):
 def test_node_out_of_range(tmp_path):
     path = write(tmp_path, 3)
     for node in (3, -1):
-        with pytest.raises(StoreError, match=f"nodes 0 to 2, node {node} was asked for"):
+        with pytest.raises(StoreError, match=f"nodes 0 to 2, but not node {node}"):
             checkpoint.read_node(path, node)
 
 
-def test_the_same_step_again_and_leftovers(tmp_path):
+def test_the_same_step_again_and_files_of_killed_writers(tmp_path):
     path = write(tmp_path, 1, n=2)
     assert write(tmp_path, 1, n=3) == path
     assert checkpoint.read_manifest(path).n == 3
-    # Killed between the two renames: the old one counts, and is put back.
+    # After a kill between the two renames, the old one counts, and is renamed back.
     path.rename(path.with_suffix(".old"))
     assert checkpoint.latest(tmp_path) == path.with_suffix(".old")
     assert checkpoint.verify(path.with_suffix(".old")) == []
-    left = checkpoint.begin(tmp_path, 2)
-    (left / "node-0000.h5").write_bytes(b"x")
+    temporary = checkpoint.begin(tmp_path, 2)
+    (temporary / "node-0000.h5").write_bytes(b"x")
     assert checkpoint.latest(tmp_path) == path
     (tmp_path / "checkpoints/step-00000000.removing").mkdir()
     checkpoint.begin(tmp_path, 7)
     assert {p.name for p in path.parent.iterdir()} == {path.name, "step-00000007.writing"}
-    (path.parent / "notes").write_text("mine")
+    (path.parent / "notes").write_text("a file of the user")
     (path.parent / "step-00000009").mkdir()
     assert checkpoint.steps(tmp_path) == [1]
-    assert "a checkpoint is a directory" in checkpoint.verify(path.parent / "step-00000009")[0]
+    assert "can't be read" in checkpoint.verify(path.parent / "step-00000009")[0]
 
 
 def flipped(file):
@@ -369,21 +371,21 @@ def flipped(file):
     file.write_bytes(data)
 
 
-def test_a_damaged_checkpoint_is_kept_where_its_step_is_written_again(tmp_path):
+def test_a_damaged_checkpoint_is_kept_if_its_step_is_written_again(tmp_path):
     for count in (1, 2):
         path = write(tmp_path, 3)
         flipped(path / "checkpoint.h5")
         write(tmp_path, 3)
         assert checkpoint.verify(path) == []
         assert len([*path.parent.glob("step-00000003.damaged*")]) == count
-    # Killed after the second rename: the one of the final name is newer.
+    # After a kill behind the second rename, the one with the final name is newer.
     shutil.copytree(path, path.with_suffix(".old"))
     assert checkpoint.latest(tmp_path) == path
     flipped(path / "checkpoint.h5")
     assert checkpoint.newest(tmp_path)[0] == path.with_suffix(".old")
 
 
-def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch):
+def test_an_error_of_the_disk_is_not_damage(tmp_path, monkeypatch):
     write(tmp_path, 1)
 
     def fails(path):
@@ -395,7 +397,7 @@ def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch):
         checkpoint.latest(tmp_path)
 
 
-def test_prune_keeps_the_newest_whole_ones(tmp_path):
+def test_prune_keeps_the_newest_complete_ones(tmp_path):
     paths = [write(tmp_path, step, n=1) for step in (1, 2, 3, 4, 100_000_000)]
     (paths[3] / "node-0000.h5").unlink()
     assert checkpoint.prune(tmp_path, 2) == paths[:2]
@@ -426,9 +428,9 @@ print(checkpoint.verify(checkpoint.latest(run)))
 """
 
 
-def test_a_full_disk_is_a_clear_error_and_harms_nothing(tmp_path):
-    here = Path(__file__).parents[2]
-    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(here), str(here.parent)]
+def test_a_full_disk_raises_store_error_and_damages_nothing(tmp_path):
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(root), str(root.parent)]
     done = subprocess.run(warmed(command, {}), capture_output=True, text=True, timeout=60)
     lines = done.stdout.splitlines()
     assert len(lines) == 3 and lines[2] == "[]", (lines, done.stderr)
@@ -438,7 +440,7 @@ def test_a_full_disk_is_a_clear_error_and_harms_nothing(tmp_path):
     assert checkpoint.steps(tmp_path) == [1, 2]
 
 
-def test_an_unwritable_place_is_a_clear_error(tmp_path):
+def test_an_unwritable_folder_raises_store_error(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(StoreError, match=r"can't be written.*run\.output"):
         checkpoint.begin(tmp_path, 1)

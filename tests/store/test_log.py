@@ -24,7 +24,7 @@ COLUMNS = {
 
 
 def values(steps, nodes):
-    """Columns whose every entry tells where it belongs."""
+    """Return columns in which each entry identifies its step and node."""
     steps = np.asarray(steps)
     base = steps[:, None] * 1000.0 + np.arange(nodes)
     return {"loss": base + 0.5, "bytes_sent": base.astype(int), "kind": (base % 3).astype(np.int8)}
@@ -50,14 +50,14 @@ def evaluation(step, nodes):
 
 
 def same(a, b):
-    for one, two in ((a.steps, b.steps), (a.evaluations, b.evaluations)):
-        assert one.keys() == two.keys()
-        for name in one:
-            assert one[name].dtype == two[name].dtype
-            np.testing.assert_array_equal(one[name], two[name])
+    for ours, theirs in ((a.steps, b.steps), (a.evaluations, b.evaluations)):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert ours[name].dtype == theirs[name].dtype
+            np.testing.assert_array_equal(ours[name], theirs[name])
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_round_trip(tmp_path):
     path = tmp_path / "log.h5"
     long = {str(k): "x" * 1000 * k for k in range(1, 12)}
     out = writer(path, job="# é\n" * 40_000)
@@ -88,7 +88,7 @@ def test_what_is_written_is_read(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"log.h5"}
 
 
-def test_plain_readers_understand_it_between_appends(tmp_path):
+def test_h5py_reads_it_between_appends(tmp_path):
     path = tmp_path / "log.h5"
     out = writer(path)
     out.append(values(range(5), 3))
@@ -106,7 +106,7 @@ def test_plain_readers_understand_it_between_appends(tmp_path):
 
 @pytest.mark.parametrize("stop", [0, 3, 10, 17, 20])
 def test_a_resumed_log_equals_one_never_stopped(tmp_path, stop):
-    whole = fill(tmp_path / "whole.h5")
+    expected = fill(tmp_path / "expected.h5")
     path = tmp_path / "log.h5"
     fill(path)
     out = writer(path, first_step=stop)
@@ -114,10 +114,10 @@ def test_a_resumed_log_equals_one_never_stopped(tmp_path, stop):
     for step in (10, 20):
         if step > stop:
             out.evaluation(evaluation(step, 3))
-    same(read(path), whole)
+    same(read(path), expected)
 
 
-def test_resuming_forgets_the_summary_and_takes_the_new_job(tmp_path):
+def test_resuming_removes_the_summary_and_stores_the_new_job(tmp_path):
     path = tmp_path / "log.h5"
     fill(path)
     out = writer(path, first_step=20)
@@ -131,7 +131,7 @@ def test_the_same_evaluation_again_replaces_it(tmp_path):
     out = writer(tmp_path / "log.h5")
     out.evaluation(evaluation(10, 3))
     out.evaluation(evaluation(10, 3) | {"accuracy": 0.9})
-    with pytest.raises(ValueError, match="ascend from step 10, got 9"):
+    with pytest.raises(ValueError, match="ascend from step 10, unlike 9"):
         out.evaluation(evaluation(9, 3))
     got = read(tmp_path / "log.h5").evaluations
     assert got["step"].tolist() == [10] and got["accuracy"].tolist() == [0.9]
@@ -141,7 +141,7 @@ def test_the_same_evaluation_again_replaces_it(tmp_path):
     assert got["step"].tolist() == [10, 20] and got["accuracy"].tolist() == [0.01, 0.02]
 
 
-def test_rows_of_a_write_that_failed_after_its_journal_are_there_once(tmp_path, monkeypatch):
+def test_rows_of_a_write_that_failed_after_its_journal_are_stored_once(tmp_path, monkeypatch):
     path = tmp_path / "log.h5"
     out = writer(path)
     out.append(values(range(5), 3))
@@ -153,7 +153,7 @@ def test_rows_of_a_write_that_failed_after_its_journal_are_there_once(tmp_path, 
     np.testing.assert_array_equal(read(path).steps["loss"], values(range(10), 3)["loss"])
 
 
-def test_going_on_with_other_nodes_and_columns(tmp_path):
+def test_resuming_with_other_nodes_and_columns(tmp_path):
     path = tmp_path / "log.h5"
     fill(path, steps=10)
     more = COLUMNS | {"extra": Column("s", "")}
@@ -171,13 +171,13 @@ def test_going_on_with_other_nodes_and_columns(tmp_path):
     assert np.isnan(got.evaluations["local_accuracy"][0, 3:]).all()
 
 
-def test_wrong_calls_are_refused_and_change_nothing(tmp_path):
+def test_invalid_calls_are_rejected_and_change_nothing(tmp_path):
     path = tmp_path / "log.h5"
     out = writer(path)
     out.append(values(range(5), 3))
     before = path.read_bytes()
     good = values(range(5, 7), 3)
-    for wrong, match in (
+    for invalid, match in (
         ({"loss": good["loss"]}, "append needs"),
         (good | {"more": good["loss"]}, "append needs"),
         (values(range(5, 7), 4), r"\(2, 4\), not \(2, 3\)"),
@@ -185,20 +185,20 @@ def test_wrong_calls_are_refused_and_change_nothing(tmp_path):
         (good | {"step": np.array([6, 6])}, "ascend from 5"),
     ):
         with pytest.raises(ValueError, match=match):
-            out.append(wrong)
+            out.append(invalid)
     assert path.read_bytes() == before
     out.append(values([], 3))
     assert path.read_bytes() == before
 
 
-def test_earlier_and_damaged_logs_are_moved_aside(tmp_path, caplog):
+def test_earlier_and_damaged_logs_are_renamed(tmp_path, caplog):
     path = tmp_path / "log.h5"
     fill(path)
     fill(path, steps=5)
     assert len(read(path).steps["loss"]) == 5
     assert len(read(tmp_path / "log.h5.1").steps["loss"]) == 20
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(StoreError, match=r"log\.h5 doesn't hold"):
+    with pytest.raises(StoreError, match=r"log\.h5 has invalid content"):
         read(path)
     caplog.clear()
     got = fill(path, steps=15, first_step=10)
@@ -213,17 +213,17 @@ def test_earlier_and_damaged_logs_are_moved_aside(tmp_path, caplog):
     assert (tmp_path / "log.h5.3").exists()
 
 
-def test_files_that_are_no_logs(tmp_path):
-    with pytest.raises(StoreError, match="log.h5 in the folder of a run"):
+def test_files_that_are_not_logs(tmp_path):
+    with pytest.raises(StoreError, match=r"no\.h5 doesn't exist"):
         read(tmp_path / "no.h5")
     (tmp_path / "text").write_text("text")
-    with pytest.raises(StoreError, match="doesn't hold what this program writes"):
+    with pytest.raises(StoreError, match="has invalid content"):
         read(tmp_path / "text")
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="can't be written"):
         writer(tmp_path / "file/log.h5")
     out = writer(tmp_path / "log.h5")
-    out.path = tmp_path / ("long" * 100)  # an error that isn't that there is no such file
+    out.path = tmp_path / ("long" * 100)  # an error other than FileNotFoundError
     with pytest.raises(StoreError, match="can't be written"):
         out.append(values(range(5), 3))
 
@@ -246,27 +246,27 @@ def test_columns_and_points(tmp_path):
 
 
 class Dead(BaseException):
-    """Stands for the end of the process."""
+    """Exception that simulates the end of the process."""
 
 
 @pytest.mark.parametrize("function", ["pwrite", "fsync"])
 def test_death_at_each_single_write(tmp_path, monkeypatch, function):
     path = tmp_path / "log.h5"
     fill(path, steps=20)
-    whole = path.read_bytes()
+    content = path.read_bytes()
     old = read(path)
     real = getattr(os, function)
     seen = set()
     for survive in range(1000):
-        path.write_bytes(whole)
+        path.write_bytes(content)
         out = writer(path, first_step=20)
-        left = survive
+        remaining = survive
 
         def dying(*args):
-            nonlocal left
-            if left == 0:
+            nonlocal remaining
+            if remaining == 0:
                 raise Dead
-            left -= 1
+            remaining -= 1
             return real(*args)
 
         with monkeypatch.context() as patch:
@@ -279,7 +279,7 @@ def test_death_at_each_single_write(tmp_path, monkeypatch, function):
         rows = len(read(path).steps["step"])
         seen.add(rows)
         journal.recover(path)
-        with h5py.File(path) as file:  # a plain reader sees the same
+        with h5py.File(path) as file:  # h5py reads the same
             assert len(file["steps/step"]) == rows
         got = read(path)
         same(got, old) if rows == 20 else np.testing.assert_array_equal(
@@ -290,54 +290,54 @@ def test_death_at_each_single_write(tmp_path, monkeypatch, function):
         out.append(values(range(rows, rows + 5), 3))
         if finished:
             break
-    assert finished and survive >= 3 and seen == {25}  # the journal was whole
+    assert finished and survive >= 3 and seen == {25}  # the journal was complete
 
 
 def test_an_incomplete_journal_changes_nothing(tmp_path):
     path = tmp_path / "log.h5"
     fill(path)
-    whole = path.read_bytes()
+    content = path.read_bytes()
     journal._write_journal(journal.pending(path), 10, {0: bytes(journal.PAGE)})
     data = journal.pending(path).read_bytes()
     for part in (b"", data[:5], data[:40], data[:-1], data[:-1] + b"x"):
         journal.pending(path).write_bytes(part)
         assert len(read(path).steps["loss"]) == 20
         assert journal.recover(path) is False and not journal.pending(path).exists()
-        assert path.read_bytes() == whole
+        assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize("small", [0, journal.SMALL])
-def test_a_log_is_read_with_what_a_killed_writer_left_pending(tmp_path, monkeypatch, small):
+def test_a_log_is_read_with_the_pending_changes_of_a_killed_writer(tmp_path, monkeypatch, small):
     path = tmp_path / "log.h5"
-    whole = fill(path)
+    before = fill(path)
     monkeypatch.setattr(journal, "_apply", lambda *_: None)
     out = writer(path, first_step=20)
     out.append(values(range(20, 25), 3))
     assert journal.pending(path).exists()
     monkeypatch.setattr(journal, "SMALL", small)
     got = read(path)
-    assert len(got.steps["step"]) == 25 and got.job == whole.job
+    assert len(got.steps["step"]) == 25 and got.job == before.job
 
 
 class Counted(bytes):
-    """Counts the bytes that are copied out of it: slices of slices, too."""
+    """Bytes that count how many of them are copied by slicing, also by slicing slices."""
 
     copied = 0
 
     def __getitem__(self, key):
-        found = super().__getitem__(key)
-        Counted.copied += len(found)
-        return Counted(found)
+        part = super().__getitem__(key)
+        Counted.copied += len(part)
+        return Counted(part)
 
 
-def test_what_reading_a_journal_copies_is_linear_in_its_size(tmp_path, monkeypatch):
+def test_the_bytes_that_reading_a_journal_copies_are_linear_in_its_size(tmp_path, monkeypatch):
     pages = {number: bytes([number]) * journal.PAGE for number in range(200)}
     journal._write_journal(tmp_path / "a.pending", len(pages) * journal.PAGE, pages)
     data = Counted((tmp_path / "a.pending").read_bytes())
     file = contextlib.nullcontext(SimpleNamespace(readall=lambda: data))
     monkeypatch.setattr(journal.guard, "regular", lambda *_, **__: file)
     assert journal._read_journal(tmp_path / "a") == (len(pages) * journal.PAGE, pages)
-    assert Counted.copied < 3 * len(data)  # for the checksum, and the pages
+    assert Counted.copied < 3 * len(data)  # for the checksum and for the pages
 
 
 def test_overlay_behaves_like_a_file(tmp_path):
@@ -351,9 +351,9 @@ def test_overlay_behaves_like_a_file(tmp_path):
         overlay = journal.Overlay(path)
         for _ in range(3000):
             action = draw.random()
-            at = draw.randrange(40_000)
+            offset = draw.randrange(40_000)
             length = draw.choice([1, 100, 4096, 10_000])
-            assert overlay.seek(at) == twin.seek(at)
+            assert overlay.seek(offset) == twin.seek(offset)
             if action < 0.45:
                 data = draw.randbytes(length)
                 assert overlay.write(memoryview(data)) == twin.write(data)
@@ -362,8 +362,8 @@ def test_overlay_behaves_like_a_file(tmp_path):
                 two = bytearray(length)
                 assert overlay.readinto(memoryview(one)) == twin.readinto(two) and one == two
             else:
-                overlay.truncate(at)
-                twin.truncate(at)
+                overlay.truncate(offset)
+                twin.truncate(offset)
             assert overlay.seek(0, os.SEEK_END) == twin.seek(0, os.SEEK_END)
         overlay.file.close()
     journal._write_journal(journal.pending(path), overlay.size, overlay.pages)
@@ -391,8 +391,8 @@ while True:
 
 
 def start(path):
-    here = Path(__file__).parents[2]
-    command = warmed([sys.executable, "-c", WRITER, str(path), str(here), str(here.parent)], {})
+    root = Path(__file__).parents[2]
+    command = warmed([sys.executable, "-c", WRITER, str(path), str(root), str(root.parent)], {})
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -413,7 +413,7 @@ def test_read_while_a_run_writes(tmp_path):
             process.kill()
 
 
-def test_a_full_disk_loses_nothing_written(tmp_path):
+def test_a_full_disk_loses_no_written_rows(tmp_path):
     path = tmp_path / "log.h5"
     out = writer(path)
     out.append(values(range(5), 3))
@@ -425,9 +425,9 @@ def test_a_full_disk_loses_nothing_written(tmp_path):
         "try: out.append(values(range(5, 6000), 3))\n"
         "except StoreError as error: print(error)\n"
     )
-    here = Path(__file__).parents[2]
+    root = Path(__file__).parents[2]
     got = subprocess.run(
-        warmed([sys.executable, "-c", code, str(path), str(here), str(here.parent)], {}),
+        warmed([sys.executable, "-c", code, str(path), str(root), str(root.parent)], {}),
         capture_output=True,
         text=True,
         timeout=60,
@@ -446,7 +446,7 @@ def test_a_flush_costs_the_same_however_long_the_log(tmp_path):
         overlay = {}
         real = journal._apply
         try:
-            journal._apply = lambda *a, real=real, kept=overlay: (kept.update(a[2]), real(*a))
+            journal._apply = lambda *a, real=real, pages=overlay: (pages.update(a[2]), real(*a))
             out.append(
                 {"step": np.arange(start_ + 49_950, start_ + 50_000)}
                 | values(range(start_ + 49_950, start_ + 50_000), 3)
@@ -458,15 +458,15 @@ def test_a_flush_costs_the_same_however_long_the_log(tmp_path):
     assert log.read(path, points=10).steps["loss"].shape == (10, 3)
 
 
-def test_a_log_without_losses_is_refused(tmp_path):
+def test_a_log_without_losses_is_rejected(tmp_path):
     path = tmp_path / "log.h5"
     writer(path, columns={"kind": COLUMNS["kind"]}).append({"kind": np.zeros((2, 3), np.int8)})
     with pytest.raises(StoreError, match='its column "steps/loss" is missing'):
         read(path)
 
 
-def test_entries_of_another_type_are_refused(tmp_path):
-    whole = {
+def test_entries_of_another_type_are_rejected(tmp_path):
+    complete = {
         "finished": True,
         "steps": 3,
         "nodes": 2,
@@ -478,22 +478,22 @@ def test_entries_of_another_type_are_refused(tmp_path):
         "digest": "ab",
     }
     path = tmp_path / "log.h5"
-    wrong = [{**whole, name: "text"} for name in ("steps", "seconds", "accuracy", "compute_s")]
-    wrong += [{**whole, "digest": 3}, {"finished": True}]
-    for summary in (whole, *wrong):
+    invalid = [{**complete, name: "text"} for name in ("steps", "seconds", "accuracy", "compute_s")]
+    invalid += [{**complete, "digest": 3}, {"finished": True}]
+    for summary in (complete, *invalid):
         path.unlink(missing_ok=True)
         out = writer(path)
         out.append(values(range(5), 3))
         out.summary(summary)
-        if summary is whole:
+        if summary is complete:
             assert table(read(path))
             continue
-        with pytest.raises(StoreError, match="doesn't hold what this program writes"):
+        with pytest.raises(StoreError, match="has invalid content"):
             read(path)
     for environment in ("[]", '{"host": 3}', "3"):
         fill(path := tmp_path / f"{len(environment)}.h5")
         with h5py.File(path, "r+") as file:
             file.attrs["environment"] = np.bytes_(environment)
             del file.attrs["checksum"]
-        with pytest.raises(StoreError, match="doesn't hold what this program writes"):
+        with pytest.raises(StoreError, match="has invalid content"):
             read(path)

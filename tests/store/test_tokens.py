@@ -1,4 +1,4 @@
-"""Packed texts: bytes or learned tokens, windows in documents, losses per byte, what can't be."""
+"""Packed texts: bytes or learned tokens, windows in documents, losses per byte, rejections."""
 
 import sys
 
@@ -42,7 +42,7 @@ def plain(folder):
     return pack(folder, folder.parent / "byte.h5", text=True)
 
 
-def test_tokens_are_the_text_again(folder, bpe, plain):
+def test_tokens_decode_to_the_text(folder, bpe, plain):
     from tokenizers import Tokenizer
 
     with open_dataset(bpe) as data, open_dataset(plain) as byte:
@@ -56,35 +56,35 @@ def test_tokens_are_the_text_again(folder, bpe, plain):
                 tokens = data.tokens(name)[begin:end]
                 parts.append(library.decode(tokens.tolist()))
                 assert data.tokenizer.lengths[tokens].sum() == len(parts[-1].encode())
-                # cut at a letter: less than one away from where bytes are cut
+                # splits end with a character, fewer than 4 bytes from the split of bytes
                 assert abs(len(parts[-1].encode()) - len(byte.split(name).encoded(number))) < 4
             assert "".join(parts) == path.read_text()
         assert data.tokens("train").size < 0.5 * byte.tokens("train").size
 
 
-def test_a_tokenizer_is_learned_the_same_twice_and_from_the_training_text_alone(tmp_path, folder):
+def test_learning_is_deterministic_and_uses_the_training_text_only(tmp_path, folder):
     pytest.importorskip("tokenizers")
-    (tmp_path / "x").write_text("abcd" * 900 + "qz" * 200)  # the last tenth is all q and z
+    (tmp_path / "x").write_text("abcd" * 900 + "qz" * 200)  # the last tenth consists of q and z
     names = []
     for out in ("one.h5", "two.h5"):
-        made = pack(tmp_path / "x", tmp_path / out, text=True, tokenizer="bpe", vocabulary=260)
-        with open_dataset(made) as data:
+        path = pack(tmp_path / "x", tmp_path / out, text=True, tokenizer="bpe", vocabulary=260)
+        with open_dataset(path) as data:
             names.append(data.tokenizer.name)
             assert b"qz" not in data.tokenizer.text and b"abcd" in data.tokenizer.text
     assert names[0] == names[1]
 
 
-def test_windows_run_over_documents_or_stay_within(bpe, plain):
+def test_windows_cross_documents_or_stay_within_them(bpe, plain):
     for path in (bpe, plain):
         with open_dataset(path) as data:
             text = data.tokens("train")
             ends = data.train.offsets // data.tokenizer.width
-        joined, apart = (
+        joined, separate = (
             source(Data(source=str(path), context=16, windows=windows), 0)
             for windows in ("joined", "apart")
         )
         assert joined.train_size == (len(text) - 1) // 16
-        assert apart.train_size == sum((n - 1) // 16 for n in np.diff(ends) if n)
+        assert separate.train_size == sum((n - 1) // 16 for n in np.diff(ends) if n)
         tenth = source(Data(source=str(path), context=16, every=10), 0)
         assert tenth.train_size == -(-joined.train_size // 10)
         assert tenth.test_size == joined.test_size
@@ -93,15 +93,16 @@ def test_windows_run_over_documents_or_stay_within(bpe, plain):
         )
         x, y = joined.make_batch("train", np.array([0, 3]), (0, 0))
         assert np.array_equal(x[1], text[48:64].astype(int)) and torch.equal(x[:, 1:], y[:, :-1])
-        every = apart.raw("train", np.arange(apart.train_size))
-        at = 0
+        every = separate.raw("train", np.arange(separate.train_size))
+        count = 0
         for number in range(len(ends) - 1):
-            mine = every[apart.train_labels == number]
+            in_document = every[separate.train_labels == number]
             document = text[ends[number] : ends[number + 1]]
-            for k, window in enumerate(mine):
+            for k, window in enumerate(in_document):
                 assert np.array_equal(window, document[16 * k : 16 * k + 17])
-            at += len(mine)
-        assert at == len(every) and set(apart.train_labels) == {0, 1}, "no window of the tiny one"
+            count += len(in_document)
+        assert count == len(every)
+        assert set(separate.train_labels) == {0, 1}, "the tiny document must have no window"
 
 
 def job(path, folder, *settings):
@@ -125,23 +126,25 @@ def job(path, folder, *settings):
 
 
 def test_losses_are_logged_per_byte(bpe, plain, tmp_path):
-    found = {}
+    results = {}
     for path in (bpe, plain):
         with SingleProcess() as world:
-            found[path] = launch.train(job(path, tmp_path / path.stem), world, 2)
-    assert found[plain]["nats_per_byte"] == found[plain]["loss"]
+            results[path] = launch.train(job(path, tmp_path / path.stem), world, 2)
+    assert results[plain]["nats_per_byte"] == results[plain]["loss"]
     data = source(Data(source=str(bpe), context=16), 0)
     _, targets = data.make_batch("test", np.arange(data.test_size))
     per_token = data.tokenizer.lengths[targets].mean()
-    assert found[bpe]["nats_per_byte"] == pytest.approx(found[bpe]["loss"] / per_token, rel=1e-9)
+    assert results[bpe]["nats_per_byte"] == pytest.approx(
+        results[bpe]["loss"] / per_token, rel=1e-9
+    )
     log = read(tmp_path / bpe.stem / "log.h5")
-    assert log.evaluations["nats_per_byte"][-1] == found[bpe]["nats_per_byte"]
+    assert log.evaluations["nats_per_byte"][-1] == results[bpe]["nats_per_byte"]
     assert log.steps["nats_per_byte"].shape == (6, 2)
     units = set()
 
-    def note(name, one):
+    def note(name, item):
         if name.endswith("nats_per_byte"):
-            units.add(bytes(one.attrs["units"]))
+            units.add(bytes(item.attrs["units"]))
 
     with h5py.File(tmp_path / bpe.stem / "log.h5") as file:
         file.visititems(note)
@@ -155,15 +158,15 @@ def test_losses_are_logged_per_byte(bpe, plain, tmp_path):
         (
             b"ab\xffcd" * 40,
             {"tokenizer": "bpe"},
-            r"is not UTF-8: byte 0xff at 2; convert it .*--tokenizer byte",
+            r"is not UTF-8: byte 0xff at 2; .*--tokenizer byte",
         ),
         ("é".encode() * 90 + b"\xe9\n", {"tokenizer": "bpe"}, "is not UTF-8: byte 0xe9 at 180;"),
-        (b"abc", {"tokenizer": "words"}, "tokenizer 'words' is unknown; choose one of byte, bpe"),
-        (b"abc", {"tokenizer": "bpe", "vocabulary": 256}, "vocabulary 256 .* give 257 to 65536"),
-        (b"abc", {"tokenizer": "bpe", "vocabulary": 70_000}, "vocabulary 70000 .* give 257"),
+        (b"abc", {"tokenizer": "words"}, "--tokenizer 'words': .* byte, bpe"),
+        (b"abc", {"tokenizer": "bpe", "vocabulary": 256}, "--vocabulary 256: .* give 257 to 65536"),
+        (b"abc", {"tokenizer": "bpe", "vocabulary": 70_000}, "--vocabulary 70000: .* give 257"),
     ],
 )
-def test_what_cannot_be_packed_is_said(tmp_path, text, more, message):
+def test_invalid_texts_and_options_are_rejected(tmp_path, text, more, message):
     if "UTF-8" in message:
         pytest.importorskip("tokenizers")
     (tmp_path / "x.txt").write_bytes(text)
@@ -172,7 +175,7 @@ def test_what_cannot_be_packed_is_said(tmp_path, text, more, message):
     assert not (tmp_path / "x.h5").exists()
 
 
-def test_without_the_library_the_remedy_is_named(tmp_path, monkeypatch):
+def test_without_the_library_the_message_has_a_remedy(tmp_path, monkeypatch):
     (tmp_path / "x.txt").write_text("abc" * 50)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(StoreError, match=r"pip install 'mpigossip\[text\]', or pack with"):
@@ -181,22 +184,22 @@ def test_without_the_library_the_remedy_is_named(tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_is_for_text(tmp_path):
-    with pytest.raises(StoreError, match="is not a folder; name one that holds train/CLASS"):
+    with pytest.raises(StoreError, match="none is not a folder; .*train/CLASS"):
         pack(tmp_path / "none", tmp_path / "x.h5")
-    with pytest.raises(StoreError, match="tokenizer 'bpe' is for text; add --text"):
+    with pytest.raises(StoreError, match="--tokenizer 'bpe' is for text"):
         pack(tmp_path, tmp_path / "x.h5", tokenizer="bpe")
-    with pytest.raises(StoreError, match="--vocabulary 300 is for byte pairs; add --tokenizer bpe"):
+    with pytest.raises(StoreError, match="--vocabulary 300 is for byte pairs"):
         pack(tmp_path, tmp_path / "x.h5", text=True, vocabulary=300)
 
 
 @pytest.mark.parametrize("windows", ["joined", "apart"])
-def test_a_window_longer_than_the_text_is_said(plain, windows):
+def test_a_window_longer_than_the_text_is_rejected(plain, windows):
     remedy = 'data.windows = "joined" or pack' if windows == "apart" else "smaller or pack"
     with pytest.raises(JobError, match=f"data.context \\+ 1 = 100001: .*{remedy} more text"):
         source(Data(source=str(plain), context=100_000, windows=windows), 0)
 
 
-def test_another_tokenizer_and_another_vocabulary_are_said(bpe, plain, tmp_path):
+def test_another_tokenizer_and_another_vocabulary_are_rejected(bpe, plain, tmp_path):
     named = Data(source=str(bpe), context=16, tokenizer="bpe-400-00000000")
     with pytest.raises(JobError, match=r'"bpe-400-00000000": the tokens of .* those of "bpe-400-'):
         source(named, 0)
@@ -210,7 +213,7 @@ def test_another_tokenizer_and_another_vocabulary_are_said(bpe, plain, tmp_path)
 
 
 def bytes_only(shape, classes, **_):
-    """A model made for bytes, whatever the data's tokens are."""
+    """Build a model for bytes, which ignores the tokens of the data."""
     inside = model("gpt", shape, 256, 0, torch.int64, layers=1, heads=2, width=16)
     return torch.nn.Sequential(inside, torch.nn.Linear(256, classes))
 
@@ -222,7 +225,7 @@ def damaged(path, out, change):
     return out
 
 
-def test_a_damaged_tokenizer_is_not_taken(bpe, tmp_path):
+def test_a_damaged_tokenizer_is_rejected(bpe, tmp_path):
     def letter(file):
         file["tokenizer"][100] ^= 1
 
@@ -233,9 +236,9 @@ def test_a_damaged_tokenizer_is_not_taken(bpe, tmp_path):
         file.attrs["tokenizer"] = np.bytes_("bpe-400-12345678")
 
     for change, message in (
-        (letter, "its tokenizer is bpe-400-.*, and not bpe-400-.*, as it says"),
-        (renamed, "and not bpe-400-12345678, as it says"),
-        (length, "not 1 to 65536 of at least one byte"),
+        (letter, "its tokenizer is bpe-400-.*, not bpe-400-"),
+        (renamed, "not bpe-400-12345678"),
+        (length, "400 tokens, not 1 to 65536"),
     ):
         with pytest.raises(StoreError, match=message):
             open_dataset(damaged(bpe, tmp_path / "bad.h5", change))

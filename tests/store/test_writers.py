@@ -1,4 +1,4 @@
-"""What commands write for people: on a full disk nothing half stands under its final name."""
+"""Output files of commands: on a full disk, no incomplete file gets its final name."""
 
 import json
 import subprocess
@@ -35,20 +35,20 @@ for words, out in json.loads(sys.argv[1]):
 """
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path):
-    """All commands in one process, each with room for 300 bytes in place of its file."""
+def test_a_full_disk_leaves_existing_files_unchanged(tmp_path):
+    """Run all commands in one process, in which each may write 300 bytes."""
     settings = ["model.name=mlp", "model.hidden=[4]", "run.steps=3", "data.batch=8"]
     job = assemble.load({}, [*settings, f"run.output={tmp_path / 'run'}"])
     launch.train(job, SingleProcess(), 2)
-    asked = []
+    commands = []
     for number, (text, out) in enumerate(COMMANDS.items()):
         name = out.replace("OUT", str(number))
         words = text.replace("OUT", str(number)).replace("JOB", str(REPO / "jobs/digits.toml"))
-        asked.append((words.split(), name))
-        (tmp_path / name).write_text("what was there")
+        commands.append((words.split(), name))
+        (tmp_path / name).write_text("existing content")
     before = set(tmp_path.iterdir())
     done = subprocess.run(
-        warmed([sys.executable, "-c", CODE, json.dumps(asked)], {}),
+        warmed([sys.executable, "-c", CODE, json.dumps(commands)], {}),
         cwd=tmp_path,
         env=environment(""),
         capture_output=True,
@@ -56,9 +56,9 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
         timeout=200,
     )
     ends = [line.split() for line in done.stdout.splitlines() if line.startswith("END")]
-    assert [end[2] for end in ends] == [out for _, out in asked], done.stderr[-2000:]
-    for (_, code, name), (words, _) in zip(ends, asked, strict=True):
-        assert (tmp_path / name).read_text() == "what was there", words
+    assert [end[2] for end in ends] == [out for _, out in commands], done.stderr[-2000:]
+    for (_, code, name), (words, _) in zip(ends, commands, strict=True):
+        assert (tmp_path / name).read_text() == "existing content", words
         assert code not in ("0", "None"), words
     assert "Traceback" not in done.stderr and done.stderr.count("File too large") >= 5
     assert set(tmp_path.iterdir()) == before

@@ -1,4 +1,4 @@
-"""Transient iterations of a study, and theory beside its curves."""
+"""Transient iterations of a study, and theory in its plots."""
 
 import math
 
@@ -29,7 +29,7 @@ METHODS = {
 }
 
 
-def test_the_meeting_is_the_first_step_behind_which_all_is_near():
+def test_the_meeting_is_the_first_step_from_which_the_curve_stays_near():
     steps = [10, 20, 30, 40]
     assert meeting(steps, [9, 3, 5, 2], [2, 2, 2, 2], 2.0) == 40
     assert meeting(steps, [4, 3, 2, 2], [2, 2, 2, 2], 2.0) == 10
@@ -50,14 +50,16 @@ def test_a_study_measures_transients_and_draws_rates(tmp_path):
     (axes,) = figure.axes
     labels = [line.get_label() for line in axes.get_lines()]
     assert sum("lower bound" in label for label in labels) == 2  # two diameters
-    assert sum(line.get_linestyle() == ":" for line in axes.get_lines()) == 3  # and its legend
-    with pytest.raises(JobError, match='not of "loss"'):
+    assert (
+        sum(line.get_linestyle() == ":" for line in axes.get_lines()) == 3
+    )  # and one for the legend
+    with pytest.raises(JobError, match='not y = "loss"'):
         study.plot("loss", theory=True)
-    with pytest.raises(JobError, match='against = "nobody"'):
-        study.transient("nobody")
+    with pytest.raises(JobError, match='against = "other"'):
+        study.transient("other")
 
 
-def test_each_problem_has_a_lower_bound_of_its_own_with_a_label(tmp_path):
+def test_each_problem_has_its_own_lower_bound_with_a_label(tmp_path):
     (tmp_path / "job.toml").write_text(JOB)
     grid = {"task.noise": [0.01, 1.0], "graph.name": ["ring", "complete"]}
     study = mpigossip.study(
@@ -75,8 +77,10 @@ def test_each_problem_has_a_lower_bound_of_its_own_with_a_label(tmp_path):
         if "lower bound" in line.get_label()
     }
     assert list(floors) == [
-        f"lower bound, diameter {across}, noise {noise}" for across in (1, 2) for noise in (0.01, 1)
+        f"lower bound, diameter {diameter}, noise {noise}"
+        for diameter in (1, 2)
+        for noise in (0.01, 1)
     ]
-    # per step, noise adds to the bound, and so does the diameter
+    # noise and diameter increase the bound at each step
     last = [floor[-1] for floor in floors.values()]
     assert last[0] < last[1] and last[2] < last[3] and last[0] < last[2]

@@ -105,19 +105,19 @@ def choices(job: Job, everything: bool = False) -> list[Choice]:
     :param everything: all combinations of graphs, cadences and wires; otherwise one is changed at a
         time
     """
-    own = Choice(job.graph.name, job.cadence.name, job.node.wire)
+    own_choice = Choice(job.graph.name, job.cadence.name, job.node.wire)
     if always_global(job):
-        own = Choice(GRAPHS[0])
-    graphs = dict.fromkeys((own.graph, *GRAPHS))
-    cadences = dict.fromkeys((own.cadence, *CADENCES))
-    wires = dict.fromkeys((own.wire, *WIRES))
-    found = [Choice(ALL_REDUCE), *(replace(own, graph=name) for name in graphs)]
+        own_choice = Choice(GRAPHS[0])
+    graphs = dict.fromkeys((own_choice.graph, *GRAPHS))
+    cadences = dict.fromkeys((own_choice.cadence, *CADENCES))
+    wires = dict.fromkeys((own_choice.wire, *WIRES))
+    selected = [Choice(ALL_REDUCE), *(replace(own_choice, graph=name) for name in graphs)]
     if everything:
-        found += [Choice(g, c, w) for g in graphs for c in cadences for w in wires]
+        selected += [Choice(g, c, w) for g in graphs for c in cadences for w in wires]
     else:
-        found += [replace(own, cadence=name) for name in cadences]
-        found += [replace(own, wire=name) for name in wires]
-    return list(dict.fromkeys(found))
+        selected += [replace(own_choice, cadence=name) for name in cadences]
+        selected += [replace(own_choice, wire=name) for name in wires]
+    return list(dict.fromkeys(selected))
 
 
 def predict(
@@ -140,13 +140,13 @@ def predict(
     """
     job = choice.job(what.job)
     try:
-        made = exchanges(replace(what, job=job), n, period)
+        prediction = exchanges(replace(what, job=job), n, period)
     except GraphError:
         return None
-    parts = made.parts
+    parts = prediction.parts
     if lacking(parts.method.needs, parts.graph) or incompatibilities(parts):
         return None
-    timing = Timing(made, _coding(machine, made))
+    timing = Timing(prediction, _coding(machine, prediction))
     (exchange, hidden), waiting = timing.mean_s(), timing.waiting_s()
     step = timing.steady_s + exchange - hidden + waiting
     per_epoch = what.steps_per_epoch(n)
@@ -159,20 +159,20 @@ def predict(
         exchange,
         hidden,
         waiting,
-        made.bytes_per_step,
+        prediction.bytes_per_step,
         per_epoch,
         per_epoch * step,
         epochs * per_epoch * step,
-        _transient(made, job.data.partition == "shuffled"),
+        _transient(prediction, job.data.partition == "shuffled"),
     )
 
 
 _CODED: dict[tuple[str, int], tuple[float, float]] = {}
 
 
-def _coding(machine: Machine, made: Exchanges) -> Machine:
+def _coding(machine: Machine, prediction: Exchanges) -> Machine:
     """Return the machine with rates of encoding, measured once per wire and width if not given."""
-    layout = made.parts.layout
+    layout = prediction.parts.layout
     if layout.wire.exact or machine.encode_rate:
         return machine
     key = layout.wire.name, layout.vectors * sum(layout.widths)
@@ -193,17 +193,19 @@ def coded(machine: Machine, what: Subject) -> Machine:
     return _coding(machine, exchanges(replace(what, job=job), 2))
 
 
-def _transient(made: Exchanges, alike: bool) -> float:
+def _transient(prediction: Exchanges, alike: bool) -> float:
     """Return the theoretical transient iterations, for equal or different data on the nodes."""
-    counted = made.counted
+    counted = prediction.counted
     gossip = sum(count for (kind, _), count in counted.items() if kind is ExchangeKind.GOSSIP)
-    everywhere = sum(count for (kind, _), count in counted.items() if kind is ExchangeKind.GLOBAL)
-    every = made.steps / everywhere if everywhere else float("inf")
-    graph = made.parts.graph
+    global_rounds = sum(
+        count for (kind, _), count in counted.items() if kind is ExchangeKind.GLOBAL
+    )
+    steps_between = prediction.steps / global_rounds if global_rounds else float("inf")
+    graph = prediction.parts.graph
     exact = graph.name == "ceca"  # these rounds only permute; the algorithm averages over a period
     gap = 2.0 / (1.0 + graph.period) if exact else _gap(graph) if gossip else 0.0
-    found = transient_of(graph.n, gap, gossip / made.steps, every)
-    return found[0] if alike else found[1]
+    iterations = transient_of(graph.n, gap, gossip / prediction.steps, steps_between)
+    return iterations[0] if alike else iterations[1]
 
 
 _gap = lru_cache(maxsize=256)(averaging_gap)
@@ -228,19 +230,21 @@ def table(
     every = choices(what.job, everything=True)
     rows = list[Row]()
     for n in nodes:
-        found = (predict(what, machine, choice, n, epochs, period) for choice in every)
-        at = [row for row in found if row is not None]
-        if not at:
-            raise JobError(f"--nodes {n}: no graph fits the job's algorithm with {n} nodes")
-        rows += at
+        predictions = (predict(what, machine, choice, n, epochs, period) for choice in every)
+        known_rows = [row for row in predictions if row is not None]
+        if not known_rows:
+            raise JobError(
+                f"--nodes {n}: no graph is compatible with the job's algorithm for {n} nodes"
+            )
+        rows += known_rows
     return rows
 
 
 def name(choice: Choice) -> str:
     """Return a name: the graph, then differences from gossip at every step in full precision."""
-    words = [choice.graph]
-    words += [choice.cadence] * (choice.cadence != "always")
-    return " + ".join([*words, *[choice.wire] * (choice.wire != "fp32")])
+    parts = [choice.graph]
+    parts += [choice.cadence] * (choice.cadence != "always")
+    return " + ".join([*parts, *[choice.wire] * (choice.wire != "fp32")])
 
 
 def as_json(what: Subject, machine: Machine, rows: Sequence[Row], epochs: float) -> dict[str, Any]:

@@ -23,11 +23,11 @@ WITHIN = 1.1
 KNOWN = {
     "none": ("", "the same training as on one large node"),
     "one-peer": ("resnet50", "published: +0.02 points (ResNet-50, 32 nodes)"),
-    "static": ("", "in theory as one-peer"),
+    "static": ("", "in theory the same as one-peer"),
     "ring": ("resnet50", "published: -0.63 points (ResNet-50, 32 nodes)"),
     "bf16": ("lenet", "measured: none (steps to a loss, LeNet, 8 nodes)"),
-    "diloco": ("lenet", "measured: 1.1-1.4 x the steps at H = 50; own rate"),
-    "gasloc": ("gpt", "measured: loss 5 % above DiLoCo's; own rate"),
+    "diloco": ("lenet", "measured: 1.1-1.4 x the steps at H = 50; it needs its own rate"),
+    "gasloc": ("gpt", "measured: loss 5 % above DiLoCo; it needs its own rate"),
 }
 """Cost in accuracy of each choice, with the model that it is known for ("": any).
 
@@ -48,7 +48,7 @@ def known(choice: str, job: Job) -> str:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposed way to train; with a higher level, it sends fewer bytes and risks more."""
+    """A proposed way to train; a higher level means fewer bytes and a higher risk of accuracy."""
 
     label: str
     level: int
@@ -65,7 +65,7 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
     method = job.algorithm.name
     if always_global(job):
         method = GOSSIP
-    own = (f"algorithm.name={method}",)
+    same_method = (f"algorithm.name={method}",)
     graphs = {
         "one-peer-exponential": "one-peer",
         "one-peer-hypercube": "one-peer",
@@ -77,10 +77,10 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
         if n & (n - 1) and graph == "one-peer-exponential":
             continue  # not exact for this n, unlike base-2
         level = 3 if graph == "ring" else 1
-        yield Proposal(f"{method}, {graph}", level, known, graph, (*own, *always))
+        yield Proposal(f"{method}, {graph}", level, known, graph, (*same_method, *always))
     peer = "base-2" if n & (n - 1) else "one-peer-exponential"
     wire = ("cadence.name=always", "node.wire=bf16")
-    yield Proposal(f"{method}, {peer}, bf16", 2, "bf16", peer, (*own, *wire))
+    yield Proposal(f"{method}, {peer}, bf16", 2, "bf16", peer, (*same_method, *wire))
     for step, period in enumerate(PERIODS):
         level = 4 + step
         seldom = f"cadence.period={period}"
@@ -106,46 +106,50 @@ def proposals(
     :param epochs: number of epochs
     :raises JobError: if no proposal fits
     """
-    found = []
+    fitting = []
     left_out = {}
     ranks = f"node.ranks_per_node={what.job.node.ranks_per_node}"
-    for way in _ways(what.job, n):
-        graph = "complete" if way.graph == ALL_REDUCE else way.graph
-        pasted = (*way.settings, f"graph.name={graph}")
+    for proposal in _ways(what.job, n):
+        graph = "complete" if proposal.graph == ALL_REDUCE else proposal.graph
+        pasted = (*proposal.settings, f"graph.name={graph}")
         try:
             job = assemble.load(path, [*settings, *pasted, ranks])
-            wrong = [m for m in assemble.mistakes(job, n) if not m.startswith("node.devices")]
-            if wrong:
-                raise JobError(wrong)
+            problems = [m for m in assemble.mistakes(job, n) if not m.startswith("node.devices")]
+            if problems:
+                raise JobError(problems)
         except JobError as error:
-            left_out[way.label] = str(error)
+            left_out[proposal.label] = str(error)
             continue
-        choice = Choice(way.graph, job.cadence.name, job.node.wire)
+        choice = Choice(proposal.graph, job.cadence.name, job.node.wire)
         row = predict(replace(what, job=job), machine, choice, n, epochs)
         if row is None:
-            left_out[way.label] = f"the graph doesn't exist for {n} nodes, or the parts don't fit"
+            left_out[proposal.label] = (
+                f"the graph does not exist for {n} nodes, or the parts are incompatible"
+            )
         else:
-            found.append(replace(way, known=known(way.known, job), settings=pasted, row=row))
-    if not found:
+            fitting.append(
+                replace(proposal, known=known(proposal.known, job), settings=pasted, row=row)
+            )
+    if not fitting:
         raise JobError([f"{label}: {why}" for label, why in left_out.items()])
-    return found, left_out
+    return fitting, left_out
 
 
-def best(found: Sequence[Proposal]) -> Proposal:
+def best(proposals: Sequence[Proposal]) -> Proposal:
     """Return the least risky proposal within `WITHIN` of the fastest, then that of fewest bytes."""
-    fastest = min(one.row.step_s for one in found)
-    near = [one for one in found if one.row.step_s <= WITHIN * fastest]
-    level = min(one.level for one in near)
-    least = [one for one in near if one.level == level]
-    quick = min(one.row.step_s for one in least)
-    least = [one for one in least if one.row.step_s <= NEAR * quick]
-    return min(least, key=lambda one: (one.row.bytes_per_step, one.row.step_s))
+    fastest = min(proposal.row.step_s for proposal in proposals)
+    near = [proposal for proposal in proposals if proposal.row.step_s <= WITHIN * fastest]
+    level = min(proposal.level for proposal in near)
+    lowest = [proposal for proposal in near if proposal.level == level]
+    fastest_of_level = min(proposal.row.step_s for proposal in lowest)
+    lowest = [proposal for proposal in lowest if proposal.row.step_s <= NEAR * fastest_of_level]
+    return min(lowest, key=lambda proposal: (proposal.row.bytes_per_step, proposal.row.step_s))
 
 
 def text(
     job: Path,
     settings: Sequence[str],
-    found: Sequence[Proposal],
+    proposals: Sequence[Proposal],
     left_out: dict[str, str],
     n: int,
 ) -> str:
@@ -153,45 +157,45 @@ def text(
 
     :param job: job file
     :param settings: settings of the job
-    :param found: proposals
+    :param proposals: proposals
     :param left_out: reasons by the names of proposals that do not fit
     :param n: number of nodes
     """
-    chosen = best(found)
-    reduce = next((one.row.step_s for one in found if one.level == 0), None)
-    near = f"(* proposed: of those within {WITHIN - 1:.0%} of the fastest what risks least)"
+    chosen = best(proposals)
+    reduce = next((proposal.row.step_s for proposal in proposals if proposal.level == 0), None)
+    near = f"(* proposed: the lowest risk within {WITHIN - 1:.0%} of the fastest)"
     lines = [f"{n} nodes, predicted, fastest first", near]
-    notes = list(dict.fromkeys(one.known for one in found))
+    notes = list(dict.fromkeys(proposal.known for proposal in proposals))
     rows = [("", "ms/step", "MB/step", "accuracy")]
-    for one in sorted(found, key=lambda one: one.row.step_s):
-        label = f"{'*' if one is chosen else ' '} {one.label}"
-        cost = f"{1e3 * one.row.step_s:.4g}", f"{one.row.bytes_per_step / 1e6:.3g}"
-        rows.append((label, *cost, f"({1 + notes.index(one.known)})"))
-    lines += [aligned(rows), "", "known of the accuracy:"]
+    for proposal in sorted(proposals, key=lambda proposal: proposal.row.step_s):
+        label = f"{'*' if proposal is chosen else ' '} {proposal.label}"
+        cost = f"{1e3 * proposal.row.step_s:.4g}", f"{proposal.row.bytes_per_step / 1e6:.3g}"
+        rows.append((label, *cost, f"({1 + notes.index(proposal.known)})"))
+    lines += [aligned(rows), "", "cost in accuracy:"]
     lines += [f"({number}) {note}" for number, note in enumerate(notes, 1)]
     if reduce is not None and chosen.level:
         gain = f"{reduce / chosen.row.step_s:.2f} x as fast as all-reduce; "
     else:
-        gain = "nothing to be gained by sending less; " if not chosen.level else ""
+        gain = "sending less is not faster; " if not chosen.level else ""
     command = shlex.join(["mpigossip", "train", str(job), *settings, *chosen.settings])
-    lines += ["", f"{gain}to paste:", f"  {command}"]
+    lines += ["", f"{gain}the command:", f"  {command}"]
     for label, why in left_out.items():
         lines += wrap(f"left out: {label}: {why.splitlines()[0]}", 80, subsequent_indent="  ")
     return "\n".join(lines)
 
 
-def as_json(found: Sequence[Proposal], left_out: dict[str, str]) -> dict[str, Any]:
+def as_json(proposals: Sequence[Proposal], left_out: dict[str, str]) -> dict[str, Any]:
     """Return the proposals as plain values."""
-    chosen = best(found)
+    chosen = best(proposals)
     rows = [
         {
-            "label": one.label,
-            "level": one.level,
-            "known": one.known,
-            "settings": list(one.settings),
-            "proposed": one is chosen,
-            **one.row.as_json(),
+            "label": proposal.label,
+            "level": proposal.level,
+            "known": proposal.known,
+            "settings": list(proposal.settings),
+            "proposed": proposal is chosen,
+            **proposal.row.as_json(),
         }
-        for one in found
+        for proposal in proposals
     ]
     return {"proposals": rows, "left_out": left_out}

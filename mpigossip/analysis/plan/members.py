@@ -44,14 +44,14 @@ class Advice:
         return self.read_s / (self.period * self.step_s + self.read_s)
 
     @property
-    def least(self) -> int:
+    def min_period(self) -> int:
         """Smallest H with which reading takes at most `SHARE` of the time."""
         return max(1, ceil((1 / SHARE - 1) * self.read_s / self.step_s))
 
     @property
     def lease_s(self) -> float:
         """Seconds of five rounds with the job's H, or with the smallest H if that is larger."""
-        return 5 * (max(self.period, self.least) * self.step_s + self.read_s)
+        return 5 * (max(self.period, self.min_period) * self.step_s + self.read_s)
 
     def files(self, period: int, claim_rounds: int) -> int:
         """Return the number of files at the end: records, claims, and those of each member."""
@@ -70,28 +70,30 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
     :raises JobError: if each member would have fewer than `ROUNDS` rounds
     """
     check_fit(what.job)
-    made = exchanges(what, 2)
+    traffic = exchanges(what, 2)
     period = int(what.job.cadence.options.get("period", 1))
     steps = max(1, round(epochs * what.steps_per_epoch(1)))
-    model = memory(what, made)["snapshot for checkpoints"]
-    found = Advice(members, model, step_s, rate, steps, period)
-    if found.least * members * ROUNDS > steps:
+    model = memory(what, traffic)["snapshot for checkpoints"]
+    advice = Advice(members, model, step_s, rate, steps, period)
+    if advice.min_period * members * ROUNDS > steps:
         raise JobError(
-            f"{members:,} members that share {format_bytes(rate)}/s need H = {found.least:,} "
-            f"steps between exchanges of {format_bytes(model)}, and the training has {steps:,} "
-            f"steps: fewer than {ROUNDS} rounds each; take at most {_most(found):,} members, or "
-            "train longer"
+            f"{members:,} members that share {format_bytes(rate)}/s need H = {advice.min_period:,} "
+            f"steps between exchanges of {format_bytes(model)}, but the training has {steps:,} "
+            f"steps: fewer than {ROUNDS} rounds each; use at most {_max_members(advice):,} "
+            "members, or train longer"
         )
-    return found
+    return advice
 
 
-def _most(advice: Advice) -> int:
+def _max_members(advice: Advice) -> int:
     """Return the members with which each has `ROUNDS` rounds at the smallest H.
 
     With H = H₁ M, this is M² ≤ steps / (H₁ rounds).
     """
-    one = (1 / SHARE - 1) * advice.model / advice.rate / advice.step_s
-    return max(1, int(min((advice.steps / (ROUNDS * one)) ** 0.5, advice.steps / ROUNDS)))
+    minimum_per_member = (1 / SHARE - 1) * advice.model / advice.rate / advice.step_s
+    return max(
+        1, int(min((advice.steps / (ROUNDS * minimum_per_member)) ** 0.5, advice.steps / ROUNDS))
+    )
 
 
 def text(what: Subject, every: Sequence[Advice]) -> str:
@@ -101,28 +103,30 @@ def text(what: Subject, every: Sequence[Advice]) -> str:
     head = ["members", "read", "at your H", "H for 5 %", "lease", "files", "disk"]
     rows = [
         [
-            f"{one.members:,}",
-            f"{one.read_s:.3g} s",
-            f"{one.share:.1%}",
-            f"{one.least:,}",
-            f"{max(120, ceil(one.lease_s)):,} s",
-            f"{one.files(one.period, section.claim_rounds):,}",
-            format_bytes(KEEP * one.members * model + RECORD * -(-one.steps // one.period)),
+            f"{advice.members:,}",
+            f"{advice.read_s:.3g} s",
+            f"{advice.share:.1%}",
+            f"{advice.min_period:,}",
+            f"{max(120, ceil(advice.lease_s)):,} s",
+            f"{advice.files(advice.period, section.claim_rounds):,}",
+            format_bytes(
+                KEEP * advice.members * model + RECORD * -(-advice.steps // advice.period)
+            ),
         ]
-        for one in every
+        for advice in every
     ]
     first = every[0]
     return "\n".join(
         [
-            f"{format_bytes(model)} of model and state, {first.step_s:.3g} s a step, H = "
+            f"{format_bytes(model)} of model and state, {first.step_s:.3g} s per step, H = "
             f"{first.period:,} (cadence.period),",
             f"{format_bytes(first.rate)}/s of the folder for all members",
             "",
             aligned([head, *rows]),
             "",
-            "read: seconds to read one model; at your H: its share of a round.",
+            "read: seconds to read one model; at your H: their share of a round.",
             "Set cadence.period to H for 5 % or more, members.lease_s to the lease or more",
-            f"(now {section.lease_s:g}). A dead member holds up the end for a lease, {LEASES} at "
-            f"most.",
+            f"(now {section.lease_s:g}). A dead member delays the end by one lease, at most "
+            f"by {LEASES}.",
         ]
     )

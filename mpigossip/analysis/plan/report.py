@@ -24,11 +24,11 @@ WIDTH = 80
 
 
 EXPLAINED = (
-    "(transient: iterations before n nodes pay off n-fold, in theory and up to a constant: to "
-    "compare, not to add)"
+    "(transient: iterations until n nodes are n times as fast, in theory and up to a constant: "
+    "compare them, but do not add them)"
 )
-PROPOSED = "`mpigossip plan … --best` proposes graph, method, H and wire"
-ASSUMED = "all-reduce as DDP does it, its buckets sent during backward"
+PROPOSED = "`mpigossip plan … --best` proposes graph, algorithm, H and wire"
+ASSUMED = "all-reduce as in DDP, with buckets sent during backward"
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
@@ -50,16 +50,16 @@ def text(
     :param note: remark on the job
     """
     shown = [choice for choice in choices(what.job) if any(r.choice == choice for r in rows)]
-    by = {(row.choice, row.nodes): row for row in rows}
-    own = shown[1] if len(shown) > 1 else shown[0]
-    labels = {choice: _label(choice, own) for choice in shown}
+    row_of = {(row.choice, row.nodes): row for row in rows}
+    own_choice = shown[1] if len(shown) > 1 else shown[0]
+    labels = {choice: _label(choice, own_choice) for choice in shown}
     last = nodes[-1]
-    times = {key: _short(1e3 * row.step_s) for key, row in by.items()}
+    times = {key: _short(1e3 * row.step_s) for key, row in row_of.items()}
     steps = [["ms/step, nodes:", *(f"{n:,}" for n in nodes)]]
     steps += [[labels[c], *(times.get((c, n), "-") for n in nodes)] for c in shown]
     head = ["ms/step", "hidden", "MB/step", "epoch", f"{epochs:g} epochs", "transient"]
     details = [[f"at {last:,} nodes", *head]]
-    details += [[labels[c], *_details(by[c, last])] for c in shown if (c, last) in by]
+    details += [[labels[c], *_details(row_of[c, last])] for c in shown if (c, last) in row_of]
     lines = [*_head(what, machine, note), aligned(steps), "", aligned(details)]
     lines += [*_wrapped(EXPLAINED), "", *_wrapped(PROPOSED)]
     return "\n".join(lines)
@@ -72,19 +72,19 @@ def _wrapped(words: str, indent: str = "") -> list[str]:
 
 def _head(what: Subject, machine: Machine, note: str) -> list[str]:
     job = what.job
-    told = machine.sources
+    sources = machine.sources
     method = job.algorithm.name
     if always_global(job):
         method = f"{method}; gossip as {GOSSIP}"
     paragraphs = (
-        f"{job.run.name}: {what.flat.count:,} parameters, {method}, {what.per_step} samples a "
+        f"{job.run.name}: {what.flat.count:,} parameters, {method}, {what.per_step} samples per "
         f"node and step" + (f"; {note}" if note else ""),
-        f"compute {_time(machine.compute_s)} ({told['compute']}), inside the node "
-        f"{_time(machine.node_s)} ({told['node-local']}), update {_time(machine.update_s)}",
-        f"jitter of compute {machine.jitter:.1%} ({told.get('jitter', 'not given')}), sum "
-        f"{machine.combine_rate / 1e9:.3g} GB/s ({told.get('sum', 'given')}); {ASSUMED}",
-        f"latency {_time(machine.latency_s)} ({told['latency']}), bandwidth "
-        f"{machine.bandwidth / 1e9:.3g} GB/s ({told['bandwidth']}); {machine.where}",
+        f"compute {_time(machine.compute_s)} ({sources['compute']}), within the node "
+        f"{_time(machine.node_s)} ({sources['node-local']}), update {_time(machine.update_s)}",
+        f"jitter of compute {machine.jitter:.1%} ({sources.get('jitter', 'not given')}), sum "
+        f"{machine.combine_rate / 1e9:.3g} GB/s ({sources.get('sum', 'given')}); {ASSUMED}",
+        f"latency {_time(machine.latency_s)} ({sources['latency']}), bandwidth "
+        f"{machine.bandwidth / 1e9:.3g} GB/s ({sources['bandwidth']}); {machine.where}",
     )
     return [*(line for words in paragraphs for line in _wrapped(words, "  ")), ""]
 
@@ -138,13 +138,13 @@ def picture(
     longest = max(row.total_s for row in rows)
     unit, scale = next((u for u in UNITS if longest >= 2 * u[1]), UNITS[-1])
     for k, choice in enumerate(choices(what.job)):
-        mine = [row for row in rows if row.choice == choice]
+        own_rows = [row for row in rows if row.choice == choice]
         colour = COLOURS[-1] if choice.graph == ALL_REDUCE else COLOURS[k % 6]
         style = style_of(k) | {"color": colour, "ms": 5, "label": named(choice)}
-        if mine:
-            at = [row.nodes for row in mine]
-            left.plot(at, [1e3 * row.step_s for row in mine], **style)
-            right.plot(at, [row.total_s / scale or math.nan for row in mine], **style)
+        if own_rows:
+            counts = [row.nodes for row in own_rows]
+            left.plot(counts, [1e3 * row.step_s for row in own_rows], **style)
+            right.plot(counts, [row.total_s / scale or math.nan for row in own_rows], **style)
     for axis, label, title in (
         (left, "milliseconds", "A step"),
         (right, unit, f"{epochs:g} epochs"),
@@ -157,5 +157,5 @@ def picture(
     right.set_yscale("log")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(f"{what.job.run.name}: predicted")
-    with replacing(Path(out)) as beside:
-        figure.savefig(beside, format="png")
+    with replacing(Path(out)) as temporary:
+        figure.savefig(temporary, format="png")
