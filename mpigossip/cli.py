@@ -22,13 +22,13 @@ from mpigossip.config.readable import OF_STDOUT, print_note, printable
 COMMANDS = ("train", "files", "graph", "machine", "jobs")
 """Modules of `mpigossip.commands`, in the order of the help."""
 REMEDIES = {
-    errno.EACCES: "ask its owner for the right to use it",
-    errno.EPERM: "ask its owner for the right to use it",
-    errno.ENAMETOOLONG: "name another place",
+    errno.EACCES: "ask its owner for permission",
+    errno.EPERM: "ask its owner for permission",
+    errno.ENAMETOOLONG: "choose a shorter name",
 }
 """Remedies for errors of the operating system, by errno."""
 READERS = ("resume", "simulate", "data", "log", "report", "checkpoint")
-"""Commands that read files which others may have made."""
+"""Commands that read files which other users may have written."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGILL)
 HANDED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 PR_SET_PDEATHSIG = 1
@@ -86,7 +86,7 @@ def _able_to_print() -> None:
 
 
 def _may_crash(words: Sequence[str]) -> bool:
-    """Return whether the command reads files that others may have made; never true for a rank."""
+    """Return whether the command may read files of other users; it is False for a rank."""
     waits = hasattr(signal, "sigwaitinfo")  # not available on macOS
     return waits and any(word in READERS for word in words[:1]) and not launcher_ranks(os.environ)
 
@@ -115,12 +115,12 @@ def _in_child(words: Sequence[str]) -> int | None:
         what = " ".join(words[:3])
         print_note(
             f"`{what}` crashed ({signal.Signals(-code).name}), as the HDF5 library does on some "
-            "damaged or forged files; use another copy of what it reads"
+            "damaged or forged files; use another copy of the file that it reads"
         )
         return FAILED
     if -code == signal.SIGKILL:  # a signal that can't have a handler
-        fix = ": take fewer nodes" if words[0] in ("resume", "simulate") else ""
-        print_note(f"killed by the system, as it does where memory runs out{fix}")
+        fix = ": use fewer nodes" if words[0] in ("resume", "simulate") else ""
+        print_note(f"killed by the system, probably because memory ran out{fix}")
         signal.raise_signal(-code)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
@@ -155,7 +155,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return FAILED
     except MemoryError as error:
         why = f" ({error})" if str(error) else ""
-        print_note(f"not enough memory{why}: take fewer nodes, samples, classes or parameters")
+        print_note(f"not enough memory{why}: use fewer nodes, samples, classes or parameters")
         return WRONG
     except KeyboardInterrupt:
         print_note("interrupted")
@@ -208,7 +208,7 @@ def _check_command(top: argparse.ArgumentParser, given: list[str]) -> None:
         hint = (
             f"did you mean {hint}?" if meant else near(given[0], [w for w in known if " " not in w])
         )
-        top.error(f'"{given[0]}" is no command; {hint}')
+        top.error(f'"{given[0]}" is not a command; {hint}')
 
 
 def _speaks(error: UserError) -> bool:

@@ -72,7 +72,7 @@ def test_a_run_that_stopped_resumes_under_mpirun(mpirun, pooled, alone, tmp_path
     assert pooled(2, "train", JOB, *cut).returncode == 0
     again = mpirun(2, [*MAIN, "resume", "cut", "run.steps=6"], timeout=120, cwd=tmp_path)
     assert digest(again) == digest(whole)
-    assert "going on at step 4" in again.stdout
+    assert "resuming at step 4" in again.stdout
 
 
 MISTAKES = [
@@ -133,7 +133,7 @@ SEARCH = ["graph", "search", "--nodes", "8", "--out", "g.json"]
         (["data", "show", JOB], "digits.toml"),
         (["data", "pack", "nowhere", "out.h5"], "nowhere"),
         (["checkpoint", "show", "nowhere"], "nowhere"),
-        (["checkpoint", "verify", "."], "no checkpoint"),
+        (["checkpoint", "verify", "."], "neither a checkpoint"),
         (["graph", "show", "rnig", "--nodes", "4"], "ring"),
         (["graph", "show", "ring", "--nodes", "0"], "at least 1"),
         (["train", JOB, "--frobnicate"], "frobnicate"),
@@ -373,7 +373,7 @@ def test_the_imagenet_job_runs_small_on_a_packed_folder(alone, tmp_path):
 def test_a_finished_run_is_said_again_and_not_trained_again(alone, tmp_path):
     first = alone("simulate", JOB, "--nodes", 2, *SHORT)
     second = alone("simulate", JOB, "--nodes", 2, *SHORT)
-    assert digest(first) == digest(second) and "nothing is left to train" in second.stdout
+    assert digest(first) == digest(second) and "the training has ended already" in second.stdout
 
 
 def test_bench_prints_rows_and_writes_them_and_leaves_out_what_has_no_room(pooled, tmp_path):

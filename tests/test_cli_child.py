@@ -33,7 +33,7 @@ def test_exit_codes_and_other_signals_are_those_of_the_command():
     assert ended("75").returncode == 75
     assert ended("os.kill(os.getpid(), 15)").returncode == -15
     killed = ended("os.kill(os.getpid(), 9)")
-    assert killed.returncode == -9 and killed.stderr.endswith("where memory runs out\n")
+    assert killed.returncode == -9 and killed.stderr.endswith("memory ran out\n")
 
 
 def test_signals_reach_the_command_and_its_end_ends_both():

@@ -76,13 +76,16 @@ def every(
 def settings(parser: argparse.ArgumentParser) -> None:
     """Accept `section.key=value` after the other arguments."""
     parser.add_argument(
-        "settings", nargs="*", metavar="section.key=value", help="settings that replace the job's"
+        "settings",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings that override those of the job",
     )
 
 
 def dry_run(parser: argparse.ArgumentParser) -> None:
-    """Add the option --dry-run, which prints the whole job (`analysis.dryrun`)."""
-    parser.add_argument("--dry-run", action="store_true", help="print the whole job and stop")
+    """Add the option --dry-run, which prints the complete job (`analysis.dryrun`)."""
+    parser.add_argument("--dry-run", action="store_true", help="print the complete job and exit")
 
 
 def run_named(path: Path) -> Path:
@@ -96,7 +99,7 @@ def run_named(path: Path) -> Path:
     if path.exists():
         return path
     runs = {log.parent.name for log in path.parent.glob("*/log.h5")}
-    hint = near(path.name, runs) if runs else "`mpigossip train JOB.toml` makes one"
+    hint = near(path.name, runs) if runs else "`mpigossip train JOB.toml` creates one"
     raise StoreError(f'there is no run "{path}"; {hint}')
 
 
@@ -110,18 +113,22 @@ def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
         found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\D+)", text)
         if not found or found[2] not in units or not 0 < float(found[1]) < 1e30:
             known = ", ".join(units)
-            raise argparse.ArgumentTypeError(f'"{text}": needs a number > 0 and one of {known}')
+            raise argparse.ArgumentTypeError(
+                f'"{text}": must be a number > 0 with one of the units {known}'
+            )
         return float(found[1]) * units[found[2]]
 
     return read
 
 
 def share(text: str) -> float:
-    """Parse a share below 1, such as 5% or 0.05."""
+    """Parse a fraction below 1, such as 5% or 0.05."""
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text)
     value = float(found[1]) / (100 if found[2] else 1) if found else 1.0
     if value >= 1:
-        raise argparse.ArgumentTypeError(f'"{text}": needs a share below 1, such as 5% or 0.05')
+        raise argparse.ArgumentTypeError(
+            f'"{text}": must be a fraction below 1, such as 5% or 0.05'
+        )
     return value
 
 
@@ -134,7 +141,7 @@ def numbers_of_nodes(text: str) -> list[int]:
             doubling = True
             continue
         if not word.strip().isdigit() or not 1 <= int(word) <= 4096:
-            raise argparse.ArgumentTypeError(f'"{word}": needs whole numbers from 1 to 4096')
+            raise argparse.ArgumentTypeError(f'"{word}": must be a whole number from 1 to 4096')
         while doubling and 2 * found[-1] < int(word):
             found.append(2 * found[-1])
         doubling = False

@@ -28,23 +28,27 @@ def add(commands) -> None:
 def _add_job(commands) -> None:
     summary = "print the batch script that trains a job on a site"
     job = command(commands, "job", _job, summary, JOB)
-    job.add_argument("site", metavar="SITE", help="a site's name, or the path of its .toml")
+    job.add_argument("site", metavar="SITE", help="name of a site, or path of its .toml")
     job.add_argument("job", type=Path, metavar="JOB.toml")
     settings(job)
-    job.add_argument("--nodes", type=many, required=True, metavar="N", help="nodes to ask for")
+    job.add_argument(
+        "--nodes", type=many, required=True, metavar="N", help="number of hosts to request"
+    )
     job.add_argument(
         "--ranks",
         type=many,
         metavar="R",
-        help="ranks on each, where node.ranks_per_node asks for several; default: as many as it "
-        'says, with "host" as the site has GPUs',
+        help="ranks per host, if node.ranks_per_node is not 1; default: that setting, or for "
+        '"host" the number of GPUs of a host',
     )
-    job.add_argument("--time", required=True, metavar="T", help="30m, 2h, 4:00:00, 1-12:00:00")
-    job.add_argument("--account", help="project that pays; some sites need it")
+    job.add_argument(
+        "--time", required=True, metavar="T", help="time limit: 30m, 2h, 4:00:00, 1-12:00:00"
+    )
+    job.add_argument("--account", help="project to charge; some sites require it")
     job.add_argument("--partition", help="partition or queue")
     job.add_argument("--qos", help="quality of service")
-    job.add_argument("--venv", type=Path, metavar="DIR", help="default: the one in use now, if any")
-    job.add_argument("--launcher", metavar="'WORDS'", help="replaces the site's")
+    job.add_argument("--venv", type=Path, metavar="DIR", help="default: the active one, if any")
+    job.add_argument("--launcher", metavar="'WORDS'", help="launch command, in place of the site's")
 
 
 def _job(options) -> None:
@@ -66,14 +70,14 @@ def _job(options) -> None:
     devices = [d for d in slots_of(job.node.devices) if d.startswith("cuda")]
     if job.node.devices != "auto" and site.gpus and len(devices) > site.gpus:
         found.append(
-            f'node.devices = "{job.node.devices}": {site.title} has {site.gpus} GPUs a node; '
+            f'node.devices = "{job.node.devices}": {site.title} has {site.gpus} GPUs per host; '
             f"add node.devices=cuda:0-{site.gpus - 1}"
         )
     if found:
         raise JobError(found)
     if site.gpus and job.node.devices.startswith("cpu"):
         print_safe(
-            f'mpigossip: node.devices = "{job.node.devices}" leaves the {site.gpus} GPUs of a node '
+            f'mpigossip: node.devices = "{job.node.devices}" leaves the {site.gpus} GPUs of a host '
             f"idle; node.devices={'auto' if ranks > 1 else f'cuda:0-{site.gpus - 1}'} uses them",
             file=sys.stderr,
         )
@@ -101,13 +105,13 @@ def _ranks(job: Job, site: Site, given: int | None) -> int:
     ranks = given or (asked if isinstance(asked, int) else site.gpus)
     if ranks < 1:
         raise JobError(
-            f'node.ranks_per_node = "host": {site.title} doesn\'t say how many GPUs a node has; '
-            "give --ranks R, how many ranks are to be started on each"
+            f'node.ranks_per_node = "host": the file of {site.title} has no number of GPUs per '
+            "host; pass --ranks R, the number of ranks per host"
         )
     if isinstance(asked, int) and ranks % asked:
         raise JobError(
-            f"--ranks {ranks}: node.ranks_per_node = {asked} makes nodes of {asked}; give a "
-            "multiple of it"
+            f"--ranks {ranks}: must be a multiple of node.ranks_per_node = {asked}, because a node "
+            f"has {asked} ranks"
         )
     return ranks
 
@@ -119,7 +123,7 @@ def _venv(given: Path | None) -> str | None:
     if given is None:
         return sys.prefix if sys.prefix != sys.base_prefix else None
     if not (given / "bin" / "activate").exists():
-        raise JobError(f'--venv "{given}" is no virtual environment: it has no bin/activate')
+        raise JobError(f'--venv "{given}" is not a virtual environment: it has no bin/activate')
     return str(given.absolute())
 
 
@@ -137,7 +141,9 @@ def _add_examples(commands) -> None:
     copied = command(below, "copy", _copy, "copy an example, with the module that it needs", COPY)
     listed.usage = "mpigossip examples [-h] [copy NAME [--to DIR]]"
     copied.add_argument("name", metavar="NAME", help="as `mpigossip examples` lists it")
-    copied.add_argument("--to", type=Path, metavar="DIR", default=Path(), help="default: here")
+    copied.add_argument(
+        "--to", type=Path, metavar="DIR", default=Path(), help="default: the current folder"
+    )
 
 
 def _list(options) -> None:
@@ -149,8 +155,8 @@ def _list(options) -> None:
             print_safe()
         group = path.parent
         print_safe(f"{name:18}{summary(path)}")
-    print_safe("\n`mpigossip examples copy NAME` copies one of them. Commands take a job of the")
-    print_safe("first group by its name: mpirun -n 4 mpigossip train digits")
+    print_safe("\n`mpigossip examples copy NAME` copies one of them. Commands accept a job of")
+    print_safe("the first group by its name: mpirun -n 4 mpigossip train digits")
 
 
 def _copy(options) -> None:

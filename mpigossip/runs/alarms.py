@@ -60,9 +60,10 @@ class Straggler:
     def _line(self, node: int, step: int, mean: np.ndarray, median: float) -> str:
         host = f" on {self._hosts[node]}" if len(set(self._hosts)) > 1 else ""
         return (
-            f"node {node}{host} is a straggler at step {step}: {mean[node]:.3g} s of compute a "
-            f"step, {mean[node] / median:.1f} x the median of {len(mean)} nodes, for "
-            f"{self._slow_s[node]:.0f} s; all wait for it (heat, another job, a slow data disk?)"
+            f"node {node}{host} is a straggler at step {step}: {mean[node]:.3g} s of compute "
+            f"per step, {mean[node] / median:.1f} x the median of {len(mean)} nodes, for "
+            f"{self._slow_s[node]:.0f} s; all nodes wait for it (possible causes: heat, another "
+            "job, a slow data disk)"
         )
 
 
@@ -97,9 +98,9 @@ class Divergence:
             grown = value > self._times * least
             if grown and not self._told:
                 lines.append(
-                    f"the nodes drift apart: consensus distance {value:.2e} at step {step}, "
-                    f"{value / least:.0f} x that of step {before}; a smaller schedule.lr, a "
-                    "denser graph, or a cadence that averages more often holds them together"
+                    f"the nodes diverge: consensus distance {value:.2e} at step {step}, "
+                    f"{value / least:.0f} x the value of step {before}; use a smaller "
+                    "schedule.lr, a denser graph, or a cadence that averages more often"
                 )
             self._told = grown
             self._recent.append((step, value))

@@ -88,8 +88,8 @@ class TensorBoard(Hook):
             self._writer = None
             text = f"{self._progress.folder / 'tensorboard'} can't be written: {error.strerror}"
             self._progress.warn(
-                f"{text}; training goes on without, and once there is room `mpigossip log export "
-                f"{self._progress.folder} --tensorboard FOLDER` brings all figures"
+                f"{text}; training continues without it. When there is space again, `mpigossip log "
+                f"export {self._progress.folder} --tensorboard FOLDER` writes all metrics"
             )
 
     def step(self, progress, record: Record) -> None:
@@ -141,7 +141,7 @@ def _made(name: str, world: World) -> Hook:
     where = HOOKS.get(name, name)
     if not is_user_code(where):
         raise JobError(
-            f'log.hooks: "{name}" is none of {", ".join(HOOKS)} and not of the form '
+            f'log.hooks: "{name}" must be one of {", ".join(HOOKS)}, or have the form '
             '"package.module:factory"'
         )
     factory = import_object("log.hooks", where, "(world) that returns a Hook")

@@ -111,15 +111,16 @@ class JobNode:
         drawn_by = str(manifest.meta.get(NUMPY_KEY))[:40]
         here = np.__version__
         if drawn_by == here:
-            cause = "its samples or labels have changed; restore the data that the run began with"
+            cause = "its samples or labels have changed; restore the data of the start of the run"
         else:
             cause = (
-                f"NumPy {drawn_by} drew it, here is {here}: `pip install numpy=={drawn_by}`, or "
-                "restore the data, if they have changed"
+                f"NumPy {drawn_by} drew the partition, this is NumPy {here}: run `pip install "
+                f"numpy=={drawn_by}`, or restore the data if they have changed"
             )
         raise StoreError(
             f'data.partition = "{self.job.data.partition}": the samples of data.source = '
-            f'"{self.job.data.source}" are distributed over nodes otherwise than when {path} was '
+            f'"{self.job.data.source}" are distributed over nodes in another way than when {path} '
+            "was "
             f"saved; {cause}"
         )
 
@@ -229,8 +230,9 @@ class JobNode:
             nodes = [int(i) for i in found.share[name].isfinite().logical_not().nonzero()]
             first = f", on node {self.mixer.local_nodes[nodes[0]]} first" if nodes else ""
             progress.warn(
-                f'the test\'s "{name}" is {value} at step {self.engine.index}{first}: a sum that '
-                "isn't a number, or a count of 0 over the whole test set"
+                f'the test metric "{name}" is {value} at step {self.engine.index}{first}: its sum '
+                "is "
+                "not a number, or its count over the whole test set is 0"
             )
 
 
@@ -305,5 +307,5 @@ def _summary_of(folder: Path, world: World) -> dict[str, Any] | None:
             found = read(folder / "log.h5").summary
             if found.get("finished"):
                 summary = found
-                print_line(f"{folder}: nothing is left to train\n{describe(summary)}")
+                print_line(f"{folder}: the training has ended already\n{describe(summary)}")
     return world.broadcast(summary)

@@ -85,23 +85,24 @@ def newest(folder: Path, world: World) -> Path | None:
         if world.rank == 0:
             if all((folder / one).is_dir() for one in FOLDERS):
                 raise JobError(
-                    f'"{folder}" holds a training of members: `mpigossip join {folder}` goes on '
-                    "with it (programs: mpigossip.join); or name another folder"
+                    f'"{folder}" holds a training of members: continue it with `mpigossip join '
+                    f"{folder}` (in a program, mpigossip.join), or name another folder"
                 )
             found, damaged = checkpoint.newest(folder)
             if found is None and (damaged or any(place.glob("step-*.damaged*"))):
                 raise JobError(
                     [
                         *damaged.values(),
-                        f'"{place}" holds checkpoints, and none of them is '
-                        "complete, so no run begins at step 0 there: copy a complete one to it, or "
-                        f"begin anew after `mv {quote(str(place))} {quote(f'{place}.damaged')}`",
+                        f'"{place}" holds checkpoints, but none of them is complete: copy a '
+                        "complete one to it, or start from step 0 after "
+                        f"`mv {quote(str(place))} {quote(f'{place}.damaged')}`",
                     ]
                 )
             for path, problem in damaged.items():
                 aside = checkpoint.set_aside(path).name
                 print_line(
-                    f"{problem}. The run goes on from {found}, and keeps this one as {aside}"
+                    f"{problem}. The run continues from {found}, and keeps the damaged one as "
+                    f"{aside}"
                 )
     return world.broadcast(found)
 
@@ -119,7 +120,7 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
     """
     with world.raise_together(UserError):
         if not folder.is_dir():
-            raise JobError(f'"{folder}" is no run directory: there is no such folder')
+            raise JobError(f'"{folder}" is not a run directory: there is no such folder')
     with locked(folder, world):
         found = newest(folder, world)
         with world.raise_together(UserError):
@@ -133,8 +134,8 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
             asked = any(one.strip().startswith("run.output") for one in overrides)
             if asked and job.run.folder.resolve() != folder.resolve():
                 raise JobError(
-                    f'run.output: a run goes on in its own folder, "{folder}"; to keep it as it is '
-                    "and go on elsewhere, copy the folder and resume the copy"
+                    f'run.output: a run continues in its own folder, "{folder}"; to keep it '
+                    "unchanged, copy the folder and resume the copy"
                 )
             # the folder may have been moved since
             job = replace(job, run=replace(job.run, output=str(folder)))
@@ -152,7 +153,8 @@ def _of_a_job(path: Path) -> Manifest:
     if manifest.meta.get("door") == "loop":
         raise JobError(
             f'"{path.parents[1]}" holds the run of a custom training loop: start that program '
-            "again, its optimizer.resume() continues (`mpigossip checkpoint show` prints which)"
+            "again, which continues by optimizer.resume() (`mpigossip checkpoint show` prints its "
+            "name)"
         )
     return manifest
 
@@ -168,7 +170,7 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
     if n != nodes_requested(manifest):
         raise JobError(
             f'run.output: "{job.run.folder}" holds a run of {nodes_requested(manifest)} nodes, '
-            f"here are {n}; name another folder with run.output=…, or change the number by "
+            f"not of {n}; name another folder with run.output=…, or change the number of nodes by "
             f"`mpigossip resume {job.run.folder}` on {n} ranks (simulated: with --simulate "
             f"--nodes {n})"
         )
@@ -177,7 +179,7 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
         folder = job.run.folder
         raise JobError(
             f'run.output: "{folder}" holds a run of another job ({"; ".join(found[:4])}); '
-            f"name another folder with run.output=…, or go on with it by `mpigossip resume "
+            f"name another folder with run.output=…, or continue it by `mpigossip resume "
             f"{folder} section.key=value`"
         )
 
@@ -192,7 +194,7 @@ def differing(job: Job, there: Job, apart: Collection[str] = ()) -> list[str]:
     now = config.as_dict(job)
     before = config.as_dict(there)
     return [
-        f"{section}.{key} = {now[section].get(key)!r}, there {before[section].get(key)!r}"
+        f"{section}.{key} = {now[section].get(key)!r}, in the folder {before[section].get(key)!r}"
         for section in now
         if section not in apart
         for key in {**now[section], **before[section]}

@@ -37,12 +37,11 @@ def export(path: Path, out: Path, node: int | None = None, trust_model: bool = F
         damaged
     """
     if out.suffix not in SUFFIXES:
-        raise StoreError(f'--out "{out}" doesn\'t say its format: end it on .safetensors or .pt')
+        raise StoreError(f'--out "{out}": the name must end in .safetensors or .pt')
     manifest = checkpoint.read_manifest(path)
     if node is not None and not 0 <= node < manifest.n:
         raise StoreError(
-            f"--node {node}: {path} has nodes 0 to {manifest.n - 1}; leave --node out for their "
-            "average"
+            f"--node {node}: {path} has nodes 0 to {manifest.n - 1}; omit --node for their average"
         )
     values = averaged(path, manifest) if node is None else model_of(path, node)
     made = trust_model and manifest.meta.get("door") != "loop"
@@ -95,14 +94,13 @@ def _as_saved(
         left_out = None
     if left_out is not None:  # the checkpoint of a custom loop
         note = (
-            "frozen parameters and second names of tied ones are left out: load with strict=False"
+            "frozen parameters, and second names of tied ones, are left out: load with strict=False"
         )
         values = {name: value for name, value in values.items() if name not in temporary}
         return _tensors(values), note if left_out else ""
     note = (
-        f'frozen parameters and second names of tied ones are left out: model.name = "{name}" is '
-        "code that the checkpoint names, which isn't imported by itself; give --trust-model where "
-        "you trust it"
+        "frozen parameters, and second names of tied ones, are left out, because model.name = "
+        f'"{name}" is code, which is not imported by default: pass --trust-model if you trust it'
     )
     return _tensors(values), "" if name in models.BUILDERS else note
 
@@ -128,7 +126,7 @@ def _completed(
         data.close()
     except (JobError, StoreError) as error:
         return tensors, (
-            f"the model couldn't be made here ({error}); frozen parameters, if it has any, and "
+            f"the model can't be built here ({error}): its frozen parameters, if it has any, and "
             "second names of tied ones are left out"
         )
     own = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -136,8 +134,8 @@ def _completed(
         for name, value in tensors.items():
             if name not in own or own[name].numel() != value.numel():
                 raise StoreError(
-                    f'"{name}" {tuple(value.shape)} of the checkpoint is no array of the model as '
-                    "it is made now: restore the model's code, or leave --trust-model out"
+                    f'"{name}" {tuple(value.shape)} of the checkpoint is not an array of the '
+                    "present model: restore the code of the model, or omit --trust-model"
                 )
             own[name].copy_(value.view(own[name].shape))
     # safetensors does not store one array under two names, so tied arrays are copied
@@ -165,4 +163,4 @@ def _three_lines(out: Path, strict: bool) -> list[str]:
         first = "import torch"
         call = f'torch.load("{out}", weights_only=True)'
     call = call if strict else f"{call}, strict=False"
-    return [first, "model = …  # made as for the training", f"model.load_state_dict({call})"]
+    return [first, "model = …  # built as for training", f"model.load_state_dict({call})"]

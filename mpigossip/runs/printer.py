@@ -100,7 +100,7 @@ class Printer(Hook):
             for head, line in zip([word, *[""] * len(lines)], lines or [""], strict=False):
                 self._print(Text.assemble((f"  {head:<9}", "cyan"), line))
         if progress.first_step:
-            self._print(Text(f"  going on at step {progress.first_step}"))
+            self._print(Text(f"  resuming at step {progress.first_step}"))
         self._print(Text())
         self._rows = 0
 
@@ -240,7 +240,7 @@ def silenced(error: OSError) -> None:
     why = output_error(error)
     if not why:
         raise error
-    print_note(f"standard output can't be written: {why}; the run goes on without")
+    print_note(f"standard output can't be written: {why}; the run continues without it")
 
 
 def _width(terminal: str | None) -> int | None:

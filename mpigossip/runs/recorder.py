@@ -203,7 +203,9 @@ class Recorder(Hook):
             if not self._goes_on:
                 raise
             if self._world.rank == 0:
-                print_note(f"{error}; training goes on, and what was to be logged is kept")
+                print_note(
+                    f"{error}; training continues, and the rows of the log are kept in memory"
+                )
 
     def _flush(self) -> None:
         block = {}
@@ -253,7 +255,7 @@ class Recorder(Hook):
             first = self._writer.next_step
             progress.folder.mkdir(parents=self._parents, exist_ok=True)
             self._writer = self._open(progress, progress.nodes, first)
-            progress.warn(f"{gone}: a new one begins at step {first}")
+            progress.warn(f"{gone}: a new log begins at step {first}")
             self._write(gathered, evaluations)
 
     def _write(self, gathered: list, evaluations: list[dict]) -> None:

@@ -40,7 +40,7 @@ def nodes_requested(manifest: checkpoint.Manifest) -> int:
     if not isinstance(asked, int) or not manifest.n <= asked <= MOST:
         raise StoreError(
             f"a checkpoint of {manifest.n} nodes says that the run was started with "
-            f"{str(asked)[:40]}; use another checkpoint"
+            f"{str(asked)[:40]} nodes; use another checkpoint"
         )
     return asked
 
@@ -121,7 +121,7 @@ class Run:
             exact, told, numbers = restore(self.node, path, manifest)
             told = self._remember(manifest) + told
             if exact and not self.node.mixer.synchronous:
-                told += ["not exactly: what nodes had under way to one another is dropped"]
+                told += ["not exactly: messages in flight between nodes are dropped"]
         with torch.no_grad():
             self.node.publish()
         self.take_over(numbers)
@@ -198,8 +198,8 @@ class Run:
             self._asked_at = done if not self._partly_ended and self._stops(done) else None
         elif done == self._asked_at + IGNORED and self.world.rank == 0:
             self.progress.warn(
-                f"a stop was agreed on at step {self._asked_at}, and the loop goes on: look at "
-                "optimizer.stopping after each step, and call optimizer.exit()"
+                f"all ranks agreed at step {self._asked_at} to stop, but the loop still runs: test "
+                "`optimizer.stopping` after each step, and call optimizer.exit() if it is true"
             )
 
     def close_step(self) -> None:
@@ -246,7 +246,7 @@ class Run:
 
         Return whether to stop, and whether all nodes have ended.
         """
-        self.wait_for_nodes("the log's writing")
+        self.wait_for_nodes("writing the log")
         for _ in range(2):  # all nodes are here, so the agreement starts and ends at once
             self.saver.poll(0)
         self._recorder.flush()
@@ -265,9 +265,9 @@ class Run:
             some = ", ".join(f"rank {rank} in {one}" for rank, one in enumerate(calls[:8]))
             raise CollectiveError(
                 [
-                    f"asynchronous nodes meet in different calls: {some}; the log is written "
-                    f"every {self.job.log.flush_steps} steps (flush_steps): let all nodes call "
-                    "save() after equally many"
+                    f"asynchronous nodes are in different calls: {some}; the log is written every "
+                    f"{self.job.log.flush_steps} steps (flush_steps): call save() after the same "
+                    "number of steps on all nodes"
                 ]
             )
 
@@ -287,10 +287,10 @@ class Run:
             some = ", ".join(f"rank {r} {c} ({what})" for r, (c, what) in enumerate(stands[:8]))
             raise CollectiveError(
                 [
-                    f"ranks have made different numbers of steps: {some}; synchronous nodes take "
-                    "equally many, and meet in the same calls: give all as many batches "
-                    "(drop_last), "
-                    'or use mixer="asynchronous"'
+                    f"ranks have made different numbers of steps: {some}; synchronous nodes must "
+                    "make "
+                    "the same steps and calls: give all nodes the same number of batches "
+                    '(drop_last=True), or use mixer="asynchronous"'
                 ]
             )
         return index
@@ -406,7 +406,7 @@ class Run:
             every = self.job.log.flush_steps
             while not self._round(done := (done // every + 1) * every, ended=True)[1]:
                 pass
-        index = self._same_step("the end of the run")
+        index = self._same_step("ending the run")
         if self.world.agree(self.saved_at != node.engine.index):
             self._save()
         self.saver.close()

@@ -143,7 +143,7 @@ class Saver:
         try:
             checkpoint.prune(self._folder, self._settings.keep, self._settings.keep_every)
         except StoreError as error:  # the new checkpoint is complete, so the run does not stop
-            print_note(f"an old checkpoint stays: {error}")
+            print_note(f"an old checkpoint was not removed: {error}")
         return path
 
     def _failed(self, step: int, errors: Sequence[Any], gone: bool = False) -> None:
@@ -157,18 +157,17 @@ class Saver:
         text = f"the checkpoint of step {step} could not be written: {error}"
         if isinstance(error, NonFiniteError):
             raise NonFiniteError(
-                f"{text}. Earlier ones are kept: lower the learning rate, and resume"
+                f"{text}. Earlier checkpoints are kept: lower the learning rate, and resume"
             )
         if not self._goes_on and not gone:
             raise CollectiveError(
                 [
-                    f"{text}. Earlier checkpoints are complete; make room and resume, or let runs "
-                    f"go "
-                    'on without with checkpoint.on_error = "continue"'
+                    f"{text}. Earlier checkpoints are complete: free disk space and resume, or set "
+                    'checkpoint.on_error = "continue", so that runs continue without it'
                 ]
             )
         if self._world.rank == 0:
-            print_note(f"{text}; training goes on")
+            print_note(f"{text}; training continues")
 
     def abandon(self) -> None:
         """Abandon the checkpoint that is being written, after a rank failure; not collective."""

@@ -246,7 +246,7 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
     if not kept:
         dropped = [n.removeprefix("state/") for n in mean if n.startswith("state/")]
         engine.restart()
-        told.append(f"dropped: {', '.join(dropped) or 'nothing'}, begun anew: {', '.join(names)}")
+        told.append(f"dropped: {', '.join(dropped) or 'nothing'}, reset: {', '.join(names)}")
     elif engine.state_start < engine.index and _same_cadence(numbers, engine):
         engine.restore_cadence(numbers)
     engine.round = 0
@@ -284,7 +284,7 @@ def _check_model(saved: NodeState, flat: ParameterLayout, path: Path) -> None:
     now = dict(zip(flat.names, flat.shapes, strict=True))
     if was != now or saved.names != flat.names:
         differing = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-        example = f", as {differing[0]} shows" if differing else " in another order"
+        example = f" ({differing[0]} differs)" if differing else " in another order"
         raise StoreError(
             f"{path} holds another model{example}: resume with the model that was saved "
             "(`mpigossip checkpoint show` prints its job)"

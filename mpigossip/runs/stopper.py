@@ -141,7 +141,9 @@ class Stopper(Hook):
         """Return the result of the last agreement every ``lag`` steps, and start the next one."""
         if not self.due() and self._world.size > 1 and os.getppid() != self._launcher:
             self._asked = True
-            self._warnings.append("stopped because the launcher's process is gone: resume the run")
+            self._warnings.append(
+                "stopped because the launcher's process has exited: resume the run"
+            )
         if done % self._lag:
             return False
         agreed = self._pending

@@ -54,7 +54,7 @@ def describe(summary: dict[str, Any], who: str = "node") -> str:
     if "loss" in summary:
         lines.append(_tested(summary))
     if "figures" in summary:
-        lines.append(f"figures    {summary['figures']}")
+        lines.append(f"metrics    {summary['figures']}")
     spent = {name: summary[key] for key, name in SPLIT.items() if key in summary}
     total = sum(spent.values())
     if total:
@@ -64,10 +64,10 @@ def describe(summary: dict[str, Any], who: str = "node") -> str:
             speed = f"{summary['samples_per_second']:,.0f} samples/s over all {who}s"
             lines.append(f"speed      {speed}")
     if "lost" in summary:
-        lines.append(f"lost       {summary['lost']}")
+        lines.append(f"failed     {summary['lost']}")
     if "warnings" in summary:
         lines.append(f"warnings   {summary['warnings']}")
-    lines.append(f"sent       {format_bytes(summary['bytes_sent'])} a {who}")
+    lines.append(f"sent       {format_bytes(summary['bytes_sent'])} per {who}")
     if "checkpoint" in summary:
         lines.append(f"checkpoint {summary['checkpoint']}")
         lines.append(f"digest     {summary.get('digest', 'not known')}")

@@ -31,9 +31,9 @@ def prepare(job: Job, world: World) -> None:
     world.survives = job.run.survive and world.fault_tolerant
     if job.run.survive and world.comm is not None and not world.survives and world.rank == 0:
         print_note(
-            "run.survive: this MPI was not started fault-tolerant, so a lost rank ends "
-            "the job at once, and the next one goes on from the last checkpoint; with Open MPI 5 "
-            "start it by `mpirun --with-ft ulfm` (srun can't: Slurm ends a step that lost a task)"
+            "run.survive = true: MPI was not started with fault tolerance, so a rank failure ends "
+            "the job at once, and the next job continues from the last checkpoint; with Open MPI "
+            "5, use `mpirun --with-ft ulfm` (not srun: Slurm ends a step if a task fails)"
         )
 
 
@@ -186,7 +186,7 @@ class Survival:
         gone = [at for at, name in enumerate(self._names) if name not in here.original_ranks]
         lost = [f"rank {self._names[at]} on {self._hosts[at]}" for at in gone]
         if self._leaving:
-            lost = [f"{rank} was lost after step {node.engine.index}" for rank in lost]
+            lost = [f"{rank} failed after step {node.engine.index}" for rank in lost]
             if run is not None and here.rank == 0:
                 text = f"{'; '.join(lost)}; {pluralize(here.size, 'node')} end the run"
                 print_note(text)
@@ -242,11 +242,11 @@ class Survival:
     def _tell(self, world: World, lost: Sequence[str], index: Any, how: Sequence[str]) -> list[str]:
         """Report on rank 0 which ranks failed, and how the others continue; collective."""
         seconds = world.agree(int(1000 * (time.perf_counter() - self._recent.done_at))) / 1000
-        lines = [f"{rank} was lost after step {index} ({seconds:.2f} s lost)" for rank in lost]
+        lines = [f"{rank} failed after step {index} ({seconds:.2f} s lost)" for rank in lost]
         if world.rank == 0:
-            go_on = "1 node goes on alone"
+            go_on = "1 node continues alone"
             if world.size > 1:
-                go_on = f"{world.size} nodes go on from their exact average"
+                go_on = f"{world.size} nodes continue from their exact average"
             told = "; ".join([*lines, go_on])
             told += f" ({'; '.join(how)})" if how else ""
             print_note(told)

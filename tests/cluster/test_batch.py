@@ -468,7 +468,7 @@ def test_the_command_prints_a_script_and_checks_the_job_first(alone):
 def test_the_command_warns_of_idle_gpus(alone, tmp_path):
     given = ["node.devices=cpu:1", "--nodes", "2", "--time", "2h", "--account", "a", "--qos", "b"]
     done = alone("job", "perlmutter", JOB, *given, "--venv", str(tmp_path))
-    assert done.returncode == 2 and "no virtual environment" in done.stderr
+    assert done.returncode == 2 and "is not a virtual environment" in done.stderr
     assert "leaves the 4 GPUs" in done.stderr
 
 

@@ -18,6 +18,6 @@ def test_the_ways_of_gpus_are_said_with_their_reasons():
     world = SimpleNamespace(comm=object(), survives=False, nodes=SimpleNamespace(inter_node=column))
     said = overview._exchange(engine, graph("complete", 4), NodeSection(), world)
     assert said == (
-        "node 0 takes from 1: put from GPU to GPU (proven); "
+        "node 0 receives from 1: put from GPU to GPU (proven); "
         "from 2, 3: host staging (no GPU-aware MPI)"
     )

@@ -125,14 +125,14 @@ def test_rank_0_alone_speaks():
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ([], ["4 simulated", "exact average in 2 rounds", "86 kB a node and step (1 vector)"]),
-        (["graph.name=ring"], ["2 neighbours a round, period 1, spectral gap 0.667"]),
+        ([], ["4 simulated", "exact average in 2 rounds", "86 kB per node and step (1 vector)"]),
+        (["graph.name=ring"], ["2 neighbours per round, period 1, spectral gap 0.667"]),
         (["algorithm.name=parallel", "graph.name=complete"], ["reduce-scatter and all-gather"]),
-        (["node.wire=bf16"], ["bf16 on the wire", "43 kB a node"]),
-        (["graph.name=random-matching"], ["1 neighbour a round, no period"]),
+        (["node.wire=bf16"], ["bf16 on the wire", "43 kB per node"]),
+        (["graph.name=random-matching"], ["1 neighbour per round, no period"]),
         (
             ["algorithm.name=cpsgd", "node.devices=cpu:2"],
-            ["2 slots each (cpu)", "129 kB a node and averaging step", "graph unused"],
+            ["2 slots each (cpu)", "129 kB per node and averaging step", "graph unused"],
         ),
         (["graph.name=star", "graph.weights=laplacian"], ["signed weights, spectral gap 0.4"]),
         (["algorithm.name=dsgd", "graph.name=star", "graph.weights=uniform"], ["mean drifts"]),
@@ -171,6 +171,6 @@ def test_ranks_say_who_they_are_and_one_speaks(pooled, tmp_path):
     done = pooled(3, "train", JOB, *words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("3 ranks on 1 host") == 1
-    assert "node 0 takes from 1, 2: put into MPI windows" in done.stdout
+    assert "node 0 receives from 1, 2: put into MPI windows" in done.stdout
     assert done.stdout.count("\n  files ") == 1 and done.stdout.count("accuracy") == 2
     assert (tmp_path / "runs/digits/log.h5").is_file()

@@ -236,7 +236,7 @@ def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
     assert "exact average of 8 nodes" in told.getvalue() and "averaged: " in told.getvalue()
     sent = with_nan(read(folder / "log.h5").steps["bytes_sent"])
     assert np.isnan(sent[-1, 3:]).all() and np.nanmean(sent[-1]) > np.nanmean(sent[-2])
-    with pytest.raises(JobError, match="a run goes on in its own folder"):
+    with pytest.raises(JobError, match="run.output: a run continues"):
         launch.resume(folder, [f"run.output={tmp_path / 'other'}"], SingleProcess(), 3)
     for n, extra, until in ((5, [], 110), (5, ["node.devices=cpu:2"], "none")):
         summary = launch.resume(folder, [f"run.steps={until}", *extra], SingleProcess(), n)
@@ -319,7 +319,7 @@ def test_a_method_with_other_state_begins_anew_and_says_so(tmp_path):
     with contextlib.redirect_stdout(io.StringIO()) as told:
         change = ["algorithm.name=dsgd", "local.name=adamw", "run.steps=5"]
         launch.resume(tmp_path, change, SingleProcess(), None)
-    assert "dropped: momentum, begun anew: first, second" in told.getvalue()
+    assert "dropped: momentum, reset: first, second" in told.getvalue()
     with pytest.raises(ValueError, match="holds another model"):
         launch.resume(tmp_path, ["model.name=mlp", "run.steps=6"], SingleProcess(), None)
 
@@ -346,7 +346,7 @@ def test_train_goes_on_with_what_resume_has_resumed(tmp_path):
 def test_the_number_of_nodes_is_part_of_the_job(tmp_path):
     made = job("run.steps=2", "model.name=mlp", folder=tmp_path)
     launch.train(made, SingleProcess(), 2)
-    with pytest.raises(ValueError, match=r"run of 2 nodes, here are 3;.*resume.*--nodes 3"):
+    with pytest.raises(ValueError, match=r"run of 2 nodes, not of 3;.*resume.*--nodes 3"):
         launch.train(made, SingleProcess(), 3)
     assert launch.resume(tmp_path, ["run.steps=4"], SingleProcess(), 3)["nodes"] == 3
     with pytest.raises(ValueError, match="run of 3 nodes, here are 2"):
@@ -364,13 +364,16 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
     (paths[1] / "node-0001.h5").unlink()
     assert main(["checkpoint", "verify", str(folder)]) == 2
     told = capsys.readouterr().err
-    assert f"{paths[2]}/checkpoint.h5 is damaged" in told and f"itself, is {paths[0]}" in told
+    assert (
+        f"{paths[2]}/checkpoint.h5 is damaged" in told
+        and f"complete checkpoint is {paths[0]}" in told
+    )
     before = (paths[2] / "checkpoint.h5").read_bytes()
     assert launch.train(made, SingleProcess(), 2)["digest"] == digest
     told = capsys.readouterr().out
     for name, path in (("checkpoint.h5", paths[2]), ("node-0001.h5", paths[1])):
-        assert f"{path / name} " in told and f"keeps this one as {path.name}.damaged" in told
-    assert f"The run goes on from {paths[0]}" in told
+        assert f"{path / name} " in told and f"keeps the damaged one as {path.name}.damaged" in told
+    assert f"The run continues from {paths[0]}" in told
     assert (paths[2].with_suffix(".damaged") / "checkpoint.h5").read_bytes() == before
     for path in paths:
         flipped(path / "checkpoint.h5")
@@ -409,7 +412,7 @@ class Lost(Hook):
     def start(self, progress, assembly):
         progress.asked = 4
         progress.lost_at = 2
-        progress.lost = ["rank 1 on a was lost after step 2 (0.10 s lost)"]
+        progress.lost = ["rank 1 on a failed after step 2 (0.10 s lost)"]
 
 
 def test_after_a_loss_the_next_life_has_all_nodes_again_and_says_what_it_cost(
@@ -421,12 +424,12 @@ def test_after_a_loss_the_next_life_has_all_nodes_again_and_says_what_it_cost(
     with monkeypatch.context() as patch:
         patch.setattr(run, "named_hooks", lambda *_: [Lost()])
         assert not launch.train(made, SingleProcess(), 3)["finished"]
-    with pytest.raises(ValueError, match="run of 4 nodes, here are 3"):
+    with pytest.raises(ValueError, match="run of 4 nodes, not of 3"):
         launch.train(made, SingleProcess(), 3)
     with contextlib.redirect_stdout(io.StringIO()) as told:
         summary = launch.train(made, SingleProcess(), 4)
     assert (
-        "was lost after step 2 (0.10 s lost); 6 steps since then on 3 of 4 nodes, now 4; from "
+        "failed after step 2 (0.10 s lost); 6 steps since then on 3 of 4 nodes, now 4; from "
         "the exact average of 3 nodes" in told.getvalue()
     )
     assert summary["finished"] and "rank 1 on a" in summary["lost"]

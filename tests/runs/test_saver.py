@@ -94,7 +94,7 @@ def test_a_full_disk_is_said_and_survived_where_the_job_wants_so(tmp_path, monke
     monkeypatch.setattr(checkpoint, "write_node", failing(12))
     summary = launch.train(job(tmp_path, "checkpoint.on_error=continue"), SingleProcess(), 2)
     assert summary["finished"] and "digest" not in summary
-    assert capsys.readouterr().err.count("training goes on") == 3
+    assert capsys.readouterr().err.count("training continues") == 3
     assert checkpoint.steps(tmp_path) == [6]
     assert len(read(tmp_path / "log.h5").steps["loss"]) == 24
 
@@ -104,7 +104,7 @@ def test_a_file_system_that_fails_for_a_moment_costs_a_checkpoint(tmp_path, monk
     assert launch.train(job(tmp_path, "checkpoint.on_error=continue"), SingleProcess(), 2)[
         "finished"
     ]
-    assert "Stale file handle; training goes on" in capsys.readouterr().err
+    assert "Stale file handle; training continues" in capsys.readouterr().err
     with pytest.raises(ValueError, match="Stale file handle.*on_error"):
         launch.train(job(tmp_path / "stops"), SingleProcess(), 2)
 
@@ -124,7 +124,7 @@ def test_checkpoints_that_are_deleted_while_one_is_written_end_no_run(
     monkeypatch.setattr(checkpoint, at, take)
     assert launch.train(job(tmp_path), SingleProcess(), 2)["finished"]
     told = capsys.readouterr().err
-    assert "the checkpoint of step 12 could not be written" in told and "training goes on" in told
+    assert "the checkpoint of step 12 could not be written" in told and "training continues" in told
     assert checkpoint.steps(tmp_path) == [18, 24]
 
 

@@ -195,9 +195,9 @@ def test_the_life_after_a_loss_has_all_ranks_again(tolerant, tmp_path):
     again = tolerant(3, "", "run.steps=20")
     assert again.returncode == 0, again.stderr[-3000:]
     said = (
-        r"rank 1 on \S+ was lost after step \d .* since then on 2 of 3 nodes, now 3; from the exact"
+        r"rank 1 on \S+ failed after step \d .* since then on 2 of 3 nodes, now 3; from the exact"
     )
-    assert re.search(said, again.stdout) and re.search("lost +rank 1 on", again.stdout)
+    assert re.search(said, again.stdout) and re.search("failed +rank 1 on", again.stdout)
     assert read(tmp_path / "log.h5").summary["nodes"] == 3
 
 
@@ -218,7 +218,7 @@ def test_a_kill_loses_the_open_exchange_of_a_fragment_at_most(tolerant, tmp_path
     # sent in step 5, taken in in step 8: rank 1 dies between
     done = tolerant(3, "1@6", *settings, "cadence.delay=3", "run.steps=14")
     assert done.returncode == 0, done.stderr[-3000:]
-    (step,) = re.findall(r"rank 1 on \S+ was lost after step (\d+)", done.stderr)
+    (step,) = re.findall(r"rank 1 on \S+ failed after step (\d+)", done.stderr)
     assert int(step) >= least, "more than the open exchange was lost"
     log = read(tmp_path / "log.h5")
     assert log.summary["nodes"] == 2 and log.steps["step"].tolist() == list(range(14))

@@ -54,7 +54,7 @@ OWN = {
 """Sections and settings of a job in which members may differ."""
 FILES = ("graph.name", "graph.placement")
 """Settings that may name a file as "file:PATH", which is read but never imported."""
-OWN_COPY = "to run that code give your own copy: `mpigossip {command} {folder} JOB.toml`"
+OWN_COPY = "to run that code, pass your own copy: `mpigossip {command} {folder} JOB.toml`"
 
 
 def join(
@@ -383,7 +383,9 @@ def _given_up(live: FolderExchange, folder: Path) -> bool:
     if not any(name.endswith(".writing") for name in names):
         return False
     claim = f"END.{sum(name.startswith('END.') for name in disk.names(''))}"
-    live.place.report(f"{folder} has ended, but its checkpoint isn't whole: waiting for its writer")
+    live.place.report(
+        f"{folder} has ended, but its checkpoint is incomplete: waiting for its writer"
+    )
     before = disk.retry(seen, "checkpoints")
     since = time.monotonic()
     while time.monotonic() - since < live.place.plan.lease_s:
@@ -455,15 +457,15 @@ def job_of(
     about = disk.retry(folder.stat)
     if not disk.shared and (about.st_mode & 0o022 or about.st_uid != os.getuid()):
         raise JobError(
-            f'others may write to "{folder}" and put anything into the average: '
-            f"`chmod go-w {folder}`, or give --shared"
+            f'other users may write to "{folder}" and so change the average: run '
+            f"`chmod go-w {folder}`, or pass --shared"
         )
     there = job_there(disk, job, name)
     begun = (disk.read(name, listed=True) or b"").decode(errors="replace").partition("\n")[0]
     if not begun.startswith(here):
-        other = begun[2:] if begun.startswith("# ") else "its job doesn't say which"
+        other = begun[2:] if begun.startswith("# ") else "its job names none"
         text = f'"{folder}" was begun with another version or model ({other}; here {here[2:]})'
-        raise JobError(f"{text}: join with the same ones, or name another folder")
+        raise JobError(f"{text}: join with the same version and model, or name another folder")
     return job or there
 
 
@@ -490,8 +492,8 @@ def _begin(folder: Path, job: Job | None, disk: RecordStore, name: str, head: st
     except OSError as error:
         if error.errno in NO_LINKS:
             raise JobError(
-                f'"{folder}" takes no hard links ({error.strerror}), which members '
-                "need; choose a folder on another file system"
+                f'"{folder}" is on a file system without hard links ({error.strerror}), '
+                "which members need; choose a folder on another one"
             ) from None
         disk.publish(name, content)
 
@@ -500,10 +502,12 @@ def none_there(disk: RecordStore) -> str:
     """Return the message for a folder without a job."""
     if disk.exists(LOOP):
         return (
-            f'"{disk.root}" holds the training of a program, as {LOOP} says: start that '
+            f'"{disk.root}" holds the training of a program (see {LOOP}): start that '
             "program; with mpigossip.join(…, replay=True) it repeats the training"
         )
-    none = f'"{disk.root}" holds no training yet; begin one: `mpigossip join {disk.root} JOB.toml`'
+    none = (
+        f'"{disk.root}" holds no training yet: begin one by `mpigossip join {disk.root} JOB.toml`'
+    )
     return of_something_else(disk, JOB) or none
 
 
@@ -517,7 +521,7 @@ def of_something_else(disk: RecordStore, name: str) -> str:
     names = set(disk.names(""))
     if name in names or names <= {*FOLDERS, "STOP"}:
         return ""
-    return f'"{disk.root}" is a folder of something else; name a new one'
+    return f'"{disk.root}" holds other files than a training of members; name a new folder'
 
 
 def job_there(
@@ -555,7 +559,7 @@ def job_there(
     if own is not None and (wrong := differing(own, there, OWN)):
         raise JobError(
             f'"{disk.root}" holds the training of another job ({"; ".join(wrong[:4])}); '
-            f"leave JOB.toml out to {command} it, or name another folder"
+            f"to {command} it, omit JOB.toml, or name another folder"
         )
     return there
 
@@ -568,10 +572,10 @@ def check_lease(lease_s: float, round_s: float) -> None:
     """
     if lease_s < 5 * round_s:
         raise JobError(
-            f"a round takes {round_s:.3g} s here, and a lease is {lease_s:g} s: others "
-            "would take this member for dead; it needs five rounds or more: begin "
-            f"another folder with a lease of {5 * round_s:.0f} s (members.lease_s; in "
-            "a program lease_s), or with fewer steps in a round"
+            f"a round takes {round_s:.3g} s, but a lease is {lease_s:g} s, so that other members "
+            "would close this one; a lease must last at least five rounds: begin in another "
+            f"folder with a lease of {5 * round_s:.0f} s (members.lease_s; in a program, lease_s), "
+            "or with fewer steps per round"
         )
 
 
@@ -582,7 +586,7 @@ def check_fit(job: Job) -> None:
     if not _goes(job.algorithm.name):
         found.append(
             f'algorithm.name = "{job.algorithm.name}" needs more than one model of one '
-            f"other member in a round; those that go are {', '.join(goes)}"
+            f"other member per round; choose one of {', '.join(goes)}"
         )
     else:
         parts = make_parts(job)
@@ -596,7 +600,7 @@ def check_fit(job: Job) -> None:
         if others or cadence.periods or not cadence.fragment_schedule.is_whole_model:
             found.append(
                 f'cadence.name = "{job.cadence.name}": members average with one other '
-                'every H steps: cadence.name = "every", cadence.period = H'
+                'every H steps: set cadence.name = "every", cadence.period = H'
             )
     wanted = {
         "node.wire": ("fp32",),
@@ -613,7 +617,7 @@ def check_fit(job: Job) -> None:
             "set 1, and node.devices for several GPUs"
         )
     if job.node.precision == "fp16":
-        found.append('node.precision = "fp16": members have no common loss scale; take "bf16"')
+        found.append('node.precision = "fp16": members have no common loss scale; use "bf16"')
     if found:
         raise JobError(found)
 

@@ -109,7 +109,7 @@ class ReplayLog:
         if found is None:
             raise StoreError(
                 f"{record_name(*version)} is missing or damaged: rounds that "
-                "depend on it can't be repeated; --place and --rounds choose others"
+                "depend on it can't be repeated; choose others by --place and --rounds"
             )
         return found
 
@@ -200,8 +200,8 @@ class ReplayLog:
         """
         if digest(state) != self.round(version).digest:
             raise ReplayMismatch(
-                f"round {version.round} of place {version.place} is another model than "
-                f"its record {record_name(*version)} says{self._unlike(version.place)}"
+                f"round {version.round} of place {version.place} gives another model than "
+                f"its record {record_name(*version)} contains{self._unlike(version.place)}"
             )
         if self.uses[version]:
             self.models[version] = state
@@ -225,7 +225,7 @@ class ReplayLog:
         places = len({one.place for one in order})
         found = f"{rounds} of {pluralize(places, 'place')} repeated: every digest is equal"
         if self.stored:
-            found += f"\nbegun with {pluralize(self.stored, 'model')} that models/ still has"
+            found += f"\nstarted from {pluralize(self.stored, 'model')} that models/ still has"
         if self.end and set(order).issuperset(self.end):
             sha = hashlib.sha256()
             for version in self.end:
@@ -310,7 +310,8 @@ def wanted_of(
         most = f"at most {max(there)} rounds" if there else "no rounds"
         who = "they have" if place is None else f"place {place} has"
         raise JobError(
-            f'"{script.place.disk.root}" has {len(script.starts)} places, from 0; {who} {most}'
+            f'"{script.place.disk.root}" has {len(script.starts)} places, numbered from 0; {who} '
+            f"{most}"
         )
     if place is None and rounds is None:
         script.check_complete()
