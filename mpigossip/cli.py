@@ -32,7 +32,7 @@ READERS = ("resume", "simulate", "data", "log", "report", "checkpoint")
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGILL)
 HANDED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 PR_SET_PDEATHSIG = 1
-HUSH_S = 2.0
+SILENT_EXIT_S = 2.0
 """Seconds that ranks without a message wait before they exit.
 
 At the first bad exit code, launchers end all ranks, including the rank that has the message.
@@ -77,9 +77,9 @@ def _able_to_print() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
-    for name, place in (("stdout", 1), ("stderr", 2)):
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(place, "w", closefd=False))
+            setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
         elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             with contextlib.suppress(OSError):  # of a file whose position is no longer known
                 stream.reconfigure(errors="backslashreplace")
@@ -136,10 +136,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         sys.stderr.close()
         return OK
     except UserError as error:
-        if _speaks(error):
+        if _prints_error(error):
             print_note(error)
         else:
-            time.sleep(HUSH_S)
+            time.sleep(SILENT_EXIT_S)
         return WRONG
     except Failure as error:
         print_note(error)
@@ -149,7 +149,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             name = os.fsdecode(error.filename)[-200:]
             print_note(f"{name}: {error.strerror}; {REMEDIES[error.errno]}")
             return WRONG
-        blamed = hasattr(error, OF_STDOUT) or _keeps_nothing()
+        blamed = hasattr(error, OF_STDOUT) or _is_unbuffered()
         if not _unprinted(error if blamed else None):
             raise
         return FAILED
@@ -162,7 +162,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 130
 
 
-def _keeps_nothing() -> bool:
+def _is_unbuffered() -> bool:
     """Return whether standard output is unbuffered, so that its error occurs only once.
 
     A buffered stream keeps what it could not write, and fails again at the next flush. An error
@@ -183,9 +183,9 @@ def _unprinted(error: OSError | None = None) -> bool:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments; settings may follow the job file anywhere, also after options."""
     top = parser()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    _check_command(top, given)
-    options, rest = top.parse_known_args(given)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    _check_command(top, words)
+    options, rest = top.parse_known_args(words)
     settings = getattr(options, "settings", None)
     if rest and (settings is None or any("=" not in word or word[0] == "-" for word in rest)):
         top.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -194,24 +194,26 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _check_command(top: argparse.ArgumentParser, given: list[str]) -> None:
+def _check_command(top: argparse.ArgumentParser, arguments: list[str]) -> None:
     """End with a hint if an option was removed, or if the first word is no command (`plot`)."""
     from mpigossip.config import removed
     from mpigossip.config.toml import near
 
-    if gone := removed.of_words(given):
+    if gone := removed.of_words(arguments):
         top.error(gone)
     known = [words for words, _ in every(top) if words]
-    if given and not given[0].startswith("-") and given[0] not in known:
-        meant = [words for words in known if words.endswith(f" {given[0]}")]
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
+        meant = [words for words in known if words.endswith(f" {arguments[0]}")]
         hint = " or ".join(f"`mpigossip {words}`" for words in meant)
         hint = (
-            f"did you mean {hint}?" if meant else near(given[0], [w for w in known if " " not in w])
+            f"did you mean {hint}?"
+            if meant
+            else near(arguments[0], [w for w in known if " " not in w])
         )
-        top.error(f'"{given[0]}" is not a command; {hint}')
+        top.error(f'"{arguments[0]}" is not a command; {hint}')
 
 
-def _speaks(error: UserError) -> bool:
+def _prints_error(error: UserError) -> bool:
     """Return whether this process prints a message that all ranks share."""
     if error.rank is not None:
         return error.rank == 0

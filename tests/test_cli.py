@@ -31,7 +31,7 @@ MAIN = [sys.executable, "-m", "mpigossip"]
 
 def test_a_number_of_nodes_is_said_to_the_launcher(pooled):
     done = pooled(2, "train", JOB, "--nodes", "4")
-    assert done.returncode == 2 and done.stderr.count("mpigossip: --nodes 4 goes with") == 1
+    assert done.returncode == 2 and done.stderr.count("mpigossip: --nodes 4 needs --dry-run") == 1
     assert "mpirun -n 4" in done.stderr and "simulate" in done.stderr
     assert pooled(2, "train", JOB, "--dry-run").stdout.count("# planned for 2 nodes") == 1
 
@@ -120,7 +120,7 @@ SEARCH = ["graph", "search", "--nodes", "8", "--out", "g.json"]
         (["train", "nowhere.toml"], "nowhere.toml"),
         (["resume", "nowhere"], "nowhere"),
         (["resume", "."], "no complete checkpoint"),
-        (["resume", ".", "--nodes", "3"], "--nodes 3: resume takes the launcher's ranks"),
+        (["resume", ".", "--nodes", "3"], "--nodes 3 needs --simulate"),
         (["simulate", JOB, "--nodes", "0"], "at least 1"),
         (["simulate", JOB, "--nodes", "2000"], "2000"),
         (["log", "show", "nowhere"], 'no run "nowhere"; `mpigossip train'),
@@ -210,7 +210,7 @@ def test_memory_that_runs_out_is_said_in_a_sentence(why, monkeypatch, capsys):
     assert cli.main(DRY) == 2
     said = capsys.readouterr().err
     assert said.startswith("mpigossip: not enough memory") and why in said
-    assert ": ;" not in said and "memory: take fewer" in said.replace(f" ({why})", "")
+    assert ": ;" not in said and "memory: use fewer" in said.replace(f" ({why})", "")
 
 
 @pytest.mark.parametrize(

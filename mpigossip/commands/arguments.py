@@ -28,9 +28,9 @@ def command(
     :param summary: one line of help
     :param examples: example lines of a shell
     """
-    made = _parser(commands, name, summary, examples)
-    made.set_defaults(run=run)
-    return made
+    parser = _parser(commands, name, summary, examples)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def family(commands, name: str, members: str, summary: str, *examples: str):
@@ -42,9 +42,9 @@ def family(commands, name: str, members: str, summary: str, *examples: str):
     :param summary: one line of help
     :param examples: examples of subcommands; the help shows the first line of each
     """
-    firsts = "\n".join(each.strip().splitlines()[0] for each in examples)
-    made = _parser(commands, name, summary, firsts)
-    return made.add_subparsers(metavar=members, required=True)
+    firsts = "\n".join(example.strip().splitlines()[0] for example in examples)
+    parser = _parser(commands, name, summary, firsts)
+    return parser.add_subparsers(metavar=members, required=True)
 
 
 def _parser(commands, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
@@ -110,21 +110,21 @@ def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
     """Return a parser of numbers with a unit, such as 80ms."""
 
     def read(text: str) -> float:
-        found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\D+)", text)
-        if not found or found[2] not in units or not 0 < float(found[1]) < 1e30:
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\D+)", text)
+        if not match or match[2] not in units or not 0 < float(match[1]) < 1e30:
             known = ", ".join(units)
             raise argparse.ArgumentTypeError(
                 f'"{text}": must be a number > 0 with one of the units {known}'
             )
-        return float(found[1]) * units[found[2]]
+        return float(match[1]) * units[match[2]]
 
     return read
 
 
 def share(text: str) -> float:
     """Parse a fraction below 1, such as 5% or 0.05."""
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text)
-    value = float(found[1]) / (100 if found[2] else 1) if found else 1.0
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text)
+    value = float(match[1]) / (100 if match[2] else 1) if match else 1.0
     if value >= 1:
         raise argparse.ArgumentTypeError(
             f'"{text}": must be a fraction below 1, such as 5% or 0.05'
@@ -134,28 +134,30 @@ def share(text: str) -> float:
 
 def numbers_of_nodes(text: str) -> list[int]:
     """Parse 4,8,…,64 as [4, 8, 16, 32, 64]; an ellipsis continues by doubling."""
-    found: list[int] = []
+    counts: list[int] = []
     doubling = False
     for word in text.replace("...", "…").split(","):
-        if word.strip() == "…" and found:
+        if word.strip() == "…" and counts:
             doubling = True
             continue
         if not word.strip().isdigit() or not 1 <= int(word) <= 4096:
             raise argparse.ArgumentTypeError(f'"{word}": must be a whole number from 1 to 4096')
-        while doubling and 2 * found[-1] < int(word):
-            found.append(2 * found[-1])
+        while doubling and 2 * counts[-1] < int(word):
+            counts.append(2 * counts[-1])
         doubling = False
-        found.append(int(word))
-    return sorted(set(found))
+        counts.append(int(word))
+    return sorted(set(counts))
 
 
-def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
-    """Return a parser of numbers of type ``kind`` from ``least`` to ``most``."""
+def number(kind: type, minimum: float, maximum: float) -> Callable[[str], Any]:
+    """Return a parser of numbers of type ``kind`` from ``minimum`` to ``maximum``."""
 
     def read(text: str) -> Any:
         value = kind(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text}: must be at least {least} and at most {most}")
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(
+                f"{text}: must be at least {minimum} and at most {maximum}"
+            )
         return value
 
     read.__name__ = kind.__name__  # argparse shows this name in messages

@@ -136,7 +136,7 @@ def _export_log(options) -> None:
 def _plot(options) -> None:
     from mpigossip.analysis.plot import plot
 
-    out = options.out or _beside(options.runs[0], "log.png")
+    out = options.out or _default_output(options.runs[0], "log.png")
     plot([run_named(run) for run in options.runs], out)
     print_safe(out)
 
@@ -144,12 +144,12 @@ def _plot(options) -> None:
 def _report(options) -> None:
     from mpigossip.analysis.report import write
 
-    out = options.html or _beside(options.runs[0], "report.html")
+    out = options.html or _default_output(options.runs[0], "report.html")
     write([run_named(run) for run in options.runs], out)
     print_safe(out)
 
 
-def _beside(run: Path, name: str) -> Path:
+def _default_output(run: Path, name: str) -> Path:
     return (run if run.is_dir() else run.parent) / name
 
 
@@ -160,18 +160,18 @@ mpigossip checkpoint export runs/digits --out node2.pt --node 2
 
 
 def _add_checkpoint(commands) -> None:
-    told = "mpigossip checkpoint {} runs/digits".format
+    example = "mpigossip checkpoint {} runs/digits".format
     members = "show|verify|export"
     summary = "inspect checkpoints and export models"
-    checkpoint = family(commands, "checkpoint", members, summary, told("verify"), MODEL)
+    checkpoint = family(commands, "checkpoint", members, summary, example("verify"), MODEL)
     summary = "print the content of a checkpoint"
-    show = command(checkpoint, "show", _show_checkpoint, summary, told("show"))
+    show = command(checkpoint, "show", _show_checkpoint, summary, example("show"))
     summary = "read a whole checkpoint and compare its checksums"
-    verify = command(checkpoint, "verify", _verify, summary, told("verify"))
+    verify = command(checkpoint, "verify", _verify, summary, example("verify"))
     summary = "export the averaged model for PyTorch"
     export = command(checkpoint, "export", _export_model, summary, MODEL)
-    for each in (show, verify, export):
-        each.add_argument("path", type=Path, metavar="RUN", help="run directory, or checkpoint")
+    for parser in (show, verify, export):
+        parser.add_argument("path", type=Path, metavar="RUN", help="run directory, or checkpoint")
     export.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="model.safetensors or model.pt"
     )
@@ -191,9 +191,11 @@ def _checkpoint_of(path: Path) -> Path:
         return path
     newest, damaged = checkpoint.newest(path)
     if damaged or newest is None:
-        whole = f'"{path}" is neither a checkpoint nor a run directory with a complete one'
-        whole = f"the newest complete checkpoint is {newest}: name that one" if newest else whole
-        raise StoreError("; ".join([*damaged.values(), whole]))
+        problem = f'"{path}" is neither a checkpoint nor a run directory with a complete one'
+        problem = (
+            f"the newest complete checkpoint is {newest}: name that one" if newest else problem
+        )
+        raise StoreError("; ".join([*damaged.values(), problem]))
     return newest
 
 

@@ -122,26 +122,26 @@ def _sized(command: argparse.ArgumentParser) -> None:
 def _make(name: str, options) -> Graph:
     from mpigossip.config.toml import check_options, parse_value
 
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for text in options.option:
         key, equals, value = text.partition("=")
         if not equals:
             raise GraphError(
                 f'--option "{text}": must have the form KEY=VALUE, such as order=permuted'
             )
-        given[key] = parse_value(value)
+        arguments[key] = parse_value(value)
     if name in BUILDERS:
-        checked = dict(given)
-        if found := check_options("option", checked, (), BUILDERS[name]):
-            raise GraphError(f'graph "{name}": {"; ".join(found)}')
-        given = {key: checked[key] for key in given}
-    return graph(name, options.nodes, options.weights, options.seed, options.lazy, **given)
+        checked = dict(arguments)
+        if problems := check_options("option", checked, (), BUILDERS[name]):
+            raise GraphError(f'graph "{name}": {"; ".join(problems)}')
+        arguments = {key: checked[key] for key in arguments}
+    return graph(name, options.nodes, options.weights, options.seed, options.lazy, **arguments)
 
 
-def _facts(made: Graph, parameters: int | None) -> dict[str, Any]:
+def _facts(topology: Graph, parameters: int | None) -> dict[str, Any]:
     from mpigossip.graphs.theory import describe
 
-    facts: dict[str, Any] = dict(describe(made))
+    facts: dict[str, Any] = dict(describe(topology))
     if parameters is not None:
         facts["bytes_per_round"] = round(4 * parameters * facts["vectors_per_round"])
     return facts
@@ -156,12 +156,12 @@ def _as_json(facts: Any) -> str:
 
 
 def _show(options) -> None:
-    made = _make(options.name, options)
-    facts = _facts(made, options.parameters)
+    topology = _make(options.name, options)
+    facts = _facts(topology, options.parameters)
     if options.json:
         print_safe(_as_json(facts))
         return
-    print_safe(made)
+    print_safe(topology)
     figures = [
         (f"  {key.replace('_', ' ')}", _number(facts[key]), meaning)
         for key, _, meaning in _figures(facts)
@@ -169,10 +169,10 @@ def _show(options) -> None:
     print_safe(aligned(figures, left=(0, 2)))
     if facts["least_weight"] < 0:
         print_safe(f"  some weights are negative, down to {facts['least_weight']:.4g}")
-    if made.n <= 12 and made.period is not None:
-        for t in range(min(made.period, 4)):
+    if topology.n <= 12 and topology.period is not None:
+        for t in range(min(topology.period, 4)):
             print_safe(f"\nW({t}): row i has the weights that node i gives to its senders")
-            print_safe(_matrix(made.matrix(t)))
+            print_safe(_matrix(topology.matrix(t)))
 
 
 def _figures(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -221,8 +221,8 @@ def _compare(options) -> None:
 def _draw(options) -> None:
     from mpigossip.analysis.graph_picture import picture
 
-    made = _make(options.name, options)
-    picture(made, options.out)
+    topology = _make(options.name, options)
+    picture(topology, options.out)
     print_safe(json.dumps({"out": str(options.out)}) if options.json else options.out)
 
 
@@ -236,11 +236,11 @@ def _search(options) -> None:
     if options.circulant:
         if options.degree is None:
             raise GraphError("--circulant needs --degree D")
-        found = search_circulants(options.nodes, options.degree, **budget)
+        result = search_circulants(options.nodes, options.degree, **budget)
     else:
         if options.degree is None and options.edges is None:
             raise GraphError("a search needs a budget: --degree D, or --edges E")
-        found = search(
+        result = search(
             options.nodes,
             degree=options.degree,
             seconds=options.seconds,
@@ -250,8 +250,8 @@ def _search(options) -> None:
         )
     if sys.stderr.isatty():
         print_safe(file=sys.stderr)
-    save(found, options.out)
-    _report(found, options)
+    save(result, options.out)
+    _report(result, options)
 
 
 def _progress(part: float, score: float, judged: int) -> None:
@@ -260,25 +260,25 @@ def _progress(part: float, score: float, judged: int) -> None:
         sys.stderr.flush()
 
 
-def _report(found, options) -> None:
+def _report(result, options) -> None:
     facts: dict[str, Any] = {
-        "n": found.n,
-        "score": found.score,
-        "edges": len(found.edges),
-        "degree": max(Counter(chain.from_iterable(found.edges)).values(), default=0),
-        "evaluations": found.evaluations,
-        "seconds": found.seconds,
-        "interrupted": found.interrupted,
+        "n": result.n,
+        "score": result.score,
+        "edges": len(result.edges),
+        "degree": max(Counter(chain.from_iterable(result.edges)).values(), default=0),
+        "evaluations": result.evaluations,
+        "seconds": result.seconds,
+        "interrupted": result.interrupted,
         "out": str(options.out),
     }
     if options.json:
         print_safe(json.dumps(facts))
         return
-    measure = "r = λ_{n−1}/λ_1" if found.weights == "laplacian" else "1 − ρ(W − J)"
-    if found.interrupted:
+    measure = "r = λ_{n−1}/λ_1" if result.weights == "laplacian" else "1 − ρ(W − J)"
+    if result.interrupted:
         print_safe("interrupted: this is the best graph so far", file=sys.stderr)
     print_safe(
-        f"{measure} = {found.score:.5f}: {found.n} nodes, {facts['edges']} edges, degree "
-        f"{facts['degree']}, {found.evaluations:,} graphs evaluated in {found.seconds:.1f} s\n"
+        f"{measure} = {result.score:.5f}: {result.n} nodes, {facts['edges']} edges, degree "
+        f"{facts['degree']}, {result.evaluations:,} graphs evaluated in {result.seconds:.1f} s\n"
         f'saved to {options.out}; use it as graph.name = "file:{options.out}"'
     )

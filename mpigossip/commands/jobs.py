@@ -60,21 +60,21 @@ def _job(options) -> None:
     site = batch.read_site(options.site)
     job = assemble.load(options.job, options.settings, resolve=False)
     ranks = _ranks(job, site, options.ranks)
-    asked = job.node.ranks_per_node
-    if asked == "auto":  # As on compute nodes: if devices are named, each rank is a node.
-        asked = ranks if job.node.devices == "auto" else 1
-        job = replace(job, node=replace(job.node, ranks_per_node=asked))
-    nodes = options.nodes * ranks // (asked if isinstance(asked, int) else ranks)
+    ranks_per_node = job.node.ranks_per_node
+    if ranks_per_node == "auto":  # As on compute nodes: if devices are named, each rank is a node.
+        ranks_per_node = ranks if job.node.devices == "auto" else 1
+        job = replace(job, node=replace(job.node, ranks_per_node=ranks_per_node))
+    nodes = options.nodes * ranks // (ranks_per_node if isinstance(ranks_per_node, int) else ranks)
     elsewhere = ("node.devices", "node.cuda_graphs")
-    found = [m for m in assemble.mistakes(job, nodes) if not m.startswith(elsewhere)]
+    problems = [m for m in assemble.mistakes(job, nodes) if not m.startswith(elsewhere)]
     devices = [d for d in slots_of(job.node.devices) if d.startswith("cuda")]
     if job.node.devices != "auto" and site.gpus and len(devices) > site.gpus:
-        found.append(
+        problems.append(
             f'node.devices = "{job.node.devices}": {site.title} has {site.gpus} GPUs per host; '
             f"add node.devices=cuda:0-{site.gpus - 1}"
         )
-    if found:
-        raise JobError(found)
+    if problems:
+        raise JobError(problems)
     if site.gpus and job.node.devices.startswith("cpu"):
         print_safe(
             f'mpigossip: node.devices = "{job.node.devices}" leaves the {site.gpus} GPUs of a host '
@@ -95,36 +95,37 @@ def _job(options) -> None:
     print_safe(batch.script(site, str(options.job), options.settings, job.run.folder, wish), end="")
 
 
-def _ranks(job: Job, site: Site, given: int | None) -> int:
+def _ranks(job: Job, site: Site, per_host: int | None) -> int:
     """Return the number of ranks on each host of the batch job."""
     from mpigossip.config import JobError
 
-    asked = job.node.ranks_per_node
-    if asked == "auto":  # one rank per GPU
-        return given or (site.gpus if job.node.devices == "auto" else 1) or 1
-    ranks = given or (asked if isinstance(asked, int) else site.gpus)
+    ranks_per_node = job.node.ranks_per_node
+    if ranks_per_node == "auto":  # one rank per GPU
+        return per_host or (site.gpus if job.node.devices == "auto" else 1) or 1
+    ranks = per_host or (ranks_per_node if isinstance(ranks_per_node, int) else site.gpus)
     if ranks < 1:
         raise JobError(
             f'node.ranks_per_node = "host": the file of {site.title} has no number of GPUs per '
             "host; pass --ranks R, the number of ranks per host"
         )
-    if isinstance(asked, int) and ranks % asked:
+    if isinstance(ranks_per_node, int) and ranks % ranks_per_node:
         raise JobError(
-            f"--ranks {ranks}: must be a multiple of node.ranks_per_node = {asked}, because a node "
-            f"has {asked} ranks"
+            f"--ranks {ranks}: must be a multiple of node.ranks_per_node = {ranks_per_node}, "
+            "because a node "
+            f"has {ranks_per_node} ranks"
         )
     return ranks
 
 
-def _venv(given: Path | None) -> str | None:
-    """Return the virtual environment of the job: ``given``, or that of this process."""
+def _venv(folder: Path | None) -> str | None:
+    """Return the virtual environment of the job: ``folder``, or that of this process."""
     from mpigossip.config import JobError
 
-    if given is None:
+    if folder is None:
         return sys.prefix if sys.prefix != sys.base_prefix else None
-    if not (given / "bin" / "activate").exists():
-        raise JobError(f'--venv "{given}" is not a virtual environment: it has no bin/activate')
-    return str(given.absolute())
+    if not (folder / "bin" / "activate").exists():
+        raise JobError(f'--venv "{folder}" is not a virtual environment: it has no bin/activate')
+    return str(folder.absolute())
 
 
 EXAMPLES = """

@@ -266,7 +266,7 @@ def _plan(options) -> None:
             job = with_ranks(job, ranks.nodes.per_node)
         with ranks.raise_together(JobError):
             what, note = subject(job)
-        given = {
+        measured = {
             "compute_s": options.compute,
             "node_s": options.node,
             "latency_s": options.latency,
@@ -275,7 +275,7 @@ def _plan(options) -> None:
             "coding_rate": options.coding,
             "jitter": options.jitter,
         }
-        machine = examine(what, ranks, given, options.seconds)
+        machine = examine(what, ranks, measured, options.seconds)
         if ranks.rank != 0:
             return
         if options.save:
@@ -309,10 +309,10 @@ def _members(options, what, machine, epochs) -> None:
 def _best(options, what, machine, epochs) -> None:
     from mpigossip.analysis.plan.best import as_json, proposals, text
 
-    given = options.job, options.settings, what, machine
-    each = {n: proposals(*given, n, epochs) for n in options.nodes}
+    arguments = options.job, options.settings, what, machine
+    best = {n: proposals(*arguments, n, epochs) for n in options.nodes}
     if options.json:
-        print_safe(json.dumps({n: as_json(*found) for n, found in each.items()}))
+        print_safe(json.dumps({n: as_json(*proposal) for n, proposal in best.items()}))
         return
-    told = [text(options.job, options.settings, *found, n) for n, found in each.items()]
-    print_safe("\n\n".join(told))
+    texts = [text(options.job, options.settings, *proposal, n) for n, proposal in best.items()]
+    print_safe("\n\n".join(texts))

@@ -94,8 +94,8 @@ def _resume(options) -> int:
         from mpigossip.runs import launch
 
         with SingleProcess() as alone:
-            found = launch.resume(options.folder, options.settings, alone, options.nodes)
-            return _exit_code(found, alone)
+            summary = launch.resume(options.folder, options.settings, alone, options.nodes)
+            return _exit_code(summary, alone)
     folder = options.folder if options.folder.is_dir() else None
     limit = _begin(_job_of(options.folder), options.settings, folder)
     from mpigossip.cluster.ranks import world
@@ -141,10 +141,10 @@ def _begin(job: Path | dict, settings: list[str], folder: Path | None = None) ->
     from mpigossip.cluster import process
 
     try:
-        found = config.load(job, settings)
+        loaded = config.load(job, settings)
     except config.JobError:  # reported when all ranks are running
         return process.before_mpi(folder)
-    return process.before_mpi(folder or found.run.folder, found.node.timeout_s)
+    return process.before_mpi(folder or loaded.run.folder, loaded.node.timeout_s)
 
 
 def _exit_code(summary: dict, world: World) -> int:
@@ -179,31 +179,31 @@ def _add_members(commands) -> None:
             "your copy of the job, needed if it names custom code",
         ),
     ):
-        made = command(commands, name, run, about, examples)
-        made.add_argument("folder", type=Path, metavar="RUN")
-        made.add_argument("job", type=Path, nargs="?", metavar="JOB.toml", help=needed)
+        parser = command(commands, name, run, about, examples)
+        parser.add_argument("folder", type=Path, metavar="RUN")
+        parser.add_argument("job", type=Path, nargs="?", metavar="JOB.toml", help=needed)
         if name == "join":
             about = "accept files of other users, who may write to the folder"
-            made.add_argument("--shared", action="store_true", help=about)
+            parser.add_argument("--shared", action="store_true", help=about)
         else:
-            made.add_argument(
+            parser.add_argument(
                 "--place", type=int, metavar="P", help="only the rounds of this place"
             )
-            made.add_argument(
+            parser.add_argument(
                 "--rounds", type=_rounds, metavar="A:B", help="only these rounds; the first is 1"
             )
-        settings(made)
+        settings(parser)
 
 
 def _rounds(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     try:
-        found = whole(first), whole(last if colon else first)
+        rounds = whole(first), whole(last if colon else first)
     except ValueError:
         raise argparse.ArgumentTypeError(f'"{text}": must be two numbers, such as 10:20') from None
-    if found[1] < found[0]:
+    if rounds[1] < rounds[0]:
         raise argparse.ArgumentTypeError(f'"{text}": the first round must come first, as in 10:20')
-    return found
+    return rounds
 
 
 def _own_job(options):
@@ -236,14 +236,14 @@ def _join(options) -> int:
             "joins again"
         )
         return STOPPED
-    shown = {
+    values = {
         name: number(value) if isinstance(value, float) else value
         for name, value in summary.items()
         if name not in ("finished", "places")
     }
-    shown.setdefault("checkpoint", "is still being written by another member")
-    every = [f"  {name:<12}{value}" for name, value in shown.items()]
-    print_safe("\n".join(["\nthe training has ended; the average of its last models:", *every]))
+    values.setdefault("checkpoint", "is still being written by another member")
+    lines = [f"  {name:<12}{value}" for name, value in values.items()]
+    print_safe("\n".join(["\nthe training has ended; the average of its last models:", *lines]))
     return OK
 
 
@@ -285,31 +285,31 @@ def _study(options) -> None:
     from mpigossip.studies.grid import arguments
     from mpigossip.studies.running import Missing
 
-    given = arguments(options.file, study)
+    parameters = arguments(options.file, study)
     if options.out is not None:
-        given["output"] = options.out
+        parameters["output"] = options.out
     if options.dry_run:
         try:
-            print_safe(study(**given | {"processes": 0}))
+            print_safe(study(**parameters | {"processes": 0}))
         except Missing as missing:
             print_safe(missing)
         return
-    found = study(**given)
-    print_safe(found)
-    for name, text in (("table.csv", found.table("csv")), ("table.tex", found.table("latex"))):
-        with replacing(found.folder / name) as beside:
-            beside.write_text(text, encoding="utf-8")
-    for y in found.curves:
-        found.plot(y, out=found.folder / f"{y}.png")
-    for name, why in found.left_out.items():
+    results = study(**parameters)
+    print_safe(results)
+    for name, text in (("table.csv", results.table("csv")), ("table.tex", results.table("latex"))):
+        with replacing(results.folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    for y in results.curves:
+        results.plot(y, out=results.folder / f"{y}.png")
+    for name, why in results.left_out.items():
         print_safe(f"left out: {name}: {why}")
-    best = found.best()
-    ties = len(found.ties())
-    word = ", ".join(str(best[axis]) for axis in found.axes) or "the job"
+    best = results.best()
+    ties = len(results.ties())
+    choice = ", ".join(str(best[axis]) for axis in results.axes) or "the job"
     print_safe(
-        f"best by {found.judge}: {word}"
+        f"best by {results.judge}: {choice}"
         + (f"; {ties} can't be distinguished from it" if ties else "")
     )
     print_safe(
-        f"{found.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in found.curves)}"
+        f"{results.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in results.curves)}"
     )

@@ -64,8 +64,8 @@ class JobNode:
     @property
     def total_steps(self) -> int:
         """Step at which the job ends."""
-        whole = self.assembly.steps_per_epoch * self.job.run.epochs + self.shift
-        return whole if self.job.run.steps is None else min(whole, self.job.run.steps)
+        last_step = self.assembly.steps_per_epoch * self.job.run.epochs + self.shift
+        return last_step if self.job.run.steps is None else min(last_step, self.job.run.steps)
 
     @property
     def finished(self) -> bool:
@@ -103,8 +103,8 @@ class JobNode:
         :raises StoreError: if settings are equal, but the partition differs
         """
         saved = manifest.meta.get(PARTITION_KEY)
-        own = self.facts.get(PARTITION_KEY)
-        if not saved or not own or saved == own or manifest.n != self.mixer.n:
+        partition = self.facts.get(PARTITION_KEY)
+        if not saved or not partition or saved == partition or manifest.n != self.mixer.n:
             return
         if _partition_settings(load(manifest.job, resolve=False)) != _partition_settings(self.job):
             return
@@ -151,7 +151,7 @@ class JobNode:
     def copy_step_extras(self, spare: Any) -> None:
         """Do nothing: batches, loss scale and random numbers follow from the step."""
 
-    def restore_step_extras(self, kept: Any, world: World) -> list[str]:
+    def restore_step_extras(self, saved: Any, world: World) -> list[str]:
         """Do nothing."""
         return []
 
@@ -178,22 +178,22 @@ class JobNode:
         """Return the number of samples of a step, over all nodes that were not idle."""
         nodes = self.mixer.n
         engine = self.engine
-        rested = engine.cadence.idle_nodes(record.index - engine.state_start, range(nodes))
-        return self._samples(nodes - len(rested))
+        idle = engine.cadence.idle_nodes(record.index - engine.state_start, range(nodes))
+        return self._samples(nodes - len(idle))
 
     def overview_lines(self, progress: Progress) -> Sequence[tuple[str, str]]:
         return overview(progress, self.assembly, self.world)
 
     def summary(self, progress: Progress) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "finished": self.finished,
             "epochs": progress.epoch(self.engine.index),
         }
         if progress.evaluation:
             metrics = self.trainer.replicas.objective.metrics
-            found |= {name: progress.evaluation.averaged[name] for name in (*metrics, "loss")}
-            found["metrics"] = " ".join(metrics)
-        return found
+            summary |= {name: progress.evaluation.averaged[name] for name in (*metrics, "loss")}
+            summary["metrics"] = " ".join(metrics)
+        return summary
 
     # -- evaluation -------------------------------------------------------------------------------
 
@@ -213,21 +213,21 @@ class JobNode:
         modules = self.trainer.replicas.modules
         begin = self.engine.index - self.shift
         count = self.job.run.recalibrate
-        shown = range(begin, begin + count if norms(modules[0][0]) else begin)
-        batches = [trainer.batches(step) for step in shown]
-        found = evaluate(trainer.replicas, self.mixer, self.assembly.loader, batches)
-        run.progress.evaluation = found
-        self._doubt(found, run.progress)
+        steps = range(begin, begin + count if norms(modules[0][0]) else begin)
+        batches = [trainer.batches(step) for step in steps]
+        result = evaluate(trainer.replicas, self.mixer, self.assembly.loader, batches)
+        run.progress.evaluation = result
+        self._doubt(result, run.progress)
         for hook in run.hooks:
-            hook.evaluation(run.progress, self.engine.index, found)
+            hook.evaluation(run.progress, self.engine.index, result)
 
-    def _doubt(self, found: Evaluation, progress: Progress) -> None:
+    def _doubt(self, result: Evaluation, progress: Progress) -> None:
         """Warn on rank 0, once per metric, if a value of the averaged model is not finite."""
-        for name, value in found.averaged.items():
+        for name, value in result.averaged.items():
             if self.world.rank or math.isfinite(value) or name in self._doubted:
                 continue
             self._doubted.add(name)
-            nodes = [int(i) for i in found.share[name].isfinite().logical_not().nonzero()]
+            nodes = [int(i) for i in result.share[name].isfinite().logical_not().nonzero()]
             first = f", on node {self.mixer.local_nodes[nodes[0]]} first" if nodes else ""
             progress.warn(
                 f'the test metric "{name}" is {value} at step {self.engine.index}{first}: its sum '
@@ -304,8 +304,8 @@ def _summary_of(folder: Path, world: World) -> dict[str, Any] | None:
     summary = None
     with world.raise_together(StoreError):
         if world.rank == 0:
-            found = read(folder / "log.h5").summary
-            if found.get("finished"):
-                summary = found
+            saved = read(folder / "log.h5").summary
+            if saved.get("finished"):
+                summary = saved
                 print_line(f"{folder}: the training has ended already\n{describe(summary)}")
     return world.broadcast(summary)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 64
 """Largest number of rounds of a graph from which neighbours and bytes are computed."""
-WAYS = {
+TRANSPORTS = {
     "windows": "put from GPU to GPU",
     "messages": "messages from GPU to GPU",
     "nccl": "NCCL",
@@ -137,7 +137,7 @@ def _graph(graph: Graph) -> str:
 
 def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> str:
     """Describe the transport to each neighbour of the first local node."""
-    mine = engine.mixer.local_nodes[0]
+    receiver = engine.mixer.local_nodes[0]
     wire = node.wire
     over = "" if wire == "fp32" else f", {wire} on the wire"
     if graph.n == 1:
@@ -149,22 +149,22 @@ def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> 
     if world.survives:
         return f"messages between ranks (run.survive: windows do not survive a rank failure){over}"
     rounds = range(min(graph.period or ROUNDS, ROUNDS))
-    peers = sorted({int(j) for t in rounds for j in graph.neighbours(t, mine)[0]})
+    peers = sorted({int(j) for t in rounds for j in graph.neighbours(t, receiver)[0]})
     hosts = world.nodes.inter_node.hosts
-    near = [j for j in peers if hosts[j] == hosts[mine] and node.same_host == "read"]
+    near = [j for j in peers if hosts[j] == hosts[receiver] and node.same_host == "read"]
     far = [j for j in peers if j not in near]
     words = "put into MPI windows" + ("" if engine.mixer.synchronous else ", without waiting")
     ways = [(near, "read in place (same host)"), (far, words)]
     if routes := getattr(engine.mixer, "routes", None):
-        said = {route: _way(route) for route in map(routes.get, peers)}
-        ways = [([j for j in peers if routes[j] == route], said[route]) for route in said]
-    told = [f"from {_listed(some)}: {how}" for some, how in ways if some]
-    return f"node {mine} receives " + "; ".join(told) + over
+        texts = {route: _route_text(route) for route in map(routes.get, peers)}
+        ways = [([j for j in peers if routes[j] == route], texts[route]) for route in texts]
+    sources = [f"from {_listed(some)}: {how}" for some, how in ways if some]
+    return f"node {receiver} receives " + "; ".join(sources) + over
 
 
-def _way(route: str) -> str:
+def _route_text(route: str) -> str:
     name, _, why = route.partition(" ")
-    return f"{WAYS[name]} {why}".rstrip()
+    return f"{TRANSPORTS[name]} {why}".rstrip()
 
 
 def _listed(nodes: list[int]) -> str:
@@ -206,9 +206,9 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
 def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
     mixer = trainer.mixer
     replicas = trainer.replicas
-    state = sum(a.nbytes for each in trainer.engine.states for _, a in named_arrays(each)) // len(
-        mixer.local_nodes
-    )
+    state = sum(
+        a.nbytes for states in trainer.engine.states for _, a in named_arrays(states)
+    ) // len(mixer.local_nodes)
     per = world.nodes.per_node
     slots = trainer.engine.group.slots
     averages = ExchangeKind.GLOBAL in trainer.engine.cadence.kinds

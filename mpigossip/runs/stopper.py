@@ -17,9 +17,9 @@ from mpigossip.runs.hooks import Hook
 END_TIMES = ("MPIGOSSIP_END_TIME", "SLURM_JOB_END_TIME")
 """Environment variables with the end of the allocation in seconds since 1970. The batch scripts of
 `mpigossip job` set the first one for every scheduler."""
-SHARE = 0.05
-LEAST_S = 5.0
-MOST_S = 120.0
+RESERVED_FRACTION = 0.05
+MIN_RESERVED_S = 5.0
+MAX_RESERVED_S = 120.0
 
 
 def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) -> float | None:
@@ -59,7 +59,7 @@ class Reserve:
         self._last: float | None = None
         self._longest = 0.0
         self._steps = 0
-        self._least = min(max(SHARE * (end or 0.0), LEAST_S), MOST_S)
+        self._minimum_s = min(max(RESERVED_FRACTION * (end or 0.0), MIN_RESERVED_S), MAX_RESERVED_S)
 
     def over(self) -> bool:
         """Return whether to stop now; called at every step boundary."""
@@ -79,7 +79,7 @@ class Reserve:
         """Seconds that are kept for stopping."""
         spent = (self._last or 0.0) - self._first
         mean = spent / self._steps if self._steps else 0.0
-        return self._least + 2 * self._longest + self._lag * mean
+        return self._minimum_s + 2 * self._longest + self._lag * mean
 
 
 class Stopper(Hook):
@@ -107,8 +107,8 @@ class Stopper(Hook):
         self._world = world
         self._file = folder / "STOP"
         self._clock = Reserve(end, lag=2 * lag)
-        self._asked = False
-        self._looked = float("-inf")
+        self._stop_requested = False
+        self._looked_at = float("-inf")
         self._launcher = os.getppid()
         self._warnings = list[str]()
         self._pending: Agreement | None = None
@@ -121,26 +121,26 @@ class Stopper(Hook):
         """Handle the signals, if this is the main thread; return the former handlers."""
         if threading.current_thread() is not threading.main_thread():
             return {}
-        return {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return {number: signal.signal(number, self._request_stop) for number in self.SIGNALS}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number, frame) -> None:
-        self._asked = True
+    def _request_stop(self, number, frame) -> None:
+        self._stop_requested = True
         if number == signal.SIGTERM:
             deadline.sigterm_time = time.monotonic()
 
     def due(self) -> bool:
         """Return whether a signal or the clock asks this process to stop."""
-        self._asked = self._clock.over() or self._asked
-        return self._asked
+        self._stop_requested = self._clock.over() or self._stop_requested
+        return self._stop_requested
 
     def wants_stop(self, done: int) -> bool:
         """Return the result of the last agreement every ``lag`` steps, and start the next one."""
         if not self.due() and self._world.size > 1 and os.getppid() != self._launcher:
-            self._asked = True
+            self._stop_requested = True
             self._warnings.append(
                 "stopped because the launcher's process has exited: resume the run"
             )
@@ -154,10 +154,13 @@ class Stopper(Hook):
                 self.take_away()
             return True
         now = time.monotonic()
-        if self._world.rank == 0 and now - self._looked > 1.0:
+        if self._world.rank == 0 and now - self._looked_at > 1.0:
             # exists() would raise an error if the disk fails for a moment
-            self._looked, self._asked = now, self._asked or os.access(self._file, os.F_OK)
-        self._pending = self._world.start_agree(int(self._asked))
+            self._looked_at, self._stop_requested = (
+                now,
+                self._stop_requested or os.access(self._file, os.F_OK),
+            )
+        self._pending = self._world.start_agree(int(self._stop_requested))
         return False
 
     def take_away(self) -> None:

@@ -210,7 +210,9 @@ def test_a_program_repeats_its_training(tmp_path, capsys):
     assert len(list((folder / "places").iterdir())) == 3
     state = models[0][0].state_dict()
     assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
-    with pytest.raises(ReplayMismatch, match="round 1 of place 0 is another model than its record"):
+    with pytest.raises(
+        ReplayMismatch, match="round 1 of place 0 gives another model than its record"
+    ):
         train(folder, *parts(5), replay=True)
     with pytest.raises(JobError, match="no program has begun a training there"):
         train(tmp_path / "none", *parts(), replay=True)

@@ -195,7 +195,7 @@ def test_replay_begins_with_models_that_are_stored(tmp_path, capsys, algorithm, 
     told = [replay(folder, place, (at, at)) for at in (last, last - 4)]
     begun = capsys.readouterr().err
     assert "repeating 1 round" in begun and "that they depend on" in begun
-    assert "every digest is equal\nbegun with" in told[0]
+    assert "every digest is equal\nstarted from" in told[0]
     if count == 1:
         assert "with 1 model that models/ still has\ndigest" in told[0]
         assert [int(one.split()[0]) for one in told] == [1, last - 4]
@@ -211,7 +211,7 @@ def test_a_changed_record_is_found_by_replay(tmp_path):
     at = text.index('"digest": "') + 11
     record.unlink()
     record.write_text(text[:at] + "0" * 64 + text[at + 64 :])
-    with pytest.raises(ReplayMismatch, match="round 2 of place 0 is another model.* says$"):
+    with pytest.raises(ReplayMismatch, match="round 2 of place 0 gives another model.* contains$"):
         replay(folder)
     start = folder / "chain/000000/000000"
     other = start.read_text().replace('"threads": "', '"threads": "7')
@@ -230,7 +230,7 @@ def test_a_changed_record_is_found_by_replay(tmp_path):
     ("settings", "said"),
     [
         (["algorithm.name=dmsgd"], "dsgd.*noloco"),
-        (["algorithm.name=diloco"], "those that go are dsgd, dmsgd-vanilla, noloco, gasloc"),
+        (["algorithm.name=diloco"], "one of dsgd, dmsgd-vanilla, noloco, gasloc$"),
         (["cadence.name=gossip-pga"], 'cadence.name = "every"'),
         (["algorithm.style=awc"], 'need algorithm.style = "atc"'),
         (["node.wire=bf16"], 'members need "fp32"'),
@@ -249,7 +249,7 @@ def test_a_file_system_without_hard_links_is_refused(tmp_path, monkeypatch):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", link)
-    with pytest.raises(JobError, match=r"takes no hard links \(Operation not permitted\)"):
+    with pytest.raises(JobError, match=r"hard links \(Operation not permitted\)"):
         join(tmp_path / "run", job())
 
 
@@ -269,10 +269,10 @@ def test_folders_that_are_refused(tmp_path, capsys):
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").touch()
-    with pytest.raises(JobError, match="something else"):
+    with pytest.raises(JobError, match="holds other files"):
         join(other, job())
     for call in (join, replay):
-        with pytest.raises(JobError, match="something else"):
+        with pytest.raises(JobError, match="holds other files"):
             call(other)
     for command in (["resume", str(folder)], ["train", "digits", f"run.output={folder}"]):
         assert cli.main(command) == 2
@@ -376,7 +376,7 @@ def test_code_of_ones_own_is_repeated_with_ones_own_copy(tmp_path, capsys):
         assert cli.main([command, folder]) == 2
         assert f"own copy: `mpigossip {command} {folder} JOB.toml`" in capsys.readouterr().err
         assert cli.main([command, folder, "run.epochs=3"]) == 2
-        assert '"run.epochs=3" is a setting, which follows a job' in capsys.readouterr().err
+        assert '"run.epochs=3" is a setting' in capsys.readouterr().err
     assert cli.main(["replay", folder, *own, "run.epochs=3"]) == 2
     assert (
         "another job (run.epochs = 3, in the folder 2); to join it, omit JOB.toml"

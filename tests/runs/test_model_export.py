@@ -154,7 +154,7 @@ def test_a_model_that_is_not_here_is_exported_by_the_names_of_the_checkpoint(tra
     folder, summary = trained
     sys.modules.pop("own_net", None)
     told = export(Path(summary["checkpoint"]), folder / "bare.pt", trust_model=True)
-    assert "note: the model couldn't be made here" in told and "own_net" in told
+    assert "note: the model can't be built here" in told and "own_net" in told
     state = torch.load(folder / "bare.pt", weights_only=True)
     assert "second.weight" in state and "scale" not in state
 

@@ -60,7 +60,7 @@ def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False, folder="nowhere/e
             record = Record(k, ExchangeKind.GOSSIP, 0.1, loss, loss, loss, float("nan"), seconds)
             mixer.exchange_seconds += 0.04 * thread
             mixer.wait_seconds += 0.01
-            printer._shown -= 1.0  # as if a second had gone by
+            printer._shown_at -= 1.0  # as if a second had gone by
             printer.step(progress, record)
         assembly.close()
     return stream.getvalue()
