@@ -18,8 +18,8 @@ from mpigossip.mixing.base import Mixer
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
 
 IDLE_S = 1e-3
-"""Seconds between two exchanges of a waiting node: an exchange takes time of the core from
-others."""
+"""Seconds between two exchanges of a waiting node: an exchange takes processor time from other
+processes."""
 Arrays = Mapping[str, np.ndarray]
 Numbers = Mapping[str, Number]
 

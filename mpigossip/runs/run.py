@@ -378,7 +378,7 @@ class Run:
         if world.agree(self.stopping):
             self._stop_step = progress.first_step
             if world.rank == 0:  # this rank may not have read the result of the agreement
-                self.stopper.take_away()
+                self.stopper.remove_stop_file()
         if parted:  # the overview would describe exchanges that no longer take place
             progress.about = tuple
         self._open_saver()

@@ -26,7 +26,7 @@ AVERAGED = {"momentum", "first", "second"}
 """States that are means of gradients. Their average over nodes is the state of the averaged
 model."""
 
-# -- a node as arrays ------------------------------------------------------------------------------
+# -- from a node to arrays -------------------------------------------------------------------------
 
 
 def snapshot(
@@ -150,7 +150,7 @@ def plain(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-# -- and back --------------------------------------------------------------------------------------
+# -- from arrays to a node -------------------------------------------------------------------------
 
 
 def restore(

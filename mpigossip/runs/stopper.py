@@ -107,7 +107,7 @@ class Stopper(Hook):
         self._world = world
         self._file = folder / "STOP"
         self._clock = Reserve(end, lag=2 * lag)
-        self._stop_requested = False
+        self._is_due = False
         self._looked_at = float("-inf")
         self._launcher = os.getppid()
         self._warnings = list[str]()
@@ -128,19 +128,19 @@ class Stopper(Hook):
             signal.signal(number, handler)
 
     def _request_stop(self, number, frame) -> None:
-        self._stop_requested = True
+        self._is_due = True
         if number == signal.SIGTERM:
             deadline.sigterm_time = time.monotonic()
 
     def due(self) -> bool:
         """Return whether a signal or the clock asks this process to stop."""
-        self._stop_requested = self._clock.over() or self._stop_requested
-        return self._stop_requested
+        self._is_due = self._clock.over() or self._is_due
+        return self._is_due
 
     def wants_stop(self, done: int) -> bool:
         """Return the result of the last agreement every ``lag`` steps, and start the next one."""
         if not self.due() and self._world.size > 1 and os.getppid() != self._launcher:
-            self._stop_requested = True
+            self._is_due = True
             self._warnings.append(
                 "stopped because the launcher's process has exited: resume the run"
             )
@@ -151,19 +151,16 @@ class Stopper(Hook):
         if agreed is not None and agreed.read():
             deadline.sigterm_time = math.inf  # the rest of the run, such as saving, may take long
             if self._world.rank == 0:
-                self.take_away()
+                self.remove_stop_file()
             return True
         now = time.monotonic()
         if self._world.rank == 0 and now - self._looked_at > 1.0:
             # exists() would raise an error if the disk fails for a moment
-            self._looked_at, self._stop_requested = (
-                now,
-                self._stop_requested or os.access(self._file, os.F_OK),
-            )
-        self._pending = self._world.start_agree(int(self._stop_requested))
+            self._looked_at, self._is_due = now, self._is_due or os.access(self._file, os.F_OK)
+        self._pending = self._world.start_agree(int(self._is_due))
         return False
 
-    def take_away(self) -> None:
+    def remove_stop_file(self) -> None:
         """Remove the file STOP, so that the next run does not end at once."""
         try:
             self._file.unlink(missing_ok=True)
@@ -180,4 +177,4 @@ class Stopper(Hook):
         if self._pending is not None:
             self._pending.read()
         if self._world.rank == 0 and summary.get("finished"):  # STOP appeared too late for this run
-            self.take_away()
+            self.remove_stop_file()

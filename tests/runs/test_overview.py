@@ -1,4 +1,4 @@
-"""What the first screen says of the ways between nodes."""
+"""Lines of the overview about transports between nodes."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from mpigossip.mixing.base import ExchangeKind
 from mpigossip.runs import overview
 
 
-def test_the_ways_of_gpus_are_said_with_their_reasons():
+def test_transports_of_gpus_are_printed_with_their_reasons():
     routes = {1: "windows (proven)", 2: "host (no GPU-aware MPI)", 3: "host (no GPU-aware MPI)"}
     engine = SimpleNamespace(
         mixer=SimpleNamespace(local_nodes=[0], synchronous=True, routes=routes),
