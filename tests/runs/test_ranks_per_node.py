@@ -31,7 +31,7 @@ def job(*settings, folder=None):
 
 
 def trained(world, n, settings, steps=4):
-    """Return parameters of the local nodes, (rows, P), and the losses and distances of each step."""
+    """Return parameters of the local nodes, (rows, P), and losses and distances by step."""
     assembly = assemble.assemble(job(*settings), world, n)
     seen = []
     for _ in range(steps):
