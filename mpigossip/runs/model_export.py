@@ -104,7 +104,8 @@ def _as_saved(
         return _tensors(values), note if left_out else ""
     note = (
         "frozen parameters, and second names of tied ones, are left out, because model.name = "
-        f'"{name}" is code, which is not imported by default: pass --trust-model if you trust it'
+        f'"{name}" is custom code, which is not imported by default: pass --trust-model if you '
+        'trust it'
     )
     return _tensors(values), "" if name in models.BUILDERS else note
 

@@ -125,7 +125,7 @@ def test_divergence_is_growth_within_the_window_from_a_large_enough_distance():
         watch.see(0, distances([1e-9, nan, 5e-3, 9e-3])) == []
     )  # growth from zero to a small value
     (line,) = watch.see(4, distances([nan, 0.02, 0.03]))
-    assert "2.00e-02 at step 5" in line and "20 x that of step 0" in line
+    assert "2.00e-02 at step 5" in line and "20 x the value of step 0" in line
     assert watch.see(7, distances([0.04])) == []  # reported already
     assert watch.see(300, distances([0.05])) == []  # the start has left the window
     assert len(watch.see(310, distances([0.6]))) == 1

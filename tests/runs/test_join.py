@@ -199,7 +199,7 @@ def test_replay_starts_from_stored_models(tmp_path, capsys, algorithm, count):
     assert "repeating 1 round" in begun and "that they depend on" in begun
     assert "every digest is equal\nstarted from" in told[0]
     if count == 1:
-        assert "with 1 model that models/ still has\ndigest" in told[0]
+        assert "from 1 model that models/ still has\ndigest" in told[0]
         assert [int(one.split()[0]) for one in told] == [1, last - 4]
     shutil.rmtree(folder / "models")
     assert int(replay(folder, place, (last, last)).split()[0]) >= last
@@ -379,7 +379,7 @@ def test_custom_code_is_replayed_with_the_users_copy_of_the_job(tmp_path, capsys
         assert '"run.epochs=3" is a setting' in capsys.readouterr().err
     assert cli.main(["replay", folder, *own, "run.epochs=3"]) == 2
     assert (
-        "another job (run.epochs = 3, in the folder 2); to join it, omit JOB.toml"
+        "another job (run.epochs = 3, in the folder 2); to replay it, omit"
         in capsys.readouterr().err
     )
     own.remove("run.output=runs:1")  # copies may differ in this setting
