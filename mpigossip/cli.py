@@ -185,12 +185,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     top = parser()
     words = list(sys.argv[1:] if arguments is None else arguments)
     _check_command(top, words)
-    options, rest = top.parse_known_args(words)
+    options, remaining = top.parse_known_args(words)
     settings = getattr(options, "settings", None)
-    if rest and (settings is None or any("=" not in word or word[0] == "-" for word in rest)):
-        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if remaining and (
+        settings is None or any("=" not in word or word[0] == "-" for word in remaining)
+    ):
+        top.error(f"unrecognized arguments: {' '.join(remaining)}")
     if settings is not None:
-        options.settings = [*settings, *rest]
+        options.settings = [*settings, *remaining]
     return options
 
 
@@ -201,14 +203,14 @@ def _check_command(top: argparse.ArgumentParser, arguments: list[str]) -> None:
 
     if gone := removed.of_words(arguments):
         top.error(gone)
-    known = [words for words, _ in every(top) if words]
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
-        meant = [words for words in known if words.endswith(f" {arguments[0]}")]
-        hint = " or ".join(f"`mpigossip {words}`" for words in meant)
+    commands = [words for words, _ in every(top) if words]
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        matches = [words for words in commands if words.endswith(f" {arguments[0]}")]
+        hint = " or ".join(f"`mpigossip {words}`" for words in matches)
         hint = (
             f"did you mean {hint}?"
-            if meant
-            else near(arguments[0], [w for w in known if " " not in w])
+            if matches
+            else near(arguments[0], [w for w in commands if " " not in w])
         )
         top.error(f'"{arguments[0]}" is not a command; {hint}')
 

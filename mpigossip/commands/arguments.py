@@ -112,9 +112,9 @@ def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
     def read(text: str) -> float:
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\D+)", text)
         if not match or match[2] not in units or not 0 < float(match[1]) < 1e30:
-            known = ", ".join(units)
+            names = ", ".join(units)
             raise argparse.ArgumentTypeError(
-                f'"{text}": must be a number > 0 with one of the units {known}'
+                f'"{text}": must be a number > 0 with one of the units {names}'
             )
         return float(match[1]) * units[match[2]]
 

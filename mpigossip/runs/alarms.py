@@ -93,7 +93,7 @@ class Divergence:
             while self._recent and self._recent[0][0] < step - self._steps:
                 self._recent.popleft()
             before, minimum = min(
-                ((then, max(seen, SMALL_DISTANCE)) for then, seen in self._recent),
+                ((then, max(earlier, SMALL_DISTANCE)) for then, earlier in self._recent),
                 key=lambda pair: pair[1],
                 default=(step, float("inf")),
             )

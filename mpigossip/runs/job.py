@@ -109,12 +109,12 @@ class JobNode:
         if _partition_settings(load(manifest.job, resolve=False)) != _partition_settings(self.job):
             return
         drawn_by = str(manifest.meta.get(NUMPY_KEY))[:40]
-        here = np.__version__
-        if drawn_by == here:
+        installed = np.__version__
+        if drawn_by == installed:
             cause = "its samples or labels have changed; restore the data of the start of the run"
         else:
             cause = (
-                f"NumPy {drawn_by} drew the partition, this is NumPy {here}: run `pip install "
+                f"NumPy {drawn_by} drew the partition, this is NumPy {installed}: run `pip install "
                 f"numpy=={drawn_by}`, or restore the data if they have changed"
             )
         raise StoreError(
@@ -200,10 +200,10 @@ class JobNode:
     def to_evaluate(self) -> bool:
         """Return whether the current step is the last one, or one at which the job evaluates."""
         done = self.engine.index
-        asked = self.job.run
+        section = self.job.run
         epoch, over = divmod(done - self.shift, self.assembly.steps_per_epoch)
-        due = over == 0 and asked.evaluate_every and epoch % asked.evaluate_every == 0
-        steps = asked.evaluate_steps
+        due = over == 0 and section.evaluate_every and epoch % section.evaluate_every == 0
+        steps = section.evaluate_steps
         return self.finished or bool(due or (steps and done % steps == 0))
 
     def evaluate(self, run: Run) -> None:
@@ -267,13 +267,13 @@ def train(node: JobNode, newest: Path | None = None, hooks: Sequence[Hook] = ())
 
 
 def _steps(node: JobNode, run: Run) -> dict[str, Any]:
-    every = node.job.checkpoint.every_steps
+    interval = node.job.checkpoint.every_steps
 
     def between(_: Any = None) -> None:
         done = node.engine.index
         if node.to_evaluate():
             node.evaluate(run)
-        if every and done % every == 0 and run.saved_at != done:
+        if interval and done % interval == 0 and run.saved_at != done:
             run.save()
 
     def begin() -> None:

@@ -105,7 +105,7 @@ def _as_saved(
     note = (
         "frozen parameters, and second names of tied ones, are left out, because model.name = "
         f'"{name}" is custom code, which is not imported by default: pass --trust-model if you '
-        'trust it'
+        "trust it"
     )
     return _tensors(values), "" if name in models.BUILDERS else note
 

@@ -72,8 +72,8 @@ class Saver:
         if self._world.rank == 0:
             try:
                 folder = checkpoint.begin(self._folder, step)
-            except StoreError as wrong:
-                error = str(wrong)
+            except StoreError as exception:
+                error = str(exception)
         folder, error = self._world.broadcast((folder, error))
         if error is not None:
             self._failed(step, [error])
@@ -111,8 +111,8 @@ class Saver:
             error = None
             try:
                 self.last = now.commit.result() or self.last
-            except (OSError, StoreError) as wrong:
-                error = str(wrong)
+            except (OSError, StoreError) as exception:
+                error = str(exception)
             error, gone = self._world.broadcast((error, _gone(now.temporary)))
             if error is not None:
                 self._failed(now.step, [error], gone)
@@ -122,8 +122,8 @@ class Saver:
         """Gather the entries of all nodes on rank 0, whose thread then commits them."""
         try:
             written: tuple[Sequence[Entry], Any] = (now.files.result(), None)
-        except (OSError, StoreError, NonFiniteError) as wrong:
-            written = ((), wrong)
+        except (OSError, StoreError, NonFiniteError) as exception:
+            written = ((), exception)
         gathered = self._world.gather(written)
         errors = None if gathered is None else [error for _, error in gathered if error]
         errors, gone = self._world.broadcast((errors, _gone(now.temporary)))
@@ -155,7 +155,7 @@ class Saver:
 
         :param gone: the folder was removed meanwhile, which does not stop the run
         """
-        error = max(errors, key=lambda one: isinstance(one, NonFiniteError))
+        error = max(errors, key=lambda candidate: isinstance(candidate, NonFiniteError))
         text = f"the checkpoint of step {step} could not be written: {error}"
         if isinstance(error, NonFiniteError):
             raise NonFiniteError(

@@ -63,7 +63,7 @@ class RecentSteps:
         its oldest copy. Collective.
         """
         stands = world.gather((self.states[-1][0].numbers, self.facts))
-        numbers, facts = world.broadcast(stands and min(stands, key=lambda one: one[0]["index"]))
+        numbers, facts = world.broadcast(stands and min(stands, key=lambda pair: pair[0]["index"]))
         same = (stand for stand in self.states if stand[0].numbers["index"] == numbers["index"])
         return *next(same, self.states[0]), numbers, facts
 

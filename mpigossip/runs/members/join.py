@@ -635,9 +635,9 @@ def _can_train(name: str) -> bool:
         algorithm = algorithms.build(name, None, {}, 0)
     except (TypeError, ValueError):
         return False
-    plain = (
+    averages_model = (
         algorithm.vectors == 1
         and not (algorithm.scalars or algorithm.ahead)
         and algorithm.local_update is not None
     )
-    return plain and algorithm.needs <= {"row-stochastic", "never-global"}
+    return averages_model and algorithm.needs <= {"row-stochastic", "never-global"}
