@@ -324,7 +324,7 @@ def test_unequal_steps_and_calls_are_named(ranks, tmp_path):
     for said in ranks(3)(uneven, tmp_path / "waits", {"cadence": "every", "period": 100}):
         assert "steps: rank 0 2 (save()), rank 1 3 (save()), rank 2 3 (step()); " in said
     for said in ranks(2)(uneven, tmp_path / "runs", {"mixer": "asynchronous"}):
-        assert "different calls: rank 0 in save(), rank 1 in the log's writing; " in said
+        assert "different calls: rank 0 in save(), rank 1 in writing the log; " in said
 
 
 def unhurried(comm, folder):

@@ -146,11 +146,11 @@ def shred(path):
 @pytest.mark.parametrize(
     "name, take, says",
     [
-        ("log.h5", empty, "log.h5 was deleted or overwritten while.*: a new one begins at step 20"),
+        ("log.h5", empty, "log.h5 was deleted or overwritten while.*: a new log begins at step 20"),
         every(
             "log.h5",
             shred,
-            "log.h5 was deleted or overwritten while.*: a new one begins at step 20",
+            "log.h5 was deleted or overwritten while.*: a new log begins at step 20",
         ),
         ("log.h5", Path.unlink, "log.h5 was deleted or overwritten while.*begins at step 20"),
     ],
