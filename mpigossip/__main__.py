@@ -1,4 +1,4 @@
-"""`python -m mpigossip`: the same as the `mpigossip` command."""
+"""Program of `python -m mpigossip`, which is the `mpigossip` command."""
 
 import sys
 

@@ -22,17 +22,17 @@ from mpigossip.config.readable import OF_STDOUT, print_note, printable
 COMMANDS = ("train", "files", "graph", "machine", "jobs")
 """Modules of `mpigossip.commands`, in the order of the help."""
 REMEDIES = {
-    errno.EACCES: "ask its owner for the right to use it",
-    errno.EPERM: "ask its owner for the right to use it",
-    errno.ENAMETOOLONG: "name another place",
+    errno.EACCES: "ask its owner for permission",
+    errno.EPERM: "ask its owner for permission",
+    errno.ENAMETOOLONG: "choose a shorter name",
 }
 """Remedies for errors of the operating system, by errno."""
 READERS = ("resume", "simulate", "data", "log", "report", "checkpoint")
-"""Commands that read files which others may have made."""
+"""Commands that read files which other users may have written."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGILL)
 HANDED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 PR_SET_PDEATHSIG = 1
-HUSH_S = 2.0
+SILENT_EXIT_S = 2.0
 """Seconds that ranks without a message wait before they exit.
 
 At the first bad exit code, launchers end all ranks, including the rank that has the message.
@@ -77,16 +77,16 @@ def _able_to_print() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
-    for name, place in (("stdout", 1), ("stderr", 2)):
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(place, "w", closefd=False))
+            setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
         elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             with contextlib.suppress(OSError):  # of a file whose position is no longer known
                 stream.reconfigure(errors="backslashreplace")
 
 
 def _may_crash(words: Sequence[str]) -> bool:
-    """Return whether the command reads files that others may have made; never true for a rank."""
+    """Return whether the command may read files of other users; it is False for a rank."""
     waits = hasattr(signal, "sigwaitinfo")  # not available on macOS
     return waits and any(word in READERS for word in words[:1]) and not launcher_ranks(os.environ)
 
@@ -115,12 +115,12 @@ def _in_child(words: Sequence[str]) -> int | None:
         what = " ".join(words[:3])
         print_note(
             f"`{what}` crashed ({signal.Signals(-code).name}), as the HDF5 library does on some "
-            "damaged or forged files; use another copy of what it reads"
+            "damaged or forged files; use another copy of the file that it reads"
         )
         return FAILED
     if -code == signal.SIGKILL:  # a signal that can't have a handler
-        fix = ": take fewer nodes" if words[0] in ("resume", "simulate") else ""
-        print_note(f"killed by the system, as it does where memory runs out{fix}")
+        fix = ": use fewer nodes" if words[0] in ("resume", "simulate") else ""
+        print_note(f"killed by the system, probably because memory ran out{fix}")
         signal.raise_signal(-code)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
@@ -136,10 +136,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         sys.stderr.close()
         return OK
     except UserError as error:
-        if _speaks(error):
+        if _prints_error(error):
             print_note(error)
         else:
-            time.sleep(HUSH_S)
+            time.sleep(SILENT_EXIT_S)
         return WRONG
     except Failure as error:
         print_note(error)
@@ -149,20 +149,20 @@ def _run(arguments: Sequence[str] | None) -> int:
             name = os.fsdecode(error.filename)[-200:]
             print_note(f"{name}: {error.strerror}; {REMEDIES[error.errno]}")
             return WRONG
-        blamed = hasattr(error, OF_STDOUT) or _keeps_nothing()
+        blamed = hasattr(error, OF_STDOUT) or _is_unbuffered()
         if not _unprinted(error if blamed else None):
             raise
         return FAILED
     except MemoryError as error:
         why = f" ({error})" if str(error) else ""
-        print_note(f"not enough memory{why}: take fewer nodes, samples, classes or parameters")
+        print_note(f"not enough memory{why}: use fewer nodes, samples, classes or parameters")
         return WRONG
     except KeyboardInterrupt:
         print_note("interrupted")
         return 130
 
 
-def _keeps_nothing() -> bool:
+def _is_unbuffered() -> bool:
     """Return whether standard output is unbuffered, so that its error occurs only once.
 
     A buffered stream keeps what it could not write, and fails again at the next flush. An error
@@ -183,35 +183,39 @@ def _unprinted(error: OSError | None = None) -> bool:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments; settings may follow the job file anywhere, also after options."""
     top = parser()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    _check_command(top, given)
-    options, rest = top.parse_known_args(given)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    _check_command(top, words)
+    options, remaining = top.parse_known_args(words)
     settings = getattr(options, "settings", None)
-    if rest and (settings is None or any("=" not in word or word[0] == "-" for word in rest)):
-        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if remaining and (
+        settings is None or any("=" not in word or word[0] == "-" for word in remaining)
+    ):
+        top.error(f"unrecognized arguments: {' '.join(remaining)}")
     if settings is not None:
-        options.settings = [*settings, *rest]
+        options.settings = [*settings, *remaining]
     return options
 
 
-def _check_command(top: argparse.ArgumentParser, given: list[str]) -> None:
+def _check_command(top: argparse.ArgumentParser, arguments: list[str]) -> None:
     """End with a hint if an option was removed, or if the first word is no command (`plot`)."""
     from mpigossip.config import removed
     from mpigossip.config.toml import near
 
-    if gone := removed.of_words(given):
+    if gone := removed.of_words(arguments):
         top.error(gone)
-    known = [words for words, _ in every(top) if words]
-    if given and not given[0].startswith("-") and given[0] not in known:
-        meant = [words for words in known if words.endswith(f" {given[0]}")]
-        hint = " or ".join(f"`mpigossip {words}`" for words in meant)
+    commands = [words for words, _ in every(top) if words]
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        matches = [words for words in commands if words.endswith(f" {arguments[0]}")]
+        hint = " or ".join(f"`mpigossip {words}`" for words in matches)
         hint = (
-            f"did you mean {hint}?" if meant else near(given[0], [w for w in known if " " not in w])
+            f"did you mean {hint}?"
+            if matches
+            else near(arguments[0], [w for w in commands if " " not in w])
         )
-        top.error(f'"{given[0]}" is no command; {hint}')
+        top.error(f'"{arguments[0]}" is not a command; {hint}')
 
 
-def _speaks(error: UserError) -> bool:
+def _prints_error(error: UserError) -> bool:
     """Return whether this process prints a message that all ranks share."""
     if error.rank is not None:
         return error.rank == 0

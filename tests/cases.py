@@ -83,8 +83,8 @@ def command(comm, folder, words) -> tuple[int, str, str]:
 
     readable.noted.clear()
     # no launcher ends the others here
-    hush = cli.HUSH_S
-    cli.HUSH_S = 0.0
+    hush = cli.SILENT_EXIT_S
+    cli.SILENT_EXIT_S = 0.0
     out = io.StringIO()
     err = io.StringIO()
     redirected = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
@@ -102,7 +102,7 @@ def command(comm, folder, words) -> tuple[int, str, str]:
     except SystemExit as ended:
         code = ended.code or 0
     finally:
-        cli.HUSH_S = hush
+        cli.SILENT_EXIT_S = hush
         sys.path[:] = paths
         sys.argv = given
     return code, out.getvalue(), err.getvalue()

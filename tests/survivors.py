@@ -13,7 +13,7 @@ from tests.launch import REPO
 
 SCRIPT = REPO / "jobs/loops/survive.py"
 DIGEST = re.compile(r"node (\d+) of (\d+): loss \S+, ([0-9a-f]{64})")  # ranks may share a line
-LOST = re.compile(r"rank (\d+) on \S+ was lost after step (\d+) ")
+LOST = re.compile(r"rank (\d+) on \S+ failed after step (\d+) ")
 
 
 def lost(err):

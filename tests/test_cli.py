@@ -1,4 +1,4 @@
-"""The command line as a user meets it: the same digest on both ways, refusals, exit codes."""
+"""The command line: digests of simulated and real ranks, rejections, exit codes."""
 
 import errno
 import hashlib
@@ -29,9 +29,9 @@ SHORT = ["run.steps=6", "data.batch=4"]
 MAIN = [sys.executable, "-m", "mpigossip"]
 
 
-def test_a_number_of_nodes_is_said_to_the_launcher(pooled):
+def test_train_leaves_the_number_of_nodes_to_the_launcher(pooled):
     done = pooled(2, "train", JOB, "--nodes", "4")
-    assert done.returncode == 2 and done.stderr.count("mpigossip: --nodes 4 goes with") == 1
+    assert done.returncode == 2 and done.stderr.count("mpigossip: --nodes 4 needs --dry-run") == 1
     assert "mpirun -n 4" in done.stderr and "simulate" in done.stderr
     assert pooled(2, "train", JOB, "--dry-run").stdout.count("# planned for 2 nodes") == 1
 
@@ -58,7 +58,7 @@ def test_simulate_and_ranks_print_the_same_digest(pooled, alone, tmp_path, n, se
     simulated = alone("simulate", JOB, "--nodes", n, *settings)
     real = pooled(n, "train", JOB, *settings, timeout=120)
     assert digest(simulated) == digest(real)
-    anyone = hashlib.sha256()  # as without this package
+    anyone = hashlib.sha256()  # the same as without this package
     for path in sorted(tmp_path.glob("runs/digits/checkpoints/*/node-*.h5")):
         with h5py.File(path) as file:
             anyone.update(file["parameters"][()].tobytes())
@@ -72,7 +72,7 @@ def test_a_run_that_stopped_resumes_under_mpirun(mpirun, pooled, alone, tmp_path
     assert pooled(2, "train", JOB, *cut).returncode == 0
     again = mpirun(2, [*MAIN, "resume", "cut", "run.steps=6"], timeout=120, cwd=tmp_path)
     assert digest(again) == digest(whole)
-    assert "going on at step 4" in again.stdout
+    assert "resuming at step 4" in again.stdout
 
 
 MISTAKES = [
@@ -88,7 +88,7 @@ MISTAKES = [
 
 
 @on_each(("words", "says"), MISTAKES)
-def test_a_mistake_is_a_paragraph_and_exit_code_2(alone, words, says):
+def test_a_user_error_is_one_paragraph_and_exit_code_2(alone, words, says):
     words = [word.replace("JOB", JOB) for word in words]
     done = alone("simulate", JOB, "--nodes", 3, *SHORT, *words)
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -99,7 +99,7 @@ def test_a_mistake_is_a_paragraph_and_exit_code_2(alone, words, says):
 @pytest.mark.every
 @pytest.mark.both
 @pytest.mark.parametrize("words, says", [MISTAKES[0], MISTAKES[5], MISTAKES[3]])
-def test_all_ranks_end_with_a_mistake_and_one_speaks(mpirun, tmp_path, words, says):
+def test_all_ranks_end_with_a_user_error_and_one_prints_it(mpirun, tmp_path, words, says):
     done = mpirun(3, [*MAIN, "train", JOB, *SHORT, *words], timeout=60, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -120,7 +120,7 @@ SEARCH = ["graph", "search", "--nodes", "8", "--out", "g.json"]
         (["train", "nowhere.toml"], "nowhere.toml"),
         (["resume", "nowhere"], "nowhere"),
         (["resume", "."], "no complete checkpoint"),
-        (["resume", ".", "--nodes", "3"], "--nodes 3: resume takes the launcher's ranks"),
+        (["resume", ".", "--nodes", "3"], "--nodes 3 needs --simulate"),
         (["simulate", JOB, "--nodes", "0"], "at least 1"),
         (["simulate", JOB, "--nodes", "2000"], "2000"),
         (["log", "show", "nowhere"], 'no run "nowhere"; `mpigossip train'),
@@ -133,7 +133,7 @@ SEARCH = ["graph", "search", "--nodes", "8", "--out", "g.json"]
         (["data", "show", JOB], "digits.toml"),
         (["data", "pack", "nowhere", "out.h5"], "nowhere"),
         (["checkpoint", "show", "nowhere"], "nowhere"),
-        (["checkpoint", "verify", "."], "no checkpoint"),
+        (["checkpoint", "verify", "."], "neither a checkpoint"),
         (["graph", "show", "rnig", "--nodes", "4"], "ring"),
         (["graph", "show", "ring", "--nodes", "0"], "at least 1"),
         (["train", JOB, "--frobnicate"], "frobnicate"),
@@ -202,7 +202,7 @@ def test_wrong_words_and_values_are_explained(alone, words, says):
 
 
 @pytest.mark.parametrize("why", ["", "Unable to allocate 3.64 TiB"])
-def test_memory_that_runs_out_is_said_in_a_sentence(why, monkeypatch, capsys):
+def test_a_lack_of_memory_is_reported_in_a_sentence(why, monkeypatch, capsys):
     def fail(*_, **__):
         raise MemoryError(*filter(None, [why]))
 
@@ -210,7 +210,7 @@ def test_memory_that_runs_out_is_said_in_a_sentence(why, monkeypatch, capsys):
     assert cli.main(DRY) == 2
     said = capsys.readouterr().err
     assert said.startswith("mpigossip: not enough memory") and why in said
-    assert ": ;" not in said and "memory: take fewer" in said.replace(f" ({why})", "")
+    assert ": ;" not in said and "memory: use fewer" in said.replace(f" ({why})", "")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_memory_that_runs_out_is_said_in_a_sentence(why, monkeypatch, capsys):
         (["simulate", JOB, "--nodes", "2", *SHORT], 0, "1"),
     ],
 )
-def test_a_standard_output_without_room_is_said_and_ends_no_training(
+def test_a_full_standard_output_is_reported_and_does_not_end_training(
     tmp_path, words, code, unbuffered
 ):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": unbuffered}
@@ -234,7 +234,7 @@ def test_a_standard_output_without_room_is_said_and_ends_no_training(
     assert bool(list(tmp_path.glob("runs/*/checkpoints/step-00000006"))) == (code == 0)
 
 
-def test_a_text_larger_than_the_buffer_of_a_full_standard_output_is_said(monkeypatch, capfd):
+def test_a_text_larger_than_the_buffer_of_a_full_standard_output_is_reported(monkeypatch, capfd):
     """The buffer drops it, so that the error does not occur again."""
     monkeypatch.setattr("mpigossip.commands.train._join", lambda options: print_safe("x" * 100_000))
     with Path("/dev/full").open("w") as full:
@@ -243,8 +243,8 @@ def test_a_text_larger_than_the_buffer_of_a_full_standard_output_is_said(monkeyp
     assert "standard output can't be written: No space left" in capfd.readouterr().err
 
 
-def test_another_file_without_room_is_not_taken_for_standard_output(monkeypatch, capfd):
-    """Its error has no name, as that of a write to a file that is open."""
+def test_an_error_of_another_file_is_not_attributed_to_standard_output(monkeypatch, capfd):
+    """The error contains no file name, as for a write to an open file."""
 
     def full(options):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -258,20 +258,20 @@ def test_another_file_without_room_is_not_taken_for_standard_output(monkeypatch,
 
 
 @pytest.mark.parametrize("words", [["examples"], ["simulate", JOB, "--nodes", "2", *SHORT]])
-def test_a_standard_output_that_is_closed_ends_nothing(tmp_path, words):
+def test_a_closed_standard_output_does_not_end_a_command(tmp_path, words):
     shell = ["bash", "-c", '"$@" >&-', "-", *MAIN, *words]
     done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_letters_that_a_terminal_lacks_end_nothing(tmp_path):
+def test_characters_that_a_terminal_lacks_do_not_end_a_command(tmp_path):
     env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     words = ["plan", JOB, "--nodes", "4", "--compute", "1ms", "--latency", "1us", "--bandwidth"]
     done = subprocess.run([*MAIN, *words, "1GB/s"], capture_output=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_who_closes_the_pipe_has_enough():
+def test_a_closed_pipe_ends_the_command_without_an_error():
     read, write = os.pipe()
     os.close(read)
     env = os.environ | {"PYTHONUNBUFFERED": ""}
@@ -281,13 +281,13 @@ def test_who_closes_the_pipe_has_enough():
 
 
 def catches(pid, number):
-    """Whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
     return bool(int(caught, 16) >> number - 1 & 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_search_that_is_stopped_keeps_the_best_so_far(tmp_path, number):
+def test_an_interrupted_search_saves_the_best_graph_so_far(tmp_path, number):
     words = ["graph", "search", "--nodes", "16", "--degree", "4", "--seconds", "60", "--json"]
     with subprocess.Popen(
         [*MAIN, *words, "--out", "best.json"],
@@ -295,7 +295,7 @@ def test_a_search_that_is_stopped_keeps_the_best_so_far(tmp_path, number):
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        while not catches(process.pid, signal.SIGTERM):  # it begins to search
+        while not catches(process.pid, signal.SIGTERM):  # the search has begun
             assert process.poll() is None
             time.sleep(0.02)
         time.sleep(0.5)
@@ -305,7 +305,7 @@ def test_a_search_that_is_stopped_keeps_the_best_so_far(tmp_path, number):
     assert json.loads((tmp_path / "best.json").read_text())["score"] == facts["score"]
 
 
-def test_a_search_by_graphs_judged_is_that_of_its_seed(alone, tmp_path):
+def test_a_search_limited_by_evaluations_depends_on_its_seed_only(alone, tmp_path):
     words = ["graph", "search", "--nodes", "12", "--degree", "3", "--evaluations", "400"]
     assert alone(*words, "--seed", "3", "--out", "found.json").returncode == 0
     edges = json.loads((tmp_path / "found.json").read_text())["edges"]
@@ -323,7 +323,7 @@ def test_graphs_are_compared_also_in_bytes(alone, tmp_path):
     assert "Infinity" not in text and None in json.loads(text)[0].values()
 
 
-def test_the_imagenet_job_is_printed_dry(alone, tmp_path):
+def test_a_dry_run_prints_the_imagenet_job(alone, tmp_path):
     job = Path(JOB).with_name("imagenet-resnet50.toml")
     done = alone("train", job, "node.devices=cuda:0-7", "--dry-run", "--nodes", 32)
     assert done.returncode == 0, done.stderr
@@ -340,18 +340,18 @@ def test_the_imagenet_job_is_printed_dry(alone, tmp_path):
         assert text in done.stdout
 
 
-def test_a_dry_simulation_prints_the_job_and_writes_nothing(alone, tmp_path):
+def test_a_dry_run_of_a_simulation_prints_the_job_and_writes_nothing(alone, tmp_path):
     words = [JOB, "--dry-run", "--nodes", 4, "run.epochs=7"]
     said = [alone(command, *words).stdout for command in ("train", "simulate")]
     assert "epochs = 7" in said[1] and "planned for 4 nodes" in said[1]
     assert max(map(len, said[1].splitlines())) <= 80
-    # one difference: a real run of the same job has the folder's plain name
+    # one difference: a real run of the same job uses the unchanged name of the folder
     assert said[1] == said[0].replace('"runs/{name}"', '"runs/digits-simulated"')
     assert not list(tmp_path.iterdir())
 
 
 def test_the_imagenet_job_runs_small_on_a_packed_folder(alone, tmp_path):
-    """The founding protocol's path at 224x224: JPEGs, decoding processes, resized crops."""
+    """The original ImageNet pipeline at 224x224: JPEGs, decoding processes, resized crops."""
     folder_of_images(tmp_path / "images", "val", sides=(240, 260), count=3, suffix="jpg")
     assert alone("data", "pack", "images", "i.h5").returncode == 0
     job = Path(JOB).with_name("imagenet-resnet50.toml")
@@ -370,13 +370,13 @@ def test_the_imagenet_job_runs_small_on_a_packed_folder(alone, tmp_path):
     assert "2 nodes x 2 slots" in done.stdout and "finished at step 2" in done.stdout
 
 
-def test_a_finished_run_is_said_again_and_not_trained_again(alone, tmp_path):
+def test_a_finished_run_is_printed_again_and_not_trained_again(alone, tmp_path):
     first = alone("simulate", JOB, "--nodes", 2, *SHORT)
     second = alone("simulate", JOB, "--nodes", 2, *SHORT)
-    assert digest(first) == digest(second) and "nothing is left to train" in second.stdout
+    assert digest(first) == digest(second) and "the training has ended already" in second.stdout
 
 
-def test_bench_prints_rows_and_writes_them_and_leaves_out_what_has_no_room(pooled, tmp_path):
+def test_bench_prints_and_writes_rows_and_omits_sizes_without_enough_memory(pooled, tmp_path):
     words = ["--graphs", "one-peer-hypercube", "--sizes", "1KB", "900000GB", "--seconds", "0.05"]
     done = pooled(2, "bench", "exchange", *words, "--json", "--out", "rows.h5")
     assert done.returncode == 0, done.stderr
@@ -389,7 +389,7 @@ def test_bench_prints_rows_and_writes_them_and_leaves_out_what_has_no_room(poole
 
 
 def full(comm, folder):
-    """What `bench checkpoint` says on a full disk."""
+    """Return the message of `bench checkpoint` on a full disk."""
     from mpigossip.analysis import bench
 
     error = OSError(28, "No space left")
@@ -400,7 +400,7 @@ def full(comm, folder):
     return str(caught.value)
 
 
-def test_bench_says_that_a_checkpoint_has_no_place_or_room(pooled, ranks, tmp_path):
+def test_bench_reports_a_missing_folder_or_a_full_disk(pooled, ranks, tmp_path):
     done = pooled(2, "bench", "checkpoint", "--folder", "none", "--sizes", "1KB")
     assert done.returncode == 2 and done.stderr.count("make its folder first") == 1, done.stderr
     assert f'--folder "{tmp_path}" on ' in (said := ranks(2)(full, tmp_path)[0])

@@ -397,7 +397,7 @@ def test_a_round_of_more_neighbours_than_stated_is_not_sent(ranks, tmp_path):
         ({"model": {"name": "mine:Twice"}}, r"returns a tuple .*\(1, 2\).*`.logits`"),
         ({"model": {"name": "mine:configured"}}, "can't be built .* no attribute 'hidden_size'"),
         ({"log": {"hooks": ["mine:wrong"]}}, "returned int; it should return a .*Hook"),
-        ({"log": {"hooks": ["tensorbord"]}}, "none of tensorboard"),
+        ({"log": {"hooks": ["tensorbord"]}}, "must be one of tensorboard"),
     ],
 )
 def test_a_wrong_one_is_named_with_what_is_expected(own, sections, says):

@@ -28,9 +28,9 @@ def command(
     :param summary: one line of help
     :param examples: example lines of a shell
     """
-    made = _parser(commands, name, summary, examples)
-    made.set_defaults(run=run)
-    return made
+    parser = _parser(commands, name, summary, examples)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def family(commands, name: str, members: str, summary: str, *examples: str):
@@ -42,9 +42,9 @@ def family(commands, name: str, members: str, summary: str, *examples: str):
     :param summary: one line of help
     :param examples: examples of subcommands; the help shows the first line of each
     """
-    firsts = "\n".join(each.strip().splitlines()[0] for each in examples)
-    made = _parser(commands, name, summary, firsts)
-    return made.add_subparsers(metavar=members, required=True)
+    firsts = "\n".join(example.strip().splitlines()[0] for example in examples)
+    parser = _parser(commands, name, summary, firsts)
+    return parser.add_subparsers(metavar=members, required=True)
 
 
 def _parser(commands, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
@@ -76,13 +76,16 @@ def every(
 def settings(parser: argparse.ArgumentParser) -> None:
     """Accept `section.key=value` after the other arguments."""
     parser.add_argument(
-        "settings", nargs="*", metavar="section.key=value", help="settings that replace the job's"
+        "settings",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings that override those of the job",
     )
 
 
 def dry_run(parser: argparse.ArgumentParser) -> None:
-    """Add the option --dry-run, which prints the whole job (`analysis.dryrun`)."""
-    parser.add_argument("--dry-run", action="store_true", help="print the whole job and stop")
+    """Add the option --dry-run, which prints the complete job (`analysis.dryrun`)."""
+    parser.add_argument("--dry-run", action="store_true", help="print the complete job and exit")
 
 
 def run_named(path: Path) -> Path:
@@ -96,7 +99,7 @@ def run_named(path: Path) -> Path:
     if path.exists():
         return path
     runs = {log.parent.name for log in path.parent.glob("*/log.h5")}
-    hint = near(path.name, runs) if runs else "`mpigossip train JOB.toml` makes one"
+    hint = near(path.name, runs) if runs else "`mpigossip train JOB.toml` creates one"
     raise StoreError(f'there is no run "{path}"; {hint}')
 
 
@@ -107,48 +110,54 @@ def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
     """Return a parser of numbers with a unit, such as 80ms."""
 
     def read(text: str) -> float:
-        found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\D+)", text)
-        if not found or found[2] not in units or not 0 < float(found[1]) < 1e30:
-            known = ", ".join(units)
-            raise argparse.ArgumentTypeError(f'"{text}": needs a number > 0 and one of {known}')
-        return float(found[1]) * units[found[2]]
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\D+)", text)
+        if not match or match[2] not in units or not 0 < float(match[1]) < 1e30:
+            names = ", ".join(units)
+            raise argparse.ArgumentTypeError(
+                f'"{text}": must be a number > 0 with one of the units {names}'
+            )
+        return float(match[1]) * units[match[2]]
 
     return read
 
 
 def share(text: str) -> float:
-    """Parse a share below 1, such as 5% or 0.05."""
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text)
-    value = float(found[1]) / (100 if found[2] else 1) if found else 1.0
+    """Parse a fraction below 1, such as 5% or 0.05."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text)
+    value = float(match[1]) / (100 if match[2] else 1) if match else 1.0
     if value >= 1:
-        raise argparse.ArgumentTypeError(f'"{text}": needs a share below 1, such as 5% or 0.05')
+        raise argparse.ArgumentTypeError(
+            f'"{text}": must be a fraction below 1, such as 5% or 0.05'
+        )
     return value
 
 
 def numbers_of_nodes(text: str) -> list[int]:
     """Parse 4,8,…,64 as [4, 8, 16, 32, 64]; an ellipsis continues by doubling."""
-    found: list[int] = []
+    counts: list[int] = []
     doubling = False
     for word in text.replace("...", "…").split(","):
-        if word.strip() == "…" and found:
+        if word.strip() == "…" and counts:
             doubling = True
             continue
         if not word.strip().isdigit() or not 1 <= int(word) <= 4096:
-            raise argparse.ArgumentTypeError(f'"{word}": needs whole numbers from 1 to 4096')
-        while doubling and 2 * found[-1] < int(word):
-            found.append(2 * found[-1])
+            raise argparse.ArgumentTypeError(f'"{word}": must be a whole number from 1 to 4096')
+        while doubling and 2 * counts[-1] < int(word):
+            counts.append(2 * counts[-1])
         doubling = False
-        found.append(int(word))
-    return sorted(set(found))
+        counts.append(int(word))
+    return sorted(set(counts))
 
 
-def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
-    """Return a parser of numbers of type ``kind`` from ``least`` to ``most``."""
+def number(kind: type, minimum: float, maximum: float) -> Callable[[str], Any]:
+    """Return a parser of numbers of type ``kind`` from ``minimum`` to ``maximum``."""
 
     def read(text: str) -> Any:
         value = kind(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text}: must be at least {least} and at most {most}")
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(
+                f"{text}: must be at least {minimum} and at most {maximum}"
+            )
         return value
 
     read.__name__ = kind.__name__  # argparse shows this name in messages

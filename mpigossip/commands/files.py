@@ -21,29 +21,33 @@ def add(commands) -> None:
 
 
 def _add_data(commands) -> None:
-    data = family(commands, "data", "pack|show", "image folders and text to HDF5", PACK)
+    data = family(commands, "data", "pack|show", "convert image folders and text to HDF5", PACK)
     pack = command(
         data, "pack", _pack, "pack train/CLASS/*.jpg and test/CLASS/*.jpg into HDF5", PACK
     )
-    pack.add_argument("folder", type=Path, metavar="FOLDER", help="of text, also a single file")
+    pack.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="folder; of text, also a single file"
+    )
     pack.add_argument("out", type=Path, metavar="OUT.h5")
-    pack.add_argument("--image-size", type=many, help="shorter side in pixels to resize to")
+    pack.add_argument(
+        "--image-size", type=many, help="resize the shorter side to this number of pixels"
+    )
     pack.add_argument(
         "--decoded",
         action="store_true",
-        help="store pixels: for small images of one size, so that no run decodes them",
+        help="store pixels, so that no run decodes images; for small images of equal size",
     )
     pack.add_argument("--text", action="store_true", help="pack text files for a language model")
     pack.add_argument(
         "--tokenizer",
         default="byte",
-        help="byte (default), or bpe: byte-pair encoding learned from the text (needs tokenizers)",
+        help="byte (default), or bpe: byte-pair encoding learned from the text; needs tokenizers",
     )
     pack.add_argument(
-        "--vocabulary", type=int, default=4096, help="entries of a bpe: 257 to 65536 (4096)"
+        "--vocabulary", type=int, default=4096, help="entries of bpe, 257 to 65536; default: 4096"
     )
     show = command(
-        data, "show", _show_data, "say what a packed file holds", "mpigossip data show imagenet.h5"
+        data, "show", _show_data, "describe a packed file", "mpigossip data show imagenet.h5"
     )
     show.add_argument("file", type=Path, metavar="FILE.h5")
 
@@ -85,20 +89,26 @@ mpigossip report runs/ring runs/digits --html report.html
 
 def _add_log(commands) -> None:
     log = family(commands, "log", "show|export|plot", "show, export and plot logs", PLOT, EXPORT)
-    summary = "a run's evaluations and summary as a table"
+    summary = "print the evaluations and the summary of a run"
     show = command(log, "show", _show_log, summary, "mpigossip log show runs/digits")
-    show.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run, or a log")
-    export = command(log, "export", _export_log, "a run's log for other programs", EXPORT)
-    export.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run, or a log")
+    show.add_argument("run_folder", type=Path, metavar="RUN", help="run directory, or log file")
+    export = command(
+        log, "export", _export_log, "convert the log of a run for other programs", EXPORT
+    )
+    export.add_argument("run_folder", type=Path, metavar="RUN", help="run directory, or log file")
     to = export.add_mutually_exclusive_group(required=True)
-    to.add_argument("--csv", type=Path, metavar="FILE", help="run.csv, and run-evaluations.csv")
-    to.add_argument("--tensorboard", type=Path, metavar="DIR", help="event files")
-    plot = command(log, "plot", _plot, "one picture (PNG) of one or several runs", PLOT)
-    plot.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, or logs")
+    to.add_argument(
+        "--csv", type=Path, metavar="FILE", help="such as run.csv; also writes run-evaluations.csv"
+    )
+    to.add_argument("--tensorboard", type=Path, metavar="DIR", help="folder for event files")
+    plot = command(log, "plot", _plot, "plot one or several runs into a PNG file", PLOT)
+    plot.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="run directories, or log files"
+    )
     plot.add_argument("--out", type=Path, metavar="OUT.png", help="default: RUN/log.png")
-    summary = "one page in HTML of one or several runs"
+    summary = "write an HTML page about one or several runs"
     report = command(commands, "report", _report, summary, REPORT)
-    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
     report.add_argument("--html", type=Path, metavar="OUT.html", help="default: RUN/report.html")
 
 
@@ -126,7 +136,7 @@ def _export_log(options) -> None:
 def _plot(options) -> None:
     from mpigossip.analysis.plot import plot
 
-    out = options.out or _beside(options.runs[0], "log.png")
+    out = options.out or _default_output(options.runs[0], "log.png")
     plot([run_named(run) for run in options.runs], out)
     print_safe(out)
 
@@ -134,12 +144,12 @@ def _plot(options) -> None:
 def _report(options) -> None:
     from mpigossip.analysis.report import write
 
-    out = options.html or _beside(options.runs[0], "report.html")
+    out = options.html or _default_output(options.runs[0], "report.html")
     write([run_named(run) for run in options.runs], out)
     print_safe(out)
 
 
-def _beside(run: Path, name: str) -> Path:
+def _default_output(run: Path, name: str) -> Path:
     return (run if run.is_dir() else run.parent) / name
 
 
@@ -150,25 +160,27 @@ mpigossip checkpoint export runs/digits --out node2.pt --node 2
 
 
 def _add_checkpoint(commands) -> None:
-    told = "mpigossip checkpoint {} runs/digits".format
+    example = "mpigossip checkpoint {} runs/digits".format
     members = "show|verify|export"
-    summary = "look into checkpoints, export models"
-    checkpoint = family(commands, "checkpoint", members, summary, told("verify"), MODEL)
-    summary = "what a checkpoint holds"
-    show = command(checkpoint, "show", _show_checkpoint, summary, told("show"))
-    summary = "read all of it and compare checksums"
-    verify = command(checkpoint, "verify", _verify, summary, told("verify"))
-    summary = "the averaged model for plain torch"
+    summary = "inspect checkpoints and export models"
+    checkpoint = family(commands, "checkpoint", members, summary, example("verify"), MODEL)
+    summary = "print the content of a checkpoint"
+    show = command(checkpoint, "show", _show_checkpoint, summary, example("show"))
+    summary = "read a whole checkpoint and compare its checksums"
+    verify = command(checkpoint, "verify", _verify, summary, example("verify"))
+    summary = "export the averaged model for PyTorch"
     export = command(checkpoint, "export", _export_model, summary, MODEL)
-    for each in (show, verify, export):
-        each.add_argument("path", type=Path, metavar="RUN", help="run folder or checkpoint")
+    for parser in (show, verify, export):
+        parser.add_argument("path", type=Path, metavar="RUN", help="run directory, or checkpoint")
     export.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="model.safetensors or model.pt"
     )
     export.add_argument(
-        "--node", type=int, metavar="K", help="node K's model; default: the average of all nodes"
+        "--node", type=int, metavar="K", help="model of node K; default: the average of all nodes"
     )
-    trusted = "import the module:factory that the checkpoint names, for frozen and tied parameters"
+    trusted = (
+        "import the module:factory that the checkpoint names, to add frozen and tied parameters"
+    )
     export.add_argument("--trust-model", action="store_true", help=trusted)
 
 
@@ -179,9 +191,11 @@ def _checkpoint_of(path: Path) -> Path:
         return path
     newest, damaged = checkpoint.newest(path)
     if damaged or newest is None:
-        whole = f'"{path}" is no checkpoint, and no run directory that has a whole one'
-        whole = f"the newest whole one, to be named itself, is {newest}" if newest else whole
-        raise StoreError("; ".join([*damaged.values(), whole]))
+        problem = f'"{path}" is neither a checkpoint nor a run directory with a complete one'
+        problem = (
+            f"the newest complete checkpoint is {newest}: name that one" if newest else problem
+        )
+        raise StoreError("; ".join([*damaged.values(), problem]))
     return newest
 
 
@@ -201,7 +215,7 @@ def _verify(options) -> int:
 
     path = _checkpoint_of(options.path)
     problems = checkpoint.verify(path)
-    print_safe("\n".join(problems) or f"{path}: whole")
+    print_safe("\n".join(problems) or f"{path}: complete")
     return WRONG if problems else OK
 
 

@@ -14,16 +14,16 @@ from mpigossip.config.readable import aligned
 from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
 
 FIGURES = (
-    ("degree", "degree", "in-neighbours in a round, at most"),
-    ("period", "period", "rounds after which it repeats; - when never"),
+    ("degree", "degree", "largest number of in-neighbours in a round"),
+    ("period", "period", "rounds after which it repeats; - if never"),
     ("spectral_gap", "gap", "1 - rho(W), for static graphs"),
-    ("rounds_to_exact", "exact", "rounds to the exact average; - when never"),
+    ("rounds_to_exact", "exact", "rounds to the exact average; - if never"),
     ("residue_after_period", "residue", "||product of W over a period - J||"),
     ("effective_neighbours", "n_eff", "neighbours in effect, gamma = 0.951"),
-    ("vectors_per_round", "vectors", "arrays of model size sent by a node"),
-    ("bytes_per_round", "bytes", "sent by a node, float32 of --parameters"),
+    ("vectors_per_round", "vectors", "vectors of model size that a node sends"),
+    ("bytes_per_round", "bytes", "sent by a node, --parameters in float32"),
     ("transient_iid", "transient", "steps to linear speed-up, up to a factor"),
-    ("transient_non_iid", "non-iid", "the same where nodes have different data"),
+    ("transient_non_iid", "non-iid", "the same, if nodes have different data"),
 )
 """(key, heading, meaning) of the numbers that `show` and `compare` print."""
 
@@ -49,85 +49,99 @@ def add(commands) -> None:
     group = family(
         commands, "graph", members, "show, compare, draw and search graphs", SHOW, COMPARE
     )
-    summary = "facts of a graph, and its matrices where they are small"
+    summary = "print facts of a graph, and its matrices if they are small"
     show = command(group, "show", _show, summary, SHOW)
     show.add_argument("name", help=f"one of {', '.join(BUILDERS)}, file:PATH, module:function")
     _common(show)
     _sized(show)
-    compare = command(group, "compare", _compare, "a table of several graphs", COMPARE)
-    compare.add_argument("names", nargs="*", help="graphs; none: all that n allows")
+    compare = command(group, "compare", _compare, "compare several graphs in a table", COMPARE)
+    compare.add_argument("names", nargs="*", help="graphs; default: all that exist for N nodes")
     _common(compare)
     _sized(compare)
-    summary = "a picture of rounds (of up to 64 nodes) and of ||product - J|| by rounds"
+    summary = "plot the rounds (up to 64 nodes) and ||product - J|| by round"
     draw = command(group, "draw", _draw, summary, DRAW)
-    draw.add_argument("name", help="as for show")
+    draw.add_argument("name", help="as for graph show")
     _common(draw)
     draw.add_argument("--out", type=Path, default=Path("graph.png"), metavar="OUT.png")
     _add_search(group)
 
 
 def _add_search(group) -> None:
-    summary = "the best sparse graph for n nodes, by local search"
+    summary = "search for the best sparse graph with N nodes"
     search = command(group, "search", _search, summary, SEARCH)
     search.add_argument("--nodes", type=many, required=True, metavar="N")
-    search.add_argument("--degree", type=whole, metavar="D", help="most neighbours of a node")
-    search.add_argument("--edges", type=whole, metavar="E", help="most edges")
-    search.add_argument("--weights", default="laplacian", help="rule whose gap is maximized")
     search.add_argument(
-        "--seconds", type=amount, metavar="S", help="at most (60 unless --evaluations is given)"
+        "--degree", type=whole, metavar="D", help="maximum number of neighbours of a node"
+    )
+    search.add_argument("--edges", type=whole, metavar="E", help="maximum number of edges")
+    search.add_argument(
+        "--weights", default="laplacian", help="weighting rule whose gap is maximized"
+    )
+    search.add_argument(
+        "--seconds",
+        type=amount,
+        metavar="S",
+        help="time limit; default: 60, or none if --evaluations is given",
     )
     search.add_argument(
         "--evaluations",
         type=whole,
         metavar="K",
-        help="graphs judged at most; without --seconds a seed gives one graph on every machine",
+        help="maximum number of graphs to evaluate; without --seconds, the result depends on "
+        "the seed only",
     )
-    search.add_argument("--seed", type=seed, default=0, help="of the search")
+    search.add_argument("--seed", type=seed, default=0, help="seed of the search")
     search.add_argument(
-        "--circulant", action="store_true", help="all circulant graphs, however long it takes"
+        "--circulant", action="store_true", help="search all circulant graphs, without a time limit"
     )
     search.add_argument("--out", type=Path, required=True, metavar="FILE.json")
-    search.add_argument("--json", action="store_true", help="for programs")
+    search.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def _common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--nodes", type=many, required=True, metavar="N", help="of the graph")
-    command.add_argument("--seed", type=seed, default=0, help="of a random graph")
-    command.add_argument("--weights", help="a weighting rule in place of the graph's own")
-    command.add_argument("--lazy", action="store_true", help="(I + W)/2")
+    command.add_argument("--nodes", type=many, required=True, metavar="N", help="number of nodes")
+    command.add_argument("--seed", type=seed, default=0, help="seed of a random graph")
+    command.add_argument("--weights", help="weighting rule, in place of the graph's own")
+    command.add_argument("--lazy", action="store_true", help="use (I + W)/2 in place of W")
     command.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="as in a job's [graph]"
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option as in [graph] of a job",
     )
-    command.add_argument("--json", action="store_true", help="for programs")
+    command.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def _sized(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--parameters", type=whole, metavar="P", help="of a model: adds the bytes of a round"
+        "--parameters", type=whole, metavar="P", help="size of a model: adds the bytes per round"
     )
 
 
 def _make(name: str, options) -> Graph:
     from mpigossip.config.toml import check_options, parse_value
 
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for text in options.option:
         key, equals, value = text.partition("=")
         if not equals:
-            raise GraphError(f'--option "{text}": needs the form KEY=VALUE, as in order=permuted')
-        given[key] = parse_value(value)
+            raise GraphError(
+                f'--option "{text}": must have the form KEY=VALUE, such as order=permuted'
+            )
+        arguments[key] = parse_value(value)
     if name in BUILDERS:
-        checked = dict(given)
-        if found := check_options("option", checked, (), BUILDERS[name]):
-            raise GraphError(f'graph "{name}": {"; ".join(found)}')
-        given = {key: checked[key] for key in given}
-    return graph(name, options.nodes, options.weights, options.seed, options.lazy, **given)
+        checked = dict(arguments)
+        if problems := check_options("option", checked, (), BUILDERS[name]):
+            raise GraphError(f'graph "{name}": {"; ".join(problems)}')
+        arguments = {key: checked[key] for key in arguments}
+    return graph(name, options.nodes, options.weights, options.seed, options.lazy, **arguments)
 
 
-def _facts(made: Graph, parameters: int | None) -> dict[str, Any]:
+def _facts(topology: Graph, parameters: int | None) -> dict[str, Any]:
     from mpigossip.graphs.theory import describe
 
-    facts: dict[str, Any] = dict(describe(made))
+    facts: dict[str, Any] = dict(describe(topology))
     if parameters is not None:
         facts["bytes_per_round"] = round(4 * parameters * facts["vectors_per_round"])
     return facts
@@ -142,12 +156,12 @@ def _as_json(facts: Any) -> str:
 
 
 def _show(options) -> None:
-    made = _make(options.name, options)
-    facts = _facts(made, options.parameters)
+    topology = _make(options.name, options)
+    facts = _facts(topology, options.parameters)
     if options.json:
         print_safe(_as_json(facts))
         return
-    print_safe(made)
+    print_safe(topology)
     figures = [
         (f"  {key.replace('_', ' ')}", _number(facts[key]), meaning)
         for key, _, meaning in _figures(facts)
@@ -155,10 +169,10 @@ def _show(options) -> None:
     print_safe(aligned(figures, left=(0, 2)))
     if facts["least_weight"] < 0:
         print_safe(f"  some weights are negative, down to {facts['least_weight']:.4g}")
-    if made.n <= 12 and made.period is not None:
-        for t in range(min(made.period, 4)):
-            print_safe(f"\nW({t}): row i is what node i gives to each sender")
-            print_safe(_matrix(made.matrix(t)))
+    if topology.n <= 12 and topology.period is not None:
+        for t in range(min(topology.period, 4)):
+            print_safe(f"\nW({t}): row i has the weights that node i gives to its senders")
+            print_safe(_matrix(topology.matrix(t)))
 
 
 def _figures(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -207,8 +221,8 @@ def _compare(options) -> None:
 def _draw(options) -> None:
     from mpigossip.analysis.graph_picture import picture
 
-    made = _make(options.name, options)
-    picture(made, options.out)
+    topology = _make(options.name, options)
+    picture(topology, options.out)
     print_safe(json.dumps({"out": str(options.out)}) if options.json else options.out)
 
 
@@ -221,12 +235,12 @@ def _search(options) -> None:
     budget = {"edges": options.edges, "weights": options.weights, "progress": _progress}
     if options.circulant:
         if options.degree is None:
-            raise GraphError("--circulant needs --degree")
-        found = search_circulants(options.nodes, options.degree, **budget)
+            raise GraphError("--circulant needs --degree D")
+        result = search_circulants(options.nodes, options.degree, **budget)
     else:
         if options.degree is None and options.edges is None:
             raise GraphError("a search needs a budget: --degree D, or --edges E")
-        found = search(
+        result = search(
             options.nodes,
             degree=options.degree,
             seconds=options.seconds,
@@ -236,35 +250,35 @@ def _search(options) -> None:
         )
     if sys.stderr.isatty():
         print_safe(file=sys.stderr)
-    save(found, options.out)
-    _report(found, options)
+    save(result, options.out)
+    _report(result, options)
 
 
 def _progress(part: float, score: float, judged: int) -> None:
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r{part:4.0%}  best {score:.5f}  {judged:,} graphs judged")
+        sys.stderr.write(f"\r{part:4.0%}  best {score:.5f}  {judged:,} graphs evaluated")
         sys.stderr.flush()
 
 
-def _report(found, options) -> None:
+def _report(result, options) -> None:
     facts: dict[str, Any] = {
-        "n": found.n,
-        "score": found.score,
-        "edges": len(found.edges),
-        "degree": max(Counter(chain.from_iterable(found.edges)).values(), default=0),
-        "evaluations": found.evaluations,
-        "seconds": found.seconds,
-        "interrupted": found.interrupted,
+        "n": result.n,
+        "score": result.score,
+        "edges": len(result.edges),
+        "degree": max(Counter(chain.from_iterable(result.edges)).values(), default=0),
+        "evaluations": result.evaluations,
+        "seconds": result.seconds,
+        "interrupted": result.interrupted,
         "out": str(options.out),
     }
     if options.json:
         print_safe(json.dumps(facts))
         return
-    measure = "r = λ_{n−1}/λ_1" if found.weights == "laplacian" else "1 − ρ(W − J)"
-    if found.interrupted:
-        print_safe("interrupted: the best graph so far", file=sys.stderr)
+    measure = "r = λ_{n−1}/λ_1" if result.weights == "laplacian" else "1 − ρ(W − J)"
+    if result.interrupted:
+        print_safe("interrupted: this is the best graph so far", file=sys.stderr)
     print_safe(
-        f"{measure} = {found.score:.5f}: {found.n} nodes, {facts['edges']} edges, degree "
-        f"{facts['degree']}, {found.evaluations:,} graphs judged in {found.seconds:.1f} s\n"
+        f"{measure} = {result.score:.5f}: {result.n} nodes, {facts['edges']} edges, degree "
+        f"{facts['degree']}, {result.evaluations:,} graphs evaluated in {result.seconds:.1f} s\n"
         f'saved to {options.out}; use it as graph.name = "file:{options.out}"'
     )

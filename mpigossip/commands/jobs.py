@@ -28,23 +28,27 @@ def add(commands) -> None:
 def _add_job(commands) -> None:
     summary = "print the batch script that trains a job on a site"
     job = command(commands, "job", _job, summary, JOB)
-    job.add_argument("site", metavar="SITE", help="a site's name, or the path of its .toml")
+    job.add_argument("site", metavar="SITE", help="name of a site, or path of its .toml")
     job.add_argument("job", type=Path, metavar="JOB.toml")
     settings(job)
-    job.add_argument("--nodes", type=many, required=True, metavar="N", help="nodes to ask for")
+    job.add_argument(
+        "--nodes", type=many, required=True, metavar="N", help="number of hosts to request"
+    )
     job.add_argument(
         "--ranks",
         type=many,
         metavar="R",
-        help="ranks on each, where node.ranks_per_node asks for several; default: as many as it "
-        'says, with "host" as the site has GPUs',
+        help="ranks per host, if node.ranks_per_node is not 1; default: that setting, or for "
+        '"host" the number of GPUs of a host',
     )
-    job.add_argument("--time", required=True, metavar="T", help="30m, 2h, 4:00:00, 1-12:00:00")
-    job.add_argument("--account", help="project that pays; some sites need it")
+    job.add_argument(
+        "--time", required=True, metavar="T", help="time limit: 30m, 2h, 4:00:00, 1-12:00:00"
+    )
+    job.add_argument("--account", help="project to charge; some sites require it")
     job.add_argument("--partition", help="partition or queue")
     job.add_argument("--qos", help="quality of service")
-    job.add_argument("--venv", type=Path, metavar="DIR", help="default: the one in use now, if any")
-    job.add_argument("--launcher", metavar="'WORDS'", help="replaces the site's")
+    job.add_argument("--venv", type=Path, metavar="DIR", help="default: the active one, if any")
+    job.add_argument("--launcher", metavar="'WORDS'", help="launch command, in place of the site's")
 
 
 def _job(options) -> None:
@@ -56,24 +60,24 @@ def _job(options) -> None:
     site = batch.read_site(options.site)
     job = assemble.load(options.job, options.settings, resolve=False)
     ranks = _ranks(job, site, options.ranks)
-    asked = job.node.ranks_per_node
-    if asked == "auto":  # As on compute nodes: if devices are named, each rank is a node.
-        asked = ranks if job.node.devices == "auto" else 1
-        job = replace(job, node=replace(job.node, ranks_per_node=asked))
-    nodes = options.nodes * ranks // (asked if isinstance(asked, int) else ranks)
+    ranks_per_node = job.node.ranks_per_node
+    if ranks_per_node == "auto":  # As on compute nodes: if devices are named, each rank is a node.
+        ranks_per_node = ranks if job.node.devices == "auto" else 1
+        job = replace(job, node=replace(job.node, ranks_per_node=ranks_per_node))
+    nodes = options.nodes * ranks // (ranks_per_node if isinstance(ranks_per_node, int) else ranks)
     elsewhere = ("node.devices", "node.cuda_graphs")
-    found = [m for m in assemble.mistakes(job, nodes) if not m.startswith(elsewhere)]
+    problems = [m for m in assemble.mistakes(job, nodes) if not m.startswith(elsewhere)]
     devices = [d for d in slots_of(job.node.devices) if d.startswith("cuda")]
     if job.node.devices != "auto" and site.gpus and len(devices) > site.gpus:
-        found.append(
-            f'node.devices = "{job.node.devices}": {site.title} has {site.gpus} GPUs a node; '
+        problems.append(
+            f'node.devices = "{job.node.devices}": {site.title} has {site.gpus} GPUs per host; '
             f"add node.devices=cuda:0-{site.gpus - 1}"
         )
-    if found:
-        raise JobError(found)
+    if problems:
+        raise JobError(problems)
     if site.gpus and job.node.devices.startswith("cpu"):
         print_safe(
-            f'mpigossip: node.devices = "{job.node.devices}" leaves the {site.gpus} GPUs of a node '
+            f'mpigossip: node.devices = "{job.node.devices}" leaves the {site.gpus} GPUs of a host '
             f"idle; node.devices={'auto' if ranks > 1 else f'cuda:0-{site.gpus - 1}'} uses them",
             file=sys.stderr,
         )
@@ -91,36 +95,37 @@ def _job(options) -> None:
     print_safe(batch.script(site, str(options.job), options.settings, job.run.folder, wish), end="")
 
 
-def _ranks(job: Job, site: Site, given: int | None) -> int:
+def _ranks(job: Job, site: Site, per_host: int | None) -> int:
     """Return the number of ranks on each host of the batch job."""
     from mpigossip.config import JobError
 
-    asked = job.node.ranks_per_node
-    if asked == "auto":  # one rank per GPU
-        return given or (site.gpus if job.node.devices == "auto" else 1) or 1
-    ranks = given or (asked if isinstance(asked, int) else site.gpus)
+    ranks_per_node = job.node.ranks_per_node
+    if ranks_per_node == "auto":  # one rank per GPU
+        return per_host or (site.gpus if job.node.devices == "auto" else 1) or 1
+    ranks = per_host or (ranks_per_node if isinstance(ranks_per_node, int) else site.gpus)
     if ranks < 1:
         raise JobError(
-            f'node.ranks_per_node = "host": {site.title} doesn\'t say how many GPUs a node has; '
-            "give --ranks R, how many ranks are to be started on each"
+            f'node.ranks_per_node = "host": the file of {site.title} has no number of GPUs per '
+            "host; pass --ranks R, the number of ranks per host"
         )
-    if isinstance(asked, int) and ranks % asked:
+    if isinstance(ranks_per_node, int) and ranks % ranks_per_node:
         raise JobError(
-            f"--ranks {ranks}: node.ranks_per_node = {asked} makes nodes of {asked}; give a "
-            "multiple of it"
+            f"--ranks {ranks}: must be a multiple of node.ranks_per_node = {ranks_per_node}, "
+            "because a node "
+            f"has {ranks_per_node} ranks"
         )
     return ranks
 
 
-def _venv(given: Path | None) -> str | None:
-    """Return the virtual environment of the job: ``given``, or that of this process."""
+def _venv(folder: Path | None) -> str | None:
+    """Return the virtual environment of the job: ``folder``, or that of this process."""
     from mpigossip.config import JobError
 
-    if given is None:
+    if folder is None:
         return sys.prefix if sys.prefix != sys.base_prefix else None
-    if not (given / "bin" / "activate").exists():
-        raise JobError(f'--venv "{given}" is no virtual environment: it has no bin/activate')
-    return str(given.absolute())
+    if not (folder / "bin" / "activate").exists():
+        raise JobError(f'--venv "{folder}" is not a virtual environment: it has no bin/activate')
+    return str(folder.absolute())
 
 
 EXAMPLES = """
@@ -141,7 +146,9 @@ def _add_examples(commands) -> None:
         "--schema", action="store_true", help="print the JSON Schema of job files, for editors"
     )
     copied.add_argument("name", metavar="NAME", help="as `mpigossip examples` lists it")
-    copied.add_argument("--to", type=Path, metavar="DIR", default=Path(), help="default: here")
+    copied.add_argument(
+        "--to", type=Path, metavar="DIR", default=Path(), help="default: the current folder"
+    )
 
 
 def _list(options) -> None:
@@ -161,8 +168,8 @@ def _list(options) -> None:
             print_safe()
         group = path.parent
         print_safe(f"{name:18}{summary(path)}")
-    print_safe("\n`mpigossip examples copy NAME` copies one of them. Commands take a job of the")
-    print_safe("first group by its name: mpirun -n 4 mpigossip train digits")
+    print_safe("\n`mpigossip examples copy NAME` copies one of them. Commands accept a job of")
+    print_safe("the first group by its name: mpirun -n 4 mpigossip train digits")
 
 
 def _copy(options) -> None:

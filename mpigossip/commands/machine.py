@@ -36,9 +36,11 @@ def add(commands) -> None:
 
 
 def _add_doctor(commands) -> None:
-    summary = "check MPI, GPUs, network, disk and a short training; ready or not"
+    summary = "check whether MPI, GPUs, network, disk and training work"
     doctor = command(commands, "doctor", _doctor, summary, DOCTOR)
-    doctor.add_argument("--graph", default="one-peer-exponential", help="whose neighbours to try")
+    doctor.add_argument(
+        "--graph", default="one-peer-exponential", help="graph whose neighbours are tested"
+    )
     doctor.add_argument(
         "--devices",
         type=_devices,
@@ -54,7 +56,7 @@ def _add_doctor(commands) -> None:
     )
     doctor.add_argument("--workers", type=number(int, 0, 1024), default=2, help="as data.workers")
     doctor.add_argument(
-        "--megabytes", type=many, default=16, help="of a link's put and of the file written"
+        "--megabytes", type=many, default=16, help="MB to put over a link, and to write to a file"
     )
     doctor.add_argument(
         "--sizes",
@@ -62,13 +64,19 @@ def _add_doctor(commands) -> None:
         type=size_in_bytes,
         metavar="BYTES",
         default=[25 * 10**6, 10**9],
-        help="bytes of a slot in exchanges; default: 25MB 1GB, as memory and time allow",
+        help="bytes of a slot in exchanges; default: 25MB 1GB, if memory and time suffice",
     )
     doctor.add_argument(
-        "--folder", type=Path, default=Path(), metavar="DIR", help="where runs are to be written"
+        "--folder",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder in which runs will be written",
     )
-    doctor.add_argument("--timeout", type=amount, default=60.0, help="seconds that a test may take")
-    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.add_argument(
+        "--timeout", type=amount, default=60.0, help="time limit of a test, in seconds"
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def _devices(text: str) -> str:
@@ -103,29 +111,34 @@ srun mpigossip bench allreduce --json
 
 
 def _add_bench(commands) -> None:
-    summary = "measure under mpirun, each figure as a multiple of the limit found in the same run"
+    summary = "measure under mpirun, in multiples of a limit that is measured in the same run"
     bench = command(commands, "bench", _bench, summary, BENCH)
     kinds = ["exchange", "allreduce", "overlap", "checkpoint"]
     bench.add_argument("what", choices=kinds, help="what to measure")
-    bench.add_argument("--graphs", nargs="+", metavar="GRAPH", help="for exchange")
+    bench.add_argument("--graphs", nargs="+", metavar="GRAPH", help="graphs, for exchange")
     bench.add_argument(
         "--sizes",
         nargs="+",
         type=size_in_bytes,
         metavar="BYTES",
         default=[10**k for k in range(3, 10)],
-        help="bytes of a message, such as 1KB or 100MB; default: 1KB 10KB … 1GB, as memory allows",
+        help="bytes of a message, such as 100MB; default: 1KB 10KB … 1GB, if memory suffices",
     )
-    bench.add_argument("--seconds", type=amount, default=1.0, help="spent on each row, about")
+    bench.add_argument("--seconds", type=amount, default=1.0, help="approximate time per row")
     bench.add_argument(
         "--same-host", choices=["read", "put"], default="read", help="as node.same_host"
     )
-    bench.add_argument("--folder", type=Path, default=Path(), help="for checkpoint: where to write")
     bench.add_argument(
-        "--json", action="store_true", help="rows with graph, bytes, seconds, times_limit, …"
+        "--folder", type=Path, default=Path(), help="folder to write in, for checkpoint"
     )
     bench.add_argument(
-        "--out", type=Path, metavar="FILE", help="also into a file: HDF5, or JSON if named .json"
+        "--json", action="store_true", help="print rows with graph, bytes, seconds, times_limit, …"
+    )
+    bench.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="also write a file: JSON if named .json, otherwise HDF5",
     )
 
 
@@ -172,8 +185,8 @@ mpigossip plan cifar10-resnet20 --nodes 4,8,…,1024 \\
     --bandwidth 25GB/s --latency 5us
 srun -N 4 mpigossip plan imagenet-resnet50 --nodes 4,16 --out p.png
 
-The second measures compute and network of its nodes; alone, 10 µs for a small
-round and 100 Gbit/s a node are assumed. An ellipsis doubles on.
+The second measures its nodes and network; one process assumes 10 µs for a
+small round and 100 Gbit/s per node. An ellipsis continues by doubling.
 """
 
 
@@ -185,27 +198,46 @@ def _add_plan(commands) -> None:
     plan.add_argument(
         "--nodes", required=True, type=numbers_of_nodes, metavar="N,N,…", help="numbers of nodes"
     )
-    plan.add_argument("--epochs", type=amount, help="default: the job's run.epochs")
+    plan.add_argument("--epochs", type=amount, help="number of epochs; default: run.epochs")
     time = quantity(SECONDS)
     rate = quantity(BYTES_A_SECOND)
-    plan.add_argument("--compute", type=time, metavar="T", help="of a step, 80ms; unset: measured")
-    plan.add_argument("--node", type=time, metavar="T", help="averaging inside the node")
-    plan.add_argument("--latency", type=time, metavar="T", help="of a small round, such as 5us")
-    plan.add_argument("--bandwidth", type=rate, metavar="B", help="such as 25GB/s or 200Gbit")
-    plan.add_argument("--sum", type=rate, metavar="B", help="bytes added, 300GB/s")
-    plan.add_argument("--coding", type=rate, metavar="B", help="bytes that wires code, 50GB/s")
-    plan.add_argument("--jitter", type=share, metavar="P", help="deviation of computing, 5%%")
-    plan.add_argument("--period", type=times, metavar="H", help="of an adaptive cadence")
-    plan.add_argument("--seconds", type=amount, default=8.0, help="spent on measuring, about")
+    plan.add_argument(
+        "--compute",
+        type=time,
+        metavar="T",
+        help="computing of a step, such as 80ms; default: measured",
+    )
+    plan.add_argument("--node", type=time, metavar="T", help="averaging within a node")
+    plan.add_argument(
+        "--latency", type=time, metavar="T", help="time of a small round, such as 5us"
+    )
+    plan.add_argument(
+        "--bandwidth", type=rate, metavar="B", help="network of a node, such as 25GB/s or 200Gbit"
+    )
+    plan.add_argument(
+        "--sum", type=rate, metavar="B", help="rate of adding vectors, such as 300GB/s"
+    )
+    plan.add_argument(
+        "--coding", type=rate, metavar="B", help="rate of encoding wires, such as 50GB/s"
+    )
+    plan.add_argument(
+        "--jitter", type=share, metavar="P", help="standard deviation of computing, such as 5%%"
+    )
+    plan.add_argument("--period", type=times, metavar="H", help="period of an adaptive cadence")
+    plan.add_argument("--seconds", type=amount, default=8.0, help="approximate time of measuring")
     plan.add_argument("--best", action="store_true", help="propose graph, method, H and wire")
     plan.add_argument(
         "--members",
         action="store_true",
-        help="advise N members of a folder with --bandwidth",
+        help="advise on N members in a folder; needs --bandwidth",
     )
-    plan.add_argument("--save", type=Path, metavar="FILE", help="write it for clock.network")
-    plan.add_argument("--out", type=Path, metavar="OUT.png", help="a picture")
-    plan.add_argument("--json", action="store_true", help="every combination, as one object")
+    plan.add_argument(
+        "--save", type=Path, metavar="FILE", help="write the measurements, for clock.network"
+    )
+    plan.add_argument("--out", type=Path, metavar="OUT.png", help="plot to write")
+    plan.add_argument(
+        "--json", action="store_true", help="print all combinations as one JSON object"
+    )
 
 
 def _plan(options) -> None:
@@ -221,11 +253,11 @@ def _plan(options) -> None:
 
     if options.members and options.bandwidth is None:
         raise JobError(
-            "--members: give --bandwidth, the bytes a second of the folder's file "
-            "system, such as 5GB/s"
+            "--members needs --bandwidth B, the bytes per second of the folder's file system, "
+            "such as 5GB/s"
         )
     if (options.members and options.json) or ((options.members or options.best) and options.out):
-        raise JobError("--members takes no --json and no --out, --best no --out: leave them out")
+        raise JobError("--members excludes --json and --out, and --best excludes --out: omit them")
     with world() if (launched() or 1) > 1 else SingleProcess() as ranks:
         with ranks.raise_together(JobError):
             job = assemble.load(options.job, options.settings)
@@ -234,7 +266,7 @@ def _plan(options) -> None:
             job = with_ranks(job, ranks.nodes.per_node)
         with ranks.raise_together(JobError):
             what, note = subject(job)
-        given = {
+        measured = {
             "compute_s": options.compute,
             "node_s": options.node,
             "latency_s": options.latency,
@@ -243,7 +275,7 @@ def _plan(options) -> None:
             "coding_rate": options.coding,
             "jitter": options.jitter,
         }
-        machine = examine(what, ranks, given, options.seconds)
+        machine = examine(what, ranks, measured, options.seconds)
         if ranks.rank != 0:
             return
         if options.save:
@@ -277,10 +309,10 @@ def _members(options, what, machine, epochs) -> None:
 def _best(options, what, machine, epochs) -> None:
     from mpigossip.analysis.plan.best import as_json, proposals, text
 
-    given = options.job, options.settings, what, machine
-    each = {n: proposals(*given, n, epochs) for n in options.nodes}
+    arguments = options.job, options.settings, what, machine
+    best = {n: proposals(*arguments, n, epochs) for n in options.nodes}
     if options.json:
-        print_safe(json.dumps({n: as_json(*found) for n, found in each.items()}))
+        print_safe(json.dumps({n: as_json(*proposal) for n, proposal in best.items()}))
         return
-    told = [text(options.job, options.settings, *found, n) for n, found in each.items()]
-    print_safe("\n\n".join(told))
+    texts = [text(options.job, options.settings, *proposal, n) for n, proposal in best.items()]
+    print_safe("\n\n".join(texts))

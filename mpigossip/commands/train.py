@@ -29,17 +29,22 @@ def _add_train(commands) -> None:
     train = command(commands, "train", _train, "train a job on all ranks of the launcher", TRAIN)
     train.add_argument("job", type=Path, metavar="JOB.toml")
     dry_run(train)
-    train.add_argument("--nodes", type=many, help="with --dry-run: nodes to plan for")
+    train.add_argument("--nodes", type=many, help="number of nodes, with --dry-run")
     settings(train)
-    summary = "go on with a run from its last checkpoint"
+    summary = "continue a run from its last checkpoint"
     resume = command(commands, "resume", _resume, summary, RESUME)
     resume.add_argument("folder", type=Path, metavar="RUN_DIR")
-    resume.add_argument("--simulate", action="store_true", help="nodes in this process, no MPI")
     resume.add_argument(
-        "--nodes", type=many, metavar="N", help="with --simulate; default: as many as before"
+        "--simulate", action="store_true", help="run all nodes in this process, without MPI"
+    )
+    resume.add_argument(
+        "--nodes",
+        type=many,
+        metavar="N",
+        help="number of nodes, with --simulate; default: as before",
     )
     settings(resume)
-    summary = "the same job with n nodes in this process, without MPI"
+    summary = "train a job with N nodes in this process, without MPI"
     simulate = command(commands, "simulate", _simulate, summary, SIMULATE)
     simulate.add_argument("job", type=Path, metavar="JOB.toml")
     simulate.add_argument("--nodes", type=many, required=True, metavar="N")
@@ -52,8 +57,8 @@ def _train(options) -> int:
 
     if options.nodes is not None and not options.dry_run:
         raise JobError(
-            f"--nodes {options.nodes} goes with --dry-run: how many nodes train is said to the "
-            f"launcher (mpirun -n {options.nodes} mpigossip train …), or to "
+            f"--nodes {options.nodes} needs --dry-run: to train on several nodes, use the launcher "
+            f"(mpirun -n {options.nodes} mpigossip train …), or "
             f"`mpigossip simulate {options.job} --nodes {options.nodes}`"
         )
     if options.dry_run:
@@ -81,16 +86,16 @@ def _resume(options) -> int:
 
     if options.nodes is not None and not options.simulate:
         raise JobError(
-            f"--nodes {options.nodes}: resume takes the launcher's ranks as nodes, or with "
-            "--simulate a number from 1 on"
+            f"--nodes {options.nodes} needs --simulate: otherwise, the launcher's ranks determine "
+            "the number of nodes"
         )
     if options.simulate:
         from mpigossip.cluster.ranks import SingleProcess
         from mpigossip.runs import launch
 
         with SingleProcess() as alone:
-            found = launch.resume(options.folder, options.settings, alone, options.nodes)
-            return _exit_code(found, alone)
+            summary = launch.resume(options.folder, options.settings, alone, options.nodes)
+            return _exit_code(summary, alone)
     folder = options.folder if options.folder.is_dir() else None
     limit = _begin(_job_of(options.folder), options.settings, folder)
     from mpigossip.cluster.ranks import world
@@ -136,10 +141,10 @@ def _begin(job: Path | dict, settings: list[str], folder: Path | None = None) ->
     from mpigossip.cluster import process
 
     try:
-        found = config.load(job, settings)
+        loaded = config.load(job, settings)
     except config.JobError:  # reported when all ranks are running
         return process.before_mpi(folder)
-    return process.before_mpi(folder or found.run.folder, found.node.timeout_s)
+    return process.before_mpi(folder or loaded.run.folder, loaded.node.timeout_s)
 
 
 def _exit_code(summary: dict, world: World) -> int:
@@ -162,39 +167,43 @@ def _add_members(commands) -> None:
         (
             "join",
             _join,
-            "train as one member, joining and leaving at will",
+            "train as one member, which may join and leave at any time",
             JOIN,
-            "needed to begin; later it has to be the same",
+            "needed to begin a training; later, the same job or none",
         ),
         (
             "replay",
             _replay,
-            "repeat such a training, bit by bit",
+            "repeat a training of members, and compare all models",
             REPLAY,
-            "one's own copy, needed where the job names code of one's own",
+            "your copy of the job, needed if it names custom code",
         ),
     ):
-        made = command(commands, name, run, about, examples)
-        made.add_argument("folder", type=Path, metavar="RUN")
-        made.add_argument("job", type=Path, nargs="?", metavar="JOB.toml", help=needed)
+        parser = command(commands, name, run, about, examples)
+        parser.add_argument("folder", type=Path, metavar="RUN")
+        parser.add_argument("job", type=Path, nargs="?", metavar="JOB.toml", help=needed)
         if name == "join":
-            about = "take models of other users, in a folder that they may write"
-            made.add_argument("--shared", action="store_true", help=about)
+            about = "accept files of other users, who may write to the folder"
+            parser.add_argument("--shared", action="store_true", help=about)
         else:
-            made.add_argument("--place", type=int, metavar="P", help="of this member only")
-            made.add_argument("--rounds", type=_rounds, metavar="A:B", help="only these, from 1 on")
-        settings(made)
+            parser.add_argument(
+                "--place", type=int, metavar="P", help="only the rounds of this place"
+            )
+            parser.add_argument(
+                "--rounds", type=_rounds, metavar="A:B", help="only these rounds; the first is 1"
+            )
+        settings(parser)
 
 
 def _rounds(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     try:
-        found = whole(first), whole(last if colon else first)
+        rounds = whole(first), whole(last if colon else first)
     except ValueError:
-        raise argparse.ArgumentTypeError(f'"{text}": needs two numbers, such as 10:20') from None
-    if found[1] < found[0]:
-        raise argparse.ArgumentTypeError(f'"{text}": the first round comes first, such as 10:20')
-    return found
+        raise argparse.ArgumentTypeError(f'"{text}": must be two numbers, such as 10:20') from None
+    if rounds[1] < rounds[0]:
+        raise argparse.ArgumentTypeError(f'"{text}": the first round must come first, as in 10:20')
+    return rounds
 
 
 def _own_job(options):
@@ -204,8 +213,8 @@ def _own_job(options):
         return None
     if "=" in str(options.job) and not options.job.exists():
         raise UserError(
-            f'"{options.job}" is a setting, which follows a job: RUN JOB.toml '
-            f"{options.job}; a training that has begun keeps its job"
+            f'"{options.job}" is a setting: name the job before it, as in RUN JOB.toml '
+            f"{options.job}; the job of a training that has begun can't be changed"
         )
     return assemble.load(options.job, options.settings)
 
@@ -218,20 +227,23 @@ def _join(options) -> int:
     summary = join(options.folder, _own_job(options), shared=options.shared)
     if not summary["finished"]:
         if RecordStore(options.folder).sees("STOP"):
-            print_safe(f"{options.folder}: stopped, as the file STOP asks; remove it to go on")
+            print_safe(
+                f"{options.folder}: stopped because the file STOP exists; remove it to continue"
+            )
             return OK
         print_safe(
-            f"{options.folder}: left; the other members go on, and the same command joins again"
+            f"{options.folder}: this member has left; the others continue, and the same command "
+            "joins again"
         )
         return STOPPED
-    shown = {
+    values = {
         name: number(value) if isinstance(value, float) else value
         for name, value in summary.items()
         if name not in ("finished", "places")
     }
-    shown.setdefault("checkpoint", "still being written, by another member")
-    every = [f"  {name:<12}{value}" for name, value in shown.items()]
-    print_safe("\n".join(["\nthe training has ended; the average of its last models:", *every]))
+    values.setdefault("checkpoint", "is still being written by another member")
+    lines = [f"  {name:<12}{value}" for name, value in values.items()]
+    print_safe("\n".join(["\nthe training has ended; the average of its last models:", *lines]))
     return OK
 
 
@@ -254,47 +266,50 @@ def _add_study(commands) -> None:
         commands,
         "study",
         _study,
-        "simulate a grid of settings, nodes and seeds; what is there isn't repeated",
+        "simulate a grid of settings, nodes and seeds, without those that are complete",
         STUDY,
     )
-    study.add_argument("file", type=Path, metavar="FILE.toml", help="its keys are those of study()")
     study.add_argument(
-        "--out", type=Path, metavar="DIR", help="where logs, tables and curves go (default: output)"
+        "file", type=Path, metavar="FILE.toml", help="file with the arguments of study()"
     )
-    study.add_argument("--dry-run", action="store_true", help="print the missing runs' commands")
+    study.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for logs, tables and plots; default: output"
+    )
+    study.add_argument("--dry-run", action="store_true", help="print the commands of missing runs")
 
 
 def _study(options) -> None:
-    """Run what is missing; write table.csv, table.tex and a plot of each metric."""
+    """Train the missing runs; write table.csv, table.tex and a plot of each metric."""
     from mpigossip.store.hdf5 import replacing
     from mpigossip.studies import study
     from mpigossip.studies.grid import arguments
     from mpigossip.studies.running import Missing
 
-    given = arguments(options.file, study)
+    parameters = arguments(options.file, study)
     if options.out is not None:
-        given["output"] = options.out
+        parameters["output"] = options.out
     if options.dry_run:
         try:
-            print_safe(study(**given | {"processes": 0}))
+            print_safe(study(**parameters | {"processes": 0}))
         except Missing as missing:
             print_safe(missing)
         return
-    found = study(**given)
-    print_safe(found)
-    for name, text in (("table.csv", found.table("csv")), ("table.tex", found.table("latex"))):
-        with replacing(found.folder / name) as beside:
-            beside.write_text(text, encoding="utf-8")
-    for y in found.curves:
-        found.plot(y, out=found.folder / f"{y}.png")
-    for name, why in found.left_out.items():
+    results = study(**parameters)
+    print_safe(results)
+    for name, text in (("table.csv", results.table("csv")), ("table.tex", results.table("latex"))):
+        with replacing(results.folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    for y in results.curves:
+        results.plot(y, out=results.folder / f"{y}.png")
+    for name, why in results.left_out.items():
         print_safe(f"left out: {name}: {why}")
-    best = found.best()
-    ties = len(found.ties())
-    word = ", ".join(str(best[axis]) for axis in found.axes) or "the job"
+    best = results.best()
+    ties = len(results.ties())
+    choice = ", ".join(str(best[axis]) for axis in results.axes) or "the job"
     print_safe(
-        f"best by {found.judge}: {word}" + (f"; {ties} can't be told from it" if ties else "")
+        f"best by {results.judge}: {choice}"
+        + (f"; {ties} can't be distinguished from it" if ties else "")
     )
     print_safe(
-        f"{found.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in found.curves)}"
+        f"{results.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in results.curves)}"
     )

@@ -163,7 +163,7 @@ class Member:
     def _repeat(self) -> Generator[int]:
         script = ReplayLog(self._live.place)
         for version in script.repeating(wanted_of(script, None, None)):
-            models, peer, progress = script.given(version)
+            models, peer, progress = script.take_inputs(version)
             self._put(average(models or [self._seed]))
             if version.round > 1:
                 self._meet(models[0], peer)
@@ -173,7 +173,7 @@ class Member:
         self.finished = bool(script.end)
         if self.finished:
             self._put(average([script.models[one] for one in script.end]))
-        print_note(script.told())
+        print_note(script.summary())
 
     def _exchange(self) -> None:
         """Publish the model, and average it with another member's model, if there is one."""

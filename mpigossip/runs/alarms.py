@@ -14,7 +14,7 @@ from mpigossip.runs.summary import SPLIT
 Rows = Mapping[str, np.ndarray]
 """Columns of the log for consecutive steps: arrays (steps, nodes)."""
 
-APART = 1e-3
+SMALL_DISTANCE = 1e-3
 """Consensus distance below which its growth is ignored."""
 
 
@@ -32,7 +32,7 @@ class Straggler:
         self._seconds = seconds
         self._hosts = hosts
         self._slow_s: np.ndarray | None = None
-        self._told: set[int] = set()
+        self._warned: set[int] = set()
 
     def see(self, first: int, rows: Rows) -> list[str]:
         """Return warnings about the steps from ``first`` on, one each time a node becomes slow."""
@@ -51,18 +51,21 @@ class Straggler:
         spent = sum(rows[name].sum(axis=0) for name in SPLIT if name in rows)
         before = np.zeros(len(mean)) if self._slow_s is None else self._slow_s
         self._slow_s = np.where(slow, before + spent, 0.0)
-        self._told &= set(np.flatnonzero(slow).tolist())
+        self._warned &= set(np.flatnonzero(slow).tolist())
         late = set(np.flatnonzero(slow & (self._slow_s >= self._seconds)).tolist())
-        lines = [self._line(node, first + len(compute), mean, median) for node in late - self._told]
-        self._told |= late
+        lines = [
+            self._line(node, first + len(compute), mean, median) for node in late - self._warned
+        ]
+        self._warned |= late
         return sorted(lines)
 
     def _line(self, node: int, step: int, mean: np.ndarray, median: float) -> str:
         host = f" on {self._hosts[node]}" if len(set(self._hosts)) > 1 else ""
         return (
-            f"node {node}{host} is a straggler at step {step}: {mean[node]:.3g} s of compute a "
-            f"step, {mean[node] / median:.1f} x the median of {len(mean)} nodes, for "
-            f"{self._slow_s[node]:.0f} s; all wait for it (heat, another job, a slow data disk?)"
+            f"node {node}{host} is a straggler at step {step}: {mean[node]:.3g} s of compute "
+            f"per step, {mean[node] / median:.1f} x the median of {len(mean)} nodes, for "
+            f"{self._slow_s[node]:.0f} s; all nodes wait for it (possible causes: heat, another "
+            "job, a slow data disk)"
         )
 
 
@@ -70,7 +73,7 @@ class Divergence:
     """Warning that the consensus distance has grown ``times``-fold within ``steps`` steps."""
 
     def __init__(self, times: float, steps: int):
-        """Prepare the warning; distances below `APART` count as `APART`.
+        """Prepare the warning; distances below `SMALL_DISTANCE` count as `SMALL_DISTANCE`.
 
         :param times: factor of growth; 0: never warn
         :param steps: number of steps within which it is reached
@@ -78,30 +81,30 @@ class Divergence:
         self._times = times
         self._steps = steps
         self._recent: deque[tuple[int, float]] = deque()
-        self._told = False
+        self._warned = False
 
     def see(self, first: int, rows: Rows) -> list[str]:
         lines = []
         values = rows["consensus_distance"].max(axis=1)
         measured = ~np.isnan(values) if self._times else np.zeros(len(values), bool)
-        for at in np.flatnonzero(measured):
-            step = first + int(at)
-            value = float(values[at])
+        for index in np.flatnonzero(measured):
+            step = first + int(index)
+            value = float(values[index])
             while self._recent and self._recent[0][0] < step - self._steps:
                 self._recent.popleft()
-            before, least = min(
-                ((then, max(seen, APART)) for then, seen in self._recent),
+            before, minimum = min(
+                ((then, max(earlier, SMALL_DISTANCE)) for then, earlier in self._recent),
                 key=lambda pair: pair[1],
                 default=(step, float("inf")),
             )
-            grown = value > self._times * least
-            if grown and not self._told:
+            grown = value > self._times * minimum
+            if grown and not self._warned:
                 lines.append(
-                    f"the nodes drift apart: consensus distance {value:.2e} at step {step}, "
-                    f"{value / least:.0f} x that of step {before}; a smaller schedule.lr, a "
-                    "denser graph, or a cadence that averages more often holds them together"
+                    f"the nodes diverge: consensus distance {value:.2e} at step {step}, "
+                    f"{value / minimum:.0f} x the value of step {before}; use a smaller "
+                    "schedule.lr, a denser graph, or a cadence that averages more often"
                 )
-            self._told = grown
+            self._warned = grown
             self._recent.append((step, value))
         return lines
 
@@ -109,15 +112,15 @@ class Divergence:
 class CadenceWarning:
     """Warning of the cadence about its state, printed once until the cadence has none."""
 
-    def __init__(self, says: Callable[[], str]):
-        self._says = says
-        self._told = False
+    def __init__(self, message: Callable[[], str]):
+        self._message = message
+        self._warned = False
 
     def see(self, first: int, rows: Rows) -> list[str]:
-        said = self._says()
-        told = self._told
-        self._told = bool(said)
-        return [f"{said} (step {first + len(rows['loss'])})"] if said and not told else []
+        message = self._message()
+        warned = self._warned
+        self._warned = bool(message)
+        return [f"{message} (step {first + len(rows['loss'])})"] if message and not warned else []
 
 
 def watchers(

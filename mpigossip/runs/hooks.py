@@ -73,7 +73,7 @@ class TensorBoard(Hook):
                 with writing(progress.folder / "tensorboard"):
                     self._writer = Events(progress.folder / "tensorboard", progress.first_step)
 
-    def _do(self, write: Callable[[Events], None]) -> None:
+    def _write(self, write: Callable[[Events], None]) -> None:
         """Write on rank 0.
 
         After an error of the disk, nothing more is written, because the log contains all metrics.
@@ -88,15 +88,15 @@ class TensorBoard(Hook):
             self._writer = None
             text = f"{self._progress.folder / 'tensorboard'} can't be written: {error.strerror}"
             self._progress.warn(
-                f"{text}; training goes on without, and once there is room `mpigossip log export "
-                f"{self._progress.folder} --tensorboard FOLDER` brings all figures"
+                f"{text}; training continues without it. When there is space again, `mpigossip log "
+                f"export {self._progress.folder} --tensorboard FOLDER` writes all metrics"
             )
 
     def step(self, progress, record: Record) -> None:
         if self._writer is None:
             return
         per_node = progress.samples_per_step / progress.nodes or np.nan
-        found = {
+        values = {
             "loss": float(record.loss.nanmean()),
             "lr": record.lr,
             "gradient_norm": float(record.gradient_norm.mean()),
@@ -106,26 +106,26 @@ class TensorBoard(Hook):
             "bytes_sent": float(np.mean(record.bytes_sent)),
             **record.seconds,
         }
-        own = {name: mean(value) for name, value in record.metrics.items()}
-        counted = {name: own[name] for name in progress.objective.metrics if name in own}
-        shown = {tag(n): value for n, value in (found | counted).items() if np.isfinite(value)}
-        shown |= {f"program/{n}": value for n, value in own.items() if n not in counted}
+        logged = {name: mean(value) for name, value in record.metrics.items()}
+        counted = {name: logged[name] for name in progress.objective.metrics if name in logged}
+        scalars = {tag(n): value for n, value in (values | counted).items() if np.isfinite(value)}
+        scalars |= {f"program/{n}": value for n, value in logged.items() if n not in counted}
 
         def write(writer: Events) -> None:
-            for name, value in shown.items():
+            for name, value in scalars.items():
                 writer.add_scalar(name, value, record.index)
 
-        self._do(write)
+        self._write(write)
 
     def evaluation(self, progress, step: int, result: Evaluation) -> None:
         figures = result.averaged
-        self._do(lambda writer: add_evaluation(writer, step, figures, list(figures)[1:]))
+        self._write(lambda writer: add_evaluation(writer, step, figures, list(figures)[1:]))
 
     def flush(self) -> None:
-        self._do(Events.flush)
+        self._write(Events.flush)
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        self._do(Events.close)
+        self._write(Events.close)
 
 
 def named_hooks(names: Sequence[str], world: World) -> list[Hook]:
@@ -134,14 +134,14 @@ def named_hooks(names: Sequence[str], world: World) -> list[Hook]:
     :raises JobError: on all ranks, if a hook is unknown or can't be made
     """
     with world.raise_together(JobError):
-        return [_made(name, world) for name in names]
+        return [_build_hook(name, world) for name in names]
 
 
-def _made(name: str, world: World) -> Hook:
+def _build_hook(name: str, world: World) -> Hook:
     where = HOOKS.get(name, name)
     if not is_user_code(where):
         raise JobError(
-            f'log.hooks: "{name}" is none of {", ".join(HOOKS)} and not of the form '
+            f'log.hooks: "{name}" must be one of {", ".join(HOOKS)}, or have the form '
             '"package.module:factory"'
         )
     factory = import_object("log.hooks", where, "(world) that returns a Hook")

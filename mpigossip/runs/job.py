@@ -64,8 +64,8 @@ class JobNode:
     @property
     def total_steps(self) -> int:
         """Step at which the job ends."""
-        whole = self.assembly.steps_per_epoch * self.job.run.epochs + self.shift
-        return whole if self.job.run.steps is None else min(whole, self.job.run.steps)
+        last_step = self.assembly.steps_per_epoch * self.job.run.epochs + self.shift
+        return last_step if self.job.run.steps is None else min(last_step, self.job.run.steps)
 
     @property
     def finished(self) -> bool:
@@ -103,23 +103,24 @@ class JobNode:
         :raises StoreError: if settings are equal, but the partition differs
         """
         saved = manifest.meta.get(PARTITION_KEY)
-        own = self.facts.get(PARTITION_KEY)
-        if not saved or not own or saved == own or manifest.n != self.mixer.n:
+        partition = self.facts.get(PARTITION_KEY)
+        if not saved or not partition or saved == partition or manifest.n != self.mixer.n:
             return
         if _partition_settings(load(manifest.job, resolve=False)) != _partition_settings(self.job):
             return
         drawn_by = str(manifest.meta.get(NUMPY_KEY))[:40]
-        here = np.__version__
-        if drawn_by == here:
-            cause = "its samples or labels have changed; restore the data that the run began with"
+        installed = np.__version__
+        if drawn_by == installed:
+            cause = "its samples or labels have changed; restore the data of the start of the run"
         else:
             cause = (
-                f"NumPy {drawn_by} drew it, here is {here}: `pip install numpy=={drawn_by}`, or "
-                "restore the data, if they have changed"
+                f"NumPy {drawn_by} drew the partition, this is NumPy {installed}: run `pip install "
+                f"numpy=={drawn_by}`, or restore the data if they have changed"
             )
         raise StoreError(
             f'data.partition = "{self.job.data.partition}": the samples of data.source = '
-            f'"{self.job.data.source}" are distributed over nodes otherwise than when {path} was '
+            f'"{self.job.data.source}" are distributed over nodes in another way than when {path} '
+            "was "
             f"saved; {cause}"
         )
 
@@ -150,7 +151,7 @@ class JobNode:
     def copy_step_extras(self, spare: Any) -> None:
         """Do nothing: batches, loss scale and random numbers follow from the step."""
 
-    def restore_step_extras(self, kept: Any, world: World) -> list[str]:
+    def restore_step_extras(self, saved: Any, world: World) -> list[str]:
         """Do nothing."""
         return []
 
@@ -177,32 +178,32 @@ class JobNode:
         """Return the number of samples of a step, over all nodes that were not idle."""
         nodes = self.mixer.n
         engine = self.engine
-        rested = engine.cadence.idle_nodes(record.index - engine.state_start, range(nodes))
-        return self._samples(nodes - len(rested))
+        idle = engine.cadence.idle_nodes(record.index - engine.state_start, range(nodes))
+        return self._samples(nodes - len(idle))
 
     def overview_lines(self, progress: Progress) -> Sequence[tuple[str, str]]:
         return overview(progress, self.assembly, self.world)
 
     def summary(self, progress: Progress) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "finished": self.finished,
             "epochs": progress.epoch(self.engine.index),
         }
         if progress.evaluation:
             metrics = self.trainer.replicas.objective.metrics
-            found |= {name: progress.evaluation.averaged[name] for name in (*metrics, "loss")}
-            found["metrics"] = " ".join(metrics)
-        return found
+            summary |= {name: progress.evaluation.averaged[name] for name in (*metrics, "loss")}
+            summary["metrics"] = " ".join(metrics)
+        return summary
 
     # -- evaluation -------------------------------------------------------------------------------
 
     def to_evaluate(self) -> bool:
         """Return whether the current step is the last one, or one at which the job evaluates."""
         done = self.engine.index
-        asked = self.job.run
+        section = self.job.run
         epoch, over = divmod(done - self.shift, self.assembly.steps_per_epoch)
-        due = over == 0 and asked.evaluate_every and epoch % asked.evaluate_every == 0
-        steps = asked.evaluate_steps
+        due = over == 0 and section.evaluate_every and epoch % section.evaluate_every == 0
+        steps = section.evaluate_steps
         return self.finished or bool(due or (steps and done % steps == 0))
 
     def evaluate(self, run: Run) -> None:
@@ -212,25 +213,26 @@ class JobNode:
         modules = self.trainer.replicas.modules
         begin = self.engine.index - self.shift
         count = self.job.run.recalibrate
-        shown = range(begin, begin + count if norms(modules[0][0]) else begin)
-        batches = [trainer.batches(step) for step in shown]
-        found = evaluate(trainer.replicas, self.mixer, self.assembly.loader, batches)
-        run.progress.evaluation = found
-        self._doubt(found, run.progress)
+        steps = range(begin, begin + count if norms(modules[0][0]) else begin)
+        batches = [trainer.batches(step) for step in steps]
+        result = evaluate(trainer.replicas, self.mixer, self.assembly.loader, batches)
+        run.progress.evaluation = result
+        self._doubt(result, run.progress)
         for hook in run.hooks:
-            hook.evaluation(run.progress, self.engine.index, found)
+            hook.evaluation(run.progress, self.engine.index, result)
 
-    def _doubt(self, found: Evaluation, progress: Progress) -> None:
+    def _doubt(self, result: Evaluation, progress: Progress) -> None:
         """Warn on rank 0, once per metric, if a value of the averaged model is not finite."""
-        for name, value in found.averaged.items():
+        for name, value in result.averaged.items():
             if self.world.rank or math.isfinite(value) or name in self._doubted:
                 continue
             self._doubted.add(name)
-            nodes = [int(i) for i in found.share[name].isfinite().logical_not().nonzero()]
+            nodes = [int(i) for i in result.share[name].isfinite().logical_not().nonzero()]
             first = f", on node {self.mixer.local_nodes[nodes[0]]} first" if nodes else ""
             progress.warn(
-                f'the test\'s "{name}" is {value} at step {self.engine.index}{first}: a sum that '
-                "isn't a number, or a count of 0 over the whole test set"
+                f'the test metric "{name}" is {value} at step {self.engine.index}{first}: its sum '
+                "is "
+                "not a number, or its count over the whole test set is 0"
             )
 
 
@@ -265,13 +267,13 @@ def train(node: JobNode, newest: Path | None = None, hooks: Sequence[Hook] = ())
 
 
 def _steps(node: JobNode, run: Run) -> dict[str, Any]:
-    every = node.job.checkpoint.every_steps
+    interval = node.job.checkpoint.every_steps
 
     def between(_: Any = None) -> None:
         done = node.engine.index
         if node.to_evaluate():
             node.evaluate(run)
-        if every and done % every == 0 and run.saved_at != done:
+        if interval and done % interval == 0 and run.saved_at != done:
             run.save()
 
     def begin() -> None:
@@ -302,8 +304,8 @@ def _summary_of(folder: Path, world: World) -> dict[str, Any] | None:
     summary = None
     with world.raise_together(StoreError):
         if world.rank == 0:
-            found = read(folder / "log.h5").summary
-            if found.get("finished"):
-                summary = found
-                print_line(f"{folder}: nothing is left to train\n{describe(summary)}")
+            saved = read(folder / "log.h5").summary
+            if saved.get("finished"):
+                summary = saved
+                print_line(f"{folder}: the training has ended already\n{describe(summary)}")
     return world.broadcast(summary)

@@ -50,11 +50,11 @@ def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
     """
     n = n or _nodes(job, world)
     with locked(job.run.folder, world):
-        found = newest(job.run.folder, world)
+        path = newest(job.run.folder, world)
         with world.raise_together(UserError):
-            if found is not None:
-                _same_job(job, n, found)
-        return run(job, world, n, found)
+            if path is not None:
+                _same_job(job, n, path)
+        return run(job, world, n, path)
 
 
 def _nodes(job: Job, world: World) -> int:
@@ -79,31 +79,33 @@ def newest(folder: Path, world: World) -> Path | None:
     :raises JobError: if all checkpoints are damaged, or if the folder contains a training of
         members
     """
-    found = None
-    place = folder / "checkpoints"
+    newest_path = None
+    checkpoints = folder / "checkpoints"
     with world.raise_together(UserError):
         if world.rank == 0:
-            if all((folder / one).is_dir() for one in FOLDERS):
+            if all((folder / name).is_dir() for name in FOLDERS):
                 raise JobError(
-                    f'"{folder}" holds a training of members: `mpigossip join {folder}` goes on '
-                    "with it (programs: mpigossip.join); or name another folder"
+                    f'"{folder}" holds a training of members: continue it with `mpigossip join '
+                    f"{folder}` (in a program, mpigossip.join), or name another folder"
                 )
-            found, damaged = checkpoint.newest(folder)
-            if found is None and (damaged or any(place.glob("step-*.damaged*"))):
+            newest_path, damaged = checkpoint.newest(folder)
+            if newest_path is None and (damaged or any(checkpoints.glob("step-*.damaged*"))):
                 raise JobError(
                     [
                         *damaged.values(),
-                        f'"{place}" holds checkpoints, and none of them is '
-                        "complete, so no run begins at step 0 there: copy a complete one to it, or "
-                        f"begin anew after `mv {quote(str(place))} {quote(f'{place}.damaged')}`",
+                        f'"{checkpoints}" holds checkpoints, but none of them is complete: copy a '
+                        "complete one to it, or start from step 0 after "
+                        f"`mv {quote(str(checkpoints))} {quote(f'{checkpoints}.damaged')}`",
                     ]
                 )
             for path, problem in damaged.items():
-                aside = checkpoint.set_aside(path).name
+                new_name = checkpoint.set_aside(path).name
                 print_line(
-                    f"{problem}. The run goes on from {found}, and keeps this one as {aside}"
+                    f"{problem}. The run continues from {newest_path}, and keeps the damaged one "
+                    "as "
+                    f"{new_name}"
                 )
-    return world.broadcast(found)
+    return world.broadcast(newest_path)
 
 
 def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) -> dict[str, Any]:
@@ -119,31 +121,31 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
     """
     with world.raise_together(UserError):
         if not folder.is_dir():
-            raise JobError(f'"{folder}" is no run directory: there is no such folder')
+            raise JobError(f'"{folder}" is not a run directory: there is no such folder')
     with locked(folder, world):
-        found = newest(folder, world)
+        path = newest(folder, world)
         with world.raise_together(UserError):
-            if found is None:
+            if path is None:
                 raise JobError(
                     f'no complete checkpoint in "{folder}"; start the run with '
                     "`mpigossip train JOB.toml`"
                 )
-            manifest = _of_a_job(found)
+            manifest = _job_manifest(path)
             job = load(manifest.job, overrides)
-            asked = any(one.strip().startswith("run.output") for one in overrides)
-            if asked and job.run.folder.resolve() != folder.resolve():
+            renames = any(setting.strip().startswith("run.output") for setting in overrides)
+            if renames and job.run.folder.resolve() != folder.resolve():
                 raise JobError(
-                    f'run.output: a run goes on in its own folder, "{folder}"; to keep it as it is '
-                    "and go on elsewhere, copy the folder and resume the copy"
+                    f'run.output: a run continues in its own folder, "{folder}"; to keep it '
+                    "unchanged, copy the folder and resume the copy"
                 )
             # the folder may have been moved since
             job = replace(job, run=replace(job.run, output=str(folder)))
         if world.comm is not None:
             n = n or _nodes(job, world)
-        return run(job, world, n or manifest.n, found)
+        return run(job, world, n or manifest.n, path)
 
 
-def _of_a_job(path: Path) -> Manifest:
+def _job_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
     :raises JobError: if a custom loop wrote the checkpoint
@@ -152,7 +154,8 @@ def _of_a_job(path: Path) -> Manifest:
     if manifest.meta.get("door") == "loop":
         raise JobError(
             f'"{path.parents[1]}" holds the run of a custom training loop: start that program '
-            "again, its optimizer.resume() continues (`mpigossip checkpoint show` prints which)"
+            "again, which continues by optimizer.resume() (`mpigossip checkpoint show` prints its "
+            "name)"
         )
     return manifest
 
@@ -164,37 +167,37 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
 
     :raises JobError: if it belongs to another job or has another number of nodes
     """
-    manifest = _of_a_job(newest)
+    manifest = _job_manifest(newest)
     if n != nodes_requested(manifest):
         raise JobError(
             f'run.output: "{job.run.folder}" holds a run of {nodes_requested(manifest)} nodes, '
-            f"here are {n}; name another folder with run.output=…, or change the number by "
+            f"not of {n}; name another folder with run.output=…, or change the number of nodes by "
             f"`mpigossip resume {job.run.folder}` on {n} ranks (simulated: with --simulate "
             f"--nodes {n})"
         )
     # run.output is not compared, because `resume` replaces its pattern by the folder
-    if found := differing(job, load(manifest.job), {"run.output"}):
+    if differences := differing(job, load(manifest.job), {"run.output"}):
         folder = job.run.folder
         raise JobError(
-            f'run.output: "{folder}" holds a run of another job ({"; ".join(found[:4])}); '
-            f"name another folder with run.output=…, or go on with it by `mpigossip resume "
+            f'run.output: "{folder}" holds a run of another job ({"; ".join(differences[:4])}); '
+            f"name another folder with run.output=…, or continue it by `mpigossip resume "
             f"{folder} section.key=value`"
         )
 
 
-def differing(job: Job, there: Job, apart: Collection[str] = ()) -> list[str]:
+def differing(job: Job, other: Job, excluded: Collection[str] = ()) -> list[str]:
     """Return the settings in which two jobs differ.
 
     :param job: the job
-    :param there: the other job
-    :param apart: names of sections and settings that are not compared
+    :param other: the other job
+    :param excluded: names of sections and settings that are not compared
     """
     now = config.as_dict(job)
-    before = config.as_dict(there)
+    before = config.as_dict(other)
     return [
-        f"{section}.{key} = {now[section].get(key)!r}, there {before[section].get(key)!r}"
+        f"{section}.{key} = {now[section].get(key)!r}, in the folder {before[section].get(key)!r}"
         for section in now
-        if section not in apart
+        if section not in excluded
         for key in {**now[section], **before[section]}
-        if f"{section}.{key}" not in apart and now[section].get(key) != before[section].get(key)
+        if f"{section}.{key}" not in excluded and now[section].get(key) != before[section].get(key)
     ]

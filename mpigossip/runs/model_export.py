@@ -37,22 +37,23 @@ def export(path: Path, out: Path, node: int | None = None, trust_model: bool = F
         damaged
     """
     if out.suffix not in SUFFIXES:
-        raise StoreError(f'--out "{out}" doesn\'t say its format: end it on .safetensors or .pt')
+        raise StoreError(f'--out "{out}": the name must end in .safetensors or .pt')
     manifest = checkpoint.read_manifest(path)
     if node is not None and not 0 <= node < manifest.n:
         raise StoreError(
-            f"--node {node}: {path} has nodes 0 to {manifest.n - 1}; leave --node out for their "
-            "average"
+            f"--node {node}: {path} has nodes 0 to {manifest.n - 1}; omit --node for their average"
         )
     values = averaged(path, manifest) if node is None else model_of(path, node)
-    made = trust_model and manifest.meta.get("door") != "loop"
-    state, note = _completed(manifest, values) if made else _as_saved(manifest, values)
+    rebuild = trust_model and manifest.meta.get("door") != "loop"
+    state, note = _completed(manifest, values) if rebuild else _as_saved(manifest, values)
     who = f"the average of {manifest.n} nodes" if node is None else f"node {node} of {manifest.n}"
-    with replacing(out) as beside:
-        _write(state, beside, manifest, "average" if node is None else str(node))
+    with replacing(out) as temporary:
+        _write(state, temporary, manifest, "average" if node is None else str(node))
     count = sum(value.numel() for value in state.values())
-    told = f"{out}: {who} at step {manifest.step}; {len(state)} arrays, {count:,} numbers"
-    return "\n".join([told, *([f"note: {note}"] if note else []), "", *_three_lines(out, not note)])
+    summary = f"{out}: {who} at step {manifest.step}; {len(state)} arrays, {count:,} numbers"
+    return "\n".join(
+        [summary, *([f"note: {note}"] if note else []), "", *_three_lines(out, not note)]
+    )
 
 
 def averaged(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
@@ -69,10 +70,12 @@ def model_of(path: Path, node: int) -> dict[str, np.ndarray]:
 def _by_name(saved: NodeState, mean: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the averages by the model's own names, in the dtypes that were saved."""
     values = {}
-    at = 0
+    offset = 0
     for name, shape in zip(saved.names, saved.shapes, strict=True):
-        values[name] = mean["parameters"][at : at + prod(shape)].reshape(shape).astype(np.float32)
-        at += prod(shape)
+        values[name] = (
+            mean["parameters"][offset : offset + prod(shape)].reshape(shape).astype(np.float32)
+        )
+        offset += prod(shape)
     for key, array in mean.items():
         kind, _, name = key.partition("/")
         if kind == "buffers":
@@ -95,14 +98,14 @@ def _as_saved(
         left_out = None
     if left_out is not None:  # the checkpoint of a custom loop
         note = (
-            "frozen parameters and second names of tied ones are left out: load with strict=False"
+            "frozen parameters, and second names of tied ones, are left out: load with strict=False"
         )
         values = {name: value for name, value in values.items() if name not in temporary}
         return _tensors(values), note if left_out else ""
     note = (
-        f'frozen parameters and second names of tied ones are left out: model.name = "{name}" is '
-        "code that the checkpoint names, which isn't imported by itself; give --trust-model where "
-        "you trust it"
+        "frozen parameters, and second names of tied ones, are left out, because model.name = "
+        f'"{name}" is custom code, which is not imported by default: pass --trust-model if you '
+        "trust it"
     )
     return _tensors(values), "" if name in models.BUILDERS else note
 
@@ -128,22 +131,22 @@ def _completed(
         data.close()
     except (JobError, StoreError) as error:
         return tensors, (
-            f"the model couldn't be made here ({error}); frozen parameters, if it has any, and "
+            f"the model can't be built here ({error}): its frozen parameters, if it has any, and "
             "second names of tied ones are left out"
         )
-    own = dict(module.named_parameters()) | dict(module.named_buffers())
+    arrays = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
         for name, value in tensors.items():
-            if name not in own or own[name].numel() != value.numel():
+            if name not in arrays or arrays[name].numel() != value.numel():
                 raise StoreError(
-                    f'"{name}" {tuple(value.shape)} of the checkpoint is no array of the model as '
-                    "it is made now: restore the model's code, or leave --trust-model out"
+                    f'"{name}" {tuple(value.shape)} of the checkpoint is not an array of the '
+                    "present model: restore the code of the model, or omit --trust-model"
                 )
-            own[name].copy_(value.view(own[name].shape))
+            arrays[name].copy_(value.view(arrays[name].shape))
     # safetensors does not store one array under two names, so tied arrays are copied
-    whole = torch.contiguous_format  # required by safetensors
+    contiguous = torch.contiguous_format  # required by safetensors
     state = module.state_dict().items()
-    return {name: value.detach().clone(memory_format=whole) for name, value in state}, ""
+    return {name: value.detach().clone(memory_format=contiguous) for name, value in state}, ""
 
 
 def _write(state: dict[str, torch.Tensor], path: Path, manifest: Manifest, node: str) -> None:
@@ -165,4 +168,4 @@ def _three_lines(out: Path, strict: bool) -> list[str]:
         first = "import torch"
         call = f'torch.load("{out}", weights_only=True)'
     call = call if strict else f"{call}, strict=False"
-    return [first, "model = …  # made as for the training", f"model.load_state_dict({call})"]
+    return [first, "model = …  # built as for training", f"model.load_state_dict({call})"]

@@ -18,8 +18,8 @@ from mpigossip.mixing.base import Mixer
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
 
 IDLE_S = 1e-3
-"""Seconds between two exchanges of a waiting node: an exchange takes time of the core from
-others."""
+"""Seconds between two exchanges of a waiting node: an exchange takes processor time from other
+processes."""
 Arrays = Mapping[str, np.ndarray]
 Numbers = Mapping[str, Number]
 
@@ -113,7 +113,7 @@ class Node(Protocol):
         :param spare: an earlier copy, whose memory may be used again
         """
 
-    def restore_step_extras(self, kept: Any, world: World) -> list[str]:
+    def restore_step_extras(self, saved: Any, world: World) -> list[str]:
         """Restore a copy; return the names of restored values to report.
 
         Values are averaged over nodes if all nodes have a copy.
@@ -143,15 +143,15 @@ def wait_for_nodes(node: Node, world: World) -> None:
         return  # synchronous nodes wait in the next collective call
     all_here = world.start_agree(0)
     until = time.monotonic() + world.timeout_s
-    while not _over(all_here.ready() or time.monotonic() >= until, node.group):
+    while not _any_rank_ended(all_here.ready() or time.monotonic() >= until, node.group):
         node.average()
         time.sleep(IDLE_S)
     all_here.read()
 
 
-def _over(here: bool, group: Group) -> bool:
+def _any_rank_ended(ended: bool, group: Group) -> bool:
     """Return whether any rank of this node has ended its wait: its ranks continue together."""
-    flags = [torch.full((1, 1), float(here), dtype=torch.float64) for _ in group.local_slots]
+    flags = [torch.full((1, 1), float(ended), dtype=torch.float64) for _ in group.local_slots]
     return bool(group.sum_scalars(flags) > 0)
 
 

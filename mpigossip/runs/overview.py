@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 64
 """Largest number of rounds of a graph from which neighbours and bytes are computed."""
-WAYS = {
+TRANSPORTS = {
     "windows": "put from GPU to GPU",
     "messages": "messages from GPU to GPU",
     "nccl": "NCCL",
@@ -56,16 +56,16 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
         (
             "data",
             f"{job.data.source}: {data.train_size:,} training and {data.test_size:,} "
-            f"test samples; {per_step} a step, {per_step // progress.nodes} a node",
+            f"test samples; {per_step} per step, {per_step // progress.nodes} per node",
         ),
         ("method", f"{job.algorithm.name}{local} on {job.graph.name}{cadence}"),
         *between(trainer.engine, graph, job.node, world),
         (
             "memory",
-            f"{format_bytes(_memory(progress, trainer, world))} a node, without activations",
+            f"{format_bytes(_memory(progress, trainer, world))} per node, without activations",
         ),
         ("rate", full_rate(job.schedule, per_step)[1]),
-        ("steps", f"{progress.total_steps:,}, {progress.steps_per_epoch:,} an epoch"),
+        ("steps", f"{progress.total_steps:,}, {progress.steps_per_epoch:,} per epoch"),
         (
             "files",
             f"{progress.folder}: log.h5 every {job.log.flush_steps} steps, checkpoints/ {saves}",
@@ -95,11 +95,11 @@ def nodes(n: int, devices: Sequence[str], world: World) -> str:
     if world.comm is None:
         return f"{n} simulated in this process on {world.hosts[0]}, {slots}"
     hosts = Counter(world.hosts)
-    several = "" if len(hosts) == 1 else f", {max(hosts.values())} a host at most"
+    several = "" if len(hosts) == 1 else f", at most {max(hosts.values())} per host"
     names = f"{next(iter(hosts))}" + (" …" if len(hosts) > 1 else "")
     where = f"{pluralize(len(hosts), 'host')} ({names}{several})"
     if per > 1:
-        slots = f"{per} a node: {pluralize(n, 'node')}, {slots}"
+        slots = f"{per} per node: {pluralize(n, 'node')}, {slots}"
     return f"{pluralize(world.size, 'rank')} on {where}, {slots}"
 
 
@@ -116,7 +116,7 @@ def _graph(graph: Graph) -> str:
     if graph.n == 1:
         return "one node: nothing to average"
     period = "no period" if graph.period is None else f"period {graph.period}"
-    text = f"{pluralize(graph.degree, 'neighbour')} a round, {period}"
+    text = f"{pluralize(graph.degree, 'neighbour')} per round, {period}"
     if "signed" in graph.facts:
         text += ", signed weights"
     if "column-stochastic" not in graph.facts:
@@ -137,7 +137,7 @@ def _graph(graph: Graph) -> str:
 
 def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> str:
     """Describe the transport to each neighbour of the first local node."""
-    mine = engine.mixer.local_nodes[0]
+    receiver = engine.mixer.local_nodes[0]
     wire = node.wire
     over = "" if wire == "fp32" else f", {wire} on the wire"
     if graph.n == 1:
@@ -147,24 +147,24 @@ def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> 
     if world.comm is None:
         return f"simulated{over}"
     if world.survives:
-        return f"messages between ranks (run.survive: windows can't outlive one){over}"
+        return f"messages between ranks (run.survive: windows do not survive a rank failure){over}"
     rounds = range(min(graph.period or ROUNDS, ROUNDS))
-    peers = sorted({int(j) for t in rounds for j in graph.neighbours(t, mine)[0]})
+    peers = sorted({int(j) for t in rounds for j in graph.neighbours(t, receiver)[0]})
     hosts = world.nodes.inter_node.hosts
-    near = [j for j in peers if hosts[j] == hosts[mine] and node.same_host == "read"]
+    near = [j for j in peers if hosts[j] == hosts[receiver] and node.same_host == "read"]
     far = [j for j in peers if j not in near]
-    words = "put into MPI windows" + ("" if engine.mixer.synchronous else ", not waited for")
+    words = "put into MPI windows" + ("" if engine.mixer.synchronous else ", without waiting")
     ways = [(near, "read in place (same host)"), (far, words)]
     if routes := getattr(engine.mixer, "routes", None):
-        said = {route: _way(route) for route in map(routes.get, peers)}
-        ways = [([j for j in peers if routes[j] == route], said[route]) for route in said]
-    told = [f"from {_listed(some)}: {how}" for some, how in ways if some]
-    return f"node {mine} takes " + "; ".join(told) + over
+        texts = {route: _route_text(route) for route in map(routes.get, peers)}
+        ways = [([j for j in peers if routes[j] == route], texts[route]) for route in texts]
+    sources = [f"from {_listed(some)}: {how}" for some, how in ways if some]
+    return f"node {receiver} receives " + "; ".join(sources) + over
 
 
-def _way(route: str) -> str:
+def _route_text(route: str) -> str:
     name, _, why = route.partition(" ")
-    return f"{WAYS[name]} {why}".rstrip()
+    return f"{TRANSPORTS[name]} {why}".rstrip()
 
 
 def _listed(nodes: list[int]) -> str:
@@ -200,15 +200,15 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
         else ""
     )
     vectors = pluralize(method.vectors, "vector")
-    return f"{format_bytes(average)} a node and {when} ({vectors}){ratio}"
+    return f"{format_bytes(average)} per node and {when} ({vectors}){ratio}"
 
 
 def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
     mixer = trainer.mixer
     replicas = trainer.replicas
-    state = sum(a.nbytes for each in trainer.engine.states for _, a in named_arrays(each)) // len(
-        mixer.local_nodes
-    )
+    state = sum(
+        a.nbytes for states in trainer.engine.states for _, a in named_arrays(states)
+    ) // len(mixer.local_nodes)
     per = world.nodes.per_node
     slots = trainer.engine.group.slots
     averages = ExchangeKind.GLOBAL in trainer.engine.cadence.kinds

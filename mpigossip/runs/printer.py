@@ -77,14 +77,14 @@ class Printer(Hook):
             width=_width(terminal),
             legacy_windows=False,
         )
-        self._shown = time.monotonic()
+        self._shown_at = time.monotonic()
         self._dirty = False
         self._rows = 0
         self._losses: list[float] = []
         self._lr = float("nan")
         self._consensus = float("nan")
         self._recent: deque[tuple[float, dict[str, float]]] = deque(maxlen=WINDOW)
-        self._figures: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}
         self._engine: Any = None
         self._before = (0.0, 0.0)
 
@@ -93,14 +93,14 @@ class Printer(Hook):
         if not self._enabled:
             return
         self._print(Text(progress.job.run.name, style="bold"))
-        for word, text in progress.about():
+        for label, text in progress.about():
             # in a batch log, a row stays on one line
             width = self._console.width - 11 if self._live else len(text)
             lines = textwrap.wrap(text, max(width, 20), break_long_words=False)
-            for head, line in zip([word, *[""] * len(lines)], lines or [""], strict=False):
+            for head, line in zip([label, *[""] * len(lines)], lines or [""], strict=False):
                 self._print(Text.assemble((f"  {head:<9}", "cyan"), line))
         if progress.first_step:
-            self._print(Text(f"  going on at step {progress.first_step}"))
+            self._print(Text(f"  resuming at step {progress.first_step}"))
         self._print(Text())
         self._rows = 0
 
@@ -112,15 +112,15 @@ class Printer(Hook):
         self._lr = record.lr
         self._recent.append((now, record.seconds))
         if len(record.idle_rows) < len(record.loss):  # idle nodes have no metrics
-            self._figures = {n: v for n, v in record.metrics.items() if n not in KNOWN}
+            self._metrics = {n: v for n, v in record.metrics.items() if n not in KNOWN}
         if record.consensus_distance == record.consensus_distance:
             self._consensus = record.consensus_distance
-        if now - self._shown < (LIVE_S if self._live else self._plain_s):
+        if now - self._shown_at < (LIVE_S if self._live else self._plain_s):
             return
-        self._shown = now
+        self._shown_at = now
         text = printable(self._line(progress, record.index + 1))
         if self._live:
-            with self._while_it_takes_it():
+            with self._writing():
                 self._stream.write(f"\r\x1b[2K{text[: self._console.width - 1]}")
             self._dirty = True
         else:
@@ -139,7 +139,7 @@ class Printer(Hook):
         losses = [loss for loss in self._losses[-WINDOW:] if loss == loss]
         words = [f"step {done}" + (f"/{progress.total_steps}" if progress.total_steps else "")]
         words += [f"loss {number(sum(losses) / len(losses))}"] if losses else []
-        optional = [f"{name} {number(mean(value))}" for name, value in self._figures.items()]
+        optional = [f"{name} {number(mean(value))}" for name, value in self._metrics.items()]
         words += optional
         samples = progress.samples_per_step * self._engine.cadence.local_fraction
         words += [f"{speed * samples:,.0f} samples/s" if samples else f"{speed:,.1f} steps/s"]
@@ -148,10 +148,10 @@ class Printer(Hook):
                 time.perf_counter() - progress.began, 1e-9
             )
             words += [f"ETA {format_duration((progress.total_steps - done) / rate)}"]
-        known = self._consensus == self._consensus
-        apart = [f"consensus {self._consensus:.1e}"] if known else []
-        optional += apart
-        words += [*apart, f"exchange+idle {share:.0%}{self._hidden()}"]
+        measured = self._consensus == self._consensus
+        consensus = [f"consensus {self._consensus:.1e}"] if measured else []
+        optional += consensus
+        words += [*consensus, f"exchange+idle {share:.0%}{self._hidden()}"]
         while self._live and len("  ".join(words)) >= self._console.width and optional:
             words.remove(optional.pop())
         return "  ".join(words)
@@ -164,10 +164,10 @@ class Printer(Hook):
         self._before = now
         return f"  hidden {max(0.0, 1 - waited / flown):.0%}" if flown > 0 else ""
 
-    def evaluation(self, progress, step: int, found: Evaluation) -> None:
+    def evaluation(self, progress, step: int, result: Evaluation) -> None:
         if not self._enabled:
             return
-        row = self._row(progress, step, found)
+        row = self._row(progress, step, result)
         widths = [WIDTHS.get(name, max(9, len(name) + 1)) for name, _ in row]
         if self._rows % HEADING_EVERY == 0:
             heading = "".join(n.rjust(width) for (n, _), width in zip(row, widths, strict=True))
@@ -175,22 +175,22 @@ class Printer(Hook):
         self._rows += 1
         self._print(Text("".join(c.rjust(w) for (_, c), w in zip(row, widths, strict=True))))
 
-    def _row(self, progress, step: int, found: Evaluation) -> list[tuple[str, str]]:
+    def _row(self, progress, step: int, result: Evaluation) -> list[tuple[str, str]]:
         """Return pairs (column, text); "local" is the first metric of the nodes' own models."""
-        seen = [loss for loss in self._losses if loss == loss]
+        losses = [loss for loss in self._losses if loss == loss]
         self._losses = []
-        metrics = [(name, number(value)) for name, value in found.averaged.items()][1:]
+        metrics = [(name, number(value)) for name, value in result.averaged.items()][1:]
         first = metrics[0][0] if metrics else "loss"
         return [
             ("epoch", f"{progress.epoch(step):.2f}"),
             ("step", f"{step}"),
             ("rate", f"{self._lr:.{'3g' if self._lr >= 1e-3 else '1e'}}".replace("e-0", "e-")),
-            ("train loss", number(sum(seen) / len(seen)) if seen else "–"),
-            ("test loss", number(found.loss)),
+            ("train loss", number(sum(losses) / len(losses)) if losses else "–"),
+            ("test loss", number(result.loss)),
             *metrics[:1],
-            ("local", number(found.mean_local[first])),
+            ("local", number(result.mean_local[first])),
             *metrics[1:],
-            ("consensus", f"{found.consensus_distance:.2e}"),
+            ("consensus", f"{result.consensus_distance:.2e}"),
             ("time", format_duration(progress.seconds)),
         ]
 
@@ -202,11 +202,11 @@ class Printer(Hook):
         """End the live line as it is."""
         if self._dirty:
             self._dirty = False
-            with self._while_it_takes_it():
+            with self._writing():
                 self._stream.write("\n")
 
     def _print(self, text: Text) -> None:
-        with self._while_it_takes_it():
+        with self._writing():
             if self._dirty:
                 self._stream.write("\r\x1b[2K")
                 self._dirty = False
@@ -214,7 +214,7 @@ class Printer(Hook):
             self._console.print(text)
 
     @contextmanager
-    def _while_it_takes_it(self) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
         """Return a context manager for writing; after an error, the run prints nothing more."""
         try:
             yield
@@ -240,7 +240,7 @@ def silenced(error: OSError) -> None:
     why = output_error(error)
     if not why:
         raise error
-    print_note(f"standard output can't be written: {why}; the run goes on without")
+    print_note(f"standard output can't be written: {why}; the run continues without it")
 
 
 def _width(terminal: str | None) -> int | None:

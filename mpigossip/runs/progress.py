@@ -102,7 +102,7 @@ def shares(spent: Sequence[Mapping[str, float]], samples: int) -> dict[str, floa
     :param spent: seconds by purpose, of each rank
     :param samples: number of samples of all ranks
     """
-    names = dict.fromkeys(name for one in spent for name in one)
-    means = {name: float(np.mean([one.get(name, 0.0) for one in spent])) for name in names}
+    names = dict.fromkeys(name for rank in spent for name in rank)
+    means = {name: float(np.mean([rank.get(name, 0.0) for rank in spent])) for name in names}
     busy = sum(means.values())
     return means | {"samples_per_second": samples / busy if busy else 0.0}

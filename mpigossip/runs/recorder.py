@@ -38,16 +38,16 @@ FIGURE = Column("", "logged by the program", "float64")
 
 def evaluation_columns(objective: Objective) -> dict[str, Column]:
     """Return the columns of evaluations: of the averaged model, and of each node's own model."""
-    found: dict[str, Column] = {}
+    columns: dict[str, Column] = {}
     for name in ("loss", *objective.metrics):
-        found |= {
+        columns |= {
             name: Column(objective.unit(name), f"test {name} of the averaged model"),
             f"local_{name}": Column(objective.unit(name), f"test {name} of each node's model"),
             f"share_{name}": Column(
                 objective.unit(name), f"{name} of the averaged model on the node's test samples"
             ),
         }
-    return found | EVALUATION_COLUMNS
+    return columns | EVALUATION_COLUMNS
 
 
 class Recorder(Hook):
@@ -57,7 +57,7 @@ class Recorder(Hook):
         """``parents``: whether to create the folders above that of the log, too."""
         self._world = world
         self._parents = parents
-        self._kept: list[dict[str, Any]] = []
+        self._pending: list[dict[str, Any]] = []
         self._evaluations: list[tuple[dict, dict[str, np.ndarray]]] = []
         self._writer: LogWriter | None = None
         self._names: tuple[int, ...] | None = None
@@ -74,8 +74,8 @@ class Recorder(Hook):
         self._metrics |= MEMBER_COLUMNS | {VIRTUAL: VIRTUAL_COLUMN}
         # routes of vectors on GPUs, which are equal on all ranks
         routes = getattr(assembly.engine.mixer, "routes", {})
-        self._ways = {"exchange": "; ".join(dict.fromkeys(routes.values()))} if routes else {}
-        self._goes_on = progress.job.log.on_error == "continue"
+        self._routes = {"exchange": "; ".join(dict.fromkeys(routes.values()))} if routes else {}
+        self._continues = progress.job.log.on_error == "continue"
 
         def warning() -> str:
             return assembly.engine.cadence.warning(assembly.engine.cadence_state)
@@ -84,14 +84,14 @@ class Recorder(Hook):
         self._gathered = progress.first_step
         # Ranks always gather, because a rank may fail when some ranks have begun and others have
         # not.
-        kept = [row for row in self._kept if row["step"] < progress.first_step]
-        left = self._world.gather((self._names, kept))
+        rows = [row for row in self._pending if row["step"] < progress.first_step]
+        rows_by_rank = self._world.gather((self._names, rows))
         with self._world.raise_together(StoreError, OSError):
             if self._world.rank == 0:
                 progress.folder.mkdir(parents=self._parents, exist_ok=True)
                 self._writer = self._open(progress, progress.nodes, progress.first_step)
-                self._append_left(progress, left)
-        self._kept = []
+                self._append_missing(progress, rows_by_rank)
+        self._pending = []
         self._evaluations = []
         self._names = self._world.original_ranks
         self._clock = self._virtual(progress, assembly)
@@ -103,11 +103,11 @@ class Recorder(Hook):
         """
         if progress.job.clock.network == OFF:
             return None
-        found = None
+        seconds = None
         with self._world.raise_together(StoreError):
             if self._world.rank == 0 and progress.first_step:
-                found = _clock_at(progress.folder / "log.h5", progress.first_step, progress.nodes)
-        begun = self._world.broadcast(found)
+                seconds = _clock_at(progress.folder / "log.h5", progress.first_step, progress.nodes)
+        begun = self._world.broadcast(seconds)
         with self._world.raise_together(JobError):
             clock = VirtualClock(progress.job, assembly, begun)
         self._nodes = assembly.engine.mixer.local_nodes
@@ -121,19 +121,19 @@ class Recorder(Hook):
             job=progress.text,
             columns=self._columns,
             evaluation_columns=evaluation_columns(progress.objective),
-            environment=environment() | self._ways | lost,
+            environment=environment() | self._routes | lost,
             first_step=first_step,
         )
 
-    def _append_left(self, progress, left: list) -> None:
+    def _append_missing(self, progress, rows_by_rank: list) -> None:
         """Write steps before a failure that only survivors still keep.
 
         Values of failed ranks are unknown.
         """
         # An empty log lacks all kept steps, not only those after its last one.
         first = 0 if self._writer.empty else self._writer.next_step
-        kept = [(names, [r for r in rows if r["step"] >= first]) for names, rows in left]
-        names, rows = kept[0]
+        missing = [(names, [r for r in rows if r["step"] >= first]) for names, rows in rows_by_rank]
+        names, rows = missing[0]
         if not rows:
             return
         writer = self._open(progress, len(names), rows[0]["step"])
@@ -141,9 +141,9 @@ class Recorder(Hook):
         writer.widen(self._others(rows[0]))
         for name, column in writer.columns.items():
             block[name] = np.full((len(rows), len(names)), column.unknown)
-            for place, (_, rows_of_one) in zip(self._world.original_ranks, kept, strict=True):
-                for at, row in enumerate(rows_of_one):
-                    block[name][at, names.index(place)] = row.get(name, [np.nan])[0]
+            for rank, (_, rows_of_one) in zip(self._world.original_ranks, missing, strict=True):
+                for index, row in enumerate(rows_of_one):
+                    block[name][index, names.index(rank)] = row.get(name, [np.nan])[0]
         writer.append(block)
         self._writer = self._open(progress, progress.nodes, progress.first_step)
 
@@ -172,20 +172,20 @@ class Recorder(Hook):
         row |= {name: ones * np.asarray(value) for name, value in record.metrics.items()}
         if self._clock is not None:
             row[VIRTUAL] = self._clock.step(record.index, record.kind)[list(self._nodes)]
-        self._kept.append(row)
+        self._pending.append(row)
 
-    def evaluation(self, progress, step: int, found: Evaluation) -> None:
+    def evaluation(self, progress, step: int, result: Evaluation) -> None:
         row = {
             "step": step,
             "epoch": progress.epoch(step),
-            **found.averaged,
-            "consensus_distance": found.consensus_distance,
+            **result.averaged,
+            "consensus_distance": result.consensus_distance,
             "seconds": progress.seconds,
         }
-        local = {f"local_{name}": values.numpy() for name, values in found.local.items()}
+        local = {f"local_{name}": values.numpy() for name, values in result.local.items()}
         local |= {
             f"share_{name}": values.numpy()
-            for name, values in found.share.items()
+            for name, values in result.share.items()
             if name != "loss"
         }
         self._evaluations.append((row, local))
@@ -200,23 +200,25 @@ class Recorder(Hook):
         try:
             self._flush()
         except (CollectiveError, StoreError) as error:
-            if not self._goes_on:
+            if not self._continues:
                 raise
             if self._world.rank == 0:
-                print_note(f"{error}; training goes on, and what was to be logged is kept")
+                print_note(
+                    f"{error}; training continues, and the rows of the log are kept in memory"
+                )
 
     def _flush(self) -> None:
         block = {}
-        if self._kept:
-            names = dict.fromkeys(name for row in self._kept for name in row)
+        if self._pending:
+            names = dict.fromkeys(name for row in self._pending for name in row)
             unknown = np.full(self._rows, np.nan)
-            block = {n: np.stack([row.get(n, unknown) for row in self._kept]) for n in names}
+            block = {n: np.stack([row.get(n, unknown) for row in self._pending]) for n in names}
         gathered = self._of_nodes(self._world.gather((block, self._evaluations)))
         with self._world.raise_together(StoreError):
             if gathered is not None:
                 self._write_or_begin(gathered, [row for row, _ in self._evaluations])
         # Rows are dropped only now: if rank 0 fails on the way, the other ranks still have them.
-        self._kept = []
+        self._pending = []
         self._evaluations = []
 
     def _of_nodes(self, gathered: list | None) -> list | None:
@@ -227,22 +229,24 @@ class Recorder(Hook):
         """
         if gathered is None or self._world.nodes.per_node == 1:
             return gathered
-        found: dict[int, tuple[list[dict[str, Any]], list]] = {}
+        records: dict[int, tuple[list[dict[str, Any]], list]] = {}
         for node, (block, evaluations) in zip(
             self._world.nodes.node_of_rank, gathered, strict=True
         ):
-            found.setdefault(node, ([], evaluations))[0].append(block)
-        return [(self._of_node(blocks), found[n][1]) for n, (blocks, _) in sorted(found.items())]
+            records.setdefault(node, ([], evaluations))[0].append(block)
+        return [
+            (self._of_node(blocks), records[n][1]) for n, (blocks, _) in sorted(records.items())
+        ]
 
     def _of_node(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-        whole = dict(blocks[0])
-        if whole:
-            whole["bytes_sent"] = sum(block["bytes_sent"] for block in blocks)
+        merged = dict(blocks[0])
+        if merged:
+            merged["bytes_sent"] = sum(block["bytes_sent"] for block in blocks)
         names = dict.fromkeys(name for block in blocks for name in block)
         for name in names.keys() - COLUMNS.keys() | {"loss"}:
-            if name != "step" and whole:
-                whole[name] = _mean_of_known([block[name] for block in blocks if name in block])
-        return whole
+            if name != "step" and merged:
+                merged[name] = _mean_of_known([block[name] for block in blocks if name in block])
+        return merged
 
     def _write_or_begin(self, gathered: list, evaluations: list[dict]) -> None:
         """Append on rank 0; begin a new log if the old one was removed."""
@@ -253,7 +257,7 @@ class Recorder(Hook):
             first = self._writer.next_step
             progress.folder.mkdir(parents=self._parents, exist_ok=True)
             self._writer = self._open(progress, progress.nodes, first)
-            progress.warn(f"{gone}: a new one begins at step {first}")
+            progress.warn(f"{gone}: a new log begins at step {first}")
             self._write(gathered, evaluations)
 
     def _write(self, gathered: list, evaluations: list[dict]) -> None:
@@ -265,18 +269,20 @@ class Recorder(Hook):
             names = dict.fromkeys(name for block in blocks for name in block)
             self._writer.widen(self._others(names))
             # A previous attempt may have written these steps before it failed.
-            there = max(0, self._writer.next_step - first)
+            written = max(0, self._writer.next_step - first)
             rows = {
-                name: _beside(blocks, name, first, shape, column)[there:]
+                name: _join_nodes(blocks, name, first, shape, column)[written:]
                 for name, column in self._writer.columns.items()
             }
             self._writer.append(rows)
-            for line in [text for one in self._watchers for text in one.see(self._gathered, rows)]:
+            for line in [
+                text for watcher in self._watchers for text in watcher.see(self._gathered, rows)
+            ]:
                 print_note(line)
             self._gathered += len(rows["loss"])
-        for at, row in enumerate(evaluations):
-            names = gathered[0][1][at][1]
-            local = {n: np.concatenate([e[at][1][n] for _, e in gathered]) for n in names}
+        for index, row in enumerate(evaluations):
+            names = gathered[0][1][index][1]
+            local = {n: np.concatenate([e[index][1][n] for _, e in gathered]) for n in names}
             self._writer.evaluation(row | local)
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
@@ -291,15 +297,15 @@ def _clock_at(log: Path, first_step: int, nodes: int) -> np.ndarray:
 
     If the number of nodes has changed, all nodes begin when the last node had ended that step.
     """
-    found = read(log, (VIRTUAL,)).steps
-    there = np.flatnonzero(found["step"] == first_step - 1)
-    if VIRTUAL not in found or not len(there):
+    steps = read(log, (VIRTUAL,)).steps
+    rows = np.flatnonzero(steps["step"] == first_step - 1)
+    if VIRTUAL not in steps or not len(rows):
         return np.full(nodes, np.nan)
-    last = found[VIRTUAL][there[0]]
+    last = steps[VIRTUAL][rows[0]]
     return last if len(last) == nodes else np.full(nodes, np.nanmax(last))
 
 
-def _beside(
+def _join_nodes(
     blocks: Sequence[Mapping[str, np.ndarray]],
     name: str,
     first: int,
@@ -319,12 +325,12 @@ def _mean_of_known(parts: Sequence[np.ndarray]) -> np.ndarray:
 
     If all parts are equal, they are returned unchanged.
     """
-    every = np.stack(parts)
-    if np.array_equal(every, np.broadcast_to(every[0], every.shape), equal_nan=True):
-        return every[0]
-    known = ~np.isnan(every)
+    values = np.stack(parts)
+    if np.array_equal(values, np.broadcast_to(values[0], values.shape), equal_nan=True):
+        return values[0]
+    is_known = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
-        return np.where(known, every, 0).sum(0) / known.sum(0)
+        return np.where(is_known, values, 0).sum(0) / is_known.sum(0)
 
 
 def environment() -> dict[str, str]:

@@ -36,13 +36,13 @@ def nodes_requested(manifest: checkpoint.Manifest) -> int:
 
     :raises StoreError: if the manifest holds no valid number
     """
-    asked = manifest.meta.get("asked", manifest.n)
-    if not isinstance(asked, int) or not manifest.n <= asked <= MOST:
+    count = manifest.meta.get("asked", manifest.n)
+    if not isinstance(count, int) or not manifest.n <= count <= MOST:
         raise StoreError(
             f"a checkpoint of {manifest.n} nodes says that the run was started with "
-            f"{str(asked)[:40]}; use another checkpoint"
+            f"{str(count)[:40]} nodes; use another checkpoint"
         )
-    return asked
+    return count
 
 
 class Run:
@@ -90,12 +90,12 @@ class Run:
         """Metrics that the program has logged, by step; those of key -1 belong to the next recorded
         step."""
         self._samples: int | None = None
-        self._shown: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
         self._states: Sequence[NodeState] = ()
         self._lost: list[str] = []
         self.saved_at: int | None = None
         """Step of this node at the last attempt to save."""
-        self._asked_at: int | None = None
+        self._stop_step: int | None = None
         self._partly_ended = False
         """True if some nodes have ended their loops while others continue without them. Nothing is
         written until all have ended."""
@@ -118,17 +118,17 @@ class Run:
             return 0
         with self.world.raise_together(UserError):
             manifest = checkpoint.read_manifest(path)
-            exact, told, numbers = restore(self.node, path, manifest)
-            told = self._remember(manifest) + told
+            exact, messages, numbers = restore(self.node, path, manifest)
+            messages = self._remember(manifest) + messages
             if exact and not self.node.mixer.synchronous:
-                told += ["not exactly: what nodes had under way to one another is dropped"]
+                messages += ["not exactly: messages in flight between nodes are dropped"]
         with torch.no_grad():
             self.node.publish()
         self.take_over(numbers)
         step = self.node.engine.index
         self.saved_at = None if self.world.agree(not exact) else step
-        if told and self.world.rank == 0:
-            print_line(f"{path}: {'; '.join(told)}")
+        if messages and self.world.rank == 0:
+            print_line(f"{path}: {'; '.join(messages)}")
         return step
 
     def take_over(self, numbers: Mapping[str, Any]) -> None:
@@ -137,15 +137,15 @@ class Run:
         self._before_s = float(numbers["seconds"])
 
     def _remember(self, manifest: checkpoint.Manifest) -> list[str]:
-        asked = nodes_requested(manifest)
+        count = nodes_requested(manifest)
         lost_at = manifest.meta.get("lost_at", 0)
         lost = "".join(c for c in str(manifest.meta.get("lost", "")) if c.isprintable())
         self._lost = [lost] if lost else []
-        if asked == manifest.n or not isinstance(lost_at, int):
+        if count == manifest.n or not isinstance(lost_at, int):
             return []
         steps = pluralize(manifest.step - lost_at, "step")
         now = self.node.mixer.n
-        return [f"{lost}; {steps} since then on {manifest.n} of {asked} nodes, now {now}"]
+        return [f"{lost}; {steps} since then on {manifest.n} of {count} nodes, now {now}"]
 
     def begin(self) -> None:
         """Open the log and print the overview; a second call does nothing. Collective."""
@@ -194,12 +194,13 @@ class Run:
         if self._in_step:
             self.saver.poll(done)
         self.progress.checkpoint = self.saver.last or self.progress.checkpoint
-        if self._asked_at is None:
-            self._asked_at = done if not self._partly_ended and self._stops(done) else None
-        elif done == self._asked_at + IGNORED and self.world.rank == 0:
+        if self._stop_step is None:
+            self._stop_step = done if not self._partly_ended and self._stops(done) else None
+        elif done == self._stop_step + IGNORED and self.world.rank == 0:
             self.progress.warn(
-                f"a stop was agreed on at step {self._asked_at}, and the loop goes on: look at "
-                "optimizer.stopping after each step, and call optimizer.exit()"
+                f"all ranks agreed at step {self._stop_step} to stop, but the loop still runs: "
+                "test "
+                "`optimizer.stopping` after each step, and call optimizer.exit() if it is true"
             )
 
     def close_step(self) -> None:
@@ -222,14 +223,14 @@ class Run:
                 self.progress.samples_per_step = self._samples * self.world.size
             record.loss = torch.tensor([figures.get("loss", float("nan"))], dtype=torch.float64)
             record.metrics = figures
-        self._shown |= figures
+        self._logged |= figures
         self.tally.add(record, self._samples)
         for hook in self.hooks:
             hook.step(self.progress, record)
 
     @property
     def stopping(self) -> bool:
-        return self._asked_at is not None
+        return self._stop_step is not None
 
     @property
     def _in_step(self) -> bool:
@@ -246,7 +247,7 @@ class Run:
 
         Return whether to stop, and whether all nodes have ended.
         """
-        self.wait_for_nodes("the log's writing")
+        self.wait_for_nodes("writing the log")
         for _ in range(2):  # all nodes are here, so the agreement starts and ends at once
             self.saver.poll(0)
         self._recorder.flush()
@@ -262,12 +263,12 @@ class Run:
         wait_for_nodes(self.node, self.world)
         calls = [call] if self._synchronous else self.world.broadcast(self.world.gather(call))
         if len(set(calls)) > 1:
-            some = ", ".join(f"rank {rank} in {one}" for rank, one in enumerate(calls[:8]))
+            some = ", ".join(f"rank {rank} in {name}" for rank, name in enumerate(calls[:8]))
             raise CollectiveError(
                 [
-                    f"asynchronous nodes meet in different calls: {some}; the log is written "
-                    f"every {self.job.log.flush_steps} steps (flush_steps): let all nodes call "
-                    "save() after equally many"
+                    f"asynchronous nodes are in different calls: {some}; the log is written every "
+                    f"{self.job.log.flush_steps} steps (flush_steps): call save() after the same "
+                    "number of steps on all nodes"
                 ]
             )
 
@@ -287,10 +288,10 @@ class Run:
             some = ", ".join(f"rank {r} {c} ({what})" for r, (c, what) in enumerate(stands[:8]))
             raise CollectiveError(
                 [
-                    f"ranks have made different numbers of steps: {some}; synchronous nodes take "
-                    "equally many, and meet in the same calls: give all as many batches "
-                    "(drop_last), "
-                    'or use mixer="asynchronous"'
+                    f"ranks have made different numbers of steps: {some}; synchronous nodes must "
+                    "make "
+                    "the same steps and calls: give all nodes the same number of batches "
+                    '(drop_last=True), or use mixer="asynchronous"'
                 ]
             )
         return index
@@ -316,7 +317,7 @@ class Run:
             "seconds": progress.seconds,
             "samples": self.tally.samples,
         }
-        own = [node.extra_state(row, self.world) for row in range(len(node.mixer.local_nodes))]
+        extras = [node.extra_state(row, self.world) for row in range(len(node.mixer.local_nodes))]
         self.saver.finish()  # after this, the last snapshot can be overwritten
         self._states = snapshot(node, numbers, self._states)
         rows = (
@@ -325,9 +326,9 @@ class Run:
             else [self.world.nodes.inter_node.rank]
         )
         states = []
-        for at, state in enumerate(self._states):
-            row = 0 if state.slot is not None else at
-            arrays, more = own[row]
+        for position, state in enumerate(self._states):
+            row = 0 if state.slot is not None else position
+            arrays, more = extras[row]
             state.arrays.update(arrays)
             state.numbers.update(more)
             states.append((rows[row], state))
@@ -375,13 +376,13 @@ class Run:
         progress.began = time.perf_counter()
         progress.first_step = -world.agree(-node.engine.index)
         if world.agree(self.stopping):
-            self._asked_at = progress.first_step
+            self._stop_step = progress.first_step
             if world.rank == 0:  # this rank may not have read the result of the agreement
-                self.stopper.take_away()
+                self.stopper.remove_stop_file()
         if parted:  # the overview would describe exchanges that no longer take place
             progress.about = tuple
         self._open_saver()
-        self.hooks = [Printer(world) if isinstance(one, Printer) else one for one in self.hooks]
+        self.hooks = [Printer(world) if isinstance(hook, Printer) else hook for hook in self.hooks]
         for hook in self.hooks:
             hook.start(progress, node.assembly)
 
@@ -403,10 +404,10 @@ class Run:
         if not self._synchronous:
             self.hand_over()
             done = node.engine.index
-            every = self.job.log.flush_steps
-            while not self._round(done := (done // every + 1) * every, ended=True)[1]:
+            flush_steps = self.job.log.flush_steps
+            while not self._round(done := (done // flush_steps + 1) * flush_steps, ended=True)[1]:
                 pass
-        index = self._same_step("the end of the run")
+        index = self._same_step("ending the run")
         if self.world.agree(self.saved_at != node.engine.index):
             self._save()
         self.saver.close()
@@ -426,12 +427,12 @@ class Run:
         """
         node = self.node
         progress = self.progress
-        mine = self.tally.spent, self.tally.samples, sum(node.mixer.bytes_sent), self._shown
-        gathered = self.world.gather(mine)
+        of_rank = self.tally.spent, self.tally.samples, sum(node.mixer.bytes_sent), self._logged
+        gathered = self.world.gather(of_rank)
         if gathered is None:
             return {}
-        spent, samples, sent, shown = zip(*gathered, strict=True)
-        every = samples[0] if node.counts_all else sum(samples)
+        spent, samples, sent, logged = zip(*gathered, strict=True)
+        total = samples[0] if node.counts_all else sum(samples)
         summary: dict[str, Any] = {
             "finished": not self.stopped,
             "steps": node.engine.index,
@@ -440,9 +441,12 @@ class Run:
             "seconds": progress.seconds,
             "bytes_sent": sum(sent) / progress.nodes,
         }
-        summary |= shares(spent, every) | node.summary(progress)
-        names = dict.fromkeys(name for one in shown for name in one)
-        means = {name: np.mean([one[name] for one in shown if name in one]) for name in names}
+        summary |= shares(spent, total) | node.summary(progress)
+        names = dict.fromkeys(name for metrics in logged for name in metrics)
+        means = {
+            name: np.mean([metrics[name] for metrics in logged if name in metrics])
+            for name in names
+        }
         if means:
             summary["figures"] = ", ".join(f"{name} {mean:.5g}" for name, mean in means.items())
         for name, lines in (("lost", progress.lost), ("warnings", progress.warnings)):

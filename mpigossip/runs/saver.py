@@ -22,7 +22,7 @@ LAG = 4
 @dataclass
 class _Writing:
     step: int
-    beside: Path
+    temporary: Path
     meta: Mapping[str, Any]
     files: Future
     commit: Future | None = None
@@ -50,7 +50,7 @@ class Saver:
         self._folder = folder
         self._job = job
         self._settings = settings
-        self._goes_on = settings.on_error == "continue"
+        self._continues = settings.on_error == "continue"
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._now: _Writing | None = None
         self.last: Path | None = None
@@ -67,19 +67,19 @@ class Saver:
         :param meta: further entries of the manifest
         """
         self.finish()
-        place = None
+        folder = None
         error = None
         if self._world.rank == 0:
             try:
-                place = checkpoint.begin(self._folder, step)
-            except StoreError as wrong:
-                error = str(wrong)
-        place, error = self._world.broadcast((place, error))
+                folder = checkpoint.begin(self._folder, step)
+            except StoreError as exception:
+                error = str(exception)
+        folder, error = self._world.broadcast((folder, error))
         if error is not None:
             self._failed(step, [error])
             return
-        files = self._pool.submit(_write, place, states)
-        self._now = _Writing(step, place, meta, files)
+        files = self._pool.submit(_write, folder, states)
+        self._now = _Writing(step, folder, meta, files)
 
     def poll(self, done: int) -> None:
         """Advance the checkpoint that is being written, without waiting.
@@ -91,9 +91,9 @@ class Saver:
             self.last = (not now.commit.exception() and now.commit.result()) or self.last
         if now is None or done % LAG or now.commit is not None:
             return
-        asked = now.agreement
+        agreement = now.agreement
         now.agreement = None
-        if asked is not None and asked.read() == 0:
+        if agreement is not None and agreement.read() == 0:
             self._gather(now)
         else:
             now.agreement = self._world.start_agree(int(not now.files.done()))
@@ -111,9 +111,9 @@ class Saver:
             error = None
             try:
                 self.last = now.commit.result() or self.last
-            except (OSError, StoreError) as wrong:
-                error = str(wrong)
-            error, gone = self._world.broadcast((error, _gone(now.beside)))
+            except (OSError, StoreError) as exception:
+                error = str(exception)
+            error, gone = self._world.broadcast((error, _gone(now.temporary)))
             if error is not None:
                 self._failed(now.step, [error], gone)
         self._now = None
@@ -121,15 +121,15 @@ class Saver:
     def _gather(self, now: _Writing) -> None:
         """Gather the entries of all nodes on rank 0, whose thread then commits them."""
         try:
-            found: tuple[Sequence[Entry], Any] = (now.files.result(), None)
-        except (OSError, StoreError, NonFiniteError) as wrong:
-            found = ((), wrong)
-        gathered = self._world.gather(found)
+            written: tuple[Sequence[Entry], Any] = (now.files.result(), None)
+        except (OSError, StoreError, NonFiniteError) as exception:
+            written = ((), exception)
+        gathered = self._world.gather(written)
         errors = None if gathered is None else [error for _, error in gathered if error]
-        errors, gone = self._world.broadcast((errors, _gone(now.beside)))
+        errors, gone = self._world.broadcast((errors, _gone(now.temporary)))
         if errors:
             if self._world.rank == 0:
-                shutil.rmtree(now.beside, ignore_errors=True)
+                shutil.rmtree(now.temporary, ignore_errors=True)
             self._now = None
             self._failed(now.step, errors, gone)
             return
@@ -139,11 +139,13 @@ class Saver:
     def _commit(self, now: _Writing, entries: Sequence[Entry]) -> Path | None:
         if self._world.rank != 0:
             return None
-        path = checkpoint.commit(now.beside, self._folder, now.step, entries, self._job, now.meta)
+        path = checkpoint.commit(
+            now.temporary, self._folder, now.step, entries, self._job, now.meta
+        )
         try:
             checkpoint.prune(self._folder, self._settings.keep, self._settings.keep_every)
         except StoreError as error:  # the new checkpoint is complete, so the run does not stop
-            print_note(f"an old checkpoint stays: {error}")
+            print_note(f"an old checkpoint was not removed: {error}")
         return path
 
     def _failed(self, step: int, errors: Sequence[Any], gone: bool = False) -> None:
@@ -153,22 +155,21 @@ class Saver:
 
         :param gone: the folder was removed meanwhile, which does not stop the run
         """
-        error = max(errors, key=lambda one: isinstance(one, NonFiniteError))
+        error = max(errors, key=lambda candidate: isinstance(candidate, NonFiniteError))
         text = f"the checkpoint of step {step} could not be written: {error}"
         if isinstance(error, NonFiniteError):
             raise NonFiniteError(
-                f"{text}. Earlier ones are kept: lower the learning rate, and resume"
+                f"{text}. Earlier checkpoints are kept: lower the learning rate, and resume"
             )
-        if not self._goes_on and not gone:
+        if not self._continues and not gone:
             raise CollectiveError(
                 [
-                    f"{text}. Earlier checkpoints are complete; make room and resume, or let runs "
-                    f"go "
-                    'on without with checkpoint.on_error = "continue"'
+                    f"{text}. Earlier checkpoints are complete: free disk space and resume, or set "
+                    'checkpoint.on_error = "continue", so that runs continue without it'
                 ]
             )
         if self._world.rank == 0:
-            print_note(f"{text}; training goes on")
+            print_note(f"{text}; training continues")
 
     def abandon(self) -> None:
         """Abandon the checkpoint that is being written, after a rank failure; not collective."""
@@ -183,8 +184,8 @@ class Saver:
 
 def _write(folder: Path, states: Sequence[tuple[int, NodeState]]) -> list[Entry]:
     for node, state in states:
-        if wrong := state.not_finite():
-            raise NonFiniteError(f"node {node} has {wrong}")
+        if problem := state.not_finite():
+            raise NonFiniteError(f"node {node} has {problem}")
     return [checkpoint.write_node(folder, node, state) for node, state in states]
 
 

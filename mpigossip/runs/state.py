@@ -26,7 +26,7 @@ AVERAGED = {"momentum", "first", "second"}
 """States that are means of gradients. Their average over nodes is the state of the averaged
 model."""
 
-# -- a node as arrays ------------------------------------------------------------------------------
+# -- from a node to arrays -------------------------------------------------------------------------
 
 
 def snapshot(
@@ -44,25 +44,29 @@ def snapshot(
     """
     engine = node.engine
     # a copy from before a change of the parameter layout is shorter
-    spare = [one for one in spare if one.names == engine.vector.flat.names]
+    spare = [state for state in spare if state.names == engine.vector.flat.names]
     counters = engine.numbers() | {"shift": node.shift, **numbers}
-    every = [
+    numbers_by_row = [
         counters | {"bytes_sent": sent, "local_steps": count}
         for sent, count in zip(_bytes_sent(node), engine.counts, strict=True)
     ]
     if _large(node):
-        return _by_slot(engine, node.buffers(0), every[0], spare)
+        return _by_slot(engine, node.buffers(0), numbers_by_row[0], spare)
     states = [
-        _of_node(node, row, mine, one)
-        for row, (mine, one) in enumerate(zip_longest(every, spare[: len(every)]))
+        _of_node(node, row, row_numbers, reusable)
+        for row, (row_numbers, reusable) in enumerate(
+            zip_longest(numbers_by_row, spare[: len(numbers_by_row)])
+        )
     ]
     return [state for state in states if state is not None]
 
 
 def _bytes_sent(node: Node) -> list[int]:
-    own = torch.tensor(node.mixer.bytes_sent, dtype=torch.float64).unsqueeze(1)
-    each = [torch.zeros_like(own) if at else own for at in range(len(node.group.local_slots))]
-    return [int(total) for total in node.group.sum_scalars(each)[:, 0]]
+    sent = torch.tensor(node.mixer.bytes_sent, dtype=torch.float64).unsqueeze(1)
+    by_slot = [
+        torch.zeros_like(sent) if slot else sent for slot in range(len(node.group.local_slots))
+    ]
+    return [int(total) for total in node.group.sum_scalars(by_slot)[:, 0]]
 
 
 def _large(node: Node) -> bool:
@@ -79,12 +83,12 @@ def _large(node: Node) -> bool:
 
 def _of_node(node: Node, row: int, numbers: dict, spare: NodeState | None) -> NodeState | None:
     engine = node.engine
-    found = dict[str, np.ndarray]()
+    buffer_arrays = dict[str, np.ndarray]()
     buffers = node.buffers(row)
     for name in buffers[0] if buffers else ():
-        each = node.group.to_first([of_slot[name] for of_slot in buffers])
-        for slot, buffer in enumerate(each or ()):
-            found[f"buffers/{slot}/{name}"] = plain(buffer).copy()
+        by_slot = node.group.to_first([of_slot[name] for of_slot in buffers])
+        for slot, buffer in enumerate(by_slot or ()):
+            buffer_arrays[f"buffers/{slot}/{name}"] = plain(buffer).copy()
     if engine.group.slots == 1 and not node.world.nodes.is_leader:
         return None  # each rank has all parameters, so the first rank copies them
     arrays = engine.pack_state(row, spare.arrays if spare else None)
@@ -93,7 +97,7 @@ def _of_node(node: Node, row: int, numbers: dict, spare: NodeState | None) -> No
         return None
     flat = engine.vector.flat
     values = join_row(x, 0, flat, spare.parameters if spare else None)
-    return NodeState(values, flat.names, flat.shapes, arrays | found, numbers)
+    return NodeState(values, flat.names, flat.shapes, arrays | buffer_arrays, numbers)
 
 
 def _by_slot(
@@ -105,23 +109,27 @@ def _by_slot(
     """Copy the local slots of the one local node, without communication."""
     flat = engine.vector.flat
     state = engine.parts()
-    found = []
-    for place, slot in enumerate(engine.group.local_slots):
-        before = spare[place] if spare else None
-        of_slot = buffers[place] if buffers else {}
-        arrays = {f"buffers/{slot}/{name}": plain(one).copy() for name, one in of_slot.items()}
+    states = []
+    for index, slot in enumerate(engine.group.local_slots):
+        before = spare[index] if spare else None
+        of_slot = buffers[index] if buffers else {}
+        arrays = {
+            f"buffers/{slot}/{name}": plain(buffer).copy() for name, buffer in of_slot.items()
+        }
         pieces: dict[str, np.ndarray] = {}
         for name, parts in state.items():
-            values = parts[place][0]
-            if not is_per_row(parts[place], flat):
+            values = parts[index][0]
+            if not is_per_row(parts[index], flat):
                 again = before.pieces[name] if before else None
                 pieces[name] = _packed(flat.inside(values, slot), again)
             elif slot == 0:  # scalars, which are equal in all slots
                 arrays[name] = values.cpu().numpy().copy()
-        x = flat.inside(engine.vector.x[place][0], slot)
-        own = _packed(x, before.parameters if before else None)
-        found.append(NodeState(own, flat.names, flat.shapes, arrays, dict(numbers), slot, pieces))
-    return found
+        x = flat.inside(engine.vector.x[index][0], slot)
+        parameters = _packed(x, before.parameters if before else None)
+        states.append(
+            NodeState(parameters, flat.names, flat.shapes, arrays, dict(numbers), slot, pieces)
+        )
+    return states
 
 
 def _packed(parts: Sequence[torch.Tensor], into: np.ndarray | None) -> np.ndarray:
@@ -142,7 +150,7 @@ def plain(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-# -- and back --------------------------------------------------------------------------------------
+# -- from arrays to a node -------------------------------------------------------------------------
 
 
 def restore(
@@ -173,17 +181,19 @@ def restore(
         node.restore_counters(first.numbers, manifest.meta)
         exact = fits and _same_method(first, node.engine)
         if exact:
-            told = []
+            messages = []
             for row, number in enumerate(rows):
                 saved = checkpoint.read_node(path, number, manifest) if row else first
                 _check_counters(saved, path)
-                told += _exactly(node, row, saved)
+                messages += _exactly(node, row, saved)
         else:
             slots = manifest.meta["slots"]
             mean = checkpoint.average(path, manifest)
-            told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
-            told += from_mean(node, mean, first.numbers) + node.restore_extra_state(0, first, mean)
-    return exact, told, first.numbers
+            messages = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
+            messages += from_mean(node, mean, first.numbers) + node.restore_extra_state(
+                0, first, mean
+            )
+    return exact, messages, first.numbers
 
 
 def _exactly(node: Node, row: int, saved: NodeState) -> list[str]:
@@ -226,32 +236,32 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
     state = engine.parts()
     x = engine.vector.x
     flat = engine.vector.flat
-    here = local_shards(engine.group)
+    local = local_shards(engine.group)
     names = [name.removeprefix("state/") for name in state]
-    kept = all(name.split("/")[-1] in AVERAGED and name in mean for name in state)
+    averaged = all(name.split("/")[-1] in AVERAGED and name in mean for name in state)
     for row in rows:
-        scatter_row(mean["parameters"], x, row, flat, here)
+        scatter_row(mean["parameters"], x, row, flat, local)
         for of_slot in node.buffers(row):  # integer buffers are those of slot 0 of node 0
             for name, buffer in of_slot.items():
                 value = torch.as_tensor(np.array(mean[f"buffers/{name}"]))
                 buffer.copy_(value.view(buffer.shape))
-        if kept:
+        if averaged:
             for name, parts in state.items():
-                scatter_row(mean[name], parts, row, flat, here)
+                scatter_row(mean[name], parts, row, flat, local)
     if "local_steps" in mean:
         engine.counts = [round(float(mean["local_steps"]))] * len(rows)
-    told: list[str] = []
-    if kept and names:
-        told.append(f"averaged: {', '.join(names)}")
-    if not kept:
+    messages: list[str] = []
+    if averaged and names:
+        messages.append(f"averaged: {', '.join(names)}")
+    if not averaged:
         dropped = [n.removeprefix("state/") for n in mean if n.startswith("state/")]
         engine.restart()
-        told.append(f"dropped: {', '.join(dropped) or 'nothing'}, begun anew: {', '.join(names)}")
+        messages.append(f"dropped: {', '.join(dropped) or 'nothing'}, reset: {', '.join(names)}")
     elif engine.state_start < engine.index and _same_cadence(numbers, engine):
         engine.restore_cadence(numbers)
     engine.round = 0
     engine.mixer.bytes_sent[:] = [_counted(node, mean["bytes_sent"])] * len(rows)
-    return told
+    return messages
 
 
 def _counted(node: Node, sent: Any) -> int:
@@ -284,7 +294,7 @@ def _check_model(saved: NodeState, flat: ParameterLayout, path: Path) -> None:
     now = dict(zip(flat.names, flat.shapes, strict=True))
     if was != now or saved.names != flat.names:
         differing = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-        example = f", as {differing[0]} shows" if differing else " in another order"
+        example = f" ({differing[0]} differs)" if differing else " in another order"
         raise StoreError(
             f"{path} holds another model{example}: resume with the model that was saved "
             "(`mpigossip checkpoint show` prints its job)"

@@ -17,9 +17,9 @@ from mpigossip.runs.hooks import Hook
 END_TIMES = ("MPIGOSSIP_END_TIME", "SLURM_JOB_END_TIME")
 """Environment variables with the end of the allocation in seconds since 1970. The batch scripts of
 `mpigossip job` set the first one for every scheduler."""
-SHARE = 0.05
-LEAST_S = 5.0
-MOST_S = 120.0
+RESERVED_FRACTION = 0.05
+MIN_RESERVED_S = 5.0
+MAX_RESERVED_S = 120.0
 
 
 def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) -> float | None:
@@ -59,7 +59,7 @@ class Reserve:
         self._last: float | None = None
         self._longest = 0.0
         self._steps = 0
-        self._least = min(max(SHARE * (end or 0.0), LEAST_S), MOST_S)
+        self._minimum_s = min(max(RESERVED_FRACTION * (end or 0.0), MIN_RESERVED_S), MAX_RESERVED_S)
 
     def over(self) -> bool:
         """Return whether to stop now; called at every step boundary."""
@@ -79,7 +79,7 @@ class Reserve:
         """Seconds that are kept for stopping."""
         spent = (self._last or 0.0) - self._first
         mean = spent / self._steps if self._steps else 0.0
-        return self._least + 2 * self._longest + self._lag * mean
+        return self._minimum_s + 2 * self._longest + self._lag * mean
 
 
 class Stopper(Hook):
@@ -107,8 +107,8 @@ class Stopper(Hook):
         self._world = world
         self._file = folder / "STOP"
         self._clock = Reserve(end, lag=2 * lag)
-        self._asked = False
-        self._looked = float("-inf")
+        self._is_due = False
+        self._looked_at = float("-inf")
         self._launcher = os.getppid()
         self._warnings = list[str]()
         self._pending: Agreement | None = None
@@ -121,27 +121,29 @@ class Stopper(Hook):
         """Handle the signals, if this is the main thread; return the former handlers."""
         if threading.current_thread() is not threading.main_thread():
             return {}
-        return {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return {number: signal.signal(number, self._request_stop) for number in self.SIGNALS}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number, frame) -> None:
-        self._asked = True
+    def _request_stop(self, number, frame) -> None:
+        self._is_due = True
         if number == signal.SIGTERM:
             deadline.sigterm_time = time.monotonic()
 
     def due(self) -> bool:
         """Return whether a signal or the clock asks this process to stop."""
-        self._asked = self._clock.over() or self._asked
-        return self._asked
+        self._is_due = self._clock.over() or self._is_due
+        return self._is_due
 
     def wants_stop(self, done: int) -> bool:
         """Return the result of the last agreement every ``lag`` steps, and start the next one."""
         if not self.due() and self._world.size > 1 and os.getppid() != self._launcher:
-            self._asked = True
-            self._warnings.append("stopped because the launcher's process is gone: resume the run")
+            self._is_due = True
+            self._warnings.append(
+                "stopped because the launcher's process has exited: resume the run"
+            )
         if done % self._lag:
             return False
         agreed = self._pending
@@ -149,16 +151,16 @@ class Stopper(Hook):
         if agreed is not None and agreed.read():
             deadline.sigterm_time = math.inf  # the rest of the run, such as saving, may take long
             if self._world.rank == 0:
-                self.take_away()
+                self.remove_stop_file()
             return True
         now = time.monotonic()
-        if self._world.rank == 0 and now - self._looked > 1.0:
+        if self._world.rank == 0 and now - self._looked_at > 1.0:
             # exists() would raise an error if the disk fails for a moment
-            self._looked, self._asked = now, self._asked or os.access(self._file, os.F_OK)
-        self._pending = self._world.start_agree(int(self._asked))
+            self._looked_at, self._is_due = now, self._is_due or os.access(self._file, os.F_OK)
+        self._pending = self._world.start_agree(int(self._is_due))
         return False
 
-    def take_away(self) -> None:
+    def remove_stop_file(self) -> None:
         """Remove the file STOP, so that the next run does not end at once."""
         try:
             self._file.unlink(missing_ok=True)
@@ -175,4 +177,4 @@ class Stopper(Hook):
         if self._pending is not None:
             self._pending.read()
         if self._world.rank == 0 and summary.get("finished"):  # STOP appeared too late for this run
-            self.take_away()
+            self.remove_stop_file()

@@ -25,18 +25,18 @@ def number(value: float) -> str:
 
 def mean(values: Any) -> float:
     """Return the mean of the finite values, of a number or an array; NaN if there are none."""
-    known = np.asarray(values, float)
-    known = known[np.isfinite(known)]
-    return float(known.mean()) if known.size else float("nan")
+    finite = np.asarray(values, float)
+    finite = finite[np.isfinite(finite)]
+    return float(finite.mean()) if finite.size else float("nan")
 
 
 def _tested(summary: dict[str, Any]) -> str:
     names = [name for name in metrics_of(summary) if name in summary]
-    found = [f"{name} {number(summary[name])}" for name in names]
-    found += [f"test loss {number(summary['loss'])}"]
-    head, *rest = found
-    word, _, value = head.rpartition(" ")
-    return ", ".join([f"{word:<10} {value} (averaged model)", *rest])
+    metrics = [f"{name} {number(summary[name])}" for name in names]
+    metrics += [f"test loss {number(summary['loss'])}"]
+    head, *others = metrics
+    first_name, _, value = head.rpartition(" ")
+    return ", ".join([f"{first_name:<10} {value} (averaged model)", *others])
 
 
 def describe(summary: dict[str, Any], who: str = "node") -> str:
@@ -54,7 +54,7 @@ def describe(summary: dict[str, Any], who: str = "node") -> str:
     if "loss" in summary:
         lines.append(_tested(summary))
     if "figures" in summary:
-        lines.append(f"figures    {summary['figures']}")
+        lines.append(f"metrics    {summary['figures']}")
     spent = {name: summary[key] for key, name in SPLIT.items() if key in summary}
     total = sum(spent.values())
     if total:
@@ -64,10 +64,10 @@ def describe(summary: dict[str, Any], who: str = "node") -> str:
             speed = f"{summary['samples_per_second']:,.0f} samples/s over all {who}s"
             lines.append(f"speed      {speed}")
     if "lost" in summary:
-        lines.append(f"lost       {summary['lost']}")
+        lines.append(f"failed     {summary['lost']}")
     if "warnings" in summary:
         lines.append(f"warnings   {summary['warnings']}")
-    lines.append(f"sent       {format_bytes(summary['bytes_sent'])} a {who}")
+    lines.append(f"sent       {format_bytes(summary['bytes_sent'])} per {who}")
     if "checkpoint" in summary:
         lines.append(f"checkpoint {summary['checkpoint']}")
         lines.append(f"digest     {summary.get('digest', 'not known')}")

@@ -31,9 +31,9 @@ def prepare(job: Job, world: World) -> None:
     world.survives = job.run.survive and world.fault_tolerant
     if job.run.survive and world.comm is not None and not world.survives and world.rank == 0:
         print_note(
-            "run.survive: this MPI was not started fault-tolerant, so a lost rank ends "
-            "the job at once, and the next one goes on from the last checkpoint; with Open MPI 5 "
-            "start it by `mpirun --with-ft ulfm` (srun can't: Slurm ends a step that lost a task)"
+            "run.survive = true: MPI was not started with fault tolerance, so a rank failure ends "
+            "the job at once, and the next job continues from the last checkpoint; with Open MPI "
+            "5, use `mpirun --with-ft ulfm` (not srun: Slurm ends a step if a task fails)"
         )
 
 
@@ -49,9 +49,9 @@ class RecentSteps:
     def keep(self, node: Node) -> None:
         """Copy the node after a step, into the memory of the oldest copy."""
         full = len(self.states) == self.states.maxlen
-        state, aside = self.states.popleft() if full else (None, None)
-        (made,) = snapshot(node, {}, [state] if state else [])
-        self.states.append((made, node.copy_step_extras(aside)))
+        state, extras = self.states.popleft() if full else (None, None)
+        (copy,) = snapshot(node, {}, [state] if state else [])
+        self.states.append((copy, node.copy_step_extras(extras)))
         self.facts = dict(node.facts)
         self.done_at = time.perf_counter()
 
@@ -63,8 +63,8 @@ class RecentSteps:
         its oldest copy. Collective.
         """
         stands = world.gather((self.states[-1][0].numbers, self.facts))
-        numbers, facts = world.broadcast(stands and min(stands, key=lambda one: one[0]["index"]))
-        same = (one for one in self.states if one[0].numbers["index"] == numbers["index"])
+        numbers, facts = world.broadcast(stands and min(stands, key=lambda pair: pair[0]["index"]))
+        same = (stand for stand in self.states if stand[0].numbers["index"] == numbers["index"])
         return *next(same, self.states[0]), numbers, facts
 
 
@@ -178,29 +178,29 @@ class Survival:
         """Continue with the survivors, or alone if some of them are leaving the loop."""
         node = self._node
         run = self._run
-        here = self._world
+        world = self._world
         if run is not None:
-            self._lock_anew(run)
+            self._lock_again(run)
         keep_alive.append(node.mixer)
-        parted = bool(here.agree(self._leaving))
-        gone = [at for at, name in enumerate(self._names) if name not in here.original_ranks]
-        lost = [f"rank {self._names[at]} on {self._hosts[at]}" for at in gone]
+        parted = bool(world.agree(self._leaving))
+        gone = [index for index, name in enumerate(self._names) if name not in world.original_ranks]
+        lost = [f"rank {self._names[index]} on {self._hosts[index]}" for index in gone]
         if self._leaving:
-            lost = [f"{rank} was lost after step {node.engine.index}" for rank in lost]
-            if run is not None and here.rank == 0:
-                text = f"{'; '.join(lost)}; {pluralize(here.size, 'node')} end the run"
+            lost = [f"{rank} failed after step {node.engine.index}" for rank in lost]
+            if run is not None and world.rank == 0:
+                text = f"{'; '.join(lost)}; {pluralize(world.size, 'node')} end the run"
                 print_note(text)
         else:
-            lost = self._go_on(SingleProcess() if parted else here, parted, lost)
-        self._names = here.original_ranks
-        self._hosts = here.hosts
+            lost = self._continue_with(SingleProcess() if parted else world, parted, lost)
+        self._names = world.original_ranks
+        self._hosts = world.hosts
         if run is not None:
             run.rejoin(lost, parted)
         # Collective calls of this node's loop must not wait for nodes that have left theirs.
         if parted and not self._leaving:
-            vars(here).update({name: getattr(node.world, name) for name in COLLECTIVE})
+            vars(world).update({name: getattr(node.world, name) for name in COLLECTIVE})
 
-    def _lock_anew(self, run: Run) -> None:
+    def _lock_again(self, run: Run) -> None:
         """Lock the run directory on rank 0 if the rank that held the lock has failed."""
         world = self._world
         if world.rank == 0 and self._names[0] != world.original_ranks[0]:
@@ -208,46 +208,48 @@ class Survival:
             with contextlib.suppress(JobError):
                 run.resources.enter_context(lock(run.folder))
 
-    def _go_on(self, world: World, parted: bool, lost: Sequence[str]) -> list[str]:
+    def _continue_with(self, world: World, parted: bool, lost: Sequence[str]) -> list[str]:
         """Continue from the last step that all ranks of ``world`` have done.
 
         :return: one line for each failed rank
         """
         node = self._node
         node.rebuild(world)
-        mine, aside, numbers, facts = self._recent.agree(world)
+        state, extras, numbers, facts = self._recent.agree(world)
         node.restore_counters(numbers, facts)
-        told = from_mean(node, self._mean(mine), numbers)
-        means = node.restore_step_extras(aside, world)
+        messages = from_mean(node, self._mean(state), numbers)
+        means = node.restore_step_extras(extras, world)
         node.publish()
-        told += [f"averaged: {', '.join(means)}"] if means and not parted else []
-        told += ["the others have left their loops"] if parted else []
-        lines = self._tell(world, lost, numbers["index"], told)
+        messages += [f"averaged: {', '.join(means)}"] if means and not parted else []
+        messages += ["the others have left their loops"] if parted else []
+        lines = self._report(world, lost, numbers["index"], messages)
         self.keep(reset=True)
         return lines
 
-    def _mean(self, mine: NodeState) -> dict[str, Any]:
+    def _mean(self, state: NodeState) -> dict[str, Any]:
         engine = self._node.engine
         mean = dict[str, Any]()
-        for name, array in over_slots(mine).items():
+        for name, array in over_slots(state).items():
             mean[name] = array
             if is_floating(array):
                 row = torch.from_numpy(array.astype(np.float64).reshape(1, -1))
                 mean[name] = engine.mixer.mean(row).numpy().reshape(array.shape)
-        count = torch.tensor([[float(mine.numbers["local_steps"])]]).double()
-        mean["bytes_sent"] = mine.numbers["bytes_sent"]
+        count = torch.tensor([[float(state.numbers["local_steps"])]]).double()
+        mean["bytes_sent"] = state.numbers["bytes_sent"]
         mean["local_steps"] = engine.mixer.mean_scalars(count)
         return mean
 
-    def _tell(self, world: World, lost: Sequence[str], index: Any, how: Sequence[str]) -> list[str]:
+    def _report(
+        self, world: World, lost: Sequence[str], index: Any, how: Sequence[str]
+    ) -> list[str]:
         """Report on rank 0 which ranks failed, and how the others continue; collective."""
         seconds = world.agree(int(1000 * (time.perf_counter() - self._recent.done_at))) / 1000
-        lines = [f"{rank} was lost after step {index} ({seconds:.2f} s lost)" for rank in lost]
+        lines = [f"{rank} failed after step {index} ({seconds:.2f} s lost)" for rank in lost]
         if world.rank == 0:
-            go_on = "1 node goes on alone"
+            go_on = "1 node continues alone"
             if world.size > 1:
-                go_on = f"{world.size} nodes go on from their exact average"
-            told = "; ".join([*lines, go_on])
-            told += f" ({'; '.join(how)})" if how else ""
-            print_note(told)
+                go_on = f"{world.size} nodes continue from their exact average"
+            message = "; ".join([*lines, go_on])
+            message += f" ({'; '.join(how)})" if how else ""
+            print_note(message)
         return lines

@@ -143,12 +143,15 @@ def test_the_command_plans_in_one_process(alone, tmp_path):
 @on_each(
     ("words", "says"),
     [
-        ([JOB, "--nodes", "4,x"], "whole numbers"),
+        ([JOB, "--nodes", "4,x"], '"x": must be'),
         ([JOB, "--nodes", "4", "--bandwidth", "25"], "GB/s"),
         ([JOB, "--nodes", "4", "node.devices=cuda:0"], "--compute"),
-        ([JOB.with_name("text-gpt.toml"), "--nodes", "4"], "no synthetic tokens"),
-        ([JOB, "--nodes", "4", "--best", "--out", "p.png"], "leave them out"),
-        ([JOB, "--nodes", "4", "--members", "--bandwidth", "1GB/s", "--json"], "leave them out"),
+        ([JOB.with_name("text-gpt.toml"), "--nodes", "4"], "tokens can't be made up"),
+        ([JOB, "--nodes", "4", "--best", "--out", "p.png"], "--best excludes --out"),
+        (
+            [JOB, "--nodes", "4", "--members", "--bandwidth", "1GB/s", "--json"],
+            "--members excludes",
+        ),
     ],
 )
 def test_invalid_arguments_are_explained(alone, words, says):

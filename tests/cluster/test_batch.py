@@ -187,7 +187,11 @@ def test_a_site_without_a_way_to_several_ranks_says_so():
     [
         (["node.ranks_per_node=host", "node.devices=auto"], [], "--ntasks-per-node=4"),
         (["node.ranks_per_node=2"], ["--ranks", "8"], "RANKS=8 TASKS=24"),
-        (["node.ranks_per_node=2"], ["--ranks", "3"], "--ranks 3: node.ranks_per_node = 2 makes"),
+        (
+            ["node.ranks_per_node=2"],
+            ["--ranks", "3"],
+            "--ranks 3: must be a multiple of node.ranks_per_node = 2",
+        ),
         (["node.ranks_per_node=2"], ["--ranks", "0"], "--ranks: 0: must be at least 1"),
         # three of the scheduler's nodes with two of ours each
         (
@@ -461,14 +465,14 @@ def test_the_command_prints_a_script_and_checks_the_job_first(alone):
     settings = ["node.devices=cuda:0-7", "graph.name=one-peer-hypercube"]
     wrong = alone("job", "perlmutter", JOB, *given, *settings)
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
-    for text in ("power of two", "4 GPUs a node", "node.devices=cuda:0-3"):
+    for text in ("power of two", "4 GPUs per host", "node.devices=cuda:0-3"):
         assert text in wrong.stderr
 
 
 def test_the_command_warns_of_idle_gpus(alone, tmp_path):
     given = ["node.devices=cpu:1", "--nodes", "2", "--time", "2h", "--account", "a", "--qos", "b"]
     done = alone("job", "perlmutter", JOB, *given, "--venv", str(tmp_path))
-    assert done.returncode == 2 and "no virtual environment" in done.stderr
+    assert done.returncode == 2 and "is not a virtual environment" in done.stderr
     assert "leaves the 4 GPUs" in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""What is written for people inside the program: help texts, their examples, docstrings."""
+"""Texts in the program: help texts, their examples, docstrings."""
 
 import argparse
 import ast
@@ -23,16 +23,16 @@ def test_help_fits_a_screen_and_has_an_example(words, monkeypatch):
     lines = text.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 80
     assert re.search(r"^examples?:\n  .*mpigossip", text, re.MULTILINE)
-    assert "jobs/" not in text  # by name: who has the wheel has no such folder
+    assert "jobs/" not in text  # use names: the wheel does not contain this folder
     for line in re.findall(
         r"^  (?:srun (?:-N \d+ )?|mpirun -n \d+ )?(mpigossip .+)$", text, re.MULTILINE
     ):
         if not line.endswith("\\"):
             line = line.replace(",…", "").partition(" >")[0]
-            cli._parse(shlex.split(line)[1:])  # exits where the program wouldn't understand it
+            cli._parse(shlex.split(line)[1:])  # exits if the program does not accept it
 
 
-def test_every_argument_says_what_it_is():
+def test_every_argument_has_a_help_text():
     silent = [
         f"{words} {action.dest}"
         for words, parser in PARSERS.items()
@@ -52,27 +52,27 @@ def test_facts_of_a_graph_fit_a_terminal(capsys):
 
 
 def public(tree, prefix=""):
-    """Names and nodes of what a module shows: itself, classes, functions, methods."""
+    """Yield names and syntax nodes of a module's public classes, functions and methods."""
     for node in tree.body:
         setter = any(
             ast.unparse(d).endswith(".setter") for d in getattr(node, "decorator_list", ())
         )
         named = isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
-        if named and not setter:  # a property says what it is at its getter
+        if named and not setter:  # a property is documented at its getter
             yield prefix + node.name, node
             if isinstance(node, ast.ClassDef):
                 yield from public(node, f"{prefix}{node.name}.")
 
 
 def test_a_method_without_a_docstring_overrides_one_that_has_it():
-    """Ruff asks for all others."""
+    """Ruff checks all other docstrings."""
     trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
-    shown = [(name, ast.get_docstring(node)) for tree in trees for name, node in public(tree)]
-    methods = [(*name.rsplit(".", 1), text) for name, text in shown if "." in name]
-    told = {name for _, name, text in methods if text}
-    assert "start" in told
-    assert [f"{cls}.{name}" for cls, name, _ in methods if name not in told] == []
+    documented = [(name, ast.get_docstring(node)) for tree in trees for name, node in public(tree)]
+    methods = [(*name.rsplit(".", 1), text) for name, text in documented if "." in name]
+    described = {name for _, name, text in methods if text}
+    assert "start" in described
+    assert [f"{cls}.{name}" for cls, name, _ in methods if name not in described] == []
 
 
-def test_the_types_travel_with_the_package():
+def test_the_package_contains_its_type_marker():
     assert (PACKAGE / "py.typed").exists()

@@ -1,4 +1,4 @@
-"""What may not be read or written is said in words; a run never takes it for what isn't there."""
+"""Missing permissions are reported; a run never treats an unreadable file as a missing one."""
 
 import ctypes
 import json
@@ -16,12 +16,12 @@ from mpigossip.store.dataset import pack
 from tests.store.test_dataset import folder_of_images
 
 TINY = ["model.name=mlp", "model.hidden=[4]", "data.batch=8", "data.workers=0"]
-ANY = 1 << 1 | 1 << 2  # Linux: to write, to read and search whatever the rights are
+ANY = 1 << 1 | 1 << 2  # Linux capabilities to write, read and search regardless of permissions
 
 
 @contextmanager
 def plain_user():
-    """As root: without the capabilities that rights of files don't stop."""
+    """If the user is root, drop the capabilities that ignore permissions of files."""
     if os.geteuid():
         yield
         return
@@ -41,7 +41,7 @@ def plain_user():
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """A job, a run of two checkpoints, images, a data set, a graph."""
+    """Create a job, a run with two checkpoints, images, a data set and a graph."""
     top = tmp_path_factory.mktemp("rights")
     (top / "job.toml").write_text('[run]\nname = "x"\n')
     folder_of_images(top / "images", sides=(9, 9), count=4)
@@ -117,14 +117,14 @@ CASES = [
         f"{SIMULATE} data.source=LONG",
     ],
 )
-def test_a_name_that_is_too_long_is_said(originals, monkeypatch, capsys, words):
+def test_a_name_that_is_too_long_is_reported(originals, monkeypatch, capsys, words):
     monkeypatch.chdir(originals)
     assert cli.main(words.replace("LONG", "a" * 500).split()) == 2
     assert "aaa" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1].split()[0]}-{case[0]}")
-def test_what_is_not_permitted_is_said(originals, tmp_path, monkeypatch, capsys, case):
+def test_missing_permissions_are_reported(originals, tmp_path, monkeypatch, capsys, case):
     what, words, says = case
     shutil.copytree(originals, tmp_path / "top")
     monkeypatch.chdir(tmp_path / "top")
@@ -140,4 +140,7 @@ def test_what_is_not_permitted_is_said(originals, tmp_path, monkeypatch, capsys,
     told = capsys.readouterr()
     assert code in (1, 2), told
     assert re.search(says, told.err + told.out), told
-    assert checkpoint.steps("run") == [2, 4]  # nothing was begun anew, or went on from before
+    assert checkpoint.steps("run") == [
+        2,
+        4,
+    ]  # the run neither started again nor continued from an earlier step

@@ -1,4 +1,4 @@
-"""`mpigossip resume` before its ranks have met."""
+"""`mpigossip resume` before MPI has started."""
 
 import contextlib
 
@@ -11,11 +11,11 @@ from tests.commands.test_permissions import TINY
 
 
 class Begun(Exception):
-    """Instead of MPI."""
+    """Raised in place of a start of MPI."""
 
 
 @pytest.mark.parametrize("further, limit", [([], 7.0), (["node.timeout_s=9"], 9.0)])
-def test_mpi_has_as_long_to_start_as_the_run_that_is_resumed(tmp_path, monkeypatch, further, limit):
+def test_mpi_starts_with_the_time_limit_of_the_resumed_run(tmp_path, monkeypatch, further, limit):
     (tmp_path / "job.toml").write_text('[run]\nname = "x"\n')
     settings = [*TINY, "run.steps=2", "node.timeout_s=7", f"run.output={tmp_path / 'run'}"]
     assert cli.main(["simulate", str(tmp_path / "job.toml"), "--nodes", "2", *settings]) == 0

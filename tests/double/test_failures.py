@@ -284,7 +284,7 @@ def train(mpirun, folder, fails, exchange="windows", steps=6, timeout_s=20, warm
 def test_train_says_the_way_and_why_it_is_not_the_other(mpirun, tmp_path):
     good, _ = train(mpirun, tmp_path / "good", "")
     assert good.returncode == 0, good.stderr
-    assert "node 0 takes from 1: put from GPU to GPU" in good.stdout
+    assert "node 0 receives from 1: put from GPU to GPU" in good.stdout
     staged, _ = train(mpirun, tmp_path / "staged", "put:2@1", "auto")
     assert staged.returncode == 0, staged.stderr
     told = "no windows: MPICH_GPU_SUPPORT_ENABLED says GPU-aware"

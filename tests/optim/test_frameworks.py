@@ -65,7 +65,7 @@ def test_a_loop_trains_stops_and_goes_on_to_the_bit(mpirun, tmp_path, name):
     assert at and not stopped, told
     resumed = "1" if name == "lightning_loop.py" else at[1]  # passes, steps
     again_told, again = run(mpirun, name, n, parts, "--resume", resumed)
-    assert f"going on at step {at[1]}" in again_told
+    assert f"resuming at step {at[1]}" in again_told
     assert [again[rank][1] for rank in range(n)] == [whole[rank][1] for rank in range(n)]
 
 

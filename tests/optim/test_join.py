@@ -210,14 +210,16 @@ def test_a_program_repeats_its_training(tmp_path, capsys):
     assert len(list((folder / "places").iterdir())) == 3
     state = models[0][0].state_dict()
     assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
-    with pytest.raises(ReplayMismatch, match="round 1 of place 0 is another model than its record"):
+    with pytest.raises(
+        ReplayMismatch, match="round 1 of place 0 gives another model than its record"
+    ):
         train(folder, *parts(5), replay=True)
     with pytest.raises(JobError, match="no program has begun a training there"):
         train(tmp_path / "none", *parts(), replay=True)
 
 
 def test_a_lease_is_five_rounds_or_more(tmp_path):
-    with pytest.raises(JobError, match="a lease is 0.001 s: others would take this member for"):
+    with pytest.raises(JobError, match="a lease is 0.001 s"):
         train(tmp_path / "run", *parts(), lease_s=0.001)
     place = Place(RecordStore(tmp_path / "run"), TrainingPlan(CHUNKS, 1, 600.0))
     assert place.refresh(0).closed.why == "left"  # its chunks are others'

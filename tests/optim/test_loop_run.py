@@ -301,7 +301,7 @@ def test_commands_read_a_loops_run(tmp_path, capsys):
         assert main([*command.split(), str(run)]) == 0, command
     assert (run / "log.png").is_file() and (run / "report.html").is_file()
     told = capsys.readouterr().out
-    assert 'model = "Sequential"' in told and "[data]" not in told and ": whole" in told
+    assert 'model = "Sequential"' in told and "[data]" not in told and ": complete" in told
     assert "finished at step 2" in told and "samples/s" in told
     assert main(["log", "export", str(run), "--csv", str(tmp_path / "run.csv")]) == 0
     assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / "model.pt")]) == 0
@@ -324,7 +324,7 @@ def test_unequal_steps_and_calls_are_named(ranks, tmp_path):
     for said in ranks(3)(uneven, tmp_path / "waits", {"cadence": "every", "period": 100}):
         assert "steps: rank 0 2 (save()), rank 1 3 (save()), rank 2 3 (step()); " in said
     for said in ranks(2)(uneven, tmp_path / "runs", {"mixer": "asynchronous"}):
-        assert "different calls: rank 0 in save(), rank 1 in the log's writing; " in said
+        assert "different calls: rank 0 in save(), rank 1 in writing the log; " in said
 
 
 def unhurried(comm, folder):

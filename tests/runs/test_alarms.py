@@ -1,4 +1,4 @@
-"""Watching and stopping: the clock, stragglers, divergence, wishes to stop."""
+"""Warnings and stops: the clock, stragglers, divergence, requests to stop."""
 
 import os
 import re
@@ -30,7 +30,7 @@ MAIN = [sys.executable, "-m", "mpigossip"]
 SHORT = ["data.batch=4", "data.workers=0", "run.evaluate_every=0"]
 
 
-def test_the_end_is_the_earliest_that_is_known():
+def test_the_end_of_the_allocation_is_the_earliest_one():
     now = time.time()
     assert end_of_allocation(0, {}) is None
     assert end_of_allocation(0, {"SLURM_JOB_END_TIME": "nonsense"}) is None
@@ -44,7 +44,7 @@ def test_the_end_is_the_earliest_that_is_known():
 
 
 def clock(end, gaps, lag=0):
-    """The time at which a clock asks to stop, for steps that take `gaps` seconds."""
+    """Return the time at which a clock asks to stop, for steps that take ``gaps`` seconds."""
     at = [0.0]
     watch = Reserve(end, lag, now=lambda: at[0])
     for gap in gaps:
@@ -54,7 +54,7 @@ def clock(end, gaps, lag=0):
     return None
 
 
-def test_the_reserve_grows_with_steps_saves_and_agreement():
+def test_the_reserve_grows_with_steps_saves_and_the_agreement():
     assert clock(None, [1.0] * 1000) is None
     assert clock(1000.0, [1.0] * 2000) == pytest.approx(948, abs=1)  # 5 % and two steps
     assert clock(1000.0, [1.0] * 2000, lag=8) == pytest.approx(940, abs=1)
@@ -64,7 +64,7 @@ def test_the_reserve_grows_with_steps_saves_and_agreement():
     assert clock(1000.0, slow_save) == pytest.approx(870, abs=2)
 
 
-def test_asynchronous_nodes_keep_back_rounds_not_as_many_as_these_have_steps(tmp_path):
+def test_the_reserve_of_asynchronous_nodes_counts_rounds(tmp_path):
     made = load({"run": {"output": str(tmp_path)}, "node": {"mixer": "asynchronous"}})
     with SingleProcess() as world, ExitStack() as resources:
         world.comm = object()
@@ -79,7 +79,7 @@ def rows(compute, idle=None):
     return {"compute_s": compute, "idle_s": longest - compute, "loss": np.ones_like(compute)}
 
 
-def test_a_straggler_is_named_once_it_has_lasted_and_again_after_a_recovery():
+def test_a_straggler_is_reported_after_a_while_and_again_after_a_recovery():
     watch = Straggler(times=2.0, seconds=25.0, hosts=("a", "b", "c", "d"))
     even = rows([[1, 1, 1, 1]] * 10)
     slow = rows([[1, 1, 3, 1]] * 5)
@@ -88,13 +88,13 @@ def test_a_straggler_is_named_once_it_has_lasted_and_again_after_a_recovery():
     (line,) = watch.see(15, slow)
     for text in ("node 2 on c", "3 s of compute", "3.0 x the median of 4 nodes", "30 s", "step 20"):
         assert text in line
-    assert watch.see(20, slow) == []  # said already
+    assert watch.see(20, slow) == []  # reported already
     assert watch.see(25, even) == []
     assert watch.see(35, slow) == []
     assert len(watch.see(40, slow)) == 1
 
 
-def test_stragglers_of_two_nodes_of_one_and_none_wanted():
+def test_stragglers_among_two_nodes_one_node_and_switched_off():
     slow = rows([[1, 3]] * 20)
     (line,) = Straggler(2.0, 10.0, ("same", "same")).see(0, slow)
     assert line.startswith("node 1 is a straggler")
@@ -103,13 +103,13 @@ def test_stragglers_of_two_nodes_of_one_and_none_wanted():
     assert len(Straggler(2.0, 1.0).see(0, rows([[1, 1, 1, 9, 9]] * 5))) == 2
 
 
-def test_who_rests_makes_no_straggler_of_the_others():
+def test_idle_steps_of_a_node_do_not_make_stragglers_of_others():
     nan = float("nan")
     told = rows([[4, 1], [4, 4]] * 10) | {"loss": np.array([[1, nan], [1, 1]] * 10)}
     assert Straggler(1.5, 1.0).see(0, told) == []  # node 1 computes in every other step
     told["loss"][:, 1] = nan
-    assert Straggler(1.5, 1.0).see(0, told) == []  # and here in none
-    told["loss"][:] = nan  # of a program that logs no loss: all compute
+    assert Straggler(1.5, 1.0).see(0, told) == []  # here it computes in no step
+    told["loss"][:] = nan  # a program that logs no loss: all nodes compute
     (line,) = Straggler(1.5, 1.0).see(0, told)
     assert line.startswith("node 0 is a straggler")
 
@@ -118,20 +118,22 @@ def distances(values):
     return {"consensus_distance": np.repeat(np.asarray(values, float)[:, None], 3, axis=1)}
 
 
-def test_divergence_is_growth_within_the_window_from_a_distance_that_matters():
+def test_divergence_is_growth_within_the_window_from_a_large_enough_distance():
     nan = float("nan")
     watch = Divergence(times=10.0, steps=100)
-    assert watch.see(0, distances([1e-9, nan, 5e-3, 9e-3])) == []  # from nothing to little
+    assert (
+        watch.see(0, distances([1e-9, nan, 5e-3, 9e-3])) == []
+    )  # growth from zero to a small value
     (line,) = watch.see(4, distances([nan, 0.02, 0.03]))
-    assert "2.00e-02 at step 5" in line and "20 x that of step 0" in line
-    assert watch.see(7, distances([0.04])) == []  # said already
+    assert "2.00e-02 at step 5" in line and "20 x the value of step 0" in line
+    assert watch.see(7, distances([0.04])) == []  # reported already
     assert watch.see(300, distances([0.05])) == []  # the start has left the window
     assert len(watch.see(310, distances([0.6]))) == 1
     assert len(Divergence(10.0, 100).see(0, distances([1.0, float("inf")]))) == 1
     assert Divergence(0.0, 100).see(0, distances([1e-3, 1e9])) == []
 
 
-def test_a_job_sets_what_is_watched():
+def test_a_job_sets_the_limits_of_the_warnings():
     straggler, divergence, _ = watchers(
         load({"log": {"straggler_times": 3, "diverging_times": 0}}).log
     )
@@ -155,8 +157,8 @@ print(any(found), any(stopper.wants_stop(done) for done in range(10, 30)))
 """
 
 
-def test_a_clock_that_is_set_forward_is_no_long_step():
-    """900 s of it would be kept for stopping twice over, of 2,000 s that there are."""
+def test_a_jump_of_the_wall_clock_is_not_a_long_step():
+    """With such a step, the reserve would be 2 x 900 s of the available 2,000 s."""
     done = subprocess.run(
         launch.warmed([sys.executable, "-c", JUMP], {}), capture_output=True, text=True
     )
@@ -164,7 +166,7 @@ def test_a_clock_that_is_set_forward_is_no_long_step():
 
 
 @pytest.mark.parametrize("how", ["signal", "file", "folder", "clock", "nothing"])
-def test_every_wish_to_stop_is_heard_at_a_step_boundary(tmp_path, capsys, how):
+def test_every_request_to_stop_takes_effect_at_a_step_boundary(tmp_path, capsys, how):
     end = 1.0 if how == "clock" else None
     before = signal.getsignal(signal.SIGUSR2)
     with Stopper(SingleProcess(), tmp_path, end) as stopper:
@@ -181,12 +183,12 @@ def test_every_wish_to_stop_is_heard_at_a_step_boundary(tmp_path, capsys, how):
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
-def test_a_file_system_that_fails_for_a_moment_stops_nothing():
+def test_a_short_failure_of_the_file_system_does_not_stop_a_run():
     with Stopper(SingleProcess(), Path("long" * 100)) as stopper:
         assert not any(stopper.wants_stop(done) for done in range(1, 20))
 
 
-def test_a_rank_whose_launcher_is_gone_stops(tmp_path, monkeypatch):
+def test_a_rank_stops_after_its_launcher_has_exited(tmp_path, monkeypatch):
     for size, stops in ((2, [8]), (1, [])):  # a program without a launcher may lose its shell
         world = SingleProcess()
         progress = SimpleNamespace(warnings=[])
@@ -203,7 +205,7 @@ def parent(process):
     return int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[1])
 
 
-def test_ranks_end_with_a_checkpoint_where_their_launcher_is_killed(mpistart, tmp_path):
+def test_ranks_end_with_a_checkpoint_if_their_launcher_is_killed(mpistart, tmp_path):
     words = [*SHORT, "model.name=mlp", "run.epochs=100000", "checkpoint.every_steps=4"]
     run = mpistart(2, [*MAIN, "train", JOB, *words, f"run.output={tmp_path}"], cwd=tmp_path)
     launch.until(lambda: checkpoint.latest(tmp_path), 60, "a first checkpoint")
@@ -212,18 +214,18 @@ def test_ranks_end_with_a_checkpoint_where_their_launcher_is_killed(mpistart, tm
     for process in {parent(rank) for rank in ranks}:
         os.kill(process, signal.SIGKILL)
     launch.until(lambda: not set(ranks) & set(run.ranks()), 60, "the ranks' end")
-    if not launch.is_open_mpi():  # whose library ends them
+    if not launch.is_open_mpi():  # Open MPI's library ends them itself
         log = read(tmp_path / "log.h5")
         newest = checkpoint.latest(tmp_path)
-        assert "the launcher's process is gone" in log.summary["warnings"]
+        assert "the launcher's process has exited" in log.summary["warnings"]
         assert checkpoint.verify(newest) == []
         assert checkpoint.read_manifest(newest).step == log.steps["step"][-1] + 1
 
 
-def test_ranks_stop_short_of_the_end_and_go_on_to_the_same_bits(pooled, alone):
+def test_ranks_stop_before_the_end_and_resume_to_the_same_bits(pooled, alone):
     settings = [*SHORT, "run.steps=12"]
     whole = alone("simulate", JOB, "--nodes", 2, *settings, "run.output=whole")
-    # less time than is kept for stopping
+    # less time than the reserve
     wall_clock = [*settings, "run.output=cut", "checkpoint.wall_clock_s=1"]
     cut = pooled(2, "train", JOB, *wall_clock, timeout=120)
     assert cut.returncode == 75, cut.stderr
@@ -234,7 +236,7 @@ def test_ranks_stop_short_of_the_end_and_go_on_to_the_same_bits(pooled, alone):
     assert digest[0] == digest[1]
 
 
-def test_what_a_cadence_says_is_said_once_until_it_has_nothing_to_say():
+def test_a_warning_of_the_cadence_is_printed_once_until_it_ends():
     said = iter(["", "too often", "too often", "", "too often"])
     rhythm = CadenceWarning(lambda: next(said))
     rows = {"loss": np.zeros((5, 2))}

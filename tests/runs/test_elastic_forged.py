@@ -1,4 +1,4 @@
-"""A run goes on only from counters, facts and arrays that a run can leave; others are refused."""
+"""A run resumes only from counters, facts and arrays that a run can save; others are rejected."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from tests.store.test_guard import numbers, resigned
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Two nodes, four steps, with momentum."""
+    """Train two nodes for four steps with momentum."""
     folder = tmp_path_factory.mktemp("forged") / "run"
     settings = ["model.name=mlp", "model.hidden=[4]", "run.steps=4", "data.batch=8"]
     launch.train(assemble.load({}, [*settings, f"run.output={folder}"]), SingleProcess(), 2)
@@ -72,7 +72,7 @@ FORGED = {
 
 @pytest.mark.parametrize("forged", FORGED)
 @pytest.mark.parametrize("nodes", [2, 3])
-def test_what_no_run_leaves_is_refused(run, tmp_path, forged, nodes):
+def test_states_that_no_run_saves_are_rejected(run, tmp_path, forged, nodes):
     change, message = FORGED[forged]
     folder = tmp_path / "run"
     shutil.copytree(run, folder)

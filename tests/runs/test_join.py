@@ -46,7 +46,7 @@ def job(*settings, algorithm="dsgd"):
 
 @pytest.fixture(autouse=True)
 def one_draws_at_a_time(monkeypatch):
-    """Members are processes; here they are threads, which share torch's random generator."""
+    """Lock torch's random generator, because members are threads here and not processes."""
     lock = threading.Lock()
     assemble = joining.assemble
 
@@ -54,7 +54,7 @@ def one_draws_at_a_time(monkeypatch):
         with lock:
             made = assemble(*given)
         if parties:
-            parties[0].wait(60)  # none trains while another draws its model
+            parties[0].wait(60)  # no member trains while another draws its model
         return made
 
     monkeypatch.setattr(joining, "assemble", locked)
@@ -64,7 +64,7 @@ parties = []
 
 
 def members(folder, count, *settings, algorithm="dsgd"):
-    """So many members at once, to the end; their summaries."""
+    """Train with several members at once to the end; return their summaries."""
     found = []
 
     def work():
@@ -95,8 +95,8 @@ def test_members_train_and_replay_is_equal(tmp_path, algorithm):
     assert best > 0.6, found
 
 
-def test_waiting_for_a_chunk_is_no_part_of_a_round(tmp_path, monkeypatch):
-    """A lease is five rounds or more: those of training, not what others take meanwhile."""
+def test_the_time_of_a_round_excludes_waiting_for_a_chunk(tmp_path, monkeypatch):
+    """A lease must last five rounds; rounds are measured without waits."""
     chunk = FolderExchange.chunk
     asked = []
 
@@ -109,12 +109,12 @@ def test_waiting_for_a_chunk_is_no_part_of_a_round(tmp_path, monkeypatch):
     assert join(tmp_path / "run", job(), lease_s=10.0, poll_s=0.05)["finished"]
     lease_of = joining.check_lease
     monkeypatch.setattr(joining, "check_lease", lambda _, round_s: lease_of(0.0, round_s))
-    with pytest.raises(JobError, match="others would take this member for dead"):
+    with pytest.raises(JobError, match="but a lease is 0 s"):
         join(tmp_path / "other", job(), lease_s=30.0, poll_s=0.05)
 
 
-def test_an_outage_is_no_part_of_a_round(tmp_path, monkeypatch):
-    """All time is that of an outage here."""
+def test_the_time_of_a_round_excludes_an_outage(tmp_path, monkeypatch):
+    """All of the time is an outage here."""
     rounds = []
     monkeypatch.setattr(outages.Outages, "seconds", lambda self: time.monotonic())
     monkeypatch.setattr(joining, "check_lease", lambda _, round_s: rounds.append(round_s))
@@ -122,7 +122,7 @@ def test_an_outage_is_no_part_of_a_round(tmp_path, monkeypatch):
     assert len(rounds) == 1 and abs(rounds[0]) < 1e-3
 
 
-def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
+def test_a_member_leaves_and_another_continues(tmp_path, capsys):
     folder = tmp_path / "run"
     asked = []
 
@@ -137,15 +137,17 @@ def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
     assert "2 rounds of 1 place repeated" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["replay", str(folder), "--rounds", "2:1"])
-    assert "the first round comes first" in capsys.readouterr().err
+    assert '"2:1": the first round' in capsys.readouterr().err
     log = read(folder / "logs" / "000001" / "log.h5")
     assert (log.steps["chunk"] >= 0).all() and len(log.steps["step"]) > 10
-    assert np.isnan(log.steps["consensus_distance"]).all()  # a member sees no average
+    assert np.isnan(log.steps["consensus_distance"]).all()  # a member does not know the average
     assert cli.main(["log", "show", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("dsgd, 2 places\n") and one["digest"] in shown
     assert "step 44 (2.00 epochs), 2 places x 1 slot" in shown
-    assert re.search(r"^  44   2\.00 ", shown, re.M)  # not the steps behind the newest model
+    assert re.search(
+        r"^  44   2\.00 ", shown, re.M
+    )  # the history does not count steps after the newest model
     assert cli.main(["report", str(folder)]) == 0
     page = capsys.readouterr() and (folder / "report.html").read_text()
     assert re.search(r"^ +0  \S+ +\d+  left$", page, re.M)
@@ -155,13 +157,13 @@ def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
     assert both.summary["digest"] == one["digest"] and both.summary["nodes"] == 2
     assert both.summary["seconds"] > np.ptp(log.steps["time"])  # from the first member's step
     assert both.evaluations["accuracy"].tolist() == [pytest.approx(one["accuracy"])]
-    # a newcomer's steps follow those of the model that it began with
+    # the steps of a newcomer continue those of the model that it started from
     begun = both.steps["step"][np.isfinite(both.steps["loss"][:, 1])]
     known = both.steps["step"][np.isfinite(both.steps["loss"][:, 0])]
     assert begun[0] == 4 * ((known[-1] + 1) // 4) > 0 and (np.diff(begun) >= 1).all()
 
 
-def test_a_place_that_another_has_closed_is_told_and_reported(tmp_path):
+def test_a_place_that_another_member_has_closed_is_reported(tmp_path):
     begin(tmp_path)
     told: list[str] = []
     one, other = (
@@ -178,15 +180,15 @@ def test_a_place_that_another_has_closed_is_told_and_reported(tmp_path):
     ]
 
 
-def test_a_job_that_can_not_begin_leaves_no_folder(tmp_path):
+def test_a_job_that_fails_at_the_start_leaves_no_folder(tmp_path):
     with pytest.raises(JobError, match="data.source"):
         join(tmp_path / "run", job("data.source=missing.h5"))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("algorithm", "count"), [("gasloc", 1), ("dsgd", 2)])
-def test_replay_begins_with_models_that_are_stored(tmp_path, capsys, algorithm, count):
-    """The last round of a place takes its last model; an early one all before."""
+def test_replay_starts_from_stored_models(tmp_path, capsys, algorithm, count):
+    """The last round of a place needs its last model, an early round all earlier models."""
     folder = tmp_path / "run"
     members(folder, count, algorithm=algorithm)
     found = [json.loads(path.read_text()) for path in (folder / "chain").glob("*/*")]
@@ -195,15 +197,15 @@ def test_replay_begins_with_models_that_are_stored(tmp_path, capsys, algorithm, 
     told = [replay(folder, place, (at, at)) for at in (last, last - 4)]
     begun = capsys.readouterr().err
     assert "repeating 1 round" in begun and "that they depend on" in begun
-    assert "every digest is equal\nbegun with" in told[0]
+    assert "every digest is equal\nstarted from" in told[0]
     if count == 1:
-        assert "with 1 model that models/ still has\ndigest" in told[0]
+        assert "from 1 model that models/ still has\ndigest" in told[0]
         assert [int(one.split()[0]) for one in told] == [1, last - 4]
     shutil.rmtree(folder / "models")
     assert int(replay(folder, place, (last, last)).split()[0]) >= last
 
 
-def test_a_changed_record_is_found_by_replay(tmp_path):
+def test_replay_detects_a_changed_record(tmp_path):
     folder = tmp_path / "run"
     members(folder, 1)
     record = folder / "chain/000000/000002"
@@ -211,7 +213,7 @@ def test_a_changed_record_is_found_by_replay(tmp_path):
     at = text.index('"digest": "') + 11
     record.unlink()
     record.write_text(text[:at] + "0" * 64 + text[at + 64 :])
-    with pytest.raises(ReplayMismatch, match="round 2 of place 0 is another model.* says$"):
+    with pytest.raises(ReplayMismatch, match="round 2 of place 0 gives another model.* contains$"):
         replay(folder)
     start = folder / "chain/000000/000000"
     other = start.read_text().replace('"threads": "', '"threads": "7')
@@ -230,7 +232,7 @@ def test_a_changed_record_is_found_by_replay(tmp_path):
     ("settings", "said"),
     [
         (["algorithm.name=dmsgd"], "dsgd.*noloco"),
-        (["algorithm.name=diloco"], "those that go are dsgd, dmsgd-vanilla, noloco, gasloc"),
+        (["algorithm.name=diloco"], "one of dsgd, dmsgd-vanilla, noloco, gasloc$"),
         (["cadence.name=gossip-pga"], 'cadence.name = "every"'),
         (["algorithm.style=awc"], 'need algorithm.style = "atc"'),
         (["node.wire=bf16"], 'members need "fp32"'),
@@ -244,23 +246,23 @@ def test_jobs_that_members_cannot_train(tmp_path, settings, said):
         join(tmp_path / "run", job(*settings))
 
 
-def test_a_file_system_without_hard_links_is_refused(tmp_path, monkeypatch):
+def test_a_file_system_without_hard_links_is_rejected(tmp_path, monkeypatch):
     def link(*_):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", link)
-    with pytest.raises(JobError, match=r"takes no hard links \(Operation not permitted\)"):
+    with pytest.raises(JobError, match=r"hard links \(Operation not permitted\)"):
         join(tmp_path / "run", job())
 
 
-def test_folders_that_are_refused(tmp_path, capsys):
+def test_folders_that_are_rejected(tmp_path, capsys):
     folder = tmp_path / "run"
     with pytest.raises(JobError, match="holds no training yet"):
         join(folder)
     with pytest.raises(JobError, match="at least 120"):
         job("members.lease_s=10")
     members(folder, 1)
-    with pytest.raises(JobError, match="another job .*schedule.lr = 0.5, there 0.003"):
+    with pytest.raises(JobError, match="another job .*schedule.lr = 0.5, in the folder 0.003"):
         join(folder, job("schedule.lr=0.5"))
     folder.chmod(0o777)
     with pytest.raises(JobError, match="chmod go-w"):
@@ -269,14 +271,14 @@ def test_folders_that_are_refused(tmp_path, capsys):
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").touch()
-    with pytest.raises(JobError, match="something else"):
+    with pytest.raises(JobError, match="holds other files"):
         join(other, job())
     for call in (join, replay):
-        with pytest.raises(JobError, match="something else"):
+        with pytest.raises(JobError, match="holds other files"):
             call(other)
     for command in (["resume", str(folder)], ["train", "digits", f"run.output={folder}"]):
         assert cli.main(command) == 2
-        assert f"holds a training of members: `mpigossip join {folder}`" in capsys.readouterr().err
+        assert f"continue it with `mpigossip join {folder}`" in capsys.readouterr().err
     text = (folder / "job.toml").read_text()
     for was, now in (("torch 2", "torch 1"), ("members 2", "members 9"), ("parameters ", "x")):
         (folder / "job.toml").write_text(text.replace(was, now, 1))
@@ -285,11 +287,11 @@ def test_folders_that_are_refused(tmp_path, capsys):
     (folder / "job.toml").unlink()
     (folder / "job.toml").write_text(text.replace('name = "mlp"', 'name = "os:system"'))
     for call in (join, replay):
-        said = f"to run that code give your own copy: `mpigossip {call.__name__} "
+        said = f"to run that code, pass your own copy: `mpigossip {call.__name__} "
         with pytest.raises(JobError, match=f'imports model.name = "os:system": {said}'):
             call(folder)
     with pytest.raises(JobError, match='imports model.name = "os:system"'):
-        replay(folder, job=job())  # one's own job doesn't name it
+        replay(folder, job=job())  # the user's copy of the job does not name it
     (folder / "job.toml").write_text(text.replace('"cpu:1"', '"gpu:1"'))
     assert joining.job_there(RecordStore(folder)).node.devices == "gpu:1"
     (folder / "job.toml").write_text(text)
@@ -306,7 +308,7 @@ def test_folders_that_are_refused(tmp_path, capsys):
 
 
 def test_only_a_graph_may_name_a_file(tmp_path):
-    """A model "file:evil" would import the module `file`."""
+    """A model named "file:evil" would import the module ``file``."""
     for setting, code in (("model.name", True), ("graph.name", False)):
         section, _, key = setting.partition(".")
         (tmp_path / "job.toml").write_text(f'[{section}]\n{key} = "file:evil"\n')
@@ -323,10 +325,8 @@ def test_a_placement_may_name_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("number", "code"), [(errno.ENOTCONN, 75), (errno.EACCES, 2), every(errno.ESTALE, 75)]
 )
-def test_a_folder_that_can_not_be_read_ends_the_command(
-    tmp_path, monkeypatch, capsys, number, code
-):
-    """Only an error that another start may not meet has the code that queues a job again."""
+def test_an_unreadable_folder_ends_the_command(tmp_path, monkeypatch, capsys, number, code):
+    """Only errors that may disappear have the exit code that queues a job again."""
     folder = tmp_path / "run"
     real = os.open
     begin(folder)
@@ -345,7 +345,7 @@ def test_a_folder_that_can_not_be_read_ends_the_command(
     assert said.count(os.strerror(number)) == 2 and said.count("trying again") == 1
 
 
-def test_a_log_that_can_not_be_written_for_a_moment_ends_no_member(tmp_path, monkeypatch):
+def test_a_short_failure_of_the_log_does_not_end_a_member(tmp_path, monkeypatch):
     append = LogWriter.append
     failed = []
 
@@ -366,25 +366,28 @@ def linear():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
-def test_code_of_ones_own_is_repeated_with_ones_own_copy(tmp_path, capsys):
+def test_custom_code_is_replayed_with_the_users_copy_of_the_job(tmp_path, capsys):
     path = tmp_path / "job.toml"
     folder = str(tmp_path / "run")
     path.write_text(f'[model]\nname = "{__name__}:linear"\n[algorithm]\nname = "dsgd"\n')
     own = [str(path), "run.output=runs:1", *(one for one in SMALL if "model" not in one)]
     assert cli.main(["join", folder, *own]) == 0
-    for command in ("join", "replay"):  # the folder's alone
+    for command in ("join", "replay"):  # only the folder's copy names it
         assert cli.main([command, folder]) == 2
         assert f"own copy: `mpigossip {command} {folder} JOB.toml`" in capsys.readouterr().err
         assert cli.main([command, folder, "run.epochs=3"]) == 2
-        assert '"run.epochs=3" is a setting, which follows a job' in capsys.readouterr().err
+        assert '"run.epochs=3" is a setting' in capsys.readouterr().err
     assert cli.main(["replay", folder, *own, "run.epochs=3"]) == 2
-    assert "another job (run.epochs = 3, there 2); leave JOB.toml out" in capsys.readouterr().err
-    own.remove("run.output=runs:1")  # in which copies may differ
+    assert (
+        "another job (run.epochs = 3, in the folder 2); to replay it, omit"
+        in capsys.readouterr().err
+    )
+    own.remove("run.output=runs:1")  # copies may differ in this setting
     assert cli.main(["replay", folder, *own]) == 0
     assert "every digest is equal" in capsys.readouterr().out
 
 
-def test_stop_ends_all_and_the_end_is_said(tmp_path, capsys):
+def test_stop_ends_all_members_and_the_end_is_reported(tmp_path, capsys):
     folder = tmp_path / "run"
     path = tmp_path / "job.toml"
     path.write_text('[algorithm]\nname = "dsgd"\n')
@@ -396,14 +399,14 @@ def test_stop_ends_all_and_the_end_is_said(tmp_path, capsys):
     (folder / "STOP").unlink()
     assert cli.main(words) == 0
     assert "accuracy" in capsys.readouterr().out
-    assert cli.main(["join", str(folder)]) == 0  # nothing is left
+    assert cli.main(["join", str(folder)]) == 0  # no chunk remains
     assert "digest" in capsys.readouterr().out
     shutil.rmtree(folder / "checkpoints")
     assert cli.main(["join", str(folder)]) == 0
 
 
-def test_who_comes_later_writes_the_checkpoint_that_a_killed_member_left(tmp_path, monkeypatch):
-    """The one that linked END; for a lease nothing of it moves."""
+def test_a_later_member_writes_the_checkpoint_of_a_killed_one(tmp_path, monkeypatch):
+    """The killed member had linked END; its files do not change for a lease."""
     folder = tmp_path / "run"
 
     def killed(*_, **__):

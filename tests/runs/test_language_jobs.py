@@ -1,4 +1,4 @@
-"""Jobs of language models: they parse, are planned, have the parameters said, and learn."""
+"""Jobs of language models: parsing, plans, numbers of parameters, learning."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ COUNTS = {"gpt-10m": 9_966_848, "gpt-124m": 123_551_232}
 
 
 @on_each("name", COUNTS)
-def test_the_jobs_have_the_parameters_that_they_are_named_for(name):
+def test_models_have_the_number_of_parameters_in_their_names(name):
     job = assemble.load(JOBS / f"{name}.toml")
     with torch.device("meta"):
         made = models.BUILDERS["gpt"](job.data.shape, job.data.classes, **job.model.options)
@@ -65,4 +65,6 @@ def test_small_models_of_the_jobs_learn(name, settings, most, tmp_path):
     small = [f"data.source={text}", f"run.output={tmp_path / 'run'}", *SMALL, *settings.split()]
     with SingleProcess() as world:
         summary = launch.train(assemble.load(JOBS / f"{name}.toml", small), world, 2)
-    assert summary["nats_per_byte"] == summary["loss"] < most  # a letter at a time: 2.6
+    assert (
+        summary["nats_per_byte"] == summary["loss"] < most
+    )  # 2.6 is the entropy of single letters

@@ -1,4 +1,4 @@
-"""What runs leave on disk: names, types and numbers of checkpoints of jobs and of custom loops."""
+"""Layout of checkpoints of jobs and custom loops: names, types and numbers."""
 
 import re
 
@@ -26,7 +26,7 @@ OPTIMIZER = ("exp_avg:float32", "exp_avg_sq:float32", "step:float32")
 
 
 def found(folder, file="node-0001.h5"):
-    """Of a node's file and the manifest: datasets, numbers, and facts, each with its type."""
+    """Return datasets, numbers and facts of a node's file and the manifest, with their types."""
     path = checkpoint.latest(folder)
     arrays = set()
 
@@ -90,7 +90,7 @@ def buffers(module, *slots):
         ),
     ],
 )
-def test_of_a_job(tmp_path, settings, arrays, numbers):
+def test_layout_of_a_job(tmp_path, settings, arrays, numbers):
     train(tmp_path, *MLP, *settings.split())
     assert found(tmp_path) == (
         words("parameters:float32", arrays),
@@ -99,7 +99,7 @@ def test_of_a_job(tmp_path, settings, arrays, numbers):
     )
 
 
-def test_of_a_job_with_buffers(tmp_path):
+def test_layout_of_a_job_with_buffers(tmp_path):
     train(tmp_path, "model.name=resnet20", "run.steps=1")
     arrays, *_ = found(tmp_path)
     assert buffers("1", 0) < arrays and "arrays/state/momentum:float32" in arrays
@@ -113,7 +113,7 @@ def by_slot(world, folder):
     train(folder, *MLP, *push, *shape, world=world)
 
 
-def test_of_a_job_by_slot(ranks, tmp_path):
+def test_layout_of_a_job_with_a_file_per_slot(ranks, tmp_path):
     ranks(4)(by_slot, tmp_path)
     numbers = words(COUNTERS, RUN)
     meta = words(META, PARTITION, "steps_per_epoch:int")
@@ -126,7 +126,7 @@ def moments(*parameters):
     return {f"arrays/torch/{name}/{key}" for name in parameters for key in OPTIMIZER}
 
 
-def test_of_a_loop(ranks, tmp_path):
+def test_layout_of_a_loop(ranks, tmp_path):
     ranks(2)(loop, tmp_path, 2)
     arrays, numbers, meta = found(tmp_path)
     trained = [f"{at}.{name}" for at in (0, 1, 3) for name in ("bias", "weight")]
@@ -137,7 +137,7 @@ def test_of_a_loop(ranks, tmp_path):
     assert meta == words(META, "door:str")
 
 
-def test_of_a_loop_on_nodes_of_two_ranks(ranks, tmp_path):
+def test_layout_of_a_loop_on_nodes_of_two_ranks(ranks, tmp_path):
     ranks(4)(several, tmp_path, 2)
     arrays, numbers, meta = found(tmp_path)
     trained = [f"{at}.{name}" for at in (0, 2, 3) for name in ("bias", "weight")]
@@ -150,7 +150,7 @@ def test_of_a_loop_on_nodes_of_two_ranks(ranks, tmp_path):
     assert meta == words(META, "door:str")
 
 
-def test_of_a_loop_that_is_sharded(ranks, tmp_path):
+def test_layout_of_a_sharded_loop(ranks, tmp_path):
     ranks(4)(sharded, tmp_path, 2, 2)
     arrays, numbers, meta = found(tmp_path)
     moments = {name for name in arrays if name.startswith("arrays/torch/")}

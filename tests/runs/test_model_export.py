@@ -1,4 +1,4 @@
-"""What others take out of a run: the model for plain torch, TensorBoard, a page in HTML."""
+"""Exports of a run: the model for torch, TensorBoard, a page in HTML."""
 
 import json
 import os
@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with a run of three nodes of two slots, on a model of the user's own."""
+    """Return a folder with a run of three nodes with two slots, with a custom model."""
     folder = tmp_path_factory.mktemp("export")
     (folder / "own_net.py").write_text(MODULE)
     settings = {
@@ -97,7 +97,7 @@ print(float((model.eval()(inputs).argmax(1) == labels).double().mean()))
 
 
 @pytest.mark.parametrize("suffix", LOAD)
-def test_three_lines_of_plain_torch_give_the_model_that_was_evaluated(trained, suffix, monkeypatch):
+def test_three_lines_of_torch_load_the_model_that_was_evaluated(trained, suffix, monkeypatch):
     folder, summary = trained
     monkeypatch.syspath_prepend(folder)
     out = folder / f"model{suffix}"
@@ -115,14 +115,14 @@ def test_three_lines_of_plain_torch_give_the_model_that_was_evaluated(trained, s
     assert out.stat().st_mode == (folder / "own_net.py").stat().st_mode
 
 
-def test_what_is_evaluated_exported_and_gone_on_from_are_the_same_bits(trained, monkeypatch):
-    """Of three nodes of two slots, whose averages float32 would round in each place another way."""
+def test_evaluated_exported_and_resumed_models_are_bitwise_identical(trained, monkeypatch):
+    """With three nodes and two slots, float32 averages would round differently in each case."""
     folder, summary = trained
     monkeypatch.syspath_prepend(folder)
     path = Path(summary["checkpoint"])
     exported = averaged(path, checkpoint.read_manifest(path))
     job = assemble.load(checkpoint.read_manifest(path).job)
-    for n in (3, 1):  # exactly, then elastically
+    for n in (3, 1):  # first exactly, then with another number of nodes
         assembly = assemble.assemble(job, SingleProcess(), n)
         restore(JobNode(assembly, SingleProcess()), path, checkpoint.read_manifest(path))
         module = averaged_model(assembly.trainer.replicas, assembly.trainer.mixer)
@@ -132,7 +132,7 @@ def test_what_is_evaluated_exported_and_gone_on_from_are_the_same_bits(trained, 
         assembly.close()
 
 
-def test_a_nodes_own_model_and_the_average(trained, monkeypatch):
+def test_the_model_of_a_node_and_the_average(trained, monkeypatch):
     folder, summary = trained
     path = Path(summary["checkpoint"])
     mean = averaged(path, checkpoint.read_manifest(path))
@@ -150,18 +150,18 @@ def test_a_nodes_own_model_and_the_average(trained, monkeypatch):
     assert (packed == every[2].parameters).all()
 
 
-def test_a_model_that_is_not_here_is_exported_by_the_names_of_the_checkpoint(trained):
+def test_a_model_that_cannot_be_built_is_exported_by_the_names_of_the_checkpoint(trained):
     folder, summary = trained
     sys.modules.pop("own_net", None)
     told = export(Path(summary["checkpoint"]), folder / "bare.pt", trust_model=True)
-    assert "note: the model couldn't be made here" in told and "own_net" in told
+    assert "note: the model can't be built here" in told and "own_net" in told
     state = torch.load(folder / "bare.pt", weights_only=True)
     assert "second.weight" in state and "scale" not in state
 
 
 @pytest.mark.parametrize("suffix", some(LOAD, [".safetensors"]))
-def test_a_model_that_the_checkpoint_names_is_not_imported_by_itself(trained, suffix, tmp_path):
-    """The command, beside a module of that name which would tell that it was imported."""
+def test_a_model_that_the_checkpoint_names_is_not_imported_by_default(trained, suffix, tmp_path):
+    """Run the command in a folder with a module of that name, which would report its import."""
     folder, summary = trained
     (tmp_path / "own_net.py").write_text("open('imported', 'w')\n" + MODULE)
     out = tmp_path / f"model{suffix}"
@@ -178,13 +178,13 @@ def test_a_model_that_the_checkpoint_names_is_not_imported_by_itself(trained, su
     assert (tmp_path / "imported").exists() and "note" not in done.stdout
 
 
-def test_a_name_of_a_wrong_type_in_a_stored_job_is_no_known_model():
+def test_a_name_of_a_wrong_type_in_a_stored_job_is_not_a_known_model():
     forged = SimpleNamespace(job="[model]\nname = ['mlp']\n")
     tensors, note = model_export._as_saved(forged, {"w": np.ones(2)})
     assert list(tensors) == ["w"] and "['mlp']" in note
 
 
-def test_what_cant_be_exported_is_said(trained, tmp_path, monkeypatch):
+def test_impossible_exports_are_rejected(trained, tmp_path, monkeypatch):
     folder, summary = trained
     path = Path(summary["checkpoint"])
     with pytest.raises(StoreError, match=r"\.safetensors or \.pt"):
@@ -203,7 +203,7 @@ def test_what_cant_be_exported_is_said(trained, tmp_path, monkeypatch):
             export(path, folder / "model.pt", trust_model=True)
 
 
-def test_xarray_opens_the_log_itself_without_a_group(trained):
+def test_xarray_opens_the_log_without_a_group(trained):
     xarray = pytest.importorskip("xarray", reason="xarray isn't installed")
     folder, _ = trained
     with xarray.open_dataset(folder / "run" / "log.h5", engine="h5netcdf") as steps:
@@ -227,7 +227,7 @@ def scalars(folder):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_shows_what_the_log_holds(trained):
+def test_tensorboard_has_the_values_of_the_log(trained):
     pytest.importorskip("tensorboard", reason="tensorboard isn't installed")
     folder, _ = trained
     log = read(folder / "run" / "log.h5")
@@ -245,7 +245,7 @@ def test_tensorboard_shows_what_the_log_holds(trained):
 
 
 class Page(HTMLParser):
-    """Tags that were opened and closed, and what would be loaded from elsewhere."""
+    """Opened and closed tags, and addresses that would be loaded from elsewhere."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the first screen says of the ways between nodes."""
+"""Lines of the overview about transports between nodes."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from mpigossip.mixing.base import ExchangeKind
 from mpigossip.runs import overview
 
 
-def test_the_ways_of_gpus_are_said_with_their_reasons():
+def test_transports_of_gpus_are_printed_with_their_reasons():
     routes = {1: "windows (proven)", 2: "host (no GPU-aware MPI)", 3: "host (no GPU-aware MPI)"}
     engine = SimpleNamespace(
         mixer=SimpleNamespace(local_nodes=[0], synchronous=True, routes=routes),
@@ -18,6 +18,6 @@ def test_the_ways_of_gpus_are_said_with_their_reasons():
     world = SimpleNamespace(comm=object(), survives=False, nodes=SimpleNamespace(inter_node=column))
     said = overview._exchange(engine, graph("complete", 4), NodeSection(), world)
     assert said == (
-        "node 0 takes from 1: put from GPU to GPU (proven); "
+        "node 0 receives from 1: put from GPU to GPU (proven); "
         "from 2, 3: host staging (no GPU-aware MPI)"
     )

@@ -1,4 +1,4 @@
-"""jobs/own: a PINN, a segmentation, a stream, a model of transformers; small, as they are."""
+"""jobs/own at a small size: a PINN, a segmentation, a stream, a model of transformers."""
 
 import sys
 from pathlib import Path
@@ -62,7 +62,7 @@ def on_ranks(comm, name, folder):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_trains_evaluates_resumes_and_is_shown_by_its_own_metrics(ranks, name, tmp_path):
+def test_a_custom_job_trains_evaluates_resumes_and_shows_its_metrics(ranks, name, tmp_path):
     summary = train(job(name, tmp_path / "whole"))
     half = summary["steps"] // 2 + 1
     cut = train(job(name, tmp_path / "cut", f"run.steps={half}"))
@@ -85,7 +85,7 @@ def test_trains_evaluates_resumes_and_is_shown_by_its_own_metrics(ranks, name, t
         assert metric in report.table(log) and metric in summary
 
 
-def test_a_stream_that_is_resumed_says_that_it_is_read_again(tmp_path, capsys):
+def test_a_resumed_stream_reports_that_it_is_read_again(tmp_path, capsys):
     train(job("stream", tmp_path / "run", "run.steps=3"))
     with SingleProcess() as alone:
         launch.resume(tmp_path / "run", ["run.steps=4"], alone, None)

@@ -1,4 +1,4 @@
-"""printer.py and overview.py: what a person is shown while a run goes on."""
+"""printer.py and overview.py: the output of a run."""
 
 import io
 import re
@@ -28,8 +28,8 @@ class Terminal(io.StringIO):
         return True
 
 
-class Told(Simulated):
-    """A mixer that has exchanged and waited as long as it is told."""
+class FixedTimes(Simulated):
+    """A mixer whose exchange and wait times are set by the test."""
 
     exchange_seconds = wait_seconds = 0.0
 
@@ -44,14 +44,14 @@ def progress_of(assembly, world):
 
 
 def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False, folder="nowhere/else"):
-    """What a printer writes to `stream` in a short run, made up but for its overview."""
+    """Return the output of a printer in a short run, in which only the overview is real."""
     job = assemble.load(JOB, ["run.steps=20", f"run.output={folder}"])
     with SingleProcess() as alone:
         assembly = assemble.assemble(job, alone, 4)
         alone.rank = rank
         progress = progress_of(assembly, alone)
         mixer = assembly.trainer.mixer
-        mixer.__class__ = Told
+        mixer.__class__ = FixedTimes
         printer = Printer(alone, stream, plain_s)
         printer.start(progress, assembly)
         seconds = {"compute_s": 0.03, "node_s": 0.0, "exchange_s": 0.005, "idle_s": 0.005}
@@ -60,7 +60,7 @@ def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False, folder="nowhere/e
             record = Record(k, ExchangeKind.GOSSIP, 0.1, loss, loss, loss, float("nan"), seconds)
             mixer.exchange_seconds += 0.04 * thread
             mixer.wait_seconds += 0.01
-            printer._shown -= 1.0  # as if a second had gone by
+            printer._shown_at -= 1.0  # simulate that a second has passed
             printer.step(progress, record)
         assembly.close()
     return stream.getvalue()
@@ -71,26 +71,28 @@ def test_a_live_line_on_a_terminal_is_rewritten_and_fits():
     lines = text.split("\r\x1b[2K")[1:]
     assert len(lines) == 5 and "\n" not in "".join(lines)
     assert re.match(r"step 5/20  loss 0\.0000  [\d,]+ samples/s  ETA \d:\d\d  ", lines[-1])
-    assert lines[-1].endswith("exchange+idle 25%")  # the rest goes first where it is too long
+    assert lines[-1].endswith(
+        "exchange+idle 25%"
+    )  # optional parts are dropped first if it is too long
     assert max(map(len, lines)) < 80
 
 
-def test_the_first_screen_is_wrapped_on_a_terminal_and_a_line_a_row_in_a_log():
+def test_the_overview_is_wrapped_on_a_terminal_but_not_in_a_batch_log():
     there, log = (shown(made, folder="runs/of-a-long-name") for made in (Terminal(), io.StringIO()))
     there = re.sub(r"\x1b\[[\d;]*m", "", there.split("\r")[0])
     assert max(map(len, there.splitlines())) <= 80 < max(map(len, log.splitlines()))
     assert there.split() == log.split()
 
 
-def test_a_batch_log_gets_one_plain_line_an_interval():
+def test_a_batch_log_gets_one_plain_line_per_interval():
     assert "step 5/20" not in shown(io.StringIO(), plain_s=30.0)
     text = shown(io.StringIO(), plain_s=1.5)
     assert "\r" not in text and "\x1b" not in text
-    assert "nan" not in text  # a distance that nobody measured isn't said
+    assert "nan" not in text  # a distance that was not measured is not printed
     assert len(re.findall(r"^step \d/20 .* exchange\+idle 25%$", text, re.MULTILINE)) == 2
 
 
-def test_who_rests_leaves_the_figures_of_the_step_before():
+def test_an_idle_step_keeps_the_metrics_of_the_previous_step():
     with SingleProcess() as alone:
         settings = ["run.output=nowhere/else", "algorithm.name=gasloc", "cadence.period=[1,3]"]
         assembly = assemble.assemble(assemble.load(JOB, settings), alone, 2)
@@ -112,34 +114,34 @@ def test_who_rests_leaves_the_figures_of_the_step_before():
     assert assembly.engine.cadence.local_fraction == 4 / 6
 
 
-def test_what_is_hidden_is_said_where_a_thread_exchanges():
+def test_the_hidden_part_is_printed_if_a_thread_exchanges():
     assert "hidden" not in shown(io.StringIO(), plain_s=1.5)
     text = shown(io.StringIO(), plain_s=1.5, thread=True)
     assert len(re.findall(r"exchange\+idle 25%  hidden 75%$", text, re.MULTILINE)) == 2
 
 
-def test_rank_0_alone_speaks():
+def test_only_rank_0_prints():
     assert shown(io.StringIO(), rank=1, plain_s=0) == ""
 
 
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ([], ["4 simulated", "exact average in 2 rounds", "86 kB a node and step (1 vector)"]),
-        (["graph.name=ring"], ["2 neighbours a round, period 1, spectral gap 0.667"]),
+        ([], ["4 simulated", "exact average in 2 rounds", "86 kB per node and step (1 vector)"]),
+        (["graph.name=ring"], ["2 neighbours per round, period 1, spectral gap 0.667"]),
         (["algorithm.name=parallel", "graph.name=complete"], ["reduce-scatter and all-gather"]),
-        (["node.wire=bf16"], ["bf16 on the wire", "43 kB a node"]),
-        (["graph.name=random-matching"], ["1 neighbour a round, no period"]),
+        (["node.wire=bf16"], ["bf16 on the wire", "43 kB per node"]),
+        (["graph.name=random-matching"], ["1 neighbour per round, no period"]),
         (
             ["algorithm.name=cpsgd", "node.devices=cpu:2"],
-            ["2 slots each (cpu)", "129 kB a node and averaging step", "graph unused"],
+            ["2 slots each (cpu)", "129 kB per node and averaging step", "graph unused"],
         ),
         (["graph.name=star", "graph.weights=laplacian"], ["signed weights, spectral gap 0.4"]),
         (["algorithm.name=dsgd", "graph.name=star", "graph.weights=uniform"], ["mean drifts"]),
         (["graph.name=identity"], ["not connected: nodes never agree"]),
     ],
 )
-def test_the_first_screen_says_what_was_built(settings, says, tmp_path):
+def test_the_overview_describes_the_objects_that_were_built(settings, says, tmp_path):
     job = assemble.load(JOB, [*settings, f"run.output={tmp_path}"])
     with SingleProcess() as alone:
         assembly = assemble.assemble(job, alone, 4)
@@ -153,7 +155,7 @@ def test_the_first_screen_says_what_was_built(settings, says, tmp_path):
     assert len(screen) <= 12 and max(map(len, lines)) <= 80
 
 
-def test_the_memory_said_is_the_memory_held(tmp_path):
+def test_the_printed_memory_is_the_allocated_memory(tmp_path):
     job = assemble.load(JOB, ["algorithm.style=atc", "local.name=sgd", f"run.output={tmp_path}"])
     with SingleProcess() as alone:
         assembly = assemble.assemble(job, alone, 2)
@@ -161,16 +163,16 @@ def test_the_memory_said_is_the_memory_held(tmp_path):
         screen = dict(overview(progress_of(assembly, alone), assembly, alone))
         size = 4 * trainer.replicas.flat.size
         assembly.close()
-    # a replica whose memory is x itself, a gradient, an outbox, a result, a checkpoint's snapshot
+    # a replica that shares memory with x, a gradient, an outbox, a result, a snapshot
     said = float(re.match(r"([\d.]+) kB", screen["memory"])[1])
     np.testing.assert_allclose(said, 5 * size / 1000, rtol=0.01)
 
 
-def test_ranks_say_who_they_are_and_one_speaks(pooled, tmp_path):
+def test_the_overview_of_ranks_is_printed_once(pooled, tmp_path):
     words = ["run.steps=2", "node.same_host=put", "node.devices=cpu:2"]
     done = pooled(3, "train", JOB, *words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("3 ranks on 1 host") == 1
-    assert "node 0 takes from 1, 2: put into MPI windows" in done.stdout
+    assert "node 0 receives from 1, 2: put into MPI windows" in done.stdout
     assert done.stdout.count("\n  files ") == 1 and done.stdout.count("accuracy") == 2
     assert (tmp_path / "runs/digits/log.h5").is_file()

@@ -1,4 +1,4 @@
-"""Nodes of several ranks: the bits of one rank with as many slots, and of the simulator."""
+"""Nodes of several ranks equal one rank with as many slots, and the simulator, bitwise."""
 
 import time
 
@@ -31,14 +31,14 @@ def job(*settings, folder=None):
 
 
 def trained(world, n, settings, steps=4):
-    """Parameters of the nodes that live here after some steps, (rows, P), and what was seen."""
+    """Return parameters of the local nodes, (rows, P), and losses and distances by step."""
     assembly = assemble.assemble(job(*settings), world, n)
     seen = []
     for _ in range(steps):
         record = assembly.trainer.step()
         seen.append((record.loss.numpy(), record.consensus_distance))
     full = assembly.trainer.replicas.full
-    assert all(torch.equal(one, full[0]) for one in full)  # of the slots of a node
+    assert all(torch.equal(one, full[0]) for one in full)  # all slots of a node
     found = full[-1].clone().numpy()
     assembly.close()
     return found, seen
@@ -53,7 +53,7 @@ def in_shape(world, per, own, settings):
 
 
 CASES = [
-    # ranks, a node, slots of each, trainings
+    # ranks, ranks per node, slots of each, trainings
     (6, 3, 1, [["algorithm.name=dmsgd"], ["algorithm.name=dsgd node.wire=qsgd node.levels=7"]]),
     (4, 2, 2, [["algorithm.name=dmsgd graph.name=ring node.same_host=put"],
                ["algorithm.name=d2 algorithm.clip_norm=0.5 algorithm.decay_all=false "
@@ -72,7 +72,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("size", "per", "own", "settings"), [*CASES[:2], *(every(*c) for c in CASES[2:])]
 )
-def test_nodes_of_ranks_have_the_bits_of_one_rank_with_slots(ranks, size, per, own, settings):
+def test_nodes_of_several_ranks_equal_one_rank_with_slots(ranks, size, per, own, settings):
     found = ranks(size)(in_shape, per, own, settings, timeout=120)
     for at, one in enumerate(settings):
         with SingleProcess() as alone:
@@ -95,7 +95,7 @@ def test_a_simulated_job_counts_the_ranks_of_a_node():
 
 @with_world
 def whole_runs(world, folder, per, own, second, files):
-    """A run of 6 steps, and one that goes on from where the other shape stopped at 3."""
+    """Train a run of 6 steps, and one that resumes at step 3 of a run of the other shape."""
     settings = [
         "run.steps=6",
         "checkpoint.every_steps=3",
@@ -125,16 +125,18 @@ def whole_runs(world, folder, per, own, second, files):
         every(((8, 2), 1), ((4, 1), 2), [], 1),
         every(((4, 1), 2), ((8, 2), 1), ["checkpoint.one_file_gb=0"], 2),
         (((4, 2), 2), ((2, 1), 4), ["checkpoint.one_file_gb=0"], 4),
-        # slots can't put permuted parameters in order
+        # slots cannot put permuted parameters in order
         every(
             ((4, 2), 1), ((2, 1), 2), ["checkpoint.one_file_gb=0", "node.channels_last=always"], 1
         ),
     ],
 )
-def test_runs_go_on_in_the_other_shape_to_the_bit(ranks, tmp_path, first, second, files, each):
-    """The model has norm buffers, one set a slot; files, log and summary are those of one rank.
+def test_runs_resume_in_the_other_shape_bitwise_identically(
+    ranks, tmp_path, first, second, files, each
+):
+    """The model has norm buffers, one set per slot; files, log and summary equal those of one rank.
 
-    With one file a slot, too.
+    The same holds with one file per slot.
     """
     found = []
     for at, ((size, per), own) in enumerate((first, second)):
@@ -169,7 +171,7 @@ def test_runs_go_on_in_the_other_shape_to_the_bit(ranks, tmp_path, first, second
 
 @with_world(per=2)
 def evaluated(world):
-    """An evaluation of more than twice the time that ranks of a node wait for each other."""
+    """Run an evaluation that takes more than twice the time limit of ranks of a node."""
     from mpigossip.data import loader
     from mpigossip.training.evaluate import evaluate
 
@@ -202,7 +204,7 @@ def evaluated(world):
 
 
 def test_the_ranks_of_a_node_wait_for_a_long_evaluation(ranks):
-    """Slot 0 tests; the limit counts from its last batch."""
+    """Slot 0 evaluates; the time limit counts from its last batch."""
     found = ranks(4)(evaluated)
     assert len({accuracy for accuracy, _, _ in found}) == 1
     assert all(spent > 2 * 2 * 1.0 for _, spent, _ in found), found
@@ -227,7 +229,7 @@ REFUSED = [
 ]
 
 
-def test_shapes_that_cant_be_are_refused_in_a_paragraph(ranks, tmp_path):
+def test_impossible_shapes_are_rejected_with_a_message(ranks, tmp_path):
     said = ranks(6)(refusals, tmp_path, [settings for settings, _ in REFUSED])
     for rank in said:
         assert len(rank) == len(REFUSED)

@@ -1,4 +1,4 @@
-"""Nodes of several ranks that lose one or fail: all end, files are whole. A loop stops likewise."""
+"""Nodes of several ranks in which a rank fails: all ranks end, and files are complete."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ SEVERAL = ["node.ranks_per_node=2", "node.devices=cpu:1"]
 
 
 class Raiser(Hook):
-    """Fails on the world's last rank, the second of its node; or stands still there."""
+    """Hook that fails or stops on the world's last rank, the second of its node."""
 
     def __init__(self, world):
         self.world = world
@@ -43,7 +43,7 @@ def train(folder, *settings):
 
 
 def expected(folder, steps, *more):
-    """The digest of two simulated nodes of two slots."""
+    """Return the digest of two simulated nodes with two slots."""
     job = assemble.load(
         "jobs/digits.toml",
         [*BASE, f"run.output={folder}", f"run.steps={steps}", "node.devices=cpu:2", *more],
@@ -58,7 +58,7 @@ def digest_of(done):
 
 
 @pytest.mark.parametrize("how", some(["killed", "raises", "stands still"], ["killed"]))
-def test_a_node_that_loses_a_rank_ends_the_job_and_can_be_gone_on_with(
+def test_a_rank_failure_in_a_node_ends_the_job_which_can_be_resumed(
     mpirun, mpistart, pooled, tmp_path, how
 ):
     run = tmp_path / "run"
@@ -66,28 +66,30 @@ def test_a_node_that_loses_a_rank_ends_the_job_and_can_be_gone_on_with(
     env = {"VICTIMS": "3@14"}
     limit = ["node.timeout_s=4"] if how == "stands still" else []
     words = train(run, "run.steps=20", *SEVERAL, f'log.hooks=["{where}"]', *limit)
-    if how == "stands still":  # a stopped fork doesn't hear what its launcher sends to the stub
+    if (
+        how == "stands still"
+    ):  # a stopped fork does not receive the signals that its launcher sends to the stub
         done = mpistart(4, words).finish(150)
     else:
         done = mpirun(4, words, env=env, timeout=150)
-    assert done.returncode not in (0, STOPPED)  # and the fixture finds no process left
+    assert done.returncode not in (0, STOPPED)  # and the fixture checks that no process remains
     if how == "raises":
         assert "rank 3 of 4" in done.stderr
         assert "a hook that fails" in done.stderr
     if how == "stands still":
         assert "nothing is heard of rank 3" in done.stderr
     newest = checkpoint.latest(run)
-    assert newest is not None  # of a step that all had done some steps before
+    assert newest is not None  # the checkpoint is a step that all ranks had done some steps earlier
     assert checkpoint.verify(newest) == []
-    # by one rank a node, with a slot for each of the ranks
+    # with one rank per node, and a slot for each of the ranks
     shape = ["node.ranks_per_node=1", "node.devices=cpu:2", "log.hooks=[]", "node.timeout_s=20"]
     done = pooled(2, "resume", run, *shape)
     assert digest_of(done) == expected(tmp_path / "simulated", 20)
 
 
 @pytest.mark.every
-def test_an_asynchronous_run_meets_by_nodes(pooled, tmp_path):
-    """Evaluations and checkpoints wait for all nodes, whose ranks average meanwhile together."""
+def test_asynchronous_nodes_wait_for_each_other_as_nodes(pooled, tmp_path):
+    """Evaluations and checkpoints wait for all nodes, whose ranks continue to exchange together."""
     settings = ["node.mixer=asynchronous", "algorithm.name=dsgd", "run.steps=24"]
     _, *words = train(tmp_path / "run", *SEVERAL, *settings)
     done = pooled(4, *words)

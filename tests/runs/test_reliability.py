@@ -1,4 +1,4 @@
-"""Full disks, damaged files, and names that would be commands: what a user's bad day brings."""
+"""Full disks, removed files, and names that could be executed."""
 
 import ast
 import os
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 
 PACKAGE = Path(mpigossip.__file__).parent
 TINY = ["model.name=mlp", "data.batch=8", "data.workers=0"]
-LARGE = ["model.hidden=[4096]", "checkpoint.keep=1"]  # 2.4 MB a node
+LARGE = ["model.hidden=[4096]", "checkpoint.keep=1"]  # 2.4 MB per node
 
 
 def train(folder, *settings, nodes=2):
@@ -43,7 +43,7 @@ def resume(folder, *settings):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 16 MiB: room for the log and three checkpoints of `LARGE`."""
+    """Mount a file system of 16 MiB, with space for the log and three checkpoints of `LARGE`."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(
@@ -56,21 +56,23 @@ def small_disk(tmp_path):
 
 
 def fill(disk, leave):
-    """Take all room but so many bytes."""
+    """Fill the disk up to the given number of bytes."""
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     (disk / "ballast").write_bytes(bytes(max(free - leave, 0)))
 
 
 @pytest.mark.parametrize("leave, where", [(3_000_000, "the checkpoint"), (0, "log.h5")])
-def test_a_full_disk_stops_a_run_that_can_go_on_later(small_disk, leave, where):
-    """Room for the log and for no other checkpoint, then for neither."""
+def test_a_full_disk_stops_a_run_that_can_be_resumed(small_disk, leave, where):
+    """First, there is space for the log but not for a checkpoint; then, for neither."""
     run = small_disk / "run"
     train(run, "run.steps=4", *LARGE)
     before = checkpoint.digest(checkpoint.latest(run))
     fill(small_disk, leave)
     with pytest.raises(ValueError, match="No space left on device") as error:
         resume(run, "run.steps=8")
-    assert where in str(error.value) and re.search("make room|free space", str(error.value))
+    assert where in str(error.value) and re.search(
+        "make room|free space|free disk space", str(error.value)
+    )
     newest = checkpoint.latest(run)
     assert newest == checkpoint.folder(run, 4) and not checkpoint.verify(newest)
     assert checkpoint.digest(newest) == before
@@ -80,20 +82,20 @@ def test_a_full_disk_stops_a_run_that_can_go_on_later(small_disk, leave, where):
     assert len(read(run / "log.h5").steps["loss"]) == 8
 
 
-def test_a_run_goes_on_without_checkpoints_where_it_is_to(small_disk, capsys):
+def test_a_run_continues_without_checkpoints_if_the_job_says_so(small_disk, capsys):
     run = small_disk / "run"
     settings = ["checkpoint.on_error=continue", "checkpoint.every_steps=4", "run.steps=12"]
     fill(small_disk, 4_500_000)
-    # a checkpoint that fails can take the room of the log for a moment
+    # a checkpoint that fails can use the space of the log for a moment
     summary = train(run, *settings, *LARGE, "log.on_error=continue", "log.flush_steps=1")
     assert summary["finished"] and "digest" not in summary
     told = capsys.readouterr().err
-    assert told.count("No space left on device") >= 3 and "training goes on" in told
+    assert told.count("No space left on device") >= 3 and "training continues" in told
     assert len(read(run / "log.h5").steps["loss"]) == 12
 
 
-def test_a_log_without_room_is_caught_up_with(small_disk, capsys):
-    """Full from the first step to the last but one, where a user makes room."""
+def test_rows_of_a_log_on_a_full_disk_are_written_later(small_disk, capsys):
+    """The disk is full from the first step to the last but one, when a user frees space."""
     run = small_disk / "run"
     filled = []
 
@@ -108,11 +110,11 @@ def test_a_log_without_room_is_caught_up_with(small_disk, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "named_hooks", lambda *_: [Filler()])
         train(run, "run.steps=12", "log.flush_steps=2", "log.on_error=continue")
-    assert filled and capsys.readouterr().err.count("what was to be logged is kept") >= 4
+    assert filled and capsys.readouterr().err.count("rows of the log are kept") >= 4
     assert read(run / "log.h5").steps["step"].tolist() == list(range(12))
 
 
-def test_a_searched_graph_without_room_is_a_mistake_in_words(small_disk):
+def test_a_searched_graph_on_a_full_disk_is_a_user_error(small_disk):
     name = "six.json"
     found = search(6, degree=2, evaluations=20)
     save(found, small_disk / name)
@@ -120,17 +122,17 @@ def test_a_searched_graph_without_room_is_a_mistake_in_words(small_disk):
     with pytest.raises(GraphError, match=f"{name} can't be written: No space left on device"):
         save(found, small_disk / name)
     kept = graph(f"file:{small_disk / name}")
-    assert kept == found.graph()  # the one before, and nothing beside it
+    assert kept == found.graph()  # the previous file, and no temporary one
     assert {path.name for path in small_disk.iterdir()} == {name, "ballast"}
 
 
-def test_a_lock_that_has_no_room_is_a_mistake_in_words(small_disk):
+def test_a_lock_on_a_full_disk_is_a_user_error(small_disk):
     fill(small_disk, 0)
     with pytest.raises(ValueError, match="No space left on device; make room there, or name"):
         train(small_disk / "run", "run.steps=1")
 
 
-# -- files that are taken from under a run --------------------------------------------------------
+# -- files that are removed during a run ---------------------------------------------------------
 
 
 def empty(path):
@@ -144,16 +146,16 @@ def shred(path):
 @pytest.mark.parametrize(
     "name, take, says",
     [
-        ("log.h5", empty, "log.h5 was deleted or overwritten while.*: a new one begins at step 20"),
+        ("log.h5", empty, "log.h5 was deleted or overwritten while.*: a new log begins at step 20"),
         every(
             "log.h5",
             shred,
-            "log.h5 was deleted or overwritten while.*: a new one begins at step 20",
+            "log.h5 was deleted or overwritten while.*: a new log begins at step 20",
         ),
         ("log.h5", Path.unlink, "log.h5 was deleted or overwritten while.*begins at step 20"),
     ],
 )
-def test_what_is_taken_from_under_a_run_is_said_at_once_and_at_the_end(
+def test_files_removed_during_a_run_are_reported_at_once_and_at_the_end(
     tmp_path, monkeypatch, capsys, name, take, says
 ):
     told = []
@@ -162,7 +164,7 @@ def test_what_is_taken_from_under_a_run_is_said_at_once_and_at_the_end(
         taken = False
 
         def step(self, progress, record):
-            time.sleep(0.03)  # what is written beside takes its time
+            time.sleep(0.03)  # writing in the background takes time
             if not self.taken and record.index > 20:
                 self.taken = True
                 take(tmp_path / name)
@@ -179,11 +181,11 @@ def test_what_is_taken_from_under_a_run_is_said_at_once_and_at_the_end(
     assert log.summary["digest"] == summary["digest"]
 
 
-# -- names that would be commands -----------------------------------------------------------------
+# -- names that could be executed -----------------------------------------------------------------
 
 
 def calls(tree):
-    """Every name that is called or imported, with its line."""
+    """Yield all names that are called or imported, with their lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
@@ -191,8 +193,8 @@ def calls(tree):
             yield from ((f"import {alias.name}", node) for alias in node.names)
 
 
-def test_nothing_evaluates_or_unpickles_what_it_reads():
-    """torch pickles what it sends to loading processes of its own; nothing here does."""
+def test_no_code_evaluates_or_unpickles_its_input():
+    """torch pickles data for its own loading processes; no code of this package does."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for name, node in calls(ast.parse(path.read_text())):
@@ -203,7 +205,7 @@ def test_nothing_evaluates_or_unpickles_what_it_reads():
     assert {name for name, _ in found} == set(), found
 
 
-def test_files_get_the_rights_that_the_user_wants(tmp_path):
+def test_files_get_the_permissions_of_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         train(tmp_path / "run", "run.steps=2")

@@ -1,4 +1,4 @@
-"""Whole runs: simulated equals ranks, a resumed run equals one that never stopped, and more."""
+"""Complete runs: simulated equals ranks, a resumed run equals one that never stopped, and more."""
 
 import contextlib
 import io
@@ -60,7 +60,7 @@ def job(*settings, folder=None):
 
 
 def trained(world, n, settings, steps):
-    """Parameters of the nodes that live here after some steps, (rows, P), and the losses."""
+    """Return parameters of the local nodes after some steps, (rows, P), and the losses."""
     assembly = assemble.assemble(job(*settings), world, n)
     losses = [assembly.trainer.step().loss.numpy() for _ in range(steps)]
     full = assembly.trainer.replicas.full[-1].clone().numpy()
@@ -69,7 +69,7 @@ def trained(world, n, settings, steps):
 
 
 def cases(n):
-    """Algorithms with a graph for n = 3, graphs with an algorithm for n = 4, both for others."""
+    """Return algorithms with a graph for n = 3, graphs with an algorithm for n = 4, and others."""
     if n != 4:
         yield from [[algorithm] for algorithm in [*ALGORITHMS, "algorithm.name=parallel"]]
         yield from [["algorithm.name=dsgd", order] for order in ORDERS]
@@ -128,7 +128,7 @@ def test_parallel_sgd_is_a_plain_loop_on_the_joined_batch(local, slots):
         "algorithm.weight_decay=1e-3",
         f"node.devices=cpu:{slots}",
         "model.name=mlp",
-        "model.hidden=[]",  # without kinks: at one, rounding decides a derivative
+        "model.hidden=[]",  # no kinks: at a kink, rounding decides the derivative
     )
     assembly = assemble.assemble(made, SingleProcess(), n)
     module = assemble.make_model(made, assembly.source)
@@ -152,7 +152,7 @@ def test_parallel_sgd_is_a_plain_loop_on_the_joined_batch(local, slots):
     for name, value in zip(flat.names, ours, strict=True):
         assert torch.allclose(value, theirs[name], atol=2e-5, rtol=1e-4), name
     full = assembly.trainer.replicas.full[0]
-    assert (full == full[0]).all(), "all nodes hold the same bits"
+    assert (full == full[0]).all(), "nodes are not bitwise identical"
     assembly.close()
 
 
@@ -197,29 +197,31 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, settings, stops):
                 assert np.array_equal(one[name], other[name], equal_nan=True), (stop, name)
 
 
-def test_a_run_stops_at_the_file_stop_and_goes_on(tmp_path):
+def test_a_run_stops_at_the_file_stop_and_resumes(tmp_path):
     made = job("run.epochs=2", "model.name=mlp", "data.batch=16", folder=tmp_path / "run")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
     summary = launch.train(made, SingleProcess(), 2)
     assert not summary["finished"] and summary["steps"] < 20
     assert not (tmp_path / "run" / "STOP").exists()
-    fewer = [f"run.steps={summary['steps'] - 1}"]  # ends it here
+    fewer = [f"run.steps={summary['steps'] - 1}"]  # ends the run here
     ended = launch.resume(tmp_path / "run", fewer, SingleProcess(), None)
     assert ended["finished"] and ended["steps"] == summary["steps"] and "accuracy" in ended
     assert launch.train(made, SingleProcess(), 2)["finished"]
 
 
-def test_a_stop_that_came_too_late_is_not_for_the_next_run(tmp_path):
+def test_a_late_stop_does_not_apply_to_the_next_run(tmp_path):
     (tmp_path / "STOP").touch()
-    made = job("run.steps=3", "model.name=mlp", folder=tmp_path)  # fewer than an agreement takes
+    made = job(
+        "run.steps=3", "model.name=mlp", folder=tmp_path
+    )  # fewer steps than an agreement takes
     assert launch.train(made, SingleProcess(), 2)["finished"]
     assert not (tmp_path / "STOP").exists()
 
 
 @pytest.mark.parametrize("local, lr", [every("momentum", 0.1), ("adamw", 0.01)])
-def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
-    """8 -> 3 -> 5 nodes, then 2 slots: from the exact average, the epoch going on where it was."""
+def test_a_run_resumes_with_other_nodes_and_slots(tmp_path, local, lr):
+    """8 -> 3 -> 5 nodes, then 2 slots: each starts from the exact average in the same epoch."""
     settings = [
         "algorithm.name=dsgd",
         f"local.name={local}",
@@ -236,7 +238,7 @@ def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
     assert "exact average of 8 nodes" in told.getvalue() and "averaged: " in told.getvalue()
     sent = with_nan(read(folder / "log.h5").steps["bytes_sent"])
     assert np.isnan(sent[-1, 3:]).all() and np.nanmean(sent[-1]) > np.nanmean(sent[-2])
-    with pytest.raises(JobError, match="a run goes on in its own folder"):
+    with pytest.raises(JobError, match="run.output: a run continues"):
         launch.resume(folder, [f"run.output={tmp_path / 'other'}"], SingleProcess(), 3)
     for n, extra, until in ((5, [], 110), (5, ["node.devices=cpu:2"], "none")):
         summary = launch.resume(folder, [f"run.steps={until}", *extra], SingleProcess(), n)
@@ -278,16 +280,16 @@ def test_a_resume_with_another_partition_is_rejected(tmp_path, monkeypatch):
     assert launch.resume(kept[2], ["run.steps=4"], SingleProcess(), None)["steps"] == 4
 
 
-def test_another_batch_goes_on_at_the_same_part_of_the_epoch(tmp_path):
+def test_another_batch_resumes_at_the_same_fraction_of_the_epoch(tmp_path):
     settings = ["model.name=mlp", "data.batch=8", "run.epochs=3"]
     launch.train(job(*settings, "run.steps=45", folder=tmp_path), SingleProcess(), 2)
     change = ["data.batch=16", "run.steps=none"]
     summary = launch.resume(tmp_path, change, SingleProcess(), None)
-    # 1437 samples: 89 steps an epoch before, 44 now; 45 steps are half an epoch
+    # 1437 samples: 89 steps per epoch before, 44 now; 45 steps are half an epoch
     assert summary["epochs"] == 3 and summary["steps"] == 45 + 3 * 44 - round(44 * 45 / 89)
 
 
-def test_the_summary_is_of_both_lives_and_shown_as_it_was_printed(tmp_path):
+def test_the_summary_covers_both_attempts_and_is_shown_as_printed(tmp_path):
     settings = ["model.name=mlp", "data.batch=8"]
     first = launch.train(job(*settings, "run.steps=30", folder=tmp_path), SingleProcess(), 2)
     with contextlib.redirect_stdout(io.StringIO()) as told:
@@ -314,12 +316,12 @@ def test_a_run_killed_before_its_summary_gets_one(tmp_path, monkeypatch):
     assert read(tmp_path / "log.h5").summary["digest"] == first["digest"]
 
 
-def test_a_method_with_other_state_begins_anew_and_says_so(tmp_path):
+def test_a_method_with_another_state_is_reset_and_this_is_reported(tmp_path):
     launch.train(job("run.steps=3", folder=tmp_path), SingleProcess(), 2)
     with contextlib.redirect_stdout(io.StringIO()) as told:
         change = ["algorithm.name=dsgd", "local.name=adamw", "run.steps=5"]
         launch.resume(tmp_path, change, SingleProcess(), None)
-    assert "dropped: momentum, begun anew: first, second" in told.getvalue()
+    assert "dropped: momentum, reset: first, second" in told.getvalue()
     with pytest.raises(ValueError, match="holds another model"):
         launch.resume(tmp_path, ["model.name=mlp", "run.steps=6"], SingleProcess(), None)
 
@@ -335,7 +337,7 @@ def test_another_job_is_kept_out_of_a_run_directory(tmp_path):
         launch.train(job("run.steps=2", folder=tmp_path), SingleProcess(), 1)
 
 
-def test_train_goes_on_with_what_resume_has_resumed(tmp_path):
+def test_train_continues_a_run_that_was_resumed(tmp_path):
     words = ["model.name=mlp", "run.name=named"]
     for call, steps in ((launch.train, 2), (launch.resume, 3), (launch.train, 3)):
         made = job(*words, f"run.steps={steps}", folder=tmp_path / "{name}")
@@ -346,10 +348,10 @@ def test_train_goes_on_with_what_resume_has_resumed(tmp_path):
 def test_the_number_of_nodes_is_part_of_the_job(tmp_path):
     made = job("run.steps=2", "model.name=mlp", folder=tmp_path)
     launch.train(made, SingleProcess(), 2)
-    with pytest.raises(ValueError, match=r"run of 2 nodes, here are 3;.*resume.*--nodes 3"):
+    with pytest.raises(ValueError, match=r"run of 2 nodes, not of 3;.*resume.*--nodes 3"):
         launch.train(made, SingleProcess(), 3)
     assert launch.resume(tmp_path, ["run.steps=4"], SingleProcess(), 3)["nodes"] == 3
-    with pytest.raises(ValueError, match="run of 3 nodes, here are 2"):
+    with pytest.raises(ValueError, match="run of 3 nodes, not of 2"):
         launch.train(job("run.steps=4", "model.name=mlp", folder=tmp_path), SingleProcess(), 2)
 
 
@@ -364,13 +366,16 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
     (paths[1] / "node-0001.h5").unlink()
     assert main(["checkpoint", "verify", str(folder)]) == 2
     told = capsys.readouterr().err
-    assert f"{paths[2]}/checkpoint.h5 is damaged" in told and f"itself, is {paths[0]}" in told
+    assert (
+        f"{paths[2]}/checkpoint.h5 is damaged" in told
+        and f"complete checkpoint is {paths[0]}" in told
+    )
     before = (paths[2] / "checkpoint.h5").read_bytes()
     assert launch.train(made, SingleProcess(), 2)["digest"] == digest
     told = capsys.readouterr().out
     for name, path in (("checkpoint.h5", paths[2]), ("node-0001.h5", paths[1])):
-        assert f"{path / name} " in told and f"keeps this one as {path.name}.damaged" in told
-    assert f"The run goes on from {paths[0]}" in told
+        assert f"{path / name} " in told and f"keeps the damaged one as {path.name}.damaged" in told
+    assert f"The run continues from {paths[0]}" in told
     assert (paths[2].with_suffix(".damaged") / "checkpoint.h5").read_bytes() == before
     for path in paths:
         flipped(path / "checkpoint.h5")
@@ -388,12 +393,12 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
             assert f"{path}/checkpoint.h5 is damaged" in str(refused.value)
         assert f"`{command}`" in str(refused.value)
         assert sorted(place.rglob("*")) == there
-    for path in paths:  # set aside, they are still checkpoints that a run would begin beside
+    for path in paths:  # renamed checkpoints also prevent a start from step 0
         path.rename(path.with_suffix(".damaged.damaged"))
     with pytest.raises(JobError, match="none of them is complete"):
         launch.train(made, SingleProcess(), 2)
     subprocess.run(command.split(), check=True)
-    (place / "step-00000002.writing").mkdir(parents=True)  # a first save that was cut off
+    (place / "step-00000002.writing").mkdir(parents=True)  # a first checkpoint that was interrupted
     assert launch.train(made, SingleProcess(), 2)["digest"] == digest
 
 
@@ -404,15 +409,15 @@ def custom_loop(folder):
 
 
 class Lost(Hook):
-    """Makes 3 nodes what is left of 4."""
+    """Hook that makes 3 nodes look like the survivors of 4."""
 
     def start(self, progress, assembly):
         progress.asked = 4
         progress.lost_at = 2
-        progress.lost = ["rank 1 on a was lost after step 2 (0.10 s lost)"]
+        progress.lost = ["rank 1 on a failed after step 2 (0.10 s lost)"]
 
 
-def test_after_a_loss_the_next_life_has_all_nodes_again_and_says_what_it_cost(
+def test_after_a_rank_failure_the_next_attempt_has_all_nodes_and_reports_the_cost(
     tmp_path, monkeypatch
 ):
     made = job("model.name=mlp", "data.batch=8", folder=tmp_path / "run")
@@ -421,19 +426,19 @@ def test_after_a_loss_the_next_life_has_all_nodes_again_and_says_what_it_cost(
     with monkeypatch.context() as patch:
         patch.setattr(run, "named_hooks", lambda *_: [Lost()])
         assert not launch.train(made, SingleProcess(), 3)["finished"]
-    with pytest.raises(ValueError, match="run of 4 nodes, here are 3"):
+    with pytest.raises(ValueError, match="run of 4 nodes, not of 3"):
         launch.train(made, SingleProcess(), 3)
     with contextlib.redirect_stdout(io.StringIO()) as told:
         summary = launch.train(made, SingleProcess(), 4)
     assert (
-        "was lost after step 2 (0.10 s lost); 6 steps since then on 3 of 4 nodes, now 4; from "
+        "failed after step 2 (0.10 s lost); 6 steps since then on 3 of 4 nodes, now 4; from "
         "the exact average of 3 nodes" in told.getvalue()
     )
     assert summary["finished"] and "rank 1 on a" in summary["lost"]
     assert read(tmp_path / "run" / "log.h5").steps["loss"].shape[1] == 4
 
 
-def test_a_loss_that_is_no_number_names_step_and_node(tmp_path):
+def test_a_loss_that_is_not_finite_names_step_and_node(tmp_path):
     made = job("schedule.lr=1e15", "algorithm.name=dsgd", folder=tmp_path)
     with pytest.raises(NonFiniteError, match=r"loss of node \d is .* at step \d+"):
         launch.train(made, SingleProcess(), 2)
@@ -442,15 +447,15 @@ def test_a_loss_that_is_no_number_names_step_and_node(tmp_path):
 BAD = {
     "algorithm.name=dmsgd node.devices=cpu:2": "step 3: .* node 1 was about to send",
     "algorithm.name=parallel": "step 3: .* node 1 was about to send",
-    # nothing is sent after the last gradient: the checkpoint is where it shows
+    # no message follows the last gradient, so the checkpoint reveals it
     "algorithm.name=dsgd algorithm.style=awc": "checkpoint of step 4 .* node 1 has 1 NaN",
     "algorithm.name=cpsgd cadence.period=8 local.name=adamw": "checkpoint of step 4 .* node 1",
 }
 
 
 def poisoned(patch):
-    """Make the gradient of node 1 bad at step 3, its loss being a number."""
-    check = Trainer._check  # of the losses, when gradients are there
+    """Make the gradient of node 1 not finite at step 3, but not its loss."""
+    check = Trainer._check  # called for the losses, after the gradients are computed
 
     def bad(self, figures, rested):
         if self.engine.index == 3 and 1 in self.mixer.local_nodes:
@@ -493,13 +498,13 @@ def bad_on_a_rank(world, folder):
     return str(found.value)
 
 
-def test_all_ranks_stop_where_one_has_nothing_finite_to_save(ranks, tmp_path):
+def test_all_ranks_stop_if_one_cannot_save_finite_values(ranks, tmp_path):
     first, *others = ranks(3)(bad_on_a_rank, str(tmp_path))
     assert others == [first, first] and checkpoint.steps(tmp_path) == [2, 3]
     assert "checkpoint of step 4 could not be written: node 1 has" in first
 
 
-def test_evaluation_is_of_the_average_and_training_goes_on_unchanged():
+def test_evaluation_uses_the_average_and_does_not_change_training():
     from mpigossip.training.evaluate import evaluate
 
     def steps(evaluating):
@@ -514,7 +519,7 @@ def test_evaluation_is_of_the_average_and_training_goes_on_unchanged():
     assert (steps(False) == steps(True)).all()
 
 
-def test_local_steps_send_nothing_and_global_ones_agree():
+def test_local_steps_send_nothing_and_global_steps_agree():
     for name, kind in (("never", ExchangeKind.LOCAL), ("global", ExchangeKind.GLOBAL)):
         assembly = assemble.assemble(job(f"cadence.name={name}"), SingleProcess(), 3)
         record = assembly.trainer.step()
@@ -536,7 +541,7 @@ def test_local_steps_send_nothing_and_global_ones_agree():
         ("algorithm.name=parallel cadence.name=never", 2, r"every step"),
     ],
 )
-def test_what_does_not_fit_is_refused(settings, n, message):
+def test_incompatible_settings_are_rejected(settings, n, message):
     if "cuda" in settings and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     with pytest.raises(ValueError, match=message):
@@ -545,7 +550,7 @@ def test_what_does_not_fit_is_refused(settings, n, message):
 
 @with_world
 def memory_growth(world, same_host, graph):
-    """Growth of the rank's PSS in a run of steps after start-up, in bytes, and what is allowed."""
+    """Return the growth of a rank's PSS over the steps after start-up, in bytes, and the limit."""
     from mpigossip.algorithms import build
 
     count = 25_000_000
@@ -584,7 +589,7 @@ def pss():
 @pytest.mark.parametrize(
     ("graph", "same_host"), [("one-peer-exponential", "put"), every("exponential", "read")]
 )
-def test_memory_grows_by_what_is_stated(ranks, same_host, graph):
+def test_memory_grows_by_the_stated_amount(ranks, same_host, graph):
     n = 2 if graph.startswith("one") else 4
     if not Path("/proc/self/smaps_rollup").exists():
         pytest.skip("needs Linux's /proc/self/smaps_rollup")

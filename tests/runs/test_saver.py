@@ -1,4 +1,4 @@
-"""Checkpoints in the background: they don't hold up training, and a failing disk is handled."""
+"""Checkpoints in the background: they do not delay training; errors of the disk are handled."""
 
 import errno
 import shutil
@@ -20,8 +20,8 @@ def job(folder, *settings):
     return assemble.load({"model": {"name": "mlp"}}, [*base, *settings])
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    """The writer is held until later steps have run; what it writes is the step that it saw."""
+def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """The writer is blocked until later steps have run; it writes the step of its snapshot."""
     later = threading.Event()
     seen = []
     write = checkpoint.write_node
@@ -49,7 +49,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     assert checkpoint.digest(early) == checkpoint.digest(late)
 
 
-def test_snapshots_use_one_memory_over_and_over(tmp_path, monkeypatch):
+def test_snapshots_reuse_memory(tmp_path, monkeypatch):
     places = set()
     write = checkpoint.write_node
 
@@ -90,27 +90,27 @@ def test_a_full_disk_stops_the_run_and_earlier_checkpoints_stay(tmp_path, monkey
     assert launch.train(job(tmp_path), SingleProcess(), 2)["finished"]
 
 
-def test_a_full_disk_is_said_and_survived_where_the_job_wants_so(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_reported_and_survived_if_the_job_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "write_node", failing(12))
     summary = launch.train(job(tmp_path, "checkpoint.on_error=continue"), SingleProcess(), 2)
     assert summary["finished"] and "digest" not in summary
-    assert capsys.readouterr().err.count("training goes on") == 3
+    assert capsys.readouterr().err.count("training continues") == 3
     assert checkpoint.steps(tmp_path) == [6]
     assert len(read(tmp_path / "log.h5").steps["loss"]) == 24
 
 
-def test_a_file_system_that_fails_for_a_moment_costs_a_checkpoint(tmp_path, monkeypatch, capsys):
+def test_a_short_failure_of_the_file_system_costs_one_checkpoint(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Path, "is_dir", stale)
     assert launch.train(job(tmp_path, "checkpoint.on_error=continue"), SingleProcess(), 2)[
         "finished"
     ]
-    assert "Stale file handle; training goes on" in capsys.readouterr().err
+    assert "Stale file handle; training continues" in capsys.readouterr().err
     with pytest.raises(ValueError, match="Stale file handle.*on_error"):
         launch.train(job(tmp_path / "stops"), SingleProcess(), 2)
 
 
 @pytest.mark.parametrize("at", ["write_node", "commit"])
-def test_checkpoints_that_are_deleted_while_one_is_written_end_no_run(
+def test_deleting_checkpoints_during_a_write_does_not_end_the_run(
     tmp_path, monkeypatch, capsys, at
 ):
     write = getattr(checkpoint, at)
@@ -124,7 +124,7 @@ def test_checkpoints_that_are_deleted_while_one_is_written_end_no_run(
     monkeypatch.setattr(checkpoint, at, take)
     assert launch.train(job(tmp_path), SingleProcess(), 2)["finished"]
     told = capsys.readouterr().err
-    assert "the checkpoint of step 12 could not be written" in told and "training goes on" in told
+    assert "the checkpoint of step 12 could not be written" in told and "training continues" in told
     assert checkpoint.steps(tmp_path) == [18, 24]
 
 
@@ -137,7 +137,7 @@ def under_mpi(world, folder):
         return str(raised.value)
 
 
-def test_all_ranks_stop_where_one_disk_is_full(ranks, tmp_path):
+def test_all_ranks_stop_if_one_disk_is_full(ranks, tmp_path):
     first, *others = ranks(3)(under_mpi, str(tmp_path))
     assert "No space left" in first and all(other == first for other in others)
     assert checkpoint.steps(tmp_path) == [6]

@@ -1,4 +1,4 @@
-"""Survival of lost ranks: plain messages, shrinking, the log and checkpoints of the survivors."""
+"""Survival of rank failures: plain messages, shrinking, log and checkpoints of the survivors."""
 
 import os
 import re
@@ -32,7 +32,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 @with_world
 def differing(world, staged, wire):
-    """How much plain messages differ from the simulator, by graph."""
+    """Return the difference between plain messages and the simulator, by graph."""
     from mpigossip.mixing.compressors import wire as made_wire
     from mpigossip.mixing.synchronous import FaultTolerant
 
@@ -82,7 +82,7 @@ def test_a_late_neighbour_is_named_with_its_last_round(ranks):
     assert "last heard of in round 1" in text
 
 
-def test_what_counts_as_fault_tolerant():
+def test_which_worlds_are_fault_tolerant():
     on = {"OMPI_MCA_mpi_ft_enable": "1"}
     assert world_ranks.fault_tolerant("Open MPI v5.0.11", on)
     assert not world_ranks.fault_tolerant("Open MPI v5.0.11", {})
@@ -99,11 +99,11 @@ def asks_in_vain(world):
     return world.survives
 
 
-def test_a_job_that_can_not_survive_is_told_so(ranks):
+def test_a_job_that_cannot_survive_gets_a_note(ranks):
     assert ranks(2)(asks_in_vain) == [False, False]
 
 
-def test_a_graph_that_one_node_fewer_can_not_have_is_refused():
+def test_a_graph_that_is_impossible_with_one_node_fewer_is_rejected():
     settings = ["run.survive=true", "graph.name=one-peer-hypercube"]
     with pytest.raises(ValueError, match=r"run.survive, with one node fewer: .*power of two"):
         assemble.assemble(assemble.load({}, settings), SingleProcess(), 4)
@@ -119,12 +119,12 @@ def test_checkpoints_of_round_steps_are_kept_for_good(tmp_path):
 
 
 def stub(n):
-    """What the recorder reads of an assembly, with n nodes in this process."""
+    """Return the parts of an assembly that the recorder reads, with n nodes in this process."""
     return SimpleNamespace(engine=SimpleNamespace(mixer=SimpleNamespace(local_nodes=range(n))))
 
 
-def test_the_log_is_completed_with_what_survivors_still_have(tmp_path):
-    """Rank 1 of 3 is lost at step 5, the file holds 3 steps; rank 0 of the survivors was rank 0."""
+def test_the_log_is_completed_with_rows_of_survivors(tmp_path):
+    """Rank 1 of 3 fails at step 5, when the file has 3 steps; rank 0 survives as rank 0."""
 
     def row(step, value):
         return {name: np.array([value]) for name in recorder.COLUMNS} | {"step": step}
@@ -146,7 +146,7 @@ def test_the_log_is_completed_with_what_survivors_still_have(tmp_path):
     parts = stub(3)
     log.start(progress(3, 0), parts)
     log._writer.append({name: np.zeros((3, 3)) for name in recorder.COLUMNS})
-    world.original_ranks = (0, 2)  # now of two survivors, whose rows are:
+    world.original_ranks = (0, 2)  # now the log is of two survivors, whose rows are:
     others = [((0, 1, 2), [row(step, 1.0 + k) for step in range(5)]) for k in range(2)]
     world.gather = lambda mine: others
     log.start(progress(2, 5), parts)
@@ -158,7 +158,7 @@ def test_the_log_is_completed_with_what_survivors_still_have(tmp_path):
 
 @pytest.fixture
 def tolerant(mpirun, tmp_path, monkeypatch):
-    """`mpigossip train` on n ranks that outlive others, of which `victims` die: finished."""
+    """Run `mpigossip train` on n ranks, of which ``victims`` are killed, until it has finished."""
     if not launch.is_open_mpi():
         pytest.skip("only Open MPI's launcher has --with-ft ulfm")
     monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
@@ -174,57 +174,57 @@ def tolerant(mpirun, tmp_path, monkeypatch):
 
 
 @pytest.mark.every
-def test_the_log_is_whole_after_losses(tolerant, tmp_path):
-    """Rank 0 dies before the log's first flush, another one too, then the writer in a flush."""
+def test_the_log_is_complete_after_rank_failures(tolerant, tmp_path):
+    """Rank 0 and another rank die before the first flush of the log, then the writer in a flush."""
     done = tolerant(4, "0@2 2@4 1@13!", "log.flush_steps=10", "run.steps=20")
     assert done.returncode == 0, done.stderr[-3000:]
     log = read(tmp_path / "log.h5")
     assert log.summary["nodes"] == 1
     assert all(f"rank {one} on" in log.summary["lost"] for one in (0, 1, 2))
     assert log.steps["step"].tolist() == list(range(20))
-    assert not np.isnan(log.steps["loss"]).all(axis=1).any(), "a step that nobody has logged"
+    assert not np.isnan(log.steps["loss"]).all(axis=1).any(), "a step is missing in the log"
     assert not list(tmp_path.glob("log.h5.*"))
 
 
 @pytest.mark.every
-def test_the_life_after_a_loss_has_all_ranks_again(tolerant, tmp_path):
-    """As a batch script starts it: `train` on as many ranks as at first."""
+def test_the_attempt_after_a_rank_failure_has_all_ranks(tolerant, tmp_path):
+    """As in a batch script, `train` starts again on the original number of ranks."""
     (tmp_path / "STOP").touch()
     first = tolerant(3, "1@2", "run.steps=20")
     assert "rank 1 on" in first.stderr and "stopped, to be resumed at step 8" in first.stdout
     again = tolerant(3, "", "run.steps=20")
     assert again.returncode == 0, again.stderr[-3000:]
     said = (
-        r"rank 1 on \S+ was lost after step \d .* since then on 2 of 3 nodes, now 3; from the exact"
+        r"rank 1 on \S+ failed after step \d .* since then on 2 of 3 nodes, now 3; from the exact"
     )
-    assert re.search(said, again.stdout) and re.search("lost +rank 1 on", again.stdout)
+    assert re.search(said, again.stdout) and re.search("failed +rank 1 on", again.stdout)
     assert read(tmp_path / "log.h5").summary["nodes"] == 3
 
 
 @pytest.mark.every
 def test_survivors_remember_an_agreed_stop(tolerant, tmp_path):
-    """Rank 1 dies in the step after which all have agreed, when the file STOP is gone."""
+    """Rank 1 dies in the step after the agreement, when the file STOP was removed already."""
     (tmp_path / "STOP").touch()
     done = tolerant(3, "1@7", "run.steps=20")
     assert re.search(r"stopped, to be resumed at step [78] ", done.stdout), done.stdout
     assert not (tmp_path / "STOP").exists() and "rank 1 on" in done.stderr
 
 
-# neighbours may be a fragment's turn, 3 steps, behind who is lost behind its seventh
+# neighbours may be one turn of a fragment, 3 steps, behind the rank that fails after step 7
 @pytest.mark.parametrize(("name", "least"), [every("diloco", 6), every("gasloc", 4)])
-def test_a_kill_loses_the_open_exchange_of_a_fragment_at_most(tolerant, tmp_path, name, least):
+def test_a_kill_loses_at_most_the_open_exchange_of_a_fragment(tolerant, tmp_path, name, least):
     settings = [f"algorithm.name={name}", "cadence.period=6", "cadence.fragments=2"]
-    settings += ["graph.name=complete"]  # a neighbour's neighbour may be two turns behind
-    # sent in step 5, taken in in step 8: rank 1 dies between
+    settings += ["graph.name=complete"]  # neighbours of neighbours may be two turns behind
+    # sent in step 5, received in step 8: rank 1 dies in between
     done = tolerant(3, "1@6", *settings, "cadence.delay=3", "run.steps=14")
     assert done.returncode == 0, done.stderr[-3000:]
-    (step,) = re.findall(r"rank 1 on \S+ was lost after step (\d+)", done.stderr)
+    (step,) = re.findall(r"rank 1 on \S+ failed after step (\d+)", done.stderr)
     assert int(step) >= least, "more than the open exchange was lost"
     log = read(tmp_path / "log.h5")
     assert log.summary["nodes"] == 2 and log.steps["step"].tolist() == list(range(14))
 
 
-@pytest.mark.every  # by default a run and a loop are killed anywhere
+@pytest.mark.every  # by default, a run and a loop are killed at random steps
 def test_a_kill_while_a_checkpoint_is_written_costs_nothing(mpirun):
     if launch.is_open_mpi():
         pytest.skip("the same with either MPI, and MPICH's lane has run it")

@@ -44,7 +44,7 @@ def job(folder, *settings):
 
 
 def trained(folder, *settings):
-    """The summary and the log of a simulated run."""
+    """Return the summary and the log of a simulated run."""
     with SingleProcess() as alone:
         summary = launch.train(job(folder, *settings), alone, NODES)
     return summary, read(Path(folder) / "log.h5")
@@ -52,13 +52,13 @@ def trained(folder, *settings):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with runs without a clock, with one of uneven nodes, and the latter's 10 steps."""
+    """Return a folder with a run without a clock, one with uneven nodes, and its first 10 steps."""
     folder = tmp_path_factory.mktemp("clock")
     given = {"bare": (), "timed": UNEVEN, "begun": (*UNEVEN, "run.steps=10")}
     return folder, {name: trained(folder / name, *more) for name, more in given.items()}
 
 
-def test_digests_and_columns_are_those_of_a_run_without(runs):
+def test_digests_and_columns_equal_those_of_a_run_without_a_clock(runs):
     (bare, without), (timed, log) = (runs[1][name] for name in ("bare", "timed"))
     assert timed["digest"] == bare["digest"] and timed["bytes_sent"] == bare["bytes_sent"]
     assert VIRTUAL not in without.steps and log.steps.keys() - without.steps.keys() == {VIRTUAL}
@@ -76,7 +76,7 @@ SHOWN = [("complete", CADENCES[0]), ("ring", CADENCES[1]), ("one-peer-exponentia
     ("graph", "cadence"),
     some(itertools.product(["one-peer-exponential", "ring", "complete"], CADENCES), SHOWN),
 )
-def test_without_jitter_it_is_what_plan_says(tmp_path, graph, cadence):
+def test_without_jitter_the_clock_equals_the_plan(tmp_path, graph, cadence):
     settings = [*CLOCK, f"graph.name={graph}", *f"cadence.name={cadence}".split()]
     _, log = trained(tmp_path, *settings)
     made = exchanges(subject(job(tmp_path, *settings))[0], NODES)
@@ -85,7 +85,7 @@ def test_without_jitter_it_is_what_plan_says(tmp_path, graph, cadence):
     np.testing.assert_allclose(log.steps[VIRTUAL][-1], 24 * step, rtol=1e-9, err_msg=cadence)
 
 
-def test_a_stopped_run_goes_on_at_its_time(runs, tmp_path):
+def test_a_stopped_run_resumes_at_its_virtual_time(runs, tmp_path):
     folder = runs[0]
     (_, whole) = runs[1]["timed"]
     for name in ("parts", "fewer"):
@@ -94,13 +94,13 @@ def test_a_stopped_run_goes_on_at_its_time(runs, tmp_path):
         launch.resume(tmp_path / "parts", ["run.steps=24"], alone, None)
     parts = read(tmp_path / "parts/log.h5")
     np.testing.assert_array_equal(parts.steps[VIRTUAL], whole.steps[VIRTUAL])
-    with SingleProcess() as alone:  # other nodes go on when the slowest was through
+    with SingleProcess() as alone:  # other nodes continue at the time of the slowest one
         launch.resume(tmp_path / "fewer", ["run.steps=14"], alone, 3)
     fewer = read(tmp_path / "fewer/log.h5").steps[VIRTUAL]
     assert (fewer[10, :3] > whole.steps[VIRTUAL][9].max()).all() and np.isnan(fewer[10, 3])
 
 
-def test_stragglers_hold_up_all_reduce_at_once_and_gossip_by_and_by(tmp_path):
+def test_stragglers_delay_all_reduce_at_once_and_gossip_gradually(tmp_path):
     settings = [*CLOCK, "clock.slow_times=11", "clock.slow_steps=1000"]
     _, every = trained(tmp_path / "all", *settings, "algorithm.name=parallel")
     _, one = trained(tmp_path / "one", *settings)
@@ -109,7 +109,7 @@ def test_stragglers_hold_up_all_reduce_at_once_and_gossip_by_and_by(tmp_path):
     assert late.sum(1)[:3].tolist() == [2, 4, 4] and every.steps[VIRTUAL][0].min() > 0.1
 
 
-def test_a_straggler_that_makes_fewer_steps_holds_nobody_up(tmp_path):
+def test_a_straggler_that_makes_fewer_steps_delays_no_other_node(tmp_path):
     settings = [*CLOCK, "algorithm.name=gasloc", "cadence.period=8"]
     slowed = [*settings, "clock.slow_times=4", "clock.slow_steps=1000"]
     late = Faults(NODES, job(tmp_path).run.seed, 4.0, 1, 1000).costs(0).argmax()
@@ -122,7 +122,7 @@ def test_a_straggler_that_makes_fewer_steps_holds_nobody_up(tmp_path):
     assert kept.steps[VIRTUAL][-1].max() == pytest.approx(end, rel=1e-9)
 
 
-def test_pictures_have_virtual_time_as_an_axis(runs):
+def test_plots_can_use_virtual_time_as_an_axis(runs):
     folder, _ = runs
     timed, mixed = (load([folder / "timed", folder / name]) for name in ("begun", "bare"))
     assert "virtual" in panels.clock(timed).label and "virtual" not in panels.clock(mixed).label

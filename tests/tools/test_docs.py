@@ -133,7 +133,7 @@ def test_tutorials_run_as_pasted(tmp_path, mpirun, monkeypatch):
         (tmp_path / "train.py").write_text(program.replace("BATCH = 600", f"BATCH = {steps}"))
         ran = mpirun(4, [sys.executable, "train.py"], timeout=120, cwd=tmp_path)
         assert ran.returncode == 0 and (tmp_path / "model.pt").exists(), ran.stderr
-    assert "going on at step 30" in ran.stdout and "finished at step 40" in ran.stdout
+    assert "resuming at step 30" in ran.stdout and "finished at step 40" in ran.stdout
     monkeypatch.chdir(tmp_path)
     for line in [line for line in lines("tutorial-loop") if line.startswith("mpigossip log")]:
         assert cli.main(shlex.split(line)[1:]) == 0

@@ -137,7 +137,7 @@ def test_a_job_that_is_signalled_queues_itself_and_ends_with_the_same_bits(lab, 
     assert "the next attempt goes on there" in said()
     assert state(lab, report)[0] == "PENDING"  # a requeue isn't an end
     wait_for(lambda: state(lab, job)[0] == "COMPLETED", 120, said)
-    assert said().count("going on at step") == 1 and "batch: training is done" in said()
+    assert said().count("resuming at step") == 1 and "batch: training is done" in said()
     whole = [*settings, "run.output=whole"]
     bash(*MAIN, "simulate", REPO / "jobs" / "digits.toml", "--nodes", 4, *whole, cwd=tmp_path)
     cut, whole = same(tmp_path, "runs/digits")
@@ -153,7 +153,7 @@ def test_two_ranks_a_node_queue_themselves_and_one_a_node_goes_on(lab, tmp_path)
     def said():
         return output.read_text() if output.exists() else ""
 
-    for life, begun in ((1, "2 a node: 2 nodes, 2 slots each"), (2, "going on at step")):
+    for life, begun in ((1, "2 per node: 2 nodes, 2 slots each"), (2, "resuming at step")):
         wait_for(lambda: begun in said(), START_S, said)  # noqa: B023 - called here and now
         requeued(lab, job, life, said)
         if life == 2:
@@ -214,7 +214,7 @@ def test_a_loop_of_ones_own_queues_itself_and_ends_with_the_same_bits(lab, tmp_p
     requeued(lab, job, 1, output.read_text, "USR1")
     assert "stopped, to be resumed at step" in output.read_text()
     wait_for(lambda: state(lab, job)[0] == "COMPLETED", 180, output.read_text)
-    assert output.read_text().count("going on at step") == 1
+    assert output.read_text().count("resuming at step") == 1
     whole = queued("whole")
     wait_for(lambda: state(lab, whole)[0] == "COMPLETED", 180, lambda: "end of the other")
     same(tmp_path, "cut")

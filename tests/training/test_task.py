@@ -136,7 +136,7 @@ def test_a_metric_that_counts_nothing_is_nan_and_reported_once(user_module, tmp_
     )
     err = capsys.readouterr().err
     assert err.count('"right" is nan at step 4') == err.count('"right" is nan') == 1
-    assert "a count of 0 over the whole test set" in summary["warnings"]
+    assert "its count over the whole test set is 0" in summary["warnings"]
 
 
 @pytest.mark.parametrize("settings", [(), ("algorithm.accumulate=2", "data.batch=4")])

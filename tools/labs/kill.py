@@ -395,7 +395,7 @@ def trained(
             time.sleep(pause * draw.random())
             chosen = draw.choice(alive) if victim is None or number else victim
             alive.remove(chosen)
-            said = lambda: run.output()[1].count("go on from")  # noqa: B023, E731
+            said = lambda: run.output()[1].count("continue from")  # noqa: B023, E731
             waits.append(kill(run, pids[chosen], said, number))
         well(run)
     return waits

@@ -54,7 +54,7 @@ OWN = {
 """Sections and settings of a job in which members may differ."""
 FILES = ("graph.name", "graph.placement")
 """Settings that may name a file as "file:PATH", which is read but never imported."""
-OWN_COPY = "to run that code give your own copy: `mpigossip {command} {folder} JOB.toml`"
+OWN_COPY = "to run that code, pass your own copy: `mpigossip {command} {folder} JOB.toml`"
 
 
 def join(
@@ -82,9 +82,9 @@ def join(
     :raises FolderUnreachable: if the file system fails for longer than a lease
     """
     disk = RecordStore(folder, shared)
-    given = job
+    own_job = job
     if job is None or disk.exists(JOB):
-        job = job_of(folder, given, disk)
+        job = job_of(folder, own_job, disk)
     check_fit(job)
     with SingleProcess() as world:
         assembly = assemble(job, world, 1)
@@ -92,7 +92,7 @@ def join(
         try:
             flat = assembly.engine.vector.flat
             # A new training begins only now, after data and model were loaded without an error.
-            job_of(folder, given, disk, parameters=layout(flat.names, flat.shapes))
+            job_of(folder, own_job, disk, parameters=layout(flat.names, flat.shapes))
             with Stopper(world, folder, end) as stopper:
                 plan = plan_of(assembly, lease_s)
                 live = FolderExchange(
@@ -112,14 +112,14 @@ def _train(
     place = live.place
     places = list[int]()
     flat = member.engine.vector.flat
-    told = about(flat.names, flat.shapes, member.engine.group.devices)
+    facts = about(flat.names, flat.shapes, member.engine.group.devices)
     watched = None
     try:
         while not place.ended():
             if live.stopping():
                 raise StopRequested
             with live.stay():
-                member.begin(live.begin(told))
+                member.begin(live.begin(facts))
                 places.append(place.number)
                 with _Watched(member, live, folder, world) as watched:
                     member.train(live, watched.after)
@@ -127,10 +127,10 @@ def _train(
         return {"finished": False, "places": places}
     finally:
         live.close()
-    found, told = _result(live, member, folder)
+    evaluation, stored = _result(live, member, folder)
     if watched:
-        watched.end(found, told)
-    return found.averaged | told | {"finished": True, "places": places}
+        watched.end(evaluation, stored)
+    return evaluation.averaged | stored | {"finished": True, "places": places}
 
 
 class _Watched:
@@ -209,8 +209,8 @@ class _Watched:
         }
         record.staleness = [float(place.age - peer.age) if peer else float("nan")]
         self.recorder.step(self.progress, record)
-        known = min(place.progress * steps + within, self.shown.total_steps)
-        self.printer.step(self.shown, replace(record, index=known - 1))
+        steps_done = min(place.progress * steps + within, self.shown.total_steps)
+        self.printer.step(self.shown, replace(record, index=steps_done - 1))
         if self.member.done % self.progress.job.log.flush_steps == 0:
             self._retry(self.recorder.flush)
         if self.member.done == 2 * steps:
@@ -228,17 +228,17 @@ class _Watched:
         """Write to the log, again after an outage: rows that are in the log are not repeated."""
         self.live.place.disk.outages.retry(write, self.progress.folder / "log.h5")
 
-    def end(self, found: Evaluation, told: dict[str, Any]) -> None:
+    def end(self, evaluation: Evaluation, stored: dict[str, Any]) -> None:
         """Log the evaluation of the final model and the summary.
 
-        :param found: evaluation of the final model
-        :param told: path and digest of the checkpoint, for the summary
+        :param evaluation: evaluation of the final model
+        :param stored: path and digest of the checkpoint, for the summary
         """
         place = self.live.place
         progress = self.progress
         recorder = self.recorder
         steps = place.plan.chunks * self.member.steps
-        self._retry(lambda: recorder.evaluation(progress, steps, found))
+        self._retry(lambda: recorder.evaluation(progress, steps, evaluation))
         summary = {
             "finished": True,
             "steps": steps,
@@ -248,8 +248,8 @@ class _Watched:
             "seconds": progress.seconds,
             "bytes_sent": float(self.member.engine.mixer.bytes_sent[0]),
             "metrics": " ".join(progress.objective.metrics),
-            **found.averaged,
-            **told,
+            **evaluation.averaged,
+            **stored,
         }
         self._retry(lambda: recorder.stop(progress, summary))
 
@@ -269,14 +269,14 @@ def _result(
         "steps_per_epoch": member.assembly.steps_per_epoch,
     }
     member.begin(result(live, folder, steps, config.dump(job), facts))
-    found = evaluate(member.trainer.replicas, member.trainer.mixer, member.assembly.loader)
+    evaluation = evaluate(member.trainer.replicas, member.trainer.mixer, member.assembly.loader)
 
     def of_checkpoint() -> dict[str, Any]:
         # Another member may have written it during the evaluation.
         path = checkpoint.latest(folder)
         return {"checkpoint": str(path), "digest": checkpoint.digest(path)} if path else {}
 
-    return found, live.place.disk.retry(of_checkpoint, "checkpoints")
+    return evaluation, live.place.disk.retry(of_checkpoint, "checkpoints")
 
 
 def result(
@@ -300,12 +300,12 @@ def result(
     if (stored := disk.retry(lambda: _stored(folder), "checkpoints")) is not None:
         return stored
     end = place.ended()
-    records = [place.record(one.place, one.round, listed=True) for one in end.versions]
-    rounds = [one for one in records if isinstance(one, Round)]
+    records = [place.record(version.place, version.round, listed=True) for version in end.versions]
+    rounds = [record for record in records if isinstance(record, Round)]
     read, states = live.readable(rounds, len(records))
     if len(read) < len(records):
-        present = {one.version for one in read}
-        missing = [record_name(*one) for one in end.versions if one not in present]
+        present = {record.version for record in read}
+        missing = [record_name(*version) for version in end.versions if version not in present]
         place.report(
             f"{folder}: the final average has {len(read)} of {len(records)} models: "
             f"the model of {', '.join(missing)} was removed or is damaged; to average all of them, "
@@ -368,14 +368,14 @@ def _given_up(live: FolderExchange, folder: Path) -> bool:
 
     def seen() -> list[tuple[str, int]]:
         """Return names and sizes of the files in unfinished checkpoints."""
-        found = []
+        sizes = []
         for name in live.place.disk.names("checkpoints"):
             # A folder or file that its writer removes meanwhile is left out.
             with suppress(FileNotFoundError, NotADirectoryError):
                 inside = list(os.scandir(folder / "checkpoints" / name))
-                for one in inside if name.endswith(".writing") else ():
-                    found.append((one.name, one.stat().st_size))
-        return sorted(found)
+                for file in inside if name.endswith(".writing") else ():
+                    sizes.append((file.name, file.stat().st_size))
+        return sorted(sizes)
 
     disk = live.place.disk
     names = disk.names("checkpoints")
@@ -383,7 +383,9 @@ def _given_up(live: FolderExchange, folder: Path) -> bool:
     if not any(name.endswith(".writing") for name in names):
         return False
     claim = f"END.{sum(name.startswith('END.') for name in disk.names(''))}"
-    live.place.report(f"{folder} has ended, but its checkpoint isn't whole: waiting for its writer")
+    live.place.report(
+        f"{folder} has ended, but its checkpoint is incomplete: waiting for its writer"
+    )
     before = disk.retry(seen, "checkpoints")
     since = time.monotonic()
     while time.monotonic() - since < live.place.plan.lease_s:
@@ -426,7 +428,8 @@ def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dic
         "machine": platform.machine(),
         "threads": str(torch.get_num_threads()),
         "devices": ",".join(
-            torch.cuda.get_device_name(one) if one.startswith("cuda") else one for one in devices
+            torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+            for device in devices
         ),
     }
 
@@ -449,22 +452,22 @@ def job_of(
     :raises JobError: if there is no job, if the folder holds another training or something else, or
         if other users may write to a folder that is not shared
     """
-    here = f"# {FORMAT}, torch {torch.__version__.partition('+')[0]}, parameters {parameters}"
+    head = f"# {FORMAT}, torch {torch.__version__.partition('+')[0]}, parameters {parameters}"
     if not disk.exists(name):
-        _begin(folder, job, disk, name, here)
+        _begin(folder, job, disk, name, head)
     about = disk.retry(folder.stat)
     if not disk.shared and (about.st_mode & 0o022 or about.st_uid != os.getuid()):
         raise JobError(
-            f'others may write to "{folder}" and put anything into the average: '
-            f"`chmod go-w {folder}`, or give --shared"
+            f'other users may write to "{folder}" and so change the average: run '
+            f"`chmod go-w {folder}`, or pass --shared"
         )
-    there = job_there(disk, job, name)
+    stored_job = job_there(disk, job, name)
     begun = (disk.read(name, listed=True) or b"").decode(errors="replace").partition("\n")[0]
-    if not begun.startswith(here):
-        other = begun[2:] if begun.startswith("# ") else "its job doesn't say which"
-        text = f'"{folder}" was begun with another version or model ({other}; here {here[2:]})'
-        raise JobError(f"{text}: join with the same ones, or name another folder")
-    return job or there
+    if not begun.startswith(head):
+        other = begun[2:] if begun.startswith("# ") else "its job names none"
+        text = f'"{folder}" was begun with another version or model ({other}; here {head[2:]})'
+        raise JobError(f"{text}: join with the same version and model, or name another folder")
+    return job or stored_job
 
 
 def _begin(folder: Path, job: Job | None, disk: RecordStore, name: str, head: str) -> None:
@@ -490,8 +493,8 @@ def _begin(folder: Path, job: Job | None, disk: RecordStore, name: str, head: st
     except OSError as error:
         if error.errno in NO_LINKS:
             raise JobError(
-                f'"{folder}" takes no hard links ({error.strerror}), which members '
-                "need; choose a folder on another file system"
+                f'"{folder}" is on a file system without hard links ({error.strerror}), '
+                "which members need; choose a folder on another one"
             ) from None
         disk.publish(name, content)
 
@@ -500,10 +503,12 @@ def none_there(disk: RecordStore) -> str:
     """Return the message for a folder without a job."""
     if disk.exists(LOOP):
         return (
-            f'"{disk.root}" holds the training of a program, as {LOOP} says: start that '
+            f'"{disk.root}" holds the training of a program (see {LOOP}): start that '
             "program; with mpigossip.join(…, replay=True) it repeats the training"
         )
-    none = f'"{disk.root}" holds no training yet; begin one: `mpigossip join {disk.root} JOB.toml`'
+    none = (
+        f'"{disk.root}" holds no training yet: begin one by `mpigossip join {disk.root} JOB.toml`'
+    )
     return of_something_else(disk, JOB) or none
 
 
@@ -517,7 +522,7 @@ def of_something_else(disk: RecordStore, name: str) -> str:
     names = set(disk.names(""))
     if name in names or names <= {*FOLDERS, "STOP"}:
         return ""
-    return f'"{disk.root}" is a folder of something else; name a new one'
+    return f'"{disk.root}" holds other files than a training of members; name a new folder'
 
 
 def job_there(
@@ -537,7 +542,7 @@ def job_there(
     """
     text = (disk.read(name, listed=True) or b"").decode(errors="replace") + "\n"
     tables = config.as_dict(config.load(text))
-    mine = config.as_dict(own) if own is not None else {}
+    own_settings = config.as_dict(own) if own is not None else {}
     foreign = [
         f'{section}.{key} = "{value}"'
         for section, table in tables.items()
@@ -546,18 +551,18 @@ def job_there(
         and ":" in value
         and not (f"{section}.{key}" in FILES and value.startswith("file:"))
         and not {section, f"{section}.{key}"} & {*OWN, "node.devices"}
-        and mine.get(section, {}).get(key) != value
+        and own_settings.get(section, {}).get(key) != value
     ]
     if foreign:
-        told = OWN_COPY.format(folder=disk.root, command=command)
-        raise JobError(f"{disk.root}/{name} imports {', '.join(foreign)}: {told}")
-    there = load(text)
-    if own is not None and (wrong := differing(own, there, OWN)):
+        remedy = OWN_COPY.format(folder=disk.root, command=command)
+        raise JobError(f"{disk.root}/{name} imports {', '.join(foreign)}: {remedy}")
+    job = load(text)
+    if own is not None and (differences := differing(own, job, OWN)):
         raise JobError(
-            f'"{disk.root}" holds the training of another job ({"; ".join(wrong[:4])}); '
-            f"leave JOB.toml out to {command} it, or name another folder"
+            f'"{disk.root}" holds the training of another job ({"; ".join(differences[:4])}); '
+            f"to {command} it, omit JOB.toml, or name another folder"
         )
-    return there
+    return job
 
 
 def check_lease(lease_s: float, round_s: float) -> None:
@@ -568,35 +573,35 @@ def check_lease(lease_s: float, round_s: float) -> None:
     """
     if lease_s < 5 * round_s:
         raise JobError(
-            f"a round takes {round_s:.3g} s here, and a lease is {lease_s:g} s: others "
-            "would take this member for dead; it needs five rounds or more: begin "
-            f"another folder with a lease of {5 * round_s:.0f} s (members.lease_s; in "
-            "a program lease_s), or with fewer steps in a round"
+            f"a round takes {round_s:.3g} s, but a lease is {lease_s:g} s, so that other members "
+            "would close this one; a lease must last at least five rounds: begin in another "
+            f"folder with a lease of {5 * round_s:.0f} s (members.lease_s; in a program, lease_s), "
+            "or with fewer steps per round"
         )
 
 
 def check_fit(job: Job) -> None:
     """Raise JobError, with all problems, if members can't train this job."""
-    found = []
-    goes = [name for name in algorithms.BUILDERS if _goes(name)]
-    if not _goes(job.algorithm.name):
-        found.append(
+    problems = []
+    fitting = [name for name in algorithms.BUILDERS if _can_train(name)]
+    if not _can_train(job.algorithm.name):
+        problems.append(
             f'algorithm.name = "{job.algorithm.name}" needs more than one model of one '
-            f"other member in a round; those that go are {', '.join(goes)}"
+            f"other member per round; choose one of {', '.join(fitting)}"
         )
     else:
         parts = make_parts(job)
         if parts.method.ahead:
-            found.append(
+            problems.append(
                 'algorithm.style = "awc" sends the model before the last step; members '
                 'need algorithm.style = "atc"'
             )
         cadence = parts.cadence
         others = cadence.kinds - {ExchangeKind.LOCAL, ExchangeKind.GOSSIP}
         if others or cadence.periods or not cadence.fragment_schedule.is_whole_model:
-            found.append(
+            problems.append(
                 f'cadence.name = "{job.cadence.name}": members average with one other '
-                'every H steps: cadence.name = "every", cadence.period = H'
+                'every H steps: set cadence.name = "every", cadence.period = H'
             )
     wanted = {
         "node.wire": ("fp32",),
@@ -605,20 +610,20 @@ def check_fit(job: Job) -> None:
     }
     for name, values in wanted.items():
         section, _, key = name.partition(".")
-        if (given := getattr(getattr(job, section), key)) not in values:
-            found.append(f'{name} = "{given}": members need "{values[0]}"')
+        if (value := getattr(getattr(job, section), key)) not in values:
+            problems.append(f'{name} = "{value}": members need "{values[0]}"')
     if job.node.ranks_per_node != 1:
-        found.append(
+        problems.append(
             f'node.ranks_per_node = "{job.node.ranks_per_node}": a member is one rank: '
             "set 1, and node.devices for several GPUs"
         )
     if job.node.precision == "fp16":
-        found.append('node.precision = "fp16": members have no common loss scale; take "bf16"')
-    if found:
-        raise JobError(found)
+        problems.append('node.precision = "fp16": members have no common loss scale; use "bf16"')
+    if problems:
+        raise JobError(problems)
 
 
-def _goes(name: str) -> bool:
+def _can_train(name: str) -> bool:
     """Return whether members can use an algorithm.
 
     After its local steps, such an algorithm averages one vector, the model, with one neighbour.
@@ -627,8 +632,12 @@ def _goes(name: str) -> bool:
     if brings.get("cadence.name", "every") not in ("every", "always"):
         return False
     try:
-        made = algorithms.build(name, None, {}, 0)
+        algorithm = algorithms.build(name, None, {}, 0)
     except (TypeError, ValueError):
         return False
-    plain = made.vectors == 1 and not (made.scalars or made.ahead) and made.local_update is not None
-    return plain and made.needs <= {"row-stochastic", "never-global"}
+    averages_model = (
+        algorithm.vectors == 1
+        and not (algorithm.scalars or algorithm.ahead)
+        and algorithm.local_update is not None
+    )
+    return averages_model and algorithm.needs <= {"row-stochastic", "never-global"}

@@ -91,8 +91,8 @@ class Member:
         :param states: models to average; empty: the model that the seed gives
         """
         states = states or [self.seed]
-        self._stand(average(states), AVERAGED)
-        self.engine.counts = [min(int(one.numbers["local_steps"]) for one in states)]
+        self._load(average(states), AVERAGED)
+        self.engine.counts = [min(int(state.numbers["local_steps"]) for state in states)]
 
     def resume(self, state: NodeState, rounds: int, exchange: Any) -> None:
         """Continue from a model that was published, and average it with a peer's model.
@@ -102,7 +102,7 @@ class Member:
         :param exchange: exchange that returns the peer's model
         """
         engine = self.engine
-        self._stand(state)
+        self._load(state)
         engine.counts = [int(state.numbers["local_steps"])]
         self.done = rounds * self.steps
         self.exchange = exchange
@@ -116,7 +116,7 @@ class Member:
         engine.round = rounds
         engine.group.all_gather(engine.vector.x, engine.vector.full)
 
-    def _stand(self, state: NodeState, names: Container[str] | None = None) -> None:
+    def _load(self, state: NodeState, names: Container[str] | None = None) -> None:
         """Load a model with its buffers and arrays of the algorithm's state.
 
         :param state: the model
@@ -125,15 +125,15 @@ class Member:
         engine = self.engine
         replicas = self.trainer.replicas
         flat = engine.vector.flat
-        here = local_shards(engine.group)
-        scatter_row(state.parameters, engine.vector.x, 0, flat, here)
+        local = local_shards(engine.group)
+        scatter_row(state.parameters, engine.vector.x, 0, flat, local)
         engine.group.all_gather(engine.vector.x, engine.vector.full)
         self.done = engine.index = engine.round = 0
         engine.replace_mixer(engine.mixer)
         engine.restart()
         for name, parts in engine.parts().items():
             if names is None or name.split("/")[-1] in names:
-                scatter_row(state.arrays[name], parts, 0, flat, here)
+                scatter_row(state.arrays[name], parts, 0, flat, local)
         put_buffers(dict(zip(engine.group.local_slots, replicas.buffers(0), strict=True)), state)
 
     def train(
@@ -146,8 +146,8 @@ class Member:
         :param after: function that is called after each step, with its record and its chunk
         """
         self.exchange = exchange
-        while (found := exchange.chunk()) is not None:
-            chunk, progress = found
+        while (chunk_and_progress := exchange.chunk()) is not None:
+            chunk, progress = chunk_and_progress
             engine = self.engine
             trainer = self.trainer
             engine.index = chunk * self.steps
@@ -184,8 +184,8 @@ class Member:
         if state is None:
             return False
         flat = self.engine.vector.flat
-        here = local_shards(self.engine.group)
-        scatter_row(state.parameters, [parts[0] for parts in into], 0, flat, here)
+        local = local_shards(self.engine.group)
+        scatter_row(state.parameters, [parts[0] for parts in into], 0, flat, local)
         return True
 
 
@@ -207,17 +207,17 @@ def average(states: Sequence[NodeState]) -> NodeState:
     :param states: models with equal parameter layouts, at least one
     """
     first = states[0]
-    names = [n for n in first.arrays if all(n in one.arrays for one in states)]
+    names = [n for n in first.arrays if all(n in state.arrays for state in states)]
 
     def mean(arrays: Sequence[np.ndarray]) -> np.ndarray:
         if not np.issubdtype(arrays[0].dtype, np.floating) or len(arrays) == 1:
             return arrays[0]
-        rows = [torch.from_numpy(np.ascontiguousarray(one)).reshape(1, -1) for one in arrays]
+        rows = [torch.from_numpy(np.ascontiguousarray(array)).reshape(1, -1) for array in arrays]
         total = weighted_sum([1 / len(rows)] * len(rows), rows, torch.empty_like(rows[0]))
         return total.numpy().reshape(arrays[0].shape)
 
     return replace(
         first,
-        parameters=mean([one.parameters for one in states]),
-        arrays={name: mean([one.arrays[name] for one in states]) for name in names},
+        parameters=mean([state.parameters for state in states]),
+        arrays={name: mean([state.arrays[name] for state in states]) for name in names},
     )

@@ -22,7 +22,7 @@ from mpigossip.training.assemble import assemble
 
 BITS = ("mpigossip", "torch", "processor", "machine", "threads")
 """Keys of facts in a first record that the bits of a model may depend on."""
-TOLD = 100
+PROGRESS_ROUNDS = 100
 """Number of rounds from which on the progress is reported after each tenth of them."""
 
 
@@ -50,12 +50,12 @@ class ReplayLog:
         for number in place.numbers("places"):
             for index in range(place.refresh(number).next):
                 # A record before the last one may be missing, so it does not count as listed.
-                found = place.record(number, index)
-                if isinstance(found, Start):
-                    self.starts[number] = found
-                elif not isinstance(found, Closed):
-                    known = found if isinstance(found, Round) else None
-                    self.rounds[Version(number, index)] = known
+                record = place.record(number, index)
+                if isinstance(record, Start):
+                    self.starts[number] = record
+                elif not isinstance(record, Closed):
+                    usable = record if isinstance(record, Round) else None
+                    self.rounds[Version(number, index)] = usable
         end = place.ended()
         self.end: tuple[Version, ...] = end.versions if isinstance(end, End) else ()
 
@@ -105,13 +105,13 @@ class ReplayLog:
 
         :raises StoreError: if the record is missing or unusable
         """
-        found = self.rounds.get(version)
-        if found is None:
+        record = self.rounds.get(version)
+        if record is None:
             raise StoreError(
                 f"{record_name(*version)} is missing or damaged: rounds that "
-                "depend on it can't be repeated; --place and --rounds choose others"
+                "depend on it can't be repeated; choose others by --place and --rounds"
             )
-        return found
+        return record
 
     def inputs(self, version: Version) -> tuple[Version, ...]:
         """Return the versions that a round depends on.
@@ -124,12 +124,12 @@ class ReplayLog:
             if version.place not in self.starts:
                 self.round(Version(version.place, 0))
             return self.starts[version.place].inputs
-        own = [Version(version.place, r) for r in range(1, version.round)][-KEEP:]
-        ages = [self.round(one).age for one in own]
+        earlier = [Version(version.place, r) for r in range(1, version.round)][-KEEP:]
+        ages = [self.round(own_version).age for own_version in earlier]
         peers = self.round(version).peer[:1]
         return (
-            own[-1],
-            *(v for p in peers for v in (p, own[-1 - rounds_late(ages, self.round(p).age)])),
+            earlier[-1],
+            *(v for p in peers for v in (p, earlier[-1 - rounds_late(ages, self.round(p).age)])),
         )
 
     def choose(self, wanted: Iterable[Version]) -> list[Version]:
@@ -140,23 +140,25 @@ class ReplayLog:
 
         :raises StoreError: if a record that is needed is missing or unusable
         """
-        found = set[Version]()
+        repeated = set[Version]()
         wanted = set(wanted)
         open_ = [*wanted]
         while open_:
             version = open_.pop()
-            if version in found or version in self.models:
+            if version in repeated or version in self.models:
                 continue
             state = None if version in wanted else read_model(self.place, self.round(version))
             if state is not None:
                 self.models[version] = state
             else:
-                found.add(version)
+                repeated.add(version)
                 open_ += self.inputs(version)
         self.stored = len(self.models)
-        self.uses = Counter(one for version in found for one in self.inputs(version))
-        self.uses.update(one for one in self.end if one in found)
-        return sorted(found, key=lambda one: (self.round(one).age, one))
+        self.uses = Counter(
+            dependency for version in repeated for dependency in self.inputs(version)
+        )
+        self.uses.update(version for version in self.end if version in repeated)
+        return sorted(repeated, key=lambda version: (self.round(version).age, version))
 
     def repeating(self, wanted: Iterable[Version]) -> Iterator[Version]:
         """Iterate over the rounds to repeat, as :meth:`choose` orders them; report the progress."""
@@ -166,11 +168,11 @@ class ReplayLog:
         depend = f" and {pluralize(more, 'round')} that they depend on" if more else ""
         tell(f"repeating {pluralize(len(wanted), 'round')}{depend}")
         for index, version in enumerate(order):
-            if len(order) >= TOLD and index % (len(order) // 10) == 0 < index:
+            if len(order) >= PROGRESS_ROUNDS and index % (len(order) // 10) == 0 < index:
                 tell(f"{index} of {len(order)} rounds are equal")
             yield version
 
-    def given(self, version: Version) -> tuple[list[NodeState], NodeState | None, int]:
+    def take_inputs(self, version: Version) -> tuple[list[NodeState], NodeState | None, int]:
         """Return the inputs of a round, and release models that no later round needs.
 
         :return: the own previous model, or for a first round the models that the member started
@@ -179,19 +181,22 @@ class ReplayLog:
         :raises StoreError: if the round depends on one that is later
         """
         inputs = self.inputs(version)
-        if missing := [one for one in inputs if one not in self.models]:
+        if missing := [dependency for dependency in inputs if dependency not in self.models]:
             raise StoreError(f"{record_name(*version)} depends on {missing[0]}, which is later")
-        models = [self.models[one] for one in inputs]
-        for one in inputs:
-            self.uses[one] -= 1
-            if not self.uses[one]:
-                del self.models[one]
+        models = [self.models[dependency] for dependency in inputs]
+        for dependency in inputs:
+            self.uses[dependency] -= 1
+            if not self.uses[dependency]:
+                del self.models[dependency]
         first = version.round == 1
-        known = max((self.round(one).progress for one in inputs[: None if first else 1]), default=0)
+        progress = max(
+            (self.round(dependency).progress for dependency in inputs[: None if first else 1]),
+            default=0,
+        )
         if first or len(models) == 1:
-            return models, None, known
+            return models, None, progress
         late_by = inputs[0].round - inputs[2].round
-        return models[:1], correct_for_age(models[1], models[0], models[2], late_by), known
+        return models[:1], correct_for_age(models[1], models[0], models[2], late_by), progress
 
     def check(self, version: Version, state: NodeState) -> None:
         """Compare a repeated model with its record; keep it if later rounds need it.
@@ -200,8 +205,8 @@ class ReplayLog:
         """
         if digest(state) != self.round(version).digest:
             raise ReplayMismatch(
-                f"round {version.round} of place {version.place} is another model than "
-                f"its record {record_name(*version)} says{self._unlike(version.place)}"
+                f"round {version.round} of place {version.place} gives another model than "
+                f"its record {record_name(*version)} contains{self._unlike(version.place)}"
             )
         if self.uses[version]:
             self.models[version] = state
@@ -209,29 +214,29 @@ class ReplayLog:
     def _unlike(self, place: int) -> str:
         """Return a clause with the facts in which a place's host and this one differ, or ""."""
         start = self.starts.get(place)
-        here = about((), (), [])
+        facts = about((), (), [])
         was = start.about if start else {}
         unlike = [
-            f"{key} {was[key]}, here {here[key]}"
+            f"{key} {was[key]}, here {facts[key]}"
             for key in BITS
-            if key in was and was[key] != here[key]
+            if key in was and was[key] != facts[key]
         ]
         return f"; it was made with {', '.join(unlike)}" if unlike else ""
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return a summary of the rounds that were repeated."""
         order = self.order
         rounds = pluralize(len(order), "round")
-        places = len({one.place for one in order})
-        found = f"{rounds} of {pluralize(places, 'place')} repeated: every digest is equal"
+        places = len({version.place for version in order})
+        summary = f"{rounds} of {pluralize(places, 'place')} repeated: every digest is equal"
         if self.stored:
-            found += f"\nbegun with {pluralize(self.stored, 'model')} that models/ still has"
+            summary += f"\nstarted from {pluralize(self.stored, 'model')} that models/ still has"
         if self.end and set(order).issuperset(self.end):
             sha = hashlib.sha256()
             for version in self.end:
                 sha.update(self.models[version].parameters.tobytes())
-            found += f"\ndigest {sha.hexdigest()}"
-        return found
+            summary += f"\ndigest {sha.hexdigest()}"
+        return summary
 
 
 class ReplayExchange:
@@ -252,9 +257,9 @@ class ReplayExchange:
 
     def chunk(self) -> tuple[int, int] | None:
         """Return the chunk of the round and the progress before it; None from the second call."""
-        found = self._next
+        chunk = self._next
         self._next = None
-        return found
+        return chunk
 
     def send(self, state: NodeState) -> int:
         """Keep the model that the member would publish; return 0 bytes."""
@@ -263,9 +268,9 @@ class ReplayExchange:
 
     def receive(self) -> NodeState | None:
         """Return the peer's model; None from the second call."""
-        found = self._peer
+        peer = self._peer
         self._peer = None
-        return found
+        return peer
 
 
 def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
@@ -277,7 +282,7 @@ def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
     :raises ReplayMismatch: if a model differs from its record
     """
     for version in script.repeating(wanted):
-        models, peer, progress = script.given(version)
+        models, peer, progress = script.take_inputs(version)
         exchange = ReplayExchange(peer, script.round(version).chunk, progress)
         if version.round == 1:
             member.begin(models)
@@ -285,7 +290,7 @@ def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
             member.resume(models[0], version.round - 1, exchange)
         member.train(exchange)
         script.check(version, exchange.sent)
-    return script.told()
+    return script.summary()
 
 
 def wanted_of(
@@ -302,21 +307,24 @@ def wanted_of(
     :raises StoreError: if all rounds are requested, and the chains are incomplete
     """
     low, high = rounds or (1, 1 << 60)
-    found = [
-        one for one in script.rounds if place in (None, one.place) and low <= one.round <= high
+    versions = [
+        version
+        for version in script.rounds
+        if place in (None, version.place) and low <= version.round <= high
     ]
-    if not found:
-        there = [one.round for one in script.rounds if place in (None, one.place)]
-        most = f"at most {max(there)} rounds" if there else "no rounds"
+    if not versions:
+        numbers = [version.round for version in script.rounds if place in (None, version.place)]
+        limit = f"at most {max(numbers)} rounds" if numbers else "no rounds"
         who = "they have" if place is None else f"place {place} has"
         raise JobError(
-            f'"{script.place.disk.root}" has {len(script.starts)} places, from 0; {who} {most}'
+            f'"{script.place.disk.root}" has {len(script.starts)} places, numbered from 0; {who} '
+            f"{limit}"
         )
     if place is None and rounds is None:
         script.check_complete()
         # Every chunk is in a usable record, so the unusable ones are not needed.
-        return [one for one in found if script.rounds[one] is not None]
-    return found
+        return [version for version in versions if script.rounds[version] is not None]
+    return versions
 
 
 def replay(
