@@ -118,7 +118,7 @@ def local_shards(group: Group) -> range:
 
 
 def shard_views(
-    full: Sequence[torch.Tensor], segments: int | None = None, here: range | None = None
+    full: Sequence[torch.Tensor], segments: int | None = None, local: range | None = None
 ) -> list[torch.Tensor]:
     """Return shard l as columns of slot l's own array: views (rows, P/segments) of ``full``.
 
@@ -127,8 +127,8 @@ def shard_views(
     :param here: shards of this process; None: all
     """
     segments = len(full) if segments is None else segments
-    here = range(segments) if here is None else here
-    return [array.chunk(segments, dim=1)[s] for s, array in zip(here, full, strict=False)]
+    local = range(segments) if local is None else local
+    return [array.chunk(segments, dim=1)[s] for s, array in zip(local, full, strict=False)]
 
 
 def sum_in_order(per_slot: Sequence[torch.Tensor]) -> torch.Tensor:

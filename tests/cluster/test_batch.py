@@ -81,7 +81,7 @@ def test_every_site_gives_a_script_that_bash_can_read(name):
     text = made(name)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     assert "@" not in re.sub(r"USR2@180", "", text)
-    assert "never tried on the machine itself" in text
+    assert "never tested on the machine itself" in text
     assert "mpigossip train jobs/digits.toml || code=$?" in text
     directives = [
         line for line in text.splitlines() if line.startswith(("#SBATCH", "#PBS", "#flux:"))
@@ -147,13 +147,13 @@ def test_pbs_and_flux_ask_for_the_same():
 def test_every_site_starts_several_ranks_a_node_too(name):
     one = made(name)
     several = made(name, ranks=4)
-    assert "One rank a node" in one and "RANKS=" not in one
-    assert "4 ranks a node; each sees all GPUs of it and takes its own." in several
+    assert "One rank per node" in one and "RANKS=" not in one
+    assert "4 ranks per node; each sees all GPUs of the node and uses its own." in several
     assert "RANKS=4 TASKS=16 CORES=" in several
     habit = batch.read_site(name).examples_use
     for text, own in ((one, "node"), (several, "gpu")):
         other = own == "node" and habit == "gpu"
-        assert ("The centre's own examples start one a GPU" in text) == other
+        assert ("The centre's own examples start one per GPU" in text) == other
     launch = next(line for line in several.splitlines() if " mpigossip train " in line)
     if batch.read_site(name).scheduler == "slurm":
         assert "#SBATCH --ntasks-per-node=4" in several
@@ -387,7 +387,7 @@ def test_an_own_site_file_is_quoted_too(tmp_path, execute):
         '[environment]\nA = "$HOME/`touch HACKED`"\nB = ""\n'
     )
     text = made(str(own))
-    assert "tried on 2026-11-20" in text and "export B=''" in text
+    assert "tested on 2026-11-20" in text and "export B=''" in text
     done, words = execute(text)
     assert done.returncode == 0, done.stderr
     assert words[1:3] == ["$(touch HACKED)", "/home/me/x"]

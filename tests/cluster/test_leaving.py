@@ -21,7 +21,7 @@ HEAD = """
 import sys, time
 from mpigossip.cluster import waits
 from mpigossip.cluster.ranks import world
-waits.DEPARTURE_GRACE_S, waits.ASK_S = 0.1, 0.2
+waits.DEPARTURE_GRACE_S, waits.INFORM_S = 0.1, 0.2
 """
 LOOP = """
 import torch, mpigossip
@@ -38,7 +38,7 @@ with mpigossip.world() as w:
 
 
 OTHER = LOOP.replace("break", "break  # and on to another call") + "    {call}\n"
-LEFT = r"rank 1 on \S+ has come to the end of its "
+LEFT = r"rank 1 on \S+ has reached the end of its "
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_thread_left_in_a_call_of_mpi_changes_no_exit_code(mpirun, given, code
 def slow_ranks(comm):
     """Rank 1 is late by 1 s for what it comes to: after a loop, in its last step, as all close."""
     waits.DEPARTURE_GRACE_S = 0.1
-    waits.ASK_S = 0.05
+    waits.INFORM_S = 0.05
     found = []
     try:
         with world(timeout_s=30) as w:
@@ -128,7 +128,7 @@ def slow_ranks(comm):
             found.append("as all close")
     finally:
         waits.DEPARTURE_GRACE_S = 10.0
-        waits.ASK_S = 1.0
+        waits.INFORM_S = 1.0
     return found
 
 
@@ -143,7 +143,7 @@ def one_is_slow(comm):
     import mpigossip
 
     waits.DEPARTURE_GRACE_S = 0.1
-    waits.ASK_S = 0.05
+    waits.INFORM_S = 0.05
     try:
         with mpigossip.world(timeout_s=30) as w:
             model = torch.nn.Linear(4, 3)
@@ -162,10 +162,10 @@ def one_is_slow(comm):
                 with optimizer.averaged():
                     pass
                 optimizer.consensus_distance()
-            return w._roll._told.sum() > 0
+            return w._monitor._sent_numbers.sum() > 0
     finally:
         waits.DEPARTURE_GRACE_S = 10.0
-        waits.ASK_S = 1.0
+        waits.INFORM_S = 1.0
 
 
 def test_ranks_that_wait_in_different_calls_for_a_slow_one_go_on(ranks):
@@ -178,7 +178,7 @@ def messages_of_a_run(comm):
 
     import mpigossip
 
-    waits.ASK_S = float("inf")  # on a busy machine a wait may be long
+    waits.INFORM_S = float("inf")  # on a busy machine a wait may be long
     try:
         with mpigossip.world() as w:
             model = torch.nn.Linear(4, 3)
@@ -188,10 +188,10 @@ def messages_of_a_run(comm):
                 model(torch.ones(1, 4)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            roll = w._roll
-        return int(roll._told.sum())
+            roll = w._monitor
+        return int(roll._sent_numbers.sum())
     finally:
-        waits.ASK_S = 1.0
+        waits.INFORM_S = 1.0
 
 
 @on_each("n", [2, 3, 4, 6, 8])
@@ -237,4 +237,6 @@ def test_sigterm_ends_a_job_that_waits(mpistart):
         os.kill(pid, signal.SIGTERM)
     done = job.finish(timeout=90)
     assert done.returncode != 0
-    assert re.search(r"nothing is heard of rank 1 on \S+; SIGTERM came", done.stderr), done.stderr
+    assert re.search(
+        r"no message has arrived from rank 1 on \S+; SIGTERM was received", done.stderr
+    ), done.stderr

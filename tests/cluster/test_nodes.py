@@ -104,5 +104,5 @@ def refused(world):
 
 def test_all_ranks_learn_that_one_is_too_many(ranks):
     (first, *others) = ranks(3)(refused)
-    assert "has 3 ranks, no nodes of 2; start 2 or 4 there" in first[0]
+    assert "has 3 ranks, which cannot form nodes of 2; start 2 or 4 there" in first[0]
     assert all(one == first for one in others)

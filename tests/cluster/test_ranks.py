@@ -156,7 +156,7 @@ HANGS = """
 import sys, time
 from mpigossip.cluster import collectives
 from mpigossip.cluster.ranks import world
-collectives.LEAST_S, count, plain = 0.2, [0], collectives.TimeoutComm.Dup
+collectives.MINIMUM_S, count, plain = 0.2, [0], collectives.TimeoutComm.Dup
 def dup(self):
     count[0] += 1
     if count[0] != int(sys.argv[1]): return plain(self)
@@ -195,7 +195,8 @@ def test_agreement_has_a_time_limit(ranks):
     late, good = ranks(2)(agreement_with_a_late_rank)
     assert late[1] == 1
     assert re.fullmatch(
-        r"not all ranks came to an agreement; nothing is heard of rank 1 on \S+ \(waited 0.2 s\)",
+        r"not all ranks have reached an agreement; no message has arrived from rank 1 on \S+ "
+        r"\(waited 0.2 s\)",
         late[0],
     )
     assert good == (None, 1)
@@ -211,7 +212,9 @@ def test_a_world_s_end_waits_for_who_has_work_left(ranks):
 
 def test_barrier_has_a_time_limit(ranks):
     text, _ = ranks(2)(barrier_without_all)
-    assert re.match(r"not all .* barrier, in barrier\(\), .*; nothing is heard of rank 1 on ", text)
+    assert re.match(
+        r"not all .* barrier, in barrier\(\), .*; no message has arrived from rank 1 on ", text
+    )
 
 
 def waits_in_a_chain(comm, meeting):
@@ -245,12 +248,12 @@ def waits_in_a_chain(comm, meeting):
 @pytest.mark.parametrize("meeting", [False, True])
 def test_a_wait_that_ends_names_whom_it_waited_for(ranks, meeting):
     first, second, _ = ranks(3)(waits_in_a_chain, meeting)
-    told = "nothing is heard of rank 2 on "
+    told = "no message has arrived from rank 2 on "
     assert told in second
     if meeting:
         assert told in first
     else:
-        assert "waited for rank 1 on " in first and "which wait themselves (waited 3 s)" in first
+        assert "waited for rank 1 on " in first and "which are waiting, too (waited 3 s)" in first
 
 
 def test_a_mistake_of_one_rank_is_told_to_all(ranks):
@@ -358,13 +361,13 @@ def test_a_world_that_not_all_ranks_open_ends_the_job(mpirun):
         script(
             "from mpi4py import MPI",
             "from mpigossip.cluster import collectives",
-            "collectives.LEAST_S = 0.5",
+            "collectives.MINIMUM_S = 0.5",
             "if MPI.COMM_WORLD.rank == 0: mpigossip.world(timeout_s=0.5)",
         ),
         timeout=30,
     )
     assert done.returncode != 0
-    assert "mpigossip.world(): not all ranks came to MPI's Dup" in done.stderr
+    assert "mpigossip.world(): not all ranks have reached MPI's Dup" in done.stderr
 
 
 def test_world_without_a_launcher_is_one_rank(mpirun):
@@ -551,7 +554,7 @@ def test_a_thread_that_tells_while_the_pause_ends_doesnt_begin_it_anew(monkeypat
             pass
 
     roll = WaitMonitor(SimpleNamespace(size=2, rank=0, Isend=keep), ["a", "b"])
-    roll._telling = Lock()
+    roll._send_lock = Lock()
     roll.receive_status = lambda: False
     other = threading.Thread(target=roll.send_status, args=([1], deadline.WORKING))
     monkeypatch.setattr(deadline, "monitor", roll)

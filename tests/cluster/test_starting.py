@@ -92,7 +92,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(mpirun, tolerant, tmp_p
         assert any(words in told for words in ends), told
     if tolerant and when == "before":
         assert f"MPI has not started within {LIMIT_S} s (node.timeout_s)" in told
-        assert "nothing is seen of 1 of 3 ranks: 1 " in told
+        assert "1 of 3 ranks have not started: 1 " in told
     if tolerant and when in ("hello", "init"):
         lines = re.findall(r"mpigossip: (rank .*)", told)
         assert len(lines) == 1 and lines[0].startswith("rank 1 of 3 on "), told
@@ -104,7 +104,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(mpirun, tolerant, tmp_p
 def test_a_rank_that_does_not_come_to_the_start_ends_the_job(mpirun, tolerant, tmp_path):
     told = ended(mpirun, tmp_path, "stopped")
     assert told.count(f"MPI has not started within {LIMIT_S} s (node.timeout_s)") == 1
-    assert "1 of 3 ranks have begun but not come so far: 1 on " in told
+    assert "1 of 3 ranks have started but not called MPI_Init: 1 on " in told
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ MUTANTS = [
      "tests/double/test_nccl.py::test_nccl_that_cannot_be_had_is_refused_or_left"
      "[hang-cuda:{rank}-a round of nccl failed: round 0: NCCL isn]"),
     ("a slot that does not finish on a CPU has no limit", "mpigossip.groups.threads",
-     "min(SOONER * timeout_s, threading.TIMEOUT_MAX)", "threading.TIMEOUT_MAX",
+     "min(SLOT_FRACTION * timeout_s, threading.TIMEOUT_MAX)", "threading.TIMEOUT_MAX",
      "tests/groups/test_groups.py::test_a_slot_that_does_not_finish_is_named_in_time"),
     ("2: messages of GPU memory are never tried", PROBE,
      'WAYS = "windows", "messages", "nccl", "host"', 'WAYS = "windows", "nccl", "host"', REFUSED),
@@ -137,7 +137,7 @@ MUTANTS = [
     ("4: another thread's CUDA calls without NCCL's lock", STREAMS,
      "with launch_lock, device_context(self.device), torch.cuda.stream(self.into):",
      "with device_context(self.device), torch.cuda.stream(self.into):", HOST),
-    ("4: launch blocking is let through", GROUPS, "if wrong and any(", "if False and any(",
+    ("4: launch blocking is let through", GROUPS, "if refused and any(", "if False and any(",
      f"{FAILURES}::test_launch_blocking_is_refused_with_its_remedy"),
     ("5: nodes share a server", GROUPS, "node.broadcast(port)", "world.broadcast(port)",
      f"{LOOPS}::test_fsdp2_inside_nodes_has_the_bits_of_full_models"),

@@ -319,7 +319,7 @@ def test_a_put_that_fails_on_one_rank_in_training_ends_the_job_in_words(mpirun, 
 def test_a_slot_that_stands_still_ends_the_job_with_its_name(mpirun, tmp_path):
     done, seconds = train(mpirun, tmp_path, "still:9@1", "host", timeout_s=4, warm=False)
     assert done.returncode != 0 and seconds < 90
-    late = r"is not done on cuda:(\d) \(slot \1 didn't come\) after 4 s"
+    late = r"is not done on cuda:(\d) \(slot \1 did not arrive\) after 4 s"
     late += r"|slot (\d) of this node, on cuda:\2, has not finished \(waited 3.2 s after the others"
     assert re.search(late, done.stderr), done.stderr
 

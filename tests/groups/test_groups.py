@@ -317,7 +317,7 @@ def test_one_gpu_a_rank_is_that_of_its_number_on_the_host(environ, visible, slot
     "setting, visible, said",
     [
         ("cuda:0", 0, "sees no GPU"),
-        ("cuda:0-7", 4, "GPU 7 is asked for, torch sees 4"),
+        ("cuda:0-7", 4, "GPU 7 is requested, but torch sees 4"),
         ("cuda:0,0,1", 4, "name each GPU once"),
     ],
 )

@@ -121,8 +121,8 @@ def mistakes(world):
 
 def test_foreign_arrays_and_a_rank_that_stays_away_are_named(ranks):
     first, second = ranks(2)(mistakes)
-    assert "only arrays that the group made itself" in first[0] == second[0]
-    assert "sums over the node's slots: rank 1 of this node didn't come" in first[1]
+    assert "only if zeros() of this group made it" in first[0] == second[0]
+    assert "sums over the node's slots: rank 1 of this node did not arrive" in first[1]
 
 
 @with_world(per="host", timeout_s=30)
@@ -153,4 +153,4 @@ def working(world, signs):
 
 def test_a_rank_that_says_it_works_is_waited_for(ranks):
     assert ranks(2)(working, True) == ["", ""]
-    assert "rank 0 of this node didn't come" in ranks(2)(working, False)[1]
+    assert "rank 0 of this node did not arrive" in ranks(2)(working, False)[1]

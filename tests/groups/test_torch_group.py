@@ -107,7 +107,7 @@ def one_is_late(world):
 
 def test_a_process_that_stays_away_is_named(ranks):
     said, _ = ranks(2)(one_is_late)
-    assert "reduce-scatter over the node's slots: rank 1 of this node didn't come" in said
+    assert "reduce-scatter over the node's slots: rank 1 of this node did not arrive" in said
 
 
 def test_errors_of_the_library_name_devices_call_and_remedy():

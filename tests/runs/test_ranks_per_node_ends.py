@@ -75,7 +75,7 @@ def test_a_node_that_loses_a_rank_ends_the_job_and_can_be_gone_on_with(
         assert "rank 3 of 4" in done.stderr
         assert "a hook that fails" in done.stderr
     if how == "stands still":
-        assert "nothing is heard of rank 3" in done.stderr
+        assert "no message has arrived from rank 3" in done.stderr
     newest = checkpoint.latest(run)
     assert newest is not None  # of a step that all had done some steps before
     assert checkpoint.verify(newest) == []
