@@ -105,7 +105,7 @@ class Communicator(World):
         Such exceptions are combined into one error that names the ranks of each message. The
         block itself must not contain collective calls.
 
-        :param mistakes: types of the exceptions to combine; other exceptions are not caught
+        :param error_types: types of the exceptions to combine; other exceptions are not caught
         :raises CollectiveError: on all ranks, if any rank has raised one of these exceptions
         """
         check_process()

@@ -140,7 +140,7 @@ def read_site(name: str) -> Site:
         raise JobError(f'site "{path}" is not TOML: {error}') from None
     try:
         site = converter().structure(raw, Site)
-    except Exception as error:  # cattrs raises exception groups; _explained() formats them
+    except Exception as error:  # cattrs raises exception groups; _describe_problems() formats them
         raise JobError([f'site "{path}": {text}' for text in _describe_problems(error)]) from None
     tables = (site.environment, *(workaround.environment for workaround in site.workarounds))
     problems = [
@@ -186,7 +186,7 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
     :param job: path of the job file
     :param settings: settings that override the job file, as on the command line
     :param run: run directory, in which the script looks for a checkpoint of an earlier attempt
-    :param asked: the user's request
+    :param request: the user's request
     :raises JobError: if arguments are wrong; the message lists all problems
     """
     texts = [job, *settings, str(run), request.venv or "", request.launcher or ""]

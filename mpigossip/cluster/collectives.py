@@ -29,7 +29,7 @@ def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
 
     :param comm: communicator of the call
     :param call: name of the call in messages
-    :param timeout_s: time limit in seconds; at least `LEAST_S` is used
+    :param timeout_s: time limit in seconds; at least `MINIMUM_S` is used
     :raises WaitTimeoutError: if a rank does not arrive at the barrier
     """
     check_process()

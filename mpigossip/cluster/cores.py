@@ -59,7 +59,7 @@ def for_messages(
     :param cores: cores that the processes share
     :param threads: number of threads that compute, per process
     :param sharing: number of processes that share ``cores``
-    :param place: index of this process among them
+    :param index: index of this process among them
     :param sysfs: root of sysfs; tests pass another folder
     """
     near = sorted(near_network(cores, sysfs))
@@ -75,7 +75,7 @@ def pick_communication_core(
 
     :param comm: communicator of ranks that each have a progress thread
     :param threads: number of threads that compute, per rank
-    :param beside: local rank and number of ranks of this rank's node, if ``comm`` is an inter-node
+    :param node_position: local rank and number of ranks of this rank's node, if ``comm`` is an inter-node
         communicator with one rank of each node
     """
     local_hash = np.array([fingerprint(allowed())], np.int64)

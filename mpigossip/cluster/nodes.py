@@ -120,7 +120,8 @@ def assign_nodes(
         fitting = f"{fewer} or {fewer + size}" if fewer else f"{size}"
         raise JobError(
             f"{setting}: {host_names[misfit]} has {pluralize(ranks_on[misfit], 'rank')}, which "
-            f"cannot form nodes of {size}; start {fitting} there, or set {SETTING} to a divisor of {ranks_on[misfit]}"
+            f"cannot form nodes of {size}; start {fitting} there, or set {SETTING} to a "
+            f"divisor of {ranks_on[misfit]}"
         )
     positions: list[tuple[int, int]] = []
     ranks_seen: Counter[int] = Counter()
@@ -155,7 +156,7 @@ def racks(
         "scheduler": the switch in the scheduler's address; "file:PATH": a file with lines
         "HOST RACK"
     :param hosts: host name of each rank
-    :param told: result of :func:`addresses`, for "scheduler"
+    :param scheduler_addresses: result of :func:`addresses`, for "scheduler"
     :raises JobError: if the rack of some rank is not known
     """
     short = [host.split(".")[0] for host in hosts]

@@ -49,16 +49,16 @@ def is_gpu(device: str) -> bool:
 def open_groups(
     world: World, group_ranks: Sequence[GroupRank], timeout_s: float
 ) -> list[dist.ProcessGroup]:
-    """Open a process group for each entry of ``places``; collective over ``world``.
+    """Open a process group for each entry of ``group_ranks``; collective over ``world``.
 
     Each group is connected in a thread of its own; the store's keys are exchanged by MPI.
     Afterwards, each group is used by one thread, whose current device is that of its entry.
 
     :param world: ranks that open groups
-    :param places: the ranks that this process takes in groups
+    :param group_ranks: the ranks that this process takes in groups
     :param timeout_s: seconds that connecting may take; a call on a group ends after at most twice
         that time
-    :returns: groups in the order of ``places``
+    :returns: groups in the order of ``group_ranks``
     :raises JobError: on all ranks, if an environment variable makes NCCL hang
     :raises WaitTimeoutError, Failure: on all ranks, with the ranks at fault
     """

@@ -49,7 +49,7 @@ RECEIVE_AFTER_S = 0.5
 INFORM_S = 1.0
 """Seconds of waiting before the awaited ranks are informed; this doubles after each time."""
 MAX_AWAITED = 16
-"""Largest number of awaited ranks that are informed after `ASK_S`."""
+"""Largest number of awaited ranks that are informed after `INFORM_S`."""
 STATUS_DTYPE = np.dtype(
     [
         ("status", np.int64),
@@ -60,7 +60,7 @@ STATUS_DTYPE = np.dtype(
         ("number", np.int64),
     ]
 )
-"""Format of a message, which holds the status (``status``) of the sending rank.
+"""Format of a message, which holds the ``status`` of the sending rank.
 
 ``call`` is the name of the call that the rank is in, ``steps`` its number of steps, ``order`` the
 number of the call, ``rank`` the sender, and ``number`` the number of the message, from 1.
@@ -223,7 +223,7 @@ class WaitMonitor:
         Nor does a rank with more steps than this rank, because it has already taken part in this
         step.
 
-        :param whom: function that returns the awaited ranks; no rank stands for all ranks
+        :param awaited_ranks: function that returns the awaited ranks; no rank stands for all ranks
         """
         statuses = list(self._status.items())  # copied, because another thread may receive
         absent = {
@@ -254,7 +254,7 @@ class WaitMonitor:
         return status == WAITING and differs and order > 0 and order == deadline.order
 
     def next_awaited(self, awaited: Iterable[int]) -> set[int]:
-        """Return the awaited ranks to inform of a wait after `ASK_S`: the next `ASKED` ones.
+        """Return the awaited ranks to inform of a wait after `INFORM_S`: the next `MAX_AWAITED` ones.
 
         They are the first ones that follow this rank cyclically; an empty ``awaited`` stands for
         all ranks. This suffices: if the ranks wait in two calls, then some rank of one call is
@@ -265,7 +265,7 @@ class WaitMonitor:
         return {distance[key] for key in sorted(distance)[: MAX_AWAITED + 1]} - {self._comm.rank}
 
     def recipients(self, extra: Iterable[int]) -> set[int]:
-        """Return the ranks to inform of a wait: ``more`` and the first ranks of the world."""
+        """Return the ranks to inform of a wait: ``extra`` and the first ranks of the world."""
         return {*range(min(MAX_RECIPIENTS, self._comm.size)), *extra} - {self._comm.rank}
 
     def describe_fault(self, awaited: Iterable[int]) -> str:
@@ -305,7 +305,7 @@ class WaitMonitor:
         A key identifies the exception that ends a rank. Only this call and :meth:`close` are
         collective on this communicator, and a rank that makes this call is about to exit.
 
-        :param mine: key of this rank
+        :param own_key: key of this rank
         :param seconds: seconds to wait for the keys of the other ranks
         """
         digest = np.frombuffer(
@@ -363,9 +363,9 @@ class Wait:
     ):
         """Start the wait.
 
-        :param roll: monitor of the world
+        :param monitor: monitor of the world
         :param seconds: time limit of the wait
-        :param whom: function that returns the awaited ranks of the world; no rank stands for all
+        :param awaited_ranks: function that returns the awaited ranks of the world; no rank stands for all
         """
         self._monitor = monitor
         self._awaited_ranks = awaited_ranks
@@ -378,7 +378,7 @@ class Wait:
     def poll(self) -> int | None:
         """Receive messages once the wait is long, and inform other ranks of it.
 
-        The next awaited ranks are informed after `ASK_S`, and again each time the waited time has
+        The next awaited ranks are informed after `INFORM_S`, and again each time the waited time has
         doubled; the first ranks of the world are informed once, after half of the time limit. A
         rank that waits itself and sends a message is answered once. Return the result of
         :meth:`WaitMonitor.departed_code`.

@@ -46,7 +46,7 @@ def gather_full(tensor: Any) -> Any:
 
 
 def part_like(parameter: Any, full: Any) -> Any:
-    """Return this rank's shard of ``whole``, if it has the shape of a sharded parameter.
+    """Return this rank's shard of ``full``, if it has the shape of a sharded parameter.
 
     Anything else is returned as it is.
     """

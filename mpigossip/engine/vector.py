@@ -269,7 +269,7 @@ def join_row(
     :param parts: array (local nodes, …) of each slot, shaped like x or with values per row
     :param row: index of the local node
     :param flat: layout of the parameters
-    :param place: array of an earlier call to overwrite; None: new memory of whole pages
+    :param out: array of an earlier call to overwrite; None: new memory of whole pages
     :return: array (count,), or the values of the row
     """
     if is_per_row(parts[0], flat):
@@ -320,7 +320,7 @@ def scatter_row(
     :param parts: array (local nodes, …) of each shard, to which the values are copied
     :param row: index of the local node
     :param flat: layout of the parameters
-    :param here: indices of the shards in ``parts``; None: all
+    :param shard_indices: indices of the shards in ``parts``; None: all
     :raises ValueError: if the packed row has another number of elements than the model
     """
     values = torch.from_numpy(np.array(packed))

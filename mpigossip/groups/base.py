@@ -124,7 +124,7 @@ def shard_views(
 
     :param full: for each slot an array (rows, P)
     :param segments: number of shards; 1 if slot 0 has all columns; None: one shard for each slot
-    :param here: shards of this process; None: all
+    :param local: shards of this process; None: all
     """
     segments = len(full) if segments is None else segments
     local = range(segments) if local is None else local

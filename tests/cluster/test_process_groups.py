@@ -40,7 +40,7 @@ def summed(groups, places):
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_threads_are_ranks_of_a_group(slots, listed, monkeypatch):
     if not listed:  # as torch before 2.10
-        monkeypatch.setattr(process_groups, "_store", process_groups._Listed)
+        monkeypatch.setattr(process_groups, "_store", process_groups._ListingStore)
     places = [GroupRank("slots", slot, slots, "cpu") for slot in range(slots)]
     groups = open_groups(SingleProcess(), places, 20)
     assert [group.rank() for group in groups] == list(range(slots))
