@@ -1,4 +1,4 @@
-"""The command line as a user meets it: the same digest on both ways, refusals, exit codes."""
+"""The command line as a user calls it: equal digests of ranks and simulator, errors, exit codes."""
 
 import errno
 import hashlib
@@ -29,7 +29,7 @@ SHORT = ["run.steps=6", "data.batch=4"]
 MAIN = [sys.executable, "-m", "mpigossip"]
 
 
-def test_a_number_of_nodes_is_said_to_the_launcher(pooled):
+def test_a_number_of_nodes_is_passed_to_the_launcher(pooled):
     done = pooled(2, "train", JOB, "--nodes", "4")
     assert done.returncode == 2 and done.stderr.count("mpigossip: --nodes 4 goes with") == 1
     assert "mpirun -n 4" in done.stderr and "simulate" in done.stderr
@@ -88,7 +88,7 @@ MISTAKES = [
 
 
 @on_each(("words", "says"), MISTAKES)
-def test_a_mistake_is_a_paragraph_and_exit_code_2(alone, words, says):
+def test_a_user_error_is_a_paragraph_and_exit_code_2(alone, words, says):
     words = [word.replace("JOB", JOB) for word in words]
     done = alone("simulate", JOB, "--nodes", 3, *SHORT, *words)
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -99,7 +99,7 @@ def test_a_mistake_is_a_paragraph_and_exit_code_2(alone, words, says):
 @pytest.mark.every
 @pytest.mark.both
 @pytest.mark.parametrize("words, says", [MISTAKES[0], MISTAKES[5], MISTAKES[3]])
-def test_all_ranks_end_with_a_mistake_and_one_speaks(mpirun, tmp_path, words, says):
+def test_all_ranks_end_with_a_user_error_and_one_reports(mpirun, tmp_path, words, says):
     done = mpirun(3, [*MAIN, "train", JOB, *SHORT, *words], timeout=60, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -202,7 +202,7 @@ def test_wrong_words_and_values_are_explained(alone, words, says):
 
 
 @pytest.mark.parametrize("why", ["", "Unable to allocate 3.64 TiB"])
-def test_memory_that_runs_out_is_said_in_a_sentence(why, monkeypatch, capsys):
+def test_exhausted_memory_is_reported_in_a_sentence(why, monkeypatch, capsys):
     def fail(*_, **__):
         raise MemoryError(*filter(None, [why]))
 
@@ -220,7 +220,7 @@ def test_memory_that_runs_out_is_said_in_a_sentence(why, monkeypatch, capsys):
         (["simulate", JOB, "--nodes", "2", *SHORT], 0, "1"),
     ],
 )
-def test_a_standard_output_without_room_is_said_and_ends_no_training(
+def test_a_full_standard_output_is_reported_and_training_continues(
     tmp_path, words, code, unbuffered
 ):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": unbuffered}
@@ -234,8 +234,8 @@ def test_a_standard_output_without_room_is_said_and_ends_no_training(
     assert bool(list(tmp_path.glob("runs/*/checkpoints/step-00000006"))) == (code == 0)
 
 
-def test_a_text_larger_than_the_buffer_of_a_full_standard_output_is_said(monkeypatch, capfd):
-    """The buffer drops it, so that the error does not occur again."""
+def test_a_text_larger_than_the_buffer_of_a_full_standard_output_is_reported(monkeypatch, capfd):
+    """The buffer discards the text, so that the error does not occur again."""
     monkeypatch.setattr("mpigossip.commands.train._join", lambda options: print_safe("x" * 100_000))
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
@@ -243,8 +243,8 @@ def test_a_text_larger_than_the_buffer_of_a_full_standard_output_is_said(monkeyp
     assert "standard output can't be written: No space left" in capfd.readouterr().err
 
 
-def test_another_file_without_room_is_not_taken_for_standard_output(monkeypatch, capfd):
-    """Its error has no name, as that of a write to a file that is open."""
+def test_another_full_file_is_not_mistaken_for_standard_output(monkeypatch, capfd):
+    """Its error has no file name, like the error of a write to an open file."""
 
     def full(options):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -264,14 +264,14 @@ def test_a_standard_output_that_is_closed_ends_nothing(tmp_path, words):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_letters_that_a_terminal_lacks_end_nothing(tmp_path):
+def test_characters_that_a_terminal_lacks_end_nothing(tmp_path):
     env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     words = ["plan", JOB, "--nodes", "4", "--compute", "1ms", "--latency", "1us", "--bandwidth"]
     done = subprocess.run([*MAIN, *words, "1GB/s"], capture_output=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_who_closes_the_pipe_has_enough():
+def test_a_closed_pipe_is_no_error():
     read, write = os.pipe()
     os.close(read)
     env = os.environ | {"PYTHONUNBUFFERED": ""}
@@ -281,7 +281,7 @@ def test_who_closes_the_pipe_has_enough():
 
 
 def catches(pid, number):
-    """Whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
     return bool(int(caught, 16) >> number - 1 & 1)
 
@@ -295,7 +295,7 @@ def test_a_search_that_is_stopped_keeps_the_best_so_far(tmp_path, number):
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        while not catches(process.pid, signal.SIGTERM):  # it begins to search
+        while not catches(process.pid, signal.SIGTERM):  # the search begins
             assert process.poll() is None
             time.sleep(0.02)
         time.sleep(0.5)
@@ -351,7 +351,7 @@ def test_a_dry_simulation_prints_the_job_and_writes_nothing(alone, tmp_path):
 
 
 def test_the_imagenet_job_runs_small_on_a_packed_folder(alone, tmp_path):
-    """The founding protocol's path at 224x224: JPEGs, decoding processes, resized crops."""
+    """This follows the ImageNet job at 224x224: JPEGs, decoding processes, resized crops."""
     folder_of_images(tmp_path / "images", "val", sides=(240, 260), count=3, suffix="jpg")
     assert alone("data", "pack", "images", "i.h5").returncode == 0
     job = Path(JOB).with_name("imagenet-resnet50.toml")
@@ -370,7 +370,7 @@ def test_the_imagenet_job_runs_small_on_a_packed_folder(alone, tmp_path):
     assert "2 nodes x 2 slots" in done.stdout and "finished at step 2" in done.stdout
 
 
-def test_a_finished_run_is_said_again_and_not_trained_again(alone, tmp_path):
+def test_a_finished_run_is_reported_again_but_not_repeated(alone, tmp_path):
     first = alone("simulate", JOB, "--nodes", 2, *SHORT)
     second = alone("simulate", JOB, "--nodes", 2, *SHORT)
     assert digest(first) == digest(second) and "nothing is left to train" in second.stdout
@@ -389,7 +389,7 @@ def test_bench_prints_rows_and_writes_them_and_leaves_out_what_has_no_room(poole
 
 
 def full(comm, folder):
-    """What `bench checkpoint` says on a full disk."""
+    """Return the output of `bench checkpoint` on a full disk."""
     from mpigossip.analysis import bench
 
     error = OSError(28, "No space left")
@@ -400,7 +400,7 @@ def full(comm, folder):
     return str(caught.value)
 
 
-def test_bench_says_that_a_checkpoint_has_no_place_or_room(pooled, ranks, tmp_path):
+def test_bench_reports_a_missing_or_full_folder_for_checkpoints(pooled, ranks, tmp_path):
     done = pooled(2, "bench", "checkpoint", "--folder", "none", "--sizes", "1KB")
     assert done.returncode == 2 and done.stderr.count("make its folder first") == 1, done.stderr
     assert f'--folder "{tmp_path}" on ' in (said := ranks(2)(full, tmp_path)[0])

@@ -1,4 +1,4 @@
-"""Commands that read files of others: a crash of the HDF5 library ends in a line, not a signal."""
+"""Commands that read foreign files: a crash of the HDF5 library is reported in one line."""
 
 import signal
 import subprocess
@@ -23,7 +23,7 @@ def ended(does: str) -> subprocess.CompletedProcess:
 
 
 @on_each("number", [signal.SIGSEGV, signal.SIGFPE])
-def test_a_crash_is_told_in_a_line(number):
+def test_a_crash_is_reported_in_one_line(number):
     left = ended(f"os.kill(os.getpid(), {int(number)})")
     assert left.returncode == 1 and "Traceback" not in left.stderr
     assert f"`log show x` crashed ({number.name}), as the HDF5 library does" in left.stderr

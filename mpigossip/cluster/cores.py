@@ -75,8 +75,8 @@ def pick_communication_core(
 
     :param comm: communicator of ranks that each have a progress thread
     :param threads: number of threads that compute, per rank
-    :param node_position: local rank and number of ranks of this rank's node, if ``comm`` is an inter-node
-        communicator with one rank of each node
+    :param node_position: local rank and number of ranks of this rank's node, if ``comm`` is an
+        inter-node communicator with one rank of each node
     """
     local_hash = np.array([fingerprint(allowed())], np.int64)
     hashes = np.empty(comm.size, np.int64)

@@ -254,7 +254,7 @@ class WaitMonitor:
         return status == WAITING and differs and order > 0 and order == deadline.order
 
     def next_awaited(self, awaited: Iterable[int]) -> set[int]:
-        """Return the awaited ranks to inform of a wait after `INFORM_S`: the next `MAX_AWAITED` ones.
+        """Return the next `MAX_AWAITED` awaited ranks, which are informed after `INFORM_S`.
 
         They are the first ones that follow this rank cyclically; an empty ``awaited`` stands for
         all ranks. This suffices: if the ranks wait in two calls, then some rank of one call is
@@ -365,7 +365,7 @@ class Wait:
 
         :param monitor: monitor of the world
         :param seconds: time limit of the wait
-        :param awaited_ranks: function that returns the awaited ranks of the world; no rank stands for all
+        :param awaited_ranks: function that returns the awaited ranks; no rank stands for all ranks
         """
         self._monitor = monitor
         self._awaited_ranks = awaited_ranks
@@ -378,8 +378,8 @@ class Wait:
     def poll(self) -> int | None:
         """Receive messages once the wait is long, and inform other ranks of it.
 
-        The next awaited ranks are informed after `INFORM_S`, and again each time the waited time has
-        doubled; the first ranks of the world are informed once, after half of the time limit. A
+        The next awaited ranks are informed after `INFORM_S`, and again each time the waited time
+        has doubled; the first ranks of the world are informed once, after half of the time limit. A
         rank that waits itself and sends a message is answered once. Return the result of
         :meth:`WaitMonitor.departed_code`.
         """

@@ -40,8 +40,8 @@ class ThreadGroup(Group):
             slots can access, so all must be on the same device
         :param first: number of the first slot in the node, for messages, if other ranks of the node
             have slots, too
-        :param timeout_s: time limit in seconds; a slot may take `SLOT_FRACTION` times as long after the
-            slot that ended before it
+        :param timeout_s: time limit in seconds; a slot may take `SLOT_FRACTION` times as long
+            after the slot that ended before it
         """
         self.slots = self.segments = slots
         self.local_slots = range(slots)

@@ -1,4 +1,4 @@
-"""Blocking MPI calls: a rank that doesn't come is named, and a call that doesn't return."""
+"""Blocking MPI calls: errors name a missing rank, or a call that does not return."""
 
 import contextlib
 import re
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.both
 
 
 def opens_without_rank_1(comm, mixer):
-    """Rank 1 comes to the first collective call on the mixer's windows when rank 0 has given up."""
+    """Let rank 1 make the first collective call on the windows after rank 0's time limit."""
     from mpigossip.cluster import collectives
     from mpigossip.mixing.asynchronous import Asynchronous
 
@@ -51,7 +51,7 @@ def opens_without_rank_1(comm, mixer):
     return told
 
 
-def test_opening_a_mixer_names_the_rank_that_does_not_come(ranks):
+def test_opening_a_mixer_names_the_missing_rank(ranks):
     for mixer in ("synchronous", "asynchronous"):
         told, _ = ranks(2)(opens_without_rank_1, mixer, timeout=60)
         assert re.match(
@@ -91,7 +91,7 @@ def test_a_call_that_does_not_return_is_named(ranks):
 
 
 def calls_while_mixers_open(comm):
-    """Names of the blocking calls without a limit, and of those with one, as mixers open."""
+    """Return the names of blocking calls without and with a limit while mixers open."""
     from mpi4py import MPI
 
     from mpigossip.cluster import collectives

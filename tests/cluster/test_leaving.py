@@ -1,4 +1,4 @@
-"""A rank that leaves early ends the job by its exit code; a slow rank has not left."""
+"""A rank that exits early ends the job with its exit code; a slow rank has not exited."""
 
 import os
 import re
@@ -37,7 +37,7 @@ with mpigossip.world() as w:
 """
 
 
-OTHER = LOOP.replace("break", "break  # and on to another call") + "    {call}\n"
+OTHER = LOOP.replace("break", "break  # and continues to another call") + "    {call}\n"
 LEFT = r"rank 1 on \S+ has reached the end of its "
 
 
@@ -72,7 +72,7 @@ def test_a_rank_that_leaves_early_ends_the_job_by_its_code(mpirun, body, code, w
 STUCK = """
 import atexit, os, sys, threading, time, mpigossip
 from mpigossip.cluster.process import PROGRESS
-atexit.register(os._exit, 9)  # comes after the end of MPI
+atexit.register(os._exit, 9)  # runs after the end of MPI
 with mpigossip.world() as w:
     if w.rank == 1:
         threading.Thread(target=time.sleep, args=(999,), name=PROGRESS, daemon=True).start()
@@ -83,13 +83,13 @@ sys.exit(int(sys.argv[1]))
 
 @pytest.mark.parametrize("given, code", [("75", 75), every("raise", 1)])
 def test_a_thread_left_in_a_call_of_mpi_changes_no_exit_code(mpirun, given, code):
-    """Finalizing MPI would hang or crash: no rank does, and each says its code by itself."""
+    """Finalizing MPI would hang or crash, so no rank does it, and each exits with its own code."""
     done = mpirun(3, [sys.executable, "-c", STUCK, given], timeout=60, warm=False)
     assert done.returncode == code, done.stderr
 
 
 def slow_ranks(comm):
-    """Rank 1 is late by 1 s for what it comes to: after a loop, in its last step, as all close."""
+    """Let rank 1 be late by 1 s: after a loop, in its last step, or when all close."""
     waits.DEPARTURE_GRACE_S = 0.1
     waits.INFORM_S = 0.05
     found = []
@@ -103,7 +103,7 @@ def slow_ranks(comm):
             found.append("after a loop")
             if w.rank == 1:
                 until = time.monotonic() + 1
-                with deadline.announce_end(5):  # asked by rank 0, it answers that it closes
+                with deadline.announce_end(5):  # it answers rank 0 that it closes
                     Deadline(20).wait(
                         lambda: time.monotonic() > until, lambda: "", awaited_ranks=lambda: [0]
                     )
@@ -132,12 +132,12 @@ def slow_ranks(comm):
     return found
 
 
-def test_a_slow_rank_has_not_left(ranks):
+def test_a_slow_rank_has_not_departed(ranks):
     assert ranks(2)(slow_ranks) == [["after a loop", "in its last step", "as all close"]] * 2
 
 
 def one_is_slow(comm):
-    """Rank 2 comes late to a step, then to averaged(): the others wait in different calls."""
+    """Let rank 2 be late to a step, then to averaged(): the others wait in different calls."""
     import torch
 
     import mpigossip
@@ -168,7 +168,7 @@ def one_is_slow(comm):
         waits.INFORM_S = 1.0
 
 
-def test_ranks_that_wait_in_different_calls_for_a_slow_one_go_on(ranks):
+def test_ranks_that_wait_in_different_calls_for_a_slow_rank_continue(ranks):
     assert any(ranks(4)(one_is_slow)), "the others asked"
 
 

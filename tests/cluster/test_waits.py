@@ -115,7 +115,7 @@ def test_an_interrupt_as_a_pause_begins_ends_it(monkeypatch):
 
 
 def test_a_wait_that_is_interrupted_is_over_for_the_others(monkeypatch):
-    """A rank that catches an interrupt works on; one that is late ends as one that waited."""
+    """A rank that catches an interrupt continues; a late rank ends like a rank that waited."""
     said = []
 
     class Wait:
