@@ -57,8 +57,9 @@ def no_mpi(error: Exception, env: Mapping[str, str] = os.environ) -> LaunchError
             f"MPI can't be loaded ({reason}) with MPI4PY_LIBMPI={library}: name a file that "
             "exists, or `unset MPI4PY_LIBMPI; pip install mpich`. If the file exists, its name may "
             "not be the one that mpi4py's wheel loads, libmpi.so.12 (Debian's MPICH has "
-            "libmpich.so.12): `pip install --no-binary mpi4py mpi4py`, or make a link and search its "
-            f"folder, `ln -s {library} DIR/libmpi.so.12; export LD_LIBRARY_PATH=DIR MPI4PY_LIBMPI=DIR/"
+            "libmpich.so.12): `pip install --no-binary mpi4py mpi4py`, or make a link and search "
+            f"its folder, `ln -s {library} DIR/libmpi.so.12; "
+            "export LD_LIBRARY_PATH=DIR MPI4PY_LIBMPI=DIR/"
             "libmpi.so.12`. `mpigossip simulate` needs no MPI"
         )
     return LaunchError(
