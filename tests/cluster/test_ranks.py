@@ -412,7 +412,7 @@ def test_an_mpi_that_may_belong_to_its_launcher_is_left_alone(library, env):
 def test_a_linker_script_in_the_place_of_mpi_is_named():
     for words in ("file too short", "invalid ELF header"):
         error = RuntimeError(f"cannot load MPI library\n/lib/libmpi.so: {words}\n/other")
-        assert "name the file with a number" in str(no_mpi(error))
+        assert "a linker script: name the library file" in str(no_mpi(error))
     assert "linker" not in str(no_mpi(RuntimeError("cannot load MPI library\nnot there")))
 
 
