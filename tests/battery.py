@@ -21,7 +21,7 @@ from mpigossip.training.parts import make_graph, make_parts
 
 WIDTHS = (512, 512)
 LAYERS = (96, 64, 160, 192, 320, 128, 64)
-"""Columns of the layers: the fifth lies in both slots."""
+"""Columns of the layers; the fifth layer lies in both slots."""
 FLAT = ParameterLayout(
     tuple(f"{k}.weight" for k in range(len(LAYERS))),
     tuple((width,) for width in LAYERS),
@@ -55,11 +55,11 @@ FRAGMENTS = (
     "algorithm.name=choco graph.name=ring cadence.name=every cadence.period=3 cadence.fragments=2 "
     "cadence.delay=1",
 )  # fmt: skip
-"""What travels by fragments, and what is open for some steps."""
+"""Settings with fragments, and settings whose exchanges stay in flight for some steps."""
 
 
 def cases():
-    """Settings of all that goes together: every algorithm, wires, cadences, graphs."""
+    """Return settings of all valid combinations of algorithms, wires, cadences and graphs."""
     for name in algorithms.BUILDERS:
         graph = " graph.name=ring" if name in SYMMETRIC else ""
         graph = " node.density=0.5" if name in ("sparta", "sparseloco") else graph
@@ -110,7 +110,7 @@ def job(settings: str):
 
 
 class Two:
-    """The slots of a node, one after the other."""
+    """Group of two slots of a node, which run one after the other."""
 
     def on_shards(self, work):
         return [work(0), work(1)]
@@ -119,11 +119,11 @@ class Two:
         return per_slot[0] + per_slot[1]
 
     def all_gather(self, shards, full):
-        """Nobody reads a whole vector."""
+        """Do nothing, because nothing reads a whole vector."""
 
 
 class Driver(Engine):
-    """The engine on nodes of two slots each that live here, with quadratics for a model."""
+    """Engine on local nodes of two slots each, whose model is a quadratic function."""
 
     def __new__(cls, settings, *given, **more):
         made = job(settings) if isinstance(settings, str) else settings
@@ -156,7 +156,7 @@ class Driver(Engine):
         return torch.from_numpy(np.stack([r.standard_normal(512, np.float32) for r in rows]))
 
     def advance(self):
-        """One step from the gradients of all nodes here."""
+        """Make one step from the gradients of all local nodes."""
         self.ahead()
         for slot, g in enumerate(self.vector.g):
             torch.sub(self.x[slot], self.b[slot], out=g).mul_(self.scale)
@@ -173,20 +173,20 @@ class Driver(Engine):
         return self
 
     def whole(self):
-        """Parameters of the nodes here, (rows, 1024)."""
+        """Return the parameters of the local nodes, (rows, 1024)."""
         return torch.cat(self.x, dim=1).clone()
 
     def optimum(self):
-        """Mean of all b, the minimum of the sum; of a simulated driver."""
+        """Return the mean of all b, which minimizes the sum; for a simulated driver."""
         return torch.cat(self.b, dim=1).mean(0)
 
 
 class DriverOfParts(Driver, Fragmented):
-    """The same with exchanges of fragments."""
+    """Driver that exchanges fragments."""
 
 
 def driven(method, graph, x, gradient, lr=0.1, wire=FP32):
-    """The method's state after each step of nodes x, which move in place; ``gradient(t)``: at x."""
+    """Yield the state after each step of nodes x, updated in place; ``gradient(t)`` is at x."""
     layout = MessageLayout((x.shape[1],), method.vectors, method.scalars, dtype=x.dtype, wire=wire)
     mixer = Simulated(graph, layout)
     state = method.init(x)
@@ -203,7 +203,7 @@ def driven(method, graph, x, gradient, lr=0.1, wire=FP32):
 
 
 def on_ranks(settings, world, same_host, steps):
-    """A driver over windows for each of these settings, after its steps; collective."""
+    """Return, for each setting, a driver over windows after its steps; collective."""
 
     def windows(graph, layout):
         return open_mixer(graph, layout, world, same_host=same_host, timeout_s=60)

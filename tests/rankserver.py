@@ -1,4 +1,4 @@
-"""What each rank of a pool runs: receive a function, call it, send back what came of it."""
+"""Program of each rank of a pool: receive a function, call it, and send back the result."""
 
 import contextlib
 import faulthandler
@@ -35,11 +35,11 @@ def main(address: str) -> None:
 
 
 def read(pool: Connection, calls: SimpleQueue) -> None:
-    """Passes calls on. Should pytest die, the rank ends at once, whatever it is doing."""
+    """Pass calls on. If pytest dies, end the rank at once, whatever it is doing."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             calls.put(pool.recv_bytes())
-    # Nobody else is left to clear up.
+    # No other process remains that could clean up.
     maps = Path("/proc/self/maps").read_text()
     for path in launch.segments():
         if str(path) in maps:
@@ -49,18 +49,18 @@ def read(pool: Connection, calls: SimpleQueue) -> None:
 
 
 def answer(comm: MPI.Comm, call: bytes) -> bytes:
-    """(True, value) or (False, traceback), pickled."""
+    """Return (True, value) or (False, traceback), pickled."""
     try:
         function, args, kwargs = pickle.loads(call)
-        # Messages that a test leaves unreceived stay in its own communicator. It is freed much
-        # later: MPI gives a freed one's context to the next, and the stray message with it.
+        # Messages that a test does not receive stay in its own communicator. It is freed much
+        # later: MPI gives the context of a freed communicator, with the message, to the next one.
         if len(used) == KEPT:
             used.popleft().Free()
         used.append(comm.Dup())
         if torch := sys.modules.get("torch"):
-            torch.set_num_threads(1)  # whatever an earlier call asked for
+            torch.set_num_threads(1)  # undo the setting of an earlier call
         value = pickle.dumps((True, function(used[-1], *args, **kwargs)))
-    except BaseException:  # also SystemExit and pytest's Skipped: the test is to see them
+    except BaseException:  # also SystemExit and pytest's Skipped: the test must see them
         return pickle.dumps((False, traceback.format_exc()))
     return value
 

@@ -1,4 +1,4 @@
-"""What jobs/loops/survive.py has to end with where ranks are lost, computed without MPI."""
+"""Expected results of jobs/loops/survive.py after rank failures, computed without MPI."""
 
 import hashlib
 import importlib.util
@@ -17,13 +17,13 @@ LOST = re.compile(r"rank (\d+) on \S+ failed after step (\d+) ")
 
 
 def lost(err):
-    """Who were lost at once, and the step that was gone on from, as the survivors have said."""
+    """Return the ranks that failed together and the step of the restart, by the survivors."""
     found = [LOST.findall(line) for line in err.splitlines()]
     return [({int(name) for name, _ in each}, int(each[0][1])) for each in found if each]
 
 
 def digests(out):
-    """What the nodes have ended with, by name."""
+    """Return the final digests of the nodes by name."""
     return {int(name): digest for name, _, digest in DIGEST.findall(out)}
 
 
@@ -35,7 +35,7 @@ def script():
 
 
 class Node:
-    """One of them: model, SGD with momentum, and the rank that it began with."""
+    """Node with a model, SGD with momentum, and the rank that it had at the start."""
 
     def __init__(self, name, loop):
         self.name = name
@@ -61,7 +61,7 @@ class Node:
 
 
 def weighted(columns, weights, dtype=torch.float32):
-    """Σ_k weights[k] columns[k] of like tensors, as new ones."""
+    """Return Σ_k weights[k] columns[k] of tensors with equal shapes, as new tensors."""
     sums = []
     for parts in zip(*columns, strict=True):
         rows = [part.reshape(1, -1).to(dtype) for part in parts]
@@ -70,7 +70,7 @@ def weighted(columns, weights, dtype=torch.float32):
 
 
 def mix(models, t):
-    """Of each node a list of tensors, which become those after round t: own term first."""
+    """Mix the lists of tensors of all nodes in round t, in place; a node's own term comes first."""
     made = graph("one-peer-exponential", len(models))
     found = []
     for i, model in enumerate(models):
@@ -83,12 +83,12 @@ def mix(models, t):
 
 
 def expected(n, steps, losses=()):
-    """Digests by name at the end; ``losses``: what :func:`lost` returns."""
+    """Return the final digests by name; ``losses``: result of :func:`lost`."""
     return {node.name: node.digest() for node in after(n, steps, losses)}
 
 
 def after(n, steps, losses=()):
-    """The nodes that are left."""
+    """Return the surviving nodes."""
     torch.set_num_threads(1)
     loop = script()
     nodes = [Node(name, loop) for name in range(n)]

@@ -1,4 +1,4 @@
-"""What a user writes outside the package, without a fork: graph, algorithm, model, data, hook."""
+"""User code outside the package: graph, algorithm, model, data and hook."""
 
 import copy
 import re
@@ -172,7 +172,7 @@ def configured(config, *rest):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """The user's module, importable as by PYTHONPATH."""
+    """Make the user's module importable, as PYTHONPATH does."""
     import sys
 
     (tmp_path / "mine.py").write_text(OWN)
@@ -203,8 +203,8 @@ def train(made, nodes):
         return launch.train(made, alone, nodes)
 
 
-def test_all_of_ones_own_at_once(own):
-    """A job with nothing of the package's but the mixing: trains, and resumes to the bit."""
+def test_all_custom_parts_at_once(own):
+    """A job that takes only the mixing from the package trains, and resumes bitwise identically."""
     summary = train(job(own), 10)
     assert summary["accuracy"] > 0.95 and summary["nodes"] == 10
     import mine
@@ -307,8 +307,8 @@ def on_ranks(comm, folder, stop):
     return [each.get("digest") for each in digests]
 
 
-def test_a_graph_of_ones_own_trains_in_jobs_and_resumes(ranks, tmp_path, one_thread):
-    """Each round from a function: the simulator's bits on ranks, across a stop in between."""
+def test_a_custom_graph_trains_in_jobs_and_resumes(ranks, tmp_path, one_thread):
+    """Each round is made by a function; ranks equal the simulator bitwise, also after a resume."""
     with SingleProcess() as alone:
         wanted = [
             launch.train(with_rounds(tmp_path / f"s{k}", graph), alone, 3)["digest"]
@@ -319,7 +319,7 @@ def test_a_graph_of_ones_own_trains_in_jobs_and_resumes(ranks, tmp_path, one_thr
 
 
 def varying_loop(comm, kind, scale=1):
-    """Six steps on rows of one's own, and the same by numpy; or what was refused."""
+    """Make six steps on rows of custom code, and the same by numpy; or return the error."""
     from tests.graphs.test_networks import A, B, drawn
 
     graphs = {
@@ -348,7 +348,7 @@ def varying_loop(comm, kind, scale=1):
         return model.weight.detach().numpy()[0], x[comm.rank]
 
 
-def test_a_graph_that_changes_with_time_in_ones_own_loop(ranks):
+def test_a_time_varying_graph_in_a_custom_loop(ranks):
     pool = ranks(3)
     for kind in ("tabulated", "named"):
         for got, wanted in pool(varying_loop, kind, timeout=180):
@@ -400,7 +400,7 @@ def test_a_round_of_more_neighbours_than_stated_is_not_sent(ranks, tmp_path):
         ({"log": {"hooks": ["tensorbord"]}}, "must be one of tensorboard"),
     ],
 )
-def test_a_wrong_one_is_named_with_what_is_expected(own, sections, says):
+def test_an_invalid_part_is_named_with_the_expected_form(own, sections, says):
     with pytest.raises(JobError, match=says):
         train(job(own, **sections), 10)
 

@@ -1,4 +1,4 @@
-"""What needs a GPU: `bash tools/gpu_check.sh` runs it. Skipped with the reason elsewhere."""
+"""Tests that need a GPU: `bash tools/gpu_check.sh` runs them. They are skipped without one."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def needs_cupy():
 
 
 def settings_of(name):
-    """A job for each algorithm, on a graph that it allows."""
+    """Return a job for each algorithm, on a graph that it allows."""
     more = {"decentlam": ["graph.name=ring"], "choco": ["graph.name=ring"]}
     more["diloco"] = ["cadence.period=3"]  # an average in few steps
     return [f"algorithm.name={name}", *more.get(name, [])]
@@ -46,7 +46,7 @@ def job(model, devices, *settings):
 
 
 def trained(world, n, model, devices, settings, steps=STEPS):
-    """Parameters of the nodes that live here after some steps: (rows, P) on the CPU."""
+    """Return the parameters of the local nodes after some steps: (rows, P) on the CPU."""
     assembly = assemble.assemble(job(model, devices, *settings), world, n)
     for _ in range(steps):
         assembly.trainer.step()
@@ -57,7 +57,7 @@ def trained(world, n, model, devices, settings, steps=STEPS):
 
 
 def difference(found, reference, others=0.0):
-    """Relative, without a share of the entries that differ most."""
+    """Return the relative difference, without a fraction of the entries that differ most."""
     apart = (found - reference).double().abs().flatten().sort()[0]
     kept = apart[: len(apart) - int(others * len(apart))]
     return float(kept.norm() / reference.double().norm())
@@ -65,7 +65,7 @@ def difference(found, reference, others=0.0):
 
 @with_world
 def on_ranks(world, model, names, devices, more):
-    """Each algorithm trained on ranks that share the GPU."""
+    """Train each algorithm on ranks that share the GPU."""
     return [
         trained(world, world.size, model, devices, [*settings_of(name), *more]).numpy()
         for name in names
@@ -73,7 +73,7 @@ def on_ranks(world, model, names, devices, more):
 
 
 def worst(ranks, n, model, slots, names, *more):
-    """The largest relative difference between GPU and CPU over the algorithms, and whose it is."""
+    """Return the largest relative difference between GPU and CPU, and its algorithm."""
     devices = "cuda:" + ",".join(["0"] * slots)
     got = ranks(n)(on_ranks, model, names, devices, more, timeout=240)
     differences = {}
@@ -163,7 +163,7 @@ def test_captured_replicas_train_as_eager_ones(model, precision):
 
 
 class Waits(torch.nn.Module):
-    """A model that looks at its values on the host, which no graph can repeat."""
+    """Model that reads its values on the host, which a CUDA graph can't repeat."""
 
     def __init__(self, shape, classes):
         super().__init__()

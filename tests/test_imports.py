@@ -13,7 +13,7 @@ from tests.cases import on_each
 
 PACKAGE = Path(mpigossip.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-# A room imports only from rooms to its left; three neighbours don't import each other.
+# A subpackage imports only from subpackages to its left; three neighbours don't import each other.
 ROOMS = [
     "config",
     "store",
@@ -34,7 +34,7 @@ ROOMS = [
     "cli",
 ]
 SIDEWAYS = {"mixing", "groups", "algorithms"}
-# Kind, Layout and the one sum: what the three have in common
+# ExchangeKind, MessageLayout and the sum, which the three have in common
 SHARED = {"mpigossip.mixing.base", "mpigossip.mixing.combine"}
 MPI_ROOMS = {"cluster", "mixing", "groups", "analysis"}
 CUPY_ROOMS = {"groups", "mixing"}
@@ -43,7 +43,7 @@ SHOW = ["-m", "mpigossip", "graph", "show", "one-peer-exponential", "--nodes", "
 
 
 def room(module: str) -> str:
-    """`mpigossip.mixing.base` stands in the room `mixing`."""
+    """Return the subpackage of a module: `mixing` for `mpigossip.mixing.base`."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -53,7 +53,7 @@ def module_name(path: Path) -> str:
 
 
 def imports(tree: ast.Module, module: str) -> list[tuple[str, int]]:
-    """Every module imported anywhere in the file (inside functions too), with its line."""
+    """Return every module imported anywhere in the file (inside functions, too), with its line."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -104,7 +104,7 @@ KNOWN = {module_name(path): path for path in [*MODULES, *AROUND]}
 
 
 def needed(path: Path) -> set[str]:
-    """Modules of the package, of tests and of tools that a file imports, at whatever time."""
+    """Return the modules of package, tests and tools that a file imports at any time."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -112,14 +112,14 @@ def needed(path: Path) -> set[str]:
             found |= {name if name in KNOWN else node.module for name in below}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    if path in AROUND:  # a program of tools/ imports what lies beside it by its name alone
+    if path in AROUND:  # a program of tools/ imports modules of its folder by their names alone
         folder = module_name(path).rpartition(".")[0]
         found |= {f"{folder}.{name}" for name in found}
     return (found & KNOWN.keys()) - {module_name(path), "mpigossip"}
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other, [] where there are none."""
+    """Return modules that import each other; [] if there are none."""
     done: set[str] = set()
     path: list[str] = []
 
@@ -143,7 +143,7 @@ def test_no_modules_import_each_other():
 
 
 def test_tests_import_no_tools_but_those_of_tools():
-    program = ROOT / "tests/double/mutants.py"  # beside tools/mutants.py, and no test
+    program = ROOT / "tests/double/mutants.py"  # a module next to tools/mutants.py, not a test
     tools = [path for path in AROUND if "tools" not in path.relative_to(ROOT).parts]
     tools.remove(program)
     found = {module_name(path): needed(path) for path in tools}
@@ -152,8 +152,8 @@ def test_tests_import_no_tools_but_those_of_tools():
     assert "tests.launch" in needed(ROOT / "tools/labs/kill.py")
 
 
-def test_rooms_are_not_crowded():
-    """At most 17 modules in a folder: more are not found by their names any longer."""
+def test_folders_have_few_modules():
+    """A folder has at most 17 modules: among more, names are hard to find."""
     folders = {path.parent for path in MODULES}
     modules = {one: [p for p in one.glob("*.py") if p.stem != "__init__"] for one in folders}
     assert {one.name: len(found) for one, found in modules.items() if len(found) > 17} == {}
@@ -195,7 +195,7 @@ def test_importing_the_package_loads_nothing():
     assert python("-c", code).stdout.strip() == "[]"
 
 
-def test_public_names_are_found_where_they_are_said_to_be():
+def test_public_names_can_be_imported():
     done = python("-c", "import mpigossip as m; print([getattr(m, name) for name in m.__all__])")
     assert done.returncode == 0, done.stderr
     with pytest.raises(AttributeError, match="no attribute 'wrold'"):
@@ -224,7 +224,7 @@ sys.exit(main({command!r}))
 
 
 def test_simulation_needs_neither_mpi_nor_cupy(tmp_path):
-    """Rooms without MPI import with both blocked, and a run with 16 bits trains to its end."""
+    """Subpackages without MPI import with both blocked, and a 16-bit run trains to its end."""
     names = [module_name(path) for path in MODULES]
     names = [name for name in names if room(name) not in MPI_ROOMS | {"__main__", "moved"}]
     command = ["simulate", str(PACKAGE.parent / "jobs/digits.toml"), "--nodes", "2"]

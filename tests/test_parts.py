@@ -46,7 +46,7 @@ def signs(decayed, *, size: float = 1.0):
 
 
 def pairs(n, seed=0, *, apart: int = 1):
-    """Each node and the one `apart` further on."""
+    """Connect each node with the node at distance `apart`."""
     shift = np.roll(np.eye(n), apart, axis=1)
     return graphs.from_matrices([(np.eye(n) + shift) / 2], "pairs")
 
@@ -57,7 +57,7 @@ def bursts(*, length: int = 2):
 
 
 def rounded(levels):
-    """Whole multiples of 1/levels."""
+    """Round to whole multiples of 1/levels."""
 
     def encode(buckets, words):
         codes = buckets.mul_(levels).round_().to(torch.int32)
@@ -71,7 +71,7 @@ def rounded(levels):
 
 
 class Counting(Simulated):
-    """The simulator, that counts its exchanges."""
+    """Simulator that counts its exchanges."""
 
     started = 0
 
@@ -98,7 +98,7 @@ LINES = [
     (models.BUILDERS, "line", line),
     (sources.SOURCES, "two-sides", two_sides),
 ]
-"""What a new part of each kind adds: a line."""
+"""Line that a new part of each kind adds."""
 
 
 @pytest.fixture

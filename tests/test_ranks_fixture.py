@@ -1,4 +1,4 @@
-"""The fixtures under failure: a rank that raises, hangs or dies, and what stays behind."""
+"""The fixtures after failures: a rank that raises, hangs or dies, and remaining processes."""
 
 import os
 import subprocess
@@ -49,7 +49,7 @@ def is_anything_there(comm):
 
 @pytest.fixture
 def own():
-    """Pools of this test's own, so that killing them costs nobody else a start."""
+    """Return separate pools, so that killing them causes no start for other tests."""
     pools = Ranks()
     yield pools
     pools.close()
@@ -61,7 +61,7 @@ def test_messages_of_one_call_do_not_reach_the_next(ranks):
 
 
 def test_a_failing_call_is_shown_and_leaves_nothing_behind_and_the_next_works(own, mpirun):
-    """A rank that raises, one that hangs, one that dies; after each the pool starts anew."""
+    """Ranks raise, hang or die; the pool starts again after each failure."""
     for failure, says in (
         (raises_on_one, ["ValueError: no good on 1", "in raises_on_one", "from ranks [0]"]),
         (hangs, ["no answer within 3 s from ranks [1]", "to wait for ever", "in hangs"]),

@@ -25,7 +25,7 @@ FEWER = {
     "simulate": ["run.steps=6"],
     "resume": ["run.steps=8"],
 }
-# Each in a process of its own: they start MPI, or fit themselves to the machine.
+# Each runs in a separate process: they start MPI, or adapt to the machine.
 APART = {"doctor", "bench", "plan", "train"}
 PLACES = {"SITE": "generic-slurm", "PATH": "images", "RUN_DIR": "runs/digits", "RUN": "runs/digits"}
 
@@ -35,7 +35,7 @@ def text(name):
 
 
 def blocks(name, kind=""):
-    """The code blocks of a language, without the indentation of a list."""
+    """Return the code blocks of a language, without the indentation of a list."""
     found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text(name), re.DOTALL | re.MULTILINE)
     kinds = (kind, "bash") if kind == "" else (kind,)
     return [re.sub(r"^   (?=\S)", "", block, flags=re.M) for lang, block in found if lang in kinds]
@@ -50,9 +50,9 @@ def commands(name):
 
 @pytest.fixture
 def shell(mpirun, pooled, tmp_path, monkeypatch, capfd, request):
-    """`shell(line)`: one command line in a folder without jobs/, as a reader has it.
+    """`shell(line)`: run one command line in a folder without jobs/, as a reader does.
 
-    The README's first under mpirun is launched; those after it find ranks waiting.
+    The first mpirun line of the README is launched; later ones run on a pool of ranks.
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tools").symlink_to(ROOT / "tools")
@@ -119,7 +119,7 @@ def test_the_commands_of_subpackages_pages_run_as_pasted(shell, tmp_path, monkey
 @pytest.mark.every
 @pytest.mark.parametrize("page", ["install", "tutorial-digits", "choose", "symptoms"])
 def test_the_commands_of_the_site_run_as_pasted(shell, page):
-    """In their order; what reads a run finds one."""
+    """They run in order, so that commands that read a run have one."""
     lines = commands(f"tools/docs/{page}.md")
     if not any(" train " in line for line in lines):
         shell("mpigossip simulate digits --nodes 2 run.steps=4 run.output=runs/digits")
@@ -141,7 +141,7 @@ def test_a_few_lines_load_the_exported_model(tmp_path, monkeypatch):
 
 
 def test_the_commands_of_the_jobs_page_run(shell, tmp_path):
-    """Those that need no scheduler and no network; PATH, SITE and RUN mean something here."""
+    """This runs commands without scheduler and network; PATH, SITE and RUN are replaced."""
     folder_of_images(tmp_path / "images", sides=(32, 32), count=40, suffix="jpg")
     done = []
     for line in commands("jobs/README.md"):
@@ -162,7 +162,7 @@ def test_the_commands_of_the_jobs_page_run(shell, tmp_path):
     assert len(done) >= 6 and (tmp_path / "compare.png").exists()
 
 
-def test_what_a_scheduler_is_given_is_there():
+def test_scheduler_lines_name_existing_files():
     """`sbatch`, `srun` and `pip` lines name scripts, commands, jobs and extras that exist."""
     lines = [line for block in blocks("jobs/README.md") for line in block.splitlines()]
     batch = [line for line in lines if "sbatch" in line or line.startswith("srun")]
@@ -182,7 +182,7 @@ def test_what_a_scheduler_is_given_is_there():
 
 
 def test_the_first_command_installs_what_the_others_need():
-    """`tools/quickstart.sh` makes the environment in which a reader goes on."""
+    """`tools/quickstart.sh` makes the environment of the reader's next commands."""
     (installed,) = re.findall(r"^install_into \.venv (\S+)", text("tools/quickstart.sh"), re.M)
     lines = [line for page in ["README.md", *ROOMS] for line in commands(page)]
     needed = {"--tensorboard": "tensorboard", "mpirun": "mpich"}
@@ -196,7 +196,7 @@ def test_links_and_scripts_lead_somewhere():
         folder = (ROOT / name).parent
         for target, part in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text(name)):
             if "://" in target or target.startswith("reference/"):
-                continue  # pages made from the code: tools/docs.sh looks
+                continue  # tools/docs.sh checks pages made from the code
             file = folder / target if target else ROOT / name
             assert file.exists(), target
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if part else []
@@ -217,7 +217,7 @@ def test_the_job_file_of_the_readme_is_a_job(tmp_path):
 
 
 @on_each("kind", ["graph", "algorithm"])
-def test_the_tables_name_what_there_is(kind):
+def test_the_tables_name_existing_parts(kind):
     from mpigossip import algorithms, graphs
 
     page = text(f"mpigossip/{kind}s/README.md")

@@ -1,4 +1,4 @@
-"""Names and signatures of CuPy and torch that only GPUs use, at both ends of what is supported.
+"""Names and signatures of CuPy and torch for GPUs, in the oldest and newest supported version.
 
 CuPy without a GPU: folders 14.0.0 and newest under $MPIGOSSIP_CUPY, each made by
 `pip install --no-deps --target FOLDER cupy-cuda12x==14.0.0 cuda-pathfinder`.
@@ -22,7 +22,7 @@ CUPY = {
     "RawKernel": ["code", "name"],
     RUNTIME + "deviceSynchronize": [],
 }
-"""Parameters by name in their order; further ones have defaults."""
+"""Parameters of each name, in order; further parameters have defaults."""
 VALUES = {
     RUNTIME + "cudaDevAttrGPUDirectRDMAFlushWritesOptions": 117,
     RUNTIME + "cudaDevAttrGPUDirectRDMAWritesOrdering": 118,
@@ -39,7 +39,7 @@ json.dump(found, sys.stdout)
 
 
 def parameters(line):
-    """The names in a signature as Cython writes it: `f(self, int a, bytes b=c) -> d`."""
+    """Return the names in a Cython signature: `f(self, int a, bytes b=c) -> d`."""
     inside = line.partition("(")[2].rpartition(")")[0]
     given = [one for one in inside.split(", ") if one not in ("", "*")]
     names = [one.partition("=")[0].split()[-1] for one in given]

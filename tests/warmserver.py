@@ -1,7 +1,7 @@
 """A process that has imported torch and forks for each command of tests/warmstub.py.
 
-One thread only: a fork of a process with more is undefined. The fork has the stub's arguments,
-folder, environment and files; it is killed when its stub dies, and its status goes to the stub.
+It has one thread only: a fork of more is undefined. The fork has the stub's arguments,
+folder, environment and files. It is killed if its stub dies, and the stub gets its status.
 """
 
 import atexit
@@ -36,7 +36,7 @@ HEAVY = (
 
 
 def receive(stub: socket.socket) -> tuple[dict, list[int]]:
-    """The command of a stub and the files that it passed on."""
+    """Receive the command of a stub and the files that it has passed on."""
     head, files, _, _ = socket.recv_fds(stub, 4, 8)
     left = int.from_bytes(head, "little")
     text = b""
@@ -48,7 +48,7 @@ def receive(stub: socket.socket) -> tuple[dict, list[int]]:
 
 
 def become(order: dict, files: list[int]) -> None:
-    """Be the process that the stub stands for."""
+    """Become the process that the stub stands for."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     above = [fcntl.fcntl(file, fcntl.F_DUPFD, max(order["files"]) + 1) for file in files]
@@ -60,11 +60,11 @@ def become(order: dict, files: list[int]) -> None:
     os.getppid = lambda: order["parent"]
     os.environ.clear()
     os.environ.update(order["environment"])
-    sys.executable = str(Path(sys.argv[1]).with_name("python"))  # what it starts is a fork, too
+    sys.executable = str(Path(sys.argv[1]).with_name("python"))  # its processes are forks, too
 
 
 def run(arguments: list[str]) -> None:
-    """`python -m MODULE …`, `python -c CODE …` or `python SCRIPT …`."""
+    """Run `python -m MODULE …`, `python -c CODE …` or `python SCRIPT …`."""
     own = str(Path(__file__).parent)
     paths = [path for path in sys.path if path != own]
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -85,7 +85,7 @@ def run(arguments: list[str]) -> None:
 
 
 def serve(address: str) -> tuple[dict, list[int]]:
-    """Fork for each stub; returns in the fork, with what it is to be."""
+    """Fork for each stub; return in the fork, with the command that it has to run."""
     for name in HEAVY:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -102,9 +102,9 @@ def serve(address: str) -> tuple[dict, list[int]]:
         listener.bind(f"{address}.new")
         listener.listen(64)
         Path(f"{address}.new").rename(address)
-        for source in (listener, wake, 0):  # 0 is a pipe of pytest's, which ends with it
+        for source in (listener, wake, 0):  # 0 is a pipe of pytest, which closes when pytest ends
             ready.register(source, selectors.EVENT_READ)
-        left_s = None  # without pytest, what is going on may end by itself for so long
+        left_s = None  # time for running forks to end by themselves without pytest
         while left_s is None or stubs:
             found = ready.select(left_s)
             for pid in () if found else stubs:
@@ -151,28 +151,28 @@ def serve(address: str) -> tuple[dict, list[int]]:
 
 
 def threads(pid: int | str) -> int:
-    """Threads of a process, those of C libraries too."""
+    """Return the threads of a process, including the threads of C libraries."""
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
 def died(stub: socket.socket) -> int:
-    """A file that can be read when the stub's process has ended.
+    """Return a file that can be read when the stub's process has ended.
 
-    Its launcher's socket stays open here until then: MPICH's kills all ranks when it closes, and
-    the code of whoever is found dead first becomes the job's.
+    The socket of its launcher stays open here until then: MPICH kills all ranks when it closes, and
+    the exit code of the first dead rank becomes the exit code of the job.
     """
     pid, _, _ = struct.unpack("3i", stub.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return os.pidfd_open(pid)
 
 
 def drop(files: list[int]) -> None:
-    """Close them."""
+    """Close the descriptors."""
     for file in files:
         os.close(file)
 
 
 def reap(stubs: dict[int, socket.socket | None], ready: selectors.BaseSelector) -> None:
-    """Tell the stubs of forks that have ended how."""
+    """Send the exit status of ended forks to their stubs."""
     while stubs and (ended := os.waitpid(-1, os.WNOHANG))[0]:
         if stub := stubs.pop(ended[0]):
             ready.unregister(stub)
@@ -182,10 +182,10 @@ def reap(stubs: dict[int, socket.socket | None], ready: selectors.BaseSelector) 
 
 
 def end(given: dict[str, str]) -> None:
-    """End as Python does, but for taking torch's modules apart, which takes a second.
+    """End as Python does, but without finalizing torch's modules, which takes a second.
 
-    Not in ranks, as the environment ``given`` at first shows: MPICH's launcher kills those that end
-    at almost the same time.
+    Ranks, recognized by their first environment ``given``, finalize them: MPICH's launcher kills
+    ranks that end at almost the same time.
     """
     if "mpi4py.MPI" in sys.modules and {"PMI_RANK", "OMPI_COMM_WORLD_RANK"} & given.keys():
         return

@@ -1,4 +1,4 @@
-"""Stand in for `python ARGUMENTS` under a launcher: a fork of tests/warmserver.py does the work.
+"""Replace `python ARGUMENTS` under a launcher: a fork of tests/warmserver.py does the work.
 
 The server has imported torch, which takes a new process seconds. It gets arguments, folder,
 environment and open files; this process waits, passes signals on,
@@ -14,7 +14,7 @@ import sys
 
 
 def forward(number, frame):
-    """Pass a signal on; the fork may have ended, and its answer be on its way."""
+    """Pass a signal on; the fork may have ended, with its answer in flight."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
@@ -31,7 +31,7 @@ with socket.socket(socket.AF_UNIX) as server:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, forward)
     answer = server.recv(4)
-# the server is gone without an answer: as if killed
+# the server has ended without an answer: exit as if killed
 status = int.from_bytes(answer, "little") if len(answer) == 4 else signal.SIGKILL
 if os.WIFSIGNALED(status):
     if os.WTERMSIG(status) != signal.SIGKILL:

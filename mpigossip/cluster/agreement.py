@@ -72,9 +72,9 @@ class Communicator(World):
         agreement = Agreement(value, request, self.timeout_s)
         # MPI may still write to an abandoned agreement: keep it until `drain_agreements` has waited
         # for it.
-        self._pending_agreements = [one for one in self._pending_agreements if not one.ready()] + [
-            agreement
-        ]
+        self._pending_agreements = [
+            pending for pending in self._pending_agreements if not pending.ready()
+        ] + [agreement]
         self._begun += 1
         return agreement
 
@@ -87,38 +87,42 @@ class Communicator(World):
         from mpi4py import MPI
 
         check_process()
-        most = np.array([self._begun], np.int64)
+        highest_count = np.array([self._begun], np.int64)
         # Wait without a limit: another rank may still be working before it closes its world.
-        Agreement(most, self._closing.Iallreduce(MPI.IN_PLACE, most, MPI.MAX), math.inf).read()
-        for _ in range(self._begun, int(most[0])):
+        Agreement(
+            highest_count, self._closing.Iallreduce(MPI.IN_PLACE, highest_count, MPI.MAX), math.inf
+        ).read()
+        for _ in range(self._begun, int(highest_count[0])):
             self.start_agree(0)
-        for one in self._pending_agreements:
-            one.read()
+        for agreement in self._pending_agreements:
+            agreement.read()
 
     @contextlib.contextmanager
-    def raise_together(self, *mistakes: type[Exception]) -> Iterator[None]:
+    def raise_together(self, *error_types: type[Exception]) -> Iterator[None]:
         """Return a context manager that raises any rank's user errors on all ranks; collective.
 
         A user error may occur on some ranks only, for example if a file is missing on one host.
         Such exceptions are combined into one error that names the ranks of each message. The
         block itself must not contain collective calls.
 
-        :param mistakes: types of the exceptions to combine; other exceptions are not caught
+        :param error_types: types of the exceptions to combine; other exceptions are not caught
         :raises CollectiveError: on all ranks, if any rank has raised one of these exceptions
         """
         check_process()
-        mine: list[str] = []
+        local_messages: list[str] = []
         try:
             yield
-        except mistakes as error:
-            mine = list(getattr(error, "messages", None) or [str(error)])
-        found: dict[str, list[int]] = {}
-        for rank, messages in enumerate(with_timeout(self.comm, self.timeout_s).allgather(mine)):
+        except error_types as error:
+            local_messages = list(getattr(error, "messages", None) or [str(error)])
+        ranks_by_message: dict[str, list[int]] = {}
+        for rank, messages in enumerate(
+            with_timeout(self.comm, self.timeout_s).allgather(local_messages)
+        ):
             for message in messages:
-                found.setdefault(message, []).append(rank)
-        if found:
+                ranks_by_message.setdefault(message, []).append(rank)
+        if ranks_by_message:
             raise CollectiveError(
-                [self._located(message, ranks) for message, ranks in found.items()]
+                [self._located(message, ranks) for message, ranks in ranks_by_message.items()]
             )
 
     def _located(self, message: str, ranks: list[int]) -> str:
@@ -134,7 +138,7 @@ class Communicator(World):
         with deadline.calling_unless("barrier()", self.whole):
             Deadline(self.timeout_s).wait(
                 request.Test,
-                lambda: f"not all of {self.size} ranks came to a barrier",
+                lambda: f"not all of {self.size} ranks have reached a barrier",
                 awaited_ranks=tuple,
             )
 

@@ -40,7 +40,7 @@ Directive = Annotated[
     ),
 ]
 Count = Annotated[int, Limit(lambda v: v >= 0, "must be at least 0")]
-Asked = Literal["account", "partition", "qos"]
+RequiredOption = Literal["account", "partition", "qos"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Site:
     cores: Count = 0
     """Number of cores per host that a job may use; 0: unknown."""
     directives: tuple[Directive, ...] = ()
-    needs: tuple[Asked, ...] = ()
+    needs: tuple[RequiredOption, ...] = ()
     """Required options among --account, --partition and --qos."""
     modules: tuple[Module, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
@@ -140,35 +140,35 @@ def read_site(name: str) -> Site:
         raise JobError(f'site "{path}" is not TOML: {error}') from None
     try:
         site = converter().structure(raw, Site)
-    except Exception as error:  # cattrs raises exception groups; _explained() formats them
-        raise JobError([f'site "{path}": {text}' for text in _explained(error)]) from None
-    tables = (site.environment, *(one.environment for one in site.workarounds))
-    wrong = [
+    except Exception as error:  # cattrs raises exception groups; _describe_problems() formats them
+        raise JobError([f'site "{path}": {text}' for text in _describe_problems(error)]) from None
+    tables = (site.environment, *(workaround.environment for workaround in site.workarounds))
+    problems = [
         f'site "{path}": environment: {key!r} = {value!r}: needs a name and a line of text'
         for key, value in (pair for table in tables for pair in table.items())
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key)
         or not (isinstance(value, str) and value.isprintable())
     ]
-    if wrong:
-        raise JobError(wrong)
+    if problems:
+        raise JobError(problems)
     return site
 
 
-def _explained(error: Exception) -> list[str]:
+def _describe_problems(error: Exception) -> list[str]:
     try:
         return list(explain(error))
     except KeyError as missing:  # a site has required keys, unlike a job
         return [f"{missing.args[0]} is missing"]
     except (TypeError, AttributeError):
-        return ["a section or a list has another form than in the sites that come along"]
+        return ["a section or a list differs in form from the site files of the package"]
 
 
 def seconds_of(text: str) -> int:
     """Return the seconds of a time limit such as "90" (minutes), "2h", "30m" or "1-12:00:00"."""
-    if found := re.fullmatch(r"(\d{1,6})([smhd]?)", text, re.ASCII):
-        seconds = int(found[1]) * {"s": 1, "": 60, "m": 60, "h": 3600, "d": 86400}[found[2]]
-    elif found := re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,4}):(\d\d):(\d\d)", text, re.ASCII):
-        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+    if match := re.fullmatch(r"(\d{1,6})([smhd]?)", text, re.ASCII):
+        seconds = int(match[1]) * {"s": 1, "": 60, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    elif match := re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,4}):(\d\d):(\d\d)", text, re.ASCII):
+        days, hours, minutes, rest = (int(part or 0) for part in match.groups())
         seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
     else:
         raise JobError(
@@ -179,36 +179,38 @@ def seconds_of(text: str) -> int:
     return seconds
 
 
-def script(site: Site, job: str, settings: Sequence[str], run: Path, asked: BatchRequest) -> str:
+def script(site: Site, job: str, settings: Sequence[str], run: Path, request: BatchRequest) -> str:
     """Return the batch script that trains a job on a site.
 
     :param site: the site
     :param job: path of the job file
     :param settings: settings that override the job file, as on the command line
     :param run: run directory, in which the script looks for a checkpoint of an earlier attempt
-    :param asked: the user's request
+    :param request: the user's request
     :raises JobError: if arguments are wrong; the message lists all problems
     """
-    texts = [job, *settings, str(run), asked.venv or "", asked.launcher or ""]
-    if found := _mistakes(site, texts, asked):
-        raise JobError(found)
+    texts = [job, *settings, str(run), request.venv or "", request.launcher or ""]
+    if problems := _find_problems(site, texts, request):
+        raise JobError(problems)
     job = f"./{job}" if job.startswith("-") else job
-    hours, rest = divmod(asked.seconds, 3600)
+    hours, rest = divmod(request.seconds, 3600)
     values = {
         "title": site.title,
-        "tried": f"tried on {site.tested}" if site.tested else "never tried on the machine itself",
-        "name": re.sub(r"[^A-Za-z0-9_.+-]", "_", asked.name)[:40].lstrip("-.") or "mpigossip",
-        "nodes": str(asked.nodes),
+        "tried": f"tested on {site.tested}"
+        if site.tested
+        else "never tested on the machine itself",
+        "name": re.sub(r"[^A-Za-z0-9_.+-]", "_", request.name)[:40].lstrip("-.") or "mpigossip",
+        "nodes": str(request.nodes),
         "clock": f"{hours:02d}:{rest // 60:02d}:{rest % 60:02d}",
-        "seconds": str(asked.seconds),
+        "seconds": str(request.seconds),
         "chunk": f":ncpus={site.cores}" * (site.cores > 0)
         + f":ngpus={site.gpus}" * (site.gpus > 0),
-        "directives": "\n".join(_directives(site, asked)),
-        "environment": "\n".join(_environment(site, asked)),
-        "ranks": str(asked.ranks),
-        "shape": _shape(site, asked),
-        "launcher": _words(
-            asked.launcher or (site.launcher_multi if asked.ranks > 1 else site.launcher)
+        "directives": "\n".join(_directives(site, request)),
+        "environment": "\n".join(_environment(site, request)),
+        "ranks": str(request.ranks),
+        "shape": _shape(site, request),
+        "launcher": _quote_command(
+            request.launcher or (site.launcher_multi if request.ranks > 1 else site.launcher)
         ),
         "arguments": shlex.join([job, *settings]),
         "run": shlex.quote(str(run)),
@@ -219,83 +221,89 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, asked: Batc
     common = (find("templates") / "common.sh").read_text("utf-8")
     text = template.read_text("utf-8").replace("@common@\n", common)
     # Use a single pass, so that inserted text is not substituted again.
-    filled = re.sub(r"@([a-z]+)@", lambda at: values[at[1]], text)
+    filled = re.sub(r"@([a-z]+)@", lambda match: values[match[1]], text)
     return re.sub(r"\n{3,}", "\n\n", filled)
 
 
-def _shape(site: Site, asked: BatchRequest) -> str:
+def _shape(site: Site, request: BatchRequest) -> str:
     """Describe the ranks that are started on a host, and how the centre's examples differ."""
-    mine = "One rank a node, which sees all GPUs of it."
-    if asked.ranks > 1:
-        mine = f"{asked.ranks} ranks a node; each sees all GPUs of it and takes its own."
-    other = site.examples_use == "gpu" and asked.ranks == 1
-    return f"{mine} The centre's own examples start one a GPU." if other else mine
+    text = "One rank per node, which sees all its GPUs."
+    if request.ranks > 1:
+        text = f"{request.ranks} ranks per node; each sees all GPUs of the node and uses its own."
+    differs = site.examples_use == "gpu" and request.ranks == 1
+    return f"{text} The centre's own examples start one per GPU." if differs else text
 
 
-def _mistakes(site: Site, texts: Iterable[str], asked: BatchRequest) -> list[str]:
-    found = [
-        f"{text!r}: control characters and line breaks have no place in a batch script"
+def _find_problems(site: Site, texts: Iterable[str], request: BatchRequest) -> list[str]:
+    problems = [
+        f"{text!r}: must not contain control characters or line breaks"
         for text in texts
         if not text.isprintable()
     ]
-    if asked.ranks > 1 and not (site.launcher_multi or asked.launcher):
-        found.append(
+    if request.ranks > 1 and not (site.launcher_multi or request.launcher):
+        problems.append(
             f"{site.title} has no launch command for several ranks per node: add `launcher_multi` "
             "to its file, or give --launcher"
         )
-    if asked.nodes < 1:
-        found.append(f"--nodes {asked.nodes}: at least 1 node is needed")
-    for what in ("account", "partition", "qos"):
-        value = getattr(asked, what)
-        if value is None and what in site.needs:
-            found.append(f"--{what}: {site.title} needs it")
+    if request.nodes < 1:
+        problems.append(f"--nodes {request.nodes}: at least 1 node is needed")
+    for option in ("account", "partition", "qos"):
+        value = getattr(request, option)
+        if value is None and option in site.needs:
+            problems.append(f"--{option}: {site.title} requires it")
         elif value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]*", value):
-            found.append(f"--{what} {value!r}: letters, digits and any of _ . , + - are allowed")
-    return found
+            problems.append(
+                f"--{option} {value!r}: letters, digits and any of _ . , + - are allowed"
+            )
+    return problems
 
 
-def _directives(site: Site, asked: BatchRequest) -> list[str]:
+def _directives(site: Site, request: BatchRequest) -> list[str]:
     prefix = PREFIX[site.scheduler]
     lines = [f"{prefix} {text}" for text in site.directives]
-    for what, form in OPTIONS[site.scheduler].items():
-        if (value := getattr(asked, what)) is not None:
+    for option, form in OPTIONS[site.scheduler].items():
+        if (value := getattr(request, option)) is not None:
             lines.append(f"{prefix} {form.format(value)}")
-    if site.scheduler == "slurm" and asked.seconds >= EARLY_FROM_S:
+    if site.scheduler == "slurm" and request.seconds >= EARLY_FROM_S:
         lines.append(f"{prefix} --signal=USR2@{EARLY_S}")
     return lines
 
 
-def _environment(site: Site, asked: BatchRequest) -> list[str]:
+def _environment(site: Site, request: BatchRequest) -> list[str]:
     lines = [f"# {note}" for note in site.notes]
     lines += [f"module load {shlex.join(site.modules)}"] if site.modules else []
-    lines += [f"source {shlex.quote(asked.venv + '/bin/activate')}"] if asked.venv else []
-    lines += [f"export {name}={_word(value)}" for name, value in site.environment.items()]
-    if asked.ranks > 1:
+    lines += [f"source {shlex.quote(request.venv + '/bin/activate')}"] if request.venv else []
+    lines += [f"export {name}={_quote_word(value)}" for name, value in site.environment.items()]
+    if request.ranks > 1:
         # nproc prints the value of OMP_NUM_THREADS, which the script has set to 1.
-        here = "env -u OMP_NUM_THREADS nproc"
-        each = site.cores // asked.ranks or f'"$(($({here}) / {asked.ranks}))"'
-        lines += [f"RANKS={asked.ranks} TASKS={asked.nodes * asked.ranks} CORES={each}"]
-    for one in site.workarounds:
-        if asked.ranks > 1 and not one.several:
+        core_count = "env -u OMP_NUM_THREADS nproc"
+        cores_per_rank = site.cores // request.ranks or f'"$(($({core_count}) / {request.ranks}))"'
+        lines += [
+            f"RANKS={request.ranks} TASKS={request.nodes * request.ranks} CORES={cores_per_rank}"
+        ]
+    for workaround in site.workarounds:
+        if request.ranks > 1 and not workaround.several:
             continue
-        lines += [f"# {one.what} (since {one.since}: {one.link})"]
-        lines += [f"export {name}={_word(value)}" for name, value in one.environment.items()]
+        lines += [f"# {workaround.what} (since {workaround.since}: {workaround.link})"]
+        lines += [
+            f"export {name}={_quote_word(value)}" for name, value in workaround.environment.items()
+        ]
     return lines
 
 
-def _words(command: str) -> str:
+def _quote_command(command: str) -> str:
     try:
-        return " ".join(map(_word, shlex.split(command)))
+        return " ".join(map(_quote_word, shlex.split(command)))
     except ValueError as error:
         raise JobError(f"launcher {command!r}: {error}") from None
 
 
-def _word(text: str) -> str:
+def _quote_word(text: str) -> str:
     """Quote one word, but leave `$NAME` in it for the shell to expand."""
     pieces = re.split(r"(\$[A-Z_][A-Z0-9_]*)", text)
     quoted = [
-        f'"{piece}"' if at % 2 else shlex.quote(piece)
-        for at, piece in enumerate(pieces)
+        f'"{piece}"' if index % 2 else shlex.quote(piece)
+        for index, piece in enumerate(pieces)
         if piece or len(pieces) == 1
     ]
     return "".join(quoted)

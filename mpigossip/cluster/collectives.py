@@ -15,7 +15,7 @@ from mpigossip.cluster.process import TIMEOUT_S, check_process, exit_handler
 
 PAGE = 4096
 """Bytes of a page: each rank's shared memory starts on one, and so has whole cache lines."""
-LEAST_S = 10.0
+MINIMUM_S = 10.0
 """Smallest time limit in seconds, since opening a window takes longer than an exchange."""
 
 
@@ -30,15 +30,15 @@ def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
 
     :param comm: communicator of the call
     :param call: name of the call in messages
-    :param timeout_s: time limit in seconds; at least `LEAST_S` is used
+    :param timeout_s: time limit in seconds; at least `MINIMUM_S` is used
     :raises WaitTimeoutError: if a rank does not arrive at the barrier
     """
     check_process()
-    limit = max(timeout_s, LEAST_S)
+    limit = max(timeout_s, MINIMUM_S)
     others = {*range(comm.size)} - {comm.rank}
     Deadline(2 * limit).wait(
         comm.Ibarrier().Test,
-        lambda: f"not all ranks came to {call}",
+        lambda: f"not all ranks have reached {call}",
         awaited_ranks=lambda: world_ranks(comm, others),
     )
 
@@ -63,17 +63,19 @@ class TimeoutComm(MPI.Intracomm):
     @classmethod
     def of(cls, comm: Any, timeout_s: float) -> TimeoutComm:
         """Return ``comm`` as a TimeoutComm without duplicating it."""
-        made = cls(comm)
-        made.plain = getattr(comm, "plain", comm)
-        made.timeout_s = timeout_s
-        return made
+        wrapped = cls(comm)
+        wrapped.plain = getattr(comm, "plain", comm)
+        wrapped.timeout_s = timeout_s
+        return wrapped
 
 
 def _with_limit(name: str) -> Callable[..., Any]:
     def call(self: TimeoutComm, *args: Any, **kwargs: Any) -> Any:
         with bounded_call(self, f"MPI's {name}", self.timeout_s):
-            made = getattr(self.plain, name)(*args, **kwargs)
-        return TimeoutComm.of(made, self.timeout_s) if isinstance(made, MPI.Intracomm) else made
+            result = getattr(self.plain, name)(*args, **kwargs)
+        return (
+            TimeoutComm.of(result, self.timeout_s) if isinstance(result, MPI.Intracomm) else result
+        )
 
     return call
 

@@ -41,7 +41,7 @@ def near_network(cores: Set[int], sysfs: Path = SYSFS) -> frozenset[int]:
         near = {
             core
             for node in nodes
-            for core in _listed(_read(sysfs / f"devices/system/node/node{node}/cpulist"))
+            for core in _parse_list(_read(sysfs / f"devices/system/node/node{node}/cpulist"))
         }
         if near & cores:
             return frozenset(near & cores)
@@ -49,7 +49,7 @@ def near_network(cores: Set[int], sysfs: Path = SYSFS) -> frozenset[int]:
 
 
 def for_messages(
-    cores: Set[int], threads: int, sharing: int, place: int, sysfs: Path = SYSFS
+    cores: Set[int], threads: int, sharing: int, index: int, sysfs: Path = SYSFS
 ) -> frozenset[int]:
     """Return the core of the progress thread of one of ``sharing`` processes, as a set.
 
@@ -59,37 +59,42 @@ def for_messages(
     :param cores: cores that the processes share
     :param threads: number of threads that compute, per process
     :param sharing: number of processes that share ``cores``
-    :param place: index of this process among them
+    :param index: index of this process among them
     :param sysfs: root of sysfs; tests pass another folder
     """
     near = sorted(near_network(cores, sysfs))
     if len(cores) < sharing * (threads + 1) or len(near) < sharing:
         return frozenset()
-    return frozenset({near[-1 - place]})
+    return frozenset({near[-1 - index]})
 
 
 def pick_communication_core(
-    comm: MPI.Comm, threads: int, beside: tuple[int, int] = (0, 1)
+    comm: MPI.Comm, threads: int, node_position: tuple[int, int] = (0, 1)
 ) -> frozenset[int]:
     """Return the core of this rank's progress thread, as a set that may be empty; collective.
 
     :param comm: communicator of ranks that each have a progress thread
     :param threads: number of threads that compute, per rank
-    :param beside: local rank and number of ranks of this rank's node, if ``comm`` is an inter-node
-        communicator with one rank of each node
+    :param node_position: local rank and number of ranks of this rank's node, if ``comm`` is an
+        inter-node communicator with one rank of each node
     """
-    mine = np.array([fingerprint(allowed())], np.int64)
-    everyone = np.empty(comm.size, np.int64)
-    comm.Allgather(mine, everyone)
-    same = everyone == mine
-    place = int(same[: comm.rank].sum())
-    mine_of, each = beside
-    return for_messages(allowed(), threads, int(same.sum()) * each, place * each + mine_of)
+    local_hash = np.array([fingerprint(allowed())], np.int64)
+    hashes = np.empty(comm.size, np.int64)
+    comm.Allgather(local_hash, hashes)
+    is_sharing = hashes == local_hash
+    index = int(is_sharing[: comm.rank].sum())
+    local_rank, ranks_per_node = node_position
+    return for_messages(
+        allowed(),
+        threads,
+        int(is_sharing.sum()) * ranks_per_node,
+        index * ranks_per_node + local_rank,
+    )
 
 
 def _network(sysfs: Path) -> list[Path]:
-    found = sorted((sysfs / "class/net").glob("*"))
-    return [card for card in found if _read(card / "operstate") == "up"]
+    cards = sorted((sysfs / "class/net").glob("*"))
+    return [card for card in cards if _read(card / "operstate") == "up"]
 
 
 def _read(file: Path) -> str:
@@ -99,9 +104,9 @@ def _read(file: Path) -> str:
         return ""
 
 
-def _listed(text: str) -> set[int]:
-    found: set[int] = set()
+def _parse_list(text: str) -> set[int]:
+    cores: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores

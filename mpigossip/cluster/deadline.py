@@ -78,10 +78,10 @@ sigterm_time = math.inf
 """Time of a SIGTERM after which the ranks have not yet agreed on a step to stop at, else inf."""
 
 
-def announce(word: int) -> None:
-    """Send the status ``word`` to all other ranks, if a world of several ranks is open."""
+def announce(new_status: int) -> None:
+    """Send ``new_status`` to all other ranks, if a world of several ranks is open."""
     if monitor is not None:
-        monitor.announce(word)
+        monitor.announce(new_status)
 
 
 class user_call:
@@ -174,22 +174,22 @@ class PauseExtension:
 
 
 @contextlib.contextmanager
-def announce_end(made: int, word: int = CLOSING, what: str = "loop") -> Iterator[None]:
+def announce_end(step_count: int, end_status: int = CLOSING, what: str = "loop") -> Iterator[None]:
     """Mark this block as the end of a loop, or of a world.
 
     No message is sent. A rank that waits for this one sends its own status when its wait is long;
-    this rank answers with ``word`` as its status.
+    this rank answers with ``end_status``.
 
-    :param made: number of steps that this rank has made
-    :param word: status of this rank while it waits inside the block
+    :param step_count: number of steps that this rank has made
+    :param end_status: status of this rank while it waits inside the block
     :param what: name of the thing that ends, which follows `END_PREFIX` in the name of the call
     """
     global steps_done, status
     before = status
-    steps_done = made
+    steps_done = step_count
     try:
-        status = word
-        with user_call(END_PREFIX + what, ordered=word == CLOSING):
+        status = end_status
+        with user_call(END_PREFIX + what, ordered=end_status == CLOSING):
             yield
     finally:
         status = before
@@ -272,12 +272,12 @@ class Deadline:
         :param begin: time at which the wait began, by `time.monotonic`
         """
         pause = SHORTEST_S
-        patience = PauseExtension()
+        extension = PauseExtension()
         while not predicate():
             now = time.monotonic()
-            if now - self._start >= self.seconds and patience.extends():
+            if now - self._start >= self.seconds and extension.extends():
                 self._start = now
-            left = wait.poll() if wait is not None else None  # receives statuses
+            departed_code = wait.poll() if wait is not None else None  # receives statuses
             if wait is not None and monitor is not None and monitor.has_paused():
                 self._start = now  # a whole limit is left, too, if the pause ends before this limit
             stopped = (
@@ -285,16 +285,18 @@ class Deadline:
                 and now - max(begin, sigterm_time) >= TERM_S
                 and not any_rank_paused()
             )
-            over = now - self._start >= self.seconds
-            if over or stopped or left is not None:
-                told = f", in {current_call}, which all ranks have to call" if current_call else ""
+            is_over = now - self._start >= self.seconds
+            if is_over or stopped or departed_code is not None:
+                message = (
+                    f", in {current_call}, which all ranks have to call" if current_call else ""
+                )
                 faults = [
-                    wait.describe_fault(left) if wait is not None else "",
-                    "SIGTERM came" * stopped,
+                    wait.describe_fault(departed_code) if wait is not None else "",
+                    "SIGTERM was received" * stopped,
                 ]
-                told = "; ".join(filter(None, [what() + told, *faults]))
-                waited = self.seconds if over else round(now - begin, 1)
-                raise WaitTimeoutError(f"{told} (waited {waited:g} s)", left or 0)
+                message = "; ".join(filter(None, [what() + message, *faults]))
+                waited = self.seconds if is_over else round(now - begin, 1)
+                raise WaitTimeoutError(f"{message} (waited {waited:g} s)", departed_code or 0)
             if not rest() and now - begin >= SPIN_S:
                 time.sleep(pause)
                 pause = min(LONGEST_S, 1.2 * pause)

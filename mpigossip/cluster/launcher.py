@@ -49,20 +49,21 @@ def no_mpi(error: Exception, env: Mapping[str, str] = os.environ) -> LaunchError
     :param error: exception of the import of mpi4py
     :param env: environment variables
     """
-    why = ": ".join(str(error).splitlines()[:2])  # of a list of libraries, show only the first
-    if "too short" in why or "invalid ELF" in why:
-        why += ", a text for the linker: name the file with a number that it stands for"
-    if named := env.get("MPI4PY_LIBMPI", ""):
+    reason = ": ".join(str(error).splitlines()[:2])  # of a list of libraries, show only the first
+    if "too short" in reason or "invalid ELF" in reason:
+        reason += ", a linker script: name the library file that it refers to, such as libmpi.so.12"
+    if library := env.get("MPI4PY_LIBMPI", ""):
         return LaunchError(
-            f"MPI can't be loaded ({why}) with MPI4PY_LIBMPI={named}: name a file that exists, or "
-            "`unset MPI4PY_LIBMPI; pip install mpich`. If the file exists, its name may not be the "
-            "one that mpi4py's wheel loads, libmpi.so.12 (Debian's MPICH has libmpich.so.12): "
-            "`pip install --no-binary mpi4py mpi4py`, or make a link and search its folder, "
-            f"`ln -s {named} DIR/libmpi.so.12; export LD_LIBRARY_PATH=DIR MPI4PY_LIBMPI=DIR/"
+            f"MPI can't be loaded ({reason}) with MPI4PY_LIBMPI={library}: name a file that "
+            "exists, or `unset MPI4PY_LIBMPI; pip install mpich`. If the file exists, its name may "
+            "not be the one that mpi4py's wheel loads, libmpi.so.12 (Debian's MPICH has "
+            "libmpich.so.12): `pip install --no-binary mpi4py mpi4py`, or make a link and search "
+            f"its folder, `ln -s {library} DIR/libmpi.so.12; "
+            "export LD_LIBRARY_PATH=DIR MPI4PY_LIBMPI=DIR/"
             "libmpi.so.12`. `mpigossip simulate` needs no MPI"
         )
     return LaunchError(
-        f"MPI can't be loaded ({why}); load the site's MPI module, or "
+        f"MPI can't be loaded ({reason}); load the site's MPI module, or "
         "`pip install mpich`, or name the library: MPI4PY_LIBMPI=/path/to/libmpi.so.12. "
         "`mpigossip simulate` needs no MPI"
     )
@@ -80,12 +81,12 @@ def check_launcher(size: int, library: str, env: Mapping[str, str]) -> None:
     :param env: environment variables
     :raises LaunchError: if a launcher started several ranks, but the size of MPI's world is 1
     """
-    meant = launcher_ranks(env)
-    if size > 1 or not meant or any(number == size for _, number, _ in meant):
+    launched = launcher_ranks(env)
+    if size > 1 or not launched or any(number == size for _, number, _ in launched):
         return
-    rank, number, variable = meant[0]
-    sees = f"{number} ranks were started ({variable}={number}), but MPI ({_name(library)}) sees "
-    raise LaunchError(f"{sees}a world of 1: {MISMATCH}", rank)
+    rank, number, variable = launched[0]
+    text = f"{number} ranks were started ({variable}={number}), but MPI ({_name(library)}) sees "
+    raise LaunchError(f"{text}a world of 1: {MISMATCH}", rank)
 
 
 def check_alone(size: int, env: Mapping[str, str], child: tuple[int, ...]) -> None:
@@ -115,9 +116,9 @@ def check_alone(size: int, env: Mapping[str, str], child: tuple[int, ...]) -> No
     if child:
         raise LaunchError(
             "this process was started by multiprocessing (torch.multiprocessing.spawn?), which "
-            "MPI knows nothing of, so that it would train alone: start as many processes as there "
-            "are to be nodes with MPI's launcher, `mpiexec -n 4 python PROGRAM` or `srun -n 4 "
-            "python PROGRAM`, and call the function in each; for one node on purpose: mpiexec -n 1",
+            "does not add it to MPI's world, so that it would train alone: start one process per "
+            "node with MPI's launcher, `mpiexec -n 4 python PROGRAM` or `srun -n 4 python "
+            "PROGRAM`, and call the function in each; for one node on purpose: mpiexec -n 1",
             child[-1] - 1,
         )
 
@@ -132,25 +133,25 @@ def check_library(library: str, env: Mapping[str, str]) -> None:
     :param env: environment variables
     :raises LaunchError: if the library cannot join the ranks of the launcher
     """
-    meant = launcher_ranks(env)
+    launched = launcher_ranks(env)
     mpich = library.startswith("MPICH Version") and "pmix" not in library.lower()
     if mpich and "PMIX_RANK" in env and "PMI_RANK" not in env:
-        theirs = "a launcher that speaks PMIx"
+        launcher_name = "a launcher with PMIx"
     elif library.startswith("Open MPI") and "HYDI_CONTROL_FD" in env and "PMIX_RANK" not in env:
-        theirs = "MPICH's launcher"
+        launcher_name = "MPICH's launcher"
     else:
         return
-    if not meant or (meant[0][1] == 1 and not mpich):
+    if not launched or (launched[0][1] == 1 and not mpich):
         return
-    rank, number, variable = meant[0]
-    by = "Open MPI's launcher" if variable.startswith("OMPI") else theirs
-    text = f"{number} ranks were started by {by} ({variable}={number}), but MPI is {_name(library)}"
-    raise LaunchError(f"{text}: {MISMATCH}", rank)
+    rank, number, variable = launched[0]
+    starter = "Open MPI's launcher" if variable.startswith("OMPI") else launcher_name
+    text = f"{number} ranks were started by {starter} ({variable}={number}), but MPI is"
+    raise LaunchError(f"{text} {_name(library)}: {MISMATCH}", rank)
 
 
 MISMATCH = (
-    "launcher and MPI don't belong together. With Slurm use `srun --mpi=pmi2` for MPICH or "
-    "`srun --mpi=pmix` for Open MPI; else start with the mpiexec of that same MPI, or point "
+    "the launcher and MPI do not match. With Slurm, use `srun --mpi=pmi2` for MPICH or "
+    "`srun --mpi=pmix` for Open MPI; otherwise start with the mpiexec of this MPI, or point "
     "mpi4py at the launcher's library (MPI4PY_LIBMPI=/path/to/libmpi.so.12). For one rank on "
     "purpose: mpiexec -n 1"
 )
@@ -207,8 +208,8 @@ FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """Variables set by torchrun, and by wrappers of srun and mpirun that imitate it."""
 # Keep FLUX_JOB_SIZE, because no other variable tells how many ranks of a host share its GPUs.
-OF_RANKS = [name for pair in LAUNCHERS for name in pair if name != "FLUX_JOB_SIZE"]
-MISREAD = (*TORCH, *OF_RANKS, "SLURM_NTASKS", "SLURM_NPROCS")
+RANK_VARIABLES = [name for pair in LAUNCHERS for name in pair if name != "FLUX_JOB_SIZE"]
+MISREAD = (*TORCH, *RANK_VARIABLES, "SLURM_NTASKS", "SLURM_NPROCS")
 """Variables that mislead frameworks.
 
 From these, Accelerate and the Trainer conclude that torch.distributed has to join all ranks, which

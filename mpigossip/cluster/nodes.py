@@ -39,12 +39,14 @@ class SubWorld(Communicator):
         world.resources.callback(self.drain_agreements)
 
     def group_into_nodes(self, ranks_per_node: int | str) -> None:
-        raise RuntimeError(f"{SETTING} is of a whole world; these are {self.size} of its ranks")
+        raise RuntimeError(
+            f"{SETTING} applies to a whole world, but this world has only {self.size} of its ranks"
+        )
 
     def shrink(self) -> None:
         raise RuntimeError(
-            f"a rank was lost, and these {self.size} ranks are a part of the world: going on takes "
-            f"a world without nodes of several ranks ({SETTING} = 1)"
+            f"a rank has failed, and these {self.size} ranks are a part of the world: only a world "
+            f"without nodes of several ranks ({SETTING} = 1) can continue"
         )
 
     def abort(self, code: int = 1) -> None:
@@ -57,9 +59,9 @@ class SubWorld(Communicator):
 def isolate_node(world: World) -> World:
     """Return a world of one node that consists of the ranks of this rank's node; collective."""
     nodes = world.nodes
-    found = SubWorld(world, nodes.inter_node.rank, nodes.local_rank)
-    found.nodes = Nodes((0,) * found.size, SubWorld(world, world.rank, 0), found)
-    return found
+    isolated = SubWorld(world, nodes.inter_node.rank, nodes.local_rank)
+    isolated.nodes = Nodes((0,) * isolated.size, SubWorld(world, world.rank, 0), isolated)
+    return isolated
 
 
 def group_ranks(world: World, ranks_per_node: int | str) -> Nodes:
@@ -75,18 +77,18 @@ def group_ranks(world: World, ranks_per_node: int | str) -> Nodes:
     from mpi4py import MPI
 
     # Shared memory defines a host, not the host name: containers have names of their own.
-    near = with_timeout(world.comm, world.timeout_s).Split_type(MPI.COMM_TYPE_SHARED)
-    first = near.bcast(world.rank)
-    near.Free()
-    every = with_timeout(world.comm, world.timeout_s).allgather(first)
-    where = assign_nodes(every, world.hosts, ranks_per_node)
-    if max(place for _, place in where) == 0:
+    host_comm = with_timeout(world.comm, world.timeout_s).Split_type(MPI.COMM_TYPE_SHARED)
+    first = host_comm.bcast(world.rank)
+    host_comm.Free()
+    host_numbers = with_timeout(world.comm, world.timeout_s).allgather(first)
+    positions = assign_nodes(host_numbers, world.hosts, ranks_per_node)
+    if max(local_rank for _, local_rank in positions) == 0:
         return Nodes.of_ranks(world)
-    node, place = where[world.rank]
-    column = SubWorld(world, place, node)
-    inside = SubWorld(world, node, place)
-    column.node_position = place, inside.size
-    return Nodes(tuple(node for node, _ in where), column, inside)
+    node, local_rank = positions[world.rank]
+    inter_node = SubWorld(world, local_rank, node)
+    intra_node = SubWorld(world, node, local_rank)
+    inter_node.node_position = local_rank, intra_node.size
+    return Nodes(tuple(node for node, _ in positions), inter_node, intra_node)
 
 
 def assign_nodes(
@@ -99,35 +101,37 @@ def assign_nodes(
     :param ranks_per_node: as for :func:`group_ranks`
     :raises JobError: if the number of ranks of some host does not fit
     """
-    on = Counter(host)
-    called = {number: f"{names[list(host).index(number)]}" for number in on}
-    says = f'{SETTING} = "host"' if ranks_per_node == "host" else f"{SETTING} = {ranks_per_node}"
-    if ranks_per_node == "host" and len(set(on.values())) > 1:
-        most = max(on, key=on.__getitem__)
-        least = min(on, key=on.__getitem__)
+    ranks_on = Counter(host)
+    host_names = {number: f"{names[list(host).index(number)]}" for number in ranks_on}
+    setting = f'{SETTING} = "host"' if ranks_per_node == "host" else f"{SETTING} = {ranks_per_node}"
+    if ranks_per_node == "host" and len(set(ranks_on.values())) > 1:
+        largest = max(ranks_on, key=ranks_on.__getitem__)
+        smallest = min(ranks_on, key=ranks_on.__getitem__)
         raise JobError(
-            f"{says}: {called[most]} has {on[most]} ranks and {called[least]} has {on[least]}, "
-            "but every node has equally many slots; start as many on each (srun "
-            f"--ntasks-per-node={on[least]}, mpirun --map-by ppr:{on[least]}:node)"
+            f"{setting}: {host_names[largest]} has {ranks_on[largest]} ranks and "
+            f"{host_names[smallest]} has {ranks_on[smallest]}, but all nodes need the same number; "
+            f"start equally many on each host (srun --ntasks-per-node={ranks_on[smallest]}, "
+            f"mpirun --map-by ppr:{ranks_on[smallest]}:node)"
         )
-    size = on[host[0]] if ranks_per_node == "host" else int(ranks_per_node)
-    odd = next((number for number in on if on[number] % size), None)
-    if odd is not None:
-        whole = on[odd] // size * size
-        fitting = f"{whole} or {whole + size}" if whole else f"{size}"
+    size = ranks_on[host[0]] if ranks_per_node == "host" else int(ranks_per_node)
+    misfit = next((number for number in ranks_on if ranks_on[number] % size), None)
+    if misfit is not None:
+        fewer = ranks_on[misfit] // size * size
+        fitting = f"{fewer} or {fewer + size}" if fewer else f"{size}"
         raise JobError(
-            f"{says}: {called[odd]} has {pluralize(on[odd], 'rank')}, no nodes of {size}; start "
-            f"{fitting} there, or set {SETTING} to a divisor of {on[odd]}"
+            f"{setting}: {host_names[misfit]} has {pluralize(ranks_on[misfit], 'rank')}, which "
+            f"cannot form nodes of {size}; start {fitting} there, or set {SETTING} to a "
+            f"divisor of {ranks_on[misfit]}"
         )
-    found: list[tuple[int, int]] = []
-    seen: Counter[int] = Counter()
-    begun: dict[tuple[int, int], int] = {}
+    positions: list[tuple[int, int]] = []
+    ranks_seen: Counter[int] = Counter()
+    node_numbers: dict[tuple[int, int], int] = {}
     for number in host:
-        which, place = divmod(seen[number], size)
-        node = begun.setdefault((number, which), len(begun))
-        found.append((node, place))
-        seen[number] += 1
-    return found
+        group, local_rank = divmod(ranks_seen[number], size)
+        node = node_numbers.setdefault((number, group), len(node_numbers))
+        positions.append((node, local_rank))
+        ranks_seen[number] += 1
+    return positions
 
 
 # -- racks ---------------------------------------------------------------------------------------
@@ -143,32 +147,34 @@ def addresses(world: World) -> list[str]:
     return world.broadcast(world.gather(os.environ.get(VARIABLE, "")))
 
 
-def racks(placement: str, hosts: Sequence[str], told: Sequence[str] = ()) -> list[str]:
+def racks(
+    placement: str, hosts: Sequence[str], scheduler_addresses: Sequence[str] = ()
+) -> list[str]:
     """Return the rack of each rank.
 
     :param placement: "hostnames": the host name without its last number (r12n03 is in rack r12n);
         "scheduler": the switch in the scheduler's address; "file:PATH": a file with lines
         "HOST RACK"
     :param hosts: host name of each rank
-    :param told: result of :func:`addresses`, for "scheduler"
+    :param scheduler_addresses: result of :func:`addresses`, for "scheduler"
     :raises JobError: if the rack of some rank is not known
     """
     short = [host.split(".")[0] for host in hosts]
     if placement == "hostnames":
         return [re.sub(r"\d+\D*$", "", host) or host for host in short]
     if placement == "scheduler":
-        return _from_scheduler(told)
+        return _from_scheduler(scheduler_addresses)
     return _from_file(Path(placement.removeprefix("file:")), short)
 
 
-def _from_scheduler(told: Sequence[str]) -> list[str]:
-    missing = [rank for rank, address in enumerate(told) if not address]
+def _from_scheduler(scheduler_addresses: Sequence[str]) -> list[str]:
+    missing = [rank for rank, address in enumerate(scheduler_addresses) if not address]
     if missing:
         raise JobError(
             f'graph.placement = "scheduler": {VARIABLE} is not set on rank {missing[0]}; Slurm '
-            'sets it where its topology plugin is configured; use "hostnames" or "file:PATH"'
+            'sets it if its topology plugin is configured; use "hostnames" or "file:PATH"'
         )
-    return [address.rpartition(".")[0] or address for address in told]
+    return [address.rpartition(".")[0] or address for address in scheduler_addresses]
 
 
 def _from_file(path: Path, hosts: Sequence[str]) -> list[str]:
@@ -176,16 +182,17 @@ def _from_file(path: Path, hosts: Sequence[str]) -> list[str]:
         lines = [line.split() for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise JobError(f'graph.placement = "file:{path}": it can\'t be read: {error}') from None
-    wrong = [" ".join(line) for line in lines if len(line) != 2]
-    if wrong:
+    invalid_lines = [" ".join(line) for line in lines if len(line) != 2]
+    if invalid_lines:
         raise JobError(
-            f'graph.placement = "file:{path}": the line "{wrong[0]}" isn\'t a host and its rack'
+            f'graph.placement = "file:{path}": the line "{invalid_lines[0]}" isn\'t a host '
+            "and its rack"
         )
-    found = dict(lines)
-    absent = sorted({host for host in hosts if host not in found}, key=natural)
-    if absent:
+    rack_of = dict(lines)
+    missing = sorted({host for host in hosts if host not in rack_of}, key=natural)
+    if missing:
         raise JobError(
-            f'graph.placement = "file:{path}" names no rack of host {absent[0]} '
-            f"({len(absent)} missing); add a line: {absent[0]} RACK"
+            f'graph.placement = "file:{path}" names no rack of host {missing[0]} '
+            f"({len(missing)} missing); add a line: {missing[0]} RACK"
         )
-    return [found[host] for host in hosts]
+    return [rack_of[host] for host in hosts]

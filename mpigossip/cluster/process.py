@@ -85,9 +85,9 @@ def before_mpi(folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> floa
     :param timeout_s: seconds that MPI may take to start, from now on
     """
     global _start
-    told = launcher_ranks(os.environ)
-    if _start is None and told and told[0][1] > 1:
-        rank, size, _ = told[0]
+    launched = launcher_ranks(os.environ)
+    if _start is None and launched and launched[0][1] > 1:
+        rank, size, _ = launched[0]
         _start = Start(_shared(folder), rank, size, timeout_s)
     return timeout_s
 
@@ -100,15 +100,15 @@ def _shared(folder: Path | None) -> Path:
     name = f"ranks-{job_id(os.environ)}"
     if folder is not None:
         with contextlib.suppress(OSError):
-            inside = folder.absolute() / f".{name}"
-            inside.mkdir(parents=True, exist_ok=True)
-            return inside
-    here = Path(tempfile.gettempdir()) / f"mpigossip.{os.getuid()}.{name}"
+            shared_folder = folder.absolute() / f".{name}"
+            shared_folder.mkdir(parents=True, exist_ok=True)
+            return shared_folder
+    temporary = Path(tempfile.gettempdir()) / f"mpigossip.{os.getuid()}.{name}"
     with contextlib.suppress(OSError):
-        here.mkdir(mode=0o700, exist_ok=True)
-        found = here.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
-            return here
+        temporary.mkdir(mode=0o700, exist_ok=True)
+        status = temporary.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+            return temporary
     return Path(tempfile.mkdtemp(prefix="mpigossip.ranks-"))
 
 
@@ -177,9 +177,9 @@ class ExitHandler:
             vars(sys)["exit"] = partial(self._exit, sys.exit)
             atexit.register(self._leave, comm.Dup().plain, finalize)
 
-    def _exit(self, plain: Callable[[Any], NoReturn], status: Any = None) -> NoReturn:
+    def _exit(self, original_exit: Callable[[Any], NoReturn], status: Any = None) -> NoReturn:
         self.status = status
-        plain(status)
+        original_exit(status)
 
     def _leave(self, comm: "MPI.Comm", finalize: bool) -> None:
         from mpi4py import MPI
@@ -198,8 +198,8 @@ class ExitHandler:
         limit = LEAVE_S if self.code else float("inf")
         stuck = bytearray([any(thread.name == PROGRESS for thread in threading.enumerate())])
         try:
-            every = comm.Iallreduce(MPI.IN_PLACE, [stuck, MPI.BYTE], MPI.BOR)
-            Deadline(limit).wait(every.Test, lambda: "other ranks still run")
+            request = comm.Iallreduce(MPI.IN_PLACE, [stuck, MPI.BYTE], MPI.BOR)
+            Deadline(limit).wait(request.Test, lambda: "other ranks still run")
         except WaitTimeoutError as late:
             host = MPI.Get_processor_name()
             text = f"mpigossip: rank {comm.rank} on {host} ended by {self.cause}; {late}"

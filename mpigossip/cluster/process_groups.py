@@ -47,47 +47,53 @@ def is_gpu(device: str) -> bool:
 
 
 def open_groups(
-    world: World, places: Sequence[GroupRank], timeout_s: float
+    world: World, group_ranks: Sequence[GroupRank], timeout_s: float
 ) -> list[dist.ProcessGroup]:
-    """Open a process group for each entry of ``places``; collective over ``world``.
+    """Open a process group for each entry of ``group_ranks``; collective over ``world``.
 
     Each group is connected in a thread of its own; the store's keys are exchanged by MPI.
     Afterwards, each group is used by one thread, whose current device is that of its entry.
 
     :param world: ranks that open groups
-    :param places: the ranks that this process takes in groups
+    :param group_ranks: the ranks that this process takes in groups
     :param timeout_s: seconds that connecting may take; a call on a group ends after at most twice
         that time
-    :returns: groups in the order of ``places``
+    :returns: groups in the order of ``group_ranks``
     :raises JobError: on all ranks, if an environment variable makes NCCL hang
     :raises WaitTimeoutError, Failure: on all ranks, with the ranks at fault
     """
-    check_environment(world, places)
-    if any(is_gpu(place.device) for place in places):
+    check_environment(world, group_ranks)
+    if any(is_gpu(group_rank.device) for group_rank in group_ranks):
         with contextlib.suppress(Exception):  # without NCCL, the threads report the error
             # loads the library, which is not safe in several threads at once
             torch.cuda.nccl.version()
     store = _store()
-    found = dict[int, Any]()
+    results = dict[int, Any]()
     store.set_timeout(timedelta(seconds=timeout_s))
 
     def connect(index: int) -> None:
         try:
-            found[index] = _connected(store, places[index], timedelta(seconds=2 * timeout_s))
+            results[index] = _connected(store, group_ranks[index], timedelta(seconds=2 * timeout_s))
         except BaseException as error:  # noqa: BLE001 - reported by all ranks
-            found[index] = error
+            results[index] = error
 
     with _without_watchdog():
-        for index in range(len(places)):
+        for index in range(len(group_ranks)):
             threading.Thread(target=connect, args=(index,), daemon=True).start()
         try:
-            _share_keys(world, store, places, found, timeout_s)
+            _share_keys(world, store, group_ranks, results, timeout_s)
         except Failure:
-            made = {k: one for k, one in [*found.items()] if isinstance(one, dist.ProcessGroup)}
+            opened = {
+                index: result
+                for index, result in [*results.items()]
+                if isinstance(result, dist.ProcessGroup)
+            }
             with contextlib.suppress(RuntimeError):  # the first failure is more informative
-                close_groups([*made.values()], [places[k].device for k in made], True)
+                close_groups(
+                    [*opened.values()], [group_ranks[index].device for index in opened], True
+                )
             raise
-    return [found[index] for index in range(len(places))]
+    return [results[index] for index in range(len(group_ranks))]
 
 
 def close_groups(
@@ -101,15 +107,15 @@ def close_groups(
             _ = backend.abort() if broken else shutdown()
 
 
-def check_environment(world: World, places: Sequence[GroupRank]) -> None:
+def check_environment(world: World, group_ranks: Sequence[GroupRank]) -> None:
     """Raise JobError on all ranks if an environment variable makes NCCL hang; collective."""
     with world.raise_together(JobError):
-        wrong = [name for name, value in REFUSED.items() if os.environ.get(name) == value]
-        if wrong and any(is_gpu(place.device) for place in places):
+        refused = [name for name, value in REFUSED.items() if os.environ.get(name) == value]
+        if refused and any(is_gpu(group_rank.device) for group_rank in group_ranks):
             raise JobError(
                 f"{name}={REFUSED[name]}: NCCL calls of several slots would wait for each other "
                 f"for ever; unset {name}"
-                for name in wrong
+                for name in refused
             )
 
 
@@ -131,9 +137,9 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
         with world.raise_together(JobError):
             if (dist.get_rank(), dist.get_world_size()) != (rank, size):
                 raise JobError(
-                    f"torch.distributed has {dist.get_world_size()} ranks and calls this one "
-                    f"{dist.get_rank()}, but its world has to be this node, whose rank {rank} of "
-                    f"{size} this is: leave init_process_group to world.node_group()"
+                    f"torch.distributed has {dist.get_world_size()} ranks, and this is its rank "
+                    f"{dist.get_rank()}, but its world must be this node, in which this is rank "
+                    f"{rank} of {size}: call world.node_group() instead of init_process_group()"
                 )
         same = dist.get_backend() == backend
         return dist.group.WORLD if same else dist.new_group(timeout=limit, backend=backend)
@@ -166,38 +172,38 @@ def _without_watchdog() -> Iterator[None]:
             os.environ[ASYNC_ERRORS] = before
 
 
-def _connected(store: dist.Store, place: GroupRank, limit: timedelta) -> dist.ProcessGroup:
+def _connected(store: dist.Store, group_rank: GroupRank, limit: timedelta) -> dist.ProcessGroup:
     """Open one group; the only place that uses torch's constructors, which change with versions."""
-    device = torch.device(place.device)
-    kind = dist.ProcessGroup.BackendType
-    prefixed = dist.PrefixStore(place.group, store)
+    device = torch.device(group_rank.device)
+    backend_types = dist.ProcessGroup.BackendType
+    prefixed = dist.PrefixStore(group_rank.group, store)
     backend: Any
-    if is_gpu(place.device):
+    if is_gpu(group_rank.device):
         torch.cuda.set_device(device)
         # priority over computation, because a slot that waits for a sum delays the others
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = limit
-        options.group_name = place.group
-        options.global_ranks_in_group = list(range(place.size))
-        backend = dist.ProcessGroupNCCL(prefixed, place.rank, place.size, options)
+        options.group_name = group_rank.group
+        options.global_ranks_in_group = list(range(group_rank.size))
+        backend = dist.ProcessGroupNCCL(prefixed, group_rank.rank, group_rank.size, options)
         # Connect now: a connection made at the first message joins two ranks only, and a mismatch
         # hangs.
         backend.eager_connect_single_device(device)
     else:
-        backend = dist.ProcessGroupGloo(prefixed, place.rank, place.size, limit)
-    which = kind.NCCL if is_gpu(place.device) else kind.GLOO
-    group = dist.ProcessGroup(prefixed, place.rank, place.size)
-    group._register_backend(device, which, backend)
-    group._set_default_backend(which)
+        backend = dist.ProcessGroupGloo(prefixed, group_rank.rank, group_rank.size, limit)
+    backend_type = backend_types.NCCL if is_gpu(group_rank.device) else backend_types.GLOO
+    group = dist.ProcessGroup(prefixed, group_rank.rank, group_rank.size)
+    group._register_backend(device, backend_type, backend)
+    group._set_default_backend(backend_type)
     return group
 
 
 def _store() -> Any:
     """Return a store for the keys of this process; the keys of others are added by MPI."""
-    return dist.HashStore() if hasattr(dist.HashStore, "list_keys") else _Listed()
+    return dist.HashStore() if hasattr(dist.HashStore, "list_keys") else _ListingStore()
 
 
-class _Listed(dist.Store):
+class _ListingStore(dist.Store):
     """A store that can list its keys, which torch's own store could not before version 2.10."""
 
     def __init__(self) -> None:
@@ -231,7 +237,11 @@ class _Listed(dist.Store):
 
 
 def _share_keys(
-    world: World, store: Any, places: Sequence[GroupRank], found: dict[int, Any], timeout_s: float
+    world: World,
+    store: Any,
+    group_ranks: Sequence[GroupRank],
+    results: dict[int, Any],
+    timeout_s: float,
 ) -> None:
     """Exchange keys between all ranks until every group is connected; waits for all ranks."""
     comm = None if world.comm is None else with_timeout(world.comm, timeout_s)
@@ -240,22 +250,28 @@ def _share_keys(
     pause = SHORTEST_S
     while True:
         keys = {key: store.get(key) for key in store.list_keys() if key not in shared}
-        failed = [_named(places[k], e) for k, e in [*found.items()] if isinstance(e, BaseException)]
-        open_ = [_named(place) for k, place in enumerate(places) if k not in found]
-        mine = keys, failed, open_, time.monotonic() > until
-        every = [mine] if comm is None else comm.allgather(mine)
-        for key, value in (item for given, *_ in every for item in given.items()):
+        failed = [
+            _describe(group_ranks[k], e)
+            for k, e in [*results.items()]
+            if isinstance(e, BaseException)
+        ]
+        pending = [
+            _describe(group_rank) for k, group_rank in enumerate(group_ranks) if k not in results
+        ]
+        local_report = keys, failed, pending, time.monotonic() > until
+        reports = [local_report] if comm is None else comm.allgather(local_report)
+        for key, value in (item for new_keys, *_ in reports for item in new_keys.items()):
             if key not in keys:
                 store.set(key, value)
             shared.add(key)
-        failures = [text for _, texts, *_ in every for text in texts]
-        missing = [text for *_, names, _ in every for text in names]
+        failures = [text for _, texts, *_ in reports for text in texts]
+        missing = [text for *_, names, _ in reports for text in names]
         if failures:
             more = f"; {len(failures) - 1} more" if len(failures) > 1 else ""
             raise Failure(f"{failures[0]}{more}; {REMEDY}")
         if not missing:
             return
-        if any(late for *_, late in every):
+        if any(late for *_, late in reports):
             raise WaitTimeoutError(
                 f"not connected: {', '.join(missing[:4])} (waited {timeout_s:g} s)"
             )
@@ -263,6 +279,6 @@ def _share_keys(
         pause = min(20 * LONGEST_S, 1.5 * pause)
 
 
-def _named(place: GroupRank, error: BaseException | None = None) -> str:
-    text = f"process group {place.group}, rank {place.rank} of {place.size} on {place.device}"
+def _describe(member: GroupRank, error: BaseException | None = None) -> str:
+    text = f"process group {member.group}, rank {member.rank} of {member.size} on {member.device}"
     return f"{text}: {str(error).splitlines()[0] or type(error).__name__}" if error else text

@@ -67,16 +67,16 @@ class World(Communicator):
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
-        self._told_as = f"on {host}"
-        self._roll = None
+        self._location = f"on {host}"
+        self._monitor = None
         # If a call of MPI does not return, a thread reports it. Its exception ends the job only
         # with these hooks, so install them before the first such call.
         self._hooks = (sys.excepthook, threading.excepthook)
         if self.size > 1:
             sys.excepthook = self._uncaught
             threading.excepthook = self._uncaught_in_thread
-        own = with_timeout(comm, timeout_s).Dup()
-        super().__init__(own.plain, tuple(own.allgather(host)), timeout_s)
+        own_comm = with_timeout(comm, timeout_s).Dup()
+        super().__init__(own_comm.plain, tuple(own_comm.allgather(host)), timeout_s)
         self.launched = bool(launcher_ranks(os.environ))
         self.fault_tolerant = fault_tolerant(MPI.Get_library_version(), os.environ)
         self.original_ranks = tuple(range(self.size))
@@ -90,12 +90,12 @@ class World(Communicator):
         self._open = True
         self.resources = contextlib.ExitStack()
         self.after_close = contextlib.ExitStack()
-        self._roll = (
+        self._monitor = (
             None
             if self.size == 1
             else WaitMonitor(with_timeout(comm, timeout_s).Dup().plain, self.hosts)
         )
-        deadline.monitor = self._roll
+        deadline.monitor = self._monitor
         deadline.ordered_calls = 0
 
     def group_into_nodes(self, ranks_per_node: int | str) -> None:
@@ -133,8 +133,8 @@ class World(Communicator):
         self.hosts = tuple(hosts[name] for name in self.original_ranks)
         self.shrunk = True
         exit_handler.survivors = comm
-        keep_alive.append(self._roll)
-        self._roll = deadline.monitor = (
+        keep_alive.append(self._monitor)
+        self._monitor = deadline.monitor = (
             None if self.size == 1 else WaitMonitor(comm.Dup(), self.hosts, False)
         )
 
@@ -179,11 +179,11 @@ class World(Communicator):
                     self.drain_agreements()
             sys.excepthook, threading.excepthook = self._hooks
             self.after_close.close()
-            if deadline.monitor is self._roll:
+            if deadline.monitor is self._monitor:
                 deadline.monitor = None
             if not self.shrunk:
-                if self._roll is not None:
-                    self._roll.close(self.timeout_s)
+                if self._monitor is not None:
+                    self._monitor.close(self.timeout_s)
                 for comm in (self._agreement_comm, self._closing, self.comm):
                     comm.Free()
 
@@ -207,19 +207,23 @@ class World(Communicator):
             self._hooks[0](kind, error, trace)
             return
         exit_handler.code = uncaught.code(error)
-        every = None if self._roll is None else uncaught.errors_of_all_ranks(self._roll, error)
-        if every is None:  # some ranks continue, or wait for this rank, which then reports for all
-            uncaught.takes_turn(self.rank)
-            if self._roll is None or self._roll.claim_report():
+        error_keys = (
+            None if self._monitor is None else uncaught.errors_of_all_ranks(self._monitor, error)
+        )
+        if (
+            error_keys is None
+        ):  # some ranks continue, or wait for this rank, which then reports for all
+            uncaught.wait_turn(self.rank)
+            if self._monitor is None or self._monitor.claim_report():
                 uncaught.write_stderr(uncaught.format_error(error, self._name))
         else:  # the first rank of each kind of exception reports it
-            if every.index(every[self.rank]) == self.rank:
-                who = "" if len(set(every)) == 1 else self._name
-                uncaught.write_stderr(uncaught.format_error(error, who, f"all {self.size} ranks"))
+            if error_keys.index(error_keys[self.rank]) == self.rank:
+                name = "" if len(set(error_keys)) == 1 else self._name
+                uncaught.write_stderr(uncaught.format_error(error, name, f"all {self.size} ranks"))
             # in a Failure, exchanges may be open, and MPI would wait for them
             if not isinstance(error, Failure):
                 uncaught.exit_now(exit_handler.code)
-            uncaught.takes_turn(self.rank)
+            uncaught.wait_turn(self.rank)
         self.abort(exit_handler.code)
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
@@ -236,7 +240,7 @@ class World(Communicator):
 
     @property
     def _name(self) -> str:
-        return f"rank {self.rank} of {self.size} {self._told_as}"
+        return f"rank {self.rank} of {self.size} {self._location}"
 
 
 def world(timeout_s: float = TIMEOUT_S) -> World:
@@ -282,10 +286,10 @@ def _world(timeout_s: float) -> World:
     check_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version(), os.environ)
     check_alone(MPI.COMM_WORLD.size, os.environ, multiprocessing.current_process()._identity)
     restore = sharp_timers()
-    made = World(MPI.COMM_WORLD, timeout_s)
-    made.after_close.callback(restore)
+    opened = World(MPI.COMM_WORLD, timeout_s)
+    opened.after_close.callback(restore)
     process.started()
-    return made
+    return opened
 
 
 @contextlib.contextmanager
@@ -325,16 +329,16 @@ def fault_tolerant(library: str, env: Mapping[str, str]) -> bool:
     """
     if "SLURM_STEP_ID" in env and "PRTE_LAUNCHED" not in env:
         return False
-    asked = env.get("OMPI_MCA_mpi_ft_enable", "").lower()
-    return "Open MPI" in library and asked in ("1", "true", "yes", "t", "y", "enabled")
+    requested = env.get("OMPI_MCA_mpi_ft_enable", "").lower()
+    return "Open MPI" in library and requested in ("1", "true", "yes", "t", "y", "enabled")
 
 
 def is_rank_failure(error: BaseException) -> bool:
     """Return whether ``error`` says that a process failed, or that another rank noticed it."""
     from mpi4py import MPI
 
-    lost = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
-    return isinstance(error, MPI.Exception) and error.Get_error_class() in lost
+    failure_classes = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+    return isinstance(error, MPI.Exception) and error.Get_error_class() in failure_classes
 
 
 def shrunken(comms: "Sequence[MPI.Intracomm]", timeout_s: float) -> "MPI.Intracomm":
@@ -351,19 +355,19 @@ def shrunken(comms: "Sequence[MPI.Intracomm]", timeout_s: float) -> "MPI.Intraco
 
     for comm in comms:
         comm.Revoke()
-    found: list[Any] = []
+    results: list[Any] = []
 
     def work() -> None:
         try:
-            found.append(comms[0].Shrink())
+            results.append(comms[0].Shrink())
         except BaseException as error:  # noqa: BLE001 - handed over to the waiting thread
-            found.append(error)
+            results.append(error)
 
     threading.Thread(target=work, name="mpigossip-shrink", daemon=True).start()
     Deadline(timeout_s).wait(
-        lambda: found, lambda: "a rank was lost, and not all others came to go on without it"
+        lambda: results, lambda: "a rank has failed, and not all survivors have called shrink()"
     )
-    comm = found[0]
+    comm = results[0]
     if isinstance(comm, BaseException):
         raise comm
     comm.Set_errhandler(MPI.ERRORS_RETURN)

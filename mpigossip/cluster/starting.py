@@ -20,9 +20,9 @@ from mpigossip.config.readable import abbreviate
 
 ENTERED = "+"
 """Suffix of the file name of a rank that waits for MPI to start."""
-LOOK_S = 0.5
+CHECK_S = 0.5
 """Seconds between two checks of the other ranks."""
-SAID = "said"
+REPORTED = "said"
 """Name of the file that a rank creates before it reports why the job ends; only one rank can."""
 FAULT = "all ranks wait for it, so the network between them may be at fault"
 STALE_S = 3600.0
@@ -49,7 +49,7 @@ class Start:
         self._file = folder / f"{rank}.{self._process}.{self._host}"
         self._began = time.monotonic()
         self._entered = float("inf")
-        self._living: dict[int, tuple[int, int]] = {}
+        self._watched: dict[int, tuple[int, int]] = {}
         """Rank and process ID of this host's ranks, by the descriptor that reports their exit."""
         self._over = threading.Event()
         if rank == 0:
@@ -87,66 +87,71 @@ class Start:
             return
         with contextlib.suppress(OSError):
             self._file.unlink()
-            if all(file.name == SAID for file in self._folder.iterdir()):
+            if all(file.name == REPORTED for file in self._folder.iterdir()):
                 shutil.rmtree(self._folder)
 
     def _watch(self) -> None:
         while not self._over.is_set():
             # Detect an exit without delay, because MPICH's launcher soon kills the other ranks.
-            ended = select.select([*self._living], [], [], LOOK_S)[0]
+            ended = select.select([*self._watched], [], [], CHECK_S)[0]
             if ended and not self._over.is_set():
-                rank, process = self._living[ended[0]]
-                why = f"rank {rank} of {self._size} on {self._host} (process {process}) ended"
-                self._end(f"{why} before MPI had started")
-            self._meet()
-            missing = self._missing()
+                rank, process = self._watched[ended[0]]
+                reason = f"rank {rank} of {self._size} on {self._host} (process {process}) ended"
+                self._end(f"{reason} before MPI had started")
+            self._watch_local_ranks()
+            missing = self._describe_missing()
             # Before it enters MPI_Init, a rank on a busy host may load modules for long; that is no
             # wait for other ranks.
-            waits = time.monotonic() - (self._began if missing else self._entered)
-            if waits >= self._timeout_s and not self._over.is_set():
-                why = f"MPI has not started within {self._timeout_s:g} s (node.timeout_s)"
-                self._end(f"{why}: {'; '.join(filter(None, [self._late(), missing])) or FAULT}")
-        for descriptor in self._living:
+            waited = time.monotonic() - (self._began if missing else self._entered)
+            if waited >= self._timeout_s and not self._over.is_set():
+                reason = f"MPI has not started within {self._timeout_s:g} s (node.timeout_s)"
+                late = self._describe_late()
+                self._end(f"{reason}: {'; '.join(filter(None, [late, missing])) or FAULT}")
+        for descriptor in self._watched:
             os.close(descriptor)
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         """End this rank; report the reason unless another rank has."""
         try:
-            (self._folder / SAID).touch(exist_ok=False)
-            speaks = True
+            (self._folder / REPORTED).touch(exist_ok=False)
+            reports = True
         except OSError as error:  # if the file can't be created, each rank reports
-            speaks = not isinstance(error, FileExistsError)
-        if speaks:
+            reports = not isinstance(error, FileExistsError)
+        if reports:
             with contextlib.suppress(OSError):
-                os.write(2, f"mpigossip: {why}; ending the job\n".encode(errors="replace"))
+                os.write(2, f"mpigossip: {reason}; ending the job\n".encode(errors="replace"))
         self.over()
         os._exit(FAILED)
 
-    def _begun(self) -> dict[int, str]:
+    def _started_ranks(self) -> dict[int, str]:
         """Return the names of the ranks' files, without the leading rank, by rank."""
         with contextlib.suppress(OSError):
             names = (file.name.partition(".") for file in self._folder.iterdir())
             return {int(rank): rest for rank, _, rest in names if rank.isdigit()}
         return {}
 
-    def _meet(self) -> None:
+    def _watch_local_ranks(self) -> None:
         """Watch for exits of this host's ranks (Linux); ranks of earlier launches no longer run."""
-        for rank, rest in self._begun().items():
+        for rank, rest in self._started_ranks().items():
             process, _, host = rest.removesuffix(ENTERED).partition(".")
-            if host == self._host and (rank, int(process)) not in self._living.values():
+            if host == self._host and (rank, int(process)) not in self._watched.values():
                 with contextlib.suppress(OSError, AttributeError):
-                    self._living[os.pidfd_open(int(process))] = rank, int(process)
+                    self._watched[os.pidfd_open(int(process))] = rank, int(process)
 
-    def _missing(self) -> str:
-        begun = self._begun()
-        names = [str(rank) for rank in range(self._size) if rank not in begun]
-        which = f"{abbreviate(names, 8)} (in {self._folder}, as far as hosts share it)"
-        return f"nothing is seen of {len(names)} of {self._size} ranks: {which}" if names else ""
+    def _describe_missing(self) -> str:
+        started = self._started_ranks()
+        missing = [str(rank) for rank in range(self._size) if rank not in started]
+        names = f"{abbreviate(missing, 8)} (according to {self._folder}, if all hosts share it)"
+        return f"{len(missing)} of {self._size} ranks have not started: {names}" if missing else ""
 
-    def _late(self) -> str:
-        late = {r: rest for r, rest in sorted(self._begun().items()) if not rest.endswith(ENTERED)}
+    def _describe_late(self) -> str:
+        late = {
+            r: rest
+            for r, rest in sorted(self._started_ranks().items())
+            if not rest.endswith(ENTERED)
+        }
         names = abbreviate(
             [f"{rank} on {rest.partition('.')[2]}" for rank, rest in late.items()], 8
         )
-        which = f"{len(late)} of {self._size} ranks have begun but not come so far: {names}"
-        return which if late else ""
+        text = f"{len(late)} of {self._size} ranks have started but not called MPI_Init: {names}"
+        return text if late else ""

@@ -63,15 +63,15 @@ def format_error(error: BaseException, rank: str = "", every: str = "", where: s
 
 def error_key(error: BaseException) -> bytes:
     """Return a key that is equal for the same exception on several ranks: type and line."""
-    words = type(error).__name__
+    key = type(error).__name__
     # these are raised wherever a rank happens to be
     if not isinstance(error, KeyboardInterrupt | Failure):
         last = traceback.extract_tb(error.__traceback__)[-1:]
-        words += "".join(f"{frame.filename}:{frame.lineno}" for frame in last)
-    return words.encode()
+        key += "".join(f"{frame.filename}:{frame.lineno}" for frame in last)
+    return key.encode()
 
 
-def errors_of_all_ranks(roll: WaitMonitor, error: BaseException) -> list[bytes] | None:
+def errors_of_all_ranks(monitor: WaitMonitor, error: BaseException) -> list[bytes] | None:
     """Return the :func:`error_key` of each rank's exception, in rank order.
 
     The result is None if some ranks continue or wait.
@@ -79,7 +79,7 @@ def errors_of_all_ranks(roll: WaitMonitor, error: BaseException) -> list[bytes] 
     with contextlib.suppress(ValueError):  # a second Ctrl-C would end this rank only
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(Exception):  # after a rank failure, MPI may raise an error
-        return roll.gather_error_keys(error_key(error), ALL_S)
+        return monitor.gather_error_keys(error_key(error), ALL_S)
     return None
 
 
@@ -88,7 +88,7 @@ def write_stderr(text: str) -> None:
     os.write(2, (text + "\n").encode(errors="replace"))
 
 
-def takes_turn(rank: int) -> None:
+def wait_turn(rank: int) -> None:
     """Wait so that lower ranks report first, which ends the job."""
     time.sleep(TURN_S * min(rank, 20))
 
@@ -109,9 +109,9 @@ def once(error: LaunchError) -> Callable:
     """
     before = sys.excepthook
 
-    def hook(kind, found, trace):
-        if found is not error:
-            before(kind, found, trace)
+    def hook(kind, caught, trace):
+        if caught is not error:
+            before(kind, caught, trace)
             return
         if error.rank == 0:
             write_stderr(format_error(error))

@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 TAG = 5
 RECEIVE_AFTER_S = 0.5
 """Seconds that a wait lasts before it looks for messages, so that short waits cost nothing."""
-ASK_S = 1.0
+INFORM_S = 1.0
 """Seconds of waiting before the awaited ranks are informed; this doubles after each time."""
-ASKED = 16
-"""Largest number of awaited ranks that are informed after `ASK_S`."""
+MAX_AWAITED = 16
+"""Largest number of awaited ranks that are informed after `INFORM_S`."""
 STATUS_DTYPE = np.dtype(
     [
-        ("word", np.int64),
+        ("status", np.int64),
         ("call", "S48"),
         ("steps", np.int64),
         ("order", np.int64),
@@ -60,7 +60,7 @@ STATUS_DTYPE = np.dtype(
         ("number", np.int64),
     ]
 )
-"""Format of a message, which holds the status (``word``) of the sending rank.
+"""Format of a message, which holds the ``status`` of the sending rank.
 
 ``call`` is the name of the call that the rank is in, ``steps`` its number of steps, ``order`` the
 number of the call, ``rank`` the sender, and ``number`` the number of the message, from 1.
@@ -85,72 +85,72 @@ class WaitMonitor:
         self._comm = comm
         self._hosts = hosts
         self._ordered = ordered
-        self._heard: dict[int, int] = {}
+        self._status: dict[int, int] = {}
         """Last status received from each rank."""
         self._calls: dict[int, tuple[str, int, float]] = {}
         """For each rank: its call, its number of steps, and the time at which this was received."""
         self._orders: dict[int, int] = {}
         """Number of the call that each rank is in; 0 for a call without a number."""
-        self._sent: list[_Sent] = []
-        self._interrupted: set[_Sent] = set()
+        self._sent: list[_SentMessage] = []
+        self._interrupted: set[_SentMessage] = set()
         """Messages that may or may not have been sent; they are kept because MPI may read them."""
-        self._told = np.zeros(comm.size, np.int64)
+        self._sent_numbers = np.zeros(comm.size, np.int64)
         """Number of the last message sent to each rank."""
-        self._taken = np.zeros(comm.size, np.int64)
+        self._received_numbers = np.zeros(comm.size, np.int64)
         """Number of the last message recorded from each rank."""
         self._arrived = np.zeros(1, STATUS_DTYPE)
         """Message that is being recorded; its number is 0 if there is none."""
         # Both locks are only taken by `with`, so that an interrupt cannot leave one locked. This
         # one is reentrant, because the handler of a signal may receive messages, too.
         self._lock = threading.RLock()
-        self._telling = threading.Lock()
+        self._send_lock = threading.Lock()
         self._process = os.getpid()
 
     def world_ranks(self, comm: MPI.Comm, ranks: Iterable[int]) -> list[int]:
         """Translate ranks of ``comm`` into ranks of this world, without those that have failed."""
-        theirs = comm.Get_group()
-        ours = self._comm.Get_group()
-        found = theirs.Translate_ranks(list(ranks), ours)
-        theirs.Free()
-        ours.Free()
-        return [rank for rank in found if rank >= 0]
+        their_group = comm.Get_group()
+        own_group = self._comm.Get_group()
+        translated = their_group.Translate_ranks(list(ranks), own_group)
+        their_group.Free()
+        own_group.Free()
+        return [rank for rank in translated if rank >= 0]
 
-    def start_wait(self, seconds: float, whom: Callable[[], Iterable[int]]) -> Wait:
-        """Return a new :class:`Wait` with a time limit of ``seconds``, with the same arguments."""
-        return Wait(self, seconds, whom)
+    def start_wait(self, seconds: float, awaited_ranks: Callable[[], Iterable[int]]) -> Wait:
+        """Return a new :class:`Wait` with the same arguments."""
+        return Wait(self, seconds, awaited_ranks)
 
-    def send_status(self, ranks: Iterable[int], word: int) -> None:
-        """Send this rank's status ``word`` and current call to ``ranks``.
+    def send_status(self, ranks: Iterable[int], status: int) -> None:
+        """Send the status of this rank and its current call to ``ranks``.
 
         During a pause, a wait in another thread of this rank does not change the status PAUSED.
         """
         # The status of a fork would look like the status of this rank.
         if os.getpid() != self._process:
             return
-        with self._telling:  # otherwise the end of the pause could be announced before this
-            if deadline.pause_depth and word in (WAITING, WORKING):
-                word = PAUSED
-            started = [one for one in self._sent if one.request is not None]
+        with self._send_lock:  # otherwise the end of the pause could be announced before this
+            if deadline.pause_depth and status in (WAITING, WORKING):
+                status = PAUSED
+            started = [sent for sent in self._sent if sent.request is not None]
             self._interrupted |= {*self._sent} - {*started}
-            self._sent = [one for one in started if not one.request.Test()]
+            self._sent = [sent for sent in started if not sent.request.Test()]
             for rank in ranks:
-                self._send(rank, word)
+                self._send(rank, status)
 
-    def _send(self, rank: int, word: int) -> None:
+    def _send(self, rank: int, status: int) -> None:
         """Send one message to ``rank``.
 
         If this is interrupted, :meth:`close` recognizes the message by its missing request.
         """
-        sent = _Sent(rank)
+        sent = _SentMessage(rank)
         self._sent.append(sent)
-        self._told[rank] += 1
-        told = (word, deadline.current_call.encode(), deadline.steps_done, deadline.order)
-        value = np.array((*told, self._comm.rank, self._told[rank]), STATUS_DTYPE)
+        self._sent_numbers[rank] += 1
+        fields = (status, deadline.current_call.encode(), deadline.steps_done, deadline.order)
+        value = np.array((*fields, self._comm.rank, self._sent_numbers[rank]), STATUS_DTYPE)
         sent.value = value.reshape(1).view(np.uint8)
         try:
             sent.request = self._comm.Isend(sent.value, rank, TAG)
         except Exception:  # noqa: BLE001 - the rank has failed
-            self._told[rank] -= 1
+            self._sent_numbers[rank] -= 1
             self._sent.remove(sent)
 
     def receive_status(self) -> set[int]:
@@ -161,44 +161,46 @@ class WaitMonitor:
         if os.getpid() != self._process:  # a fork, which would receive messages of its parent
             return waiting
         with self._lock, contextlib.suppress(Exception):
-            self._take_in(waiting)  # a message whose recording was interrupted
+            self._record_message(waiting)  # a message whose recording was interrupted
             while self._comm.Iprobe(MPI.ANY_SOURCE, TAG):
                 self._comm.Recv(self._arrived.view(np.uint8), MPI.ANY_SOURCE, TAG)
-                self._take_in(waiting)
+                self._record_message(waiting)
         return waiting
 
-    def _take_in(self, waiting: set[int]) -> None:
+    def _record_message(self, waiting: set[int]) -> None:
         """Record the message that has arrived, if any; this can be repeated after an interrupt.
 
         :param waiting: set to which the sender is added if it waits or closes
         """
-        word, called, steps, order, rank, number = self._arrived[0].tolist()
+        status, called, steps, order, rank, number = self._arrived[0].tolist()
         if number == 0:
             return
         call = called.decode()
-        last_call, last_steps, heard = self._calls.get(rank, ("", 0, 0.0))
-        last = self._heard.get(rank), last_call, last_steps, self._orders.get(rank)
-        if last != (word, call, steps, order):
-            heard = time.monotonic()
+        last_call, last_steps, since = self._calls.get(rank, ("", 0, 0.0))
+        last = self._status.get(rank), last_call, last_steps, self._orders.get(rank)
+        if last != (status, call, steps, order):
+            since = time.monotonic()
         # A rank repeats its message as long as its wait lasts. `DEPARTURE_GRACE_S` is counted from
         # the first of these messages.
-        self._calls[rank] = call, steps, heard
+        self._calls[rank] = call, steps, since
         self._orders[rank] = order
-        self._heard[rank] = word
-        self._taken[rank] = number
-        if word in (WAITING, CLOSING):
+        self._status[rank] = status
+        self._received_numbers[rank] = number
+        if status in (WAITING, CLOSING):
             waiting.add(rank)
         self._arrived["number"] = 0
 
-    def announce(self, word: int) -> None:
+    def announce(self, status: int) -> None:
         """Send the status to all other ranks, since any of them may wait for this one; receive."""
-        self.send_status((rank for rank in range(self._comm.size) if rank != self._comm.rank), word)
+        self.send_status(
+            (rank for rank in range(self._comm.size) if rank != self._comm.rank), status
+        )
         self.receive_status()
 
     def claim_report(self) -> bool:
         """Return whether this rank is the first to report why the job ends; announce it if so."""
         self.receive_status()
-        if REPORTING in self._heard.values():
+        if REPORTING in self._status.values():
             return False
         self.announce(REPORTING)
         return True
@@ -210,9 +212,9 @@ class WaitMonitor:
 
     def has_paused(self) -> bool:
         """Return whether any rank is known to be paused, without receiving messages."""
-        return PAUSED in self._heard.values()
+        return PAUSED in self._status.values()
 
-    def departed_code(self, whom: Callable[[], Iterable[int]]) -> int | None:
+    def departed_code(self, awaited_ranks: Callable[[], Iterable[int]]) -> int | None:
         """Return the exit code of an awaited rank that will never come; None if there is none.
 
         Such a rank has departed, or it waits in another call. The code is 0 if it is not known, and
@@ -221,22 +223,26 @@ class WaitMonitor:
         Nor does a rank with more steps than this rank, because it has already taken part in this
         step.
 
-        :param whom: function that returns the awaited ranks; no rank stands for all ranks
+        :param awaited_ranks: function that returns the awaited ranks; no rank stands for all ranks
         """
-        every = list(self._heard.items())  # copied, because another thread may receive
-        left = {rank: word for rank, word in every if word <= CLOSING or self._misses(rank, word)}
-        awaited = {*whom()} if left else ()
-        for rank, word in left.items():
-            _, steps, heard = self._calls[rank]
-            comes = word == CLOSING and deadline.current_call.startswith(END_PREFIX)
-            comes |= deadline.current_call == STEP_CALL and steps > deadline.steps_done
-            late = time.monotonic() - heard >= DEPARTURE_GRACE_S
-            if late and not comes and (rank in awaited or not awaited):
-                return max(0, EXITED - word)
+        statuses = list(self._status.items())  # copied, because another thread may receive
+        absent = {
+            rank: status
+            for rank, status in statuses
+            if status <= CLOSING or self._waits_elsewhere(rank, status)
+        }
+        awaited = {*awaited_ranks()} if absent else ()
+        for rank, status in absent.items():
+            _, steps, since = self._calls[rank]
+            will_come = status == CLOSING and deadline.current_call.startswith(END_PREFIX)
+            will_come |= deadline.current_call == STEP_CALL and steps > deadline.steps_done
+            is_overdue = time.monotonic() - since >= DEPARTURE_GRACE_S
+            if is_overdue and not will_come and (rank in awaited or not awaited):
+                return max(0, EXITED - status)
         return None
 
-    def _misses(self, rank: int, word: int) -> bool:
-        """Return whether ``rank``, of status ``word``, waits in another call of the same number.
+    def _waits_elsewhere(self, rank: int, status: int) -> bool:
+        """Return whether ``rank`` waits in another call that has the same number.
 
         Both ranks should then be in the same call. A rank in a call of another number is only
         ahead of this rank or behind it, which is not a fault.
@@ -245,10 +251,10 @@ class WaitMonitor:
             0
         ] != deadline.current_call and not deadline.current_call.startswith(END_PREFIX)
         order = self._orders[rank] if self._ordered else 0
-        return word == WAITING and differs and order > 0 and order == deadline.order
+        return status == WAITING and differs and order > 0 and order == deadline.order
 
-    def asked(self, awaited: Iterable[int]) -> set[int]:
-        """Return the awaited ranks to inform of a wait after `ASK_S`: the next `ASKED` ones.
+    def next_awaited(self, awaited: Iterable[int]) -> set[int]:
+        """Return the next `MAX_AWAITED` awaited ranks, which are informed after `INFORM_S`.
 
         They are the first ones that follow this rank cyclically; an empty ``awaited`` stands for
         all ranks. This suffices: if the ranks wait in two calls, then some rank of one call is
@@ -256,62 +262,64 @@ class WaitMonitor:
         """
         ranks = {*awaited} or {*range(self._comm.size)}
         distance = {(rank - self._comm.rank) % self._comm.size: rank for rank in ranks}
-        return {distance[key] for key in sorted(distance)[: ASKED + 1]} - {self._comm.rank}
+        return {distance[key] for key in sorted(distance)[: MAX_AWAITED + 1]} - {self._comm.rank}
 
-    def recipients(self, more: Iterable[int]) -> set[int]:
-        """Return the ranks to inform of a wait: ``more`` and the first ranks of the world."""
-        return {*range(min(MAX_RECIPIENTS, self._comm.size)), *more} - {self._comm.rank}
+    def recipients(self, extra: Iterable[int]) -> set[int]:
+        """Return the ranks to inform of a wait: ``extra`` and the first ranks of the world."""
+        return {*range(min(MAX_RECIPIENTS, self._comm.size)), *extra} - {self._comm.rank}
 
     def describe_fault(self, awaited: Iterable[int]) -> str:
         """Describe which awaited ranks are at fault; an empty ``awaited`` stands for all ranks."""
-        given = sorted({*awaited} or range(self._comm.size))
-        ranks = [rank for rank in given if rank != self._comm.rank]
-        silent = [rank for rank in ranks if self._heard.get(rank, WORKING) == WORKING]
+        sorted_ranks = sorted({*awaited} or range(self._comm.size))
+        ranks = [rank for rank in sorted_ranks if rank != self._comm.rank]
+        silent = [rank for rank in ranks if self._status.get(rank, WORKING) == WORKING]
         if len(silent) == self._comm.size - 1 > 1:
-            return "nothing is heard of any other rank: is this host cut off?"
+            return "no message has arrived from any other rank: check the network of this host"
         names = [f"rank {rank} on {self._hosts[rank]}" for rank in silent or ranks]
-        found = [f"nothing is heard of {abbreviate(names)}"] if silent else []
-        elsewhere = self.describe_other_calls()
-        if not silent and not elsewhere and ranks:
-            found = [f"waited for {abbreviate(names)}, which wait themselves"]
-        return "; ".join(found + elsewhere)
+        clauses = [f"no message has arrived from {abbreviate(names)}"] if silent else []
+        other_calls = self.describe_other_calls()
+        if not silent and not other_calls and ranks:
+            clauses = [f"waited for {abbreviate(names)}, which are waiting, too"]
+        return "; ".join(clauses + other_calls)
 
     def describe_other_calls(self) -> list[str]:
         """Return a clause for each set of ranks that wait in another call, or have departed."""
         calls: dict[str, list[int]] = {}
-        for rank, (called, steps, _) in sorted(self._calls.items()):
+        for rank, (call, steps, _) in sorted(self._calls.items()):
             if (
-                self._heard.get(rank, WORKING) != WORKING
-                and called
-                and called != deadline.current_call
+                self._status.get(rank, WORKING) != WORKING
+                and call
+                and call != deadline.current_call
             ):
-                does = f"{'has come to' if called.startswith(END_PREFIX) else 'waits in'} {called}"
-                does += f" after {steps} steps" if steps else ""
-                calls.setdefault(does, []).append(rank)
+                text = f"{'has reached' if call.startswith(END_PREFIX) else 'waits in'} {call}"
+                text += f" after {steps} steps" if steps else ""
+                calls.setdefault(text, []).append(rank)
         return [
-            f"{abbreviate([f'rank {rank} on {self._hosts[rank]}' for rank in ranks], 1)} {does}"
-            for does, ranks in calls.items()
+            f"{abbreviate([f'rank {rank} on {self._hosts[rank]}' for rank in ranks], 1)} {text}"
+            for text, ranks in calls.items()
         ]
 
-    def gather_error_keys(self, mine: bytes, seconds: float) -> list[bytes] | None:
+    def gather_error_keys(self, own_key: bytes, seconds: float) -> list[bytes] | None:
         """Return digests of the keys of all ranks, in rank order; None if some rank is late.
 
         A key identifies the exception that ends a rank. Only this call and :meth:`close` are
         collective on this communicator, and a rank that makes this call is about to exit.
 
-        :param mine: key of this rank
+        :param own_key: key of this rank
         :param seconds: seconds to wait for the keys of the other ranks
         """
-        own = np.frombuffer(hashlib.md5(mine, usedforsecurity=False).digest(), np.uint8).copy()
-        every = np.empty((self._comm.size, own.size), np.uint8)
-        request = self._comm.Iallgather(own, every)
-        self._every = request, own, every  # MPI may read and write them later
+        digest = np.frombuffer(
+            hashlib.md5(own_key, usedforsecurity=False).digest(), np.uint8
+        ).copy()
+        digests = np.empty((self._comm.size, digest.size), np.uint8)
+        request = self._comm.Iallgather(digest, digests)
+        self._gathered_keys = request, digest, digests  # MPI may read and write them later
         until = time.monotonic() + seconds
         while not request.Test():
             if time.monotonic() > until:
                 return None
             time.sleep(1e-3)
-        return [word.tobytes() for word in every]
+        return [row.tobytes() for row in digests]
 
     def close(self, timeout_s: float) -> None:
         """Receive all messages sent to this rank, then free the communicator; collective.
@@ -326,19 +334,19 @@ class WaitMonitor:
         self.send_status([], CLOSING)  # adds interrupted messages to `_interrupted`
         # Receivers record the number of the last message. If the interrupted message was not sent,
         # this one, which has a higher number, makes up for it.
-        self.send_status({one.rank for one in self._interrupted}, CLOSING)
-        coming = np.empty(1, np.int64)
-        all_told = self._comm.Ireduce_scatter_block(self._told, coming, MPI.SUM)
+        self.send_status({message.rank for message in self._interrupted}, CLOSING)
+        expected = np.empty(1, np.int64)
+        request = self._comm.Ireduce_scatter_block(self._sent_numbers, expected, MPI.SUM)
 
-        def taken_in() -> bool:
+        def all_received() -> bool:
             self.receive_status()
-            return all_told.Test() and self._taken.sum() == coming[0]
+            return request.Test() and self._received_numbers.sum() == expected[0]
 
-        deadline.Deadline(timeout_s).wait(taken_in, lambda: "not all ranks closed the world")
+        deadline.Deadline(timeout_s).wait(all_received, lambda: "not all ranks closed the world")
         self._comm.Free()
 
 
-class _Sent:
+class _SentMessage:
     """A message and the memory that MPI reads; if it has no request, it may not have been sent."""
 
     def __init__(self, rank: int):
@@ -350,53 +358,55 @@ class _Sent:
 class Wait:
     """One wait of this rank for other ranks; `Deadline.wait` polls it."""
 
-    def __init__(self, roll: WaitMonitor, seconds: float, whom: Callable[[], Iterable[int]]):
+    def __init__(
+        self, monitor: WaitMonitor, seconds: float, awaited_ranks: Callable[[], Iterable[int]]
+    ):
         """Start the wait.
 
-        :param roll: monitor of the world
+        :param monitor: monitor of the world
         :param seconds: time limit of the wait
-        :param whom: function that returns the awaited ranks of the world; no rank stands for all
+        :param awaited_ranks: function that returns the awaited ranks; no rank stands for all ranks
         """
-        self._roll = roll
-        self._whom = whom
+        self._monitor = monitor
+        self._awaited_ranks = awaited_ranks
         self._begin = time.monotonic()
-        self._listens = min(RECEIVE_AFTER_S, seconds / 4)
-        self._tells = seconds / 2
-        self._asks = min(ASK_S, seconds / 2)
-        self._told: set[int] = set()
+        self._receive_after = min(RECEIVE_AFTER_S, seconds / 4)
+        self._inform_first_after = seconds / 2
+        self._inform_awaited_after = min(INFORM_S, seconds / 2)
+        self._informed: set[int] = set()
 
     def poll(self) -> int | None:
         """Receive messages once the wait is long, and inform other ranks of it.
 
-        The next awaited ranks are informed after `ASK_S`, and again each time the waited time has
-        doubled; the first ranks of the world are informed once, after half of the time limit. A
+        The next awaited ranks are informed after `INFORM_S`, and again each time the waited time
+        has doubled; the first ranks of the world are informed once, after half of the time limit. A
         rank that waits itself and sends a message is answered once. Return the result of
         :meth:`WaitMonitor.departed_code`.
         """
         waited = time.monotonic() - self._begin
-        if waited < self._listens:
+        if waited < self._receive_after:
             return None
-        to = self._roll.receive_status() - self._told
-        if waited >= self._asks:
-            self._asks *= 2
-            to |= self._roll.asked(self._whom())
-        if waited >= self._tells:
-            self._tells = float("inf")
-            to |= self._roll.recipients(self._whom())
-        if to:
-            self._told |= to
-            self._roll.send_status(to, deadline.status)
-        return self._roll.departed_code(self._whom)
+        recipients = self._monitor.receive_status() - self._informed
+        if waited >= self._inform_awaited_after:
+            self._inform_awaited_after *= 2
+            recipients |= self._monitor.next_awaited(self._awaited_ranks())
+        if waited >= self._inform_first_after:
+            self._inform_first_after = float("inf")
+            recipients |= self._monitor.recipients(self._awaited_ranks())
+        if recipients:
+            self._informed |= recipients
+            self._monitor.send_status(recipients, deadline.status)
+        return self._monitor.departed_code(self._awaited_ranks)
 
     def finish(self) -> None:
         """Inform the same ranks that this rank no longer waits."""
-        if self._told:
-            self._roll.send_status(self._told, WORKING)
+        if self._informed:
+            self._monitor.send_status(self._informed, WORKING)
 
     def describe_fault(self, departed_code: int | None = None) -> str:
         """Describe the fault, given the last result of :meth:`poll`; "" if it is not known."""
-        self._roll.receive_status()
+        self._monitor.receive_status()
         if departed_code is None:
-            return self._roll.describe_fault(self._whom())
+            return self._monitor.describe_fault(self._awaited_ranks())
         fix = "all ranks have to leave a loop after the same step: `if world.agree(done): break`"
-        return "; ".join([*self._roll.describe_other_calls(), fix])
+        return "; ".join([*self._monitor.describe_other_calls(), fix])

@@ -48,7 +48,7 @@ class Agreement:
         :raises WaitTimeoutError: if the maximum is not complete at the time limit
         """
         Deadline(self._timeout_s).wait(
-            self.ready, lambda: "not all ranks came to an agreement", awaited_ranks=tuple
+            self.ready, lambda: "not all ranks have reached an agreement", awaited_ranks=tuple
         )
         return int(self._value[0])
 
@@ -113,7 +113,7 @@ class World:
             return self.start_agree(flag).read()
 
     @contextmanager
-    def raise_together(self, *mistakes: type[Exception]) -> Iterator[None]:
+    def raise_together(self, *error_types: type[Exception]) -> Iterator[None]:
         """Return a context manager that raises the user errors of any rank on all ranks."""
         yield
 

@@ -57,12 +57,12 @@ class Fragmented(Engine):
     a checkpoint does, changes no bit.
     """
 
-    def __init__(self, *given: Any, fragments: Fragments, **more: Any):
+    def __init__(self, *args: Any, fragments: Fragments, **kwargs: Any):
         self.fragments = fragments
         self._needs = fragments.exchanges[0].init(torch.empty(1, 2, device="meta"))
         self._open: OpenExchange | None = None
         self._received: list[torch.Tensor] = []
-        super().__init__(*given, **more)
+        super().__init__(*args, **kwargs)
 
     def adapt(self, now: Step) -> None:
         """Make the local step, then apply the fragment that was sent τ steps before."""
@@ -82,19 +82,19 @@ class Fragmented(Engine):
         count = self.fragments.schedule.fragments
         assert fragment is not None, "all other steps are LOCAL"
         # the round of the graph counts only the exchanges of this fragment
-        own = now._replace(round=now.round // count)
+        step = now._replace(round=now.round // count)
         # waits until the message before the last, in the same memory, has been read
         out = self.mixer.outbox(now.round)
 
         def send(k: int) -> FragmentArrays:
             x, state = self._gathered(k, fragment)
-            state = self.fragments.exchanges[k].send(x, None, state, out[k], own)
+            state = self.fragments.exchanges[k].send(x, None, state, out[k], step)
             check_message(self, k, out[k], self.fragments.cuts[k][fragment])
             if "keeps-x" in self.method.needs:
                 _scatter(x, self.vector.x[k], self.fragments.cuts[k][fragment])
             return FragmentArrays(x, state)
 
-        self._open = OpenExchange(fragment, own, self.group.on_shards(send))
+        self._open = OpenExchange(fragment, step, self.group.on_shards(send))
         self.mixer.start(now.kind, now.round, self.index)
         if not self.fragments.schedule.delay:
             self.wait_exchange()
@@ -110,14 +110,14 @@ class Fragmented(Engine):
         (fragment, now, parts), self._open = self._open, None
         sent, mixed = self.mixer.finish()
         self.measure(sent, mixed, now.kind)
-        rooms = self._rooms() if self.fragments.schedule.delay else self.vector.x
+        targets = self._received_arrays() if self.fragments.schedule.delay else self.vector.x
 
         def receive(k: int) -> None:
             x, state = parts[k]
             state = self.fragments.exchanges[k].receive(x, None, state, sent[k], mixed[k], now)
-            self._put(self.states[k], state, self.fragments.cuts[k][fragment])
+            self._scatter_state(self.states[k], state, self.fragments.cuts[k][fragment])
             if self.fragments.blend:
-                _scatter(x, rooms[k], self.fragments.cuts[k][fragment])
+                _scatter(x, targets[k], self.fragments.cuts[k][fragment])
 
         self.group.on_shards(receive)
 
@@ -129,12 +129,12 @@ class Fragmented(Engine):
     def parts(self) -> dict[str, list[torch.Tensor]]:
         """Return the arrays of the algorithm and the received values; wait for an open exchange."""
         self.wait_exchange()
-        found = super().parts()
+        parts = super().parts()
         if self.fragments.schedule.delay:
-            found["state/fragments/received"] = self._rooms()
-        return found
+            parts["state/fragments/received"] = self._received_arrays()
+        return parts
 
-    def _rooms(self) -> list[torch.Tensor]:
+    def _received_arrays(self) -> list[torch.Tensor]:
         if not self._received:
             self._received = [torch.zeros_like(x) for x in self.vector.x]
         return self._received
@@ -142,48 +142,48 @@ class Fragmented(Engine):
     def _gathered(self, k: int, fragment: int) -> FragmentArrays:
         columns = self.fragments.cuts[k][fragment]
         x = self._gather(self.vector.x[k], columns)
-        return FragmentArrays(x, self._taken(self._needs, self.states[k], columns))
+        return FragmentArrays(x, self._gather_state(self._needs, self.states[k], columns))
 
     def _gather(self, array: torch.Tensor, columns: Columns) -> torch.Tensor:
-        found = array.new_zeros(len(array), self.fragments.width)
-        for at, c in _places(columns):
-            found[:, at] = array[:, c]
-        return found
+        gathered = array.new_zeros(len(array), self.fragments.width)
+        for span, c in _pair_columns(columns):
+            gathered[:, span] = array[:, c]
+        return gathered
 
-    def _taken(self, needs: Any, state: Any, columns: Columns) -> Any:
+    def _gather_state(self, needs: Any, state: Any, columns: Columns) -> Any:
         """Gather the fields of a nested state that the exchange needs."""
         if isinstance(needs, torch.Tensor):
             return self._gather(state, columns)
         pairs = ((getattr(needs, f), getattr(state, f)) for f in needs._fields)
-        return type(needs)(*(self._taken(*pair, columns) for pair in pairs))
+        return type(needs)(*(self._gather_state(*pair, columns) for pair in pairs))
 
-    def _put(self, state: Any, part: Any, columns: Columns) -> None:
+    def _scatter_state(self, state: Any, part: Any, columns: Columns) -> None:
         if isinstance(part, torch.Tensor):
             _scatter(part, state, columns)
             return
         for field in part._fields:
-            self._put(getattr(state, field), getattr(part, field), columns)
+            self._scatter_state(getattr(state, field), getattr(part, field), columns)
 
     def _blend(self, k: int, fragment: int) -> None:
         blend = self.fragments.blend
         for c in self.fragments.cuts[k][fragment] if blend else ():
-            mine = self.vector.x[k][:, c]
-            theirs = self._received[k][:, c]
+            x = self.vector.x[k][:, c]
+            received = self._received[k][:, c]
             if blend == 1:
-                mine.copy_(theirs)
+                x.copy_(received)
             else:
-                mine.mul_(1 - blend).add_(theirs * blend)
+                x.mul_(1 - blend).add_(received * blend)
 
 
-def _places(columns: Columns) -> list[tuple[slice, slice]]:
-    found = []
-    at = 0
+def _pair_columns(columns: Columns) -> list[tuple[slice, slice]]:
+    pairs = []
+    begin = 0
     for c in columns:
-        found.append((slice(at, at + c.stop - c.start), c))
-        at += c.stop - c.start
-    return found
+        pairs.append((slice(begin, begin + c.stop - c.start), c))
+        begin += c.stop - c.start
+    return pairs
 
 
 def _scatter(part: torch.Tensor, into: torch.Tensor, columns: Columns) -> None:
-    for at, c in _places(columns):
-        into[:, c] = part[:, at]
+    for span, c in _pair_columns(columns):
+        into[:, c] = part[:, span]

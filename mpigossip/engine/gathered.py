@@ -36,7 +36,7 @@ class Gathered(Mixer):
         self.layout = layout
         self._group = group
         self._size = size
-        own = MessageLayout(
+        shard_layout = MessageLayout(
             (width,),
             layout.vectors,
             layout.scalars,
@@ -45,14 +45,16 @@ class Gathered(Mixer):
             layout.dtype,
             (width * slot,),
         )
-        self._inner = make(own)
+        self._inner = make(shard_layout)
         self._own = slice(min(width * slot, size), min(width * (slot + 1), size))
-        both = [[group.zeros(1, width * slots)[0] for _ in range(layout.vectors)] for _ in range(2)]
-        self._sent, self._mixed = both
+        arrays = [
+            [group.zeros(1, width * slots)[0] for _ in range(layout.vectors)] for _ in range(2)
+        ]
+        self._sent, self._mixed = arrays
         device = group.devices[0]
         self._out = [torch.zeros(1, size, device=device) for _ in range(layout.vectors)]
-        one = torch.zeros(1, 1, dtype=torch.float64, device=device)
-        self._scalars = [one.clone() for _ in range(layout.scalars)]
+        scalar = torch.zeros(1, 1, dtype=torch.float64, device=device)
+        self._scalars = [scalar.clone() for _ in range(layout.scalars)]
         self._kind = ExchangeKind.LOCAL
         self.n = self._inner.n
         self.local_nodes = self._inner.local_nodes
@@ -72,34 +74,34 @@ class Gathered(Mixer):
 
     def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
         self._kind = kind
-        at = self._own
+        span = self._own
         (inner,) = self._inner.outbox(t)
-        for whole, part in zip(self._out, inner, strict=False):
-            part[:, : at.stop - at.start].copy_(whole[:, at])
-            part[:, max(0, at.stop - at.start) :].zero_()
-        for value, place in zip(self._scalars, inner[self.layout.vectors :], strict=True):
-            place.copy_(value)
+        for full, part in zip(self._out, inner, strict=False):
+            part[:, : span.stop - span.start].copy_(full[:, span])
+            part[:, max(0, span.stop - span.start) :].zero_()
+        for value, target in zip(self._scalars, inner[self.layout.vectors :], strict=True):
+            target.copy_(value)
         self._inner.start(kind, t, exchange)
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
         """Return ``sent`` and ``mixed`` with whole vectors, gathered from the node's ranks."""
         (sent,), (mixed,) = self._inner.finish()
-        own = [(*self._out, *self._scalars)]
+        local_message = [(*self._out, *self._scalars)]
         if self._kind is ExchangeKind.LOCAL:
-            return own, own
+            return local_message, local_message
         vectors = self.layout.vectors
         if not self.layout.wire.exact:
-            own = [(*self._gather(self._sent, sent[:vectors]), *sent[vectors:])]
-        return own, [(*self._gather(self._mixed, mixed[:vectors]), *mixed[vectors:])]
+            local_message = [(*self._gather(self._sent, sent[:vectors]), *sent[vectors:])]
+        return local_message, [(*self._gather(self._mixed, mixed[:vectors]), *mixed[vectors:])]
 
     def _gather(
-        self, rooms: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
+        self, arrays: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Return the whole vectors, (1, P), gathered from the shards of all ranks."""
-        for room, part in zip(rooms, parts, strict=True):
-            (place,) = shard_views([room], self._group.slots, self._group.local_slots)
-            self._group.all_gather([place.copy_(part)], [room])
-        return [room[:, : self._size] for room in rooms]
+        for array, part in zip(arrays, parts, strict=True):
+            (shard,) = shard_views([array], self._group.slots, self._group.local_slots)
+            self._group.all_gather([shard.copy_(part)], [array])
+        return [array[:, : self._size] for array in arrays]
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         return self._inner.mean(x)
@@ -108,9 +110,11 @@ class Gathered(Mixer):
         return self._inner.mean_scalars(values)
 
     def memory(self, averages: bool = True) -> dict[str, int]:
-        each = self.layout.dtype.itemsize * self.layout.vectors
-        whole = each * (self._size + sum(room.shape[1] for room in self._mixed + self._sent))
-        return self._inner.memory(averages) | {"gathered": whole}
+        bytes_per_element = self.layout.dtype.itemsize * self.layout.vectors
+        nbytes = bytes_per_element * (
+            self._size + sum(array.shape[1] for array in self._mixed + self._sent)
+        )
+        return self._inner.memory(averages) | {"gathered": nbytes}
 
     def close(self) -> None:
         self._inner.close()

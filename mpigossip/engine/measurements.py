@@ -65,11 +65,11 @@ def square_norms(x: torch.Tensor, minus: torch.Tensor | None = None) -> torch.Te
     block = 1 << (16 if x.device.type == "cpu" else 24)
     totals = torch.zeros(len(x), 1, dtype=torch.float64)
     for row in range(len(x)):
-        for at in range(0, x.shape[1], block):
-            piece = x[row, at : at + block].double()
+        for begin in range(0, x.shape[1], block):
+            piece = x[row, begin : begin + block].double()
             if minus is not None:
                 other = minus[row] if minus.dim() > 1 else minus
-                piece -= other[at : at + block]
+                piece -= other[begin : begin + block]
             totals[row, 0] += float((piece * piece).sum())
     return totals
 
@@ -91,9 +91,9 @@ def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) ->
     ``x`` holds the local shards, (rows, p) each. The call is collective over nodes and their slots.
     """
     means = [mixer.mean(shard) for shard in x]
-    apart = group.on_shards(lambda k: square_norms(x[k], means[k]))
+    distances = group.on_shards(lambda k: square_norms(x[k], means[k]))
     sizes = group.on_shards(lambda k: square_norms(means[k].unsqueeze(0)))
-    total = float(mixer.mean_scalars(group.sum_scalars(apart)))
+    total = float(mixer.mean_scalars(group.sum_scalars(distances)))
     size = float(group.sum_scalars(sizes))
     return total / size if size else 0.0
 
@@ -104,21 +104,23 @@ def make_record(
     """Return the record of the step that ``engine`` has made, and the averages for its cadence."""
     mixer = engine.mixer
     rows = len(engine.mixer.local_nodes)
-    apart = engine.mixed_distance
+    exchange_distance = engine.mixed_distance
     loss, norm = (unmeasured(rows) if value is None else value for value in (loss, norm))
-    if apart is None:
-        apart = unmeasured(rows, 0.0 if engine.measuring else NAN)  # nothing was exchanged
+    if exchange_distance is None:
+        exchange_distance = unmeasured(
+            rows, 0.0 if engine.measuring else NAN
+        )  # nothing was exchanged
     averages: dict[str, float] = {}
     names = sorted(engine.cadence.measures)
     # only a GLOBAL exchange makes all nodes wait for each other anyway
     if names and now.kind is ExchangeKind.GLOBAL:
-        wanted = {"loss": loss, "variance": apart**2}
+        wanted = {"loss": loss, "variance": exchange_distance**2}
         means = mixer.mean_scalars(torch.stack([wanted[name] for name in names], dim=1))
         averages = dict(zip(names, means.tolist(), strict=True))
     distance = NAN
     if engine.measuring and mixer.synchronous:  # asynchronous nodes measure it at evaluations
         distance = consensus_distance(engine.vector.x, mixer, engine.group)
-    record = Record(engine.index, now.kind, now.lr, loss, norm, apart, distance)
+    record = Record(engine.index, now.kind, now.lr, loss, norm, exchange_distance, distance)
     record.seconds = engine.clock.end()
     record.bytes_sent = list(mixer.bytes_sent)
     record.staleness = list(mixer.staleness)
@@ -147,12 +149,12 @@ class Clock:
 
     def lap(self, name: str) -> None:
         """Count the time since the last lap for the activity ``name``."""
-        at = time.perf_counter()
+        now = time.perf_counter()
         waited = self._mixer.wait_seconds
-        idle = min(waited - self._waited, at - self._at)
-        self.seconds[name] += at - self._at - idle
+        idle = min(waited - self._waited, now - self._at)
+        self.seconds[name] += now - self._at - idle
         self.seconds["idle_s"] += idle
-        self._at = at
+        self._at = now
         self._waited = waited
 
     def skip(self) -> None:
@@ -190,26 +192,26 @@ def check_message(
         if math.isfinite(total):
             continue
         for node, row in zip(engine.mixer.local_nodes, part, strict=True):
-            if len(wrong := row.isfinite().logical_not().nonzero()):
+            if len(invalid := row.isfinite().logical_not().nonzero()):
                 raise NonFiniteError(
-                    f"step {engine.index}: {len(wrong):,} values that node {node} was about to "
+                    f"step {engine.index}: {len(invalid):,} values that node {node} was about to "
                     "send are NaN or infinite, the first in "
-                    f"{_parameter(engine.vector, segment, columns, int(wrong[0]))}; the other "
-                    "nodes have got none of them. Its data or its gradients are at fault, or too "
-                    "high a learning rate: clip (algorithm.clip_norm = 1.0 in a job), lower it, "
-                    "or let torch.amp.GradScaler leave such steps out"
+                    f"{_parameter(engine.vector, segment, columns, int(invalid[0]))}; they "
+                    "were not sent. The cause may be its data, its gradients or a learning rate "
+                    "that is too high: clip the gradients (algorithm.clip_norm = 1.0 in a job), "
+                    "reduce the learning rate, or let torch.amp.GradScaler skip such steps"
                 )
 
 
-def _parameter(vector: Any, segment: int, columns: Sequence[slice], at: int) -> str:
+def _parameter(vector: Any, segment: int, columns: Sequence[slice], index: int) -> str:
     """Return the name of the parameter that has element ``at`` of a message."""
     flat = vector.flat.local_layout
     for c in columns:
-        if at < c.stop - c.start:
+        if index < c.stop - c.start:
             # the shards of FSDP2 have the same offsets in all slots
-            column = (vector.first[segment] + c.start + at) % flat.size
+            column = (vector.first[segment] + c.start + index) % flat.size
             return next(
                 n for n, p in zip(flat.names, flat.column_ranges, strict=True) if column < p.stop
             )
-        at -= c.stop - c.start
+        index -= c.stop - c.start
     return "the padding"

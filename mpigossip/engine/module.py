@@ -46,8 +46,8 @@ class ModuleParameters:
             check_separate(model)
         self._lay_out(models, flatten(models[0], types=(torch.float32, *LOW)))
         self.low = [p.dtype in LOW for p in self.rows[0]]
-        self._own: list[list[torch.Tensor]] = []
-        self._places: list[list[tuple]] = []
+        self._own_data: list[list[torch.Tensor]] = []
+        self._memory_keys: list[list[tuple]] = []
         with torch.no_grad():
             for parameters, row in zip(self.rows, self.full[0], strict=True):
                 views = self.cut(row)
@@ -56,15 +56,15 @@ class ModuleParameters:
                     if p.dtype not in LOW:
                         report_shared(p)
                         p.data = own_storage(view)
-                self._own.append([p.data for p in parameters])
-                self._places.append([_place(p) for p in parameters])
+                self._own_data.append([p.data for p in parameters])
+                self._memory_keys.append([_memory_key(p) for p in parameters])
         self.publish()
 
     def _lay_out(self, models: Sequence[nn.Module], flat: ParameterLayout) -> None:
         """Find the trained parameters of all modules, and allocate flat memory for them."""
         self.flat = flat
         named = [dict(model.named_parameters()) for model in models]
-        self.rows = [[each[name] for name in flat.names] for each in named]
+        self.rows = [[parameters[name] for name in flat.names] for parameters in named]
         self._owners = [[owner(model, name) for name in flat.names] for model in models]
         self._models = models
         self._paths = [self._module_paths(row) for row in range(len(models))]
@@ -82,12 +82,12 @@ class ModuleParameters:
 
         The views are cached by the address of the row, because few different rows are used.
         """
-        found = self._cache.get(row.data_ptr())
-        if found is None:
+        views = self._cache.get(row.data_ptr())
+        if views is None:
             if len(self._cache) > 8 * len(self.rows):
                 self._cache.clear()
-            found = self._cache[row.data_ptr()] = self.flat.local_layout.views(row)
-        return found
+            views = self._cache[row.data_ptr()] = self.flat.local_layout.views(row)
+        return views
 
     def gather(self) -> None:
         """Copy the gradients of all parameters to ``g``; a missing gradient counts as zero."""
@@ -111,16 +111,16 @@ class ModuleParameters:
         A tied parameter is contained in several submodules that do not contain each other.
         """
         trained = {id(p) for p in self.rows[row]}
-        found: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
+        paths: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
         for name, p in self._models[row].named_parameters(remove_duplicate=False):
             if id(p) not in trained:
                 continue
             parent = self._models[row]
             for key in name.split(".")[:-1]:
                 child = parent.get_submodule(key)
-                found[id(parent), key] = parent, key, child
+                paths[id(parent), key] = parent, key, child
                 parent = child
-        return [*found.values()]
+        return [*paths.values()]
 
     def _check_modules(self, row: int) -> None:
         """Raise JobError if a module with trained parameters was replaced or removed.
@@ -129,17 +129,17 @@ class ModuleParameters:
         """
         if all(parent._modules.get(key) is child for parent, key, child in self._paths[row]):
             return
-        every = self._models[row].named_parameters(remove_duplicate=False)
-        present = {id(p) for _, p in every}
+        parameters = self._models[row].named_parameters(remove_duplicate=False)
+        present = {id(p) for _, p in parameters}
         for name, p in zip(self.flat.names, self.rows[row], strict=True):
             if id(p) not in present:
                 raise JobError(replaced_message(name))
         trained = {id(p) for p in self.rows[row]}
         for parent, key, child in self._paths[row]:
-            now = parent._modules.get(key)
-            before = {id(p) for p in child.parameters()} & trained
-            if now is not None and not before <= {id(p) for p in now.parameters()}:
-                raise JobError(untied(key, child, now))
+            current = parent._modules.get(key)
+            trained_ids = {id(p) for p in child.parameters()} & trained
+            if current is not None and not trained_ids <= {id(p) for p in current.parameters()}:
+                raise JobError(untied(key, child, current))
         self._paths[row] = self._module_paths(row)
 
     def _check_owner(self, row: int, k: int) -> None:
@@ -161,18 +161,20 @@ class ModuleParameters:
             yield
             return
         parameters = self.rows[row]
-        own = self._own[row]
+        own_data = self._own_data[row]
         grads = [p.grad for p in parameters]
-        given = self.cut(g[row]) if g is not None else [None] * len(parameters)
+        new_grads = self.cut(g[row]) if g is not None else [None] * len(parameters)
         # As in torch, a parameter that was frozen since the layout was made is not updated.
-        given = [v if p.requires_grad else None for p, v in zip(parameters, given, strict=True)]
+        new_grads = [
+            v if p.requires_grad else None for p, v in zip(parameters, new_grads, strict=True)
+        ]
         try:
             for k, (p, view) in enumerate(zip(parameters, self.cut(array[row]), strict=True)):
                 if g is not None or self.low[k]:
                     p.grad = None  # torch requires a gradient to have the type of its parameter
                 p.data = view
                 if g is not None:
-                    p.grad = given[k]
+                    p.grad = new_grads[k]
                 elif self.low[k] and grads[k] is not None:
                     p.grad = grads[k].float()
                     if self.inverse is not None:
@@ -182,7 +184,7 @@ class ModuleParameters:
             for k, p in enumerate(parameters):
                 if p.grad is not grads[k]:
                     p.grad = None
-                p.data = own[k]
+                p.data = own_data[k]
                 if p.grad is not grads[k]:
                     p.grad = grads[k]
 
@@ -192,13 +194,13 @@ class ModuleParameters:
         for row, parameters in enumerate(self.rows):
             for k, p in enumerate(parameters):
                 if not self.low[k]:
-                    p.data = own_storage(self._own[row][k].clone())
+                    p.data = own_storage(self._own_data[row][k].clone())
         try:
             yield
         finally:
             for row, parameters in enumerate(self.rows):
                 for k, p in enumerate(parameters):
-                    p.data = self._own[row][k]
+                    p.data = self._own_data[row][k]
 
     def publish(self) -> None:
         """Round the master weights to the 16-bit parameters."""
@@ -220,9 +222,11 @@ class ModuleParameters:
         changed = moved = False
         for row, parameters in enumerate(self.rows):
             self._check_modules(row)
-            for k, (p, place) in enumerate(zip(parameters, self._places[row], strict=True)):
+            for k, (p, memory_key) in enumerate(
+                zip(parameters, self._memory_keys[row], strict=True)
+            ):
                 self._check_owner(row, k)
-                if _place(p) != place:
+                if _memory_key(p) != memory_key:
                     if not moved:
                         check_separate(self._models[row])
                     moved = True
@@ -235,21 +239,21 @@ class ModuleParameters:
         Return whether the values differ from the values there.
         """
         p = self.rows[row][k]
-        own = self._own[row][k]
-        if (p.dtype, p.shape, p.device) != (own.dtype, own.shape, own.device):
-            raise JobError(changed_message(self.flat.names[k], own, p))
-        if _place(own) != self._places[row][k]:
+        old = self._own_data[row][k]
+        if (p.dtype, p.shape, p.device) != (old.dtype, old.shape, old.device):
+            raise JobError(changed_message(self.flat.names[k], old, p))
+        if _memory_key(old) != self._memory_keys[row][k]:
             # The storage itself was moved, and `own` with it: torch.multiprocessing does this to
             # all tensors that it sends. The row of the flat parameters has a different storage, and
             # has not moved.
             if self.low[k]:
-                self._places[row][k] = _place(own)
+                self._memory_keys[row][k] = _memory_key(old)
             else:
                 report_shared(p)
-                own = self._own[row][k] = own_storage(self.cut(self.full[0][row])[k])
-        changed = not torch.equal(p.data, own)
-        own.copy_(p.data)
-        p.data = own
+                old = self._own_data[row][k] = own_storage(self.cut(self.full[0][row])[k])
+        changed = not torch.equal(p.data, old)
+        old.copy_(p.data)
+        p.data = old
         return changed
 
     def take_edits(self) -> None:
@@ -370,18 +374,20 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     return torch.from_dlpack(view)
 
 
-def _blocks(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _blocks(
+    first: torch.Tensor, second: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield pairs of views of the same elements of two tensors, of a limited size.
 
     Temporary results then stay in the cache of a CPU, and need little memory on a GPU. Tensors that
     have different strides, or gaps between their elements, are yielded whole.
     """
-    size = BLOCK if one.device.type == "cpu" else COMPARED
-    alike = one.stride() == other.stride() and _fills(one)
-    if one.numel() <= size or not alike:
-        yield one, other
+    size = BLOCK if first.device.type == "cpu" else COMPARED
+    same_strides = first.stride() == second.stride() and _fills(first)
+    if first.numel() <= size or not same_strides:
+        yield first, second
         return
-    flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in (one, other)]
+    flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in (first, second)]
     yield from zip(flat[0].split(size), flat[1].split(size), strict=True)
 
 
@@ -400,10 +406,10 @@ def report_shared(parameter: torch.Tensor) -> None:
     """Print a note, once, if a parameter leaves memory that it shared with other processes."""
     if parameter.device.type == "cpu" and parameter.is_shared():
         print_note_once(
-            "parameters were in memory that processes share, as after share_memory() or when a "
-            "model or its state_dict() is sent to another process; they are back in the memory "
-            "that nodes average, and the other processes keep the values of now: send them the "
-            "state_dict() again when they need new ones"
+            "parameters were in memory that several processes share, as after share_memory(), or "
+            "after a model or its state_dict() is sent to another process; they were moved back to "
+            "the memory that nodes average, and the other processes keep the present values: send "
+            "them the state_dict() again when they need new ones"
         )
 
 
@@ -413,7 +419,7 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), key
 
 
-def _place(parameter: torch.Tensor) -> tuple:
+def _memory_key(parameter: torch.Tensor) -> tuple:
     """Return address, type and shape of a tensor, which change if it gets other memory."""
     return parameter.data_ptr(), parameter.dtype, parameter.shape
 
@@ -422,24 +428,24 @@ def replaced_message(name: str) -> str:
     """Return the error message for a parameter that was replaced by another Parameter."""
     return (
         f"parameter {name} has left the memory that nodes average: the module holds another "
-        "Parameter now, which the optimizer doesn't know, as after load_state_dict(assign=True); "
-        "load without assign, or before the optimizer is made"
+        "Parameter now, which the optimizer does not have, as after load_state_dict(assign=True); "
+        "load without assign, or before making the optimizer"
     )
 
 
-def untied(key: str, before: nn.Module, now: nn.Module) -> str:
+def untied(key: str, before: nn.Module, after: nn.Module) -> str:
     """Return the error message for a submodule that was replaced by one with other parameters."""
     return (
         f"module {key} was a {type(before).__name__} with parameters that nodes average and is now "
-        f"a {type(now).__name__} with others, which the optimizer doesn't know; replace it before "
-        "the optimizer is made"
+        f"a {type(after).__name__} with other parameters, which the optimizer does not have; "
+        "replace it before making the optimizer"
     )
 
 
-def changed_message(name: str, own: torch.Tensor, now: torch.Tensor) -> str:
+def changed_message(name: str, before: torch.Tensor, now: torch.Tensor) -> str:
     """Return the error message for a parameter whose type, shape or device has changed."""
-    was, became = ((f"{tuple(t.shape)} {t.dtype} on {t.device}") for t in (own, now))
+    old, new = ((f"{tuple(t.shape)} {t.dtype} on {t.device}") for t in (before, now))
     return (
-        f"parameter {name} has left the memory that nodes average: it was {was} at the first step "
-        f"and is {became}; change that before the first step, or change it back before the next"
+        f"parameter {name} has left the memory that nodes average: it was {old} at the first step "
+        f"and is now {new}; change that before the first step, or change it back before the next"
     )

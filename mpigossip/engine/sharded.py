@@ -45,27 +45,27 @@ def gather_full(tensor: Any) -> Any:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def part_like(parameter: Any, whole: Any) -> Any:
-    """Return this rank's shard of ``whole``, if it has the shape of a sharded parameter.
+def part_like(parameter: Any, full: Any) -> Any:
+    """Return this rank's shard of ``full``, if it has the shape of a sharded parameter.
 
     Anything else is returned as it is.
     """
-    if not is_sharded(parameter) or not torch.is_tensor(whole) or whole.shape != parameter.shape:
-        return whole
+    if not is_sharded(parameter) or not torch.is_tensor(full) or full.shape != parameter.shape:
+        return full
     mesh = parameter.device_mesh
     (placement,) = parameter.placements
-    at, rows = _rows(parameter.shape[placement.dim], mesh.size(), mesh.get_local_rank())
-    part = whole.narrow(placement.dim, at, rows).to(local_shard(parameter).device, copy=True)
+    begin, rows = _rows(parameter.shape[placement.dim], mesh.size(), mesh.get_local_rank())
+    part = full.narrow(placement.dim, begin, rows).to(local_shard(parameter).device, copy=True)
     return type(parameter).from_local(
         part, mesh, (placement,), run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
 
 
-def _rows(every: int, slots: int, slot: int) -> tuple[int, int]:
+def _rows(count: int, slots: int, slot: int) -> tuple[int, int]:
     """Return the first of a slot's rows, and their number."""
-    each = -(-every // slots)
-    begin = min(each * slot, every)
-    return begin, min(each, every - begin)
+    rows_per_slot = -(-count // slots)
+    begin = min(rows_per_slot * slot, count)
+    return begin, min(rows_per_slot, count - begin)
 
 
 def fully_sharded(model: nn.Module) -> list[nn.Module]:
@@ -102,9 +102,9 @@ class ShardedLayout(ParameterLayout):
 
     def shape(self, k: int, slot: int) -> tuple[int, ...]:
         """Return the shape of a slot's shard of parameter k."""
-        whole = self.shapes[k]
+        full = self.shapes[k]
         dim = self.dims[k]
-        return (*whole[:dim], self.rows(k, slot)[1], *whole[dim + 1 :])
+        return (*full[:dim], self.rows(k, slot)[1], *full[dim + 1 :])
 
     @property
     def local_layout(self) -> ParameterLayout:
@@ -119,30 +119,30 @@ class ShardedLayout(ParameterLayout):
         return False
 
     def _pieces(self, row: torch.Tensor, k: int) -> list[torch.Tensor]:
-        found = []
+        pieces = []
         for slot, shard in enumerate(row.chunk(self.slots)):
             shape = self.shape(k, slot)
-            at = self.offsets[k]
-            found.append(shard[at : at + prod(shape)].view(shape))
-        return found
+            begin = self.offsets[k]
+            pieces.append(shard[begin : begin + prod(shape)].view(shape))
+        return pieces
 
     def pack(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.empty(self.count, dtype=row.dtype) if out is None else out
-        at = 0
+        begin = 0
         for k, shape in enumerate(self.shapes):
-            room = out[at : at + prod(shape)].view(shape)
-            room.copy_(torch.cat(self._pieces(row, k), self.dims[k]))
-            at += prod(shape)
+            target = out[begin : begin + prod(shape)].view(shape)
+            target.copy_(torch.cat(self._pieces(row, k), self.dims[k]))
+            begin += prod(shape)
         return out
 
     def unpack(self, packed: torch.Tensor, row: torch.Tensor) -> None:
         row.zero_()
-        at = 0
+        begin = 0
         for k, shape in enumerate(self.shapes):
-            whole = packed[at : at + prod(shape)].view(shape)
+            full = packed[begin : begin + prod(shape)].view(shape)
             for slot, piece in enumerate(self._pieces(row, k)):
-                piece.copy_(whole.narrow(self.dims[k], *self.rows(k, slot)))
-            at += prod(shape)
+                piece.copy_(full.narrow(self.dims[k], *self.rows(k, slot)))
+            begin += prod(shape)
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -161,24 +161,24 @@ def plan_layout(model: nn.Module) -> ParameterLayout:
     if not any(is_sharded(p) for _, p in trained):
         return flatten(model, types=(torch.float32, *LOW))
     offsets = []
-    at = 0
+    offset = 0
     dims = []
     mesh: Any = next(p for _, p in trained if is_sharded(p)).device_mesh
     slots = mesh.size()
     for name, parameter in trained:
         if parameter.dtype != torch.float32:
             raise JobError(
-                f"the model's parameter {name} is {parameter.dtype} and sharded: float32 is kept "
-                "and exchanged; shard it as float32, with fully_shard(mp_policy="
+                f"parameter {name} is {parameter.dtype}, but sharded parameters must be float32: "
+                "shard it as float32, with fully_shard(mp_policy="
                 "MixedPrecisionPolicy(param_dtype=torch.bfloat16)) for 16-bit arithmetic"
             )
         (placement,) = parameter.placements
-        offsets.append(at)
+        offsets.append(offset)
         dims.append(placement.dim)
         rows = parameter.shape[placement.dim]
         piece = -(-rows // slots) * (parameter.numel() // max(1, rows))
-        at += -(-piece // ALIGN) * ALIGN
-    size = -(-at // BUCKET) * BUCKET * slots
+        offset += -(-piece // ALIGN) * ALIGN
+    size = -(-offset // BUCKET) * BUCKET * slots
     return ShardedLayout(
         names=tuple(name for name, _ in trained),
         shapes=tuple(tuple(p.shape) for _, p in trained),
@@ -194,27 +194,27 @@ def plan_layout(model: nn.Module) -> ParameterLayout:
 
 def insides(model: nn.Module) -> dict[int, Any]:
     """Return FSDP2's own record of each sharded parameter, by its id; empty if there is none."""
-    found: dict[int, Any] = {}
+    params_by_id: dict[int, Any] = {}
     modules: list[Any] = fully_sharded(model)
     try:
         for state in (module._get_fsdp_state() for module in modules):
             groups = getattr(state, "_fsdp_param_groups", None)
             for group in [state._fsdp_param_group] if groups is None else groups:
-                found |= {
-                    id(one.sharded_param): one for one in (group.fsdp_params if group else ())
+                params_by_id |= {
+                    id(param.sharded_param): param for param in (group.fsdp_params if group else ())
                 }
     except AttributeError:
         return {}
-    return found
+    return params_by_id
 
 
-def _as_known(inside: Any, parameter: Any, padded: int) -> bool:
+def _is_as_expected(private: Any, parameter: Any, padded: int) -> bool:
     """Return whether both private attributes of a parameter exist and are as expected."""
-    data: Any = getattr(inside, "_sharded_param_data", None)
-    own: Any = getattr(parameter, "_local_tensor", None)
-    if type(data) is not torch.Tensor or type(own) is not torch.Tensor:
+    data: Any = getattr(private, "_sharded_param_data", None)
+    local: Any = getattr(parameter, "_local_tensor", None)
+    if type(data) is not torch.Tensor or type(local) is not torch.Tensor:
         return False
-    return data.shape == (padded,) and (not own.numel() or own.data_ptr() == data.data_ptr())
+    return data.shape == (padded,) and (not local.numel() or local.data_ptr() == data.data_ptr())
 
 
 class ShardedParameters(ModuleParameters):
@@ -232,20 +232,20 @@ class ShardedParameters(ModuleParameters):
         self._modules = fully_sharded(model)
         self._first = (self._pieces.size * flat.place,)
         self._gradients: dict[int, list[torch.Tensor]] = {}
-        self._stretches: list[torch.Tensor | None] = []
-        self._insides: list[Any] = []
-        known = insides(model)
+        self._memory: list[torch.Tensor | None] = []
+        self._private: list[Any] = []
+        params_by_id = insides(model)
         views = self.cut(self.x[0][0])
         for k, p in enumerate(self.rows[0]):
             padded = prod(flat.shape(k, 0))
-            inside = known.get(id(p))
+            private = params_by_id.get(id(p))
             views[k].copy_(local_shard(p))
-            self._insides.append(inside)
-            if _as_known(inside, p, padded):
-                self._stretches.append(self._stretch(k))
-                self._lay(k, self._stretches[k])
+            self._private.append(private)
+            if _is_as_expected(private, p, padded):
+                self._memory.append(self._memory_of(k))
+                self._lay(k, self._memory[k])
             else:
-                self._stretches.append(None)
+                self._memory.append(None)
 
     @property
     def first(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -254,36 +254,36 @@ class ShardedParameters(ModuleParameters):
     @property
     def copies(self) -> bool:
         """Whether some shards are copies, since private attributes are not as expected."""
-        return any(stretch is None for stretch in self._stretches)
+        return any(memory is None for memory in self._memory)
 
-    def _stretch(self, k: int) -> torch.Tensor:
+    def _memory_of(self, k: int) -> torch.Tensor:
         """Return the memory of parameter k in the row, with padding, as a separate storage."""
         flat: Any = self.flat
-        at = flat.offsets[k]
+        begin = flat.offsets[k]
         padded = prod(flat.shape(k, 0))
-        return own_storage(self.x[0][0][at : at + padded])
+        return own_storage(self.x[0][0][begin : begin + padded])
 
     def _address(self, k: int) -> int:
         x = self.x[0]
         return x.data_ptr() + x.element_size() * self.flat.offsets[k]
 
-    def _lay(self, k: int, stretch: torch.Tensor | None) -> None:
+    def _lay(self, k: int, memory: torch.Tensor | None) -> None:
         """Place torch's shard of parameter k, including its padding, in this memory."""
-        if stretch is not None:
+        if memory is not None:
             shape = self._pieces.shapes[k]
-            self._insides[k]._sharded_param_data = stretch
-            self.rows[0][k]._local_tensor = stretch[: prod(shape)].view(shape)
+            self._private[k]._sharded_param_data = memory
+            self.rows[0][k]._local_tensor = memory[: prod(shape)].view(shape)
 
     def _dense(self, grad: torch.Tensor) -> torch.Tensor:
         return local_shard(grad)
 
     def _as_gradients(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Return the shards of a row of gradients as DTensors."""
-        found = self._gradients.get(row.data_ptr())
-        if found is None:
+        gradients = self._gradients.get(row.data_ptr())
+        if gradients is None:
             self._gradients.clear()
             pairs: Any = zip(self.rows[0], self.cut(row), strict=True)
-            found = self._gradients[row.data_ptr()] = [
+            gradients = self._gradients[row.data_ptr()] = [
                 type(p).from_local(
                     view,
                     p.device_mesh,
@@ -294,7 +294,7 @@ class ShardedParameters(ModuleParameters):
                 )
                 for p, view in pairs
             ]
-        return found
+        return gradients
 
     @contextmanager
     def bind_to(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
@@ -304,15 +304,17 @@ class ShardedParameters(ModuleParameters):
         """
         parameters: list[Any] = self.rows[0]
         grads = [p.grad for p in parameters]
-        given = grads if g is None else self._as_gradients(g[0])
-        given = [v if p.requires_grad else None for p, v in zip(parameters, given, strict=True)]
+        new_grads = grads if g is None else self._as_gradients(g[0])
+        new_grads = [
+            v if p.requires_grad else None for p, v in zip(parameters, new_grads, strict=True)
+        ]
         views = self.cut(array[0])
         try:
-            for p, view, gradient, stretch in zip(
-                parameters, views, given, self._stretches, strict=True
+            for p, view, gradient, memory in zip(
+                parameters, views, new_grads, self._memory, strict=True
             ):
                 p.grad = gradient
-                if stretch is None:
+                if memory is None:
                     local_shard(p).copy_(view)
                 else:
                     p._local_tensor = view
@@ -320,25 +322,25 @@ class ShardedParameters(ModuleParameters):
         finally:
             for k, (p, view, gradient) in enumerate(zip(parameters, views, grads, strict=True)):
                 p.grad = gradient
-                if self._stretches[k] is None:
+                if self._memory[k] is None:
                     view.copy_(local_shard(p))
                 else:
-                    self._lay(k, self._stretches[k])
+                    self._lay(k, self._memory[k])
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        for k, stretch in enumerate(self._stretches):
-            self._lay(k, None if stretch is None else stretch.clone())
+        for k, memory in enumerate(self._memory):
+            self._lay(k, None if memory is None else memory.clone())
         try:
             yield
         finally:
-            for k, stretch in enumerate(self._stretches):
-                self._lay(k, stretch)
+            for k, memory in enumerate(self._memory):
+                self._lay(k, memory)
 
     def publish(self) -> None:
         reshard(self._modules)
         for k, view in enumerate(self.cut(self.x[0][0])):
-            if self._stretches[k] is None:
+            if self._memory[k] is None:
                 local_shard(self.rows[0][k]).copy_(view)
 
     def check(self) -> bool:
@@ -353,38 +355,36 @@ class ShardedParameters(ModuleParameters):
         changed = False
         for k, (p, view) in enumerate(zip(self.rows[0], self.cut(self.x[0][0]), strict=True)):
             self._check_owner(0, k)
-            now = local_shard(p)
-            if (now.dtype, now.shape, now.device) != (view.dtype, view.shape, view.device):
-                raise JobError(changed_message(self.flat.names[k], view, now))
-            stretch = self._stretches[k]
-            if stretch is None:
+            shard = local_shard(p)
+            if (shard.dtype, shard.shape, shard.device) != (view.dtype, view.shape, view.device):
+                raise JobError(changed_message(self.flat.names[k], view, shard))
+            memory = self._memory[k]
+            if memory is None:
                 continue
             # Compare the address with that of the row, whose storage is not shared with torch: the
             # storage of `stretch` moves when torch.multiprocessing sends the parameter.
             begin = self._address(k)
-            held = self._insides[k]._sharded_param_data
-            if held.data_ptr() == begin and (not now.numel() or now.data_ptr() == begin):
+            data = self._private[k]._sharded_param_data
+            if data.data_ptr() == begin and (not shard.numel() or shard.data_ptr() == begin):
                 continue
-            if stretch.data_ptr() != begin:
-                report_shared(now)
-                stretch = self._stretches[k] = self._stretch(k)
-            changed |= not torch.equal(now, view)
-            view.copy_(now)
-            self._lay(k, stretch)
+            if memory.data_ptr() != begin:
+                report_shared(shard)
+                memory = self._memory[k] = self._memory_of(k)
+            changed |= not torch.equal(shard, view)
+            view.copy_(shard)
+            self._lay(k, memory)
         return changed
 
     def take_edits(self) -> None:
         """Copy the shards that are copies, edited or not, to the flat parameters."""
         for k, (p, view) in enumerate(zip(self.rows[0], self.cut(self.x[0][0]), strict=True)):
-            if self._stretches[k] is None:
+            if self._memory[k] is None:
                 view.copy_(local_shard(p))
 
     def differ(self, sent: Sequence[torch.Tensor]) -> bool:
         pairs = zip(self.rows[0], self.cut(self.x[0][0]), strict=True)
         copies = [
-            (local_shard(p), view)
-            for k, (p, view) in enumerate(pairs)
-            if self._stretches[k] is None
+            (local_shard(p), view) for k, (p, view) in enumerate(pairs) if self._memory[k] is None
         ]
         return super().differ(sent) or not all(torch.equal(*pair) for pair in copies)
 

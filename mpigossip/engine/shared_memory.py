@@ -18,19 +18,19 @@ def check_separate(model: nn.Module) -> None:
     tensors = [(f"parameter {name}", p) for name, p in model.named_parameters()]
     tensors += [(f"buffer {name}", b) for name, b in model.named_buffers()]
     # tensors that begin before the next one and may overlap with it
-    reaching: list[tuple[str, torch.Tensor]] = []
-    for name, tensor in sorted(_in_memory(tensors), key=lambda one: _address(one[1])):
+    candidates: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in sorted(_in_memory(tensors), key=lambda pair: _address(pair[1])):
         device, begin = _address(tensor)
-        reaching = [
+        candidates = [
             (other, before)
-            for other, before in reaching
+            for other, before in candidates
             if str(before.device) == device and before.data_ptr() + _extent(before) > begin
         ]
-        for other, before in reaching:
-            counts = id(tensor) in trained or id(before) in trained
-            if counts and _overlap(before, tensor):
+        for other, before in candidates:
+            is_trained = id(tensor) in trained or id(before) in trained
+            if is_trained and _overlap(before, tensor):
                 raise JobError(shared(other, name))
-        reaching.append((name, tensor))
+        candidates.append((name, tensor))
 
 
 def _address(tensor: torch.Tensor) -> tuple[str, int]:
@@ -55,31 +55,31 @@ def _extent(tensor: torch.Tensor) -> int:
     return tensor.dtype.itemsize * (1 + sum((n - 1) * stride for n, stride in pairs))
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors, of which ``one`` begins first, have a byte in common.
 
     Two columns of one matrix, for example, overlap as ranges of memory but share no element.
     """
-    ahead = other.data_ptr() - one.data_ptr()
-    covered = torch.zeros(max(_extent(one), ahead + _extent(other)), dtype=torch.bool)
-    _bytes_of(one, covered, 0).fill_(True)
-    return bool(_bytes_of(other, covered, ahead).any())
+    distance = second.data_ptr() - first.data_ptr()
+    covered = torch.zeros(max(_extent(first), distance + _extent(second)), dtype=torch.bool)
+    _bytes_of(first, covered, 0).fill_(True)
+    return bool(_bytes_of(second, covered, distance).any())
 
 
-def _bytes_of(tensor: torch.Tensor, memory: torch.Tensor, at: int) -> torch.Tensor:
+def _bytes_of(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> torch.Tensor:
     """Return the view of ``memory``, one element for each byte, that a tensor occupies."""
-    each = tensor.dtype.itemsize
+    itemsize = tensor.dtype.itemsize
     # a dimension with stride 0, as made by expand(), repeats the same bytes
-    pairs = [(n, each * s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s]
+    pairs = [(n, itemsize * s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s]
     sizes = [n for n, _ in pairs]
     strides = [stride for _, stride in pairs]
-    return memory.as_strided((*sizes, each), (*strides, 1), at)
+    return memory.as_strided((*sizes, itemsize), (*strides, 1), offset)
 
 
-def shared(one: str, other: str) -> str:
+def shared(first: str, second: str) -> str:
     """Return the error message about two tensors that share memory."""
     return (
-        f"{one} and {other} share memory but are not the same Parameter: nodes average each "
+        f"{first} and {second} share memory but are not the same Parameter: nodes average each "
         "parameter in memory of its own, so they would be separated; tie them by one Parameter "
         "(model.b.weight = model.a.weight, without .data), or give one of them a copy (.clone())"
     )

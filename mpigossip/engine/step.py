@@ -157,11 +157,11 @@ class Engine:
         progress thread may still have to quantize it. On a GPU the host waits for a comparison.
         """
         assert self._outbox is not None, "no exchange has begun"
-        found = []
+        arrays = []
         for out, x in zip(self._outbox, self.vector.x, strict=True):
-            stays = self.mixer.layout.wire.exact and torch.equal(bits(out[0]), bits(x))
-            found.append(out[0] if stays else x.clone())
-        return found
+            is_unchanged = self.mixer.layout.wire.exact and torch.equal(bits(out[0]), bits(x))
+            arrays.append(out[0] if is_unchanged else x.clone())
+        return arrays
 
     @profiled("wait for neighbours")
     def wait_exchange(self, into: torch.Tensor | None = None) -> None:
@@ -176,9 +176,9 @@ class Engine:
         vector.
         """
         layout = self.mixer.layout
-        one = len(self.vector.x) == layout.vectors == 1 and not layout.scalars
-        plain = one and layout.raw_bytes is None and kind is ExchangeKind.GOSSIP
-        return self.vector.x[0] if plain and self.method.takes_mixed else None
+        is_single_vector = len(self.vector.x) == layout.vectors == 1 and not layout.scalars
+        can_reuse = is_single_vector and layout.raw_bytes is None and kind is ExchangeKind.GOSSIP
+        return self.vector.x[0] if can_reuse and self.method.takes_mixed else None
 
     @profiled("receive")
     def receive(self, sent: Sequence, mixed: Sequence, now: Step) -> None:
@@ -242,13 +242,13 @@ class Engine:
         :param loss: loss of each row, (rows,); None: unknown
         :param norm: norm of the gradient of each row, (rows,); None: unknown
         """
-        found, averages = make_record(self, now, loss, norm)
+        record, averages = make_record(self, now, loss, norm)
         self.cadence_state = self.cadence.observe(self.cadence_state, now, averages)
         self.counts = [count + (row not in now.skipped) for row, count in enumerate(self.counts)]
         self.round += now.kind is ExchangeKind.GOSSIP
         self.index += 1
         self._end()
-        return found
+        return record
 
     # -- state by name --------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class Engine:
     def parts(self) -> dict[str, list[torch.Tensor]]:
         """Return the arrays of the algorithm's state by name, one per segment, without a copy."""
         named = [dict(named_arrays(state)) for state in self.states]
-        return {f"state/{k}": [each[k] for each in named] for k in named[0]}
+        return {f"state/{k}": [arrays[k] for arrays in named] for k in named[0]}
 
     def pack_state(self, row: int = 0, places: Mapping[str, np.ndarray] | None = None) -> dict:
         """Return the state of a node by name, in the first process of the node.
@@ -291,8 +291,8 @@ class Engine:
         self.round = int(numbers["round"])
         self.state_start = int(numbers["born"])
         count = int(numbers.get("local_steps", self.index - self.state_start))
-        for place in range(len(self.counts)) if row is None else [row]:
-            self.counts[place] = count
+        for index in range(len(self.counts)) if row is None else [row]:
+            self.counts[index] = count
 
     def restore_cadence(self, numbers: Mapping[str, Any]) -> None:
         """Restore only the state of the cadence."""

@@ -98,12 +98,12 @@ class ParameterLayout:
 
     def stacked(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters of all nodes as views (nodes, …) of an array (nodes, P)."""
-        places = zip(self.offsets, self.shapes, self.strides, strict=True)
+        triples = zip(self.offsets, self.shapes, self.strides, strict=True)
         return [
-            rows[:, at : at + prod(shape)].as_strided(
+            rows[:, begin : begin + prod(shape)].as_strided(
                 (len(rows), *shape), (rows.stride(0), *strides)
             )
-            for at, shape, strides in places
+            for begin, shape, strides in triples
         ]
 
     def pack(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -125,8 +125,8 @@ class ParameterLayout:
     @property
     def by_index(self) -> bool:
         """Return whether all parameters are in row-major order, as in files."""
-        both = zip(self.shapes, self.strides, strict=True)
-        return all(torch.empty_strided(*one, device="meta").is_contiguous() for one in both)
+        pairs = zip(self.shapes, self.strides, strict=True)
+        return all(torch.empty_strided(*pair, device="meta").is_contiguous() for pair in pairs)
 
     def inside(self, shard: torch.Tensor, slot: int) -> list[torch.Tensor]:
         """Return the elements of each parameter that lie in a slot's shard, as 1-D views.
@@ -138,19 +138,21 @@ class ParameterLayout:
         :param slot: index of the slot
         """
         begin = slot * shard.numel()
-        ends = (at + prod(shape) for at, shape in zip(self.offsets, self.shapes, strict=True))
+        ends = (
+            offset + prod(shape) for offset, shape in zip(self.offsets, self.shapes, strict=True)
+        )
         return [
-            shard[max(at - begin, 0) : max(end - begin, 0)]
-            for at, end in zip(self.offsets, ends, strict=True)
+            shard[max(offset - begin, 0) : max(end - begin, 0)]
+            for offset, end in zip(self.offsets, ends, strict=True)
         ]
 
     def unpack(self, packed: torch.Tensor, row: torch.Tensor) -> None:
         """Copy a packed array (count,) to a row (P,), with zero padding; the inverse of `pack`."""
         row.zero_()
-        at = 0
+        begin = 0
         for view in self.views(row):
-            view.copy_(packed[at : at + view.numel()].view(view.shape))
-            at += view.numel()
+            view.copy_(packed[begin : begin + view.numel()].view(view.shape))
+            begin += view.numel()
 
     def attach(self, module: nn.Module, row: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Make the module's parameters and their gradients views of rows (P,).
@@ -177,9 +179,9 @@ def dense(parameter: torch.Tensor) -> tuple[int, ...]:
 def check_type(name: str, parameter: torch.Tensor, types: Collection[torch.dtype]) -> None:
     """Raise JobError if the parameter ``name`` has none of the types."""
     if parameter.dtype not in types:
-        need = " or ".join(str(one).removeprefix("torch.") for one in types)
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in types)
         raise JobError(
-            f"parameter {name} has unsupported dtype {parameter.dtype} (need {need}): call "
+            f"parameter {name} has unsupported dtype {parameter.dtype} (need {names}): call "
             "model.float(); to train in float64, step with torch's optimizer and average the "
             "parameters by mpigossip.Averager (mpigossip/optim/README.md)"
         )
@@ -209,25 +211,25 @@ def flatten(
     for name, parameter in trained:
         check_type(name, parameter, types)
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-    chosen = {name for name, _ in trained} if decayed is None else set(decayed)
-    ordered = [pair for pair in trained if pair[0] in chosen]
+    decayed_names = {name for name, _ in trained} if decayed is None else set(decayed)
+    ordered = [pair for pair in trained if pair[0] in decayed_names]
     first_undecayed = len(ordered)
-    ordered += [pair for pair in trained if pair[0] not in chosen]
+    ordered += [pair for pair in trained if pair[0] not in decayed_names]
     offsets = []
-    at = 0
+    offset = 0
     boundary = 0
     for index, (_, parameter) in enumerate(ordered):
-        boundary = at if index == first_undecayed else boundary
-        offsets.append(at)
-        at += -(-parameter.numel() // ALIGN) * ALIGN
-    whole = slots * BUCKET  # lossy wires encode whole buckets, so that each shard consists of these
+        boundary = offset if index == first_undecayed else boundary
+        offsets.append(offset)
+        offset += -(-parameter.numel() // ALIGN) * ALIGN
+    unit = slots * BUCKET  # lossy wires encode whole buckets, so that each shard consists of these
     return ParameterLayout(
         names=tuple(name for name, _ in ordered),
         shapes=tuple(tuple(parameter.shape) for _, parameter in ordered),
         strides=tuple(dense(parameter) for _, parameter in ordered),
         offsets=tuple(offsets),
-        size=-(-at // whole) * whole,
-        decayed=boundary if first_undecayed < len(ordered) else at,
+        size=-(-offset // unit) * unit,
+        decayed=boundary if first_undecayed < len(ordered) else offset,
         slots=slots,
         embeddings=frozenset(name for name, p in trained if id(p) in tables),
     )
@@ -260,25 +262,25 @@ def named_arrays(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tens
 
 
 def join_row(
-    parts: Sequence[torch.Tensor], row: int, flat: ParameterLayout, place: np.ndarray | None = None
+    parts: Sequence[torch.Tensor], row: int, flat: ParameterLayout, out: np.ndarray | None = None
 ) -> np.ndarray:
     """Join the shards of one node's array to a packed row; values per row are copied unchanged.
 
     :param parts: array (local nodes, …) of each slot, shaped like x or with values per row
     :param row: index of the local node
     :param flat: layout of the parameters
-    :param place: array of an earlier call to overwrite; None: new memory of whole pages
+    :param out: array of an earlier call to overwrite; None: new memory of whole pages
     :return: array (count,), or the values of the row
     """
     if is_per_row(parts[0], flat):
         return parts[0][row].cpu().numpy().copy()
     # The shard of a single slot is the whole row. It is copied once only, by `pack`.
-    whole = parts[0][row] if len(parts) == 1 else torch.cat([part[row].cpu() for part in parts])
-    if place is None:
-        size = flat.count * whole.element_size()
-        place = torch.from_numpy(direct.pages(size)).view(whole.dtype).numpy()
-    flat.pack(whole, torch.from_numpy(place))
-    return place
+    full = parts[0][row] if len(parts) == 1 else torch.cat([part[row].cpu() for part in parts])
+    if out is None:
+        size = flat.count * full.element_size()
+        out = torch.from_numpy(direct.pages(size)).view(full.dtype).numpy()
+    flat.pack(full, torch.from_numpy(out))
+    return out
 
 
 def packed(
@@ -297,12 +299,12 @@ def packed(
     :param places: by name, an array of an earlier call to overwrite
     :return: packed rows by name on the first process of the node; empty on the others
     """
-    found = {}
+    rows = {}
     for name, shards in parts.items():
-        whole = group.to_first([shard[row : row + 1] for shard in shards])
-        if whole is not None:
-            found[name] = join_row(whole, 0, flat, places.get(name))
-    return found
+        arrays = group.to_first([shard[row : row + 1] for shard in shards])
+        if arrays is not None:
+            rows[name] = join_row(arrays, 0, flat, places.get(name))
+    return rows
 
 
 def scatter_row(
@@ -310,7 +312,7 @@ def scatter_row(
     parts: Sequence[torch.Tensor],
     row: int,
     flat: ParameterLayout,
-    here: range | None = None,
+    shard_indices: range | None = None,
 ) -> None:
     """Copy a packed row into its shards; the inverse of :func:`join_row`.
 
@@ -318,7 +320,7 @@ def scatter_row(
     :param parts: array (local nodes, …) of each shard, to which the values are copied
     :param row: index of the local node
     :param flat: layout of the parameters
-    :param here: indices of the shards in ``parts``; None: all
+    :param shard_indices: indices of the shards in ``parts``; None: all
     :raises ValueError: if the packed row has another number of elements than the model
     """
     values = torch.from_numpy(np.array(packed))
@@ -334,10 +336,12 @@ def scatter_row(
             "state if a node had several slots: export the model by `mpigossip checkpoint export`, "
             "and begin a new run from it"
         )
-    whole = torch.empty(flat.size, dtype=parts[0].dtype)
-    flat.unpack(values, whole)
-    pieces = whole.chunk(flat.slots)
-    for part, shard in zip(parts, range(flat.slots) if here is None else here, strict=True):
+    full = torch.empty(flat.size, dtype=parts[0].dtype)
+    flat.unpack(values, full)
+    pieces = full.chunk(flat.slots)
+    for part, shard in zip(
+        parts, range(flat.slots) if shard_indices is None else shard_indices, strict=True
+    ):
         part[row].copy_(pieces[shard])
 
 

@@ -118,17 +118,17 @@ def local_shards(group: Group) -> range:
 
 
 def shard_views(
-    full: Sequence[torch.Tensor], segments: int | None = None, here: range | None = None
+    full: Sequence[torch.Tensor], segments: int | None = None, local: range | None = None
 ) -> list[torch.Tensor]:
     """Return shard l as columns of slot l's own array: views (rows, P/segments) of ``full``.
 
     :param full: for each slot an array (rows, P)
     :param segments: number of shards; 1 if slot 0 has all columns; None: one shard for each slot
-    :param here: shards of this process; None: all
+    :param local: shards of this process; None: all
     """
     segments = len(full) if segments is None else segments
-    here = range(segments) if here is None else here
-    return [array.chunk(segments, dim=1)[s] for s, array in zip(here, full, strict=False)]
+    local = range(segments) if local is None else local
+    return [array.chunk(segments, dim=1)[s] for s, array in zip(local, full, strict=False)]
 
 
 def sum_in_order(per_slot: Sequence[torch.Tensor]) -> torch.Tensor:

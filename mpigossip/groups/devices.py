@@ -63,25 +63,27 @@ def resolve_auto(
     """
     count = _visible(visible)
     ranks = local_rank(environ)[1]
-    several = False
+    is_one_node = False
     if devices == "auto" and not count:
         devices = "cpu:1"
     elif devices == "auto":
-        dealt_out = _dealt_out(environ, count, ranks, on_host)
-        several = ranks > 1 and (dealt_out or count >= ranks)
+        dealt_out = _launcher_assigns(environ, count, ranks, on_host)
+        is_one_node = ranks > 1 and (dealt_out or count >= ranks)
         devices = f"gpu:{count if ranks == 1 or dealt_out else max(1, count // ranks)}"
     if ranks_per_node == "auto":
-        ranks_per_node = ranks if several else 1
+        ranks_per_node = ranks if is_one_node else 1
     return devices, ranks_per_node
 
 
-def _dealt_out(environ: Mapping[str, str], count: int, ranks: int, on_host: int | None) -> bool:
+def _launcher_assigns(
+    environ: Mapping[str, str], count: int, ranks: int, on_host: int | None
+) -> bool:
     """Return whether the launcher assigns GPUs to each rank; ``count``: GPUs that torch sees."""
     slurm = environ.get("SLURM_GPUS_ON_NODE", "")
     if slurm.isdigit() and int(slurm) > count:
         return True
-    there = _on_host() if on_host is None else on_host
-    return any(name in environ for name in VISIBLE) and there >= ranks * count
+    gpus_on_host = _on_host() if on_host is None else on_host
+    return any(name in environ for name in VISIBLE) and gpus_on_host >= ranks * count
 
 
 def _on_host() -> int:
@@ -112,13 +114,13 @@ def slots_of(
     """
     if devices == "auto":
         devices, _ = resolve_auto(devices, 1, environ, visible)
-    kind, _, which = devices.partition(":")
+    kind, _, number = devices.partition(":")
     if kind != "gpu":
-        return _listed(devices)
-    each = int(which)
+        return _parse_devices(devices)
+    gpus_per_rank = int(number)
     count = _visible(visible)
-    first = local_rank(environ)[0] * each if count > each else 0
-    return tuple(f"cuda:{(first + k) % max(count, each)}" for k in range(each))
+    first = local_rank(environ)[0] * gpus_per_rank if count > gpus_per_rank else 0
+    return tuple(f"cuda:{(first + k) % max(count, gpus_per_rank)}" for k in range(gpus_per_rank))
 
 
 def unused_gpus_note(devices: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
@@ -126,7 +128,7 @@ def unused_gpus_note(devices: Sequence[str], environ: Mapping[str, str] = os.env
     count = torch.cuda.device_count()
     used = len(set(devices) - {"cpu"})
     ranks = local_rank(environ)[1]
-    if used and ranks > count > 0 and not _dealt_out(environ, count, ranks, None):
+    if used and ranks > count > 0 and not _launcher_assigns(environ, count, ranks, None):
         return f"; {ranks} ranks share {count} GPU{'s' * (count > 1)}"
     return f"; torch sees {count} GPU{'s' * (count > 1)}" if count > used else ""
 
@@ -135,12 +137,12 @@ def _visible(visible: int | None) -> int:
     return torch.cuda.device_count() if visible is None else visible
 
 
-def _listed(devices: str) -> tuple[str, ...]:
-    kind, _, which = devices.partition(":")
+def _parse_devices(devices: str) -> tuple[str, ...]:
+    kind, _, numbers_text = devices.partition(":")
     if kind == "cpu":
-        return ("cpu",) * int(which)
+        return ("cpu",) * int(numbers_text)
     numbers: list[int] = []
-    for piece in which.split(","):
+    for piece in numbers_text.split(","):
         first, _, last = piece.partition("-")
         numbers += range(int(first), int(last or first) + 1)
     return tuple(f"cuda:{k}" for k in numbers)
@@ -154,27 +156,27 @@ def device_problems(
     if devices[0] == "cpu":
         return []
     count = _visible(visible)
-    says = f'node.devices = "{setting}"'
+    text = f'node.devices = "{setting}"'
     numbers = [int(d.partition(":")[2]) for d in devices]
     if not count:
         return [
-            f"{says}: torch {torch.__version__} sees no GPU here; "
+            f"{text}: torch {torch.__version__} sees no GPU here; "
             'use node.devices = "cpu:1", or a torch built for this GPU'
         ]
     if max(numbers) >= count:
         name = next((name for name in VISIBLE if name in environ), VISIBLE[0])
         shown = environ.get(name, "unset")
         return [
-            f"{says}: GPU {max(numbers)} is asked for, torch sees {count} (0 to {count - 1}; "
+            f"{text}: GPU {max(numbers)} is requested, but torch sees {count} (0 to {count - 1}; "
             f'{name} is {shown}); ask the scheduler for more, or use "auto"'
         ]
     different = len(set(numbers))
     if 1 < different < len(numbers):
-        return [f"{says}: name each GPU once, or one GPU for all slots; sums need one or the other"]
+        return [f"{text}: name each GPU once, or one GPU for all slots; sums need one or the other"]
     if different > 1 and not torch.distributed.is_nccl_available():
         return [
-            f"{says}: this torch {torch.__version__} has no NCCL (RCCL), which joins several GPUs; "
-            "install one that has, or name one GPU"
+            f"{text}: this torch {torch.__version__} has no NCCL (RCCL), which connects several "
+            "GPUs; install a build with it, or name one GPU"
         ]
     return []
 

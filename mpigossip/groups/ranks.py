@@ -15,9 +15,9 @@ from mpigossip.cluster.world import World
 from mpigossip.groups.base import Group, GroupError, profiled, sum_in_order
 from mpigossip.mixing.combine import weighted_sum
 
-SUMMED = 1 << 16
+SUM_COLUMNS = 1 << 16
 """Columns that are summed at once, in the cache, before they overwrite a term of the sum."""
-SENT = 1 << 30
+MESSAGE_BYTES = 1 << 30
 """Largest number of bytes of a message, because MPI counts them in 32 bits."""
 TAG = 31
 LINE = 64
@@ -33,7 +33,7 @@ class SharedMemory:
         """Allocate zeroed arrays of ``nbytes`` bytes; collective."""
         self._comm = comm
         (self.window, memory) = open_shared(comm, nbytes)
-        self.arrays = [torch.frombuffer(one, dtype=torch.uint8)[:nbytes] for one in memory]
+        self.arrays = [torch.frombuffer(buffer, dtype=torch.uint8)[:nbytes] for buffer in memory]
         self.arrays[comm.rank].zero_()  # by the owner: a page is placed near the first writer
 
     def free(self) -> None:
@@ -49,8 +49,8 @@ class Barrier:
         self._node = node
         self._shared = SharedMemory(node.comm, LINE + 2 * 8 * CAPACITY)
         self._arrived, self._working = (
-            [array[at : at + 8].numpy().view(np.int64) for array in self._shared.arrays]
-            for at in (0, 8)
+            [array[offset : offset + 8].numpy().view(np.int64) for array in self._shared.arrays]
+            for offset in (0, 8)
         )
         self._values = [
             array[LINE:].view(torch.float64).view(2, CAPACITY) for array in self._shared.arrays
@@ -74,22 +74,24 @@ class Barrier:
         def missing() -> list[int]:
             return [rank for rank, count in enumerate(self._arrived) if count[0] < self._count]
 
-        def late() -> str:
-            world = world_ranks(node.comm, missing())
-            return f"{purpose}: rank {', '.join(map(str, world))} of this node didn't come"
+        def describe_late() -> str:
+            late_ranks = world_ranks(node.comm, missing())
+            return f"{purpose}: rank {', '.join(map(str, late_ranks))} of this node did not arrive"
 
         deadline = Deadline(2 * node.timeout_s)
-        heard = [-1]
+        last_signs = [-1]
 
         def all_arrived() -> bool:
             awaited = missing()
             signs = [int(self._working[rank][0]) for rank in awaited]
-            if signs != heard:
-                heard[:] = signs
+            if signs != last_signs:
+                last_signs[:] = signs
                 deadline.renew()
             return not awaited
 
-        deadline.wait(all_arrived, late, awaited_ranks=lambda: world_ranks(node.comm, missing()))
+        deadline.wait(
+            all_arrived, describe_late, awaited_ranks=lambda: world_ranks(node.comm, missing())
+        )
         window.Sync()
 
     def works(self) -> None:
@@ -104,7 +106,7 @@ class Barrier:
         half = self._count % 2
         self._values[self._node.rank][half, :count] = torch.as_tensor(values, dtype=torch.float64)
         self.wait("sums over the node's slots")
-        return [given[half, :count].clone() for given in self._values]
+        return [values_of_rank[half, :count].clone() for values_of_rank in self._values]
 
     def close(self) -> None:
         self._arrived = []
@@ -121,9 +123,9 @@ class RankGroup:
 
         This group closes ``inner``. Only arrays of :meth:`zeros` can be reduced and gathered.
         """
-        own = inner.slots
-        self.slots = self.segments = own * node.size
-        self.local_slots = range(own * node.rank, own * (node.rank + 1))
+        local_count = inner.slots
+        self.slots = self.segments = local_count * node.size
+        self.local_slots = range(local_count * node.rank, local_count * (node.rank + 1))
         self.devices = inner.devices
         self._inner = inner
         self._node = node
@@ -132,34 +134,36 @@ class RankGroup:
         self.works = self.barrier.works
         self._memory: list[SharedMemory] = []
         self._closed = False
-        self._everyone: dict[int, list[torch.Tensor]] = {}
+        self._all_arrays: dict[int, list[torch.Tensor]] = {}
         """Arrays of all slots, by the address of the first local one."""
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
-        own = len(self.local_slots)
-        memory = SharedMemory(self._node.comm, 4 * own * rows * columns)
+        local_count = len(self.local_slots)
+        memory = SharedMemory(self._node.comm, 4 * local_count * rows * columns)
         self._memory.append(memory)
-        found: list[torch.Tensor] = []
+        arrays: list[torch.Tensor] = []
         for piece in memory.arrays:
-            found += piece.view(torch.float32).view(own, rows, columns).unbind(0)
-        here = found[self.local_slots.start : self.local_slots.stop]
-        self._everyone[here[0].data_ptr()] = found
+            arrays += piece.view(torch.float32).view(local_count, rows, columns).unbind(0)
+        local_arrays = arrays[self.local_slots.start : self.local_slots.stop]
+        self._all_arrays[local_arrays[0].data_ptr()] = arrays
         self.barrier.wait("new arrays")  # until all of them are zeroed
-        return here
+        return local_arrays
 
     def _all(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the arrays of all slots; ``full`` are the local ones or their first rows."""
-        found = self._everyone.get(full[0].data_ptr())
-        if found is None or found[0].shape[1] != full[0].shape[1]:
-            raise GroupError("only arrays that the group made itself are seen by its other ranks")
-        return [array[: len(full[0])] for array in found]
+        arrays = self._all_arrays.get(full[0].data_ptr())
+        if arrays is None or arrays[0].shape[1] != full[0].shape[1]:
+            raise GroupError(
+                "other ranks can access an array only if zeros() of this group made it"
+            )
+        return [array[: len(full[0])] for array in arrays]
 
     @profiled("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Let slot l sum its columns over all slots, into the columns of its own array."""
-        everyone = self._all(full)
+        all_arrays = self._all(full)
         self.barrier.wait("the slots' gradients")  # until all of them are complete
-        columns = [array.chunk(self.slots, dim=1) for array in everyone]
+        columns = [array.chunk(self.slots, dim=1) for array in all_arrays]
         self.run(
             lambda k: self._sum(
                 [parts[self.local_slots[k]] for parts in columns], self.local_slots[k]
@@ -170,17 +174,17 @@ class RankGroup:
     def _sum(self, terms: Sequence[torch.Tensor], slot: int) -> None:
         """Compute the mean of ``terms`` (rows, p) of all slots and write it over one of them."""
         weights = [1 / self.slots] * self.slots
-        scratch = torch.empty(len(terms[0]), min(SUMMED, terms[0].shape[1]))
-        for at in range(0, terms[0].shape[1], SUMMED):
-            pieces = [term[:, at : at + SUMMED] for term in terms]
+        scratch = torch.empty(len(terms[0]), min(SUM_COLUMNS, terms[0].shape[1]))
+        for begin in range(0, terms[0].shape[1], SUM_COLUMNS):
+            pieces = [term[:, begin : begin + SUM_COLUMNS] for term in terms]
             # weighted_sum may only write over one of its first two terms
             out = scratch[:, : pieces[0].shape[1]]
             pieces[slot].copy_(weighted_sum(weights, pieces, out))
 
     @profiled("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
-        everyone = self._all(full)
-        parts = [array.chunk(self.slots, dim=1) for array in everyone]
+        all_arrays = self._all(full)
+        parts = [array.chunk(self.slots, dim=1) for array in all_arrays]
         for slot, shard in zip(self.local_slots, shards, strict=True):
             if parts[slot][slot].data_ptr() != shard.data_ptr():
                 parts[slot][slot].copy_(shard)
@@ -196,41 +200,49 @@ class RankGroup:
         self.barrier.wait("the node's vector")  # until no rank reads a shard any more
 
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
-        everyone = self._all(full)
+        all_arrays = self._all(full)
         self.barrier.wait("slot 0's vector")
-        self.run(lambda k: full[k].copy_(everyone[0]) if self.local_slots[k] else None)
+        self.run(lambda k: full[k].copy_(all_arrays[0]) if self.local_slots[k] else None)
         self.barrier.wait("the node's vector")
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum in slot order over all ranks of the node; bitwise identical on all of them."""
         shape = per_slot[0].shape
-        own = len(per_slot)
+        local_count = len(per_slot)
         flat = torch.stack([values.double().cpu().reshape(-1) for values in per_slot])
-        each = max(1, CAPACITY // own)
+        width = max(1, CAPACITY // local_count)
         pieces = []
-        for at in range(0, flat.shape[1], each):
-            shown = self.barrier.gather(flat[:, at : at + each].reshape(-1))
-            pieces.append(sum_in_order([row for rank in shown for row in rank.view(own, -1)]))
+        for begin in range(0, flat.shape[1], width):
+            gathered = self.barrier.gather(flat[:, begin : begin + width].reshape(-1))
+            pieces.append(
+                sum_in_order([row for rank in gathered for row in rank.view(local_count, -1)])
+            )
         return torch.cat(pieces).view(shape)
 
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        own = [values.detach().cpu().contiguous() for values in per_slot]
+        local_arrays = [values.detach().cpu().contiguous() for values in per_slot]
         comm = self._node.comm
-        here = len(own)
+        local_count = len(local_arrays)
         if comm.rank:
-            self._settle([comm.Isend(piece, 0, TAG) for one in own for piece in _pieces(one)], [0])
+            self._wait_for(
+                [comm.Isend(piece, 0, TAG) for array in local_arrays for piece in _pieces(array)],
+                [0],
+            )
             return None
-        found = [*own, *(torch.empty_like(own[0]) for _ in range(self.slots - here))]
+        arrays = [
+            *local_arrays,
+            *(torch.empty_like(local_arrays[0]) for _ in range(self.slots - local_count)),
+        ]
         # messages between two ranks arrive in the order in which they were sent
         requests = [
-            comm.Irecv(piece, slot // here, TAG)
-            for slot in range(here, self.slots)
-            for piece in _pieces(found[slot])
+            comm.Irecv(piece, slot // local_count, TAG)
+            for slot in range(local_count, self.slots)
+            for piece in _pieces(arrays[slot])
         ]
-        self._settle(requests, range(1, comm.size))
-        return found
+        self._wait_for(requests, range(1, comm.size))
+        return arrays
 
-    def _settle(self, requests: list[MPI.Request], ranks: Iterable[int]) -> None:
+    def _wait_for(self, requests: list[MPI.Request], ranks: Iterable[int]) -> None:
         Deadline(self._node.timeout_s).wait(
             lambda: MPI.Request.Testall(requests),
             lambda: "not all ranks of this node have sent their slots",
@@ -243,7 +255,7 @@ class RankGroup:
         self._closed = True
         self._inner.close()
         self.barrier.wait("closing")
-        self._everyone = {}
+        self._all_arrays = {}
         for memory in self._memory:
             memory.free()
         self._memory = []
@@ -260,4 +272,4 @@ class NeverGathered(RankGroup):
 def _pieces(values: torch.Tensor) -> list[np.ndarray]:
     """Return the bytes of an array in pieces that MPI can send at once."""
     flat = values.reshape(-1).view(torch.uint8).numpy()
-    return [flat[at : at + SENT] for at in range(0, len(flat), SENT)]
+    return [flat[begin : begin + MESSAGE_BYTES] for begin in range(0, len(flat), MESSAGE_BYTES)]

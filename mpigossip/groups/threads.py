@@ -14,7 +14,7 @@ from mpigossip.mixing.combine import weighted_sum
 
 T = TypeVar("T")
 
-SOONER = 0.8
+SLOT_FRACTION = 0.8
 """Fraction of the time limit after which a late slot is named, before a rank that waits for this
 rank reaches its limit."""
 GRACE_S = 10.0
@@ -40,13 +40,13 @@ class ThreadGroup(Group):
             slots can access, so all must be on the same device
         :param first: number of the first slot in the node, for messages, if other ranks of the node
             have slots, too
-        :param timeout_s: time limit in seconds; a slot may take `SOONER` times as long after the
-            slot that ended before it
+        :param timeout_s: time limit in seconds; a slot may take `SLOT_FRACTION` times as long
+            after the slot that ended before it
         """
         self.slots = self.segments = slots
         self.local_slots = range(slots)
         self._first = first
-        self._limit = min(SOONER * timeout_s, threading.TIMEOUT_MAX)
+        self._limit = min(SLOT_FRACTION * timeout_s, threading.TIMEOUT_MAX)
         self._open: Any = None
         """Queue of results of the work that slot 0 is doing now."""
         self.devices = tuple(devices) if devices is not None else ("cpu",) * slots
@@ -67,22 +67,22 @@ class ThreadGroup(Group):
         torch.set_num_threads(threads)
         self._make_current(slot)
         inbox = self._work[slot - 1]
-        while (given := self._given(slot, inbox)) is not None:
-            work, done = given
+        while (task := self._next_work(slot, inbox)) is not None:
+            work, done = task
             try:
                 done.put((slot, work(slot), None))
             except BaseException as error:  # noqa: BLE001 - raised again where run() was called
                 done.put((slot, None, error))
 
-    def _given(self, slot: int, inbox: queue.SimpleQueue) -> tuple | None:
+    def _next_work(self, slot: int, inbox: queue.SimpleQueue) -> tuple | None:
         """Wait for the next work; slot 1 ends the job if slot 0, in the main thread, is late."""
-        patience = PauseExtension()
+        extension = PauseExtension()
         while True:
             before = self._open
             try:
                 return _next(inbox, self._limit)
             except queue.Empty:
-                if slot == 1 and before and before is self._open and not patience.extends():
+                if slot == 1 and before and before is self._open and not extension.extends():
                     end_job(self._late(0))
 
     def _late(self, slot: int) -> str:
@@ -93,12 +93,12 @@ class ThreadGroup(Group):
 
     def _take(self, done: queue.SimpleQueue, failed: bool) -> Any:
         """Wait for the next slot to end; raise queue.Empty at the limit unless a rank is paused."""
-        patience = PauseExtension()
+        extension = PauseExtension()
         while True:
             try:
                 return _next(done, GRACE_S if failed else self._limit)
             except queue.Empty:
-                if failed or not patience.extends():
+                if failed or not extension.extends():
                     raise
 
     def run(self, work: Callable[[int], T]) -> list[T]:

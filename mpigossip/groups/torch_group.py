@@ -69,16 +69,16 @@ class TorchGroup:
             host.barrier.wait if node.size > 1 else None  # type: ignore[attr-defined]
         )
         self._on_gpus = is_gpu(self.devices[0])
-        self._broken = False
-        self._calls, self._begun = 0, [0] * len(self.local_slots)
+        self._failed = False
+        self._calls, self._begun_calls = 0, [0] * len(self.local_slots)
         """Number of calls so far, and number of the last call that each local slot has begun."""
         self._works: list[tuple[str, Any]] = []
         self._scratch = [torch.empty(0)] * len(self.local_slots)
-        places = [
+        group_ranks = [
             GroupRank("inside the node", slot, self.slots, device)
             for slot, device in zip(self.local_slots, self.devices, strict=True)
         ]
-        self._groups = open_groups(node, places, timeout_s)
+        self._groups = open_groups(node, group_ranks, timeout_s)
         self._watchdog = Watchdog(timeout_s, REMEDY, device=self.devices[0])
         if self._on_gpus:
             self._watchdog.start()
@@ -115,7 +115,7 @@ class TorchGroup:
                 self._wait(k, self._groups[k]._reduce_scatter_base(shard, row))
             shards[k].mul_(1 / self.slots)
 
-        self._together("reduce-scatter", reduce)
+        self._run_collective("reduce-scatter", reduce)
         return shards
 
     @profiled("gather inside the node")
@@ -124,17 +124,19 @@ class TorchGroup:
             for row, shard in zip(full[k], shards[k], strict=True):
                 self._wait(k, self._groups[k]._allgather_base(row, shard))
 
-        self._together("all-gather", gather)
+        self._run_collective("all-gather", gather)
 
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
-        self._together("broadcast", lambda k: self._wait(k, self._groups[k].broadcast(full[k], 0)))
+        self._run_collective(
+            "broadcast", lambda k: self._wait(k, self._groups[k].broadcast(full[k], 0))
+        )
 
     def close(self) -> None:
         """Wait for all calls, then release process group and slots; collective."""
-        if not self._broken:
+        if not self._failed:
             self._synchronize()  # the watchdog limits this wait
         self._watchdog.close()
-        close_groups(self._groups, self.devices, self._broken)
+        close_groups(self._groups, self.devices, self._failed)
         self._groups = []
         self._scratch = []
         self._host.close()
@@ -144,8 +146,8 @@ class TorchGroup:
         rows, width = out.shape
         widths = [width] * self.slots
         received = self._scratch[k][: rows * self.slots * width].view(rows, self.slots * width)
-        for row, into in zip(array, received, strict=True):
-            self._wait(k, self._groups[k].alltoall_base(into, row, widths, widths))
+        for row, row_out in zip(array, received, strict=True):
+            self._wait(k, self._groups[k].alltoall_base(row_out, row, widths, widths))
         terms = received.view(rows, self.slots, width).unbind(1)
         weighted_sum([1 / self.slots] * self.slots, terms, out)
 
@@ -157,7 +159,7 @@ class TorchGroup:
         if self._order == "slots" and self._scratch[0].numel() < elements:
             self._scratch = [torch.empty(elements, device=device) for device in self.devices]
 
-    def _together(self, call: str, work: Callable[[int], None]) -> None:
+    def _run_collective(self, call: str, work: Callable[[int], None]) -> None:
         """Call ``work`` in every slot's thread, after all ranks of the node have arrived.
 
         No other thread may call CUDA until all slots have launched: a call that waits for the
@@ -175,13 +177,13 @@ class TorchGroup:
             with launch_lock if self._on_gpus else nullcontext():
                 self.run(work)
         except (RuntimeError, TimeoutError) as error:
-            self._broken = True
+            self._failed = True
             self._watchdog.forget()
             if isinstance(error, GroupError | TimeoutError):
                 raise
-            where = ", ".join(self.devices)
+            devices = ", ".join(self.devices)
             reason = str(error).splitlines()[0]
-            raise GroupError(f"{self._call} failed on {where}: {reason}; {REMEDY}") from error
+            raise GroupError(f"{self._call} failed on {devices}: {reason}; {REMEDY}") from error
         if self._on_gpus:
             self._watchdog.track(self._call, self._works)
 
@@ -189,15 +191,15 @@ class TorchGroup:
         slots = zip(self.local_slots, self.devices, range(len(self.local_slots)), strict=True)
         return [
             (
-                f"{device} (slot {slot} didn't come)",
-                SimpleNamespace(is_completed=lambda k=k: self._begun[k] >= calls),
+                f"{device} (slot {slot} did not arrive)",
+                SimpleNamespace(is_completed=lambda k=k: self._begun_calls[k] >= calls),
             )
             for slot, device, k in slots
         ]
 
     def _wait(self, k: int, work: Any) -> None:
         """Make the current stream of the device wait for ``work``, or on CPUs the host."""
-        self._begun[k] = self._calls
+        self._begun_calls[k] = self._calls
         if self._on_gpus:
             self._works.append((self.devices[k], work))
             work.wait()
@@ -208,14 +210,18 @@ class TorchGroup:
         except RuntimeError:
             if time.monotonic() - began < self._timeout_s:
                 raise
-            raise WaitTimeoutError(f"{self._late()} (waited {self._timeout_s:g} s)") from None
+            raise WaitTimeoutError(
+                f"{self._describe_late()} (waited {self._timeout_s:g} s)"
+            ) from None
 
-    def _late(self) -> str:
+    def _describe_late(self) -> str:
         missing = [
-            s for s, begun in zip(self.local_slots, self._begun, strict=True) if begun < self._calls
+            s
+            for s, begun in zip(self.local_slots, self._begun_calls, strict=True)
+            if begun < self._calls
         ]
         names = ", ".join(map(str, missing)) or "of another process"
-        return f"{self._call}: slot {names} of this node didn't come"
+        return f"{self._call}: slot {names} of this node did not arrive"
 
     def _synchronize(self) -> None:
         for device in self.devices if self._on_gpus else ():
@@ -274,20 +280,20 @@ class Watchdog:
         calls = self._calls
         while calls:
             call, began, works = calls[0]
-            open_on = []
+            open_devices = []
             for device, work in works:
                 try:
                     if not work.is_completed():
-                        open_on.append(device)
+                        open_devices.append(device)
                 except RuntimeError as error:
                     reason = str(error).splitlines()[0]
                     return f"{device} was lost during {call}: {reason}; {self._remedy}"
-            if open_on:
+            if open_devices:
                 if now - began <= self.timeout_s:
                     return ""
-                where = ", ".join(sorted({*open_on}))
+                devices = ", ".join(sorted({*open_devices}))
                 limit = f"{self.timeout_s:g} s (node.timeout_s)"
-                return f"{call} is not done on {where} after {limit}; {self._remedy}"
+                return f"{call} is not done on {devices} after {limit}; {self._remedy}"
             calls.popleft()
         return ""
 

@@ -1,4 +1,4 @@
-"""Batch scripts: what they say for each site, and that no name or path becomes a command."""
+"""Batch scripts: their content for each site, and that no name or path becomes a command."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def made(site="generic-slurm", job="jobs/digits.toml", settings=(), run="runs/di
     return script(read_site(site), job, settings, Path(run), BatchRequest(**wish))
 
 
-def test_all_sites_are_there_say_that_they_are_untried_and_name_their_source():
+def test_all_sites_exist_and_state_that_they_are_untested_and_their_source():
     assert sorted(sites()) == SITES
     for name in SITES:
         site = read_site(name)
@@ -50,7 +50,7 @@ def test_all_sites_are_there_say_that_they_are_untried_and_name_their_source():
 
 
 @on_each("name", ["juwels-booster", "leonardo"])
-def test_a_rank_of_several_gpus_asks_ucx_for_the_card_nearest_to_each(name):
+def test_a_rank_with_several_gpus_uses_the_nearest_card_of_each(name):
     assert "export UCX_SELECT_DISTANCE_MD=''" in made(name)
     assert "UCX_SELECT" not in made(name, ranks=4)
 
@@ -66,7 +66,7 @@ def test_the_centres_own_cache_monitor_stays(name):
 
 
 @on_each("name", ["frontier", "leonardo", "perlmutter"])
-def test_sites_ask_for_all_memory_of_a_node(name):
+def test_sites_request_all_memory_of_a_host(name):
     assert "#SBATCH --mem=0\n" in made(name)
 
 
@@ -81,13 +81,13 @@ def test_every_site_gives_a_script_that_bash_can_read(name):
     text = made(name)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     assert "@" not in re.sub(r"USR2@180", "", text)
-    assert "never tried on the machine itself" in text
+    assert "never tested on the machine itself" in text
     assert "mpigossip train jobs/digits.toml || code=$?" in text
     directives = [
         line for line in text.splitlines() if line.startswith(("#SBATCH", "#PBS", "#flux:"))
     ]
     assert any("m1_g" in line for line in directives)
-    assert not re.search(r"OMPI_MCA|MPIR_CVAR", text)  # a cluster's fast path stays open
+    assert not re.search(r"OMPI_MCA|MPIR_CVAR", text)  # the fast network is enabled
 
 
 def test_the_slurm_script_line_by_line():
@@ -120,7 +120,7 @@ def test_short_jobs_are_stopped_by_the_clock_alone():
     assert "${SLURM_JOB_END_TIME:-$(($(date +%s) + 600))}" in made(seconds=600)
 
 
-def test_pbs_and_flux_ask_for_the_same():
+def test_pbs_and_flux_request_the_same():
     pbs = made("generic-pbs", seconds=36 * 3600)
     for text in (
         "-l select=4:mpiprocs=1",
@@ -144,16 +144,16 @@ def test_pbs_and_flux_ask_for_the_same():
 
 
 @on_each("name", SITES)
-def test_every_site_starts_several_ranks_a_node_too(name):
+def test_every_site_can_start_several_ranks_per_node(name):
     one = made(name)
     several = made(name, ranks=4)
-    assert "One rank a node" in one and "RANKS=" not in one
-    assert "4 ranks a node; each sees all GPUs of it and takes its own." in several
+    assert "One rank per node" in one and "RANKS=" not in one
+    assert "4 ranks per node; each sees all GPUs of the node and uses its own." in several
     assert "RANKS=4 TASKS=16 CORES=" in several
     habit = batch.read_site(name).examples_use
     for text, own in ((one, "node"), (several, "gpu")):
         other = own == "node" and habit == "gpu"
-        assert ("The centre's own examples start one a GPU" in text) == other
+        assert ("The centre's own examples start one per GPU" in text) == other
     launch = next(line for line in several.splitlines() if " mpigossip train " in line)
     if batch.read_site(name).scheduler == "slurm":
         assert "#SBATCH --ntasks-per-node=4" in several
@@ -164,8 +164,8 @@ def test_every_site_starts_several_ranks_a_node_too(name):
     assert done.returncode == 0, done.stderr
 
 
-def test_ranks_share_the_cores_that_there_are():
-    """The script sets OMP_NUM_THREADS, which nproc takes for the number of cores."""
+def test_ranks_share_the_available_cores():
+    """The script sets OMP_NUM_THREADS, which nproc prints as the number of cores."""
     lines = made("generic-slurm", ranks=2).splitlines()
     some = [line for line in lines if line.startswith(("export OMP_", "RANKS="))]
     assert len(some) == 2
@@ -175,7 +175,7 @@ def test_ranks_share_the_cores_that_there_are():
     assert int(done.stdout) == len(os.sched_getaffinity(0)) // 2
 
 
-def test_a_site_without_a_way_to_several_ranks_says_so():
+def test_a_site_without_a_launcher_for_several_ranks_is_rejected():
     site = replace(batch.read_site("generic-slurm"), launcher_multi="")
     with pytest.raises(JobError, match="launcher_multi"):
         made_of = BatchRequest(nodes=2, seconds=600, ranks=2)
@@ -193,7 +193,7 @@ def test_a_site_without_a_way_to_several_ranks_says_so():
             "--ranks 3: must be a multiple of node.ranks_per_node = 2",
         ),
         (["node.ranks_per_node=2"], ["--ranks", "0"], "--ranks: 0: must be at least 1"),
-        # three of the scheduler's nodes with two of ours each
+        # three hosts of the scheduler with two of our nodes each
         (
             ["node.ranks_per_node=2", "graph.name=one-peer-hypercube"],
             ["--ranks", "4"],
@@ -262,7 +262,7 @@ STUBS = ("mpigossip", "srun", "mpiexec", "flux", "scontrol", "qsub", "module")
 
 @pytest.fixture
 def execute(tmp_path):
-    """Runs a script with stand-ins for all programs; what they were called with."""
+    """Run a script with stubs for all programs; return their arguments."""
     stubs = tmp_path / "stubs"
     stubs.mkdir()
     for name in STUBS:
@@ -303,7 +303,7 @@ def execute(tmp_path):
 
 @on_each("evil", EVIL)
 @pytest.mark.parametrize("site", ["generic-slurm", "generic-pbs", "generic-flux"])
-def test_names_and_paths_stay_what_they_are(execute, site, evil):
+def test_names_and_paths_are_quoted(execute, site, evil):
     job = f"{evil}.toml"
     settings = [f"run.name={evil}", f"data.source={evil}"]
     done, words = execute(made(site, job, settings, run=f"runs/{evil}", name=evil))
@@ -326,7 +326,7 @@ def test_directives_take_no_foreign_text(evil):
 @pytest.mark.parametrize(
     "evil", ["a\nb", "a\n#SBATCH --uid=0", "a\rb", "a\0b", "a\x1b[2Jb", "a\u2028b"]
 )
-def test_line_breaks_and_control_characters_are_refused(evil):
+def test_line_breaks_and_control_characters_are_rejected(evil):
     for wrong in (
         {"job": evil},
         {"settings": [f"run.name={evil}"]},
@@ -383,7 +383,7 @@ def test_a_site_file_is_checked(tmp_path, line, says):
         read_site(str(own))
 
 
-def test_an_own_site_file_is_quoted_too(tmp_path, execute):
+def test_a_custom_site_file_is_quoted_too(tmp_path, execute):
     own = tmp_path / "own.toml"
     own.write_text(
         'title = "t"\nlink = "l"\nscheduler = "slurm"\ntested = "2026-11-20"\n'
@@ -391,13 +391,13 @@ def test_an_own_site_file_is_quoted_too(tmp_path, execute):
         '[environment]\nA = "$HOME/`touch HACKED`"\nB = ""\n'
     )
     text = made(str(own))
-    assert "tried on 2026-11-20" in text and "export B=''" in text
+    assert "tested on 2026-11-20" in text and "export B=''" in text
     done, words = execute(text)
     assert done.returncode == 0, done.stderr
     assert words[1:3] == ["$(touch HACKED)", "/home/me/x"]
 
 
-def test_unknown_sites_and_missing_wishes_are_explained(tmp_path):
+def test_unknown_sites_and_missing_options_are_explained(tmp_path):
     with pytest.raises(JobError, match='did you mean "perlmutter"'):
         read_site("perlmuter")
     with pytest.raises(JobError, match="No such file"):
@@ -442,7 +442,7 @@ def test_what_happens_after_training(execute, site, queue, code, progress, ends,
     assert (done.returncode, queue in words) == (ends, again), done.stderr
 
 
-def test_a_queue_that_refuses_is_not_hidden(execute):
+def test_an_error_of_the_queue_is_shown(execute):
     (execute.work / "runs").mkdir()
     stub = execute.work.parent / "stubs" / "mystub"
     new = "runs/digits/checkpoints/step-00000010"
@@ -498,7 +498,7 @@ def test_a_sweep_takes_its_line_as_words(execute):
         "a.b=*",
     ]
     assert execute(text, SLURM_ARRAY_TASK_ID="3")[0].returncode == 2
-    # the last task of an array has the array's own number: to requeue that requeues all
+    # the last task of an array has the array's number: requeueing it would requeue all tasks
     ids = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     words = execute(text, CODE=str(STOPPED), **ids)[1]
     assert words[words.index("scontrol") :][:3] == ["scontrol", "requeue", "7_2"]

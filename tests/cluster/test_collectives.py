@@ -1,4 +1,4 @@
-"""Blocking MPI calls: a rank that doesn't come is named, and a call that doesn't return."""
+"""Blocking MPI calls: errors name a missing rank, or a call that does not return."""
 
 import contextlib
 import re
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.both
 
 
 def opens_without_rank_1(comm, mixer):
-    """Rank 1 comes to the first collective call on the mixer's windows when rank 0 has given up."""
+    """Let rank 1 make the first collective call on the windows after rank 0's time limit."""
     from mpigossip.cluster import collectives
     from mpigossip.mixing.asynchronous import Asynchronous
 
@@ -34,7 +34,7 @@ def opens_without_rank_1(comm, mixer):
         raise InterruptedError
 
     def short(*args):
-        collectives.LEAST_S = 0.5
+        collectives.MINIMUM_S = 0.5
         return before(*args)
 
     setattr(kind, name, late if w.rank == 1 else short)
@@ -46,16 +46,17 @@ def opens_without_rank_1(comm, mixer):
     except InterruptedError:
         pass
     finally:
-        collectives.LEAST_S = 10.0
+        collectives.MINIMUM_S = 10.0
         setattr(kind, name, before)
     return told
 
 
-def test_opening_a_mixer_names_the_rank_that_does_not_come(ranks):
+def test_opening_a_mixer_names_the_missing_rank(ranks):
     for mixer in ("synchronous", "asynchronous"):
         told, _ = ranks(2)(opens_without_rank_1, mixer, timeout=60)
         assert re.match(
-            r"not all ranks came to MPI's \S+; nothing is heard of rank 1 on ", str(told)
+            r"not all ranks have reached MPI's \S+; no message has arrived from rank 1 on ",
+            str(told),
         ), (mixer, told)
 
 
@@ -68,7 +69,7 @@ def does_not_return(comm):
     said = []
     before = threading.excepthook
     threading.excepthook = lambda args: said.append(args.exc_value)
-    collectives.LEAST_S = 0.1
+    collectives.MINIMUM_S = 0.1
     try:
         with bounded_call(MPI.COMM_SELF, "MPI's Win.Allocate", 0.1):
             while not said:
@@ -76,7 +77,7 @@ def does_not_return(comm):
         made = TimeoutComm.of(comm, 30.0).Split(comm.rank % 2, 0).Dup()
     finally:
         threading.excepthook = before
-        collectives.LEAST_S = 10.0
+        collectives.MINIMUM_S = 10.0
     return (
         str(said[0]),
         type(said[0]) is WaitTimeoutError,
@@ -90,7 +91,7 @@ def test_a_call_that_does_not_return_is_named(ranks):
 
 
 def calls_while_mixers_open(comm):
-    """Names of the blocking calls without a limit, and of those with one, as mixers open."""
+    """Return the names of blocking calls without and with a limit while mixers open."""
     from mpi4py import MPI
 
     from mpigossip.cluster import collectives

@@ -1,4 +1,4 @@
-"""Which core the communication thread gets, on machines made of files."""
+"""The core of the progress thread, on machines that are simulated by files."""
 
 import os
 
@@ -32,7 +32,7 @@ TWO = ["0-3,8-11", "4-7,12-15"]
         ([("net", "eth0", 1, "down"), ("net", "eth1", 0, "up")], {0, 1, 2, 3}),
         ([("net", "eth0", 0, "up"), ("infiniband", "mlx5_0", 1, "")], {4, 5, 6, 7}),
         ([("infiniband", "mlx5_0", 0, ""), ("infiniband", "mlx5_1", 1, "")], set(range(8))),
-        ([("net", "eth0", -1, "up")], set(range(8))),  # the system doesn't tell
+        ([("net", "eth0", -1, "up")], set(range(8))),  # the system does not report it
         ([], set(range(8))),
     ],
 )
@@ -40,25 +40,25 @@ def test_cores_near_the_network_card(tmp_path, cards, near):
     assert near_network(set(range(8)), machine(tmp_path, TWO, cards)) == near
 
 
-def test_none_of_the_cores_may_be_near(tmp_path):
+def test_all_cores_count_if_none_is_near(tmp_path):
     far = machine(tmp_path, TWO, [("net", "eth0", 1, "up")])
     assert near_network({0, 1}, far) == {0, 1}
     assert near_network({0, 1}, tmp_path / "nothing here") == {0, 1}
 
 
-def test_a_core_that_is_left_over(tmp_path):
+def test_a_spare_core_is_used(tmp_path):
     far = machine(tmp_path, TWO, [("net", "eth0", 1, "up")])
     eight = set(range(8))
     assert for_messages(eight, 1, 1, 0, far) == {7}
     assert for_messages(eight, 7, 1, 0, far) == {7}
-    assert for_messages(eight, 8, 1, 0, far) == set()  # all compute
+    assert for_messages(eight, 8, 1, 0, far) == set()  # all cores compute
     # two processes on the same cores get one each, if there is one for each
     assert [for_messages(eight, 3, 2, k, far) for k in range(2)] == [{7}, {6}]
     assert for_messages(eight, 4, 2, 0, far) == set()
     assert for_messages({0}, 1, 1, 0, far) == for_messages(set(), 1, 1, 0, far) == set()
 
 
-def test_processes_that_share_cores_are_known_by_machine_and_cores(tmp_path):
+def test_processes_that_share_cores_have_equal_fingerprints(tmp_path):
     boot = tmp_path / "boot_id"
     boot.write_text("one")
     first = fingerprint({0, 1}, boot)
@@ -70,7 +70,7 @@ def test_processes_that_share_cores_are_known_by_machine_and_cores(tmp_path):
 
 
 def thread_on(comm, cores):
-    """The cores of the progress thread and of the thread that made it."""
+    """Return the cores of the progress thread and of the thread that started it."""
     import threading
 
     from mpigossip.mixing.progress_thread import ProgressThread

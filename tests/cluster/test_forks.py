@@ -13,7 +13,7 @@ pytestmark = pytest.mark.both
 
 
 def in_fork(call):
-    """Return what a fork of this process gets from a call: the message of its JobError, or ""."""
+    """Return the JobError of a call in a fork of this process, or ""."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -87,7 +87,7 @@ def messages_in_forks(world):
     return messages, os.getpid(), mean, averaged
 
 
-def test_a_fork_is_rejected_and_its_rank_goes_on(ranks):
+def test_a_fork_is_rejected_and_its_rank_continues(ranks):
     (messages, process, *means), (*_, mean, averaged) = ranks(2)(messages_in_forks)
     assert messages.pop("tell") == "returned"
     for name, message in messages.items():

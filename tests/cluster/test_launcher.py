@@ -1,4 +1,4 @@
-"""Which of the launcher's variables frameworks don't see: none of those that tell rank or size."""
+"""Variables of launchers that are hidden from frameworks: all with a rank or a size."""
 
 import sys
 
@@ -29,7 +29,7 @@ KEPT = {
 }
 
 
-def test_where_a_framework_is_loaded_rank_and_size_go_and_the_rest_stays(monkeypatch):
+def test_with_a_framework_rank_and_size_are_hidden_and_others_stay(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     environment = RANK | KEPT
     assert launcher.hide(environment) == RANK
@@ -41,7 +41,7 @@ def test_where_a_framework_is_loaded_rank_and_size_go_and_the_rest_stays(monkeyp
     assert environment == RANK | KEPT | {"RANK": "7"}
 
 
-def test_without_a_framework_a_loop_reads_what_it_likes(monkeypatch):
+def test_without_a_framework_no_variable_is_hidden(monkeypatch):
     for name in launcher.FRAMEWORKS:
         monkeypatch.delitem(sys.modules, name, raising=False)
     environment = RANK | KEPT

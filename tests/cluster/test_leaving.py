@@ -1,4 +1,4 @@
-"""A rank that leaves early ends the job by its exit code; a slow rank has not left."""
+"""A rank that exits early ends the job with its exit code; a slow rank has not exited."""
 
 import os
 import re
@@ -21,7 +21,7 @@ HEAD = """
 import sys, time
 from mpigossip.cluster import waits
 from mpigossip.cluster.ranks import world
-waits.DEPARTURE_GRACE_S, waits.ASK_S = 0.1, 0.2
+waits.DEPARTURE_GRACE_S, waits.INFORM_S = 0.1, 0.2
 """
 LOOP = """
 import torch, mpigossip
@@ -37,8 +37,8 @@ with mpigossip.world() as w:
 """
 
 
-OTHER = LOOP.replace("break", "break  # and on to another call") + "    {call}\n"
-LEFT = r"rank 1 on \S+ has come to the end of its "
+OTHER = LOOP.replace("break", "break  # and continues to another call") + "    {call}\n"
+LEFT = r"rank 1 on \S+ has reached the end of its "
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_rank_that_leaves_early_ends_the_job_by_its_code(mpirun, body, code, w
 STUCK = """
 import atexit, os, sys, threading, time, mpigossip
 from mpigossip.cluster.process import PROGRESS
-atexit.register(os._exit, 9)  # comes after the end of MPI
+atexit.register(os._exit, 9)  # runs after the end of MPI
 with mpigossip.world() as w:
     if w.rank == 1:
         threading.Thread(target=time.sleep, args=(999,), name=PROGRESS, daemon=True).start()
@@ -83,15 +83,15 @@ sys.exit(int(sys.argv[1]))
 
 @pytest.mark.parametrize("given, code", [("75", 75), every("raise", 1)])
 def test_a_thread_left_in_a_call_of_mpi_changes_no_exit_code(mpirun, given, code):
-    """Finalizing MPI would hang or crash: no rank does, and each says its code by itself."""
+    """Finalizing MPI would hang or crash, so no rank does it, and each exits with its own code."""
     done = mpirun(3, [sys.executable, "-c", STUCK, given], timeout=60, warm=False)
     assert done.returncode == code, done.stderr
 
 
 def slow_ranks(comm):
-    """Rank 1 is late by 1 s for what it comes to: after a loop, in its last step, as all close."""
+    """Let rank 1 be late by 1 s: after a loop, in its last step, or when all close."""
     waits.DEPARTURE_GRACE_S = 0.1
-    waits.ASK_S = 0.05
+    waits.INFORM_S = 0.05
     found = []
     try:
         with world(timeout_s=30) as w:
@@ -103,7 +103,7 @@ def slow_ranks(comm):
             found.append("after a loop")
             if w.rank == 1:
                 until = time.monotonic() + 1
-                with deadline.announce_end(5):  # asked by rank 0, it answers that it closes
+                with deadline.announce_end(5):  # it answers rank 0 that it closes
                     Deadline(20).wait(
                         lambda: time.monotonic() > until, lambda: "", awaited_ranks=lambda: [0]
                     )
@@ -128,22 +128,22 @@ def slow_ranks(comm):
             found.append("as all close")
     finally:
         waits.DEPARTURE_GRACE_S = 10.0
-        waits.ASK_S = 1.0
+        waits.INFORM_S = 1.0
     return found
 
 
-def test_a_slow_rank_has_not_left(ranks):
+def test_a_slow_rank_has_not_departed(ranks):
     assert ranks(2)(slow_ranks) == [["after a loop", "in its last step", "as all close"]] * 2
 
 
 def one_is_slow(comm):
-    """Rank 2 comes late to a step, then to averaged(): the others wait in different calls."""
+    """Let rank 2 be late to a step, then to averaged(): the others wait in different calls."""
     import torch
 
     import mpigossip
 
     waits.DEPARTURE_GRACE_S = 0.1
-    waits.ASK_S = 0.05
+    waits.INFORM_S = 0.05
     try:
         with mpigossip.world(timeout_s=30) as w:
             model = torch.nn.Linear(4, 3)
@@ -162,13 +162,13 @@ def one_is_slow(comm):
                 with optimizer.averaged():
                     pass
                 optimizer.consensus_distance()
-            return w._roll._told.sum() > 0
+            return w._monitor._sent_numbers.sum() > 0
     finally:
         waits.DEPARTURE_GRACE_S = 10.0
-        waits.ASK_S = 1.0
+        waits.INFORM_S = 1.0
 
 
-def test_ranks_that_wait_in_different_calls_for_a_slow_one_go_on(ranks):
+def test_ranks_that_wait_in_different_calls_for_a_slow_rank_continue(ranks):
     assert any(ranks(4)(one_is_slow)), "the others asked"
 
 
@@ -178,7 +178,7 @@ def messages_of_a_run(comm):
 
     import mpigossip
 
-    waits.ASK_S = float("inf")  # on a busy machine a wait may be long
+    waits.INFORM_S = float("inf")  # on a busy machine a wait may be long
     try:
         with mpigossip.world() as w:
             model = torch.nn.Linear(4, 3)
@@ -188,10 +188,10 @@ def messages_of_a_run(comm):
                 model(torch.ones(1, 4)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            roll = w._roll
-        return int(roll._told.sum())
+            roll = w._monitor
+        return int(roll._sent_numbers.sum())
     finally:
-        waits.ASK_S = 1.0
+        waits.INFORM_S = 1.0
 
 
 @on_each("n", [2, 3, 4, 6, 8])
@@ -237,4 +237,6 @@ def test_sigterm_ends_a_job_that_waits(mpistart):
         os.kill(pid, signal.SIGTERM)
     done = job.finish(timeout=90)
     assert done.returncode != 0
-    assert re.search(r"nothing is heard of rank 1 on \S+; SIGTERM came", done.stderr), done.stderr
+    assert re.search(
+        r"no message has arrived from rank 1 on \S+; SIGTERM was received", done.stderr
+    ), done.stderr

@@ -1,4 +1,4 @@
-"""Ranks as nodes: numbers, columns, and one paragraph where they don't fit."""
+"""Ranks as nodes: numbers, inter-node ranks, and one error if they don't fit."""
 
 import pytest
 
@@ -19,7 +19,7 @@ NAMES = ["a"] * 4 + ["b"] * 4
         (TWO, "host", [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]),
         (TWO, 2, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]),
         (TWO, 4, [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]),
-        # ranks dealt out to the hosts in turn, as `srun --distribution=cyclic` does
+        # ranks assigned to the hosts in turn, as `srun --distribution=cyclic` does
         ([0, 1, 0, 1], "host", [(0, 0), (1, 0), (0, 1), (1, 1)]),
         (
             [0, 1, 0, 1, 0, 1, 0, 1],
@@ -29,7 +29,7 @@ NAMES = ["a"] * 4 + ["b"] * 4
         ([0, 1, 2], "host", [(0, 0), (1, 0), (2, 0)]),
     ],
 )
-def test_every_k_ranks_of_a_host_are_a_node_numbered_by_its_first(host, per, expected):
+def test_every_k_ranks_of_a_host_are_a_node_numbered_by_its_first_rank(host, per, expected):
     assert assign_nodes(host, ["x"] * len(host), per) == expected
 
 
@@ -43,7 +43,7 @@ def test_every_k_ranks_of_a_host_are_a_node_numbered_by_its_first(host, per, exp
         (TWO + [8], 4, ["= 4: c has 1 rank"]),
     ],
 )
-def test_ranks_that_make_no_nodes_are_refused_in_one_paragraph(host, per, words):
+def test_ranks_that_form_no_nodes_are_rejected_in_one_paragraph(host, per, words):
     with pytest.raises(JobError) as refused:
         assign_nodes(host, (NAMES + ["c"])[: len(host)], per)
     (text,) = refused.value.messages
@@ -77,7 +77,7 @@ def columns(world, per):
 
 
 @on_each("per", [1, 2, 3, "host"])
-def test_columns_join_the_ranks_of_equal_place(ranks, per):
+def test_inter_node_worlds_have_the_ranks_of_equal_local_rank(ranks, per):
     found = ranks(6)(columns, per)
     each = 6 if per == "host" else per
     for rank, one in enumerate(found):
@@ -102,7 +102,7 @@ def refused(world):
     return found.value.messages
 
 
-def test_all_ranks_learn_that_one_is_too_many(ranks):
+def test_all_ranks_report_one_rank_too_many(ranks):
     (first, *others) = ranks(3)(refused)
-    assert "has 3 ranks, no nodes of 2; start 2 or 4 there" in first[0]
+    assert "has 3 ranks, which cannot form nodes of 2; start 2 or 4 there" in first[0]
     assert all(one == first for one in others)

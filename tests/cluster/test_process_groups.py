@@ -17,7 +17,7 @@ pytestmark = pytest.mark.both
 
 
 def in_threads(works):
-    """Call all of them at once."""
+    """Call all functions at once."""
     threads = [threading.Thread(target=work) for work in works]
     for thread in threads:
         thread.start()
@@ -26,7 +26,7 @@ def in_threads(works):
 
 
 def summed(groups, places):
-    """What each place gets where rank r of a group gives 2 ** r."""
+    """Return the sum of each group rank if rank r of a group contributes 2 ** r."""
     values = [torch.tensor([2.0**place.rank]) for place in places]
 
     def add(k):
@@ -40,7 +40,7 @@ def summed(groups, places):
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_threads_are_ranks_of_a_group(slots, listed, monkeypatch):
     if not listed:  # as torch before 2.10
-        monkeypatch.setattr(process_groups, "_store", process_groups._Listed)
+        monkeypatch.setattr(process_groups, "_store", process_groups._ListingStore)
     places = [GroupRank("slots", slot, slots, "cpu") for slot in range(slots)]
     groups = open_groups(SingleProcess(), places, 20)
     assert [group.rank() for group in groups] == list(range(slots))
@@ -52,7 +52,7 @@ def one_fails(comm, late):
 
     with World(comm, timeout_s=20) as world:
         device = "cpu" if late or comm.rank == 0 else "cuda:9"  # this torch has no NCCL
-        size = 3 if late else 2  # rank 2 never comes
+        size = 3 if late else 2  # rank 2 never arrives
         began = time.monotonic()
         try:
             open_groups(world, [GroupRank("nodes", comm.rank, size, device)], 1)
@@ -78,7 +78,7 @@ def test_variables_that_make_nccl_hang_are_rejected(name, value, monkeypatch):
     open_groups(SingleProcess(), [GroupRank("slots", 0, 1, "cpu")], 20)
 
 
-def test_groups_of_an_opening_that_failed_are_cut_off(monkeypatch):
+def test_groups_of_a_failed_opening_are_aborted(monkeypatch):
     cut = []
     first = threading.Event()
     thread = []
@@ -86,7 +86,7 @@ def test_groups_of_an_opening_that_failed_are_cut_off(monkeypatch):
     def connect(store, place, limit):
         if place.rank:
             assert first.wait(10)
-            thread[0].join(10)  # until the other one is known
+            thread[0].join(10)  # until the other failure is known
             raise RuntimeError("no route to a host")
         thread.append(threading.current_thread())
         first.set()

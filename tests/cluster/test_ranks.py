@@ -1,4 +1,4 @@
-"""cluster/ranks.py: the world, waiting, agreement, mistakes, and ends without hanging ranks."""
+"""cluster/ranks.py: the world, waits, agreements, user errors, and exits without hanging ranks."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def agreement_in_the_background(comm):
         early = False
         if w.rank == 0:
             early = first.ready()
-            comm.send(None, dest=1)  # rank 1 starts its part only now
+            comm.send(None, dest=1)  # rank 1 starts its agreement only now
         second = w.start_agree(0)
         return early, first.read(), first.ready(), second.read(), first.read()
 
@@ -146,7 +146,7 @@ def settings_come_back(comm):
         del sys.modules["accelerate"], os.environ["WORLD_SIZE"]
 
 
-def test_a_world_restores_what_it_has_set_in_the_process(ranks):
+def test_a_world_restores_the_settings_of_the_process(ranks):
     for before, during, after in ranks(2)(settings_come_back):
         assert before == after == (0.005, "1", True)
         assert during == (pytest.approx(deadline.SWITCH_S), None, True)
@@ -156,7 +156,7 @@ HANGS = """
 import sys, time
 from mpigossip.cluster import collectives
 from mpigossip.cluster.ranks import world
-collectives.LEAST_S, count, plain = 0.2, [0], collectives.TimeoutComm.Dup
+collectives.MINIMUM_S, count, plain = 0.2, [0], collectives.TimeoutComm.Dup
 def dup(self):
     count[0] += 1
     if count[0] != int(sys.argv[1]): return plain(self)
@@ -168,7 +168,7 @@ world(timeout_s=0.5)
 
 @pytest.mark.parametrize("call", [2, every(1)])
 def test_a_call_of_mpi_that_hangs_at_the_start_ends_the_job(mpirun, call):
-    """The first Dup is for the end of the program, the second one is the world's."""
+    """The first Dup is for the end of the program, the second one for the world."""
     done = mpirun(2, [sys.executable, "-c", HANGS, str(call)], timeout=60, warm=False)
     assert done.returncode != 0
     words = r"mpigossip: rank [01] of 2 on \S+: MPI's Dup doesn't return"
@@ -187,7 +187,7 @@ def test_world_knows_and_joins_its_ranks(ranks, n):
         assert agreed == 7
 
 
-def test_agreement_travels_while_ranks_go_on(ranks):
+def test_an_agreement_is_in_flight_while_ranks_continue(ranks):
     assert ranks(2)(agreement_in_the_background) == [(False, 1, True, 0, 1)] * 2
 
 
@@ -195,28 +195,31 @@ def test_agreement_has_a_time_limit(ranks):
     late, good = ranks(2)(agreement_with_a_late_rank)
     assert late[1] == 1
     assert re.fullmatch(
-        r"not all ranks came to an agreement; nothing is heard of rank 1 on \S+ \(waited 0.2 s\)",
+        r"not all ranks have reached an agreement; no message has arrived from rank 1 on \S+ "
+        r"\(waited 0.2 s\)",
         late[0],
     )
     assert good == (None, 1)
 
 
-def test_worlds_follow_each_other_whatever_was_left_untold(ranks):
+def test_a_new_world_opens_after_messages_in_flight(ranks):
     assert ranks(3)(one_world_after_another, timeout=90) == [[2] * 10] * 3
 
 
-def test_a_world_s_end_waits_for_who_has_work_left(ranks):
+def test_a_closing_world_waits_for_busy_ranks(ranks):
     assert ranks(2)(one_works_on_inside) == [True, True]
 
 
 def test_barrier_has_a_time_limit(ranks):
     text, _ = ranks(2)(barrier_without_all)
-    assert re.match(r"not all .* barrier, in barrier\(\), .*; nothing is heard of rank 1 on ", text)
+    assert re.match(
+        r"not all .* barrier, in barrier\(\), .*; no message has arrived from rank 1 on ", text
+    )
 
 
 def waits_in_a_chain(comm, meeting):
-    """Rank 0 waits for rank 1, which waits for rank 2, which does something else."""
-    limit = 3 if comm.rank == 0 else 1  # rank 1 says for whom it waits after half of its own
+    """Let rank 0 wait for rank 1, which waits for rank 2, which does something else."""
+    limit = 3 if comm.rank == 0 else 1  # rank 1 reports its wait after half of its own limit
     w = world(timeout_s=limit)
     told = None
     if w.rank == 2:
@@ -243,17 +246,17 @@ def waits_in_a_chain(comm, meeting):
 
 
 @pytest.mark.parametrize("meeting", [False, True])
-def test_a_wait_that_ends_names_whom_it_waited_for(ranks, meeting):
+def test_a_wait_at_its_limit_names_the_awaited_ranks(ranks, meeting):
     first, second, _ = ranks(3)(waits_in_a_chain, meeting)
-    told = "nothing is heard of rank 2 on "
+    told = "no message has arrived from rank 2 on "
     assert told in second
     if meeting:
         assert told in first
     else:
-        assert "waited for rank 1 on " in first and "which wait themselves (waited 3 s)" in first
+        assert "waited for rank 1 on " in first and "which are waiting, too (waited 3 s)" in first
 
 
-def test_a_mistake_of_one_rank_is_told_to_all(ranks):
+def test_a_user_error_of_one_rank_is_raised_on_all(ranks):
     for messages in ranks(3)(mistakes, {1}, ["no file a", "no file b"]):
         assert len(messages) == 2
         assert messages[0].startswith("rank 1 on ")
@@ -263,7 +266,7 @@ def test_a_mistake_of_one_rank_is_told_to_all(ranks):
     assert ranks(3)(mistakes, (), ["same"]) == [()] * 3
 
 
-def test_a_mistake_of_all_ranks_is_told_once(ranks):
+def test_a_user_error_of_all_ranks_is_reported_once(ranks):
     assert ranks(2)(mistakes, {0, 1}, ["no file"]) == [("no file",)] * 2
 
 
@@ -310,7 +313,7 @@ def test_exception_in_a_thread_ends_the_job(mpirun):
             "    time.sleep(600)",
         ),
         timeout=30,
-        warm=False,  # a fork that sleeps hears nothing of its launcher's end
+        warm=False,  # a sleeping fork does not notice the end of its launcher
     )
     assert done.returncode != 0
     assert "rank 0 of 2" in done.stderr
@@ -319,7 +322,7 @@ def test_exception_in_a_thread_ends_the_job(mpirun):
 
 
 def test_ranks_that_all_exit_with_a_code_pass_it_on(mpirun):
-    never = "process.LEAVE_S = 1e6"  # nobody waits for it, or mpirun's limit is over
+    never = "process.LEAVE_S = 1e6"  # no rank waits this long, or mpirun times out
     done = mpirun(3, script(never, "with mpigossip.world() as world: sys.exit(2)"), timeout=60)
     assert done.returncode == 2
     assert "mpigossip" not in done.stderr
@@ -358,13 +361,13 @@ def test_a_world_that_not_all_ranks_open_ends_the_job(mpirun):
         script(
             "from mpi4py import MPI",
             "from mpigossip.cluster import collectives",
-            "collectives.LEAST_S = 0.5",
+            "collectives.MINIMUM_S = 0.5",
             "if MPI.COMM_WORLD.rank == 0: mpigossip.world(timeout_s=0.5)",
         ),
         timeout=30,
     )
     assert done.returncode != 0
-    assert "mpigossip.world(): not all ranks came to MPI's Dup" in done.stderr
+    assert "mpigossip.world(): not all ranks have reached MPI's Dup" in done.stderr
 
 
 def test_world_without_a_launcher_is_one_rank(mpirun):
@@ -376,7 +379,7 @@ def test_world_without_a_launcher_is_one_rank(mpirun):
 
 
 @pytest.mark.parametrize("number", [every("1"), "2"])
-def test_the_other_mpis_launcher_is_told_before_mpi_aborts(mpirun, number, tmp_path):
+def test_the_launcher_of_another_mpi_is_reported_before_mpi_aborts(mpirun, number, tmp_path):
     theirs = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x@1", "OMPI_COMM_WORLD_RANK": "0"}
     theirs |= {"OMPI_COMM_WORLD_SIZE": number}
     by = "Open MPI"
@@ -385,7 +388,7 @@ def test_the_other_mpis_launcher_is_told_before_mpi_aborts(mpirun, number, tmp_p
         by = "MPICH"
     words = ["mpigossip", "train", "digits", "run.steps=0"]
     done = mpirun(0, words, cwd=tmp_path, env=theirs, timeout=60)
-    if number == "1" and by == "MPICH":  # alone on purpose, and not hurt by it
+    if number == "1" and by == "MPICH":  # one process on purpose, which works
         assert "launcher" not in done.stderr
         return
     assert done.returncode == 2, done.stderr
@@ -409,11 +412,11 @@ def test_an_mpi_that_may_belong_to_its_launcher_is_left_alone(library, env):
 def test_a_linker_script_in_the_place_of_mpi_is_named():
     for words in ("file too short", "invalid ELF header"):
         error = RuntimeError(f"cannot load MPI library\n/lib/libmpi.so: {words}\n/other")
-        assert "name the file with a number" in str(no_mpi(error))
+        assert "a linker script: name the library file" in str(no_mpi(error))
     assert "linker" not in str(no_mpi(RuntimeError("cannot load MPI library\nnot there")))
 
 
-def test_the_library_that_is_named_in_vain_is_shown_with_the_remedies():
+def test_a_named_library_that_fails_is_shown_with_remedies():
     error = ImportError("libmpi.so.12: cannot open shared object file")
     text = str(no_mpi(error, {"MPI4PY_LIBMPI": "/usr/lib/libmpich.so.12"}))
     assert "MPI4PY_LIBMPI=/usr/lib/libmpich.so.12" in text
@@ -461,7 +464,7 @@ def test_launcher_and_world_agree(size, env):
         ({"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8"}, "FLUX_JOB_SIZE=8", 5),
     ],
 )
-def test_world_of_one_where_more_were_meant_is_refused(env, variable, rank):
+def test_a_world_of_one_with_several_launched_ranks_is_rejected(env, variable, rank):
     with pytest.raises(LaunchError, match=rf"8 ranks were started \({variable}\)") as error:
         check_launcher(1, "MPICH Version:\t5.0.2\nbuilt …", env)
     assert error.value.rank == rank
@@ -469,7 +472,7 @@ def test_world_of_one_where_more_were_meant_is_refused(env, variable, rank):
     assert "mpiexec -n 1" in str(error.value)
 
 
-def test_deadline_waits_and_names_what_is_late():
+def test_a_deadline_waits_and_names_the_late_event():
     answers = iter([False] * 80 + [True])
     assert Deadline(10).wait(lambda: next(answers), lambda: "never asked") > 0
     assert Deadline(0).wait(lambda: True, lambda: "never asked") < 1
@@ -480,8 +483,8 @@ def test_deadline_waits_and_names_what_is_late():
     assert issubclass(WaitTimeoutError, TimeoutError)
 
 
-def test_a_pause_leaves_a_whole_limit(monkeypatch):
-    """One that ends at 2.7 s, of waits of 1 s: late at 4, where 3 would leave 0.3 s."""
+def test_a_pause_restarts_the_time_limit(monkeypatch):
+    """The pause ends at 2.7 s and the limit is 1 s: the wait ends near 4 s, not 3 s."""
     now = [0.0]
 
     def tick(seconds=1e-3):
@@ -495,8 +498,8 @@ def test_a_pause_leaves_a_whole_limit(monkeypatch):
     assert 3.7 <= now[0] < 4.7
 
 
-def test_a_pause_that_ends_before_the_limit_leaves_a_whole_one(monkeypatch):
-    """One that ends at 0.9 s of a wait of 1 s: late at 1.9."""
+def test_a_pause_that_ends_before_the_limit_restarts_it(monkeypatch):
+    """The pause ends at 0.9 s and the limit is 1 s: the wait ends at 1.9 s."""
     now = [0.0]
 
     def tick(seconds=1e-3):
@@ -532,7 +535,7 @@ def test_a_waiting_thread_doesnt_end_the_pause_of_its_rank(monkeypatch):
     assert sent == [deadline.PAUSED, deadline.CLOSING, deadline.WORKING]
 
 
-def test_a_thread_that_tells_while_the_pause_ends_doesnt_begin_it_anew(monkeypatch):
+def test_a_thread_that_sends_while_the_pause_ends_doesnt_restart_it(monkeypatch):
     sent = []
     told = threading.Event()
 
@@ -541,7 +544,7 @@ def test_a_thread_that_tells_while_the_pause_ends_doesnt_begin_it_anew(monkeypat
         return SimpleNamespace(Test=lambda: True)
 
     class Lock:
-        """Here the other thread, about to tell, waits until the pause has been told to be over."""
+        """Lock that delays another thread's status until the end of the pause is announced."""
 
         def __enter__(self):
             if threading.current_thread() is other:
@@ -551,7 +554,7 @@ def test_a_thread_that_tells_while_the_pause_ends_doesnt_begin_it_anew(monkeypat
             pass
 
     roll = WaitMonitor(SimpleNamespace(size=2, rank=0, Isend=keep), ["a", "b"])
-    roll._telling = Lock()
+    roll._send_lock = Lock()
     roll.receive_status = lambda: False
     other = threading.Thread(target=roll.send_status, args=([1], deadline.WORKING))
     monkeypatch.setattr(deadline, "monitor", roll)
@@ -563,7 +566,7 @@ def test_a_thread_that_tells_while_the_pause_ends_doesnt_begin_it_anew(monkeypat
     assert sent == [deadline.PAUSED, deadline.WORKING, deadline.WORKING]
 
 
-def test_deadline_counts_from_its_making():
+def test_a_deadline_counts_from_its_creation():
     deadline = Deadline(0.05)
     time.sleep(0.06)
     with pytest.raises(WaitTimeoutError):

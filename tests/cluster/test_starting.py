@@ -1,4 +1,4 @@
-"""A rank that is killed before, in or just after MPI's start: all end, and it is named."""
+"""A rank that is killed before, in or just after MPI's start: all end, and an error names it."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from mpigossip.cluster import launcher, process
 from mpigossip.cluster.starting import Start
 rank = launcher.launcher_ranks(os.environ)[0][0]
 def kill(process):
-    Path(sys.argv[1], "victim").write_text(str(process))  # what it prints may end with it
+    Path(sys.argv[1], "victim").write_text(str(process))  # its output may be lost with it
     os.kill(process, signal.SIGKILL)
 def die(when):
     if rank == 1 and sys.argv[2] == when:
@@ -31,7 +31,7 @@ die("before")
 process.before_mpi(Path(sys.argv[1]), float(sys.argv[3]))
 while sys.argv[2] != "before" and len([*Path(sys.argv[1]).glob(".*/[0-9]*")]) < 3:
     time.sleep(0.05)
-time.sleep(1.5)  # the ranks know each other
+time.sleep(1.5)  # the ranks have detected each other
 die("hello")
 if rank == 1 and sys.argv[2] == "stopped":
     time.sleep(600)
@@ -61,7 +61,7 @@ print("done")
 
 @pytest.fixture(params=["plain", "ulfm"])
 def tolerant(request, monkeypatch):
-    """Whether a lost rank ends the others; with Open MPI both ways."""
+    """Whether a rank failure ends the others; with Open MPI, both cases are tested."""
     if request.param == "ulfm":
         if not launch.is_open_mpi():
             pytest.skip("only Open MPI's launcher has --with-ft ulfm")
@@ -71,7 +71,7 @@ def tolerant(request, monkeypatch):
 
 
 def ended(mpirun, folder, when, limit=LIMIT_S):
-    """What was said, in so many seconds, by ranks of which rank 1 did that."""
+    """Return the output of ranks, and the seconds, if rank 1 runs this program."""
     began = time.monotonic()
     done = mpirun(3, [sys.executable, "-c", RANK, folder, when, limit], limit + 40, warm=False)
     assert done.returncode != 0, done.stderr
@@ -81,18 +81,18 @@ def ended(mpirun, folder, when, limit=LIMIT_S):
 
 @pytest.mark.parametrize("when", ["before", every("hello"), "init", every("after")])
 def test_a_rank_that_is_killed_ends_the_job_and_is_named(mpirun, tolerant, tmp_path, when):
-    """By the launcher, as rank or process; by us where its launcher goes on."""
+    """The launcher names the rank or the process; if it continues, the package does."""
     told = ended(mpirun, tmp_path, when)
     process = (tmp_path / "victim").read_text()
     names = rf"rank 1\b|ranks: 1\b|process {process}\b"
     if launch.is_open_mpi():
         assert re.search(names, told) or when == "after" and tolerant, told
-    else:  # says of any process that it was killed; its launcher may fail with the process
+    else:  # reports that a process was killed; its launcher may fail with the process
         ends = ("BAD TERMINATION", "Killed", "process manager error")
         assert any(words in told for words in ends), told
     if tolerant and when == "before":
         assert f"MPI has not started within {LIMIT_S} s (node.timeout_s)" in told
-        assert "nothing is seen of 1 of 3 ranks: 1 " in told
+        assert "1 of 3 ranks have not started: 1 " in told
     if tolerant and when in ("hello", "init"):
         lines = re.findall(r"mpigossip: (rank .*)", told)
         assert len(lines) == 1 and lines[0].startswith("rank 1 of 3 on "), told
@@ -101,21 +101,21 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(mpirun, tolerant, tmp_p
         )
 
 
-def test_a_rank_that_does_not_come_to_the_start_ends_the_job(mpirun, tolerant, tmp_path):
+def test_a_rank_that_does_not_start_ends_the_job(mpirun, tolerant, tmp_path):
     told = ended(mpirun, tmp_path, "stopped")
     assert told.count(f"MPI has not started within {LIMIT_S} s (node.timeout_s)") == 1
-    assert "1 of 3 ranks have begun but not come so far: 1 on " in told
+    assert "1 of 3 ranks have started but not called MPI_Init: 1 on " in told
 
 
 @pytest.mark.parametrize(
     "how, says", [("raise", "said by itself"), every("exit", "no such library")]
 )
-def test_a_rank_that_ends_by_itself_speaks_for_itself(mpirun, tolerant, tmp_path, how, says):
+def test_a_rank_that_exits_reports_its_own_reason(mpirun, tolerant, tmp_path, how, says):
     assert says in ended(mpirun, tmp_path, how, 60)
 
 
 def test_a_second_launch_in_one_allocation_is_not_ended_by_the_first(mpirun, tmp_path):
-    """Launchers that PBS's number alone tells apart: files of the first are left over."""
+    """Only PBS's job number distinguishes these launches; files of the first remain."""
     left = tmp_path / ".ranks-7.pbs"
     left.mkdir()
     for rank in range(3):

@@ -1,4 +1,4 @@
-"""How a program of the user's ends by a mistake, an exception, Ctrl-C: said once, nothing after."""
+"""The end of a user's program by a user error, an exception or Ctrl-C: one report, no more."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def mistake(text="give more, 3 is not enough"):
 
 
 PATIENT = "from mpigossip.cluster import uncaught\nuncaught.ALL_S = 20\n"
-"""So long a rank waits for the others' last words: none is taken for the only one."""
+"""Seconds that a rank waits for the errors of the others, so that it reports for all."""
 
 
 def program(tmp_path, body):
@@ -32,7 +32,7 @@ def program(tmp_path, body):
 
 
 @pytest.mark.both
-def test_a_mistake_of_all_ranks_is_one_paragraph_and_nothing_else(mpirun, tmp_path):
+def test_a_user_error_of_all_ranks_is_one_paragraph(mpirun, tmp_path):
     body = PATIENT + "world = mpigossip.world()\nmistake()\n"
     done = mpirun(3, program(tmp_path, body), timeout=30)
     where = f"loop.py, line {HEAD.splitlines().index('    raise JobError([text])') + 1}"
@@ -41,7 +41,7 @@ def test_a_mistake_of_all_ranks_is_one_paragraph_and_nothing_else(mpirun, tmp_pa
 
 
 @pytest.mark.both
-def test_a_mistake_of_one_rank_is_said_by_it_and_ends_all(mpirun, tmp_path):
+def test_a_user_error_of_one_rank_names_it_and_ends_all(mpirun, tmp_path):
     body = (
         "with mpigossip.world() as world:\n    if world.rank == 1: mistake()\n    world.barrier()\n"
     )
@@ -64,7 +64,7 @@ def test_an_exception_of_all_ranks_has_one_traceback(mpirun, tmp_path):
 
 
 @pytest.mark.both
-def test_a_mistake_ends_with_its_code_however_long_mpi_takes_to_end(mpirun, tmp_path):
+def test_a_user_error_sets_the_exit_code_even_if_mpi_ends_late(mpirun, tmp_path):
     body = (
         "from mpi4py import MPI\nfrom mpigossip.cluster import process, uncaught\n"
         "uncaught.END_S = 1\nworld = mpigossip.world()\n"
@@ -72,13 +72,13 @@ def test_a_mistake_ends_with_its_code_however_long_mpi_takes_to_end(mpirun, tmp_
         "library = type('', (), {'CDLL': lambda *_: type('', (), {'MPI_Finalize': slow})()})()\n"
         "if world.rank == 1: MPI.Finalize, process.ctypes = slow, library\nmistake()\n"
     )
-    done = mpirun(2, program(tmp_path, body), timeout=120, warm=False)  # its exit code, no stub's
+    done = mpirun(2, program(tmp_path, body), timeout=120, warm=False)  # not a stub's exit code
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("3 is not enough") == 1
 
 
 def own_words(done):
-    """What the program wrote: Open MPI's launcher adds a box wherever an exit code isn't 0."""
+    """Return the program's own output: for exit codes, Open MPI's launcher adds a box."""
     text, box, _ = done.stderr.partition("-" * 74)
     assert not box or launch.is_open_mpi()
     return text
@@ -86,7 +86,7 @@ def own_words(done):
 
 @pytest.mark.both
 @pytest.mark.parametrize("inside", [True, every(False)], ids=["all wait", "one waits"])
-def test_ctrl_c_is_said_once(mpistart, tmp_path, inside):
+def test_ctrl_c_is_reported_once(mpistart, tmp_path, inside):
     waits = "while True: time.sleep(0.05)"
     other = waits if inside else "world.comm.barrier() if world.rank == 1 else time.sleep(60)"
     body = f"with mpigossip.world() as world:\n    print('ready', flush=True)\n    {other}\n"
@@ -119,7 +119,7 @@ def test_launchers_that_mpi_does_not_know_are_named(env, child, words):
     ("size", "env", "child"),
     [
         (1, {}, ()),
-        (1, {"WORLD_SIZE": "1", "RANK": "0"}, ()),  # torchrun of one
+        (1, {"WORLD_SIZE": "1", "RANK": "0"}, ()),  # torchrun with one process
         (4, {"WORLD_SIZE": "4", "RANK": "2"}, ()),  # set by the user from MPI's
         (1, {"WORLD_SIZE": "4", "PMI_RANK": "0", "PMI_SIZE": "1"}, (1,)),  # mpiexec -n 1
     ],
@@ -129,7 +129,7 @@ def test_one_node_on_purpose_is_left_alone(size, env, child):
 
 
 @pytest.mark.every
-def test_torchrun_is_refused_by_one_paragraph(mpirun, tmp_path):
+def test_torchrun_is_rejected_in_one_paragraph(mpirun, tmp_path):
     words = program(tmp_path, "mpigossip.world()\nprint('trained alone')\n")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = mpirun(0, [*torchrun, *words[1:]], timeout=60, env={"OMP_NUM_THREADS": "1"})
@@ -138,7 +138,7 @@ def test_torchrun_is_refused_by_one_paragraph(mpirun, tmp_path):
 
 
 @pytest.mark.both
-def test_spawned_processes_are_refused(mpirun, tmp_path):
+def test_spawned_processes_are_rejected(mpirun, tmp_path):
     body = """
 def node(number):
     mpigossip.world()

@@ -61,10 +61,10 @@ def interrupted_everywhere(comm):
     """Interrupt waits in which this rank sends to itself and receives; return what was wrong."""
     from mpi4py import MPI
 
-    before = (waits.RECEIVE_AFTER_S, waits.ASK_S)
+    before = (waits.RECEIVE_AFTER_S, waits.INFORM_S)
     wrong = []
     number = 0
-    waits.RECEIVE_AFTER_S = waits.ASK_S = 0.0
+    waits.RECEIVE_AFTER_S = waits.INFORM_S = 0.0
     deadline.monitor = roll = WaitMonitor(MPI.COMM_SELF.Dup(), ["here"])
     try:
         interrupt = Interrupt(0)
@@ -89,7 +89,7 @@ def interrupted_everywhere(comm):
     except WaitTimeoutError as late:
         wrong.append(f"{late}")
     finally:
-        waits.RECEIVE_AFTER_S, waits.ASK_S = before
+        waits.RECEIVE_AFTER_S, waits.INFORM_S = before
         deadline.steps_done = 0
         deadline.monitor = None
     return number, wrong
@@ -115,7 +115,7 @@ def test_an_interrupt_as_a_pause_begins_ends_it(monkeypatch):
 
 
 def test_a_wait_that_is_interrupted_is_over_for_the_others(monkeypatch):
-    """A rank that catches an interrupt works on; one that is late ends as one that waited."""
+    """A rank that catches an interrupt continues; a late rank ends like a rank that waited."""
     said = []
 
     class Wait:
@@ -204,7 +204,7 @@ def test_ranks_in_different_calls_end_after_the_grace_period(monkeypatch):
             if wait.poll() is not None:
                 ended.append(rank)
     assert ended
-    assert now == pytest.approx(waits.ASK_S + waits.DEPARTURE_GRACE_S, abs=0.5)
+    assert now == pytest.approx(waits.INFORM_S + waits.DEPARTURE_GRACE_S, abs=0.5)
 
 
 # -- numbers of calls ------------------------------------------------------------------------------

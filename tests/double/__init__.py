@@ -7,14 +7,14 @@ calls: Counter[str] = Counter()
 
 
 def active() -> bool:
-    """Whether this process stands on the double."""
+    """Return whether this process uses the double."""
     return "MPIGOSSIP_DOUBLE" in os.environ
 
 
 def fails(what: str) -> bool:
-    """Whether this call of its kind is to fail: MPIGOSSIP_DOUBLE_FAILS="capture,pin:2,put@1".
+    """Return whether this call has to fail, by MPIGOSSIP_DOUBLE_FAILS="capture,pin:2,put@1".
 
-    That fails every capture, the second pin, and puts on rank 1 of the launcher's.
+    With this value, every capture fails, the second pin, and puts on the launcher's rank 1.
     """
     calls[what] += 1
     rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", ""))

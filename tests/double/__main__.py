@@ -16,7 +16,7 @@ TESTS = ["tests/test_gpu.py", "tests/double"]
 
 
 def environment(folder: Path, devices: int = 8) -> dict[str, str]:
-    """What a process begins with that is to find the double; ``folder``: for compiled code."""
+    """Return the environment of a process with the double; ``folder``: folder of compiled code."""
     home = Path(torch.__file__).parent
     flags = ["-O1", "-std=c++20", "-shared", "-fPIC", f"-I{home}/include", f"-L{home}/lib"]
     made = [HERE / "guard.cpp", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home}/lib"]
@@ -31,7 +31,7 @@ def environment(folder: Path, devices: int = 8) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest; its exit code."""
+    """Run pytest and return its exit code."""
     with tempfile.TemporaryDirectory(prefix="mpigossip-double-") as folder:
         what = arguments if any("tests/" in a for a in arguments) else [*arguments, *TESTS]
         command = [sys.executable, "-m", "pytest", *what]

@@ -1,8 +1,8 @@
-"""Happens-before: who touches which bytes, and whether an event or a wait stands between.
+"""Happens-before relation of accesses to memory, given by events and waits.
 
 Each stream, and the host (all its threads as one), is a timeline with a vector clock. Work given
 to a stream comes after what the host knew by then; an event carries its stream's clock to who
-waits for it. Two accesses of a byte on two timelines, one of them a write, have to be ordered.
+waits for it. Two accesses of a byte on two timelines, one of them a write, must be ordered.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _lock = threading.RLock()
 
 
 class Unordered(RuntimeError):
-    """Two accesses with nothing between them that orders them."""
+    """Two accesses that no event or wait orders."""
 
 
 class Timeline:
-    """A stream, or the host: its own tick, and the ticks of others that it comes after."""
+    """Stream, or host, with its own tick and the ticks of others that happened before it."""
 
     def __init__(self, name: str):
         self.name = name
@@ -28,17 +28,17 @@ class Timeline:
         self._met = self.knows
 
     def clock(self) -> dict[Timeline, int]:
-        """What has happened before this point."""
+        """Return the clock of all work that happened before this point."""
         return {**self.knows, self: self.tick}
 
     def follow(self, clock: dict[Timeline, int]) -> None:
-        """Go on after all that a clock stands for."""
+        """Continue after all work that a clock contains."""
         with _lock:
             news = {line: at for line, at in clock.items() if at > self.knows.get(line, 0)}
             self.knows = {**self.knows, **news} if news else self.knows
 
     def given(self, what: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
-        """Work that the host gives to this stream, or does itself. Raises Unordered."""
+        """Record work that the host submits to this stream or does itself; may raise Unordered."""
         with _lock:
             if self._met is not HOST.knows:
                 self._met = HOST.knows
@@ -65,12 +65,12 @@ class Timeline:
             inside = low <= first and last <= high
             if not inside or not (writes or (mine and not wrote)):
                 kept.append(old)
-        # a storage keeps what may still be raced
+        # a storage keeps the accesses that may still race
         storage.touched = [*kept, (low, high, writes, self, self.tick, what)]
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """From a tensor's first byte to its last one."""
+    """Return the range from the first to the last byte of a tensor."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((length - 1) * stride for length, stride in steps) if tensor.numel() else -1
     return tensor.data_ptr(), tensor.data_ptr() + tensor.element_size() * (last + 1)

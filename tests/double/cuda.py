@@ -1,4 +1,4 @@
-"""The names of torch.cuda over devices that aren't there; streams order only what is checked."""
+"""The names of torch.cuda for devices that do not exist; streams order only checked accesses."""
 
 import ctypes
 import itertools
@@ -29,12 +29,12 @@ ends."""
 
 @cache
 def line(address: int) -> Timeline:
-    """The timeline of a stream's address."""
+    """Return the timeline of the stream with this address."""
     return Timeline(f"cuda:{address >> 32} stream {address & 0xFFFFFFFF}")
 
 
 class Stream(torch.cuda.Stream):
-    """A timeline of a device."""
+    """Timeline of a device."""
 
     def __new__(cls, *_, **__):
         return object.__new__(cls)
@@ -59,7 +59,7 @@ class Stream(torch.cuda.Stream):
 
 
 class Event:
-    """A point of a stream; work is done at once, unless it is meant to hang."""
+    """Point of a stream; work is done at once, unless it has to hang."""
 
     def __init__(self, enable_timing=False, blocking=False):
         self.clock: dict[Timeline, int] = {}
@@ -83,7 +83,7 @@ class Event:
 
 
 class CUDAGraph:
-    """Operations as they were recorded, done again in the same memory."""
+    """Recorded operations, which are repeated in the same memory."""
 
     def capture_begin(self, *pool, **_) -> None:
         self.recorded: list = []
@@ -105,7 +105,7 @@ def current_device() -> int:  # a function of ctypes has no hash, which torch._d
 
 
 def exchange_device(index: int) -> int:
-    """As in torch before 2.8: to choose what is current makes no context in a new thread."""
+    """Set the current device without a context in a new thread, as in torch before 2.8."""
     if index != current_device():
         context.made = True
     return guard.exchange_device(index)
@@ -136,7 +136,7 @@ def synchronize(device=None) -> None:
 
 
 def install() -> None:
-    """Put the names in torch's place."""
+    """Replace the names of torch."""
     # else a thread a device, which would have streams of its own
     one_thread = torch.autograd.set_multithreading_enabled(False)
     torch.autograd._engine_run_backward = one_thread(torch.autograd._engine_run_backward)

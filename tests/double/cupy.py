@@ -1,4 +1,4 @@
-"""What the package uses of CuPy: private memory and raw kernels."""
+"""The parts of CuPy that the package uses: private memory and raw kernels."""
 
 import os
 import sys
@@ -15,11 +15,11 @@ from tests.mixing.kernels import on_cpu
 
 
 class CUDARuntimeError(RuntimeError):
-    """An error of the runtime."""
+    """Error of the CUDA runtime."""
 
 
 class Memory:
-    """An allocation of its own."""
+    """Separate allocation."""
 
     def __init__(self, size: int):
         if fails("allocation"):
@@ -29,7 +29,7 @@ class Memory:
 
 
 class Array:
-    """cupy.ndarray, as far as it is handed on to torch."""
+    """The part of cupy.ndarray that is passed to torch."""
 
     def __init__(self, shape, dtype, memory):
         self.tensor = memory.tensor[: shape[0]]
@@ -39,7 +39,7 @@ class Array:
 
 
 class RawKernel:
-    """A kernel compiled for this processor; what it reads and writes is told by its launch."""
+    """Kernel compiled for this processor; its launch reports what it reads and writes."""
 
     def __init__(self, source: str, name: str):
         (self.run,) = on_cpu.compiled([source], Path(os.environ["MPIGOSSIP_DOUBLE_FOLDER"]))
@@ -52,7 +52,7 @@ class RawKernel:
 
 
 def install() -> None:
-    """Let `import cupy` find this, unless the environment says that it isn't installed."""
+    """Let `import cupy` import this, unless the environment says that it isn't installed."""
     original = torch.from_dlpack
 
     def from_dlpack(given):

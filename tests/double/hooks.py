@@ -1,7 +1,7 @@
-"""Where the package hands memory to MPI: what streams do must be over.
+"""Checks where the package passes memory to MPI: the work of streams must be complete.
 
-And the memory's device must be the current one, as MPI libraries want it; and what a network card
-wrote into it is flushed before it is read.
+The memory's device must be the current one, as MPI libraries require, and data that a network card
+has written must be flushed before it is read.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ flushed: set[int] = set()
 
 
 def before(owner, name: str, look) -> None:
-    """Let ``look`` see what a function is given, first."""
+    """Call ``look`` with the arguments of a function before the function."""
     original = getattr(owner, name)
 
     def seen(*arguments):
@@ -37,13 +37,13 @@ def refused(what: str) -> None:
 
 
 def in_context(*_) -> None:
-    """MPI's libraries find the device of memory by the thread's context."""
+    """Check the current device: MPI libraries find the device of memory by the thread's context."""
     if not hasattr(context, "made"):
         raise RuntimeError("MPI gets GPU memory in a thread without a device")
 
 
 def averages(module) -> None:
-    """Memory for MPI: read or written by the host from now on."""
+    """Check averages, whose memory the host reads or writes from now on."""
 
     def taken(memory: torch.Tensor) -> None:
         if memory.device.type == "cuda" and memory.device.index != current_device():
@@ -55,7 +55,7 @@ def averages(module) -> None:
 
 
 def flushing(what, devices, work, *arguments):
-    """Do it; what came into these devices has to be flushed."""
+    """Run a function after which the data received on these devices has to be flushed."""
     flushed.clear()
     done = work(*arguments)
     if missing := {device.index for device in devices} - flushed:
@@ -64,7 +64,7 @@ def flushing(what, devices, work, *arguments):
 
 
 def of_transport(kind: str):
-    """Messages are sent: copies out must be over. What comes into GPU memory is flushed."""
+    """Check transports: copies out precede sends, and received data in GPU memory is flushed."""
 
     def watch(module) -> None:
         transport = getattr(module, kind)
@@ -92,7 +92,7 @@ def of_transport(kind: str):
 
 
 def buffers(module) -> None:
-    """What comes by messages of an average is flushed."""
+    """Check that data received by messages of an average is flushed."""
     device = module.DeviceBuffers
     make = device._swap
 
@@ -107,7 +107,7 @@ def buffers(module) -> None:
 
 
 def memory(module) -> None:
-    """The driver's flush: these devices need it."""
+    """Record the driver's flush of devices that need it."""
 
     def flush(target, scope) -> int:
         flushed.add(current_device())
@@ -123,7 +123,7 @@ def memory(module) -> None:
 
 
 def proof(module) -> None:
-    """Puts of the proof, in a rank or ("alone") in a process of its own, that go wrong."""
+    """Let puts of the proof fail, in a rank or ("alone") in a separate process."""
     original = module.put
 
     def put(*arguments) -> None:
@@ -140,7 +140,7 @@ def proof(module) -> None:
 
 
 def streams(module) -> None:
-    """Calls on copies' and sums' streams: under NCCL's lock, and without waiting for a copy."""
+    """Check that calls on streams of copies and sums hold NCCL's lock and don't wait for a copy."""
 
     def guarded(original):
         @contextlib.contextmanager
@@ -161,7 +161,7 @@ def streams(module) -> None:
 
 
 def loader(module) -> None:
-    """Batches are copied from locked memory, beside what the host does."""
+    """Check that batches are copied from locked memory, concurrently with the host."""
     bring = module.DeviceCopier.start_copy
 
     def bringing(self, batch, finish):
@@ -176,7 +176,7 @@ def loader(module) -> None:
 
 
 def gpu_sum(module) -> None:
-    """What a kernel reads and writes is known where it is launched."""
+    """Record what a kernel reads and writes when it is launched."""
 
     def launched(weights, arrays, out) -> None:
         torch.cuda.current_stream(out.device).line.given("a kernel", [*arrays], [out])
@@ -185,7 +185,7 @@ def gpu_sum(module) -> None:
 
 
 def install() -> None:
-    """Let these see their modules of `mpigossip` once they are loaded."""
+    """Install these checks in their modules of `mpigossip` when they are loaded."""
     watched = {
         "data.loader": loader,
         "mixing.averages": averages,

@@ -1,7 +1,7 @@
-"""Waits, events and orders taken away one by one: `python -m tests.double.mutants` prints a table.
+"""Mutants without one wait, event or order: `python -m tests.double.mutants` prints a table.
 
-Each mutant is a module with one text in another's place, under which a training or an exchange on
-the double has to fail: by an unordered access, wrong bits, or an error.
+Each mutant is a module in which one text is replaced, so that a training or an exchange on
+the double has to fail: with an unordered access, wrong bits, or an error.
 """
 
 import os
@@ -34,10 +34,10 @@ SOON = (
     f"{FAILURES}::test_nccl_that_fails_or_hangs_is_named_within_the_deadline"
     "[lost:3-was lost during]"
 )
-"""With a limit of 2 s."""
+"""It has a time limit of 2 s."""
 TRAINING = "tests/double/test_training.py::test_two_ranks_of_two_devices_have_the_cpus_bits"
 ENCODED = "tests/double/test_training.py::test_every_wire_has_the_cpus_bits[top-k-windows]"
-"""What is sent is made after the search for NaN, which waits for the device."""
+"""The encoded message is made after the search for NaN, which waits for the device."""
 DELAYED = (
     "tests/mixing/test_windows.py::test_windows_equal_the_simulator_under_random_delays[4-put]"
 )
@@ -128,7 +128,7 @@ MUTANTS = [
      "tests/double/test_nccl.py::test_nccl_that_cannot_be_had_is_refused_or_left"
      "[hang-cuda:{rank}-a round of nccl failed: round 0: NCCL isn]"),
     ("a slot that does not finish on a CPU has no limit", "mpigossip.groups.threads",
-     "min(SOONER * timeout_s, threading.TIMEOUT_MAX)", "threading.TIMEOUT_MAX",
+     "min(SLOT_FRACTION * timeout_s, threading.TIMEOUT_MAX)", "threading.TIMEOUT_MAX",
      "tests/groups/test_groups.py::test_a_slot_that_does_not_finish_is_named_in_time"),
     ("2: messages of GPU memory are never tried", PROBE,
      'WAYS = "windows", "messages", "nccl", "host"', 'WAYS = "windows", "nccl", "host"', REFUSED),
@@ -137,7 +137,7 @@ MUTANTS = [
     ("4: another thread's CUDA calls without NCCL's lock", STREAMS,
      "with launch_lock, device_context(self.device), torch.cuda.stream(self.into):",
      "with device_context(self.device), torch.cuda.stream(self.into):", HOST),
-    ("4: launch blocking is let through", GROUPS, "if wrong and any(", "if False and any(",
+    ("4: launch blocking is let through", GROUPS, "if refused and any(", "if False and any(",
      f"{FAILURES}::test_launch_blocking_is_refused_with_its_remedy"),
     ("5: nodes share a server", GROUPS, "node.broadcast(port)", "world.broadcast(port)",
      f"{LOOPS}::test_fsdp2_inside_nodes_has_the_bits_of_full_models"),
@@ -181,7 +181,7 @@ MUTANTS = [
 
 
 def planted(mutant: tuple, tree: Path) -> tuple[Path, str]:
-    """The file of the mutant's module in a tree, and its text with the fault."""
+    """Return the file of the mutant's module in a tree, and its text with the fault."""
     name, module, old, new, _ = mutant
     place = tree / f"{module.replace('.', '/')}.py"
     text = place.read_text()
@@ -206,7 +206,7 @@ def pattern_of(code: str) -> re.Pattern:
 
 
 def caught(mutant: tuple) -> str:
-    """What gave the mutant away, in a copy of the sources; "" where nothing did."""
+    """Return how the mutant was detected, in a copy of the sources; "" if it was not."""
     name, *_, test = mutant
     tree = copy_of(REPO)
     try:
@@ -226,7 +226,7 @@ def caught(mutant: tuple) -> str:
 
 
 def main(wanted: str = "") -> int:
-    """Try them all, or those whose text has a word; how many weren't caught."""
+    """Run all mutants, or those whose text has a word; return the number that were not detected."""
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(environment(Path(folder)), PYTEST_ADDOPTS="--all")

@@ -1,7 +1,7 @@
 """Tensors of "cuda:k" on the CPU's memory: each operation is done at once and told to the checker.
 
-A tensor is a subclass whose storage is the CPU's and whose keys are CUDA's, so that torch's own
-Python, autograd and modules treat it as one of a GPU. Operations are done on plain views of the
+A tensor is a subclass with the storage of the CPU and the keys of CUDA, so that torch's own
+Python, autograd and modules treat it as a GPU tensor. Operations are done on plain views of the
 same memory. Operands of two devices are refused as CUDA refuses them, except for copies.
 """
 
@@ -18,7 +18,7 @@ COPIES = {aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default
 MIXED = COPIES | {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
 """Operations whose operands, or indexes, may lie on the CPU or on another device."""
 pointers: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
-"""What was given away as an address: the storage that it points into."""
+"""Addresses that were passed on, with the storage that they point into."""
 _library = torch.library.Library("aten", "IMPL", "CUDA")
 
 
@@ -42,7 +42,7 @@ recording = _Recording()
 
 
 class OnDevice(torch.Tensor):
-    """A tensor of a device that isn't there; its storage knows which one."""
+    """Tensor of a device that does not exist; its storage holds the number of the device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -71,19 +71,19 @@ class OnDevice(torch.Tensor):
 
 
 def index_of(tensor: torch.Tensor) -> int:
-    """The number of a tensor's device."""
+    """Return the number of a tensor's device."""
     return tensor.untyped_storage().double
 
 
 def at(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Elements at an address that was given away, as the CPU's tensor."""
+    """Return the elements at an address that was passed on, as a CPU tensor."""
     storage = pointers[address]
     offset = (address - storage.data_ptr()) // dtype.itemsize
     return torch.empty(0, dtype=dtype).set_(storage, offset, (count,))
 
 
 def plain(value):
-    """The same memory as the CPU's tensor; anything else as it is."""
+    """Return the same memory as a CPU tensor; return anything else unchanged."""
     if not isinstance(value, OnDevice):
         return value
     place = value.untyped_storage(), value.storage_offset(), value.size(), value.stride()
@@ -91,14 +91,14 @@ def plain(value):
 
 
 def mapped(change, tree):  # torch's pytree takes three times as long as all the rest
-    """What an operation takes or returns, every leaf changed."""
+    """Apply a function to every leaf of the arguments or results of an operation."""
     if isinstance(tree, (list, tuple)):
         return type(tree)([mapped(change, one) for one in tree])
     return change(tree)
 
 
 def tensors(tree) -> list[torch.Tensor]:
-    """All tensors of what an operation takes or returns."""
+    """Return all tensors in the arguments or results of an operation."""
     if isinstance(tree, (list, tuple)):
         return [tensor for one in tree for tensor in tensors(one)]
     return [tree] if isinstance(tree, torch.Tensor) else []
@@ -106,7 +106,7 @@ def tensors(tree) -> list[torch.Tensor]:
 
 @cache
 def schema(func) -> tuple[list[str], list[str], list[bool], bool]:
-    """Names of arguments; of those written; which results are these; whether memory is touched."""
+    """Return argument names, written arguments, results that alias them, and if memory is used."""
     given, returned = (
         [
             (one.name, one.alias_info, one.alias_info is not None and one.alias_info.is_write)
@@ -121,7 +121,7 @@ def schema(func) -> tuple[list[str], list[str], list[bool], bool]:
 
 
 def perform(func, args, kwargs):
-    """One operation, on whatever device its operands or its ``device`` say."""
+    """Perform one operation on the device of its operands or of its ``device``."""
     if func is torch.ops.prim.device.default:
         return torch.device("cuda", index_of(args[0]))
     names, writes, same, touches = schema(func)
@@ -193,7 +193,7 @@ def _wrapped(target: int | None, value):
 
 
 def _target(func, named: dict, there: list[int]) -> int | None:
-    """The device of what comes out; None: the CPU."""
+    """Return the device of the results; None: the CPU."""
     if named.get("device") is not None:
         device = torch.device(named["device"])
         return None if device.type == "cpu" else _get_device_index(device, optional=True)
@@ -204,7 +204,7 @@ def _target(func, named: dict, there: list[int]) -> int | None:
 
 
 def install() -> None:
-    """Let torch make tensors of the devices, in every thread; before torch is asked for them."""
+    """Let torch make tensors of the devices in every thread; call it before torch makes any."""
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     pin = torch.Tensor.pin_memory
 

@@ -1,4 +1,4 @@
-"""What goes wrong on demand: told in words, at once, and followed by the right way or the end."""
+"""Failures on demand: each is reported at once, and another route or the end of the job follows."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ AWARE = "MPICH_GPU_SUPPORT_ENABLED"
 
 @contextlib.contextmanager
 def failing(what, aware=False):
-    """These calls fail in this process; ``aware``: MPI says that it takes GPU memory."""
+    """Let these calls fail in this process; ``aware``: MPI reports support of GPU memory."""
     from tests import double
 
     double.calls.clear()
@@ -31,14 +31,14 @@ def failing(what, aware=False):
 
 
 def proven_on(comm, what, rank, devices):
-    """The proof, where these calls fail on one rank; verdict, reason and seconds."""
+    """Return verdict, reason and seconds of a proof in which these calls fail on one rank."""
     import time
 
     from mpigossip.mixing.device import proof
 
     began = time.perf_counter()
     given = proof.try_in_subprocess
-    if what and "alone" not in what:  # the processes of their own, which would find nothing
+    if what and "alone" not in what:  # the test does not reach other processes
         proof.try_in_subprocess = lambda *_: (True, "")
     try:
         with failing(what if comm.rank == rank else "", aware=True):
@@ -72,7 +72,7 @@ def test_every_slots_device_is_proven(ranks):
     ],
 )
 def test_what_fails_on_one_rank_is_refused_on_all_at_once(ranks, what, named):
-    if what.startswith("lost put:"):  # it is the left neighbour's inbox that stays empty
+    if what.startswith("lost put:"):  # the inbox of the left neighbour stays empty
         named = ["cuda:1 (rank 0)", "a put of GPU memory", "wrong data"]
     found = ranks(2)(proven_on, what, 1, ["cuda:0", "cuda:1"], timeout=150)
     for able, why, seconds in found:
@@ -105,7 +105,7 @@ def windows(comm, what, rank, way, aware):
     ],
 )
 def test_an_exchange_goes_another_way_with_the_same_bits(ranks, what, way, aware, named):
-    rank = None if what == "window" else 0  # one alone would leave the others in MPI_Win_create
+    rank = None if what == "window" else 0  # one failure would block the others
     results = ranks(2)(windows, what, rank, way, aware, timeout=120)
     for found, routes in results:
         assert found and not any(found.values()), (found, routes)
@@ -114,7 +114,7 @@ def test_an_exchange_goes_another_way_with_the_same_bits(ranks, what, way, aware
 
 
 def timed(comm, what):
-    """`windows` where calls fail on rank 0 as ways are proven and timed, and seconds."""
+    """Return `windows`, and seconds, if calls fail on rank 0 while routes are proven and timed."""
     import time
 
     from mpigossip.mixing.transports import probe
@@ -132,7 +132,7 @@ def timed(comm, what):
     "what, named",
     [
         every("hanging put", ", but a put of GPU memory on cuda:0 (rank 0) doesn't return"),
-        # the others wait inside MPI_Win_create and are left there
+        # the other ranks wait inside MPI_Win_create and are abandoned there
         ("proof window", ", but MPI_Win_create of GPU memory failed on cuda:0 (rank 0): MPI_ERR"),
         every("window", "no windows: MPI_ERR_RMA_RANGE"),
         ("exchange put:1", "no windows: a round of windows failed: MPI_ERR_RMA_RANGE"),
@@ -155,7 +155,7 @@ def test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way(r
 
 
 def unflushed(comm, kind):
-    """What ends a round from GPU to GPU where a flush fails."""
+    """Return the error that ends a round from GPU to GPU if a flush fails."""
     from mpigossip.cluster.ranks import World
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import ExchangeKind, MessageLayout
@@ -175,11 +175,11 @@ def unflushed(comm, kind):
 
 
 @pytest.mark.parametrize("kind", ["GOSSIP", every("GLOBAL")])
-def test_a_flush_that_fails_in_training_ends_the_round_in_words(kind):
-    """Of what was put (a gossip round) and of what came as messages (an average)."""
+def test_a_failed_flush_in_training_ends_the_round_with_an_error(kind):
+    """A flush follows both puts (of a gossip round) and messages (of an average)."""
     from tests.rankpool import Ranks
 
-    pools = Ranks()  # of its own: the mixer can't be closed
+    pools = Ranks()  # a separate pool: the mixer can't be closed
     try:
         found = pools(2)(unflushed, kind, timeout=60)
     finally:
@@ -188,7 +188,7 @@ def test_a_flush_that_fails_in_training_ends_the_round_in_words(kind):
 
 
 def ended(comm, what, timeout_s):
-    """Training on two GPUs under NCCL until something is raised: that, and seconds."""
+    """Train on two GPUs with NCCL until an exception is raised; return it, and the seconds."""
     import time
 
     from mpigossip.cluster.ranks import SingleProcess
@@ -228,7 +228,7 @@ def test_nccl_that_fails_or_hangs_is_named_within_the_deadline(ranks, what, name
 
 
 def blocking(comm):
-    """What a job of two GPUs is told where every launch waits for its end."""
+    """Return the error of a job on two GPUs if every launch waits for its end."""
     from mpigossip.cluster.ranks import SingleProcess
     from mpigossip.config import JobError
     from tests.test_gpu import trained
@@ -247,7 +247,7 @@ def test_launch_blocking_is_refused_with_its_remedy(ranks):
 
 
 def graphs(comm, what):
-    """Parameters after some steps on a GPU, and what was warned of."""
+    """Return the parameters after some steps on a GPU, and the warnings."""
     import warnings
 
     from mpigossip.cluster.ranks import SingleProcess
@@ -260,7 +260,7 @@ def graphs(comm, what):
 
 
 @pytest.mark.parametrize("what", ["capture:1", "capture:2"])
-def test_a_failed_capture_is_said_and_trains_on_to_the_same_bits(ranks, what):
+def test_a_failed_capture_is_reported_and_training_is_identical(ranks, what):
     ((captured, quiet),) = ranks(1)(graphs, "")
     ((eager, said),) = ranks(1)(graphs, what)
     assert (captured == eager).all() and not any("captured" in text for text in quiet)
@@ -281,7 +281,7 @@ def train(mpirun, folder, fails, exchange="windows", steps=6, timeout_s=20, warm
 
 
 @pytest.mark.every
-def test_train_says_the_way_and_why_it_is_not_the_other(mpirun, tmp_path):
+def test_train_prints_the_route_and_the_reason(mpirun, tmp_path):
     good, _ = train(mpirun, tmp_path / "good", "")
     assert good.returncode == 0, good.stderr
     assert "node 0 receives from 1: put from GPU to GPU" in good.stdout
@@ -308,7 +308,7 @@ def test_a_rank_that_is_killed_in_the_proof_is_named_with_the_remedy(mpirun, tmp
     assert "node.exchange=host" in done.stderr
 
 
-def test_a_put_that_fails_on_one_rank_in_training_ends_the_job_in_words(mpirun, tmp_path):
+def test_a_failed_put_on_one_rank_ends_the_job_with_an_error(mpirun, tmp_path):
     done, seconds = train(mpirun, tmp_path, "exchange put:3@1")
     assert done.returncode != 0 and seconds < 60
     assert "rank 1" in done.stderr and "MPI_ERR_RMA_RANGE" in done.stderr
@@ -316,10 +316,10 @@ def test_a_put_that_fails_on_one_rank_in_training_ends_the_job_in_words(mpirun, 
     assert 'node.exchange = "host"' in done.stderr
 
 
-def test_a_slot_that_stands_still_ends_the_job_with_its_name(mpirun, tmp_path):
+def test_a_hanging_slot_is_named_and_ends_the_job(mpirun, tmp_path):
     done, seconds = train(mpirun, tmp_path, "still:9@1", "host", timeout_s=4, warm=False)
     assert done.returncode != 0 and seconds < 90
-    late = r"is not done on cuda:(\d) \(slot \1 didn't come\) after 4 s"
+    late = r"is not done on cuda:(\d) \(slot \1 did not arrive\) after 4 s"
     late += r"|slot (\d) of this node, on cuda:\2, has not finished \(waited 3.2 s after the others"
     assert re.search(late, done.stderr), done.stderr
 

@@ -23,12 +23,12 @@ from tests.optim.test_saved import momenta, put, stepped
 pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
 JOB = Path(__file__).parents[2] / "jobs/digits.toml"
 WAYS = ["host", "messages", "nccl"]
-"""All but windows, whose memory is CuPy's."""
+"""All routes but windows, whose memory comes from CuPy."""
 
 
 @contextlib.contextmanager
 def without_cupy():
-    """CuPy can't be imported, as on a machine that doesn't have it."""
+    """Let the import of CuPy fail, as on a machine without it."""
     from mpigossip.mixing.kernels import gpu_sum
 
     gpu_sum.usable.cache_clear()
@@ -43,7 +43,7 @@ def without_cupy():
 
 
 def loop(world, device, folder, steps, **options):
-    """A loop's parameters after some steps, from wherever its run directory stands."""
+    """Return a loop's parameters after some steps, from the present state of its run directory."""
     import mpigossip
 
     torch.manual_seed(3)
@@ -64,7 +64,7 @@ def loop(world, device, folder, steps, **options):
 
 
 def loops(comm, kept, way, options):
-    """Unbroken on the CPU; on a GPU stopped after 3 steps, and resumed."""
+    """Run without a stop on the CPU; on a GPU, stop after 3 steps and resume."""
     from mpigossip.optim.world import World
 
     gpu = f"cuda:{comm.rank}"
@@ -94,7 +94,7 @@ def test_a_loop_saved_and_resumed_has_the_cpus_bits(ranks, tmp_path, way, style)
 
 
 def test_a_state_may_lie_in_the_gpus_memory():
-    """As torch.load(map_location=device) gives it."""
+    """torch.load(map_location=device) returns such a state."""
 
     def moved(array):
         return array.to("cuda:0")
@@ -106,7 +106,7 @@ def test_a_state_may_lie_in_the_gpus_memory():
         for change in (put("model", moved), momenta(moved)):
             change(state)
         optimizer.load_state_dict(state)
-        optimizer.consensus_distance()  # by which it is there
+        optimizer.consensus_distance()  # the package checks for it by this function
         assert torch.equal(optimizer.vector.x[0], before)
 
 
@@ -161,7 +161,7 @@ def fsdp(comm, cases, per):
         return in_nodes(comm, cases, per)
 
 
-ON_GPUS = {"device": "cuda", "copies": True}  # a tensor of the double is no torch.Tensor
+ON_GPUS = {"device": "cuda", "copies": True}  # the double's class isn't torch.Tensor
 SHARDED = [
     Case("dsgd", (("exchange", "host"),), steps=2, **ON_GPUS),
     Case("dsgd", (("style", "awc"), ("exchange", "nccl")), steps=3, **ON_GPUS),
@@ -173,7 +173,7 @@ SHARDED = [
     "case", [*SHARDED[:2], every(SHARDED[2])], ids=["host", "nccl", "messages"]
 )
 def test_fsdp2_inside_nodes_has_the_bits_of_full_models(ranks, one_thread, case):
-    with sdpa_kernel(SDPBackend.MATH):  # what torch takes for attention on the double
+    with sdpa_kernel(SDPBackend.MATH):  # as torch chooses on the double
         wanted = mixed(2, 2, case)
     for node, (found,) in ranks(4)(fsdp, [case], 2, timeout=120):
         assert torch.equal(torch.from_numpy(found), wanted[node])

@@ -1,4 +1,4 @@
-"""NCCL between nodes that goes wrong: named in words within the deadline, or another way taken."""
+"""Failures of NCCL between nodes: an error before the deadline, or another route."""
 
 import pytest
 
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -
 
 
 def by_nccl(comm, what, limit_s, device, window):
-    """Routes, or the words that end a round by NCCL, where these calls fail; and seconds."""
+    """Return routes, or the error that ends a round by NCCL, if these calls fail; and seconds."""
     import time
 
     from mpigossip.cluster.ranks import World
@@ -51,10 +51,10 @@ def by_nccl(comm, what, limit_s, device, window):
         ("async", ["NCCL send and recv between nodes failed", "network error", "NCCL_DEBUG"]),
     ],
 )
-def test_nccl_that_goes_wrong_between_nodes_is_named_in_time(what, named):
+def test_a_failure_of_nccl_between_nodes_is_named_in_time(what, named):
     from tests.rankpool import Ranks
 
-    pools = Ranks()  # of its own: the rank that waits in vain is ended with it
+    pools = Ranks()  # a separate pool, with which the waiting rank is ended
     try:
         (said, seconds), _ = pools(2)(by_nccl, what, 3, "cuda:{rank}", "nccl", timeout=60)
     finally:
@@ -72,7 +72,7 @@ def test_nccl_that_goes_wrong_between_nodes_is_named_in_time(what, named):
     ],
 )
 def test_nccl_that_cannot_be_had_is_refused_or_left(ranks, what, device, named):
-    for window in ("auto", "nccl")[: 1 if what == "hang" else 2]:  # by name it fails in training
+    for window in ("auto", "nccl")[: 1 if what == "hang" else 2]:  # by name, it fails in training
         limit_s = 3 if what == "hang" else 20
         for said, _ in ranks(2)(by_nccl, what, limit_s, device, window, timeout=120):
             assert named in said, said

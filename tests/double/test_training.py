@@ -23,12 +23,12 @@ METHODS = ["dmsgd", "dsgt", "sgp", "parallel", "diloco"]
 
 
 proven: dict[tuple, tuple[bool, str]] = {}
-"""what a process of its own found, by devices: kept, as the same would be found again"""
+"""Results of separate processes by devices, saved because they would not change"""
 
 
 @contextlib.contextmanager
 def aware():
-    """MPI says that it takes GPU memory, as the CPU's does."""
+    """Let MPI report support of GPU memory, as for memory of the CPU."""
     from mpigossip.mixing.device import proof
 
     def tried(devices, timeout_s, way="windows"):
@@ -53,13 +53,13 @@ def on_aware_ranks(comm, *arguments):
 
 
 def on_own(comm, model, names, slots, more):
-    """Each rank on GPUs of its own, as NCCL between ranks needs them."""
+    """Assign separate GPUs to each rank, as NCCL between ranks requires."""
     first = slots * comm.rank
     return on_ranks(comm, model, names, f"cuda:{first}-{first + slots - 1}", more)
 
 
 def same(ranks, n, devices, slots, names, *more, train=None):
-    """Whether the ranks' parameters have the bits of slots on the CPU."""
+    """Return whether the ranks' parameters are bitwise identical to slots on the CPU."""
     settings = list(more)
     window = more[0].removeprefix("node.exchange=") if more else ""
     ways = {"windows": on_aware_ranks, "messages": on_aware_ranks, "nccl": on_own}
@@ -136,7 +136,7 @@ def test_windows_by_nccl_equal_the_simulator(ranks, n, wire):
 
 
 def differing_rounds(comm, slots):
-    """How many (way, wire) were tried, and those whose rounds aren't the simulator's."""
+    """Return the number of pairs (route, wire), and the pairs that differ from the simulator."""
     from mpigossip.cluster.ranks import World
     from mpigossip.graphs import graph
     from mpigossip.mixing import compressors
@@ -148,7 +148,7 @@ def differing_rounds(comm, slots):
     ring = graph("ring", comm.size)
     with aware(), World(comm) as world:
         for way, name in itertools.product([*WAYS, "nccl"], compressors.WIRES):
-            # NCCL needs GPUs of a rank's own; torch's device guard for tests knows 8 indices
+            # NCCL needs separate GPUs for each rank; torch's device guard for tests has 8 indices
             os.environ["MPIGOSSIP_DOUBLE_HOST"] = f"{comm.rank}-" if way == "nccl" else ""
             layout = MessageLayout((1024,) * slots, wire=compressors.wire(name, 127, 0.1, 3))
             there = replace(layout, devices=tuple(f"cuda:{k}" for k in range(slots)))
@@ -181,7 +181,7 @@ def test_every_way_and_wire_equals_the_simulator(ranks, n, slots):
 
 
 def windows(comm, window):
-    """The battery of all graphs on a GPU."""
+    """Run the battery of all graphs on a GPU."""
     with aware():
         return compare(comm, GRAPHS, window, 8, "fp32", 4096, 0, "cuda:0")
 
@@ -194,7 +194,7 @@ def test_the_battery_of_windows_equals_the_simulator(ranks, window):
 
 
 def test_a_kernel_runs_where_its_arrays_are():
-    """On another device than the current one of the thread."""
+    """The arrays are on another device than the current one of the thread."""
     arrays = [torch.full((1, 64), float(k), device="cuda:1") for k in range(2)]
     out = torch.empty(1, 64, device="cuda:1")
     assert torch.cuda.current_device() == 0

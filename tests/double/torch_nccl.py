@@ -20,13 +20,13 @@ from tests.double.tensors import plain
 
 SYSTEM = "NCCL error: unhandled system error"
 torch_connected = launching = torch_world = None
-"""The package's own constructor, which makes gloo's groups here, its lock, torch's own."""
+"""The package's constructor, which makes gloo's groups here, its lock, and torch's constructor."""
 devices: dict[int, set] = defaultdict(set)
-"""Those of groups that were opened together, by their store."""
+"""Groups that were opened together, by their store."""
 
 
 class Launching:
-    """The package's lock, which knows the thread that holds it."""
+    """The package's lock, with the thread that holds it."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -44,22 +44,22 @@ class Launching:
         return self._lock.locked()
 
     def mine(self) -> bool:
-        """Whether the calling thread holds it: a group that another one has open won't do."""
+        """Return whether the calling thread holds the lock; another thread's is not enough."""
         return self._holder == threading.get_ident()
 
 
 def several() -> bool:
-    """Whether groups of several devices were opened together in this process."""
+    """Return whether groups of several devices were opened together in this process."""
     return any(len(each) > 1 for each in devices.values())
 
 
 class Work:
-    """Calls that were launched, and what comes after them on their stream."""
+    """Launched calls, and the work that follows them on their stream."""
 
     def __init__(self, works, clock, group):
         self._clock = clock
         self._error = None
-        # bytes come all the same
+        # bytes arrive all the same
         self._hangs = fails("hang")
         self._done = threading.Event()
         if self._hangs and group.name.startswith("nodes-"):
@@ -80,7 +80,7 @@ class Work:
         return self._done.is_set() and not self._hangs
 
     def wait(self, timeout=None) -> bool:
-        """The stream waits. Here the host does, as numbers are there at once."""
+        """Let the stream wait. Here the host waits, because the numbers exist at once."""
         self._done.wait()
         if self._error is not None:
             raise RuntimeError(f"NCCL would wait for ever: {self._error}")
@@ -89,7 +89,7 @@ class Work:
 
 
 class Group:
-    """A device's rank of a process group."""
+    """Rank of a process group on a device."""
 
     def __init__(self, inner: dist.ProcessGroup, device: torch.device, together: set, name: str):
         self.name = name
@@ -109,7 +109,7 @@ class Group:
         return self
 
     def abort(self) -> None:
-        """Calls that hang are over."""
+        """End the calls that hang."""
         hanging.pop(self, None)
 
     def shutdown(self) -> None:
@@ -204,7 +204,7 @@ class Group:
 
 
 def connected(store, place, limit: timedelta):
-    """In the place of the package's constructor: gloo's group with the double's around."""
+    """Replace the package's constructor: return gloo's group wrapped by the double's."""
     if not place.device.startswith("cuda"):
         return torch_connected(store, place, limit)
     if fails("initRank"):
@@ -217,13 +217,13 @@ def connected(store, place, limit: timedelta):
 
 
 class Node(dist.ProcessGroup):
-    """NCCL as the world of torch.distributed: what FSDP2 and DTensor call, on one device."""
+    """NCCL as the world of torch.distributed: the calls of FSDP2 and DTensor, on one device."""
 
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)
         self.inner = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.group = None
-        kind = dist.ProcessGroup.BackendType.GLOO  # it has the group's name, too
+        kind = dist.ProcessGroup.BackendType.GLOO  # the key contains the group's name, too
         self._register_backend(torch.device("cpu"), kind, self.inner)
         self._set_default_backend(kind)
 
@@ -231,7 +231,7 @@ class Node(dist.ProcessGroup):
         return "nccl"
 
     def _on(self, tensor):
-        """The device's group; the inner one where the operation has come down to the CPU's."""
+        """Return the device's group, or the inner group for an operation on the CPU."""
         if tensor.device.type == "cpu":
             return self.inner
         self.group = self.group or Group(self.inner, tensor.device, {tensor.device}, "world")
@@ -252,7 +252,7 @@ class Node(dist.ProcessGroup):
         out.div_(self.size())
         return work
 
-    # What is missing here goes to gloo inside torch's trampoline, which holds Python's lock; gloo's
+    # Missing methods go to gloo inside torch's trampoline, which holds Python's lock; gloo's
     # worker frees tensors, which needs that lock, while it holds its queue: both wait for ever.
 
     def allgather_into_tensor_coalesced(self, outs, givens, opts=None):
@@ -275,7 +275,7 @@ class Node(dist.ProcessGroup):
 
 
 def as_world(backend, **settings):
-    """torch's init_process_group, with the double where NCCL is asked for."""
+    """Replace torch's init_process_group, with the double if NCCL is requested."""
     torch_world(DOUBLE if backend == "nccl" else backend, **settings)
 
 
@@ -283,7 +283,7 @@ DOUBLE = "doubled_nccl"
 
 
 def install(module) -> None:
-    """Let the package make these."""
+    """Let the package make these groups."""
     global torch_connected, launching, torch_world
     launching = module.launch_lock = Launching()
     torch_connected = module._connected

@@ -44,7 +44,7 @@ def test_a_fragment_has_layers_of_all_depths_and_large_ones_are_cut():
 
 
 class Forced(DriverOfParts):
-    """Sends all at once and waits for it, and yet by the way that fragments go."""
+    """Schedule that sends everything at once and waits, but by the code of fragments."""
 
     def __init__(self, settings, n, **options):
         plain = FragmentSchedule.is_whole_model
@@ -87,7 +87,7 @@ ALONE = [
 @on_each("n", [1, 4, 5])
 @on_each("name", ALONE)
 def test_a_fragment_is_the_method_on_its_columns_alone(name, n):
-    """Whatever the others do: the last one has the steps of a model that travels at once."""
+    """The last fragment makes the steps of a model that is sent at once, whatever the others do."""
     settings = f"algorithm.name={name} cadence.name=every cadence.period=3"
     parts = Driver(f"{settings} cadence.fragments=2", n, noise=0.1).run(14)
     whole = Driver(settings, n, noise=0.1).run(14)
@@ -95,12 +95,12 @@ def test_a_fragment_is_the_method_on_its_columns_alone(name, n):
     assert all(cuts)
     for k, c in ((k, c) for k, each in enumerate(cuts) for c in each):
         assert torch.equal(parts.x[k][:, c], whole.x[k][:, c])
-    if n > 1:  # the first one is exchanged at other steps
+    if n > 1:  # the first fragment is exchanged at other steps
         assert not torch.equal(parts.whole(), whole.whole())
 
 
 def streaming_diloco(driver, steps, period, count, delay, blend):
-    """Algorithm 2 of arXiv 2501.18512 on the driver's quadratics, inner SGD, in float64."""
+    """Run algorithm 2 of arXiv 2501.18512 on the driver's quadratics, inner SGD, in float64."""
     cuts = driver.fragments.cuts
     places = [
         torch.cat([torch.arange(c.start, c.stop) + 512 * k for k in range(2) for c in cuts[k][p]])
@@ -138,7 +138,7 @@ def test_delayed_fragments_of_diloco_are_streaming_diloco(count, delay, blend):
 
 
 def eager_diloco(driver, steps, period, n):
-    """The docstring's formula in float64, whole models."""
+    """Evaluate the formula of the docstring in float64, for whole models."""
     x = driver.whole().double()
     b = torch.cat(driver.b, dim=1).double()
     outer = x.clone()
@@ -187,7 +187,7 @@ def test_a_step_sends_at_most_its_share(name, period):
 @pytest.mark.parametrize("n", some([1, 2, 3, 4, 5, 8], [3]))
 @on_each("case", FRAGMENTS, few(FRAGMENTS))
 def test_resume_at_every_step_of_a_period(case, n):
-    """As a checkpoint does: what was received goes into it, also early, and no exchange does."""
+    """As in a checkpoint, received values are saved, even early, and exchanges are not."""
     steps = 6
     whole = Driver(case, n, noise=0.1).run(2 * steps + 1).whole()
     for at in range(1, steps + 1):
@@ -196,7 +196,7 @@ def test_resume_at_every_step_of_a_period(case, n):
         saved = {name: [a.clone() for a in parts] for name, parts in first.parts().items()}
         numbers = first.numbers()
         x = [a.clone() for a in first.x]
-        if at == 2:  # the run that was saved goes on unchanged
+        if at == 2:  # the run that was saved continues unchanged
             assert torch.equal(first.run(steps + 2 - at).whole(), whole)
         for mine, theirs in zip(second.x, x, strict=True):
             mine.copy_(theirs)
@@ -221,7 +221,7 @@ def on_ranks(comm, same_host):
 
 @pytest.mark.parametrize(("n", "same_host"), [every(5, "put"), every(8, "read")])
 def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host):
-    """The numbers of nodes that the battery of algorithms leaves out, which runs all by default."""
+    """These are the numbers of nodes that the battery of algorithms omits by default."""
     got = ranks(n)(on_ranks, same_host, timeout=200)
     for at, case in enumerate(FRAGMENTS):
         driver = Driver(case, n, noise=0.1).run(9)
@@ -249,7 +249,7 @@ REFUSED = {
 
 
 @on_each("settings", REFUSED)
-def test_refusals_name_value_limit_and_remedy(settings):
+def test_errors_name_value_limit_and_remedy(settings):
     (told,) = assemble.mistakes(assemble.load({}, settings.split()), 4)
     assert REFUSED[settings] in told and "; " in told
 
@@ -265,7 +265,7 @@ def test_refusals_name_value_limit_and_remedy(settings):
         ("ceca", "between local steps of the whole model; choose one of dsgd, dmsgd-vanilla"),
     ],
 )
-def test_methods_without_fragments_are_refused_with_the_reason(name, reason):
+def test_methods_without_fragments_are_rejected_with_the_reason(name, reason):
     settings = f"algorithm.name={name} cadence.name=every cadence.fragments=2"
     told = assemble.mistakes(assemble.load({}, settings.split()), 4)
     assert any(reason in text for text in told), told

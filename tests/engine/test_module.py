@@ -35,7 +35,7 @@ def edited_parameters():
     layers += [nn.Linear(9, 9).half() for _ in range(4)]
     parameters = ModuleParameters([nn.Sequential(*layers)])
     draw = torch.Generator().manual_seed(1)
-    for master in parameters.x:  # so that the masters differ from what they round to
+    for master in parameters.x:  # so that the master weights differ from their rounded values
         master.add_(1e-5 * torch.randn(master.shape, generator=draw))
     parameters.publish()
     for p in parameters.rows[0]:
@@ -46,7 +46,7 @@ def edited_parameters():
 
 
 @pytest.mark.parametrize("compared", [1 << 24, 256, 16])
-def test_edits_are_taken_at_once_as_one_by_one(monkeypatch, compared):
+def test_edits_are_equal_at_once_and_one_by_one(monkeypatch, compared):
     monkeypatch.setattr(module, "COMPARED", compared)
     one_by_one = edited_parameters()
     at_once = edited_parameters()
@@ -57,7 +57,7 @@ def test_edits_are_taken_at_once_as_one_by_one(monkeypatch, compared):
     assert not torch.equal(bits(at_once.x[0]), bits(before))
 
 
-def test_the_number_of_operations_does_not_grow_with_that_of_parameters():
+def test_the_number_of_operations_is_independent_of_the_number_of_parameters():
     parameters = edited_parameters()
     with Counter() as counter:
         parameters._take_edits_at_once(0)

@@ -1,4 +1,4 @@
-"""The engine by itself: no model, no data, a vector of numbers and the simulator."""
+"""The engine without a model or data: a vector of numbers and the simulator."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ P = 512
 
 
 class Numbers:
-    """A vector whose gradient is drawn from the step."""
+    """Vector whose gradient is drawn from the step."""
 
     first = (0,)
 
@@ -71,7 +71,7 @@ def test_a_local_step_without_an_outbox_has_the_same_bits(settings):
 
 
 @on_each("settings", [*LOCAL, "algorithm.name=dsgt algorithm.style=awc", "algorithm.name=sgp"])
-def test_state_by_name_goes_on_to_the_bit(settings):
+def test_state_by_name_continues_bitwise(settings):
     whole = engine(settings)
     fresh = engine(settings)
     list(steps(whole, 0, 4))
@@ -88,7 +88,7 @@ def test_state_by_name_goes_on_to_the_bit(settings):
     assert whole.numbers() == fresh.numbers() and fresh.index == 8
 
 
-def test_an_exchange_may_be_taken_in_before_the_step():
+def test_an_exchange_may_be_received_before_the_step():
     early, late = (engine("algorithm.name=dsgd algorithm.style=awc") for _ in range(2))
     for step in range(5):
         early.ahead()
@@ -111,7 +111,7 @@ def test_an_average_without_a_gradient_leaves_the_mean_and_draws_nodes_together(
 
 
 def test_the_graphs_clock_counts_gossip_rounds_alone():
-    """A global average uses no round of the graph, and a local step doesn't."""
+    """Neither a global average nor a local step uses a round of the graph."""
     for cadence in ("gossip-pga", "every"):
         made = engine(f"algorithm.name=dsgd cadence.name={cadence} cadence.period=3")
         kinds = [one.kind for one in steps(made, 0, 7)]
@@ -122,7 +122,7 @@ def test_the_graphs_clock_counts_gossip_rounds_alone():
 
 BAD = {
     "algorithm.name=dsgd node.wire=qsgd": 3,
-    "algorithm.name=dsgd algorithm.style=awc": 4,  # sends what step 3 has left
+    "algorithm.name=dsgd algorithm.style=awc": 4,  # sends the result of step 3
     "algorithm.name=dmsgd": 3,
     "algorithm.name=parallel": 3,
     "algorithm.name=diloco cadence.period=6": 5,  # local steps send nothing
@@ -156,12 +156,12 @@ def test_the_parameter_is_named_in_any_slot_and_fragment():
 
 def test_large_values_are_no_fault():
     made = engine("algorithm.name=dsgd")
-    made.vector.x[0].fill_(3e38)  # the sum of which is infinite
+    made.vector.x[0].fill_(3e38)  # their sum is infinite
     made.step(0.1)
 
 
 def adamw(x, g, m, v, t, lr=0.1, beta1=0.9, beta2=0.999):
-    """A step of AdamW in float64, from its paper."""
+    """Return a step of AdamW in float64, from its paper."""
     m[:] = beta1 * m + (1 - beta1) * g
     v[:] = beta2 * v + (1 - beta2) * g * g
     x -= lr * (m / (1 - beta1**t)) / (np.sqrt(v / (1 - beta2**t)) + 1e-8)
@@ -180,7 +180,7 @@ def test_adam_corrects_its_bias_by_the_local_steps_of_each_row():
             own[row] += 1
             adamw(x[row], g[row], m[row], v[row], own[row])
         made.step(0.1, skipped)
-        if step == 20:  # goes on from what a checkpoint has
+        if step == 20:  # continues from the content of a checkpoint
             kept = [
                 (made.pack_state(k), made.numbers() | {"local_steps": own[k]}) for k in range(N)
             ]
@@ -190,7 +190,7 @@ def test_adam_corrects_its_bias_by_the_local_steps_of_each_row():
     # 40 steps of 0.1, each rounded a few times at values below 8
     assert np.abs(made.vector.x[0].double().numpy() - x).max() < 40 * 8 * 2**-23
     assert made.counts == own == [40, 10, 38]
-    made.restore(made.pack_state(1), made.numbers(), 1)  # an older version's: the index for all
+    made.restore(made.pack_state(1), made.numbers(), 1)  # older: the index is for all rows
     assert made.counts == [40, 40, 38]
 
 
@@ -203,7 +203,7 @@ def test_accumulated_adam_counts_its_period_by_row():
         g = rested.vector.g[0][1].clone()
         skipped = (1,) if step % 3 == 0 else ()
         rested.step(0.1, skipped)
-        if not skipped:  # as if the other steps had never been
+        if not skipped:  # as if the other steps had not happened
             alone.vector.g[0][1] = g
             alone.step(0.1)
     assert torch.equal(rested.vector.x[0][1], alone.vector.x[0][1])

@@ -46,7 +46,7 @@ SLOTS = pytest.mark.parametrize("slots", some(range(1, 9), [1, 2, 3, 8]))
     params=[pytest.param(name, marks=[pytest.mark.gpu] * (name in ON_GPUS)) for name in MAKERS]
 )
 def make(request):
-    """A function of the number of slots; what it makes is closed after the test."""
+    """Return a function of the number of slots; its groups are closed after the test."""
     made = []
 
     def one(slots):
@@ -59,7 +59,7 @@ def make(request):
 
 
 def arrays(group, rows, size, seed=0):
-    """The same numbers on every device, and a copy on the CPU."""
+    """Return the same numbers on every device, and a copy on the CPU."""
     draw = torch.Generator().manual_seed(seed)
     given = [torch.randn(rows, size, generator=draw) for _ in range(group.slots)]
     return [g.to(d, copy=True) for g, d in zip(given, group.devices, strict=True)], given
@@ -91,7 +91,7 @@ def test_gathering_gives_every_slot_all_shards(make, slots, shard):
     group.all_gather(shard_views(full, group.segments), full)
     for array in full:
         assert torch.equal(array.cpu(), whole)
-    # shards that are no views of the vectors
+    # shards that are not views of the vectors
     apart = [array.clone() for array in shard_views(full, group.segments)]
     for array in full:
         array.zero_()
@@ -114,7 +114,7 @@ def test_a_broadcast_takes_any_size(make, slots, size):
 
 @SLOTS
 def test_a_padded_vector_comes_back_without_its_padding(make, slots):
-    """What training does: 1,003 parameters padded so that L shards are whole buckets."""
+    """As in training, 1,003 parameters are padded so that L shards are whole buckets."""
     group = make(slots)
     size = -(-1003 // (512 * slots)) * 512 * slots
     full, given = arrays(group, 1, size)
@@ -138,9 +138,9 @@ def test_scalars_are_summed_in_slot_order(make, slots):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
-def test_work_runs_once_a_slot_and_all_at_once(make, slots):
+def test_work_runs_once_per_slot_concurrently(make, slots):
     group = make(slots)
-    meeting = threading.Barrier(slots)  # passes only when all are there at the same time
+    meeting = threading.Barrier(slots)  # passes only if all slots arrive at the same time
 
     def work(slot):
         meeting.wait(20)
@@ -151,7 +151,7 @@ def test_work_runs_once_a_slot_and_all_at_once(make, slots):
 
 
 @pytest.mark.parametrize("slots", [2, 4])
-def test_a_failure_names_its_slot_and_the_group_goes_on(slots):
+def test_a_failure_names_its_slot_and_the_group_continues(slots):
     group = ThreadGroup(slots)
     ended = []
 
@@ -193,7 +193,7 @@ def test_a_pause_has_no_limit():
     group.close()
 
 
-def test_after_a_pause_slots_have_a_whole_limit(monkeypatch):
+def test_after_a_pause_slots_have_a_full_time_limit(monkeypatch):
     looks = []
 
     def nothing(entries, limit_s):
@@ -256,7 +256,7 @@ def slurm(place, ranks, **more):
         (slurm(1, "2(x4)"), 8, "4567"),
         (slurm(3, "4(x2),1"), 2, "1"),
         (slurm(2, "3"), 8, "45"),
-        # Slurm has dealt the GPUs out: each rank sees its own only
+        # Slurm has assigned the GPUs: each rank sees only its own
         (slurm(3, "4", SLURM_GPUS_ON_NODE="4"), 1, "0"),
         (slurm(1, "2", SLURM_GPUS_ON_NODE="8"), 8, "4567"),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4, "1"),
@@ -267,7 +267,7 @@ def slurm(place, ranks, **more):
         ({"SLURM_LOCALID": "0"}, 4, "0123"),
     ],
 )
-def test_auto_shares_a_host_out_among_its_ranks(environ, visible, slots):
+def test_auto_divides_the_gpus_of_a_host(environ, visible, slots):
     expected = ("cpu",) if slots == "cpu" else tuple(f"cuda:{k}" for k in slots)
     assert devices.slots_of("auto", environ, visible) == expected
 
@@ -286,7 +286,7 @@ FLUX = {"FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "8", "FLUX_JOB_NNODES": "2"}
         (FLUX, 4, 4, ("gpu:1", 4)),
         (slurm(1, "2"), 8, 8, ("gpu:4", 2)),
         (slurm(1, "4"), 1, 1, ("gpu:1", 1)),  # fewer GPUs than ranks: each is a node
-        # dealt out by the launcher: not divided again
+        # assigned by the launcher, so not divided again
         (slurm(1, "2", SLURM_GPUS_ON_NODE="8"), 4, 8, ("gpu:4", 2)),
         (slurm(1, "4") | CUDA, 1, 4, ("gpu:1", 4)),
         (FLUX | {"ROCR_VISIBLE_DEVICES": "1"}, 1, 8, ("gpu:1", 4)),
@@ -308,7 +308,7 @@ def test_auto_becomes_devices_and_ranks_a_node(environ, visible, on_host, expect
         ({}, 0, "0"),  # and a message that there is none
     ],
 )
-def test_one_gpu_a_rank_is_that_of_its_number_on_the_host(environ, visible, slots):
+def test_one_gpu_per_rank_is_chosen_by_local_rank(environ, visible, slots):
     assert devices.slots_of("gpu:1", environ, visible) == tuple(f"cuda:{k}" for k in slots)
     assert devices.slots_of("gpu:2", {}, 2) == ("cuda:0", "cuda:1")
 
@@ -317,11 +317,11 @@ def test_one_gpu_a_rank_is_that_of_its_number_on_the_host(environ, visible, slot
     "setting, visible, said",
     [
         ("cuda:0", 0, "sees no GPU"),
-        ("cuda:0-7", 4, "GPU 7 is asked for, torch sees 4"),
+        ("cuda:0-7", 4, "GPU 7 is requested, but torch sees 4"),
         ("cuda:0,0,1", 4, "name each GPU once"),
     ],
 )
-def test_devices_that_cannot_be_had(setting, visible, said):
+def test_unavailable_devices_are_rejected(setting, visible, said):
     (message,) = devices.device_problems(setting, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, visible)
     assert said in message and setting in message
 
@@ -333,17 +333,17 @@ def test_devices_that_cannot_be_had(setting, visible, said):
         (("cuda:0",), {}, 1, 1, ""),
         (("cuda:0",), {}, 4, 4, "; torch sees 4 GPUs"),
         (("cuda:1",), slurm(3, "4"), 2, 2, "; 4 ranks share 2 GPUs"),
-        (("cuda:0",), slurm(3, "4") | CUDA, 1, 4, ""),  # dealt out
+        (("cuda:0",), slurm(3, "4") | CUDA, 1, 4, ""),  # assigned
         (("cuda:0",), slurm(3, "4") | CUDA, 1, 1, "; 4 ranks share 1 GPU"),
     ],
 )
-def test_gpus_beside_those_in_use_are_reported(monkeypatch, slots, environ, count, on_host, note):
+def test_unused_gpus_are_reported(monkeypatch, slots, environ, count, on_host, note):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(devices, "_on_host", lambda: on_host)
     assert devices.unused_gpus_note(slots, environ) == note
 
 
-def test_gpus_of_a_host_are_counted_whatever_is_shown(monkeypatch, tmp_path):
+def test_gpus_of_a_host_are_counted_whether_visible_or_not(monkeypatch, tmp_path):
     """NVIDIA's device files; AMD's nodes of the topology, of which processors have the id 0."""
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
@@ -356,11 +356,11 @@ def test_gpus_of_a_host_are_counted_whatever_is_shown(monkeypatch, tmp_path):
     assert devices._on_host() == 4
     nodes = tmp_path / "sys/class/kfd/kfd/topology/nodes"
     (nodes / "2/gpu_id").unlink()
-    (nodes / "2/gpu_id").mkdir()  # can't be read: another's
+    (nodes / "2/gpu_id").mkdir()  # can't be read: it belongs to another user
     assert devices._on_host() == 4
 
 
-def test_devices_that_can_be_had():
+def test_available_devices_are_accepted():
     assert devices.device_problems("cpu:64", {}, 0) == []
     assert devices.device_problems("cuda:0,0", {}, 1) == []
     assert devices.device_problems("auto", {}, 0) == []

@@ -1,4 +1,4 @@
-"""Slots in several processes: the bits of threads, whatever lies between the calls."""
+"""Slots in several processes: bitwise identical to threads, whatever runs between the calls."""
 
 import random
 import time
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.both
 
 
 SHAPES = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (8, 1)]
-"""Ranks of a node, slots of each."""
+"""Number of ranks of a node, and number of slots of each rank."""
 
 
 def numbers(slots, rows, size, step):
@@ -30,7 +30,7 @@ RIGHT = {"scatter": 0, "gather": 0, "sum": 0, "first": 0, "mean": 0}
 
 
 def beside(group, size, rows, steps=3, rest=lambda: None):
-    """How many results of some steps differ from those of threads, by call."""
+    """Return how many results of some steps differ from the results of threads, by call."""
     slots = group.slots
     mine = group.local_slots
     wrong = dict(RIGHT)
@@ -113,21 +113,21 @@ def mistakes(world):
             said.append(str(error))
         node.timeout_s = 30
     world.comm.Barrier()  # without a limit
-    if world.rank:  # takes in what rank 0 has shown
+    if world.rank:  # reads the sign of rank 0
         group.sum_scalars([torch.zeros(1, 1, dtype=torch.float64)])
     group.close()
     return said
 
 
-def test_foreign_arrays_and_a_rank_that_stays_away_are_named(ranks):
+def test_foreign_arrays_and_a_missing_rank_are_named(ranks):
     first, second = ranks(2)(mistakes)
-    assert "only arrays that the group made itself" in first[0] == second[0]
-    assert "sums over the node's slots: rank 1 of this node didn't come" in first[1]
+    assert "only if zeros() of this group made it" in first[0] == second[0]
+    assert "sums over the node's slots: rank 1 of this node did not arrive" in first[1]
 
 
 @with_world(per="host", timeout_s=30)
 def working(world, signs):
-    """Rank 0 has work of more than two limits' length before it meets rank 1."""
+    """Let rank 0 work for more than two time limits before it waits for rank 1."""
     from mpigossip.cluster.deadline import WaitTimeoutError
     from mpigossip.groups.ranks import RankGroup
 
@@ -151,6 +151,6 @@ def working(world, signs):
     return late
 
 
-def test_a_rank_that_says_it_works_is_waited_for(ranks):
+def test_a_rank_that_reports_work_is_awaited(ranks):
     assert ranks(2)(working, True) == ["", ""]
-    assert "rank 0 of this node didn't come" in ranks(2)(working, False)[1]
+    assert "rank 0 of this node did not arrive" in ranks(2)(working, False)[1]

@@ -1,4 +1,4 @@
-"""Slots as ranks of a torch process group, over gloo: the bits of threads and of shared memory."""
+"""Slots as ranks of a torch process group over gloo: identical to threads and shared memory."""
 
 import sys
 import threading
@@ -63,9 +63,9 @@ def test_equal_shards_are_needed():
     group.close()
 
 
-def test_a_slot_that_stays_away_is_named_in_time(monkeypatch):
+def test_a_missing_slot_is_named_in_time(monkeypatch):
     monkeypatch.setattr(threads, "GRACE_S", 0.2)
-    # so long torch waits when it forgets the call that the other two have begun
+    # torch waits this long if it loses the call that the other two have begun
     group = TorchGroup(ThreadGroup(3), SingleProcess(), timeout_s=2)
     stop = threading.Event()
     groups = group._groups
@@ -105,9 +105,9 @@ def one_is_late(world):
     return said
 
 
-def test_a_process_that_stays_away_is_named(ranks):
+def test_a_missing_process_is_named(ranks):
     said, _ = ranks(2)(one_is_late)
-    assert "reduce-scatter over the node's slots: rank 1 of this node didn't come" in said
+    assert "reduce-scatter over the node's slots: rank 1 of this node did not arrive" in said
 
 
 def test_errors_of_the_library_name_devices_call_and_remedy():
@@ -122,8 +122,8 @@ def test_errors_of_the_library_name_devices_call_and_remedy():
     group.close()
 
 
-def test_a_rank_asks_python_to_switch_threads_often_and_never_seldomer():
-    """With Python's 5 ms a round beside a thread that computes takes 2 to 5 times as long."""
+def test_a_rank_only_shortens_the_switch_interval():
+    """With Python's 5 ms, a round takes 2 to 5 times as long if another thread computes."""
     before = sys.getswitchinterval()
     try:
         for given, most in ((5e-3, 1e-4), (1e-5, 1.1e-5)):

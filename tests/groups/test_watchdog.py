@@ -1,4 +1,4 @@
-"""The watchdog of collectives, on works that stand in for those of GPUs."""
+"""The watchdog of collectives, with stubs for the work objects of GPUs."""
 
 import subprocess
 import sys
@@ -59,7 +59,7 @@ def test_a_lost_device_is_named_at_once():
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_the_job_is_ended_where_the_training_thread_hangs_too(monkeypatch, hangs):
+def test_the_job_ends_if_the_training_thread_hangs_too(monkeypatch, hangs):
     monkeypatch.setattr(watchdog, "EVERY_S", 0.01)
     monkeypatch.setattr(watchdog, "GRACE_S", 0.2 if hangs else 20)
     ended = []
@@ -75,7 +75,7 @@ def test_the_job_is_ended_where_the_training_thread_hangs_too(monkeypatch, hangs
     one.close()
 
 
-def test_closing_ends_the_thread_and_nobody_is_ended():
+def test_closing_ends_the_thread_but_not_the_job():
     ended = []
     one = dog(ended.append)
     one.start()
@@ -92,6 +92,6 @@ time.sleep(60)
 """
 
 
-def test_ending_says_what_happened_and_leaves_a_thread_that_hangs():
+def test_end_job_reports_the_error_even_if_a_thread_hangs():
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=50)
     assert done.returncode == 1 and "GroupError: cuda:3 was lost" in done.stderr

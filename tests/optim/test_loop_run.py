@@ -463,7 +463,7 @@ def early(world):
 
 def test_a_rank_with_fewer_batches_is_named_with_its_steps(ranks):
     with pytest.raises(
-        RankError, match=r"rank 0 on \S+ has come to the end of its loop after 5 steps"
+        RankError, match=r"rank 0 on \S+ has reached the end of its loop after 5 steps"
     ):
         ranks(2)(early)
 
