@@ -74,7 +74,7 @@ MUTANTS = [
     ("NCCL calls of several slots without the lock", NCCL, "launch_lock if self._on_gpus else ", "",
      DEVICE),
     ("NCCL between nodes begins before the outbox is filled", BUFFERS,
-     "each.follow(event)", "pass", NODES),
+     "slot_streams.follow(event)", "pass", NODES),
     ("an average by NCCL is used before its sums are over", MIXER,
      "self._buffers.complete()  # the thread", "pass  # the thread", NODES_FP32),
     ("a node receives before the others send", NCCL_NODES,
@@ -89,8 +89,8 @@ MUTANTS = [
     ("what came by the network isn't flushed", WINDOWS,
      "            if self.on_device:\n                flush_rdma_writes(device)\n", "", DEVICE),
     ("what came by messages isn't flushed", BUFFERS,
-     "            for each in self._streams if into else ():\n"
-     "                flush_rdma_writes(each.device)\n", "", DEVICE),
+     "            for slot_streams in self._streams if into else ():\n"
+     "                flush_rdma_writes(slot_streams.device)\n", "", DEVICE),
     ("a put while another device is current", WINDOWS,
      "with device_context(self._devices[slot]):\n            for at in range(span",
      "if True:\n            for at in range(span", DEVICE),
@@ -116,17 +116,17 @@ MUTANTS = [
      "pass", EAGER),
     # what issue 4/7 says would break at the first contact with GPUs, by its rows
     ("1: a probe that fails ends the job", PROBE,
-     "            refused.setdefault(str(error), []).append(way)\n    found = None",
-     "            raise\n    found = None",
+     "            refused.setdefault(str(error), []).append(way)\n    opened = None",
+     "            raise\n    opened = None",
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[put-auto-True-MPI_ERR_RMA"
      "_RANGE]"),
     ("1: ranks don't agree on what a probe found", "mpigossip.mixing.progress_thread",
-     "found = with_timeout(comm, 2 * limit_s).allgather((waits, wrong))", "found = [(waits, "
-     "wrong)]",
+     "results = with_timeout(comm, 2 * limit_s).allgather((waits, problem))", "results = [(waits, "
+     "problem)]",
      f"{FAILURES}::test_what_fails_on_one_rank_is_refused_on_all_at_once"),
     ("1: calls that hang are left on the device", PROBE, "transport.abandon()", "pass",
      "tests/double/test_nccl.py::test_nccl_that_cannot_be_had_is_refused_or_left"
-     "[hang-cuda:{rank}-a round of nccl failed: round 0: NCCL isn]"),
+     "[hang-cuda:{rank}-a round of nccl failed: round 0: NCCL has not]"),
     ("a slot that does not finish on a CPU has no limit", "mpigossip.groups.threads",
      "min(SOONER * timeout_s, threading.TIMEOUT_MAX)", "threading.TIMEOUT_MAX",
      "tests/groups/test_groups.py::test_a_slot_that_does_not_finish_is_named_in_time"),
@@ -142,27 +142,28 @@ MUTANTS = [
     ("5: nodes share a server", GROUPS, "node.broadcast(port)", "world.broadcast(port)",
      f"{LOOPS}::test_fsdp2_inside_nodes_has_the_bits_of_full_models"),
     ("6: windows of GPU memory are created without a limit", WINDOWS,
-     "run_on_all_ranks(comm, open_all, lambda: CREATING, limit_s, devices[0], held)", "open_all()",
+     "run_on_all_ranks(comm, open_all, lambda: CREATING, limit_s, devices[0], keep)", "open_all()",
      f"{FAILURES}::test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way"
      "[window-no windows: MPI_ERR_RMA_RANGE]"),
     ("6: MPI is finalized though a thread stands in it", "mpigossip.cluster.process",
      "        if stuck[0]:", "        if False:",
      "tests/cluster/test_leaving.py::test_a_thread_left_in_a_call_of_mpi_changes_no_exit_code"),
     ("6: others aren't told of a call that failed", "mpigossip.mixing.progress_thread",
-     "for rank in others if wrong and not waits]", "for rank in others if False]",
+     "for rank in others if problem and not waits]", "for rank in others if False]",
      f"{FAILURES}::test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way"
      "[window-no windows: MPI_ERR_RMA_RANGE]"),
     ("7: a proven way is taken as fast", PROBE,
      'times.get("windows", float("inf")) <= AS_FAST * times[best]', '"windows" in times',
      "tests/mixing/device/test_windows.py"
      "::test_the_fastest_way_is_taken_and_windows_where_nearly_as_fast"),
-    ("8: host memory isn't locked", PROBE, "why = buffers.pin(transport.memory)", 'why = ""',
+    ("8: host memory isn't locked", PROBE, "reason = buffers.pin(transport.memory)", 'reason = ""',
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[pin-host-False-cudaHost"
      "Register]"),
     ("8: batches are copied from pageable memory", LOADER,
      "pinned = map_tensors(Tensor.pin_memory, batch)", "pinned = batch", TRAINING + "[host]"),
     ("8: copies out keep the host waiting", BUFFERS,
-     "there[span].copy_(source[span], non_blocking=True)", "there[span].copy_(source[span])", HOST),
+     "target[span].copy_(source[span], non_blocking=True)", "target[span].copy_(source[span])",
+     HOST),
     ("9: GPUs that the launcher has dealt out are divided again", "mpigossip.groups.devices",
      "count if ranks == 1 or dealt_out else max(1, count // ranks)",
      "count if ranks == 1 else max(1, count // ranks)", AUTO),

@@ -1,4 +1,4 @@
-"""The plain operation on arrays: closed forms on every graph, and mistakes in words."""
+"""Averages of arrays: closed forms on every graph, and error messages."""
 
 import re
 
@@ -27,7 +27,7 @@ def drawn(rank, dtype="float64"):
 
 
 def graphs_over(n):
-    """Every graph that so many nodes can have, and one of networkx."""
+    """Iterate over every graph that n nodes can have, and a graph of networkx."""
     for name in graphs.BUILDERS:
         try:
             yield name, graphs.graph(name, n, seed=1)
@@ -39,7 +39,7 @@ def graphs_over(n):
 
 @with_world
 def averages(world, name, dtype, kind, same_host, rounds=None):
-    """This node's arrays after each of some rounds."""
+    """Return this node's arrays after each of ``rounds`` rounds."""
     x = drawn(world.rank, dtype)
     x = torch.from_numpy(x) if kind == "torch" else x
     network = networkx.path_graph(world.size) if name == "networkx" else name
@@ -61,7 +61,7 @@ def averages(world, name, dtype, kind, same_host, rounds=None):
     ),
 )
 def test_every_graph_has_its_closed_form(ranks, n, same_host):
-    """W(t)…W(0) x by a plain matrix product; the exact mean where that is 11ᵀ/n."""
+    """The result is W(t)…W(0) x, which is the exact mean if the product is 11ᵀ/n."""
     exact = set()
     for at, (name, graph) in enumerate(graphs_over(n)):
         dtype = ("float64", "float32")[at % 3 == 2]
@@ -107,12 +107,12 @@ def test_float64_has_the_bits_of_the_simulator(ranks, name):
 
 @with_world
 def halves(world):
-    """Work between the halves, arrays in every order of memory, results that stay."""
+    """Average with work between start and finish, arrays of any memory order, and kept results."""
     graph = graphs.graph("one-peer-exponential", world.size)
     x = np.asfortranarray(drawn(world.rank))
     averager = mpigossip.Averager(world, graph, like=x)
     averager.start(x[:, ::-1][:, ::-1])
-    x[...] = -1  # the values of the start are what travels
+    x[...] = -1  # the values at the start are sent
     first = averager.finish()
     kept = first.copy()
     out = np.full(SHAPE, np.nan)
@@ -120,7 +120,7 @@ def halves(world):
         assert averager.average(first, out=out) is out
     whole = averager.mean(drawn(world.rank), out=x)
     assert whole is x and averager.round == 4
-    assert (first == kept).all()  # whatever later rounds brought
+    assert (first == kept).all()  # later rounds did not overwrite it
     scalar = mpigossip.Averager(world, "complete", like=torch.tensor(0.0))
     empty = mpigossip.Averager(world, "ring", like=np.empty((0, 3), np.float32))
     there = torch.nn.Parameter(torch.tensor(float(world.rank)))
@@ -143,7 +143,7 @@ def test_halves_and_memory(ranks):
 
 @with_world
 def mistaken(world):
-    """What each mistake is told as."""
+    """Return the message of each mistake."""
     x = np.zeros(4)
     told = []
 
@@ -175,7 +175,7 @@ def mistaken(world):
     tell(averager.start, x)
     tell(averager.finish, np.zeros((2, 2)))
     tell(averager.finish, fixed)
-    averager.finish(x)  # a mistake that was caught costs nothing
+    averager.finish(x)  # a rejected call changes nothing
     tell(make, world, "ring", like=torch.zeros(4, device="meta"))
     tell(make, world, "ring", like=torch.zeros(4).to_sparse())
     other = make(world, "ring", like=spread)
@@ -184,7 +184,7 @@ def mistaken(world):
     tell((averager, other)[world.rank].start, (x, spread)[world.rank])
     assert [float(one.average(z)[0]) for one, z in ((averager, x), (other, spread))] == [0, 0]
     averager.start(x)
-    averager.close()  # in the midst of a round
+    averager.close()  # during a round
     averager.close()
     tell(averager.start, x)
     return told
@@ -192,23 +192,23 @@ def mistaken(world):
 
 def test_mistakes_are_told_in_words_on_every_rank(ranks):
     wanted = [
-        "like is a list: arrays of numpy and torch",
+        "like is a list: must be a dense numpy array",
         "like is int64 of shape (4,) (ndarray)",
         "like is torch.bfloat16 of shape (4,) (Tensor, torch.strided on cpu)",
         "like is >f8 of shape (4,) (ndarray)",
         'same_host = "shared": give "read" or "put"',
         'graph "rong" is unknown; did you mean "ring"?',
         'graph "ring" has 3 nodes, and 2 are asked for',
-        "rank 1 on {host}: shape (4,), on rank 0 (3,)",
-        "rank 1 on {host}: dtype torch.float64, on rank 0 torch.float32",
-        "rank 1 on {host}: graph Graph(random-matching",
+        "rank 1 on {host}: shape is (4,) here, but (3,) on rank 0",
+        "rank 1 on {host}: dtype is torch.float64 here, but torch.float32 on rank 0",
+        "rank 1 on {host}: graph is Graph(random-matching",
         "start: an array is float64 of shape (5,) (ndarray); this Averager was made for numpy "
         "arrays of float64 and shape (4,)",
         "start: an array is torch.float64",
         "average: an array is float32 of shape (4,)",
-        "finish: no exchange is under way; start(x) begins one",
+        "finish: no exchange is in flight; call start(x) first",
         "average: out is read-only or expanded",
-        "start: the exchange of round 0 is under way; finish() comes first",
+        "start: the exchange of round 0 is in flight; call finish() first",
         "finish: an array is float64 of shape (2, 2)",
         "finish: out is read-only or expanded",
         "like is torch.float32 of shape (4,) (Tensor, torch.strided on meta)",
@@ -225,7 +225,7 @@ def test_mistakes_are_told_in_words_on_every_rank(ranks):
 
 
 def in_float64(comm):
-    """A float64 model that torch steps and the Averager averages, as the page has it."""
+    """Train a float64 model whose parameters the Averager averages, as on the page."""
     flat = torch.nn.utils.parameters_to_vector
     back = torch.nn.utils.vector_to_parameters
     model = torch.nn.Linear(3, 1, bias=False).double()
@@ -251,7 +251,7 @@ def test_alone_it_needs_no_mpi():
     assert (averager.average(drawn(0)) == drawn(0)).all()
     assert (averager.mean(drawn(0)) == drawn(0)).all()
     world.close()
-    with pytest.raises(JobError, match="closed, as its world is"):
+    with pytest.raises(JobError, match="this Averager is closed"):
         averager.start(drawn(0))
 
 

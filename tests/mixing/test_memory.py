@@ -1,4 +1,4 @@
-"""What a mixer says that it holds is what it has allocated: one formula, for the screen too."""
+"""The memory that a mixer states is what it has allocated, and what is planned without it."""
 
 import gc
 from dataclasses import replace
@@ -26,14 +26,14 @@ def layout_of(name, slots=1):
 
 
 def held(*arrays):
-    """Bytes of the memory behind these arrays, each piece of it once."""
+    """Return the bytes of the memory of these arrays; shared memory counts once."""
     return sum(
         {a.untyped_storage().data_ptr(): a.untyped_storage().nbytes() for a in arrays}.values()
     )
 
 
 def allocated(mixer):
-    """Bytes that messages take in a mixer's private arrays, by what it consists of."""
+    """Return the bytes of messages in a mixer's private arrays."""
     name = type(mixer).__name__
     if name == "Asynchronous":
         copies = [copy.memory for copy in mixer._copies]
@@ -60,7 +60,7 @@ def allocated(mixer):
 
 @with_world
 def opened(world, asked, survives, name, wire_name, averages, **options):
-    """Bytes said by the opened mixer and by its class, and bytes allocated after two periods."""
+    """Return whether mixer and class state the same bytes, these, and the bytes in use."""
     made = graph(name, world.size)
     layout = layout_of(wire_name)
     world.survives = survives
@@ -69,7 +69,7 @@ def opened(world, asked, survives, name, wire_name, averages, **options):
 
         layout = replace(layout, devices=DEVICES)
         mixer = Synchronous(made, layout, world, timeout_s=30, on_devices=True, **options)
-        mixer.layout = replace(layout, devices=("cuda",))  # as a GPU's, whose place it takes
+        mixer.layout = replace(layout, devices=("cuda",))  # the CPU replaces a GPU
     else:
         mixer = mixing.open_mixer(made, layout, world, asked, timeout_s=30, **options)
     for t in range(2 * made.period):
@@ -106,7 +106,7 @@ def test_what_is_said_is_what_is_allocated(ranks, name, averages):
         for same, said, real in ranks(3)(
             opened, asked, survives, name, wire_name, averages, **options
         ):
-            # an average's second result is there only while it lasts
+            # the second result of an average exists only during the average
             passing = layout_of("fp32").nbytes * (averages and asked == "asynchronous")
             assert same and said - passing == real, (asked, survives, wire_name, options)
 
@@ -127,13 +127,13 @@ def test_what_the_simulator_says_of_a_node_is_what_it_holds(asked):
     real = allocated(mixer)
     if asked == "asynchronous":
         real += sum(array.nbytes for _, arrays in mixer._past for array in arrays)
-        under_way = [sum(p.nbytes for p in d.parts) for d in mixer._under_way]
+        under_way = [sum(p.nbytes for p in d.parts) for d in mixer._in_flight]
         assert sum(under_way) <= n * said.pop("inbox")
     assert n * sum(said.values()) == real
 
 
 def test_an_asynchronous_run_of_eight_is_planned_as_it_is_opened():
-    """Of one peer in each of three rounds: the model, a result, one copy, three places."""
+    """With one peer in each of three rounds: model, result, one copy and three inboxes."""
     job = assemble.load(
         {"model": {"name": "mlp"}, "algorithm": {"name": "dsgd"}, "node": {"mixer": "asynchronous"}}
     )
@@ -157,9 +157,9 @@ def test_copies_to_outlive_a_lost_rank_are_counted():
 
 @with_world
 def left_to_the_collector(world, width, same_host):
-    """Objects in circles of references that some rounds leave behind, the least of three times.
+    """Return the number of objects in reference cycles after some rounds: the minimum of three.
 
-    What happens once (a kernel that is loaded, a wait that gets long) leaves some, too.
+    The minimum excludes events that happen once, such as loading a kernel or a long wait.
     """
     found = []
     made = graph("exponential", world.size)

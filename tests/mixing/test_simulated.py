@@ -1,4 +1,4 @@
-"""The simulator: rows at once have the bits of row after row."""
+"""The simulator sums all rows at once with the same bits as row by row."""
 
 import torch
 

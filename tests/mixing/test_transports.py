@@ -1,6 +1,6 @@
-"""What every transport keeps (`transports.Transport`), each alone between ranks.
+"""The contract of `transports.Transport`, tested for each transport between ranks.
 
-The CPU is in a GPU's place, gloo in NCCL's.
+The CPU replaces a GPU, and gloo replaces NCCL.
 """
 
 from functools import partial
@@ -44,7 +44,7 @@ def filled(areas, rank, t):
 
 @with_world
 def kept(world, way):
-    """Rounds to the right and from the left; what went against the contract."""
+    """Send to the right and receive from the left; return the violations of the contract."""
     from mpigossip.mixing.plan import RoundState
 
     comm = world.comm
@@ -79,25 +79,25 @@ def kept(world, way):
                     wrong.append(f"bytes of round {t}, chunk {chunk.number}")
         wrong += freed(comm, transport, plan, right, t)
         transport.release(r, plan)
-    transport.close([(ROUNDS + 1, plan)])  # of round ROUNDS it has been heard
+    transport.close([(ROUNDS + 1, plan)])  # the notification for round ROUNDS has been received
     return wrong
 
 
 def awaited(there):
     from mpigossip.cluster.deadline import Deadline
 
-    Deadline(20).wait(there, lambda: "nothing came")
+    Deadline(20).wait(there, lambda: "nothing arrived")
 
 
 def freed(comm, transport, plan, reader, t):
-    """A buffer of a window may be written again once its reader says so, and not before."""
+    """Check that a window's buffer is free only after its reader has freed it."""
     from mpigossip.mixing.plan import RoundState
 
     awaited(partial(transport.is_free, RoundState(plan, t, t, t + 1), reader))
     comm.Barrier()
     late = transport.halves == 2 and transport.is_free(RoundState(plan, t, t, t + 2), reader)
     comm.Barrier()
-    return [f"a free buffer for round {t + 2} that nobody has freed"] if late else []
+    return [f"a buffer for round {t + 2} is free before its reader has freed it"] if late else []
 
 
 WAYS = ["windows", "windows device", "messages", "messages device", "nccl"]
@@ -109,7 +109,7 @@ def test_a_transport_brings_chunks_in_order(ranks, way):
 
 
 def notified(comm):
-    """What `Windows.notify` asks of two windows, and says to two readers, in order."""
+    """Return the calls of `Windows.notify` for two windows and two readers, in order."""
     from mpigossip.mixing.transports.windows import Windows
 
     said = []
@@ -125,7 +125,7 @@ def notified(comm):
 
 
 def test_readers_are_notified_once_every_window_is_flushed(ranks):
-    """On one host a put is there at once, flushed or not: it would not be missed."""
+    """On one host a put arrives at once, so only the order of calls shows a missing flush."""
     (said,) = ranks(1)(notified)
     assert said == [(3, 0), (3, 1), (3, "told"), (5, 0), (5, 1), (5, "told")]
 
@@ -139,7 +139,7 @@ NAMES = ["one-peer-exponential", "exponential", "ring", "one-peer-hypercube", "b
 @on_each("name", NAMES)
 @on_each("hosts", [1, 8])
 def test_plans_of_many_ranks_fit_together(name, hosts):
-    """Who sends to a rank is who it receives from, each in an inbox buffer of its own."""
+    """The ranks that send to a rank are those that it expects, each with a separate buffer."""
     made = graphs.graph(name, LARGE)
     layout = SimpleNamespace(sent_bytes=4, raw_bytes=None)
     near = [frozenset(range(i // hosts * hosts, (i // hosts + 1) * hosts)) for i in range(LARGE)]
@@ -184,7 +184,7 @@ def in_pieces(comm):
     averages.CUT = whole
     averages.raw = raw
     half_there = Messages.__new__(Messages)
-    half_there._receives = {(0, 0): [False, True]}  # as complete and open requests are
+    half_there._receives = {(0, 0): [False, True]}  # a complete and an open request
     wrong = [key for key, got in into.items() if not bool((got == 10 * key[0] + key[1]).all())]
     return wrong, max(sizes), half_there.pending(None)
 

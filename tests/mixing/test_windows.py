@@ -1,4 +1,4 @@
-"""Transports equal the simulator to the last bit, under random delays; mutants of them don't."""
+"""Transports are bitwise identical to the simulator under random delays; mutants are not."""
 
 import itertools
 import os
@@ -39,7 +39,7 @@ SIZES = (1, 2, 3, 4, 6, 8)
 
 
 def fill(out, step, nodes):
-    """The same numbers for a node wherever it lives."""
+    """Fill the outboxes of nodes with numbers that depend only on the step and the node."""
     for slot, segment in enumerate(out):
         for part, array in enumerate(segment):
             for row, node in enumerate(nodes):
@@ -64,10 +64,12 @@ def graphs_for(n, names=GRAPHS):
 
 
 def beside(mixer, kinds, layout=None, first=0, delay=0.004, into=None, also=None):
-    """Run rounds of a rank's mixer beside the simulator, then close it: how much differs.
+    """Run the same rounds with a rank's mixer and the simulator, then close it; count differences.
 
-    ``layout``: the simulator's; ``into``: an array for the sums of most GOSSIP rounds; ``also``:
-    what else may differ, asked of both mixers and the step while a round is on its way, and behind.
+    :param layout: layout of the simulator; None: the mixer's
+    :param into: array for the sums of most GOSSIP rounds
+    :param also: function of both mixers, the step and whether the round is in flight that returns
+        whether something else differs
     """
     (row,), t, wrong = mixer.local_nodes, first, 0
     delays = random.Random(row)
@@ -99,7 +101,7 @@ def beside(mixer, kinds, layout=None, first=0, delay=0.004, into=None, also=None
 def compare(
     world, names, same_host, steps, first=0, delay=0.004, mutate=None, layout=LAYOUT, into=None
 ):
-    """Run windows beside the simulator on every rank; {graph: what differs}."""
+    """Compare windows with the simulator on every rank: {graph: number of differences}."""
     from mpigossip.mixing.synchronous import Synchronous
 
     found = {}
@@ -107,7 +109,7 @@ def compare(
         mixer = Synchronous(
             made, layout, world, same_host=same_host, timeout_s=30 if mutate is None else 3
         )
-        if same_host == "put" and len(name) % 2:  # else the message is a single piece
+        if same_host == "put" and len(name) % 2:  # otherwise the message is a single chunk
             mixer._transport.set_chunk_size(2048)
         if mutate is not None:
             mutate(mixer)
@@ -144,7 +146,7 @@ def test_rounds_may_begin_anywhere(ranks):
 
 
 def lossy_by_pieces(comm, name):
-    """Chunks as short as can be, so that a small message has several."""
+    """Compare with the shortest possible chunks, so that a small message has several."""
     kept = plan.CHUNK
     plan.CHUNK = wires.CHUNK = 4096
     try:
@@ -185,7 +187,7 @@ def test_chunks_hold_every_column_once_and_every_byte_in_order(wire, size, monke
     assert len(found) == {1: 6, float("inf"): 1}.get(size, len(found))
 
 
-# -- mutants: each breaks one rule of the protocol, and the battery must see it --------------------
+# -- mutants: each breaks one rule of the protocol, which the tests must detect --------------------
 
 
 def without_waiting_for_free_places(mixer):
@@ -194,13 +196,13 @@ def without_waiting_for_free_places(mixer):
 
 
 def free_for_the_next_round(mixer):
-    """The places of round t are freed for t + 1 in place of t + 2."""
+    """Free the buffers of round t for round t + 1 instead of t + 2."""
     free = mixer._transport.release
     mixer._transport.release = lambda r, coming: free(replace(r, index=r.index - 1), coming)
 
 
 def counting_global_rounds(mixer):
-    """The graph's clock runs on in GLOBAL rounds."""
+    """Count GLOBAL rounds as rounds of the graph, too."""
     start = mixer.start
     extra = [0]
 
@@ -228,7 +230,7 @@ def without_waiting_for_the_other_half(mixer):
 
 
 def caught(comm, mutate, same_host, graphs):
-    """Whether a mutant is seen: wrong numbers, or an error that ends the waiting."""
+    """Raise AssertionError if a mutant is detected by wrong numbers, or by an error of a wait."""
     from mpigossip.cluster.deadline import WaitTimeoutError
     from mpigossip.mixing.notifications import ProtocolError
 
@@ -272,7 +274,7 @@ def test_a_mutant_of_a_faster_way_is_seen(ranks, mutate, same_host, name):
 
 @with_world
 def slow_reader(world, waits):
-    """Rank 1 reads a pair's average slowly; that it is another, or a wait too long, is seen."""
+    """Let rank 1 read a pair's average slowly; raise if it changes or a wait is too long."""
     from mpigossip.cluster.deadline import WaitTimeoutError
     from mpigossip.mixing.synchronous import Synchronous
 
@@ -289,7 +291,7 @@ def slow_reader(world, waits):
             mixed = mixer.finish()[1][0][0]
         except WaitTimeoutError as error:
             raise AssertionError(f"seen: {error}") from None
-        # as long as nothing is seen its partners may take their time: results are rank 0's, its own
+        # Without the wait, its partners need some time to overwrite the result.
         until = time.monotonic() + (0.3 if waits else 20) * (world.rank == 1)
         while True:
             assert torch.equal(mixed, right), f"seen: another average in round {t}"
@@ -369,14 +371,14 @@ def test_without_a_compiler_the_sum_is_pure_and_the_reason_is_told(monkeypatch, 
     def denied(_):
         raise PermissionError(13, "a folder above may not be entered")
 
-    monkeypatch.setattr(native, "_safe", denied)
+    monkeypatch.setattr(native, "_is_private", denied)
     monkeypatch.delenv("MPIGOSSIP_NATIVE")
     assert "no cache folder" in native.status() and native.library.__wrapped__() is None
 
 
 def test_a_library_that_others_may_write_is_not_loaded(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    place = native._place()
+    place = native._library_path()
     theirs = os.getuid() + 1
     for name, folder_mode, file_mode, owner in (
         ("a file that all may write", 0o700, 0o666, os.getuid()),
@@ -399,7 +401,9 @@ def test_a_library_that_others_may_write_is_not_loaded(monkeypatch, tmp_path):
             assert "private copy" in native.status(), name
             assert not Path(kernel._name).exists(), name
         else:
-            assert (native._safe(place.parent), native._safe(place)) == (True, True), name
+            assert (native._is_private(place.parent), native._is_private(place)) == (True, True), (
+                name
+            )
             assert native.status() == str(place), name
 
 
@@ -422,8 +426,8 @@ def odd_layout(world):
 
 
 def test_scalars_behind_an_odd_number_of_floats_are_refused_in_words(ranks):
-    """In the simulator, where nothing travels, any width is right."""
+    """The simulator sends nothing, so it accepts any width."""
     for said in ranks(2)(odd_layout):
-        assert "513 torch.float32" in said and "even width" in said
+        assert "513 elements" in said and "even width" in said
     mixer = Simulated(graph("ring", 3), MessageLayout((513,), scalars=1))
     assert mixer.outbox(0)[0][0].shape == (3, 513)

@@ -1,4 +1,4 @@
-"""Encodings: unbiased, invertible, the same bits however columns are split, as small as said."""
+"""Wires: unbiased, invertible, independent of how columns are split, and of the stated size."""
 
 from dataclasses import replace
 
@@ -89,7 +89,7 @@ def test_bytes_of_a_bucket(name, nbytes):
     assert made(name).nbytes(8 * BUCKET) == 8 * nbytes
     _, codes = message(made(name))
     assert len(codes) == 4 * nbytes
-    with pytest.raises(ValueError, match="whole"):
+    with pytest.raises(ValueError, match="700 columns"):
         made(name).nbytes(700)
 
 
@@ -141,7 +141,7 @@ def test_top_k_in_two_bits_takes_the_nearest_of_four_values():
 
 @on_each("name", ALL)
 def test_what_is_0_stays_0(name):
-    """As the columns behind the last parameter: their neighbours' scale is not to hang on them."""
+    """The columns after the last parameter are zeros, on which no scale may depend."""
     x = torch.zeros(BUCKET)
     x[:5] = torch.tensor([3.0, -2.0, 1e-3, 0.5, -7.0])
     made(name).pack(x, (1, 0, 0), 0)
@@ -154,7 +154,7 @@ def test_padding_enters_neither_values_nor_scale_of_signs_and_large_sums_are_fin
         for size in (most, 1.0, 1e-30):
             x = torch.zeros(2 * BUCKET)
             given = x[BUCKET : BUCKET + count].fill_(size)
-            # a zero before other values is one of them
+            # a zero that is followed by other values counts as a value
             given[::2] = -size
             given[4:8] = 0.0
             made("sign").pack(q := x.clone(), (0, 0, 0), 0)
@@ -180,13 +180,13 @@ def test_padding_enters_neither_values_nor_scale_of_signs_and_large_sums_are_fin
     ],
 )
 def test_errors_are_at_most_what_the_page_says(name, most):
-    """On average over draws, as a multiple of ‖v‖²; buckets of one large value come near to it."""
+    """The mean error, as a multiple of ‖v‖², is largest for buckets of one large value."""
     worst = {"bf16": [1.0039], "qsgd": [5e-4], "qsgd-7": [0.04], "qsgd-1": [0.042], "fp4": [2 / 3]}
     one = made(name)
     found = []
     for small in (1e-9, 3e-3, 0.1, 0.3, 0.999, *worst.get(name, ())):
         x = torch.full((512 * BUCKET,), small)
-        x[torch.arange(512) * (BUCKET + 1)] = 1.0  # in each bucket, at another place
+        x[torch.arange(512) * (BUCKET + 1)] = 1.0  # at another position in each bucket
         one.pack(q := x.clone(), (0, 0, 0), 0)
         found.append(float((q - x).double().square().sum() / x.double().square().sum()))
     assert 0.9 * most < max(found) <= 1.03 * most, found
@@ -277,9 +277,9 @@ def test_bytes_are_counted_as_sent():
     assert bytes_per_exchange(ring, ExchangeKind.GOSSIP, 0, 0, 100, 400) == 200
     assert bytes_per_exchange(ring, ExchangeKind.LOCAL, 0, 0, 100, 400) == 0
     assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 400) == 700
-    # codes to all others
+    # encoded messages to all others
     assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 50, 400) == 350
-    # the sum in full costs less
+    # a sum of decoded values costs less
     assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 200, 400) == 700
     layout = MessageLayout((1024,), wire=made("qsgd"))
     mixer = Simulated(ring, layout)
@@ -299,7 +299,7 @@ def test_local_steps_are_not_quantized():
 
 
 def test_an_exchange_has_its_own_draw():
-    """Consecutive GLOBAL rounds share the graph's clock and mustn't share their rounding."""
+    """Consecutive GLOBAL exchanges have the same round of the graph, but round differently."""
     seen = []
     for exchange in (0, 1):
         mixer = Simulated(graph("ring", 3), MessageLayout((512,), wire=made("qsgd-1")))
@@ -324,18 +324,18 @@ EXCHANGES = {
     13: (ExchangeKind.GOSSIP, 6),
     14: (ExchangeKind.GOSSIP, 7),
 }
-"""Kind and round by the number of the exchange, which is in the key of random draws."""
+"""Kind and round by the number of the exchange, which is part of the key of random numbers."""
 
 
 def drawn(number, slot, part, width):
-    """What three nodes send, (3, width), with zeros as behind a layer's last parameter."""
+    """Draw the values of three nodes, (3, width), with zeros as after a layer's last parameter."""
     values = np.random.default_rng([number, slot, part]).standard_normal((3, width))
     values[:, width // 2 - 20 : width // 2] = 0.0
     return values.astype(np.float32 if width > 1 else np.float64)
 
 
 def by_numpy(layout, number, kind, t):
-    """By slot and part what is sent and mixed, (3, p): own term first, then in order of nodes."""
+    """Return sent and mixed values, (3, p), by slot and part; sums begin with the own term."""
     found = {}
     matrix = MATRICES[t % 2]
     for slot, width in enumerate(layout.widths):
@@ -362,7 +362,7 @@ def by_numpy(layout, number, kind, t):
 
 
 def opened(world, layout, ways, device):
-    """Mixers by name, one at a time; ``ways``: same_host and exchange, None on the CPU."""
+    """Open mixers by name, one at a time; ``ways``: (same_host, exchange or None on the CPU)."""
     from mpigossip.mixing.synchronous import FaultTolerant, Synchronous
 
     along = from_matrices(MATRICES)
@@ -380,7 +380,7 @@ def opened(world, layout, ways, device):
 
 @with_world
 def differing(world, ways, device="cpu"):
-    """Wires, mixers and exchanges whose values aren't NumPy's."""
+    """Return the wires, mixers and exchanges whose values differ from NumPy's."""
     wrong = set()
     for name in ("fp32", *ALL):
         layout = MessageLayout((1024, 1024), vectors=2, scalars=1, wire=made(name))

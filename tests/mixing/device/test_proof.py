@@ -1,4 +1,4 @@
-"""Whether MPI's word about GPUs is taken: versions, and a put in a process of its own."""
+"""The test of MPI with GPU memory: its own statement, versions, and a put in a subprocess."""
 
 import os
 import re
@@ -16,7 +16,7 @@ def proven(comm, version, devices):
     kept = proof.ucx_version
     tried = proof.try_in_subprocess
     proof.ucx_version = lambda: version
-    if devices > 1:  # in one case a process is started
+    if devices > 1:  # one case starts a real subprocess
         proof.try_in_subprocess = lambda *_: (True, "")
     os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "1"
     try:
@@ -32,10 +32,10 @@ def proven(comm, version, devices):
 @on_each(
     "version, devices, able, named",
     [
-        ((1, 18, 1), 2, False, "over UCX 1.18.1, but that serves one GPU a process, here are 2"),
+        ((1, 18, 1), 2, False, "over UCX 1.18.1, but it supports one GPU per process, not 2"),
         ((1, 18, 1), 1, True, "over UCX 1.18.1, and puts into the memory of every slot arrived"),
         ((1, 19, 0), 2, True, "over UCX 1.19.0"),
-        ((), 2, True, "says GPU-aware, and puts"),
+        ((), 2, True, "is reported by MPICH_GPU_SUPPORT_ENABLED, and puts"),
     ],
 )
 def test_ucx_before_1_19_serves_one_gpu_a_process(ranks, version, devices, able, named):
@@ -44,7 +44,7 @@ def test_ucx_before_1_19_serves_one_gpu_a_process(ranks, version, devices, able,
 
 
 def hung(comm, way):
-    """What each rank is told where a call hangs on rank 1; if they can go on; seconds."""
+    """Let a call hang on rank 1; return its message, that of a second test, ranks and seconds."""
     import threading
     import time
 
@@ -70,7 +70,7 @@ def hung(comm, way):
 
 @pytest.mark.parametrize("way, what", [("windows", "a put"), every("messages", "a message")])
 def test_a_call_that_hangs_is_an_answer_of_all_ranks(way, what):
-    pools = Ranks()  # of its own, as a thread of a rank never ends
+    pools = Ranks()  # separate, because a thread of a rank never ends
     try:
         for wrong, then, everyone, spent in pools(3)(hung, way, timeout=60):
             # a put into a rank that hangs may hang, too
@@ -83,7 +83,7 @@ def test_a_call_that_hangs_is_an_answer_of_all_ranks(way, what):
 
 
 def answers(comm, what):
-    """The proof where rank 0's library says no, has another UCX, or its own process crashes."""
+    """Run the test with rank 0 without GPU support, with another UCX, or a crashing subprocess."""
     from mpigossip.mixing.device import proof
 
     kept = (proof.reported_gpu_support, proof.try_in_subprocess, proof.ucx_version)
@@ -101,7 +101,7 @@ def answers(comm, what):
 
 
 @on_each(
-    "what, named", [("no", "moves no GPU memory"), ("crash", "it crashed"), ("old", "here are 2")]
+    "what, named", [("no", "no support for GPU memory"), ("crash", "it crashed"), ("old", "not 2")]
 )
 def test_ranks_with_different_answers_agree(ranks, what, named):
     for able, why in ranks(2)(answers, what):
@@ -131,16 +131,16 @@ def test_a_process_of_its_own_is_no_rank_but_has_what_sets_mpi_up(ranks):
 def judged(comm, said):
     from mpigossip.mixing.device import proof
 
-    return proof._judged(said, "ended with SIGSEGV")
+    return proof._judge(said, "ended with SIGSEGV")
 
 
 @on_each(
     "said, able, named",
     [
         ("begun\narrived\n", True, ""),
-        ("begun\n", False, "in a process of its own it ended"),
-        ("begun\nwrong: bytes\n", False, "in a process of its own bytes"),
-        ("", True, "not tried in a process of its own: MPI in it ended"),
+        ("begun\n", False, "in a subprocess it ended"),
+        ("begun\nwrong: bytes\n", False, "in a subprocess bytes"),
+        ("", True, "not tested in a subprocess: MPI there ended"),
     ],
 )
 def test_only_what_begins_and_then_fails_speaks_against_it(ranks, said, able, named):

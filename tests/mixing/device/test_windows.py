@@ -1,6 +1,6 @@
-"""Windows for GPU memory, run on the CPU: the same protocol and pieces, streams left out.
+"""Windows for GPU memory, run on the CPU: the same protocol and chunks, but no streams.
 
-What needs a GPU is in tests/test_gpu.py, the kernels' arithmetic in tests/mixing/kernels.
+Tests that need a GPU are in tests/test_gpu.py, those of the kernels in tests/mixing/kernels.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ WIDTHS = (2048, 2048)
 
 
 def compare(*args, **kwargs):
-    """`compared`, after which the kept pool's process has the package as it was."""
+    """Call `compared`, then restore the package, because the rank's process runs other tests."""
     from mpigossip.mixing import synchronous
     from mpigossip.mixing.device import buffers
     from mpigossip.mixing.transports import probe
@@ -38,7 +38,7 @@ def compare(*args, **kwargs):
 
 
 def other_mean(mixer, reference, step, on_its_way):
-    """In some steps, whether a vector of odd length has another average; some lie on the CPU."""
+    """Return whether vectors of odd lengths have another average; only some steps test this."""
     if step % 6 != (1 if on_its_way else 4):
         return False
     device = mixer.layout.devices[0]
@@ -52,7 +52,7 @@ def other_mean(mixer, reference, step, on_its_way):
 def compared(
     world, names, memory, steps, wire_name="fp32", chunk=4096, first=0, device="cpu", proofs=None
 ):
-    """How much differs from the simulator, by graph; the ways to the neighbours."""
+    """Return the number of differences by graph, and the transports to the neighbours."""
     from mpigossip.mixing import synchronous
     from mpigossip.mixing.device import buffers
     from mpigossip.mixing.synchronous import Synchronous
@@ -61,7 +61,7 @@ def compared(
     synchronous.STAGING_BYTES = chunk
     buffers.SHARE = 6000
     able = {memory} & {"windows", "messages"} if proofs is None else proofs
-    if device == "cpu":  # it stands in for a device: MPI reads and writes its memory
+    if device == "cpu":  # the CPU replaces a device whose memory MPI accesses
         probe.gpu_mpi_works = lambda comm, devices, way, limit_s: (way in able, "the CPU stands in")
     options = {"vectors": 2, "scalars": 1, "wire": wire(wire_name, 127, 0.1, 3)}
     layout = MessageLayout(WIDTHS, **options)
@@ -72,12 +72,12 @@ def compared(
         mixer = Synchronous(made, there, world, exchange=memory, timeout_s=30, on_devices=True)
         routes |= mixer.routes
         found[name] = beside(mixer, kinds_of(steps, seed=2), layout, first, also=other_mean)
-        mixer.close()  # once more
+        mixer.close()  # a second time
     return found, routes
 
 
 SHOWN = [(2, "host"), (3, "messages")]
-"""By default; on the double (tests/double) "host", "windows" and "nccl" between three ranks are."""
+"""Cases that run by default; tests/double runs "host", "windows" and "nccl" with three ranks."""
 MORE = [pair for pair in itertools.product((3, 6, 8), MEMORIES) if pair not in SHOWN]
 
 
@@ -116,7 +116,7 @@ def test_lossy_wires_are_decoded_to_the_same_bits(ranks, name, memory):
 
 @pytest.mark.parametrize("memory", ["windows", "messages", "nccl"])
 def test_large_encoded_messages_are_averaged_decoded(ranks, memory):
-    """With 4 nodes a sum of decoded bf16 values is less traffic than everyone's codes."""
+    """With 4 nodes, averaging decoded values sends less than gathering encoded messages."""
     for found, _ in ranks(4)(compare, ["complete"], memory, 8, "bf16"):
         assert found and not any(found.values()), found
 
@@ -139,7 +139,7 @@ def test_device_windows_are_refused_where_mpi_is_not_proven(ranks):
 
 
 def proofs(comm):
-    """Ways that are proven for two mixers between the same ranks, then for one in another world."""
+    """Return the tests that two mixers in one world and one mixer in another world run."""
     from mpigossip.cluster.ranks import World
     from mpigossip.graphs import graph
     from mpigossip.mixing.synchronous import Synchronous
@@ -176,7 +176,7 @@ def put_into_neighbour(comm):
 def test_the_proof_is_a_message_and_a_library_that_says_no_is_believed(ranks):
     for wrong, (able, why) in ranks(3)(put_into_neighbour):
         assert wrong == ["", ""] and not able
-        assert "says that it moves no GPU memory" in why
+        assert "no support for GPU memory" in why
 
 
 @pytest.mark.parametrize("own_stream", [False, True])
@@ -223,7 +223,7 @@ def test_memory_that_ucx_has_locked_is_pinned(monkeypatch, pinned):
     given = [torch.zeros(8, dtype=torch.uint8)], torch.device("cuda")
     if pinned:
         memory.pin(*given)()
-    else:  # something else on its pages is: a part of it isn't
+    else:  # other memory on its pages is locked, but not all of it
         with pytest.raises(memory.TransportUnavailable, match="712"):
             memory.pin(*given)
     assert not unlocked
@@ -270,7 +270,7 @@ def test_the_fastest_way_is_taken_and_windows_where_nearly_as_fast(times, way):
 
 
 def timed(comm):
-    """The way that "auto" takes where MPI reads and writes the devices' memory."""
+    """Run "auto" with an MPI that accesses the devices' memory."""
     return compare(comm, ["ring", "complete"], "auto", 6, proofs={"windows", "messages"})
 
 

@@ -1,4 +1,4 @@
-"""GPU kernels run by this processor, each thread after the other."""
+"""GPU kernels that run on this processor, one thread after the other."""
 
 import ctypes
 import hashlib
@@ -19,15 +19,15 @@ FLAGS = ["-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-
 
 
 def parameters(source: str) -> list[tuple[str, str]]:
-    """A kernel's, as (type, name)."""
+    """Return the parameters of a kernel as pairs (type, name)."""
     listed = source.partition("__global__ void ")[2].partition("(")[2].partition(")")[0]
     return [(kind, name) for kind, _, name in (one.rpartition(" ") for one in listed.split(", "))]
 
 
 def as_cpp(number: int, source: str) -> str:
-    """The kernel, and a function that calls it for every thread.
+    """Return the source of the kernel and of a function that calls it for every thread.
 
-    That takes one array of arguments, of which each has 8 bytes there.
+    The function takes one array, in which each argument takes 8 bytes.
     """
     kinds = [kind.removeprefix("const ") for kind, _ in parameters(source)]
     given = ", ".join(f"*({kind}*)(a + {k})" for k, kind in enumerate(kinds))
@@ -44,7 +44,7 @@ extern "C" void run{number}(long blocks, long threads, const long* a) {{
 
 
 def compiled(sources: Sequence[str], folder: Path) -> list[Callable]:
-    """Kernels as functions that take what CuPy's do; their library is kept in the folder."""
+    """Compile kernels into functions that are called like CuPy's; the folder caches them."""
     text = HEAD + "".join(map(as_cpp, range(len(sources)), sources))
     made = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
     if not made.exists():

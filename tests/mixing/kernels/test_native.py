@@ -33,7 +33,7 @@ except native.NoKernel as error:
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """`compiler(waiting, …)`: sets a compiler that ends when so many processes wait for it.
+    """Return `compiler(waiting, …)`: set a compiler that ends when ``waiting`` processes wait.
 
     It adds a line to the file "calls", and runs a line of shell before it compiles.
     """
@@ -66,7 +66,7 @@ def calls(tmp_path):
 
 @pytest.fixture
 def together(warm, tmp_path):
-    """`together(n)`: what n new processes, which ask for the library at once, print."""
+    """Return `together(n)`: let n new processes load the library at once; return their output."""
     started = []
 
     def run(n):
@@ -123,7 +123,7 @@ def test_a_lock_that_is_touched_is_kept_and_its_wait_ends(compiler, tmp_path, mo
     monkeypatch.setattr(build_lock, "LEASE_S", 0.2)
     monkeypatch.setattr(native, "WAIT_S", 0.5)
     compiler(waiting=0)
-    place = native._place()
+    place = native._library_path()
     place.parent.mkdir(parents=True, mode=0o700)
     lock = build_lock.BuildLock(place)
     assert lock.acquire() and not build_lock.BuildLock(place).acquire()
@@ -141,10 +141,10 @@ def test_a_lock_that_is_touched_is_kept_and_its_wait_ends(compiler, tmp_path, mo
 
 
 def test_processes_that_wait_look_ever_more_rarely(compiler, tmp_path, monkeypatch):
-    """Each look lists a folder that thousands of ranks may share."""
+    """Each check lists a folder that thousands of ranks may share."""
     monkeypatch.setattr(build_lock, "LEASE_S", 1000.0)
     compiler(waiting=0)
-    place = native._place()
+    place = native._library_path()
     place.parent.mkdir(parents=True, mode=0o700)
     lock = build_lock.BuildLock(place)
     assert lock.acquire()

@@ -1,4 +1,4 @@
-"""Waiting in C: what ends it; exchanges without it, and without a thread, give the same numbers."""
+"""Waits in C: how they end; exchanges without them, or without a thread, are identical."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ GRAPHS = ["one-peer-exponential", "exponential", "base-3"]
 
 
 def rested(comm):
-    """Seconds that rests took: answered, at its limit, woken, told before."""
+    """Return the seconds of waits: answered, limited, woken, woken before, limited."""
     import numpy as np
 
     value = np.zeros(1, np.int64)
@@ -36,8 +36,8 @@ def rested(comm):
     alarm.start()
     timed(wake=bell.wake, limit=20, began=began)
     alarm.join()
-    timed(wake=bell.wake, limit=20)  # the bell still rings
-    bell.heard()
+    timed(wake=bell.wake, limit=20)  # the pipe is not empty yet
+    bell.clear()
     timed(wake=bell.wake, limit=0.2)
     comm.Send(np.zeros(1, np.int64), 1 - comm.rank, 77)
     waiting.wait_for_requests([never], limit=20)
@@ -58,7 +58,7 @@ def test_a_rest_ends_by_an_answer_a_bell_or_its_limit(ranks):
 
 
 def lost(comm):
-    """What a wait for a message that never comes says."""
+    """Return the error of a wait for a message that is never sent."""
     import numpy as np
 
     from mpigossip.cluster.deadline import WaitTimeoutError
@@ -97,7 +97,9 @@ def short(comm):
     from mpigossip.mixing.synchronous import INLINE_BYTES
 
     layout = MessageLayout(widths=(64, 64), vectors=2, scalars=1)
-    assert layout.nbytes <= INLINE_BYTES < LAYOUT.nbytes  # those of test_windows wake the thread
+    assert (
+        layout.nbytes <= INLINE_BYTES < LAYOUT.nbytes
+    )  # the messages of test_windows wake the thread
     return compare(comm, GRAPHS, "put", 40, layout=layout)
 
 

@@ -1,4 +1,4 @@
-"""A training in a folder with members of four numbers, on the worst of disks."""
+"""A training in a folder by members with models of four numbers, on faulty disks."""
 
 import contextlib
 import errno
@@ -22,14 +22,14 @@ from tests.mixing.members.faults import Faults, here, injected
 
 
 class Killed(BaseException):
-    """The process ended here."""
+    """The member's process is killed."""
 
 
 @dataclass
 class Bad(RecordStore):
-    """A disk for one member: killed at an operation, stale listings, lost replies, full at times.
+    """Faulty disk of one member: stale listings, lost replies, sometimes full.
 
-    ``kill_at``: the operation that never happens. ``seen``: names that a stale cache shows.
+    ``kill_at``: number of the operation at which the member is killed.
     """
 
     root: Path
@@ -45,7 +45,7 @@ class Bad(RecordStore):
 
     def __post_init__(self):
         super().__init__(self.root, self.shared)
-        self.outages.tell = lambda line: None
+        self.outages.report = lambda line: None
 
     def path(self, name):
         here.faults = self.faults
@@ -114,7 +114,7 @@ class Tiny:
 def member(
     disk: RecordStore, plan: TrainingPlan, stop=lambda: False, sleep=lambda: None, clock=0.0
 ) -> str:
-    """One member to its end: "end", "killed", "left", "queued", "failed" or "traceback"."""
+    """Run a member; return "end", "killed", "left", "queued", "failed" or "traceback"."""
     place = Place(
         disk,
         plan,
@@ -146,23 +146,24 @@ def member(
 
 
 def chunks_of(root: Path, plan: TrainingPlan) -> Counter:
-    """How often each chunk is in a published round."""
+    """Count the published rounds of each chunk."""
     script = ReplayLog(Place(RecordStore(root, shared=True), plan, report=lambda line: None))
     return Counter(one.chunk for one in script.rounds.values())
 
 
 def replay(root: Path, plan: TrainingPlan) -> int:
-    """Repeat all rounds; how many were compared. Raises Differs."""
+    """Repeat all rounds and return their number; raise ReplayMismatch if one differs."""
     script = ReplayLog(Place(RecordStore(root, shared=True), plan, report=lambda line: None))
     repeat(script, script.rounds, Tiny())
     return len(script.rounds)
 
 
 def storm(root: Path, seed: int, chunks=120, members=5, lease_s=0.3, slow=0.05, rate=0.0, **ills):
-    """Members that join, leave, are killed at random and come back until the training has ended.
+    """Run members that join, leave, are killed and return, until the training has ended.
 
-    ``slow``: share of rounds that take longer than the lease. ``rate``: of operations that begin a
-    fault, see `Faults`. Return how the members ended, and how often each operation has failed.
+    ``slow``: fraction of rounds that take longer than the lease. ``rate``: fraction of operations
+    that begin a fault, see `Faults`. Return how the members ended, and how often each operation
+    failed.
     """
     begin(root)
     chance = random.Random(seed)

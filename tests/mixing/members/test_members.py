@@ -1,4 +1,4 @@
-"""The protocol of members that join and leave, with models of four numbers on bad disks."""
+"""The protocol of members that join and leave, with models of four numbers on faulty disks."""
 
 import contextlib
 import random
@@ -46,7 +46,7 @@ def right(root, plan) -> bool:
 
 @pytest.mark.parametrize("seed", [1, *(every(seed) for seed in range(2, 6))])
 def test_storms(tmp_path, seed):
-    """Kills at random, stale listings, lost replies, a full disk, clocks minutes apart."""
+    """Members are killed; listings are stale, replies lost, disks full, clocks wrong."""
     ends = storm(tmp_path / "run", seed, **ILLS)
     assert ends["alive"] == 0 and ends["end"]
     assert right(tmp_path / "run", STORM)
@@ -54,7 +54,7 @@ def test_storms(tmp_path, seed):
 
 @pytest.mark.parametrize("step", [7, every(1)])
 def test_a_kill_at_every_operation(tmp_path, step):
-    """Another member finishes what one that was killed anywhere has begun."""
+    """Another member finishes the work of a member that was killed at any operation."""
     plan = TrainingPlan(6, 2, 0.02)
     kills = 0
     while True:
@@ -70,12 +70,12 @@ def test_a_kill_at_every_operation(tmp_path, step):
 
 
 def renamed(disk, beside, path):
-    """Rename, in place of a link: what stood under the name is gone."""
+    """Rename instead of linking: an existing file of this name is overwritten."""
     Path(beside).replace(path)
 
 
 def torn(root, stop):
-    """Flip a number in one of four models, as a bad disk does."""
+    """Change a byte in one of four models, like a faulty disk."""
     chance = random.Random(0)
     seen = set()
     while not stop.wait(0.005):
@@ -109,14 +109,14 @@ def test_damaged_models_are_passed_over(tmp_path):
 
 
 def held_back(self, place):
-    """A lease without fencing: a silent place counts as closed, and knows nothing of it."""
+    """Close a silent place without a record, so that it does not notice."""
     chain = self.chains[place]
     chain.closed = places.Closed(place=place, round=chain.next, why="silent", by=self.number)
 
 
 @pytest.mark.parametrize("control", ["checksum", every("rename"), every("fence")])
 def test_controls_fail(tmp_path, monkeypatch, control):
-    """Without link, checksum or fence most storms go wrong."""
+    """Without link, checksum or fence, most storms fail."""
     if control == "rename":
         monkeypatch.setattr(RecordStore, "link", renamed)
     elif control == "checksum":
@@ -140,7 +140,7 @@ def test_controls_fail(tmp_path, monkeypatch, control):
 
 
 def operations_a_round(root, members: int) -> float:
-    """Calls of the file system in a round of one of so many members, all of which go on."""
+    """Return the number of file operations per round and member."""
     begin(root)
     plan = TrainingPlan(members * 64, 16, 60.0)
     made = []
@@ -169,7 +169,7 @@ def test_operations_do_not_grow_with_members(tmp_path):
 
 
 def test_late_models_hold_nobody_back(tmp_path):
-    """Two members move by 1 a round; the first one always reads a model of the round before."""
+    """Two members add 1 per round; the first one always reads the model of the previous round."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(64, 32, 60.0)
     x = [np.zeros(4, np.float32) for _ in range(2)]
@@ -195,7 +195,7 @@ def test_differences_seen_late_are_made_up_for_once():
     new, now, then = (state(np.float32(x), 1) for x in ([7, 8], [4, 9], [2, 3]))
     ages = [3, 4, 7]
     assert [rounds_late(ages, age) for age in (9, 7, 5, 3, 1)] == [0, 0, 1, 2, 2]
-    assert rounds_late([3], 1) == rounds_late([], 1) == 0  # nothing is known of the time before
+    assert rounds_late([3], 1) == rounds_late([], 1) == 0  # earlier rounds are unknown
     assert correct_for_age(new, now, then, 0) is new
     assert correct_for_age(new, now, then, 1).parameters.tolist() == [4 + 5 / 2, 9 + 5 / 2]
     assert correct_for_age(new, now, then, 2).parameters.tolist() == pytest.approx(
@@ -242,7 +242,7 @@ def test_a_round_whose_model_could_not_be_written_is_closed_by_its_own_name(tmp_
 
 
 def test_a_member_that_finds_no_readable_model_leaves_a_whole_chain(tmp_path):
-    """It has a place and no first record yet: its chain is the closing one alone."""
+    """It has a place but no first record, so its chain is only the closing record."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 60.0)
     assert member(Bad(root, random.Random(1), kill_at=60), plan) == "killed"
@@ -268,14 +268,14 @@ def test_where_the_newest_models_are_damaged_earlier_ones_are_taken(tmp_path):
 
 
 def test_an_end_without_models_is_never_written(tmp_path):
-    """The ledger is seen, and chain/ was purged: an end of nothing couldn't be taken back."""
+    """If chain/ was purged, an END without models could not be undone."""
     begin(root := tmp_path / "run")
-    with pytest.raises(StoreError, match="no record in chain/ can be read; copy them back"):
+    with pytest.raises(StoreError, match="no record in chain/ can be read"):
         Place(RecordStore(root), TrainingPlan(8, 2, 60.0)).endings()
 
 
 def test_models_of_other_parameters_are_passed_over(tmp_path):
-    """A forged one with a right record."""
+    """The models and their records are valid, but have other parameters."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 60.0)
     told = []
@@ -284,7 +284,7 @@ def test_models_of_other_parameters_are_passed_over(tmp_path):
     live = FolderExchange(place, lambda: False, 0.01)
     with pytest.raises(StoreError, match="none of 1 models can be read"):
         live.begin({"layout": layout(["y"], [[4]])})
-    assert "it has other parameters than this member's model" in told[0]
+    assert "parameters differ" in told[0]
     assert len(live.begin({"layout": layout(["x"], [[4]])})) == 1
     live.close()
 
@@ -316,7 +316,7 @@ def test_bad_records_are_named_once_and_passed_over(tmp_path, bad):
     tiny.train(live)
     live.close()
     assert place.ended()
-    assert sum(newest.name in line for line in told) == 1 and "passed over" in told[0]
+    assert sum(newest.name in line for line in told) == 1 and "is ignored" in told[0]
     found = chunks_of_readable(root, plan)
     assert all(found.get(chunk, 0) <= 1 for chunk in range(plan.chunks))
 

@@ -1,4 +1,4 @@
-"""Members whose file system fails: no error is an answer, and no chunk is trained twice."""
+"""Members whose file system fails: errors say nothing about files, no chunk is trained twice."""
 
 import errno
 import os
@@ -96,7 +96,7 @@ def test_an_error_of_the_file_system_is_repeated_and_never_taken_for_content(tmp
 
 
 def test_an_error_that_lasts_ends_the_member_by_its_kind(tmp_path, monkeypatch):
-    """Only the user can correct a missing right; another host may see what this one doesn't."""
+    """Only the user can correct a missing permission; another host may reach the folder."""
     begin(root := tmp_path / "run")
     disk(root).publish("END", b"content")
     for number in {*ERRORS, *LASTING}:
@@ -233,7 +233,9 @@ def test_a_mount_point_without_its_folder_is_not_filled(tmp_path):
         found.publish("END", b"")
     assert not [*root.iterdir()]
     root.rmdir()
-    shutil.copytree(tmp_path / "away", root)  # other numbers, as of a file system mounted again
+    shutil.copytree(
+        tmp_path / "away", root
+    )  # another inode, like a file system that is mounted again
     found.outages.given_up = False
     found.make("logs")
     assert (root / "logs").is_dir()
@@ -307,7 +309,7 @@ def test_no_claim_is_void_because_a_name_can_not_be_read(tmp_path, monkeypatch, 
 
 
 def test_a_link_whose_name_can_not_be_read_is_decided_later(tmp_path, monkeypatch):
-    """Its reply was lost: the name is this member's own."""
+    """The reply to the link was lost, but the file is this member's."""
     begin(root := tmp_path / "run")
     found = disk(root, lost=1.0)
     failed = fails(monkeypatch, "/END", errno.EACCES)
@@ -375,7 +377,7 @@ def test_a_member_outlasts_an_outage_that_is_shorter_than_a_lease(tmp_path, numb
     begin(root := tmp_path / "run")
     told: list[str] = []
     found = Bad(root, random.Random(1), faults=outage(0.3, number))
-    found.outages.tell = told.append
+    found.outages.report = told.append
     with injected():
         assert member(found, PLAN) == "end"
     assert len(told) == 1 and os.strerror(number) in told[0]
@@ -427,7 +429,7 @@ def test_a_folder_of_models_that_a_copy_has_dropped_is_made_again(tmp_path):
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become two other users")
 @pytest.mark.parametrize("made", [(), ("ledger/0000", "chain/000000")])
 def test_two_users_with_any_umask_train_each_chunk_once(made):
-    """The first one leaves after three chunks; its umask hides what it makes from all others.
+    """The first user leaves after three chunks; its umask hides its files from all others.
 
     ``made``: folders that exist already, so that the umask hides files only.
     """
@@ -483,7 +485,7 @@ def as_user(user, umask, work) -> int:
 
 @pytest.mark.parametrize("seed", [2, *(every(seed) for seed in (4, 5, 6))])
 def test_storms_with_errors_of_the_file_system(tmp_path, seed):
-    """Each operation fails at times: once, for half a lease, for three leases."""
+    """Each operation sometimes fails: once, for half a lease, or for three leases."""
     ends = storm(tmp_path / "run", seed, chunks=60, rate=0.01, stale_s=0.6, lost=0.2, full=0.02)
     assert ends["alive"] == 0 and ends["end"] and not ends.get("traceback")
     assert right(tmp_path / "run", TrainingPlan(60, 4, 0.3))
@@ -507,7 +509,7 @@ def test_replay_rejects_a_listing_that_lacks_rounds(tmp_path, monkeypatch):
     script = ReplayLog(place_of(disk(root)))
     with pytest.raises(StoreError, match=r"no record of \d of its 8 chunks is listed"):
         wanted_of(script, None, None)
-    assert wanted_of(script, 0, None)  # these rounds are there
+    assert wanted_of(script, 0, None)  # these rounds exist
 
 
 def test_replay_needs_no_record_of_a_place_that_trained_nothing(tmp_path):
