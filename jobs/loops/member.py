@@ -1,4 +1,4 @@
-"""A loop that is one member of a training, without a launcher and without a server.
+"""A loop that joins a training as a member, without a launcher.
 
 python member.py runs/members            in as many terminals or single-node jobs as you like
 touch runs/members/STOP                  stops all members; `rm` the file before going on

@@ -1,4 +1,4 @@
-"""A small ResNet trained as by timm, with EMA, BatchNorm and a cosine schedule.
+"""A small ResNet with EMA, BatchNorm and a cosine schedule.
 
     mpirun -n 4 python resnet.py
 

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, world_ranks
-from mpigossip.cluster.process import TIMEOUT_S, check_process
+from mpigossip.cluster.process import TIMEOUT_S, check_process, exit_handler
 
 PAGE = 4096
 """Bytes of a page: each rank's shared memory starts on one, and so has whole cache lines."""
@@ -82,16 +83,32 @@ for name in (*BLOCKING, "Split_type"):
     setattr(TimeoutComm, name, _with_limit(name))
 
 
-def open_window(make: Callable[..., MPI.Win], memory: Any, comm: Any) -> MPI.Win:
+open_windows: list[MPI.Win] = []
+"""Windows of this process that have not been closed yet, in the order in which they were opened."""
+
+
+def open_window(
+    make: Callable[..., MPI.Win], memory: Any, comm: Any, hints: dict[str, str] | None = None
+) -> MPI.Win:
     """Open a window with passive access to all ranks; collective.
 
     :param make: constructor such as ``MPI.Win.Allocate``
     :param memory: first argument of ``make``: number of bytes, or memory
     :param comm: communicator of the window
+    :param hints: keys and values of the window's ``MPI_Info``; an MPI ignores unknown keys
     """
-    with bounded_call(comm, f"MPI's Win.{make.__name__}", getattr(comm, "timeout_s", TIMEOUT_S)):
-        window = make(memory, 1, comm=comm)
-        window.Lock_all()
+    info = MPI.Info.Create() if hints else MPI.INFO_NULL
+    for key, value in (hints or {}).items():
+        info.Set(key, value)
+    try:
+        limit = getattr(comm, "timeout_s", TIMEOUT_S)
+        with bounded_call(comm, f"MPI's Win.{make.__name__}", limit):
+            window = make(memory, 1, info, comm)
+            window.Lock_all()
+    finally:
+        if hints:
+            info.Free()
+    open_windows.append(window)
     return window
 
 
@@ -112,5 +129,27 @@ def close_window(window: MPI.Win, comm: MPI.Comm) -> None:
     At the end of a run, another rank may still have work left.
     """
     with bounded_call(comm, "MPI's Win.Free", float("inf")):
-        window.Unlock_all()
-        window.Free()
+        _free(window)
+
+
+def _free(window: MPI.Win) -> None:
+    """End the access to ``window`` and free it; collective."""
+    open_windows[:] = [other for other in open_windows if other is not window]
+    window.Unlock_all()
+    window.Free()
+
+
+def free_open_windows(comm: MPI.Comm) -> None:
+    """Free the windows that an exception has left open on all ranks; collective over ``comm``.
+
+    Between hosts, MPICH's ``MPI_Finalize`` fails if a window is open: "fabricclose failed". If
+    ranks have different numbers of open windows, freeing them could hang, so they stay open.
+    """
+    counts = np.array([len(open_windows), -len(open_windows)])
+    comm.Allreduce(MPI.IN_PLACE, counts, MPI.MIN)
+    if counts[0] == -counts[1]:
+        for window in list(open_windows):
+            _free(window)
+
+
+exit_handler.before_finalize.append(free_open_windows)

@@ -161,6 +161,8 @@ class ExitHandler:
         """Communicator of the survivors after a rank failure."""
         self.status: Any = None
         """Exit status of the program; None if it is not known."""
+        self.before_finalize: list[Callable[[MPI.Comm], None]] = []
+        """Collective functions that release what an exception has left open."""
         self._prepared = False
 
     def prepare(self, finalize: bool, comm: Any) -> None:
@@ -208,6 +210,8 @@ class ExitHandler:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+        for release in self.before_finalize:
+            release(comm)
         if finalize or self.code:
             # Call it through ctypes: mpi4py would hold the interpreter's lock, which the thread of
             # `uncaught.exit_now` needs.

@@ -127,6 +127,7 @@ EXAMPLES = """
 mpigossip examples
 mpigossip examples copy gpt
 mpirun -n 4 mpigossip train digits
+mpigossip examples --schema > mpigossip.schema.json
 """
 COPY = "mpigossip examples copy classify --to programs"
 
@@ -135,7 +136,10 @@ def _add_examples(commands) -> None:
     listed = command(commands, "examples", _list, "list and copy examples", EXAMPLES)
     below = listed.add_subparsers(metavar="copy")
     copied = command(below, "copy", _copy, "copy an example, with the module that it needs", COPY)
-    listed.usage = "mpigossip examples [-h] [copy NAME [--to DIR]]"
+    listed.usage = "mpigossip examples [-h] [--schema] [copy NAME [--to DIR]]"
+    listed.add_argument(
+        "--schema", action="store_true", help="print the JSON Schema of job files, for editors"
+    )
     copied.add_argument("name", metavar="NAME", help="as `mpigossip examples` lists it")
     copied.add_argument("--to", type=Path, metavar="DIR", default=Path(), help="default: here")
 
@@ -143,6 +147,14 @@ def _add_examples(commands) -> None:
 def _list(options) -> None:
     from mpigossip.config.packaged import examples, summary
 
+    if options.schema:
+        import json
+
+        from mpigossip.config.schema import job_schema
+        from mpigossip.training.assemble import tables_of_names
+
+        print_safe(json.dumps(job_schema(tables_of_names()), indent=2))
+        return
     group = None
     for name, path in examples().items():
         if group not in (None, path.parent):

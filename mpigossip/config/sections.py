@@ -23,12 +23,14 @@ from mpigossip.config.limits import (
     Percent,
     Placement,
     Positive,
+    RanksPerNode,
     Seed,
     Shape,
     Share,
     Text,
     Threads,
     Workers,
+    between,
 )
 from mpigossip.config.toml import Limit
 
@@ -246,7 +248,7 @@ class NodeSection:
     """Slots of a rank: `"cpu:L"` (L slots on CPU cores), `"gpu:K"` (K GPUs) or device numbers such
     as `"cuda:0-7"`. auto: the GPUs that torch detects, divided among the ranks of a host, or
     `"cpu:1"` if there is none."""
-    ranks_per_node: Literal["auto", "host"] | Positive = "auto"
+    ranks_per_node: Literal["auto", "host"] | RanksPerNode = "auto"
     """Number of ranks that form a node. 1: each rank is a node; K: every K ranks of a host form a
     node; "host": all ranks of a host form a node; auto: "host" if the host has a GPU for each of
     its ranks, otherwise 1. The slots of a node are the `devices` of all its ranks."""
@@ -271,10 +273,17 @@ class NodeSection:
     wire: Text = "fp32"
     """Format of messages between nodes. "fp32" is exact; "bf16", "qsgd" and "fp4" are lossy;
     "sign", "top-k", "top-k-int2", "random-k" and "shared-k" omit most of the values or bits."""
-    levels: Annotated[int, Limit(lambda v: 1 <= v <= 127, "must be between 1 and 127")] = 127
+    levels: Annotated[int, between(1, 127, "must be between 1 and 127")] = 127
     """Number of levels of the wire "qsgd": 1 level needs 2 bits per value, up to 7 levels need 4
     bits, and up to 127 levels need 8 bits."""
-    density: Annotated[float, Limit(lambda v: 0 < v <= 1, "must be above 0 and at most 1")] = 0.01
+    density: Annotated[
+        float,
+        Limit(
+            lambda v: 0 < v <= 1,
+            "must be above 0 and at most 1",
+            {"exclusiveMinimum": 0, "maximum": 1},
+        ),
+    ] = 0.01
     """Fraction of the values that the wires "top-k", "top-k-int2", "random-k" and "shared-k"
     send."""
     vmap: bool = False
@@ -420,7 +429,14 @@ class LogSection:
 class MembersSection:
     """Section `[members]`: training that members join and leave at any time (`mpigossip join`)."""
 
-    lease_s: Annotated[float, Limit(lambda v: 120 <= v < 1e7, "must be at least 120")] = 600.0
+    lease_s: Annotated[
+        float,
+        Limit(
+            lambda v: 120 <= v < 1e7,
+            "must be at least 120",
+            {"minimum": 120, "exclusiveMaximum": 1e7},
+        ),
+    ] = 600.0
     """Longest silence of a member, in seconds; after it, other members take over its chunks. A
     lease must be at least as long as five rounds."""
     claim_rounds: Positive = 16

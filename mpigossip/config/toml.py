@@ -15,8 +15,8 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mpigossip.config import removed
 
@@ -27,13 +27,16 @@ LARGEST = 2**63 - 1
 """Largest integer that every TOML parser must accept and that HDF5 can store."""
 
 
-class Limit(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Limit:
     """Condition on a value, used as `Annotated[type, Limit(test, words)]`."""
 
     holds: Callable[[Any], bool]
     """Predicate that is true for valid values."""
     words: str
     """Statement of the condition for error messages, such as "must be at least 0"."""
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    """The condition in keywords of JSON Schema, such as ``{"minimum": 0}``, if it has any."""
 
 
 class BadValue(ValueError):

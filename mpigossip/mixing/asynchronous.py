@@ -51,6 +51,10 @@ INCLUDED = 3
 """Indices of the int64 words in the header of a rank's window: the counter that is incremented
 before the model is written, the counter that is set after it, the round of the model, and for each
 node the sequence number of its last correction that the model includes."""
+HINTS = {"acc_single_intrinsic": "true"}
+"""Hints for the window: each accumulate call accesses one word. Without this promise, Open MPI over
+UCX needs the help of the target, so that a rank that computes for a long time holds up its readers.
+"""
 TRIES = 3
 """Number of attempts to read a neighbour's model in a round, if it is overwritten each time."""
 
@@ -167,7 +171,7 @@ class Asynchronous(RankMixer):
         self._readers = [readers(self.graph, node) for node in range(self.n)]
         where = self._map = WindowMap.of(self.graph, self.layout)
         room = where.places + where.stride * len(self._readers[self.rank])
-        self._window = open_window(MPI.Win.Allocate, room, self._comm)
+        self._window = open_window(MPI.Win.Allocate, room, self._comm, HINTS)
         memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)[:room].zero_()
         self._memory = memory
         self._words = memory[: where.head].numpy().view(np.int64)
@@ -247,22 +251,19 @@ class Asynchronous(RankMixer):
         self._window.Accumulate([word, MPI.INT64_T], j, [at, 1, MPI.INT64_T], MPI.REPLACE)
         self._window.Flush(j)
 
-    def _load(self, j: int, at: int, count: int = 1) -> np.ndarray:
-        """Load ``count`` words from rank j's window, each atomically, before all later loads."""
+    def _load(self, j: int, *offsets: int) -> np.ndarray:
+        """Load words from rank j's window, each atomically, before all later loads.
+
+        :param j: rank
+        :param offsets: offset of each word in the window, in bytes
+        :return: the words, as int64
+        """
         self._window.Sync()
-        words = np.zeros(count, np.int64)
-        nothing = np.zeros(1, np.int64)
-        if count == 1:
-            result = [words, MPI.INT64_T]
-            self._window.Fetch_and_op([nothing, MPI.INT64_T], result, j, at, MPI.NO_OP)
-        else:
-            self._window.Get_accumulate(
-                [nothing, 0, MPI.INT64_T],
-                [words, MPI.INT64_T],
-                j,
-                [at, count, MPI.INT64_T],
-                MPI.NO_OP,
-            )
+        words = np.zeros(len(offsets), np.int64)
+        unused = np.zeros(1, np.int64)
+        for i, offset in enumerate(offsets):
+            result = [words[i : i + 1], MPI.INT64_T]
+            self._window.Fetch_and_op([unused, MPI.INT64_T], result, j, offset, MPI.NO_OP)
         self._window.Flush(j)
         self._window.Sync()
         return words
@@ -364,9 +365,9 @@ class Asynchronous(RankMixer):
         """Subtract the corrections that have arrived from the result, in the order of nodes."""
         if not self._readers[self.rank]:
             return
-        bells = self._load(self.rank, self._map.sequence_numbers, self.n)
-        for place, j in enumerate(self._readers[self.rank]):
-            number = int(bells[j])
+        offsets = [self._map.sequence_numbers + 8 * j for j in self._readers[self.rank]]
+        numbers = self._load(self.rank, *offsets).tolist()
+        for place, (j, number) in enumerate(zip(self._readers[self.rank], numbers, strict=True)):
             if number == self._included[j]:
                 continue
             at = self._map.places + place * self._map.stride

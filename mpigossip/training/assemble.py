@@ -70,16 +70,9 @@ class Assembly:
         self.source.close()
 
 
-def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool = True) -> Job:
-    """Read a job file; its names and options are those of all parts of this package.
-
-    :param where: path of a TOML file, or its contents as a dict
-    :param overrides: settings "section.key=value" that replace those of the file
-    :param resolve: replace "auto" of `node.devices` and `node.ranks_per_node` by the values for
-        this host and its launcher
-    :raises JobError: with all user errors
-    """
-    tables: Tables = {
+def tables_of_names() -> Tables:
+    """Return the table of names of each setting that holds a name."""
+    return {
         "task.name": task.TASKS,
         "data.source": SOURCES,
         "model.name": models.BUILDERS,
@@ -90,7 +83,18 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
         "node.wire": WIRES,
         "node.mixer": {asked: open_mixer for asked, _ in MIXERS},
     }
-    job = config.load(where, overrides, tables)
+
+
+def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool = True) -> Job:
+    """Read a job file; its names and options are those of all parts of this package.
+
+    :param where: path of a TOML file, or its contents as a dict
+    :param overrides: settings "section.key=value" that replace those of the file
+    :param resolve: replace "auto" of `node.devices` and `node.ranks_per_node` by the values for
+        this host and its launcher
+    :raises JobError: with all user errors
+    """
+    job = config.load(where, overrides, tables_of_names())
     if not resolve:
         return job
     own, ranks = devices.resolve_auto(job.node.devices, job.node.ranks_per_node)

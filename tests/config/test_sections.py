@@ -240,6 +240,7 @@ def test_all_mistakes_at_once():
         ("schedule.milestones=[30, 20]", "ascending"),
         ("node.timeout_s=0", "greater than 0"),
         ("node.threads=0", "at least 1"),
+        ("node.ranks_per_node=1000000000", "at most 1024"),
         ("node.devices=cpu:0", "cpu:L"),
         ("node.devices=gpu", "cpu:L"),
         ("node.devices=cuda:3-1", "cpu:L"),

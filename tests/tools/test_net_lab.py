@@ -86,3 +86,33 @@ def test_links_with_latency(lab):
     )
     assert float(run(LAB, "on", "h1", sys.executable, "-c", asked)) >= 0.04
     assert "3 ranks on 3 hosts" in lab("bench", "exchange", "--sizes", "100KB", "--seconds", "0.2")
+
+
+ERROR = """
+import torch, mpigossip
+
+with mpigossip.world() as world:
+    model = torch.nn.Linear(2000, 2000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mpigossip.Gossip(world, model, optimizer, algorithm="dsgd")
+    model(torch.ones(1, 2000)).mean().backward()
+    optimizer.step()
+    raise ValueError("3 is not enough")
+"""
+
+
+def test_an_error_of_all_ranks_is_the_last_output_between_hosts(lab, tmp_path):
+    """MPICH's MPI_Finalize failed while a window was open, and changed the exit code to 15."""
+    program = tmp_path / "program.py"
+    program.write_text(ERROR)
+    done = subprocess.run(
+        [LAB, "run", "3", sys.executable, str(program)],
+        cwd=REPO,
+        timeout=120,
+        text=True,
+        env=launch.environment("net-lab"),
+        capture_output=True,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "MPI_Finalize" not in done.stderr
+    assert done.stderr.partition("-" * 74)[0].rstrip().endswith("ValueError: 3 is not enough")

@@ -4,12 +4,10 @@ python tools/docs/reference.py build/docs-source/reference
 """
 
 import argparse
-import ast
 import inspect
 import os
 import pkgutil
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -26,6 +24,7 @@ from mpigossip.algorithms import cadence
 from mpigossip.commands.arguments import every
 from mpigossip.config import errors, packaged, sections
 from mpigossip.config.choices import BuilderSpec
+from mpigossip.config.schema import field_docs
 from mpigossip.config.toml import Limit, keyword_only, show
 from mpigossip.optim import settings as optim_settings
 from mpigossip.store import checkpoint, log
@@ -83,17 +82,6 @@ MADE = ("optim.world", "studies.", "graphs.base.G", "engine.", "training.", "run
 """Those that a program is given, and doesn't make."""
 
 
-def docstrings(cls: type) -> dict[str, str]:
-    """Return the text below each field of a section."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    pairs = zip(tree.body, tree.body[1:], strict=False)
-    return {
-        line.target.id: " ".join(text.value.value.split())
-        for line, text in pairs
-        if isinstance(line, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
-
-
 def kind(hint: Any) -> str:
     """Return a type and its limits in words."""
     origin = typing.get_origin(hint)
@@ -140,7 +128,7 @@ def settings() -> dict[str, tuple[str, ...]]:
     found = {}
     for name, cls in sections.SECTIONS.items():
         hints = typing.get_type_hints(cls, include_extras=True)
-        about = docstrings(cls)
+        about = field_docs(cls)
         for field in fields(cls):
             if field.name == "options":
                 continue
