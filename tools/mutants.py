@@ -154,7 +154,7 @@ MUTANTS = [
            "slice((a + s) % n, (a + s) % n + b - a)", "slice(a, b)", SIMULATED),
     Mutant("plan of another round", "_plan_of",
            "t % self._period if self._period", "0 if self._period", WINDOWS),
-    Mutant("torn copy used", "Asynchronous._is_whole",
+    Mutant("torn copy used", "Asynchronous._is_complete",
            "return done == begun", "return done > 0", ASYNCHRONOUS),
     Mutant("counter read after the model left out", "Asynchronous._read",
            "begun = self._load(j, 8 * BEGUN)", "begun = done", ASYNCHRONOUS),

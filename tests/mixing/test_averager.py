@@ -130,7 +130,7 @@ def halves(world):
     return first, x, float(there)
 
 
-def test_halves_and_memory(ranks):
+def test_start_and_finish_with_any_memory_order(ranks):
     n = 4
     found = ranks(n)(halves)
     start = np.stack([drawn(rank) for rank in range(n)])
@@ -190,7 +190,7 @@ def mistaken(world):
     return told
 
 
-def test_mistakes_are_told_in_words_on_every_rank(ranks):
+def test_mistakes_raise_messages_on_every_rank(ranks):
     wanted = [
         "like is a list: must be a dense numpy array",
         "like is int64 of shape (4,) (ndarray)",
@@ -245,7 +245,7 @@ def test_a_float64_model_is_averaged_in_float64(ranks):
     np.testing.assert_allclose(ranks(3)(in_float64), wanted, rtol=1e-14)
 
 
-def test_alone_it_needs_no_mpi():
+def test_one_process_needs_no_mpi():
     world = SingleProcess()
     averager = mpigossip.Averager(world, "one-peer-exponential", like=drawn(0))
     assert (averager.average(drawn(0)) == drawn(0)).all()
@@ -265,7 +265,7 @@ def test_the_page_s_average_runs_as_pasted(pooled, tmp_path):
     assert sorted(said) == [f"node {i}: 1.5" for i in range(4)], done
 
 
-def test_a_mask_is_not_lost_in_silence():
+def test_masked_arrays_are_rejected():
     masked = np.ma.masked_array(np.ones(3), [True, False, False])
     with SingleProcess() as world:
         with pytest.raises(JobError, match=r"\(MaskedArray\): .* without a mask; convert it"):

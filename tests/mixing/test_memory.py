@@ -101,7 +101,7 @@ CASES = [
 
 @pytest.mark.parametrize("averages", [False, True])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_what_is_said_is_what_is_allocated(ranks, name, averages):
+def test_stated_memory_is_what_is_allocated(ranks, name, averages):
     for asked, survives, wire_name, options in CASES:
         for same, said, real in ranks(3)(
             opened, asked, survives, name, wire_name, averages, **options
@@ -112,7 +112,7 @@ def test_what_is_said_is_what_is_allocated(ranks, name, averages):
 
 
 @on_each("asked", ["synchronous", "asynchronous"])
-def test_what_the_simulator_says_of_a_node_is_what_it_holds(asked):
+def test_the_simulator_states_the_memory_per_node(asked):
     n = 4
     layout = layout_of("fp32", slots=2)
     made = graph("exponential", 4)
@@ -132,7 +132,7 @@ def test_what_the_simulator_says_of_a_node_is_what_it_holds(asked):
     assert n * sum(said.values()) == real
 
 
-def test_an_asynchronous_run_of_eight_is_planned_as_it_is_opened():
+def test_an_asynchronous_run_of_eight_nodes_is_planned_as_it_is_opened():
     """With one peer in each of three rounds: model, result, one copy and three inboxes."""
     job = assemble.load(
         {"model": {"name": "mlp"}, "algorithm": {"name": "dsgd"}, "node": {"mixer": "asynchronous"}}
@@ -143,7 +143,7 @@ def test_an_asynchronous_run_of_eight_is_planned_as_it_is_opened():
     assert np.isclose(messages / (4 * what.flat.size), 6, rtol=0.01)
 
 
-def test_copies_to_outlive_a_lost_rank_are_counted():
+def test_copies_for_surviving_a_failed_rank_are_counted():
     settings = {"model": {"name": "mlp"}, "algorithm": {"name": "dsgd"}}
     counted = [
         costs.memory(what, costs.exchanges(what, 4))
@@ -183,5 +183,5 @@ def left_to_the_collector(world, width, same_host):
 
 
 @pytest.mark.parametrize(("width", "same_host"), [(256, "put"), (1 << 15, "read")])
-def test_a_round_leaves_no_circle_that_memory_grows_by(ranks, width, same_host):
+def test_a_round_leaves_no_reference_cycles(ranks, width, same_host):
     assert max(ranks(2)(left_to_the_collector, width, same_host)) < ROUNDS

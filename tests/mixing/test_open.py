@@ -20,7 +20,7 @@ def test_in_this_process():
     assert type(delayed).__name__ == "Delayed" and not delayed.synchronous
 
 
-def test_every_row_names_a_class_and_an_unknown_one_is_refused():
+def test_every_entry_names_a_class_and_unknown_mixers_are_rejected():
     for asked, where in mixing.MIXERS:
         assert mixing.mixer_class(asked, where).synchronous is (asked != "asynchronous")
     with pytest.raises(

@@ -104,7 +104,7 @@ WAYS = ["windows", "windows device", "messages", "messages device", "nccl"]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_transport_brings_chunks_in_order(ranks, way):
+def test_a_transport_delivers_chunks_in_order(ranks, way):
     assert ranks(3)(kept, way) == [[], [], []]
 
 
@@ -138,7 +138,7 @@ NAMES = ["one-peer-exponential", "exponential", "ring", "one-peer-hypercube", "b
 
 @on_each("name", NAMES)
 @on_each("hosts", [1, 8])
-def test_plans_of_many_ranks_fit_together(name, hosts):
+def test_plans_of_many_ranks_are_consistent(name, hosts):
     """The ranks that send to a rank are those that it expects, each with a separate buffer."""
     made = graphs.graph(name, LARGE)
     layout = SimpleNamespace(sent_bytes=4, raw_bytes=None)
@@ -165,7 +165,7 @@ def test_plans_of_many_ranks_fit_together(name, hosts):
             assert set(mine.remote_sources) == set(mine.sources) - (near[i] if near else set())
 
 
-def test_chunks_of_a_small_message_are_one():
+def test_a_small_message_is_one_chunk():
     (chunk,) = chunks(LAYOUT, float("inf"))
     assert chunk.span == slice(0, LAYOUT.slot_sent_bytes)
     assert [field for field, _ in chunk.fields] == [0, 1, 2]
@@ -189,5 +189,5 @@ def in_pieces(comm):
     return wrong, max(sizes), half_there.pending(None)
 
 
-def test_long_messages_are_cut_and_what_is_complete_is_not_waited_for(ranks):
+def test_long_messages_are_split_and_complete_requests_are_not_awaited(ranks):
     assert ranks(3)(in_pieces) == [([], 1000, [True])] * 3

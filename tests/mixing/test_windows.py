@@ -133,7 +133,7 @@ def summed_in_place(comm, same_host):
 
 @pytest.mark.parametrize("same_host", ["read", "put"])
 @pytest.mark.parametrize("n", some((1, 2, 3, 4), [3]))
-def test_sums_may_be_formed_where_they_are_wanted(ranks, n, same_host):
+def test_sums_can_be_written_into_a_given_array(ranks, n, same_host):
     for found in ranks(n)(summed_in_place, same_host):
         assert found and not any(found.values()), found
 
@@ -158,7 +158,7 @@ def lossy_by_pieces(comm, name):
 
 
 @pytest.mark.parametrize("name", ["bf16", "qsgd", "top-k"])
-def test_encoded_messages_are_converted_sent_and_summed_by_pieces(ranks, name):
+def test_encoded_messages_are_sent_and_summed_in_chunks(ranks, name):
     for found in ranks(3)(lossy_by_pieces, name):
         assert found and not any(found.values()), found
 
@@ -254,7 +254,7 @@ def caught(comm, mutate, same_host, graphs):
         (without_waiting_for_models, "read"),
     ],
 )
-def test_a_mutant_of_the_protocol_is_seen(ranks, mutate, same_host):
+def test_a_mutant_of_the_protocol_is_detected(ranks, mutate, same_host):
     graphs = ["one-peer-exponential", "exponential"]
     with pytest.raises(Exception, match="seen"):
         ranks(6)(caught, mutate, same_host, graphs, timeout=60)
@@ -267,7 +267,7 @@ def test_a_mutant_of_the_protocol_is_seen(ranks, mutate, same_host):
         (without_waiting_for_chunks, "put", "exponential"),
     ],
 )
-def test_a_mutant_of_a_faster_way_is_seen(ranks, mutate, same_host, name):
+def test_a_mutant_of_a_faster_exchange_is_detected(ranks, mutate, same_host, name):
     with pytest.raises(Exception, match="seen"):
         ranks(4)(caught, mutate, same_host, [name], timeout=60)
 
@@ -335,7 +335,7 @@ def test_the_sum_has_the_same_bits_in_place_and_row_by_row(weights):
 @on_each(
     "weights", [[0.7], [0.5, 0.5], [1 / 3] * 3, [0.2] * 5, [0.3, 0.7], [0.2, 0.5, 0.3], [0.1] * 6]
 )
-def test_the_native_sum_has_the_bits_of_the_pure_one(weights, width, monkeypatch):
+def test_the_native_sum_has_the_bits_of_torch(weights, width, monkeypatch):
     if native.library() is None:
         pytest.skip(native.status())
     memory = torch.randn(len(weights) + 2, width + 1)
@@ -352,7 +352,7 @@ def test_the_native_sum_has_the_bits_of_the_pure_one(weights, width, monkeypatch
         assert torch.equal(one.view(torch.int32), pure.view(torch.int32))
 
 
-def test_without_a_compiler_the_sum_is_pure_and_the_reason_is_told(monkeypatch, tmp_path):
+def test_without_a_compiler_torch_sums_and_the_reason_is_reported(monkeypatch, tmp_path):
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho no licence today >&2; exit 1\n")
     broken.chmod(0o755)
@@ -425,7 +425,7 @@ def odd_layout(world):
     return str(refused.value)
 
 
-def test_scalars_behind_an_odd_number_of_floats_are_refused_in_words(ranks):
+def test_scalars_after_an_odd_number_of_floats_are_rejected(ranks):
     """The simulator sends nothing, so it accepts any width."""
     for said in ranks(2)(odd_layout):
         assert "513 elements" in said and "even width" in said

@@ -49,7 +49,7 @@ def message(one):
 
 
 @on_each("name", ALL)
-def test_what_is_decoded_is_what_the_sender_keeps(name):
+def test_decoded_values_equal_the_sender_s(name):
     one = made(name)
     x, codes = message(one)
     codes = torch.nn.functional.pad(codes, (0, one.nbytes(4 * BUCKET) - len(codes)))
@@ -61,7 +61,7 @@ def test_what_is_decoded_is_what_the_sender_keeps(name):
 
 
 @on_each("name", ALL)
-def test_a_shard_has_the_bits_that_it_has_in_the_whole(name):
+def test_a_shard_is_encoded_like_a_part_of_the_whole_vector(name):
     one = made(name)
     whole = values()
     one.pack(whole, (1, 4, 1), 0)
@@ -108,7 +108,7 @@ def test_qsgd_is_unbiased_within_its_levels(name):
 
 
 @on_each(("name", "levels"), [("fp4", 2.0 ** torch.arange(-6, 1)), ("qsgd-1", [1.0])])
-def test_few_bits_are_unbiased_and_the_two_values_around(name, levels):
+def test_few_bits_are_unbiased_and_give_an_adjacent_value(name, levels):
     one = made(name)
     x = values()
     total = torch.zeros(4 * BUCKET, dtype=torch.float64)
@@ -140,7 +140,7 @@ def test_top_k_in_two_bits_takes_the_nearest_of_four_values():
 
 
 @on_each("name", ALL)
-def test_what_is_0_stays_0(name):
+def test_zeros_stay_zero(name):
     """The columns after the last parameter are zeros, on which no scale may depend."""
     x = torch.zeros(BUCKET)
     x[:5] = torch.tensor([3.0, -2.0, 1e-3, 0.5, -7.0])
@@ -179,7 +179,7 @@ def test_padding_enters_neither_values_nor_scale_of_signs_and_large_sums_are_fin
         ("random-k", 460 / 512),
     ],
 )
-def test_errors_are_at_most_what_the_page_says(name, most):
+def test_errors_are_within_the_bounds_on_the_page(name, most):
     """The mean error, as a multiple of ‖v‖², is largest for buckets of one large value."""
     worst = {"bf16": [1.0039], "qsgd": [5e-4], "qsgd-7": [0.04], "qsgd-1": [0.042], "fp4": [2 / 3]}
     one = made(name)
@@ -193,7 +193,7 @@ def test_errors_are_at_most_what_the_page_says(name, most):
     assert name != "sign" or max(found) < 1
 
 
-def test_int2_is_a_contraction_for_nine_values_a_bucket_and_no_more():
+def test_int2_is_a_contraction_for_at_most_nine_values_per_bucket():
     draws = torch.linspace(0, 1, 801)[1:, None] ** torch.tensor([[1.0, 2.0, 8.0]])
     for k, contracts in ((9, True), (11, False)):
         x = torch.zeros(draws.numel(), BUCKET)
@@ -203,7 +203,7 @@ def test_int2_is_a_contraction_for_nine_values_a_bucket_and_no_more():
         assert (share.max() < 1) == contracts, (k, share.max())
 
 
-def test_all_nodes_send_the_same_places_where_they_are_shared():
+def test_all_nodes_send_the_same_positions_with_shared_k():
     layout = MessageLayout((1024,), wire=made("shared-k"))
     segments = [[torch.ones(3, 1024)]]
     encode(layout, segments, [0, 1, 2], 4, None)
@@ -214,7 +214,7 @@ def test_all_nodes_send_the_same_places_where_they_are_shared():
     assert not torch.equal(again[0][0][0], first)
 
 
-def test_draws_depend_on_all_that_names_them():
+def test_draws_depend_on_every_part_of_their_key():
     one = made("qsgd", seed=3)
     other = made("qsgd", seed=4)
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]

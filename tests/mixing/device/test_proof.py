@@ -38,7 +38,7 @@ def proven(comm, version, devices):
         ((), 2, True, "is reported by MPICH_GPU_SUPPORT_ENABLED, and puts"),
     ],
 )
-def test_ucx_before_1_19_serves_one_gpu_a_process(ranks, version, devices, able, named):
+def test_ucx_before_1_19_supports_one_gpu_per_process(ranks, version, devices, able, named):
     for found, why in ranks(2)(proven, version, devices):
         assert found == able and named in why, why
 
@@ -69,7 +69,7 @@ def hung(comm, way):
 
 
 @pytest.mark.parametrize("way, what", [("windows", "a put"), every("messages", "a message")])
-def test_a_call_that_hangs_is_an_answer_of_all_ranks(way, what):
+def test_a_call_that_hangs_is_reported_on_all_ranks(way, what):
     pools = Ranks()  # separate, because a thread of a rank never ends
     try:
         for wrong, then, everyone, spent in pools(3)(hung, way, timeout=60):
@@ -114,7 +114,7 @@ def environment(comm, given):
     return proof.environment(given)
 
 
-def test_a_process_of_its_own_is_no_rank_but_has_what_sets_mpi_up(ranks):
+def test_a_subprocess_is_no_rank_but_keeps_settings_of_mpi(ranks):
     launched = {
         "PMI_RANK": "1",
         "PMIX_ID": "2",
@@ -143,6 +143,6 @@ def judged(comm, said):
         ("", True, "not tested in a subprocess: MPI there ended"),
     ],
 )
-def test_only_what_begins_and_then_fails_speaks_against_it(ranks, said, able, named):
+def test_only_a_subprocess_that_begins_and_fails_is_a_failure(ranks, said, able, named):
     ((found, why),) = ranks(1)(judged, said)
     assert found == able and why.startswith(named)

@@ -133,7 +133,7 @@ def refused(world):
     return str(found.value)
 
 
-def test_device_windows_are_refused_where_mpi_is_not_proven(ranks):
+def test_device_windows_are_rejected_if_the_test_of_mpi_fails(ranks):
     for message in ranks(2)(refused):
         assert 'node.exchange = "windows"' in message and "GPU-aware" in message
 
@@ -161,7 +161,7 @@ def proofs(comm):
     return done
 
 
-def test_a_way_is_proven_once_between_the_ranks_of_a_world(ranks):
+def test_a_transport_is_tested_once_per_world(ranks):
     assert ranks(2)(proofs) == [[("messages", 30.0)] * 2] * 2
 
 
@@ -173,7 +173,7 @@ def put_into_neighbour(comm):
     return wrong, proof.gpu_mpi_works(comm, slots)
 
 
-def test_the_proof_is_a_message_and_a_library_that_says_no_is_believed(ranks):
+def test_ranks_exchange_messages_and_a_library_without_gpu_support_is_believed(ranks):
     for wrong, (able, why) in ranks(3)(put_into_neighbour):
         assert wrong == ["", ""] and not able
         assert "no support for GPU memory" in why
@@ -206,7 +206,7 @@ def test_an_exchange_waits_for_the_callers_stream_and_the_slots(monkeypatch, own
         ([(4096, 8192), (4096, 100)], [(4096, 8192)]),
     ],
 )
-def test_what_touches_is_locked_as_one(monkeypatch, stretches, runs):
+def test_ranges_that_touch_are_locked_together(monkeypatch, stretches, runs):
     monkeypatch.setattr(memory.mmap, "PAGESIZE", 4096)
     assert memory.pages(stretches) == runs
 
@@ -274,7 +274,7 @@ def timed(comm):
     return compare(comm, ["ring", "complete"], "auto", 6, proofs={"windows", "messages"})
 
 
-def test_ways_that_work_are_timed_by_all_ranks(ranks):
+def test_working_transports_are_timed_by_all_ranks(ranks):
     (found, routes), *others = ranks(3)(timed)
     assert found and not any(found.values())
     (way,) = set(routes.values())

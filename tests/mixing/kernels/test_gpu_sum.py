@@ -51,7 +51,7 @@ def on_the_cpu(monkeypatch, tmp_path):
     "weights", [[1.0], [0.5, 0.5], [1 / 3] * 3, [0.2, 0.5, 0.3], [0.1, 0.2, 0.3, 0.4], [1 / 8] * 8]
 )
 @pytest.mark.parametrize("coded", [(), (1, 2)])
-def test_it_has_the_bits_of_the_sum(on_the_cpu, weights, coded):
+def test_the_kernel_has_the_bits_of_the_sum(on_the_cpu, weights, coded):
     """Also in place; 333 columns are no multiple of four, and values are denormal to large."""
     sizes = 10.0 ** torch.randint(-44, 30, (3, 333))
     arrays = [torch.randn(3, 333) * sizes for _ in weights]
@@ -64,7 +64,7 @@ def test_it_has_the_bits_of_the_sum(on_the_cpu, weights, coded):
     assert len(on_the_cpu) == 1, "the kernel was compiled again"
 
 
-def test_what_it_cannot_do_is_left_to_torch(on_the_cpu):
+def test_unsupported_arrays_are_left_to_torch(on_the_cpu):
     one = torch.ones(2, 64)
     two = torch.ones(2, 64)
     assert gpu_sum.combine([0.5, 0.5], [one, two], one)
@@ -153,7 +153,9 @@ def fact(text, name):
     "floats, codes, uniform",
     [(2, 0, True), (1, 1, False), (8, 0, False), (gpu_sum.TERMS, 0, False)],
 )
-def test_it_compiles_to_what_it_is_meant_to_be(toolkit, floats, codes, uniform, tmp_path):
+def test_the_kernel_compiles_to_the_expected_instructions(
+    toolkit, floats, codes, uniform, tmp_path
+):
     source = gpu_sum.source([FLOAT] * floats + [CODE] * codes, uniform)
     text = read(toolkit, source, tmp_path)
     seen = [
@@ -174,7 +176,7 @@ def test_flushing_denormals_changes_nothing(toolkit):
     assert compiled(toolkit, source) == compiled(toolkit, source, "false")
 
 
-def test_the_compilers_own_arithmetic_would_be_seen(toolkit, tmp_path):
+def test_fused_arithmetic_would_be_detected(toolkit, tmp_path):
     """A kernel with C's operators contains the instructions that the checks above reject."""
     source = gpu_sum.source([FLOAT] * 2, False)
     plain = source.replace("add(mul(wide(x0), w0), mul(wide(x1), w1))", "x0 * w0 + x1 * w1")

@@ -92,14 +92,14 @@ def together(warm, tmp_path):
             process.wait()
 
 
-def test_of_several_processes_one_compiles(compiler, together, tmp_path):
+def test_one_of_several_processes_compiles(compiler, together, tmp_path):
     compiler(waiting=5)
     assert together(6) == ["loaded"] * 6
     assert calls(tmp_path) == 1
     assert [file.suffix for file in (tmp_path / "cache" / "mpigossip").iterdir()] == [".so"]
 
 
-def test_a_killed_process_is_replaced_by_one_of_those_that_wait(compiler, together, tmp_path):
+def test_a_killed_process_is_replaced_by_a_waiting_one(compiler, together, tmp_path):
     """The first call of the compiler kills the process that holds the lock."""
     compiler(waiting=3, line="if mkdir killed 2>&-; then kill -9 $PPID; exit 1; fi")
     found = together(4)
@@ -107,7 +107,7 @@ def test_a_killed_process_is_replaced_by_one_of_those_that_wait(compiler, togeth
     assert calls(tmp_path) == 2
 
 
-def test_those_that_wait_do_not_repeat_a_failure(compiler, together, tmp_path):
+def test_waiting_processes_do_not_repeat_a_failure(compiler, together, tmp_path):
     compiler(waiting=3, line="echo no licence >&2; exit 1")
     found = together(4)
     assert all("no licence" in line for line in found), found
@@ -119,7 +119,7 @@ def test_those_that_wait_do_not_repeat_a_failure(compiler, together, tmp_path):
     assert [file.suffix for file in (tmp_path / "cache" / "mpigossip").iterdir()] == [".so"]
 
 
-def test_a_lock_that_is_touched_is_kept_and_its_wait_ends(compiler, tmp_path, monkeypatch):
+def test_a_lock_that_is_touched_stays_valid_and_waits_for_it_end(compiler, tmp_path, monkeypatch):
     monkeypatch.setattr(build_lock, "LEASE_S", 0.2)
     monkeypatch.setattr(native, "WAIT_S", 0.5)
     compiler(waiting=0)
@@ -140,7 +140,7 @@ def test_a_lock_that_is_touched_is_kept_and_its_wait_ends(compiler, tmp_path, mo
     assert not list(place.parent.iterdir())
 
 
-def test_processes_that_wait_look_ever_more_rarely(compiler, tmp_path, monkeypatch):
+def test_waiting_processes_check_less_and_less_often(compiler, tmp_path, monkeypatch):
     """Each check lists a folder that thousands of ranks may share."""
     monkeypatch.setattr(build_lock, "LEASE_S", 1000.0)
     compiler(waiting=0)

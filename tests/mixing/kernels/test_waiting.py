@@ -49,7 +49,7 @@ def rested(comm):
     return found
 
 
-def test_a_rest_ends_by_an_answer_a_bell_or_its_limit(ranks):
+def test_a_wait_ends_by_an_answer_a_ring_or_its_limit(ranks):
     if not waiting.available():
         pytest.skip("no compiler, or not Linux")
     for answered, limited, woken, told, quiet in ranks(2)(rested):
@@ -73,7 +73,7 @@ def lost(comm):
         return str(error)
 
 
-def test_a_rest_does_not_outlast_the_deadline(ranks):
+def test_a_wait_does_not_exceed_the_deadline(ranks):
     assert ranks(1)(lost) == ["nothing from 5 (waited 0.2 s)"]
 
 

@@ -104,7 +104,7 @@ def damaged_storm(root, seed) -> bool:
     return False
 
 
-def test_damaged_models_are_passed_over(tmp_path):
+def test_damaged_models_are_ignored(tmp_path):
     assert damaged_storm(tmp_path / "run", 1)
 
 
@@ -168,7 +168,7 @@ def test_operations_do_not_grow_with_members(tmp_path):
     assert many < 1.1 * few and few < 40, (few, many)
 
 
-def test_late_models_hold_nobody_back(tmp_path):
+def test_late_models_do_not_slow_training(tmp_path):
     """Two members add 1 per round; the first one always reads the model of the previous round."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(64, 32, 60.0)
@@ -191,7 +191,7 @@ def test_late_models_hold_nobody_back(tmp_path):
     assert [one.tolist() for one in x] == [[20.0] * 4] * 2
 
 
-def test_differences_seen_late_are_made_up_for_once():
+def test_late_differences_are_corrected_once():
     new, now, then = (state(np.float32(x), 1) for x in ([7, 8], [4, 9], [2, 3]))
     ages = [3, 4, 7]
     assert [rounds_late(ages, age) for age in (9, 7, 5, 3, 1)] == [0, 0, 1, 2, 2]
@@ -241,7 +241,7 @@ def test_a_round_whose_model_could_not_be_written_is_closed_by_its_own_name(tmp_
     assert right(root, plan)
 
 
-def test_a_member_that_finds_no_readable_model_leaves_a_whole_chain(tmp_path):
+def test_a_member_without_a_readable_model_leaves_a_complete_chain(tmp_path):
     """It has a place but no first record, so its chain is only the closing record."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 60.0)
@@ -254,7 +254,7 @@ def test_a_member_that_finds_no_readable_model_leaves_a_whole_chain(tmp_path):
     assert sum(chunks_of(root, plan).values()) > 0
 
 
-def test_where_the_newest_models_are_damaged_earlier_ones_are_taken(tmp_path):
+def test_earlier_models_are_used_if_the_newest_are_damaged(tmp_path):
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 60.0)
     assert member(Bad(root, random.Random(1), kill_at=90), plan) == "killed"
@@ -274,7 +274,7 @@ def test_an_end_without_models_is_never_written(tmp_path):
         Place(RecordStore(root), TrainingPlan(8, 2, 60.0)).endings()
 
 
-def test_models_of_other_parameters_are_passed_over(tmp_path):
+def test_models_with_other_parameters_are_ignored(tmp_path):
     """The models and their records are valid, but have other parameters."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 60.0)
@@ -290,7 +290,7 @@ def test_models_of_other_parameters_are_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("bad", ["cut", "huge", "link", "folder", "foreign"])
-def test_bad_records_are_named_once_and_passed_over(tmp_path, bad):
+def test_invalid_records_are_reported_once_and_ignored(tmp_path, bad):
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 0.02)
     told = []

@@ -82,7 +82,7 @@ def right(root, plan) -> bool:
 # -- one operation ---------------------------------------------------------------------------------
 
 
-def test_an_error_of_the_file_system_is_repeated_and_never_taken_for_content(tmp_path, monkeypatch):
+def test_an_operation_is_repeated_after_an_error_of_the_file_system(tmp_path, monkeypatch):
     """A listed name is read after any error; one that was never listed may not exist."""
     begin(root := tmp_path / "run")
     found = disk(root)
@@ -107,7 +107,7 @@ def test_an_error_that_lasts_ends_the_member_by_its_kind(tmp_path, monkeypatch):
                 disk(root, limit_s=0.0).read("END", listed=True)
 
 
-def test_an_outage_is_reported_once_and_no_silence_of_others(tmp_path):
+def test_an_outage_is_reported_once_and_is_not_silence_of_others(tmp_path):
     told: list[str] = []
     found = Outages(told.append, limit_s=60.0)
     calls = []
@@ -171,7 +171,7 @@ def test_a_folder_that_vanishes_is_not_empty(tmp_path):
 
 
 @pytest.mark.parametrize("gone", ["tmp", "closed"])
-def test_empty_folders_that_a_copy_has_dropped_are_made_again(tmp_path, gone):
+def test_empty_folders_that_a_copy_omitted_are_created_again(tmp_path, gone):
     begin(root := tmp_path / "run")
     (root / gone).rmdir()
     found = disk(root)
@@ -198,7 +198,7 @@ def test_a_full_folder_is_named_with_a_remedy(tmp_path, monkeypatch):
     assert not [*(root / "tmp").iterdir()]
 
 
-def test_what_could_not_be_removed_is_removed_later(tmp_path, monkeypatch):
+def test_files_that_could_not_be_removed_are_removed_later(tmp_path, monkeypatch):
     begin(root := tmp_path / "run")
     (root / "models/old.h5").touch()
     fails(monkeypatch, "old.h5", errno.EIO, function="unlink")
@@ -209,7 +209,7 @@ def test_what_could_not_be_removed_is_removed_later(tmp_path, monkeypatch):
     assert not (root / "models/old.h5").exists()
 
 
-def test_a_file_that_can_not_be_removed_keeps_no_other(tmp_path, monkeypatch):
+def test_a_file_that_can_not_be_removed_does_not_prevent_other_removals(tmp_path, monkeypatch):
     begin(root := tmp_path / "run")
     names = ["models/old.h5", "models/next.h5", "models/last.h5"]
     fails(monkeypatch, "old.h5", errno.EIO, times=1 << 30, function="unlink")
@@ -241,7 +241,7 @@ def test_a_mount_point_without_its_folder_is_not_filled(tmp_path):
     assert (root / "logs").is_dir()
 
 
-def test_a_folder_that_can_not_be_looked_up_for_a_moment_is_a_folder(tmp_path, monkeypatch):
+def test_a_folder_whose_look_up_fails_once_is_still_a_folder(tmp_path, monkeypatch):
     begin(root := tmp_path / "run")
     found = disk(root)
     for function in ("stat", "lstat"):
@@ -320,7 +320,7 @@ def test_a_link_whose_name_can_not_be_read_is_decided_later(tmp_path, monkeypatc
     ("number", "function"),
     [(errno.EIO, "open"), (errno.ENOENT, "lstat"), every(errno.ESTALE, "open")],
 )
-def test_no_model_is_left_out_of_the_final_average_because_it_can_not_be_read(
+def test_an_error_of_the_file_system_omits_no_model_from_the_final_average(
     tmp_path, monkeypatch, number, function
 ):
     begin(root := tmp_path / "run")
@@ -342,7 +342,7 @@ def test_no_model_is_left_out_of_the_final_average_because_it_can_not_be_read(
     live.close()
 
 
-def test_content_that_was_read_and_is_wrong_is_unusable(tmp_path):
+def test_invalid_content_is_unusable(tmp_path):
     begin(root := tmp_path / "run")
     (root / "link").symlink_to("/etc/passwd")
     (root / "folder").mkdir()
@@ -351,7 +351,7 @@ def test_content_that_was_read_and_is_wrong_is_unusable(tmp_path):
             disk(root, limit_s=0.0).read(name, listed=True)
 
 
-def test_a_file_of_another_user_is_no_void_claim(tmp_path, monkeypatch):
+def test_a_file_of_another_user_does_not_void_a_claim(tmp_path, monkeypatch):
     begin(root := tmp_path / "run")
     disk(root).publish("END", b"content")
     other = os.getuid() + 1
@@ -420,7 +420,7 @@ def test_a_member_whose_unfinished_model_was_removed_joins_again(tmp_path, monke
     assert right(root, PLAN)
 
 
-def test_a_folder_of_models_that_a_copy_has_dropped_is_made_again(tmp_path):
+def test_a_missing_folder_of_models_is_created_again(tmp_path):
     begin(root := tmp_path / "run")
     (root / "models").rmdir()
     assert member(Bad(root, random.Random(1)), PLAN) == "end"
@@ -545,7 +545,7 @@ def test_replay_rejects_a_chunk_that_was_trained_twice(tmp_path):
         wanted_of(ReplayLog(place_of(disk(root))), None, None)
 
 
-def test_the_tree_of_the_package_has_the_names_that_are_written(tmp_path):
+def test_the_documented_tree_has_the_names_of_the_files(tmp_path):
     begin(root := tmp_path / "run")
     rounds = iter(range(3))
 
