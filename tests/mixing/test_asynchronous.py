@@ -166,21 +166,21 @@ def rounds_under_delays(world, count, width, checked=True):
         used += int(mixed.min() != mixed.max())
         x.fill_(float(mixed[0, 0]) + draw.choice((-1, 1)))
         stale.append(mixer.staleness[0])
-    found = used, mixer.torn, mixer.skipped, float(np.nanmax(np.abs(stale)))
+    result = used, mixer.torn, mixer.skipped, float(np.nanmax(np.abs(stale)))
     mixer.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("n", [every(2), 3])
 def test_no_torn_copy_is_used(ranks, n):
-    found = ranks(n)(rounds_under_delays, 4000 // n, 4096, timeout=120)
-    assert not sum(used for used, *_ in found), found
-    assert sum(torn for _, torn, *_ in found) > 0, "no model was read while it was written"
+    results = ranks(n)(rounds_under_delays, 4000 // n, 4096, timeout=120)
+    assert not sum(used for used, *_ in results), results
+    assert sum(torn for _, torn, *_ in results) > 0, "no model was read while it was written"
 
 
 def test_without_the_second_counter_torn_copies_are_used(ranks):
-    found = ranks(2)(rounds_under_delays, 1500, 4096, False, timeout=120)
-    assert sum(used for used, *_ in found) > 0, found
+    results = ranks(2)(rounds_under_delays, 1500, 4096, False, timeout=120)
+    assert sum(used for used, *_ in results) > 0, results
 
 
 @with_world
@@ -218,7 +218,10 @@ def reads_while_it_is_written(world, width, wanted, seconds):
             if copy.head[0] >= 0:
                 torn = not (model == float(copy.head[0])).all().item()
                 reads.append((torn, copy.complete))
-            if min(sum(torn for torn, _ in reads), sum(whole for _, whole in reads)) >= wanted:
+            if (
+                min(sum(torn for torn, _ in reads), sum(complete for _, complete in reads))
+                >= wanted
+            ):
                 break
         comm.send(None, dest=1, tag=stop)
     mixer.close()
@@ -230,8 +233,8 @@ def test_a_copy_torn_by_its_content_is_torn_by_its_counters(ranks, width, wanted
     """Without the check of the counters, these torn copies would have been used."""
     reads, _ = ranks(2)(reads_while_it_is_written, width, wanted, 20, timeout=90)
     assert sum(torn for torn, _ in reads) > 0, "no copy was torn"
-    assert sum(whole for _, whole in reads) > 0, "no copy was complete"
-    assert not [1 for torn, whole in reads if torn and whole]
+    assert sum(complete for _, complete in reads) > 0, "no copy was complete"
+    assert not [1 for torn, complete in reads if torn and complete]
 
 
 class Spied:
@@ -242,7 +245,7 @@ class Spied:
         self.calls = []
 
     def __getattr__(self, name):
-        plain = getattr(self.window, name)
+        method = getattr(self.window, name)
 
         def call(*args):
             if name in ("Get", "Put", "Accumulate"):
@@ -251,7 +254,7 @@ class Spied:
                 self.calls.append((name, target[0], target[0] + item * target[1]))
             if name == "Fetch_and_op":
                 self.calls.append((name, args[3], args[3] + 8))
-            return plain(*args)
+            return method(*args)
 
         return call
 
@@ -267,9 +270,9 @@ def accesses(world, rounds):
     for t in range(rounds):
         x = exchange(mixer, x, ExchangeKind.GOSSIP, t)
         world.barrier()
-    where = mixer._map
+    window_map = mixer._map
     mixer.close()
-    return spied.calls, [(0, 8 * ROUND), (where.sequence_numbers, where.buffers)]
+    return spied.calls, [(0, 8 * ROUND), (window_map.sequence_numbers, window_map.buffers)]
 
 
 def test_counters_and_sequence_numbers_are_accessed_atomically(ranks):
@@ -302,10 +305,10 @@ def mean_under_delays(world, name, count):
         )
         x = exchange(mixer, x, kind, t)
         time.sleep(draw.random() * 2e-4 * (draw.random() < 0.3))
-    under_way = mixer.pending()
+    pending = mixer.pending()
     sums = [
         torch.cat([part[0].double() for segment in what for part in segment]).numpy()
-        for what in (begin, x, under_way)
+        for what in (begin, x, pending)
     ]
     sent = mixer.bytes_sent[0]
     mixer.close()
@@ -320,11 +323,11 @@ def mean_under_delays(world, name, count):
     ],
 )
 def test_the_mean_stays_on_ranks_under_random_delays(ranks, n, name):
-    begin, end, under_way, sent = zip(*ranks(n)(mean_under_delays, name, 110), strict=True)
-    assert np.allclose(sum(begin), sum(end) + sum(under_way), atol=2e-5)
+    begin, end, pending, sent = zip(*ranks(n)(mean_under_delays, name, 110), strict=True)
+    assert np.allclose(sum(begin), sum(end) + sum(pending), atol=2e-5)
     mean = sum(begin) / n
-    apart = [np.abs(each - mean).max() for each in end]
-    assert max(apart) < 0.5 * max(np.abs(each - mean).max() for each in begin) or n == 1
+    distances = [np.abs(model - mean).max() for model in end]
+    assert max(distances) < 0.5 * max(np.abs(model - mean).max() for model in begin) or n == 1
     assert all(count > 0 for count in sent) or n == 1
 
 
@@ -359,8 +362,8 @@ def one_waits(world, algorithm):
 def test_a_waiting_node_continues_averaging(ranks, algorithm):
     before, behind, pending, index = zip(*ranks(2)(one_waits, algorithm), strict=True)
     assert np.allclose(sum(before), sum(behind) + sum(pending), atol=1e-4)
-    apart = np.linalg.norm(behind[0] - behind[1]) / np.linalg.norm(before[0] - before[1])
-    assert apart < 0.05, "one answered exchange would leave half of the distance"
+    distance = np.linalg.norm(behind[0] - behind[1]) / np.linalg.norm(before[0] - before[1])
+    assert distance < 0.05, "one answered exchange would leave half of the distance"
     assert index == (0, 0)
 
 
@@ -410,9 +413,9 @@ JOB = {
 
 
 def train(job, tmp_path, name, n=4):
-    made = assemble.load(job, [f"run.output={tmp_path / name}"])
+    loaded = assemble.load(job, [f"run.output={tmp_path / name}"])
     with SingleProcess() as world:
-        return launch.train(made, world, n)
+        return launch.train(loaded, world, n)
 
 
 def test_a_simulated_run_repeats_itself_and_logs_staleness(tmp_path):
@@ -431,11 +434,11 @@ def trained_on_ranks(world, folder):
 
 def test_a_run_on_ranks_logs_staleness(ranks, tmp_path):
     ranks(3)(trained_on_ranks, tmp_path / "run")
-    found = read(tmp_path / "run" / "log.h5")
-    assert found.steps["staleness"].shape == (40, 3)
+    log = read(tmp_path / "run" / "log.h5")
+    assert log.steps["staleness"].shape == (40, 3)
     # the number of complete copies depends on the machine, but each node has seen some
-    assert np.isfinite(found.steps["staleness"]).any(axis=0).all()
-    assert found.summary["accuracy"] > 0.5, json.dumps(found.summary)
+    assert np.isfinite(log.steps["staleness"]).any(axis=0).all()
+    assert log.summary["accuracy"] > 0.5, json.dumps(log.summary)
 
 
 @on_each(
@@ -452,7 +455,9 @@ def test_a_run_on_ranks_logs_staleness(ranks, tmp_path):
 )
 def test_settings_that_asynchronous_nodes_do_not_support_are_rejected(settings, message):
     job = assemble.load(JOB, settings.split())
-    assert any(message in found for found in assemble.mistakes(job, 4)), assemble.mistakes(job, 4)
+    assert any(message in problem for problem in assemble.mistakes(job, 4)), assemble.mistakes(
+        job, 4
+    )
 
 
 def test_invalid_faults_are_rejected():
@@ -487,16 +492,16 @@ def stores_during_corrections(world):
     sending = threading.Event()
     send = mixer._send_corrections
     store = mixer._store
-    found = []
+    overlaps = []
 
-    def slow_send(deposits):
+    def slow_send(corrections):
         sending.set()
         time.sleep(0.1)
-        send(deposits)
+        send(corrections)
         sending.clear()
 
     def observed_store(word, value):
-        found.append(sending.is_set())
+        overlaps.append(sending.is_set())
         store(word, value)
 
     mixer._send_corrections = slow_send
@@ -506,11 +511,11 @@ def stores_during_corrections(world):
         exchange(mixer, x, ExchangeKind.GOSSIP, t)
         sending.wait(0.05)
         world.barrier()
-    made = int(mixer._sent_counts.sum())
+    sent_count = int(mixer._sent_counts.sum())
     mixer.close()
-    return made > 0, found
+    return sent_count > 0, overlaps
 
 
 def test_counters_are_not_stored_while_corrections_are_sent(ranks):
-    for made, found in ranks(2)(stores_during_corrections):
-        assert made and not any(found)
+    for any_sent, overlaps in ranks(2)(stores_during_corrections):
+        assert any_sent and not any(overlaps)

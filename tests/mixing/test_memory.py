@@ -44,47 +44,47 @@ def allocated(mixer):
     transport = mixer._transport
     buffers = mixer._buffers
     shared = mixer._shared
-    found = list(transport.memory) if transport else []
+    arrays = list(transport.memory) if transport else []
     host = getattr(buffers, "host", None) or buffers
     if shared:
         area, _ = shared._window.Shared_query(shared.rank)
-        found.append(torch.frombuffer(area, dtype=torch.uint8))
+        arrays.append(torch.frombuffer(area, dtype=torch.uint8))
     else:
-        found += [host.own, vars(host).get("memory", host.own)]
-    found += host.codes or []
+        arrays += [host.own, vars(host).get("memory", host.own)]
+    arrays += host.codes or []
     if host is not buffers:
-        found += [*buffers._own, *buffers._mixed, *(buffers.codes or [])]
-        found += [one for each in buffers._inbox for one in each]
-    return held(*[one for one in found if one.numel()])
+        arrays += [*buffers._own, *buffers._mixed, *(buffers.codes or [])]
+        arrays += [one for each in buffers._inbox for one in each]
+    return held(*[one for one in arrays if one.numel()])
 
 
 @with_world
 def opened(world, asked, survives, name, wire_name, averages, **options):
     """Return whether mixer and class state the same bytes, these, and the bytes in use."""
-    made = graph(name, world.size)
+    network = graph(name, world.size)
     layout = layout_of(wire_name)
     world.survives = survives
     if "exchange" in options:
         from mpigossip.mixing.synchronous import Synchronous
 
         layout = replace(layout, devices=DEVICES)
-        mixer = Synchronous(made, layout, world, timeout_s=30, on_devices=True, **options)
+        mixer = Synchronous(network, layout, world, timeout_s=30, on_devices=True, **options)
         mixer.layout = replace(layout, devices=("cuda",))  # the CPU replaces a GPU
     else:
-        mixer = mixing.open_mixer(made, layout, world, asked, timeout_s=30, **options)
-    for t in range(2 * made.period):
+        mixer = mixing.open_mixer(network, layout, world, asked, timeout_s=30, **options)
+    for t in range(2 * network.period):
         for kind in [ExchangeKind.GOSSIP] + [ExchangeKind.GLOBAL] * averages:
             for segment in mixer.outbox(t):
                 for part in segment:
                     part.fill_(1.0)
             mixer.start(kind, t)
             mixer.finish()
-    said = mixer.memory(averages)
+    stated = mixer.memory(averages)
     real = allocated(mixer)
-    planned = mixer.estimate_memory(made, mixer.layout, world.rank, mixer._near, averages)
+    planned = mixer.estimate_memory(network, mixer.layout, world.rank, mixer._near, averages)
     mixer.close()
     world.survives = False
-    return said == planned, sum(said.values()), real
+    return stated == planned, sum(stated.values()), real
 
 
 CASES = [
@@ -103,33 +103,35 @@ CASES = [
 @pytest.mark.parametrize("name", GRAPHS)
 def test_stated_memory_is_what_is_allocated(ranks, name, averages):
     for asked, survives, wire_name, options in CASES:
-        for same, said, real in ranks(3)(
+        for same, stated, real in ranks(3)(
             opened, asked, survives, name, wire_name, averages, **options
         ):
             # the second result of an average exists only during the average
             passing = layout_of("fp32").nbytes * (averages and asked == "asynchronous")
-            assert same and said - passing == real, (asked, survives, wire_name, options)
+            assert same and stated - passing == real, (asked, survives, wire_name, options)
 
 
 @on_each("asked", ["synchronous", "asynchronous"])
 def test_the_simulator_states_the_memory_per_node(asked):
     n = 4
     layout = layout_of("fp32", slots=2)
-    made = graph("exponential", 4)
-    mixer = mixing.open_mixer(made, layout, SingleProcess(), asked, ages=Faults(n, times=4.0).ages)
+    network = graph("exponential", 4)
+    mixer = mixing.open_mixer(
+        network, layout, SingleProcess(), asked, ages=Faults(n, times=4.0).ages
+    )
     for t in range(OLDEST + 5):
         for segment in mixer.outbox(t):
             for part in segment:
                 part.fill_(1.0)
         mixer.start(ExchangeKind.GOSSIP, t)
         mixer.finish()
-    said = mixer.memory()
+    stated = mixer.memory()
     real = allocated(mixer)
     if asked == "asynchronous":
         real += sum(array.nbytes for _, arrays in mixer._past for array in arrays)
         under_way = [sum(p.nbytes for p in d.parts) for d in mixer._in_flight]
-        assert sum(under_way) <= n * said.pop("inbox")
-    assert n * sum(said.values()) == real
+        assert sum(under_way) <= n * stated.pop("inbox")
+    assert n * sum(stated.values()) == real
 
 
 def test_an_asynchronous_run_of_eight_nodes_is_planned_as_it_is_opened():
@@ -161,10 +163,10 @@ def left_to_the_collector(world, width, same_host):
 
     The minimum excludes events that happen once, such as loading a kernel or a long wait.
     """
-    found = []
-    made = graph("exponential", world.size)
+    counts = []
+    network = graph("exponential", world.size)
     mixer = mixing.open_mixer(
-        made, MessageLayout((width,)), world, same_host=same_host, timeout_s=30
+        network, MessageLayout((width,)), world, same_host=same_host, timeout_s=30
     )
     gc.disable()
     try:
@@ -175,11 +177,11 @@ def left_to_the_collector(world, width, same_host):
             mixer.start(ExchangeKind.GOSSIP, t)
             mixer.finish()
             if t % ROUNDS == ROUNDS - 1:
-                found.append(gc.collect())
+                counts.append(gc.collect())
     finally:
         gc.enable()
     mixer.close()
-    return min(found)
+    return min(counts)
 
 
 @pytest.mark.parametrize(("width", "same_host"), [(256, "put"), (1 << 15, "read")])

@@ -43,8 +43,8 @@ def values(width=4 * BUCKET, seed=0):
     return torch.from_numpy(drawn)
 
 
-def message(one):
-    pieces = one.pack(x := values(), (5, 2, 0), 0)
+def message(encoding):
+    pieces = encoding.pack(x := values(), (5, 2, 0), 0)
     return x, torch.cat([piece.reshape(-1) for piece in pieces])
 
 
@@ -103,8 +103,8 @@ def test_qsgd_is_unbiased_within_its_levels(name):
         one.pack(q := x.clone(), (draw, 0, 0), 0)
         assert ((q - x).view(-1, BUCKET).abs() <= scale * 1.001).all()
         total += q
-    apart = (total / 400 - x).view(-1, BUCKET) / scale.clamp(min=1e-9)
-    assert apart.abs().max() < 0.5 / 400**0.5 * 5.5 and abs(apart.mean()) < 2e-3
+    difference = (total / 400 - x).view(-1, BUCKET) / scale.clamp(min=1e-9)
+    assert difference.abs().max() < 0.5 / 400**0.5 * 5.5 and abs(difference.mean()) < 2e-3
 
 
 @on_each(("name", "levels"), [("fp4", 2.0 ** torch.arange(-6, 1)), ("qsgd-1", [1.0])])
@@ -124,10 +124,10 @@ def test_few_bits_are_unbiased_and_give_an_adjacent_value(name, levels):
         near = torch.minimum((sent - low).abs(), (sent - high).abs())
         assert (near < 1e-6)[scale[:, 0] > 0].all()
         total += q
-    apart = (total / 400 - x).view(-1, BUCKET) / scale.clamp(min=1e-9)
+    difference = (total / 400 - x).view(-1, BUCKET) / scale.clamp(min=1e-9)
     gap = (high - low).clamp(min=1e-6)
-    assert (apart.abs() / gap)[scale[:, 0] > 0].max() < 0.5 / 400**0.5 * 5.5
-    assert abs(apart.mean()) < 2e-3
+    assert (difference.abs() / gap)[scale[:, 0] > 0].max() < 0.5 / 400**0.5 * 5.5
+    assert abs(difference.mean()) < 2e-3
 
 
 def test_top_k_in_two_bits_takes_the_nearest_of_four_values():
@@ -149,18 +149,18 @@ def test_zeros_stay_zero(name):
 
 
 def test_padding_enters_neither_values_nor_scale_of_signs_and_large_sums_are_finite():
-    most = torch.finfo(torch.float32).max
+    maximum = torch.finfo(torch.float32).max
     for count in (1, 31, 32, 33, 500, BUCKET):
-        for size in (most, 1.0, 1e-30):
+        for size in (maximum, 1.0, 1e-30):
             x = torch.zeros(2 * BUCKET)
-            given = x[BUCKET : BUCKET + count].fill_(size)
+            run_values = x[BUCKET : BUCKET + count].fill_(size)
             # a zero that is followed by other values counts as a value
-            given[::2] = -size
-            given[4:8] = 0.0
+            run_values[::2] = -size
+            run_values[4:8] = 0.0
             made("sign").pack(q := x.clone(), (0, 0, 0), 0)
             inside = q[BUCKET : BUCKET + count]
-            mean = given.double().abs().mean()
-            assert torch.equal(inside >= 0, given >= 0), (count, size)
+            mean = run_values.double().abs().mean()
+            assert torch.equal(inside >= 0, run_values >= 0), (count, size)
             assert torch.allclose(inside.double().abs(), mean, 1e-6, 0), (count, size)
             assert not q[:BUCKET].any() and not q[BUCKET + count :].any(), (count, size)
 
@@ -183,14 +183,14 @@ def test_errors_are_within_the_bounds_on_the_page(name, most):
     """The mean error, as a multiple of ‖v‖², is largest for buckets of one large value."""
     worst = {"bf16": [1.0039], "qsgd": [5e-4], "qsgd-7": [0.04], "qsgd-1": [0.042], "fp4": [2 / 3]}
     one = made(name)
-    found = []
+    errors = []
     for small in (1e-9, 3e-3, 0.1, 0.3, 0.999, *worst.get(name, ())):
         x = torch.full((512 * BUCKET,), small)
         x[torch.arange(512) * (BUCKET + 1)] = 1.0  # at another position in each bucket
         one.pack(q := x.clone(), (0, 0, 0), 0)
-        found.append(float((q - x).double().square().sum() / x.double().square().sum()))
-    assert 0.9 * most < max(found) <= 1.03 * most, found
-    assert name != "sign" or max(found) < 1
+        errors.append(float((q - x).double().square().sum() / x.double().square().sum()))
+    assert 0.9 * most < max(errors) <= 1.03 * most, errors
+    assert name != "sign" or max(errors) < 1
 
 
 def test_int2_is_a_contraction_for_at_most_nine_values_per_bucket():
@@ -336,7 +336,7 @@ def drawn(number, slot, part, width):
 
 def by_numpy(layout, number, kind, t):
     """Return sent and mixed values, (3, p), by slot and part; sums begin with the own term."""
-    found = {}
+    results = {}
     matrix = MATRICES[t % 2]
     for slot, width in enumerate(layout.widths):
         for part in range(layout.vectors + layout.scalars):
@@ -357,8 +357,8 @@ def by_numpy(layout, number, kind, t):
                     mixed[i] = sum(sent[j] for j in nodes) * weights[0]
                 else:
                     mixed[i] = sum(w * sent[j] for w, j in zip(weights, nodes, strict=True))
-            found[slot, part] = sent, mixed
-    return found
+            results[slot, part] = sent, mixed
+    return results
 
 
 def opened(world, layout, ways, device):
@@ -367,44 +367,44 @@ def opened(world, layout, ways, device):
 
     along = from_matrices(MATRICES)
     yield "simulated", Simulated(along, layout)
-    there = replace(layout, devices=(device.format(rank=world.rank),) * len(layout.widths))
-    yield "messages", FaultTolerant(along, there, world, timeout_s=30)
+    device_layout = replace(layout, devices=(device.format(rank=world.rank),) * len(layout.widths))
+    yield "messages", FaultTolerant(along, device_layout, world, timeout_s=30)
     for same_host, window in ways:
         ways = {"same_host": same_host, "timeout_s": 30, "on_devices": window is not None}
         ways |= {"exchange": window} if window else {}
         yield (
             f"{same_host} {window}",
-            Synchronous(along, there if window else layout, world, **ways),
+            Synchronous(along, device_layout if window else layout, world, **ways),
         )
 
 
 @with_world
 def differing(world, ways, device="cpu"):
     """Return the wires, mixers and exchanges whose values differ from NumPy's."""
-    wrong = set()
+    differences = set()
     for name in ("fp32", *ALL):
         layout = MessageLayout((1024, 1024), vectors=2, scalars=1, wire=made(name))
-        wanted = {number: by_numpy(layout, number, *now) for number, now in EXCHANGES.items()}
+        expected = {number: by_numpy(layout, number, *now) for number, now in EXCHANGES.items()}
         for way, mixer in opened(world, layout, ways, device):
             rows = list(mixer.local_nodes)
             for number, (kind, t) in EXCHANGES.items():
                 out = mixer.outbox(t)
-                for slot, part in wanted[number]:
+                for slot, part in expected[number]:
                     array = out[slot][part]
                     values = drawn(number, slot, part, array.shape[1])[rows]
                     array.copy_(torch.from_numpy(values))
                 mixer.start(kind, t, number)
                 got = mixer.finish()
-                for (slot, part), values in wanted[number].items():
+                for (slot, part), values in expected[number].items():
                     for arrays, value in zip(got, values, strict=True):
                         if (arrays[slot][part].cpu().numpy() != value[rows]).any():
-                            wrong.add((name, way, number))
+                            differences.add((name, way, number))
             mixer.close()
-    return sorted(wrong)
+    return sorted(differences)
 
 
 @pytest.mark.both
 def test_every_wire_has_the_values_of_numpy_over_every_mixer(ranks):
     ways = [("read", None), ("put", None), ("put", "host")]
-    for found in ranks(3)(differing, ways, timeout=300):
-        assert found == []
+    for differences in ranks(3)(differing, ways, timeout=300):
+        assert differences == []

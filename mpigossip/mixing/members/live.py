@@ -278,7 +278,7 @@ class FolderExchange:
         :raises StopRequested: if the member is asked to leave while it waits
         """
         while True:
-            if not self.place.left:
+            if not self.place.remaining:
                 self.written()
             chunk = self.place.chunk()
             if chunk is not None:
@@ -308,7 +308,7 @@ class FolderExchange:
         self.written()
         place = self.place
         draft = place.draft(int(state.numbers["index"]))
-        claim = place.left
+        claim = place.remaining
         saved = replace(state, arrays={})
         self._last_models = [*self._last_models[1 - KEEP :], (draft.age, saved)]
 

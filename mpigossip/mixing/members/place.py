@@ -149,7 +149,7 @@ class Place:
         self.progress = 0
         self.claim = None
         self.claim_name = ""
-        self.left = 0
+        self.remaining = 0
         self._own: set[str] = set()
         self.peer: Round | None = None
         self.averaged: dict[int, int] = {}
@@ -311,11 +311,11 @@ class Place:
 
         The result is None if nothing can be claimed now.
         """
-        if not self.left:
+        if not self.remaining:
             claimed = self.ledger.claim(self)
             if claimed is None:
                 return None
-            self.claim_name, self.claim, self.left = claimed
+            self.claim_name, self.claim, self.remaining = claimed
             self._own.add(self.claim_name)
             self._remove_old()
         return self.claim.chunk + self.round - self.claim.first
@@ -376,7 +376,7 @@ class Place:
             digest="",
         )
         self.round = self.round + 1
-        self.left = self.left - 1
+        self.remaining = self.remaining - 1
         self.peer = None
         return draft
 

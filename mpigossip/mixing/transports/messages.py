@@ -82,8 +82,8 @@ class Messages(Transport):
         requests = []
         for area, device in zip(areas, self._devices, strict=True):
             with device_context(device):
-                for at in range(span.start, span.stop, CUT):
-                    piece = raw(area[at : min(at + CUT, span.stop)])
+                for begin in range(span.start, span.stop, CUT):
+                    piece = raw(area[begin : min(begin + CUT, span.stop)])
                     requests.append(call([piece, MPI.BYTE], rank, tag))
         return requests
 

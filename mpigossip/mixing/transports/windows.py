@@ -93,9 +93,9 @@ class Windows(Transport):
             self._stride = size
             self._begins = [0] * slots
         else:
-            room = size * slots * (count + outbox)
-            window = open_window(MPI.Win.Allocate, max(room, 8), comm)
-            memory = torch.frombuffer(window.tomemory(), dtype=torch.uint8)[:room]
+            nbytes = size * slots * (count + outbox)
+            window = open_window(MPI.Win.Allocate, max(nbytes, 8), comm)
+            memory = torch.frombuffer(window.tomemory(), dtype=torch.uint8)[:nbytes]
             self.outbox = memory[size * slots * count :] if outbox else None
             self.memory = [memory]
             all_buffers = memory[: size * slots * count].view(count, slots, size)
@@ -131,18 +131,18 @@ class Windows(Transport):
                     continue
                 array = message.numpy()
                 window = self._windows[slot]
-                for at in range(span.start, span.stop, step):
-                    piece = array[at : min(at + step, span.stop)]
-                    target = [offset + at, piece.size, MPI.BYTE]
+                for begin in range(span.start, span.stop, step):
+                    piece = array[begin : min(begin + step, span.stop)]
+                    target = [offset + begin, piece.size, MPI.BYTE]
                     in_flight.append(window.Rput([piece, MPI.BYTE], rank, target))
         return in_flight
 
     def _put(self, slot: int, memory: torch.Tensor, span: slice, rank: int, offset: int) -> None:
         """Put from device to device, with the slot's device current; a flush completes it."""
         with device_context(self._devices[slot]):
-            for at in range(span.start, span.stop, CUT):
-                piece = raw(memory[at : min(at + CUT, span.stop)])
-                target = [offset + at, len(piece), MPI.BYTE]
+            for begin in range(span.start, span.stop, CUT):
+                piece = raw(memory[begin : min(begin + CUT, span.stop)])
+                target = [offset + begin, len(piece), MPI.BYTE]
                 self._windows[slot].Put([piece, MPI.BYTE], rank, target)
 
     def notify(self, r: RoundState, chunk: MessageChunk) -> None:

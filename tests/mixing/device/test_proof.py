@@ -13,7 +13,7 @@ from tests.rankpool import Ranks
 def proven(comm, version, devices):
     from mpigossip.mixing.device import proof
 
-    kept = proof.ucx_version
+    ucx_version = proof.ucx_version
     tried = proof.try_in_subprocess
     proof.ucx_version = lambda: version
     if devices > 1:  # one case starts a real subprocess
@@ -24,7 +24,7 @@ def proven(comm, version, devices):
             comm, [torch.device("cpu", k) for k in range(devices)], timeout_s=20
         )
     finally:
-        proof.ucx_version = kept
+        proof.ucx_version = ucx_version
         proof.try_in_subprocess = tried
         del os.environ["MPICH_GPU_SUPPORT_ENABLED"]
 
@@ -39,8 +39,8 @@ def proven(comm, version, devices):
     ],
 )
 def test_ucx_before_1_19_supports_one_gpu_per_process(ranks, version, devices, able, named):
-    for found, why in ranks(2)(proven, version, devices):
-        assert found == able and named in why, why
+    for works, why in ranks(2)(proven, version, devices):
+        assert works == able and named in why, why
 
 
 def hung(comm, way):
@@ -52,19 +52,19 @@ def hung(comm, way):
 
     slots = [torch.device("cpu")] * 2
     began = time.monotonic()
-    given = proof.put, proof.Proof._post
+    originals = proof.put, proof.Proof._post
     if comm.rank == 1:
         proof.put = proof.Proof._post = lambda *_: threading.Event().wait()
     try:
-        wrong = proof.try_between_ranks(comm, slots, 1, way)
+        problem = proof.try_between_ranks(comm, slots, 1, way)
     finally:
-        proof.put, proof.Proof._post = given
-    spent = time.monotonic() - began
+        proof.put, proof.Proof._post = originals
+    seconds = time.monotonic() - began
     return (
-        wrong,
+        problem,
         proof.try_between_ranks(comm, slots, 20, "messages"),
         comm.allgather(comm.rank),
-        spent,
+        seconds,
     )
 
 
@@ -72,12 +72,13 @@ def hung(comm, way):
 def test_a_call_that_hangs_is_reported_on_all_ranks(way, what):
     pools = Ranks()  # separate, because a thread of a rank never ends
     try:
-        for wrong, then, everyone, spent in pools(3)(hung, way, timeout=60):
+        for problem, second, all_ranks, seconds in pools(3)(hung, way, timeout=60):
             # a put into a rank that hangs may hang, too
             assert re.fullmatch(
-                rf"{what} of GPU memory on cpu \(rank [01]\) doesn't return \(waited 7.5 s\)", wrong
+                rf"{what} of GPU memory on cpu \(rank [01]\) doesn't return \(waited 7.5 s\)",
+                problem,
             )
-            assert then == "" and everyone == [0, 1, 2] and spent < 30
+            assert second == "" and all_ranks == [0, 1, 2] and seconds < 30
     finally:
         pools.close()
 
@@ -86,7 +87,7 @@ def answers(comm, what):
     """Run the test with rank 0 without GPU support, with another UCX, or a crashing subprocess."""
     from mpigossip.mixing.device import proof
 
-    kept = (proof.reported_gpu_support, proof.try_in_subprocess, proof.ucx_version)
+    originals = (proof.reported_gpu_support, proof.try_in_subprocess, proof.ucx_version)
     other = comm.rank == 0
     proof.reported_gpu_support = lambda _: {"asking": not (other and what == "no")}
     proof.try_in_subprocess = lambda *_: (
@@ -97,7 +98,7 @@ def answers(comm, what):
     try:
         return proof.gpu_mpi_works(comm, [torch.device("cpu", k) for k in range(2)], timeout_s=20)
     finally:
-        proof.reported_gpu_support, proof.try_in_subprocess, proof.ucx_version = kept
+        proof.reported_gpu_support, proof.try_in_subprocess, proof.ucx_version = originals
 
 
 @on_each(
@@ -144,5 +145,5 @@ def judged(comm, said):
     ],
 )
 def test_only_a_subprocess_that_begins_and_fails_is_a_failure(ranks, said, able, named):
-    ((found, why),) = ranks(1)(judged, said)
-    assert found == able and why.startswith(named)
+    ((works, why),) = ranks(1)(judged, said)
+    assert works == able and why.startswith(named)

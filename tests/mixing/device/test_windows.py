@@ -42,10 +42,10 @@ def other_mean(mixer, reference, step, on_its_way):
     if step % 6 != (1 if on_its_way else 4):
         return False
     device = mixer.layout.devices[0]
-    size, place = ((1, "cpu"), (2501, device), (7, device))[step // 2 % 3]
+    size, target = ((1, "cpu"), (2501, device), (7, device))[step // 2 % 3]
     rows = torch.randn(mixer.n, size, generator=torch.Generator().manual_seed(step))
-    got = mixer.mean(rows[list(mixer.local_nodes)].to(place))
-    return got.device != torch.device(place) or not torch.equal(got.cpu(), reference.mean(rows))
+    got = mixer.mean(rows[list(mixer.local_nodes)].to(target))
+    return got.device != torch.device(target) or not torch.equal(got.cpu(), reference.mean(rows))
 
 
 @with_world
@@ -65,15 +65,17 @@ def compared(
         probe.gpu_mpi_works = lambda comm, devices, way, limit_s: (way in able, "the CPU stands in")
     options = {"vectors": 2, "scalars": 1, "wire": wire(wire_name, 127, 0.1, 3)}
     layout = MessageLayout(WIDTHS, **options)
-    there = replace(layout, devices=(device.format(rank=world.rank),) * len(WIDTHS))
-    found = {}
+    device_layout = replace(layout, devices=(device.format(rank=world.rank),) * len(WIDTHS))
+    differences = {}
     routes = {}
     for name, made in graphs_for(world.size, names):
-        mixer = Synchronous(made, there, world, exchange=memory, timeout_s=30, on_devices=True)
+        mixer = Synchronous(
+            made, device_layout, world, exchange=memory, timeout_s=30, on_devices=True
+        )
         routes |= mixer.routes
-        found[name] = beside(mixer, kinds_of(steps, seed=2), layout, first, also=other_mean)
+        differences[name] = beside(mixer, kinds_of(steps, seed=2), layout, first, also=other_mean)
         mixer.close()  # a second time
-    return found, routes
+    return differences, routes
 
 
 SHOWN = [(2, "host"), (3, "messages")]
@@ -85,17 +87,17 @@ MORE = [pair for pair in itertools.product((3, 6, 8), MEMORIES) if pair not in S
     ("n", "memory"), some([*SHOWN, (1, "host"), (4, "messages"), (4, "nccl"), *MORE], SHOWN)
 )
 def test_device_windows_equal_the_simulator_under_random_delays(ranks, n, memory):
-    for found, routes in ranks(n)(compare, GRAPHS, memory, 12, timeout=150):
-        assert found and not any(found.values()), found
-        way = memory
-        assert all(route.startswith(way) for route in routes.values()) and len(routes) == n - 1
+    for differences, routes in ranks(n)(compare, GRAPHS, memory, 12, timeout=150):
+        assert differences and not any(differences.values()), differences
+        prefix = memory
+        assert all(route.startswith(prefix) for route in routes.values()) and len(routes) == n - 1
 
 
 @pytest.mark.parametrize("chunk", [512, 1 << 24])
 def test_chunks_of_any_size_and_rounds_that_begin_anywhere(ranks, chunk):
     args = (["exponential", "base-3"], "auto", 8, "fp32", chunk, 7)
-    for found, _ in ranks(3)(compare, *args):
-        assert found and not any(found.values()), found
+    for differences, _ in ranks(3)(compare, *args):
+        assert differences and not any(differences.values()), differences
 
 
 WIRES = [("bf16", "windows"), ("qsgd", "messages"), ("top-k", "nccl"), ("qsgd", "auto")]
@@ -109,16 +111,16 @@ WIRES = [("bf16", "windows"), ("qsgd", "messages"), ("top-k", "nccl"), ("qsgd", 
 )
 def test_lossy_wires_are_decoded_to_the_same_bits(ranks, name, memory):
     graphs = ["one-peer-exponential", "ring", "complete"]
-    for found, routes in ranks(3)(compare, graphs, memory, 10, name):
-        assert found and not any(found.values()), found
+    for differences, routes in ranks(3)(compare, graphs, memory, 10, name):
+        assert differences and not any(differences.values()), differences
         assert all(route.startswith(memory.replace("auto", "host")) for route in routes.values())
 
 
 @pytest.mark.parametrize("memory", ["windows", "messages", "nccl"])
 def test_large_encoded_messages_are_averaged_decoded(ranks, memory):
     """With 4 nodes, averaging decoded values sends less than gathering encoded messages."""
-    for found, _ in ranks(4)(compare, ["complete"], memory, 8, "bf16"):
-        assert found and not any(found.values()), found
+    for differences, _ in ranks(4)(compare, ["complete"], memory, 8, "bf16"):
+        assert differences and not any(differences.values()), differences
 
 
 @with_world
@@ -127,10 +129,10 @@ def refused(world):
     from mpigossip.mixing.device.memory import TransportUnavailable
     from mpigossip.mixing.synchronous import Synchronous
 
-    ways = {"exchange": "windows", "on_devices": True}
-    with pytest.raises(TransportUnavailable) as found:
-        Synchronous(graph("ring", world.size), MessageLayout(WIDTHS), world, **ways)
-    return str(found.value)
+    options = {"exchange": "windows", "on_devices": True}
+    with pytest.raises(TransportUnavailable) as caught:
+        Synchronous(graph("ring", world.size), MessageLayout(WIDTHS), world, **options)
+    return str(caught.value)
 
 
 def test_device_windows_are_rejected_if_the_test_of_mpi_fails(ranks):
@@ -145,19 +147,19 @@ def proofs(comm):
     from mpigossip.mixing.synchronous import Synchronous
     from mpigossip.mixing.transports import probe
 
-    given = probe.gpu_mpi_works
+    original = probe.gpu_mpi_works
     done = []
     probe.gpu_mpi_works = lambda comm, devices, way, limit_s: (True, done.append((way, limit_s)))
     try:
         for mixers in (2, 1):
             with World(comm) as world:
                 for _ in range(mixers):
-                    ways = {"exchange": "messages", "on_devices": True}
+                    options = {"exchange": "messages", "on_devices": True}
                     Synchronous(
-                        graph("ring", comm.size), MessageLayout(WIDTHS), world, **ways
+                        graph("ring", comm.size), MessageLayout(WIDTHS), world, **options
                     ).close()
     finally:
-        probe.gpu_mpi_works = given
+        probe.gpu_mpi_works = original
     return done
 
 
@@ -169,13 +171,13 @@ def put_into_neighbour(comm):
     from mpigossip.mixing.device import proof
 
     slots = [torch.device("cpu")] * 2
-    wrong = [proof.try_between_ranks(comm, slots, 30, way) for way in ("windows", "messages")]
-    return wrong, proof.gpu_mpi_works(comm, slots)
+    problems = [proof.try_between_ranks(comm, slots, 30, way) for way in ("windows", "messages")]
+    return problems, proof.gpu_mpi_works(comm, slots)
 
 
 def test_ranks_exchange_messages_and_a_library_without_gpu_support_is_believed(ranks):
-    for wrong, (able, why) in ranks(3)(put_into_neighbour):
-        assert wrong == ["", ""] and not able
+    for problems, (able, why) in ranks(3)(put_into_neighbour):
+        assert problems == ["", ""] and not able
         assert "no support for GPU memory" in why
 
 
@@ -220,12 +222,12 @@ def test_memory_that_ucx_has_locked_is_pinned(monkeypatch, pinned):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(memory, "device_context", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
-    given = [torch.zeros(8, dtype=torch.uint8)], torch.device("cuda")
+    arguments = [torch.zeros(8, dtype=torch.uint8)], torch.device("cuda")
     if pinned:
-        memory.pin(*given)()
+        memory.pin(*arguments)()
     else:  # other memory on its pages is locked, but not all of it
         with pytest.raises(memory.TransportUnavailable, match="712"):
-            memory.pin(*given)
+            memory.pin(*arguments)
     assert not unlocked
 
 
@@ -275,8 +277,8 @@ def timed(comm):
 
 
 def test_working_transports_are_timed_by_all_ranks(ranks):
-    (found, routes), *others = ranks(3)(timed)
-    assert found and not any(found.values())
-    (way,) = set(routes.values())
-    assert all(f"{name} " in way for name in ("windows", "messages", "host")) and " ms" in way
-    assert all(set(theirs.values()) == {way} for _, theirs in others)
+    (differences, routes), *others = ranks(3)(timed)
+    assert differences and not any(differences.values())
+    (route,) = set(routes.values())
+    assert all(f"{name} " in route for name in ("windows", "messages", "host")) and " ms" in route
+    assert all(set(other_routes.values()) == {route} for _, other_routes in others)

@@ -55,24 +55,24 @@ def test_the_kernel_has_the_bits_of_the_sum(on_the_cpu, weights, coded):
     """Also in place; 333 columns are no multiple of four, and values are denormal to large."""
     sizes = 10.0 ** torch.randint(-44, 30, (3, 333))
     arrays = [torch.randn(3, 333) * sizes for _ in weights]
-    given = [array.to(CODE) if k in coded else array for k, array in enumerate(arrays)]
-    expected = weighted_sum(weights, [array.float() for array in given], torch.empty(3, 333))
+    messages = [array.to(CODE) if k in coded else array for k, array in enumerate(arrays)]
+    expected = weighted_sum(weights, [array.float() for array in messages], torch.empty(3, 333))
     assert ((expected != 0) & (expected.abs() < 1e-38)).any(), "no sum is denormal"
-    for out in (torch.zeros(3, 333), given[0]):
-        assert gpu_sum.combine(weights, given, out)
+    for out in (torch.zeros(3, 333), messages[0]):
+        assert gpu_sum.combine(weights, messages, out)
         assert torch.equal(out.nan_to_num(7), expected.nan_to_num(7))
     assert len(on_the_cpu) == 1, "the kernel was compiled again"
 
 
 def test_unsupported_arrays_are_left_to_torch(on_the_cpu):
-    one = torch.ones(2, 64)
-    two = torch.ones(2, 64)
-    assert gpu_sum.combine([0.5, 0.5], [one, two], one)
-    assert not gpu_sum.combine([0.5, 0.5], [one.double(), two], one)
-    assert not gpu_sum.combine([0.5, 0.5], [one, two], one.to(CODE))
-    assert not gpu_sum.combine([0.5, 0.5], [one[:, 4:], two[:, 4:]], torch.ones(2, 60))
-    assert not gpu_sum.combine([0.5, 0.5], [one[:1, 1:61], two[:1, :60]], torch.ones(1, 60))
-    assert not gpu_sum.combine([1 / 65] * 65, [one] * 65, two)
+    first = torch.ones(2, 64)
+    second = torch.ones(2, 64)
+    assert gpu_sum.combine([0.5, 0.5], [first, second], first)
+    assert not gpu_sum.combine([0.5, 0.5], [first.double(), second], first)
+    assert not gpu_sum.combine([0.5, 0.5], [first, second], first.to(CODE))
+    assert not gpu_sum.combine([0.5, 0.5], [first[:, 4:], second[:, 4:]], torch.ones(2, 60))
+    assert not gpu_sum.combine([0.5, 0.5], [first[:1, 1:61], second[:1, :60]], torch.ones(1, 60))
+    assert not gpu_sum.combine([1 / 65] * 65, [first] * 65, second)
 
 
 @on_each(
@@ -104,9 +104,9 @@ def test_a_device_whose_kernels_fail_is_left_to_torch_with_a_warning(monkeypatch
 @pytest.fixture(scope="module")
 def toolkit():
     """Return the folder of NVIDIA's wheels that contains lib/ and bin/."""
-    found = importlib.util.find_spec("nvidia")
-    for place in found.submodule_search_locations if found else ():
-        for folder in sorted(Path(place).glob("cu1*"), reverse=True):
+    spec = importlib.util.find_spec("nvidia")
+    for path in spec.submodule_search_locations if spec else ():
+        for folder in sorted(Path(path).glob("cu1*"), reverse=True):
             if list(folder.glob("lib/libnvrtc.so.*")) and (folder / "bin" / "nvdisasm").exists():
                 return folder
     pytest.skip('no NVRTC and nvdisasm here; the extra "nvrtc" installs them')
@@ -128,8 +128,8 @@ def compiled(toolkit, source, flush="true"):
 
     call("CreateProgram", ctypes.byref(program), source.encode(), b"sum.cu", 0, None, None)
     # CuPy's last option flushes denormals, which must not affect this kernel.
-    asked = "--gpu-architecture=sm_90", f"-ftz={flush}"
-    options = (ctypes.c_char_p * 2)(*map(str.encode, asked))
+    requested = "--gpu-architecture=sm_90", f"-ftz={flush}"
+    options = (ctypes.c_char_p * 2)(*map(str.encode, requested))
     call("CompileProgram", program, 2, options)
     call("GetCUBINSize", program, ctypes.byref(size))
     code = ctypes.create_string_buffer(size.value)

@@ -12,19 +12,19 @@ from tests.mixing.test_windows import LAYOUT, MessageLayout, compare
 GRAPHS = ["one-peer-exponential", "exponential", "base-3"]
 
 
-def rested(comm):
+def wait_times(comm):
     """Return the seconds of waits: answered, limited, woken, woken before, limited."""
     import numpy as np
 
     value = np.zeros(1, np.int64)
-    found = []
+    seconds = []
     bell = waiting.Bell()
     never = comm.Irecv(np.zeros(1, np.int64), 1 - comm.rank, 77)
 
     def timed(*requests, began=None, **how):
         began = began or time.monotonic()
         assert waiting.wait_for_requests([*requests, never], need=1, **how)
-        found.append(time.monotonic() - began)
+        seconds.append(time.monotonic() - began)
 
     coming = comm.Irecv(value, 1 - comm.rank, 78)
     comm.Send(np.array([comm.rank]), 1 - comm.rank, 78)
@@ -46,14 +46,14 @@ def rested(comm):
         bell.ring()
     bell.close()
     bell.close()
-    return found
+    return seconds
 
 
 def test_a_wait_ends_by_an_answer_a_ring_or_its_limit(ranks):
     if not waiting.available():
         pytest.skip("no compiler, or not Linux")
-    for answered, limited, woken, told, quiet in ranks(2)(rested):
-        assert max(answered, woken, told) < 10  # not their limit
+    for answered, limited, woken, rung, quiet in ranks(2)(wait_times):
+        assert max(answered, woken, rung) < 10  # not their limit
         assert min(limited, woken, quiet) >= 0.1  # a signal may end them sooner than 0.2
 
 
@@ -89,8 +89,8 @@ def without_c(comm, size):
 
 @on_each("size", [64, 1024])
 def test_exchanges_without_the_native_library_are_equal(ranks, size):
-    for found in ranks(3)(without_c, size):
-        assert found == dict.fromkeys(GRAPHS, 0)
+    for differences in ranks(3)(without_c, size):
+        assert differences == dict.fromkeys(GRAPHS, 0)
 
 
 def short(comm):
@@ -105,5 +105,5 @@ def short(comm):
 
 @pytest.mark.parametrize("n", some([2, 3, 6], [3]))
 def test_short_messages_are_exchanged_without_the_thread(ranks, n):
-    for found in ranks(n)(short):
-        assert found == dict.fromkeys(GRAPHS, 0)
+    for differences in ranks(n)(short):
+        assert differences == dict.fromkeys(GRAPHS, 0)

@@ -55,16 +55,16 @@ class Bad(RecordStore):
         return super().path(name)
 
     def names(self, folder):
-        at, found = self.cache.get(folder, (float("-inf"), []))
-        if time.monotonic() - at > self.stale_s * self.chance.random():
-            found = super().names(folder)
-            self.cache[folder] = time.monotonic(), found
-        return found
+        listed_at, names = self.cache.get(folder, (float("-inf"), []))
+        if time.monotonic() - listed_at > self.stale_s * self.chance.random():
+            names = super().names(folder)
+            self.cache[folder] = time.monotonic(), names
+        return names
 
-    def link(self, beside, path):
+    def link(self, temporary, path):
         if self.chance.random() < self.full:
             raise OSError(errno.ENOSPC, "full")
-        super().link(beside, path)
+        super().link(temporary, path)
         if self.chance.random() < self.lost:
             raise FileExistsError(errno.EEXIST, "the reply was lost")
 
@@ -88,8 +88,8 @@ class Tiny:
 
     def begin(self, states) -> None:
         self.x = np.zeros(4, np.float32)
-        for one in states:
-            self.x += one.parameters / np.float32(len(states))
+        for state in states:
+            self.x += state.parameters / np.float32(len(states))
 
     def resume(self, state, rounds, exchange) -> None:
         self.x = state.parameters
@@ -102,10 +102,10 @@ class Tiny:
             self.x = np.float32(0.5) * (self.x + peer.parameters)
 
     def train(self, exchange) -> None:
-        while (found := exchange.chunk()) is not None:
+        while (work := exchange.chunk()) is not None:
             self.sleep()
-            step = np.sin(np.float32(found[0]) + np.arange(4, dtype=np.float32))
-            self.x = self.x + step.astype(np.float32) / np.float32(1 + found[1])
+            step = np.sin(np.float32(work[0]) + np.arange(4, dtype=np.float32))
+            self.x = self.x + step.astype(np.float32) / np.float32(1 + work[1])
             self.index += 1
             exchange.send(state(self.x.copy(), self.index))
             self.meet(exchange)
@@ -148,7 +148,7 @@ def member(
 def chunks_of(root: Path, plan: TrainingPlan) -> Counter:
     """Count the published rounds of each chunk."""
     script = ReplayLog(Place(RecordStore(root, shared=True), plan, report=lambda line: None))
-    return Counter(one.chunk for one in script.rounds.values())
+    return Counter(record.chunk for record in script.rounds.values())
 
 
 def replay(root: Path, plan: TrainingPlan) -> int:
@@ -172,17 +172,17 @@ def storm(root: Path, seed: int, chunks=120, members=5, lease_s=0.3, slow=0.05, 
     done = threading.Event()
 
     def work(seed: int) -> None:
-        mine = random.Random(seed)
+        draw = random.Random(seed)
         while not done.is_set():
-            kill = mine.randint(5, 400) if mine.random() < 0.8 else 1 << 60
-            faults = Faults(mine.random(), lease_s, rate) if rate else None
-            disk = Bad(root, mine, kill_at=kill, faults=faults, **ills)
+            kill = draw.randint(5, 400) if draw.random() < 0.8 else 1 << 60
+            faults = Faults(draw.random(), lease_s, rate) if rate else None
+            disk = Bad(root, draw, kill_at=kill, faults=faults, **ills)
             how = member(
                 disk,
                 plan,
-                stop=lambda: mine.random() < 0.02,
-                sleep=lambda: time.sleep(mine.random() * 0.01 + (mine.random() < slow)),
-                clock=mine.uniform(-600, 600),
+                stop=lambda: draw.random() < 0.02,
+                sleep=lambda: time.sleep(draw.random() * 0.01 + (draw.random() < slow)),
+                clock=draw.uniform(-600, 600),
             )
             ends[how] += 1
             ends.update(faults.counts if faults else {})

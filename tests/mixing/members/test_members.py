@@ -39,8 +39,8 @@ STORM = TrainingPlan(120, 4, 0.3)
 
 def right(root, plan) -> bool:
     """Every chunk is in exactly one published round, and all rounds can be repeated."""
-    found = chunks_of(root, plan)
-    once = all(found[chunk] == 1 for chunk in range(plan.chunks))
+    counts = chunks_of(root, plan)
+    once = all(counts[chunk] == 1 for chunk in range(plan.chunks))
     return once and replay(root, plan) == plan.chunks
 
 
@@ -69,9 +69,9 @@ def test_a_kill_at_every_operation(tmp_path, step):
     assert kills > 50
 
 
-def renamed(disk, beside, path):
+def renamed(disk, temporary, path):
     """Rename instead of linking: an existing file of this name is overwritten."""
-    Path(beside).replace(path)
+    Path(temporary).replace(path)
 
 
 def torn(root, stop):
@@ -83,10 +83,10 @@ def torn(root, stop):
             seen.add(path)
             with contextlib.suppress(Exception):  # a file that is written or removed meanwhile
                 with h5py.File(path) as file:
-                    at = file["parameters"].id.get_offset()
+                    offset = file["parameters"].id.get_offset()
                 if chance.random() < 0.25:
                     with path.open("r+b") as raw:
-                        raw.seek(at + 2)
+                        raw.seek(offset + 2)
                         raw.write(b"\x11")
 
 
@@ -124,43 +124,43 @@ def test_controls_fail(tmp_path, monkeypatch, control):
         monkeypatch.setattr(live_models, "digest", lambda _: "0" * 64)
     else:
         monkeypatch.setattr(Place, "fence", held_back)
-    wrong = 0
+    failures = 0
     for seed in range(4):
-        if wrong == 2:
+        if failures == 2:
             break
         root = tmp_path / str(seed)
         if control == "checksum":
-            wrong += not damaged_storm(root, seed)
+            failures += not damaged_storm(root, seed)
             continue
         with contextlib.suppress(Exception):
             ends = storm(root, seed, chunks=60, **ILLS)
-            wrong -= not ends["alive"] and right(root, TrainingPlan(60, 4, 0.3))
-        wrong += 1
-    assert wrong >= 2
+            failures -= not ends["alive"] and right(root, TrainingPlan(60, 4, 0.3))
+        failures += 1
+    assert failures >= 2
 
 
 def operations_a_round(root, members: int) -> float:
     """Return the number of file operations per round and member."""
     begin(root)
     plan = TrainingPlan(members * 64, 16, 60.0)
-    made = []
+    joined = []
     for seed in range(members):
         disk = Bad(root, random.Random(seed))
         place = Place(disk, plan, chance=disk.chance)
         live = FolderExchange(place, lambda: False)
         live.begin({})
-        made.append((place, live))
+        joined.append((place, live))
     for count in range(32):
-        for _, live in made:
+        for _, live in joined:
             live.chunk()
             live.send(state(Tiny().x, count + 1))
             live.receive()
             live.written()
         if count == 15:  # the claims of 16 rounds
-            first = sum(place.disk.operations for place, _ in made)
-    for _, live in made:
+            first = sum(place.disk.operations for place, _ in joined)
+    for _, live in joined:
         live.close()
-    return (sum(place.disk.operations for place, _ in made) - first) / 16 / members
+    return (sum(place.disk.operations for place, _ in joined) - first) / 16 / members
 
 
 def test_operations_do_not_grow_with_members(tmp_path):
@@ -188,7 +188,7 @@ def test_late_models_do_not_slow_training(tmp_path):
             x[i] = x[i] if peer is None else (x[i] + peer.parameters) / 2
     for live in lives:
         live.close()
-    assert [one.tolist() for one in x] == [[20.0] * 4] * 2
+    assert [model.tolist() for model in x] == [[20.0] * 4] * 2
 
 
 def test_late_differences_are_corrected_once():
@@ -207,7 +207,7 @@ def test_models_of_places_that_closed_long_ago_are_removed(tmp_path):
     """Members that leave again and again leave no more than a bounded number of models."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(200, 2, 60.0)
-    most = 0
+    maximum = 0
     for seed in range(60):
 
         def leave(rounds=iter(range(5))):  # noqa: B008
@@ -215,11 +215,11 @@ def test_models_of_places_that_closed_long_ago_are_removed(tmp_path):
                 raise StopRequested
 
         how = member(Bad(root, random.Random(seed)), plan, sleep=leave)
-        most = max(most, len(list((root / "models").iterdir())))
+        maximum = max(maximum, len(list((root / "models").iterdir())))
         if how == "end":
             break
     assert how == "end" and len(list((root / "places").iterdir())) > 15
-    assert most < 40
+    assert maximum < 40
     assert right(root, plan)
 
 
@@ -278,13 +278,13 @@ def test_models_with_other_parameters_are_ignored(tmp_path):
     """The models and their records are valid, but have other parameters."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 60.0)
-    told = []
+    lines = []
     assert member(Bad(root, random.Random(1), kill_at=90), plan) == "killed"
-    place = Place(RecordStore(root), plan, report=told.append)
+    place = Place(RecordStore(root), plan, report=lines.append)
     live = FolderExchange(place, lambda: False, 0.01)
     with pytest.raises(StoreError, match="none of 1 models can be read"):
         live.begin({"layout": layout(["y"], [[4]])})
-    assert "parameters differ" in told[0]
+    assert "parameters differ" in lines[0]
     assert len(live.begin({"layout": layout(["x"], [[4]])})) == 1
     live.close()
 
@@ -293,7 +293,7 @@ def test_models_with_other_parameters_are_ignored(tmp_path):
 def test_invalid_records_are_reported_once_and_ignored(tmp_path, bad):
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 0.02)
-    told = []
+    lines = []
     assert member(Bad(root, random.Random(1), kill_at=60), plan) == "killed"
     chain = root / "chain/000000"
     newest = sorted(chain.iterdir())[-1]
@@ -309,24 +309,24 @@ def test_invalid_records_are_reported_once_and_ignored(tmp_path, bad):
         newest.mkdir()
     else:
         newest.write_bytes(content.replace(b'"place": 0', b'"place": 7'))
-    place = Place(RecordStore(root), plan, chance=random.Random(2), report=told.append)
+    place = Place(RecordStore(root), plan, chance=random.Random(2), report=lines.append)
     live = FolderExchange(place, lambda: False, 0.01)
     tiny = Tiny()
     tiny.begin(live.begin({}))
     tiny.train(live)
     live.close()
     assert place.ended()
-    assert sum(newest.name in line for line in told) == 1 and "is ignored" in told[0]
-    found = chunks_of_readable(root, plan)
-    assert all(found.get(chunk, 0) <= 1 for chunk in range(plan.chunks))
+    assert sum(newest.name in line for line in lines) == 1 and "is ignored" in lines[0]
+    counts = chunks_of_readable(root, plan)
+    assert all(counts.get(chunk, 0) <= 1 for chunk in range(plan.chunks))
 
 
 def chunks_of_readable(root, plan):
     place = Place(RecordStore(root), plan, report=lambda line: None)
-    found = {}
+    counts = {}
     for number in place.numbers("places"):
         for index in range(place.refresh(number).next):
-            one = place.record(number, index)
-            if isinstance(one, Round):
-                found[one.chunk] = found.get(one.chunk, 0) + 1
-    return found
+            record = place.record(number, index)
+            if isinstance(record, Round):
+                counts[record.chunk] = counts.get(record.chunk, 0) + 1
+    return counts
