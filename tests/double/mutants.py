@@ -92,11 +92,11 @@ MUTANTS = [
      "            for slot_streams in self._streams if into else ():\n"
      "                flush_rdma_writes(slot_streams.device)\n", "", DEVICE),
     ("a put while another device is current", WINDOWS,
-     "with device_context(self._devices[slot]):\n            for at in range(span",
-     "if True:\n            for at in range(span", DEVICE),
+     "with device_context(self._devices[slot]):\n            for begin in range(span",
+     "if True:\n            for begin in range(span", DEVICE),
     ("a message while another device is current", MESSAGES,
-     "with device_context(device):\n                for at in range(span",
-     "if True:\n                for at in range(span", DEVICE.replace("windows", "messages")),
+     "with device_context(device):\n                for begin in range(span",
+     "if True:\n                for begin in range(span", DEVICE.replace("windows", "messages")),
     ("the proof while another device is current", PROOF,
      "with device_context(device):\n                    step(", "if True:\n                    "
      "step(",
