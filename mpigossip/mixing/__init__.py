@@ -26,17 +26,17 @@ MIXERS = {
 GPUs."""
 
 
-def mixer_class(asked: str, where: str) -> Any:
+def mixer_class(mixer: str, where: str) -> Any:
     """Return the class of a mixer, an entry of `MIXERS`, and import its module.
 
-    :param asked: name of the mixer, as in `node.mixer`
+    :param mixer: name of the mixer, as in `node.mixer`
     :param where: where the nodes are, as in `MIXERS`
     :raises ValueError: if `MIXERS` has no such entry
     """
-    if (asked, where) not in MIXERS:
-        fitting = ", ".join(f'"{name}"' for name, place in MIXERS if place == where)
-        raise ValueError(f'no mixer "{asked}" for {where}; node.mixer may be {fitting}')
-    module, _, name = MIXERS[asked, where].rpartition(".")
+    if (mixer, where) not in MIXERS:
+        available = ", ".join(f'"{name}"' for name, location in MIXERS if location == where)
+        raise ValueError(f'node.mixer = "{mixer}": does not exist for {where}; choose {available}')
+    module, _, name = MIXERS[mixer, where].rpartition(".")
     try:
         return getattr(import_module(f"mpigossip.mixing.{module}"), name)
     except RuntimeError as error:
@@ -62,7 +62,7 @@ def open_mixer(
     table of a simulated asynchronous run. A mixer receives those of the options that its
     constructor has as parameters.
     """
-    given = {
+    options = {
         "world": world,
         "same_host": same_host,
         "exchange": exchange,
@@ -71,6 +71,8 @@ def open_mixer(
     }
     on_devices = set(layout.devices) - {"cpu"}
     where = "survivors" if world.survives else "devices" if on_devices else "ranks"
-    made = mixer_class(mixer, "process" if world.comm is None else where)
-    takes = inspect.signature(made).parameters
-    return made(graph, layout, **{name: given[name] for name in takes if name in given})
+    mixer_type = mixer_class(mixer, "process" if world.comm is None else where)
+    parameters = inspect.signature(mixer_type).parameters
+    return mixer_type(
+        graph, layout, **{name: options[name] for name in parameters if name in options}
+    )

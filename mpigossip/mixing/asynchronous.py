@@ -70,7 +70,7 @@ class WindowMap(NamedTuple):
     """Size of the header, and offset of the model."""
     sequence_numbers: int
     """Offset of the sequence numbers of the corrections in the buffers."""
-    places: int
+    buffers: int
     """Offset of the first buffer."""
     stride: int
     """Size of a buffer."""
@@ -82,8 +82,14 @@ class WindowMap(NamedTuple):
         """Return the map for messages of a layout between the nodes of a graph."""
         head = 8 * (INCLUDED + graph.n)
         stride = -(-layout.nbytes // 8) * 8
-        bells = head + stride
-        return cls(head, bells, bells + 8 * graph.n, stride, bells - 8 * ROUND)
+        sequence_numbers = head + stride
+        return cls(
+            head,
+            sequence_numbers,
+            sequence_numbers + 8 * graph.n,
+            stride,
+            sequence_numbers - 8 * ROUND,
+        )
 
 
 @dataclass
@@ -92,7 +98,7 @@ class ModelCopy:
 
     memory: torch.Tensor
     """Header from ``ROUND`` on, followed by the message, as uint8."""
-    whole: bool = False
+    complete: bool = False
     """Whether the owner did not write while the copy was read."""
 
     @property
@@ -135,9 +141,9 @@ class Asynchronous(RankMixer):
         self._result = torch.empty(layout.nbytes, dtype=torch.uint8)
         # Number of corrections sent to each node, and sequence number of the last correction from
         # each node that this rank's model includes.
-        self._made, self._included = np.zeros(self.n, np.int64), np.zeros(self.n, np.int64)
+        self._sent_counts, self._included = np.zeros(self.n, np.int64), np.zeros(self.n, np.int64)
         self._round: tuple[ExchangeKind, int, Future | None] | None = None
-        self._pushed: Future | None = None
+        self._sending: Future | None = None
 
     @property
     def threaded(self) -> bool:
@@ -158,41 +164,43 @@ class Asynchronous(RankMixer):
         :param near: nodes on the same host; not used here
         :param averages: whether exact averages are computed, which need a second result
         """
-        where = WindowMap.of(graph, layout)
+        window_map = WindowMap.of(graph, layout)
         return {
-            "outbox": where.places,
+            "outbox": window_map.buffers,
             "result": (2 if averages else 1) * layout.nbytes,
-            "copies": graph.degree * where.copy,
-            "inbox": len(readers(graph, node)) * where.stride,
+            "copies": graph.degree * window_map.copy,
+            "inbox": len(readers(graph, node)) * window_map.stride,
         }
 
     def _open_window(self) -> None:
         """Open the window, whose memory holds the published model; collective."""
         self._readers = [readers(self.graph, node) for node in range(self.n)]
-        where = self._map = WindowMap.of(self.graph, self.layout)
-        room = where.places + where.stride * len(self._readers[self.rank])
-        self._window = open_window(MPI.Win.Allocate, room, self._comm, HINTS)
-        memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)[:room].zero_()
+        window_map = self._map = WindowMap.of(self.graph, self.layout)
+        nbytes = window_map.buffers + window_map.stride * len(self._readers[self.rank])
+        self._window = open_window(MPI.Win.Allocate, nbytes, self._comm, HINTS)
+        memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)[:nbytes].zero_()
         self._memory = memory
-        self._words = memory[: where.head].numpy().view(np.int64)
-        self._message = memory[where.head : where.head + self.layout.nbytes]
+        self._words = memory[: window_map.head].numpy().view(np.int64)
+        self._message = memory[window_map.head : window_map.head + self.layout.nbytes]
         self._out: MessageArrays | None = self.layout.views(self._message)
         self._version = 0
         if self._window.Get_attr(MPI.WIN_MODEL) != MPI.WIN_UNIFIED:
             raise JobError(
                 'node.mixer = "asynchronous": the windows of this MPI have separate public and '
-                'private copies, so that others can\'t read them meanwhile; set "synchronous"'
+                'private copies, which other ranks can\'t read at any time; set "synchronous"'
             )
         self._words[ROUND] = -1
         self._window.Sync()
         # No rank may read a window before its owner has initialized it.
-        self._meet("opening the windows")
+        self._barrier("opening the windows")
 
-    def _meet(self, what: str) -> None:
+    def _barrier(self, what: str) -> None:
         """Wait until all ranks have made this call; collective. ``what`` begins the message."""
         request = self._comm.Ibarrier()
         self._waited += Deadline(self._timeout_s).wait(
-            request.Test, lambda: f"{what}: not all ranks have come", awaited_ranks=tuple
+            request.Test,
+            lambda: f"{what}: not all ranks have reached this call",
+            awaited_ranks=tuple,
         )
 
     # -- a round ------------------------------------------------------------------------
@@ -209,12 +217,12 @@ class Asynchronous(RankMixer):
         check_process()
         if self._round is not None:
             self.finish()
-        if self._pushed is not None:
+        if self._sending is not None:
             # Without this wait, the progress thread and the main thread would flush the same window
             # at the same time. The progress thread reads the models of the next round only after it
             # has sent these corrections in any case.
-            self._waited += self._thread.wait(self._pushed, "the last deposits")
-            self._pushed = None
+            self._waited += self._thread.wait(self._sending, "the last corrections")
+            self._sending = None
         self._version += 1
         self._store(BEGUN, self._version)
         return self._out
@@ -240,15 +248,15 @@ class Asynchronous(RankMixer):
         self._replace(self.rank, 8 * word, value)
         self._window.Sync()
 
-    def _replace(self, j: int, at: int, value: int) -> None:
+    def _replace(self, j: int, offset: int, value: int) -> None:
         """Set a word in rank j's window atomically, and wait until it is set there.
 
         :param j: rank
-        :param at: offset in the window, in bytes
+        :param offset: offset in the window, in bytes
         :param value: new value, an int64
         """
         word = np.array([value], np.int64)
-        self._window.Accumulate([word, MPI.INT64_T], j, [at, 1, MPI.INT64_T], MPI.REPLACE)
+        self._window.Accumulate([word, MPI.INT64_T], j, [offset, 1, MPI.INT64_T], MPI.REPLACE)
         self._window.Flush(j)
 
     def _load(self, j: int, *offsets: int) -> np.ndarray:
@@ -273,7 +281,7 @@ class Asynchronous(RankMixer):
         for copy, j in zip(self._copies, map(int, nodes), strict=False):
             for _ in range(TRIES):
                 self._read(copy, j)
-                if copy.whole:
+                if copy.complete:
                     break
                 self.torn += 1
 
@@ -282,10 +290,10 @@ class Asynchronous(RankMixer):
         done = self._load(j, 8 * DONE)
         self._get(copy.memory.numpy()[: self._map.sequence_numbers - 8 * ROUND], j, 8 * ROUND)
         begun = self._load(j, 8 * BEGUN)
-        copy.whole = self._is_whole(int(done[0]), int(begun[0]))
+        copy.complete = self._is_complete(int(done[0]), int(begun[0]))
 
     @staticmethod
-    def _is_whole(done: int, begun: int) -> bool:
+    def _is_complete(done: int, begun: int) -> bool:
         """Return whether nothing was written during a read.
 
         :param done: counter ``DONE``, read before the model
@@ -293,11 +301,11 @@ class Asynchronous(RankMixer):
         """
         return done == begun
 
-    def _get(self, into: np.ndarray, j: int, at: int) -> None:
-        """Read bytes from rank j's window, from offset ``at`` on, in parts of at most ``CUT``."""
+    def _get(self, into: np.ndarray, j: int, offset: int) -> None:
+        """Read bytes from rank j's window, from ``offset`` on, in parts of at most ``CUT``."""
         for begin in range(0, into.size, CUT):
             part = into[begin : begin + CUT]
-            self._window.Get([part, MPI.BYTE], j, [at + begin, part.size, MPI.BYTE])
+            self._window.Get([part, MPI.BYTE], j, [offset + begin, part.size, MPI.BYTE])
         self._window.Flush(j)
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
@@ -320,44 +328,44 @@ class Asynchronous(RankMixer):
     def _finish_gossip(self, t: int) -> None:
         """Mix the copies of the in-neighbours into the result, and send the corrections."""
         nodes, weights, _ = self.graph.neighbours(t, self.rank)
-        seen = []
-        deposits = []
+        ages = []
+        corrections = []
         for copy, j, weight in zip(self._copies, map(int, nodes), weights, strict=False):
-            if not self._may_take(copy, j):
+            if not self._is_usable(copy, j):
                 self.skipped += 1
                 continue
-            seen.append(t - int(copy.head[0]))
+            ages.append(t - int(copy.head[0]))
             model = copy.memory[self._map.head - 8 * ROUND :]
             for dtype, part in self.layout.parts:
                 own = self._message[part].view(dtype)
                 other = model[part].view(dtype)
                 other.copy_(flow(float(weight) / 2, own, other))
                 self._result[part].view(dtype).add_(other)
-            self._made[j] += 1
-            deposits.append((j, int(self._made[j]), model[: self.layout.nbytes]))
-        self.staleness[0] = float(np.mean(seen)) if seen else float("nan")
+            self._sent_counts[j] += 1
+            corrections.append((j, int(self._sent_counts[j]), model[: self.layout.nbytes]))
+        self.staleness[0] = float(np.mean(ages)) if ages else float("nan")
         self._apply_corrections()
-        self.bytes_sent[0] += 2 * len(seen) * self.layout.nbytes
-        if deposits:
-            self._pushed = self._thread.submit(lambda: self._send_corrections(deposits))
+        self.bytes_sent[0] += 2 * len(ages) * self.layout.nbytes
+        if corrections:
+            self._sending = self._thread.submit(lambda: self._send_corrections(corrections))
 
-    def _may_take(self, copy: ModelCopy, j: int) -> bool:
+    def _is_usable(self, copy: ModelCopy, j: int) -> bool:
         """Return whether a copy is complete and includes this rank's last correction."""
-        published = copy.whole and copy.head[0] >= 0
-        return published and copy.head[INCLUDED - ROUND + self.rank] == self._made[j]
+        published = copy.complete and copy.head[0] >= 0
+        return published and copy.head[INCLUDED - ROUND + self.rank] == self._sent_counts[j]
 
-    def _send_corrections(self, deposits: list[tuple[int, int, torch.Tensor]]) -> None:
+    def _send_corrections(self, corrections: list[tuple[int, int, torch.Tensor]]) -> None:
         """Write each correction into its buffer at the neighbour, then its sequence number.
 
         The progress thread calls this.
 
-        :param deposits: rank, sequence number and bytes of each correction
+        :param corrections: rank, sequence number and bytes of each correction
         """
-        for j, number, message in deposits:
-            base = self._map.places + self._readers[j].index(self.rank) * self._map.stride
-            for at in range(0, message.numel(), CUT):
-                part = message[at : at + CUT].numpy()
-                self._window.Put([part, MPI.BYTE], j, [base + at, part.size, MPI.BYTE])
+        for j, number, message in corrections:
+            base = self._map.buffers + self._readers[j].index(self.rank) * self._map.stride
+            for offset in range(0, message.numel(), CUT):
+                part = message[offset : offset + CUT].numpy()
+                self._window.Put([part, MPI.BYTE], j, [base + offset, part.size, MPI.BYTE])
             self._window.Flush(j)
             self._replace(j, self._map.sequence_numbers + 8 * self.rank, number)
 
@@ -367,13 +375,13 @@ class Asynchronous(RankMixer):
             return
         offsets = [self._map.sequence_numbers + 8 * j for j in self._readers[self.rank]]
         numbers = self._load(self.rank, *offsets).tolist()
-        for place, (j, number) in enumerate(zip(self._readers[self.rank], numbers, strict=True)):
+        for index, (j, number) in enumerate(zip(self._readers[self.rank], numbers, strict=True)):
             if number == self._included[j]:
                 continue
-            at = self._map.places + place * self._map.stride
-            deposit = self._memory[at : at + self.layout.nbytes]
+            offset = self._map.buffers + index * self._map.stride
+            correction = self._memory[offset : offset + self.layout.nbytes]
             for dtype, part in self.layout.parts:
-                self._result[part].view(dtype).sub_(deposit[part].view(dtype))
+                self._result[part].view(dtype).sub_(correction[part].view(dtype))
             self._included[j] = number
 
     def _finish_global(self, t: int) -> None:
@@ -388,9 +396,9 @@ class Asynchronous(RankMixer):
 
     def _flush_corrections(self) -> None:
         """Wait until the corrections of all ranks have arrived; collective."""
-        if self._pushed is not None:
-            self._thread.wait(self._pushed, "the last deposits")
-        self._meet("a meeting of all ranks")
+        if self._sending is not None:
+            self._thread.wait(self._sending, "the last corrections")
+        self._barrier("the corrections of all ranks")
 
     def pending(self) -> MessageArrays:
         """Return the effect of corrections that have arrived but are not applied yet; collective.
@@ -402,14 +410,14 @@ class Asynchronous(RankMixer):
         if self._round is not None:
             self.finish()
         self._flush_corrections()
-        before = self._result.clone()
+        result = self._result.clone()
         included = self._included.copy()
         self._result.zero_()
         self._apply_corrections()
-        found = self._result
-        self._result = before
+        effect = self._result
+        self._result = result
         self._included = included
-        return self.layout.views(found)
+        return self.layout.views(effect)
 
     def close(self) -> None:
         """Finish an open round and free the memory; collective.

@@ -66,29 +66,31 @@ class Averager:
             if (
                 getattr(like, "dtype", None) not in TYPES
                 or not isinstance(like, np.ndarray | torch.Tensor)
-                or not _full(like)
+                or not _has_values(like)
             ):
                 raise JobError(
-                    f"like is {_told(like)}: arrays of numpy and torch are averaged, dense, of "
-                    "float32 or float64 in the processor's byte order, without a mask; convert it"
+                    f"like is {_describe(like)}: must be a dense numpy array or torch tensor of "
+                    "float32 or float64, in the processor's byte order and without a mask; "
+                    "convert it"
                 )
             self.graph = make_graph(graph, world.size, **options)
         self._dtype = like.dtype
         self._shape = like.shape
         self._tensor = torch.is_tensor(like)
         self._count = int(np.prod(like.shape))
-        kind = TYPES[like.dtype]
+        dtype = TYPES[like.dtype]
         rounds = f"{self.graph!r} with {options}, of first rounds {self.graph.fingerprint[:16]}"
-        mine = {"dtype": str(kind), "shape": tuple(like.shape), "graph": rounds}
-        first = world.broadcast(mine)
+        arguments = {"dtype": str(dtype), "shape": tuple(like.shape), "graph": rounds}
+        first = world.broadcast(arguments)
         with world.raise_together(JobError):
-            for what in mine:
-                if mine[what] != first[what]:
+            for name in arguments:
+                if arguments[name] != first[name]:
                     raise JobError(
-                        f"{what} {mine[what]}, on rank 0 {first[what]}: all ranks average alike"
+                        f"{name} is {arguments[name]} here, but {first[name]} on rank 0: must be "
+                        "equal on all ranks"
                     )
         self._device = like.device if self._tensor else torch.device("cpu")
-        layout = MessageLayout((max(1, self._count),), devices=(str(self._device),), dtype=kind)
+        layout = MessageLayout((max(1, self._count),), devices=(str(self._device),), dtype=dtype)
         self._mixer: Any = open_mixer(
             self.graph, layout, world, same_host=same_host, timeout_s=world.timeout_s
         )
@@ -97,10 +99,10 @@ class Averager:
         one."""
         self._open = False
         self._world = world
-        self._every = vars(world).setdefault("averagers", [])
-        self._every.append(self)
-        self._number = len(self._every)
-        self._ordered = 1
+        self._averagers = vars(world).setdefault("averagers", [])
+        self._averagers.append(self)
+        self._number = len(self._averagers)
+        self._checked_count = 1
         self._finishing = deadline.user_call(f"finish() of Averager {self._number}", ordered=False)
         atexit.unregister(report_unused)
         world.resources.callback(self.close)
@@ -116,19 +118,19 @@ class Averager:
         mixer = self._ready("start", x)
         if self._open:
             raise JobError(
-                f"start: the exchange of round {self.round} is under way; finish() comes first"
+                f"start: the exchange of round {self.round} is in flight; call finish() first"
             )
-        if self._ordered < len(self._every):  # check once after another Averager was made
+        if self._checked_count < len(self._averagers):  # check once after another Averager was made
             last = self._world.agree(self._number)
             first = -self._world.agree(-self._number)
             if last != first:
                 raise JobError(
-                    f"start: some ranks call Averager {first} here and others Averager {last}, "
-                    "numbered as they were made; call them in the same order on all ranks"
+                    f"start: some ranks call Averager {first} here and others Averager {last} "
+                    "(in the order of creation); call them in the same order on all ranks"
                 )
-            self._ordered = len(self._every)
+            self._checked_count = len(self._averagers)
         (out,) = mixer.outbox(self.round)
-        self._copy(x, self._shaped(out[0]))
+        self._copy(x, self._reshape(out[0]))
         mixer.start(ExchangeKind.GOSSIP, self.round)
         self._open = True
 
@@ -141,13 +143,13 @@ class Averager:
         """
         mixer = self._ready("finish", out=out)
         if not self._open:
-            raise JobError("finish: no exchange is under way; start(x) begins one")
+            raise JobError("finish: no exchange is in flight; call start(x) first")
         deadline.steps_done = self.round
         with self._finishing:
             _, (mixed,) = mixer.finish()
         self._open = False
         self.round = self.round + 1
-        return self._given(self._shaped(mixed[0]), out)
+        return self._result(self._reshape(mixed[0]), out)
 
     def average(self, x: Any, out: Any = None) -> Any:
         """Start the exchange of the round with ``x``, wait for it and return the weighted average.
@@ -171,8 +173,8 @@ class Averager:
         """
         mixer = self._ready("mean", x, out)
         row = torch.zeros(1, *mixer.layout.widths, dtype=TYPES[self._dtype], device=self._device)
-        self._copy(x, self._shaped(row))
-        return self._given(self._shaped(mixer.mean(row)[None]), out)
+        self._copy(x, self._reshape(row))
+        return self._result(self._reshape(mixer.mean(row)[None]), out)
 
     def close(self) -> None:
         """Free the memory; collective. The world calls it when it ends."""
@@ -188,17 +190,19 @@ class Averager:
         """Return the mixer; raise JobError if it is closed or an array does not match ``like``."""
         check_default_device(f"Averager.{what}()")
         if self._mixer is None:
-            raise JobError(f"{what}: this Averager is closed, as its world is; make another")
+            raise JobError(
+                f"{what}: this Averager is closed, because its world has ended; create a new one"
+            )
         check_process()
-        for one in (array, out):
-            if one is not None and (
-                torch.is_tensor(one) is not self._tensor
-                or getattr(one, "dtype", None) != self._dtype
-                or one.shape != self._shape
-                or not _full(one)
+        for argument in (array, out):
+            if argument is not None and (
+                torch.is_tensor(argument) is not self._tensor
+                or getattr(argument, "dtype", None) != self._dtype
+                or argument.shape != self._shape
+                or not _has_values(argument)
             ):
                 raise JobError(
-                    f"{what}: an array is {_told(one)}; this Averager was made for "
+                    f"{what}: an array is {_describe(argument)}; this Averager was made for "
                     f"{'torch' if self._tensor else 'numpy'} arrays of {self._dtype} and shape "
                     f"{tuple(self._shape)}"
                 )
@@ -208,7 +212,7 @@ class Averager:
             raise JobError(f"{what}: out is read-only or expanded; give a copy of it")
         return self._mixer
 
-    def _shaped(self, row: torch.Tensor) -> Any:
+    def _reshape(self, row: torch.Tensor) -> Any:
         row = row if self._count else row[:, :0]
         return row.view(self._shape) if self._tensor else row.numpy().reshape(self._shape)
 
@@ -218,23 +222,23 @@ class Averager:
         else:
             target[...] = source
 
-    def _given(self, mixed: Any, out: Any) -> Any:
+    def _result(self, mixed: Any, out: Any) -> Any:
         if out is None:
             return mixed.clone() if self._tensor else mixed.copy()
         self._copy(mixed, out)
         return out
 
 
-def _full(array: Any) -> bool:
+def _has_values(array: Any) -> bool:
     """Return whether the array holds all of its values in memory, without a mask."""
     if torch.is_tensor(array):
         return array.layout == torch.strided and not array.is_meta
     return not isinstance(array, np.ma.MaskedArray)
 
 
-def _told(array: Any) -> str:
+def _describe(array: Any) -> str:
     if not hasattr(array, "dtype"):
         return f"a {type(array).__name__}"
-    where = f", {array.layout} on {array.device}" if torch.is_tensor(array) else ""
+    location = f", {array.layout} on {array.device}" if torch.is_tensor(array) else ""
     shape = tuple(getattr(array, "shape", ()))
-    return f"{array.dtype} of shape {shape} ({type(array).__name__}{where})"
+    return f"{array.dtype} of shape {shape} ({type(array).__name__}{location})"

@@ -36,7 +36,7 @@ def average(
     swap: Swap,
     *,
     share: int = SHARE,
-    rooms: Arrays | None = None,
+    inboxes: Arrays | None = None,
     on: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> float:
     """Compute ``out = (Σ_j own_j) / n`` over n ranks in rank order; return the seconds waited.
@@ -44,7 +44,7 @@ def average(
     ``own`` and ``out`` hold for each slot a contiguous array (p,), all of the same dtype. They are
     averaged piece by piece, by a reduce-scatter, in which rank r sums chunk r in rank order, and an
     all-gather. Each rank sends 2(n − 1)/n of the vector, and the result is bitwise identical on all
-    ranks. Arrays on GPUs need ``rooms``, for each slot an array of n · ``share`` elements on its
+    ranks. Arrays on GPUs need ``inboxes``, for each slot an array of n · ``share`` elements on its
     device into which other ranks may write, and ``on``, a function that returns the context in
     which a slot's sums are launched.
     """
@@ -52,28 +52,30 @@ def average(
     peers = [j for j in range(n) if j != rank]
     slots = range(len(own))
     count = own[0].numel()
-    most = max(1, min(share, -(-count // n)))
-    rooms = rooms or [torch.empty(n * most, dtype=one.dtype) for one in own]
-    scratch = [room[: n * most].view(n, most) for room in rooms]
-    for begin in range(0, count, n * most):
-        piece = slice(begin, begin + n * most)
+    limit = max(1, min(share, -(-count // n)))
+    inboxes = inboxes or [torch.empty(n * limit, dtype=array.dtype) for array in own]
+    scratch = [inbox[: n * limit].view(n, limit) for inbox in inboxes]
+    for begin in range(0, count, n * limit):
+        piece = slice(begin, begin + n * limit)
         # chunk() may return fewer than n parts; the ranks after them have nothing to sum
-        mine, whole = ([one[piece].chunk(n) for one in arrays] for arrays in (own, out))
-        parts = len(mine[0])
-        width = mine[0][rank].numel() if rank < parts else 0
+        own_chunks, out_chunks = (
+            [array[piece].chunk(n) for array in arrays] for arrays in (own, out)
+        )
+        parts = len(own_chunks[0])
+        width = own_chunks[0][rank].numel() if rank < parts else 0
         from_all = [(j, s) for s in slots for j in peers if width]
         from_others = [(j, s) for s in slots for j in peers if j < parts]
         # receive chunk `rank` of all ranks, and send each other chunk to the rank that sums it
-        sent = {(j, s): mine[s][j] for j, s in from_others}
+        sent = {(j, s): own_chunks[s][j] for j, s in from_others}
         waited += swap(sent, {(j, s): scratch[s][j, :width] for j, s in from_all})
         for s in slots if width else ():
-            terms = [mine[s][rank] if j == rank else scratch[s][j, :width] for j in range(n)]
+            terms = [own_chunks[s][rank] if j == rank else scratch[s][j, :width] for j in range(n)]
             with on(s):
                 rows = [term.unsqueeze(0) for term in terms]
-                weighted_sum([1 / n] * n, rows, whole[s][rank].unsqueeze(0))
+                weighted_sum([1 / n] * n, rows, out_chunks[s][rank].unsqueeze(0))
         # send the sum to all ranks, and receive their sums directly into the result
-        sent = {(j, s): whole[s][rank] for j, s in from_all}
-        waited += swap(sent, {(j, s): whole[s][j] for j, s in from_others})
+        sent = {(j, s): out_chunks[s][rank] for j, s in from_all}
+        waited += swap(sent, {(j, s): out_chunks[s][j] for j, s in from_others})
     return waited
 
 
@@ -83,7 +85,7 @@ def average_message(
     """Average messages in host memory exactly, each uint8 per slot; return the seconds waited."""
     waited = 0.0
     for dtype, part in layout.slot_parts:
-        own, out = ([one[part].view(dtype) for one in each] for each in (message, result))
+        own, out = ([array[part].view(dtype) for array in arrays] for arrays in (message, result))
         waited += average(rank, n, own, out, swap)
     return waited
 
@@ -92,7 +94,7 @@ def average_codes(
     layout: MessageLayout,
     rank: int,
     own: Arrays,
-    everyone: Arrays,
+    all_codes: Arrays,
     out: MessageArrays,
     result: MessageArrays,
     swap: Swap,
@@ -101,14 +103,14 @@ def average_codes(
     """Average encoded messages exactly; return the seconds waited.
 
     Each rank sends its encoded message to all others and sums all of them. ``own`` holds for each
-    slot the own encoded message, uint8; ``everyone`` holds for each slot an array (n, bytes) for
+    slot the own encoded message, uint8; ``all_codes`` holds for each slot an array (n, bytes) for
     the messages by rank, in which the own row is not used; ``out`` holds the values to which the
     own message decodes.
     """
-    n = len(everyone[0])
+    n = len(all_codes[0])
     keys = [(j, s) for s in range(len(own)) for j in range(n) if j != rank]
-    waited = swap({(j, s): own[s] for j, s in keys}, {(j, s): everyone[s][j] for j, s in keys})
-    for s, codes in enumerate(everyone):
+    waited = swap({(j, s): own[s] for j, s in keys}, {(j, s): all_codes[s][j] for j, s in keys})
+    for s, codes in enumerate(all_codes):
         sources = [out[s] if j == rank else codes[j] for j in range(n)]
         with on(s):
             sum_messages(layout, [1 / n] * n, sources, result[s], layout.fields)
@@ -164,8 +166,9 @@ class RankMixer(Mixer):
         odd = [w for w in layout.widths if layout.dtype.itemsize * layout.vectors * w % 8]
         if layout.scalars and odd:
             raise ValueError(
-                f"{layout.vectors} vectors of {odd[0]} {layout.dtype} are no whole number of 8 "
-                "bytes, and scalars (float64) stand behind them: pad the vectors to an even width"
+                f"{layout.vectors} vectors of {odd[0]} elements of {layout.dtype} are not a "
+                "multiple of 8 bytes, as the float64 scalars after them require: pad the vectors "
+                "to an even width"
             )
         super().__init__(graph, layout, range(world.rank, world.rank + 1))
         self.rank = world.rank
@@ -187,6 +190,6 @@ class RankMixer(Mixer):
         n = self.n
         rows = torch.empty(n, own.shape[1], dtype=own.dtype)
         request = self._comm.Iallgather(own.numpy(), rows.numpy())
-        say = "average of scalars: a rank is late"
-        wait_all({0: request}, self._timeout_s, lambda _: say, all_ranks)
+        message = "average of scalars: a rank is late"
+        wait_all({0: request}, self._timeout_s, lambda _: message, all_ranks)
         return weighted_sum([1 / n] * n, list(rows.split(1)), torch.empty_like(own))[0]

@@ -100,10 +100,10 @@ class MessageLayout:
     @property
     def slot_parts(self) -> list[tuple[torch.dtype, slice]]:
         """Ranges of one dtype in a slot's message in memory: pairs (dtype, slice of bytes)."""
-        scalars_at = self.slot_bytes - 8 * self.scalars
-        parts = [(self.dtype, slice(0, scalars_at))]
+        scalars_begin = self.slot_bytes - 8 * self.scalars
+        parts = [(self.dtype, slice(0, scalars_begin))]
         if self.scalars:
-            parts.append((torch.float64, slice(scalars_at, self.slot_bytes)))
+            parts.append((torch.float64, slice(scalars_begin, self.slot_bytes)))
         return parts
 
     @cached_property
@@ -111,8 +111,8 @@ class MessageLayout:
         """Ranges of one dtype in the node's message in memory: pairs (dtype, slice of bytes)."""
         begins = range(0, self.nbytes, self.slot_bytes) if self.nbytes else ()
         return [
-            (dtype, slice(at + part.start, at + part.stop))
-            for at in begins
+            (dtype, slice(begin + part.start, begin + part.stop))
+            for begin in begins
             for dtype, part in self.slot_parts
         ]
 
@@ -124,16 +124,18 @@ class MessageLayout:
 
     def views(self, memory: torch.Tensor) -> MessageArrays:
         """Return views of one node's message, uint8 of ``nbytes`` bytes, as arrays of one row."""
-        return [self.slot_views(one) for one in memory.split(self.slot_bytes)]
+        return [self.slot_views(slot_memory) for slot_memory in memory.split(self.slot_bytes)]
 
     def empty(self, rows: int) -> MessageArrays:
         """Return new uninitialized arrays for ``rows`` nodes, each on the device of its slot."""
         devices = self.devices or ("cpu",) * len(self.widths)
-        made = []
+        arrays = []
         for width, device in zip(self.widths, devices, strict=True):
-            kinds = self.vectors * [(width, self.dtype)] + self.scalars * [(1, torch.float64)]
-            made.append(tuple(torch.empty(rows, w, dtype=kind, device=device) for w, kind in kinds))
-        return made
+            columns = self.vectors * [(width, self.dtype)] + self.scalars * [(1, torch.float64)]
+            arrays.append(
+                tuple(torch.empty(rows, w, dtype=dtype, device=device) for w, dtype in columns)
+            )
+        return arrays
 
 
 class Mixer:

@@ -101,10 +101,10 @@ def sum_messages(
     """
     encoded = any(isinstance(source, torch.Tensor) for source in sources)
     blocks = encoded and out[0].device.type == "cpu"
-    for field, whole in fields:
-        step = BLOCK if blocks else max(1, whole.stop - whole.start)
-        for begin in range(whole.start, whole.stop, step):
-            columns = slice(begin, min(begin + step, whole.stop))
+    for field, all_columns in fields:
+        step = BLOCK if blocks else max(1, all_columns.stop - all_columns.start)
+        for begin in range(all_columns.start, all_columns.stop, step):
+            columns = slice(begin, min(begin + step, all_columns.stop))
             arrays = [
                 decode(layout, source, field, columns)
                 if isinstance(source, torch.Tensor)

@@ -63,9 +63,9 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
     The first code takes the lowest bits of a byte.
     """
-    each = 8 // bits
-    missing = -codes.shape[1] % each
-    codes = torch.nn.functional.pad(codes, (0, missing)).view(len(codes), -1, each)
+    per_byte = 8 // bits
+    missing = -codes.shape[1] % per_byte
+    codes = torch.nn.functional.pad(codes, (0, missing)).view(len(codes), -1, per_byte)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     return (codes << shifts).sum(dim=2, dtype=torch.uint8)
 
@@ -166,7 +166,7 @@ def _ordinal(like: torch.Tensor) -> torch.Tensor:
     return torch.arange(1, ALIGN + 1, dtype=torch.uint8, device=like.device)
 
 
-def _places(order: torch.Tensor) -> list[torch.Tensor]:
+def _encode_positions(order: torch.Tensor) -> list[torch.Tensor]:
     """Encode ascending positions in a bucket as bytes: k + 2 bytes for k positions below 512.
 
     The first array has the number of positions in the first half of the bucket, the second the
@@ -176,13 +176,13 @@ def _places(order: torch.Tensor) -> list[torch.Tensor]:
     return [first.view(torch.uint8), (order & 255).to(torch.uint8)]
 
 
-def _order(first: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def _decode_positions(first: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Decode the positions that :func:`_places` has encoded."""
-    place = torch.arange(low.shape[1], device=low.device)
-    return low.long() + 256 * (place >= first.view(torch.int16).long())
+    index = torch.arange(low.shape[1], device=low.device)
+    return low.long() + 256 * (index >= first.view(torch.int16).long())
 
 
-def _chosen(buckets: torch.Tensor, k: int) -> torch.Tensor:
+def _largest_positions(buckets: torch.Tensor, k: int) -> torch.Tensor:
     """Return the positions of the k values of largest modulus of each bucket, ascending.
 
     If a bucket has fewer than k values other than 0, the position of the largest one is repeated. A
@@ -201,13 +201,13 @@ def top_k(density: float) -> Wire:
     k = math.ceil(BUCKET * density)
 
     def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
-        order = _chosen(buckets, k)
+        order = _largest_positions(buckets, k)
         values = buckets.gather(1, order)
         buckets.zero_().scatter_(1, order, values)
-        return [values.view(torch.uint8), *_places(order)]
+        return [values.view(torch.uint8), *_encode_positions(order)]
 
     def decode(codes, out: torch.Tensor) -> None:
-        out.zero_().scatter_(1, _order(*codes[1:]), codes[0].view(torch.float32))
+        out.zero_().scatter_(1, _decode_positions(*codes[1:]), codes[0].view(torch.float32))
 
     return Wire("top-k", (4 * k, 2, k), encode, decode, biased=True)
 
@@ -227,16 +227,18 @@ def top_k_int2(density: float) -> Wire:
 
     def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
         scale, inverse = _largest(buckets)
-        order = _chosen(buckets, k)
+        order = _largest_positions(buckets, k)
         level = buckets.gather(1, order).mul_(inverse).add_(1).mul_(1.5).add_(0.5).floor_()
         level = level.clamp_(0, 3).to(torch.uint8)
         spread(order, level, scale, buckets)
-        first, low = _places(order)
+        first, low = _encode_positions(order)
         return [scale.view(torch.uint8), first, pack_bits(level, 2), low]
 
     def decode(codes, out: torch.Tensor) -> None:
         scale, first, level, low = codes
-        spread(_order(first, low), unpack_bits(level, 2, k), scale.view(torch.float32), out)
+        spread(
+            _decode_positions(first, low), unpack_bits(level, 2, k), scale.view(torch.float32), out
+        )
 
     return Wire("top-k-int2", (4, 2, -(-k // 4), k), encode, decode, biased=True)
 
@@ -250,19 +252,19 @@ def random_k(density: float, seed: int) -> Wire:
     """
     k = math.ceil(BUCKET * density)
 
-    def places(start: torch.Tensor) -> torch.Tensor:
+    def positions(start: torch.Tensor) -> torch.Tensor:
         return (start.view(torch.int32).long() + torch.arange(k, device=start.device)) % BUCKET
 
     def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
         first = torch.from_numpy((words(8)[:, :1] % BUCKET).astype(np.int32)).to(buckets.device)
         start = first.view(torch.uint8)
-        chosen = places(start)
+        chosen = positions(start)
         values = buckets.gather(1, chosen)
         buckets.zero_().scatter_(1, chosen, values)
         return [values.view(torch.uint8), start]
 
     def decode(codes, out: torch.Tensor) -> None:
-        out.zero_().scatter_(1, places(codes[1]), codes[0].view(torch.float32))
+        out.zero_().scatter_(1, positions(codes[1]), codes[0].view(torch.float32))
 
     return Wire("random-k", (4 * k, 4), encode, decode, seed, biased=True)
 
@@ -289,6 +291,6 @@ WIRES: dict[str, Callable[..., Wire]] = {
 
 def wire(name: str = "fp32", levels: int = 127, density: float = 0.01, seed: int = 0) -> Wire:
     """Build the wire that a job names by `node.wire`, `node.levels` and `node.density`."""
-    given = {"levels": levels, "density": density, "seed": seed}
-    takes = inspect.signature(WIRES[name]).parameters
-    return WIRES[name](**{key: given[key] for key in takes})
+    options = {"levels": levels, "density": density, "seed": seed}
+    parameters = inspect.signature(WIRES[name]).parameters
+    return WIRES[name](**{key: options[key] for key in parameters})

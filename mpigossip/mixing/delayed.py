@@ -51,7 +51,7 @@ class Faults:
     def costs(self, t: int) -> np.ndarray:
         """Return the duration of round t on each node, in units of the normal duration: (n,)."""
         cost = np.ones(self.n)
-        cost[_drawn((self.seed, 1, t // self.steps), self.n)[: self.slow]] = self.times
+        cost[_draw_order((self.seed, 1, t // self.steps), self.n)[: self.slow]] = self.times
         return cost
 
     def ages(self, t: int) -> np.ndarray:
@@ -64,7 +64,7 @@ class Faults:
         ages = np.zeros((self.n, self.n), np.int64)
         if self.times > 1:
             block, k = divmod(t, self.meet)
-            ends = _ends(self, block)[: k + 1]
+            ends = _end_times(self, block)[: k + 1]
             for i in range(self.n):
                 ages[i] = np.minimum(k + 1 - (ends <= ends[k, i]).sum(axis=0), OLDEST)
         if self.lost:
@@ -74,12 +74,12 @@ class Faults:
 
 
 @lru_cache(maxsize=64)
-def _drawn(key: tuple[int, ...], n: int) -> np.ndarray:
+def _draw_order(key: tuple[int, ...], n: int) -> np.ndarray:
     return np.argsort(random_words(key, n), kind="stable")
 
 
 @lru_cache(maxsize=4)
-def _ends(faults: Faults, block: int) -> np.ndarray:
+def _end_times(faults: Faults, block: int) -> np.ndarray:
     """Return T_i(t) of the rounds between two such waits: (meet, n)."""
     first = block * faults.meet
     return np.cumsum([faults.costs(t) for t in range(first, first + faults.meet)], axis=0)
@@ -89,8 +89,8 @@ def readers(graph, node: int) -> list[int]:
     """Return the nodes that have ``node`` as an in-neighbour in some round, ascending."""
     if graph.period is None:
         return [j for j in range(graph.n) if j != node]
-    found = {int(j) for t in range(graph.period) for j in graph.receivers(t, node)}
-    return sorted(found - {node})
+    receivers = {int(j) for t in range(graph.period) for j in graph.receivers(t, node)}
+    return sorted(receivers - {node})
 
 
 def flow(weight: float, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -119,9 +119,9 @@ class Delayed(Simulated):
         super().__init__(graph, layout)
         self._ages = ages
         self._past: deque[tuple[int, list[torch.Tensor]]] = deque(maxlen=OLDEST + 1)
-        self._under_way: list[Correction] = []
+        self._in_flight: list[Correction] = []
         # the round in which a node applied the last correction of another, by (source, target)
-        self._absorbed: dict[tuple[int, int], int] = {}
+        self._applied: dict[tuple[int, int], int] = {}
 
     @staticmethod
     def estimate_memory(graph, layout, node: int, near: Sequence = (), averages: bool = True):
@@ -145,7 +145,7 @@ class Delayed(Simulated):
                 self.bytes_sent[node] += bytes_per_exchange(
                     self.graph, kind, t, node, self.layout.nbytes
                 )
-            self._take_in(t - 1, np.zeros((self.n, self.n), np.int64), _flat(self._out))
+            self._apply_corrections(t - 1, np.zeros((self.n, self.n), np.int64), _flat(self._out))
         if kind is not ExchangeKind.GOSSIP:
             return super().finish()
         self._open = None
@@ -157,16 +157,16 @@ class Delayed(Simulated):
             result.copy_(own)
         for i in self.local_nodes:
             self._pull(i, t, ages[i], past, sent, mixed)
-        self._take_in(t, ages, mixed)
+        self._apply_corrections(t, ages, mixed)
         return self._out, self._mixed
 
     def _pull(self, i: int, t: int, ages, past: dict, sent: list, mixed: list) -> None:
         """Move node i towards the models that it receives, and send each the opposite change."""
-        seen = []
+        received_ages = []
         sources, weights, _ = self.graph.neighbours(t, i)
         for j, weight in zip(map(int, sources), weights, strict=True):
             s = t - int(ages[j])
-            if ages[j] < 0 or s not in past or self._absorbed.get((i, j), s - 1) >= s:
+            if ages[j] < 0 or s not in past or self._applied.get((i, j), s - 1) >= s:
                 continue
             parts = [
                 flow(float(weight) / 2, own[i : i + 1], copy[j : j + 1])
@@ -174,33 +174,33 @@ class Delayed(Simulated):
             ]
             for result, part in zip(mixed, parts, strict=True):
                 result[i : i + 1].add_(part)
-            seen.append(t - s)
-            self._under_way.append(Correction(t, i, j, parts))
-            self._absorbed[i, j] = 1 << 62  # until the correction is applied
+            received_ages.append(t - s)
+            self._in_flight.append(Correction(t, i, j, parts))
+            self._applied[i, j] = 1 << 62  # until the correction is applied
             self.bytes_sent[i] += 2 * self.layout.nbytes
-        self.staleness[i] = float(np.mean(seen)) if seen else float("nan")
+        self.staleness[i] = float(np.mean(received_ages)) if received_ages else float("nan")
 
-    def _take_in(self, t: int, ages: np.ndarray, onto: list[torch.Tensor]) -> None:
+    def _apply_corrections(self, t: int, ages: np.ndarray, onto: list[torch.Tensor]) -> None:
         """Apply to every node the corrections that have arrived, in the order of their sources."""
-        left = []
-        for one in sorted(self._under_way, key=lambda d: (d.source, d.t)):
-            age = int(ages[one.target, one.source])
-            if age < 0 or t - age < one.t:
-                left.append(one)
+        remaining = []
+        for correction in sorted(self._in_flight, key=lambda d: (d.source, d.t)):
+            age = int(ages[correction.target, correction.source])
+            if age < 0 or t - age < correction.t:
+                remaining.append(correction)
                 continue
-            for result, part in zip(onto, one.parts, strict=True):
-                result[one.target : one.target + 1].sub_(part)
-            self._absorbed[one.source, one.target] = t
-        self._under_way = left
+            for result, part in zip(onto, correction.parts, strict=True):
+                result[correction.target : correction.target + 1].sub_(part)
+            self._applied[correction.source, correction.target] = t
+        self._in_flight = remaining
 
     def pending(self) -> MessageArrays:
         """Return the sum of the corrections that are still in flight, (1, p) for each vector."""
         total = [torch.zeros_like(part[:1]) for part in _flat(self._out)]
-        for one in self._under_way:
-            for into, part in zip(total, one.parts, strict=True):
+        for correction in self._in_flight:
+            for into, part in zip(total, correction.parts, strict=True):
                 into.sub_(part)
-        each = iter(total)
-        return [tuple(next(each) for _ in segment) for segment in self._out]
+        vectors = iter(total)
+        return [tuple(next(vectors) for _ in segment) for segment in self._out]
 
 
 def _flat(segments: MessageArrays) -> list[torch.Tensor]:

@@ -41,14 +41,14 @@ class SharedOutboxes:
         """
         self.size = comm.size
         self.rank = comm.rank
-        self.local_index = {rank: place for place, rank in enumerate(ranks)}
+        self.local_index = {rank: index for index, rank in enumerate(ranks)}
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
-        room = round_up_to_pages(nbytes)
-        self._window, memory = open_shared(comm, 2 * room)
-        areas = [torch.frombuffer(one, dtype=torch.uint8) for one in memory]
+        area_bytes = round_up_to_pages(nbytes)
+        self._window, memory = open_shared(comm, 2 * area_bytes)
+        areas = [torch.frombuffer(area, dtype=torch.uint8) for area in memory]
         self._notifications = Notifications(comm, timeout_s)
         self.outboxes = [area[:nbytes] for area in areas]
-        self._results = [area[room : room + nbytes] for area in areas]
+        self._results = [area[area_bytes : area_bytes + nbytes] for area in areas]
         self.own = self.outboxes[self.rank]
         self.result = self._results[self.rank]
         self._halves: dict[int, list[tuple[torch.Tensor, ...]]] = {}
@@ -58,7 +58,7 @@ class SharedOutboxes:
         """Seconds spent waiting for other ranks."""
         return self._notifications.waited
 
-    def _here(self, ranks: Iterable[int]) -> list[int]:
+    def _local_indices(self, ranks: Iterable[int]) -> list[int]:
         return [self.local_index[j] for j in ranks if j in self.local_index]
 
     def outbox(self, rank: int) -> torch.Tensor:
@@ -67,20 +67,20 @@ class SharedOutboxes:
     def publish(self, readers: Iterable[int], t: int) -> None:
         """Notify the readers on this host that the outbox of round t is complete."""
         self._window.Sync()
-        self._notifications.send(self._here(readers), READY, t)
+        self._notifications.send(self._local_indices(readers), READY, t)
 
     def wait_ready(self, sources: Iterable[int], t: int) -> None:
         """Wait until the outboxes of round t of the sources on this host are complete."""
-        self._notifications.wait(self._here(sources), READY, t)
+        self._notifications.wait(self._local_indices(sources), READY, t)
         self._window.Sync()
 
     def release(self, sources: Iterable[int], t: int) -> None:
         """Notify the sources on this host that their outboxes were read."""
-        self._notifications.send(self._here(sources), DONE, t)
+        self._notifications.send(self._local_indices(sources), DONE, t)
 
     def wait_read(self, readers: Iterable[int], t: int) -> None:
         """Wait until the readers on this host have read the outbox of round t."""
-        self._notifications.wait(self._here(readers), DONE, t)
+        self._notifications.wait(self._local_indices(readers), DONE, t)
 
     def average_pair(
         self, parts: Sequence[tuple[torch.dtype, slice]], weight: float, partner: int, t: int
@@ -93,22 +93,22 @@ class SharedOutboxes:
         """
         # A partner whose outbox is complete no longer reads the old result: this half is free.
         self.wait_ready([partner], t)
-        place = self.local_index[partner]
-        if place not in self._halves:
-            self._halves[place] = self._half(parts, place)
-        for own, theirs, out in self._halves[place]:
-            weighted_sum([weight] * 2, [own, theirs], out)
+        index = self.local_index[partner]
+        if index not in self._halves:
+            self._halves[index] = self._half(parts, index)
+        for own, other, out in self._halves[index]:
+            weighted_sum([weight] * 2, [own, other], out)
         # the partner's half completes the result
         self._window.Sync()
-        self._notifications.send([place], HALF, t)
-        self.wait_half(place, t)
-        return self._results[min(self.rank, place)]
+        self._notifications.send([index], HALF, t)
+        self.wait_half(index, t)
+        return self._results[min(self.rank, index)]
 
     def _half(
         self, parts: Sequence[tuple[torch.dtype, slice]], partner: int
     ) -> list[tuple[torch.Tensor, ...]]:
         """Return, for each dtype, this rank's half of own outbox, partner's outbox and result."""
-        found = []
+        halves = []
         for dtype, part in parts:
             count = (part.stop - part.start) // dtype.itemsize
             middle = count // 2 // 16 * 16  # no cache line belongs to both
@@ -116,20 +116,20 @@ class SharedOutboxes:
             areas = (self.own, self.outboxes[partner], self._results[min(self.rank, partner)])
             if half.start < half.stop:
                 views = (area[part].view(dtype)[half].unsqueeze(0) for area in areas)
-                found.append(tuple(views))
-        return found
+                halves.append(tuple(views))
+        return halves
 
     def release_pair(self, partner: int, t: int) -> None:
         """Report that the result was read; its owner waits until both ranks have read it."""
-        place = self.local_index[partner]
-        if self.rank > place:
-            self._notifications.send([place], DONE, t)
+        index = self.local_index[partner]
+        if self.rank > index:
+            self._notifications.send([index], DONE, t)
         else:
-            self._notifications.wait([place], DONE, t)
+            self._notifications.wait([index], DONE, t)
 
-    def wait_half(self, place: int, t: int) -> None:
+    def wait_half(self, index: int, t: int) -> None:
         """Wait until the partner has written its half, and therefore no longer reads the outbox."""
-        self._notifications.wait([place], HALF, t)
+        self._notifications.wait([index], HALF, t)
         self._window.Sync()
 
     def average(self, parts: Sequence[tuple[torch.dtype, slice]], t: int) -> None:
@@ -145,10 +145,10 @@ class SharedOutboxes:
             targets = [area[part].view(dtype).chunk(self.size) for area in self._results]
             if self.rank >= len(targets[0]):
                 continue
-            mine = targets[self.rank][self.rank]
+            own_chunk = targets[self.rank][self.rank]
             rows = [chunks[self.rank].unsqueeze(0) for chunks in sources]
             copies = [targets[rank][self.rank].unsqueeze(0) for rank in self._others]
-            weighted_sum([1 / self.size] * self.size, rows, mine.unsqueeze(0), *copies)
+            weighted_sum([1 / self.size] * self.size, rows, own_chunk.unsqueeze(0), *copies)
         # wait until every rank has written its chunk to this result and has read this outbox
         self._window.Sync()
         self._notifications.send(self._others, REDUCED, t)
@@ -227,18 +227,18 @@ class HostBuffers:
 
     def segments(self, memory: torch.Tensor) -> MessageArrays:
         """Return the views of a node's message in memory that is not freed before :meth:`close`."""
-        place = memory.data_ptr()
-        if place not in self._segments:
+        address = memory.data_ptr()
+        if address not in self._segments:
             parts = memory.split(self._layout.slot_bytes)
-            self._segments[place] = [self._slot_views(one) for one in parts]
-        return self._segments[place]
+            self._segments[address] = [self._slot_views(slot_memory) for slot_memory in parts]
+        return self._segments[address]
 
     def _slot_views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the views of a slot's message in memory that is not freed before :meth:`close`."""
-        place = memory.data_ptr()
-        if place not in self._views:
-            self._views[place] = self._layout.slot_views(memory)
-        return self._views[place]
+        address = memory.data_ptr()
+        if address not in self._views:
+            self._views[address] = self._layout.slot_views(memory)
+        return self._views[address]
 
     def begin(self, number: int, average: bool = False) -> None:
         """Encode the outbox if neighbours read it in place or all of it is averaged."""
@@ -263,7 +263,7 @@ class HostBuffers:
         unless neighbours on this host are read in place.
         """
         if not self.codes:
-            received = [[self._source(one) for one in each] for each in received]
+            received = [[self._source(message) for message in messages] for messages in received]
         if into is not None:
             self.result = into
         elif self._in_inbox and received:
@@ -271,7 +271,7 @@ class HostBuffers:
         else:
             self.result = self.segments(self.memory)
         for slot, out in enumerate(self.result):
-            sources = [self.out[slot], *(each[slot] for each in received)]
+            sources = [self.out[slot], *(messages[slot] for messages in received)]
             sum_messages(self._layout, weights, sources, out, chunk.fields)
 
     def _source(self, message: Source) -> Source:
@@ -286,9 +286,9 @@ class HostBuffers:
         result = self.memory.split(layout.slot_bytes)
         if self.codes is None or n * layout.sent_bytes >= 2 * layout.nbytes:
             return average_message(layout, rank, n, self._by_slot, result, transport.swap)
-        everyone = torch.empty(layout.slots, n, layout.slot_sent_bytes, dtype=torch.uint8)
-        given = self.codes, list(everyone), self.out, self.result
-        return average_codes(layout, rank, *given, transport.swap)
+        all_codes = torch.empty(layout.slots, n, layout.slot_sent_bytes, dtype=torch.uint8)
+        arguments = self.codes, list(all_codes), self.out, self.result
+        return average_codes(layout, rank, *arguments, transport.swap)
 
     def complete(self) -> None:
         """Do nothing: all work is done at once."""

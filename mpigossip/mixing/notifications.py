@@ -23,7 +23,7 @@ an average is written; one half of a pair's average is written; a chunk is in an
 buffer may be written; a group of NCCL calls has begun."""
 AWAITED = {
     READY: "waiting for a neighbour's model",
-    DONE: "waiting for a neighbour to have read the model",
+    DONE: "waiting until a neighbour has read the model",
     REDUCED: "global average",
     HALF: "waiting for a neighbour's half of the average",
     ARRIVED: "waiting for a neighbour's model",
@@ -55,7 +55,7 @@ class Notifications:
         self.first = 0
         """Round to which the number 0 belongs."""
         self._reached: dict[int, int] = {}
-        self._asked: dict[tuple[int, int], tuple[MPI.Request, np.ndarray]] = {}
+        self._receives: dict[tuple[int, int], tuple[MPI.Request, np.ndarray]] = {}
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
 
     def send(self, ranks: Iterable[int], tag: int, number: int) -> None:
@@ -72,7 +72,7 @@ class Notifications:
         """
         missing = [rank for rank in ranks if not self.arrived(rank, tag, number)]
         if missing:
-            pending = {rank: self._asked[rank, tag][0] for rank in missing}
+            pending = {rank: self._receives[rank, tag][0] for rank in missing}
             self.waited += wait_all(
                 pending,
                 self.timeout_s,
@@ -88,15 +88,15 @@ class Notifications:
         :raises ProtocolError: if it carries another number
         """
         check_process()
-        if (rank, tag) not in self._asked:
+        if (rank, tag) not in self._receives:
             value = np.empty(1, np.int64)
-            self._asked[rank, tag] = self.comm.Irecv(value, rank, tag), value
-        request, value = self._asked[rank, tag]
+            self._receives[rank, tag] = self.comm.Irecv(value, rank, tag), value
+        request, value = self._receives[rank, tag]
         if not request.Test():
             return False
-        del self._asked[rank, tag]
+        del self._receives[rank, tag]
         if value[0] != number:
-            raise ProtocolError(f"{AWAITED[tag]}: rank {rank} sent {value[0]}, not {number}")
+            raise ProtocolError(f"{AWAITED[tag]}: rank {rank} sent {value[0]} instead of {number}")
         # a rank that frees the buffer of round t has only reached round t − 2
         reached = number - 2 * self.per_round if tag == FREE else number
         self._reached[rank] = max(reached, self._reached.get(rank, reached))
@@ -104,17 +104,17 @@ class Notifications:
 
     def pending(self) -> list[MPI.Request]:
         """Return the requests of notifications that were looked for and have not arrived yet."""
-        return [request for request, _ in self._asked.values()]
+        return [request for request, _ in self._receives.values()]
 
     def describe_late(self, rank: int, tag: int, number: int) -> str:
         """Return the error message for a notification that does not arrive in time."""
         last = self._reached.get(rank)
-        each = self.per_round
-        seen = "has not been heard of yet"
+        per_round = self.per_round
+        progress = "has sent nothing yet"
         if last is not None:
-            seen = f"last reached round {self.first + last // each}"
-        this = self.first + number // each
-        return f"{AWAITED[tag]} (round {this}): {called(self.comm, rank)} {seen}"
+            progress = f"last reached round {self.first + last // per_round}"
+        t = self.first + number // per_round
+        return f"{AWAITED[tag]} (round {t}): {called(self.comm, rank)} {progress}"
 
     def close(self) -> None:
         """Wait until all sends are complete; collective."""
@@ -147,7 +147,7 @@ def wait_all(
     pending: dict[Any, MPI.Request],
     timeout_s: float,
     describe_late: Callable[[Any], str],
-    whom: Callable[[Iterable[Any]], Iterable[int]] | None = ranks_of,
+    awaited_ranks: Callable[[Iterable[Any]], Iterable[int]] | None = ranks_of,
     comm: MPI.Comm | None = None,
 ) -> float:
     """Wait for all requests; return the seconds waited.
@@ -155,18 +155,18 @@ def wait_all(
     :param pending: requests by key; completed ones are removed
     :param timeout_s: time limit in seconds
     :param describe_late: function of a key that returns the error message
-    :param whom: function of the keys of open requests that returns the awaited ranks of ``comm``;
-        None: all ranks are awaited
+    :param awaited_ranks: function of the keys of open requests that returns the awaited ranks of
+        ``comm``; None: all ranks are awaited
     :param comm: communicator of these ranks; None: the world
     :raises WaitTimeoutError: at the deadline; it names one rank
     """
     began = time.perf_counter()
 
-    def who() -> Iterable[int]:
-        found = whom(pending) if whom else ()
-        return found if comm is None else world_ranks(comm, found)
+    def world_ranks_awaited() -> Iterable[int]:
+        ranks = awaited_ranks(pending) if awaited_ranks else ()
+        return ranks if comm is None else world_ranks(comm, ranks)
 
-    awaited = None if whom is None else who
+    awaited_in_world = None if awaited_ranks is None else world_ranks_awaited
 
     def done() -> bool:
         for rank in [rank for rank, request in pending.items() if request.Test()]:
@@ -178,7 +178,7 @@ def wait_all(
             done,
             lambda: describe_late(min(pending)),
             lambda: wait_for_requests(pending.values()),
-            awaited,
+            awaited_in_world,
         )
     except BaseException:
         keep_alive.append(pending)

@@ -20,7 +20,10 @@ from mpigossip.mixing.plan import MessageChunk, RoundState
 from mpigossip.mixing.progress_thread import ProgressThread
 from mpigossip.mixing.transports import Transport
 
-REMEDY = 'models went by {} of GPU memory: if MPI can\'t do that here, use node.exchange = "host"'
+REMEDY = (
+    "models were exchanged by {} of GPU memory: if MPI does not support that here, set "
+    'node.exchange = "host"'
+)
 """Note that is added to an error of a round that sends GPU memory by MPI."""
 
 
@@ -88,7 +91,7 @@ class Pipeline:
         r.blocked_readers = [rank for rank, _ in r.plan.targets]
         self._transport.begin(r, self._buffers.sent)
         if r.inline:
-            self._kept(self._advance, r)
+            self._call_and_keep(self._advance, r)
         else:
             r.future = self._thread.submit(partial(self.run, r))
 
@@ -99,18 +102,18 @@ class Pipeline:
 
         :raises WaitTimeoutError: if no chunk moves within the time limit; it names a rank
         """
-        self._kept(self._run, r)
+        self._call_and_keep(self._run, r)
 
     def _run(self, r: RoundState) -> None:
         advance = partial(self._advance, r)
-        late = partial(self._late, r)
+        late = partial(self._describe_late, r)
         pause = partial(self._pause, r)
-        whom = partial(self._awaited_ranks, r)
+        awaited = partial(self._awaited_ranks, r)
         while not self._is_finished(r):
-            Deadline(self._transport.timeout_s).wait(advance, late, pause, whom)
+            Deadline(self._transport.timeout_s).wait(advance, late, pause, awaited)
         self._buffers.complete()
 
-    def _kept(self, work: Callable[[RoundState], Any], r: RoundState) -> None:
+    def _call_and_keep(self, work: Callable[[RoundState], Any], r: RoundState) -> None:
         """Call ``work``; if it fails, keep the memory to which MPI may still write."""
         try:
             work(r)
@@ -137,14 +140,14 @@ class Pipeline:
         return time.perf_counter() - began
 
     def _is_finished(self, r: RoundState) -> bool:
-        many = len(self._transport.chunks)
-        return r.sent == many and r.added == many
+        count = len(self._transport.chunks)
+        return r.sent == count and r.added == count
 
     def _advance(self, r: RoundState) -> bool:
         """Do all that is possible without waiting; return whether anything was done."""
         sent = self._send(r)
-        came = self._receive(r)
-        return self._add(r) or sent or came
+        received = self._receive(r)
+        return self._add(r) or sent or received
 
     def _pause(self, r: RoundState) -> bool:
         return self._thread.rest([*filter(None, r.in_flight), *self._transport.pending(r)])
@@ -193,12 +196,12 @@ class Pipeline:
 
     def _awaited(self, r: RoundState) -> Sequence[int]:
         """Return the ranks without a free buffer; if there are none, those with missing chunks."""
-        many = len(self._transport.chunks)
-        missing = [source for source, count in r.arrived.items() if count < many]
+        chunk_count = len(self._transport.chunks)
+        missing = [source for source, count in r.arrived.items() if count < chunk_count]
         return r.blocked_readers or missing or [rank for rank, _ in r.plan.targets]
 
     def _awaited_ranks(self, r: RoundState) -> list[int]:
         return sorted(world_ranks(self._transport.comm, self._awaited(r)))
 
-    def _late(self, r: RoundState) -> str:
+    def _describe_late(self, r: RoundState) -> str:
         return self._transport.describe_late(r, self._awaited(r))

@@ -59,17 +59,19 @@ class RoundPlan:
         readers = tuple(map(int, graph.receivers(t, rank)))
         # the buffers of a reader are numbered like the in-neighbours that send to it
         targets = tuple(
-            (reader, _far(near, reader, graph.neighbours(t, reader)[0]).index(rank))
-            for reader in _far(near, rank, readers)
+            (reader, _remote(near, reader, graph.neighbours(t, reader)[0]).index(rank))
+            for reader in _remote(near, rank, readers)
         )
-        far = tuple(_far(near, rank, sources))
-        pair = halves and sources == readers and len(sources) == 1 and not far
+        remote_sources = tuple(_remote(near, rank, sources))
+        pair = halves and sources == readers and len(sources) == 1 and not remote_sources
         partner = sources[0] if pair and _is_pair(graph, t, rank, sources[0]) else None
-        every = float(own), *map(float, weights)
-        return cls(kind, False, nbytes, sources, every, readers, far, targets, partner)
+        all_weights = float(own), *map(float, weights)
+        return cls(
+            kind, False, nbytes, sources, all_weights, readers, remote_sources, targets, partner
+        )
 
 
-def _far(near: Near, rank: int, nodes: Iterable[Any]) -> list[int]:
+def _remote(near: Near, rank: int, nodes: Iterable[Any]) -> list[int]:
     """Return the elements of ``nodes`` whose memory ``rank`` does not read in place."""
     read = near[rank] if near else ()
     return [int(j) for j in nodes if int(j) not in read]
@@ -78,8 +80,8 @@ def _far(near: Near, rank: int, nodes: Iterable[Any]) -> list[int]:
 def _is_pair(graph, t: int, rank: int, other: int) -> bool:
     """Return whether two ranks, each the only in-neighbour of the other, get the same average."""
     _, (weight,), own = graph.neighbours(t, rank)
-    sources, weights, theirs = graph.neighbours(t, other)
-    same = [int(j) for j in sources] == [rank] and weights[0] == theirs == own == weight
+    sources, weights, other_own = graph.neighbours(t, other)
+    same = [int(j) for j in sources] == [rank] and weights[0] == other_own == own == weight
     return same and [int(j) for j in graph.receivers(t, other)] == [rank]
 
 
@@ -88,14 +90,14 @@ def inbox_buffers(graph, rank: int, near: Near = ()) -> int:
     if graph.period is None:
         return graph.degree
     rounds = [t for t in range(graph.period) if not is_average(graph, t)]
-    return max((len(_far(near, rank, graph.neighbours(t, rank)[0])) for t in rounds), default=0)
+    return max((len(_remote(near, rank, graph.neighbours(t, rank)[0])) for t in rounds), default=0)
 
 
 def sums_in_inbox(graph, rank: int) -> bool:
     """Return whether this rank has in-neighbours in every round, and no round is an average."""
     rounds = range(graph.period or 0)
-    found = [len(graph.neighbours(t, rank)[0]) and not is_average(graph, t) for t in rounds]
-    return bool(found) and all(found)
+    sums = [len(graph.neighbours(t, rank)[0]) and not is_average(graph, t) for t in rounds]
+    return bool(sums) and all(sums)
 
 
 @dataclass(eq=False, slots=True)
@@ -140,22 +142,22 @@ class MessageChunk:
 
 def chunks(layout: MessageLayout, size: float) -> list[MessageChunk]:
     """Divide a slot's message into chunks of about ``size`` bytes, the scalars in the last one."""
-    found: list[MessageChunk] = []
+    result: list[MessageChunk] = []
     fields: list[Field] = []
     begin = end = 0
-    for index, whole in layout.fields:
+    for index, all_columns in layout.fields:
         scalar = index >= layout.vectors
-        for at in range(0, whole.stop, CHUNK):
+        for column in range(0, all_columns.stop, CHUNK):
             if end - begin >= size and not scalar:
-                found.append(MessageChunk(len(found), slice(begin, end), tuple(fields)))
+                result.append(MessageChunk(len(result), slice(begin, end), tuple(fields)))
                 fields = []
                 begin = end
-            columns = slice(at, min(at + CHUNK, whole.stop))
-            end += 8 if scalar else layout.vector_bytes(columns.stop - at)
+            columns = slice(column, min(column + CHUNK, all_columns.stop))
+            end += 8 if scalar else layout.vector_bytes(columns.stop - column)
             if fields and fields[-1][0] == index:
                 columns = slice(fields.pop()[1].start, columns.stop)
             fields.append((index, columns))
-    return [*found, MessageChunk(len(found), slice(begin, end), tuple(fields))]
+    return [*result, MessageChunk(len(result), slice(begin, end), tuple(fields))]
 
 
 def chunk_size(nbytes: int, rate: float) -> int:
@@ -165,5 +167,5 @@ def chunk_size(nbytes: int, rate: float) -> int:
     that the sum of one chunk overlaps with the transfer of the next. Chunks divide the message
     evenly, because a short last one would wait for as many round trips as a long one.
     """
-    wanted = max(SMALLEST, min(nbytes / 8, rate * CHUNK_S))
-    return max(1, -(-nbytes // max(1, round(nbytes / wanted))))
+    target = max(SMALLEST, min(nbytes / 8, rate * CHUNK_S))
+    return max(1, -(-nbytes // max(1, round(nbytes / target))))

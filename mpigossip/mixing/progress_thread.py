@@ -76,8 +76,8 @@ class ProgressThread:
         self._bell = Bell()
         # The rank sends this message to itself when the thread closes. Testing for it until then
         # makes MPI progress.
-        mine = np.empty(1, np.uint8), comm.rank, IDLE
-        self._never = [comm.Irecv(*mine)] if threaded and poll else []
+        message = np.empty(1, np.uint8), comm.rank, IDLE
+        self._self_receives = [comm.Irecv(*message)] if threaded and poll else []
         self._thread = threading.Thread(target=self._work, name=PROGRESS, daemon=True)
         if threaded:
             self._thread.start()
@@ -153,14 +153,14 @@ class ProgressThread:
         If the thread polls, it enters MPI every POLL_S seconds meanwhile.
         """
         pause = 0.0
-        while self._never:
+        while self._self_receives:
             with contextlib.suppress(queue.Empty):
                 return self._jobs.get(timeout=pause)
             if MPI.Is_finalized():  # the user's program ended without closing the world
                 return None
             nap = self.POLL_S
             pause = 0.0 if self.rest(spin=0, shortest=nap, longest=nap) else nap
-            self._never[0].Test()
+            self._self_receives[0].Test()
         return self._jobs.get()
 
     def rest(self, requests: Iterable[MPI.Request] = (), **pauses: Any) -> bool:
@@ -171,11 +171,11 @@ class ProgressThread:
         if self.threaded and threading.current_thread() is not self._thread:
             return wait_for_requests(requests, need=1, **pauses)
         self._seen = time.perf_counter()
-        rested = wait_for_requests(
-            [*requests, *self._never], need=1, wake=self._bell.wake, **pauses
+        slept = wait_for_requests(
+            [*requests, *self._self_receives], need=1, wake=self._bell.wake, **pauses
         )
-        self._bell.heard()
-        return rested
+        self._bell.clear()
+        return slept
 
     def _leave(self, limit: float = LEAVE_S) -> None:
         if is_fork():  # a fork has no such thread, and shares the pipe of its parent
@@ -191,7 +191,7 @@ class ProgressThread:
             if self._thread.is_alive():  # it is stuck in MPI: keep everything that it uses
                 return
             atexit.unregister(self._leave)
-            for request in self._never:
+            for request in self._self_receives:
                 self._comm.Send(np.empty(1, np.uint8), self._comm.rank, IDLE)
                 request.Wait()
         self._bell.close()
@@ -216,29 +216,29 @@ def run_on_all_ranks(
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     thread = ProgressThread(comm, timeout_s=limit_s, device=str(device))
     waits = False
-    wrong = ""
+    problem = ""
 
-    def over() -> bool:
+    def is_over() -> bool:
         return future.done() or comm.Iprobe(MPI.ANY_SOURCE, FAILED)
 
     try:
         future = thread.submit(work)
-        Deadline(limit_s).wait(over, lambda: f"{now()} doesn't return")
+        Deadline(limit_s).wait(is_over, lambda: f"{now()} doesn't return")
         waits = not wait([future], GRACE_S).done
         error = WaitTimeoutError("another rank failed") if waits else future.exception()
         if error is not None:
             waits = isinstance(error, WaitTimeoutError)
             raise error
     except Exception as error:  # noqa: BLE001 - the other ranks receive any error
-        wrong = str(error) or type(error).__name__
-    tells = [comm.isend(None, rank, FAILED) for rank in others if wrong and not waits]
+        problem = str(error) or type(error).__name__
+    requests = [comm.isend(None, rank, FAILED) for rank in others if problem and not waits]
     # Ranks that waited arrive here long before the rank that hung, whose message says more.
-    found = with_timeout(comm, 2 * limit_s).allgather((waits, wrong))
-    for rank, (late, text) in enumerate(found):
+    results = with_timeout(comm, 2 * limit_s).allgather((waits, problem))
+    for rank, (late, text) in enumerate(results):
         if text and not late and rank != comm.rank:
             comm.recv(None, rank, FAILED)
-    MPI.Request.waitall(tells)
-    reasons = [(late, text) for late, text in found if text]
+    MPI.Request.waitall(requests)
+    reasons = [(late, text) for late, text in results if text]
     if reasons:
         keep_alive.append((thread, holds))
     else:

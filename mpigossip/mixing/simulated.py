@@ -20,7 +20,7 @@ from mpigossip.mixing.base import (
 from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.wire import encode
 
-KEPT = 64
+CACHED_ROUNDS = 64
 """Number of rounds whose groups of rows are cached, because computing them visits all n nodes."""
 
 
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     """Numbers of the nodes; None: all nodes."""
     sources: list[torch.Tensor]
     """For each neighbour, the nodes whose messages are read."""
-    cuts: list[tuple[slice, list[slice]]]
+    ranges: list[tuple[slice, list[slice]]]
     """Contiguous ranges of rows and of their neighbours, if all can be summed by such ranges
     without a copy, as for a circulant graph; otherwise empty."""
 
@@ -42,13 +42,15 @@ class Rows(NamedTuple):
         sources = [torch.from_numpy(column.copy()) for column in columns]
         if len(rows) < n:
             return cls(weights, torch.from_numpy(rows), sources, [])
-        return cls(weights, None, sources, _cuts(n, columns))
+        return cls(weights, None, sources, _find_ranges(n, columns))
 
     def sum(self, sent: torch.Tensor, mixed: torch.Tensor) -> None:
         """Fill these rows of ``mixed`` (n, p)."""
-        if self.cuts:
-            for to, others in self.cuts:
-                weighted_sum(self.weights, [sent[to], *(sent[one] for one in others)], mixed[to])
+        if self.ranges:
+            for to, others in self.ranges:
+                weighted_sum(
+                    self.weights, [sent[to], *(sent[other] for other in others)], mixed[to]
+                )
             return
         own = sent if self.rows is None else sent[self.rows]
         arrays = [own, *(sent[column] for column in self.sources)]
@@ -58,7 +60,7 @@ class Rows(NamedTuple):
             mixed[self.rows] = weighted_sum(self.weights, arrays, torch.empty_like(own))
 
 
-def _cuts(n: int, columns: np.ndarray) -> list[tuple[slice, list[slice]]]:
+def _find_ranges(n: int, columns: np.ndarray) -> list[tuple[slice, list[slice]]]:
     """Return contiguous ranges of rows whose neighbours are contiguous, too.
 
     The list is empty unless each neighbour is at a fixed distance from its node, modulo n.
@@ -87,8 +89,8 @@ class Simulated(Mixer):
         self._out = layout.empty(graph.n)
         self._mixed = layout.empty(graph.n)
         self._open: tuple[ExchangeKind, int] | None = None
-        self._groups = lru_cache(KEPT)(partial(_groups, graph))
-        self._sends = lru_cache(KEPT)(partial(_sends, graph, layout))
+        self._groups = lru_cache(CACHED_ROUNDS)(partial(_groups, graph))
+        self._sends = lru_cache(CACHED_ROUNDS)(partial(_sends, graph, layout))
 
     def outbox(self, t: int) -> MessageArrays:
         return self._out
@@ -132,12 +134,12 @@ def _groups(graph, t: int) -> list[Rows]:
         sources, weights, own = graph.neighbours(t, i)
         key = (float(own), *(float(w) for w in weights))
         groups.setdefault(key, []).append((i, sources))
-    found = []
+    result = []
     for weights, members in groups.items():
         rows = np.array([i for i, _ in members])
         columns = np.array([sources for _, sources in members], dtype=np.int64).T
-        found.append(Rows.of(graph.n, weights, rows, columns))
-    return found
+        result.append(Rows.of(graph.n, weights, rows, columns))
+    return result
 
 
 def _sends(graph, layout: MessageLayout, kind: ExchangeKind, t: int) -> list[int]:
@@ -145,6 +147,6 @@ def _sends(graph, layout: MessageLayout, kind: ExchangeKind, t: int) -> list[int
     return [bytes_per_exchange(graph, kind, t, node, *sizes) for node in range(graph.n)]
 
 
-def _pairs(left: MessageArrays, right: MessageArrays):
-    for one, other in zip(left, right, strict=True):
-        yield from zip(one, other, strict=True)
+def _pairs(first: MessageArrays, second: MessageArrays):
+    for first_slot, second_slot in zip(first, second, strict=True):
+        yield from zip(first_slot, second_slot, strict=True)

@@ -36,7 +36,7 @@ INLINE_BYTES = 1 << 14
 """Largest message, in bytes, that the main thread exchanges: waking a thread would take longer."""
 CACHED_PLANS = 128
 """Number of cached round plans: asking the graph takes longer than sending a small message."""
-PROBE_TIMEOUT = "measuring the wire: a neighbour doesn't answer"
+PROBE_TIMEOUT = "measuring the network: a neighbour doesn't answer"
 STAGING_BYTES = 1 << 24
 """Size, in bytes, of the chunks in which a slot's message is copied to and from host memory."""
 
@@ -87,8 +87,8 @@ class Synchronous(RankMixer):
         self._shared: SharedOutboxes | None = None
         if same_host == "read" and not on_devices:
             self._shared = share_memory(self._comm, layout.nbytes, timeout_s)
-        here = frozenset(self._shared.local_index) if self._shared else frozenset[int]()
-        self._near: Near = self._comm.allgather(here)
+        local_ranks = frozenset(self._shared.local_index) if self._shared else frozenset[int]()
+        self._near: Near = self._comm.allgather(local_ranks)
         self._plan = lru_cache(CACHED_PLANS)(
             partial(RoundPlan.of, graph, layout, self.rank, near=self._near, halves=not on_devices)
         )
@@ -97,14 +97,14 @@ class Synchronous(RankMixer):
         self._buffers: Any
         self.routes: dict[int, str] = {}
         """For slots on GPUs: the transport to each other rank, and the reason for its choice."""
-        many = inbox_buffers(graph, self.rank, self._near)
+        buffers = inbox_buffers(graph, self.rank, self._near)
         if on_devices:
-            self._open_on_devices(exchange, many, world)
+            self._open_on_devices(exchange, buffers, world)
         else:
-            if len(here) < self.n:
-                self._transport = self._open_on_host(many, world)
+            if len(local_ranks) < self.n:
+                self._transport = self._open_on_host(buffers, world)
             self._buffers = HostBuffers(layout, self.rank, self.n, self._shared, self._transport)
-        self._whole = chunks(layout, float("inf"))[0]
+        self._full_message = chunks(layout, float("inf"))[0]
         self._open_thread(world)
         # the first GOSSIP round of this mixer, as the graph counts rounds
         self._first: int | None = None
@@ -115,24 +115,24 @@ class Synchronous(RankMixer):
         """Open windows in host memory, with chunks that fit the measured bandwidth."""
         layout = self.layout
         outbox = not (self._shared and layout.wire.exact)
-        made = Windows(self._comm, layout, buffers, self._timeout_s, outbox=outbox)
+        windows = Windows(self._comm, layout, buffers, self._timeout_s, outbox=outbox)
         rate = measured_rate(self._comm, layout.sent_bytes, self._timeout_s)
-        made.set_chunk_size(chunk_size(layout.sent_bytes, rate) / layout.slots)
-        return made
+        windows.set_chunk_size(chunk_size(layout.sent_bytes, rate) / layout.slots)
+        return windows
 
     def _open_on_devices(self, exchange: str, buffers: int, world: World) -> None:
         """Open the requested transport between GPUs, or for "auto" the fastest one that works."""
         from mpigossip.mixing.transports import probe
 
         def on_host(buffers: int) -> Transport:
-            made = self._open_on_host(buffers, world)
-            made.set_chunk_size(STAGING_BYTES)
-            return made
+            transport = self._open_on_host(buffers, world)
+            transport.set_chunk_size(STAGING_BYTES)
+            return transport
 
-        way = probe.open_transport(exchange, self._comm, self.layout, buffers, world, on_host)
-        self._transport = way.transport
-        self._buffers = way.buffers
-        self.routes = {j: way.text for j in range(self.n) if j != self.rank}
+        opened = probe.open_transport(exchange, self._comm, self.layout, buffers, world, on_host)
+        self._transport = opened.transport
+        self._buffers = opened.buffers
+        self.routes = {j: opened.text for j in range(self.n) if j != self.rank}
 
     def _open_thread(self, world: World) -> None:
         """Start the progress thread, unless all neighbours are read in place."""
@@ -184,19 +184,19 @@ class Synchronous(RankMixer):
         averages = averages or not sums_in_inbox(graph, node)
         separate = shared or averages or lossy
         inbox = sends * layout.sent_bytes * inbox_buffers(graph, node, near)
-        found = {
+        sizes = {
             "outbox": area,
             "result": area * (separate or gpu),
             "encoded": layout.sent_bytes * (sends and lossy),
             "inbox": halves * inbox,
         }
-        staged = (1 + averages) * layout.nbytes + found["encoded"] + inbox
-        return found | ({"host": staged} if gpu else {})
+        staged = (1 + averages) * layout.nbytes + sizes["encoded"] + inbox
+        return sizes | ({"host": staged} if gpu else {})
 
     def memory(self, averages: bool = True) -> dict[str, int]:
         halves = self._transport.halves if self._transport else 0
-        given = self.graph, self.layout, self.rank, self._near, averages
-        return self.estimate_memory(*given, halves=halves)
+        arguments = self.graph, self.layout, self.rank, self._near, averages
+        return self.estimate_memory(*arguments, halves=halves)
 
     @property
     def exchange_seconds(self) -> float:
@@ -293,14 +293,14 @@ class Synchronous(RankMixer):
         """Sum outboxes on this host and received messages in the graph's order."""
         shared = self._shared
         received = []
-        far = r.plan.remote_sources
+        remote = r.plan.remote_sources
         for j in r.plan.sources:
             if j in shared.local_index:
                 received.append(self._buffers.segments(shared.outbox(j)))
             else:
-                received.append(self._transport.received(r, far.index(j)))
+                received.append(self._transport.received(r, remote.index(j)))
         target = None if into is None else [(into,)]
-        self._buffers.add(r.plan.weights, received, self._whole, target)
+        self._buffers.add(r.plan.weights, received, self._full_message, target)
 
     def _end_round(self) -> None:
         """Wait until the last round's message has been read; free the buffers of its sources.
@@ -370,10 +370,10 @@ class FaultTolerant(Synchronous):
         )
 
     def _open_on_host(self, buffers: int, world: World) -> Transport:
-        made = Messages(self._comm, self.layout, buffers, self._timeout_s, hosts=world.hosts)
+        transport = Messages(self._comm, self.layout, buffers, self._timeout_s, hosts=world.hosts)
         # after a rank failure this communicator is revoked, which ends waits for live ranks too
-        made.comm = self._comm
-        return made
+        transport.comm = self._comm
+        return transport
 
 
 def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:

@@ -56,8 +56,8 @@ class Wire(NamedTuple):
         """
         if width % BUCKET:
             raise ValueError(
-                f'wire "{self.name}" encodes buckets of {BUCKET} columns; {width} columns are no '
-                "whole number of them"
+                f'wire "{self.name}" encodes buckets of {BUCKET} columns; {width} columns do not '
+                "fill whole buckets"
             )
         return -(-sum(self.sizes) * (width // BUCKET) // 8) * 8
 
@@ -76,34 +76,41 @@ class Wire(NamedTuple):
         self, values: torch.Tensor, key: tuple[int, ...], first: int, codes: torch.Tensor | None
     ) -> None:
         """Apply :meth:`pack` chunk after chunk; write the codes to ``codes``, uint8, if given."""
-        at = 0
+        offset = 0
         for begin in range(0, values.numel(), CHUNK):
             for array in self.pack(values[begin : begin + CHUNK], key, first + begin):
                 if codes is not None:
-                    codes[at : at + array.numel()].copy_(array.reshape(-1))
-                at += array.numel()
+                    codes[offset : offset + array.numel()].copy_(array.reshape(-1))
+                offset += array.numel()
 
     def unpack(self, message: torch.Tensor, width: int, part: slice, out: torch.Tensor) -> None:
         """Decode columns ``part`` (whole buckets) of an encoded vector of ``width`` columns."""
         out = out.view(-1)
-        for at in range(part.start // CHUNK * CHUNK, part.stop, CHUNK):
-            low = max(at, part.start)
-            high = min(at + CHUNK, part.stop)
-            chunk = message[self.nbytes(at) :]
+        for chunk_begin in range(part.start // CHUNK * CHUNK, part.stop, CHUNK):
+            low = max(chunk_begin, part.start)
+            high = min(chunk_begin + CHUNK, part.stop)
+            chunk = message[self.nbytes(chunk_begin) :]
             values = out[low - part.start : high - part.start]
-            self._unpack_chunk(chunk, min(CHUNK, width - at), slice(low - at, high - at), values)
+            self._unpack_chunk(
+                chunk,
+                min(CHUNK, width - chunk_begin),
+                slice(low - chunk_begin, high - chunk_begin),
+                values,
+            )
 
     def _unpack_chunk(
         self, message: torch.Tensor, width: int, part: slice, out: torch.Tensor
     ) -> None:
         total = width // BUCKET
         codes = []
-        at = 0
+        offset = 0
         begin = part.start // BUCKET
         end = part.stop // BUCKET
         for size in self.sizes:
-            codes.append(message[at + begin * size : at + end * size].view(end - begin, size))
-            at += total * size
+            codes.append(
+                message[offset + begin * size : offset + end * size].view(end - begin, size)
+            )
+            offset += total * size
         self.decode(codes, out.view(-1, BUCKET))
 
 
@@ -149,15 +156,15 @@ def encode_slot(
 ) -> None:
     """Encode the message of one slot, as :func:`encode` does."""
     for field, columns in layout.fields if fields is None else fields:
-        at = layout.offset(field)
+        offset = layout.offset(field)
         if field < layout.vectors:
-            room = None if codes is None else codes[at + layout.wire.nbytes(columns.start) :]
+            target = None if codes is None else codes[offset + layout.wire.nbytes(columns.start) :]
             first = layout.begin(slot) + columns.start
             for row, node in enumerate(nodes):
                 values = arrays[field][row, columns]
-                layout.wire.write(values, (exchange, node, field), first, room)
+                layout.wire.write(values, (exchange, node, field), first, target)
         elif codes is not None:
-            codes[at : at + 8].view(torch.float64).copy_(arrays[field][0])
+            codes[offset : offset + 8].view(torch.float64).copy_(arrays[field][0])
 
 
 def decode(layout, codes: torch.Tensor, field: int, columns: slice) -> torch.Tensor:
@@ -166,11 +173,13 @@ def decode(layout, codes: torch.Tensor, field: int, columns: slice) -> torch.Ten
     ``codes`` is the encoded message of a slot. On GPUs, bfloat16 values are returned as they are,
     because the kernel of the sum converts them.
     """
-    at = layout.offset(field)
+    offset = layout.offset(field)
     if field >= layout.vectors:
-        return codes[at : at + 8].view(torch.float64).view(1, 1)
+        return codes[offset : offset + 8].view(torch.float64).view(1, 1)
     if codes.is_cuda and layout.wire.name == "bf16":
-        return codes[at + 2 * columns.start : at + 2 * columns.stop].view(torch.bfloat16)[None]
+        return codes[offset + 2 * columns.start : offset + 2 * columns.stop].view(torch.bfloat16)[
+            None
+        ]
     out = torch.empty(1, columns.stop - columns.start, device=codes.device)
-    layout.wire.unpack(codes[at:], layout.widths[0], columns, out)
+    layout.wire.unpack(codes[offset:], layout.widths[0], columns, out)
     return out

@@ -146,7 +146,7 @@ def test_the_command_plans_in_one_process(alone, tmp_path):
         ([JOB, "--nodes", "4,x"], '"x": must be'),
         ([JOB, "--nodes", "4", "--bandwidth", "25"], "GB/s"),
         ([JOB, "--nodes", "4", "node.devices=cuda:0"], "--compute"),
-        ([JOB.with_name("text-gpt.toml"), "--nodes", "4"], "tokens can't be made up"),
+        ([JOB.with_name("text-gpt.toml"), "--nodes", "4"], "no synthetic tokens"),
         ([JOB, "--nodes", "4", "--best", "--out", "p.png"], "--best excludes --out"),
         (
             [JOB, "--nodes", "4", "--members", "--bandwidth", "1GB/s", "--json"],

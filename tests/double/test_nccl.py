@@ -47,7 +47,15 @@ def by_nccl(comm, what, limit_s, device, window):
 @pytest.mark.parametrize(
     "what, named",
     [
-        ("hang", ["round 0", "NCCL isn't done with rank 1", "waited 3 s", "NCCL_DEBUG"]),
+        (
+            "hang",
+            [
+                "round 0",
+                "NCCL has not completed its transfer with rank 1",
+                "waited 3 s",
+                "NCCL_DEBUG",
+            ],
+        ),
         ("async", ["NCCL send and recv between nodes failed", "network error", "NCCL_DEBUG"]),
     ],
 )
@@ -68,7 +76,7 @@ def test_a_failure_of_nccl_between_nodes_is_named_in_time(what, named):
     [
         ("initRank", "cuda:{rank}", "unhandled system error"),
         ("", "cuda:0", "ranks 0 and 1 share a GPU"),
-        ("hang", "cuda:{rank}", "a round of nccl failed: round 0: NCCL isn"),
+        ("hang", "cuda:{rank}", "a round of nccl failed: round 0: NCCL has not"),
     ],
 )
 def test_nccl_that_cannot_be_had_is_refused_or_left(ranks, what, device, named):

@@ -1,4 +1,4 @@
-"""Asynchronous gossip: the mean stays, no torn copy is used, delays from a table repeat."""
+"""Asynchronous gossip keeps the mean, uses no torn copy, and repeats delays from a table."""
 
 import json
 import random
@@ -47,7 +47,7 @@ def exchange(mixer, x, kind, t):
 
 
 def total(mixer, x):
-    """Sum over nodes of what they hold, and of what is under way."""
+    """Return the sum of all nodes' models and of the corrections in flight."""
     pairs = zip(x, mixer.pending(), strict=True)
     return torch.cat([a.sum(0) + b[0] for s, p in pairs for a, b in zip(s, p, strict=True)])
 
@@ -85,7 +85,7 @@ def test_any_delay_table_keeps_the_mean_and_reaches_it(name, n):
         assert torch.allclose(segment[0], target.expand_as(segment[0]), atol=1e-4)
 
 
-def test_a_global_round_averages_what_is_under_way_too():
+def test_a_global_round_includes_corrections_in_flight():
     ages = np.random.default_rng(0).integers(0, 4, size=(4, 5, 5))
     mixer = Delayed(graph("ring", 5), LAYOUT, table(ages))
     x = start(mixer)
@@ -139,16 +139,16 @@ def test_methods_go_on_well_with_old_copies(name, n):
 
 @with_world
 def rounds_under_delays(world, count, width, checked=True):
-    """Random rounds, each published in two halves: (torn copies used, torn, skipped, …).
+    """Run random rounds, each published in two halves: (torn copies used, torn, skipped, …).
 
-    As many as ``count``, and up to 20 times as many until some rank has seen a torn copy.
+    Run ``count`` rounds, and up to 20 times more until some rank has seen a torn copy.
     """
     from mpigossip.mixing.asynchronous import Asynchronous
 
     draw = random.Random(world.rank)
     mixer = Asynchronous(graph("one-peer-exponential", world.size), MessageLayout((width,)), world)
     if not checked:
-        mixer._is_whole = lambda done, begun: done > 0
+        mixer._is_complete = lambda done, begun: done > 0
     used = 0
     x = torch.full((1, width), float(world.rank))
     stale: list[float] = []
@@ -159,36 +159,36 @@ def rounds_under_delays(world, count, width, checked=True):
         out[:, : width // 2] = x[:, : width // 2]
         if draw.random() < 0.1:
             time.sleep(draw.random() * 2e-4)
-        # the other half a little later: who reads in between has a torn copy
+        # write the other half a little later: a read in between gives a torn copy
         out[:, width // 2 :] = x[:, width // 2 :]
         mixer.start(ExchangeKind.GOSSIP, t)
         _, ((mixed,),) = mixer.finish()
         used += int(mixed.min() != mixed.max())
         x.fill_(float(mixed[0, 0]) + draw.choice((-1, 1)))
         stale.append(mixer.staleness[0])
-    found = used, mixer.torn, mixer.skipped, float(np.nanmax(np.abs(stale)))
+    result = used, mixer.torn, mixer.skipped, float(np.nanmax(np.abs(stale)))
     mixer.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("n", [every(2), 3])
 def test_no_torn_copy_is_used(ranks, n):
-    found = ranks(n)(rounds_under_delays, 4000 // n, 4096, timeout=120)
-    assert not sum(used for used, *_ in found), found
-    assert sum(torn for _, torn, *_ in found) > 0, "nothing was read while it was written"
+    results = ranks(n)(rounds_under_delays, 4000 // n, 4096, timeout=120)
+    assert not sum(used for used, *_ in results), results
+    assert sum(torn for _, torn, *_ in results) > 0, "no model was read while it was written"
 
 
 def test_without_the_second_counter_torn_copies_are_used(ranks):
-    found = ranks(2)(rounds_under_delays, 1500, 4096, False, timeout=120)
-    assert sum(used for used, *_ in found) > 0, found
+    results = ranks(2)(rounds_under_delays, 1500, 4096, False, timeout=120)
+    assert sum(used for used, *_ in results) > 0, results
 
 
 @with_world
 def reads_while_it_is_written(world, width, wanted, seconds):
-    """Rank 0 reads a model that rank 1 writes: (torn by its content, whole by its counters) each.
+    """Let rank 0 read a model that rank 1 writes: pairs (torn content, complete by its counters).
 
     All elements of the model of round t are t. Rank 0 ends the writing when it has seen both a
-    torn and a whole copy as often as ``wanted``.
+    torn and a complete copy ``wanted`` times.
     """
     from mpigossip.mixing.asynchronous import ROUND, Asynchronous
 
@@ -217,8 +217,11 @@ def reads_while_it_is_written(world, width, wanted, seconds):
             mixer._read(copy, 1)
             if copy.head[0] >= 0:
                 torn = not (model == float(copy.head[0])).all().item()
-                reads.append((torn, copy.whole))
-            if min(sum(torn for torn, _ in reads), sum(whole for _, whole in reads)) >= wanted:
+                reads.append((torn, copy.complete))
+            if (
+                min(sum(torn for torn, _ in reads), sum(complete for _, complete in reads))
+                >= wanted
+            ):
                 break
         comm.send(None, dest=1, tag=stop)
     mixer.close()
@@ -227,22 +230,22 @@ def reads_while_it_is_written(world, width, wanted, seconds):
 
 @pytest.mark.parametrize(("width", "wanted"), [every(2, 20), every(1 << 20, 5), (4096, 20)])
 def test_a_copy_torn_by_its_content_is_torn_by_its_counters(ranks, width, wanted):
-    """It has seen torn copies: without the check of the counters they would have been used."""
+    """Without the check of the counters, these torn copies would have been used."""
     reads, _ = ranks(2)(reads_while_it_is_written, width, wanted, 20, timeout=90)
     assert sum(torn for torn, _ in reads) > 0, "no copy was torn"
-    assert sum(whole for _, whole in reads) > 0, "no copy was whole"
-    assert not [1 for torn, whole in reads if torn and whole]
+    assert sum(complete for _, complete in reads) > 0, "no copy was complete"
+    assert not [1 for torn, complete in reads if torn and complete]
 
 
 class Spied:
-    """A window that records the calls, targets and bytes of what is sent through it."""
+    """A window that records the name and byte range of each call."""
 
     def __init__(self, window):
         self.window = window
         self.calls = []
 
     def __getattr__(self, name):
-        plain = getattr(self.window, name)
+        method = getattr(self.window, name)
 
         def call(*args):
             if name in ("Get", "Put", "Accumulate"):
@@ -251,14 +254,14 @@ class Spied:
                 self.calls.append((name, target[0], target[0] + item * target[1]))
             if name == "Fetch_and_op":
                 self.calls.append((name, args[3], args[3] + 8))
-            return plain(*args)
+            return method(*args)
 
         return call
 
 
 @with_world
 def accesses(world, rounds):
-    """Calls by which bytes of windows are read and written, and where counters and bells lie."""
+    """Return the accesses to windows, and the byte ranges of counters and sequence numbers."""
     from mpigossip.mixing.asynchronous import ROUND, Asynchronous
 
     mixer = Asynchronous(graph("ring", world.size), LAYOUT, world)
@@ -267,12 +270,12 @@ def accesses(world, rounds):
     for t in range(rounds):
         x = exchange(mixer, x, ExchangeKind.GOSSIP, t)
         world.barrier()
-    where = mixer._map
+    window_map = mixer._map
     mixer.close()
-    return spied.calls, [(0, 8 * ROUND), (where.sequence_numbers, where.places)]
+    return spied.calls, [(0, 8 * ROUND), (window_map.sequence_numbers, window_map.buffers)]
 
 
-def test_counters_and_bells_are_accessed_atomically(ranks):
+def test_counters_and_sequence_numbers_are_accessed_atomically(ranks):
     for calls, words in ranks(3)(accesses, 4):
         for begin, end in words:
             names = {name for name, first, last in calls if first < end and last > begin}
@@ -302,10 +305,10 @@ def mean_under_delays(world, name, count):
         )
         x = exchange(mixer, x, kind, t)
         time.sleep(draw.random() * 2e-4 * (draw.random() < 0.3))
-    under_way = mixer.pending()
+    pending = mixer.pending()
     sums = [
         torch.cat([part[0].double() for segment in what for part in segment]).numpy()
-        for what in (begin, x, under_way)
+        for what in (begin, x, pending)
     ]
     sent = mixer.bytes_sent[0]
     mixer.close()
@@ -320,17 +323,17 @@ def mean_under_delays(world, name, count):
     ],
 )
 def test_the_mean_stays_on_ranks_under_random_delays(ranks, n, name):
-    begin, end, under_way, sent = zip(*ranks(n)(mean_under_delays, name, 110), strict=True)
-    assert np.allclose(sum(begin), sum(end) + sum(under_way), atol=2e-5)
+    begin, end, pending, sent = zip(*ranks(n)(mean_under_delays, name, 110), strict=True)
+    assert np.allclose(sum(begin), sum(end) + sum(pending), atol=2e-5)
     mean = sum(begin) / n
-    apart = [np.abs(each - mean).max() for each in end]
-    assert max(apart) < 0.5 * max(np.abs(each - mean).max() for each in begin) or n == 1
+    distances = [np.abs(model - mean).max() for model in end]
+    assert max(distances) < 0.5 * max(np.abs(model - mean).max() for model in begin) or n == 1
     assert all(count > 0 for count in sent) or n == 1
 
 
 @with_world
 def one_waits(world, algorithm):
-    """Rank 0 has 30 answers, the others only wait: models before and behind."""
+    """Let rank 0 exchange 30 times while others wait; return the models before and after."""
     from mpigossip.runs.node import wait_for_nodes
 
     job = assemble.load(JOB, f"algorithm.name={algorithm}".split())
@@ -356,11 +359,11 @@ def one_waits(world, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["dsgd", "dsgt", "gasloc algorithm.outer_lr=1"])
-def test_who_waits_goes_on_averaging(ranks, algorithm):
+def test_a_waiting_node_continues_averaging(ranks, algorithm):
     before, behind, pending, index = zip(*ranks(2)(one_waits, algorithm), strict=True)
     assert np.allclose(sum(before), sum(behind) + sum(pending), atol=1e-4)
-    apart = np.linalg.norm(behind[0] - behind[1]) / np.linalg.norm(before[0] - before[1])
-    assert apart < 0.05, "one answered exchange would leave a half"
+    distance = np.linalg.norm(behind[0] - behind[1]) / np.linalg.norm(before[0] - before[1])
+    assert distance < 0.05, "one answered exchange would leave half of the distance"
     assert index == (0, 0)
 
 
@@ -380,7 +383,7 @@ class Late(Hook):
 
 @with_world
 def exchanges_while_waiting(world, folder):
-    """How often this rank has exchanged without a step, in a job."""
+    """Return the number of exchanges of this rank without a step, in a job."""
     from mpigossip.training.loop import Trainer
 
     settings = [f"run.output={folder}", "log.flush_steps=4", "run.steps=6"]
@@ -393,7 +396,7 @@ def exchanges_while_waiting(world, folder):
     return len(count)
 
 
-def test_a_node_that_waits_for_the_log_goes_on_exchanging(ranks, tmp_path):
+def test_a_node_that_waits_for_the_log_continues_exchanging(ranks, tmp_path):
     first, _ = ranks(2)(exchanges_while_waiting, tmp_path)
     assert first > 10
     assert read(tmp_path / "log.h5").steps["step"].tolist() == list(range(6))
@@ -410,9 +413,9 @@ JOB = {
 
 
 def train(job, tmp_path, name, n=4):
-    made = assemble.load(job, [f"run.output={tmp_path / name}"])
+    loaded = assemble.load(job, [f"run.output={tmp_path / name}"])
     with SingleProcess() as world:
-        return launch.train(made, world, n)
+        return launch.train(loaded, world, n)
 
 
 def test_a_simulated_run_repeats_itself_and_logs_staleness(tmp_path):
@@ -431,11 +434,11 @@ def trained_on_ranks(world, folder):
 
 def test_a_run_on_ranks_logs_staleness(ranks, tmp_path):
     ranks(3)(trained_on_ranks, tmp_path / "run")
-    found = read(tmp_path / "run" / "log.h5")
-    assert found.steps["staleness"].shape == (40, 3)
-    # how often a whole copy is seen is up to the machine: each node has seen some
-    assert np.isfinite(found.steps["staleness"]).any(axis=0).all()
-    assert found.summary["accuracy"] > 0.5, json.dumps(found.summary)
+    log = read(tmp_path / "run" / "log.h5")
+    assert log.steps["staleness"].shape == (40, 3)
+    # the number of complete copies depends on the machine, but each node has seen some
+    assert np.isfinite(log.steps["staleness"]).any(axis=0).all()
+    assert log.summary["accuracy"] > 0.5, json.dumps(log.summary)
 
 
 @on_each(
@@ -450,17 +453,19 @@ def test_a_run_on_ranks_logs_staleness(ranks, tmp_path):
         ("node.mixer=synchronous faults.slow_times=3", "faults.slow_times = 3"),
     ],
 )
-def test_what_asynchrony_does_not_bear_is_refused(settings, message):
+def test_settings_that_asynchronous_nodes_do_not_support_are_rejected(settings, message):
     job = assemble.load(JOB, settings.split())
-    assert any(message in found for found in assemble.mistakes(job, 4)), assemble.mistakes(job, 4)
+    assert any(message in problem for problem in assemble.mistakes(job, 4)), assemble.mistakes(
+        job, 4
+    )
 
 
-def test_wrong_faults_are_refused():
+def test_invalid_faults_are_rejected():
     with pytest.raises(JobError, match="faults.lost"):
         assemble.load({"faults": {"lost": 1.0}})
 
 
-def test_the_dry_run_counts_copies_and_deposits():
+def test_the_dry_run_counts_copies_and_corrections():
     from mpigossip.training.costs import exchanges, subject
 
     waiting, free = (
@@ -470,7 +475,7 @@ def test_the_dry_run_counts_copies_and_deposits():
     assert free.bytes_per_step == 2 * waiting.bytes_per_step > 0
 
 
-def test_ranks_refuse_faults_of_the_simulator():
+def test_ranks_reject_faults_of_the_simulator():
     world = SingleProcess()
     world.comm = object()
     with pytest.raises(JobError, match="faults: .*`mpigossip simulate`"):
@@ -487,16 +492,16 @@ def stores_during_corrections(world):
     sending = threading.Event()
     send = mixer._send_corrections
     store = mixer._store
-    found = []
+    overlaps = []
 
-    def slow_send(deposits):
+    def slow_send(corrections):
         sending.set()
         time.sleep(0.1)
-        send(deposits)
+        send(corrections)
         sending.clear()
 
     def observed_store(word, value):
-        found.append(sending.is_set())
+        overlaps.append(sending.is_set())
         store(word, value)
 
     mixer._send_corrections = slow_send
@@ -506,11 +511,11 @@ def stores_during_corrections(world):
         exchange(mixer, x, ExchangeKind.GOSSIP, t)
         sending.wait(0.05)
         world.barrier()
-    made = int(mixer._made.sum())
+    sent_count = int(mixer._sent_counts.sum())
     mixer.close()
-    return made > 0, found
+    return sent_count > 0, overlaps
 
 
 def test_counters_are_not_stored_while_corrections_are_sent(ranks):
-    for made, found in ranks(2)(stores_during_corrections):
-        assert made and not any(found)
+    for any_sent, overlaps in ranks(2)(stores_during_corrections):
+        assert any_sent and not any(overlaps)

@@ -1,4 +1,4 @@
-"""What a mixer says that it holds is what it has allocated: one formula, for the screen too."""
+"""The memory that a mixer states is what it has allocated, and what is planned without it."""
 
 import gc
 from dataclasses import replace
@@ -26,14 +26,14 @@ def layout_of(name, slots=1):
 
 
 def held(*arrays):
-    """Bytes of the memory behind these arrays, each piece of it once."""
+    """Return the bytes of the memory of these arrays; shared memory counts once."""
     return sum(
         {a.untyped_storage().data_ptr(): a.untyped_storage().nbytes() for a in arrays}.values()
     )
 
 
 def allocated(mixer):
-    """Bytes that messages take in a mixer's private arrays, by what it consists of."""
+    """Return the bytes of messages in a mixer's private arrays."""
     name = type(mixer).__name__
     if name == "Asynchronous":
         copies = [copy.memory for copy in mixer._copies]
@@ -44,47 +44,47 @@ def allocated(mixer):
     transport = mixer._transport
     buffers = mixer._buffers
     shared = mixer._shared
-    found = list(transport.memory) if transport else []
+    arrays = list(transport.memory) if transport else []
     host = getattr(buffers, "host", None) or buffers
     if shared:
         area, _ = shared._window.Shared_query(shared.rank)
-        found.append(torch.frombuffer(area, dtype=torch.uint8))
+        arrays.append(torch.frombuffer(area, dtype=torch.uint8))
     else:
-        found += [host.own, vars(host).get("memory", host.own)]
-    found += host.codes or []
+        arrays += [host.own, vars(host).get("memory", host.own)]
+    arrays += host.codes or []
     if host is not buffers:
-        found += [*buffers._own, *buffers._mixed, *(buffers.codes or [])]
-        found += [one for each in buffers._inbox for one in each]
-    return held(*[one for one in found if one.numel()])
+        arrays += [*buffers._own, *buffers._mixed, *(buffers.codes or [])]
+        arrays += [one for each in buffers._inbox for one in each]
+    return held(*[one for one in arrays if one.numel()])
 
 
 @with_world
 def opened(world, asked, survives, name, wire_name, averages, **options):
-    """Bytes said by the opened mixer and by its class, and bytes allocated after two periods."""
-    made = graph(name, world.size)
+    """Return whether mixer and class state the same bytes, these, and the bytes in use."""
+    network = graph(name, world.size)
     layout = layout_of(wire_name)
     world.survives = survives
     if "exchange" in options:
         from mpigossip.mixing.synchronous import Synchronous
 
         layout = replace(layout, devices=DEVICES)
-        mixer = Synchronous(made, layout, world, timeout_s=30, on_devices=True, **options)
-        mixer.layout = replace(layout, devices=("cuda",))  # as a GPU's, whose place it takes
+        mixer = Synchronous(network, layout, world, timeout_s=30, on_devices=True, **options)
+        mixer.layout = replace(layout, devices=("cuda",))  # the CPU replaces a GPU
     else:
-        mixer = mixing.open_mixer(made, layout, world, asked, timeout_s=30, **options)
-    for t in range(2 * made.period):
+        mixer = mixing.open_mixer(network, layout, world, asked, timeout_s=30, **options)
+    for t in range(2 * network.period):
         for kind in [ExchangeKind.GOSSIP] + [ExchangeKind.GLOBAL] * averages:
             for segment in mixer.outbox(t):
                 for part in segment:
                     part.fill_(1.0)
             mixer.start(kind, t)
             mixer.finish()
-    said = mixer.memory(averages)
+    stated = mixer.memory(averages)
     real = allocated(mixer)
-    planned = mixer.estimate_memory(made, mixer.layout, world.rank, mixer._near, averages)
+    planned = mixer.estimate_memory(network, mixer.layout, world.rank, mixer._near, averages)
     mixer.close()
     world.survives = False
-    return said == planned, sum(said.values()), real
+    return stated == planned, sum(stated.values()), real
 
 
 CASES = [
@@ -101,39 +101,41 @@ CASES = [
 
 @pytest.mark.parametrize("averages", [False, True])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_what_is_said_is_what_is_allocated(ranks, name, averages):
+def test_stated_memory_is_what_is_allocated(ranks, name, averages):
     for asked, survives, wire_name, options in CASES:
-        for same, said, real in ranks(3)(
+        for same, stated, real in ranks(3)(
             opened, asked, survives, name, wire_name, averages, **options
         ):
-            # an average's second result is there only while it lasts
+            # the second result of an average exists only during the average
             passing = layout_of("fp32").nbytes * (averages and asked == "asynchronous")
-            assert same and said - passing == real, (asked, survives, wire_name, options)
+            assert same and stated - passing == real, (asked, survives, wire_name, options)
 
 
 @on_each("asked", ["synchronous", "asynchronous"])
-def test_what_the_simulator_says_of_a_node_is_what_it_holds(asked):
+def test_the_simulator_states_the_memory_per_node(asked):
     n = 4
     layout = layout_of("fp32", slots=2)
-    made = graph("exponential", 4)
-    mixer = mixing.open_mixer(made, layout, SingleProcess(), asked, ages=Faults(n, times=4.0).ages)
+    network = graph("exponential", 4)
+    mixer = mixing.open_mixer(
+        network, layout, SingleProcess(), asked, ages=Faults(n, times=4.0).ages
+    )
     for t in range(OLDEST + 5):
         for segment in mixer.outbox(t):
             for part in segment:
                 part.fill_(1.0)
         mixer.start(ExchangeKind.GOSSIP, t)
         mixer.finish()
-    said = mixer.memory()
+    stated = mixer.memory()
     real = allocated(mixer)
     if asked == "asynchronous":
         real += sum(array.nbytes for _, arrays in mixer._past for array in arrays)
-        under_way = [sum(p.nbytes for p in d.parts) for d in mixer._under_way]
-        assert sum(under_way) <= n * said.pop("inbox")
-    assert n * sum(said.values()) == real
+        under_way = [sum(p.nbytes for p in d.parts) for d in mixer._in_flight]
+        assert sum(under_way) <= n * stated.pop("inbox")
+    assert n * sum(stated.values()) == real
 
 
-def test_an_asynchronous_run_of_eight_is_planned_as_it_is_opened():
-    """Of one peer in each of three rounds: the model, a result, one copy, three places."""
+def test_an_asynchronous_run_of_eight_nodes_is_planned_as_it_is_opened():
+    """With one peer in each of three rounds: model, result, one copy and three inboxes."""
     job = assemble.load(
         {"model": {"name": "mlp"}, "algorithm": {"name": "dsgd"}, "node": {"mixer": "asynchronous"}}
     )
@@ -157,14 +159,14 @@ def test_copies_for_rank_failures_are_counted():
 
 @with_world
 def left_to_the_collector(world, width, same_host):
-    """Objects in circles of references that some rounds leave behind, the least of three times.
+    """Return the number of objects in reference cycles after some rounds: the minimum of three.
 
-    What happens once (a kernel that is loaded, a wait that gets long) leaves some, too.
+    The minimum excludes events that happen once, such as loading a kernel or a long wait.
     """
-    found = []
-    made = graph("exponential", world.size)
+    counts = []
+    network = graph("exponential", world.size)
     mixer = mixing.open_mixer(
-        made, MessageLayout((width,)), world, same_host=same_host, timeout_s=30
+        network, MessageLayout((width,)), world, same_host=same_host, timeout_s=30
     )
     gc.disable()
     try:
@@ -175,13 +177,13 @@ def left_to_the_collector(world, width, same_host):
             mixer.start(ExchangeKind.GOSSIP, t)
             mixer.finish()
             if t % ROUNDS == ROUNDS - 1:
-                found.append(gc.collect())
+                counts.append(gc.collect())
     finally:
         gc.enable()
     mixer.close()
-    return min(found)
+    return min(counts)
 
 
 @pytest.mark.parametrize(("width", "same_host"), [(256, "put"), (1 << 15, "read")])
-def test_a_round_leaves_no_circle_that_memory_grows_by(ranks, width, same_host):
+def test_a_round_leaves_no_reference_cycles(ranks, width, same_host):
     assert max(ranks(2)(left_to_the_collector, width, same_host)) < ROUNDS

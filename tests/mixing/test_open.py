@@ -1,4 +1,4 @@
-"""The one place that chooses a mixer: every row names a class, an unknown one is refused."""
+"""Choice of a mixer: every entry of the table names a class, and unknown mixers are rejected."""
 
 import pytest
 
@@ -20,8 +20,10 @@ def test_in_this_process():
     assert type(delayed).__name__ == "Delayed" and not delayed.synchronous
 
 
-def test_every_row_names_a_class_and_an_unknown_one_is_refused():
+def test_every_entry_names_a_class_and_unknown_mixers_are_rejected():
     for asked, where in mixing.MIXERS:
         assert mixing.mixer_class(asked, where).synchronous is (asked != "asynchronous")
-    with pytest.raises(ValueError, match='no mixer "asynchronous" for devices; .*"synchronous"'):
+    with pytest.raises(
+        ValueError, match='node.mixer = "asynchronous": .* devices; choose "synchronous"$'
+    ):
         mixing.mixer_class("asynchronous", "devices")

@@ -1,4 +1,4 @@
-"""The simulator: rows at once have the bits of row after row."""
+"""The simulator sums all rows at once with the same bits as row by row."""
 
 import torch
 
@@ -40,11 +40,11 @@ def test_rows_at_once_have_the_bits_of_rows_one_by_one(name, options, n):
     sent = [0] * n
     for t in range(2 * (made.period or 5)):
         x = [torch.randn(n, 96), torch.randn(n, 1, dtype=torch.float64)]
-        found = exchanged(mixer, x, t)
+        result = exchanged(mixer, x, t)
         for i in range(n):
             sources, weights, own = made.neighbours(t, i)
             sent[i] += bytes_per_exchange(made, ExchangeKind.GOSSIP, t, i, layout.nbytes)
-            for part, mixed in zip(x, found, strict=True):
+            for part, mixed in zip(x, result, strict=True):
                 rows = [part[i : i + 1], *(part[j : j + 1] for j in sources)]
                 if name == "complete":  # one average, in the order of nodes
                     rows = list(part.split(1))

@@ -1,6 +1,6 @@
-"""What every transport keeps (`transports.Transport`), each alone between ranks.
+"""The contract of `transports.Transport`, tested for each transport between ranks.
 
-The CPU is in a GPU's place, gloo in NCCL's.
+The CPU replaces a GPU, and gloo replaces NCCL.
 """
 
 from functools import partial
@@ -44,7 +44,7 @@ def filled(areas, rank, t):
 
 @with_world
 def kept(world, way):
-    """Rounds to the right and from the left; what went against the contract."""
+    """Send to the right and receive from the left; return the violations of the contract."""
     from mpigossip.mixing.plan import RoundState
 
     comm = world.comm
@@ -55,18 +55,18 @@ def kept(world, way):
     )
     transport = opened(world, way)
     size = LAYOUT.slot_sent_bytes
-    areas, wanted = (
+    areas, expected = (
         [torch.zeros(size, dtype=torch.uint8) for _ in LAYOUT.widths] for _ in range(2)
     )
-    wrong = []
+    problems = []
     for t in range(ROUNDS):
         r = RoundState(plan, t, t, t)
         filled(areas, comm.rank, t)
-        filled(wanted, left, t)
+        filled(expected, left, t)
         transport.begin(r, areas)
         comm.Barrier()
         if transport.arrived(r, left, transport.chunks[0]) and way != "nccl":
-            wrong.append(f"arrived before it was sent, round {t}")
+            problems.append(f"arrived before it was sent, round {t}")
         comm.Barrier()
         for chunk in transport.chunks:
             flying = transport.send(r, chunk, areas)
@@ -74,60 +74,60 @@ def kept(world, way):
                 pass
             transport.notify(r, chunk)
             awaited(partial(transport.arrived, r, left, chunk))
-            for area, whole in zip(transport.received(r, 0), wanted, strict=True):
-                if not torch.equal(area[chunk.span], whole[chunk.span]):
-                    wrong.append(f"bytes of round {t}, chunk {chunk.number}")
-        wrong += freed(comm, transport, plan, right, t)
+            for area, expected_area in zip(transport.received(r, 0), expected, strict=True):
+                if not torch.equal(area[chunk.span], expected_area[chunk.span]):
+                    problems.append(f"bytes of round {t}, chunk {chunk.number}")
+        problems += freed(comm, transport, plan, right, t)
         transport.release(r, plan)
-    transport.close([(ROUNDS + 1, plan)])  # of round ROUNDS it has been heard
-    return wrong
+    transport.close([(ROUNDS + 1, plan)])  # the notification for round ROUNDS has been received
+    return problems
 
 
-def awaited(there):
+def awaited(is_done):
     from mpigossip.cluster.deadline import Deadline
 
-    Deadline(20).wait(there, lambda: "nothing came")
+    Deadline(20).wait(is_done, lambda: "nothing arrived")
 
 
 def freed(comm, transport, plan, reader, t):
-    """A buffer of a window may be written again once its reader says so, and not before."""
+    """Check that a window's buffer is free only after its reader has freed it."""
     from mpigossip.mixing.plan import RoundState
 
     awaited(partial(transport.is_free, RoundState(plan, t, t, t + 1), reader))
     comm.Barrier()
     late = transport.halves == 2 and transport.is_free(RoundState(plan, t, t, t + 2), reader)
     comm.Barrier()
-    return [f"a free buffer for round {t + 2} that nobody has freed"] if late else []
+    return [f"a buffer for round {t + 2} is free before its reader has freed it"] if late else []
 
 
 WAYS = ["windows", "windows device", "messages", "messages device", "nccl"]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_transport_brings_chunks_in_order(ranks, way):
+def test_a_transport_delivers_chunks_in_order(ranks, way):
     assert ranks(3)(kept, way) == [[], [], []]
 
 
 def notified(comm):
-    """What `Windows.notify` asks of two windows, and says to two readers, in order."""
+    """Return the calls of `Windows.notify` for two windows and two readers, in order."""
     from mpigossip.mixing.transports.windows import Windows
 
-    said = []
+    calls = []
     transport = Windows.__new__(Windows)
     transport._devices = [torch.device("cpu")] * 2
     transport._opened = [
-        SimpleNamespace(Flush=lambda rank, k=k: said.append((rank, k))) for k in range(2)
+        SimpleNamespace(Flush=lambda rank, k=k: calls.append((rank, k))) for k in range(2)
     ]
-    transport.notifications = SimpleNamespace(send=lambda ranks, *_: said.append((*ranks, "told")))
+    transport.notifications = SimpleNamespace(send=lambda ranks, *_: calls.append((*ranks, "told")))
     transport.number = lambda r, chunk: 0
     transport.notify(SimpleNamespace(plan=SimpleNamespace(targets=[(3, 0), (5, 1)])), None)
-    return said
+    return calls
 
 
 def test_readers_are_notified_once_every_window_is_flushed(ranks):
-    """On one host a put is there at once, flushed or not: it would not be missed."""
-    (said,) = ranks(1)(notified)
-    assert said == [(3, 0), (3, 1), (3, "told"), (5, 0), (5, 1), (5, "told")]
+    """On one host a put arrives at once, so only the order of calls shows a missing flush."""
+    (calls,) = ranks(1)(notified)
+    assert calls == [(3, 0), (3, 1), (3, "told"), (5, 0), (5, 1), (5, "told")]
 
 
 # -- plans, without MPI ------------------------------------------------------------------------
@@ -138,15 +138,15 @@ NAMES = ["one-peer-exponential", "exponential", "ring", "one-peer-hypercube", "b
 
 @on_each("name", NAMES)
 @on_each("hosts", [1, 8])
-def test_plans_of_many_ranks_fit_together(name, hosts):
-    """Who sends to a rank is who it receives from, each in an inbox buffer of its own."""
+def test_plans_of_many_ranks_are_consistent(name, hosts):
+    """The ranks that send to a rank are those that it expects, each with a separate buffer."""
     made = graphs.graph(name, LARGE)
     layout = SimpleNamespace(sent_bytes=4, raw_bytes=None)
     near = [frozenset(range(i // hosts * hosts, (i // hosts + 1) * hosts)) for i in range(LARGE)]
     near = near if hosts > 1 else []
     for t in (0, 1, 5):
         plans = {}
-        some = np.random.default_rng(t).integers(0, LARGE, 40).tolist()
+        ranks = np.random.default_rng(t).integers(0, LARGE, 40).tolist()
 
         def of(rank, t=t, plans=plans):
             if rank not in plans:
@@ -155,17 +155,19 @@ def test_plans_of_many_ranks_fit_together(name, hosts):
                 )
             return plans[rank]
 
-        for i in some:
-            mine = of(i)
-            for k, j in enumerate(mine.remote_sources[:8]):
+        for i in ranks:
+            own_plan = of(i)
+            for k, j in enumerate(own_plan.remote_sources[:8]):
                 assert (i, k) in of(j).targets and k < inbox_buffers(made, i, near)
-            for j, k in mine.targets[:8]:
+            for j, k in own_plan.targets[:8]:
                 assert of(j).remote_sources[k] == i
-            assert mine.partner is None or of(mine.partner).partner == i
-            assert set(mine.remote_sources) == set(mine.sources) - (near[i] if near else set())
+            assert own_plan.partner is None or of(own_plan.partner).partner == i
+            assert set(own_plan.remote_sources) == set(own_plan.sources) - (
+                near[i] if near else set()
+            )
 
 
-def test_chunks_of_a_small_message_are_one():
+def test_a_small_message_is_one_chunk():
     (chunk,) = chunks(LAYOUT, float("inf"))
     assert chunk.span == slice(0, LAYOUT.slot_sent_bytes)
     assert [field for field, _ in chunk.fields] == [0, 1, 2]
@@ -175,19 +177,19 @@ def in_pieces(comm):
     from mpigossip.mixing import averages
     from mpigossip.mixing.transports.messages import Messages
 
-    (whole, averages.CUT), raw, sizes = (averages.CUT, 1000), averages.raw, []
+    (original, averages.CUT), raw, sizes = (averages.CUT, 1000), averages.raw, []
     averages.raw = lambda memory: sizes.append(memory.numel()) or raw(memory)
     keys = [(j, slot) for j in range(comm.size) if j != comm.rank for slot in range(2)]
     into = {key: torch.zeros(1500) for key in keys}
     out = {(j, slot): torch.full((1500,), 10.0 * comm.rank + slot) for j, slot in keys}
     averages.swap_by_messages(comm, 20, out, into)
-    averages.CUT = whole
+    averages.CUT = original
     averages.raw = raw
-    half_there = Messages.__new__(Messages)
-    half_there._receives = {(0, 0): [False, True]}  # as complete and open requests are
-    wrong = [key for key, got in into.items() if not bool((got == 10 * key[0] + key[1]).all())]
-    return wrong, max(sizes), half_there.pending(None)
+    transport = Messages.__new__(Messages)
+    transport._receives = {(0, 0): [False, True]}  # a complete and an open request
+    problems = [key for key, got in into.items() if not bool((got == 10 * key[0] + key[1]).all())]
+    return problems, max(sizes), transport.pending(None)
 
 
-def test_long_messages_are_cut_and_what_is_complete_is_not_waited_for(ranks):
+def test_long_messages_are_split_and_complete_requests_are_not_awaited(ranks):
     assert ranks(3)(in_pieces) == [([], 1000, [True])] * 3

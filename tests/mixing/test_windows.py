@@ -1,4 +1,4 @@
-"""Transports equal the simulator to the last bit, under random delays; mutants of them don't."""
+"""Transports are bitwise identical to the simulator under random delays; mutants are not."""
 
 import itertools
 import os
@@ -39,7 +39,7 @@ SIZES = (1, 2, 3, 4, 6, 8)
 
 
 def fill(out, step, nodes):
-    """The same numbers for a node wherever it lives."""
+    """Fill the outboxes of nodes with numbers that depend only on the step and the node."""
     for slot, segment in enumerate(out):
         for part, array in enumerate(segment):
             for row, node in enumerate(nodes):
@@ -64,63 +64,67 @@ def graphs_for(n, names=GRAPHS):
 
 
 def beside(mixer, kinds, layout=None, first=0, delay=0.004, into=None, also=None):
-    """Run rounds of a rank's mixer beside the simulator, then close it: how much differs.
+    """Run the same rounds with a rank's mixer and the simulator, then close it; count differences.
 
-    ``layout``: the simulator's; ``into``: an array for the sums of most GOSSIP rounds; ``also``:
-    what else may differ, asked of both mixers and the step while a round is on its way, and behind.
+    :param layout: layout of the simulator; None: the mixer's
+    :param into: array for the sums of most GOSSIP rounds
+    :param also: function of both mixers, the step and whether the round is in flight that returns
+        whether something else differs
     """
-    (row,), t, wrong = mixer.local_nodes, first, 0
+    (row,), t, differences = mixer.local_nodes, first, 0
     delays = random.Random(row)
     reference = Simulated(mixer.graph, layout or mixer.layout)
     for step, kind in enumerate(kinds):
-        for one in (mixer, reference):
-            fill(one.outbox(t), step, one.local_nodes)
-        for one in (mixer, reference):
-            one.start(kind, t, step)
+        for each_mixer in (mixer, reference):
+            fill(each_mixer.outbox(t), step, each_mixer.local_nodes)
+        for each_mixer in (mixer, reference):
+            each_mixer.start(kind, t, step)
             time.sleep(delays.random() * delay * (delays.random() < 0.2))
-        wrong += also(mixer, reference, step, True) if also else 0
+        differences += also(mixer, reference, step, True) if also else 0
         direct = into is not None and kind is ExchangeKind.GOSSIP and step % 3
         pairs = [*zip(mixer.finish(into if direct else None), reference.finish(), strict=True)]
         if direct and mixer._shared and not plan.is_average(mixer.graph, t):
-            wrong += pairs[1][0][0][0] is not into
-        for got, wanted in pairs:
-            for segment, rows in zip(got, wanted, strict=True):
+            differences += pairs[1][0][0][0] is not into
+        for got, expected in pairs:
+            for segment, rows in zip(got, expected, strict=True):
                 for array, every_row in zip(segment, rows, strict=True):
-                    wrong += not torch.equal(array[0].cpu(), every_row[row])
+                    differences += not torch.equal(array[0].cpu(), every_row[row])
         time.sleep(delays.random() * delay * (delays.random() < 0.2))
         t += kind is ExchangeKind.GOSSIP
-        wrong += also(mixer, reference, step, False) if also else 0
-    wrong += mixer.bytes_sent[0] != reference.bytes_sent[row]
+        differences += also(mixer, reference, step, False) if also else 0
+    differences += mixer.bytes_sent[0] != reference.bytes_sent[row]
     mixer.close()
-    return wrong
+    return differences
 
 
 @with_world
 def compare(
     world, names, same_host, steps, first=0, delay=0.004, mutate=None, layout=LAYOUT, into=None
 ):
-    """Run windows beside the simulator on every rank; {graph: what differs}."""
+    """Compare windows with the simulator on every rank: {graph: number of differences}."""
     from mpigossip.mixing.synchronous import Synchronous
 
-    found = {}
+    differences = {}
     for name, made in graphs_for(world.size, names):
         mixer = Synchronous(
             made, layout, world, same_host=same_host, timeout_s=30 if mutate is None else 3
         )
-        if same_host == "put" and len(name) % 2:  # else the message is a single piece
+        if same_host == "put" and len(name) % 2:  # otherwise the message is a single chunk
             mixer._transport.set_chunk_size(2048)
         if mutate is not None:
             mutate(mixer)
-        found[name] = beside(mixer, kinds_of(steps, seed=1), first=first, delay=delay, into=into)
-    return found
+        differences[name] = beside(
+            mixer, kinds_of(steps, seed=1), first=first, delay=delay, into=into
+        )
+    return differences
 
 
 @pytest.mark.parametrize(
     ("n", "same_host"), some(itertools.product(SIZES, ["read", "put"]), [(3, "read"), (4, "put")])
 )
 def test_windows_equal_the_simulator_under_random_delays(ranks, n, same_host):
-    for found in ranks(n)(compare, GRAPHS, same_host, 20, timeout=120):
-        assert found and not any(found.values()), found
+    for differences in ranks(n)(compare, GRAPHS, same_host, 20, timeout=120):
+        assert differences and not any(differences.values()), differences
 
 
 def summed_in_place(comm, same_host):
@@ -131,34 +135,34 @@ def summed_in_place(comm, same_host):
 
 @pytest.mark.parametrize("same_host", ["read", "put"])
 @pytest.mark.parametrize("n", some((1, 2, 3, 4), [3]))
-def test_sums_may_be_formed_where_they_are_wanted(ranks, n, same_host):
-    for found in ranks(n)(summed_in_place, same_host):
-        assert found and not any(found.values()), found
+def test_sums_can_be_written_into_a_given_array(ranks, n, same_host):
+    for differences in ranks(n)(summed_in_place, same_host):
+        assert differences and not any(differences.values()), differences
 
 
 def test_rounds_may_begin_anywhere(ranks):
     """A resumed run starts in the middle of the graph's period."""
     for same_host in ("read", "put"):
-        for found in ranks(3)(compare, GRAPHS, same_host, 12, 7):
-            assert not any(found.values()), found
+        for differences in ranks(3)(compare, GRAPHS, same_host, 12, 7):
+            assert not any(differences.values()), differences
 
 
 def lossy_by_pieces(comm, name):
-    """Chunks as short as can be, so that a small message has several."""
-    kept = plan.CHUNK
+    """Compare with the shortest possible chunks, so that a small message has several."""
+    chunk = plan.CHUNK
     plan.CHUNK = wires.CHUNK = 4096
     try:
         wire = compressors.wire(name, density=0.1)
         layout = MessageLayout((9216, 9216), vectors=2, scalars=1, wire=wire)
         return compare(comm, ["exponential", "random-matching"], "put", 12, layout=layout)
     finally:
-        plan.CHUNK = wires.CHUNK = kept
+        plan.CHUNK = wires.CHUNK = chunk
 
 
 @pytest.mark.parametrize("name", ["bf16", "qsgd", "top-k"])
-def test_encoded_messages_are_converted_sent_and_summed_by_pieces(ranks, name):
-    for found in ranks(3)(lossy_by_pieces, name):
-        assert found and not any(found.values()), found
+def test_encoded_messages_are_sent_and_summed_in_chunks(ranks, name):
+    for differences in ranks(3)(lossy_by_pieces, name):
+        assert differences and not any(differences.values()), differences
 
 
 @on_each("wire", ["fp32", "bf16", "sign"])
@@ -167,25 +171,25 @@ def test_chunks_hold_every_column_once_and_every_byte_in_order(wire, size, monke
     for module in (plan, wires):
         monkeypatch.setattr(module, "CHUNK", 4096)
     layout = MessageLayout((9216,) * 2, vectors=2, scalars=1, wire=compressors.wire(wire))
-    found = plan.chunks(layout, size)
-    ends = [chunk.span.stop for chunk in found]
-    assert [chunk.span.start for chunk in found] == [0, *ends[:-1]]
+    chunks = plan.chunks(layout, size)
+    ends = [chunk.span.stop for chunk in chunks]
+    assert [chunk.span.start for chunk in chunks] == [0, *ends[:-1]]
     assert ends[-1] == layout.slot_sent_bytes
     columns = [
         (field, column)
-        for chunk in found
+        for chunk in chunks
         for field, columns in chunk.fields
         for column in range(columns.start, columns.stop)
     ]
     assert columns == [(f, c) for f, columns in layout.fields for c in range(columns.stop)]
-    for chunk in found:
+    for chunk in chunks:
         field, columns = chunk.fields[0]
         begin = layout.offset(field) + layout.vector_bytes(columns.start)
         assert field >= 2 or chunk.span.start == begin
-    assert len(found) == {1: 6, float("inf"): 1}.get(size, len(found))
+    assert len(chunks) == {1: 6, float("inf"): 1}.get(size, len(chunks))
 
 
-# -- mutants: each breaks one rule of the protocol, and the battery must see it --------------------
+# -- mutants: each breaks one rule of the protocol, which the tests must detect --------------------
 
 
 def without_waiting_for_free_places(mixer):
@@ -194,13 +198,13 @@ def without_waiting_for_free_places(mixer):
 
 
 def free_for_the_next_round(mixer):
-    """The places of round t are freed for t + 1 in place of t + 2."""
+    """Free the buffers of round t for round t + 1 instead of t + 2."""
     free = mixer._transport.release
     mixer._transport.release = lambda r, coming: free(replace(r, index=r.index - 1), coming)
 
 
 def counting_global_rounds(mixer):
-    """The graph's clock runs on in GLOBAL rounds."""
+    """Count GLOBAL rounds as rounds of the graph, too."""
     start = mixer.start
     extra = [0]
 
@@ -228,15 +232,15 @@ def without_waiting_for_the_other_half(mixer):
 
 
 def caught(comm, mutate, same_host, graphs):
-    """Whether a mutant is seen: wrong numbers, or an error that ends the waiting."""
+    """Raise AssertionError if a mutant is detected by wrong numbers, or by an error of a wait."""
     from mpigossip.cluster.deadline import WaitTimeoutError
     from mpigossip.mixing.notifications import ProtocolError
 
     try:
         for delay in (0.02, 0.05, 0.1):  # on a loaded machine the short delays may not be enough
-            found = compare(comm, graphs, same_host, 40, 0, delay, mutate)
-            if comm.allreduce(sum(found.values())):
-                raise AssertionError(f"seen: {found}")
+            differences = compare(comm, graphs, same_host, 40, 0, delay, mutate)
+            if comm.allreduce(sum(differences.values())):
+                raise AssertionError(f"seen: {differences}")
     except (WaitTimeoutError, ProtocolError) as error:
         raise AssertionError(f"seen: {error}") from None
 
@@ -252,7 +256,7 @@ def caught(comm, mutate, same_host, graphs):
         (without_waiting_for_models, "read"),
     ],
 )
-def test_a_mutant_of_the_protocol_is_seen(ranks, mutate, same_host):
+def test_a_mutant_of_the_protocol_is_detected(ranks, mutate, same_host):
     graphs = ["one-peer-exponential", "exponential"]
     with pytest.raises(Exception, match="seen"):
         ranks(6)(caught, mutate, same_host, graphs, timeout=60)
@@ -265,14 +269,14 @@ def test_a_mutant_of_the_protocol_is_seen(ranks, mutate, same_host):
         (without_waiting_for_chunks, "put", "exponential"),
     ],
 )
-def test_a_mutant_of_a_faster_way_is_seen(ranks, mutate, same_host, name):
+def test_a_mutant_of_a_faster_exchange_is_detected(ranks, mutate, same_host, name):
     with pytest.raises(Exception, match="seen"):
         ranks(4)(caught, mutate, same_host, [name], timeout=60)
 
 
 @with_world
 def slow_reader(world, waits):
-    """Rank 1 reads a pair's average slowly; that it is another, or a wait too long, is seen."""
+    """Let rank 1 read a pair's average slowly; raise if it changes or a wait is too long."""
     from mpigossip.cluster.deadline import WaitTimeoutError
     from mpigossip.mixing.synchronous import Synchronous
 
@@ -289,7 +293,7 @@ def slow_reader(world, waits):
             mixed = mixer.finish()[1][0][0]
         except WaitTimeoutError as error:
             raise AssertionError(f"seen: {error}") from None
-        # as long as nothing is seen its partners may take their time: results are rank 0's, its own
+        # Without the wait, its partners need some time to overwrite the result.
         until = time.monotonic() + (0.3 if waits else 20) * (world.rank == 1)
         while True:
             assert torch.equal(mixed, right), f"seen: another average in round {t}"
@@ -321,19 +325,19 @@ def test_the_sum_is_the_formula_in_the_order_given(weights, width):
 @on_each("weights", [[0.5, 0.5], [0.2, 0.5, 0.3]])
 def test_the_sum_has_the_same_bits_in_place_and_row_by_row(weights):
     arrays = [torch.randn(3, 40_000) for _ in weights]
-    whole = weighted_sum(weights, arrays, torch.empty(3, 40_000))
+    expected = weighted_sum(weights, arrays, torch.empty(3, 40_000))
     for row in range(3):
         alone = weighted_sum(weights, [a[row : row + 1] for a in arrays], torch.empty(1, 40_000))
-        assert torch.equal(alone[0], whole[row])
+        assert torch.equal(alone[0], expected[row])
     in_place = [a.clone() for a in arrays]
-    assert torch.equal(weighted_sum(weights, in_place, in_place[1]), whole)
+    assert torch.equal(weighted_sum(weights, in_place, in_place[1]), expected)
 
 
 @on_each("width", [1, 3, 2047, 2048, 40_001, native.STREAMED + 5])
 @on_each(
     "weights", [[0.7], [0.5, 0.5], [1 / 3] * 3, [0.2] * 5, [0.3, 0.7], [0.2, 0.5, 0.3], [0.1] * 6]
 )
-def test_the_native_sum_has_the_bits_of_the_pure_one(weights, width, monkeypatch):
+def test_the_native_sum_has_the_bits_of_torch(weights, width, monkeypatch):
     if native.library() is None:
         pytest.skip(native.status())
     memory = torch.randn(len(weights) + 2, width + 1)
@@ -346,11 +350,11 @@ def test_the_native_sum_has_the_bits_of_the_pure_one(weights, width, monkeypatch
     with monkeypatch.context() as patch:  # the cases share the fixture
         patch.setattr(native, "library", lambda: None)
         weighted_sum(weights, arrays, pure, other)
-    for one in (out, copy, other):
-        assert torch.equal(one.view(torch.int32), pure.view(torch.int32))
+    for result in (out, copy, other):
+        assert torch.equal(result.view(torch.int32), pure.view(torch.int32))
 
 
-def test_without_a_compiler_the_sum_is_pure_and_the_reason_is_told(monkeypatch, tmp_path):
+def test_without_a_compiler_torch_sums_and_the_reason_is_reported(monkeypatch, tmp_path):
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho no licence today >&2; exit 1\n")
     broken.chmod(0o755)
@@ -369,38 +373,38 @@ def test_without_a_compiler_the_sum_is_pure_and_the_reason_is_told(monkeypatch, 
     def denied(_):
         raise PermissionError(13, "a folder above may not be entered")
 
-    monkeypatch.setattr(native, "_safe", denied)
+    monkeypatch.setattr(native, "_is_private", denied)
     monkeypatch.delenv("MPIGOSSIP_NATIVE")
     assert "no cache folder" in native.status() and native.library.__wrapped__() is None
 
 
 def test_a_library_that_others_may_write_is_not_loaded(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    place = native._place()
-    theirs = os.getuid() + 1
+    path = native._library_path()
+    other_user = os.getuid() + 1
     for name, folder_mode, file_mode, owner in (
         ("a file that all may write", 0o700, 0o666, os.getuid()),
         ("a folder that all may write", 0o777, 0o600, os.getuid()),
-        ("a folder of another user", 0o755, 0o644, theirs),
+        ("a folder of another user", 0o755, 0o644, other_user),
     ):
-        place.parent.mkdir(exist_ok=True)
-        place.unlink(missing_ok=True)  # a loaded library is not overwritten
-        place.write_text("planted")
-        place.chmod(file_mode)
-        place.parent.chmod(folder_mode)
-        if owner == theirs and os.getuid() == 0:
-            os.chown(place.parent, theirs, -1)
-        elif owner == theirs:
-            monkeypatch.setattr(os, "getuid", lambda: theirs)
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)  # a loaded library is not overwritten
+        path.write_text("planted")
+        path.chmod(file_mode)
+        path.parent.chmod(folder_mode)
+        if owner == other_user and os.getuid() == 0:
+            os.chown(path.parent, other_user, -1)
+        elif owner == other_user:
+            monkeypatch.setattr(os, "getuid", lambda: other_user)
         kernel = native._load()
-        assert kernel._name != str(place) or place.read_bytes() != b"planted", name
-        if owner == theirs:
-            assert place.read_text() == "planted", name
+        assert kernel._name != str(path) or path.read_bytes() != b"planted", name
+        if owner == other_user:
+            assert path.read_text() == "planted", name
             assert "private copy" in native.status(), name
             assert not Path(kernel._name).exists(), name
         else:
-            assert (native._safe(place.parent), native._safe(place)) == (True, True), name
-            assert native.status() == str(place), name
+            assert (native._is_private(path.parent), native._is_private(path)) == (True, True), name
+            assert native.status() == str(path), name
 
 
 def test_a_message_has_the_stated_bytes():
@@ -421,9 +425,9 @@ def odd_layout(world):
     return str(refused.value)
 
 
-def test_scalars_behind_an_odd_number_of_floats_are_refused_in_words(ranks):
-    """In the simulator, where nothing travels, any width is right."""
-    for said in ranks(2)(odd_layout):
-        assert "513 torch.float32" in said and "even width" in said
+def test_scalars_after_an_odd_number_of_floats_are_rejected(ranks):
+    """The simulator sends nothing, so it accepts any width."""
+    for message in ranks(2)(odd_layout):
+        assert "513 elements" in message and "even width" in message
     mixer = Simulated(graph("ring", 3), MessageLayout((513,), scalars=1))
     assert mixer.outbox(0)[0][0].shape == (3, 513)

@@ -1,4 +1,4 @@
-"""Encodings: unbiased, invertible, the same bits however columns are split, as small as said."""
+"""Wires: unbiased, invertible, independent of how columns are split, and of the stated size."""
 
 from dataclasses import replace
 
@@ -43,13 +43,13 @@ def values(width=4 * BUCKET, seed=0):
     return torch.from_numpy(drawn)
 
 
-def message(one):
-    pieces = one.pack(x := values(), (5, 2, 0), 0)
+def message(encoding):
+    pieces = encoding.pack(x := values(), (5, 2, 0), 0)
     return x, torch.cat([piece.reshape(-1) for piece in pieces])
 
 
 @on_each("name", ALL)
-def test_what_is_decoded_is_what_the_sender_keeps(name):
+def test_decoded_values_equal_the_sender_s(name):
     one = made(name)
     x, codes = message(one)
     codes = torch.nn.functional.pad(codes, (0, one.nbytes(4 * BUCKET) - len(codes)))
@@ -61,7 +61,7 @@ def test_what_is_decoded_is_what_the_sender_keeps(name):
 
 
 @on_each("name", ALL)
-def test_a_shard_has_the_bits_that_it_has_in_the_whole(name):
+def test_a_shard_is_encoded_like_a_part_of_the_whole_vector(name):
     one = made(name)
     whole = values()
     one.pack(whole, (1, 4, 1), 0)
@@ -89,7 +89,7 @@ def test_bytes_of_a_bucket(name, nbytes):
     assert made(name).nbytes(8 * BUCKET) == 8 * nbytes
     _, codes = message(made(name))
     assert len(codes) == 4 * nbytes
-    with pytest.raises(ValueError, match="whole"):
+    with pytest.raises(ValueError, match="700 columns"):
         made(name).nbytes(700)
 
 
@@ -103,12 +103,12 @@ def test_qsgd_is_unbiased_within_its_levels(name):
         one.pack(q := x.clone(), (draw, 0, 0), 0)
         assert ((q - x).view(-1, BUCKET).abs() <= scale * 1.001).all()
         total += q
-    apart = (total / 400 - x).view(-1, BUCKET) / scale.clamp(min=1e-9)
-    assert apart.abs().max() < 0.5 / 400**0.5 * 5.5 and abs(apart.mean()) < 2e-3
+    difference = (total / 400 - x).view(-1, BUCKET) / scale.clamp(min=1e-9)
+    assert difference.abs().max() < 0.5 / 400**0.5 * 5.5 and abs(difference.mean()) < 2e-3
 
 
 @on_each(("name", "levels"), [("fp4", 2.0 ** torch.arange(-6, 1)), ("qsgd-1", [1.0])])
-def test_few_bits_are_unbiased_and_the_two_values_around(name, levels):
+def test_few_bits_are_unbiased_and_give_an_adjacent_value(name, levels):
     one = made(name)
     x = values()
     total = torch.zeros(4 * BUCKET, dtype=torch.float64)
@@ -124,10 +124,10 @@ def test_few_bits_are_unbiased_and_the_two_values_around(name, levels):
         near = torch.minimum((sent - low).abs(), (sent - high).abs())
         assert (near < 1e-6)[scale[:, 0] > 0].all()
         total += q
-    apart = (total / 400 - x).view(-1, BUCKET) / scale.clamp(min=1e-9)
+    difference = (total / 400 - x).view(-1, BUCKET) / scale.clamp(min=1e-9)
     gap = (high - low).clamp(min=1e-6)
-    assert (apart.abs() / gap)[scale[:, 0] > 0].max() < 0.5 / 400**0.5 * 5.5
-    assert abs(apart.mean()) < 2e-3
+    assert (difference.abs() / gap)[scale[:, 0] > 0].max() < 0.5 / 400**0.5 * 5.5
+    assert abs(difference.mean()) < 2e-3
 
 
 def test_top_k_in_two_bits_takes_the_nearest_of_four_values():
@@ -140,8 +140,8 @@ def test_top_k_in_two_bits_takes_the_nearest_of_four_values():
 
 
 @on_each("name", ALL)
-def test_what_is_0_stays_0(name):
-    """As the columns behind the last parameter: their neighbours' scale is not to hang on them."""
+def test_zeros_stay_zero(name):
+    """The columns after the last parameter are zeros, on which no scale may depend."""
     x = torch.zeros(BUCKET)
     x[:5] = torch.tensor([3.0, -2.0, 1e-3, 0.5, -7.0])
     made(name).pack(x, (1, 0, 0), 0)
@@ -149,18 +149,18 @@ def test_what_is_0_stays_0(name):
 
 
 def test_padding_enters_neither_values_nor_scale_of_signs_and_large_sums_are_finite():
-    most = torch.finfo(torch.float32).max
+    maximum = torch.finfo(torch.float32).max
     for count in (1, 31, 32, 33, 500, BUCKET):
-        for size in (most, 1.0, 1e-30):
+        for size in (maximum, 1.0, 1e-30):
             x = torch.zeros(2 * BUCKET)
-            given = x[BUCKET : BUCKET + count].fill_(size)
-            # a zero before other values is one of them
-            given[::2] = -size
-            given[4:8] = 0.0
+            run_values = x[BUCKET : BUCKET + count].fill_(size)
+            # a zero that is followed by other values counts as a value
+            run_values[::2] = -size
+            run_values[4:8] = 0.0
             made("sign").pack(q := x.clone(), (0, 0, 0), 0)
             inside = q[BUCKET : BUCKET + count]
-            mean = given.double().abs().mean()
-            assert torch.equal(inside >= 0, given >= 0), (count, size)
+            mean = run_values.double().abs().mean()
+            assert torch.equal(inside >= 0, run_values >= 0), (count, size)
             assert torch.allclose(inside.double().abs(), mean, 1e-6, 0), (count, size)
             assert not q[:BUCKET].any() and not q[BUCKET + count :].any(), (count, size)
 
@@ -179,21 +179,21 @@ def test_padding_enters_neither_values_nor_scale_of_signs_and_large_sums_are_fin
         ("random-k", 460 / 512),
     ],
 )
-def test_errors_are_at_most_what_the_page_says(name, most):
-    """On average over draws, as a multiple of ‖v‖²; buckets of one large value come near to it."""
+def test_errors_are_within_the_bounds_on_the_page(name, most):
+    """The mean error, as a multiple of ‖v‖², is largest for buckets of one large value."""
     worst = {"bf16": [1.0039], "qsgd": [5e-4], "qsgd-7": [0.04], "qsgd-1": [0.042], "fp4": [2 / 3]}
     one = made(name)
-    found = []
+    errors = []
     for small in (1e-9, 3e-3, 0.1, 0.3, 0.999, *worst.get(name, ())):
         x = torch.full((512 * BUCKET,), small)
-        x[torch.arange(512) * (BUCKET + 1)] = 1.0  # in each bucket, at another place
+        x[torch.arange(512) * (BUCKET + 1)] = 1.0  # at another position in each bucket
         one.pack(q := x.clone(), (0, 0, 0), 0)
-        found.append(float((q - x).double().square().sum() / x.double().square().sum()))
-    assert 0.9 * most < max(found) <= 1.03 * most, found
-    assert name != "sign" or max(found) < 1
+        errors.append(float((q - x).double().square().sum() / x.double().square().sum()))
+    assert 0.9 * most < max(errors) <= 1.03 * most, errors
+    assert name != "sign" or max(errors) < 1
 
 
-def test_int2_is_a_contraction_for_nine_values_a_bucket_and_no_more():
+def test_int2_is_a_contraction_for_at_most_nine_values_per_bucket():
     draws = torch.linspace(0, 1, 801)[1:, None] ** torch.tensor([[1.0, 2.0, 8.0]])
     for k, contracts in ((9, True), (11, False)):
         x = torch.zeros(draws.numel(), BUCKET)
@@ -203,7 +203,7 @@ def test_int2_is_a_contraction_for_nine_values_a_bucket_and_no_more():
         assert (share.max() < 1) == contracts, (k, share.max())
 
 
-def test_all_nodes_send_the_same_places_where_they_are_shared():
+def test_all_nodes_send_the_same_positions_with_shared_k():
     layout = MessageLayout((1024,), wire=made("shared-k"))
     segments = [[torch.ones(3, 1024)]]
     encode(layout, segments, [0, 1, 2], 4, None)
@@ -214,7 +214,7 @@ def test_all_nodes_send_the_same_places_where_they_are_shared():
     assert not torch.equal(again[0][0][0], first)
 
 
-def test_draws_depend_on_all_that_names_them():
+def test_draws_depend_on_every_part_of_their_key():
     one = made("qsgd", seed=3)
     other = made("qsgd", seed=4)
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
@@ -277,9 +277,9 @@ def test_bytes_are_counted_as_sent():
     assert bytes_per_exchange(ring, ExchangeKind.GOSSIP, 0, 0, 100, 400) == 200
     assert bytes_per_exchange(ring, ExchangeKind.LOCAL, 0, 0, 100, 400) == 0
     assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 400) == 700
-    # codes to all others
+    # encoded messages to all others
     assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 50, 400) == 350
-    # the sum in full costs less
+    # a sum of decoded values costs less
     assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 200, 400) == 700
     layout = MessageLayout((1024,), wire=made("qsgd"))
     mixer = Simulated(ring, layout)
@@ -299,7 +299,7 @@ def test_local_steps_are_not_quantized():
 
 
 def test_an_exchange_has_its_own_draw():
-    """Consecutive GLOBAL rounds share the graph's clock and mustn't share their rounding."""
+    """Consecutive GLOBAL exchanges have the same round of the graph, but round differently."""
     seen = []
     for exchange in (0, 1):
         mixer = Simulated(graph("ring", 3), MessageLayout((512,), wire=made("qsgd-1")))
@@ -324,19 +324,19 @@ EXCHANGES = {
     13: (ExchangeKind.GOSSIP, 6),
     14: (ExchangeKind.GOSSIP, 7),
 }
-"""Kind and round by the number of the exchange, which is in the key of random draws."""
+"""Kind and round by the number of the exchange, which is part of the key of random numbers."""
 
 
 def drawn(number, slot, part, width):
-    """What three nodes send, (3, width), with zeros as behind a layer's last parameter."""
+    """Draw the values of three nodes, (3, width), with zeros as after a layer's last parameter."""
     values = np.random.default_rng([number, slot, part]).standard_normal((3, width))
     values[:, width // 2 - 20 : width // 2] = 0.0
     return values.astype(np.float32 if width > 1 else np.float64)
 
 
 def by_numpy(layout, number, kind, t):
-    """By slot and part what is sent and mixed, (3, p): own term first, then in order of nodes."""
-    found = {}
+    """Return sent and mixed values, (3, p), by slot and part; sums begin with the own term."""
+    results = {}
     matrix = MATRICES[t % 2]
     for slot, width in enumerate(layout.widths):
         for part in range(layout.vectors + layout.scalars):
@@ -357,54 +357,54 @@ def by_numpy(layout, number, kind, t):
                     mixed[i] = sum(sent[j] for j in nodes) * weights[0]
                 else:
                     mixed[i] = sum(w * sent[j] for w, j in zip(weights, nodes, strict=True))
-            found[slot, part] = sent, mixed
-    return found
+            results[slot, part] = sent, mixed
+    return results
 
 
 def opened(world, layout, ways, device):
-    """Mixers by name, one at a time; ``ways``: same_host and exchange, None on the CPU."""
+    """Open mixers by name, one at a time; ``ways``: (same_host, exchange or None on the CPU)."""
     from mpigossip.mixing.synchronous import FaultTolerant, Synchronous
 
     along = from_matrices(MATRICES)
     yield "simulated", Simulated(along, layout)
-    there = replace(layout, devices=(device.format(rank=world.rank),) * len(layout.widths))
-    yield "messages", FaultTolerant(along, there, world, timeout_s=30)
+    device_layout = replace(layout, devices=(device.format(rank=world.rank),) * len(layout.widths))
+    yield "messages", FaultTolerant(along, device_layout, world, timeout_s=30)
     for same_host, window in ways:
         ways = {"same_host": same_host, "timeout_s": 30, "on_devices": window is not None}
         ways |= {"exchange": window} if window else {}
         yield (
             f"{same_host} {window}",
-            Synchronous(along, there if window else layout, world, **ways),
+            Synchronous(along, device_layout if window else layout, world, **ways),
         )
 
 
 @with_world
 def differing(world, ways, device="cpu"):
-    """Wires, mixers and exchanges whose values aren't NumPy's."""
-    wrong = set()
+    """Return the wires, mixers and exchanges whose values differ from NumPy's."""
+    differences = set()
     for name in ("fp32", *ALL):
         layout = MessageLayout((1024, 1024), vectors=2, scalars=1, wire=made(name))
-        wanted = {number: by_numpy(layout, number, *now) for number, now in EXCHANGES.items()}
+        expected = {number: by_numpy(layout, number, *now) for number, now in EXCHANGES.items()}
         for way, mixer in opened(world, layout, ways, device):
             rows = list(mixer.local_nodes)
             for number, (kind, t) in EXCHANGES.items():
                 out = mixer.outbox(t)
-                for slot, part in wanted[number]:
+                for slot, part in expected[number]:
                     array = out[slot][part]
                     values = drawn(number, slot, part, array.shape[1])[rows]
                     array.copy_(torch.from_numpy(values))
                 mixer.start(kind, t, number)
                 got = mixer.finish()
-                for (slot, part), values in wanted[number].items():
+                for (slot, part), values in expected[number].items():
                     for arrays, value in zip(got, values, strict=True):
                         if (arrays[slot][part].cpu().numpy() != value[rows]).any():
-                            wrong.add((name, way, number))
+                            differences.add((name, way, number))
             mixer.close()
-    return sorted(wrong)
+    return sorted(differences)
 
 
 @pytest.mark.both
 def test_every_wire_has_the_values_of_numpy_over_every_mixer(ranks):
     ways = [("read", None), ("put", None), ("put", "host")]
-    for found in ranks(3)(differing, ways, timeout=300):
-        assert found == []
+    for differences in ranks(3)(differing, ways, timeout=300):
+        assert differences == []

@@ -176,7 +176,7 @@ def test_a_place_that_another_member_has_closed_is_reported(tmp_path):
     other.fence(one.number)
     assert "0  vm         0  silent; closed by place 1\n" in stays(tmp_path)
     assert [line.partition(":")[0] for line in told] == [
-        "place 0 has been silent for longer than it promised"
+        "place 0 has been silent for longer than its lease"
     ]
 
 
@@ -296,7 +296,7 @@ def test_folders_that_are_rejected(tmp_path, capsys):
     assert joining.job_there(RecordStore(folder)).node.devices == "gpu:1"
     (folder / "job.toml").write_text(text)
     (folder / "END").write_text("{}")
-    with pytest.raises(StoreError, match="END is no record"):
+    with pytest.raises(StoreError, match="END is not a record"):
         replay(folder)
     (folder / "job.toml").rename(tmp_path / "moved")
     (folder / "job.toml").symlink_to(tmp_path / "moved")

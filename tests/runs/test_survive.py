@@ -78,8 +78,8 @@ def late_neighbour(world):
 
 def test_a_late_neighbour_is_named_with_its_last_round(ranks):
     text = ranks(2)(late_neighbour)[0]
-    assert text.startswith("rank 1 on ") and "sends no model of round 2" in text
-    assert "last heard of in round 1" in text
+    assert text.startswith("rank 1 on ") and "has not sent its model of round 2" in text
+    assert "last message in round 1" in text
 
 
 def test_which_worlds_are_fault_tolerant():

@@ -52,21 +52,21 @@ class DeviceBuffers:
         self._rank = rank
         self._n = n
         self._streams = streams
-        take = transport.allocate
+        allocate = transport.allocate
         lossy = not layout.wire.exact
-        devices = [each.device for each in streams]
-        own = [take(layout.slot_bytes, device) for device in devices]
-        self._mixed = [take(layout.slot_bytes, device) for device in devices]
+        devices = [slot_streams.device for slot_streams in streams]
+        own = [allocate(layout.slot_bytes, device) for device in devices]
+        self._mixed = [allocate(layout.slot_bytes, device) for device in devices]
         size = layout.slot_sent_bytes
-        self.codes = [take(size, device) for device in devices] if lossy else None
+        self.codes = [allocate(size, device) for device in devices] if lossy else None
         self.sent = self.codes or own
         self._own = own
-        self.out: MessageArrays = [layout.slot_views(one) for one in own]
-        self.result: MessageArrays = [layout.slot_views(one) for one in self._mixed]
+        self.out: MessageArrays = [layout.slot_views(memory) for memory in own]
+        self.result: MessageArrays = [layout.slot_views(memory) for memory in self._mixed]
         self._ready: list[torch.cuda.Event | None] = []
         self._copied: list[list[torch.cuda.Event | None]] = []
         self.host: HostBuffers | None = None
-        self._rooms: list[torch.Tensor] = []
+        self._average_inboxes: list[torch.Tensor] = []
         self._unpin: Callable[[], None] = lambda: None
         if n > 1 and not transport.on_device:
             self.host = HostBuffers(layout, rank, n, None, transport)
@@ -77,13 +77,15 @@ class DeviceBuffers:
         elif n > 1:
             self._share = max(min(SHARE, layout.slot_bytes), 8 * n)
             gathers = n * size if self._gathers else 0
-            self._rooms = [take(max(self._share, gathers), device) for device in devices]
+            self._average_inboxes = [
+                allocate(max(self._share, gathers), device) for device in devices
+            ]
 
     def pin(self, memory: Sequence[torch.Tensor]) -> str:
         """Lock the host memory of copies; return the reason if it fails, and copies are slower."""
-        found = [*memory, *([self.host.own, *(self.host.codes or [])] if self.host else [])]
+        arrays = [*memory, *([self.host.own, *(self.host.codes or [])] if self.host else [])]
         try:
-            self._unpin = pin(found, self._streams[0].device)
+            self._unpin = pin(arrays, self._streams[0].device)
         except TransportUnavailable as error:
             return str(error)
         return ""
@@ -99,10 +101,10 @@ class DeviceBuffers:
         for slot, parts in enumerate(self.out if self.codes else ()):
             with device_context(self._streams[slot].device):
                 encode_slot(self._layout, slot, parts, [self._rank], number, self.codes[slot])
-        self._ready = [each.ready() for each in self._streams]
+        self._ready = [slot_streams.ready() for slot_streams in self._streams]
         self._copied = []
-        for each, event in zip(self._streams, self._ready, strict=True):
-            each.follow(event)
+        for slot_streams, event in zip(self._streams, self._ready, strict=True):
+            slot_streams.follow(event)
 
     def prepare(self, number: int, chunk: MessageChunk) -> list[torch.Tensor]:
         """Wait until the devices have filled the chunk, and it is on the host if it is staged."""
@@ -117,10 +119,10 @@ class DeviceBuffers:
     def _copy_out(
         self, sources: Sequence[torch.Tensor], to: Sequence[torch.Tensor], span: slice
     ) -> list[torch.cuda.Event | None]:
-        for source, there, each in zip(sources, to, self._streams, strict=True):
-            with each.outgoing():
-                there[span].copy_(source[span], non_blocking=True)
-        return [each.copied_out() for each in self._streams]
+        for source, target, slot_streams in zip(sources, to, self._streams, strict=True):
+            with slot_streams.outgoing():
+                target[span].copy_(source[span], non_blocking=True)
+        return [slot_streams.copied_out() for slot_streams in self._streams]
 
     def add(
         self,
@@ -129,24 +131,24 @@ class DeviceBuffers:
         chunk: MessageChunk,
         into: MessageArrays | None = None,
     ) -> None:
-        for slot, each in enumerate(self._streams):
+        for slot, slot_streams in enumerate(self._streams):
             sources: list[Source] = [self.out[slot]]
-            with each.incoming():
+            with slot_streams.incoming():
                 for k, messages in enumerate(received):
                     message = messages[slot]
                     if self.host and isinstance(message, torch.Tensor):
-                        there = self._inbox[k][slot]
-                        there[chunk.span].copy_(message[chunk.span], non_blocking=True)
-                        message = there
-                    whole = self.codes or not isinstance(message, torch.Tensor)
-                    sources.append(message if whole else self._layout.slot_views(message))
+                        inbox = self._inbox[k][slot]
+                        inbox[chunk.span].copy_(message[chunk.span], non_blocking=True)
+                        message = inbox
+                    is_complete = self.codes or not isinstance(message, torch.Tensor)
+                    sources.append(message if is_complete else self._layout.slot_views(message))
                 sum_messages(self._layout, weights, sources, self.result[slot], chunk.fields)
 
     def average(self, transport: Transport) -> float:
         """Average on the devices if the transport accesses them, otherwise in host memory."""
         if self._n == 1:
-            for own, mixed, each in zip(self._own, self._mixed, self._streams, strict=True):
-                with each.incoming():
+            for own, mixed, slot_streams in zip(self._own, self._mixed, self._streams, strict=True):
+                with slot_streams.incoming():
                     mixed.copy_(own)
             return 0.0
         if self.host:
@@ -161,28 +163,28 @@ class DeviceBuffers:
 
         if self._gathers:
             size = layout.slot_sent_bytes
-            rows = [room[: n * size].view(n, size) for room in self._rooms]
+            rows = [inbox[: n * size].view(n, size) for inbox in self._average_inboxes]
             return average_codes(layout, rank, self.sent, rows, self.out, self.result, swap, on)
         waited = 0.0
         for dtype, part in layout.slot_parts:
             own, out = (
-                [one[part].view(dtype) for one in each] for each in (self._own, self._mixed)
+                [array[part].view(dtype) for array in arrays] for arrays in (self._own, self._mixed)
             )
-            rooms = [room[: self._share].view(dtype) for room in self._rooms]
-            share = len(rooms[0]) // n
-            waited += average(rank, n, own, out, swap, share=share, rooms=rooms, on=on)
+            inboxes = [inbox[: self._share].view(dtype) for inbox in self._average_inboxes]
+            share = len(inboxes[0]) // n
+            waited += average(rank, n, own, out, swap, share=share, inboxes=inboxes, on=on)
         return waited
 
     def _on_host(self, host: HostBuffers, transport: Transport) -> float:
         layout = self._layout
-        whole = slice(0, layout.slot_bytes)
-        _wait(self._copy_out(self._own, host.own.split(layout.slot_bytes), whole))
+        all_bytes = slice(0, layout.slot_bytes)
+        _wait(self._copy_out(self._own, host.own.split(layout.slot_bytes), all_bytes))
         if self.codes and host.codes:
             _wait(self._copy_out(self.codes, host.codes, slice(0, layout.slot_sent_bytes)))
         waited = host.average(transport)  # waits for all ranks
         results = host.memory.split(layout.slot_bytes)
-        for mixed, result, each in zip(self._mixed, results, self._streams, strict=True):
-            with each.incoming():
+        for mixed, result, slot_streams in zip(self._mixed, results, self._streams, strict=True):
+            with slot_streams.incoming():
                 mixed.copy_(result, non_blocking=True)
         return waited
 
@@ -194,15 +196,15 @@ class DeviceBuffers:
         def swap(out: ByRank, into: ByRank) -> float:
             self.complete()
             waited = transport.swap(out, into)  # waits for all ranks
-            for each in self._streams if into else ():
-                flush_rdma_writes(each.device)
+            for slot_streams in self._streams if into else ():
+                flush_rdma_writes(slot_streams.device)
             return waited
 
         return swap
 
     def complete(self) -> None:
-        for each in self._streams:
-            each.drain()
+        for slot_streams in self._streams:
+            slot_streams.drain()
 
     def close(self) -> None:
         self._unpin()
@@ -212,7 +214,7 @@ class DeviceBuffers:
         self._own = []
         self._mixed = []
         self._inbox = []
-        self._rooms = []
+        self._average_inboxes = []
         self.codes = None
         if self.host:
             self.host.close()

@@ -63,7 +63,7 @@ def ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
         raise TransportUnavailable(
-            f"{nbytes >> 20} MiB for messages on {device}: {error}"
+            f"allocating {nbytes >> 20} MiB for messages on {device} failed: {error}"
         ) from error
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -78,18 +78,18 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return ordinary(nbytes, device)
     cupy = _cupy(device)
-    taken = -(-max(nbytes, 1) // UNIT) * UNIT
+    allocated = -(-max(nbytes, 1) // UNIT) * UNIT
     try:
         with device_context(device), cupy.cuda.Device(device.index):
-            memory = cupy.cuda.Memory(taken)
+            memory = cupy.cuda.Memory(allocated)
             array = cupy.ndarray((nbytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
             array.fill(0)
             cupy.cuda.runtime.deviceSynchronize()
             return torch.from_dlpack(array)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise TransportUnavailable(
-            f"cudaMalloc of {taken >> 20} MiB for windows on {device} failed: {error}; torch may "
-            "hold the rest in its cache (a smaller data.batch leaves more)"
+            f"cudaMalloc of {allocated >> 20} MiB for windows on {device} failed: {error}; torch's "
+            "cache may hold the remaining memory (reduce data.batch)"
         ) from error
 
 
@@ -119,31 +119,31 @@ def agreed(
 
     The message is that of a rank that failed, rather than of one that only waited for it.
     """
-    made: Any = None
-    refused: tuple[bool, str] | None = None
+    result: Any = None
+    failure: tuple[bool, str] | None = None
     try:
-        made = make()
+        result = make()
     except failures as error:
-        refused = isinstance(error, WaitTimeoutError), str(error)
-    if reasons := [*filter(None, comm.allgather(refused))]:
+        failure = isinstance(error, WaitTimeoutError), str(error)
+    if reasons := [*filter(None, comm.allgather(failure))]:
         raise TransportUnavailable(min(reasons)[1])
-    return made
+    return result
 
 
-def pages(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def pages(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the whole pages that contain these ranges (address, bytes), merged if they touch.
 
     A page can't be locked twice, and a copy must not begin in one locked range and end in another.
     """
-    runs: list[tuple[int, int]] = []
-    for address, nbytes in sorted(stretches):
+    merged: list[tuple[int, int]] = []
+    for address, nbytes in sorted(ranges):
         begin = address // mmap.PAGESIZE * mmap.PAGESIZE
         end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        if runs and begin <= sum(runs[-1]):
-            begin = runs[-1][0]
-            end = max(end, sum(runs.pop()))
-        runs.append((begin, end - begin))
-    return runs
+        if merged and begin <= sum(merged[-1]):
+            begin = merged[-1][0]
+            end = max(end, sum(merged.pop()))
+        merged.append((begin, end - begin))
+    return merged
 
 
 def pin(memory: Sequence[torch.Tensor], device: torch.device) -> Callable[[], None]:
@@ -197,8 +197,9 @@ def _cupy(device: torch.device) -> Any:
         import cupy
     except ImportError as error:
         raise TransportUnavailable(
-            f"memory of {device} for windows is CuPy's, which can't be imported ({error}): "
-            "pip install 'mpigossip[gpu]' (on AMD a ROCm build of CuPy); other ways need none"
+            f"windows over memory of {device} need CuPy, which can't be imported ({error}): "
+            "pip install 'mpigossip[gpu]' (on AMD a ROCm build of CuPy); the other transports do "
+            "not need it"
         ) from error
     return cupy
 
@@ -222,16 +223,16 @@ def rdma_writes_ordered(device: torch.device) -> bool:
     if device.type == "cpu" or torch.version.hip:
         return True
     answer = ctypes.c_int()
-    found = []
-    for which in (ORDERING, OPTIONS):
-        if driver().cuDeviceGetAttribute(ctypes.byref(answer), which, device.index):
+    values = []
+    for attribute in (ORDERING, OPTIONS):
+        if driver().cuDeviceGetAttribute(ctypes.byref(answer), attribute, device.index):
             return True  # the driver does not know this attribute
-        found.append(answer.value)
-    ordering, options = found
+        values.append(answer.value)
+    ordering, options = values
     if ordering or options & BY_HOST:
         return ordering > 0
     raise TransportUnavailable(
-        f"{device} doesn't order what a network card writes, and the host can't have it flushed"
+        f"{device} doesn't order the writes of a network card, and the host can't flush them"
     )
 
 

@@ -41,7 +41,7 @@ PROBE = 1 << 16
 PROOF_S = 30.0
 """Time limit, in seconds, of each wait of the test. The subprocess, which has to start first, may
 take twice as long."""
-PROVING = "proof that this MPI moves GPU memory"
+PROVING = "test of whether this MPI transfers GPU memory"
 BEGUN = "begun"
 ARRIVED = "arrived"
 WRONG = "wrong: "
@@ -71,26 +71,28 @@ def gpu_mpi_works(
     """
     # `try_in_subprocess` may take this long
     comm = with_timeout(comm, max(2 * timeout_s, getattr(comm, "timeout_s", 0)))
-    said = reported_gpu_support(comm)
-    names = [name for name, yes in said.items() if yes]
+    support = reported_gpu_support(comm)
+    names = [name for name, yes in support.items() if yes]
     if not all(comm.allgather(bool(names))):
-        return False, "this MPI says that it moves no GPU memory"
+        return False, "this MPI reports no support for GPU memory"
     ucx = ucx_version()
     over = f" over UCX {'.'.join(map(str, ucx))}" if ucx else ""
-    says = f"{' and '.join(names)} says GPU-aware{over}"
-    many = len(set(devices))
-    old = many > 1 and ucx and ucx[:2] < SEVERAL_GPUS
-    refusal = f"that serves one GPU a process, here are {many}: 1.19 serves several" if old else ""
+    summary = f"GPU support is reported by {' and '.join(names)}{over}"
+    gpu_count = len(set(devices))
+    old = gpu_count > 1 and ucx and ucx[:2] < SEVERAL_GPUS
+    refusal = (
+        f"it supports one GPU per process, not {gpu_count}; use UCX 1.19 or later" if old else ""
+    )
     note = ""
     if not (refused := _first(comm, refusal)):
         able, note = try_in_subprocess(devices, 2 * timeout_s, way)
         refused = _first(comm, "" if able else note)
     refused = refused or try_between_ranks(comm, devices, timeout_s, way)
     if refused:
-        return False, f"{says}, but {refused}"
+        return False, f"{summary}, but {refused}"
     note = note and f" ({note})"
     what = "puts into" if way == "windows" else "messages to"
-    return True, f"{says}, and {what} the memory of every slot arrived{note}"
+    return True, f"{summary}, and {what} the memory of every slot arrived{note}"
 
 
 def _first(comm: MPI.Intracomm, text: str) -> str:
@@ -172,23 +174,23 @@ def try_in_subprocess(
             check=False,
         )
     except subprocess.TimeoutExpired as late:
-        said = (late.stdout or b"").decode(errors="replace")
-        return _judged(said, f"didn't end within {timeout_s:g} s")
+        output = (late.stdout or b"").decode(errors="replace")
+        return _judge(output, f"didn't end within {timeout_s:g} s")
     except OSError as error:
-        return True, f"not tried in a process of its own: {error}"
+        return True, f"not tested in a subprocess: {error}"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     last = f" ({lines[-1][:200]})" if lines else ""
-    return _judged(done.stdout, f"ended with {_ending(done.returncode)}{last}")
+    return _judge(done.stdout, f"ended with {_ending(done.returncode)}{last}")
 
 
-def _judged(said: str, how: str) -> tuple[bool, str]:
-    lines = said.splitlines()
-    wrong = [line.removeprefix(WRONG) for line in lines if line.startswith(WRONG)]
+def _judge(output: str, ending: str) -> tuple[bool, str]:
+    lines = output.splitlines()
+    problems = [line.removeprefix(WRONG) for line in lines if line.startswith(WRONG)]
     if ARRIVED in lines:
         return True, ""
     if BEGUN not in lines:  # MPI can't start as a world of one here, which proves nothing
-        return True, f"not tried in a process of its own: MPI in it {how}"
-    return False, f"in a process of its own {wrong[0] if wrong else f'it {how}'}"
+        return True, f"not tested in a subprocess: MPI there {ending}"
+    return False, f"in a subprocess {problems[0] if problems else f'it {ending}'}"
 
 
 def _ending(code: int) -> str:
@@ -198,9 +200,9 @@ def _ending(code: int) -> str:
         return f"signal {-code}"
 
 
-def environment(given: Mapping[str, str]) -> dict[str, str]:
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for a program that is not a rank of the job."""
-    return {name: value for name, value in given.items() if not LAUNCHED.match(name)}
+    return {name: value for name, value in variables.items() if not LAUNCHED.match(name)}
 
 
 def main() -> None:
@@ -232,19 +234,19 @@ def try_between_ranks(
     proof = Proof(comm.Dup(), devices, timeout_s, way)
     rank = world_ranks(comm, [comm.rank])[0]
     killed = f"mpigossip: rank {rank} ended in the {PROVING}; if nothing else ended the job, "
-    killed += "node.exchange=host goes without it"
-    with told_if_killed(killed):
+    killed += "set node.exchange=host to skip the test"
+    with print_if_killed(killed):
         # the waits of the test itself are shorter, and name the late rank
-        wrong = run_on_all_ranks(
+        problem = run_on_all_ranks(
             comm, proof.run, lambda: proof.now, 2.5 * timeout_s + 5, devices[0], proof
         )
-    if not wrong:
+    if not problem:
         proof.comm.Free()
-    return wrong
+    return problem
 
 
 @contextlib.contextmanager
-def told_if_killed(text: str) -> Iterator[None]:
+def print_if_killed(text: str) -> Iterator[None]:
     """Return a context manager in which a shell prints the text if this process ends.
 
     A launcher would name only the signal that killed it.
@@ -279,28 +281,28 @@ class Proof:
 
         :raises TransportUnavailable: if a call fails on this rank; the message names it
         """
-        self._each("an allocation", self._allocate)
+        self._on_each_slot("an allocation", self._allocate)
         self._wait([self.comm.Ibarrier()])  # MPI_Win_create would wait without a time limit
         if self._way == "windows":
-            self._each("MPI_Win_create", self._open)
-            self._each(last := "a put", self._put)
+            self._on_each_slot("MPI_Win_create", self._open)
+            self._on_each_slot(last := "a put", self._put)
         else:
-            self._each(last := "a message", self._post)
+            self._on_each_slot(last := "a message", self._post)
         self._wait([*self._pending, self.comm.Ibarrier()])
-        self._each(last, self._compare)
+        self._on_each_slot(last, self._compare)
         self._wait([self.comm.Ibarrier()])
         for window in self._windows:
             close_window(window, self.comm)
 
-    def _each(self, name: str, step: Callable[[int, torch.device], None]) -> None:
+    def _on_each_slot(self, name: str, step: Callable[[int, torch.device], None]) -> None:
         for slot, device in enumerate(self._devices):
-            where = f"{device}" + (f" (rank {self.comm.rank})" if self.comm.size > 1 else "")
-            self.now = f"{name} of GPU memory on {where}"
+            location = f"{device}" + (f" (rank {self.comm.rank})" if self.comm.size > 1 else "")
+            self.now = f"{name} of GPU memory on {location}"
             try:
                 with device_context(device):
                     step(slot, device)
             except RuntimeError as error:
-                text = f"{name} of GPU memory failed on {where}: {error}"
+                text = f"{name} of GPU memory failed on {location}: {error}"
                 raise TransportUnavailable(text) from error
 
     def _wait(self, requests: Sequence[MPI.Request]) -> None:
@@ -310,8 +312,8 @@ class Proof:
         wait_all(dict(enumerate(requests)), self._timeout_s, late, all_ranks)
 
     def _allocate(self, slot: int, device: torch.device) -> None:
-        take = private if self._way == "windows" else ordinary
-        self._memory.append(take(2 * PROBE, device))
+        allocate = private if self._way == "windows" else ordinary
+        self._memory.append(allocate(2 * PROBE, device))
         self._memory[slot][:PROBE].fill_(_pattern(self.comm.rank, slot))
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -60,8 +60,8 @@ class BuildLock:
         # The folder is listed because NFS then asks the server. A look-up of one name may be
         # answered from a cache of names that do not exist.
         prefix = f"{self._path.name}.lock."
-        found = [(file.name.removeprefix(prefix), file) for file in self._path.parent.iterdir()]
-        return [(int(number), file) for number, file in found if number.isdigit()]
+        files = [(file.name.removeprefix(prefix), file) for file in self._path.parent.iterdir()]
+        return [(int(number), file) for number, file in files if number.isdigit()]
 
     def _is_alive(self, newest: Path) -> bool:
         """Return whether the holder has touched its lock file within the last `LEASE_S` seconds.

@@ -46,10 +46,10 @@ def combine(weights: Sequence[float], arrays: Sequence[torch.Tensor], out: torch
     Return False if this kernel can't do it. The arrays may also be bfloat16. ``out`` may be the
     memory of any of the float32 arrays.
     """
-    for one in (*arrays, out):
-        if one.device != out.device or one.dtype not in TYPES or not one.is_contiguous():
+    for array in (*arrays, out):
+        if array.device != out.device or array.dtype not in TYPES or not array.is_contiguous():
             return False
-        if one.data_ptr() % (4 * one.element_size()):
+        if array.data_ptr() % (4 * array.element_size()):
             return False
     if out.dtype != torch.float32 or len(arrays) > TERMS or not usable(out.device):
         return False
@@ -77,7 +77,7 @@ def source(types: Sequence[torch.dtype], uniform: bool) -> str:
     pointers = [f"const {kind}* {x}" for kind, x in arrays]
     loads = [f"Four<{kind}> f{x} = *(const Four<{kind}>*)({x} + j);" for kind, x in arrays]
     four = ", ".join([f"f{x}.at[i]" for x in names] + weights)
-    rest = ", ".join([f"{x}[i]" for x in names] + weights)
+    tail = ", ".join([f"{x}[i]" for x in names] + weights)
     return f"""{HELPERS}
 __device__ __forceinline__ float sum({", ".join(values + scales)}) {{
     return {f"mul({total}, w0)" if uniform else total};
@@ -90,7 +90,7 @@ extern "C" __global__ void {NAME}({", ".join(["long count", "float* y", *pointer
         #pragma unroll
         for (int i = 0; i < 4; ++i) s.at[i] = sum({four});
         *(Four<float>*)(y + j) = s;
-    }} else for (long i = j; i < count; ++i) y[i] = sum({rest});
+    }} else for (long i = j; i < count; ++i) y[i] = sum({tail});
 }}
 """
 
@@ -137,18 +137,20 @@ def usable(device: torch.device) -> bool:
     # a denormal whose half is denormal, too, and a length that is not a multiple of four
     x = torch.tensor([[1.0, 3e-39, -2.5, 7.0, 0.1]], device=device)
     y = torch.empty_like(x)
-    remedy = "pip install mpigossip[gpu], or [gpu-cuda12], mends it"
+    remedy = "pip install mpigossip[gpu] or mpigossip[gpu-cuda12]"
     try:
         _launch([0.5], [x], y)
-        said = "" if torch.equal(y.cpu(), x.cpu() * 0.5) else "it gave other bits than the CPU"
+        problem = (
+            "" if torch.equal(y.cpu(), x.cpu() * 0.5) else "it computes other bits than the CPU"
+        )
     except Exception as error:  # noqa: BLE001 - after any error, torch's operations are used
         if isinstance(error, OSError):  # CuPy caches compiled kernels in files
-            remedy = "let CUPY_CACHE_DIR name a folder that you can write to"
-        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if said:
+            remedy = "set CUPY_CACHE_DIR to a folder that you can write to"
+        problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if problem:
         warnings.warn(
-            f"the kernel that sums models is off on {device}: {said}; torch's operations take its "
-            f"place, in several passes over memory ({remedy})",
+            f"the kernel that sums models is not used on {device}: {problem}; torch's operations "
+            f"replace it, in several passes over memory ({remedy})",
             stacklevel=2,
         )
-    return not said
+    return not problem

@@ -66,7 +66,7 @@ def combine(
     :return: whether the sum was computed. It is not if there is no library, or unless all arrays
         are contiguous float32 arrays on the CPU with equal shapes
     """
-    if not _plain(arrays, outs):
+    if not _are_supported(arrays, outs):
         return False
     kernel = library()
     if kernel is None:
@@ -77,13 +77,13 @@ def combine(
     return True
 
 
-def _plain(arrays: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
+def _are_supported(arrays: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
     """Return whether all arrays are contiguous, float32, on the CPU and of the same shape."""
     shape = outs[0].shape
-    for one in (*arrays, *outs):
-        if one.dtype != torch.float32 or one.shape != shape or not one.is_contiguous():
+    for array in (*arrays, *outs):
+        if array.dtype != torch.float32 or array.shape != shape or not array.is_contiguous():
             return False
-        if not one.is_cpu:
+        if not array.is_cpu:
             return False
     return True
 
@@ -126,8 +126,12 @@ def status() -> str:
         _load()
     except NoKernel as error:
         return f"not used, exchanges take longer: {error}"
-    place = _place()
-    return str(place) if _safe(place.parent) else f"a private copy: others may write to {place}"
+    path = _library_path()
+    return (
+        str(path)
+        if _is_private(path.parent)
+        else f"a private copy: other users may write to {path}"
+    )
 
 
 def _load() -> Any:
@@ -138,24 +142,24 @@ def _load() -> Any:
     if os.environ.get("MPIGOSSIP_NATIVE") == "0":
         raise NoKernel("MPIGOSSIP_NATIVE=0")
     try:
-        place = _place()
-        cache = place.parent
-        there = _safe(place.parent) and _safe(place)
+        path = _library_path()
+        cache = path.parent
+        is_built = _is_private(path.parent) and _is_private(path)
     except (RuntimeError, OSError) as error:
         # There is no home directory, or no permission to enter it.
-        raise NoKernel(f"no cache folder: {error}; XDG_CACHE_HOME names one") from error
-    if not there:
-        place = _build(place)
+        raise NoKernel(f"no cache folder: {error}; set XDG_CACHE_HOME") from error
+    if not is_built:
+        path = _build(path)
     try:
-        kernel = ctypes.CDLL(str(place))
+        kernel = ctypes.CDLL(str(path))
     except OSError as error:
-        raise NoKernel(f"{place} can't be loaded ({error}); remove it") from error
+        raise NoKernel(f"{path} can't be loaded ({error}); remove it") from error
     finally:
         # A library that is loaded stays mapped after its file is removed.
-        if place.parent != cache:
-            shutil.rmtree(place.parent, ignore_errors=True)
-    if not _proven(kernel):
-        raise NoKernel(f"{place} sums with other bits than torch; remove it, or set CC")
+        if path.parent != cache:
+            shutil.rmtree(path.parent, ignore_errors=True)
+    if not _computes_torch_bits(kernel):
+        raise NoKernel(f"{path} computes other bits than torch; remove it, or set CC")
     if sys.platform == "linux":
         count = ctypes.c_int
         real = ctypes.c_double
@@ -163,7 +167,7 @@ def _load() -> Any:
     return kernel
 
 
-def _place() -> Path:
+def _library_path() -> Path:
     """Return the path of the library for this source, compiler and processor family."""
     text = b"".join(source.read_bytes() for source in SOURCES)
     text += repr((FLAGS, _compiler(), platform.machine())).encode()
@@ -176,41 +180,41 @@ def _compiler() -> str:
     return os.environ.get("CC") or "cc"
 
 
-def _safe(path: Path) -> bool:
+def _is_private(path: Path) -> bool:
     """Return whether a path exists and only this user and root may write to it."""
-    found = path.stat() if path.exists() else None
-    return bool(found and found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022)
+    info = path.stat() if path.exists() else None
+    return bool(info and info.st_uid in (0, os.getuid()) and not info.st_mode & 0o022)
 
 
-def _build(place: Path) -> Path:
+def _build(path: Path) -> Path:
     """Build the library and return its path.
 
-    The path is ``place``, where one process builds and the others wait for it. If other users may
+    The path is ``path``, where one process builds and the others wait for it. If other users may
     write to the cache folder, it is in a new private folder instead.
 
-    :param place: path of the library in the cache folder
+    :param path: path of the library in the cache folder
     :raises NoKernel: if there is no compiler, or the library can't be built
     """
     compiler = _compiler().split()
     if shutil.which(compiler[0]) is None:
-        raise NoKernel(f'no compiler "{compiler[0]}" (CC names another)')
+        raise NoKernel(f'there is no compiler "{compiler[0]}"; set CC to another')
     try:
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if place.parent.stat().st_uid == os.getuid():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.parent.stat().st_uid == os.getuid():
             # Other users may have written the library that is there.
-            if not _safe(place.parent):
-                place.unlink(missing_ok=True)
-            place.parent.chmod(0o700)
-        if _safe(place.parent):
-            return _build_once(place, compiler)
-        return _compile(Path(tempfile.mkdtemp(prefix="mpigossip-")) / place.name, compiler)
+            if not _is_private(path.parent):
+                path.unlink(missing_ok=True)
+            path.parent.chmod(0o700)
+        if _is_private(path.parent):
+            return _build_once(path, compiler)
+        return _compile(Path(tempfile.mkdtemp(prefix="mpigossip-")) / path.name, compiler)
     except OSError as error:
-        raise NoKernel(f"could not build {place}: {error}") from error
+        raise NoKernel(f"could not build {path}: {error}") from error
 
 
-def _build_once(place: Path, compiler: list[str]) -> Path:
+def _build_once(path: Path, compiler: list[str]) -> Path:
     """Build the library, or wait until another process has built it."""
-    lock = BuildLock(place)
+    lock = BuildLock(path)
     until = time.monotonic() + WAIT_S
     pause = FIRST_PAUSE_S
     # The global generator must not be used, because the program may have seeded it.
@@ -218,44 +222,44 @@ def _build_once(place: Path, compiler: list[str]) -> Path:
     while True:
         holds = lock.acquire()
         try:
-            if _safe(place):
-                return place
+            if _is_private(path):
+                return path
             if reason := lock.failure():
                 raise NoKernel(reason)
             if holds:
-                return _compile_for_others(place, compiler, lock)
+                return _compile_for_others(path, compiler, lock)
         finally:
             lock.release()
-        left = until - time.monotonic()
-        if left <= 0:
+        remaining = until - time.monotonic()
+        if remaining <= 0:
             raise NoKernel(
-                f"another process has not built {place} within {WAIT_S:g} s; remove "
-                f"{place.name}.lock.* there"
+                f"another process has not built {path} within {WAIT_S:g} s; remove "
+                f"{path.name}.lock.* in its folder"
             )
         # The pauses are random, so that ranks that start together do not list the folder together.
-        time.sleep(min(left, pause * draw.uniform(0.5, 1.0)))
+        time.sleep(min(remaining, pause * draw.uniform(0.5, 1.0)))
         pause = min(LONGEST_PAUSE_S, PAUSE_GROWTH * pause)
 
 
-def _compile_for_others(place: Path, compiler: list[str], lock: BuildLock) -> Path:
+def _compile_for_others(path: Path, compiler: list[str], lock: BuildLock) -> Path:
     """Compile; if that fails, pass the reason to the waiting processes, which would fail, too."""
     try:
-        return _compile(place, compiler, lock.touch)
+        return _compile(path, compiler, lock.touch)
     except (NoKernel, OSError) as error:
         lock.fail(str(error))
         raise
 
 
-def _compile(place: Path, compiler: list[str], touch: Callable[[], None] = lambda: None) -> Path:
-    """Compile next to ``place`` and rename, so that no process loads an incomplete library.
+def _compile(path: Path, compiler: list[str], touch: Callable[[], None] = lambda: None) -> Path:
+    """Compile next to ``path`` and rename, so that no process loads an incomplete library.
 
-    :param place: path of the library
+    :param path: path of the library
     :param compiler: words of the compiler's command
     :param touch: function that is called again and again while the compiler runs
     :raises NoKernel: if the compiler fails, or runs for longer than `COMPILE_S`
     """
-    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        built = Path(folder) / place.name
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
         command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", str(built)]
         messages = Path(folder) / "messages"
         with messages.open("wb") as file:
@@ -275,10 +279,10 @@ def _compile(place: Path, compiler: list[str], touch: Callable[[], None] = lambd
             lines = messages.read_text(errors="replace").strip().splitlines()
             raise NoKernel(f"{compiler[0]} failed: {(lines or ['no message'])[0]}")
         built.chmod(0o755)
-        return built.replace(place)
+        return built.replace(path)
 
 
-def _proven(kernel: Any) -> bool:
+def _computes_torch_bits(kernel: Any) -> bool:
     """Return whether the library's sums are bitwise identical to PyTorch's.
 
     The test sums two and three arrays with equal weights, and three with different ones.
@@ -292,9 +296,9 @@ def _proven(kernel: Any) -> bool:
         (0.2, 0.5, 0.3): a * 0.2 + b * 0.5 + c * 0.3,
     }
     out = torch.empty(67)
-    for weights, wanted in expected.items():
+    for weights, expected_sum in expected.items():
         sources = [array.data_ptr() for array in arrays[: len(weights)]]
         _call(kernel, weights, sources, [out.data_ptr()], 67)
-        if not torch.equal(out, wanted):
+        if not torch.equal(out, expected_sum):
             return False
     return True

@@ -1,8 +1,9 @@
-/* The one weighted sum of float32 arrays, in one pass over memory, to any number of targets.
+/* Weighted sum of float32 arrays in one pass over memory, written to any number of targets.
  *
- * The roundings are those of combine.combine: with one weight w * (a0 + a1 + ...), else each product
- * rounded before it is added; compiled with -ffp-contract=off, so that no two become one. Large
- * results are written past the cache (streaming stores), which spares reading what is overwritten.
+ * It rounds like combine.weighted_sum: with equal weights it computes w * (a0 + a1 + ...), otherwise
+ * each product is rounded before it is added. It is compiled with -ffp-contract=off, so that no two
+ * operations are fused. Large results are written past the cache by streaming stores, so that the
+ * memory that they overwrite is not read first.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -58,7 +59,7 @@ static void write_past_cache(float *to, const float *from, size_t n) {
     memcpy(to, from, n * sizeof *to);
 }
 
-/* out[m] = sum over k of w[k] * in[k], n floats each; equal: all weights are w[0]. */
+/* out[m] = sum over k of w[k] * in[k], n floats each. If equal is set, all weights are w[0]. */
 void mpigossip_sum(const float *const *in, const float *w, int terms, int equal,
                    float *const *out, int targets, size_t n, int stream) {
     float s[BLOCK] __attribute__((aligned(64)));

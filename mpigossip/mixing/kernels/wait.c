@@ -1,7 +1,8 @@
-/* Waiting for MPI requests without the interpreter, and asleep between two looks.
+/* Wait for MPI requests without the Python interpreter, and sleep between two tests.
  *
- * MPI is known here by one address, that of MPI_Test: no header, and so one library for all MPIs.
- * A handle stays where it lies; MPI itself makes it MPI_REQUEST_NULL when its request is complete.
+ * The caller passes the address of MPI_Test. No header of MPI is included, so one library works with
+ * every MPI. Handles are not moved; MPI sets a handle to MPI_REQUEST_NULL when its request is
+ * complete.
  */
 #define _GNU_SOURCE
 #include <poll.h>
@@ -12,7 +13,7 @@
 
 typedef int (*mpi_test)(void *request, int *done, void *status);
 
-#define STATUS_BYTES 256 /* more than any MPI_Status has */
+#define STATUS_BYTES 256 /* larger than the MPI_Status of any MPI */
 
 static double seconds_now(void) {
     struct timespec now;
@@ -20,9 +21,9 @@ static double seconds_now(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* Until `need` of the n requests are complete, `fd` (-1: none) can be read, a signal came, or
- * `limit` seconds are over. Looks again at once for `spin` seconds, then after sleeps from
- * `shortest` to `longest`. Returns MPI's error code, 0 where there was none. */
+/* Wait until `need` of the n requests are complete, `fd` can be read (-1: none), a signal arrives,
+ * or `limit` seconds have passed. Test without sleeping for `spin` seconds, then sleep between tests
+ * for times that grow from `shortest` to `longest`. Return MPI's error code, or 0. */
 int mpigossip_wait(mpi_test test, void *const *requests, int n, int need, int fd, double spin,
                    double shortest, double longest, double limit) {
     alignas(16) char status[STATUS_BYTES];

@@ -97,7 +97,7 @@ class Bell:
             with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier rings
                 os.write(self._ring, b"!")
 
-    def heard(self) -> None:
+    def clear(self) -> None:
         """Empty the pipe; called by the thread that waits."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake, 1 << 12)

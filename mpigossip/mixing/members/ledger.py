@@ -25,7 +25,7 @@ TRIES = 64
 """Number of attempts to claim a block, after which the member waits."""
 
 
-Rest = tuple[int, int, int]
+Remainder = tuple[int, int, int]
 """Block, number of its next claim, and first chunk that this claim covers."""
 
 
@@ -63,15 +63,15 @@ class Ledger:
         """
         # Another member may claim the chosen block first.
         for _ in range(TRIES):
-            free, rest = self._unclaimed(member)
-            if not free and rest is None:
+            free, remainder = self._unclaimed(member)
+            if not free and remainder is None:
                 return None
-            block, attempt, chunk = rest or self.chance.choice(free)
-            made = Claim(place=member.number, first=member.round, chunk=chunk)
+            block, attempt, chunk = remainder or self.chance.choice(free)
+            claim = Claim(place=member.number, first=member.round, chunk=chunk)
             name = self._name(block, attempt)
             self.disk.make(name.rpartition("/")[0])
-            if self.disk.publish(name, made.encode()):
-                return name, made, self._end(block) - chunk
+            if self.disk.publish(name, claim.encode()):
+                return name, claim, self._end(block) - chunk
         return None
 
     def finish(self, name: str) -> None:
@@ -83,12 +83,12 @@ class Ledger:
         """Return whether every block is done."""
         return all(done for _, _, done in self._blocks())
 
-    def _unclaimed(self, member: Any) -> tuple[list[Rest], Rest | None]:
+    def _unclaimed(self, member: Any) -> tuple[list[Remainder], Remainder | None]:
         """Return the first unclaimed blocks, and the first void rest of a claimed block, if any.
 
         If no block is unclaimed, all claimed blocks are checked instead of the first `LOOKS`.
         """
-        free: list[Rest] = []
+        free: list[Remainder] = []
         claimed = []
         for block, attempts, done in self._blocks():
             if attempts and not done:
@@ -97,10 +97,13 @@ class Ledger:
                 free.append((block, 0, block * self.block))
                 if len(free) == WINDOW:
                     break
-        rests = (self._rest(member, *one) for one in claimed[: LOOKS if free else None])
-        return free, next((rest for rest in rests if rest), None)
+        remainders = (
+            self._find_remainder(member, *claimed_block)
+            for claimed_block in claimed[: LOOKS if free else None]
+        )
+        return free, next((remainder for remainder in remainders if remainder), None)
 
-    def _rest(self, member: Any, block: int, attempts: int) -> Rest | None:
+    def _find_remainder(self, member: Any, block: int, attempts: int) -> Remainder | None:
         """Return the chunks of a block that its claims have left void; None if there are none.
 
         :param member: the `Place` of this member
@@ -113,10 +116,10 @@ class Ledger:
             claim = member.read(name := self._name(block, attempt), Claim, listed=True)
             if not isinstance(claim, Claim) or claim.chunk != chunk:
                 continue
-            trained, over = member.trained(name, claim, end - chunk)
+            trained, is_over = member.trained(name, claim, end - chunk)
             if trained == end - chunk:
                 self.finish(name)
-            if not over or trained == end - chunk:
+            if not is_over or trained == end - chunk:
                 return None
             chunk += trained
         return block, attempts, chunk
@@ -132,11 +135,11 @@ class Ledger:
             attempts: dict[int, int] = {}
             done: set[int] = set()
             for name in self.disk.names(f"ledger/{first // FOLDER:04d}"):
-                block, _, what = name.partition(".")
-                if what == "done":
+                block, _, suffix = name.partition(".")
+                if suffix == "done":
                     done.add(int(block))
-                elif block.isdigit() and what.isdigit():
-                    attempts[int(block)] = max(attempts.get(int(block), 0), int(what) + 1)
+                elif block.isdigit() and suffix.isdigit():
+                    attempts[int(block)] = max(attempts.get(int(block), 0), int(suffix) + 1)
             for block in range(max(first, self._first), min(first + FOLDER, total)):
                 all_done = all_done and block in done
                 if all_done:
@@ -147,5 +150,5 @@ class Ledger:
         return min((block + 1) * self.block, self.chunks)
 
     @staticmethod
-    def _name(block: int, what: int) -> str:
-        return f"ledger/{block // FOLDER:04d}/{block:06d}.{what}"
+    def _name(block: int, suffix: int) -> str:
+        return f"ledger/{block // FOLDER:04d}/{block:06d}.{suffix}"

@@ -54,7 +54,7 @@ def rounds_late(own: Sequence[int], age: int) -> int:
     :param age: age of the peer's model
     :return: at most ``len(own) - 1``, so that it is an index into ``own`` from its end
     """
-    return max(0, min(sum(one > age for one in own), len(own) - 1))
+    return max(0, min(sum(own_age > age for own_age in own), len(own) - 1))
 
 
 def correct_for_age(state: NodeState, now: NodeState, then: NodeState, late: int) -> NodeState:
@@ -92,16 +92,16 @@ def read_model(
     try:
         owner = os.lstat(disk.path(name)).st_uid
         if not disk.shared and owner != os.getuid():
-            raise StoreError(f"it belongs to user {owner}; --shared takes it")
+            raise StoreError(f"it belongs to user {owner}; give --shared to use it")
         entry = Entry(
             version.place, version.file, version.bytes, version.checksum, version.parameters
         )
-        found = checkpoint.read_state(disk.root / "models", entry, version.parameters, version.step)
-        if digest(found) != version.digest:
-            raise StoreError("it is another model than its record says")
-        if place.layout not in ("", layout(found.names, found.shapes)):
-            raise StoreError("it has other parameters than this member's model")
-        return found
+        state = checkpoint.read_state(disk.root / "models", entry, version.parameters, version.step)
+        if digest(state) != version.digest:
+            raise StoreError("it is not the model that its record describes")
+        if place.layout not in ("", layout(state.names, state.shapes)):
+            raise StoreError("its parameters differ from those of this member's model")
+        return state
     except (StoreError, OSError) as error:
         missing = error if isinstance(error, FileNotFoundError) else error.__context__
         if isinstance(missing, FileNotFoundError):
@@ -112,7 +112,7 @@ def read_model(
             failures.append(error)
         else:
             # The error's remedy after the semicolon is one for checkpoints.
-            place.tell_once(name, str(error).partition(";")[0])
+            place.report_once(name, str(error).partition(";")[0])
         return None
 
 
@@ -133,9 +133,9 @@ class FolderExchange:
         self.poll_s = poll_s
         self.promises = 1
         """Longest silence that the next stay promises, in leases."""
-        self._asked = stopping
+        self._leave_requested = stopping
         self._stop_seen = False
-        self._looked = float("-inf")
+        self._looked_at = float("-inf")
         self._chunk_time = 0.0
         place.disk.outages.stopping = stopping
         self._writer = ThreadPoolExecutor(1, "models")
@@ -144,9 +144,9 @@ class FolderExchange:
     def stopping(self) -> bool:
         """Return whether this member was asked to leave, or the folder contains a file STOP."""
         now = time.monotonic()
-        if not self._stop_seen and now - self._looked >= self.poll_s:
-            self._looked, self._stop_seen = now, self.place.disk.sees("STOP")
-        return self._asked() or self._stop_seen
+        if not self._stop_seen and now - self._looked_at >= self.poll_s:
+            self._looked_at, self._stop_seen = now, self.place.disk.sees("STOP")
+        return self._leave_requested() or self._stop_seen
 
     @contextlib.contextmanager
     def stay(self) -> Iterator[None]:
@@ -162,15 +162,15 @@ class FolderExchange:
         except Fenced:
             self.promises = min(2 * self.promises, LEASES)
             place.report(
-                f"place {place.number} was silent for too long and was closed; joining anew"
+                f"place {place.number} was silent for too long and was closed; joining again"
             )
         except TooFarBehind:
-            place.report(f"place {place.number} fell behind the others; joining anew")
+            place.report(f"place {place.number} fell behind the others; joining again")
             self.leave()
         except BaseException:
             # If an outage has ended this stay, leaving fails, too, and must not hide its error.
-            over = place.disk.outages.given_up
-            with contextlib.suppress(*(FolderUnreachable, StoreError) if over else ()):
+            is_over = place.disk.outages.given_up
+            with contextlib.suppress(*(FolderUnreachable, StoreError) if is_over else ()):
                 self.leave()
             raise
 
@@ -187,77 +187,77 @@ class FolderExchange:
         self.place.join(self.promises)
         inputs, states = self._current(self.place.beginnings, NEWEST)
         self.place.start(inputs, about)
-        self._own: list[tuple[int, NodeState]] = []
+        self._last_models: list[tuple[int, NodeState]] = []
         return states
 
     def _current(
-        self, wanted: Callable[[], list[Round]], most: int
+        self, choose: Callable[[], list[Round]], limit: int
     ) -> tuple[list[Round], list[NodeState]]:
-        """Read ``most`` models like :meth:`newest`, of the versions that ``wanted`` returns.
+        """Read ``limit`` models like :meth:`newest`, of the versions that ``choose`` returns.
 
-        If none of them can be read, ``wanted`` is called again, because newer versions may have
+        If none of them can be read, ``choose`` is called again, because newer versions may have
         replaced them meanwhile.
         """
-        versions = wanted()
+        versions = choose()
         while True:
             try:
-                return self.newest(versions, most)
+                return self.newest(versions, limit)
             except NoModel:
-                before = versions
-                versions = wanted()
-                if versions == before:
+                previous = versions
+                versions = choose()
+                if versions == previous:
                     raise
 
-    def newest(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
+    def newest(self, versions: list[Round], limit: int) -> tuple[list[Round], list[NodeState]]:
         """Read models like :meth:`readable`; if none can be read, try earlier rounds.
 
         They belong to the same places, and go back as far as a place keeps models.
 
         :raises NoModel: if no model can be read
         """
-        return self.place.disk.retry(lambda: self._newest(versions, most), "models")
+        return self.place.disk.retry(lambda: self._newest(versions, limit), "models")
 
-    def _newest(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
+    def _newest(self, versions: list[Round], limit: int) -> tuple[list[Round], list[NodeState]]:
         failures: list[Exception] = []
         for _ in range(KEEP):
-            found = self._undamaged(versions, most, failures)
-            if found or not versions:
-                return [*found], [*found.values()]
+            states = self._undamaged(versions, limit, failures)
+            if states or not versions:
+                return [*states], [*states.values()]
             versions = self.place.before(versions) or versions
         raise self._no_model(len(versions), failures)
 
-    def readable(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
-        """Return the first ``most`` versions that can be read, and their models.
+    def readable(self, versions: list[Round], limit: int) -> tuple[list[Round], list[NodeState]]:
+        """Return the first ``limit`` versions that can be read, and their models.
 
         A model is passed over only if it was removed or is damaged. If the file system fails for
         one of them, all are read again, for at most one lease.
 
         :param versions: versions in the order of preference
-        :param most: largest number of models to read
+        :param limit: largest number of models to read
         :raises StoreError: if no model can be read
         """
-        return self.place.disk.retry(lambda: self._readable(versions, most), "models")
+        return self.place.disk.retry(lambda: self._readable(versions, limit), "models")
 
-    def _readable(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
+    def _readable(self, versions: list[Round], limit: int) -> tuple[list[Round], list[NodeState]]:
         failures: list[Exception] = []
-        found = self._undamaged(versions, most, failures)
+        states = self._undamaged(versions, limit, failures)
         # An error of the file system says nothing about a model, so it must not change which
         # models are averaged.
-        if failures and len(found) < min(most, len(versions)):
+        if failures and len(states) < min(limit, len(versions)):
             raise failures[0]
-        if versions and not found:
+        if versions and not states:
             raise self._no_model(len(versions), failures)
-        return [*found], [*found.values()]
+        return [*states], [*states.values()]
 
     def _undamaged(
-        self, versions: list[Round], most: int, failures: list[Exception]
+        self, versions: list[Round], limit: int, failures: list[Exception]
     ) -> dict[Round, NodeState]:
-        found: dict[Round, NodeState] = {}
+        states: dict[Round, NodeState] = {}
         for version in versions:
-            state = read_model(self.place, version, failures) if len(found) < most else None
+            state = read_model(self.place, version, failures) if len(states) < limit else None
             if state is not None:
-                found[version] = state
-        return found
+                states[version] = state
+        return states
 
     def _no_model(self, count: int, failures: list[Exception]) -> Exception:
         """Return the error to raise if no model can be read.
@@ -265,7 +265,7 @@ class FolderExchange:
         An error of the file system takes precedence, because the reading is then repeated.
         """
         text = f"{self.place.disk.root}: none of {count} models can be read; "
-        text += "copy one back to models/, or begin a new folder"
+        text += "copy one back to models/, or start in a new folder"
         return failures[0] if failures else NoModel(text)
 
     def chunk(self) -> tuple[int, int] | None:
@@ -278,7 +278,7 @@ class FolderExchange:
         :raises StopRequested: if the member is asked to leave while it waits
         """
         while True:
-            if not self.place.left:
+            if not self.place.remaining:
                 self.written()
             chunk = self.place.chunk()
             if chunk is not None:
@@ -308,9 +308,9 @@ class FolderExchange:
         self.written()
         place = self.place
         draft = place.draft(int(state.numbers["index"]))
-        claim = place.left
-        kept = replace(state, arrays={})
-        self._own = [*self._own[1 - KEEP :], (draft.age, kept)]
+        claim = place.remaining
+        saved = replace(state, arrays={})
+        self._last_models = [*self._last_models[1 - KEEP :], (draft.age, saved)]
 
         def work() -> None:
             entry = place.disk.retry(lambda: self._write(draft, state), "models")
@@ -373,8 +373,10 @@ class FolderExchange:
             state = read_model(self.place, version)
             if state is not None:
                 self.place.took(version)
-                rounds = rounds_late([age for age, _ in self._own], version.age)
-                return correct_for_age(state, self._own[-1][1], self._own[-1 - rounds][1], rounds)
+                rounds = rounds_late([age for age, _ in self._last_models], version.age)
+                return correct_for_age(
+                    state, self._last_models[-1][1], self._last_models[-1 - rounds][1], rounds
+                )
         return None
 
     def leave(self) -> None:

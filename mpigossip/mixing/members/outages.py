@@ -27,7 +27,7 @@ FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 2.0
 """First and longest pause between two attempts, in seconds: each pause is twice as long as the
 previous one."""
-RIGHTS = "ask the owner for the right to use it (with --shared: `umask 022`)"
+RIGHTS = "ask its owner for permission to use it (with --shared: `umask 022`)"
 SPACE = "free space there, or ask for a larger quota"
 REMEDIES = {
     errno.EACCES: RIGHTS,
@@ -64,20 +64,20 @@ def cause(error: BaseException) -> OSError | None:
     A `StoreError` without such a cause concerns the content of a file. So does an `OSError` of the
     HDF5 library, which has no error number.
     """
-    found = error if isinstance(error, OSError) else error.__cause__
-    return found if isinstance(found, OSError) and found.errno is not None else None
+    failure = error if isinstance(error, OSError) else error.__cause__
+    return failure if isinstance(failure, OSError) and failure.errno is not None else None
 
 
 class Outages:
     """Retries of one member's operations on its folder, in its main and in its writing thread."""
 
-    def __init__(self, tell: Callable[[str], None] = print_note, limit_s: float = START_S):
+    def __init__(self, report: Callable[[str], None] = print_note, limit_s: float = START_S):
         """Start without an outage.
 
-        :param tell: function that prints one line about an outage
+        :param report: function that prints one line about an outage
         :param limit_s: seconds for which an operation may fail
         """
-        self.tell = tell
+        self.report = report
         self.limit_s = limit_s
         self.stopping: Callable[[], bool] = lambda: False
         """Function that returns whether the member was asked to leave. If so, an operation may fail
@@ -132,17 +132,17 @@ class Outages:
             if failed is None:
                 raise error
             limit_s = min(self.limit_s, START_S) if self.stopping() else self.limit_s
-            left = began + limit_s - time.monotonic()
-            if self.given_up or left <= 0:
+            remaining = began + limit_s - time.monotonic()
+            if self.given_up or remaining <= 0:
                 self.given_up = True
                 raise _final(failed, path, limit_s) from error
             self._report(failed, path)
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, remaining))
             pause = min(2 * pause, LONGEST_PAUSE_S)
             try:
                 return operation()
-            except (OSError, StoreError) as again:
-                error = again
+            except (OSError, StoreError) as next_error:
+                error = next_error
 
     @contextmanager
     def _outage(self) -> Iterator[None]:
@@ -166,7 +166,7 @@ class Outages:
             due = now - self._reported > self.limit_s
             self._reported = now if due else self._reported
         if due:
-            self.tell(f"{_describe(error, path)}; trying again for {self.limit_s:g} s")
+            self.report(f"{_describe(error, path)}; trying again for {self.limit_s:g} s")
 
 
 def _describe(error: OSError, path: Path) -> str:

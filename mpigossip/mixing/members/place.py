@@ -121,7 +121,7 @@ class Place:
         self.now = lambda: now() - disk.outages.seconds()
         self.chance = chance or random.Random()
         self.chains: dict[int, Chain] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self.ledger = Ledger(disk, plan.chunks, plan.block, self.chance)
         self._claimed_at: dict[str, float] = {}
         self._end_listed = False
@@ -149,7 +149,7 @@ class Place:
         self.progress = 0
         self.claim = None
         self.claim_name = ""
-        self.left = 0
+        self.remaining = 0
         self._own: set[str] = set()
         self.peer: Round | None = None
         self.averaged: dict[int, int] = {}
@@ -163,19 +163,21 @@ class Place:
         places with the newest models are read instead. Versions that are more than `BEHIND` older
         than the newest one are left out. The list is empty if there is no model yet.
         """
-        found = [self.refresh(place).last for place in self.present()[-64:]]
-        if not any(found):
+        rounds = [self.refresh(place).last for place in self.present()[-64:]]
+        if not any(rounds):
             ages = self._closed()
-            furthest = sorted(ages, key=lambda place: -ages[place])[: 2 * NEWEST]
-            found = [self.refresh(place).last for place in furthest]
-        return _furthest(found)
+            newest = sorted(ages, key=lambda place: -ages[place])[: 2 * NEWEST]
+            rounds = [self.refresh(place).last for place in newest]
+        return _newest_usable(rounds)
 
     def before(self, versions: Sequence[Round]) -> list[Round]:
         """Return the versions of the same places one round earlier, if they exist."""
-        found = [
-            self.record(one.place, one.round - 1, listed=True) for one in versions if one.round > 1
+        records = [
+            self.record(version.place, version.round - 1, listed=True)
+            for version in versions
+            if version.round > 1
         ]
-        return [one for one in found if isinstance(one, Round)]
+        return [version for version in records if isinstance(version, Round)]
 
     def start(self, inputs: Sequence[Round], about: dict[str, str]) -> None:
         """Publish record 0, which names the models that this member starts with.
@@ -184,10 +186,10 @@ class Place:
         :param about: facts that the bits of the model depend on, such as versions and processor
         :raises Fenced: if other members have closed this place
         """
-        versions = tuple(one.version for one in inputs)
+        versions = tuple(version.version for version in inputs)
         record = Start(place=self.number, inputs=versions, promise=self.promise, about=about)
-        self.age = max((one.age for one in inputs), default=0)
-        self.progress = max((one.progress for one in inputs), default=0)
+        self.age = max((version.age for version in inputs), default=0)
+        self.progress = max((version.progress for version in inputs), default=0)
         if not self.disk.publish(record_name(self.number, 0), record.encode()):
             raise Fenced
         self.round = 1
@@ -196,10 +198,10 @@ class Place:
 
     def present(self) -> list[int]:
         """Return the places that are not known to be closed or silent, in ascending order."""
-        there = {place for place in self.numbers("places") if not self.absent(place)}
-        there -= self._closed().keys()
+        present = {place for place in self.numbers("places") if not self.absent(place)}
+        present -= self._closed().keys()
         # A stale listing may lack this member's own place.
-        return sorted(there | ({self.number} - {-1}))
+        return sorted(present | ({self.number} - {-1}))
 
     def absent(self, place: int) -> bool:
         """Return whether a place is known to be closed, or silent for longer than it promised."""
@@ -224,12 +226,12 @@ class Place:
                     break
             chain.next = numbers[-1] + 1
             chain.seen = self.now()
-            for found in new:
-                if isinstance(found, Closed):
-                    chain.closed = found
-                elif isinstance(found, Round | Start):
-                    chain.promise = found.promise
-                    chain.last = found if isinstance(found, Round) else chain.last
+            for record in new:
+                if isinstance(record, Closed):
+                    chain.closed = record
+                elif isinstance(record, Round | Start):
+                    chain.promise = record.promise
+                    chain.last = record if isinstance(record, Round) else chain.last
         return chain
 
     def record(
@@ -244,12 +246,14 @@ class Place:
             is unusable, or belongs to another place or round
         """
         name = record_name(place, number)
-        found = self.read(name, Start, Round, Closed, listed=listed)
-        right = getattr(found, "round", 0) == number and getattr(found, "place", place) == place
-        if found is not None and not right:
-            self.tell_once(name, "is of another place or round")
+        record = self.read(name, Start, Round, Closed, listed=listed)
+        is_right = (
+            getattr(record, "round", 0) == number and getattr(record, "place", place) == place
+        )
+        if record is not None and not is_right:
+            self.report_once(name, "belongs to another place or round")
             return Record(place=place)
-        return found
+        return record
 
     def fence(self, place: int) -> None:
         """Close a silent place, unless it publishes its next record first.
@@ -262,8 +266,8 @@ class Place:
         self.disk.make(f"chain/{place:06d}")
         if self.disk.publish(record_name(place, chain.next), record.encode()):
             self.report(
-                f"place {place} has been silent for longer than it promised: it is closed, "
-                "and its chunks are claimed anew"
+                f"place {place} has been silent for longer than its lease: it is closed, "
+                "and its chunks can be claimed again"
             )
             self._hint_closed(place, chain.last.age if chain.last else 0)
         self.refresh(place)
@@ -280,11 +284,11 @@ class Place:
         :raises TooFarBehind: if the own model is more than `BEHIND` older than a candidate
         """
         places = self.present()
-        here = places.index(self.number)
-        m = len(places)
-        turns = max(1, (m - 1).bit_length())
+        position = places.index(self.number)
+        place_count = len(places)
+        turns = max(1, (place_count - 1).bit_length())
         for turn in range(min(turns, 4)):
-            place = places[(here + (1 << (self.round + turn) % turns)) % m]
+            place = places[(position + (1 << (self.round + turn) % turns)) % place_count]
             if place == self.number:
                 continue
             version = self.refresh(place).last
@@ -307,11 +311,11 @@ class Place:
 
         The result is None if nothing can be claimed now.
         """
-        if not self.left:
+        if not self.remaining:
             claimed = self.ledger.claim(self)
             if claimed is None:
                 return None
-            self.claim_name, self.claim, self.left = claimed
+            self.claim_name, self.claim, self.remaining = claimed
             self._own.add(self.claim_name)
             self._remove_old()
         return self.claim.chunk + self.round - self.claim.first
@@ -355,7 +359,7 @@ class Place:
         peer = self.peer
         self.age = 1 + max(self.age, peer.age if peer else 0)
         self.progress = max(self.progress, chunk + 1, peer.progress if peer else 0)
-        made = Round(
+        draft = Round(
             place=self.number,
             round=self.round,
             claim=self.claim_name,
@@ -372,9 +376,9 @@ class Place:
             digest="",
         )
         self.round = self.round + 1
-        self.left = self.left - 1
+        self.remaining = self.remaining - 1
         self.peer = None
-        return made
+        return draft
 
     def publish(self, draft: Round, done: bool, **model: Any) -> None:
         """Publish a round whose model has been written; called in the thread that wrote it.
@@ -425,19 +429,19 @@ class Place:
         """
         for place in [*[*self._closed()][-64:], *self.present()]:
             self.refresh(place)
-        found = _furthest([chain.last for chain in self.chains.values()])
+        versions = _newest_usable([chain.last for chain in self.chains.values()])
         # An END without models could not be undone.
-        if not found:
+        if not versions:
             raise StoreError(
-                f"{self.disk.root}: all chunks are trained, and no record in chain/ "
-                "can be read; copy them back, or begin a new folder"
+                f"{self.disk.root}: all chunks are trained, but no record in chain/ "
+                "can be read; copy the records back, or start in a new folder"
             )
-        return found
+        return versions
 
     def end(self, versions: Sequence[Round]) -> None:
         """Publish END, which names the versions to average; this member has read all of them."""
-        named = tuple(sorted(one.version for one in versions))
-        self.disk.publish("END", End(place=self.number, versions=named).encode())
+        names = tuple(sorted(version.version for version in versions))
+        self.disk.publish("END", End(place=self.number, versions=names).encode())
         self._end_listed = True
 
     def ended(self) -> End | None:
@@ -459,8 +463,8 @@ class Place:
     def _closed(self) -> dict[int, int]:
         """Return the age of each closed place for which there is a hint in `closed`."""
         names = self.disk.names("closed")
-        found = [name for name in names if re.fullmatch(r"\d{6,15}\.\d{6,15}", name)]
-        return {int(place): int(age) for place, age in (name.split(".") for name in found)}
+        hints = [name for name in names if re.fullmatch(r"\d{6,15}\.\d{6,15}", name)]
+        return {int(place): int(age) for place, age in (name.split(".") for name in hints)}
 
     def _hint_closed(self, place: int, age: int) -> None:
         self.disk.publish(f"closed/{place:06d}.{age:06d}", b"")
@@ -478,14 +482,14 @@ class Place:
             content = self.disk.read(name, listed)
             return None if content is None else parse(content, name, *kinds)
         except Unusable as error:
-            self.tell_once(name, str(error).removeprefix(f"{name} "))
+            self.report_once(name, str(error).removeprefix(f"{name} "))
             return Record(place=0)
 
-    def tell_once(self, name: str, text: str) -> None:
+    def report_once(self, name: str, text: str) -> None:
         """Report once that a file is unusable and passed over."""
-        if name not in self._told:
-            self._told.add(name)
-            self.report(f"{name}: {text}; passed over")
+        if name not in self._reported:
+            self._reported.add(name)
+            self.report(f"{name}: {text}; it is ignored")
 
 
 def record_name(place: int, number: int) -> str:
@@ -493,7 +497,10 @@ def record_name(place: int, number: int) -> str:
     return f"chain/{place:06d}/{number:06d}"
 
 
-def _furthest(versions: Iterable[Round | None]) -> list[Round]:
+def _newest_usable(versions: Iterable[Round | None]) -> list[Round]:
     """Return the versions that may be averaged with the newest one, by descending age."""
-    found = sorted((one for one in versions if one), key=lambda one: (-one.age, one.place))
-    return [one for one in found if one.age + BEHIND >= found[0].age]
+    usable = sorted(
+        (version for version in versions if version),
+        key=lambda version: (-version.age, version.place),
+    )
+    return [version for version in usable if version.age + BEHIND >= usable[0].age]

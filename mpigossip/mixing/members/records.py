@@ -81,7 +81,7 @@ class RecordStore:
 
     def _names(self, folder: str) -> list[str]:
         try:
-            found = sorted(path.name for path in self.path(folder).iterdir())
+            names = sorted(path.name for path in self.path(folder).iterdir())
         except FileNotFoundError:
             self._check_root()
             if folder in self._known:
@@ -95,7 +95,7 @@ class RecordStore:
         self._known.add(folder)
         if self._identity is None:
             self._check_root()
-        return found
+        return names
 
     def _check_root(self) -> None:
         """Raise OSError if the folder has vanished, or was replaced because of an unmount.
@@ -151,7 +151,7 @@ class RecordStore:
             if isinstance(error.__cause__, FileNotFoundError) and not self.exists(name):
                 raise StoreError(
                     f"{self.root / name} was removed, although later files depend on it; copy it "
-                    "back, or begin a new folder"
+                    "back, or start in a new folder"
                 ) from error
             raise
 
@@ -170,7 +170,7 @@ class RecordStore:
         try:
             about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode):
-                raise Unusable(f"{path} is no file")
+                raise Unusable(f"{path} is not a regular file")
             if not self.shared and about.st_uid != os.getuid():
                 raise ForeignFile(errno.EPERM, f"it belongs to user {about.st_uid}", str(path))
             with open(descriptor, "rb", closefd=False) as file:
@@ -194,24 +194,24 @@ class RecordStore:
 
         :raises OSError: if the file system fails
         """
-        beside = self._write_beside(content)
+        temporary = self._write_temporary(content)
         try:
-            won = self._link(beside, name, content)
+            linked = self._link(temporary, name, content)
         finally:
-            self.discard(beside)
-        if won:
+            self.discard(temporary)
+        if linked:
             self.sync(name.rpartition("/")[0])
-        return won
+        return linked
 
-    def _write_beside(self, content: bytes) -> Path:
+    def _write_temporary(self, content: bytes) -> Path:
         """Write a new file in tmp/ and flush it to stable storage; return its path."""
-        beside = self.path(f"tmp/{secrets.token_hex(8)}")
+        temporary = self.path(f"tmp/{secrets.token_hex(8)}")
         try:
-            file = beside.open("xb")
+            file = temporary.open("xb")
         except FileNotFoundError:
             # Tools that copy or purge folders remove empty ones.
             self._make("tmp")
-            file = beside.open("xb")
+            file = temporary.open("xb")
         try:
             with file:
                 file.write(content)
@@ -219,32 +219,32 @@ class RecordStore:
                 self._share(file.fileno())
                 os.fsync(file.fileno())
         except OSError:
-            self.discard(beside)
+            self.discard(temporary)
             raise
-        return beside
+        return temporary
 
-    def _link(self, beside: Path, name: str, content: bytes) -> bool:
+    def _link(self, temporary: Path, name: str, content: bytes) -> bool:
         """Link a finished file to its name; return whether the name now has this content."""
         failed = None
         try:
-            self.link(beside, self.path(name))
+            self.link(temporary, self.path(name))
         except OSError as error:
             failed = error
         if failed is None:
             return True
         try:
-            found = self._read(name, listed=isinstance(failed, FileExistsError))
+            existing = self._read(name, listed=isinstance(failed, FileExistsError))
         except Unusable:
             return False
-        if found is None:
+        if existing is None:
             if isinstance(failed, FileNotFoundError) and self._make(name.rpartition("/")[0]):
-                return self._link(beside, name, content)
+                return self._link(temporary, name, content)
             raise failed
-        return found == content
+        return existing == content
 
-    def link(self, beside: Path, path: Path) -> None:
+    def link(self, temporary: Path, path: Path) -> None:
         """Give a finished file a second name, atomically."""
-        os.link(beside, path)
+        os.link(temporary, path)
 
     def share(self, path: Path) -> None:
         """Make a file readable for other users if the folder is shared, in spite of the umask."""
@@ -293,23 +293,23 @@ class RecordStore:
     def _make(self, folder: str) -> bool:
         """Create a folder like :meth:`make`, without retries; return whether it was missing."""
         self._check_root()
-        made = False
-        one = self.root
-        wanted = self.path(folder)
-        for part in wanted.relative_to(self.root).parts:
-            one /= part
+        is_new = False
+        created = self.root
+        target = self.path(folder)
+        for part in target.relative_to(self.root).parts:
+            created /= part
             try:
-                one.mkdir()
+                created.mkdir()
             except FileExistsError:
                 # `Path.is_dir` alone would return False after an error of the file system.
-                mode = os.lstat(one).st_mode
-                if not (stat.S_ISDIR(mode) or (stat.S_ISLNK(mode) and one.is_dir())):
-                    raise StoreError(f"{one} is no folder; move it away") from None
+                mode = os.lstat(created).st_mode
+                if not (stat.S_ISDIR(mode) or (stat.S_ISLNK(mode) and created.is_dir())):
+                    raise StoreError(f"{created} is not a folder; move it away") from None
                 continue
-            self.open_to_others(one)
-            made = True
+            self.open_to_others(created)
+            is_new = True
         self._known.add(folder)
-        return made
+        return is_new
 
     def remove(self, name: str) -> None:
         """Remove a file that no member needs; after an error, the next call tries again."""
@@ -319,13 +319,13 @@ class RecordStore:
         """Remove a file by its path, like :meth:`remove`."""
         unwanted = [*self._unwanted, path]
         self._unwanted = []
-        for one in unwanted:
+        for file in unwanted:
             try:
-                one.unlink()
+                file.unlink()
             except (FileNotFoundError, PermissionError):
                 continue
             except OSError:
-                self._unwanted.append(one)
+                self._unwanted.append(file)
 
 
 def _check_kind(path: Path) -> None:
@@ -340,7 +340,7 @@ def _check_kind(path: Path) -> None:
     if stat.S_ISLNK(mode):
         raise Unusable(f"{path} is a symbolic link; put the file there") from None
     if not stat.S_ISREG(mode):
-        raise Unusable(f"{path} is no file") from None
+        raise Unusable(f"{path} is not a regular file") from None
 
 
 def _change_mode(file: int | Path, mode: int) -> None:
@@ -476,19 +476,19 @@ def parse(content: bytes, name: str, *kinds: type[Record]) -> Any:
     :raises Unusable: if it is no valid record of one of these classes
     """
     try:
-        found = json.loads(content)
-        cls = KINDS[found.pop("kind")]
+        values = json.loads(content)
+        cls = KINDS[values.pop("kind")]
         if cls not in kinds:
-            raise ValueError(f'it is of kind "{cls.__name__.lower()}"')
-        types = {one.name: one.type for one in fields(cls)}
-        if found.keys() != types.keys():
-            raise ValueError("it lacks fields or has others")
-        made = cls(**{key: _typed(found[key], str(types[key]), key) for key in types})
+            raise ValueError(f'its kind is "{cls.__name__.lower()}"')
+        types = {record_field.name: record_field.type for record_field in fields(cls)}
+        if values.keys() != types.keys():
+            raise ValueError("fields are missing or unknown")
+        record = cls(**{key: _typed(values[key], str(types[key]), key) for key in types})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Unusable(f"{name} is no record: {str(error)[:100]}") from None
-    if isinstance(made, Round) and not re.fullmatch(FILE, made.file, re.ASCII):
-        raise Unusable(f"{name} names {made.file[:40]!r} as its model")
-    return made
+        raise Unusable(f"{name} is not a record: {str(error)[:100]}") from None
+    if isinstance(record, Round) and not re.fullmatch(FILE, record.file, re.ASCII):
+        raise Unusable(f"{name}: its model has an invalid name, {record.file[:40]!r}")
+    return record
 
 
 def _typed(value: Any, kind: str, name: str) -> Any:
@@ -506,7 +506,7 @@ def _typed(value: Any, kind: str, name: str) -> Any:
     if kind == "str" and isinstance(value, str) and value.isprintable():
         return value
     if kind.startswith("tuple") and isinstance(value, list) and len(value) <= 1024:
-        return tuple(Version(*(_typed(one, "int", name) for one in pair)) for pair in value)
+        return tuple(Version(*(_typed(number, "int", name) for number in pair)) for pair in value)
     if kind.startswith("dict") and isinstance(value, dict) and len(value) <= 64:
         return {_typed(k, "str", name): _typed(v, "str", name) for k, v in value.items()}
     raise ValueError(f'"{name}" is {str(value)[:40]!r}')

@@ -62,10 +62,10 @@ class Messages(Transport):
     def begin(self, r: RoundState, memory: Sequence[torch.Tensor]) -> None:
         for rank, areas in zip(r.plan.remote_sources, self._inbox, strict=False):
             for chunk in self.chunks:
-                found = self._each(self.comm.Irecv, r, chunk, areas, rank)
-                self._receives[rank, chunk.number] = found
+                requests = self._post(self.comm.Irecv, r, chunk, areas, rank)
+                self._receives[rank, chunk.number] = requests
 
-    def _each(
+    def _post(
         self,
         call: Callable,
         r: RoundState,
@@ -79,13 +79,13 @@ class Messages(Transport):
         """
         tag = FIRST_TAG + r.t % ROUNDS
         span = chunk.span
-        found = []
+        requests = []
         for area, device in zip(areas, self._devices, strict=True):
             with device_context(device):
-                for at in range(span.start, span.stop, CUT):
-                    some = raw(area[at : min(at + CUT, span.stop)])
-                    found.append(call([some, MPI.BYTE], rank, tag))
-        return found
+                for begin in range(span.start, span.stop, CUT):
+                    piece = raw(area[begin : min(begin + CUT, span.stop)])
+                    requests.append(call([piece, MPI.BYTE], rank, tag))
+        return requests
 
     def send(
         self, r: RoundState, chunk: MessageChunk, memory: Sequence[torch.Tensor]
@@ -95,7 +95,7 @@ class Messages(Transport):
         :meth:`release` waits for the completion, so that a slow reader can't delay this round.
         """
         for rank, _ in r.plan.targets:
-            for request in self._each(self.comm.Isend, r, chunk, memory, rank):
+            for request in self._post(self.comm.Isend, r, chunk, memory, rank):
                 self._sends[rank, len(self._sends)] = request
         return []
 
@@ -118,22 +118,22 @@ class Messages(Transport):
             self.notifications.waited += wait_all(
                 self._sends,
                 self.timeout_s,
-                lambda key: self._named(key[0], "takes no message"),
+                lambda key: self._describe(key[0], "does not receive the model"),
                 comm=self.comm,
             )
 
     def pending(self, r: RoundState) -> list[MPI.Request]:
         # without complete requests, which would end each sleep at once
-        return [one for requests in self._receives.values() for one in requests if one]
+        return [request for requests in self._receives.values() for request in requests if request]
 
     def describe_late(self, r: RoundState, ranks: Sequence[int]) -> str:
-        return self._named(min(ranks), f"sends no model of round {r.t}")
+        return self._describe(min(ranks), f"has not sent its model of round {r.t}")
 
-    def _named(self, rank: int, fault: str) -> str:
+    def _describe(self, rank: int, fault: str) -> str:
         reached = self._reached.get(rank)
-        last = "not heard of yet" if reached is None else f"last heard of in round {reached}"
-        where = f" on {self._hosts[rank]}" if self._hosts else ""
-        return f"{called(self.comm, rank)}{where} {fault} ({last})"
+        last = "no message yet" if reached is None else f"last message in round {reached}"
+        location = f" on {self._hosts[rank]}" if self._hosts else ""
+        return f"{called(self.comm, rank)}{location} {fault} ({last})"
 
     def close(self, coming: Sequence[tuple[int, RoundPlan]] = ()) -> None:
         self._inbox = []

@@ -26,8 +26,8 @@ from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState
 from mpigossip.mixing.transports import Transport, inboxes
 
 REMEDY = (
-    "NCCL_DEBUG=INFO says what NCCL tried, NCCL_SOCKET_IFNAME names its network; "
-    'node.exchange = "host" does without it'
+    "set NCCL_DEBUG=INFO to see what NCCL tries, or NCCL_SOCKET_IFNAME to choose its network; "
+    'node.exchange = "host" works without NCCL'
 )
 
 
@@ -57,16 +57,18 @@ class Nccl(Transport):
         self._streams = streams
         self._broken = False
         self._on_cpu = streams[0].device.type == "cpu"
-        areas = inboxes(comm, layout, buffers, [each.device for each in streams])
+        areas = inboxes(comm, layout, buffers, [slot_streams.device for slot_streams in streams])
         self._inbox = [[area[k] for area in areas] for k in range(buffers)]
-        names = [str(each.device) for each in streams]
-        places = [GroupRank(f"nodes-{k}", world.rank, world.size, d) for k, d in enumerate(names)]
-        if shared := _shared(comm, streams):
+        names = [str(slot_streams.device) for slot_streams in streams]
+        group_ranks = [
+            GroupRank(f"nodes-{k}", world.rank, world.size, d) for k, d in enumerate(names)
+        ]
+        if shared := _find_shared_gpu(comm, streams):
             raise TransportUnavailable(shared)
         try:
-            self._groups = open_groups(world, places, timeout_s)
+            self._groups = open_groups(world, group_ranks, timeout_s)
         except (Failure, JobError) as error:
-            raise TransportUnavailable(f"NCCL didn't join the nodes: {error}") from error
+            raise TransportUnavailable(f"NCCL could not connect the nodes: {error}") from error
         self._works: list[Any] = []
         super().__init__(comm, layout, buffers, timeout_s)
 
@@ -86,19 +88,21 @@ class Nccl(Transport):
             return
         try:
             with launch_lock:
-                for slot, (group, each) in enumerate(zip(self._groups, self._streams, strict=True)):
+                for slot, (group, slot_streams) in enumerate(
+                    zip(self._groups, self._streams, strict=True)
+                ):
                     sent = [(j, memory) for (j, s), memory in out.items() if s == slot]
                     received = [(j, memory) for (j, s), memory in into.items() if s == slot]
-                    with device_context(each.device), torch.cuda.stream(each.into):
-                        self._works += _calls(group, each.device, sent, received)
+                    with device_context(slot_streams.device), torch.cuda.stream(slot_streams.into):
+                        self._works += _calls(group, slot_streams.device, sent, received)
             if not self._on_cpu:
-                for work, each in zip(self._works, self._streams, strict=True):
-                    with device_context(each.device), torch.cuda.stream(each.into):
+                for work, slot_streams in zip(self._works, self._streams, strict=True):
+                    with device_context(slot_streams.device), torch.cuda.stream(slot_streams.into):
                         work.wait()  # holds up the stream, not this thread
         except RuntimeError as error:
-            raise self._failing(error) from error
+            raise self._mark_broken(error) from error
 
-    def _failing(self, error: Exception) -> NcclFailed:
+    def _mark_broken(self, error: Exception) -> NcclFailed:
         self._broken = True
         return NcclFailed(f"NCCL send and recv between nodes failed: {error}; {REMEDY}")
 
@@ -118,12 +122,12 @@ class Nccl(Transport):
 
     def received(self, r: RoundState, buffer: int) -> Sequence[torch.Tensor]:
         """Wait until the whole round is done; return for each slot an inbox buffer."""
-        self._settle(
+        self._wait_for_works(
             f"round {r.t}", [*r.plan.remote_sources, *(rank for rank, _ in r.plan.targets)]
         )
         return self._inbox[buffer]
 
-    def _settle(self, what: str, ranks: Sequence[int]) -> float:
+    def _wait_for_works(self, what: str, ranks: Sequence[int]) -> float:
         """Wait until all work that was started is done; return the seconds waited.
 
         :raises WaitTimeoutError: at the time limit; it names the ranks of the transfer
@@ -131,8 +135,8 @@ class Nccl(Transport):
 
         def late() -> str:
             self._broken = True
-            named = ", ".join(map(str, world_ranks(self.comm, sorted(set(ranks)))))
-            return f"{what}: NCCL isn't done with rank {named}; {REMEDY}"
+            numbers = ", ".join(map(str, world_ranks(self.comm, sorted(set(ranks)))))
+            return f"{what}: NCCL has not completed its transfer with rank {numbers}; {REMEDY}"
 
         return Deadline(self.timeout_s).wait(
             self._done, late, awaited_ranks=lambda: world_ranks(self.comm, ranks)
@@ -147,19 +151,19 @@ class Nccl(Transport):
                     return False
                 self._works.remove(work)
         except RuntimeError as error:
-            raise self._failing(error) from error
+            raise self._mark_broken(error) from error
         return True
 
     def swap(self, out: ByRank, into: ByRank) -> float:
         self._begin(out, into)
-        return self._settle("an average", ()) if self._on_cpu else 0.0
+        return self._wait_for_works("an average", ()) if self._on_cpu else 0.0
 
     def wait_for_swaps(self, what: str) -> None:
-        self._settle(what, range(self.comm.size))
+        self._wait_for_works(what, range(self.comm.size))
 
     def release(self, r: RoundState, coming: RoundPlan) -> None:
         if self._works:
-            self.notifications.waited += self._settle(
+            self.notifications.waited += self._wait_for_works(
                 f"round {r.t}", [j for j, _ in r.plan.targets]
             )
 
@@ -177,7 +181,9 @@ class Nccl(Transport):
         self._end(broken=True)
 
     def _end(self, broken: bool) -> None:
-        close_groups(self._groups, [str(each.device) for each in self._streams], broken)
+        close_groups(
+            self._groups, [str(slot_streams.device) for slot_streams in self._streams], broken
+        )
         self._works = []
         self._groups = []
 
@@ -195,17 +201,19 @@ def _calls(group: Any, device: torch.device, sent: list, received: list) -> list
     return [group._end_coalescing(device)]
 
 
-def _shared(comm: MPI.Intracomm, streams: Sequence[Streams]) -> str:
+def _find_shared_gpu(comm: MPI.Intracomm, streams: Sequence[Streams]) -> str:
     """Return a message if two ranks have a slot on the same GPU, where NCCL hangs; otherwise ""."""
-    on_gpus = [each.device for each in streams if each.device.type == "cuda"]
-    found = [str(getattr(torch.cuda.get_device_properties(d), "uuid", "")) for d in on_gpus]
+    on_gpus = [
+        slot_streams.device for slot_streams in streams if slot_streams.device.type == "cuda"
+    ]
+    gpu_ids = [str(getattr(torch.cuda.get_device_properties(d), "uuid", "")) for d in on_gpus]
     seen: dict[str, int] = {}
-    for rank, gpus in enumerate(comm.allgather(found)):
+    for rank, gpus in enumerate(comm.allgather(gpu_ids)):
         for gpu in filter(None, gpus):
             if (first := seen.setdefault(gpu, rank)) != rank:
                 a, b = world_ranks(comm, [first, rank])
                 return (
-                    f"ranks {a} and {b} share a GPU, which NCCL can't join with itself: give each "
-                    "rank GPUs of its own"
+                    f"ranks {a} and {b} share a GPU, which NCCL does not support: give each rank "
+                    "its own GPUs"
                 )
     return ""

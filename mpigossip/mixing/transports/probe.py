@@ -84,34 +84,34 @@ class Probe:
         self._streams = [Streams(device) for device in self._devices]
         self.on_gpus = self._devices[0].type == "cuda"
 
-    def open(self, way: str, many: int, most_s: float = float("inf")) -> OpenedTransport:
+    def open(self, way: str, buffers_wanted: int, limit_s: float = float("inf")) -> OpenedTransport:
         """Open a transport.
 
         :param way: name of the transport
-        :param many: number of sources to allocate buffers for
-        :param most_s: longest time of a wait, in seconds
+        :param buffers_wanted: number of sources to allocate buffers for
+        :param limit_s: time limit of each wait, in seconds
         :raises TransportUnavailable: on all ranks, if it can't be used on one
         """
         comm = self._comm
         layout = self._layout
-        given: Any = comm, layout, many, min(self._limit_s, most_s)
-        why = ""
+        arguments: Any = comm, layout, buffers_wanted, min(self._limit_s, limit_s)
+        reason = ""
         if way in ("windows", "messages"):
             key = way, comm.size, *self._devices  # after a rank failure, the size is smaller
             if not all(comm.allgather(key in self._proven)):
                 self._proven[key] = gpu_mpi_works(comm, self._devices, way, LIMIT_S / 2)
-            able, why = self._proven[key]
-            if not able:
-                raise TransportUnavailable(f"{why}; use a GPU-aware MPI")
+            works, reason = self._proven[key]
+            if not works:
+                raise TransportUnavailable(f"{reason}; use a GPU-aware MPI")
         if way == "windows":
-            transport: Transport = Windows(*given, devices=self._devices)
+            transport: Transport = Windows(*arguments, devices=self._devices)
         elif way == "messages":
-            transport = Messages(*given, devices=self._devices, hosts=self._world.hosts)
+            transport = Messages(*arguments, devices=self._devices, hosts=self._world.hosts)
         elif way == "nccl":
-            transport = Nccl(*given, world=self._world, streams=self._streams)
-            why = "NCCL has joined the nodes"
+            transport = Nccl(*arguments, world=self._world, streams=self._streams)
+            reason = "NCCL has connected the nodes"
         else:
-            transport = self._on_host(many)
+            transport = self._on_host(buffers_wanted)
         rank = comm.rank
         n = comm.size
         try:
@@ -120,8 +120,8 @@ class Probe:
             transport.close()
             raise
         if way == "host" and n > 1:
-            why = buffers.pin(transport.memory)
-        return OpenedTransport(transport, buffers, f"{way} ({why})" if why else way)
+            reason = buffers.pin(transport.memory)
+        return OpenedTransport(transport, buffers, f"{way} ({reason})" if reason else way)
 
     def seconds(self, way: str) -> float:
         """Time rounds along a ring, with messages of full size and all slots at once.
@@ -133,8 +133,8 @@ class Probe:
         """
         # a rank that hangs reaches its time limit after the others
         comm = with_timeout(self._comm, 2 * self._limit_s)
-        many = max(1, self._many)
-        opened = agreed(comm, lambda: self.open(way, many, LIMIT_S), (RuntimeError,))
+        buffers = max(1, self._many)
+        opened = agreed(comm, lambda: self.open(way, buffers, LIMIT_S), (RuntimeError,))
         rank = comm.rank
         n = comm.size
         left = (rank - 1) % n
@@ -145,10 +145,10 @@ class Probe:
         transport = opened.transport
         device = str(self._devices[0])
         thread = ProgressThread(transport.comm, timeout_s=transport.timeout_s, device=device)
-        one = partial(self._round, Pipeline(transport, opened.buffers, thread), opened, plan)
+        run_round = partial(self._round, Pipeline(transport, opened.buffers, thread), opened, plan)
         try:
-            rounds = [partial(one, index) for index in range(1 + ROUNDS)]
-            times = [agreed(comm, each, (RuntimeError, Failure)) for each in rounds]
+            rounds = [partial(run_round, index) for index in range(1 + ROUNDS)]
+            times = [agreed(comm, timed_round, (RuntimeError, Failure)) for timed_round in rounds]
         except TransportUnavailable as error:
             transport.abandon()
             keep_alive.append((opened, thread))  # closing them would wait for the failed round
@@ -166,13 +166,13 @@ class Probe:
         opened.buffers.begin(index)
         pipeline.begin(r)
         pipeline.wait(r)
-        spent = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         opened.transport.release(r, plan)
-        return spent
+        return seconds
 
 
 def open_transport(
-    asked: str,
+    requested: str,
     comm: MPI.Intracomm,
     layout: MessageLayout,
     buffers: int,
@@ -181,7 +181,7 @@ def open_transport(
 ) -> OpenedTransport:
     """Open the requested transport, or for "auto" the fastest one that works; collective.
 
-    :param asked: name of the transport, as in `node.exchange`
+    :param requested: name of the transport, as in `node.exchange`
     :param comm: communicator of the nodes
     :param layout: layout of a node's message
     :param buffers: largest number of sources in a round
@@ -190,15 +190,15 @@ def open_transport(
     :raises TransportUnavailable: on all ranks, if a transport requested by name can't be used
     """
     probe = Probe(comm, layout, buffers, world, on_host)
-    if asked == "host" or comm.size == 1:
+    if requested == "host" or comm.size == 1:
         return probe.open("host", buffers)
-    if asked != "auto":
+    if requested != "auto":
         try:
-            return probe.open(asked, buffers)
+            return probe.open(requested, buffers)
         except TransportUnavailable as error:
             raise TransportUnavailable(
-                f'node.exchange = "{asked}": {error}; "auto" takes the best way there is '
-                "(`mpigossip doctor` says what was asked)"
+                f'node.exchange = "{requested}": {error}; "auto" chooses the fastest transport '
+                "that works (`mpigossip doctor` prints the tests)"
             ) from error
     times: dict[str, float] = {}
     refused: dict[str, list[str]] = {}
@@ -209,11 +209,11 @@ def open_transport(
             times[way] = probe.seconds(way)
         except TransportUnavailable as error:
             refused.setdefault(str(error), []).append(way)
-    found = None
-    while found is None:
+    opened = None
+    while opened is None:
         way = fastest(times)
         try:
-            found = probe.open(way, buffers)
+            opened = probe.open(way, buffers)
         except (
             TransportUnavailable
         ) as error:  # the buffers may not fit, although those of the timed rounds did
@@ -222,10 +222,10 @@ def open_transport(
             del times[way]
             refused.setdefault(str(error), []).append(way)
     measured = [f"{way} {seconds * 1e3:.3g} ms" for way, seconds in times.items()]
-    gone = [f"no {', '.join(ways)}: {reason}" for reason, ways in refused.items()]
-    why = "; ".join([*measured, *gone])
-    found.text = f"{found.text} ({why})" if why else found.text
-    return found
+    failed = [f"no {', '.join(ways)}: {reason}" for reason, ways in refused.items()]
+    reason = "; ".join([*measured, *failed])
+    opened.text = f"{opened.text} ({reason})" if reason else opened.text
+    return opened
 
 
 def fastest(times: dict[str, float]) -> str:

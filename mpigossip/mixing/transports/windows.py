@@ -71,7 +71,7 @@ class Windows(Transport):
         self._devices = devices or [CPU] * slots
         self.on_device = bool(devices)
         self._windows: list[MPI.Win] = []
-        self._others = comm.allgather(buffers)
+        self._buffer_counts = comm.allgather(buffers)
         if devices:
             self.allocate = private
             areas = inboxes(comm, layout, count, devices, private)
@@ -82,24 +82,24 @@ class Windows(Transport):
                     with device_context(device):
                         self._windows.append(create(raw(area), own))
 
-            held = (self._windows, areas)
+            keep = (self._windows, areas)
             limit_s = min(timeout_s, LIMIT_S)
-            if wrong := run_on_all_ranks(
-                comm, open_all, lambda: CREATING, limit_s, devices[0], held
+            if problem := run_on_all_ranks(
+                comm, open_all, lambda: CREATING, limit_s, devices[0], keep
             ):
-                raise TransportUnavailable(wrong)
+                raise TransportUnavailable(problem)
             own.Free()
             # distance between two buffers, and offset of each slot in a buffer
             self._stride = size
             self._begins = [0] * slots
         else:
-            room = size * slots * (count + outbox)
-            window = open_window(MPI.Win.Allocate, max(room, 8), comm)
-            memory = torch.frombuffer(window.tomemory(), dtype=torch.uint8)[:room]
+            nbytes = size * slots * (count + outbox)
+            window = open_window(MPI.Win.Allocate, max(nbytes, 8), comm)
+            memory = torch.frombuffer(window.tomemory(), dtype=torch.uint8)[:nbytes]
             self.outbox = memory[size * slots * count :] if outbox else None
             self.memory = [memory]
-            whole = memory[: size * slots * count].view(count, slots, size)
-            areas = list(whole.unbind(1))
+            all_buffers = memory[: size * slots * count].view(count, slots, size)
+            areas = list(all_buffers.unbind(1))
             self._windows = [window] * slots
             self._stride = size * slots
             self._begins = [size * slot for slot in range(slots)]
@@ -118,32 +118,32 @@ class Windows(Transport):
         All puts are started at once. If some are held back, they wait for replies that queue behind
         the message of the other side, which took 1.5 times as long at 35 Mbit/s.
         """
-        flying: list[MPI.Request] = []
+        in_flight: list[MPI.Request] = []
         span = chunk.span
         half = r.index % 2
         step = min(CUT, max(FLIGHT, (span.stop - span.start) // 16))
         for rank, buffer in r.plan.targets:
-            base = (half * self._others[rank] + buffer) * self._stride
+            base = (half * self._buffer_counts[rank] + buffer) * self._stride
             for slot, message in enumerate(memory):
-                there = base + self._begins[slot]
+                offset = base + self._begins[slot]
                 if self.on_device:
-                    self._put(slot, message, span, rank, there)
+                    self._put(slot, message, span, rank, offset)
                     continue
                 array = message.numpy()
                 window = self._windows[slot]
-                for at in range(span.start, span.stop, step):
-                    some = array[at : min(at + step, span.stop)]
-                    target = [there + at, some.size, MPI.BYTE]
-                    flying.append(window.Rput([some, MPI.BYTE], rank, target))
-        return flying
+                for begin in range(span.start, span.stop, step):
+                    piece = array[begin : min(begin + step, span.stop)]
+                    target = [offset + begin, piece.size, MPI.BYTE]
+                    in_flight.append(window.Rput([piece, MPI.BYTE], rank, target))
+        return in_flight
 
-    def _put(self, slot: int, memory: torch.Tensor, span: slice, rank: int, there: int) -> None:
+    def _put(self, slot: int, memory: torch.Tensor, span: slice, rank: int, offset: int) -> None:
         """Put from device to device, with the slot's device current; a flush completes it."""
         with device_context(self._devices[slot]):
-            for at in range(span.start, span.stop, CUT):
-                some = raw(memory[at : min(at + CUT, span.stop)])
-                target = [there + at, len(some), MPI.BYTE]
-                self._windows[slot].Put([some, MPI.BYTE], rank, target)
+            for begin in range(span.start, span.stop, CUT):
+                piece = raw(memory[begin : min(begin + CUT, span.stop)])
+                target = [offset + begin, len(piece), MPI.BYTE]
+                self._windows[slot].Put([piece, MPI.BYTE], rank, target)
 
     def notify(self, r: RoundState, chunk: MessageChunk) -> None:
         for rank, _ in r.plan.targets:
@@ -168,10 +168,10 @@ class Windows(Transport):
 
     def describe_late(self, r: RoundState, ranks: Sequence[int]) -> str:
         rank = min(ranks)
-        many = len(self.chunks)
+        chunk_count = len(self.chunks)
         if r.blocked_readers:
             return self.notifications.describe_late(rank, FREE, self.number(r))
-        if (count := r.arrived.get(rank, many)) < many:
+        if (count := r.arrived.get(rank, chunk_count)) < chunk_count:
             return self.notifications.describe_late(
                 rank, ARRIVED, self.number(r, self.chunks[count])
             )

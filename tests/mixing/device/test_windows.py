@@ -1,6 +1,6 @@
-"""Windows for GPU memory, run on the CPU: the same protocol and pieces, streams left out.
+"""Windows for GPU memory, run on the CPU: the same protocol and chunks, but no streams.
 
-What needs a GPU is in tests/test_gpu.py, the kernels' arithmetic in tests/mixing/kernels.
+Tests that need a GPU are in tests/test_gpu.py, those of the kernels in tests/mixing/kernels.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ WIDTHS = (2048, 2048)
 
 
 def compare(*args, **kwargs):
-    """`compared`, after which the kept pool's process has the package as it was."""
+    """Call `compared`, then restore the package, because the rank's process runs other tests."""
     from mpigossip.mixing import synchronous
     from mpigossip.mixing.device import buffers
     from mpigossip.mixing.transports import probe
@@ -38,21 +38,21 @@ def compare(*args, **kwargs):
 
 
 def other_mean(mixer, reference, step, on_its_way):
-    """In some steps, whether a vector of odd length has another average; some lie on the CPU."""
+    """Return whether vectors of odd lengths have another average; only some steps test this."""
     if step % 6 != (1 if on_its_way else 4):
         return False
     device = mixer.layout.devices[0]
-    size, place = ((1, "cpu"), (2501, device), (7, device))[step // 2 % 3]
+    size, target = ((1, "cpu"), (2501, device), (7, device))[step // 2 % 3]
     rows = torch.randn(mixer.n, size, generator=torch.Generator().manual_seed(step))
-    got = mixer.mean(rows[list(mixer.local_nodes)].to(place))
-    return got.device != torch.device(place) or not torch.equal(got.cpu(), reference.mean(rows))
+    got = mixer.mean(rows[list(mixer.local_nodes)].to(target))
+    return got.device != torch.device(target) or not torch.equal(got.cpu(), reference.mean(rows))
 
 
 @with_world
 def compared(
     world, names, memory, steps, wire_name="fp32", chunk=4096, first=0, device="cpu", proofs=None
 ):
-    """How much differs from the simulator, by graph; the ways to the neighbours."""
+    """Return the number of differences by graph, and the transports to the neighbours."""
     from mpigossip.mixing import synchronous
     from mpigossip.mixing.device import buffers
     from mpigossip.mixing.synchronous import Synchronous
@@ -61,23 +61,25 @@ def compared(
     synchronous.STAGING_BYTES = chunk
     buffers.SHARE = 6000
     able = {memory} & {"windows", "messages"} if proofs is None else proofs
-    if device == "cpu":  # it stands in for a device: MPI reads and writes its memory
+    if device == "cpu":  # the CPU replaces a device whose memory MPI accesses
         probe.gpu_mpi_works = lambda comm, devices, way, limit_s: (way in able, "the CPU stands in")
     options = {"vectors": 2, "scalars": 1, "wire": wire(wire_name, 127, 0.1, 3)}
     layout = MessageLayout(WIDTHS, **options)
-    there = replace(layout, devices=(device.format(rank=world.rank),) * len(WIDTHS))
-    found = {}
+    device_layout = replace(layout, devices=(device.format(rank=world.rank),) * len(WIDTHS))
+    differences = {}
     routes = {}
     for name, made in graphs_for(world.size, names):
-        mixer = Synchronous(made, there, world, exchange=memory, timeout_s=30, on_devices=True)
+        mixer = Synchronous(
+            made, device_layout, world, exchange=memory, timeout_s=30, on_devices=True
+        )
         routes |= mixer.routes
-        found[name] = beside(mixer, kinds_of(steps, seed=2), layout, first, also=other_mean)
-        mixer.close()  # once more
-    return found, routes
+        differences[name] = beside(mixer, kinds_of(steps, seed=2), layout, first, also=other_mean)
+        mixer.close()  # a second time
+    return differences, routes
 
 
 SHOWN = [(2, "host"), (3, "messages")]
-"""By default; on the double (tests/double) "host", "windows" and "nccl" between three ranks are."""
+"""Cases that run by default; tests/double runs "host", "windows" and "nccl" with three ranks."""
 MORE = [pair for pair in itertools.product((3, 6, 8), MEMORIES) if pair not in SHOWN]
 
 
@@ -85,17 +87,17 @@ MORE = [pair for pair in itertools.product((3, 6, 8), MEMORIES) if pair not in S
     ("n", "memory"), some([*SHOWN, (1, "host"), (4, "messages"), (4, "nccl"), *MORE], SHOWN)
 )
 def test_device_windows_equal_the_simulator_under_random_delays(ranks, n, memory):
-    for found, routes in ranks(n)(compare, GRAPHS, memory, 12, timeout=150):
-        assert found and not any(found.values()), found
-        way = memory
-        assert all(route.startswith(way) for route in routes.values()) and len(routes) == n - 1
+    for differences, routes in ranks(n)(compare, GRAPHS, memory, 12, timeout=150):
+        assert differences and not any(differences.values()), differences
+        prefix = memory
+        assert all(route.startswith(prefix) for route in routes.values()) and len(routes) == n - 1
 
 
 @pytest.mark.parametrize("chunk", [512, 1 << 24])
 def test_chunks_of_any_size_and_rounds_that_begin_anywhere(ranks, chunk):
     args = (["exponential", "base-3"], "auto", 8, "fp32", chunk, 7)
-    for found, _ in ranks(3)(compare, *args):
-        assert found and not any(found.values()), found
+    for differences, _ in ranks(3)(compare, *args):
+        assert differences and not any(differences.values()), differences
 
 
 WIRES = [("bf16", "windows"), ("qsgd", "messages"), ("top-k", "nccl"), ("qsgd", "auto")]
@@ -109,16 +111,16 @@ WIRES = [("bf16", "windows"), ("qsgd", "messages"), ("top-k", "nccl"), ("qsgd", 
 )
 def test_lossy_wires_are_decoded_to_the_same_bits(ranks, name, memory):
     graphs = ["one-peer-exponential", "ring", "complete"]
-    for found, routes in ranks(3)(compare, graphs, memory, 10, name):
-        assert found and not any(found.values()), found
+    for differences, routes in ranks(3)(compare, graphs, memory, 10, name):
+        assert differences and not any(differences.values()), differences
         assert all(route.startswith(memory.replace("auto", "host")) for route in routes.values())
 
 
 @pytest.mark.parametrize("memory", ["windows", "messages", "nccl"])
 def test_large_encoded_messages_are_averaged_decoded(ranks, memory):
-    """With 4 nodes a sum of decoded bf16 values is less traffic than everyone's codes."""
-    for found, _ in ranks(4)(compare, ["complete"], memory, 8, "bf16"):
-        assert found and not any(found.values()), found
+    """With 4 nodes, averaging decoded values sends less than gathering encoded messages."""
+    for differences, _ in ranks(4)(compare, ["complete"], memory, 8, "bf16"):
+        assert differences and not any(differences.values()), differences
 
 
 @with_world
@@ -127,41 +129,41 @@ def refused(world):
     from mpigossip.mixing.device.memory import TransportUnavailable
     from mpigossip.mixing.synchronous import Synchronous
 
-    ways = {"exchange": "windows", "on_devices": True}
-    with pytest.raises(TransportUnavailable) as found:
-        Synchronous(graph("ring", world.size), MessageLayout(WIDTHS), world, **ways)
-    return str(found.value)
+    options = {"exchange": "windows", "on_devices": True}
+    with pytest.raises(TransportUnavailable) as caught:
+        Synchronous(graph("ring", world.size), MessageLayout(WIDTHS), world, **options)
+    return str(caught.value)
 
 
-def test_device_windows_are_refused_where_mpi_is_not_proven(ranks):
+def test_device_windows_are_rejected_if_the_test_of_mpi_fails(ranks):
     for message in ranks(2)(refused):
         assert 'node.exchange = "windows"' in message and "GPU-aware" in message
 
 
 def proofs(comm):
-    """Ways that are proven for two mixers between the same ranks, then for one in another world."""
+    """Return the tests that two mixers in one world and one mixer in another world run."""
     from mpigossip.cluster.ranks import World
     from mpigossip.graphs import graph
     from mpigossip.mixing.synchronous import Synchronous
     from mpigossip.mixing.transports import probe
 
-    given = probe.gpu_mpi_works
+    original = probe.gpu_mpi_works
     done = []
     probe.gpu_mpi_works = lambda comm, devices, way, limit_s: (True, done.append((way, limit_s)))
     try:
         for mixers in (2, 1):
             with World(comm) as world:
                 for _ in range(mixers):
-                    ways = {"exchange": "messages", "on_devices": True}
+                    options = {"exchange": "messages", "on_devices": True}
                     Synchronous(
-                        graph("ring", comm.size), MessageLayout(WIDTHS), world, **ways
+                        graph("ring", comm.size), MessageLayout(WIDTHS), world, **options
                     ).close()
     finally:
-        probe.gpu_mpi_works = given
+        probe.gpu_mpi_works = original
     return done
 
 
-def test_a_way_is_proven_once_between_the_ranks_of_a_world(ranks):
+def test_a_transport_is_tested_once_per_world(ranks):
     assert ranks(2)(proofs) == [[("messages", 30.0)] * 2] * 2
 
 
@@ -169,14 +171,14 @@ def put_into_neighbour(comm):
     from mpigossip.mixing.device import proof
 
     slots = [torch.device("cpu")] * 2
-    wrong = [proof.try_between_ranks(comm, slots, 30, way) for way in ("windows", "messages")]
-    return wrong, proof.gpu_mpi_works(comm, slots)
+    problems = [proof.try_between_ranks(comm, slots, 30, way) for way in ("windows", "messages")]
+    return problems, proof.gpu_mpi_works(comm, slots)
 
 
-def test_the_proof_is_a_message_and_a_library_that_says_no_is_believed(ranks):
-    for wrong, (able, why) in ranks(3)(put_into_neighbour):
-        assert wrong == ["", ""] and not able
-        assert "says that it moves no GPU memory" in why
+def test_ranks_exchange_messages_and_a_library_without_gpu_support_is_believed(ranks):
+    for problems, (able, why) in ranks(3)(put_into_neighbour):
+        assert problems == ["", ""] and not able
+        assert "no support for GPU memory" in why
 
 
 @pytest.mark.parametrize("own_stream", [False, True])
@@ -206,7 +208,7 @@ def test_an_exchange_waits_for_the_callers_stream_and_the_slots(monkeypatch, own
         ([(4096, 8192), (4096, 100)], [(4096, 8192)]),
     ],
 )
-def test_what_touches_is_locked_as_one(monkeypatch, stretches, runs):
+def test_ranges_that_touch_are_locked_together(monkeypatch, stretches, runs):
     monkeypatch.setattr(memory.mmap, "PAGESIZE", 4096)
     assert memory.pages(stretches) == runs
 
@@ -220,12 +222,12 @@ def test_memory_that_ucx_has_locked_is_pinned(monkeypatch, pinned):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(memory, "device_context", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
-    given = [torch.zeros(8, dtype=torch.uint8)], torch.device("cuda")
+    arguments = [torch.zeros(8, dtype=torch.uint8)], torch.device("cuda")
     if pinned:
-        memory.pin(*given)()
-    else:  # something else on its pages is: a part of it isn't
+        memory.pin(*arguments)()
+    else:  # other memory on its pages is locked, but not all of it
         with pytest.raises(memory.TransportUnavailable, match="712"):
-            memory.pin(*given)
+            memory.pin(*arguments)
     assert not unlocked
 
 
@@ -270,13 +272,13 @@ def test_the_fastest_way_is_taken_and_windows_where_nearly_as_fast(times, way):
 
 
 def timed(comm):
-    """The way that "auto" takes where MPI reads and writes the devices' memory."""
+    """Run "auto" with an MPI that accesses the devices' memory."""
     return compare(comm, ["ring", "complete"], "auto", 6, proofs={"windows", "messages"})
 
 
-def test_ways_that_work_are_timed_by_all_ranks(ranks):
-    (found, routes), *others = ranks(3)(timed)
-    assert found and not any(found.values())
-    (way,) = set(routes.values())
-    assert all(f"{name} " in way for name in ("windows", "messages", "host")) and " ms" in way
-    assert all(set(theirs.values()) == {way} for _, theirs in others)
+def test_working_transports_are_timed_by_all_ranks(ranks):
+    (differences, routes), *others = ranks(3)(timed)
+    assert differences and not any(differences.values())
+    (route,) = set(routes.values())
+    assert all(f"{name} " in route for name in ("windows", "messages", "host")) and " ms" in route
+    assert all(set(other_routes.values()) == {route} for _, other_routes in others)

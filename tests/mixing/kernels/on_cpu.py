@@ -1,4 +1,4 @@
-"""GPU kernels run by this processor, each thread after the other."""
+"""GPU kernels that run on this processor, one thread after the other."""
 
 import ctypes
 import hashlib
@@ -19,18 +19,21 @@ FLAGS = ["-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-
 
 
 def parameters(source: str) -> list[tuple[str, str]]:
-    """A kernel's, as (type, name)."""
+    """Return the parameters of a kernel as pairs (type, name)."""
     listed = source.partition("__global__ void ")[2].partition("(")[2].partition(")")[0]
-    return [(kind, name) for kind, _, name in (one.rpartition(" ") for one in listed.split(", "))]
+    return [
+        (kind, name)
+        for kind, _, name in (parameter.rpartition(" ") for parameter in listed.split(", "))
+    ]
 
 
 def as_cpp(number: int, source: str) -> str:
-    """The kernel, and a function that calls it for every thread.
+    """Return the source of the kernel and of a function that calls it for every thread.
 
-    That takes one array of arguments, of which each has 8 bytes there.
+    The function takes one array, in which each argument takes 8 bytes.
     """
     kinds = [kind.removeprefix("const ") for kind, _ in parameters(source)]
-    given = ", ".join(f"*({kind}*)(a + {k})" for k, kind in enumerate(kinds))
+    arguments = ", ".join(f"*({kind}*)(a + {k})" for k, kind in enumerate(kinds))
     name = source.partition("__global__ void ")[2].partition("(")[0]
     return f"""
 namespace of{number} {{ {source.replace('extern "C"', "")} }}
@@ -38,21 +41,21 @@ extern "C" void run{number}(long blocks, long threads, const long* a) {{
     blockDim.x = threads;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
         for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
-            of{number}::{name}({given});
+            of{number}::{name}({arguments});
 }}
 """
 
 
 def compiled(sources: Sequence[str], folder: Path) -> list[Callable]:
-    """Kernels as functions that take what CuPy's do; their library is kept in the folder."""
+    """Compile kernels into functions that are called like CuPy's; the folder caches them."""
     text = HEAD + "".join(map(as_cpp, range(len(sources)), sources))
-    made = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
-    if not made.exists():
-        beside = made.with_suffix(f".{os.getpid()}")
-        command = ["c++", *FLAGS, "-x", "c++", "-", "-o", beside]
+    library = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
+    if not library.exists():
+        temporary = library.with_suffix(f".{os.getpid()}")
+        command = ["c++", *FLAGS, "-x", "c++", "-", "-o", temporary]
         subprocess.run(command, input=text, text=True, check=True, timeout=120)
-        beside.rename(made)
-    loaded = ctypes.CDLL(str(made))
+        temporary.rename(library)
+    loaded = ctypes.CDLL(str(library))
 
     def call(number: int, grid, block, values) -> None:
         sizes = [ctypes.c_long(size) for size in (*grid, *block)]

@@ -1,6 +1,6 @@
-"""The sum on GPUs without one: run by this processor, and compiled for GPUs and read.
+"""The sum on GPUs, tested without a GPU: run on this processor, and disassembled.
 
-Reading needs the extra "nvrtc" (NVIDIA's compiler and disassembler).
+Disassembling needs the extra "nvrtc" (NVIDIA's compiler and disassembler).
 """
 
 import ctypes
@@ -27,9 +27,9 @@ CODE = torch.bfloat16
 
 @pytest.fixture
 def on_the_cpu(monkeypatch, tmp_path):
-    """Launches compile the kernel for this processor and run it; what they compiled, in order."""
+    """Let launches compile the kernel for this processor and run it; yield the compiled sources."""
     if shutil.which("c++") is None:
-        pytest.skip("no C++ compiler to try the kernel's text with")
+        pytest.skip("no C++ compiler for the kernel")
     seen = []
 
     def kernel(source, name):
@@ -51,28 +51,28 @@ def on_the_cpu(monkeypatch, tmp_path):
     "weights", [[1.0], [0.5, 0.5], [1 / 3] * 3, [0.2, 0.5, 0.3], [0.1, 0.2, 0.3, 0.4], [1 / 8] * 8]
 )
 @pytest.mark.parametrize("coded", [(), (1, 2)])
-def test_it_has_the_bits_of_the_sum(on_the_cpu, weights, coded):
-    """In place, too; three rows of 333 end behind the fours; columns are denormal to large."""
+def test_the_kernel_has_the_bits_of_the_sum(on_the_cpu, weights, coded):
+    """Also in place; 333 columns are no multiple of four, and values are denormal to large."""
     sizes = 10.0 ** torch.randint(-44, 30, (3, 333))
     arrays = [torch.randn(3, 333) * sizes for _ in weights]
-    given = [array.to(CODE) if k in coded else array for k, array in enumerate(arrays)]
-    expected = weighted_sum(weights, [array.float() for array in given], torch.empty(3, 333))
-    assert ((expected != 0) & (expected.abs() < 1e-38)).any(), "denormals are among the sums"
-    for out in (torch.zeros(3, 333), given[0]):
-        assert gpu_sum.combine(weights, given, out)
+    messages = [array.to(CODE) if k in coded else array for k, array in enumerate(arrays)]
+    expected = weighted_sum(weights, [array.float() for array in messages], torch.empty(3, 333))
+    assert ((expected != 0) & (expected.abs() < 1e-38)).any(), "no sum is denormal"
+    for out in (torch.zeros(3, 333), messages[0]):
+        assert gpu_sum.combine(weights, messages, out)
         assert torch.equal(out.nan_to_num(7), expected.nan_to_num(7))
-    assert len(on_the_cpu) == 1, "a kernel is kept"
+    assert len(on_the_cpu) == 1, "the kernel was compiled again"
 
 
-def test_what_it_cannot_do_is_left_to_torch(on_the_cpu):
-    one = torch.ones(2, 64)
-    two = torch.ones(2, 64)
-    assert gpu_sum.combine([0.5, 0.5], [one, two], one)
-    assert not gpu_sum.combine([0.5, 0.5], [one.double(), two], one)
-    assert not gpu_sum.combine([0.5, 0.5], [one, two], one.to(CODE))
-    assert not gpu_sum.combine([0.5, 0.5], [one[:, 4:], two[:, 4:]], torch.ones(2, 60))
-    assert not gpu_sum.combine([0.5, 0.5], [one[:1, 1:61], two[:1, :60]], torch.ones(1, 60))
-    assert not gpu_sum.combine([1 / 65] * 65, [one] * 65, two)
+def test_unsupported_arrays_are_left_to_torch(on_the_cpu):
+    first = torch.ones(2, 64)
+    second = torch.ones(2, 64)
+    assert gpu_sum.combine([0.5, 0.5], [first, second], first)
+    assert not gpu_sum.combine([0.5, 0.5], [first.double(), second], first)
+    assert not gpu_sum.combine([0.5, 0.5], [first, second], first.to(CODE))
+    assert not gpu_sum.combine([0.5, 0.5], [first[:, 4:], second[:, 4:]], torch.ones(2, 60))
+    assert not gpu_sum.combine([0.5, 0.5], [first[:1, 1:61], second[:1, :60]], torch.ones(1, 60))
+    assert not gpu_sum.combine([1 / 65] * 65, [first] * 65, second)
 
 
 @on_each(
@@ -82,7 +82,7 @@ def test_what_it_cannot_do_is_left_to_torch(on_the_cpu):
             RuntimeError("CuPy failed to load libnvrtc.so.12\nand a long story"),
             "RuntimeError: CuPy failed to load .*so.12;.*pip install",
         ),
-        (PermissionError(13, "Permission denied", "/home/me/.cupy"), ".*let CUPY_CACHE_DIR name"),
+        (PermissionError(13, "Permission denied", "/home/me/.cupy"), ".*CUPY_CACHE_DIR"),
     ],
 )
 def test_a_device_whose_kernels_fail_is_left_to_torch_with_a_warning(monkeypatch, error, said):
@@ -94,7 +94,7 @@ def test_a_device_whose_kernels_fail_is_left_to_torch_with_a_warning(monkeypatch
     gpu_sum.usable.cache_clear()
     with pytest.warns(UserWarning, match=f"cuda:0: {said}"):
         assert not gpu_sum.usable(torch.device("cuda:0"))
-    assert not gpu_sum.usable(torch.device("cuda:0")), "said once"
+    assert not gpu_sum.usable(torch.device("cuda:0")), "the warning is given once"
     gpu_sum.usable.cache_clear()
 
 
@@ -103,17 +103,17 @@ def test_a_device_whose_kernels_fail_is_left_to_torch_with_a_warning(monkeypatch
 
 @pytest.fixture(scope="module")
 def toolkit():
-    """The folder of NVIDIA's wheels, with lib/ and bin/."""
-    found = importlib.util.find_spec("nvidia")
-    for place in found.submodule_search_locations if found else ():
-        for folder in sorted(Path(place).glob("cu1*"), reverse=True):
+    """Return the folder of NVIDIA's wheels that contains lib/ and bin/."""
+    spec = importlib.util.find_spec("nvidia")
+    for path in spec.submodule_search_locations if spec else ():
+        for folder in sorted(Path(path).glob("cu1*"), reverse=True):
             if list(folder.glob("lib/libnvrtc.so.*")) and (folder / "bin" / "nvdisasm").exists():
                 return folder
     pytest.skip('no NVRTC and nvdisasm here; the extra "nvrtc" installs them')
 
 
 def compiled(toolkit, source, flush="true"):
-    """The machine code (ELF) of a kernel."""
+    """Return the machine code (ELF) of a kernel."""
     nvrtc = ctypes.CDLL(str(max(toolkit.glob("lib/libnvrtc.so.*"))))
     program = ctypes.c_void_p()
     size = ctypes.c_size_t()
@@ -127,9 +127,9 @@ def compiled(toolkit, source, flush="true"):
             raise AssertionError(f"nvrtc{name}: {code}\n{log.value.decode()}\n{source}")
 
     call("CreateProgram", ctypes.byref(program), source.encode(), b"sum.cu", 0, None, None)
-    # CuPy's own last option flushes denormals: the text must withstand it
-    asked = "--gpu-architecture=sm_90", f"-ftz={flush}"
-    options = (ctypes.c_char_p * 2)(*map(str.encode, asked))
+    # CuPy's last option flushes denormals, which must not affect this kernel.
+    requested = "--gpu-architecture=sm_90", f"-ftz={flush}"
+    options = (ctypes.c_char_p * 2)(*map(str.encode, requested))
     call("CompileProgram", program, 2, options)
     call("GetCUBINSize", program, ctypes.byref(size))
     code = ctypes.create_string_buffer(size.value)
@@ -138,7 +138,7 @@ def compiled(toolkit, source, flush="true"):
 
 
 def read(toolkit, source, folder):
-    """A kernel's instructions, and the facts that stand beside them."""
+    """Return the instructions of a kernel and their attributes, as text."""
     (folder / "kernel.cubin").write_bytes(compiled(toolkit, source))
     tool = [toolkit / "bin" / "nvdisasm", folder / "kernel.cubin"]
     return subprocess.run(tool, check=True, capture_output=True, text=True).stdout
@@ -153,7 +153,9 @@ def fact(text, name):
     "floats, codes, uniform",
     [(2, 0, True), (1, 1, False), (8, 0, False), (gpu_sum.TERMS, 0, False)],
 )
-def test_it_compiles_to_what_it_is_meant_to_be(toolkit, floats, codes, uniform, tmp_path):
+def test_the_kernel_compiles_to_the_expected_instructions(
+    toolkit, floats, codes, uniform, tmp_path
+):
     source = gpu_sum.source([FLOAT] * floats + [CODE] * codes, uniform)
     text = read(toolkit, source, tmp_path)
     seen = [
@@ -161,7 +163,7 @@ def test_it_compiles_to_what_it_is_meant_to_be(toolkit, floats, codes, uniform, 
         for op, bits in (("LDG", 128), ("LDG", 64), ("STG", 128))
     ]
     assert seen == [floats, codes, 1]
-    assert not re.search(r"\bFFMA\b", text), "a product and a sum are rounded together"
+    assert not re.search(r"\bFFMA\b", text), "a product and a sum are fused"
     assert not re.search(r"\.FTZ\b", text), "denormals become zero"
     assert not re.search(r"\b(LDL|STL)\b", text) and not fact(text, "MIN_STACK_SIZE"), "spills"
     assert not re.search(r"\b(DADD|DMUL|DFMA|F2F\.F64)", text), "float64"
@@ -174,8 +176,8 @@ def test_flushing_denormals_changes_nothing(toolkit):
     assert compiled(toolkit, source) == compiled(toolkit, source, "false")
 
 
-def test_the_compilers_own_arithmetic_would_be_seen(toolkit, tmp_path):
-    """What the checks above look for is there where a text uses C's operators."""
+def test_fused_arithmetic_would_be_detected(toolkit, tmp_path):
+    """A kernel with C's operators contains the instructions that the checks above reject."""
     source = gpu_sum.source([FLOAT] * 2, False)
     plain = source.replace("add(mul(wide(x0), w0), mul(wide(x1), w1))", "x0 * w0 + x1 * w1")
     assert plain != source and re.search(r"\bFFMA\.FTZ\b", read(toolkit, plain, tmp_path))

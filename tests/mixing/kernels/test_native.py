@@ -33,7 +33,7 @@ except native.NoKernel as error:
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """`compiler(waiting, …)`: sets a compiler that ends when so many processes wait for it.
+    """Return `compiler(waiting, …)`: set a compiler that ends when ``waiting`` processes wait.
 
     It adds a line to the file "calls", and runs a line of shell before it compiles.
     """
@@ -66,7 +66,7 @@ def calls(tmp_path):
 
 @pytest.fixture
 def together(warm, tmp_path):
-    """`together(n)`: what n new processes, which ask for the library at once, print."""
+    """Return `together(n)`: let n new processes load the library at once; return their output."""
     started = []
 
     def run(n):
@@ -92,25 +92,25 @@ def together(warm, tmp_path):
             process.wait()
 
 
-def test_of_several_processes_one_compiles(compiler, together, tmp_path):
+def test_one_of_several_processes_compiles(compiler, together, tmp_path):
     compiler(waiting=5)
     assert together(6) == ["loaded"] * 6
     assert calls(tmp_path) == 1
     assert [file.suffix for file in (tmp_path / "cache" / "mpigossip").iterdir()] == [".so"]
 
 
-def test_a_killed_process_is_replaced_by_one_of_those_that_wait(compiler, together, tmp_path):
+def test_a_killed_process_is_replaced_by_a_waiting_one(compiler, together, tmp_path):
     """The first call of the compiler kills the process that holds the lock."""
     compiler(waiting=3, line="if mkdir killed 2>&-; then kill -9 $PPID; exit 1; fi")
-    found = together(4)
-    assert sorted(found) == ["", "loaded", "loaded", "loaded"]
+    outputs = together(4)
+    assert sorted(outputs) == ["", "loaded", "loaded", "loaded"]
     assert calls(tmp_path) == 2
 
 
-def test_those_that_wait_do_not_repeat_a_failure(compiler, together, tmp_path):
+def test_waiting_processes_do_not_repeat_a_failure(compiler, together, tmp_path):
     compiler(waiting=3, line="echo no licence >&2; exit 1")
-    found = together(4)
-    assert all("no licence" in line for line in found), found
+    outputs = together(4)
+    assert all("no licence" in line for line in outputs), outputs
     assert calls(tmp_path) == 1
     # a process that starts later tries again
     assert "no licence" in native.status() and calls(tmp_path) == 2
@@ -119,14 +119,14 @@ def test_those_that_wait_do_not_repeat_a_failure(compiler, together, tmp_path):
     assert [file.suffix for file in (tmp_path / "cache" / "mpigossip").iterdir()] == [".so"]
 
 
-def test_a_lock_that_is_touched_is_kept_and_its_wait_ends(compiler, tmp_path, monkeypatch):
+def test_a_lock_that_is_touched_stays_valid_and_waits_for_it_end(compiler, tmp_path, monkeypatch):
     monkeypatch.setattr(build_lock, "LEASE_S", 0.2)
     monkeypatch.setattr(native, "WAIT_S", 0.5)
     compiler(waiting=0)
-    place = native._place()
-    place.parent.mkdir(parents=True, mode=0o700)
-    lock = build_lock.BuildLock(place)
-    assert lock.acquire() and not build_lock.BuildLock(place).acquire()
+    path = native._library_path()
+    path.parent.mkdir(parents=True, mode=0o700)
+    lock = build_lock.BuildLock(path)
+    assert lock.acquire() and not build_lock.BuildLock(path).acquire()
     sleep = time.sleep
 
     def touching(seconds):
@@ -134,19 +134,19 @@ def test_a_lock_that_is_touched_is_kept_and_its_wait_ends(compiler, tmp_path, mo
         sleep(seconds)
 
     monkeypatch.setattr(time, "sleep", touching)
-    assert f"{place.name}.lock" in native.status()
+    assert f"{path.name}.lock" in native.status()
     monkeypatch.undo()
     lock.release()
-    assert not list(place.parent.iterdir())
+    assert not list(path.parent.iterdir())
 
 
-def test_processes_that_wait_look_ever_more_rarely(compiler, tmp_path, monkeypatch):
-    """Each look lists a folder that thousands of ranks may share."""
+def test_waiting_processes_check_less_and_less_often(compiler, tmp_path, monkeypatch):
+    """Each check lists a folder that thousands of ranks may share."""
     monkeypatch.setattr(build_lock, "LEASE_S", 1000.0)
     compiler(waiting=0)
-    place = native._place()
-    place.parent.mkdir(parents=True, mode=0o700)
-    lock = build_lock.BuildLock(place)
+    path = native._library_path()
+    path.parent.mkdir(parents=True, mode=0o700)
+    lock = build_lock.BuildLock(path)
     assert lock.acquire()
     now = 0.0
     pauses = []
@@ -161,7 +161,7 @@ def test_processes_that_wait_look_ever_more_rarely(compiler, tmp_path, monkeypat
     status = native.status()
     monkeypatch.undo()
     lock.release()
-    assert f"{place.name}.lock" in status
+    assert f"{path.name}.lock" in status
     assert now == pytest.approx(native.WAIT_S)
     assert pauses[0] <= 0.05 and 1.0 <= max(pauses) <= 2.0
     assert len(pauses) <= 2 * native.WAIT_S

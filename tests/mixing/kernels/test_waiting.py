@@ -1,4 +1,4 @@
-"""Waiting in C: what ends it; exchanges without it, and without a thread, give the same numbers."""
+"""Waits in C: how they end; exchanges without them, or without a thread, are identical."""
 
 import threading
 import time
@@ -12,19 +12,19 @@ from tests.mixing.test_windows import LAYOUT, MessageLayout, compare
 GRAPHS = ["one-peer-exponential", "exponential", "base-3"]
 
 
-def rested(comm):
-    """Seconds that rests took: answered, at its limit, woken, told before."""
+def wait_times(comm):
+    """Return the seconds of waits: answered, limited, woken, woken before, limited."""
     import numpy as np
 
     value = np.zeros(1, np.int64)
-    found = []
+    seconds = []
     bell = waiting.Bell()
     never = comm.Irecv(np.zeros(1, np.int64), 1 - comm.rank, 77)
 
     def timed(*requests, began=None, **how):
         began = began or time.monotonic()
         assert waiting.wait_for_requests([*requests, never], need=1, **how)
-        found.append(time.monotonic() - began)
+        seconds.append(time.monotonic() - began)
 
     coming = comm.Irecv(value, 1 - comm.rank, 78)
     comm.Send(np.array([comm.rank]), 1 - comm.rank, 78)
@@ -36,8 +36,8 @@ def rested(comm):
     alarm.start()
     timed(wake=bell.wake, limit=20, began=began)
     alarm.join()
-    timed(wake=bell.wake, limit=20)  # the bell still rings
-    bell.heard()
+    timed(wake=bell.wake, limit=20)  # the pipe is not empty yet
+    bell.clear()
     timed(wake=bell.wake, limit=0.2)
     comm.Send(np.zeros(1, np.int64), 1 - comm.rank, 77)
     waiting.wait_for_requests([never], limit=20)
@@ -46,19 +46,19 @@ def rested(comm):
         bell.ring()
     bell.close()
     bell.close()
-    return found
+    return seconds
 
 
-def test_a_rest_ends_by_an_answer_a_bell_or_its_limit(ranks):
+def test_a_wait_ends_by_an_answer_a_ring_or_its_limit(ranks):
     if not waiting.available():
         pytest.skip("no compiler, or not Linux")
-    for answered, limited, woken, told, quiet in ranks(2)(rested):
-        assert max(answered, woken, told) < 10  # not their limit
+    for answered, limited, woken, rung, quiet in ranks(2)(wait_times):
+        assert max(answered, woken, rung) < 10  # not their limit
         assert min(limited, woken, quiet) >= 0.1  # a signal may end them sooner than 0.2
 
 
 def lost(comm):
-    """What a wait for a message that never comes says."""
+    """Return the error of a wait for a message that is never sent."""
     import numpy as np
 
     from mpigossip.cluster.deadline import WaitTimeoutError
@@ -73,7 +73,7 @@ def lost(comm):
         return str(error)
 
 
-def test_a_rest_does_not_outlast_the_deadline(ranks):
+def test_a_wait_does_not_exceed_the_deadline(ranks):
     assert ranks(1)(lost) == ["nothing from 5 (waited 0.2 s)"]
 
 
@@ -89,19 +89,21 @@ def without_c(comm, size):
 
 @on_each("size", [64, 1024])
 def test_exchanges_without_the_native_library_are_equal(ranks, size):
-    for found in ranks(3)(without_c, size):
-        assert found == dict.fromkeys(GRAPHS, 0)
+    for differences in ranks(3)(without_c, size):
+        assert differences == dict.fromkeys(GRAPHS, 0)
 
 
 def short(comm):
     from mpigossip.mixing.synchronous import INLINE_BYTES
 
     layout = MessageLayout(widths=(64, 64), vectors=2, scalars=1)
-    assert layout.nbytes <= INLINE_BYTES < LAYOUT.nbytes  # those of test_windows wake the thread
+    assert (
+        layout.nbytes <= INLINE_BYTES < LAYOUT.nbytes
+    )  # the messages of test_windows wake the thread
     return compare(comm, GRAPHS, "put", 40, layout=layout)
 
 
 @pytest.mark.parametrize("n", some([2, 3, 6], [3]))
 def test_short_messages_are_exchanged_without_the_thread(ranks, n):
-    for found in ranks(n)(short):
-        assert found == dict.fromkeys(GRAPHS, 0)
+    for differences in ranks(n)(short):
+        assert differences == dict.fromkeys(GRAPHS, 0)

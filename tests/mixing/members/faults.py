@@ -1,4 +1,4 @@
-"""Errors of the file system for single members of a storm: calls of `os` fail at random."""
+"""Errors of the file system for single members: calls of `os` fail at random."""
 
 import contextlib
 import errno
@@ -31,7 +31,7 @@ IN_LEASES = (0.0, 0.5, 3.0)
 
 
 class Faults:
-    """The faults that one member sees: one at a time, with pauses of some hundred operations."""
+    """Faults of one member's disk: one at a time, with some hundred operations in between."""
 
     def __init__(self, seed: float, lease_s: float, rate: float = 0.01):
         """``rate``: probability with which an operation begins a fault."""
@@ -43,7 +43,7 @@ class Faults:
         self.until = 0.0
         self.once = False
         self.path = ""
-        """The only file that can't be opened; "": any."""
+        """The only file that can't be opened; "": all files."""
         self.counts: dict[str, int] = {}
 
     def check(self, operation: str, path: str) -> None:
@@ -80,12 +80,12 @@ class Faults:
 
 
 def is_new(path: str) -> bool:
-    """Return whether a member writes this file, which nobody else knows yet."""
+    """Return whether this file is unpublished, so that only its member knows it."""
     return path.split("/")[-2:-1] == ["tmp"]
 
 
 here = threading.local()
-"""``faults``: those of the member whose disk this thread has used last."""
+"""``faults``: the faults of the member whose disk this thread has used last."""
 
 
 def _wrap(function, operation):
@@ -116,7 +116,7 @@ def _wrap_fsync(function):
 
 @contextlib.contextmanager
 def injected() -> Iterator[None]:
-    """Let the members whose disks have faults see them; all other threads are spared."""
+    """Inject the faults of members' disks; other threads are not affected."""
     with contextlib.ExitStack() as stack:
         for name, operation in (
             ("open", "open"),

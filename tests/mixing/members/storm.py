@@ -1,4 +1,4 @@
-"""A training in a folder with members of four numbers, on the worst of disks."""
+"""A training in a folder by members with models of four numbers, on faulty disks."""
 
 import contextlib
 import errno
@@ -22,14 +22,14 @@ from tests.mixing.members.faults import Faults, here, injected
 
 
 class Killed(BaseException):
-    """The process ended here."""
+    """The member's process is killed."""
 
 
 @dataclass
 class Bad(RecordStore):
-    """A disk for one member: killed at an operation, stale listings, lost replies, full at times.
+    """Faulty disk of one member: stale listings, lost replies, sometimes full.
 
-    ``kill_at``: the operation that never happens. ``seen``: names that a stale cache shows.
+    ``kill_at``: number of the operation at which the member is killed.
     """
 
     root: Path
@@ -45,7 +45,7 @@ class Bad(RecordStore):
 
     def __post_init__(self):
         super().__init__(self.root, self.shared)
-        self.outages.tell = lambda line: None
+        self.outages.report = lambda line: None
 
     def path(self, name):
         here.faults = self.faults
@@ -55,16 +55,16 @@ class Bad(RecordStore):
         return super().path(name)
 
     def names(self, folder):
-        at, found = self.cache.get(folder, (float("-inf"), []))
-        if time.monotonic() - at > self.stale_s * self.chance.random():
-            found = super().names(folder)
-            self.cache[folder] = time.monotonic(), found
-        return found
+        listed_at, names = self.cache.get(folder, (float("-inf"), []))
+        if time.monotonic() - listed_at > self.stale_s * self.chance.random():
+            names = super().names(folder)
+            self.cache[folder] = time.monotonic(), names
+        return names
 
-    def link(self, beside, path):
+    def link(self, temporary, path):
         if self.chance.random() < self.full:
             raise OSError(errno.ENOSPC, "full")
-        super().link(beside, path)
+        super().link(temporary, path)
         if self.chance.random() < self.lost:
             raise FileExistsError(errno.EEXIST, "the reply was lost")
 
@@ -88,8 +88,8 @@ class Tiny:
 
     def begin(self, states) -> None:
         self.x = np.zeros(4, np.float32)
-        for one in states:
-            self.x += one.parameters / np.float32(len(states))
+        for state in states:
+            self.x += state.parameters / np.float32(len(states))
 
     def resume(self, state, rounds, exchange) -> None:
         self.x = state.parameters
@@ -102,10 +102,10 @@ class Tiny:
             self.x = np.float32(0.5) * (self.x + peer.parameters)
 
     def train(self, exchange) -> None:
-        while (found := exchange.chunk()) is not None:
+        while (work := exchange.chunk()) is not None:
             self.sleep()
-            step = np.sin(np.float32(found[0]) + np.arange(4, dtype=np.float32))
-            self.x = self.x + step.astype(np.float32) / np.float32(1 + found[1])
+            step = np.sin(np.float32(work[0]) + np.arange(4, dtype=np.float32))
+            self.x = self.x + step.astype(np.float32) / np.float32(1 + work[1])
             self.index += 1
             exchange.send(state(self.x.copy(), self.index))
             self.meet(exchange)
@@ -114,7 +114,7 @@ class Tiny:
 def member(
     disk: RecordStore, plan: TrainingPlan, stop=lambda: False, sleep=lambda: None, clock=0.0
 ) -> str:
-    """One member to its end: "end", "killed", "left", "queued", "failed" or "traceback"."""
+    """Run a member; return "end", "killed", "left", "queued", "failed" or "traceback"."""
     place = Place(
         disk,
         plan,
@@ -146,23 +146,24 @@ def member(
 
 
 def chunks_of(root: Path, plan: TrainingPlan) -> Counter:
-    """How often each chunk is in a published round."""
+    """Count the published rounds of each chunk."""
     script = ReplayLog(Place(RecordStore(root, shared=True), plan, report=lambda line: None))
-    return Counter(one.chunk for one in script.rounds.values())
+    return Counter(record.chunk for record in script.rounds.values())
 
 
 def replay(root: Path, plan: TrainingPlan) -> int:
-    """Repeat all rounds; how many were compared. Raises Differs."""
+    """Repeat all rounds and return their number; raise ReplayMismatch if one differs."""
     script = ReplayLog(Place(RecordStore(root, shared=True), plan, report=lambda line: None))
     repeat(script, script.rounds, Tiny())
     return len(script.rounds)
 
 
 def storm(root: Path, seed: int, chunks=120, members=5, lease_s=0.3, slow=0.05, rate=0.0, **ills):
-    """Members that join, leave, are killed at random and come back until the training has ended.
+    """Run members that join, leave, are killed and return, until the training has ended.
 
-    ``slow``: share of rounds that take longer than the lease. ``rate``: of operations that begin a
-    fault, see `Faults`. Return how the members ended, and how often each operation has failed.
+    ``slow``: fraction of rounds that take longer than the lease. ``rate``: fraction of operations
+    that begin a fault, see `Faults`. Return how the members ended, and how often each operation
+    failed.
     """
     begin(root)
     chance = random.Random(seed)
@@ -171,17 +172,17 @@ def storm(root: Path, seed: int, chunks=120, members=5, lease_s=0.3, slow=0.05, 
     done = threading.Event()
 
     def work(seed: int) -> None:
-        mine = random.Random(seed)
+        draw = random.Random(seed)
         while not done.is_set():
-            kill = mine.randint(5, 400) if mine.random() < 0.8 else 1 << 60
-            faults = Faults(mine.random(), lease_s, rate) if rate else None
-            disk = Bad(root, mine, kill_at=kill, faults=faults, **ills)
+            kill = draw.randint(5, 400) if draw.random() < 0.8 else 1 << 60
+            faults = Faults(draw.random(), lease_s, rate) if rate else None
+            disk = Bad(root, draw, kill_at=kill, faults=faults, **ills)
             how = member(
                 disk,
                 plan,
-                stop=lambda: mine.random() < 0.02,
-                sleep=lambda: time.sleep(mine.random() * 0.01 + (mine.random() < slow)),
-                clock=mine.uniform(-600, 600),
+                stop=lambda: draw.random() < 0.02,
+                sleep=lambda: time.sleep(draw.random() * 0.01 + (draw.random() < slow)),
+                clock=draw.uniform(-600, 600),
             )
             ends[how] += 1
             ends.update(faults.counts if faults else {})

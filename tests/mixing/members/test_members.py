@@ -1,4 +1,4 @@
-"""The protocol of members that join and leave, with models of four numbers on bad disks."""
+"""The protocol of members that join and leave, with models of four numbers on faulty disks."""
 
 import contextlib
 import random
@@ -39,14 +39,14 @@ STORM = TrainingPlan(120, 4, 0.3)
 
 def right(root, plan) -> bool:
     """Every chunk is in exactly one published round, and all rounds can be repeated."""
-    found = chunks_of(root, plan)
-    once = all(found[chunk] == 1 for chunk in range(plan.chunks))
+    counts = chunks_of(root, plan)
+    once = all(counts[chunk] == 1 for chunk in range(plan.chunks))
     return once and replay(root, plan) == plan.chunks
 
 
 @pytest.mark.parametrize("seed", [1, *(every(seed) for seed in range(2, 6))])
 def test_storms(tmp_path, seed):
-    """Kills at random, stale listings, lost replies, a full disk, clocks minutes apart."""
+    """Members are killed; listings are stale, replies lost, disks full, clocks wrong."""
     ends = storm(tmp_path / "run", seed, **ILLS)
     assert ends["alive"] == 0 and ends["end"]
     assert right(tmp_path / "run", STORM)
@@ -54,7 +54,7 @@ def test_storms(tmp_path, seed):
 
 @pytest.mark.parametrize("step", [7, every(1)])
 def test_a_kill_at_every_operation(tmp_path, step):
-    """Another member finishes what one that was killed anywhere has begun."""
+    """Another member finishes the work of a member that was killed at any operation."""
     plan = TrainingPlan(6, 2, 0.02)
     kills = 0
     while True:
@@ -69,13 +69,13 @@ def test_a_kill_at_every_operation(tmp_path, step):
     assert kills > 50
 
 
-def renamed(disk, beside, path):
-    """Rename, in place of a link: what stood under the name is gone."""
-    Path(beside).replace(path)
+def renamed(disk, temporary, path):
+    """Rename instead of linking: an existing file of this name is overwritten."""
+    Path(temporary).replace(path)
 
 
 def torn(root, stop):
-    """Flip a number in one of four models, as a bad disk does."""
+    """Change a byte in one of four models, like a faulty disk."""
     chance = random.Random(0)
     seen = set()
     while not stop.wait(0.005):
@@ -83,10 +83,10 @@ def torn(root, stop):
             seen.add(path)
             with contextlib.suppress(Exception):  # a file that is written or removed meanwhile
                 with h5py.File(path) as file:
-                    at = file["parameters"].id.get_offset()
+                    offset = file["parameters"].id.get_offset()
                 if chance.random() < 0.25:
                     with path.open("r+b") as raw:
-                        raw.seek(at + 2)
+                        raw.seek(offset + 2)
                         raw.write(b"\x11")
 
 
@@ -104,19 +104,19 @@ def damaged_storm(root, seed) -> bool:
     return False
 
 
-def test_damaged_models_are_passed_over(tmp_path):
+def test_damaged_models_are_ignored(tmp_path):
     assert damaged_storm(tmp_path / "run", 1)
 
 
 def held_back(self, place):
-    """A lease without fencing: a silent place counts as closed, and knows nothing of it."""
+    """Close a silent place without a record, so that it does not notice."""
     chain = self.chains[place]
     chain.closed = places.Closed(place=place, round=chain.next, why="silent", by=self.number)
 
 
 @pytest.mark.parametrize("control", ["checksum", every("rename"), every("fence")])
 def test_controls_fail(tmp_path, monkeypatch, control):
-    """Without link, checksum or fence most storms go wrong."""
+    """Without link, checksum or fence, most storms fail."""
     if control == "rename":
         monkeypatch.setattr(RecordStore, "link", renamed)
     elif control == "checksum":
@@ -124,43 +124,43 @@ def test_controls_fail(tmp_path, monkeypatch, control):
         monkeypatch.setattr(live_models, "digest", lambda _: "0" * 64)
     else:
         monkeypatch.setattr(Place, "fence", held_back)
-    wrong = 0
+    failures = 0
     for seed in range(4):
-        if wrong == 2:
+        if failures == 2:
             break
         root = tmp_path / str(seed)
         if control == "checksum":
-            wrong += not damaged_storm(root, seed)
+            failures += not damaged_storm(root, seed)
             continue
         with contextlib.suppress(Exception):
             ends = storm(root, seed, chunks=60, **ILLS)
-            wrong -= not ends["alive"] and right(root, TrainingPlan(60, 4, 0.3))
-        wrong += 1
-    assert wrong >= 2
+            failures -= not ends["alive"] and right(root, TrainingPlan(60, 4, 0.3))
+        failures += 1
+    assert failures >= 2
 
 
 def operations_a_round(root, members: int) -> float:
-    """Calls of the file system in a round of one of so many members, all of which go on."""
+    """Return the number of file operations per round and member."""
     begin(root)
     plan = TrainingPlan(members * 64, 16, 60.0)
-    made = []
+    joined = []
     for seed in range(members):
         disk = Bad(root, random.Random(seed))
         place = Place(disk, plan, chance=disk.chance)
         live = FolderExchange(place, lambda: False)
         live.begin({})
-        made.append((place, live))
+        joined.append((place, live))
     for count in range(32):
-        for _, live in made:
+        for _, live in joined:
             live.chunk()
             live.send(state(Tiny().x, count + 1))
             live.receive()
             live.written()
         if count == 15:  # the claims of 16 rounds
-            first = sum(place.disk.operations for place, _ in made)
-    for _, live in made:
+            first = sum(place.disk.operations for place, _ in joined)
+    for _, live in joined:
         live.close()
-    return (sum(place.disk.operations for place, _ in made) - first) / 16 / members
+    return (sum(place.disk.operations for place, _ in joined) - first) / 16 / members
 
 
 def test_operations_do_not_grow_with_members(tmp_path):
@@ -168,8 +168,8 @@ def test_operations_do_not_grow_with_members(tmp_path):
     assert many < 1.1 * few and few < 40, (few, many)
 
 
-def test_late_models_hold_nobody_back(tmp_path):
-    """Two members move by 1 a round; the first one always reads a model of the round before."""
+def test_late_models_do_not_slow_training(tmp_path):
+    """Two members add 1 per round; the first one always reads the model of the previous round."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(64, 32, 60.0)
     x = [np.zeros(4, np.float32) for _ in range(2)]
@@ -188,14 +188,14 @@ def test_late_models_hold_nobody_back(tmp_path):
             x[i] = x[i] if peer is None else (x[i] + peer.parameters) / 2
     for live in lives:
         live.close()
-    assert [one.tolist() for one in x] == [[20.0] * 4] * 2
+    assert [model.tolist() for model in x] == [[20.0] * 4] * 2
 
 
-def test_differences_seen_late_are_made_up_for_once():
+def test_late_differences_are_corrected_once():
     new, now, then = (state(np.float32(x), 1) for x in ([7, 8], [4, 9], [2, 3]))
     ages = [3, 4, 7]
     assert [rounds_late(ages, age) for age in (9, 7, 5, 3, 1)] == [0, 0, 1, 2, 2]
-    assert rounds_late([3], 1) == rounds_late([], 1) == 0  # nothing is known of the time before
+    assert rounds_late([3], 1) == rounds_late([], 1) == 0  # earlier rounds are unknown
     assert correct_for_age(new, now, then, 0) is new
     assert correct_for_age(new, now, then, 1).parameters.tolist() == [4 + 5 / 2, 9 + 5 / 2]
     assert correct_for_age(new, now, then, 2).parameters.tolist() == pytest.approx(
@@ -207,7 +207,7 @@ def test_models_of_places_that_closed_long_ago_are_removed(tmp_path):
     """Members that leave again and again leave no more than a bounded number of models."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(200, 2, 60.0)
-    most = 0
+    maximum = 0
     for seed in range(60):
 
         def leave(rounds=iter(range(5))):  # noqa: B008
@@ -215,11 +215,11 @@ def test_models_of_places_that_closed_long_ago_are_removed(tmp_path):
                 raise StopRequested
 
         how = member(Bad(root, random.Random(seed)), plan, sleep=leave)
-        most = max(most, len(list((root / "models").iterdir())))
+        maximum = max(maximum, len(list((root / "models").iterdir())))
         if how == "end":
             break
     assert how == "end" and len(list((root / "places").iterdir())) > 15
-    assert most < 40
+    assert maximum < 40
     assert right(root, plan)
 
 
@@ -241,8 +241,8 @@ def test_a_round_whose_model_could_not_be_written_is_closed_by_its_own_name(tmp_
     assert right(root, plan)
 
 
-def test_a_member_that_finds_no_readable_model_leaves_a_whole_chain(tmp_path):
-    """It has a place and no first record yet: its chain is the closing one alone."""
+def test_a_member_without_a_readable_model_leaves_a_complete_chain(tmp_path):
+    """It has a place but no first record, so its chain is only the closing record."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 60.0)
     assert member(Bad(root, random.Random(1), kill_at=60), plan) == "killed"
@@ -254,7 +254,7 @@ def test_a_member_that_finds_no_readable_model_leaves_a_whole_chain(tmp_path):
     assert sum(chunks_of(root, plan).values()) > 0
 
 
-def test_where_the_newest_models_are_damaged_earlier_ones_are_taken(tmp_path):
+def test_earlier_models_are_used_if_the_newest_are_damaged(tmp_path):
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 60.0)
     assert member(Bad(root, random.Random(1), kill_at=90), plan) == "killed"
@@ -268,32 +268,32 @@ def test_where_the_newest_models_are_damaged_earlier_ones_are_taken(tmp_path):
 
 
 def test_an_end_without_models_is_never_written(tmp_path):
-    """The ledger is seen, and chain/ was purged: an end of nothing couldn't be taken back."""
+    """If chain/ was purged, an END without models could not be undone."""
     begin(root := tmp_path / "run")
-    with pytest.raises(StoreError, match="no record in chain/ can be read; copy them back"):
+    with pytest.raises(StoreError, match="no record in chain/ can be read"):
         Place(RecordStore(root), TrainingPlan(8, 2, 60.0)).endings()
 
 
-def test_models_of_other_parameters_are_passed_over(tmp_path):
-    """A forged one with a right record."""
+def test_models_with_other_parameters_are_ignored(tmp_path):
+    """The models and their records are valid, but have other parameters."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 60.0)
-    told = []
+    lines = []
     assert member(Bad(root, random.Random(1), kill_at=90), plan) == "killed"
-    place = Place(RecordStore(root), plan, report=told.append)
+    place = Place(RecordStore(root), plan, report=lines.append)
     live = FolderExchange(place, lambda: False, 0.01)
     with pytest.raises(StoreError, match="none of 1 models can be read"):
         live.begin({"layout": layout(["y"], [[4]])})
-    assert "it has other parameters than this member's model" in told[0]
+    assert "parameters differ" in lines[0]
     assert len(live.begin({"layout": layout(["x"], [[4]])})) == 1
     live.close()
 
 
 @pytest.mark.parametrize("bad", ["cut", "huge", "link", "folder", "foreign"])
-def test_bad_records_are_named_once_and_passed_over(tmp_path, bad):
+def test_invalid_records_are_reported_once_and_ignored(tmp_path, bad):
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 0.02)
-    told = []
+    lines = []
     assert member(Bad(root, random.Random(1), kill_at=60), plan) == "killed"
     chain = root / "chain/000000"
     newest = sorted(chain.iterdir())[-1]
@@ -309,24 +309,24 @@ def test_bad_records_are_named_once_and_passed_over(tmp_path, bad):
         newest.mkdir()
     else:
         newest.write_bytes(content.replace(b'"place": 0', b'"place": 7'))
-    place = Place(RecordStore(root), plan, chance=random.Random(2), report=told.append)
+    place = Place(RecordStore(root), plan, chance=random.Random(2), report=lines.append)
     live = FolderExchange(place, lambda: False, 0.01)
     tiny = Tiny()
     tiny.begin(live.begin({}))
     tiny.train(live)
     live.close()
     assert place.ended()
-    assert sum(newest.name in line for line in told) == 1 and "passed over" in told[0]
-    found = chunks_of_readable(root, plan)
-    assert all(found.get(chunk, 0) <= 1 for chunk in range(plan.chunks))
+    assert sum(newest.name in line for line in lines) == 1 and "is ignored" in lines[0]
+    counts = chunks_of_readable(root, plan)
+    assert all(counts.get(chunk, 0) <= 1 for chunk in range(plan.chunks))
 
 
 def chunks_of_readable(root, plan):
     place = Place(RecordStore(root), plan, report=lambda line: None)
-    found = {}
+    counts = {}
     for number in place.numbers("places"):
         for index in range(place.refresh(number).next):
-            one = place.record(number, index)
-            if isinstance(one, Round):
-                found[one.chunk] = found.get(one.chunk, 0) + 1
-    return found
+            record = place.record(number, index)
+            if isinstance(record, Round):
+                counts[record.chunk] = counts.get(record.chunk, 0) + 1
+    return counts

@@ -1,4 +1,4 @@
-"""Members whose file system fails: no error is an answer, and no chunk is trained twice."""
+"""Members whose file system fails: errors say nothing about files, no chunk is trained twice."""
 
 import errno
 import os
@@ -38,13 +38,13 @@ LASTING = [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR]
 
 
 def disk(root, limit_s=60.0, **ills) -> Bad:
-    made = Bad(root, random.Random(0), **ills)
-    made.outages.limit_s = limit_s
-    return made
+    store = Bad(root, random.Random(0), **ills)
+    store.outages.limit_s = limit_s
+    return store
 
 
-def place_of(found: Bad, plan=PLAN) -> Place:
-    return Place(found, plan, report=lambda line: None)
+def place_of(store: Bad, plan=PLAN) -> Place:
+    return Place(store, plan, report=lambda line: None)
 
 
 def fails(monkeypatch, name, number, times=1, function="open") -> list[str]:
@@ -74,29 +74,29 @@ def trained(root, rounds, plan=PLAN) -> None:
 
 
 def right(root, plan) -> bool:
-    found = chunks_of(root, plan)
-    once = all(found[chunk] == 1 for chunk in range(plan.chunks))
+    counts = chunks_of(root, plan)
+    once = all(counts[chunk] == 1 for chunk in range(plan.chunks))
     return once and replay(root, plan) == plan.chunks
 
 
 # -- one operation ---------------------------------------------------------------------------------
 
 
-def test_an_error_of_the_file_system_is_repeated_and_never_taken_for_content(tmp_path, monkeypatch):
+def test_an_operation_is_repeated_after_an_error_of_the_file_system(tmp_path, monkeypatch):
     """A listed name is read after any error; one that was never listed may not exist."""
     begin(root := tmp_path / "run")
-    found = disk(root)
-    assert found.publish("END", b"content")
+    store = disk(root)
+    assert store.publish("END", b"content")
     for number in {*ERRORS, *LASTING, errno.ENOENT}:
         with monkeypatch.context() as patched:
             failed = fails(patched, "/END", number)
-            assert found.read("END", listed=True) == b"content", errno.errorcode[number]
+            assert store.read("END", listed=True) == b"content", errno.errorcode[number]
             assert failed
-    assert found.read("other") is None
+    assert store.read("other") is None
 
 
 def test_an_error_that_lasts_ends_the_member_by_its_kind(tmp_path, monkeypatch):
-    """Only the user can correct a missing right; another host may see what this one doesn't."""
+    """Only the user can correct a missing permission; another host may reach the folder."""
     begin(root := tmp_path / "run")
     disk(root).publish("END", b"content")
     for number in {*ERRORS, *LASTING}:
@@ -107,9 +107,9 @@ def test_an_error_that_lasts_ends_the_member_by_its_kind(tmp_path, monkeypatch):
                 disk(root, limit_s=0.0).read("END", listed=True)
 
 
-def test_an_outage_is_reported_once_and_no_silence_of_others(tmp_path):
-    told: list[str] = []
-    found = Outages(told.append, limit_s=60.0)
+def test_an_outage_is_reported_once_and_is_not_silence_of_others(tmp_path):
+    lines: list[str] = []
+    retries = Outages(lines.append, limit_s=60.0)
     calls = []
 
     def operation():
@@ -119,24 +119,24 @@ def test_an_outage_is_reported_once_and_no_silence_of_others(tmp_path):
         return len(calls)
 
     began = time.monotonic()
-    assert found.retry(operation, tmp_path) == 4
-    assert told == ["f: input/output error; trying again for 60 s"]
-    assert 0.1 < found.seconds() <= time.monotonic() - began
+    assert retries.retry(operation, tmp_path) == 4
+    assert lines == ["f: input/output error; trying again for 60 s"]
+    assert 0.1 < retries.seconds() <= time.monotonic() - began
     place = Place(disk(tmp_path), PLAN, now=lambda: 100.0)
-    place.disk.outages = found
-    assert place.now() == 100.0 - found.seconds()
+    place.disk.outages = retries
+    assert place.now() == 100.0 - retries.seconds()
 
 
 def test_a_member_that_was_asked_to_leave_does_not_wait_for_a_lease(tmp_path, monkeypatch):
     monkeypatch.setattr(outages, "START_S", 0.05)
-    found = Outages(lambda line: None, limit_s=600.0)
-    found.stopping = lambda: True
+    retries = Outages(lambda line: None, limit_s=600.0)
+    retries.stopping = lambda: True
 
     def operation():
         raise OSError(errno.EIO, "input/output error")
 
     with pytest.raises(FolderUnreachable, match=r"for 0\.05 s"):
-        found.retry(operation, tmp_path)
+        retries.retry(operation, tmp_path)
 
 
 def test_errors_of_content_have_no_cause():
@@ -156,14 +156,14 @@ def test_a_name_that_was_removed_is_no_outage(tmp_path):
 def test_a_folder_that_vanishes_is_not_empty(tmp_path):
     """An unmounted file system leaves an empty folder, or none."""
     begin(root := tmp_path / "run")
-    found = disk(root, limit_s=0.0)
-    assert found.publish("places/000000", b"") and found.names("places") == ["000000"]
+    store = disk(root, limit_s=0.0)
+    assert store.publish("places/000000", b"") and store.names("places") == ["000000"]
     root.rename(tmp_path / "away")
     for ask in (
-        lambda: found.names("places"),
-        lambda: found.names("ledger/0000"),
-        lambda: found.read("END"),
-        lambda: found.publish("END", b""),
+        lambda: store.names("places"),
+        lambda: store.names("ledger/0000"),
+        lambda: store.read("END"),
+        lambda: store.publish("END", b""),
     ):
         with pytest.raises(FolderUnreachable):
             ask()
@@ -171,11 +171,11 @@ def test_a_folder_that_vanishes_is_not_empty(tmp_path):
 
 
 @pytest.mark.parametrize("gone", ["tmp", "closed"])
-def test_empty_folders_that_a_copy_has_dropped_are_made_again(tmp_path, gone):
+def test_empty_folders_that_a_copy_omitted_are_created_again(tmp_path, gone):
     begin(root := tmp_path / "run")
     (root / gone).rmdir()
-    found = disk(root)
-    assert found.publish("closed/000000.000000", b"") and not found.outages.seconds()
+    store = disk(root)
+    assert store.publish("closed/000000.000000", b"") and not store.outages.seconds()
 
 
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
@@ -198,75 +198,77 @@ def test_a_full_folder_is_named_with_a_remedy(tmp_path, monkeypatch):
     assert not [*(root / "tmp").iterdir()]
 
 
-def test_what_could_not_be_removed_is_removed_later(tmp_path, monkeypatch):
+def test_files_that_could_not_be_removed_are_removed_later(tmp_path, monkeypatch):
     begin(root := tmp_path / "run")
     (root / "models/old.h5").touch()
     fails(monkeypatch, "old.h5", errno.EIO, function="unlink")
-    found = disk(root)
-    found.remove("models/old.h5")
+    store = disk(root)
+    store.remove("models/old.h5")
     assert (root / "models/old.h5").exists()
-    found.remove("models/other.h5")
+    store.remove("models/other.h5")
     assert not (root / "models/old.h5").exists()
 
 
-def test_a_file_that_can_not_be_removed_keeps_no_other(tmp_path, monkeypatch):
+def test_a_file_that_can_not_be_removed_does_not_prevent_other_removals(tmp_path, monkeypatch):
     begin(root := tmp_path / "run")
     names = ["models/old.h5", "models/next.h5", "models/last.h5"]
     fails(monkeypatch, "old.h5", errno.EIO, times=1 << 30, function="unlink")
-    found = disk(root)
+    store = disk(root)
     for name in names:
         (root / name).touch()
-        found.remove(name)
+        store.remove(name)
     assert [(root / name).exists() for name in names] == [True, False, False]
 
 
 def test_a_mount_point_without_its_folder_is_not_filled(tmp_path):
     begin(root := tmp_path / "run")
-    found = disk(root, limit_s=0.0)
-    assert found.publish("places/000000", b"") and found.names("places")
+    store = disk(root, limit_s=0.0)
+    assert store.publish("places/000000", b"") and store.names("places")
     root.rename(tmp_path / "away")
     root.mkdir()
     with pytest.raises(FolderUnreachable, match="mount it again"):
-        found.make("logs")
-    found.outages.given_up = False
+        store.make("logs")
+    store.outages.given_up = False
     with pytest.raises(FolderUnreachable):
-        found.publish("END", b"")
+        store.publish("END", b"")
     assert not [*root.iterdir()]
     root.rmdir()
-    shutil.copytree(tmp_path / "away", root)  # other numbers, as of a file system mounted again
-    found.outages.given_up = False
-    found.make("logs")
+    shutil.copytree(
+        tmp_path / "away", root
+    )  # another inode, like a file system that is mounted again
+    store.outages.given_up = False
+    store.make("logs")
     assert (root / "logs").is_dir()
 
 
-def test_a_folder_that_can_not_be_looked_up_for_a_moment_is_a_folder(tmp_path, monkeypatch):
+def test_a_folder_whose_look_up_fails_once_is_still_a_folder(tmp_path, monkeypatch):
     begin(root := tmp_path / "run")
-    found = disk(root)
+    store = disk(root)
     for function in ("stat", "lstat"):
         with monkeypatch.context() as patch:
             fails(patch, "run/chain", errno.ENOENT, function=function)
-            found.make("chain/000000")
+            store.make("chain/000000")
     (root / "file").touch()
     with pytest.raises(StoreError, match="move it away"):
-        found.make("file/000000")
+        store.make("file/000000")
 
 
 def test_names_that_may_appear_later_are_listed_and_not_looked_up(tmp_path, monkeypatch):
     """NFS remembers for half a minute that a name wasn't there."""
     begin(root := tmp_path / "run")
-    asked: list[str] = []
+    paths: list[str] = []
     for function in ("open", "stat", "lstat", "access"):
         real = getattr(os, function)
 
         def watched(path, *more, real=real, **settings):
-            asked.append(str(path))
+            paths.append(str(path))
             return real(path, *more, **settings)
 
         monkeypatch.setattr(os, function, watched)
     place = place_of(disk(root))
     live = FolderExchange(place, lambda: False, poll_s=0.0)
     assert place.ended() is None and not live.stopping()
-    assert not [path for path in asked if Path(path).name in ("END", "STOP")]
+    assert not [path for path in paths if Path(path).name in ("END", "STOP")]
     (root / "STOP").touch()
     place.number = 0
     place.end([])
@@ -307,18 +309,18 @@ def test_no_claim_is_void_because_a_name_can_not_be_read(tmp_path, monkeypatch, 
 
 
 def test_a_link_whose_name_can_not_be_read_is_decided_later(tmp_path, monkeypatch):
-    """Its reply was lost: the name is this member's own."""
+    """The reply to the link was lost, but the file is this member's."""
     begin(root := tmp_path / "run")
-    found = disk(root, lost=1.0)
+    store = disk(root, lost=1.0)
     failed = fails(monkeypatch, "/END", errno.EACCES)
-    assert found.publish("END", b"content") and failed
+    assert store.publish("END", b"content") and failed
 
 
 @pytest.mark.parametrize(
     ("number", "function"),
     [(errno.EIO, "open"), (errno.ENOENT, "lstat"), every(errno.ESTALE, "open")],
 )
-def test_no_model_is_left_out_of_the_final_average_because_it_can_not_be_read(
+def test_an_error_of_the_file_system_omits_no_model_from_the_final_average(
     tmp_path, monkeypatch, number, function
 ):
     begin(root := tmp_path / "run")
@@ -340,7 +342,7 @@ def test_no_model_is_left_out_of_the_final_average_because_it_can_not_be_read(
     live.close()
 
 
-def test_content_that_was_read_and_is_wrong_is_unusable(tmp_path):
+def test_invalid_content_is_unusable(tmp_path):
     begin(root := tmp_path / "run")
     (root / "link").symlink_to("/etc/passwd")
     (root / "folder").mkdir()
@@ -349,7 +351,7 @@ def test_content_that_was_read_and_is_wrong_is_unusable(tmp_path):
             disk(root, limit_s=0.0).read(name, listed=True)
 
 
-def test_a_file_of_another_user_is_no_void_claim(tmp_path, monkeypatch):
+def test_a_file_of_another_user_does_not_void_a_claim(tmp_path, monkeypatch):
     begin(root := tmp_path / "run")
     disk(root).publish("END", b"content")
     other = os.getuid() + 1
@@ -363,22 +365,22 @@ def test_a_file_of_another_user_is_no_void_claim(tmp_path, monkeypatch):
 
 
 def outage(seconds, number=errno.ENOTCONN) -> Faults:
-    made = Faults(0, 1.0, rate=0.0)
-    made.operation = "all"
-    made.number = number
-    made.until = time.monotonic() + seconds
-    return made
+    faults = Faults(0, 1.0, rate=0.0)
+    faults.operation = "all"
+    faults.number = number
+    faults.until = time.monotonic() + seconds
+    return faults
 
 
 @pytest.mark.parametrize("number", [errno.ENOTCONN, every(errno.EIO)])
 def test_a_member_outlasts_an_outage_that_is_shorter_than_a_lease(tmp_path, number):
     begin(root := tmp_path / "run")
-    told: list[str] = []
-    found = Bad(root, random.Random(1), faults=outage(0.3, number))
-    found.outages.tell = told.append
+    lines: list[str] = []
+    store = Bad(root, random.Random(1), faults=outage(0.3, number))
+    store.outages.report = lines.append
     with injected():
-        assert member(found, PLAN) == "end"
-    assert len(told) == 1 and os.strerror(number) in told[0]
+        assert member(store, PLAN) == "end"
+    assert len(lines) == 1 and os.strerror(number) in lines[0]
     assert right(root, PLAN)
 
 
@@ -390,9 +392,9 @@ def test_a_longer_outage_ends_the_member_by_the_error(tmp_path, number, ended):
     begin(root := tmp_path / "run")
     chance = random.Random(1)
     plan = TrainingPlan(8, 2, 0.1)
-    found = Bad(root, chance)
+    store = Bad(root, chance)
     with injected():
-        how = member(found, plan, sleep=lambda: setattr(found, "faults", outage(60.0, number)))
+        how = member(store, plan, sleep=lambda: setattr(store, "faults", outage(60.0, number)))
     assert how == ended and FolderUnreachable.code == 75
     assert member(Bad(root, chance), plan) == "end"
     assert right(root, plan)
@@ -418,7 +420,7 @@ def test_a_member_whose_unfinished_model_was_removed_joins_again(tmp_path, monke
     assert right(root, PLAN)
 
 
-def test_a_folder_of_models_that_a_copy_has_dropped_is_made_again(tmp_path):
+def test_a_missing_folder_of_models_is_created_again(tmp_path):
     begin(root := tmp_path / "run")
     (root / "models").rmdir()
     assert member(Bad(root, random.Random(1)), PLAN) == "end"
@@ -427,7 +429,7 @@ def test_a_folder_of_models_that_a_copy_has_dropped_is_made_again(tmp_path):
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become two other users")
 @pytest.mark.parametrize("made", [(), ("ledger/0000", "chain/000000")])
 def test_two_users_with_any_umask_train_each_chunk_once(made):
-    """The first one leaves after three chunks; its umask hides what it makes from all others.
+    """The first user leaves after three chunks; its umask hides its files from all others.
 
     ``made``: folders that exist already, so that the umask hides files only.
     """
@@ -441,12 +443,12 @@ def test_two_users_with_any_umask_train_each_chunk_once(made):
             if next(rounds, None) is None:
                 raise StopRequested
 
-        found = Bad(root, random.Random(1), shared=True)
-        assert member(found, plan, sleep=leave) == "left"
+        store = Bad(root, random.Random(1), shared=True)
+        assert member(store, plan, sleep=leave) == "left"
 
     def second():
-        found = Bad(root, random.Random(2), shared=True)
-        assert member(found, plan) == "end"
+        store = Bad(root, random.Random(2), shared=True)
+        assert member(store, plan) == "end"
 
     try:
         begin(root := folder / "run")
@@ -483,7 +485,7 @@ def as_user(user, umask, work) -> int:
 
 @pytest.mark.parametrize("seed", [2, *(every(seed) for seed in (4, 5, 6))])
 def test_storms_with_errors_of_the_file_system(tmp_path, seed):
-    """Each operation fails at times: once, for half a lease, for three leases."""
+    """Each operation sometimes fails: once, for half a lease, or for three leases."""
     ends = storm(tmp_path / "run", seed, chunks=60, rate=0.01, stale_s=0.6, lost=0.2, full=0.02)
     assert ends["alive"] == 0 and ends["end"] and not ends.get("traceback")
     assert right(tmp_path / "run", TrainingPlan(60, 4, 0.3))
@@ -495,9 +497,9 @@ def test_storms_with_errors_of_the_file_system(tmp_path, seed):
 def test_replay_rejects_a_listing_that_lacks_rounds(tmp_path, monkeypatch):
     begin(root := tmp_path / "run")
     trained(root, 1, TrainingPlan(8, 2, 0.02))
-    told: list[str] = []
-    wanted_of(ReplayLog(Place(RecordStore(root), PLAN, report=told.append)), None, None)
-    assert told == ["the training has not ended: 1 of 8 chunks are trained"]
+    lines: list[str] = []
+    wanted_of(ReplayLog(Place(RecordStore(root), PLAN, report=lines.append)), None, None)
+    assert lines == ["the training has not ended: 1 of 8 chunks are trained"]
     assert member(Bad(root, random.Random(1)), TrainingPlan(8, 2, 0.02)) == "end"
     assert len(wanted_of(ReplayLog(place_of(disk(root))), None, None)) == 8
     names = RecordStore.names
@@ -507,7 +509,7 @@ def test_replay_rejects_a_listing_that_lacks_rounds(tmp_path, monkeypatch):
     script = ReplayLog(place_of(disk(root)))
     with pytest.raises(StoreError, match=r"no record of \d of its 8 chunks is listed"):
         wanted_of(script, None, None)
-    assert wanted_of(script, 0, None)  # these rounds are there
+    assert wanted_of(script, 0, None)  # these rounds exist
 
 
 def test_replay_needs_no_record_of_a_place_that_trained_nothing(tmp_path):
@@ -543,7 +545,7 @@ def test_replay_rejects_a_chunk_that_was_trained_twice(tmp_path):
         wanted_of(ReplayLog(place_of(disk(root))), None, None)
 
 
-def test_the_tree_of_the_package_has_the_names_that_are_written(tmp_path):
+def test_the_documented_tree_has_the_names_of_the_files(tmp_path):
     begin(root := tmp_path / "run")
     rounds = iter(range(3))
 
@@ -553,9 +555,9 @@ def test_the_tree_of_the_package_has_the_names_that_are_written(tmp_path):
 
     assert member(Bad(root, random.Random(1)), PLAN, sleep=leave) == "left"
     assert member(Bad(root, random.Random(1)), PLAN) == "end"
-    there = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
+    files = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
     tree = re.findall(r"^    (\S+)  ", package.__doc__, re.M)
     assert len(tree) == 7
     for name in tree[1:]:  # the job is written by a command
         pattern = re.sub(r"\d", r"\\d", re.escape(name)).replace("…", r"[0-9a-f]{16}")
-        assert any(re.fullmatch(pattern, one) for one in there), name
+        assert any(re.fullmatch(pattern, file) for file in files), name
