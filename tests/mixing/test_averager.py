@@ -198,7 +198,7 @@ def test_mistakes_are_told_in_words_on_every_rank(ranks):
         "like is >f8 of shape (4,) (ndarray)",
         'same_host = "shared": give "read" or "put"',
         'graph "rong" is unknown; did you mean "ring"?',
-        'graph "ring" has 3 nodes, and 2 are asked for',
+        'graph "ring" has 3 nodes, but 2 are needed',
         "rank 1 on {host}: shape (4,), on rank 0 (3,)",
         "rank 1 on {host}: dtype torch.float64, on rank 0 torch.float32",
         "rank 1 on {host}: graph Graph(random-matching",
