@@ -162,7 +162,7 @@ def test_sequences():
     ("matrices", "message"),
     [
         ([], "has no rounds"),
-        ([np.ones((2, 3))], r"shape \(2, 3\); must be square"),
+        ([np.ones((2, 3))], r"shape \(2, 3\); it must be square"),
         ([np.full((2, 2), np.nan)], "not finite"),
         ([np.eye(2), np.eye(3)], "round 1 has 3 nodes, but round 0 has 2"),
         ([np.array([[0.5, 0.4], [0.5, 0.5]])], "round 0, row sums differ from one by up to 0.1"),
