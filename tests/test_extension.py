@@ -384,7 +384,7 @@ def test_a_round_of_more_neighbours_than_stated_is_not_sent(ranks, tmp_path):
         ({"algorithm": {"name": "mine:heavy_bal"}}, "mine has no heavy_bal"),
         ({"algorithm": {"name": "mine:heavy_ball", "betta": 1}}, "betta: unknown; .*: beta"),
         ({"algorithm": {"name": "mine:three"}}, "is a int; it should be a function"),
-        ({"algorithm": {"name": "mine:demanding"}}, 'needs has "unsigned"; did you mean'),
+        ({"algorithm": {"name": "mine:demanding"}}, 'needs contains "unsigned"; did you mean'),
         ({"algorithm": {"name": "nowhere:thing"}}, "nowhere can't be imported"),
         ({"model": {"name": "wrong:net"}}, "AttributeError at .*wrong.py:2: module 'os' has no"),
         ({"data": {"source": "typo:data"}}, "SyntaxError: .*typo.py, line 1"),

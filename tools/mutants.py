@@ -200,7 +200,7 @@ MUTANTS = [
            "period += (ratio < low * state.level) - (ratio > high * state.level)",
            "period -= (ratio < low * state.level) - (ratio > high * state.level)", CADENCE),
     Mutant("a fragment's turn too early", "due",
-           "place = index % self.period + 1", "place = (index + 1) % self.period + 1",
+           "position = index % self.period + 1", "position = (index + 1) % self.period + 1",
            "engine"),
     Mutant("one peer from the other side", "from_behind",
            "tuple(n - d for d in distances)", "distances", "graphs"),

@@ -69,11 +69,11 @@ def tried(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> dict[float
 def searched_rates(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> list[float]:
     """Return the rates to try: those of the cell, then powers of two beyond a best end."""
     rates = list(cell.rates)
-    found = tried(cell, method, done)
+    results = tried(cell, method, done)
     for _ in range(FURTHER):
-        if not all(rate in found for rate in rates):
+        if not all(rate in results for rate in rates):
             break
-        best = best_rate([found[rate] for rate in rates])
+        best = best_rate([results[rate] for rate in rates])
         if best not in (min(rates), max(rates)):
             break
         rates.append(best / 2 if best == min(rates) else best * 2)
@@ -166,11 +166,11 @@ def remedied(cell: Cell, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
     """Yield each method's search, then its best rate, unless it ran at that rate before."""
     for method in cell.methods:
         rates = searched_rates(cell, method, done)
-        found = tried(cell, method, done)
+        results = tried(cell, method, done)
         yield from ((method, "search", lr, SEARCH) for lr in rates)
-        if not all(lr in found for lr in rates):
+        if not all(lr in results for lr in rates):
             continue
-        lr = best_rate([*found.values()])
+        lr = best_rate([*results.values()])
         for seed in SEEDS:
             there = reported(done, cell.nodes, cell.labels, method, lr).get(seed)
             if there is None or there["cell"]["of"] == REMEDIED:
@@ -321,12 +321,12 @@ def methods_of(steps: int) -> dict[str, str]:
             f"cadence.name=warm-periodic cadence.warm={warm} cadence.period={period}"
         )
 
-    found = {"parallel": "algorithm.name=parallel"}
+    results = {"parallel": "algorithm.name=parallel"}
     for (h, start), outer in product(WAYS, OUTER):
-        found[label(h, start, outer)] = after(start, h, outer, "algorithm.drop=false")
+        results[label(h, start, outer)] = after(start, h, outer, "algorithm.drop=false")
     for (name, h), start in product(((NO_MERGE, steps), (NO_MOMENTUM, 32)), STARTS):
-        found[f"{name} after {start} %"] = after(start, h, 1.0, "algorithm.outer_beta=0.0")
-    return found
+        results[f"{name} after {start} %"] = after(start, h, 1.0, "algorithm.outer_beta=0.0")
+    return results
 
 
 def vectors(period: int, start: int, steps: int) -> float:
@@ -407,11 +407,11 @@ def controls(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
 
     Without outer momentum, the variant has its own best learning rate.
     """
-    found = chosen(model, done)
-    if not found:
+    finalist = chosen(model, done)
+    if not finalist:
         return
-    tail = f"after {found.start} %"
-    yield from ((f"{NO_MERGE} {tail}", "best", found.lr, seed) for seed in SEEDS)
+    tail = f"after {finalist.start} %"
+    yield from ((f"{NO_MERGE} {tail}", "best", finalist.lr, seed) for seed in SEEDS)
     plain = yield from best_of(
         losses(model, done), *((f"{NO_MOMENTUM} {tail}", rate) for rate in RATES)
     )
@@ -421,9 +421,9 @@ def controls(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
 
 def alone(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
     """Yield the control without other nodes: parallel's learning rate, the same number of steps."""
-    if found := chosen(model, done):
+    if finalist := chosen(model, done):
         for seed in SEEDS:
-            yield ALONE, "best", found.parallel, seed
+            yield ALONE, "best", finalist.parallel, seed
 
 
 def chosen(model: str, done: Sequence[dict[str, Any]]) -> Chosen | None:

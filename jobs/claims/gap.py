@@ -24,7 +24,7 @@ from designs import (
     searched_rates,
     tried,
 )
-from judging import LEVEL, Verdict, holm, judged, of_values, said
+from judging import LEVEL, Verdict, format_interval, holm, judged, of_values
 from stored import Line, finals
 
 SMALL = 0.3
@@ -93,9 +93,9 @@ def equals(runs: Sequence[Line]) -> list[Gap]:
     return [one for one in found if one]
 
 
-def verdicts(found: Sequence[Gap]) -> list[Verdict]:
+def verdicts(found_gaps: Sequence[Gap]) -> list[Verdict]:
     """Judge in each row whether the one-peer graph is within a point of parallel."""
-    return holm([judged(one.title, [of_values(one.values)], alike=1.0) for one in found])
+    return holm([judged(gap.title, [of_values(gap.values)], alike=1.0) for gap in found_gaps])
 
 
 class Slope(NamedTuple):
@@ -109,16 +109,18 @@ class Slope(NamedTuple):
         return f"{self.mean:.2f} points [{self.low:.2f}, {self.high:.2f}]"
 
 
-def regression(found: Sequence[Gap], draws: int = 2000) -> Slope | None:
+def regression(found_gaps: Sequence[Gap], draws: int = 2000) -> Slope | None:
     """Fit a line through 0 by least squares, with an interval; None if fewer than six rows.
 
     The interval is found by resampling whole rows.
     """
-    if len(found) < 6:
+    if len(found_gaps) < 6:
         return None
     a, b = (
         np.array([np.mean(v) for v in side])
-        for side in zip(*((100 * np.array(one.distance), one.values) for one in found), strict=True)
+        for side in zip(
+            *((100 * np.array(one.distance), one.values) for one in found_gaps), strict=True
+        )
     )
     drawn = np.random.default_rng(0).integers(0, len(a), (draws, len(a)))
     slopes = (a * b)[drawn].sum(1) / (a * a)[drawn].sum(1)
@@ -126,22 +128,22 @@ def regression(found: Sequence[Gap], draws: int = 2000) -> Slope | None:
     return Slope(float((a * b).sum() / (a * a).sum()), float(low), float(high))
 
 
-def rule(found: Sequence[Gap]) -> str:
+def rule(found_gaps: Sequence[Gap]) -> str:
     """Return the rule of thumb from rows at equal rates, or the reason why there is none.
 
     Below c = 0.3 / slope, the gap is less than 0.3 points; the interval of c follows from that of
     the slope. There is a rule only if the interval of the slope is above 0 and no row below c
     contradicts it.
     """
-    slope = regression(found)
+    slope = regression(found_gaps)
     if slope is None:
-        return f"{len(found)} rows at equal rates are too few for a rule of thumb."
-    text = f"At equal rates the gap is {slope} for each 1 % of distance ({len(found)} rows). "
+        return f"{len(found_gaps)} rows at equal rates are too few for a rule of thumb."
+    text = f"At equal rates the gap is {slope} for each 1 % of distance ({len(found_gaps)} rows). "
     if slope.low <= 0:
         return text + "The interval includes 0 or less: no rule of thumb follows."
     c, low, high = (SMALL / s for s in (slope.mean, slope.high, slope.low))
-    near = [one for one in found if 100 * np.mean(one.distance) < c]
-    against = [one.title for one in near if of_values(one.values).beyond(SMALL) <= LEVEL]
+    near = [gap for gap in found_gaps if 100 * np.mean(gap.distance) < c]
+    against = [gap.title for gap in near if of_values(gap.values).beyond(SMALL) <= LEVEL]
     if against:
         return text + f"No rule of thumb follows; against it: {'; '.join(against)}."
     return text + (
@@ -150,17 +152,17 @@ def rule(found: Sequence[Gap]) -> str:
     )
 
 
-def _rows(found: Sequence[Gap], rates: bool) -> list[str]:
+def _rows(found_gaps: Sequence[Gap], rates: bool) -> list[str]:
     lines = [
         f"| cell |{' rates |' * rates} parallel, one-peer | gap, points | distance "
         "| within 1 point |",
         "|---|---|---|---|---|" + "---|" * rates,
     ]
-    for one, verdict in zip(found, verdicts(found), strict=True):
-        lr = f" {one.lr[0]:g}, {one.lr[1]:g} |" * rates
+    for gap, verdict in zip(found_gaps, verdicts(found_gaps), strict=True):
+        lr = f" {gap.lr[0]:g}, {gap.lr[1]:g} |" * rates
         lines.append(
-            f"| {one.title} |{lr} {one.accuracy[0]:.1f}, {one.accuracy[1]:.1f} % | "
-            f"{said(of_values(one.values))} | {100 * np.mean(one.distance):.2f} % | "
+            f"| {gap.title} |{lr} {gap.accuracy[0]:.1f}, {gap.accuracy[1]:.1f} % | "
+            f"{format_interval(of_values(gap.values))} | {100 * np.mean(gap.distance):.2f} % | "
             f"{verdict.words} |"
         )
     return lines
@@ -262,10 +264,12 @@ def remedy_page(runs: Sequence[Line]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for x, verdict in zip(found, remedy_verdicts(found), strict=True):
-        ahead = said(of_values(x.ahead)) + (f" ({x.base})" if x.base != "one-peer" else "")
+        ahead = format_interval(of_values(x.ahead)) + (
+            f" ({x.base})" if x.base != "one-peer" else ""
+        )
         lines.append(
             f"| {x.method}, {x.where}, {x.lr:g} | {x.accuracy:.1f} % | {ahead} | "
-            f"{said(of_values(x.behind))} | {x.sent:.2f} | {verdict.words} |"
+            f"{format_interval(of_values(x.behind))} | {x.sent:.2f} | {verdict.words} |"
         )
     whole = 2 * len(REMEDIES | CONTROLS)
     return "\n".join([*lines, "", f"{len(found)} of {whole} rows are finished."]) + "\n"

@@ -72,7 +72,7 @@ def of_interval(line: Line) -> Difference:
 
 def judged(
     claim: str,
-    found: Sequence[Difference],
+    differences: Sequence[Difference],
     by: float | Sequence[float] = 0.0,
     alike: float | None = None,
 ) -> Verdict:
@@ -82,29 +82,33 @@ def judged(
     number of differences.
     """
     if alike is None:
-        shown = [one.beyond(by) for one in found]
-        against = [one.below(by) for one in found]
+        shown = [difference.beyond(by) for difference in differences]
+        against = [difference.below(by) for difference in differences]
     else:
-        shown = [max(one.beyond(-alike), one.below(alike)) for one in found]
-        against = [min(one.beyond(alike), one.below(-alike)) for one in found]
+        shown = [
+            max(difference.beyond(-alike), difference.below(alike)) for difference in differences
+        ]
+        against = [
+            min(difference.beyond(alike), difference.below(-alike)) for difference in differences
+        ]
     yes = max(shown)
     no = min(against)
     if no <= LEVEL:
-        return Verdict(claim, False, min(1.0, len(found) * no))
+        return Verdict(claim, False, min(1.0, len(differences) * no))
     return Verdict(claim, True if yes <= LEVEL else None, min(1.0, yes))
 
 
 def holm(rows: Sequence[Verdict]) -> list[Verdict]:
     """Return the rows with p adjusted for the number of verdicts in the table."""
     order = sorted(range(len(rows)), key=lambda k: rows[k].p)
-    least = 0.0
-    found = list(rows)
+    largest_p = 0.0
+    adjusted = list(rows)
     for place, k in enumerate(order):
-        least = max(least, min(1.0, (len(rows) - place) * rows[k].p))
-        found[k] = rows[k]._replace(adjusted=least)
-    return found
+        largest_p = max(largest_p, min(1.0, (len(rows) - place) * rows[k].p))
+        adjusted[k] = rows[k]._replace(adjusted=largest_p)
+    return adjusted
 
 
-def said(one: Difference) -> str:
+def format_interval(one: Difference) -> str:
     """Return the mean and its interval as text."""
     return f"{one.mean:.2f} [{one.mean - one.half:.2f}, {one.mean + one.half:.2f}]"

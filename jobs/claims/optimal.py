@@ -34,7 +34,7 @@ EPSILON = 1e-3
 MOST = 60_000
 RATES = 2.0 ** np.arange(-14, 1.3, 1 / 4)
 SMALL_RATES = 2.0 ** np.arange(-30, 1.3, 1 / 8)
-"""Learning rates of D-PSGD, whose models settle apart from each other in proportion to the rate."""
+"""Learning rates of D-PSGD, whose models differ in the limit in proportion to the rate."""
 CURVATURE = np.geomspace(0.1, 1, 5)
 PHASES = (0.5, 1.0, 2.0, 4.0)
 """Phase lengths of DeTAG, in units of 1/√(1 − λ)."""
@@ -235,7 +235,9 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=RUNS, help="lines of JSON")
+    parser.add_argument(
+        "--out", type=Path, default=RUNS, help="file of results, one JSON object per line"
+    )
     options = parser.parse_args(given)
     text = options.out.read_text("utf-8") if options.out.exists() else ""
     lines = [x for x in map(json.loads, text.splitlines()) if x["study"] == "optimal"]

@@ -22,7 +22,7 @@ from designs import (
     chosen,
     vectors,
 )
-from judging import Verdict, holm, judged, of_values, said
+from judging import Verdict, format_interval, holm, judged, of_values
 from stored import Line, finals
 
 FIRST = "searched, laplacian"
@@ -88,9 +88,9 @@ def searched_page(runs: Sequence[Line]) -> str:
                 continue
             (rate, values), more = found[method], "|  |  |"
             if one := told.get(f"{model}: {FIRST} ahead of {method}"):
-                by = said(of_values(ahead(found)[method]))
+                by = format_interval(of_values(ahead(found)[method]))
                 more = f"| {by} | {one.words} |"
-            lines.append(f"{name} | {rate:g} | {said(of_values(values))} {more}")
+            lines.append(f"{name} | {rate:g} | {format_interval(of_values(values))} {more}")
     return "\n".join([*lines, "", f"{len(mine)} runs stored."]) + "\n"
 
 
@@ -207,7 +207,7 @@ def _reported(runs: Sequence[Line], model: str, one: Chosen, told: dict[str, str
         row = whole[method]
         claim = f"{model}, {method}: within {WITHIN:g} % of parallel"
         lines.append(
-            f"| {method} | {lr:g} | {row.loss:.4f} | {said(of_values(row.above))} | "
+            f"| {method} | {lr:g} | {row.loss:.4f} | {format_interval(of_values(row.above))} | "
             f"{row.vectors:.3f}, {row.since:.3f} | {told[claim]} |"
         )
     return lines

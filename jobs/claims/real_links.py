@@ -104,18 +104,18 @@ def measured(method: str, link: Link, scratch: Path) -> Line:
     cell = seconds.CELL
     program = [sys.executable, "-m", "mpigossip"]
     nodes = str(cell.nodes)
-    told = run([*program, "simulate", JOB, *asked, "--nodes", nodes], scratch / "simulated")
-    curve = zip(*map(RunResult(told).curve, ("step", "accuracy")), strict=True)
+    simulated = run([*program, "simulate", JOB, *asked, "--nodes", nodes], scratch / "simulated")
+    curve = zip(*map(RunResult(simulated).curve, ("step", "accuracy")), strict=True)
     steps = int(next(t for t, accuracy in curve if accuracy >= seconds.goal_of(stored)))
     asked += ["run.evaluate_every=0", "run.evaluate_steps=0", "log.consensus_every=0"]
     words = [str(LAB), "run", nodes, *program, "train", JOB, *asked, f"model.stop={steps}"]
     log = run(words, scratch / "ranks")
-    if not np.array_equal(log.steps["loss"][:steps], told.steps["loss"][:steps]):
-        sys.exit(f"{method}: {len(log.steps['loss'])} steps aren't the simulator's {steps}")
+    if not np.array_equal(log.steps["loss"][:steps], simulated.steps["loss"][:steps]):
+        sys.exit(f"{method}: {len(log.steps['loss'])} steps differ from the simulator's {steps}")
     clock = seconds.ends(
         method,
-        np.flatnonzero(told.steps["kind"][:, 0]).tolist(),
-        len(told.steps["step"]),
+        np.flatnonzero(simulated.steps["kind"][:, 0]).tolist(),
+        len(simulated.steps["step"]),
         cell.nodes,
         seconds.machine(link.gbit, link.latency),
         SEED,
@@ -151,10 +151,10 @@ def main(given: list[str] | None = None) -> int:
         try:
             for method in METHODS:
                 if (link.gbit, link.latency, method) not in done:
-                    found = measured(method, link, options.scratch)
+                    result = measured(method, link, options.scratch)
                     with LINKS.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(found) + "\n")
-                    print(found, flush=True)
+                        file.write(json.dumps(result) + "\n")
+                    print(result, flush=True)
         finally:
             subprocess.run([LAB, "down"], check=True)
     return 0

@@ -88,8 +88,8 @@ def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
         rates = searched_rates(cell, method, done)
         for rate in rates:
             yield about | {"method": method, "level": "search", "lr": rate, "seed": SEARCH}
-        if rates[-1] in (found := tried(cell, method, done)):
-            best[method] = best_rate([*found.values()])
+        if rates[-1] in (result := tried(cell, method, done)):
+            best[method] = best_rate([*result.values()])
     if len(best) < len(cell.methods):
         return
     for level, share in cell.levels.items():
@@ -123,21 +123,21 @@ def train(line: Line, options: argparse.Namespace) -> Line:
         with SingleProcess() as alone:
             summary = launch.train(job, alone, line["nodes"])
         if not summary["finished"]:
-            sys.exit("stopped: the run that was begun isn't written")
+            sys.exit("stopped: the current run was not written")
     except NonFiniteError:
         return line | {"figures": {}, "diverged": True, "digest": None}
-    found = RunResult(read(folder / "log.h5"))
-    steps = found.log.steps
+    result = RunResult(read(folder / "log.h5"))
+    steps = result.log.steps
     # The logged distance is relative to the norm of the averaged model.
     figures = {name: summary[name] for name in FIGURES} | {
-        "train_loss": found.last("train_loss"),
+        "train_loss": result.last("train_loss"),
         "distance": float(np.sqrt(np.nanmean(steps["consensus_distance"]))),
         "processor_s": time.process_time() - began,
     }
     rounded = {name: float(f"{value:.6g}") for name, value in figures.items()}
-    more: Line = {"late": True} if found.late else {}
+    more: Line = {"late": True} if result.late else {}
     if line["study"] == "time":
-        curve = found.curve("step"), found.curve("accuracy")
+        curve = result.curve("step"), result.curve("accuracy")
         more["curve"] = [[int(t), round(a, 4)] for t, a in zip(*curve, strict=True)]
         more["exchanges"] = np.flatnonzero(steps["kind"][:, 0]).tolist()
     return line | {"figures": rounded, **more, "digest": summary["digest"]}
@@ -151,11 +151,11 @@ def alone(line: Line, options: argparse.Namespace) -> Line:
     child.start()
     there.close()
     try:
-        found = here.recv()
+        result = here.recv()
     except EOFError:
-        sys.exit(f"{identity(line)}: its run failed, or was stopped")
+        sys.exit(f"{identity(line)}: its run failed or was stopped")
     child.join()
-    return found
+    return result
 
 
 def _send(pipe: Any, line: Line, options: argparse.Namespace) -> None:
@@ -184,7 +184,7 @@ def _text(line: Line, options: argparse.Namespace) -> Path:
                 mark.update(path.read_bytes())
                 shutil.copyfile(path, folder / path.name)
         if mark.hexdigest() != TEXT_SHA256:
-            sys.exit(f"{sysconfig.get_path('stdlib')} isn't what the runs had: {TEXT_IS}")
+            sys.exit(f"{sysconfig.get_path('stdlib')} differs from the text of the runs: {TEXT_IS}")
         pack(folder, file, text=True)
     return file
 
@@ -220,13 +220,13 @@ def queue(options: argparse.Namespace) -> int:
             if options.until and datetime.now().strftime("%H:%M") >= options.until:
                 return count
             line = missing[0]
-            found = alone(line | {"settings": settings(cell, line)}, options) | of
+            result = alone(line | {"settings": settings(cell, line)}, options) | of
             with options.out.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(found, ensure_ascii=False) + "\n")
+                out.write(json.dumps(result, ensure_ascii=False) + "\n")
                 out.flush()
                 os.fsync(out.fileno())
-            done.append(found)
-            known.add(identity(found))
+            done.append(result)
+            known.add(identity(result))
             count += 1
     return count
 
@@ -236,10 +236,10 @@ def again(options: argparse.Namespace) -> int:
     mine = [line for line in lines(options.out) if line.get("digest") and line["study"] in STUDIES]
     wrong = 0
     for line in random.Random().sample(mine, min(options.again, len(mine))):
-        found = train(line, options)["digest"]
-        wrong += found != line["digest"]
-        said = "equal" if found == line["digest"] else f"another digest, {found}"
-        print(f"{identity(line)}: {said}", flush=True)
+        result = train(line, options)["digest"]
+        wrong += result != line["digest"]
+        outcome = "equal" if result == line["digest"] else f"another digest, {result}"
+        print(f"{identity(line)}: {outcome}", flush=True)
     return int(wrong > 0)
 
 
@@ -261,12 +261,12 @@ def main(given: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--data", type=Path, required=True, help="CIFAR-10, packed by `mpigossip data pack`")
-    add("--scratch", type=Path, required=True, help="folder for logs that aren't kept")
-    add("--out", type=Path, default=RUNS, help="lines of JSON; default: runs.jsonl beside this")
+    add("--scratch", type=Path, required=True, help="folder for temporary logs")
+    add("--out", type=Path, default=RUNS, help="lines of JSON; default: runs.jsonl of this folder")
     add("--study", action="append", choices=[*STUDIES], help="repeatable; default: all in order")
-    add("--until", metavar="HH:MM", type=clock, help="no run begins after that time of today")
-    add("--again", type=int, default=0, metavar="N", help="repeat N runs, compare their digests")
-    add("--estimate", action="store_true", help="print what there is and what is missing")
+    add("--until", metavar="HH:MM", type=clock, help="start no run after this time of today")
+    add("--again", type=int, default=0, metavar="N", help="repeat N runs and compare their digests")
+    add("--estimate", action="store_true", help="print the numbers of finished and missing runs")
     options = parser.parse_args(given)
     torch.set_num_threads(1)
     options.scratch.mkdir(parents=True, exist_ok=True)

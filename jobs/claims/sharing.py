@@ -80,19 +80,19 @@ def took(link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit:
 
 def main() -> int:
     """Print each one-peer run of links.jsonl next to the results of the flows."""
-    found = [json.loads(line) for line in LINKS.read_text("utf-8").splitlines()]
+    runs = [json.loads(line) for line in LINKS.read_text("utf-8").splitlines()]
     for link, (method, vectors, ahead) in itertools.product(
         CELLS, (("dmsgd", 2, False), ("dsgd ahead", 1, True))
     ):
-        (run,) = [x for x in found if (x["gbit"], x["method"]) == (link.gbit, method)]
+        (run,) = [x for x in runs if (x["gbit"], x["method"]) == (link.gbit, method)]
         kinds = {"alone": (False, False), "shared": (True, False), "admitted": (True, True)}
         flows = {
             name: took(link, run["steps"], vectors, ahead, *kind) for name, kind in kinds.items()
         }
-        told = ", ".join(f"{name} {value:.0f} s" for name, value in flows.items())
+        times = ", ".join(f"{name} {value:.0f} s" for name, value in flows.items())
         print(
             f"{link.gbit} Gbit/s, {1e3 * link.latency:g} ms, {method}, clock "
-            f"{run['clock_s']:.0f} s, measured {run['measured_s']:.0f} s: {told}"
+            f"{run['clock_s']:.0f} s, measured {run['measured_s']:.0f} s: {times}"
         )
     return 0
 

@@ -72,11 +72,11 @@ def protocol(*settings: str) -> Subject:
 def hours(machine: Machine = EXPONENTIAL) -> dict[str, list[float]]:
     """Return the predicted hours of the first table, by graph."""
     what = protocol("algorithm.name=dmsgd-vanilla")
-    found = {}
+    predicted = {}
     for graph in HOURS:
         rows = [predict(what, machine, Choice(graph), n, EPOCHS) for n in NODES]
-        found[graph] = [row.total_s / 3600 for row in rows if row]
-    return found
+        predicted[graph] = [row.total_s / 3600 for row in rows if row]
+    return predicted
 
 
 def speed_up(link: str, compute_s: float, jitter: float = EXPONENTIAL.jitter) -> float:
@@ -116,11 +116,11 @@ def main() -> None:
     """Print both tables, the assumptions, and what they do not explain."""
     print("hours of 90 epochs, published / predicted")
     print(f"{'nodes':24}" + "".join(f"{n:>16}" for n in NODES) + f"{'32: speed-up':>16}")
-    found = hours()
+    predicted = hours()
     for graph, published in HOURS.items():
-        cells = [f"{p:.1f} / {q:.2f}" for p, q in zip(published, found[graph], strict=True)]
+        cells = [f"{p:.1f} / {q:.2f}" for p, q in zip(published, predicted[graph], strict=True)]
         gain = f"{HOURS[ALL_REDUCE][-1] / published[-1]:.2f} / "
-        cells.append(gain + f"{found[ALL_REDUCE][-1] / found[graph][-1]:.2f}")
+        cells.append(gain + f"{predicted[ALL_REDUCE][-1] / predicted[graph][-1]:.2f}")
         print(f"{graph:24}" + "".join(f"{cell:>16}" for cell in cells))
     print("\nADPSGD's speed-up, published / predicted")
     print(f"{'computing a step':24}{'10 Gbit/s':>16}{'100 Gbit/s':>16}")

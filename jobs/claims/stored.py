@@ -50,17 +50,17 @@ def faults(runs: Sequence[Line]) -> list[str]:
 
 def finals(runs: Sequence[Line], cell: Cell, method: str, level: str) -> dict[int, Line]:
     """Return a method's reported runs by seed, only those at the rate that the search chose."""
-    mine = [
+    matching = [
         r
         for r in runs
         if (r["study"], r["nodes"], key(r["cell"])) == (cell.study, cell.nodes, key(cell.labels))
         and r["method"] == method
     ]
-    tried = [r for r in mine if r["level"] == "search" and r["figures"]]
+    tried = [r for r in matching if r["level"] == "search" and r["figures"]]
     if not tried:
         return {}
     rate = float(f"{best_rate(tried) * cell.levels[level]:.3g}")
-    return {r["seed"]: r for r in mine if r["level"] == level and r["lr"] == rate}
+    return {r["seed"]: r for r in matching if r["level"] == level and r["lr"] == rate}
 
 
 def key(labels: dict[str, str]) -> str:

@@ -31,11 +31,11 @@ rows = study.transient(y="local_loss", within=2.0)
 figure = Figure(figsize=(10, 4), layout="constrained")
 gaps, steps = figure.subplots(1, 2)
 for name in dict.fromkeys(row["graph"] for row in rows):
-    mine = [row for row in rows if row["graph"] == name]
-    nodes = [row["nodes"] for row in mine]
+    graph_rows = [row for row in rows if row["graph"] == name]
+    nodes = [row["nodes"] for row in graph_rows]
     gaps.plot(nodes, [averaging_gap(mpigossip.graph(name, n)) for n in nodes], "o-", label=name)
-    steps.plot(nodes, [row["transient"] for row in mine], "o-", label=name)
-    print(name, {row["nodes"]: row["transient"] for row in mine})
+    steps.plot(nodes, [row["transient"] for row in graph_rows], "o-", label=name)
+    print(name, {row["nodes"]: row["transient"] for row in graph_rows})
 gaps.set(xlabel="nodes", ylabel="1 − ρ", xscale="log", yscale="log", title="gap")
 steps.set(xlabel="nodes", ylabel="steps", xscale="log", title="transient iterations")
 nodes = sorted({row["nodes"] for row in rows})

@@ -47,9 +47,9 @@ for k, cell in enumerate(study.cells[:3]):  # QSGD averages gradients of equal m
         steps = run.log.steps
         met = (steps["kind"] == 2).all(1)
         sent = steps["bytes_sent"][met].mean(1)
-        apart = steps["mixed_distance"][met]
+        distances = steps["mixed_distance"][met]
         label = cell.label("method") if seed == 0 else None
-        axes.plot(sent / 1e6, (apart**2).mean(1), ".-", lw=1, color=COLOURS[k], label=label)
+        axes.plot(sent / 1e6, (distances**2).mean(1), ".-", lw=1, color=COLOURS[k], label=label)
 axes.set(xlabel="MB sent by a node", ylabel="variance at an average", yscale="log")
 axes.grid(alpha=0.25)
 axes.legend(frameon=False)

@@ -26,7 +26,7 @@ import optimal  # noqa: E402
 import parity  # noqa: E402
 import seconds  # noqa: E402
 from designs import SEEDS  # noqa: E402
-from judging import LEVEL, Verdict, holm, judged, of_interval, of_values, said  # noqa: E402
+from judging import LEVEL, Verdict, format_interval, holm, judged, of_interval, of_values  # noqa: E402
 from stored import Line, faults, read  # noqa: E402
 
 PAGE = HERE / "RESULTS.md"
@@ -82,7 +82,7 @@ def slope_page(found: Sequence[optimal.Slope]) -> str:
     lines.append("|" + "---|" * (len(optimal.SIZES) + 5))
     for one, verdict in zip(found, slope_verdicts(found), strict=True):
         counts = " | ".join(f"{t:,}" for t in one.counts)
-        slope = said(of_values(one.values))
+        slope = format_interval(of_values(one.values))
         lines.append(
             f"| {one.method} | {one.zeta} | {counts} | {one.against} | {slope} | {verdict.words} |"
         )
@@ -127,7 +127,7 @@ def gain_page(found: Sequence[Line]) -> str:
             word = {True: "faster", False: "slower", None: "?"}[verdict.alone]
             if verdict.alone is not None and verdict.adjusted > LEVEL:
                 word += " alone"
-            cells.append(f"{said(of_values(row[m]['gains']))} {word}")
+            cells.append(f"{format_interval(of_values(row[m]['gains']))} {word}")
         lines.append("| " + " | ".join(cells) + " |")
     steps = {m: next(x for x in found if x["method"] == m)["steps"] for m in seconds.CELL.methods}
     words = ", ".join(f"{m} {np.median(s):g}" for m, s in steps.items())
@@ -227,7 +227,7 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="put the verdicts into RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="write the verdicts to RESULTS.md")
     options = parser.parse_args(given)
     runs = read(RUNS)
     page = PAGE.read_text("utf-8")
@@ -244,7 +244,7 @@ def main(given: list[str] | None = None) -> int:
         PAGE.write_text(text, encoding="utf-8")
     elif text != page:
         wrong.append("page")
-        print("RESULTS.md says something else; see --write")
+        print("RESULTS.md differs from these verdicts; use --write to update it")
     return int(bool(wrong))
 
 

@@ -68,11 +68,11 @@ class Overlap:
         """
         scores = model(batch["image"])
         mask = batch["mask"]
-        found = scores.detach() > 0
-        both = (found * mask).sum()
-        either = (found + mask).clamp(max=1).sum()
-        right = (found == mask.bool()).sum()
+        predicted = scores.detach() > 0
+        intersection = (predicted * mask).sum()
+        union = (predicted + mask).clamp(max=1).sum()
+        correct = (predicted == mask.bool()).sum()
         return F.binary_cross_entropy_with_logits(scores, mask), {
-            "overlap": (both, either),
-            "pixels": (right, mask.numel()),
+            "overlap": (intersection, union),
+            "pixels": (correct, mask.numel()),
         }

@@ -43,6 +43,6 @@ class Squares:
     def loss(self, model, batch):
         """Return the loss and the metric of a batch of (inputs, values)."""
         inputs, values = batch
-        found = model(inputs)
-        distance = (found.detach() - values).abs().sum()
-        return F.mse_loss(found, values), {"distance": (distance, values.numel())}
+        outputs = model(inputs)
+        distance = (outputs.detach() - values).abs().sum()
+        return F.mse_loss(outputs, values), {"distance": (distance, values.numel())}

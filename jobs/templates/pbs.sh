@@ -11,7 +11,7 @@
 # @shape@
 cd "$PBS_O_WORKDIR" || exit 1
 NODES=@nodes@
-# a user may not requeue a running job here: the same script is submitted anew
+# users can't requeue a running job with this scheduler, so the script submits itself again
 again() { qsub "$0"; }
 # seconds since 1970 at which training must have ended; PBS tells a job only its time limit
 export MPIGOSSIP_END_TIME="$(($(date +%s) + @seconds@))"

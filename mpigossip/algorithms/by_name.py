@@ -40,36 +40,39 @@ def build(
         ``needs``
     """
     form = "(local, *, option=…) that returns an Algorithm"
-    part = (
+    spec = (
         BuilderSpec(import_object("algorithm.name", name, form))
         if is_user_code(name)
         else BUILDERS[name]
     )
-    step = local or part.local
-    has = getattr(part.build, "__kwdefaults__", None) or {}
-    mine = {key: value for key, value in options.items() if key in has}
-    others = {key: value for key, value in options.items() if key not in has}
+    step = local or spec.local
+    defaults = getattr(spec.build, "__kwdefaults__", None) or {}
+    algorithm_options = {key: value for key, value in options.items() if key in defaults}
+    other_options = {key: value for key, value in options.items() if key not in defaults}
     if graph is not None:
-        mine |= part.following(mine, Known(graph, options, node))
+        algorithm_options |= spec.following(algorithm_options, Known(graph, options, node))
     if isinstance(step, str):
-        step = _made(step, decayed, layout, others | dict(local_options or {}))
-    elif others and step is not NO_LOCAL_STEP:
+        step = _build_local(step, decayed, layout, other_options | dict(local_options or {}))
+    elif other_options and step is not NO_LOCAL_STEP:
         raise JobError(
             [
                 f'algorithm.{key}: unknown; options of "{name}" are its keyword-only parameters: '
-                f"{', '.join(has) or 'it has none'}"
-                for key in sorted(others)
+                f"{', '.join(defaults) or 'none'}"
+                for key in sorted(other_options)
             ]
         )
-    method = build_checked("algorithm.name", name, Algorithm, part.build, step, **mine)
+    method = build_checked("algorithm.name", name, Algorithm, spec.build, step, **algorithm_options)
     if unknown := sorted(method.needs - {*NEEDS}):
         raise JobError(
-            [f'algorithm.name = "{name}": needs has "{one}"; {near(one, NEEDS)}' for one in unknown]
+            [
+                f'algorithm.name = "{name}": needs contains "{need}"; {near(need, NEEDS)}'
+                for need in unknown
+            ]
         )
     return method
 
 
-def _made(name: str, decayed: int, layout: Any, options: Mapping[str, Any]) -> Local:
+def _build_local(name: str, decayed: int, layout: Any, options: Mapping[str, Any]) -> Local:
     """Return the local step ``name`` with a step count for each row; it leaves out skipped rows."""
     step = LOCALS[name](decayed, **options)
     if step.whole and layout is not None:

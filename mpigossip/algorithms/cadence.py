@@ -34,9 +34,9 @@ class FragmentSchedule(NamedTuple):
 
     def due(self, index: int) -> int | None:
         """Return the fragment sent at step ``index``, counted from 0; None if there is none."""
-        place = index % self.period + 1
-        fragment = -(-place * self.fragments // self.period) - 1
-        return fragment if (fragment + 1) * self.period // self.fragments == place else None
+        position = index % self.period + 1
+        fragment = -(-position * self.fragments // self.period) - 1
+        return fragment if (fragment + 1) * self.period // self.fragments == position else None
 
     def arriving(self, index: int) -> int | None:
         """Return the fragment sent τ steps before step ``index``; None if none, or if τ = 0."""
@@ -87,8 +87,8 @@ class Cadence(NamedTuple):
         period = max(self.periods)
         before = index % period
         steps = [self.periods[node] for node in nodes]
-        made = [(before + 1) * own // period > before * own // period for own in steps]
-        return tuple(place for place, does in enumerate(made) if not does)
+        active = [(before + 1) * n // period > before * n // period for n in steps]
+        return tuple(i for i, is_active in enumerate(active) if not is_active)
 
 
 def fixed_schedule(kind: Callable[[int], ExchangeKind], *kinds: ExchangeKind) -> Cadence:
@@ -129,14 +129,14 @@ def _each(period: int, last: ExchangeKind, others: ExchangeKind) -> Cadence:
 
 def _in_turn(kind: ExchangeKind, period: int | ByNode, fragments: int, delay: int) -> Cadence:
     """Return a cadence that exchanges each fragment once per ``period`` and is otherwise local."""
-    own: tuple[int, ...] = () if isinstance(period, int) else period
+    periods: tuple[int, ...] = () if isinstance(period, int) else period
     longest = period if isinstance(period, int) else max(period)
     schedule = FragmentSchedule(longest, fragments, delay)
     if schedule.is_whole_model:
-        return _each(longest, kind, ExchangeKind.LOCAL)._replace(periods=own)
+        return _each(longest, kind, ExchangeKind.LOCAL)._replace(periods=periods)
     kinds = kind, ExchangeKind.LOCAL
-    made = fixed_schedule(lambda index: kinds[schedule.due(index) is None], *kinds)
-    return made._replace(fragment_schedule=schedule, periods=own)
+    cadence = fixed_schedule(lambda index: kinds[schedule.due(index) is None], *kinds)
+    return cadence._replace(fragment_schedule=schedule, periods=periods)
 
 
 def every(*, period: Period | ByNode = 4, fragments: Positive = 1, delay: Count = 0) -> Cadence:
@@ -257,10 +257,9 @@ def adpsgd(
         if state.period >= period:
             return ""
         return (
-            f"the period of adpsgd has fallen to {state.period}, below its start, {period}: nodes "
-            f"part faster than while it was sampled (‖x̄ − x_i‖²/lr was {state.level:.2g}); a "
-            "larger cadence.sampling or cadence.skip samples later, a smaller schedule.lr parts "
-            "them less"
+            f"the period of adpsgd has fallen to {state.period}, below the initial {period}: nodes "
+            f"diverge faster than during sampling (‖x̄ − x_i‖²/lr was {state.level:.2g}); "
+            "increase cadence.sampling or cadence.skip to sample later, or decrease schedule.lr"
         )
 
     return Cadence(

@@ -22,12 +22,12 @@ def difference(base: Algorithm) -> Algorithm:
     x½ is copied when it is sent. If the algorithm is ahead, ``send`` changes nothing and is called
     again instead. The copy is not part of the state, because no exchange is open between steps.
     """
-    kept: list[tuple[torch.Tensor, ...]] = []
+    buffers: list[tuple[torch.Tensor, ...]] = []
 
     def copies(out) -> tuple[tuple[torch.Tensor, ...], ...]:
-        if not kept or kept[0][0].shape != out[0].shape:
-            kept[:] = [tuple(torch.empty_like(part) for part in out) for _ in range(2)]
-        return kept[0], kept[1]
+        if not buffers or buffers[0][0].shape != out[0].shape:
+            buffers[:] = [tuple(torch.empty_like(part) for part in out) for _ in range(2)]
+        return buffers[0], buffers[1]
 
     def send(x, g, state, out, step: Step):
         state = base.send(x, g, state, out, step)

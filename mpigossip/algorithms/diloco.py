@@ -34,10 +34,10 @@ def _outer(local: Local, kind: ExchangeKind, update: Callable) -> Algorithm:
         return state
 
     init = init_from(Outer, torch.clone, torch.zeros_like, local.init)
-    made = Algorithm(
+    algorithm = Algorithm(
         init, send, receive, inner_update(local.update), raw=local.raw, needs=AVERAGING
     )
-    return made._replace(takes_mixed=True)
+    return algorithm._replace(takes_mixed=True)
 
 
 def slowmo(local: Local, *, slow_beta: Decay = 0.5, slow_lr: AboveZero = 1.0) -> Algorithm:
@@ -129,8 +129,8 @@ def _eager(local: Local, outer_lr: float, outer_beta: float, nodes: int) -> Algo
     def send(x, g, state: Eager, out, step: Step):
         inner = local.adapt(x, g, state.inner, step, out[0])
         if step.kind is ExchangeKind.GLOBAL:
-            own = out[0].neg_().add_(state.anchor)
-            torch.add(state.others, own, alpha=1 / nodes, out=x)
+            delta = out[0].neg_().add_(state.anchor)
+            torch.add(state.others, delta, alpha=1 / nodes, out=x)
             state.slow.mul_(outer_beta).add_(x)
             state.anchor.add_(x, alpha=-outer_lr).add_(state.slow, alpha=-outer_lr * outer_beta)
             x.copy_(state.anchor)

@@ -75,8 +75,8 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
     digits = f"{max((nodes or 2) - 1, 1):b}"
 
     def digit(step: Step) -> tuple[str, int]:
-        at = step.round % len(digits)
-        return digits[at], int(digits[:at] or "0", 2)
+        position = step.round % len(digits)
+        return digits[position], int(digits[:position] or "0", 2)
 
     def send(x, g, state: Carriers, out, step: Step):
         inner = local.adapt(x, g, state.inner, step, out[0])
@@ -91,11 +91,11 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
             x.copy_(mixed[0])
             state.others.copy_(x)
         elif step.kind is ExchangeKind.GOSSIP:
-            which, c = digit(step)
-            part = (c + (which == "1")) / (2 * c + 1)
-            one, other = (x, state.others) if which == "1" else (state.others, x)
-            one.add_(mixed[0]).mul_(0.5)
-            other.mul_(1 - part).add_(mixed[0], alpha=part)
+            bit, c = digit(step)
+            fraction = (c + (bit == "1")) / (2 * c + 1)
+            sent_average, kept_average = (x, state.others) if bit == "1" else (state.others, x)
+            sent_average.add_(mixed[0]).mul_(0.5)
+            kept_average.mul_(1 - fraction).add_(mixed[0], alpha=fraction)
         return state
 
     init = init_from(Carriers, torch.clone, local.init)

@@ -59,11 +59,11 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
     def receive_then_adapt(x, g, state, sent, mixed, step: Step):
         return local.adapt(x.copy_(mixed[0]), g, state, step, x)
 
-    made = partial(Algorithm, local.init, takes_mixed=True, raw=local.raw)
+    algorithm = partial(Algorithm, local.init, takes_mixed=True, raw=local.raw)
     if style == "atc":
-        return made(send_adapted, receive_combined, local.update, needs=AVERAGING)
+        return algorithm(send_adapted, receive_combined, local.update, needs=AVERAGING)
     needs = AVERAGING | {"never-global"}
-    return made(send_as_is, receive_then_adapt, ahead=True, needs=needs)
+    return algorithm(send_as_is, receive_then_adapt, ahead=True, needs=needs)
 
 
 def dmsgd(
@@ -111,8 +111,8 @@ def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = Fals
     """
 
     def send(x, g, state: Momentum, out, step: Step):
-        own = beta * beta if nesterov else beta
-        g.mul_(1 + beta if nesterov else 1.0).add_(state.momentum, alpha=own)
+        factor = beta * beta if nesterov else beta
+        g.mul_(1 + beta if nesterov else 1.0).add_(state.momentum, alpha=factor)
         torch.add(x, g, alpha=-step.lr, out=out[0])
         for row in step.skipped:
             out[0][row] = x[row]

@@ -55,12 +55,12 @@ def by_row(local: Local) -> Local:
             return local.adapt(x, g, state, step._replace(index=counts[0]), out)
         _stay(x, g, state, step, out)
         for row in rows:
-            one = slice(row, row + 1)
-            now = step._replace(index=counts[row], skipped=(), counts=())
-            mine = out[one]
-            own = type(state)(*(part[one] for part in state))
-            after = local.adapt(mine, g[one], own, now, mine)
-            for part, value in zip(own, after, strict=True):
+            row_slice = slice(row, row + 1)
+            row_step = step._replace(index=counts[row], skipped=(), counts=())
+            row_out = out[row_slice]
+            row_state = type(state)(*(part[row_slice] for part in state))
+            after = local.adapt(row_out, g[row_slice], row_state, row_step, row_out)
+            for part, value in zip(row_state, after, strict=True):
                 part.copy_(value)  # no effect if the state was changed in place
         return state
 
@@ -200,12 +200,14 @@ def accumadam(
         corrected = -(-(step.index + 1) // period)
         s.add_(g, alpha=1 / period)
         block = BLOCK if x.device.type == "cpu" else max(x.shape[1], 1)
-        for at in range(0, x.shape[1], block):
-            part = slice(at, at + block)
-            below = torch.addcmul(v[:, part], g[:, part], g[:, part], value=1 - beta2)
-            below.div_(1 - beta2**corrected).sqrt_().add_(eps)
-            above = g[:, part].mul_((1 - beta1) / (1 - beta1**corrected))
-            above.add_(m[:, part], alpha=1 / (1 - beta1**corrected)).div_(below)
+        for start in range(0, x.shape[1], block):
+            columns = slice(start, start + block)
+            denominator = torch.addcmul(
+                v[:, columns], g[:, columns], g[:, columns], value=1 - beta2
+            )
+            denominator.div_(1 - beta2**corrected).sqrt_().add_(eps)
+            numerator = g[:, columns].mul_((1 - beta1) / (1 - beta1**corrected))
+            numerator.add_(m[:, columns], alpha=1 / (1 - beta1**corrected)).div_(denominator)
         if decoupled_decay:
             g[:, :decayed].add_(x[:, :decayed], alpha=decoupled_decay)
         torch.add(x, g, alpha=-step.lr, out=out)

@@ -20,7 +20,7 @@ from mpigossip.graphs.spectral import eigenvalues
 if TYPE_CHECKING:
     from mpigossip.config import NodeSection
 
-HERE = "mpigossip.algorithms."
+PACKAGE = "mpigossip.algorithms."
 
 
 class Known(NamedTuple):
@@ -34,7 +34,7 @@ class Known(NamedTuple):
     """Number of steps of the run."""
 
 
-def _bearable(known: Known) -> float | None:
+def _consensus_step_of_wire(known: Known) -> float | None:
     """Return the ``consensus_step`` of CHOCO for the wire "random-k"; None for other wires."""
     node = known.node
     return min(0.5, node.density) if node and node.wire == "random-k" else None
@@ -42,77 +42,79 @@ def _bearable(known: Known) -> float | None:
 
 BUILDERS: dict[str, BuilderSpec] = {
     "parallel": BuilderSpec(
-        HERE + "gossip:parallel", "momentum", {"graph.name": "complete"}, only=True
+        PACKAGE + "gossip:parallel", "momentum", {"graph.name": "complete"}, only=True
     ),
-    "dsgd": BuilderSpec(HERE + "gossip:dsgd", "sgd"),
-    "dmsgd": BuilderSpec(HERE + "gossip:dmsgd"),
-    "dmsgd-vanilla": BuilderSpec(HERE + "gossip:dsgd", "momentum"),
-    "qg-dmsgd": BuilderSpec(HERE + "gossip:qg_dmsgd"),
-    "decentlam": BuilderSpec(HERE + "gossip:decentlam"),
+    "dsgd": BuilderSpec(PACKAGE + "gossip:dsgd", "sgd"),
+    "dmsgd": BuilderSpec(PACKAGE + "gossip:dmsgd"),
+    "dmsgd-vanilla": BuilderSpec(PACKAGE + "gossip:dsgd", "momentum"),
+    "qg-dmsgd": BuilderSpec(PACKAGE + "gossip:qg_dmsgd"),
+    "decentlam": BuilderSpec(PACKAGE + "gossip:decentlam"),
     "d2": BuilderSpec(
-        HERE + "tracking:d2",
+        PACKAGE + "tracking:d2",
         "sgd",
         follows={"lazy": lambda known: not above_minus_third(known.graph)},
     ),
-    "dsgt": BuilderSpec(HERE + "tracking:dsgt", "sgd"),
-    "momentum-tracking": BuilderSpec(HERE + "tracking:momentum_tracking", "sgd"),
+    "dsgt": BuilderSpec(PACKAGE + "tracking:dsgt", "sgd"),
+    "momentum-tracking": BuilderSpec(PACKAGE + "tracking:momentum_tracking", "sgd"),
     "detag": BuilderSpec(
-        HERE + "tracking:detag",
+        PACKAGE + "tracking:detag",
         follows={
             "eta": lambda known: momentum_of_gossip(known.graph, known.options.get("phase") or 2),
         },
     ),
     "defacto": BuilderSpec(
-        HERE + "tracking:defacto",
+        PACKAGE + "tracking:defacto",
         implies={"cadence.name": "halves", "graph.name": "spanning-tree"},
         follows={"length": lambda known: known.graph.period or 1},
     ),
-    "sgp": BuilderSpec(HERE + "directed:sgp", "momentum"),
+    "sgp": BuilderSpec(PACKAGE + "directed:sgp", "momentum"),
     "ceca": BuilderSpec(
-        HERE + "directed:ceca",
+        PACKAGE + "directed:ceca",
         "sgd",
         {"graph.name": "ceca"},
         follows={"nodes": lambda known: known.graph.n},
     ),
-    "choco": BuilderSpec(HERE + "compressed:choco", "sgd", follows={"consensus_step": _bearable}),
-    "slowmo": BuilderSpec(HERE + "diloco:slowmo", "momentum", {"cadence.name": "gossip-pga"}),
+    "choco": BuilderSpec(
+        PACKAGE + "compressed:choco", "sgd", follows={"consensus_step": _consensus_step_of_wire}
+    ),
+    "slowmo": BuilderSpec(PACKAGE + "diloco:slowmo", "momentum", {"cadence.name": "gossip-pga"}),
     "diloco": BuilderSpec(
-        HERE + "diloco:diloco",
+        PACKAGE + "diloco:diloco",
         "adamw",
         {"cadence.name": "cpsgd"},
         follows={"nodes": lambda known: known.graph.n},
     ),
     "noloco": BuilderSpec(
-        HERE + "diloco:noloco",
+        PACKAGE + "diloco:noloco",
         "adamw",
         {"cadence.name": "every", "graph.name": "random-matching"},
     ),
     "gasloc": BuilderSpec(
-        HERE + "diloco:gasloc",
+        PACKAGE + "diloco:gasloc",
         "adamw",
         {"cadence.name": "every", "graph.name": "one-peer-exponential"},
     ),
     "sparseloco": BuilderSpec(
-        HERE + "diloco:sparseloco",
+        PACKAGE + "diloco:sparseloco",
         "adamw",
         {"cadence.name": "cpsgd", "node.wire": "top-k-int2", "node.density": 0.03},
     ),
     "sparta": BuilderSpec(
-        HERE + "diloco:sparta",
+        PACKAGE + "diloco:sparta",
         "adamw",
         {"cadence.name": "global", "node.wire": "shared-k", "node.density": 0.005},
     ),
-    # The rest are algorithms from above, with the cadence or wire that the papers use.
-    "cpsgd": BuilderSpec(HERE + "gossip:dsgd", "sgd", {"cadence.name": "cpsgd"}, only=True),
-    "adpsgd": BuilderSpec(HERE + "gossip:dsgd", "sgd", {"cadence.name": "adpsgd"}, only=True),
+    # The remaining entries are algorithms from above, with the cadence or wire that the papers use.
+    "cpsgd": BuilderSpec(PACKAGE + "gossip:dsgd", "sgd", {"cadence.name": "cpsgd"}, only=True),
+    "adpsgd": BuilderSpec(PACKAGE + "gossip:dsgd", "sgd", {"cadence.name": "adpsgd"}, only=True),
     "gossip-pga": BuilderSpec(
-        HERE + "gossip:dsgd", "sgd", {"cadence.name": "gossip-pga"}, only=True
+        PACKAGE + "gossip:dsgd", "sgd", {"cadence.name": "gossip-pga"}, only=True
     ),
     "gossip-aga": BuilderSpec(
-        HERE + "gossip:dsgd", "sgd", {"cadence.name": "gossip-aga"}, only=True
+        PACKAGE + "gossip:dsgd", "sgd", {"cadence.name": "gossip-aga"}, only=True
     ),
     "qsgd": BuilderSpec(
-        HERE + "gossip:parallel",
+        PACKAGE + "gossip:parallel",
         "momentum",
         {"graph.name": "complete", "node.wire": "qsgd"},
         only=True,
@@ -121,9 +123,9 @@ BUILDERS: dict[str, BuilderSpec] = {
 """Every algorithm by name, as in `algorithm.name`."""
 
 LOCALS: dict[str, BuilderSpec] = {
-    name: BuilderSpec(f"{HERE}local:{name}") for name in ("sgd", "momentum", "nesterov")
+    name: BuilderSpec(f"{PACKAGE}local:{name}") for name in ("sgd", "momentum", "nesterov")
 } | {
-    name: BuilderSpec(f"{HERE}{module}:{name}", implies={"schedule.scale": "none"})
+    name: BuilderSpec(f"{PACKAGE}{module}:{name}", implies={"schedule.scale": "none"})
     for name, module in {"adamw": "local", "accumadam": "local", "muon": "muon"}.items()
 }
 """Every local step by name, as in `local.name`: builder(decayed, *, option=…) -> Local.
@@ -142,8 +144,8 @@ KEEPS_MODEL = {"detag", "defacto"}
 
 def takes_local(name: str) -> bool:
     """Return whether algorithm ``name`` takes a local step; the others have their own."""
-    part = spec_of(BUILDERS, name)
-    return part is not None and part.local is not None
+    spec = spec_of(BUILDERS, name)
+    return spec is not None and spec.local is not None
 
 
 LARGEST = 2048

@@ -51,8 +51,10 @@ def muon(
     """
     if layout is None:
         return Local(zeros(Moments), _unknown, whole=True)
-    own = _hidden(layout, adamw_for)
-    rest = _runs([place for k, place in enumerate(layout.column_ranges) if k not in own])
+    hidden = _hidden(layout, adamw_for)
+    other_columns = _runs(
+        [columns for k, columns in enumerate(layout.column_ranges) if k not in hidden]
+    )
     others = [
         adamw(
             min(max(layout.decayed - run.start, 0), run.stop - run.start),
@@ -61,39 +63,39 @@ def muon(
             eps=eps,
             decoupled_decay=decoupled_decay,
         )
-        for run in rest
+        for run in other_columns
     ]
     settings = {"momentum": beta, "ns_steps": newton_schulz, "adjust_lr_fn": adjust}
 
     def adapt(x, g, state: Moments, step: Step, out):
         if out is not x:
             out.copy_(x)
-        for run, local in zip(rest, others, strict=True):
-            some = Moments(*(part[:, run] for part in state))
-            local.adapt(x[:, run], g[:, run], some, step, out[:, run])
+        for run, local in zip(other_columns, others, strict=True):
+            moments = Moments(*(part[:, run] for part in state))
+            local.adapt(x[:, run], g[:, run], moments, step, out[:, run])
         for row in range(len(out)):
             arrays = out[row], g[row], state.first[row]
-            _matrices(layout, own, *arrays, step.lr, decoupled_decay, settings)
+            _matrices(layout, hidden, *arrays, step.lr, decoupled_decay, settings)
         return state
 
     return Local(zeros(Moments), adapt, whole=True)
 
 
-def _matrices(layout: Any, own: Sequence[int], x, g, momenta, lr, decay, settings: Any) -> None:
+def _matrices(layout: Any, hidden: Sequence[int], x, g, momenta, lr, decay, settings: Any) -> None:
     """Take one step of torch's Muon in place for one row; the arrays are (P,)."""
     x, g, momenta = (layout.views(part) for part in (x, g, momenta))
-    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": one} for one in (decay, 0.0)]
-    for k in own:
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": value} for value in (decay, 0.0)]
+    for k in hidden:
         x[k].grad = g[k]
         groups[layout.offsets[k] >= layout.decayed]["params"].append(x[k])
     optimizer = torch.optim.Muon([group for group in groups if group["params"]], lr, **settings)
-    for k in own:
+    for k in hidden:
         optimizer.state[x[k]]["momentum_buffer"] = momenta[k]
     optimizer.step()
 
 
 def _unknown(*_: Any) -> Any:
-    raise ValueError("muon needs the layout of the vector, to find the matrices")
+    raise ValueError("muon needs the parameter layout to find the matrices")
 
 
 def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
@@ -103,38 +105,38 @@ def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
     """
     if not hasattr(torch.optim, "Muon"):
         raise JobError(
-            f'local.name = "muon": torch {torch.__version__} has no torch.optim.Muon, which came '
-            'with 2.9; install a newer torch, or use "adamw"'
+            f'local.name = "muon": torch {torch.__version__} has no torch.optim.Muon, which '
+            'torch 2.9 introduced; install a newer torch, or use "adamw"'
         )
-    found = [
+    matrices = [
         name
         for name, shape in zip(layout.names, layout.shapes, strict=True)
         if len(shape) == 2 and name not in layout.embeddings
     ]
-    wrong = [
-        f"local.adamw_for: {pattern!r} is the name of no matrix that muon would take; these are "
-        f"{', '.join(found[:8]) or 'none'}{', …' if len(found) > 8 else ''}"
+    problems = [
+        f"local.adamw_for: {pattern!r} matches no matrix that muon would take; these are "
+        f"{', '.join(matrices[:8]) or 'none'}{', …' if len(matrices) > 8 else ''}"
         for pattern in adamw_for
-        if not any(fnmatchcase(name, pattern) for name in found)
+        if not any(fnmatchcase(name, pattern) for name in matrices)
     ]
-    own = [name for name in found if not any(fnmatchcase(name, p) for p in adamw_for)]
-    if not wrong and not own:
-        wrong = [
-            'local.name = "muon": the model has no matrix that is no embedding'
-            + (f" and isn't named by local.adamw_for = {list(adamw_for)}" if adamw_for else "")
+    names = [name for name in matrices if not any(fnmatchcase(name, p) for p in adamw_for)]
+    if not problems and not names:
+        problems = [
+            'local.name = "muon": the model has no matrix other than embeddings'
+            + (f" and those in local.adamw_for = {list(adamw_for)}" if adamw_for else "")
             + '; use "adamw"'
         ]
-    if wrong:
-        raise JobError(wrong)
-    return [layout.names.index(name) for name in own]
+    if problems:
+        raise JobError(problems)
+    return [layout.names.index(name) for name in names]
 
 
-def _runs(places: Sequence[slice]) -> list[slice]:
+def _runs(slices: Sequence[slice]) -> list[slice]:
     """Return the slices of columns, with adjacent slices joined."""
-    found: list[slice] = []
-    for place in places:
-        if found and found[-1].stop == place.start:
-            found[-1] = slice(found[-1].start, place.stop)
+    joined: list[slice] = []
+    for columns in slices:
+        if joined and joined[-1].stop == columns.start:
+            joined[-1] = slice(joined[-1].start, columns.stop)
         else:
-            found.append(place)
-    return found
+            joined.append(columns)
+    return joined

@@ -137,10 +137,12 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
         return state._replace(inner=inner)
 
     init = init_from(Tracking, torch.zeros_like, torch.zeros_like, local.init)
-    made = partial(Algorithm, init, vectors=2, distinct_state=True, needs=frozenset({"doubly"}))
+    algorithm = partial(
+        Algorithm, init, vectors=2, distinct_state=True, needs=frozenset({"doubly"})
+    )
     if style == "atc":
-        return made(send_adapted, receive_combined)
-    return made(send_as_is, receive_then_adapt, ahead=True)
+        return algorithm(send_adapted, receive_combined)
+    return algorithm(send_as_is, receive_then_adapt, ahead=True)
 
 
 class Detag(NamedTuple):

@@ -25,30 +25,31 @@ from mpigossip.graphs.weights import reweighted
 
 
 def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
-    """Wrap a builder with what all share: checks, the case n = 1, the option `slack`, the name."""
-    given = inspect.signature(build)
+    """Add to a builder the parts that all share: checks, n = 1, the option `slack`, the name."""
+    build_signature = inspect.signature(build)
     kind = inspect.Parameter.KEYWORD_ONLY
     slack = inspect.Parameter("slack", kind, default=1.0, annotation=float)
-    signature = given.replace(parameters=[*given.parameters.values(), slack])
-    known = [p.name for p in signature.parameters.values() if p.kind is kind]
+    signature = build_signature.replace(parameters=[*build_signature.parameters.values(), slack])
+    option_names = [p.name for p in signature.parameters.values() if p.kind is kind]
 
     @functools.wraps(build)
     def builder(n: int, seed: int = 0, *, slack: float = 1.0, **options: object) -> Graph:
-        for option in options.keys() - set(known):
+        for option in options.keys() - set(option_names):
             raise GraphError(
-                f'graph "{name}" has no option "{option}"; its options are {", ".join(known)}'
+                f'graph "{name}" has no option "{option}"; its options are '
+                f"{', '.join(option_names)}"
             )
         if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
             raise GraphError(f'graph "{name}" needs at least one node, got {n!r}')
         n = operator.index(n)
         seed = checked_seed(seed, f'graph "{name}"')
-        made = build(n, seed, **options) if n > 1 else classic.identity(n)
-        return made.renamed(name, **options).slack(slack)
+        result = build(n, seed, **options) if n > 1 else classic.identity(n)
+        return result.renamed(name, **options).slack(slack)
 
-    named: Any = builder
-    named.__signature__ = signature
-    named.__annotations__ = {**build.__annotations__, "slack": float}
-    return named
+    typed: Any = builder
+    typed.__signature__ = signature
+    typed.__annotations__ = {**build.__annotations__, "slack": float}
+    return typed
 
 
 def spanning_tree(
@@ -140,7 +141,7 @@ def graph(
 
 
 def _finished(
-    made: Graph,
+    result: Graph,
     n: int | None,
     weights: str | None,
     lazy: bool,
@@ -149,12 +150,14 @@ def _finished(
 ) -> Graph:
     """Check the number of nodes, then apply weights, slack and laziness, in this order."""
     for option in options:
-        raise GraphError(f'graph "{made.name}" has no option "{option}"; its only option is slack')
-    if n is not None and n != made.n:
         raise GraphError(
-            f'graph "{made.name}" has {made.n} nodes, and {n} are asked for; run on {made.n}, or '
-            "choose a graph by name"
+            f'graph "{result.name}" has no option "{option}"; its only option is slack'
         )
-    made = reweighted(made, weights) if weights is not None else made
-    made = made.slack(slack)
-    return made.lazy() if lazy else made
+    if n is not None and n != result.n:
+        raise GraphError(
+            f'graph "{result.name}" has {result.n} nodes, but {n} are needed; run on {result.n} '
+            "nodes, or choose a graph by name"
+        )
+    result = reweighted(result, weights) if weights is not None else result
+    result = result.slack(slack)
+    return result.lazy() if lazy else result

@@ -61,7 +61,10 @@ class Budget:
         seconds = self.seconds
         count = self.evaluations
         if (seconds is not None and not seconds > 0) or (count is not None and count < 1):
-            raise GraphError(f"a search needs time: got seconds={seconds}, evaluations={count}")
+            raise GraphError(
+                f"seconds = {seconds}, evaluations = {count}: a search needs more than 0 seconds "
+                "and at least 1 evaluation"
+            )
 
     @property
     def elapsed(self) -> float:
@@ -116,7 +119,7 @@ class CandidateGraph:
         self.m = m
         self.b = task.n // m
         self.orbits: list[Orbit] = []
-        self.place: dict[Orbit, int] = {}
+        self.index_of: dict[Orbit, int] = {}
         self.degrees = [0] * self.b
         self.size = 0
         turns = np.outer(np.arange(m), np.arange(m // 2 + 1)) % m
@@ -154,20 +157,20 @@ class CandidateGraph:
 
     def add(self, orbit: Orbit) -> bool:
         """Add an orbit unless it is a loop or already present; return whether it was added."""
-        if orbit in self.place or (orbit[0] == orbit[1] and orbit[2] == 0):
+        if orbit in self.index_of or (orbit[0] == orbit[1] and orbit[2] == 0):
             return False
-        self.place[orbit] = len(self.orbits)
+        self.index_of[orbit] = len(self.orbits)
         self.orbits.append(orbit)
         self._count(orbit, 1)
         return True
 
     def remove(self, orbit: Orbit) -> None:
         """Remove an orbit; the last one of the list takes its position."""
-        at = self.place.pop(orbit)
+        index = self.index_of.pop(orbit)
         last = self.orbits.pop()
         if last != orbit:
-            self.orbits[at] = last
-            self.place[last] = at
+            self.orbits[index] = last
+            self.index_of[last] = index
         self._count(orbit, -1)
 
     def apply(self, move: Move) -> bool:
@@ -190,22 +193,22 @@ class CandidateGraph:
 
     def edges(self) -> list[tuple[int, int]]:
         """Return the undirected edges of the whole graph; node (a, k) has number a·m + k."""
-        found = set()
+        edges = set()
         for a, c, s in self.orbits:
             for k in range(self.m):
                 i = a * self.m + k
                 j = c * self.m + (k + s) % self.m
-                found.add((min(i, j), max(i, j)))
-        return sorted(found)
+                edges.add((min(i, j), max(i, j)))
+        return sorted(edges)
 
     def laplacian(self) -> np.ndarray:
         """Return the blocks of the weighted Laplacian, (m//2 + 1, b, b); real for m ≤ 2."""
-        least = min(self.degrees)
-        most = max(self.degrees)
+        smallest = min(self.degrees)
+        largest = max(self.degrees)
         if self.task.weights == "laplacian":
             return self.blocks
-        if self.task.weights == "max-degree" or least == most:
-            return self.blocks / (1 + most)
+        if self.task.weights == "max-degree" or smallest == largest:
+            return self.blocks / (1 + largest)
         degrees = np.array(self.degrees)
         weights = 1.0 / (1 + np.maximum(degrees[:, None], degrees[None, :]))
         blocks = self.blocks * weights
@@ -224,21 +227,23 @@ class CandidateGraph:
         return float(low), float(values[:, -1].max())
 
 
-def fill(plan: CandidateGraph, rng: np.random.Generator, most: int = 2, tries: int = 2000) -> None:
+def fill(
+    plan: CandidateGraph, rng: np.random.Generator, tree_degree: int = 2, tries: int = 2000
+) -> None:
     """Add random orbits within the limits, preferably at nodes of small degree.
 
     Without symmetry (m = 1), it starts from a balanced tree, so that the graph is connected.
 
     :param plan: candidate to add to
     :param rng: random number generator
-    :param most: degree of the tree: 2 gives a random path, n − 1 a star
+    :param tree_degree: degree of the tree: 2 gives a random path, n − 1 a star
     :param tries: number of failed attempts in a row after which it ends
     """
     if plan.m == 1:
         order = rng.permutation(plan.b).tolist()
         for k in range(1, plan.b):
-            # the root has `most` children, all others one less
-            parent = order[max(0, (k - 2) // (most - 1)) if most > 1 else 0]
+            # The root has `tree_degree` children, and all other nodes one less.
+            parent = order[max(0, (k - 2) // (tree_degree - 1)) if tree_degree > 1 else 0]
             plan.add((min(order[k], parent), max(order[k], parent), 0))
     misses = 0
     while misses < tries and plan.size < plan.task.edges:
@@ -260,9 +265,9 @@ def random_move(plan: CandidateGraph, rng: np.random.Generator) -> Move | None:
         if rng.random() < 0.5:
             e, f = f, e
         s, t = rng.integers(m, size=2)
-        one = plan.canonical(a, f, int(s))
-        other = plan.canonical(e, c, int(t))
-        return ([orbits[i], orbits[j]], [one, other]) if one != other else None
+        first = plan.canonical(a, f, int(s))
+        second = plan.canonical(e, c, int(t))
+        return ([orbits[i], orbits[j]], [first, second]) if first != second else None
     if kind < 0.8 and m > 1:
         return [orbits[i]], [plan.canonical(a, c, int(rng.integers(m)))]
     x, y = rng.integers(plan.b, size=2)
@@ -357,7 +362,7 @@ def anneal(
     budget: Budget,
     until: float,
     heat: tuple[float, float],
-    found: Callable[[CandidateGraph, float], None],
+    on_accepted: Callable[[CandidateGraph, float], None],
 ) -> None:
     """Anneal a candidate until a fraction of the budget is spent.
 
@@ -366,16 +371,16 @@ def anneal(
     :param budget: budget of the search
     :param until: fraction of the budget at which it ends
     :param heat: temperatures at the start and at the end
-    :param found: function that is called as found(plan, score) for each accepted candidate.
-        Candidates with an equal score are always accepted
+    :param on_accepted: function that is called as on_accepted(plan, score) for each accepted
+        candidate. Candidates with an equal score are always accepted
     """
     current = plan.task.score(*plan.extremes())
-    found(plan, current)
+    on_accepted(plan, current)
     start = budget.spent()
     screen = None
     while (spent := budget.spent()) < until:
-        at = (spent - start) / (until - start)
-        temperature = heat[0] * (heat[1] / heat[0]) ** at
+        progress = (spent - start) / (until - start)
+        temperature = heat[0] * (heat[1] / heat[0]) ** progress
         if plan.m == 1 and rng.random() < 0.8:
             screen = screen or Screen(plan)
             move = screen.move(plan, rng, temperature)
@@ -389,6 +394,6 @@ def anneal(
         if rng.random() < math.exp(min(0.0, (score - current) / temperature)):
             current = score
             screen = None
-            found(plan, score)
+            on_accepted(plan, score)
         else:
             plan.apply((move[1], move[0]))

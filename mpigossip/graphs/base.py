@@ -31,7 +31,7 @@ def checked_seed(seed: object, what: str) -> int:
     :raises GraphError: if it is none; the message begins with ``what``
     """
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or operator.index(seed) < 0:
-        raise GraphError(f"{what}: the seed has to be an integer ≥ 0, got {seed!r}")
+        raise GraphError(f"{what}: the seed must be an integer ≥ 0, got {seed!r}")
     return operator.index(seed)
 
 
@@ -153,7 +153,7 @@ class Graph:
     def _check(self, r: Round, where: str, facts: Collection[str] = ()) -> None:
         if r.n != self.n:
             raise GraphError(
-                f'graph "{self.name}": {where} has {r.n} nodes, round 0 has {self.n}; '
+                f'graph "{self.name}": {where} has {r.n} nodes, but round 0 has {self.n}; '
                 "all rounds need the same number"
             )
         rows, columns = (np.abs(s - 1.0).max() for s in (r.row_sums(), r.column_sums()))
@@ -166,9 +166,9 @@ class Graph:
         needed = [sums[fact] for fact in sums.keys() & facts] or [min(rows, columns)]
         if not max(needed) <= TOLERANCE * max(self.n, 10):
             raise GraphError(
-                f'graph "{self.name}": in {where} the rows of weights miss a sum of one by '
-                f"{rows:.3g} and the columns by {columns:.3g}; rows (averaging) or columns "
-                "(push-sum) have to sum to one, in all rounds alike"
+                f'graph "{self.name}": in {where}, row sums differ from one by up to {rows:.3g} '
+                f"and column sums by up to {columns:.3g}; either the rows (averaging) or the "
+                "columns (push-sum) must sum to one in all rounds"
             )
 
     @property
@@ -203,14 +203,14 @@ class Graph:
         """
         rounds = self.schedule.rounds
         limit = TOLERANCE * max(self.n, 10)
-        known = {
+        holds_in_all = {
             "static": self.period == 1,
             "symmetric": all(r.symmetric() for r in rounds),
             "row-stochastic": all(np.abs(r.row_sums() - 1).max() <= limit for r in rounds),
             "column-stochastic": all(np.abs(r.column_sums() - 1).max() <= limit for r in rounds),
             "signed": any(r.smallest() < -TOLERANCE for r in rounds),
         }
-        return frozenset(fact for fact, holds in known.items() if holds)
+        return frozenset(fact for fact, value in holds_in_all.items() if value)
 
     @property
     def doubly_stochastic(self) -> bool:
@@ -221,8 +221,8 @@ class Graph:
     def complete(self) -> bool:
         """Return whether every round is known to be the exact average, W = 11ᵀ/n."""
         edges = self.n * (self.n - 1)
-        known = self.doubly_stochastic and isinstance(self.schedule, Cycle | Shuffled)
-        return known and all(
+        has_facts = self.doubly_stochastic and isinstance(self.schedule, Cycle | Shuffled)
+        return has_facts and all(
             r.edge_count == edges and abs(r.smallest() - 1 / self.n) <= TOLERANCE
             for r in self.schedule.rounds
         )
@@ -264,7 +264,7 @@ class Graph:
     def slack(self, kappa: float) -> "Graph":
         """Return the graph of κW + (1−κ)I with κ = ``kappa`` in [1e-9, 1]: larger own weights."""
         if not 1e-9 <= kappa <= 1.0:
-            raise GraphError(f"slack {kappa} is outside [1e-9, 1]; 1 leaves the weights as is")
+            raise GraphError(f"slack {kappa} is outside [1e-9, 1]; 1 leaves the weights unchanged")
         if kappa == 1.0:
             return self
         schedule: Schedule
@@ -304,8 +304,8 @@ class Graph:
         else:
             words += sorted(self.facts & {"row-stochastic", "column-stochastic"})
         if "signed" in self.facts:
-            least = min(r.smallest() for r in self.schedule.rounds)
-            words.append(f"SIGNED: the least weight is {least:.4g}")
+            smallest = min(r.smallest() for r in self.schedule.rounds)
+            words.append(f"SIGNED: the smallest weight is {smallest:.4g}")
         return ", ".join(words)
 
     def __repr__(self) -> str:
@@ -333,11 +333,11 @@ def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matr
         try:
             matrix = np.asarray(matrix, np.float64)
         except (TypeError, ValueError) as error:
-            raise GraphError(f"mixing matrix {t} is no array of numbers: {error}") from error
+            raise GraphError(f"mixing matrix {t} is not an array of numbers: {error}") from error
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-            raise GraphError(f"mixing matrix {t} has shape {matrix.shape}; it has to be square")
+            raise GraphError(f"mixing matrix {t} has shape {matrix.shape}; it must be square")
         if not np.isfinite(matrix).all():
-            raise GraphError(f"mixing matrix {t} holds values that are not finite")
+            raise GraphError(f"mixing matrix {t} contains values that are not finite")
         rounds.append(Sparse.from_matrix(matrix))
     return Graph(Cycle(tuple(rounds)), name)
 

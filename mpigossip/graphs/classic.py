@@ -66,7 +66,7 @@ def ring_lattice(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
     if degree < 2 or degree % 2 or degree >= n:
         raise GraphError(
             f'graph "ring-lattice" needs an even degree from 2 to {n - 1} at n = {n}, got '
-            f'{degree}; "random-regular" takes odd ones, "complete" has degree n − 1'
+            f'{degree}; "random-regular" accepts odd degrees, "complete" has degree n − 1'
         )
     return both_ways(n, range(1, degree // 2 + 1))
 
@@ -96,7 +96,7 @@ def sides(name: str, n: int, rows: int | None) -> tuple[int, int]:
         rows = max(d for d in range(1, int(n**0.5) + 1) if n % d == 0)
     if rows < 1 or n % rows:
         raise GraphError(
-            f'graph "{name}" can\'t lay {n} nodes in {rows} equal rows; choose a divisor of {n}'
+            f'graph "{name}" can\'t arrange {n} nodes in {rows} equal rows; choose a divisor of {n}'
         )
     return rows, n // rows
 
@@ -196,7 +196,7 @@ def random_regular(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
 
     :param n: number of nodes
     :param seed: seed of the draw
-    :param degree: number of neighbours; n · degree has to be even
+    :param degree: number of neighbours; n · degree must be even
     """
     import networkx
 

@@ -58,7 +58,7 @@ def one_peer_exponential(n: int, seed: int = 0, *, order: Order = "cyclic") -> G
 
     :param n: number of nodes
     :param seed: seed of the order
-    :param order: "cyclic": k = t mod τ, period τ; "permuted": a permutation of all k, drawn anew
+    :param order: "cyclic": k = t mod τ, period τ; "permuted": a permutation of all k, drawn again
         every τ rounds; "uniform": any k, drawn independently in each round
     """
     return in_order([from_behind(n, 2**k) for k in range(rounds_needed(n))], order, seed)
@@ -95,7 +95,7 @@ def p_peer_exponential(n: int, seed: int = 0, *, p: int = 2, order: Order = "cyc
     :param order: as for :func:`one_peer_exponential`
     """
     if p < 1:
-        raise GraphError(f'graph "p-peer-exponential" needs p ≥ 1 peers a round, got {p}')
+        raise GraphError(f'graph "p-peer-exponential" needs p ≥ 1 peers per round, got {p}')
     steps = [(p + 1) ** k for k in range(rounds_needed(n, p + 1))]
     rounds = [from_behind(n, *range(s, min(n, (p + 1) * s), s)) for s in steps]
     return in_order(rounds, order, seed)

@@ -27,10 +27,10 @@ def least_rounds(share: float) -> float:
 
 def _check(share: float, rounds: float, names: tuple[str, str]) -> None:
     """Raise GraphError if ``rounds`` is smaller than is possible for a chain with this share."""
-    if rounds and not rounds >= (least := least_rounds(share)):
+    if rounds and not rounds >= (minimum := least_rounds(share)):
         raise GraphError(
-            f"{names[1]} = {rounds:g}: must be at least 1/(1 - {names[0]}) = {least:.6g}, or 0 for "
-            "rounds that are drawn independently"
+            f"{names[1]} = {rounds:g}: must be at least 1/(1 - {names[0]}) = {minimum:.6g}, or 0 "
+            "for rounds that are drawn independently"
         )
 
 
@@ -38,10 +38,10 @@ def _check(share: float, rounds: float, names: tuple[str, str]) -> None:
 class OnOff:
     """Items of which each is off in a fraction of the rounds, for ``rounds`` in a row on average.
 
-    Each item is a Markov chain of two states: with probability r it is drawn anew, and is then off
-    with probability ``share``; otherwise it keeps its state. It stays off for 1/(r (1 − share))
-    rounds on average. ``rounds`` = 0 means r = 1: drawn anew in each round. Fewer rounds than 1/(1
-    − share) raise GraphError.
+    Each item is a Markov chain of two states. In each round, it is drawn again with probability r,
+    and is then off with probability ``share``; otherwise it keeps its state. It stays off for 1/(r
+    (1 − share)) rounds on average. ``rounds`` = 0 means r = 1: each item is drawn again in each
+    round. Fewer rounds than 1/(1 − share) raise GraphError.
     """
 
     share: float
@@ -54,8 +54,8 @@ class OnOff:
         _check(self.share, self.rounds, ("share", "rounds"))
 
     @property
-    def anew(self) -> float:
-        """Probability r that an item is drawn anew in a round."""
+    def redraw_probability(self) -> float:
+        """Probability r that an item is drawn again in a round."""
         return 1 / (self.rounds * (1 - self.share)) if self.rounds else 1.0
 
     def off(self, t: int) -> np.ndarray:
@@ -67,9 +67,9 @@ class OnOff:
         back = t
         while not drawn.all() and back > 0 and before is None:
             back -= 1
-            also, state = self._drawn(back)
+            earlier, state = self._drawn(back)
             off = np.where(drawn, off, state)
-            drawn = drawn | also
+            drawn = drawn | earlier
         if before is not None:
             off = np.where(drawn, off, before)
         self._latest.clear()
@@ -77,9 +77,9 @@ class OnOff:
         return off
 
     def _drawn(self, t: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which items are drawn anew in round t (all in round 0), and their new states."""
-        anew, state = random_words((*self.key, t), 2 * self.count).reshape(2, -1) / 2.0**64
-        return (anew < self.anew) | (t == 0), state < self.share
+        """Return which items are drawn again in round t (all in round 0), and their new states."""
+        uniform, state = random_words((*self.key, t), 2 * self.count).reshape(2, -1) / 2.0**64
+        return (uniform < self.redraw_probability) | (t == 0), state < self.share
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Links:
         upper = np.triu_indices(self.n, 1)
         alive[upper] = ~pairs.off(t)
         alive &= alive.T
-        here = ~(nodes.off(t) | clocks.off(t))
-        return alive & here[:, None] & here[None, :]
+        present = ~(nodes.off(t) | clocks.off(t))
+        return alive & present[:, None] & present[None, :]
 
 
 @lru_cache(maxsize=8)
@@ -140,8 +140,8 @@ class Faulty:
     @property
     def rounds(self) -> tuple[Round, ...]:
         """Rounds of the graph itself, followed by the first few reweighted ones."""
-        own = tuple(map(self.change, self.of.schedule.rounds))
-        return (*own, *(self.at(t) for t in range(SAMPLED_ROUNDS)))
+        unchanged = tuple(map(self.change, self.of.schedule.rounds))
+        return (*unchanged, *(self.at(t) for t in range(SAMPLED_ROUNDS)))
 
     def at(self, t: int) -> Round:
         return _round_at(self, t)
@@ -153,8 +153,8 @@ class Faulty:
 
 @lru_cache(maxsize=64)
 def _round_at(faulty: Faulty, t: int) -> Round:
-    whole = faulty.change(faulty.of.round(t))
-    return without_lost_links(whole, faulty.links.alive(t), faulty.of.facts)
+    full = faulty.change(faulty.of.round(t))
+    return without_lost_links(full, faulty.links.alive(t), faulty.of.facts)
 
 
 def faulty(graph: Graph, links: Links) -> Graph:
@@ -165,7 +165,7 @@ def faulty(graph: Graph, links: Links) -> Graph:
     return replace(graph, schedule=schedule, options=options, times=1)
 
 
-def without_lost_links(whole: Round, alive: np.ndarray, facts: frozenset[str]) -> Round:
+def without_lost_links(full: Round, alive: np.ndarray, facts: frozenset[str]) -> Round:
     """Return a round without the dead links, in which the same sums are one as before.
 
     If W is doubly stochastic, it is a sum of circles of nodes that pass on the same weight. A
@@ -173,57 +173,56 @@ def without_lost_links(whole: Round, alive: np.ndarray, facts: frozenset[str]) -
     exchange are a circle of two. Otherwise, the receiver keeps the weight of a dead link, or the
     sender if W is column-stochastic.
 
-    :param whole: round with all links
+    :param full: round with all links
     :param alive: pairs of nodes that can exchange, bool (n, n)
     :param facts: facts of the graph
     """
-    w = whole.matrix()
+    w = full.matrix()
     n = len(w)
     off = ~np.eye(n, dtype=bool)
-    left = np.where(off & alive, w, 0.0)
+    remaining = np.where(off & alive, w, 0.0)
     own = w.diagonal().copy()
-    if {"row-stochastic", "column-stochastic"} <= facts and not whole.symmetric():
-        left = np.where(off, w, 0.0)
-        kept = own
-        for nodes, weight in _circles(whole):
+    if {"row-stochastic", "column-stochastic"} <= facts and not full.symmetric():
+        remaining = np.where(off, w, 0.0)
+        for nodes, weight in _circles(full):
             after = np.roll(nodes, -1)
             if not alive[nodes, after].all():
-                left[nodes, after] -= weight
-                kept[nodes] += weight
-        left[left < TOLERANCE] = 0.0
+                remaining[nodes, after] -= weight
+                own[nodes] += weight
+        remaining[remaining < TOLERANCE] = 0.0
     elif "row-stochastic" in facts:
-        own += (w - left).sum(1) - w.diagonal()
+        own += (w - remaining).sum(1) - w.diagonal()
     else:
-        own += (w - left).sum(0) - w.diagonal()
-    np.fill_diagonal(left, own)
-    return Sparse.from_matrix(left)
+        own += (w - remaining).sum(0) - w.diagonal()
+    np.fill_diagonal(remaining, own)
+    return Sparse.from_matrix(remaining)
 
 
 @lru_cache(maxsize=64)
-def _circles(whole: Round) -> list[tuple[np.ndarray, float]]:
+def _circles(full: Round) -> list[tuple[np.ndarray, float]]:
     """Split W without its diagonal into circles of nodes and their weights.
 
-    Each node of a circle receives from the next. Pairs that exchange come first. The rest is found
-    by walks that end when they meet a node again.
+    Each node of a circle receives from the next. Pairs that exchange come first. The other circles
+    are found by walks that end when they reach a node for the second time.
     """
-    left = whole.matrix()
-    np.fill_diagonal(left, 0.0)
-    found = []
-    both = np.triu(np.minimum(left, left.T))
-    for i, j in zip(*np.nonzero(both), strict=True):
-        found.append((np.array([i, j]), float(both[i, j])))
-    left -= both + both.T
-    for start in range(len(left)):
-        while left[start].max() > TOLERANCE:
+    remaining = full.matrix()
+    np.fill_diagonal(remaining, 0.0)
+    circles = []
+    mutual = np.triu(np.minimum(remaining, remaining.T))
+    for i, j in zip(*np.nonzero(mutual), strict=True):
+        circles.append((np.array([i, j]), float(mutual[i, j])))
+    remaining -= mutual + mutual.T
+    for start in range(len(remaining)):
+        while remaining[start].max() > TOLERANCE:
             walk = []
-            at = start
-            while at not in walk:
-                walk.append(at)
-                at = int(np.argmax(left[at]))
-            nodes = np.array(walk[walk.index(at) :])
+            node = start
+            while node not in walk:
+                walk.append(node)
+                node = int(np.argmax(remaining[node]))
+            nodes = np.array(walk[walk.index(node) :])
             after = np.roll(nodes, -1)
-            weight = float(left[nodes, after].min())
-            left[nodes, after] -= weight
-            left[left < TOLERANCE] = 0.0
-            found.append((nodes, weight))
-    return found
+            weight = float(remaining[nodes, after].min())
+            remaining[nodes, after] -= weight
+            remaining[remaining < TOLERANCE] = 0.0
+            circles.append((nodes, weight))
+    return circles

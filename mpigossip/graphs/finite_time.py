@@ -28,8 +28,8 @@ def factors(n: int, largest: int) -> tuple[int, ...] | None:
     best = None
     for f in range(largest, 1, -1):
         if n % f == 0 and (rest := factors(n // f, f)) is not None:
-            found = (*rest, f)
-            best = found if best is None or len(found) < len(best) else best
+            candidate = (*rest, f)
+            best = candidate if best is None or len(candidate) < len(best) else best
     return best
 
 
@@ -55,13 +55,13 @@ def _hyper_hypercube(nodes: Sequence[int], k: int) -> list[Pairs]:
 
 def _digits(n: int, base: int) -> list[tuple[int, int]]:
     """Return the digits of n = Σ a · base^p as pairs (a, p) with a > 0, from the largest power."""
-    found = []
+    digits = []
     p = 0
     while n:
         n, a = divmod(n, base)
-        found += [(a, p)] if a else []
+        digits += [(a, p)] if a else []
         p += 1
-    return found[::-1]
+    return digits[::-1]
 
 
 def _simple_base(nodes: Sequence[int], k: int) -> list[Pairs]:
@@ -80,19 +80,19 @@ def _simple_base(nodes: Sequence[int], k: int) -> list[Pairs]:
     start = 0
     for a, p in _digits(len(nodes), k + 1):
         size = (k + 1) ** p
-        cuts = range(start, start + a * size, size)
-        subs.append([nodes[cut : cut + size] for cut in cuts])
+        starts = range(start, start + a * size, size)
+        subs.append([nodes[first_node : first_node + size] for first_node in starts])
         blocks.append(nodes[start : start + a * size])
         start += a * size
-    inside = [_hyper_hypercube(block, k) for block in blocks]
+    within = [_hyper_hypercube(block, k) for block in blocks]
     settling = [[_hyper_hypercube(sub, k) for sub in block] for block in subs[:-1]]
-    first = len(inside[0])
+    first = len(within[0])
     length = max(first + b + 1 + len(cycles[0]) for b, cycles in enumerate(settling))
     rounds = []
     for t in range(length):
         pairs: Pairs = {}
         if t < first:
-            for cycle in filter(None, inside):
+            for cycle in filter(None, within):
                 pairs.update(cycle[t % len(cycle)])
         elif t - first < len(settling):
             _pull(pairs, blocks[t - first :], subs[t - first], k)
@@ -118,8 +118,8 @@ def _pull(
         for i, partner in zip(later, sub, strict=False):
             pairs[min(i, partner), max(i, partner)] = weight
     idle = [i for sub in subs for i in sub[len(later) :]]
-    for at in range(0, len(idle), k + 1):
-        _add_clique(pairs, idle[at : at + k + 1])
+    for first in range(0, len(idle), k + 1):
+        _add_clique(pairs, idle[first : first + k + 1])
 
 
 def _base(n: int, k: int) -> list[Pairs]:
@@ -148,12 +148,12 @@ def _union(parts: Sequence[Pairs]) -> Pairs:
 
 
 def _graph(n: int, rounds: list[Pairs]) -> Graph:
-    made = []
+    sparse_rounds = []
     for pairs in rounds:
         edges = np.array(list(pairs), np.int64).reshape(-1, 2)
         to, source = np.concatenate((edges, edges[:, ::-1])).T
-        made.append(Sparse.from_edges(n, to, source, np.tile(list(pairs.values()), 2)))
-    return Graph(Cycle(tuple(made)))
+        sparse_rounds.append(Sparse.from_edges(n, to, source, np.tile(list(pairs.values()), 2)))
+    return Graph(Cycle(tuple(sparse_rounds)))
 
 
 def hyper_hypercube(n: int, seed: int = 0, *, p: int = 1) -> Graph:
@@ -167,12 +167,13 @@ def hyper_hypercube(n: int, seed: int = 0, *, p: int = 1) -> Graph:
     :param p: largest number of peers per round
     """
     if p < 1:
-        raise GraphError(f'graph "hyper-hypercube" needs p ≥ 1 peers a round, got {p}')
+        raise GraphError(f'graph "hyper-hypercube" needs p ≥ 1 peers per round, got {p}')
     if factors(n, p + 1) is None:
         prime = max(f for f in range(2, n + 1) if n % f == 0 and all(f % d for d in range(2, f)))
         raise GraphError(
             f'graph "hyper-hypercube" with p = {p} needs prime factors of n ≤ {p + 1}, and '
-            f'n = {n} has {prime}; take p = {prime - 1}, or "base-{min(p + 1, 5)}", exact for any n'
+            f'n = {n} has {prime}; set p = {prime - 1}, or use "base-{min(p + 1, 5)}", which is '
+            "exact for any n"
         )
     return _graph(n, _hyper_hypercube(range(n), p))
 
@@ -183,9 +184,10 @@ def base(k: int) -> Callable[..., Graph]:
     def build(n: int, seed: int = 0) -> Graph:
         return _graph(n, _base(n, k))
 
-    build.__doc__ = f"""Base-{k + 1} graph: symmetric rounds of degree ≤ {k}, exact for any n.
+    build.__doc__ = f"""Return the Base-{k + 1} graph, which is exact for any n.
 
-    The period is at most 2 log_{k + 1} n + 2, and each period is the exact average; weights as in
+    Its rounds are symmetric, of degree ≤ {k}. The period is at most 2
+    log_{k + 1} n + 2, and each period is the exact average. The weights are those of
     `_simple_base`. Takezawa et al., NeurIPS 2023, algorithm 3 with k = {k}.
     """
     return build
@@ -194,9 +196,9 @@ def base(k: int) -> Callable[..., Graph]:
 def tree(parents: Sequence[int]) -> Graph:
     """Return factors of the exact average on a tree; ``parents`` holds −1 for the root.
 
-    Gather, from the deepest level: each node of the level gives all to its parent and keeps
-    nothing. Spread, from the root: a node u with d_u nodes in its subtree gives each child c the
-    fraction d_c/d_u of its value and keeps 1/d_u. All columns sum to one.
+    Gather, from the deepest level: each node of the level sends its whole value to its parent and
+    keeps nothing. Spread, from the root: a node u with d_u nodes in its subtree sends to each child
+    c the fraction d_c/d_u of its value and keeps 1/d_u. All columns sum to one.
     """
     n = len(parents)
     root = parents.index(-1)
@@ -211,11 +213,11 @@ def tree(parents: Sequence[int]) -> Graph:
         nodes = np.flatnonzero(depth == level)
         above = np.array(parents)[nodes]
         emptied = np.ones(n)
-        kept = np.ones(n)
+        own = np.ones(n)
         emptied[nodes] = 0.0
-        kept[above] = 1.0 / sizes[above]
+        own[above] = 1.0 / sizes[above]
         gather.append(Sparse.from_edges(n, above, nodes, 1.0, emptied))
-        spread.append(Sparse.from_edges(n, nodes, above, sizes[nodes] / sizes[above], kept))
+        spread.append(Sparse.from_edges(n, nodes, above, sizes[nodes] / sizes[above], own))
     return Graph(Cycle((*gather, *reversed(spread))))
 
 
@@ -235,7 +237,9 @@ def breadth_first(over: Graph) -> list[int]:
     near = near + near.T
     depths = csgraph.shortest_path(near, unweighted=True).max(axis=1)
     if not np.isfinite(depths).all():
-        raise GraphError(f'graph "{over.name}" is not connected; a spanning tree needs it to be')
+        raise GraphError(
+            f'graph "{over.name}" is not connected; a spanning tree needs a connected graph'
+        )
     root = int(depths.argmin())
     parents = csgraph.breadth_first_order(near, root)[1]
     parents[root] = -1

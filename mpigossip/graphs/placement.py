@@ -62,8 +62,8 @@ def places_for(
     ranks = np.argsort(label, kind="stable") if order is None else np.asarray(order)
     counts = usage(graph)
     both = counts + counts.T
-    found = [_improved(both, label, p) for p in (np.arange(graph.n), np.argsort(ranks))]
-    return min(found, key=lambda p: _crossing(both, label[np.argsort(p)]))
+    candidates = [_improved(both, label, p) for p in (np.arange(graph.n), np.argsort(ranks))]
+    return min(candidates, key=lambda p: _crossing(both, label[np.argsort(p)]))
 
 
 def _crossing(counts: np.ndarray, rack_of: np.ndarray) -> float:
@@ -73,7 +73,7 @@ def _crossing(counts: np.ndarray, rack_of: np.ndarray) -> float:
 def _labels(racks: Sequence[Hashable], n: int) -> np.ndarray:
     """Return a number for the rack of each node, in order of first occurrence, (n,)."""
     if len(racks) != n:
-        raise GraphError(f"{len(racks)} racks are named for {n} nodes; name one for each")
+        raise GraphError(f"{len(racks)} racks are named for {n} nodes; name one rack for each node")
     numbers = {rack: k for k, rack in enumerate(dict.fromkeys(racks))}
     return np.array([numbers[rack] for rack in racks])
 
@@ -84,7 +84,7 @@ def _improved(counts: np.ndarray, label: np.ndarray, places: np.ndarray) -> np.n
     rack_of = np.empty(n, np.int64)  # rack of each place
     rack_of[places] = label
     for _ in range(max(1, WORK // n**2)):
-        # messages that place p would keep inside rack q: those to places of q
+        # Messages that would stay inside rack q if place p were in it: those to places of q.
         inside = counts @ (rack_of[:, None] == np.arange(label.max() + 1)[None, :])
         stays = inside[np.arange(n), rack_of]
         gain = inside[:, rack_of] + inside[:, rack_of].T - stays[:, None] - stays[None, :]
@@ -94,11 +94,11 @@ def _improved(counts: np.ndarray, label: np.ndarray, places: np.ndarray) -> np.n
         if gain[p, q] <= 1e-9:
             break
         rack_of[[p, q]] = rack_of[[q, p]]
-    # the ranks of a rack get its places in ascending order
+    # The ranks of a rack get its places in ascending order.
     places = places.copy()
     for rack in range(int(label.max()) + 1):
-        mine = np.flatnonzero(label == rack)
-        places[mine[np.argsort(places[mine], kind="stable")]] = np.flatnonzero(rack_of == rack)
+        ranks = np.flatnonzero(label == rack)
+        places[ranks[np.argsort(places[ranks], kind="stable")]] = np.flatnonzero(rack_of == rack)
     return places
 
 
@@ -116,5 +116,7 @@ def renumbered(graph: Graph, places: Sequence[int] | np.ndarray) -> Graph:
         return Sparse.from_edges(graph.n, to, source, edges.weights, edges.own[where])
 
     if isinstance(graph.schedule, Drawn):
-        raise GraphError(f'graph "{graph.name}" is drawn anew each round: it has no numbering')
+        raise GraphError(
+            f'graph "{graph.name}" is drawn again in each round, so it can\'t be renumbered'
+        )
     return replace(graph, schedule=graph.schedule.mapped(change))

@@ -197,8 +197,8 @@ class Sparse:
 
     def neighbours(self, i: int) -> tuple[np.ndarray, np.ndarray, float]:
         """Return the in-neighbours of i in ascending order, their weights, and the own weight."""
-        at = slice(self.indptr[i], self.indptr[i + 1])
-        return self.indices[at], self.weights[at], float(self.own[i])
+        row = slice(self.indptr[i], self.indptr[i + 1])
+        return self.indices[row], self.weights[row], float(self.own[i])
 
     def receivers(self, j: int) -> np.ndarray:
         return self.transposed.neighbours(j)[0]
@@ -264,6 +264,6 @@ def paired(partner: np.ndarray, weight: float = 0.5) -> Sparse:
     partner = np.asarray(partner, np.int64)
     busy = np.flatnonzero(partner != nodes)
     own = np.where(partner != nodes, 1.0 - weight, 1.0)
-    alike = partner[0] > 0 and np.array_equal(partner, nodes ^ partner[0])
-    made = Xor if alike else Sparse
-    return made.from_edges(len(partner), busy, partner[busy], weight, own)
+    is_xor = partner[0] > 0 and np.array_equal(partner, nodes ^ partner[0])
+    kind = Xor if is_xor else Sparse
+    return kind.from_edges(len(partner), busy, partner[busy], weight, own)

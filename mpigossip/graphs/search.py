@@ -3,7 +3,7 @@
 The objective is that of Jameel, Jawed, Schmidt-Thieme (Optimal Topology Search for Fast Model
 Averaging in Decentralized Parallel SGD, PAKDD 2020), as far as we know it: local search for the
 graph whose Laplacian weights mix fastest, that is with the largest r = λ_{n−1}/λ_1, where ρ(W − J)
-= (1−r)/(1+r). The search method is our own: see `annealing.py`.
+= (1−r)/(1+r). The search method is new; see `annealing.py`.
 """
 
 import json
@@ -69,17 +69,17 @@ class _Best:
     score: float = 0.0
     edges: list[tuple[int, int]] = field(default_factory=list)
     history: list[tuple[float, int, float]] = field(default_factory=list)
-    told: float = -1.0
+    reported_s: float = -1.0
 
-    def found(self, plan: CandidateGraph | list[tuple[int, int]], score: float) -> None:
+    def keep_better(self, plan: CandidateGraph | list[tuple[int, int]], score: float) -> None:
         """Keep a candidate that beats the best score by more than one grain."""
         if score > self.score + 1.5 * GRAIN:
             # Set the edges first: after an interrupt in between, they are no worse than the score.
             self.edges = plan.edges() if isinstance(plan, CandidateGraph) else plan
             self.score = float(score)
             self.history.append((self.budget.elapsed, self.budget.used, float(score)))
-        if self.progress and self.budget.elapsed > self.told + 0.5:
-            self.told = self.budget.elapsed
+        if self.progress and self.budget.elapsed > self.reported_s + 0.5:
+            self.reported_s = self.budget.elapsed
             self.progress(min(1.0, self.budget.spent()), self.score, self.budget.used)
 
     def of_circulants(self, sets: Iterable[tuple[int, ...]]) -> None:
@@ -87,7 +87,7 @@ class _Best:
         for jumps, score in _circulants(self.task, sets):
             self.budget.used += 1
             if score > self.score and _size(self.task.n, jumps) <= self.task.edges:
-                self.found(_circulant_edges(self.task.n, jumps), score)
+                self.keep_better(_circulant_edges(self.task.n, jumps), score)
 
 
 def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Task:
@@ -107,14 +107,14 @@ def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Task
         if value is not None and value > limit:
             raise GraphError(f"{what} = {value}: a graph of {n} nodes has at most {limit}")
     degree = n - 1 if degree is None else degree
-    most = n * degree // 2
-    edges = most if edges is None else min(edges, most)
+    largest_edges = n * degree // 2
+    edges = largest_edges if edges is None else min(edges, largest_edges)
     if degree < min(2, n - 1):
-        raise GraphError(f"no connected graph of {n} nodes has degree {degree}; allow 2 at least")
+        raise GraphError(f"no connected graph of {n} nodes has degree {degree}; allow at least 2")
     if edges < n - 1:
         raise GraphError(
-            f"{edges} edges can't connect {n} nodes; allow {n - 1} at least (degree {degree} "
-            f"allows {most})"
+            f"{edges} edges can't connect {n} nodes; allow at least {n - 1} (degree {degree} "
+            f"allows {largest_edges})"
         )
     return Task(n, degree, edges, weights)
 
@@ -191,15 +191,15 @@ def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> N
     n = task.n
     path = CandidateGraph(task, 1)
     tree = CandidateGraph(task, 1)
-    fill(path, rng, most=min(2, n - 1))
-    fill(tree, rng, most=task.degree)
+    fill(path, rng, tree_degree=min(2, n - 1))
+    fill(tree, rng, tree_degree=task.degree)
     for plan in (tree, path):
-        best.found(plan, task.score(*plan.extremes()))
+        best.keep_better(plan, task.score(*plan.extremes()))
     start = tree if best.edges == tree.edges() else path
     if task.edges == n * (n - 1) // 2:
         return
     best.of_circulants(islice(_jump_sets(n, task.degree), 20_000))
-    anneal(start, rng, budget, 0.25, (HOT, COLD), best.found)
+    anneal(start, rng, budget, 0.25, (HOT, COLD), best.keep_better)
     orders = [m for m in range(2, n // 2 + 1) if n % m == 0]
     windows = [(m, 0.25 + 0.4 * (k + 1) / len(orders)) for k, m in enumerate(orders)]
     for m, until in (*windows, (1, 0.9)):
@@ -208,8 +208,8 @@ def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> N
         plan = CandidateGraph(task, m)
         fill(plan, rng)
         if plan.orbits:
-            anneal(plan, rng, budget, until, (HOT, COLD), best.found)
-    anneal(_plan(task, best.edges), rng, budget, 1.0, (HOT / 10, COLD / 2), best.found)
+            anneal(plan, rng, budget, until, (HOT, COLD), best.keep_better)
+    anneal(_plan(task, best.edges), rng, budget, 1.0, (HOT / 10, COLD / 2), best.keep_better)
 
 
 def _plan(task: Task, edges: list[tuple[int, int]]) -> CandidateGraph:
@@ -300,20 +300,20 @@ def search_circulants(
     if not best.edges:
         raise GraphError(
             f"no circulant graph of {n} nodes, degree {degree} and at most {task.edges} edges is "
-            "connected; allow more, or leave circulant graphs"
+            "connected; allow more, or search all graphs"
         )
     return _result(task, best, 0, interrupted)
 
 
-def save(found: SearchResult, path: str | Path) -> Path:
+def save(result: SearchResult, path: str | Path) -> Path:
     """Write the result of a search as JSON, either completely or not at all."""
     from mpigossip.store import StoreError, hdf5
 
     path = Path(path)
     check_target(path)
     try:
-        with hdf5.replacing(path) as beside:
-            beside.write_text(json.dumps(asdict(found)) + "\n")
+        with hdf5.replacing(path) as temporary:
+            temporary.write_text(json.dumps(asdict(result)) + "\n")
     except StoreError as error:
         raise GraphError(str(error)) from error
     return path
@@ -322,6 +322,6 @@ def save(found: SearchResult, path: str | Path) -> Path:
 def check_target(path: Path) -> None:
     """Raise GraphError if `save` could not write to ``path``; call it before a search."""
     if path.suffix != ".json":
-        raise GraphError(f'"{path}": a graph is saved as JSON; name it .json')
+        raise GraphError(f'"{path}": a graph is saved as JSON; use the suffix .json')
     if not path.parent.is_dir():
-        raise GraphError(f'can\'t write "{path}": there is no folder "{path.parent}"; make it')
+        raise GraphError(f'can\'t write "{path}": there is no folder "{path.parent}"; create it')

@@ -48,8 +48,8 @@ def horizon(graph: Graph) -> int:
 
 def _circulants(product: list[Round]) -> list[Circulant]:
     """Return the rounds if all of them are circulant, otherwise an empty list."""
-    found = [r for r in product if isinstance(r, Circulant)]
-    return found if len(found) == len(product) else []
+    circulants = [r for r in product if isinstance(r, Circulant)]
+    return circulants if len(circulants) == len(product) else []
 
 
 def _largest(product: list[Circulant]) -> float:
@@ -83,7 +83,7 @@ def spectral_gap(graph: Graph) -> float:
     if graph.period != 1:
         raise GraphError(
             f'graph "{graph.name}" varies with the round and has no spectral gap; '
-            "ask for its consensus rate"
+            "compute its consensus rate"
         )
     return 1.0 - consensus_rate(graph)
 
@@ -100,9 +100,9 @@ def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
     if graph.n == 1:
         return 0.0
     if graph.period is None:
-        many = rounds or 4 * horizon(graph)
-        size = residue(graph, many)
-        return 0.0 if size < VANISHED else size ** (1 / many)
+        count = rounds or 4 * horizon(graph)
+        size = residue(graph, count)
+        return 0.0 if size < VANISHED else size ** (1 / count)
     # The computed ρ of a nilpotent product is a root of the rounding error: tiny means zero.
     radius = _radius(_rounds(graph, graph.period))
     return 0.0 if radius < VANISHED else float(radius ** (1 / graph.period))
@@ -268,12 +268,15 @@ def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> i
 
 def _first_exact(sizes: np.ndarray) -> int | None:
     """Return the first round after which sizes, (rounds + 1,), are those of the exact average."""
-    found = np.flatnonzero((sizes[1:] <= EXACT) & (sizes[:-1] >= BEFORE))
-    return int(found[0]) + 1 if len(found) else None
+    exact = np.flatnonzero((sizes[1:] <= EXACT) & (sizes[:-1] >= BEFORE))
+    return int(exact[0]) + 1 if len(exact) else None
 
 
 def _exact_after(product: list[Round]) -> int | None:
-    """Return the same for rounds, tested on random vectors; this fails with probability zero."""
+    """Return the first round after which the product of rounds is the exact average, or None.
+
+    The product is tested on random vectors, which fails with probability zero.
+    """
     x = np.random.default_rng(0).standard_normal((product[0].n, 4))
     mean = x.mean(axis=0)
     sizes = [1.0]

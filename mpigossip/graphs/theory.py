@@ -60,22 +60,28 @@ def transient_of(
     """
     if global_every <= 1 or n == 1:
         return 0.0, 0.0
-    left = gap * gossip_share
-    if left <= NO_GAP:
+    remaining_gap = gap * gossip_share
+    if remaining_gap <= NO_GAP:
         if global_every == float("inf"):
             return float("inf"), float("inf")
         c = d = global_every
     else:
-        c = (1.0 - (1.0 - left) ** global_every) / left
-        d = min(global_every, 1.0 / left)
+        c = (1.0 - (1.0 - remaining_gap) ** global_every) / remaining_gap
+        d = min(global_every, 1.0 / remaining_gap)
     return n**3 * c**2, n**3 * c**2 * d**2
 
 
 def _sample_term(
     delta: float, smoothness: float, noise: float, epsilon: float, n: int, batch: int
 ) -> float:
-    given = {"delta": delta, "smoothness": smoothness, "epsilon": epsilon, "n": n, "batch": batch}
-    for name, value in given.items():
+    inputs = {
+        "delta": delta,
+        "smoothness": smoothness,
+        "epsilon": epsilon,
+        "n": n,
+        "batch": batch,
+    }
+    for name, value in inputs.items():
         if not value > 0:
             raise GraphError(f"a lower bound needs {name} > 0, got {value}")
     if noise < 0:
@@ -179,9 +185,11 @@ def gossip_rate(
     steps = np.asarray(steps, float)
     size = smoothness * delta
     p = 1.0 if gap >= 1 else gap * (2 - gap)
-    apart = 0.0 if gap == float("inf") else (heterogeneity + noise * p**0.5) / p
+    deviation = 0.0 if gap == float("inf") else (heterogeneity + noise * p**0.5) / p
     return (
-        noise * np.sqrt(size / (n * steps)) + (size * apart / steps) ** (2 / 3) + size / (p * steps)
+        noise * np.sqrt(size / (n * steps))
+        + (size * deviation / steps) ** (2 / 3)
+        + size / (p * steps)
     )
 
 

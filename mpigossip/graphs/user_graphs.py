@@ -36,18 +36,18 @@ def is_network(value: object) -> bool:
 def _round(network: Any, weights: str | None, order: Sequence[object]) -> Round:
     """Return one networkx graph as a round; see `from_networkx`."""
     number = {label: i for i, label in enumerate(order)}
-    given: dict[tuple[int, int], float | None] = {}
+    weight_of: dict[tuple[int, int], float | None] = {}
     for u, v, data in network.edges(data=True):
         for a, b in ((u, v),) if network.is_directed() else ((u, v), (v, u)):
             if a != b:
-                given[number[b], number[a]] = data.get("weight")
-    to, source = np.array(list(given), np.int64).reshape(-1, 2).T
+                weight_of[number[b], number[a]] = data.get("weight")
+    to, source = np.array(list(weight_of), np.int64).reshape(-1, 2).T
     n = len(order)
-    if weights is None and given and None not in given.values():
+    if weights is None and weight_of and None not in weight_of.values():
         try:
-            values = np.array(list(given.values()), np.float64)
+            values = np.array(list(weight_of.values()), np.float64)
         except (TypeError, ValueError) as error:
-            raise GraphError(f'an edge\'s "weight" has to be a number: {error}') from None
+            raise GraphError(f'the "weight" of an edge must be a number: {error}') from None
         return Sparse.from_edges(n, to, source, values)
     chosen = weights or ("uniform" if network.is_directed() else "metropolis-hastings")
     return rule(chosen)(Sparse.from_edges(n, to, source, 1.0))
@@ -57,7 +57,7 @@ def _order(network: Any) -> list[object]:
     """Return nodes labelled 0 … n−1 in that order, and others in the order of the network."""
     labels = list(network.nodes)
     if not labels:
-        raise GraphError("a networkx graph without nodes can't be a graph; add one at least")
+        raise GraphError("a networkx graph without nodes can't be used; add at least one node")
     return sorted(labels) if set(labels) == set(range(len(labels))) else labels
 
 
@@ -109,20 +109,21 @@ def from_value(value: Any) -> Graph:
     if isinstance(value, np.ndarray | list | tuple):
         return from_sequence([value] if getattr(value, "ndim", 3) == 2 else list(value))
     raise GraphError(
-        f"a {type(value).__name__} is no graph: give a matrix, a networkx graph, or a list of them"
+        f"a {type(value).__name__} is not a graph: give a matrix, a networkx graph, or a list of "
+        "either"
     )
 
 
-def _asked(function: Callable, name: str, options: Mapping[str, Any], **known: int) -> Graph:
+def _call(function: Callable, name: str, options: Mapping[str, Any], **arguments: int) -> Graph:
     """Return the graph of a user's function.
 
-    It is called with the ``options``, and with those ``known`` values that it has parameters for.
+    It is called with the ``options``, and with those ``arguments`` that it has parameters for.
     """
     try:
-        return from_value(call_factory(function, known, options))
+        return from_value(call_factory(function, arguments, options))
     except Exception as error:
-        says = str(error) if isinstance(error, UserError) else describe_exception(error)
-        raise GraphError(f'graph "{name}", called with {known}: {says}') from error
+        message = str(error) if isinstance(error, UserError) else describe_exception(error)
+        raise GraphError(f'graph "{name}", called with {arguments}: {message}') from error
 
 
 def from_function(function: Any, n: int, seed: int = 0, **options: Any) -> Graph:
@@ -141,31 +142,33 @@ def from_function(function: Any, n: int, seed: int = 0, **options: Any) -> Graph
         calls
     """
     name = function if isinstance(function, str) else getattr(function, "__name__", "function")
-    if named := function is name:
+    if is_named := function is name:
         function = import_object(
             "graph.name", name, "n, seed and, for one round, t, returning matrices"
         )
     if "t" not in parameters(function)[0]:
-        return _asked(function, name, options, n=n, seed=seed)
+        return _call(function, name, options, n=n, seed=seed)
     period = options.pop("period", None)
     degree = options.pop("degree", None)
     stated = period or degree
 
     def draw(n: int, seed: int, t: int) -> Round:
-        return _asked(function, name, options, n=n, seed=seed, t=t).round(t)
+        return _call(function, name, options, n=n, seed=seed, t=t).round(t)
 
-    if type(stated) is not int or not 0 < stated <= 1 << 16 or not (named or period):
+    if type(stated) is not int or not 0 < stated <= 1 << 16 or not (is_named or period):
         raise GraphError(
-            f'graph "{name}" is a function of t: state degree=…, the most in-neighbours, '
-            'beside its name "module:function", or the period after which rounds repeat, '
+            f'graph "{name}" is a function of t: with its name "module:function", give degree=…, '
+            "the largest number of in-neighbours; otherwise give the period of the rounds, "
             f"mpigossip.graph(function, n, period=…); got period = {period}, degree = {degree}"
         )
     if period:
         return Graph(Cycle(tuple(draw(n, seed, t) for t in range(period))), name)
-    made = Graph(Drawn(draw, n, seed), name, stated=min(stated, n - 1))
-    if draw(n, seed, 0) != made.round(0):
-        raise GraphError(f'graph "{name}": round 0 differs in two calls; use n, seed and t only')
-    return made
+    result = Graph(Drawn(draw, n, seed), name, stated=min(stated, n - 1))
+    if draw(n, seed, 0) != result.round(0):
+        raise GraphError(
+            f'graph "{name}": round 0 differs between two calls; use n, seed and t only'
+        )
+    return result
 
 
 @contextmanager
@@ -176,7 +179,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with guard.regular(path) as file:
             if (size := file.seek(0, os.SEEK_END)) > LARGEST:
-                raise ValueError(f"it has {size} bytes, at most {LARGEST} are read")
+                raise ValueError(f"it has {size} bytes, at most {LARGEST} are allowed")
             file.seek(0)
             yield file
     except GraphError:
@@ -185,7 +188,7 @@ def _opened(path: Path) -> Iterator[Any]:
         raise GraphError(f'graph file "{path}" doesn\'t exist') from error
     except PermissionError as error:
         raise GraphError(
-            f'graph file "{path}" can\'t be read: {error.strerror}; ask its owner for it'
+            f'graph file "{path}" can\'t be read: {error.strerror}; ask its owner for access'
         ) from error
     except StoreError as error:
         raise GraphError(f"graph file {error}") from error
@@ -204,13 +207,13 @@ def from_file(path: str | Path) -> Graph:
     if path.suffix in NETWORKX:
         return from_networkx(_network(path), name=name)
     if path.suffix != ".json":
-        known = f"known are .json, {', '.join(NETWORKX)}"
-        known += "; .h5 was removed: `graph search --out FILE.json`" * (path.suffix == ".h5")
-        raise GraphError(f'graph file "{path}" has an unknown suffix; {known}')
+        suffixes = f"use .json, {', '.join(NETWORKX)}"
+        suffixes += "; .h5 was removed: `graph search --out FILE.json`" * (path.suffix == ".h5")
+        raise GraphError(f'graph file "{path}" has an unknown suffix; {suffixes}')
     with _opened(path) as file:
         content = json.load(file)
         if not isinstance(content, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("it contains no JSON object")
     try:
         if isinstance(content["n"], bool):
             raise TypeError('"n" is true or false')
@@ -227,10 +230,11 @@ def from_file(path: str | Path) -> Graph:
     weights = content.get("weights", "uniform" if directed else "metropolis-hastings")
     if not isinstance(weights, str):
         raise GraphError(
-            f'graph file "{path}": "weights" names a rule, as "metropolis-hastings"; got {weights}'
+            f'graph file "{path}": "weights" must name a rule, such as "metropolis-hastings"; '
+            f"got {weights}"
         )
-    made = [rule(weights)(_edges(edges, n, directed, path)) for edges in rounds]
-    return Graph(Cycle(tuple(made)), name)
+    weighted = [rule(weights)(_edges(edges, n, directed, path)) for edges in rounds]
+    return Graph(Cycle(tuple(weighted)), name)
 
 
 def _edges(edges: Any, n: int, directed: bool, path: Path) -> Sparse:
@@ -240,15 +244,17 @@ def _edges(edges: Any, n: int, directed: bool, path: Path) -> Sparse:
     except (TypeError, ValueError):
         pairs = np.array(None)
     if pairs.size and (pairs.dtype.kind not in "iu" or pairs.shape[1:] != (2,)):
-        raise GraphError(f'graph file "{path}": edges have to be pairs of integers, as [0, 1]')
+        raise GraphError(f'graph file "{path}": edges must be pairs of integers, such as [0, 1]')
     pairs = pairs.astype(np.int64).reshape(-1, 2)
     ends = pairs if directed else np.sort(pairs, axis=1)
     if not 1 <= n <= NODES:
-        raise GraphError(f'graph file "{path}": n = {n}, a graph in a file has 1 to {NODES} nodes')
+        raise GraphError(
+            f'graph file "{path}": n = {n}: a graph in a file must have 1 to {NODES} nodes'
+        )
     if len(pairs) and (pairs.min() < 0 or pairs.max() >= n):
         raise GraphError(f'graph file "{path}": an edge leads outside the nodes 0 … {n - 1}')
     if (pairs[:, 0] == pairs[:, 1]).any() or len(np.unique(ends, axis=0)) < len(ends):
-        raise GraphError(f'graph file "{path}": an edge is named twice or leads to its own node')
+        raise GraphError(f'graph file "{path}": an edge occurs twice or joins a node to itself')
     source, to = pairs.T
     if not directed:
         source, to = np.concatenate((pairs, pairs[:, ::-1])).T

@@ -39,16 +39,18 @@ def links(graph: Graph) -> Any:
 
 
 def _undirected(r: Round, rule: str) -> None:
-    """Raise GraphError if some edge goes one way only."""
+    """Raise GraphError if some edge is directed."""
     if isinstance(r, Circulant):
-        both = set(r.offsets) == {r.n - o for o in r.offsets}
+        is_undirected = set(r.offsets) == {r.n - o for o in r.offsets}
     else:
-        back = r.transposed
-        both = np.array_equal(r.indptr, back.indptr) and np.array_equal(r.indices, back.indices)
-    if not both:
+        transposed = r.transposed
+        is_undirected = np.array_equal(r.indptr, transposed.indptr) and np.array_equal(
+            r.indices, transposed.indices
+        )
+    if not is_undirected:
         raise GraphError(
-            f'weights "{rule}" need edges that go both ways, and this graph is directed; '
-            '"uniform" (rows sum to one) and "push" (columns do) are for directed graphs'
+            f'weights "{rule}" need undirected edges, but this graph is directed; '
+            'use "uniform" (rows sum to one) or "push" (columns sum to one)'
         )
 
 
@@ -141,7 +143,7 @@ def _solved(r: Round, signed: bool) -> Round:
     except ImportError as error:
         raise GraphError(
             'weights "fmmc" and "fdla" need the convex solver cvxpy, which isn\'t installed; '
-            'pip install \'mpigossip[study]\', or take "laplacian" or "metropolis-hastings"'
+            'pip install \'mpigossip[study]\', or use "laplacian" or "metropolis-hastings"'
         ) from error
     edges = as_sparse(r)
     one_way = np.flatnonzero(edges.edge_receivers < edges.indices)
@@ -152,23 +154,23 @@ def _solved(r: Round, signed: bool) -> Round:
     incidence[source, np.arange(len(to))] = -1.0
     w = cvxpy.Variable(len(to))
     s = cvxpy.Variable()
-    rest = np.eye(r.n) - 1.0 / r.n - incidence @ cvxpy.diag(w) @ incidence.T
-    limits = [rest << s * np.eye(r.n), -s * np.eye(r.n) << rest]
+    deviation = np.eye(r.n) - 1.0 / r.n - incidence @ cvxpy.diag(w) @ incidence.T
+    limits = [deviation << s * np.eye(r.n), -s * np.eye(r.n) << deviation]
     if not signed:
         limits += [w >= 0, np.abs(incidence) @ w <= 1]
     cvxpy.Problem(cvxpy.Minimize(s), limits).solve(solver=cvxpy.CLARABEL)
     if w.value is None:
-        raise GraphError(f'the convex solver found no weights for {r!r}; take "laplacian"')
+        raise GraphError(f'the convex solver found no weights for {r!r}; use "laplacian"')
     values = np.asarray(w.value)
     if not signed:
         values = np.maximum(values, 0.0)
         values /= max(1.0, (np.abs(incidence) @ values).max())
-    made = Sparse.from_edges(r.n, [*to, *source], [*source, *to], [*values, *values])
+    solution = Sparse.from_edges(r.n, [*to, *source], [*source, *to], [*values, *values])
     if not isinstance(r, Circulant):
-        return made
+        return solution
     # The problem is convex and looks the same from every node, so the average of its solution over
     # all nodes is a solution, too.
-    matrix = made.matrix()
+    matrix = solution.matrix()
     nodes = np.arange(r.n)
     return _with(r, np.array([matrix[nodes, (nodes + o) % r.n].mean() for o in r.offsets]))
 
@@ -200,12 +202,12 @@ def reweighted(graph: Graph, name: str) -> Graph:
     change = rule(name)
     if isinstance(graph.schedule, Drawn):
         raise GraphError(
-            f'graph "{graph.name}" is drawn anew each round and keeps its own weights; leave '
-            f'weights = "{name}" out'
+            f'graph "{graph.name}" is drawn again in each round and keeps its own weights; '
+            f'remove weights = "{name}"'
         )
     options = {**dict(graph.options), "weights": name}
-    made = replace(graph, schedule=graph.schedule.mapped(change))
-    return made.renamed(graph.name, **options)
+    result = replace(graph, schedule=graph.schedule.mapped(change))
+    return result.renamed(graph.name, **options)
 
 
 def undirected(

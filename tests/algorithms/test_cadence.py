@@ -104,7 +104,7 @@ def test_adpsgd_does_not_take_a_plateau_for_what_nodes_part_by(skip, last):
     made = cadence.adpsgd(period=4, sampling=0.25, skip=skip, total=240)
     _, state = run(made, 240, measured=measured)
     assert state.period == last
-    assert ("below its start, 4" in made.warning(state)) is (last < 4)
+    assert ("below the initial 4" in made.warning(state)) is (last < 4)
 
 
 def test_adpsgd_samples_at_least_once():

@@ -63,7 +63,7 @@ def test_facts_are_true_of_the_matrices(name, n):
     assert ("signed" in g.facts) == any(m.min() < -1e-13 for m in matrices)
     assert ("static" in g.facts) == (g.period == 1)
     assert "static" not in g.facts or all((m == matrices[0]).all() for m in matrices)
-    # every graph by name keeps the mean, but for the factors, which keep the sum
+    # Every graph by name preserves the mean, except the factors, which preserve the sum.
     assert g.doubly_stochastic or name == "spanning-tree" and "column-stochastic" in g.facts
     known = not isinstance(g.schedule, Drawn)
     assert g.complete == (known and all(np.allclose(m, 1 / n) for m in matrices))
@@ -83,13 +83,13 @@ def test_graphs_are_values(name):
         g.neighbours(0, 0)[1][...] = 2.0
 
 
-def test_equality_is_of_content_not_of_names():
+def test_graphs_are_equal_by_content_not_by_name():
     assert graph("base-2", 16) == graph("hyper-hypercube", 16)
     assert graph("half-random", 9, seed=0) != graph("half-random", 9, seed=1)
     assert graph("ring", 5) != graph("ring", 5, slack=0.5)
 
 
-def test_a_cycle_knows_its_least_period():
+def test_a_cycle_has_its_smallest_period():
     a = paired(np.array([1, 0, 3, 2]))
     b = paired(np.array([3, 2, 1, 0]))
     assert Graph(Cycle((a, b, a, b))).period == 2
@@ -112,7 +112,7 @@ def test_slack_and_lazy(name):
         g.slack(0)
 
 
-def test_a_column_stochastic_graph_says_so():
+def test_facts_tell_columns_from_rows():
     network = nx.DiGraph([(0, 1), (0, 2), (1, 2), (2, 0), (3, 0), (1, 3)])
     pushed = from_networkx(network, "push")
     assert "column-stochastic" in pushed.facts and "row-stochastic" not in pushed.facts
@@ -140,7 +140,7 @@ def test_networkx_graphs():
     )
     assert graph(nx.cycle_graph(6), 6, lazy=True) == from_networkx(nx.cycle_graph(6)).lazy()
     assert from_networkx(nx.empty_graph(1)).degree == 0
-    with pytest.raises(GraphError, match="has 6 nodes, and 4 are asked for"):
+    with pytest.raises(GraphError, match="has 6 nodes, but 4 are needed"):
         graph(nx.cycle_graph(6), 4)
     with pytest.raises(GraphError, match="without nodes"):
         from_networkx(nx.Graph())
@@ -162,13 +162,13 @@ def test_sequences():
     ("matrices", "message"),
     [
         ([], "has no rounds"),
-        ([np.ones((2, 3))], r"shape \(2, 3\); it has to be square"),
+        ([np.ones((2, 3))], r"shape \(2, 3\); it must be square"),
         ([np.full((2, 2), np.nan)], "not finite"),
-        ([np.eye(2), np.eye(3)], "round 1 has 3 nodes, round 0 has 2"),
-        ([np.array([[0.5, 0.4], [0.5, 0.5]])], "rows of weights miss a sum of one by 0.1"),
+        ([np.eye(2), np.eye(3)], "round 1 has 3 nodes, but round 0 has 2"),
+        ([np.array([[0.5, 0.4], [0.5, 0.5]])], "round 0, row sums differ from one by up to 0.1"),
     ],
 )
-def test_bad_matrices_are_refused(matrices, message):
+def test_bad_matrices_are_rejected(matrices, message):
     with pytest.raises(GraphError, match=message):
         from_matrices(matrices)
 
@@ -198,7 +198,7 @@ def test_bad_matrices_are_refused(matrices, message):
         (lambda: graph("grid", 12, rows=5), "12 nodes in 5 equal rows; choose a divisor of 12"),
         (lambda: graph("erdos-renyi", 9, probability=0.0), "probability in (0, 1], got 0"),
         (lambda: graph("erdos-renyi", 40, probability=0.001), "none of 1000 draws"),
-        (lambda: graph("hyper-hypercube", 10, p=2), "n = 10 has 5; take p = 4"),
+        (lambda: graph("hyper-hypercube", 10, p=2), "n = 10 has 5; set p = 4"),
         (lambda: graph("hyper-hypercube", 10, p=0), "p ≥ 1"),
         (lambda: graph("p-peer-exponential", 10, p=0), "p ≥ 1"),
         (lambda: graph("od-equidyn", 8, eta=1.5), "eta in (0, 1], got 1.5"),

@@ -58,14 +58,14 @@ def test_values_of_all_kinds_are_graphs():
 
 
 def test_nodes_of_a_file_keep_their_numbers(tmp_path):
-    """As text, 10 would come before 2."""
+    """Labels that are sorted as text would put 10 before 2."""
     network = nx.path_graph(12)
     for suffix in ("graphml", "gml", "edgelist"):
         getattr(nx, f"write_{suffix}")(network, path := tmp_path / f"path.{suffix}")
         assert graph(f"file:{path}", 12) == graph(network, 12), suffix
 
 
-def test_a_function_gives_each_round_when_its_time_comes():
+def test_a_function_returns_each_round_when_it_is_needed():
     g = graph(f"{HERE}:drawn", 6, seed=3, degree=1)
     assert g.period is None and g.degree == 1 and g.doubly_stochastic
     for t in (0, 5, 300):
@@ -77,8 +77,8 @@ def test_a_function_gives_each_round_when_its_time_comes():
     assert g.fingerprint != graph(f"{HERE}:drawn", 6, seed=4, degree=1).fingerprint
 
 
-def test_exact_first_rounds_say_nothing_of_later_ones():
-    """Averages over all are a shorter way; a function's later rounds need not be any."""
+def test_exact_first_rounds_do_not_imply_exact_later_ones():
+    """Global averages take a shortcut, which later rounds of a function need not allow."""
     g = graph(f"{HERE}:warming", 4, degree=3)
     assert g.degree == 3 and is_average(g, 0) and not is_average(g, 20)
     mixer = Simulated(g, MessageLayout((8,)))
@@ -92,34 +92,34 @@ def test_exact_first_rounds_say_nothing_of_later_ones():
         assert torch.allclose(mixer.finish()[1][0][0], wanted.float()), t
 
 
-def test_wrong_functions_and_rounds_are_refused():
+def test_wrong_functions_and_rounds_are_rejected():
     cases = [
-        ("drawn", {}, "state degree="),
-        ("drawn", {"degree": 0}, "state degree=.*got period = None, degree = 0"),
+        ("drawn", {}, "give degree="),
+        ("drawn", {"degree": 0}, "give degree=.*got period = None, degree = 0"),
         ("drawn", {"degree": 1, "scales": 2}, "unexpected keyword argument 'scales'"),
         ("nothing", {}, "has no nothing"),
         ("HERE", {}, "is a str"),
-        ("moody", {"degree": 1}, "round 0 differs in two calls"),
+        ("moody", {"degree": 1}, "round 0 differs between two calls"),
         ("warming", {"degree": 1}, "round 0 has 2 in-neighbours.*state degree = 2"),
     ]
-    for name, options, says in cases:
-        with pytest.raises(ValueError, match=says):
+    for name, options, message in cases:
+        with pytest.raises(ValueError, match=message):
             graph(f"{HERE}:{name}", 3, **options)
-    for value, says in [
-        (["ring", "star"], "mixing matrix 0 is no array of numbers"),
-        (3, "a int is no graph"),
-        (nx.Graph([(0, 1, {"weight": "far"})]), '"weight" has to be a number'),
-        (drawn, "state degree=….* beside its name .module:function."),
+    for value, message in [
+        (["ring", "star"], "mixing matrix 0 is not an array of numbers"),
+        (3, "a int is not a graph"),
+        (nx.Graph([(0, 1, {"weight": "far"})]), '"weight" of an edge must be a number'),
+        (drawn, "its name .module:function.*give degree=…"),
         (lambda t: A, "mpigossip.graph\\(function, n, period=…\\)"),
         (lambda n: 1 / 0, "called with {'n': 3, 'seed': 0}: ZeroDivisionError at .*test_networks"),
-        (np.stack([A, B]), "has 3 nodes, and 4 are asked for"),
+        (np.stack([A, B]), "has 3 nodes, but 4 are needed"),
     ]:
-        with pytest.raises(GraphError, match=says):
+        with pytest.raises(GraphError, match=message):
             graph(value, 4 if isinstance(value, np.ndarray) else 3)
     late = graph(f"{HERE}:growing", 5, degree=1)
     for g in (late, late.slowed(2)):
         assert g.round(69).degree == 1
         with pytest.raises(GraphError, match="round 140 has 2 in-neighbours, more than .* 1"):
             g.neighbours(140, 0)
-    with pytest.raises(GraphError, match="in round 10 the rows .* alike"):
+    with pytest.raises(GraphError, match="in round 10, row sums"):
         graph(f"{HERE}:columns", 2, degree=1).matrix(10)

@@ -62,7 +62,7 @@ def test_table_of_laplacian_and_metropolis_weights(name, network, r, best, local
 def test_negative_weights_are_said_aloud():
     g = graph("star", 16, weights="laplacian")
     assert "signed" in g.facts and g.doubly_stochastic
-    assert "SIGNED: the least weight is -0.7647" in repr(g)
+    assert "SIGNED: the smallest weight is -0.7647" in repr(g)
     assert "signed" not in g.lazy().slack(0.5).facts
     assert "signed" not in graph("star", 16).facts
 
@@ -89,7 +89,7 @@ def test_sequences_are_weighed_round_by_round():
 
 @on_each("rule", ["max-degree", "metropolis-hastings", "laplacian", "fmmc", "fdla"])
 def test_directed_edges_are_refused_where_a_rule_cannot_bear_them(rule):
-    with pytest.raises(GraphError, match=f'"{rule}" need edges that go both ways'):
+    with pytest.raises(GraphError, match=f'"{rule}" need undirected edges'):
         graph("exponential", 9, weights=rule)
     with pytest.raises(GraphError, match="directed"):
         from_networkx(nx.DiGraph([(0, 1), (1, 2), (2, 0)]), rule)
@@ -102,7 +102,7 @@ def test_bad_names():
         graph("ring", 5, weights="laplacain")
     with pytest.raises(GraphError, match="known here: fdla, fmmc"):
         graph("ring", 5, weights="heavy")
-    with pytest.raises(GraphError, match="drawn anew each round and keeps its own weights"):
+    with pytest.raises(GraphError, match="drawn again in each round and keeps its own weights"):
         graph("random-matching", 6, weights="laplacian")
 
 

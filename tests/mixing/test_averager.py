@@ -204,7 +204,7 @@ def test_mistakes_raise_messages_on_every_rank(ranks):
         "like is >f8 of shape (4,) (ndarray)",
         'same_host = "shared": give "read" or "put"',
         'graph "rong" is unknown; did you mean "ring"?',
-        'graph "ring" has 3 nodes, and 2 are asked for',
+        'graph "ring" has 3 nodes, but 2 are needed',
         "rank 1 on {host}: shape is (4,) here, but (3,) on rank 0",
         "rank 1 on {host}: dtype is torch.float64 here, but torch.float32 on rank 0",
         "rank 1 on {host}: graph is Graph(random-matching",
