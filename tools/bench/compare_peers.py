@@ -226,7 +226,7 @@ def trained(ranks: World, options) -> tuple[list[Any], Any]:
         one = peers.Ddp(module(), options.lr, batches, cap)
         times = [timed(ranks, lambda k=k, one=one: one.step(k)) for k in range(25)][5:]
         tried.append((statistics.median(times), cap))
-        say(ranks, f"  tried {one.name}: {1e3 * tried[-1][0]:.1f} ms a step")
+        say(ranks, f"  tried {one.name}: {1e3 * tried[-1][0]:.1f} ms per step")
     return [*ours, peers.Ddp(module(), options.lr, batches, min(tried)[1])], shared
 
 

@@ -21,7 +21,7 @@ from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import ExchangeKind, MessageLayout, Mixer
 
 COUNT = 256
-"""Number of float32 elements of the vector: 1 KB; float64 vectors have half as many."""
+"""Number of float32 elements of the vector: 1 KB; float64 vectors have half this number."""
 ROUNDS = 12
 REPEATS = 300
 """Rounds per turn; turns are short, so that some are undisturbed by other programs."""

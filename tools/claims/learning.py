@@ -50,7 +50,7 @@ class Protocol:
     """Studies of one of the files."""
 
     def __init__(self, path: Path, options):
-        """Read the file; ``options`` are those of the command line."""
+        """Read the file; ``options`` are the options of the command line."""
         self.name = path.stem
         self.options = options
         given = arguments(path, mpigossip.study, OWN_KEYS)

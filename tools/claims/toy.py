@@ -1,7 +1,7 @@
 """Claims on limits: 16 scalar quadratics with different minima, in float64.
 
 f_i(x) = ½ (x − b_i)², where b is drawn once. The result is the root mean square of x_i − b̄ in the
-limit of a method. The algorithms are those of the package, and the package's simulator exchanges
+limit of a method. The package's algorithms compute it, and the package's simulator exchanges
 their messages.
 """
 

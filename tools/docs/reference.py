@@ -39,7 +39,7 @@ TABLES = {
     "graph": graphs.BUILDERS,
     "cadence": cadence.BUILDERS,
 }
-"""What the names of a section stand for; their keyword-only parameters are further settings."""
+"""Functions by the names of a section; their keyword-only parameters are further settings."""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 EXAMPLES = {
     "run.name": "first", "run.output": "/scratch/{name}", "task.name": "language-model",
@@ -55,15 +55,18 @@ EXAMPLES = {
 VARIABLES = {
     "MPIGOSSIP_END_TIME": "seconds since 1970 at which the allocation ends: the run stops before "
     "with a checkpoint; batch scripts set it",
-    "MPIGOSSIP_NATIVE": "`0`: torch's operations in place of the compiled sum; same bits, slower",
-    "OMP_NUM_THREADS": "set it to 1: ranks and slots run side by side, a core each",
-    "SLURM_JOB_END_TIME": "the allocation's end where Slurm sets it",
-    "CUDA_VISIBLE_DEVICES": "the GPUs that a rank sees; `node.devices` counts among them",
-    "MPI4PY_LIBMPI": "the MPI library that mpi4py loads: the file with its number, `libmpi.so.12` "
-    "or `libmpi.so.40`, as `libmpi.so` may be a text for the linker (read by mpi4py)",
-    "XDG_CACHE_HOME": "where the compiled sum is kept, else `~/.cache`",
-    "CC": "the C compiler that builds it, else `cc`",
-    "HDF5_USE_FILE_LOCKING": "`FALSE` where a file system has no locks (read by HDF5)",
+    "MPIGOSSIP_NATIVE": "`0`: use PyTorch's operations instead of the compiled sum; "
+    "the results are identical, but computed more slowly",
+    "OMP_NUM_THREADS": "set it to 1, because ranks and slots run at the same time, "
+    "with one core each",
+    "SLURM_JOB_END_TIME": "the end of the allocation, if Slurm sets it",
+    "CUDA_VISIBLE_DEVICES": "the GPUs that a rank can use; the numbers of "
+    "`node.devices` refer to these",
+    "MPI4PY_LIBMPI": "the MPI library that mpi4py loads: a name with a version number, "
+    "`libmpi.so.12` or `libmpi.so.40`, because `libmpi.so` may be a linker script (read by mpi4py)",
+    "XDG_CACHE_HOME": "the folder that stores the compiled sum; if unset, `~/.cache`",
+    "CC": "the C compiler that builds the compiled sum; if unset, `cc`",
+    "HDF5_USE_FILE_LOCKING": "set it to `FALSE` if the file system has no locks (read by HDF5)",
 }
 """Environment variables that the package or its libraries read."""
 
@@ -77,9 +80,9 @@ PUBLIC = dict.fromkeys(mpigossip.__all__, "") | {
     "runs.progress.Progress": "job, folder, nodes, steps_per_epoch, total_steps, samples_per_step, "
     "evaluation, checkpoint, epoch, warn",
 }  # fmt: skip
-"""Names of the page Python, and which members of each are shown (empty: all public ones)."""
+"""Names on the page Python, with the members that are shown (empty: all public members)."""
 MADE = ("optim.world", "studies.", "graphs.base.G", "engine.", "training.", "runs.progress")
-"""Those that a program is given, and doesn't make."""
+"""Prefixes of classes whose objects a program receives, but does not create."""
 
 
 def kind(hint: Any) -> str:
@@ -213,11 +216,16 @@ def commands() -> dict[str, str]:
 
 def commands_page() -> str:
     """Return the page of commands."""
-    lines = ["# Commands", "", "What `--help` prints.", ""]
+    lines = ["# Commands", "", "This page shows the output of `--help`.", ""]
     for words, text in commands().items():
         level = "#" * (1 + len(words.split()))
         lines += [f"{level} mpigossip {words}", "", "```text", text, "```", ""]
-    lines += ["## Examples", "", "`mpigossip examples` lists them; a job is given by its name.", ""]
+    lines += [
+        "## Examples",
+        "",
+        "`mpigossip examples` lists them. Commands accept their names.",
+        "",
+    ]
     lines += head("name", "file", "what it is")
     for name, path in packaged.examples().items():
         inside = "jobs" / path.relative_to(packaged.find("digits.toml").parent)
@@ -239,13 +247,13 @@ def python_page() -> str:
         lines += ["   :class-doc-from: both"] * (path in mpigossip.__all__) + [""]
     lines += ["```", "", "## Options of Gossip", ""]
     lines += ["Options of the algorithm, the graph and the cadence have the names that are on the"]
-    lines += ["page [Settings](settings.md). These settings of a job go by their plain names, too;"]
     lines += [
-        "those of the run only where `run=` is given. If two sections have an option, as `lazy`"
+        "page [Settings](settings.md). These settings of jobs are options without their section;"
     ]
+    lines += ["settings of the run need `run=`. If two sections have an option, such as `lazy`"]
     lines += ["of `d2` and `graph.lazy`, name the section: `graph_lazy=True`, or"]
     lines += ['`**{"graph.lazy": True}`. `length` (of `defacto` and the cadence `halves`) and']
-    lines += ["`on_error` (of the log and checkpoints) mean the same, and set both:", ""]
+    lines += ["`on_error` (of the log and checkpoints) have the same meaning, and set both:", ""]
     lines += head("option", "setting of a job")
     lines += [cells(f"`{key}`", f"`{name}.{key}`") for name, key in loop_options()]
     return "\n".join([*lines, ""])
@@ -254,10 +262,10 @@ def python_page() -> str:
 def files_page() -> str:
     """Return the page of log columns, checkpoint layout, exit codes and variables."""
     lines = ["# Files, exit codes, environment variables", "", "## Columns of the log", ""]
-    lines += ["`RUN/log.h5`, one row a step and one column a node (group `steps`):", ""]
+    lines += ["`RUN/log.h5` has one row per step and one column per node (group `steps`):", ""]
     steps = log.COLUMNS | {log.VIRTUAL: log.VIRTUAL_COLUMN}
-    evaluations = "One row an evaluation (group `evaluations`):"
-    members = "Of members that come and go, a row a step besides:"
+    evaluations = "The group `evaluations` has one row per evaluation:"
+    members = "The logs of members also have these columns, with one row per step:"
     for title, columns in (
         ("", steps),
         (members, log.MEMBER_COLUMNS),
@@ -265,11 +273,11 @@ def files_page() -> str:
     ):
         lines += ["", title, "", *head("column", "unit", "meaning")]
         lines += [cells(f"`{n}`", c.unit, c.description) for n, c in columns.items()]
-    lines += ["", "A task's metrics are further columns. Evaluations have its loss, too:"]
-    lines += ["`NAME` of the averaged model, `local_NAME` of each node's model on test samples"]
-    lines += ["of its own, `share_NAME` of the averaged model on these.", ""]
+    lines += ["", "The metrics of a task are further columns. Evaluations also have its loss:"]
+    lines += ["`NAME` is a metric of the averaged model, `local_NAME` of each node's model on its"]
+    lines += ["own test samples, and `share_NAME` of the averaged model on the same samples.", ""]
     lines += ["## Layout of a checkpoint", ""]
-    lines += [inspect.getdoc(checkpoint).split("\n", 2)[2], "", "Of a node:", ""]
+    lines += [inspect.getdoc(checkpoint).split("\n", 2)[2], "", "The file of a node:", ""]
     lines += [inspect.getdoc(checkpoint.NodeState), "", "## Exit codes", ""]
     lines += head("code", "meaning")
     lines += [cells(str(code), text) for code, text in exit_codes().items()]
@@ -283,7 +291,7 @@ def exit_codes() -> dict[int, str]:
     return {
         errors.OK: "done",
         errors.FAILED: "the run failed; the message says where",
-        errors.WRONG: "an error of the user, or a check that found something",
+        errors.WRONG: "an error of the user, or a check that reports a problem",
         errors.STOPPED: "stopped before its end, with a checkpoint: start the same command again",
         130: "interrupted at the keyboard",
     }

@@ -120,7 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, at small sizes")
     parser.add_argument("--double", action="store_true", help="on the tests' emulation of GPUs")
-    parser.add_argument("--gpus", type=int, help="of so many GPUs, the first ones")
+    parser.add_argument("--gpus", type=int, help="number of GPUs to use, from the first one")
     parser.add_argument("--only", default="", help="rows whose text has this word")
     parser.add_argument(
         "--from",

@@ -95,7 +95,7 @@ def device(place: Place):
 
 
 def sums(place: Place):
-    """Compare weighted sums bitwise with those of the CPU; some elements are denormal."""
+    """Compare weighted sums bitwise with the sums of the CPU; some elements are denormal."""
     import torch
 
     from mpigossip.mixing.combine import weighted_sum

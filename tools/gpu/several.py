@@ -1,4 +1,4 @@
-"""Measurements that need several GPUs, in addition to those of measures.py."""
+"""Measurements that need several GPUs, in addition to the measurements of measures.py."""
 
 import json
 import os

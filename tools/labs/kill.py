@@ -335,14 +335,14 @@ def places(options, top: Path, draw: random.Random) -> Iterator[Found]:
 def losses(options, top: Path, draw: random.Random) -> Iterator[Found]:
     """Kill ranks one after the other; the others have to reach the end.
 
-    Their accuracy may be at most ``--points`` percentage points below that of a run without a
-    failure.
+    Their accuracy may be at most ``--points`` percentage points below the accuracy of a run
+    without a failure.
     """
     lost = options.losses
     epochs = options.epochs
     victim = options.victim
     who = "a random rank" if victim is None else f"rank {victim}"
-    # The schedule is that of the job, scaled to this number of epochs. With a high learning rate at
+    # The schedule of the job is scaled to this number of epochs. With a high learning rate at
     # the end, accuracies would differ by chance alone.
     milestones = f"schedule.milestones=[{2 * epochs // 3},{13 * epochs // 15}]"
     settings = [*DIGITS, f"run.epochs={epochs}", milestones]

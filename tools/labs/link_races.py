@@ -67,7 +67,7 @@ def judge(reports: list[Report], shared: bool = False) -> tuple[int, str]:
 
 
 class Peers:
-    """Connections between the processes: the first one accepts those of all others."""
+    """Connections between the processes: the first one accepts the connections of all others."""
 
     def __init__(self, root: Path, me: str, count: int):
         self.end = time.monotonic() + WAIT_S

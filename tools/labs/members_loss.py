@@ -157,7 +157,7 @@ class Lab:
     """
 
     def __init__(self, folder: Path, members: int, seed: int, options):
-        """Prepare the training; ``options`` are those of the command."""
+        """Prepare the training; ``options`` are the command's options."""
         self.folder = folder
         self.members = members
         self.seed = seed

@@ -48,7 +48,7 @@ write_configuration() {
 CgroupPlugin=cgroup/v1
 CgroupAutomount=no
 END
-    # One slurmd a node, told apart by port. proctrack/linuxproc and task/none need no cgroups,
+    # One slurmd per node, each with its own port. proctrack/linuxproc and task/none need no cgroups,
     # so that this works inside a container. Numbers of jobs are no other lab's: MPICH calls shared
     # memory by them, and what a killed rank left there is "out of memory" to the next.
     cat >"$SLURM_CONF" <<END
