@@ -125,5 +125,5 @@ def refused(world):
 def test_what_ranks_of_a_node_need_is_said(ranks):
     for plain, whole, late in ranks(4)(refused):
         assert "DistributedDataParallel(model, process_group=world.node_group())" in plain
-        assert "sums the gradients of 1 processes, and this node has 2 ranks" in whole
+        assert "averages the gradients of 1 processes, but this node has 2 ranks" in whole
         assert 'mixer = "asynchronous": the ranks of a node step together' in late

@@ -267,8 +267,8 @@ def refused(world):
 def test_what_is_cut_otherwise_is_refused_in_words(ranks):
     for said in ranks(4)(refused):
         others, hybrid, partly, low, mixer = said
-        assert "and this node is the ranks 0, 1: fully_shard(model, mesh=world" in others
-        assert "not parallelize_module or replicas (HSDP)" in hybrid
-        assert "aren't sharded, where others are" in partly
+        assert "but this node has the ranks 0, 1: call fully_shard(model, mesh=world" in others
+        assert "neither parallelize_module nor replicas (HSDP)" in hybrid
+        assert "aren't sharded, but others are" in partly
         assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in low
         assert 'mixer = "asynchronous": the ranks of a node step together' in mixer

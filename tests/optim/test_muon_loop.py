@@ -109,16 +109,16 @@ def test_a_run_goes_on_from_its_folder(tmp_path):
 def test_what_several_optimizers_cannot_be_is_refused():
     model = GPT(0)
     muon, adamw = both(model)
-    with pytest.raises(JobError, match=r"8 parameters are in two of the 2 optimizers"):
+    with pytest.raises(JobError, match="optimizer: 8 parameters .* 2 optimizers"):
         mpigossip.Gossip(SingleProcess(), model, [muon, torch.optim.AdamW(model.parameters())])
-    with pytest.raises(JobError, match="optimizer has a GPT among its 2"):
+    with pytest.raises(JobError, match="optimizer: .*GPT"):
         mpigossip.Gossip(SingleProcess(), model, [muon, model])
     with pytest.raises(JobError, match="this optimizer is a Muon \\+ AdamW"):
         mpigossip.Gossip(SingleProcess(), model, [muon, adamw], "dmsgd")
     with pytest.raises(JobError, match="LBFGS evaluates its closure"):
         mpigossip.Gossip(SingleProcess(), model, [torch.optim.LBFGS([model.scale]), muon])
     optimizer = mpigossip.Gossip(SingleProcess(), model, [muon, adamw])
-    with pytest.raises(JobError, match="nothing says which of them"):
+    with pytest.raises(JobError, match="add_param_group: Gossip has several"):
         optimizer.add_param_group({"params": []})
     backward(model, 0, 0)
     optimizer.step()

@@ -67,7 +67,7 @@ def test_options_that_mean_the_same_set_all_of_their_sections(tmp_path):
     ("options", "message"),
     [
         ({"timeout_s": 5.0, "node_timeout_s": 6.0}, r"node_timeout_s = 6.0: sets node\.timeout_s"),
-        ({"log_on_error": "stop"}, r'log_on_error: goes with .* run="runs/mine"'),
+        ({"log_on_error": "stop"}, r'log_on_error: needs .* run="runs/mine"'),
         ({"graph_lazzy": True}, "graph_lazzy: unknown"),
         ({"cadence_lazy": True}, "cadence_lazy: unknown"),
         ({"lazy_graph": True}, "lazy_graph: unknown"),

@@ -259,17 +259,17 @@ def test_what_does_not_go_is_refused_in_words():
     refused(r"differentiable = True", make=lambda p: torch.optim.SGD(p, differentiable=True))
     refused(r"plain torch\.optim\.SGD.*is a AdamW", "dmsgd", lambda p: torch.optim.AdamW(p))
     refused(r"has momentum = 0\.9", "dmsgd", lambda p: torch.optim.SGD(p, 0.1, momentum=0.9))
-    refused(r"measures the loss", "gossip-aga")
-    refused(r"give total=", "adpsgd")
+    refused(r"cadence\.name = \"gossip-aga\".* loss", "gossip-aga")
+    refused(r"pass total=", "adpsgd")
     refused(r'cadence\.name = "never".*means cadence', "gossip-pga", cadence="never")
     refused(r"needs the models of its own round", "choco", graph="ring", mixer="asynchronous")
     refused(r'node\.wire = "sign"', wire="sign")
     refused(r"write graph='ring'", "ring")
     refused(r"cadence\.name = 4: needs text", cadence=4)
     refused(r'perio: unknown; did you mean "period"', "gossip-pga", perio=3)
-    refused(r"the optimizer is the local step here", local="adamw")
+    refused(r"local = 'adamw': ", local="adamw")
     refused(
-        r"1 parameters that are not the model's",
+        r"1 parameters that are not in the model",
         make=lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1),
     )
 

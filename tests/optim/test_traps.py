@@ -153,7 +153,7 @@ def test_parameters_that_the_model_gets_after_gossip_was_made_are_refused():
         model, optimizer = added(steps)
         with pytest.raises(JobError, match=r"add_param_group: 2 parameters .*before Gossip"):
             optimizer.add_param_group({"params": model[3].parameters()})
-        late = r"parameters 3\.weight, 3\.bias .* after Gossip was made.*never be exchanged"
+        late = r"parameters 3\.weight, 3\.bias .* after Gossip .*never be exchanged"
         with pytest.raises(JobError, match=late):
             optimizer.consensus_distance()
         with pytest.raises(JobError, match=late), optimizer.averaged():
@@ -164,7 +164,7 @@ def test_parameters_that_the_model_gets_after_gossip_was_made_are_refused():
         with pytest.raises(JobError, match=late):
             train(optimizer, model, 0, range(2, 3))
         del model[3]
-        with pytest.raises(JobError, match=r"2 parameters that are not the model's"):
+        with pytest.raises(JobError, match="2 parameters that are not in the model"):
             train(optimizer, model, 0, range(2, 3))
 
 
@@ -193,7 +193,7 @@ def test_all_begin_with_the_model_of_node_0_and_one_says_where_others_differed(r
     for same in (True, False):
         for rank, (equal, said) in enumerate(ranks(N)(from_seeds, same)):
             assert equal and len(said) == (rank == 0 and not same), (same, rank, said)
-            assert not said or "of 2 other ranks differed from rank 0's" in said[0], said
+            assert not said or "of 2 other ranks differed from that of rank 0" in said[0], said
 
 
 # -- what differs between ranks --------------------------------------------------------------------
@@ -202,23 +202,23 @@ def test_all_begin_with_the_model_of_node_0_and_one_says_where_others_differed(r
 DIFFERENT = {  # a rank's model, and what is said
     "wide": (
         lambda rank: nn.Sequential(nn.Linear(20, 1 + rank)),
-        r"rank 1 on .*: parameter 0\.weight is \(2, 20\) float32, on rank 0 \(1, 20\) float32",
+        r"rank 1 on .*: parameter 0\.weight is \(2, 20\) float32, .*rank 0 .*\(1, 20\) float32",
     ),
     "ordered": (
         lambda rank: nn.ModuleDict({k: nn.Linear(3, 3) for k in ("ba" if rank == 1 else "ab")}),
-        r"rank 1 on .*: parameter b\.weight .* stands where rank 0 has parameter a\.weight",
+        r"rank 1 on .*: .*parameter b\.weight .* where rank 0 has parameter a\.weight",
     ),
     "longer": (
         lambda rank: nn.Sequential(nn.Linear(3, 3), *[nn.Linear(3, 3)] * (rank == 2)),
-        r"rank 2 on .*: parameter 1\.weight .* is there on this rank only",
+        r"rank 2 on .*: parameter 1\.weight .* on this rank only",
     ),
     "typed": (
         lambda rank: nn.Linear(3, 3).to(torch.bfloat16 if rank == 1 else torch.float32),
-        r"rank 1 on .*: parameter weight is \(3, 3\) bfloat16, on rank 0 \(3, 3\) float32",
+        r"rank 1 on .*: parameter weight is \(3, 3\) bfloat16, .*rank 0 .*\(3, 3\) float32",
     ),
     "graph": (
         lambda _: nn.Linear(3, 3),
-        r"rank 1 on .*: graph\.name is 'ring', on rank 0 'complete'",
+        r"rank 1 on .*: graph\.name is 'ring', .*rank 0 .*'complete'",
     ),
 }
 
@@ -326,7 +326,7 @@ def test_recalibration_without_a_norm_is_refused():
 def test_recalibration_without_a_batch_is_refused():
     model = make(0, nn.BatchNorm1d(2))
     optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
-    with pytest.raises(JobError, match="no batch came on rank 0"):
+    with pytest.raises(JobError, match=r"averaged\(recalibrate=…\): .* on rank 0"):
         optimizer.averaged(recalibrate=iter(())).__enter__()
 
 
@@ -532,15 +532,16 @@ def test_what_is_frozen_is_counted_and_said_once(capsys):
         model[0].requires_grad_(False)
         optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     assert capsys.readouterr().err == (
-        "mpigossip: parameters 0.weight, 0.bias (35 values) don't require gradients: rank 0's on "
-        "all nodes, and exchanged from the step on at which they do\n"
+        "mpigossip: parameters 0.weight, 0.bias (35 values) don't require gradients: all "
+        "nodes have those of rank 0, and exchange them from the step on at which they require "
+        "gradients\n"
     )
     train(optimizer, model, 0, range(2))
     model[0].requires_grad_(True)
     train(optimizer, model, 0, range(2, 3))
     assert "step 2: parameters 0.weight, 0.bias require gradients" in capsys.readouterr().err
     few = mpigossip.Gossip(SingleProcess(), model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-    assert "2.weight, 2.bias are exchanged, but in no group" in capsys.readouterr().err
+    assert "2.weight, 2.bias are exchanged, but are in no" in capsys.readouterr().err
     few.close()
 
 
@@ -696,7 +697,7 @@ def test_several_modules_are_given_as_one(ranks):
     body = make()
     head = make()
     both = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
-    with pytest.raises(JobError, match="4 parameters that are not the model's.*ModuleList.*of all"):
+    with pytest.raises(JobError, match="4 parameters that are not in the model.*ModuleList"):
         mpigossip.Gossip(SingleProcess(), body, both)
 
 
@@ -754,7 +755,10 @@ def test_steps_without_a_gradient_are_reported_once(capsys):
     assert capsys.readouterr().err == ""
     train(optimizer, copy.deepcopy(model), 0, range(1, 3))
     err = capsys.readouterr().err
-    assert err.count("step() on rank 0 without any gradient") == 1 and "on the model given" in err
+    assert (
+        err.count("step() on rank 0 without any gradient") == 1
+        and "that you passed to Gossip" in err
+    )
 
 
 def test_training_and_saving_inside_averaged_are_refused(tmp_path):
@@ -778,7 +782,7 @@ def after_its_world(world):
     model = make()
     optimizer = mpigossip.Gossip(world, model, sgd(model))
     world.close()
-    with pytest.raises(JobError, match="this Gossip is closed, as its world is: call it inside"):
+    with pytest.raises(JobError, match="this Gossip is closed.*mpigossip.world"):
         train(optimizer, model, 0, range(1))
 
 
@@ -811,9 +815,9 @@ def test_an_exchange_without_a_step_comes_first_or_at_a_rate_of_0():
             lambda m: (SingleProcess(), torch.zeros(3), sgd(m)),
             r"model is a Tensor.*mpigossip\.Averager",
         ),
-        (lambda m: (SingleProcess(), [m, 3], sgd(m)), "model is a list: give a torch.nn.Module"),
+        (lambda m: (SingleProcess(), [m, 3], sgd(m)), "model is a list: .*torch.nn.Module"),
         (lambda m: (SingleProcess(), sgd(m), m), r"optimizer is Sequential"),
-        (lambda m: (SingleProcess(), m, torch.optim.SGD), r"optimizer is SGD: .* made already"),
+        (lambda m: (SingleProcess(), m, torch.optim.SGD), r"optimizer is SGD: .* instance"),
         (lambda m: (m, sgd(m), SingleProcess()), r"world is a Sequential.*mpigossip\.world\(\)"),
         (
             lambda m: (SingleProcess(), m.to("meta"), sgd(m)),
@@ -841,7 +845,7 @@ def test_a_node_that_nobody_launched_says_once_that_it_is_alone(mpirun, pooled, 
     done = mpirun(0, [sys.executable, "alone.py"], cwd=tmp_path)
     for one, count in ((launched, 0), (done, 1)):
         assert one.returncode == 0, one.stderr
-        assert one.stderr.count("one node alone: no launcher of MPI") == count
+        assert one.stderr.count("one node alone: ") == count
         assert ("mpiexec -n 4 python" in one.stderr) == bool(count)
 
 

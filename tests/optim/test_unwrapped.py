@@ -114,7 +114,9 @@ def over_all_ranks(comm, path, before):
 @on_each("before", [True, False])
 def test_ddp_over_several_nodes_is_refused(ranks, tmp_path, before):
     for said in ranks(N)(over_all_ranks, str(tmp_path / f"store-{before}"), before):
-        assert "DistributedDataParallel around the model sums the gradients of 2 processes" in said
+        assert (
+            "DistributedDataParallel around the model averages the gradients of 2 processes" in said
+        )
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
