@@ -88,13 +88,18 @@ def settings(
     job = assemble.load(sections)
     try:
         if is_graph:
-            section = job.graph
+            graph_section = job.graph
             slack = {"slack": job.graph.options.get("slack", 1.0)}
             built = graphs.graph(
-                graph, world.nodes.count, section.weights, job.run.seed, section.lazy, **slack
+                graph,
+                world.nodes.count,
+                graph_section.weights,
+                job.run.seed,
+                graph_section.lazy,
+                **slack,
             )
             name = "networkx" if is_network(graph) else f"{built.name} (given)"
-            job = replace(job, graph=replace(section, name=name, options=slack))
+            job = replace(job, graph=replace(graph_section, name=name, options=slack))
         else:
             built = make_graph(job, world.nodes.count)
     except GraphError as error:
