@@ -1,4 +1,4 @@
-"""A custom loop as a member of a training that others join and leave."""
+"""A custom loop as a member of a training that other members join and leave."""
 
 import errno
 import re
@@ -36,7 +36,7 @@ MEETS = """\
         while not again and len([*came.glob("chunk-*")]) < 2:
             time.sleep(0.02)
 """
-"""Before `LOOP`: whoever comes first waits until the other one has a chunk, too."""
+"""Code before `LOOP`: the first member waits until the other one has a chunk, too."""
 
 
 def parts(seed=0, width=4):
@@ -46,7 +46,7 @@ def parts(seed=0, width=4):
 
 
 def train(folder, model, optimizer, most=CHUNKS, chunks=CHUNKS, meet=None, **more):
-    """Train until the end, or so many chunks; whether all were trained.
+    """Train to the end, or a number of chunks; return whether all chunks are trained.
 
     Members that ``meet`` wait for each other in their first chunk.
     """
@@ -67,7 +67,7 @@ def train(folder, model, optimizer, most=CHUNKS, chunks=CHUNKS, meet=None, **mor
 
 
 def test_an_outage_is_no_part_of_a_round(tmp_path, monkeypatch):
-    """All time is that of an outage here."""
+    """Here, an outage takes all of the time."""
     rounds = []
     monkeypatch.setattr(Outages, "seconds", lambda self: time.monotonic())
     monkeypatch.setattr(joining, "check_lease", lambda _, round_s: rounds.append(round_s))
@@ -126,7 +126,7 @@ def test_a_newcomer_begins_at_the_average_with_the_state_of_adam(tmp_path):
     assert steps == {15.0}
 
 
-def test_asked_to_leave(tmp_path):
+def test_a_member_that_is_asked_to_leave_ends_its_loop(tmp_path):
     folder = tmp_path / "run"
     train(folder, *parts(), most=2)
     (folder / "STOP").touch()
@@ -216,15 +216,15 @@ def test_a_program_repeats_its_training(tmp_path, capsys):
         train(tmp_path / "none", *parts(), replay=True)
 
 
-def test_a_lease_is_five_rounds_or_more(tmp_path):
+def test_a_lease_lasts_at_least_five_rounds(tmp_path):
     with pytest.raises(JobError, match="a lease is 0.001 s: others would take this member for"):
         train(tmp_path / "run", *parts(), lease_s=0.001)
     place = Place(RecordStore(tmp_path / "run"), TrainingPlan(CHUNKS, 1, 600.0))
     assert place.refresh(0).closed.why == "left"  # its chunks are others'
 
 
-def test_programs_of_the_sample(tmp_path, monkeypatch, capsys):
-    """Two processes, with half the chunks; one that repeats them; then the average is exported."""
+def test_the_example_program_of_a_member(tmp_path, monkeypatch, capsys):
+    """Two processes train half of the chunks each, one repeats them; the average is exported."""
     folder = tmp_path / "run"
     program = tmp_path / "member.py"
     text = PROGRAM.read_text().replace("CHUNKS = 60", "CHUNKS = 30")

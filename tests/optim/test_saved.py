@@ -1,4 +1,4 @@
-"""States of a loop's nodes that don't belong together; states that no state_dict() has made."""
+"""States of a loop's nodes that don't belong together, and states not made by state_dict()."""
 
 import contextlib
 import copy
@@ -32,7 +32,7 @@ def train(model, optimizer, steps):
 
 @with_world
 def mixed_up(world, has):
-    """What each rank is told where it loads the state of step ``has[rank]``."""
+    """Return the error of each rank if it loads the state of step ``has[rank]``."""
     model, optimizer = made(world)
     states = [optimizer.state_dict()]
     for _ in range(2):
@@ -48,7 +48,7 @@ def mixed_up(world, has):
     return found
 
 
-def test_states_of_different_steps_are_refused_on_all_nodes(ranks):
+def test_states_of_different_steps_are_rejected_on_all_nodes(ranks):
     for early, late in ranks(2)(mixed_up, (2, 1)):
         assert early == late
         assert "rank 0 continues from step 2, but rank 1 from step 1" in early
@@ -71,7 +71,7 @@ LOADED = {"own": lambda rank: rank, "of rank 0": lambda _: 0}
 
 @with_world
 def resumed(world, algorithm, loaded, names_its_node):
-    """The error that each rank raises and what it writes to stderr if it loads such a state."""
+    """Return the error of each rank and its output on stderr if it loads such a state."""
     readable.noted.clear()
 
     def make():
@@ -124,7 +124,7 @@ def test_the_state_of_another_node_is_named_once_or_rejected(ranks, algorithm):
         ("dsgt", "of rank 0", False),
     ],
 )
-def test_the_own_state_and_one_without_a_node_load_in_silence(
+def test_a_nodes_own_state_and_one_without_a_node_load_silently(
     ranks, algorithm, loaded, names_its_node
 ):
     got = ranks(2)(resumed, algorithm, loaded, names_its_node)
@@ -193,7 +193,7 @@ LATER = {
 
 
 @on_each("forged", FORGED | LATER)
-def test_a_forged_state_is_refused_and_changes_nothing(forged):
+def test_a_forged_state_is_rejected_and_changes_nothing(forged):
     change, message = (FORGED | LATER)[forged]
     with SingleProcess() as world:
         made = stepped(world)
@@ -223,7 +223,7 @@ TORCHS = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAd
 
 
 def stands(optimizer, change=None, state=None, **options):
-    """A model and Gossip around a torch optimizer: after a step, or after loading a state."""
+    """Return Gossip around a torch optimizer, after a step or after loading a state."""
     torch.manual_seed(1)
     model = nn.Linear(4, 2)
     inner = getattr(torch.optim, optimizer)(model.parameters(), 0.01)
@@ -237,7 +237,7 @@ def stands(optimizer, change=None, state=None, **options):
 
 
 def earlier(state, *keys):
-    """The state as earlier versions wrote it, with groups without ``keys``."""
+    """Return the state as earlier versions wrote it, without ``keys`` in its groups."""
     state = copy.deepcopy(state)
     del state["gossip"]["optimizer"]
     for group in state["param_groups"]:
@@ -246,7 +246,7 @@ def earlier(state, *keys):
     return state
 
 
-def test_the_state_of_another_optimizer_is_refused(capsys):
+def test_the_state_of_another_optimizer_is_rejected(capsys):
     states = {name: stands(name).state_dict() for name in TORCHS}
     for saved, state in states.items():
         for name in TORCHS:
@@ -263,7 +263,7 @@ def test_the_state_of_another_optimizer_is_refused(capsys):
         stands("SGD", state=states["SGD"] | {"param_groups": [group, group]})
 
 
-def test_settings_that_a_state_lacks_are_as_given_now(capsys):
+def test_settings_that_a_state_lacks_keep_their_present_values(capsys):
     state = stands("AdamW", {"lr": 0.25, "max_lr": 3}).state_dict()
     gossip = stands("AdamW", {"eps": 0.5, "initial_lr": 0.7}, earlier(state, "amsgrad", "eps"))
     told = capsys.readouterr().out
@@ -276,7 +276,7 @@ def test_settings_that_a_state_lacks_are_as_given_now(capsys):
     assert gossip.param_groups[0]["own"] == 1
 
 
-def test_an_exchange_without_a_step_is_refused_with_fragments():
+def test_average_is_rejected_with_fragments():
     model = nn.Linear(4, 32)
     inner = torch.optim.AdamW(model.parameters(), 0.01)
     more = {"fragments": 2, "delay": 2}
