@@ -58,10 +58,12 @@ def train(world, options):
     loss = torch.tensor(math.nan)
     step = options.resume
     # The last batch is a step of its own if the number of batches is odd.
-    a_pass = math.ceil(len(loader) / ACCUMULATE)
+    steps_per_pass = math.ceil(len(loader) / ACCUMULATE)
     while step < options.steps:
-        loader.set_epoch(step // a_pass)
-        for inputs, targets in accelerator.skip_first_batches(loader, step % a_pass * ACCUMULATE):
+        loader.set_epoch(step // steps_per_pass)
+        for inputs, targets in accelerator.skip_first_batches(
+            loader, step % steps_per_pass * ACCUMULATE
+        ):
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(inputs), targets)
                 accelerator.backward(loss)
@@ -87,8 +89,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=20)
-    parser.add_argument("--resume", type=int, default=0, help="the step of a checkpoint")
-    parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
+    parser.add_argument("--resume", type=int, default=0, help="step of the checkpoint to resume")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     parser.add_argument("--out", type=Path, default=Path("runs/accelerate"))
     options = parser.parse_args()
     torch.manual_seed(1337)

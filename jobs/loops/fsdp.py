@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import mpigossip  # <-
 
 
-def cut(model, mesh, bf16):
+def shard(model, mesh, bf16):
     """Shard the model: each block is gathered for its own passes, the rest with the model."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for block in model.blocks:
@@ -29,18 +29,24 @@ def cut(model, mesh, bf16):
 def main():
     """Train from the first step, or from the newest checkpoint in the folder, to the last step."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks-per-node", default="host", help='a number, or "host"')
+    parser.add_argument(
+        "--ranks-per-node",
+        default="host",
+        help='number of ranks, or "host" for all ranks of a host',
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--text", type=Path, default=Path(__file__))
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp"))
     parser.add_argument("--bf16", action="store_true")
     options = parser.parse_args()
-    per = options.ranks_per_node
+    ranks_per_node = options.ranks_per_node
+    if ranks_per_node != "host":
+        ranks_per_node = int(ranks_per_node)
     torch.set_num_threads(1)
     torch.manual_seed(1337)
-    world = mpigossip.world(ranks_per_node=per if per == "host" else int(per))  # <-
-    model = cut(GPT(), world.node_mesh(), options.bf16)  # <-
+    world = mpigossip.world(ranks_per_node=ranks_per_node)  # <-
+    model = shard(GPT(), world.node_mesh(), options.bf16)  # <-
     optimizer = configure(model)
     options_of_run = {"run": options.out, "steps": options.steps}
     optimizer = mpigossip.Gossip(world, model, optimizer, **options_of_run)  # <-
@@ -60,7 +66,7 @@ def main():
             optimizer.save()
         if optimizer.stopping:
             optimizer.exit()
-    with optimizer.averaged(), torch.no_grad():  # on all ranks, which gather the model together
+    with optimizer.averaged(), torch.no_grad():  # on all ranks, which gather the model collectively
         draw = torch.Generator().manual_seed(0)
         error = model(*get_batch(data, draw))
     if world.rank == 0:

@@ -64,7 +64,7 @@ class GPT(nn.Module):
         """Create the layers with the sizes above."""
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.places = nn.Embedding(CONTEXT, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
         nn.init.normal_(self.tokens.weight, std=0.02)
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm = nn.LayerNorm(WIDTH)
@@ -73,15 +73,15 @@ class GPT(nn.Module):
 
     def forward(self, inputs, targets):
         """Return the mean loss."""
-        x = self.tokens(inputs) + self.places(torch.arange(inputs.shape[1]))
+        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1]))
         logits = self.head(self.norm(self.blocks(x)))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def get_batch(data, draw):
     """Return inputs and targets (batch, time) from random positions of the text."""
-    at = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=draw).tolist()
-    rows = torch.stack([data[i : i + CONTEXT + 1] for i in at])
+    starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=draw).tolist()
+    rows = torch.stack([data[i : i + CONTEXT + 1] for i in starts])
     return rows[:, :-1], rows[:, 1:]
 
 
@@ -123,7 +123,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--resume", type=int, default=0, help="the step of a checkpoint")
+    parser.add_argument("--resume", type=int, default=0, help="step of the checkpoint to resume")
     parser.add_argument("--text", default=__file__)
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"))
     options = parser.parse_args()

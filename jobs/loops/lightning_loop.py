@@ -95,8 +95,10 @@ def main():
     """Read the options and train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--passes", type=int, default=6)
-    parser.add_argument("--resume", type=int, default=0, help="the passes of a checkpoint")
-    parser.add_argument("--device", default="auto", help="cpu, gpu")
+    parser.add_argument(
+        "--resume", type=int, default=0, help="number of epochs of the checkpoint to resume"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu or gpu")
     parser.add_argument("--out", type=Path, default=Path("runs/lightning"))
     options = parser.parse_args()
     torch.manual_seed(1337)

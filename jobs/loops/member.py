@@ -1,7 +1,7 @@
 """A loop that joins a training as a member, without a launcher.
 
 python member.py runs/members            in as many terminals or single-node jobs as you like
-touch runs/members/STOP                  stops all members; `rm` the file before going on
+touch runs/members/STOP                  stops all members; `rm` the file before you continue
 python member.py runs/members --replay   repeats the training, and compares each model
 """
 
@@ -33,7 +33,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 again = "--replay" in sys.argv
 with mpigossip.join(sys.argv[1], model, optimizer, chunks=CHUNKS, replay=again) as member:  # <-
-    for chunk in member:  # <- 0 … CHUNKS − 1 in any order; nobody else trains this one
+    for chunk in member:  # <- 0 … CHUNKS − 1 in any order; no other member trains this one
         # The learning rate depends on the progress of all members.
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * (1 - member.progress / CHUNKS)

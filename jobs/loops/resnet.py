@@ -34,12 +34,12 @@ class Block(nn.Module):
         self.first = nn.Conv2d(before, after, 3, stride, 1, bias=False)
         self.second = nn.Conv2d(after, after, 3, 1, 1, bias=False)
         self.norms = nn.ModuleList([nn.BatchNorm2d(after), nn.BatchNorm2d(after)])
-        self.beside = nn.Conv2d(before, after, 1, stride) if stride > 1 else nn.Identity()
+        self.shortcut = nn.Conv2d(before, after, 1, stride) if stride > 1 else nn.Identity()
 
     def forward(self, x):
         """Map (batch, before, h, w) to (batch, after, h / stride, w / stride)."""
         y = F.relu(self.norms[0](self.first(x)))
-        return F.relu(self.norms[1](self.second(y)) + self.beside(x))
+        return F.relu(self.norms[1](self.second(y)) + self.shortcut(x))
 
 
 def resnet():
@@ -90,7 +90,7 @@ def main():
     with mpigossip.world() as world:  # <-
         rank = world.rank  # <-
         draw = torch.Generator().manual_seed(rank)
-        mine = of_rank(rank)
+        local_kinds = of_rank(rank)
         test = pictures(400, torch.Generator().manual_seed(1000), torch.arange(CLASSES))
         model = resnet()
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95), use_buffers=True)
@@ -98,7 +98,7 @@ def main():
         optimizer = mpigossip.Gossip(world, model, optimizer)  # <-
         rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         for _ in range(options.steps):
-            images, kinds = pictures(BATCH, draw, mine)
+            images, kinds = pictures(BATCH, draw, local_kinds)
             optimizer.zero_grad()
             F.cross_entropy(model(images), kinds).backward()
             optimizer.step()

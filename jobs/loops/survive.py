@@ -39,14 +39,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--evaluate-every", type=int, default=50)
-    parser.add_argument("--out", help="a folder for the log and checkpoints")
+    parser.add_argument("--out", help="run directory for the log and checkpoints")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with mpigossip.world() as world:
         model = net()
         loader = Loader(world.rank, world.size)
 
-        def changed(world):  # <- called on the nodes that are left, by rank and size anew
+        def changed(world):  # <- called on the remaining nodes, with new ranks and size
             nonlocal loader
             loader = Loader(world.rank, world.size)
 
@@ -74,7 +74,7 @@ def main():
                 with optimizer.averaged() as averaged, torch.no_grad():
                     inputs, targets = loader.batch(0)
                     error = nn.functional.mse_loss(averaged(inputs), targets)
-                with optimizer.surviving():  # <- around collective calls of one's own
+                with optimizer.surviving():  # <- around your own collective calls
                     worst = world.agree(int(1e6 * error))
                     if world.rank == 0:
                         print(f"step {optimizer.steps}: {worst / 1e6:.4f}", flush=True)

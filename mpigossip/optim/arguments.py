@@ -33,27 +33,28 @@ def one_module(model: Any, name: str = "model") -> nn.Module:
             for tensor_name, tensor in tensors:
                 if is_lazy(tensor):
                     raise JobError(
-                        f"the {name}'s {kind} {tensor_name} has no shape yet, as those of "
-                        f"LazyLinear before their first batch: call {name}(batch) once, before "
-                        "the optimizer is made"
+                        f"the {name}'s {kind} {tensor_name} has no shape yet, like the "
+                        "parameters of LazyLinear before the first batch: call "
+                        f"{name}(batch) once, before you create the optimizer"
                     )
         return model
     more = ""
     if isinstance(model, Sequence) and model and all(isinstance(m, nn.Module) for m in model):
-        more = "; torch.nn.ModuleList([…]) makes one of several"
+        more = "; combine several modules as torch.nn.ModuleList([…])"
     if type(model).__module__ == "numpy" or isinstance(model, torch.Tensor):
-        more = "; arrays are averaged by mpigossip.Averager"
-    raise JobError(f"{name} is a {type(model).__name__}: give a torch.nn.Module{more}")
+        more = "; mpigossip.Averager averages arrays"
+    raise JobError(f"{name} is a {type(model).__name__}: pass a torch.nn.Module{more}")
 
 
 def one_optimizer(optimizer: Any) -> Any:
     """Combine a list of optimizers into one; return anything else unchanged."""
     if not isinstance(optimizer, list | tuple) or not optimizer:
         return optimizer
-    if wrong := [one for one in optimizer if not isinstance(one, torch.optim.Optimizer)]:
+    if invalid := [part for part in optimizer if not isinstance(part, torch.optim.Optimizer)]:
         raise JobError(
-            f"optimizer has a {type(wrong[0]).__name__} among its {len(optimizer)}: give "
-            "torch.optim optimizers, such as [Muon(matrices), AdamW(others)]"
+            f"optimizer: the list contains a {type(invalid[0]).__name__} among its "
+            f"{len(optimizer)} elements: pass torch.optim optimizers, such as "
+            "[Muon(matrices), AdamW(others)]"
         )
     return optimizer[0] if len(optimizer) == 1 else CombinedOptimizer(optimizer)
 
@@ -62,13 +63,13 @@ def check(world: Any, model: Any, optimizer: Any) -> None:
     """Raise JobError unless world, model and optimizer have the types that Gossip accepts."""
     if not hasattr(world, "raise_together"):
         raise JobError(
-            f"world is a {type(world).__name__}: give what mpigossip.world() returns, as in "
+            f"world is a {type(world).__name__}: pass the result of mpigossip.world(), as in "
             "Gossip(world, model, optimizer)"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        kind = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise JobError(
-            f"optimizer is {what}: give a torch.optim optimizer that is made already, such as "
+            f"optimizer is {kind}: pass an instance of a torch.optim optimizer, such as "
             "torch.optim.AdamW(model.parameters())"
         )
     check_free(optimizer)
@@ -86,41 +87,47 @@ def check(world: Any, model: Any, optimizer: Any) -> None:
 def check_overlap(overlap: Any) -> None:
     """Raise JobError if ``overlap`` is not one of `OVERLAPS`."""
     if overlap not in OVERLAPS:
-        gone = f"; {removed.of_argument('overlap')}" if overlap == "layers" else ""
-        raise JobError(f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}{gone}')
+        removal = f"; {removed.of_argument('overlap')}" if overlap == "layers" else ""
+        raise JobError(f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}{removal}')
 
 
 def check_callback(job: Job, on_change: object) -> None:
     """Raise JobError unless ``survive=True`` and a callable ``on_change`` are given together."""
     if job.run.survive and not callable(on_change):
         raise JobError(
-            f"survive = True with on_change = {on_change!r}: after a loss the loader is to be "
-            "made anew for the nodes that are left, which only the program can; give on_change, "
-            "a function of the world that is called then"
+            f"survive = True needs a function as on_change, not {on_change!r}: after a rank "
+            "failure, only your program can create the data loader again for the remaining nodes; "
+            "pass Gossip(…, on_change=function), which is called as function(world)"
         )
     if on_change is not None and not job.run.survive:
-        raise JobError("on_change is called after a loss, with survive = True only; give both")
+        raise JobError(
+            "on_change is called after a rank failure, with survive = True only: pass "
+            "survive=True, or no on_change"
+        )
 
 
 def report_setup(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Report parameters that are not trained, on rank 0, and a single node without a launcher."""
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    untrained = [
+        n for n, p in model.named_parameters() if p.requires_grad and id(p) not in in_groups
+    ]
     if world.rank == 0 and frozen:
         count = sum(p.numel() for _, p in frozen)
         print_note_once(
             f"{parameter_list([n for n, _ in frozen])} ({count:,} values) don't require "
-            "gradients: rank 0's on all nodes, and exchanged from the step on at which they do"
+            "gradients: all nodes have those of rank 0, and exchange them from the step on at "
+            "which they require gradients"
         )
-    if world.rank == 0 and left:
+    if world.rank == 0 and untrained:
         print_note_once(
-            f"{parameter_list(left)} are exchanged, but in no group of the optimizer: it leaves "
-            f"them"
+            f"{parameter_list(untrained)} are exchanged, but are in no parameter group of the "
+            "optimizer, which does not train them"
         )
     if world.comm is not None and world.size == 1 and not world.launched:
         print_note_once(
-            "one node alone: no launcher of MPI started this process, so nothing is exchanged; "
+            "one node alone: no MPI launcher started this process, so nothing is exchanged; "
             "`mpiexec -n 4 python PROGRAM` starts four nodes"
         )
 

@@ -25,64 +25,68 @@ from mpigossip.training.evaluate import average_buffers, average_into, norms, re
 def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -> Iterator[None]:
     """Context manager in which model or twin is the average over nodes, with buffers. Collective.
 
-    All values are restored afterwards. ``batches``: of this node; batch norms' statistics are
-    computed anew by one pass of the averaged parameters over them, then averaged.
+    All values are restored afterwards.
+
+    :param node: node of this rank
+    :param twin: module that is averaged instead of the model; None: the model
+    :param batches: batches of this node; one pass of the averaged parameters over them computes the
+        statistics of BatchNorm again, which are then averaged; None: average the present statistics
     """
     module = node.model if twin is None else twin
     if batches is not None and not norms(module):
         raise JobError(
             "averaged(recalibrate=…): the model has no BatchNorm whose running mean "
-            "and variance could be found anew; leave recalibrate out"
+            "and variance could be computed again: remove recalibrate"
         )
     with torch.no_grad(), deadline.user_call("averaged()"):
         _wait_ready(node, "averaged()")
         with node.catch_failure():
             initial_sync.check_equal(node.world, initial_sync.layout(module))
         buffers = list(module.buffers())
-        kept = [(t, t.clone()) for t in buffers]
-        own = node.vector.x[0] if twin is None else None
-        if own is not None:
-            parts = [own]
-            done = node.publish
-            ends = done
+        saved = [(t, t.clone()) for t in buffers]
+        x = node.vector.x[0] if twin is None else None
+        if x is not None:
+            parts = [x]
+            show = node.publish
+            finish = show
         else:
             modules = fully_sharded(module)
-            done = partial(reshard, modules)
-            done()
-            ends = partial(_leave, modules, node)
+            show = partial(reshard, modules)
+            show()
+            finish = partial(_leave, modules, node)
             parts = [local_shard(p.detach()) for p in module.parameters() if p.is_floating_point()]
-        kept += [(t, t.clone()) for t in parts]
+        saved += [(t, t.clone()) for t in parts]
     node.evaluating = True
-    whole = False
+    complete = False
     try:
         with torch.no_grad(), deadline.user_call("averaged()"), node.catch_failure():
             for part in parts:
-                flat = part.reshape(-1)  # a copy where strides don't allow a view
+                flat = part.reshape(-1)  # a copy if the strides don't allow a view
                 average_into(node.mixer, flat[None], flat)
                 part.copy_(flat.view(part.shape))
-            done()
-            seen = 0
+            show()
+            batch_count = 0
             if batches is not None:
                 device = next(module.parameters()).device
                 draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
                 with draws, recalibrating(module):
                     for batch in batches:
-                        seen += 1
+                        batch_count += 1
                         _show(module, batch, device)
-            with node.world.raise_together(JobError):  # also where only others have batches
-                if batches is not None and not seen:
+            with node.world.raise_together(JobError):  # even if only other ranks have batches
+                if batches is not None and not batch_count:
                     raise JobError(
-                        f"averaged(recalibrate=…): no batch came on rank {node.world.rank}; "
-                        "give a list, or a generator that is made anew each time"
+                        "averaged(recalibrate=…): there was no batch on rank "
+                        f"{node.world.rank}: pass a list, or create a new generator for each call"
                     )
             average_buffers(node.mixer, node.group, [[buffers]], module)
-            whole = True
-        if not whole:  # a rank was lost: what there is without the others
-            _put_back(kept, ends)
+            complete = True
+        if not complete:  # a rank has failed: show this node's values, without an average
+            _put_back(saved, finish)
         yield
     finally:
         node.evaluating = False
-        _put_back(kept, ends)
+        _put_back(saved, finish)
         node.edits.renew(node.vector)
 
 
@@ -97,9 +101,9 @@ def _show(module: nn.Module, batch: Nested, device: torch.device) -> None:
         module(_moved(inputs, device))
         return
     names, takes_all = _keywords(module)
-    given = {key: value for key, value in inputs.items() if takes_all or key in names}
-    if given:
-        module(**{key: _moved(value, device) for key, value in given.items()})
+    kwargs = {key: value for key, value in inputs.items() if takes_all or key in names}
+    if kwargs:
+        module(**{key: _moved(value, device) for key, value in kwargs.items()})
     else:
         module(_moved(inputs, device))
 
@@ -107,14 +111,15 @@ def _show(module: nn.Module, batch: Nested, device: torch.device) -> None:
 def _moved(inputs: Nested, device: torch.device) -> Nested:
     """Return inputs on ``device``: nested tensors, or an object with `to`, such as a graph."""
     if isinstance(inputs, torch.Tensor | Mapping | list | tuple):
-        return map_tensors(lambda one: one.to(device), inputs)
+        return map_tensors(lambda tensor: tensor.to(device), inputs)
     return inputs.to(device) if callable(getattr(inputs, "to", None)) else inputs
 
 
 def _keywords(module: nn.Module) -> tuple[set[str], bool]:
-    """Return the parameters of ``forward``, and whether it takes any others by name.
+    """Return the parameters of ``forward``, and whether it accepts any others by name.
 
-    A wrapper that passes on all of its arguments, as AveragedModel does, is looked through.
+    For a wrapper that passes on all of its arguments, like AveragedModel, the result is that of the
+    module inside.
     """
     parameters = signature(module.forward).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -131,11 +136,11 @@ def _leave(modules: Sequence[nn.Module], node: LoopNode) -> None:
     node.publish()  # a twin may share 16-bit parameters: restore them from the master weights
 
 
-def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], done: Callable) -> None:
+def _put_back(saved: Sequence[tuple[torch.Tensor, torch.Tensor]], finish: Callable) -> None:
     with torch.no_grad():
-        for tensor, value in kept:
+        for tensor, value in saved:
             tensor.copy_(value)
-        done()
+        finish()
 
 
 def distance(node: LoopNode) -> float:
@@ -172,8 +177,9 @@ def paused(node: LoopNode) -> Iterator[None]:
     serves = node.laid_out and not node.mixer.synchronous and getattr(node.mixer, "threaded", False)
     if serves and node.evaluating:
         raise JobError(
-            "paused() inside averaged(): an asynchronous node would go on exchanging, with the "
-            "average for its own model; evaluate a copy of it (copy.deepcopy) behind averaged()"
+            "paused() inside averaged(): an asynchronous node would continue to exchange, with "
+            "the average in place of its own model: evaluate a copy of it (copy.deepcopy) after "
+            "the block of averaged()"
         )
     with deadline.paused(), node.engine.clock.uncounted() if node.laid_out else nullcontext():
         if not serves:

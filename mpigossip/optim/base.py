@@ -78,7 +78,7 @@ class Wrapper(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise JobError, because `copy` and `pickle` are not supported."""
-        raise JobError("Gossip can't be copied or pickled; take optimizer.state_dict() instead")
+        raise JobError("Gossip can't be copied or pickled: use optimizer.state_dict() instead")
 
     def _run_hooks(self, name: str, *arguments: Any) -> Any:
         value = None

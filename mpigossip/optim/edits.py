@@ -14,8 +14,8 @@ EVERY = 50
 
 
 IN_FLIGHT = (
-    "parameters were changed between steps while they were being sent to "
-    'neighbours; give Gossip overlap="never", or leave them alone'
+    "parameters were changed between two steps, while they were being sent to neighbours: "
+    'do not change them there, or pass Gossip(…, overlap="never")'
 )
 """Message of the error that an edit raises by default."""
 

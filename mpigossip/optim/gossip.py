@@ -185,16 +185,16 @@ class Gossip(RunDirectoryMixin):
     # -- a torch optimizer ----------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        plain = f"'{type(self).__name__}' object has no attribute '{name}'"
+        message = f"'{type(self).__name__}' object has no attribute '{name}'"
         inner = self.__dict__.get("_inner")
         if inner is not None and hasattr(inner, name):
-            plain += (
-                f": it is of {optimizer_name(inner)}, the inner optimizer, whose own attributes "
-                "the program reads from that. An optimizer that calls another one's step() can "
+            message += (
+                f": it belongs to {optimizer_name(inner)}, the inner optimizer: read it from that "
+                "optimizer. An optimizer that calls the step() of another one can "
                 "have Gossip as its base optimizer (mpigossip/optim/README.md, Sharpness-aware "
                 "minimization)"
             )
-        raise AttributeError(removed.of_argument(name) or plain)
+        raise AttributeError(removed.of_argument(name) or message)
 
     def __repr__(self) -> str:
         return f"Gossip[{self._job.algorithm.name}, {self._node.graph.name}] {self._inner!r}"
@@ -259,7 +259,7 @@ class Gossip(RunDirectoryMixin):
         """Return the engine, laid out and with any loaded state restored."""
         if self._node.closed:
             raise JobError(
-                "this Gossip is closed, as its world is: call it inside the block "
+                "this Gossip is closed, because its world is closed: call it inside the block "
                 "`with mpigossip.world() as world:`"
             )
         check_process()
@@ -272,8 +272,8 @@ class Gossip(RunDirectoryMixin):
     def _resumed(self) -> Engine:
         """Lay out the engine at the first step, restore any loaded state, and return it."""
         first = not self._node.laid_out
-        anew = first or self._loaded is not None
-        if anew and self.mixer.synchronous:
+        starts = first or self._loaded is not None
+        if starts and self.mixer.synchronous:
             states.check_step(self._world, self._loaded)
         if first:
             self._node.lay_out()
@@ -288,7 +288,7 @@ class Gossip(RunDirectoryMixin):
             states.restore(state, self.engine, self.vector)
             with torch.no_grad():
                 self._node.publish()
-        if anew and self._survival is not None:
+        if starts and self._survival is not None:
             self._survival.keep()
         return self.engine
 
@@ -334,13 +334,13 @@ class Gossip(RunDirectoryMixin):
         self._node.check_not_paused("state_dict()")
         check_default_device("state_dict()")
         self._run_hooks("state_dict_pre")
-        mine = self._loaded
-        if mine is None and self._node.laid_out:
+        entry = self._loaded
+        if entry is None and self._node.laid_out:
             self._node.edits.collect(self.vector)
-            mine = states.state(self.engine, self.vector, self._node.world) | {
+            entry = states.state(self.engine, self.vector, self._node.world) | {
                 "optimizer": optimizer_name(self._inner)
             }
-        state = self._inner.state_dict() | {"gossip": mine}
+        state = self._inner.state_dict() | {"gossip": entry}
         return self._run_hooks("state_dict_post", state) or state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -352,14 +352,14 @@ class Gossip(RunDirectoryMixin):
         self._node.check_not_paused("load_state_dict()")
         check_default_device("load_state_dict()")
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
-        given = dict(state_dict)
-        mine = given.pop("gossip", None)
+        inner_state = dict(state_dict)
+        entry = inner_state.pop("gossip", None)
         # before the first step, the model may have changed since its layout was planned
         flat = self._node.flat if self._node.laid_out else plan_layout(self._node.model)
-        told = states.load(given, mine, self._inner, self._node.model, flat.local_layout)
-        if told and self._world.rank == 0:
-            printer.print_line(f"load_state_dict: {'; '.join(told)}")
-        self._loaded = mine
+        messages = states.load(inner_state, entry, self._inner, self._node.model, flat.local_layout)
+        if messages and self._world.rank == 0:
+            printer.print_line(f"load_state_dict: {'; '.join(messages)}")
+        self._loaded = entry
         self._run_hooks("load_state_dict_post")
 
     # -- all nodes ---------------------------------------------------------------------
@@ -408,10 +408,10 @@ class Gossip(RunDirectoryMixin):
         check_process()
         # asynchronous nodes and survivors take part in others' exchanges until all have ended
         alone = self.mixer.synchronous and not self._world.survives
-        word = deadline.CLOSING if alone else deadline.WAITING
+        status = deadline.CLOSING if alone else deadline.WAITING
         # The default device of the program may be "meta": don't use it for what is written at the
         # end.
-        with torch.device("cpu"), torch.no_grad(), deadline.announce_end(self.steps, word):
+        with torch.device("cpu"), torch.no_grad(), deadline.announce_end(self.steps, status):
             self._end()
         self._stale.release()
         self._open.clear()
@@ -428,6 +428,6 @@ class Gossip(RunDirectoryMixin):
                 run.finish()
 
 
-def _close(kept: list[Gossip]) -> None:
-    for one in [*kept]:
-        one.close()
+def _close(optimizers: list[Gossip]) -> None:
+    for optimizer in [*optimizers]:
+        optimizer.close()

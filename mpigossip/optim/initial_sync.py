@@ -30,18 +30,18 @@ def layout(model: nn.Module) -> Facts:
     parameters = list(model.named_parameters())
     buffers = list(model.named_buffers())
     facts = [
-        (f"parameter {n}", _told(p) + ", frozen" * (not p.requires_grad)) for n, p in parameters
+        (f"parameter {n}", _describe(p) + ", frozen" * (not p.requires_grad)) for n, p in parameters
     ]
-    return facts + [(f"buffer {n}", _told(b)) for n, b in buffers]
+    return facts + [(f"buffer {n}", _describe(b)) for n, b in buffers]
 
 
-def _told(tensor: torch.Tensor) -> str:
-    told = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _describe(tensor: torch.Tensor) -> str:
+    text = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     if is_sharded(tensor):
         mesh: Any = tensor.device_mesh
-        return f"{told} in {mesh.size()} parts"
+        return f"{text} in {mesh.size()} shards"
     dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
-    return told if dense.is_contiguous() else f"{told} of strides {dense.stride()}"
+    return text if dense.is_contiguous() else f"{text} with strides {dense.stride()}"
 
 
 def settings_of(job: Job) -> Facts:
@@ -64,20 +64,26 @@ def check_equal(world: World, facts: Facts) -> None:
         return
     first = world.broadcast(facts)
     with world.raise_together(JobError):
-        for mine, theirs in zip_longest(facts, first):
-            if mine != theirs:
-                raise JobError(_difference(mine, theirs))
+        for local, of_rank_0 in zip_longest(facts, first):
+            if local != of_rank_0:
+                raise JobError(_difference(local, of_rank_0))
 
 
-def _difference(mine: tuple[str, str] | None, first: tuple[str, str] | None) -> str:
-    remedy = "all ranks need the same, by name, shape, type and order: build it by the same code"
-    if mine is None or first is None:
-        one = "rank 0" if mine is None else "this rank"
-        (name, what) = mine or first or ("", "")
-        return f"{name} ({what}) is there on {one} only; {remedy}"
-    if mine[0] != first[0]:
-        return f"{mine[0]} ({mine[1]}) stands where rank 0 has {first[0]} ({first[1]}); {remedy}"
-    return f"{mine[0]} is {mine[1]}, on rank 0 {first[1]}; {remedy}"
+def _difference(local: tuple[str, str] | None, first: tuple[str, str] | None) -> str:
+    remedy = (
+        "names, shapes, types and order must be equal on all ranks: build the model by the same "
+        "code, and pass the same settings"
+    )
+    if local is None or first is None:
+        owner = "rank 0" if local is None else "this rank"
+        (name, description) = local or first or ("", "")
+        return f"{name} ({description}) exists on {owner} only; {remedy}"
+    if local[0] != first[0]:
+        return (
+            f"this rank has {local[0]} ({local[1]}) in the position where rank 0 has {first[0]} "
+            f"({first[1]}); {remedy}"
+        )
+    return f"{local[0]} is {local[1]}, but on rank 0 it is {first[1]}; {remedy}"
 
 
 def broadcast_model(world: World, model: nn.Module) -> None:
@@ -93,18 +99,19 @@ def broadcast_model(world: World, model: nn.Module) -> None:
             differ |= _from_rank_0(ranks, local_shard(tensor.detach()))
     if others := sum(world.gather(differ) or ()):
         print_note_once(
-            f"the initial models of {others} other ranks differed from rank 0's, with which "
-            "all nodes begin, as in DDP; seed models alike, and data by rank"
+            f"the initial models of {others} other ranks differed from that of rank 0; as in "
+            "DDP, all nodes start with rank 0's: use one seed for the model, and a seed per rank "
+            "for the data"
         )
 
 
 def _from_rank_0(world: World, tensor: torch.Tensor) -> bool:
     """Copy the tensor of rank 0; return whether this changed any byte."""
-    own = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    flat = own.copy()
-    for at in range(0, flat.size, CHUNK):
-        flat[at : at + CHUNK] = world.broadcast(flat[at : at + CHUNK])
-    if differs := not np.array_equal(flat, own):
+    before = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    flat = before.copy()
+    for start in range(0, flat.size, CHUNK):
+        flat[start : start + CHUNK] = world.broadcast(flat[start : start + CHUNK])
+    if differs := not np.array_equal(flat, before):
         tensor.copy_(torch.from_numpy(flat).view(tensor.dtype).view(tensor.shape))
     return differs
 

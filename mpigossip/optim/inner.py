@@ -22,7 +22,7 @@ from mpigossip.optim.base import Wrapper
 from mpigossip.store import StoreError
 from mpigossip.training.parts import JobParts
 
-BESIDE = {
+NO_SETTINGS = {
     "params",
     "param_names",
     *(f"{name}_lr" for name in ("initial", "max", "min", "swa")),
@@ -70,24 +70,26 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
         """Combine ``parts``, which have different parameters; from now on, they share one state."""
         self._parts: Sequence[torch.optim.Optimizer] = ()
-        counts = Counter(id(p) for one in parts for g in one.param_groups for p in g["params"])
+        counts = Counter(id(p) for part in parts for g in part.param_groups for p in g["params"])
         if twice := sum(count > 1 for count in counts.values()):
             raise JobError(
                 f"optimizer: {twice} parameters are in two of the {len(parts)} optimizers, and "
-                "would take two steps; give each parameter to one of them"
+                "would make two steps: pass each parameter to one optimizer only"
             )
-        super().__init__([group for one in parts for group in one.param_groups], {})
-        for one in parts:
-            self.state.update(one.state)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        for part in parts:
+            self.state.update(part.state)
         self._parts = parts
-        self._counts = [len(one.param_groups) for one in parts]
+        self._counts = [len(part.param_groups) for part in parts]
         self._share()
 
     def _share(self) -> None:
-        at = 0
-        for one, count in zip(self._parts, self._counts, strict=True):
-            one.__setstate__({"state": self.state, "param_groups": self.param_groups[at:][:count]})
-            at += count
+        start = 0
+        for part, count in zip(self._parts, self._counts, strict=True):
+            part.__setstate__(
+                {"state": self.state, "param_groups": self.param_groups[start:][:count]}
+            )
+            start += count
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Share the state that `load_state_dict` has read with all parts."""
@@ -98,8 +100,9 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """Reject the group, because it is unknown which part should get it."""
         if self._parts:
             raise JobError(
-                "add_param_group: there are several optimizers, and nothing says which of them is "
-                "to have it; give Gossip optimizers that have all groups"
+                "add_param_group: Gossip has several optimizers, and it is unknown which of them "
+                "should get the group: add all groups to the optimizers before you pass them to "
+                "Gossip"
             )
         super().add_param_group(param_group)
 
@@ -108,8 +111,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        for one in self._parts:
-            one.step()
+        for part in self._parts:
+            part.step()
         return value
 
 
@@ -120,7 +123,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of ``optimizer`` for messages."""
-    return " + ".join(type(one).__name__ for one in parts_of(optimizer))
+    return " + ".join(type(part).__name__ for part in parts_of(optimizer))
 
 
 def fill_missing(
@@ -134,65 +137,71 @@ def fill_missing(
     :returns: the completed groups, and messages to report
     :raises StoreError: if the saved optimizer was another one
     """
-    here = optimizer_name(optimizer)
+    name = optimizer_name(optimizer)
     now = optimizer.param_groups
     pairs = list(zip(groups, now, strict=False))  # torch rejects a different number of groups
-    unknown = sorted({key for old, new in pairs for key in old.keys() - new.keys() - BESIDE})
-    lacking = {key: new[key] for old, new in pairs for key in new.keys() - old.keys() - BESIDE}
-    if saved != here if saved else unknown and lacking:
+    unknown = sorted({key for old, new in pairs for key in old.keys() - new.keys() - NO_SETTINGS})
+    lacking = {key: new[key] for old, new in pairs for key in new.keys() - old.keys() - NO_SETTINGS}
+    if saved != name if saved else unknown and lacking:
         raise StoreError(
-            f"the state is that of {saved or 'one with ' + ', '.join(unknown)}, and Gossip has "
-            f"{here}: give it the one that was saved, or begin anew (a run: in another folder)"
+            f"the state belongs to {saved or 'an optimizer with ' + ', '.join(unknown)}, but "
+            f"Gossip has {name}: pass the optimizer that was saved, or start from the beginning "
+            "(a run: in another folder)"
         )
-    told = [f"saved settings that {here} doesn't have: {', '.join(unknown)}"] if unknown else []
+    messages = [f"saved settings that {name} lacks: {', '.join(unknown)}"] if unknown else []
     if lacking:
-        some = ", ".join(f"{key} = {value}" for key, value in sorted(lacking.items()))
-        told.append(f"settings of {here} that were not saved are as given now: {some}")
+        values = ", ".join(f"{key} = {value}" for key, value in sorted(lacking.items()))
+        messages.append(
+            f"settings of {name} that were not saved keep their present values: {values}"
+        )
     both = [{key: new[key] for key in new if key != "params"} | old for old, new in pairs]
-    return both + groups[len(now) :], told
+    return both + groups[len(now) :], messages
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise JobError unless the optimizer moves this model's parameters, in a step of its own."""
-    own = {id(p) for p in model.parameters()}
+    """Raise JobError unless the optimizer moves this model's parameters, by a usable step."""
+    in_model = {id(p) for p in model.parameters()}
     moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not own & moved:
+    if not in_model & moved:
         raise JobError(
-            "the optimizer has none of the model's parameters; make it from "
-            "model.parameters() of the model that is given to Gossip"
+            "the optimizer has none of the model's parameters: create it from "
+            "model.parameters() of the model that you pass to Gossip"
         )
-    if moved - own:
+    if moved - in_model:
         raise JobError(
-            f"the optimizer has {len(moved - own)} parameters that are not the model's: they "
-            "would not be exchanged; give Gossip torch.nn.ModuleList([…]) of all that it trains"
+            f"the optimizer has {len(moved - in_model)} parameters that are not in the model, and "
+            "would not be exchanged: pass Gossip torch.nn.ModuleList([…]) of all modules that the "
+            "optimizer trains"
         )
-    if any(isinstance(one, torch.optim.LBFGS) for one in parts_of(optimizer)):
+    if any(isinstance(part, torch.optim.LBFGS) for part in parts_of(optimizer)):
         raise JobError(
-            "LBFGS evaluates its closure several times a step, and averaging invalidates its "
+            "LBFGS evaluates its closure several times per step, and averaging invalidates its "
             "curvature pairs: train with torch.optim.Adam on all nodes, export the average "
-            "(optimizer.averaged() or `mpigossip checkpoint export`), and run LBFGS on that alone"
+            "(optimizer.averaged() or `mpigossip checkpoint export`), and run LBFGS on that, on "
+            "one node"
         )
-    for one in parts_of(optimizer):
-        if needs_closure(one):
-            name = type(one).__name__
+    for part in parts_of(optimizer):
+        if needs_closure(part):
+            name = type(part).__name__
             raise JobError(
-                f"{name} evaluates its closure, or computes gradients, several times a step, and "
-                f"Gossip evaluates it once: make Gossip the base optimizer of {name}, and call "
-                "step() of that (mpigossip/optim/README.md, Sharpness-aware minimization)"
+                f"{name} evaluates its closure, or computes gradients, several times per step, but "
+                f"Gossip evaluates it once: make Gossip the base optimizer of {name}, and call its "
+                "step() (mpigossip/optim/README.md, Sharpness-aware minimization)"
             )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise JobError(
-            "differentiable = True: no gradient passes through an exchange, nor does "
-            "torch step leaf parameters so; make the optimizer without"
+            "differentiable = True: gradients can't pass through an exchange, and torch does not "
+            "step leaf parameters in this mode: create the optimizer without differentiable"
         )
-    if any(isinstance(one, Wrapper) for one in parts_of(optimizer)):
+    if any(isinstance(part, Wrapper) for part in parts_of(optimizer)):
         raise JobError("the optimizer is a Gossip already: pass the torch optimizer, not Gossip")
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``step()`` can't be called without a closure.
 
-    SAM and its kin accept None and then raise an error, but are known by their two half steps.
+    SAM and similar optimizers accept None and then raise an error, but are recognized by their two
+    half steps.
     """
     if callable(getattr(optimizer, "first_step", None)):
         return True
@@ -212,13 +221,13 @@ def check_group(known: Container[int], group: dict[str, Any]) -> None:
     :param group: the parameter group; its parameters become a list
     :raises JobError: if a parameter is not known
     """
-    given = group["params"]
-    group["params"] = given = [given] if torch.is_tensor(given) else list(given)
-    if foreign := sum(id(p[1] if isinstance(p, tuple) else p) not in known for p in given):
+    params = group["params"]
+    group["params"] = params = [params] if torch.is_tensor(params) else list(params)
+    if foreign := sum(id(p[1] if isinstance(p, tuple) else p) not in known for p in params):
         raise JobError(
-            f"add_param_group: {foreign} parameters that are not the model's, or joined it later, "
-            "would not be exchanged; build all that is to be trained before Gossip(…), as one "
-            "module, frozen (requires_grad = False) until then"
+            f"add_param_group: {foreign} parameters are not in the model, or were added to it "
+            "later, and would not be exchanged: create all parameters before Gossip(…), in one "
+            "module, and freeze them (requires_grad = False) until they are trained"
         )
 
 
@@ -233,8 +242,9 @@ def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
             has = f"has {key} = {group[key]}" if group[key] else has
     if has is not None:
         raise JobError(
-            f'algorithm.name = "{algorithm}" takes learning rate and weight decay of a plain '
-            f"torch.optim.SGD and replaces its step; this optimizer {has}"
+            f'algorithm.name = "{algorithm}" uses the learning rate and the weight decay of a '
+            f"plain torch.optim.SGD and replaces its step, but this optimizer {has}: pass "
+            "torch.optim.SGD(model.parameters(), lr=…)"
         )
 
 
@@ -246,22 +256,22 @@ def check_method(parts: JobParts, optimizer: torch.optim.Optimizer) -> None:
     name = parts.job.algorithm.name
     if not takes_local(name):
         check_plain_sgd(name, optimizer)
-    sparse = any(isinstance(one, torch.optim.SparseAdam) for one in parts_of(optimizer))
+    sparse = any(isinstance(part, torch.optim.SparseAdam) for part in parts_of(optimizer))
     if sparse and not parts.method.raw:
         raise JobError(
             f'algorithm.name = "{name}" exchanges gradients as dense arrays, which '
-            'SparseAdam does not take; use torch.optim.Adam, or algorithm="dsgd"'
+            'SparseAdam does not accept: use torch.optim.Adam, or algorithm="dsgd"'
         )
 
 
 def decay(vector: ModuleParameters, optimizer: torch.optim.Optimizer, row: int = 0) -> None:
     """Add SGD's weight decay to the gradients of node ``row`` in the vector."""
-    place = {id(p): k for k, p in enumerate(vector.rows[row])}
+    index_of = {id(p): k for k, p in enumerate(vector.rows[row])}
     x = vector.cut(vector.x[0][row])
     g = vector.cut(vector.g[0][row])
     for group in optimizer.param_groups:
         for p in group["params"] if group["weight_decay"] else ():
-            k = place.get(id(p))
+            k = index_of.get(id(p))
             if k is not None and p.grad is not None:
                 g[k].add_(x[k], alpha=group["weight_decay"])
 
@@ -278,30 +288,30 @@ def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) 
     :raises JobError: if the algorithm needs one learning rate and the groups have several, or if it
         divides by the learning rate and that is 0
     """
-    lr, one = first_rate(optimizer)
-    if not one and (algorithm in DIVIDES or not takes_local(algorithm)):
+    lr, is_single = first_rate(optimizer)
+    if not is_single and (algorithm in DIVIDES or not takes_local(algorithm)):
         raise JobError(
-            f'algorithm.name = "{algorithm}" has one learning rate for all parameters; the '
-            "optimizer's groups have several: give them the same"
+            f'algorithm.name = "{algorithm}" needs one learning rate for all parameters, but the '
+            "optimizer's groups have several: use the same learning rate in all groups"
         )
     if lr == 0 and algorithm in DIVIDES:
         raise JobError(
             f'algorithm.name = "{algorithm}" divides by the learning rate, which is 0 at step '
-            f"{index}: begin the warm-up above it"
+            f"{index}: start the warm-up above 0"
         )
     return lr
 
 
 def unscaled(optimizer: Wrapper, engine: Engine, vector: ModuleParameters) -> tuple[int, ...]:
     """Divide the gradients by GradScaler's scale; return (0,) if they have overflowed."""
-    found = getattr(optimizer, "found_inf", None)
+    found_inf = getattr(optimizer, "found_inf", None)
     vector.inverse = None
-    if found is None:
+    if found_inf is None:
         return ()
-    wrong = torch.as_tensor(float(found) > 0, dtype=torch.float64).reshape(1, 1)
+    overflow = torch.as_tensor(float(found_inf) > 0, dtype=torch.float64).reshape(1, 1)
     if engine.method.always_global:  # all nodes or none have to use such gradients
-        wrong = engine.mixer.mean_scalars(wrong)
-    if float(wrong.reshape(-1)[0]) > 0:
+        overflow = engine.mixer.mean_scalars(overflow)
+    if float(overflow.reshape(-1)[0]) > 0:
         return (0,)
     vector.inverse = optimizer.unscale(vector.rows[0])
     return ()
@@ -309,13 +319,13 @@ def unscaled(optimizer: Wrapper, engine: Engine, vector: ModuleParameters) -> tu
 
 def check_free(optimizer: torch.optim.Optimizer) -> None:
     """Raise JobError if the optimizer belongs to another Gossip."""
-    for one in parts_of(optimizer):
+    for part in parts_of(optimizer):
         # wrapped optimizers may lack this attribute
-        hooks = getattr(one, "_optimizer_step_pre_hooks", {}).values()
+        hooks = getattr(part, "_optimizer_step_pre_hooks", {}).values()
         if any(isinstance(getattr(hook, "__self__", None), StepGuard) for hook in hooks):
             raise JobError(
-                f"the {type(one).__name__} is inside another Gossip; make a torch "
-                "optimizer for each, or close() the other Gossip first"
+                f"the {type(part).__name__} is inside another Gossip: create a torch "
+                "optimizer for each Gossip, or call close() of the other one first"
             )
 
 
@@ -327,7 +337,7 @@ class StepGuard:
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._inside = False
-        self._hooks = [one.register_step_pre_hook(self._check) for one in parts_of(optimizer)]
+        self._hooks = [part.register_step_pre_hook(self._check) for part in parts_of(optimizer)]
 
     def __enter__(self) -> Self:
         self._inside = True
@@ -402,12 +412,12 @@ class StaleGradients:
         if all(p.grad is None for p in parameters):  # this may be intended on a rank without data
             print_note_once(
                 f"step() on rank {rank} without any gradient: only the exchange changes its "
-                "model; call zero_grad() before backward(), and that on the model given to "
-                "Gossip, not on a copy"
+                "model; call zero_grad() before backward(), and compute the loss with the model "
+                "that you passed to Gossip, not with a copy"
             )
         if self._added and self._parameter.grad is self._spent[0]:
             self._added = False
             raise JobError(
-                "backward() accumulated into the previous step's gradients; call "
+                "backward() accumulated into the previous step's gradients: call "
                 "optimizer.zero_grad() first"
             )

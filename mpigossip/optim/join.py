@@ -104,7 +104,7 @@ class Member:
         """Add metrics of the chunk to the member's log; "loss" and "lr" are as in a job."""
         check_names(figures, ("step", "node", "steps", "evaluations", "summary"))
         self._figures |= {
-            name: float(torch.as_tensor(one).detach()) for name, one in figures.items()
+            name: float(torch.as_tensor(value).detach()) for name, value in figures.items()
         }
 
     def _train(self) -> Generator[int]:
@@ -121,14 +121,14 @@ class Member:
                     states = live.begin(about(names, shapes, [str(device)]))
                     print_note(
                         f"place {place.number} of {self._folder}: {place.plan.chunks:,} chunks "
-                        "for all members together"
+                        "for all members in total"
                     )
                     self._put(average(states or [self._seed]))
                     live.place.disk.make("logs")
                     writer = self._retry(self._writer)
                     self._done = 0
-                    while (found := live.chunk()) is not None:
-                        chunk, progress = found
+                    while (claimed := live.chunk()) is not None:
+                        chunk, progress = claimed
                         self.progress = min(progress, place.plan.chunks - 1)
                         began = time.perf_counter()
                         peer = place.peer
@@ -161,29 +161,29 @@ class Member:
         self.finished = True
 
     def _repeat(self) -> Generator[int]:
-        script = ReplayLog(self._live.place)
-        for version in script.repeating(wanted_of(script, None, None)):
-            models, peer, progress = script.take_inputs(version)
+        replay_log = ReplayLog(self._live.place)
+        for version in replay_log.repeating(wanted_of(replay_log, None, None)):
+            models, peer, progress = replay_log.take_inputs(version)
             self._put(average(models or [self._seed]))
             if version.round > 1:
-                self._meet(models[0], peer)
+                self._average_with(models[0], peer)
             self.progress = min(progress, self._live.place.plan.chunks - 1)
-            yield script.round(version).chunk
-            script.check(version, self._capture())
-        self.finished = bool(script.end)
+            yield replay_log.round(version).chunk
+            replay_log.check(version, self._capture())
+        self.finished = bool(replay_log.end)
         if self.finished:
-            self._put(average([script.models[one] for one in script.end]))
-        print_note(script.summary())
+            self._put(average([replay_log.models[key] for key in replay_log.end]))
+        print_note(replay_log.summary())
 
     def _exchange(self) -> None:
         """Publish the model, and average it with another member's model, if there is one."""
-        own = self._capture()
-        self._live.send(own)
-        self._meet(own, self._live.receive())
+        state = self._capture()
+        self._live.send(state)
+        self._average_with(state, self._live.receive())
 
-    def _meet(self, own: NodeState, other: NodeState | None) -> None:
+    def _average_with(self, state: NodeState, other: NodeState | None) -> None:
         if other is not None:
-            rows = [torch.from_numpy(one.parameters).reshape(1, -1) for one in (own, other)]
+            rows = [torch.from_numpy(s.parameters).reshape(1, -1) for s in (state, other)]
             self._put_parameters(weighted_sum((0.5, 0.5), rows, torch.empty_like(rows[0]))[0])
 
     # -- the model as arrays ----------------------------------------------------------------------
@@ -194,10 +194,10 @@ class Member:
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         stored = self._model.state_dict(keep_vars=True)
-        return {name: one for name, one in self._model.named_buffers() if name in stored}
+        return {name: buffer for name, buffer in self._model.named_buffers() if name in stored}
 
     def _capture(self) -> NodeState:
-        arrays = {f"buffers/0/{name}": plain(one).copy() for name, one in self._buffers().items()}
+        arrays = {f"buffers/0/{name}": plain(b).copy() for name, b in self._buffers().items()}
         text = write_optimizer(self._optimizer, self._model, arrays)
         values = [plain(p.float()).ravel() for p in self._trained.values()]
         shapes = tuple(tuple(p.shape) for p in self._trained.values())
@@ -208,12 +208,12 @@ class Member:
         """Restore a model with its buffers and the optimizer's state."""
         self._put_parameters(torch.from_numpy(state.parameters))
         put_buffers({0: self._buffers()}, state)
-        given, _ = read_optimizer(
+        saved, _ = read_optimizer(
             self._optimizer, self._model, str(state.numbers["torch"]), state.arrays
         )
         # keep the learning rates and settings of this program
         now = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": given["state"], "param_groups": now})
+        self._optimizer.load_state_dict({"state": saved["state"], "param_groups": now})
 
     @torch.no_grad()
     def _put_parameters(self, values: torch.Tensor) -> None:
@@ -225,7 +225,7 @@ class Member:
 
     def _writer(self) -> LogWriter:
         folder = self._folder / "logs" / f"{self._live.place.number:06d}"
-        # Not with those above it, which are missing if the training's folder is unmounted.
+        # Do not create the folders above it, which are missing if the file system is unmounted.
         folder.mkdir(exist_ok=True)
         return LogWriter(
             folder / "log.h5",
@@ -323,13 +323,15 @@ def join(
 
 def _check_figures(chunks: int, lease_s: float) -> None:
     if not isinstance(chunks, int) or chunks < 1:
-        raise JobError(f"chunks = {chunks!r}: give the chunks of the whole training, 1 or more")
+        raise JobError(
+            f"chunks = {chunks!r}: must be the number of chunks of the whole training, at least 1"
+        )
     if not lease_s > 0:
-        raise JobError(f"lease_s = {lease_s!r}: give seconds of silence, such as 600")
+        raise JobError(f"lease_s = {lease_s!r}: must be a positive number of seconds, such as 600")
     if distributed.is_available() and distributed.is_initialized():
         raise JobError(
-            f"torch.distributed joins {distributed.get_world_size()} processes here, and a member "
-            "is one process with a model of its own (no DDP, no FSDP2): start the program once "
+            f"torch.distributed joins {distributed.get_world_size()} processes here, but a member "
+            "is one process with its own model (no DDP, no FSDP2): start the program once "
             "for each member, without init_process_group"
         )
 
@@ -339,9 +341,9 @@ def _job(disk: RecordStore, model: nn.Module, chunks: int, replay: bool) -> Job:
     if replay and not disk.exists(LOOP):
         raise JobError(
             f'"{disk.root}" has no {LOOP}: no program has begun a training there that '
-            "it could repeat"
+            "could be repeated; pass the folder of a training, or remove replay=True"
         )
-    about_run = {"output": str(disk.root), "name": disk.root.name or "run", "steps": chunks}
-    job = load({"run": about_run, "cadence": {"name": "every", "period": 1}})
+    run = {"output": str(disk.root), "name": disk.root.name or "run", "steps": chunks}
+    job = load({"run": run, "cadence": {"name": "every", "period": 1}})
     trained = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
     return job_of(disk.root, job, disk, LOOP, layout([*trained], [*trained.values()]))

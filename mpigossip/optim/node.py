@@ -107,10 +107,10 @@ class LoopNode:
         """Open the mixer and the group for the present model; collective."""
         self._device = str(next(self.model.parameters()).device)
         self.flat = plan_layout(self.model)
-        own = Single(self._device)
-        self.group: Group = own
+        single = Single(self._device)
+        self.group: Group = single
         # The vector on which the optimizers step is laid out later.
-        local = Local(no_state, lambda *given: self.local.adapt(*given), raw=True)
+        local = Local(no_state, lambda *arguments: self.local.adapt(*arguments), raw=True)
         shard = self.flat.place if isinstance(self.flat, ShardedLayout) else 0
         self.parts = make_parts(
             self.job,
@@ -122,24 +122,24 @@ class LoopNode:
         )
         node = self.job.node
         nodes = self.world.nodes
-        # a single node has no pace that differs from others
+        # without other nodes, an asynchronous mixer has nothing to do
         mixer = "synchronous" if self.world.comm is None else node.mixer
 
-        def of(layout: MessageLayout) -> Mixer:
+        def open_mixer(layout: MessageLayout) -> Mixer:
             return self.parts.open_mixer(nodes.inter_node, layout, mixer)
 
         if isinstance(self.flat, ShardedLayout) and nodes.per_node > 1:
             from mpigossip.groups.ranks import NeverGathered  # this import needs MPI
 
-            self.mixer = of(self.parts.layout)
-            self.group = NeverGathered(own, nodes.intra_node)
+            self.mixer = open_mixer(self.parts.layout)
+            self.group = NeverGathered(single, nodes.intra_node)
         elif nodes.per_node == 1:
-            self.mixer = of(self.parts.layout)
+            self.mixer = open_mixer(self.parts.layout)
         else:
             threads = torch.get_num_threads()
             self.group = make_group((self._device,), threads, True, node.timeout_s, self.world)
-            self.mixer = Gathered(self.parts.layout, self.group, of)
-        self._segments: Group = self.group if self.sharded else own
+            self.mixer = Gathered(self.parts.layout, self.group, open_mixer)
+        self._segments: Group = self.group if self.sharded else single
 
     def _shut(self) -> None:
         self.mixer.close()
@@ -159,42 +159,44 @@ class LoopNode:
         nodes = self.world.nodes
         arrays: dict[str, np.ndarray] = {}
         numbers: dict[str, Number] = {"ranks": nodes.per_node}
-        # a model that was converted meanwhile is saved as of the last step
+        # if the model has been converted since the last step, save the model of that step
         with suppress(JobError):
             self.edits.collect(self.vector)
         with world.raise_together(JobError):
-            mine = state.of_rank(self.model, self.keeps)
+            rank_state = state.of_rank(self.model, self.keeps)
             if nodes.is_leader and not self.sharded:
                 numbers["torch"] = state.write_optimizer(self.inner, self.model, arrays)
         if self.sharded:  # the ranks gather the state of one parameter at a time
             with torch.no_grad():
                 into = arrays if nodes.is_leader else None
                 numbers["torch"] = state.write_optimizer(self.inner, self.model, into)
-        of_ranks, kept = state.of_node(mine, self.world)
-        return (arrays | of_ranks, numbers | kept) if nodes.is_leader else ({}, {})
+        rank_arrays, rank_numbers = state.of_node(rank_state, self.world)
+        return (arrays | rank_arrays, numbers | rank_numbers) if nodes.is_leader else ({}, {})
 
     def restore_extra_state(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
         arrays = saved.arrays if mean is None else mean
         nodes = self.world.nodes
         text = str(saved.numbers["torch"])
-        given, lacking = state.read_optimizer(self.inner, self.model, text, arrays)
-        settings = state_dict.load(given, None, self.inner, self.model, self.flat.local_layout)
+        inner_state, lacking = state.read_optimizer(self.inner, self.model, text, arrays)
+        settings = state_dict.load(
+            inner_state, None, self.inner, self.model, self.flat.local_layout
+        )
         if mean is None:
             state.load_random(saved, nodes.local_rank, self.model)
             dropped = state.dropped_ranks(saved, nodes.per_node)
             draws = nodes.is_leader or not dropped
             return settings + state.load_kept(saved, nodes.local_rank, self.keeps, draws) + dropped
         kinds = sorted({name.rpartition("/")[2] for name in mean if name.startswith("torch/")})
-        told = [f"of the optimizer averaged: {', '.join(kinds)}"] if kinds else []
+        messages = [f"averaged state of the optimizer: {', '.join(kinds)}"] if kinds else []
         if lacking:
-            told.append(f"dropped: the optimizer's state of {', '.join(lacking[:4])}")
-        told.append("dropped: random numbers")
-        return told + settings + state.load_kept(saved, 0, self.keeps, draws=False)
+            messages.append(f"dropped: the optimizer's state of {', '.join(lacking[:4])}")
+        messages.append("dropped: random numbers")
+        return messages + settings + state.load_kept(saved, 0, self.keeps, draws=False)
 
     def resumes_exactly(self, manifest: Manifest, first: NodeState) -> bool:
         """Return whether nodes had the same number of ranks, or have no buffers."""
-        alike = manifest.meta.get("slots") == self.world.nodes.per_node
-        return alike or not any(name.startswith("buffers/") for name in first.arrays)
+        same_ranks = manifest.meta.get("slots") == self.world.nodes.per_node
+        return same_ranks or not any(name.startswith("buffers/") for name in first.arrays)
 
     def check_saved(self, manifest: Manifest, path: Path) -> None:
         """Accept any checkpoint, because the program partitions the data."""
@@ -231,8 +233,8 @@ class LoopNode:
         new = [(n, p) for n, p in self.model.named_parameters() if id(p) not in self.known]
         if late := [n for n, p in new if p.requires_grad]:
             raise JobError(
-                f"{parameter_list(late)} joined the model after Gossip was made, and would "
-                "never be exchanged; add them before Gossip(…)"
+                f"{parameter_list(late)} were added to the model after Gossip was created, and "
+                "would never be exchanged: add them before Gossip(…)"
             )
 
     def _build(self) -> None:
@@ -267,10 +269,10 @@ class LoopNode:
         self.engine.restore_counters(before.numbers() | {"born": before.index})
         self.mixer.bytes_sent[:] = before.mixer.bytes_sent
         if self.world.rank == 0:
-            anew = "; what the method has kept from earlier steps begins anew" if drops else ""
+            reset = "; the state of the algorithm is reset" if drops else ""
             print_note(
                 f"step {before.index}: {parameter_list(names)} require gradients now, and are "
-                f"exchanged from here on{anew}"
+                f"exchanged from this step on{reset}"
             )
 
     def rebuild(self, world: World) -> None:
@@ -282,8 +284,8 @@ class LoopNode:
     def copy_step_extras(self, spare: Any) -> Any:
         return state.copied(self.inner, spare or [])
 
-    def restore_step_extras(self, kept: Any, world: World) -> list[str]:
-        state.put_back(self.inner, kept)
+    def restore_step_extras(self, extras: Any, world: World) -> list[str]:
+        state.put_back(self.inner, extras)
         return state.average_state(world, self.mixer, self.inner)
 
     @property
@@ -346,9 +348,9 @@ class LoopNode:
             self.edits.begin(
                 self.vector,
                 lambda: [x.clone() for x in self.vector.x],
-                f'parameters were changed between steps, and algorithm.name = "{name}" would '
-                'overwrite them with the model of its state; use algorithm = "dsgt", or leave '
-                "them alone",
+                f'parameters were changed between two steps, and algorithm.name = "{name}" would '
+                "overwrite them with the model in its state: do not change them there, or use "
+                'algorithm = "dsgt"',
             )
 
     def gather(self) -> None:
@@ -364,9 +366,9 @@ class LoopNode:
                 if names := self.vector.newly_frozen():
                     raise JobError(
                         f'{parameter_list(names)} are frozen now, and algorithm.name = "{name}" '
-                        f"would move "
-                        'them on by its own momentum; use algorithm = "dsgd", whose optimizer '
-                        "leaves them"
+                        f"would "
+                        'continue to move them by its own momentum: use algorithm = "dsgd", '
+                        "whose optimizer does not change them"
                     )
                 decay(self.vector, self.inner)
 
@@ -377,13 +379,13 @@ class LoopNode:
         self.check_not_paused("average()")
         if not self.parts.cadence.fragment_schedule.is_whole_model:
             raise JobError(
-                "average(): with fragments or a delay, the step decides what is sent; leave the "
-                "call out, or Gossip's fragments and delay"
+                "average(): with fragments or a delay, the step decides what is sent: remove the "
+                "call, or remove fragments and delay from Gossip(…)"
             )
         if self.engine.in_flight:  # its neighbours would wait for this node, and this node for them
             raise JobError(
-                "average(): the next step's exchange is in flight, as this method sends before "
-                'the gradient is there; give Gossip overlap="never"'
+                "average(): the next step's exchange is in flight, because this algorithm sends "
+                'before the gradient exists: pass Gossip(…, overlap="never")'
             )
         self.collect_edits()
         # The exchange changes x, which is no edit of the program.
@@ -409,17 +411,17 @@ class LoopNode:
         if lr or self.job.algorithm.name not in DIVIDES:
             self.engine.average(lr)
 
-    def check_not_paused(self, what: str) -> None:
+    def check_not_paused(self, call: str) -> None:
         """Raise JobError inside averaged(), and inside paused() if it exchanges in a thread."""
         if self.evaluating:
             raise JobError(
-                f"{what} inside averaged(): the model, or its twin, is the average there, and is "
-                "put back when the block ends; leave it first"
+                f"{call} inside averaged(): the model, or its twin, is the average there, and is "
+                "restored when the block ends: end the block first"
             )
         if self.serving:
             raise JobError(
-                f"{what} inside paused(): an asynchronous node goes on exchanging there, in a "
-                "thread; leave the block first"
+                f"{call} inside paused(): an asynchronous node continues to exchange there, in a "
+                "thread: end the block first"
             )
 
     def close(self, together: bool) -> None:

@@ -41,8 +41,8 @@ def open_run(world: World, job: Job) -> Run:
     with world.raise_together(UserError):
         if path is not None and checkpoint.read_manifest(path).meta.get("door") != "loop":
             raise JobError(
-                f'run: "{folder}" holds the run of a job: go on with it by `mpigossip resume '
-                f"{folder}`, or name another folder"
+                f'run: "{folder}" contains the run of a job: continue it by `mpigossip resume '
+                f"{folder}`, or choose another folder"
             )
     return Run(world, job, path, world.resources)
 
@@ -67,9 +67,9 @@ def _check_loaded(run: Run, path: Path) -> None:
     if step < manifest.step or manifest.n != n:
         loaded = f"a state of step {step} was loaded" if step else "nothing was loaded"
         raise JobError(
-            f'run: "{run.folder}" holds a run that has {path.name} as its newest checkpoint, '
-            f"of {pluralize(manifest.n, 'node')}, and {loaded}: call optimizer.resume() to go "
-            "on from there, or name another folder"
+            f'run: "{run.folder}" contains a run with {path.name} as its newest checkpoint, '
+            f"of {pluralize(manifest.n, 'node')}, and {loaded}: call optimizer.resume() to "
+            "continue from there, or choose another folder"
         )
     run.take_over(checkpoint.read_node(path, run.node.mixer.local_nodes[0], manifest).numbers)
     run.saved_at = step if step == manifest.step else None
@@ -78,11 +78,11 @@ def _check_loaded(run: Run, path: Path) -> None:
 def check_names(figures: Iterable[str], measured: Collection[str]) -> None:
     """Raise JobError for metrics with the name of a ``measured`` column, or an invalid name."""
     for name in figures:
-        wrong = "is measured already" if name in measured else ""
+        problem = "is measured already" if name in measured else ""
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-            wrong = "is no name of a column, which has letters, digits, _, . and -"
-        if wrong:
-            raise JobError(f'log: "{name}" {wrong}; give the figure another name')
+            problem = "is not a valid name of a column, which has letters, digits, _, . and -"
+        if problem:
+            raise JobError(f'log: "{name}" {problem}: choose another name for the metric')
 
 
 class RunDirectoryMixin(Wrapper):
@@ -97,33 +97,33 @@ class RunDirectoryMixin(Wrapper):
         """Return the engine, laid out and with any loaded state restored."""
         raise NotImplementedError
 
-    def log(self, *said: int | Mapping[str, Any], **figures: Any) -> None:
+    def log(self, *step_and_metrics: int | Mapping[str, Any], **figures: Any) -> None:
         """Add metrics of this node's step to the log; a step is written when the next one begins.
 
-        :param said: number of the step, counted from 0, and dicts of metrics; without a number, the
-            metrics belong to the last step, or to the first one if there is none yet
+        :param step_and_metrics: number of the step, counted from 0, and dicts of metrics; without a
+            number, the metrics belong to the last step, or to the first step if there is none yet
         :param figures: numbers or tensors of one number by name, each a column of the log; "loss",
             "lr" and "gradient_norm" have the meaning that they have in a job, and "samples" of the
             step yield the speed
         :raises JobError: if the step has been written, or if the log measures a metric itself
         """
         run = self._own_run("log")
-        for one in said:
-            figures = {**one, **figures} if isinstance(one, Mapping) else figures
-        step = next((one for one in said if not isinstance(one, Mapping)), None)
+        for value in step_and_metrics:
+            figures = {**value, **figures} if isinstance(value, Mapping) else figures
+        step = next((k for k in step_and_metrics if not isinstance(k, Mapping)), None)
         done = run.node.engine.index if run.begun else None
         open_steps = [] if done is None else [done - 1] * (run.last is not None) + [done]
-        at = step if step is not None else open_steps[0] if open_steps else None
-        if at is not None and open_steps and at not in open_steps:
+        index = step if step is not None else open_steps[0] if open_steps else None
+        if index is not None and open_steps and index not in open_steps:
             raise JobError(
-                f"log: step {at} is not open: {done} steps are made, counted from 0 by "
-                f"optimizer.step(), and {' or '.join(map(str, open_steps))} can be logged (a step "
-                "is written when the next begins, and by save(): log before that)"
+                f"log: step {index} is not open: optimizer.step() has made {done} steps, counted "
+                f"from 0, and {' or '.join(map(str, open_steps))} can be logged; a step is written "
+                "when the next one begins, and by save(): call log() before that"
             )
         check_names(figures, MEASURED)
-        of_step = run.figures.setdefault(-1 if at is None else at, {})
+        metrics = run.figures.setdefault(-1 if index is None else index, {})
         for name, value in figures.items():
-            of_step[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            metrics[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
 
     def keep(self, **things: Any) -> None:
         """Add objects to checkpoints; call it before :meth:`resume`.
@@ -136,15 +136,17 @@ class RunDirectoryMixin(Wrapper):
         pairs = ("state_dict", "load_state_dict"), ("get_state", "set_state")
         for name, thing in things.items():
             if not name.isprintable():
-                raise JobError(f"keep: the name {name!r} has unprintable characters; give another")
+                raise JobError(
+                    f"keep: the name {name!r} has unprintable characters: choose another name"
+                )
             if "/" in name or name.startswith("#") or not name.strip("."):
                 raise JobError(
-                    f"keep: the name {name!r} can't be part of a path in a checkpoint; give a name "
-                    'without "/" that does not begin with "#", such as scheduler=…'
+                    f"keep: the name {name!r} can't be part of a path in a checkpoint: choose a "
+                    'name without "/" that does not begin with "#", such as scheduler=…'
                 )
-            if not any(all(hasattr(thing, one) for one in pair) for pair in pairs):
+            if not any(all(hasattr(thing, method) for method in pair) for pair in pairs):
                 raise JobError(
-                    f"keep: {name} is a {type(thing).__name__}; give an object with state_dict() "
+                    f"keep: {name} is a {type(thing).__name__}: pass an object with state_dict() "
                     "and load_state_dict(), or with get_state() and set_state()"
                 )
         self._node.keeps |= things
@@ -175,7 +177,7 @@ class RunDirectoryMixin(Wrapper):
         run = self._own_run("resume")
         _ = self._ready_engine()
         if run.begun:
-            raise JobError("resume() comes before the first step, and before save() and log()")
+            raise JobError("call resume() before the first step, and before save() and log()")
         if run.newest is not None:
             self._node.restart_exchanges()
         step = run.resume()
@@ -203,15 +205,15 @@ class RunDirectoryMixin(Wrapper):
         self._world.close()
         raise SystemExit(STOPPED)
 
-    def exit_if_stopping(self, save: Callable[..., object] | None = None, *given: Any) -> None:
-        """If :attr:`stopping`, call ``save(*given)``, if given, and :meth:`exit`.
+    def exit_if_stopping(self, save: Callable[..., object] | None = None, *arguments: Any) -> None:
+        """If :attr:`stopping`, call ``save(*arguments)``, unless it is None, and :meth:`exit`.
 
         :param save: function that saves the state of the program; None: nothing to save
-        :param given: arguments of ``save``
+        :param arguments: arguments of ``save``
         """
         if self.stopping:
             if save is not None:
-                save(*given)
+                save(*arguments)
             self.exit()
 
     @staticmethod
@@ -228,13 +230,13 @@ class RunDirectoryMixin(Wrapper):
         if name in LIGHTNING:
             return _of_lightning(framework)
         raise JobError(
-            f"callback({name}): give transformers, lightning or pytorch_lightning; in a custom "
-            "loop call optimizer.exit_if_stopping() after each step"
+            f"callback({name}): pass the module transformers, lightning or pytorch_lightning; in a "
+            "custom loop, call optimizer.exit_if_stopping() after each step"
         )
 
     def _own_run(self, call: str) -> Run:
         if self._run is None:
-            raise JobError(f'{call}: needs the folder of a run: give Gossip run="runs/mine"')
+            raise JobError(f'{call}: needs a run directory: pass Gossip(…, run="runs/mine")')
         return self._run
 
 
@@ -244,7 +246,7 @@ def _ours(optimizer: Any) -> Any:
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
             raise JobError(
-                f"callback: the trainer's optimizer is {type(optimizer).__name__}; give it "
+                f"callback: the trainer's optimizer is {type(optimizer).__name__}: pass it "
                 'mpigossip.Gossip(…, run="runs/mine")'
             )
         optimizer = inner

@@ -63,68 +63,76 @@ def settings(
     :param options: further options by their plain names
     :raises JobError: with one message for each problem
     """
-    drawn = graph is not None and not isinstance(graph, str)
+    is_graph = graph is not None and not isinstance(graph, str)
     if is_network(algorithm) or algorithm in graphs.BUILDERS.keys() - algorithms.BUILDERS.keys():
-        raise JobError(f"the fourth argument is the algorithm now: write graph={algorithm!r}")
+        raise JobError(f"the fourth argument of Gossip is the algorithm: write graph={algorithm!r}")
     if "local" in options:
-        raise JobError(f"local = {options['local']!r}: the optimizer is the local step here")
-    plain = {section: set(keys) for section, keys in KEYS.items()}
+        raise JobError(
+            f"local = {options['local']!r}: the optimizer is the local step in a custom loop: "
+            "remove local"
+        )
+    plain_names = {section: set(keys) for section, keys in KEYS.items()}
     for section, keys in OF_RUN.items() if folder else ():
-        plain[section] = plain.get(section, set()).union(keys)
-    sections = _sections(algorithm, graph, cadence, options, plain)
+        plain_names[section] = plain_names.get(section, set()).union(keys)
+    sections = _sections(algorithm, graph, cadence, options, plain_names)
     if folder is not None:
         sections["run"] |= {"output": str(folder), "name": folder.name or "run"}
     if world.nodes.per_node > 1:
         sections["node"]["ranks_per_node"] = world.nodes.per_node
     sections["node"] |= {"mixer": mixer, "devices": "cpu:1" if device == "cpu" else device}
     if world.timeout_s != TIMEOUT_S:
-        # A world may wait without a limit, as timeout_s = inf; the setting is finite.
+        # The time limit of a world may be inf, but the setting of a job must be finite.
         sections["node"].setdefault("timeout_s", min(world.timeout_s, LARGEST))
     if wire is not None:
         sections["node"]["wire"] = wire
     job = assemble.load(sections)
     try:
-        if drawn:
-            of = job.graph
+        if is_graph:
+            graph_section = job.graph
             slack = {"slack": job.graph.options.get("slack", 1.0)}
-            made = graphs.graph(
-                graph, world.nodes.count, of.weights, job.run.seed, of.lazy, **slack
+            built = graphs.graph(
+                graph,
+                world.nodes.count,
+                graph_section.weights,
+                job.run.seed,
+                graph_section.lazy,
+                **slack,
             )
-            name = "networkx" if is_network(graph) else f"{made.name} (given)"
-            job = replace(job, graph=replace(of, name=name, options=slack))
+            name = "networkx" if is_network(graph) else f"{built.name} (given)"
+            job = replace(job, graph=replace(graph_section, name=name, options=slack))
         else:
-            made = make_graph(job, world.nodes.count)
+            built = make_graph(job, world.nodes.count)
     except GraphError as error:
         raise JobError(f"graph.name: {error}") from error
-    parts = make_parts(job, made, local=STAND_IN)
-    found = incompatibilities(parts) + _unseen(parts) + _of_several(job, world)
-    if drawn and job.run.survive:
-        found.append(
-            "survive = True: a graph that is given has its number of nodes, and those who outlive "
-            f"a loss need one of fewer; name a graph, as {GraphSection.name}"
+    parts = make_parts(job, built, local=STAND_IN)
+    problems = incompatibilities(parts) + _unseen(parts) + _of_several(job, world)
+    if is_graph and job.run.survive:
+        problems.append(
+            "survive = True: a graph object has a fixed number of nodes, but survivors need a "
+            f"smaller graph: pass the name of a graph, such as {GraphSection.name}"
         )
-    elif not found:
-        found += assemble.survival_problems(job, world.nodes.count)
-    if found:
-        raise JobError(found)
+    elif not problems:
+        problems += assemble.survival_problems(job, world.nodes.count)
+    if problems:
+        raise JobError(problems)
     return parts
 
 
 def _of_several(job: Job, world: World) -> list[str]:
     """Return the features of the job that nodes of several ranks don't support in a custom loop."""
-    found = []
+    problems = []
     if job.node.mixer != "synchronous" and world.nodes.per_node > 1:
-        found.append(
+        problems.append(
             f'mixer = "{job.node.mixer}": the ranks of a node step together, and would wait for '
-            'each other\'s neighbours; use mixer = "synchronous", or ranks_per_node = 1'
+            'each other\'s neighbours: use mixer = "synchronous", or ranks_per_node = 1'
         )
     if job.run.survive and world.nodes.per_node > 1:
-        found.append(
-            "survive = True: a lost rank takes its part of its node with it; to go on, the node's "
-            "other ranks would have to leave, and all columns to shrink by the same node; use "
-            "ranks_per_node = 1, or go on from what was saved"
+        problems.append(
+            "survive = True: if a node has several ranks, the shard of a failed rank is lost, and "
+            "its node can't continue: use ranks_per_node = 1, or remove survive and resume from a "
+            "checkpoint after a failure"
         )
-    return found
+    return problems
 
 
 def _sections(
@@ -132,7 +140,7 @@ def _sections(
     graph: Any,
     cadence: str | None,
     options: Mapping[str, Any],
-    plain: Mapping[str, set[str]],
+    plain_names: Mapping[str, set[str]],
 ) -> dict[str, dict[str, Any]]:
     """Return a job's sections; each option goes to the section that has it, or that it names.
 
@@ -143,46 +151,46 @@ def _sections(
     for section, name in (("graph", graph), ("cadence", cadence)):
         if isinstance(name, str) or (section == "cadence" and name is not None):
             sections[section]["name"] = name
-    part = spec_of(algorithms.BUILDERS, algorithm)
-    brought = part.implies if part else {}
-    graph = brought.get("graph.name", GraphSection.name) if graph is None else graph
-    cadence = cadence or brought.get("cadence.name", CadenceSection.name)
-    known = {section: set(plain.get(section, ())) for section in sections}
-    known["algorithm"] |= {*options_of(algorithms.BUILDERS, algorithm)}
-    known["graph"] |= {*options_of(graphs.BUILDERS, graph)}
-    known["cadence"] |= {*options_of(cadences.BUILDERS, cadence)}
+    spec = spec_of(algorithms.BUILDERS, algorithm)
+    implied = spec.implies if spec else {}
+    graph = implied.get("graph.name", GraphSection.name) if graph is None else graph
+    cadence = cadence or implied.get("cadence.name", CadenceSection.name)
+    keys = {section: set(plain_names.get(section, ())) for section in sections}
+    keys["algorithm"] |= {*options_of(algorithms.BUILDERS, algorithm)}
+    keys["graph"] |= {*options_of(graphs.BUILDERS, graph)}
+    keys["cadence"] |= {*options_of(cadences.BUILDERS, cadence)}
     for option, value in options.items():
-        key, homes = _homes(option, known)
+        key, homes = _homes(option, keys)
         if not homes:
             if _homes(option, OF_RUN)[1]:
-                raise JobError(f'{option}: goes with a run\'s folder: give Gossip run="runs/mine"')
-            unknown = f"{option}: unknown; {near(option, set().union(*known.values()))}"
+                raise JobError(f'{option}: needs a run directory: pass Gossip(…, run="runs/mine")')
+            unknown = f"{option}: unknown; {near(option, set().union(*keys.values()))}"
             raise JobError(removed.of_argument(option) or unknown)
         if len(homes) > 1 and key not in SHARED:
             settings_of = " and ".join(f"{section}.{key}" for section in homes)
             remedy = " or ".join(f"{section}_{key}={value!r}" for section in homes)
             raise JobError(
-                f"{option} = {value!r}: {settings_of} are two settings of this name; "
-                f"name the section: {remedy}"
+                f"{option} = {value!r}: {settings_of} have the same name: "
+                f"add the section, as {remedy}"
             )
         for section in homes:
             if key in sections[section]:
                 raise JobError(
                     f"{option} = {value!r}: sets {section}.{key}, which another option "
-                    "sets, too; leave one of them out"
+                    "sets, too: remove one of them"
                 )
             sections[section][key] = value
     return sections
 
 
-def _homes(option: str, known: Mapping[str, Collection[str]]) -> tuple[str, list[str]]:
+def _homes(option: str, keys_of: Mapping[str, Collection[str]]) -> tuple[str, list[str]]:
     """Return the key that an option sets, and the sections that have this key.
 
-    ``lazy`` names a key only, ``graph_lazy`` and ``graph.lazy`` a section, too.
+    ``lazy`` is only a key, whereas ``graph_lazy`` and ``graph.lazy`` contain the section, too.
     """
-    if homes := [section for section, keys in known.items() if option in keys]:
+    if homes := [section for section, keys in keys_of.items() if option in keys]:
         return option, homes
-    for section, keys in known.items():
+    for section, keys in keys_of.items():
         key = option.removeprefix(section)[1:]
         if option in (f"{section}_{key}", f"{section}.{key}") and key in keys:
             return key, [section]
@@ -195,18 +203,18 @@ def _unseen(parts: JobParts) -> list[str]:
     cadence = parts.cadence
     if cadence.periods:
         return [
-            f"period = {list(cadence.periods)}: a custom loop makes each step that is called; "
-            'give one number, or mixer="asynchronous" with cadence "every", where each rank may '
-            "give a number of its own"
+            f"period = {list(cadence.periods)}: a custom loop does not choose the steps of its "
+            'nodes: pass one number, or mixer="asynchronous" with the cadence "every", for which '
+            "each rank may pass its own number"
         ]
     if "loss" in cadence.measures:
         return [
-            f'cadence.name = "{job.cadence.name}": it measures the loss, which a step from a '
-            'gradient doesn\'t see; use "gossip-pga", or a job'
+            f'cadence.name = "{job.cadence.name}": this cadence needs the loss, which step() does '
+            'not know: use "gossip-pga", or a job'
         ]
     if job.cadence.name == "adpsgd" and job.cadence.options.get("total") is None:
         return [
-            'cadence.name = "adpsgd": give total=…, the steps of the whole run: a loop of '
-            "one's own doesn't say them"
+            'cadence.name = "adpsgd": needs the number of steps of the run, which is not known in '
+            "a custom loop: pass total=…"
         ]
     return []

@@ -52,12 +52,12 @@ def write_optimizer(
         for k, group in enumerate(state["param_groups"])
     ]
     flat = [name for group in names for name in group]
-    of: dict[str, Any] = {}
-    for k, one in state["state"].items():
-        whole = {key: gather_full(value) for key, value in one.items()}
-        of[flat[k]] = packed(whole, f"torch/{flat[k]}", {} if arrays is None else arrays)
-    kept = packed(groups, "torch/#groups", {} if arrays is None else arrays)
-    return json.dumps({"optimizer": optimizer_name(optimizer), "groups": kept, "state": of})
+    states: dict[str, Any] = {}
+    for k, values in state["state"].items():
+        full = {key: gather_full(value) for key, value in values.items()}
+        states[flat[k]] = packed(full, f"torch/{flat[k]}", {} if arrays is None else arrays)
+    saved = packed(groups, "torch/#groups", {} if arrays is None else arrays)
+    return json.dumps({"optimizer": optimizer_name(optimizer), "groups": saved, "state": states})
 
 
 def read_optimizer(
@@ -74,27 +74,29 @@ def read_optimizer(
     saved = json.loads(text)
     names = _names(optimizer, model)
     groups = unpacked(saved["groups"], arrays)
-    was = [group["params"] for group in groups]
-    if was != names:
+    saved_names = [group["params"] for group in groups]
+    if saved_names != names:
         raise StoreError(
-            f"the optimizer's groups have {_counts(names)} parameters, those that were saved "
-            f"{_counts(was)}, or in another order: make it as it was"
+            f"the optimizer's groups have {_counts(names)} parameters, but the saved groups have "
+            f"{_counts(saved_names)}, or another order: create the optimizer as it was when it was "
+            "saved"
         )
     index = {name: k for k, name in enumerate(name for group in names for name in group)}
-    found = {}
+    states = {}
     lacking = []
-    own = dict(model.named_parameters())
-    for name, one in saved["state"].items():
+    parameters = dict(model.named_parameters())
+    for name, values in saved["state"].items():
         try:
-            whole = unpacked(one, arrays)
-            found[index[name]] = {key: part_like(own[name], value) for key, value in whole.items()}
+            full = unpacked(values, arrays)
+            parameter = parameters[name]
+            states[index[name]] = {key: part_like(parameter, v) for key, v in full.items()}
         except KeyError:
             lacking.append(name)
     now = optimizer.state_dict()["param_groups"]
     for group, present in zip(groups, now, strict=True):
         group["params"] = present["params"]
-    of = {"optimizer": saved.get("optimizer")}
-    return {"state": found, "param_groups": groups, **of}, lacking
+    kind = {"optimizer": saved.get("optimizer")}
+    return {"state": states, "param_groups": groups, **kind}, lacking
 
 
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
@@ -119,12 +121,12 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def copied(optimizer: torch.optim.Optimizer, spare: Inner) -> Inner:
     """Copy the optimizer's state to host memory, reusing memory of ``spare`` of the same shape."""
-    found: Inner = []
-    for at, p in enumerate(_parameters(optimizer)):
-        before = spare[at] if at < len(spare) else {}
+    copies: Inner = []
+    for index, p in enumerate(_parameters(optimizer)):
+        before = spare[index] if index < len(spare) else {}
         now = optimizer.state.get(p, {})
-        found.append({key: _copied(value, before.get(key)) for key, value in now.items()})
-    return found
+        copies.append({key: _copied(value, before.get(key)) for key, value in now.items()})
+    return copies
 
 
 def _copied(value: Any, spare: Any) -> Any:
@@ -135,9 +137,9 @@ def _copied(value: Any, spare: Any) -> Any:
     return value.detach().to("cpu", copy=True)
 
 
-def put_back(optimizer: torch.optim.Optimizer, kept: Inner) -> None:
+def put_back(optimizer: torch.optim.Optimizer, copies: Inner) -> None:
     """Restore the optimizer's state from a copy, and remove keys that were added since."""
-    for p, values in zip(_parameters(optimizer), kept, strict=True):
+    for p, values in zip(_parameters(optimizer), copies, strict=True):
         now = optimizer.state[p]
         for key in now.keys() - values.keys():
             del now[key]
@@ -158,21 +160,21 @@ def average_state(world: World, mixer: Mixer, optimizer: torch.optim.Optimizer) 
 
     :returns: keys of the averaged tensors
     """
-    mine = {
-        (at, key): value
-        for at, p in enumerate(_parameters(optimizer))
+    tensors = {
+        (index, key): value
+        for index, p in enumerate(_parameters(optimizer))
         for key, value in optimizer.state.get(p, {}).items()
         if torch.is_tensor(value) and value.is_floating_point() and value.shape == p.shape
     }
-    gathered = world.gather(set(mine))
+    gathered = world.gather(set(tensors))
     names = world.broadcast(gathered and sorted(set.intersection(*gathered)))
     for name in names:
-        value = mine[name]
+        value = tensors[name]
         value.copy_(mixer.mean(value.reshape(1, -1).double()).view(value.shape))
     return sorted({key for _, key in names})
 
 
-# -- random numbers, and what the program keeps ---------------------------------------------------
+# -- random numbers and kept objects ---------------------------------------------------------------
 
 
 class RankState(NamedTuple):
@@ -183,24 +185,24 @@ class RankState(NamedTuple):
     kept: dict[str, Any]
     """Kept objects as JSON."""
 
-    def marks(self) -> dict[str, str]:
+    def digests(self) -> dict[str, str]:
         """Return a digest of each kept object."""
-        found = {}
-        for name, one in self.kept.items():
-            sha = hashlib.sha256(json.dumps(one).encode())
+        digests = {}
+        for name, saved in self.kept.items():
+            sha = hashlib.sha256(json.dumps(saved).encode())
             for path in sorted(self.arrays):
                 if path == f"own/{name}" or path.startswith(f"own/{name}/"):
                     sha.update(self.arrays[path].tobytes())
-            found[name] = sha.hexdigest()
-        return found
+            digests[name] = sha.hexdigest()
+        return digests
 
-    def beside(self, first: Mapping[str, str]) -> RankState:
+    def without_equal(self, first: Mapping[str, str]) -> RankState:
         """Return this state without kept objects that the node's rank 0 has, too.
 
         :param first: digests of the kept objects of rank 0
         """
-        mine = self.marks()
-        kept = {name: one for name, one in self.kept.items() if first.get(name) != mine[name]}
+        digests = self.digests()
+        kept = {name: obj for name, obj in self.kept.items() if first.get(name) != digests[name]}
         same = {f"own/{name}" for name in self.kept.keys() - kept.keys()}
         arrays = {k: a for k, a in self.arrays.items() if "/".join(k.split("/")[:2]) not in same}
         return RankState(arrays, kept)
@@ -213,40 +215,40 @@ def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> RankState:
         arrays["rng/cuda"] = torch.cuda.get_rng_state(gpu).numpy()[None]
     kept = {
         name: packed(
-            one.state_dict() if hasattr(one, "state_dict") else one.get_state(),
+            thing.state_dict() if hasattr(thing, "state_dict") else thing.get_state(),
             f"own/{name}",
             arrays,
         )
-        for name, one in keeps.items()
+        for name, thing in keeps.items()
     }
     return RankState(arrays, kept)
 
 
-def of_node(own: RankState, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
+def of_node(state: RankState, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
     """Return the states of all ranks of the node on its rank 0; collective over the node."""
-    every: list[RankState] | None = [own]
-    if (inside := world.nodes.intra_node) is not None:
-        first = inside.broadcast(own.marks())
-        every = inside.gather(own.beside(first) if inside.rank else own)
+    states: list[RankState] | None = [state]
+    if (intra_node := world.nodes.intra_node) is not None:
+        first = intra_node.broadcast(state.digests())
+        states = intra_node.gather(state.without_equal(first) if intra_node.rank else state)
     arrays: dict[str, np.ndarray] = {}
     numbers: dict[str, Number] = {}
-    for rank, one in enumerate(every or ()):
+    for rank, rank_state in enumerate(states or ()):
         own_key = f"own/#{rank}" if rank else "own"
-        numbers[own_key] = json.dumps(one.kept)
-        for path, array in one.arrays.items():
-            kind, _, rest = path.partition("/")
-            arrays[f"{kind}/#{rank}/{rest}" if rank else path] = array
+        numbers[own_key] = json.dumps(rank_state.kept)
+        for path, array in rank_state.arrays.items():
+            kind, _, name = path.partition("/")
+            arrays[f"{kind}/#{rank}/{name}" if rank else path] = array
     return arrays, numbers
 
 
 def load_random(saved: NodeState, rank: int, model: nn.Module) -> None:
     """Restore torch's generators of this local rank, if they were saved."""
-    at = f"rng/#{rank}" if rank else "rng"
-    if f"{at}/torch" in saved.arrays:
-        torch.set_rng_state(torch.from_numpy(np.array(saved.arrays[f"{at}/torch"])))
+    path = f"rng/#{rank}" if rank else "rng"
+    if f"{path}/torch" in saved.arrays:
+        torch.set_rng_state(torch.from_numpy(np.array(saved.arrays[f"{path}/torch"])))
     gpu = next(model.parameters()).device
-    if f"{at}/cuda" in saved.arrays and gpu.type == "cuda":
-        state, *_ = np.atleast_2d(saved.arrays[f"{at}/cuda"])
+    if f"{path}/cuda" in saved.arrays and gpu.type == "cuda":
+        state, *_ = np.atleast_2d(saved.arrays[f"{path}/cuda"])
         torch.cuda.set_rng_state(torch.from_numpy(np.array(state)), gpu)
 
 
@@ -260,33 +262,33 @@ def load_kept(saved: NodeState, rank: int, keeps: Mapping[str, Any], draws: bool
     :param keeps: objects to restore, by name
     :param draws: True to restore generators, too, which belong to one rank
     """
-    own = json.loads(str(saved.numbers["own"]))
-    mine = dict[str, Any]()
-    anew = []
+    of_rank_0 = json.loads(str(saved.numbers["own"]))
+    of_this_rank = dict[str, Any]()
+    reset = []
     if rank:
-        mine = json.loads(str(saved.numbers.get(f"own/#{rank}", "{}")))
+        of_this_rank = json.loads(str(saved.numbers.get(f"own/#{rank}", "{}")))
     for name, thing in keeps.items():
         loads = hasattr(thing, "load_state_dict")
-        if name not in own | mine or not (draws or loads):
-            anew.append(name)
+        if name not in of_rank_0 | of_this_rank or not (draws or loads):
+            reset.append(name)
             continue
         arrays = saved.arrays
-        at = f"own/#{rank}/"
-        if name in mine:
-            arrays = {f"own/{k[len(at) :]}": a for k, a in arrays.items() if k.startswith(at)}
-        state = unpacked((own | mine)[name], arrays)
+        path = f"own/#{rank}/"
+        if name in of_this_rank:
+            arrays = {f"own/{k[len(path) :]}": a for k, a in arrays.items() if k.startswith(path)}
+        state = unpacked((of_rank_0 | of_this_rank)[name], arrays)
         (thing.load_state_dict if loads else thing.set_state)(state)
-    return [f"begun anew: {', '.join(anew)}"] if anew else []
+    return [f"not restored: {', '.join(reset)}"] if reset else []
 
 
 def dropped_ranks(saved: NodeState, now: int) -> list[str]:
     """Return a message on what is lost if the number of ranks per node has changed."""
-    were = int(saved.numbers.get("ranks", 1))
-    if were == now:
+    before = int(saved.numbers.get("ranks", 1))
+    if before == now:
         return []
     return [
-        f"from nodes of {pluralize(were, 'rank')}, now {now}: random numbers of all but "
-        "a node's first rank are dropped, or begin anew"
+        f"nodes had {pluralize(before, 'rank')}, and now have {now}: random numbers are restored "
+        "on the first rank of each node only"
     ]
 
 
@@ -309,49 +311,49 @@ TYPES = {
 }
 
 
-def packed(value: Any, at: str, arrays: dict[str, np.ndarray]) -> Any:
+def packed(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     """Convert a value to JSON, and put its tensors into ``arrays``.
 
     :param value: nested dicts, lists and tuples of numbers, strings and tensors
-    :param at: path of the value; its tensors get this path or paths below it
+    :param path: path of the value; its tensors get this path or paths below it
     :param arrays: dict that the tensors are added to
     :raises JobError: for any other type; the message names the path
     """
     if isinstance(value, torch.Tensor) and str(value.dtype) in TYPES:
-        arrays[at] = plain(value).copy()
-        return {"#tensor": at, "type": str(value.dtype)}
+        arrays[path] = plain(value).copy()
+        return {"#tensor": path, "type": str(value.dtype)}
     if isinstance(value, Mapping):
         links = _links(value)
-        items = [(key, packed(value[key], f"{at}/{links[key]}", arrays)) for key in value]
+        items = [(key, packed(value[key], f"{path}/{links[key]}", arrays)) for key in value]
         if all(isinstance(key, str) and not key.startswith("#") for key in value):
             return dict(items)
-        return {"#items": [[packed(key, at, arrays), one] for key, one in items]}
+        return {"#items": [[packed(key, path, arrays), item] for key, item in items]}
     if isinstance(value, list | tuple):
-        items = [packed(one, f"{at}/{k}", arrays) for k, one in enumerate(value)]
+        items = [packed(item, f"{path}/{k}", arrays) for k, item in enumerate(value)]
         return items if isinstance(value, list) else {"#tuple": items}
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise JobError(
-        f"save: {at} is a {type(value).__name__}; a checkpoint takes tensors, numbers, texts, "
-        "lists and tables of these"
+        f"save: {path} is a {type(value).__name__}: a checkpoint can contain tensors, numbers, "
+        "strings, and lists, tuples and dicts of these"
     )
 
 
 def unpacked(saved: Any, arrays: Arrays) -> Any:
     """Return the value that :func:`packed` has converted; KeyError if a tensor is missing."""
     if isinstance(saved, list):
-        return [unpacked(one, arrays) for one in saved]
+        return [unpacked(item, arrays) for item in saved]
     if not isinstance(saved, dict):
         return saved
     if "#tensor" in saved:
         return torch.from_numpy(np.array(arrays[saved["#tensor"]])).to(TYPES[saved["type"]])
     if "#items" in saved:
-        return {unpacked(key, arrays): unpacked(one, arrays) for key, one in saved["#items"]}
+        return {unpacked(key, arrays): unpacked(item, arrays) for key, item in saved["#items"]}
     if "#tuple" in saved:
-        return tuple(unpacked(one, arrays) for one in saved["#tuple"])
-    return {key: unpacked(one, arrays) for key, one in saved.items()}
+        return tuple(unpacked(item, arrays) for item in saved["#tuple"])
+    return {key: unpacked(item, arrays) for key, item in saved.items()}
 
 
 def _links(keys: Iterable[Any]) -> dict[Any, str]:

@@ -49,39 +49,38 @@ def _arrays(engine: Engine, flat: ParameterLayout) -> dict[str, torch.Tensor]:
 
 
 def load(
-    given: dict[str, Any],
-    mine: dict[str, Any] | None,
+    inner_state: dict[str, Any],
+    entry: dict[str, Any] | None,
     inner: torch.optim.Optimizer,
     model: nn.Module,
     flat: ParameterLayout,
 ) -> list[str]:
     """Load a state dict into the inner optimizer, and the model's parameters into the model.
 
-    :param given: state dict of the inner optimizer
-    :param mine: the entry "gossip", a :func:`state`; None: there is none
+    :param inner_state: state dict of the inner optimizer
+    :param entry: the entry "gossip", a :func:`state`; None: there is none
     :param inner: the inner optimizer
     :param model: the model
     :param flat: layout of the parameters in this process
     :returns: messages to report about settings
     """
-    if mine is not None:
-        _check(mine, flat)
-    of = given.pop("optimizer", None) if mine is None else mine.get("optimizer")
-    given["param_groups"], told = fill_missing(inner, given["param_groups"], str(of or ""))
+    if entry is not None:
+        _check(entry, flat)
+    saved = inner_state.pop("optimizer", None) if entry is None else entry.get("optimizer")
+    groups = inner_state["param_groups"]
+    inner_state["param_groups"], messages = fill_missing(inner, groups, str(saved or ""))
     low = [(p, p.data) for p in model.parameters() if p.dtype in LOW]
     try:
-        for (
-            p,
-            data,
-        ) in low:  # torch casts state to the parameter's dtype, but the master weights are float32
+        # torch casts state to the parameter's dtype, but the master weights are float32
+        for p, data in low:
             p.data = data.float()
-        inner.load_state_dict(given)
+        inner.load_state_dict(inner_state)
     finally:
         for p, data in low:
             p.data = data
-    if mine is not None:
-        initial_sync.load_packed(model, flat, mine["model"])
-    return told
+    if entry is not None:
+        initial_sync.load_packed(model, flat, entry["model"])
+    return messages
 
 
 def _check(state: Any, flat: ParameterLayout) -> None:
@@ -94,7 +93,7 @@ def _check(state: Any, flat: ParameterLayout) -> None:
         numbers = state["numbers"]
         if list(names) != list(flat.names) or list(map(tuple, shapes)) != list(flat.shapes):
             raise JobError(
-                "load_state_dict: the state is of a model with other parameters: "
+                "load_state_dict: the state belongs to a model with other parameters: "
                 f"{', '.join(map(str, names[:3]))} …; load the state of this model"
             )
         _array("model", model, flat.count)
@@ -107,28 +106,29 @@ def _check(state: Any, flat: ParameterLayout) -> None:
     except JobError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        what = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise JobError(f"load_state_dict: this is no state of Gossip's: {what}") from error
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise JobError(f"load_state_dict: this is not a state of Gossip: {reason}") from error
 
 
 def _array(name: str, array: Any, size: int, kind: torch.dtype = torch.float32) -> None:
     if not torch.is_tensor(array) or array.dtype != kind or array.shape != (size,):
-        told = f"{array.dtype} {tuple(array.shape)}" if torch.is_tensor(array) else type(array)
-        raise ValueError(f"{name} is {told}, not {size} of {kind}")
+        text = f"{array.dtype} {tuple(array.shape)}" if torch.is_tensor(array) else type(array)
+        raise ValueError(f"{name} is {text}, not {size} of {kind}")
 
 
-def check_step(world: World, mine: dict[str, Any] | None) -> None:
+def check_step(world: World, entry: dict[str, Any] | None) -> None:
     """Raise JobError on all nodes if they have loaded states of different steps; collective.
 
     The "latest" checkpoints of frameworks differ if a job was killed between two ranks' saving.
     """
-    steps = world.broadcast(world.gather(mine and int(mine["numbers"]["index"])))
+    steps = world.broadcast(world.gather(entry and int(entry["numbers"]["index"])))
     if len(set(steps)) > 1:
-        at = ["the start" if step is None else f"step {step}" for step in steps]
-        other = next(rank for rank, step in enumerate(at) if step != at[0])
+        starts = ["the start" if step is None else f"step {step}" for step in steps]
+        other = next(rank for rank, step in enumerate(starts) if step != starts[0])
         raise JobError(
-            f"load_state_dict: rank 0 goes on from {at[0]}, rank {other} from {at[other]}: load "
-            "the states of one step on all nodes, the last one that each of them has"
+            f"load_state_dict: rank 0 continues from {starts[0]}, but rank {other} from "
+            f"{starts[other]}: load the states of the same step on all nodes, the last step that "
+            "each of them has"
         )
 
 
@@ -138,12 +138,14 @@ def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
         flat = engine.vector.flat.local_layout
         packed = {name: without_padding(a, flat) for name, a in state["arrays"].items()}
         arrays = {name: (a.shape, a.dtype) for name, a in packed.items()}
-        own = _arrays(engine, flat)
-        ours = {name: (a.shape, a.dtype) for name, a in own.items()}
-        if arrays != ours or engine.numbers().keys() != state["numbers"].keys() - {"bytes_sent"}:
+        expected_arrays = _arrays(engine, flat)
+        expected = {name: (a.shape, a.dtype) for name, a in expected_arrays.items()}
+        if arrays != expected or engine.numbers().keys() != state["numbers"].keys() - {
+            "bytes_sent"
+        }:
             raise JobError(
-                "load_state_dict: the state is of another algorithm or cadence; give Gossip those "
-                "that it was saved with"
+                "load_state_dict: the state belongs to another algorithm or cadence: pass Gossip "
+                "the algorithm and cadence that it was saved with"
             )
 
 
@@ -156,40 +158,43 @@ def check_origin(world: World, state: dict[str, Any], engine: Engine, algorithm:
     own = origin(world)
     saved = {key: int(state.get(key, value)) for key, value in own.items()}
     sharded = isinstance(engine.vector, ShardedParameters)
-    every = world.broadcast(world.gather((own, saved, sharded)))
-    places = [_place(*one) for one in every]
-    others = [rank for rank, (here, there) in enumerate(places) if here != there]
+    origins = world.broadcast(world.gather((own, saved, sharded)))
+    descriptions = [_describe(*of_rank) for of_rank in origins]
+    others = [rank for rank, (local, loaded) in enumerate(descriptions) if local != loaded]
     if not others:
         return
     first, *more = others
-    here, there = places[first]
+    local, loaded = descriptions[first]
     also = f", and {pluralize(len(more), 'other rank')} likewise" if more else ""
-    found = f"load_state_dict: rank {first} is {here}, and loaded the state of {there}{also}"
+    message = f"load_state_dict: rank {first} is {local}, and loaded the state of {loaded}{also}"
     remedy = 'save and load one file per rank, such as f"state-{world.rank}.pt"'
-    wrong_shard = any(own["local_rank"] != saved["local_rank"] for own, saved, cut in every if cut)
+    wrong_shard = any(
+        own["local_rank"] != saved["local_rank"] for own, saved, sharded in origins if sharded
+    )
     if wrong_shard:
-        raise JobError(f"{found}: each rank holds a shard of its own; {remedy}")
+        raise JobError(f"{message}: each rank has its own shard; {remedy}")
     if engine.method.distinct_state:
         raise JobError(
-            f'{found}: algorithm.name = "{algorithm}" needs the state of each node, as the nodes\' '
-            f'states belong together; {remedy}, or remove the entry "gossip" from the state, so '
-            "that the method begins anew"
+            f'{message}: algorithm.name = "{algorithm}" needs the state of each node, because the '
+            f"states of the nodes belong together; {remedy}, or remove the entry "
+            '"gossip" from the state, which resets the algorithm'
         )
     if world.rank == 0:
         print_note_once(
-            f"{found}: its model and what its method has kept replace this node's; {remedy}"
+            f"{message}: its model and the state of its algorithm replace those of this node; "
+            f"{remedy}"
         )
 
 
-def _place(own: dict[str, int], saved: dict[str, int], sharded: bool) -> tuple[str, str]:
+def _describe(own: dict[str, int], saved: dict[str, int], sharded: bool) -> tuple[str, str]:
     """Describe the node, and the shard of it, that a rank is and that it has loaded."""
-    here, there = (f"node {one['node']} of {one['nodes']}" for one in (own, saved))
+    local, loaded = (f"node {ids['node']} of {ids['nodes']}" for ids in (own, saved))
     if sharded:
-        here, there = (
-            f"local rank {one['local_rank']} of {text}"
-            for one, text in ((own, here), (saved, there))
+        local, loaded = (
+            f"local rank {ids['local_rank']} of {text}"
+            for ids, text in ((own, local), (saved, loaded))
         )
-    return here, there
+    return local, loaded
 
 
 def restore(state: dict[str, Any], engine: Engine, vector: ModuleParameters) -> None:

@@ -32,17 +32,17 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
     """
     if ranks_per_node != "host" and (not isinstance(ranks_per_node, int) or ranks_per_node < 1):
         raise JobError(
-            f'ranks_per_node = {ranks_per_node!r}: give 1, "host", or how many ranks of a host '
-            "are a node"
+            f'ranks_per_node = {ranks_per_node!r}: must be 1, "host", or the number of ranks of a '
+            "host that form a node"
         )
-    made = ranks.world(timeout_s)
-    made.group_into_nodes(ranks_per_node)
+    opened = ranks.world(timeout_s)
+    opened.group_into_nodes(ranks_per_node)
     hidden = launcher.hide()
-    if made.nodes.count > 1 and made.rank == 0:
-        atexit.register(report_unused, made.nodes.count)
-    made.after_close.callback(launcher.restore, hidden)
+    if opened.nodes.count > 1 and opened.rank == 0:
+        atexit.register(report_unused, opened.nodes.count)
+    opened.after_close.callback(launcher.restore, hidden)
     of_torch = [name for name in hidden if name in launcher.TORCH]
-    if of_torch and made.rank == 0:
-        text = f"{', '.join(of_torch)} are hidden, so that frameworks see one process a rank"
+    if of_torch and opened.rank == 0:
+        text = f"{', '.join(of_torch)} are hidden, so that frameworks see one process per rank"
         print_note(f"{text}; read them before mpigossip.world()")
-    return made
+    return opened

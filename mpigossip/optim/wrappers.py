@@ -50,12 +50,12 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | Non
     if home in FRAMEWORKS:
         raise JobError(
             f"the optimizer has been wrapped by {home} already ({kind.__name__}), which would "
-            "leave out steps that neighbours wait for: give Gossip the torch optimizer, and what "
-            "comes back to the framework"
+            "skip steps that neighbours wait for: pass the torch optimizer to Gossip, and the "
+            "Gossip optimizer to the framework"
         )
     if kind.__name__ in SHARING:
         raise JobError(
-            f"the optimizer is a {kind.__name__}, which joins ranks by torch.distributed: give "
+            f"the optimizer is a {kind.__name__}, which joins ranks by torch.distributed: pass "
             "Gossip the optimizer inside it"
         )
     shards = _sharded(model, world)
@@ -63,9 +63,9 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | Non
     several = world.nodes.per_node if world and not shards else 1
     if several > 1 and not any(isinstance(m, DistributedDataParallel) for m in _layers(model)):
         raise JobError(
-            f"ranks_per_node: a node has {several} ranks, whose gradients nobody averages: wrap "
+            f"ranks_per_node: a node has {several} ranks, whose gradients are not averaged: wrap "
             "the model as DistributedDataParallel(model, process_group=world.node_group()), or "
-            "cut it by fully_shard(model, mesh=world.node_mesh()), before it is given to Gossip"
+            "shard it by fully_shard(model, mesh=world.node_mesh()), before you pass it to Gossip"
         )
     _check_groups(wrappers, world)
 
@@ -82,24 +82,24 @@ def check_late(model: nn.Module, world: World | None = None) -> None:
     """
     _sharded(model, world)
     if distributed.is_available() and distributed.is_initialized():
-        own = {id(p) for p in model.parameters()}
-        every = (o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
-        _check_groups((m for m in every if own & {id(p) for p in m.parameters()}), world)
+        in_model = {id(p) for p in model.parameters()}
+        wrappers = (o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
+        _check_groups((m for m in wrappers if in_model & {id(p) for p in m.parameters()}), world)
 
 
 def _check_groups(wrappers: Iterable[DistributedDataParallel], world: World | None) -> None:
     for wrapper in wrappers:
         group = wrapper.process_group
         node = _node(world)
-        told = "DistributedDataParallel around the model sums the gradients of "
-        told += f"{group.size()} processes"
+        message = "DistributedDataParallel around the model averages the gradients of "
+        message += f"{group.size()} processes"
         if node and distributed.get_process_group_ranks(group) != node:
-            remedy = "give it process_group=world.node_group()"
-            raise JobError(f"{told}, and this node has {len(node)} ranks: {remedy}")
+            remedy = "pass it process_group=world.node_group()"
+            raise JobError(f"{message}, but this node has {len(node)} ranks: {remedy}")
         if not node and group.size() > 1:
             raise JobError(
-                f"{told} at every step, and each of them is a node: leave it away, Gossip takes "
-                "its place, or make them one by mpigossip.world(ranks_per_node=…)"
+                f"{message} in each step, but each of them is a node: remove it, because Gossip "
+                "replaces it, or make them one node by mpigossip.world(ranks_per_node=…)"
             )
 
 
@@ -110,41 +110,42 @@ def _sharded(model: nn.Module, world: World | None) -> bool:
     """
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise JobError(
-            "the model is in FullyShardedDataParallel, whose flat parameters are its own: cut it "
-            "by fully_shard(model, mesh=world.node_mesh()) inside the node, or leave it away"
+            "the model is in FullyShardedDataParallel, which replaces parameters by its own flat "
+            "ones: remove it, or shard the model inside the node by "
+            "fully_shard(model, mesh=world.node_mesh())"
         )
     modules = fully_sharded(model)
     reshard(modules)
-    cut = [(n, p) for n, p in model.named_parameters() if is_sharded(p)]
-    for name, parameter in cut:
-        _of_node(name, parameter, world)
-    whole = [n for n, p in model.named_parameters() if p.requires_grad and not is_sharded(p)]
-    if cut and whole:
+    shards = [(n, p) for n, p in model.named_parameters() if is_sharded(p)]
+    for name, parameter in shards:
+        _check_mesh(name, parameter, world)
+    others = [n for n, p in model.named_parameters() if p.requires_grad and not is_sharded(p)]
+    if shards and others:
         raise JobError(
-            f"{parameter_list(whole)} aren't sharded, where others are: nobody averages their "
-            "gradients inside the node; call fully_shard(model, mesh=world.node_mesh()) on the "
-            "whole model, too, after its layers"
+            f"{parameter_list(others)} aren't sharded, but others are, so that their gradients "
+            "would not be averaged inside the node: call "
+            "fully_shard(model, mesh=world.node_mesh()) on the whole model, too, after its layers"
         )
-    return bool(cut)
+    return bool(shards)
 
 
-def _of_node(name: str, parameter: Any, world: World | None) -> None:
+def _check_mesh(name: str, parameter: Any, world: World | None) -> None:
     """Raise JobError unless `fully_shard` has sharded the parameter over this node's ranks."""
     node = _node(world) or [0]
     mesh = parameter.device_mesh
     (first, *more) = parameter.placements
-    on = mesh.mesh.flatten().tolist()
-    if on != node:
-        they = "rank" if len(node) == 1 else "ranks"
+    mesh_ranks = mesh.mesh.flatten().tolist()
+    if mesh_ranks != node:
+        noun = "rank" if len(node) == 1 else "ranks"
         raise JobError(
-            f"parameter {name} is cut between the ranks {', '.join(map(str, on))}, and this node "
-            f"is the {they} {', '.join(map(str, node))}: fully_shard(model, "
-            "mesh=world.node_mesh()) cuts it inside the node, whose ranks "
-            "mpigossip.world(ranks_per_node=…) joins"
+            f"parameter {name} is sharded over the ranks {', '.join(map(str, mesh_ranks))}, but "
+            f"this node has the {noun} {', '.join(map(str, node))}: call fully_shard(model, "
+            "mesh=world.node_mesh()), which shards it inside the node, and choose the ranks of a "
+            "node by mpigossip.world(ranks_per_node=…)"
         )
     if more or not first.is_shard() or type(first).__name__ != "Shard":
         raise JobError(
-            f"parameter {name} is a DTensor placed {parameter.placements}: inside the node "
-            "fully_shard alone can cut it, not parallelize_module or replicas (HSDP), whose place "
-            "gossip takes"
+            f"parameter {name} is a DTensor with placements {parameter.placements}: only "
+            "fully_shard is supported inside a node, but neither parallelize_module nor replicas "
+            "(HSDP), which gossip replaces"
         )

@@ -1,4 +1,4 @@
-"""A program for ranks: what Accelerate and Lightning make of a step, beside torch alone.
+"""A program for ranks that compares steps of Accelerate and Lightning with torch alone.
 
 Prints a line a check and rank: its name, and whether parameters have the same bits.
 """
@@ -42,7 +42,7 @@ def scaler():
 
 
 def batches(rank):
-    """Rank 1's third overflows float16 where it is scaled."""
+    """Return inputs; the third one of rank 1 overflows float16 when its loss is scaled."""
     draw = torch.Generator().manual_seed(rank)
     found = [torch.randn(8, 4, generator=draw) for _ in range(STEPS)]
     if rank == 1:
@@ -51,7 +51,7 @@ def batches(rank):
 
 
 def plain(world, clip=None, scaling=None, dtype=None):
-    """The loop by torch alone."""
+    """Train by torch alone."""
     model, optimizer = made(world)
     for batch in batches(world.rank):
         optimizer.zero_grad()
@@ -84,7 +84,7 @@ def accelerated(world, scaling):
 
 
 class Module(lightning.LightningModule):
-    """The same step for Lightning's loop."""
+    """Module that makes the same step in Lightning's loop."""
 
     def __init__(self, world, manual):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models cut by FSDP2, or held by DDP, inside nodes of several ranks, and their reference.
+"""Models sharded by FSDP2 or wrapped by DDP inside nodes of several ranks, and their reference.
 
 The reference is one process: n full models, each with its own optimizer and the mean gradient of
 its node's batches, mixed by the graph's W(t) in the simulator.
@@ -16,12 +16,12 @@ VOCABULARY = 51
 CONTEXT = 12
 WIDTH = 20
 BATCH = 4
-"""A vocabulary that 2 and 3 don't divide, a width that 3 doesn't."""
+"""Vocabulary size that 2 and 3 don't divide, and width that 3 doesn't divide."""
 SGD = ("dmsgd", "qg-dmsgd", "decentlam", "detag", "defacto")
 
 
 class Case(NamedTuple):
-    """What a training is to be; equal on all ranks."""
+    """Description of a training, equal on all ranks."""
 
     algorithm: str = "dsgd"
     options: tuple[tuple[str, object], ...] = ()
@@ -30,13 +30,13 @@ class Case(NamedTuple):
     compiled: bool = False
     bf16: bool = False
     copies: bool = False
-    """as if torch's inside weren't known"""
+    """Pretend that torch's memory layout is unknown."""
     ddp: bool = False
     device: str = "cpu"
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a network of two layers, both residual."""
+    """Causal attention and a network of two layers, both with a residual connection."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (batch, time) and their successors -> mean loss; head and embedding are one."""
+    """Model that maps tokens (batch, time) and their successors to the mean loss; tied head."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -95,7 +95,7 @@ def optimizer_of(model: nn.Module, algorithm: str) -> torch.optim.Optimizer:
 
 
 def wrapped(world, model: nn.Module, case: Case) -> nn.Module:
-    """The model as its node's ranks have it."""
+    """Return the model as the ranks of its node have it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if case.ddp:
@@ -111,13 +111,13 @@ def wrapped(world, model: nn.Module, case: Case) -> nn.Module:
 
 
 def whole(model: nn.Module) -> torch.Tensor:
-    """All parameters, joined; collective over the node where they are cut."""
+    """Return all parameters in one tensor; collective over the node if they are sharded."""
     full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return torch.cat([p.detach().reshape(-1) for p in full])
 
 
 def trained(world, case: Case, per: int) -> torch.Tensor:
-    """This node's parameters after the steps."""
+    """Return this node's parameters after the steps."""
     from mpigossip.engine import sharded
     from mpigossip.optim.gossip import Gossip
 
@@ -151,7 +151,7 @@ def trained(world, case: Case, per: int) -> torch.Tensor:
 
 @with_world(timeout_s=60)
 def on_ranks(world, cases: list[Case], per: int):
-    """Of each case the node and its parameters; called on every rank."""
+    """Return the node and its parameters for each case; called on every rank."""
     world.group_into_nodes(per)
     found = [trained(world, case, per).cpu().numpy() for case in cases]
     return world.nodes.inter_node.rank, found
@@ -189,7 +189,7 @@ def simulated(job, graph, models, optimizers, steps: int, backward) -> None:
 
 
 def mixed(n: int, per: int, case: Case) -> torch.Tensor:
-    """The reference: (n, parameters)."""
+    """Compute the reference, of shape (n, parameters)."""
     from mpigossip.training import assemble
     from mpigossip.training.parts import make_graph
 
@@ -218,7 +218,7 @@ def mixed(n: int, per: int, case: Case) -> torch.Tensor:
 
 
 def clip(model: nn.Module, most: float, per: int) -> None:
-    """As torch's own, which takes a parameter's norm from those of its pieces."""
+    """Clip as torch does, which computes a parameter's norm from the norms of its shards."""
     parameters = list(model.parameters())
     norms = [
         sum(torch.linalg.vector_norm(piece).pow(2) for piece in p.grad.chunk(per)).pow(0.5)
@@ -229,7 +229,7 @@ def clip(model: nn.Module, most: float, per: int) -> None:
 
 
 def _gradient(model: GPT, node: int, per: int, step: int, bf16: bool) -> None:
-    """The mean gradient of the node's batches, in the order of its slots."""
+    """Return the mean gradient of the node's batches, summed in the order of its slots."""
     for slot in range(per):
         inputs, targets = batch(node, slot, step)
         if not bf16:

@@ -29,7 +29,7 @@ def job(name, steps, late):
 
 @with_world
 def own_loop(world, name, steps, late):
-    """The same data, model and rates without any of the job's step."""
+    """Train with the same data, model and rates, but without the code of a job's step."""
     made = assemble.assemble(job(name, steps, late), world, world.size)
     loader = made.loader
     trainer = made.trainer

@@ -1,4 +1,4 @@
-"""DistributedDataParallel inside nodes of several ranks, Gossip between them: a rank's bits."""
+"""DDP inside nodes of several ranks, Gossip between them: bitwise like nodes of one rank."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def optimizer_of(model, settings):
 
 
 def stepped(world, settings, node, slots, wrap):
-    """Parameters after some clipped steps; gradients are the mean over the node's slots."""
+    """Return parameters after some clipped steps with the mean gradient over the node's slots."""
     from mpigossip.optim.gossip import Gossip
 
     model = network(node)
@@ -88,7 +88,7 @@ def one_rank(comm, settings):
 
 
 @pytest.mark.parametrize(("n", "count"), [(2, len(SETTINGS)), every(4, 2)])
-def test_ddp_inside_the_node_has_the_bits_of_one_rank_a_node(ranks, n, count):
+def test_ddp_inside_the_node_is_bitwise_identical_to_one_rank_per_node(ranks, n, count):
     some = SETTINGS[:count]
     expected = ranks(n)(one_rank, some, timeout=120)
     for node, found, mesh in ranks(PER * n)(several, some, timeout=120):
@@ -122,8 +122,8 @@ def refused(world):
     return said
 
 
-def test_what_ranks_of_a_node_need_is_said(ranks):
+def test_missing_or_wrong_ddp_inside_a_node_is_rejected(ranks):
     for plain, whole, late in ranks(4)(refused):
         assert "DistributedDataParallel(model, process_group=world.node_group())" in plain
-        assert "sums the gradients of 1 processes, and this node has 2 ranks" in whole
+        assert "averages the gradients of 1 processes, but this node has 2 ranks" in whole
         assert 'mixer = "asynchronous": the ranks of a node step together' in late

@@ -16,9 +16,9 @@ RATE = 0.1
 OUTER_RATE = 0.7
 OUTER_BETA = 0.9
 PERIOD = 2
-"""Steps between two averages of diloco."""
+"""Number of steps between two averages of diloco."""
 LATE = 25
-"""A step after the first 20, whose values aren't compared."""
+"""Step after the first 20 in which values aren't compared."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ WHEN = {"each": range(6), "early": (3,), "late": (LATE,)}
 
 
 class Case(NamedTuple):
-    """An edit: how, of which parameters, in which training, where in a step, in which steps."""
+    """One edit: its kind, parameters and training, its position in a step, and its steps."""
 
     edit: str
     low: bool
@@ -83,7 +83,7 @@ class Case(NamedTuple):
 
     @property
     def steps(self) -> range:
-        """One more step than the last that is edited, so that an edit could be lost."""
+        """Return the last edited step plus one, so that an edit could be lost."""
         return range(max(WHEN[self.when]) + 2)
 
 
@@ -150,7 +150,7 @@ class Reference:
             [p.detach().float().clone() for p in model.parameters()] for model in self.models
         ]
         self.outer: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
-        """of each node the parameters after diloco's last outer step, and its momentum"""
+        """For each node, the parameters after diloco's last outer step, and its momentum."""
 
     def edit(self, place: str, step: int) -> None:
         """Apply the edit to the models; float32 copies follow where values have changed."""
@@ -175,7 +175,7 @@ class Reference:
                 x.add_(p.grad.float(), alpha=-RATE)
 
     def outer_step(self) -> None:
-        """Nesterov's step of diloco along what all nodes did, edits included."""
+        """Make diloco's Nesterov step along the changes of all nodes, including edits."""
         means = [sum(parts) / len(parts) for parts in zip(*self.exact, strict=True)]
         for row, outer in zip(self.exact, self.outer, strict=True):
             for x, mean, (anchor, slow) in zip(row, means, outer, strict=True):
@@ -250,7 +250,7 @@ def outer_by_hand(steps: int, period: int, factor: float) -> float:
 
 
 @on_each("period", [1, 4, 8, 50])
-def test_diloco_takes_edits_for_local_steps(period):
+def test_diloco_treats_edits_as_local_steps(period):
     """Its outer step moves along them, with momentum: the weight isn't 0.9^20 afterwards."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -280,7 +280,7 @@ def test_edits_are_rejected_by_methods_that_keep_their_own_model(algorithm):
 
 
 @on_each("low", [False, True])
-def test_an_edit_after_a_look_at_all_nodes_is_rejected_as_one_before_it(low):
+def test_an_edit_after_a_collective_call_is_rejected_like_one_before_it(low):
     model, gossip = wrapped(style="awc", low=low)
     train(gossip, model, range(2))
     with gossip.averaged():
@@ -344,7 +344,7 @@ def edited_before_a_pause(world, low, moved):
 
 @on_each(("low", "moved"), [(True, False), (False, True)])
 def test_a_pause_keeps_edited_and_moved_parameters(ranks, low, moved):
-    """Exchanges with a neighbour's older model may take a part of the edit, not the whole."""
+    """Exchanges with an older model of a neighbour may remove a part of the edit, but not all."""
     assert min(ranks(2)(edited_before_a_pause, low, moved)) > 100
 
 
@@ -372,7 +372,7 @@ def test_average_is_no_edit_of_a_model_that_the_method_keeps(ranks, algorithm):
 
 
 class Modelled(torch.utils.data.Dataset):
-    """Samples that a model computes in the loader's workers."""
+    """Dataset whose samples a model computes in the workers of the loader."""
 
     def __init__(self, model):
         self.model = model

@@ -36,7 +36,7 @@ def need(*packages):
 
 
 def run(mpirun, name, n, out, *more, code=0):
-    """What it printed, and loss and digest of each rank."""
+    """Return the output, and the loss and digest of each rank."""
     needed, options = FRAMEWORKS[name]
     need(*needed)
     command = [sys.executable, str(LOOPS / name), "--out", str(out), *options, *more]
@@ -50,7 +50,7 @@ def run(mpirun, name, n, out, *more, code=0):
 
 @pytest.mark.every
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_a_loop_trains_stops_and_goes_on_to_the_bit(mpirun, tmp_path, name):
+def test_a_loop_trains_stops_and_resumes_bitwise(mpirun, tmp_path, name):
     n = 3  # of two, the graph is the exact average
     _, whole = run(mpirun, name, n, tmp_path / "whole")
     losses, models = zip(*whole.values(), strict=True)

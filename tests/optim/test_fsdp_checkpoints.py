@@ -1,4 +1,4 @@
-"""Checkpoints of models cut inside nodes: whole in files, and resumed by other numbers of ranks."""
+"""Checkpoints of models sharded inside nodes: full in files, resumed by other numbers of ranks."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ STEPS = 4
 
 @with_world(timeout_s=30)
 def trained(world, folder, per, steps, ddp=False, save=False):
-    """On nodes of ``per`` ranks; the step gone on from, and the parameters at the end."""
+    """Train on nodes of ``per`` ranks; return the step resumed from and the final parameters."""
     import mpigossip
 
     world.group_into_nodes(per)
@@ -48,20 +48,20 @@ def trained(world, folder, per, steps, ddp=False, save=False):
 
 
 def states(folder):
-    """What every node's file holds: arrays by name."""
+    """Return the arrays in each node's file by name."""
     path = checkpoint.latest(folder)
     found = [checkpoint.read_node(path, node) for node in range(checkpoint.read_manifest(path).n)]
     return [{"parameters": one.parameters} | one.arrays for one in found]
 
 
 def off(one, other):
-    """The largest difference, relative to the largest of an array's values."""
+    """Return the largest difference relative to the largest element of an array."""
     names = {name for name in one | other if not name.startswith(("rng", "own"))}
     pairs = [(one[name].astype(float), other[name].astype(float)) for name in names]
     return max(float(abs(a - b).max() / (abs(b).max() or 1)) for a, b in pairs if b.size)
 
 
-def test_a_checkpoint_is_whole_and_goes_on_to_the_bit(ranks, tmp_path):
+def test_a_checkpoint_is_full_and_resumes_bitwise(ranks, tmp_path):
     unbroken = ranks(4)(trained, tmp_path / "whole", 2, STEPS)
     ranks(4)(trained, tmp_path / "parts", 2, HALF)
     parts = ranks(4)(trained, tmp_path / "parts", 2, STEPS)
@@ -79,8 +79,8 @@ def test_a_checkpoint_is_whole_and_goes_on_to_the_bit(ranks, tmp_path):
 
 
 @pytest.mark.every
-def test_files_are_those_of_whole_models_and_other_numbers_of_ranks_go_on(ranks, tmp_path):
-    """Every node with its own model and optimizer; what is saved again at once is the same."""
+def test_other_numbers_of_ranks_resume_files_of_full_models(ranks, tmp_path):
+    """Each node keeps its own model and optimizer; a second save at once writes the same."""
     ranks(4)(trained, tmp_path / "ddp", 2, HALF, True)
     ranks(4)(trained, tmp_path / "cut", 2, HALF)
     wanted = states(tmp_path / "cut")

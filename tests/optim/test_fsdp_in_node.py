@@ -35,12 +35,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def apart(found, wanted):
-    """Of two vectors, relative."""
+    """Return the relative difference of two vectors."""
     return float((torch.from_numpy(found) - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("cases", [EQUAL, every(MORE)])
-def test_nodes_of_two_ranks_have_the_bits_of_full_models(ranks, cases):
+def test_nodes_of_two_ranks_are_bitwise_identical_to_full_models(ranks, cases):
     of_ranks = ranks(4)(on_ranks, cases, 2, timeout=240)
     for k, case in enumerate(cases):
         wanted = mixed(2, 2, case)
@@ -49,7 +49,7 @@ def test_nodes_of_two_ranks_have_the_bits_of_full_models(ranks, cases):
 
 
 @pytest.mark.every
-def test_uneven_parts_of_three_ranks_are_full_models_within_rounding(ranks):
+def test_uneven_shards_of_three_ranks_equal_full_models_within_rounding(ranks):
     of_ranks = ranks(6)(on_ranks, NEAR, 3, timeout=240)
     for k, case in enumerate(NEAR):
         wanted = mixed(2, 3, case)
@@ -80,7 +80,7 @@ def step(world, model, optimizer, index):
 
 @with_world(per=2, timeout_s=30)
 def looks(world):
-    """Evaluated inside averaged(), and without: the same training afterwards."""
+    """Train with and without evaluation inside averaged(); the rest must be equal."""
     found = []
     for evaluates in (False, True):
         model, optimizer = made(world)
@@ -104,7 +104,7 @@ def looks(world):
     return world.nodes.inter_node.rank, found
 
 
-def test_averaged_and_consensus_are_of_the_whole_models(ranks):
+def test_averaged_and_consensus_distance_use_full_models(ranks):
     of_ranks = ranks(4)(looks)
     (_, [_, (first, _)]), _, (_, [_, (second, _)]), _ = of_ranks
     for at in range(0, len(first), 5):
@@ -126,7 +126,7 @@ def test_averaged_and_consensus_are_of_the_whole_models(ranks):
 
 @with_world(per=2, timeout_s=30)
 def resumed(world):
-    """state_dict() of every rank through torch.save, halfway, against an unbroken training."""
+    """Compare a training that resumes each rank's state_dict() with an uninterrupted one."""
     model, optimizer = made(world, algorithm="d2")
     for index in range(6):
         if index == 3:
@@ -145,7 +145,7 @@ def resumed(world):
     return torch.equal(found, wanted)
 
 
-def test_the_state_of_every_rank_goes_on_to_the_bit(ranks):
+def test_the_state_of_each_rank_resumes_bitwise(ranks):
     assert ranks(4)(resumed) == [True] * 4
 
 
@@ -172,7 +172,7 @@ def doubled(model):
 
 
 def trapped(world, known, *between):
-    """What a program may do to the parameters between steps; what each step then makes of them."""
+    """Change parameters between steps as programs do; return the values after each step."""
     from mpigossip.engine import sharded
 
     before = sharded.insides
@@ -196,7 +196,7 @@ def taken_back(world):
     return trapped(world, True, *[None] * 4), [trapped(world, one, *given) for one in (True, False)]
 
 
-def test_parameters_that_were_given_other_memory_are_taken_back(ranks):
+def test_parameters_with_replaced_memory_are_copied_back(ranks):
     for plain, (known, copied) in ranks(4)(taken_back):
         for (wanted, far), (values, apart) in zip(plain[:4], known[:4], strict=True):
             assert far > 0 and apart == far
@@ -207,7 +207,7 @@ def test_parameters_that_were_given_other_memory_are_taken_back(ranks):
 
 @with_world(per=2, timeout_s=30)
 def scaled(world):
-    """With a GradScaler, and an overflow on one node at one step; the steps that were taken."""
+    """Train with a GradScaler and one overflow on one node; return the steps that were made."""
     model, optimizer = made(world)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     stepped = []
@@ -264,11 +264,11 @@ def refused(world):
     return said
 
 
-def test_what_is_cut_otherwise_is_refused_in_words(ranks):
+def test_other_kinds_of_sharding_are_rejected(ranks):
     for said in ranks(4)(refused):
         others, hybrid, partly, low, mixer = said
-        assert "and this node is the ranks 0, 1: fully_shard(model, mesh=world" in others
-        assert "not parallelize_module or replicas (HSDP)" in hybrid
-        assert "aren't sharded, where others are" in partly
+        assert "but this node has the ranks 0, 1: call fully_shard(model, mesh=world" in others
+        assert "neither parallelize_module nor replicas (HSDP)" in hybrid
+        assert "aren't sharded, but others are" in partly
         assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in low
         assert 'mixer = "asynchronous": the ranks of a node step together' in mixer

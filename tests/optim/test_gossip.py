@@ -29,7 +29,7 @@ def batch(node, step, slot=0):
 
 @with_world
 def looked_at(world, often):
-    """An exchange is in flight between steps; a look at all nodes takes it in first."""
+    """An exchange is in flight between steps; a collective call waits for it first."""
     model, optimizer = make(world.rank)
     gossip = mpigossip.Gossip(world, model, optimizer, style="awc", measure_every=2)
     for step in range(STEPS):
@@ -43,14 +43,14 @@ def looked_at(world, often):
     return whole(model).numpy(), gossip.record.consensus_distance
 
 
-def test_looking_at_all_nodes_changes_nothing_of_an_exchange_under_way(ranks):
+def test_collective_calls_change_nothing_of_an_exchange_in_flight(ranks):
     for (never, distance), (often, other) in zip(
         ranks(3)(looked_at, False), ranks(3)(looked_at, True), strict=True
     ):
         assert (never == often).all() and distance == other > 0
 
 
-def test_an_exchange_without_a_step_is_refused_while_one_is_under_way():
+def test_average_is_rejected_while_an_exchange_is_in_flight():
     for overlap in ("auto", "never"):
         model, optimizer = make(0)
         gossip = mpigossip.Gossip(SingleProcess(), model, optimizer, style="awc", overlap=overlap)
@@ -63,7 +63,7 @@ def test_an_exchange_without_a_step_is_refused_while_one_is_under_way():
             gossip.average()
 
 
-def test_the_time_limit_of_the_world_is_that_of_gossip_unless_it_is_given():
+def test_gossip_uses_the_time_limit_of_the_world_by_default():
     world = SingleProcess()
     assert mpigossip.Gossip(world, *make(0))._job.node.timeout_s == 300
     world.timeout_s = 60.0
@@ -71,7 +71,7 @@ def test_the_time_limit_of_the_world_is_that_of_gossip_unless_it_is_given():
     assert mpigossip.Gossip(world, *make(0), timeout_s=5)._job.node.timeout_s == 5
 
 
-def test_a_model_that_is_not_float32_is_refused():
+def test_a_model_that_is_not_float32_is_rejected():
     model, _ = make(0)
     model.double()
     says = r"parameter \S+ has unsupported dtype torch\.float64 \(need float32 or .*\.Averager"
@@ -94,7 +94,7 @@ def test_the_loop_in_the_readme_runs_as_pasted(mpirun, pooled, tmp_path):
         assert float(error) < 1 and (float(apart) > 0) == (n == 4)
 
 
-def test_what_gossip_had_once_is_told_what_takes_its_place():
+def test_removed_arguments_and_attributes_name_their_replacement():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="choose one of auto, never; overlap: removed; layers"):
@@ -105,7 +105,7 @@ def test_what_gossip_had_once_is_told_what_takes_its_place():
         mpigossip.Gossip(SingleProcess(), model, optimizer, devices="cpu:2")
     with pytest.raises(ValueError, match="kept: removed; write density"):
         mpigossip.Gossip(SingleProcess(), model, optimizer, wire="top-k", kept=0.1)
-    with pytest.raises(ValueError, match=r"model is a list: .*torch.nn.ModuleList\(\[…\]\) makes"):
+    with pytest.raises(ValueError, match=r"model is a list: .*torch.nn.ModuleList\(\[…\]\)"):
         mpigossip.Gossip(SingleProcess(), [model, model], optimizer)
     gossip = mpigossip.Gossip(SingleProcess(), model, optimizer)
     with pytest.raises(AttributeError, match="no_sync: removed; nothing is sent before"):

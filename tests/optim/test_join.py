@@ -1,4 +1,4 @@
-"""A custom loop as a member of a training that others join and leave."""
+"""A custom loop as a member of a training that other members join and leave."""
 
 import errno
 import re
@@ -36,7 +36,7 @@ MEETS = """\
         while not again and len([*came.glob("chunk-*")]) < 2:
             time.sleep(0.02)
 """
-"""Before `LOOP`: whoever comes first waits until the other one has a chunk, too."""
+"""Code before `LOOP`: the first member waits until the other one has a chunk, too."""
 
 
 def parts(seed=0, width=4):
@@ -46,7 +46,7 @@ def parts(seed=0, width=4):
 
 
 def train(folder, model, optimizer, most=CHUNKS, chunks=CHUNKS, meet=None, **more):
-    """Train until the end, or so many chunks; whether all were trained.
+    """Train to the end, or a number of chunks; return whether all chunks are trained.
 
     Members that ``meet`` wait for each other in their first chunk.
     """
@@ -67,7 +67,7 @@ def train(folder, model, optimizer, most=CHUNKS, chunks=CHUNKS, meet=None, **mor
 
 
 def test_an_outage_is_no_part_of_a_round(tmp_path, monkeypatch):
-    """All time is that of an outage here."""
+    """Here, an outage takes all of the time."""
     rounds = []
     monkeypatch.setattr(Outages, "seconds", lambda self: time.monotonic())
     monkeypatch.setattr(joining, "check_lease", lambda _, round_s: rounds.append(round_s))
@@ -88,7 +88,7 @@ def test_members_train_each_chunk_once_and_end_with_one_average(tmp_path, capsys
     for thread in threads:
         thread.join(60)
     assert found == [True] * 3
-    told = f" of {tmp_path / 'run'}: {CHUNKS} chunks for all members together"
+    told = f" of {tmp_path / 'run'}: {CHUNKS} chunks for all members in total"
     assert capsys.readouterr().err.count(told) >= 3
     once = chunks_of(tmp_path / "run", TrainingPlan(CHUNKS, 1, 600.0))
     assert once == dict.fromkeys(range(CHUNKS), 1)
@@ -126,7 +126,7 @@ def test_a_newcomer_begins_at_the_average_with_the_state_of_adam(tmp_path):
     assert steps == {15.0}
 
 
-def test_asked_to_leave(tmp_path):
+def test_a_member_that_is_asked_to_leave_ends_its_loop(tmp_path):
     folder = tmp_path / "run"
     train(folder, *parts(), most=2)
     (folder / "STOP").touch()
@@ -154,8 +154,8 @@ def test_an_outage_longer_than_a_lease_ends_the_loop(tmp_path, monkeypatch, caps
     ("given", "words"),
     [
         ({"chunks": 7}, "holds the training of another job"),
-        ({"chunks": 0}, "give the chunks of the whole training"),
-        ({"lease_s": 0}, "give seconds of silence"),
+        ({"chunks": 0}, "chunks = 0: "),
+        ({"lease_s": 0}, "lease_s = 0: "),
     ],
 )
 def test_rejected(tmp_path, given, words):
@@ -167,7 +167,7 @@ def test_rejected(tmp_path, given, words):
 def test_names_that_no_log_can_have_are_rejected(tmp_path):
     with mpigossip.join(tmp_path / "run", *parts(), chunks=2, poll_s=0.02) as member:
         measured = [(name, "is measured already") for name in ("step", "steps")]
-        for name, words in (*measured, ("train/loss", "no name of a column")):
+        for name, words in (*measured, ("train/loss", "is not a valid name")):
             with pytest.raises(JobError, match=f'log: "{name}" .*{words}'):
                 member.log(**{name: 1.0})
 
@@ -214,19 +214,19 @@ def test_a_program_repeats_its_training(tmp_path, capsys):
         ReplayMismatch, match="round 1 of place 0 gives another model than its record"
     ):
         train(folder, *parts(5), replay=True)
-    with pytest.raises(JobError, match="no program has begun a training there"):
+    with pytest.raises(JobError, match="has no loop.*no program has begun"):
         train(tmp_path / "none", *parts(), replay=True)
 
 
-def test_a_lease_is_five_rounds_or_more(tmp_path):
+def test_a_lease_lasts_at_least_five_rounds(tmp_path):
     with pytest.raises(JobError, match="a lease is 0.001 s"):
         train(tmp_path / "run", *parts(), lease_s=0.001)
     place = Place(RecordStore(tmp_path / "run"), TrainingPlan(CHUNKS, 1, 600.0))
     assert place.refresh(0).closed.why == "left"  # its chunks are others'
 
 
-def test_programs_of_the_sample(tmp_path, monkeypatch, capsys):
-    """Two processes, with half the chunks; one that repeats them; then the average is exported."""
+def test_the_example_program_of_a_member(tmp_path, monkeypatch, capsys):
+    """Two processes train half of the chunks each, one repeats them; the average is exported."""
     folder = tmp_path / "run"
     program = tmp_path / "member.py"
     text = PROGRAM.read_text().replace("CHUNKS = 60", "CHUNKS = 30")

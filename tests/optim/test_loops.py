@@ -1,4 +1,4 @@
-"""Whole scripts of a user's own: lines that change, a kill, other ranks per node, one average."""
+"""Example loops: lines that differ, a kill, other numbers of ranks per node, one average."""
 
 import os
 import re
@@ -24,7 +24,7 @@ CHANGED = {
     "lightning_loop.py": 6,
     "trainer.py": 6,
 }
-"""How many lines of a script may be marked as changed."""
+"""Largest number of lines of a script that may be marked as changed."""
 
 
 @on_each(("name", "most"), CHANGED.items())
@@ -40,7 +40,7 @@ def digests(text):
 
 
 @pytest.mark.every
-def test_gpt_goes_on_to_the_bit_after_a_kill(mpirun, mpistart, tmp_path):
+def test_gpt_resumes_bitwise_after_a_kill(mpirun, mpistart, tmp_path):
     def run(start, out, *more):
         words = ["--out", tmp_path / out, "--save-every", 3, *more]
         return start(N, [sys.executable, SCRIPTS / "gpt.py", *words])
@@ -61,7 +61,7 @@ def test_gpt_goes_on_to_the_bit_after_a_kill(mpirun, mpistart, tmp_path):
 
 
 @pytest.mark.every
-def test_the_loop_of_a_cut_model_goes_on_with_another_number_of_ranks(mpirun, tmp_path):
+def test_the_loop_of_a_sharded_model_resumes_with_another_number_of_ranks(mpirun, tmp_path):
     def run(n, per, steps, *more):
         words = ["--ranks-per-node", per, "--steps", steps, "--save-every", 4, *more]
         script = [sys.executable, SCRIPTS / "fsdp.py", "--out", tmp_path]

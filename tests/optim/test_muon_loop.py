@@ -1,4 +1,4 @@
-"""Muon in a loop of one's own: torch's step, mixed; two optimizers as one; cut models."""
+"""Muon in a custom loop: torch's step, mixed; two optimizers as one; sharded models."""
 
 import copy
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def both(model):
-    """Muon on the matrices inside, AdamW on all else."""
+    """Return Muon for the inner matrices and AdamW for all other parameters."""
     inside = [p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("blocks")]
     rest = [p for p in model.parameters() if all(p is not one for one in inside)]
     return [torch.optim.Muon(inside, lr=0.02), torch.optim.AdamW(rest, lr=3e-3)]
@@ -45,7 +45,7 @@ def looped(world):
     return values(model)
 
 
-def test_the_bits_are_those_of_both_optimizers_mixed(ranks):
+def test_steps_are_bitwise_those_of_both_optimizers_mixed(ranks):
     got = ranks(N)(looped)
     models = [GPT(0) for _ in range(N)]
     inner = [both(model) for model in models]
@@ -64,7 +64,7 @@ def alone(model, **options):
     return mpigossip.Gossip(SingleProcess(), model, both(model), **options)
 
 
-def test_a_loop_goes_on_where_its_state_dict_stood():
+def test_a_loop_resumes_from_its_state_dict():
     def steps(model, optimizer, begin, end):
         for step in range(begin, end):
             optimizer.zero_grad()
@@ -89,7 +89,7 @@ def test_a_loop_goes_on_where_its_state_dict_stood():
     assert first.blocks[0].wide.weight.grad is not None
 
 
-def test_a_run_goes_on_from_its_folder(tmp_path):
+def test_a_run_resumes_from_its_run_directory(tmp_path):
     def run(folder, steps):
         with SingleProcess() as world:
             model = GPT(0)
@@ -106,19 +106,19 @@ def test_a_run_goes_on_from_its_folder(tmp_path):
     assert all(map(torch.equal, whole_run, run(tmp_path / "cut", 6)))
 
 
-def test_what_several_optimizers_cannot_be_is_refused():
+def test_invalid_lists_of_optimizers_are_rejected():
     model = GPT(0)
     muon, adamw = both(model)
-    with pytest.raises(JobError, match=r"8 parameters are in two of the 2 optimizers"):
+    with pytest.raises(JobError, match="optimizer: 8 parameters .* 2 optimizers"):
         mpigossip.Gossip(SingleProcess(), model, [muon, torch.optim.AdamW(model.parameters())])
-    with pytest.raises(JobError, match="optimizer has a GPT among its 2"):
+    with pytest.raises(JobError, match="optimizer: .*GPT"):
         mpigossip.Gossip(SingleProcess(), model, [muon, model])
     with pytest.raises(JobError, match="this optimizer is a Muon \\+ AdamW"):
         mpigossip.Gossip(SingleProcess(), model, [muon, adamw], "dmsgd")
     with pytest.raises(JobError, match="LBFGS evaluates its closure"):
         mpigossip.Gossip(SingleProcess(), model, [torch.optim.LBFGS([model.scale]), muon])
     optimizer = mpigossip.Gossip(SingleProcess(), model, [muon, adamw])
-    with pytest.raises(JobError, match="nothing says which of them"):
+    with pytest.raises(JobError, match="add_param_group: Gossip has several"):
         optimizer.add_param_group({"params": []})
     backward(model, 0, 0)
     optimizer.step()
@@ -130,7 +130,7 @@ def test_what_several_optimizers_cannot_be_is_refused():
 
 @with_world(per=2, timeout_s=60)
 def cut(world, ddp):
-    """Nodes of two ranks: FSDP2 or DDP inside."""
+    """Train on nodes of two ranks, with FSDP2 or DDP inside."""
     node = world.nodes.inter_node.rank
     place = world.nodes.local_rank
     model = GPT(node)
@@ -147,7 +147,7 @@ def cut(world, ddp):
 
 
 @pytest.mark.parametrize("ddp", [True, False])
-def test_nodes_of_two_ranks_take_muons_step_on_whole_matrices(ranks, monkeypatch, ddp):
+def test_nodes_of_two_ranks_make_muons_step_on_full_matrices(ranks, monkeypatch, ddp):
     monkeypatch.setattr(in_node, "optimizer_of", lambda model, _: CombinedOptimizer(both(model)))
     of_ranks = ranks(4)(cut, ddp, timeout=240)
     wanted = in_node.mixed(2, 2, Case(steps=STEPS, clip=None))

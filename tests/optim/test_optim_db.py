@@ -17,7 +17,7 @@ REJECTED = {"LBFGS", "SparseAdam"}
 
 
 def cases():
-    """Name, class and keyword arguments of each case on a CPU."""
+    """Yield name, class and keyword arguments of each case on a CPU."""
     for info in common_optimizers.optim_db:
         for case in info.optim_inputs_func(device="cpu"):
             yield info.optim_cls.__name__, info.optim_cls, case.kwargs
@@ -41,7 +41,7 @@ def values(made):
 
 
 def trained(world):
-    """For each case its name and the parameters at the end, or the error."""
+    """Return the name of each case and its final parameters, or the error."""
     found = []
     for name, kind, options in cases():
         if name in REJECTED - {"LBFGS"}:
@@ -62,7 +62,7 @@ def trained(world):
     return found
 
 
-def test_each_optimizer_has_its_own_bits_or_is_rejected():
+def test_each_optimizer_makes_its_own_steps_bitwise_or_is_rejected():
     with SingleProcess() as world:
         found = trained(world)
     names = {name for name, _, _ in found}

@@ -1,4 +1,4 @@
-"""A loop with a folder on nodes of several ranks, DDP inside: one writer a node."""
+"""A loop with a run directory on nodes of several ranks with DDP: one writer per node."""
 
 import copy
 import time
@@ -28,7 +28,7 @@ def network(seed, norm=True):
 
 
 def loss_of(model, draw, node, slot, step):
-    """On a batch of the step, and some noise from the kept generator of the slot."""
+    """Return the loss on a batch of the step, with noise from the slot's kept generator."""
     batch = torch.Generator().manual_seed(1000 * node + 10 * slot + step)
     inputs = torch.randn(BATCH, 20, generator=batch) + 0.1 * torch.randn(BATCH, 20, generator=draw)
     return nn.functional.mse_loss(model(inputs), torch.randn(BATCH, 5, generator=batch))
@@ -43,7 +43,7 @@ def begun(world, folder, model, whole, limit=30.0):
 
 @with_world(timeout_s=30)
 def several(world, folder, steps, save_at=(), after=None, per=PER, norm=True, limit=30.0):
-    """On ranks of which PER are a node; what ``after`` finds, and the steps resumed from."""
+    """Train on nodes of PER ranks; return the result of ``after`` and the resumed step."""
     world.group_into_nodes(per)
     node = world.nodes.inter_node.rank
     slot = world.nodes.local_rank
@@ -73,7 +73,7 @@ def several(world, folder, steps, save_at=(), after=None, per=PER, norm=True, li
 
 @with_world(timeout_s=30)
 def one_rank(world, folder):
-    """The same steps on one rank a node, which averages the gradients of two replicas by itself."""
+    """Make the same steps with one rank per node, which averages gradients of two replicas."""
     model = network(world.rank)
     gossip, schedule = begun(world, folder, model, model)
     replicas = [model, copy.deepcopy(model)]
@@ -123,8 +123,8 @@ def test_a_run_on_nodes_of_two_ranks_is_that_of_one_rank_with_two_replicas(ranks
     assert one.summary["digest"] == checkpoint.digest(paths[0])
 
 
-def test_a_checkpoint_of_one_shape_goes_on_in_the_other(ranks, tmp_path):
-    """With generators kept by rank, the noise differs after it; the models at it don't."""
+def test_a_checkpoint_of_one_shape_is_resumed_by_the_other(ranks, tmp_path):
+    """Generators are kept by rank, so that the noise differs afterwards, but not the models."""
     for name, first, then in (("a", 1, PER), ("b", PER, 1)):
         for per in (first, then):
             starts = ranks(NODES * per)(several, tmp_path / name, HALF, (), None, per, False)
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_one_shape_goes_on_in_the_other(ranks, tmp_path):
 
 
 def looks(world, gossip, whole):
-    """Buffers inside averaged(); rank 0 works for longer than others wait, a step, and the end."""
+    """Check buffers inside averaged(), a long pause of rank 0, a step, and the end."""
     with gossip.averaged():
         inside = [b.clone().numpy() for b in whole.buffers()]
     with gossip.paused():

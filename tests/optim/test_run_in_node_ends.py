@@ -1,4 +1,4 @@
-"""A loop on nodes of several ranks that is stopped: it goes on from whole files."""
+"""A loop on nodes of several ranks that is stopped: it resumes from complete files."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ WAIT_S = 150
 
 
 def program(folder):
-    """The loop of `several`, saved every few steps, until it is stopped."""
+    """Run the loop of `several`, with a save every few steps, until it is stopped."""
     torch.set_num_threads(1)
     with mpigossip.world(30.0, ranks_per_node=PER) as world:
         node = world.nodes.inter_node.rank
@@ -46,7 +46,7 @@ def program(folder):
 
 
 def goes_on_to_the_bit(ranks, folder):
-    """From its newest checkpoint, to where it had been without an end."""
+    """Continue from the newest checkpoint to the end of an uninterrupted run."""
     newest = checkpoint.latest(folder)
     assert newest is not None and checkpoint.verify(newest) == []
     steps = checkpoint.read_manifest(newest).step + 3

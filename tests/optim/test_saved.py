@@ -1,4 +1,4 @@
-"""States of a loop's nodes that don't belong together; states that no state_dict() has made."""
+"""States of a loop's nodes that don't belong together, and states not made by state_dict()."""
 
 import contextlib
 import copy
@@ -32,7 +32,7 @@ def train(model, optimizer, steps):
 
 @with_world
 def mixed_up(world, has):
-    """What each rank is told where it loads the state of step ``has[rank]``."""
+    """Return the error of each rank if it loads the state of step ``has[rank]``."""
     model, optimizer = made(world)
     states = [optimizer.state_dict()]
     for _ in range(2):
@@ -48,11 +48,11 @@ def mixed_up(world, has):
     return found
 
 
-def test_states_of_different_steps_are_refused_on_all_nodes(ranks):
+def test_states_of_different_steps_are_rejected_on_all_nodes(ranks):
     for early, late in ranks(2)(mixed_up, (2, 1)):
         assert early == late
-        assert "rank 0 goes on from step 2, rank 1 from step 1" in early
-        assert "load the states of one step" in early
+        assert "rank 0 continues from step 2, but rank 1 from step 1" in early
+        assert "load the states of the same step" in early
 
 
 # -- the state of another node ---------------------------------------------------------------------
@@ -71,7 +71,7 @@ LOADED = {"own": lambda rank: rank, "of rank 0": lambda _: 0}
 
 @with_world
 def resumed(world, algorithm, loaded, names_its_node):
-    """The error that each rank raises and what it writes to stderr if it loads such a state."""
+    """Return the error of each rank and its output on stderr if it loads such a state."""
     readable.noted.clear()
 
     def make():
@@ -124,7 +124,7 @@ def test_the_state_of_another_node_is_named_once_or_rejected(ranks, algorithm):
         ("dsgt", "of rank 0", False),
     ],
 )
-def test_the_own_state_and_one_without_a_node_load_in_silence(
+def test_a_nodes_own_state_and_one_without_a_node_load_silently(
     ranks, algorithm, loaded, names_its_node
 ):
     got = ranks(2)(resumed, algorithm, loaded, names_its_node)
@@ -165,7 +165,7 @@ def momenta(change):
     return put("arrays", lambda arrays: {name: change(a) for name, a in arrays.items()})
 
 
-NONE = "this is no state of Gossip's: "
+NONE = "this is not a state of Gossip: "
 FORGED = {
     "nothing": (whole, NONE),
     "lacks a part": (without("arrays"), f"{NONE}it lacks 'arrays'"),
@@ -175,8 +175,8 @@ FORGED = {
     "doubles": (put("model", torch.Tensor.double), "torch.float64 .*, not 15 of torch.float32"),
     "of numpy": (put("model", torch.Tensor.numpy), "model is .*numpy.*, not 15 of torch.float32"),
     "of two axes": (put("model", lambda m: m[None]), r"\(1, 15\), not 15 of torch.float32"),
-    "transposed": (put("shapes", [[4, 3], [3]]), "of a model with other parameters"),
-    "names": (put("names", ["bias", "weight"]), "of a model with other parameters: bias, weight"),
+    "transposed": (put("shapes", [[4, 3], [3]]), "a model with other parameters"),
+    "names": (put("names", ["bias", "weight"]), "a model with other parameters: bias, weight"),
     "negative": (number("index", -5), r"index = -5: must be a whole number from 0"),
     "a fraction": (number("round", 2.5), r"round = 2.5: must be a whole number from 0"),
     "a text": (number("born", "1"), r"born = 1: must be a whole number from 0"),
@@ -185,15 +185,15 @@ FORGED = {
     "endless": (number("bytes_sent", 1 << 70), r"bytes_sent = 11805.*: must be a whole number"),
 }
 LATER = {
-    "momenta of integers": (momenta(torch.Tensor.int), "of another algorithm or cadence"),
-    "no momenta": (put("arrays", {}), "of another algorithm or cadence"),
-    "shorter momenta": (momenta(lambda m: m[:-1]), "of another algorithm or cadence"),
-    "other counters": (number("cadence/period", 3), "of another algorithm or cadence"),
+    "momenta of integers": (momenta(torch.Tensor.int), "another algorithm or cadence"),
+    "no momenta": (put("arrays", {}), "another algorithm or cadence"),
+    "shorter momenta": (momenta(lambda m: m[:-1]), "another algorithm or cadence"),
+    "other counters": (number("cadence/period", 3), "another algorithm or cadence"),
 }
 
 
 @on_each("forged", FORGED | LATER)
-def test_a_forged_state_is_refused_and_changes_nothing(forged):
+def test_a_forged_state_is_rejected_and_changes_nothing(forged):
     change, message = (FORGED | LATER)[forged]
     with SingleProcess() as world:
         made = stepped(world)
@@ -223,7 +223,7 @@ TORCHS = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAd
 
 
 def stands(optimizer, change=None, state=None, **options):
-    """A model and Gossip around a torch optimizer: after a step, or after loading a state."""
+    """Return Gossip around a torch optimizer, after a step or after loading a state."""
     torch.manual_seed(1)
     model = nn.Linear(4, 2)
     inner = getattr(torch.optim, optimizer)(model.parameters(), 0.01)
@@ -237,7 +237,7 @@ def stands(optimizer, change=None, state=None, **options):
 
 
 def earlier(state, *keys):
-    """The state as earlier versions wrote it, with groups without ``keys``."""
+    """Return the state as earlier versions wrote it, without ``keys`` in its groups."""
     state = copy.deepcopy(state)
     del state["gossip"]["optimizer"]
     for group in state["param_groups"]:
@@ -246,44 +246,42 @@ def earlier(state, *keys):
     return state
 
 
-def test_the_state_of_another_optimizer_is_refused(capsys):
+def test_the_state_of_another_optimizer_is_rejected(capsys):
     states = {name: stands(name).state_dict() for name in TORCHS}
     for saved, state in states.items():
         for name in TORCHS:
             if name == saved:
                 stands(name, state=state)
                 continue
-            with pytest.raises(StoreError, match=f"that of {saved}, and Gossip has {name}: give"):
+            with pytest.raises(StoreError, match=f"belongs to {saved}, but Gossip has {name}: "):
                 stands(name, state=state)
     assert "load_state_dict" not in capsys.readouterr().out
-    with pytest.raises(
-        StoreError, match="that of one with amsgrad, betas, .* Gossip has SGD: give"
-    ):
+    with pytest.raises(StoreError, match="an optimizer with amsgrad, betas, .* Gossip has SGD: "):
         stands("SGD", state=earlier(states["AdamW"]))
     with pytest.raises(ValueError, match="different number of parameter groups"):
         group = {"params": []}
         stands("SGD", state=states["SGD"] | {"param_groups": [group, group]})
 
 
-def test_settings_that_a_state_lacks_are_as_given_now(capsys):
+def test_settings_that_a_state_lacks_keep_their_present_values(capsys):
     state = stands("AdamW", {"lr": 0.25, "max_lr": 3}).state_dict()
     gossip = stands("AdamW", {"eps": 0.5, "initial_lr": 0.7}, earlier(state, "amsgrad", "eps"))
     told = capsys.readouterr().out
-    assert "that were not saved are as given now: amsgrad = False, eps = 0.5\n" in told
+    assert "that were not saved keep their present values: amsgrad = False, eps = 0.5\n" in told
     assert "max_lr" not in told
     group = gossip.param_groups[0]
     assert [group[key] for key in ("lr", "eps", "max_lr", "initial_lr")] == [0.25, 0.5, 3, 0.7]
     gossip = stands("AdamW", state=stands("AdamW", {"own": 1}).state_dict())
-    assert "saved settings that AdamW doesn't have: own\n" in capsys.readouterr().out
+    assert "saved settings that AdamW lacks: own\n" in capsys.readouterr().out
     assert gossip.param_groups[0]["own"] == 1
 
 
-def test_an_exchange_without_a_step_is_refused_with_fragments():
+def test_average_is_rejected_with_fragments():
     model = nn.Linear(4, 32)
     inner = torch.optim.AdamW(model.parameters(), 0.01)
     more = {"fragments": 2, "delay": 2}
     optimizer = mpigossip.Gossip(SingleProcess(), model, inner, "diloco", period=4, **more)
-    with pytest.raises(JobError, match=r"the step decides what is sent; leave the call out"):
+    with pytest.raises(JobError, match=r"average\(\): with fragments or a delay"):
         optimizer.average()
 
 

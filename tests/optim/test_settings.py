@@ -12,7 +12,7 @@ from tests.cases import on_each
 
 
 def read(algorithm, graph=None, folder=None, world_timeout_s=300.0, **options):
-    """The job that these arguments of Gossip mean on 4 nodes."""
+    """Return the job for these arguments of Gossip on 4 nodes."""
     world = SingleProcess()
     world.size = 4
     world.timeout_s = world_timeout_s
@@ -67,7 +67,7 @@ def test_options_that_mean_the_same_set_all_of_their_sections(tmp_path):
     ("options", "message"),
     [
         ({"timeout_s": 5.0, "node_timeout_s": 6.0}, r"node_timeout_s = 6.0: sets node\.timeout_s"),
-        ({"log_on_error": "stop"}, r'log_on_error: goes with .* run="runs/mine"'),
+        ({"log_on_error": "stop"}, r'log_on_error: needs .* run="runs/mine"'),
         ({"graph_lazzy": True}, "graph_lazzy: unknown"),
         ({"cadence_lazy": True}, "cadence_lazy: unknown"),
         ({"lazy_graph": True}, "lazy_graph: unknown"),
@@ -79,7 +79,7 @@ def test_options_without_a_single_meaning_are_rejected(options, message):
 
 
 @on_each("cadence", ["gossip-pga", "global", "cpsgd"])
-def test_global_averages_are_taken_or_the_style_that_takes_them_is_named(cadence):
+def test_global_averages_are_accepted_or_the_style_that_accepts_them_is_named(cadence):
     """Adapt-while-combine leaves nodes one step apart unless the method corrects for it."""
     with pytest.raises(
         JobError, match=r'cadence\.name = .*set algorithm\.style = "atc", or choose'

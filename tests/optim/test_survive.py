@@ -1,4 +1,4 @@
-"""A user's own loop outlives lost ranks: exact values, callbacks, and what is refused."""
+"""A custom loop survives rank failures: exact values, callbacks, and rejected arguments."""
 
 import hashlib
 import shlex
@@ -26,7 +26,7 @@ STEPS = 30
 
 @pytest.fixture
 def tolerant(mpirun, monkeypatch):
-    """The loop on four ranks that outlive others, of which `victims` die: a finished process."""
+    """Run the loop on four ranks, of which `victims` are killed; return the finished process."""
     if not launch.is_open_mpi():
         pytest.skip("only Open MPI's launcher has --with-ft ulfm")
     monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
@@ -63,8 +63,8 @@ def test_survivors_have_the_exact_values(tolerant, victims):
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_whoever_is_behind_others_that_are_done_ends_alone(tolerant, tmp_path, folder):
-    """Rank 2 dies before it sends its last message, to rank 0; 1 and 3 exchange with each other."""
+def test_a_rank_behind_finished_ranks_ends_alone(tolerant, tmp_path, folder):
+    """Rank 2 is killed before it sends its last message to rank 0; ranks 1 and 3 exchange."""
     for attempt in range(3):
         out = tmp_path / str(attempt)
         done = tolerant({2: f"{STEPS - 1}s"}, *(["--out", out] if folder else []))
@@ -97,7 +97,7 @@ def test_whoever_is_behind_others_that_are_done_ends_alone(tolerant, tmp_path, f
         every({0: "20c"}),  # inside a checkpoint
     ],
 )
-def test_a_run_with_a_folder_goes_on_with_log_and_checkpoints(tolerant, mpirun, tmp_path, victims):
+def test_a_run_continues_with_log_and_checkpoints(tolerant, mpirun, tmp_path, victims):
     done = tolerant(victims, "--out", tmp_path)
     left = N - len(victims)
     lost = survivors.lost(done.stderr)
@@ -124,8 +124,8 @@ def test_a_run_with_a_folder_goes_on_with_log_and_checkpoints(tolerant, mpirun, 
     assert [found[node] for node in range(left)] == list(longer.values()), again.stdout
 
 
-def test_the_end_of_a_run_is_written_by_those_who_outlive_it(tolerant, tmp_path):
-    """Rank 0 dies when the last checkpoint is whole, before the summary."""
+def test_the_survivors_write_the_end_of_a_run(tolerant, tmp_path):
+    """Rank 0 is killed after the last checkpoint is complete, before the summary."""
     done = tolerant({0: "end"}, "--out", tmp_path)
     assert survivors.digests(done.stdout) == survivors.expected(N, STEPS)
     log = read(tmp_path / "log.h5")
@@ -137,7 +137,7 @@ def test_the_end_of_a_run_is_written_by_those_who_outlive_it(tolerant, tmp_path)
     assert log.summary["digest"] == checkpoint.digest(path)
 
 
-def test_without_a_loss_the_loop_is_any_other(pooled):
+def test_without_a_rank_failure_the_loop_is_like_any_other(pooled):
     done = pooled(3, survivors.SCRIPT, "--steps", STEPS, "--evaluate-every", 10)
     assert done.returncode == 0, done.stderr[-3000:]
     assert survivors.digests(done.stdout) == survivors.expected(3, STEPS)
@@ -145,7 +145,7 @@ def test_without_a_loss_the_loop_is_any_other(pooled):
 
 
 class Four(SingleProcess):
-    """Would be four ranks, for what is checked before any of them is needed."""
+    """World of four ranks, for checks that come before any communication."""
 
     size = 4
 
@@ -158,20 +158,22 @@ def refused(world=None, **options):
     return str(caught.value)
 
 
-def test_what_can_not_be_outlived_is_refused():
+def test_arguments_that_do_not_go_with_survive_are_rejected():
     networkx = pytest.importorskip("networkx")
     said = refused(survive=True)
-    assert "on_change = None" in said and "give on_change" in said
+    assert "survive = True" in said and "not None" in said and "on_change=function" in said
     assert "with survive = True only" in refused(on_change=print)
     both = {"survive": True, "on_change": print}
     assert "one node fewer" in refused(graph="one-peer-hypercube", **both)
-    assert "name a graph" in refused(graph=networkx.cycle_graph(4), **both)
+    assert "a graph object has a fixed number of nodes" in refused(
+        graph=networkx.cycle_graph(4), **both
+    )
     assert 'node.mixer = "synchronous"' in refused(mixer="asynchronous", **both)
 
 
 @on_each("name", ["SGD", "AdamW", "Adagrad", "NAdam", "ASGD"])
 def test_an_undone_step_leaves_no_trace_in_the_optimizer(name):
-    """Copied after two steps, a third undone, a parameter that got its first gradient in it."""
+    """The state is copied after two steps; the third step, which is undone, has a new gradient."""
     torch.manual_seed(0)
     some, late = (torch.nn.Parameter(torch.randn(5, 3)) for _ in range(2))
     options = {"momentum": 0.9} if name == "SGD" else {}

@@ -1,4 +1,4 @@
-"""Pairs of algorithm, optimizer, mixer and wire that Gossip takes: bitwise equal to simulations."""
+"""Pairs of algorithm, optimizer, mixer and wire in Gossip: bitwise identical to simulations."""
 
 import itertools
 from contextlib import suppress
@@ -20,7 +20,7 @@ STEPS = 6
 WIRES = ("fp32", "bf16", "qsgd", "sign", "top-k", "random-k")
 MIXERS = ("synchronous", "asynchronous")
 ALGORITHM_AND_WIRE = (0, 3)
-"""Their pairs are three quarters of all cases; tests/algorithms has them, of simulations."""
+"""Their pairs are three quarters of all cases; tests/algorithms simulates them."""
 AXES = tuple(algorithms.BUILDERS), ("SGD", "AdamW"), MIXERS, WIRES
 OPTIONS = {
     **{name: {"graph": "ring"} for name in ("decentlam", "choco")},
@@ -48,7 +48,7 @@ def backward(made, node, step):
 
 @with_world
 def trained(world, cases):
-    """This rank's parameters after each case."""
+    """Return this rank's parameters after each case."""
     torch.set_num_threads(1)
     found = []
     for name, inner, mixer, wire in cases:
@@ -66,7 +66,7 @@ def trained(world, cases):
 
 
 def read(n, name, mixer, wire):
-    """The parts that Gossip's arguments mean on n nodes."""
+    """Return the parts for Gossip's arguments on n nodes."""
     alone = SingleProcess()
     options = dict(OPTIONS.get(name, {})) | {"seed": 3}
     alone.size = n
@@ -75,7 +75,7 @@ def read(n, name, mixer, wire):
 
 
 def simulated(n, name, inner, wire):
-    """All nodes' parameters by the same engine, over rows and the simulator's mixer."""
+    """Return all nodes' parameters by the same engine, over rows and the simulator's mixer."""
     parts = read(n, name, "synchronous", wire)
     models = [model(node) for node in range(n)]
     inners = [optimizer(inner, made) for made in models]
@@ -84,7 +84,7 @@ def simulated(n, name, inner, wire):
 
 
 def taken(n):
-    """All combinations that Gossip doesn't refuse."""
+    """Return all combinations that Gossip accepts."""
     for name, inner, mixer, wire in itertools.product(*AXES):
         with suppress(JobError):
             read(n, name, mixer, wire)
@@ -94,7 +94,7 @@ def taken(n):
 
 
 def pairs(n, apart=()):
-    """Few of them, in which all their pairs of two values occur, but those of two axes."""
+    """Return few of them that contain all pairs of values, except those of two axes."""
     every = {
         case: {
             pair
@@ -112,7 +112,7 @@ def pairs(n, apart=()):
 
 
 @pytest.mark.parametrize(("n", "apart"), [(3, ALGORITHM_AND_WIRE), every(3, ())])
-def test_pairs_of_what_is_taken_have_the_bits_of_a_simulation(ranks, n, apart):
+def test_accepted_pairs_are_bitwise_identical_to_a_simulation(ranks, n, apart):
     cases = pairs(n, apart)
     found = list(zip(*ranks(n)(trained, cases), strict=True))
     waiting = [case for case in cases if case[2] == "synchronous"]

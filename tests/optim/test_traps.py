@@ -1,4 +1,4 @@
-"""What programs do that once went wrong in silence: mended, or said in words."""
+"""Uses that once failed silently: now they work, or are rejected with a message."""
 
 import contextlib
 import copy
@@ -55,7 +55,7 @@ def values(module):
 
 
 def together(world, model):
-    """What every rank's parameters are, by the ranks themselves: (n, P)."""
+    """Gather the parameters of all ranks, of shape (n, P)."""
     return torch.stack(world.comm.allgather(values(model)))
 
 
@@ -67,7 +67,7 @@ def cast(model):
 
 
 def put_back(model):
-    """As averages over time do it around an evaluation."""
+    """Replace parameters for an evaluation and restore them, as moving averages do."""
     backup = {name: p.data.clone() for name, p in model.named_parameters()}
     for p in model.parameters():
         p.data = torch.zeros_like(p)
@@ -112,7 +112,7 @@ def after(world, name, options):
         every("from_vector", AHEAD),
     ],
 )
-def test_parameters_that_were_given_other_memory_are_taken_back(ranks, name, options):
+def test_parameters_with_replaced_memory_are_copied_back(ranks, name, options):
     plain = ranks(N)(after, "nothing", options)
     other = ranks(N)(after, name, options)
     for (a, _, _), (b, mean, apart) in zip(plain, other, strict=True):
@@ -122,7 +122,7 @@ def test_parameters_that_were_given_other_memory_are_taken_back(ranks, name, opt
         assert apart == pytest.approx(((b - centre) ** 2).sum() / N / (centre**2).sum(), rel=1e-4)
 
 
-def test_what_is_no_parameter_of_the_optimizer_any_more_is_refused():
+def test_parameters_that_left_the_optimizer_are_rejected():
     model = make()
     optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
@@ -142,7 +142,7 @@ def test_what_is_no_parameter_of_the_optimizer_any_more_is_refused():
             look()
 
 
-def test_parameters_that_the_model_gets_after_gossip_was_made_are_refused():
+def test_parameters_added_after_gossip_are_rejected():
     def added(steps):
         model = make()
         optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
@@ -153,7 +153,7 @@ def test_parameters_that_the_model_gets_after_gossip_was_made_are_refused():
         model, optimizer = added(steps)
         with pytest.raises(JobError, match=r"add_param_group: 2 parameters .*before Gossip"):
             optimizer.add_param_group({"params": model[3].parameters()})
-        late = r"parameters 3\.weight, 3\.bias .* after Gossip was made.*never be exchanged"
+        late = r"parameters 3\.weight, 3\.bias .* after Gossip .*never be exchanged"
         with pytest.raises(JobError, match=late):
             optimizer.consensus_distance()
         with pytest.raises(JobError, match=late), optimizer.averaged():
@@ -164,7 +164,7 @@ def test_parameters_that_the_model_gets_after_gossip_was_made_are_refused():
         with pytest.raises(JobError, match=late):
             train(optimizer, model, 0, range(2, 3))
         del model[3]
-        with pytest.raises(JobError, match=r"2 parameters that are not the model's"):
+        with pytest.raises(JobError, match="2 parameters that are not in the model"):
             train(optimizer, model, 0, range(2, 3))
 
 
@@ -189,11 +189,11 @@ def from_seeds(world, same):
     return equal, [line for line in begun.getvalue().splitlines() if "differed" in line]
 
 
-def test_all_begin_with_the_model_of_node_0_and_one_says_where_others_differed(ranks):
+def test_all_nodes_start_with_the_model_of_node_0_and_differences_are_reported_once(ranks):
     for same in (True, False):
         for rank, (equal, said) in enumerate(ranks(N)(from_seeds, same)):
             assert equal and len(said) == (rank == 0 and not same), (same, rank, said)
-            assert not said or "of 2 other ranks differed from rank 0's" in said[0], said
+            assert not said or "of 2 other ranks differed from that of rank 0" in said[0], said
 
 
 # -- what differs between ranks --------------------------------------------------------------------
@@ -202,23 +202,23 @@ def test_all_begin_with_the_model_of_node_0_and_one_says_where_others_differed(r
 DIFFERENT = {  # a rank's model, and what is said
     "wide": (
         lambda rank: nn.Sequential(nn.Linear(20, 1 + rank)),
-        r"rank 1 on .*: parameter 0\.weight is \(2, 20\) float32, on rank 0 \(1, 20\) float32",
+        r"rank 1 on .*: parameter 0\.weight is \(2, 20\) float32, .*rank 0 .*\(1, 20\) float32",
     ),
     "ordered": (
         lambda rank: nn.ModuleDict({k: nn.Linear(3, 3) for k in ("ba" if rank == 1 else "ab")}),
-        r"rank 1 on .*: parameter b\.weight .* stands where rank 0 has parameter a\.weight",
+        r"rank 1 on .*: .*parameter b\.weight .* where rank 0 has parameter a\.weight",
     ),
     "longer": (
         lambda rank: nn.Sequential(nn.Linear(3, 3), *[nn.Linear(3, 3)] * (rank == 2)),
-        r"rank 2 on .*: parameter 1\.weight .* is there on this rank only",
+        r"rank 2 on .*: parameter 1\.weight .* on this rank only",
     ),
     "typed": (
         lambda rank: nn.Linear(3, 3).to(torch.bfloat16 if rank == 1 else torch.float32),
-        r"rank 1 on .*: parameter weight is \(3, 3\) bfloat16, on rank 0 \(3, 3\) float32",
+        r"rank 1 on .*: parameter weight is \(3, 3\) bfloat16, .*rank 0 .*\(3, 3\) float32",
     ),
     "graph": (
         lambda _: nn.Linear(3, 3),
-        r"rank 1 on .*: graph\.name is 'ring', on rank 0 'complete'",
+        r"rank 1 on .*: graph\.name is 'ring', .*rank 0 .*'complete'",
     ),
 }
 
@@ -236,7 +236,7 @@ def started(world, name):
 
 
 @on_each("name", DIFFERENT)
-def test_what_differs_between_ranks_is_named_at_the_start(ranks, name):
+def test_differences_between_ranks_are_named_at_the_start(ranks, name):
     for told in ranks(N)(started, name):
         assert re.search(DIFFERENT[name][1], told), told
 
@@ -253,7 +253,7 @@ def frozen_later(world):
     return ""
 
 
-def test_what_differs_at_the_first_step_is_named_there(ranks):
+def test_differences_at_the_first_step_are_named_there(ranks):
     for told in ranks(N)(frozen_later):
         assert "rank 1 on" in told and "parameter 2.weight is (2, 5) float32, frozen" in told
 
@@ -263,7 +263,7 @@ def test_what_differs_at_the_first_step_is_named_there(ranks):
 
 @with_world
 def skewed(world, recalibrate):
-    """Norms see data of another mean and width on each rank."""
+    """Train norms on data with another mean and width on each rank."""
     model = make(world.rank, nn.BatchNorm1d(2))
     with torch.no_grad():
         model[3].running_mean.fill_(world.rank)
@@ -326,12 +326,12 @@ def test_recalibration_without_a_norm_is_refused():
 def test_recalibration_without_a_batch_is_refused():
     model = make(0, nn.BatchNorm1d(2))
     optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
-    with pytest.raises(JobError, match="no batch came on rank 0"):
+    with pytest.raises(JobError, match=r"averaged\(recalibrate=…\): .* on rank 0"):
         optimizer.averaged(recalibrate=iter(())).__enter__()
 
 
 class Named(nn.Module):
-    """A model that takes its inputs by name, as those of transformers do."""
+    """Model that takes its inputs by name, like the models of transformers."""
 
     def __init__(self):
         super().__init__()
@@ -342,14 +342,14 @@ class Named(nn.Module):
 
 
 class Whole(Named):
-    """A model that takes the mapping itself."""
+    """Model that takes the mapping itself."""
 
     def forward(self, batch):
         return super().forward(batch["values"], batch["mask"])
 
 
 class Kept(Named):
-    """A model that takes all names."""
+    """Model that takes all names."""
 
     def forward(self, **given):
         assert set(given) == {"values", "mask", "labels"}
@@ -380,7 +380,7 @@ def test_batches_that_are_mappings_recalibrate(kind, twin, paired):
 
 
 class GraphBatch:
-    """An object that holds tensors and has `to`, as batches of PyTorch Geometric do."""
+    """Object with tensors and a method `to`, like the batches of PyTorch Geometric."""
 
     def __init__(self, values):
         self.values = values
@@ -433,7 +433,7 @@ def test_a_batch_that_raises_during_recalibration_leaves_the_model_as_it_was():
 
 @with_world
 def raised_in_a_pause(world):
-    """How often 16-bit parameters were rounded anew, from the pause to its end by an exception."""
+    """Count how often 16-bit parameters are rounded again in a pause that an exception ends."""
     model = make().bfloat16()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = mpigossip.Gossip(world, model, inner, mixer="asynchronous")
@@ -526,21 +526,22 @@ def test_parameters_that_are_unfrozen_join_the_exchange(ranks, algorithm):
         assert np.abs(end - end.mean(0)).max() < 1e-5  # also what was frozen
 
 
-def test_what_is_frozen_is_counted_and_said_once(capsys):
+def test_frozen_parameters_are_counted_and_reported_once(capsys):
     for _ in range(2):
         model = make()
         model[0].requires_grad_(False)
         optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     assert capsys.readouterr().err == (
-        "mpigossip: parameters 0.weight, 0.bias (35 values) don't require gradients: rank 0's on "
-        "all nodes, and exchanged from the step on at which they do\n"
+        "mpigossip: parameters 0.weight, 0.bias (35 values) don't require gradients: all "
+        "nodes have those of rank 0, and exchange them from the step on at which they require "
+        "gradients\n"
     )
     train(optimizer, model, 0, range(2))
     model[0].requires_grad_(True)
     train(optimizer, model, 0, range(2, 3))
     assert "step 2: parameters 0.weight, 0.bias require gradients" in capsys.readouterr().err
     few = mpigossip.Gossip(SingleProcess(), model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-    assert "2.weight, 2.bias are exchanged, but in no group" in capsys.readouterr().err
+    assert "2.weight, 2.bias are exchanged, but are in no" in capsys.readouterr().err
     few.close()
 
 
@@ -556,7 +557,7 @@ def frozen_since(algorithm, inner):
     return torch.equal(values(model)[:35], before[:35]), torch.equal(values(model), before)
 
 
-def test_what_is_frozen_later_stays_or_is_refused():
+def test_parameters_frozen_later_stay_or_are_rejected():
     assert frozen_since("parallel", torch.optim.AdamW) == (True, False)
     with pytest.raises(JobError, match=r"0\.weight, 0\.bias are frozen now.*dmsgd"):
         frozen_since("dmsgd", torch.optim.SGD)
@@ -575,12 +576,12 @@ def frozen_behind_backward(world):
     return values(model).numpy(), torch.equal(values(model)[:35], before[:35])
 
 
-def test_the_own_gradient_of_what_was_frozen_takes_no_node_apart(ranks):
+def test_gradients_of_frozen_parameters_do_not_separate_nodes(ranks):
     got = ranks(N)(frozen_behind_backward)
     assert all(stays and (own == got[0][0]).all() for own, stays in got)
 
 
-def test_what_is_frozen_for_a_while_or_no_part_of_the_vector_any_more_is_no_mistake():
+def test_temporarily_frozen_or_removed_parameters_are_accepted():
     model = make()
     model[2].requires_grad_(False)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -595,8 +596,8 @@ def test_what_is_frozen_for_a_while_or_no_part_of_the_vector_any_more_is_no_mist
     assert torch.equal(values(model)[:35], before[:35]) and not torch.equal(values(model), before)
 
 
-def test_masters_stay_where_others_are_unfrozen():
-    """10 times 1e-3 of 1, which bfloat16 would round away each."""
+def test_master_weights_stay_when_other_parameters_are_unfrozen():
+    """The model makes ten updates of 1e-3 at 1, each of which bfloat16 would round away."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1)).bfloat16()
     model[1].requires_grad_(False)
     with torch.no_grad():
@@ -616,7 +617,7 @@ def test_masters_stay_where_others_are_unfrozen():
 
 
 def test_the_loss_of_another_network_passes_through_between_steps():
-    """As in a GAN: the generator's backward() goes through the discriminator behind its step."""
+    """In a GAN, the generator's backward() passes through the discriminator after its step."""
     model = make()
     other = nn.Linear(6, 6)
     optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
@@ -630,7 +631,7 @@ def test_the_loss_of_another_network_passes_through_between_steps():
         optimizer.step()
 
 
-def test_a_closed_gossip_is_let_go():
+def test_a_closed_gossip_is_freed():
     with SingleProcess() as alone:
         model = make()
         optimizer = mpigossip.Gossip(alone, model, sgd(model))
@@ -643,7 +644,7 @@ def test_a_closed_gossip_is_let_go():
 
 
 def test_many_gossips_one_after_the_other_leave_nothing_behind():
-    """No hook, and no object of the package but the note in the world that it is closed."""
+    """No hook stays, and no object of the package except the note of the world's callback."""
     model = make()
     counts = []
     with SingleProcess() as alone:
@@ -690,13 +691,13 @@ def two_modules(world):
         return equal, values(head).numpy(), expected.numpy()
 
 
-def test_several_modules_are_given_as_one(ranks):
+def test_several_modules_are_passed_as_one(ranks):
     for equal, mean, expected in ranks(2)(two_modules):
         assert equal and np.allclose(mean, expected, rtol=1e-6)
     body = make()
     head = make()
     both = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
-    with pytest.raises(JobError, match="4 parameters that are not the model's.*ModuleList.*of all"):
+    with pytest.raises(JobError, match="4 parameters that are not in the model.*ModuleList"):
         mpigossip.Gossip(SingleProcess(), body, both)
 
 
@@ -739,7 +740,7 @@ def test_an_optimizer_is_inside_one_gossip_and_has_no_copy():
 
 
 def test_a_parameter_that_the_optimizer_leaves_out_is_not_watched():
-    """Its gradient adds up, as zero_grad() of the optimizer doesn't know it."""
+    """Its gradient accumulates, because zero_grad() of the optimizer does not clear it."""
     model = make()
     optimizer = mpigossip.Gossip(
         SingleProcess(), model, torch.optim.SGD([model[0].weight, model[2].weight], lr=0.1)
@@ -754,10 +755,13 @@ def test_steps_without_a_gradient_are_reported_once(capsys):
     assert capsys.readouterr().err == ""
     train(optimizer, copy.deepcopy(model), 0, range(1, 3))
     err = capsys.readouterr().err
-    assert err.count("step() on rank 0 without any gradient") == 1 and "on the model given" in err
+    assert (
+        err.count("step() on rank 0 without any gradient") == 1
+        and "that you passed to Gossip" in err
+    )
 
 
-def test_training_and_saving_inside_averaged_are_refused(tmp_path):
+def test_training_and_saving_inside_averaged_are_rejected(tmp_path):
     world = SingleProcess()
     model = make()
     optimizer = mpigossip.Gossip(world, model, sgd(model), run=tmp_path)
@@ -778,11 +782,11 @@ def after_its_world(world):
     model = make()
     optimizer = mpigossip.Gossip(world, model, sgd(model))
     world.close()
-    with pytest.raises(JobError, match="this Gossip is closed, as its world is: call it inside"):
+    with pytest.raises(JobError, match="this Gossip is closed.*mpigossip.world"):
         train(optimizer, model, 0, range(1))
 
 
-def test_a_step_behind_the_end_of_its_world_is_refused(ranks):
+def test_a_step_after_the_end_of_its_world_is_rejected(ranks):
     ranks(2)(after_its_world)
 
 
@@ -811,9 +815,9 @@ def test_an_exchange_without_a_step_comes_first_or_at_a_rate_of_0():
             lambda m: (SingleProcess(), torch.zeros(3), sgd(m)),
             r"model is a Tensor.*mpigossip\.Averager",
         ),
-        (lambda m: (SingleProcess(), [m, 3], sgd(m)), "model is a list: give a torch.nn.Module"),
+        (lambda m: (SingleProcess(), [m, 3], sgd(m)), "model is a list: .*torch.nn.Module"),
         (lambda m: (SingleProcess(), sgd(m), m), r"optimizer is Sequential"),
-        (lambda m: (SingleProcess(), m, torch.optim.SGD), r"optimizer is SGD: .* made already"),
+        (lambda m: (SingleProcess(), m, torch.optim.SGD), r"optimizer is SGD: .* instance"),
         (lambda m: (m, sgd(m), SingleProcess()), r"world is a Sequential.*mpigossip\.world\(\)"),
         (
             lambda m: (SingleProcess(), m.to("meta"), sgd(m)),
@@ -821,7 +825,7 @@ def test_an_exchange_without_a_step_comes_first_or_at_a_rate_of_0():
         ),
     ],
 )
-def test_other_things_are_refused_in_words(arguments, words):
+def test_arguments_of_other_types_are_rejected(arguments, words):
     with pytest.raises(JobError, match=words):
         mpigossip.Gossip(*arguments(make()))
 
@@ -835,13 +839,13 @@ with mpigossip.world() as world:
 """
 
 
-def test_a_node_that_nobody_launched_says_once_that_it_is_alone(mpirun, pooled, tmp_path):
+def test_a_node_without_a_launcher_reports_once_that_it_is_alone(mpirun, pooled, tmp_path):
     (tmp_path / "alone.py").write_text(ALONE)
     launched = pooled(1, "alone.py")
     done = mpirun(0, [sys.executable, "alone.py"], cwd=tmp_path)
     for one, count in ((launched, 0), (done, 1)):
         assert one.returncode == 0, one.stderr
-        assert one.stderr.count("one node alone: no launcher of MPI") == count
+        assert one.stderr.count("one node alone: ") == count
         assert ("mpiexec -n 4 python" in one.stderr) == bool(count)
 
 
@@ -849,7 +853,7 @@ def test_a_node_that_nobody_launched_says_once_that_it_is_alone(mpirun, pooled, 
 
 
 def poisoned(world, value, save=False, **options):
-    """A loop in which one value on the last rank is none in step 3; what is said of it."""
+    """Train with a value on the last rank that is not finite in step 3."""
     model = make()
     last = world.rank == world.size - 1
     optimizer = mpigossip.Gossip(world, model, sgd(model), **options)
@@ -865,8 +869,8 @@ def poisoned(world, value, save=False, **options):
 
 
 @on_each(("options", "value", "step"), [({}, "nan", 3), (AHEAD, "inf", 4)])
-def test_what_is_no_number_is_named_before_it_travels(options, value, step):
-    """What the neighbours get of a step ahead is what it began at."""
+def test_a_non_finite_value_is_named_before_it_is_sent(options, value, step):
+    """An algorithm that is ahead sends the model from the start of the step."""
     said = rf"step {step}: \d+ values that node 0 was about to send are NaN or infinite, the first"
     with SingleProcess() as world, pytest.raises(NonFiniteError, match=said):
         poisoned(world, float(value), **options)
@@ -880,7 +884,7 @@ with mpigossip.world() as world:
 """
 
 
-def test_what_is_no_number_on_one_rank_is_said_by_it_and_ends_all(mpirun):
+def test_a_non_finite_value_on_one_rank_is_reported_by_it_and_ends_the_job(mpirun):
     done = mpirun(3, [sys.executable, "-c", POISON])
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
@@ -900,7 +904,7 @@ def poisoned_run(comm, folder):
     return ""
 
 
-def test_what_is_no_number_after_a_local_step_is_in_no_checkpoint(ranks, tmp_path):
+def test_a_non_finite_value_after_a_local_step_is_in_no_checkpoint(ranks, tmp_path):
     for said in ranks(2)(poisoned_run, tmp_path / "run"):
         assert "the checkpoint of step 4 could not be written: node 1 has" in said
         assert "NaN or infinite values in parameters, the first in 0.weight" in said
@@ -944,7 +948,7 @@ CALLS = {
 @pytest.mark.parametrize(
     ("n", "does"), [(2, "averaged"), every(3, "consensus_distance"), (2, "load"), every(2, "thaw")]
 )
-def test_what_only_one_rank_calls_is_named(mpirun, n, does):
+def test_a_call_that_only_one_rank_makes_is_named(mpirun, n, does):
     done = mpirun(n, [sys.executable, "-c", APART, does, "synchronous"], timeout=40)
     call = re.escape(CALLS[does])
     assert done.returncode != 0
@@ -1008,7 +1012,7 @@ def test_a_model_without_shapes_is_rejected(kind, name):
         optimizer.averaged(lazy).__enter__()
 
 
-def test_sparse_adam_is_refused_where_gradients_become_dense():
+def test_sparse_adam_is_rejected_if_gradients_become_dense():
     for algorithm in ("dsgd", "parallel", "dsgt"):
         model = nn.Embedding(10, 4, sparse=True)
         with SingleProcess() as world:

@@ -1,4 +1,4 @@
-"""Models that other parts of torch stand around, or look into: checkpoints, compile, DDP, EMA."""
+"""Models that other parts of torch wrap or inspect: checkpoints, compile, DDP, EMA."""
 
 from contextlib import contextmanager
 
@@ -39,8 +39,8 @@ def train(forward, optimizer, steps=3, rank=0, after=lambda: None):
         after()
 
 
-def test_each_parameter_is_a_storage_of_its_own(tmp_path):
-    """Else Accelerate takes them for tied, and its checkpoint holds one of them."""
+def test_each_parameter_has_its_own_storage(tmp_path):
+    """Otherwise Accelerate treats them as tied, and its checkpoint contains only one of them."""
     model = net()
     train(model, mpigossip.Gossip(SingleProcess(), model, adamw(model)))
     storages = [p.untyped_storage() for p in model.parameters()]
@@ -55,7 +55,7 @@ def test_each_parameter_is_a_storage_of_its_own(tmp_path):
 
 @contextmanager
 def joined(rank, size, store):
-    """torch.distributed among ``size`` processes."""
+    """Initialize torch.distributed for ``size`` processes."""
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
         yield
@@ -80,8 +80,8 @@ AROUND = {
 }
 
 
-def test_what_stands_around_the_model_changes_no_bit_before_or_after(one_thread):
-    """Values with each of AROUND before, after and without Gossip."""
+def test_wrappers_change_no_bit_whether_applied_before_or_after(one_thread):
+    """Compare the values with each of AROUND before, after and without Gossip."""
     found = {}
     with joined(0, 1, distributed.HashStore()):
         for name, wrap in {"bare": lambda model: model, **AROUND}.items():
@@ -114,11 +114,13 @@ def over_all_ranks(comm, path, before):
 @on_each("before", [True, False])
 def test_ddp_over_several_nodes_is_refused(ranks, tmp_path, before):
     for said in ranks(N)(over_all_ranks, str(tmp_path / f"store-{before}"), before):
-        assert "DistributedDataParallel around the model sums the gradients of 2 processes" in said
+        assert (
+            "DistributedDataParallel around the model averages the gradients of 2 processes" in said
+        )
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_an_optimizer_that_joins_ranks_is_refused():
+def test_an_optimizer_that_joins_ranks_is_rejected():
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = net()
@@ -129,7 +131,7 @@ def test_an_optimizer_that_joins_ranks_is_refused():
 
 
 @on_each("first", [True, False])
-def test_a_state_goes_on_with_and_without_compile(tmp_path, first):
+def test_a_state_resumes_with_and_without_compile(tmp_path, first):
     model = net()
     given = compiled(model) if first else model
     optimizer = mpigossip.Gossip(SingleProcess(), given, adamw(given))
