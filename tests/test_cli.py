@@ -147,7 +147,10 @@ SEARCH = ["graph", "search", "--nodes", "8", "--out", "g.json"]
         (["graph", "compare", "--nodes", "0"], "at least 1"),
         (["graph", "compare", "--nodes", "8", "--weights", "foo"], '"foo" are unknown'),
         (["graph", "draw", "ring", "--nodes", "8", "--out", "no/x.png"], "can't be written"),
-        (["graph", "search", "--nodes", "8", "--degree", "4", "--out", "a.txt"], "use the suffix .json"),
+        (
+            ["graph", "search", "--nodes", "8", "--degree", "4", "--out", "a.txt"],
+            "use the suffix .json",
+        ),
         (["graph", "search", "--nodes", "8", "--degree", "4", "--out", "no/a.json"], "no folder"),
         (["train", JOB, "--dry-run", "--nodes", "0"], "at least 1"),
         ([*DRY, "task.name=quadratics"], 'means model.name = "point"'),

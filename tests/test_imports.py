@@ -18,6 +18,7 @@ ROOMS = [
     "config",
     "store",
     "graphs",
+    "members",
     "cluster",
     "mixing",
     "groups",
@@ -217,7 +218,7 @@ assert memory.private(16, torch.device("cpu")).numel() == 16
 try:
     memory.private(16, torch.device("cuda", 0))
 except memory.TransportUnavailable as error:
-    assert "other ways need none" in str(error), error
+    assert "cuda:0" in str(error) and "CuPy" in str(error), error
 from mpigossip.cli import main
 sys.exit(main({command!r}))
 """

@@ -26,8 +26,8 @@ from mpigossip.analysis.logged_runs import (
 from mpigossip.analysis.plot import figure
 from mpigossip.config.readable import aligned, pluralize
 from mpigossip.config.toml import show
-from mpigossip.mixing.members.place import Place, TrainingPlan
-from mpigossip.mixing.members.records import RecordStore, Start
+from mpigossip.members.place import Place, TrainingPlan
+from mpigossip.members.records import RecordStore, Start
 from mpigossip.runs.summary import describe, number
 from mpigossip.store.hdf5 import reading, replacing
 from mpigossip.store.log import Log

@@ -220,7 +220,7 @@ def _own_job(options):
 
 
 def _join(options) -> int:
-    from mpigossip.mixing.members.records import RecordStore
+    from mpigossip.members.records import RecordStore
     from mpigossip.runs.members.join import join
     from mpigossip.runs.summary import number
 

@@ -72,7 +72,9 @@ Devices = Annotated[
         {"pattern": f"^({DEVICES})$"},
     ),
 ]
-Shape = Annotated[tuple[Positive, ...], Limit(bool, "must contain at least one size", {"minItems": 1})]
+Shape = Annotated[
+    tuple[Positive, ...], Limit(bool, "must contain at least one size", {"minItems": 1})
+]
 Placement = Annotated[
     str,
     matching(

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
-from mpigossip.config.choices import OPEN, OWN, BuilderSpec, Tables
+from mpigossip.config.choices import OPEN, USER_CODE, BuilderSpec, Tables
 from mpigossip.config.sections import SECTIONS
 from mpigossip.config.toml import keyword_only
 
@@ -106,7 +106,7 @@ def _options_schema(
         conditions.append({"if": _has_name(key, {"const": name}), "then": then})
     # Without a name, the options are those of a default that depends on other sections.
     known = {"propertyNames": {"enum": sorted(properties)}}
-    user_code = {"pattern": f"^{OWN}$"}
+    user_code = {"pattern": f"^{USER_CODE}$"}
     conditions.append({"if": _has_name(key, user_code), "then": {}, "else": known})
     return {"allOf": conditions}
 

@@ -17,11 +17,11 @@ from torch import distributed, nn
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import print_note
+from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout
+from mpigossip.members.outages import FolderUnreachable
+from mpigossip.members.place import Place, TrainingPlan
+from mpigossip.members.records import RecordStore
 from mpigossip.mixing.combine import weighted_sum
-from mpigossip.mixing.members.live import POLL_S, FolderExchange, StopRequested, layout
-from mpigossip.mixing.members.outages import FolderUnreachable
-from mpigossip.mixing.members.place import Place, TrainingPlan
-from mpigossip.mixing.members.records import RecordStore
 from mpigossip.optim import arguments, wrappers
 from mpigossip.optim.inner import check
 from mpigossip.optim.node import loop_text
@@ -44,7 +44,7 @@ class Member:
     """The chunks of a member, which trains them alone and then averages with another member.
 
     After each chunk, x ← ½ (x + x_j) with the model x_j of another member. A late x_j is first
-    changed by :func:`~mpigossip.mixing.members.live.correct_for_age`.
+    changed by :func:`~mpigossip.members.live.correct_for_age`.
 
     Iterating yields the numbers of the chunks, and publishes the model after each. The iteration
     ends if all chunks are trained; then the model is their average (see ``finished``). It also ends

@@ -10,7 +10,7 @@ from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import UserError
-from mpigossip.mixing.members.place import FOLDERS
+from mpigossip.members.place import FOLDERS
 from mpigossip.runs.job import JobNode
 from mpigossip.runs.job import train as training
 from mpigossip.runs.lock import locked

@@ -16,15 +16,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import mpigossip
 from mpigossip import cli
 from mpigossip.config import JobError
-from mpigossip.mixing.members.outages import Outages
-from mpigossip.mixing.members.place import Place, TrainingPlan
-from mpigossip.mixing.members.records import RecordStore
+from mpigossip.members.outages import Outages
+from mpigossip.members.place import Place, TrainingPlan
+from mpigossip.members.records import RecordStore
 from mpigossip.optim import join as joining
 from mpigossip.runs.members.replay import ReplayMismatch
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from tests.launch import REPO, environment, warmed
-from tests.mixing.members.storm import chunks_of
+from tests.members.storm import chunks_of
 
 PROGRAM = REPO / "jobs/loops/member.py"
 CHUNKS = 12

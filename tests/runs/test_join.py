@@ -15,10 +15,10 @@ from torch import nn
 from mpigossip import cli
 from mpigossip.analysis.report import stays
 from mpigossip.config import JobError
-from mpigossip.mixing.members import outages
-from mpigossip.mixing.members.live import FolderExchange
-from mpigossip.mixing.members.place import Place, TrainingPlan
-from mpigossip.mixing.members.records import RecordStore
+from mpigossip.members import outages
+from mpigossip.members.live import FolderExchange
+from mpigossip.members.place import Place, TrainingPlan
+from mpigossip.members.records import RecordStore
 from mpigossip.runs.members import join as joining
 from mpigossip.runs.members.join import join
 from mpigossip.runs.members.replay import ReplayMismatch, replay
@@ -26,7 +26,7 @@ from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import LogWriter, read
 from mpigossip.training.assemble import load
 from tests.cases import every
-from tests.mixing.members.storm import begin
+from tests.members.storm import begin
 
 SMALL = [
     "run.epochs=2",

@@ -26,9 +26,9 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 from mpigossip.cluster.ranks import SingleProcess  # noqa: E402
-from mpigossip.mixing.members.live import FolderExchange, StopRequested, read_model  # noqa: E402
-from mpigossip.mixing.members.place import Place  # noqa: E402
-from mpigossip.mixing.members.records import RecordStore  # noqa: E402
+from mpigossip.members.live import FolderExchange, StopRequested, read_model  # noqa: E402
+from mpigossip.members.place import Place  # noqa: E402
+from mpigossip.members.records import RecordStore  # noqa: E402
 from mpigossip.runs import launch  # noqa: E402
 from mpigossip.runs.members import join, replay  # noqa: E402
 from mpigossip.runs.members.member import Member, average  # noqa: E402

@@ -18,8 +18,8 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from mpigossip.mixing.members.place import TrainingPlan  # noqa: E402
-from tests.mixing.members.storm import chunks_of, replay, storm  # noqa: E402
+from mpigossip.members.place import TrainingPlan  # noqa: E402
+from tests.members.storm import chunks_of, replay, storm  # noqa: E402
 
 
 def one(seed: int, plan: TrainingPlan, rate: float) -> tuple[str, dict[str, int]]:

@@ -6,7 +6,7 @@ from math import ceil
 
 from mpigossip.config import JobError
 from mpigossip.config.readable import aligned, format_bytes
-from mpigossip.mixing.members.place import KEEP, LEASES
+from mpigossip.members.place import KEEP, LEASES
 from mpigossip.runs.members.join import check_fit
 from mpigossip.training.costs import Subject, exchanges, memory
 

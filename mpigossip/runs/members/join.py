@@ -18,11 +18,11 @@ from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import BuilderSpec, Job, JobError
 from mpigossip.config.readable import print_note
 from mpigossip.engine.measurements import Record
+from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout
+from mpigossip.members.outages import FolderUnreachable
+from mpigossip.members.place import FOLDERS, Place, TrainingPlan, record_name
+from mpigossip.members.records import NO_LINKS, RecordStore, Round
 from mpigossip.mixing.base import ExchangeKind
-from mpigossip.mixing.members.live import POLL_S, FolderExchange, StopRequested, layout
-from mpigossip.mixing.members.outages import FolderUnreachable
-from mpigossip.mixing.members.place import FOLDERS, Place, TrainingPlan, record_name
-from mpigossip.mixing.members.records import NO_LINKS, RecordStore, Round
 from mpigossip.runs.launch import differing
 from mpigossip.runs.members.member import Member, steps_of_round
 from mpigossip.runs.printer import Printer

@@ -24,7 +24,7 @@ from mpigossip.training.assemble import Assembly
 class FolderMixer(Simulated):
     """Mixer of a member: it computes x ← ½ (x + x_j) with the model x_j of another member.
 
-    A late x_j is corrected by :func:`~mpigossip.mixing.members.live.correct_for_age`. If no other
+    A late x_j is corrected by :func:`~mpigossip.members.live.correct_for_age`. If no other
     member has a new model, x stays as it is.
     """
 

@@ -11,9 +11,9 @@ from typing import Any
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import pluralize, print_note
-from mpigossip.mixing.members.live import correct_for_age, digest, read_model, rounds_late
-from mpigossip.mixing.members.place import KEEP, Place, record_name
-from mpigossip.mixing.members.records import Closed, End, RecordStore, Round, Start, Version
+from mpigossip.members.live import correct_for_age, digest, read_model, rounds_late
+from mpigossip.members.place import KEEP, Place, record_name
+from mpigossip.members.records import Closed, End, RecordStore, Round, Start, Version
 from mpigossip.runs.members.join import JOB, about, job_there, none_there, plan_of
 from mpigossip.runs.members.member import Member
 from mpigossip.store import StoreError

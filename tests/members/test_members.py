@@ -9,20 +9,20 @@ import h5py
 import numpy as np
 import pytest
 
-from mpigossip.mixing.members import live as live_models
-from mpigossip.mixing.members import place as places
-from mpigossip.mixing.members.live import (
+from mpigossip.members import live as live_models
+from mpigossip.members import place as places
+from mpigossip.members.live import (
     FolderExchange,
     StopRequested,
     correct_for_age,
     layout,
     rounds_late,
 )
-from mpigossip.mixing.members.place import Place, TrainingPlan
-from mpigossip.mixing.members.records import RecordStore, Round
+from mpigossip.members.place import Place, TrainingPlan
+from mpigossip.members.records import RecordStore, Round
 from mpigossip.store import StoreError, checkpoint
 from tests.cases import every
-from tests.mixing.members.storm import (
+from tests.members.storm import (
     Bad,
     Tiny,
     begin,

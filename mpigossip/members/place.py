@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from mpigossip.mixing.members.ledger import Ledger
-from mpigossip.mixing.members.records import (
+from mpigossip.members.ledger import Ledger
+from mpigossip.members.records import (
     Claim,
     Closed,
     End,

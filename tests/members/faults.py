@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from unittest import mock
 
-from mpigossip.mixing.members import records
+from mpigossip.members import records
 
 ERRORS = (
     errno.EACCES,

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from mpigossip.mixing.members.records import Claim
+from mpigossip.members.records import Claim
 
 FOLDER = 256
 """Number of blocks in each subfolder of the ledger."""

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mpigossip.mixing.members.live import FolderExchange, StopRequested
-from mpigossip.mixing.members.outages import FolderUnreachable
-from mpigossip.mixing.members.place import FOLDERS, Place, TrainingPlan
-from mpigossip.mixing.members.records import RecordStore
+from mpigossip.members.live import FolderExchange, StopRequested
+from mpigossip.members.outages import FolderUnreachable
+from mpigossip.members.place import FOLDERS, Place, TrainingPlan
+from mpigossip.members.records import RecordStore
 from mpigossip.runs.members.replay import ReplayLog, repeat
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
-from tests.mixing.members.faults import Faults, here, injected
+from tests.members.faults import Faults, here, injected
 
 
 class Killed(BaseException):

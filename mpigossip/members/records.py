@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from mpigossip.mixing.members.outages import FolderUnreachable, ForeignFile, Outages
+from mpigossip.members.outages import FolderUnreachable, ForeignFile, Outages
 from mpigossip.store import StoreError
 
 T = TypeVar("T")

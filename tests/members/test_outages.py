@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-import mpigossip.mixing.members as package
-from mpigossip.mixing.members import outages
-from mpigossip.mixing.members.live import FolderExchange, StopRequested
-from mpigossip.mixing.members.outages import FolderUnreachable, Outages, cause
-from mpigossip.mixing.members.place import Place, TrainingPlan
-from mpigossip.mixing.members.records import Closed, RecordStore, Round, Unusable, Version
+import mpigossip.members as package
+from mpigossip.members import outages
+from mpigossip.members.live import FolderExchange, StopRequested
+from mpigossip.members.outages import FolderUnreachable, Outages, cause
+from mpigossip.members.place import Place, TrainingPlan
+from mpigossip.members.records import Closed, RecordStore, Round, Unusable, Version
 from mpigossip.runs.members.replay import ReplayLog, wanted_of
 from mpigossip.store import StoreError, checkpoint
 from tests.cases import every
-from tests.mixing.members.faults import ERRORS, Faults, injected
-from tests.mixing.members.storm import (
+from tests.members.faults import ERRORS, Faults, injected
+from tests.members.storm import (
     Bad,
     Tiny,
     begin,

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from mpigossip.mixing.members.outages import FolderUnreachable, cause
-from mpigossip.mixing.members.place import KEEP, LEASES, NEWEST, Fenced, Place, TooFarBehind
-from mpigossip.mixing.members.records import Round
+from mpigossip.members.outages import FolderUnreachable, cause
+from mpigossip.members.place import KEEP, LEASES, NEWEST, Fenced, Place, TooFarBehind
+from mpigossip.members.records import Round
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import Entry
