@@ -46,7 +46,8 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(1337)
     world = mpigossip.world(ranks_per_node=ranks_per_node)  # <-
-    model = shard(GPT(), world.node_mesh(), options.bf16)  # <-
+    device = world.device()  # <-
+    model = shard(GPT().to(device), world.node_mesh(), options.bf16)  # <-
     optimizer = configure(model)
     options_of_run = {"run": options.out, "steps": options.steps}
     optimizer = mpigossip.Gossip(world, model, optimizer, **options_of_run)  # <-
@@ -56,7 +57,7 @@ def main():
     for step in range(optimizer.resume(), options.steps):
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1, (step + 1) / 10)
-        loss = model(*get_batch(data, draw))
+        loss = model(*(tensor.to(device) for tensor in get_batch(data, draw)))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -68,7 +69,7 @@ def main():
             optimizer.exit()
     with optimizer.averaged(), torch.no_grad():  # on all ranks, which gather the model collectively
         draw = torch.Generator().manual_seed(0)
-        error = model(*get_batch(data, draw))
+        error = model(*(tensor.to(device) for tensor in get_batch(data, draw)))
     if world.rank == 0:
         print(f"loss of the averaged model {float(error):.4f}", flush=True)
     world.close()  # <-

@@ -24,6 +24,7 @@ import torch
 import mpigossip
 from mpigossip.analysis.findings import GRACE_S, Finding, Findings, merged, report, watched
 from mpigossip.cluster.launcher import LaunchError
+from mpigossip.cluster.local_devices import resolve_auto, slots_of
 from mpigossip.cluster.ranks import SingleProcess, World, world
 from mpigossip.config.errors import Failure
 from mpigossip.config.readable import pluralize
@@ -91,8 +92,8 @@ def examine(options) -> int:
 
 def _local(options, now: list[str]) -> list[Finding]:
     now.append("looking for GPUs")
-    setting, _ = devices.resolve_auto(options.devices, options.ranks_per_node)
-    slots = devices.slots_of(setting)
+    setting, _ = resolve_auto(options.devices, options.ranks_per_node)
+    slots = slots_of(setting)
     findings = [versions(), kernel(), gpus(setting, slots, options.timeout / 2), cards(slots)]
     now.append(f'writing into "{options.folder}"')
     return [*findings, disk(options), hdf5(options.folder)]
@@ -100,8 +101,8 @@ def _local(options, now: list[str]) -> list[Finding]:
 
 def _together(options, ranks, findings: Findings) -> None:
     """Add the findings that need all ranks; they are complete on rank 0."""
-    setting, ranks_per_node = devices.resolve_auto(options.devices, options.ranks_per_node)
-    slots = devices.slots_of(setting)
+    setting, ranks_per_node = resolve_auto(options.devices, options.ranks_per_node)
+    slots = slots_of(setting)
     machine = Machine(
         host=ranks.hosts[ranks.rank],
         allowed=tuple(sorted(os.sched_getaffinity(0))),

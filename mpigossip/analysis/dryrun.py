@@ -4,9 +4,9 @@ import os
 import textwrap
 
 from mpigossip import config
+from mpigossip.cluster.local_devices import local_rank
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import format_bytes, pluralize
-from mpigossip.groups.devices import local_rank
 from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange
 from mpigossip.training import assemble, costs, shape
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.world import World
 from mpigossip.config import GraphSection, Job, JobError
 from mpigossip.config.readable import pluralize
-from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.combine import weighted_sum

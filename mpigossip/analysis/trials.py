@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 from mpigossip.analysis.bench import room_for_messages
 from mpigossip.analysis.findings import Finding
+from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.process_groups import is_gpu
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.cluster.world import World
@@ -23,7 +24,7 @@ from mpigossip.config import Job
 from mpigossip.config.readable import pluralize
 from mpigossip.graphs import Graph
 from mpigossip.groups.base import Group, GroupError
-from mpigossip.groups.devices import make_group, slots_of
+from mpigossip.groups.devices import make_group
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import ExchangeKind, MessageLayout, Mixer
 from mpigossip.mixing.device.memory import TransportUnavailable

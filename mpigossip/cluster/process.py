@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpigossip.cluster import deadline, uncaught
 from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, prctl
 from mpigossip.cluster.launcher import job_id, launcher_ranks
+from mpigossip.cluster.local_devices import make_current_before_mpi
 from mpigossip.cluster.starting import Start
 from mpigossip.config import JobError
 from mpigossip.config.readable import print_note
@@ -34,6 +35,8 @@ PROGRESS = "mpigossip-progress"  # name of threads that call MPI
 PR_SET_PDEATHSIG = 1
 
 _start: Start | None = None
+_devices = "auto"
+"""Value of `node.devices`, whose first GPU is made current before MPI starts."""
 
 mpi_process: int | None = None
 """ID of the process in which a world started or found MPI; None before the first world."""
@@ -75,7 +78,9 @@ def end_with(parent: int) -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-def before_mpi(folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> float:
+def before_mpi(
+    folder: Path | None = None, timeout_s: float = TIMEOUT_S, devices: str = "auto"
+) -> float:
     """Start watching the start of MPI, before MPI is imported, and return the time limit.
 
     A process that was started alone, or without a launcher, has nothing to watch.
@@ -83,8 +88,10 @@ def before_mpi(folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> floa
     :param folder: run directory, in which ranks detect each other before MPI has started; None: a
         temporary directory
     :param timeout_s: seconds that MPI may take to start, from now on
+    :param devices: value of `node.devices`
     """
-    global _start
+    global _start, _devices
+    _devices = devices
     launched = launcher_ranks(os.environ)
     if _start is None and launched and launched[0][1] > 1:
         rank, size, _ = launched[0]
@@ -113,9 +120,10 @@ def _shared(folder: Path | None) -> Path:
 
 
 def start_mpi() -> None:
-    """Start MPI, watched as :func:`before_mpi` has prepared."""
+    """Start MPI, watched as :func:`before_mpi` has prepared, with this rank's GPU as current."""
     from mpi4py import MPI
 
+    make_current_before_mpi(_devices)
     if _start is not None:
         _start.init()
     else:

@@ -41,6 +41,12 @@ keep_alive: list[Any] = []
 """Objects abandoned after a rank failure: MPI may write to them, and some cannot be freed."""
 
 
+NODE_GROUP_S = 3600.0
+"""Default time limit, in seconds, of a collective call of a node's torch process group."""
+LONGEST_TIMEOUT_S = 1e8
+"""Largest time limit that torch can represent."""
+
+
 class World(Communicator):
     """The ranks of a program, opened by :func:`mpigossip.world` and closed by its ``with`` block.
 
@@ -138,28 +144,37 @@ class World(Communicator):
             None if self.size == 1 else WaitMonitor(comm.Dup(), self.hosts, False)
         )
 
-    def node_group(self, backend: str | None = None) -> "ProcessGroup":
+    def node_group(
+        self, backend: str | None = None, timeout_s: float = NODE_GROUP_S
+    ) -> "ProcessGroup":
         """Return the torch process group of this rank's node, for DDP; collective.
 
-        The node is the world of torch.distributed, and local ranks are its ranks.
+        The node is the world of torch.distributed, and local ranks are its ranks. With "nccl",
+        :meth:`device` becomes the current device, and the group uses it.
 
         :param backend: backend of torch.distributed; None: "nccl" if there are GPUs, otherwise
             "gloo"
+        :param timeout_s: seconds that a collective call of this group may take. torch then ends
+            the process; the default is long, because a rank may evaluate while others wait
         :raises JobError: if torch.distributed was initialized with other ranks
         """
         from mpigossip.cluster.process_groups import node_group
 
-        return node_group(self, backend, self.timeout_s)
+        limit = min(max(timeout_s, self.timeout_s), LONGEST_TIMEOUT_S)
+        return node_group(self, backend, limit)
 
-    def node_mesh(self, backend: str | None = None) -> "DeviceMesh":
+    def node_mesh(
+        self, backend: str | None = None, timeout_s: float = NODE_GROUP_S
+    ) -> "DeviceMesh":
         """Return :meth:`node_group` as a DeviceMesh of one dimension, "node"; collective.
 
         :param backend: as for :meth:`node_group`
+        :param timeout_s: as for :meth:`node_group`
         """
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
-        group = self.node_group(backend)
+        group = self.node_group(backend, timeout_s)
         device = "cpu" if torch.distributed.get_backend(group) == "gloo" else "cuda"
         return DeviceMesh.from_group(group, device, mesh_dim_names=("node",))
 

@@ -16,9 +16,11 @@ import numpy as np
 
 from mpigossip.cluster import deadline
 from mpigossip.cluster.deadline import Deadline
+from mpigossip.cluster.local_devices import check_other_accelerators, first_device
 from mpigossip.cluster.process import TIMEOUT_S
 
 if TYPE_CHECKING:
+    import torch
     from mpi4py import MPI
 
 
@@ -137,6 +139,28 @@ class World:
     def is_rank_failure(self, error: BaseException) -> bool:
         """Return whether ``error`` reports a rank failure that others can survive; local call."""
         return False
+
+    def device(self) -> torch.device:
+        """Return this rank's device, and make it current if it is a GPU; local call.
+
+        The ranks of a host divide the GPUs that torch sees, unless the launcher assigns GPUs to
+        each rank. Use it for loops with one device per rank::
+
+            device = world.device()
+            model = Model().to(device)
+
+        :raises JobError: if torch sees Intel GPUs (XPU) only
+        """
+        import torch
+
+        host = self.hosts[self.rank]
+        index = self.hosts[: self.rank].count(host)
+        name = first_device(index, self.hosts.count(host))
+        if name == "cpu":
+            check_other_accelerators()
+        else:
+            torch.cuda.set_device(name)
+        return torch.device(name)
 
     def abort(self, code: int = 1) -> None:
         """End all ranks immediately; any rank may call this alone."""

@@ -53,8 +53,8 @@ def _add_job(commands) -> None:
 
 def _job(options) -> None:
     from mpigossip.cluster import batch
+    from mpigossip.cluster.local_devices import slots_of
     from mpigossip.config import JobError
-    from mpigossip.groups.devices import slots_of
     from mpigossip.training import assemble
 
     site = batch.read_site(options.site)

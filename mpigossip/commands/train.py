@@ -144,7 +144,8 @@ def _begin(job: Path | dict, settings: list[str], folder: Path | None = None) ->
         loaded = config.load(job, settings)
     except config.JobError:  # reported when all ranks are running
         return process.before_mpi(folder)
-    return process.before_mpi(folder or loaded.run.folder, loaded.node.timeout_s)
+    node = loaded.node
+    return process.before_mpi(folder or loaded.run.folder, node.timeout_s, node.devices)
 
 
 def _exit_code(summary: dict, world: World) -> int:

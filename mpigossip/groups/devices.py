@@ -1,126 +1,21 @@
 """Devices of this rank's slots, from `node.devices`, and the group that connects them."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 
+from mpigossip.cluster.local_devices import (
+    VISIBLE,
+    launcher_assigns,
+    local_rank,
+    slots_of,
+    visible_gpus,
+)
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.cluster.world import World
 from mpigossip.groups.base import Group, Single, Unsharded
 from mpigossip.groups.threads import ThreadGroup
-
-LOCAL = (
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-    ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-)
-"""Variables of launchers with this rank's number on its host and the number of ranks there; those
-of an inner launcher come first."""
-
-
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-"""Variables by which launchers assign some of the host's GPUs to a rank."""
-
-
-def local_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return this rank's number on its host, and the number of ranks; (0, 1) without a launcher."""
-    for number, count in LOCAL:
-        # Slurm writes "8", or "8(x3),4" for several hosts; use the number of the first host
-        ranks = re.match(r"\d+", environ.get(count, ""))
-        if environ.get(number, "").isdigit() and ranks:
-            return int(environ[number]), int(ranks[0])
-    flux = [environ.get(f"FLUX_{name}", "") for name in ("TASK_LOCAL_ID", "JOB_SIZE", "JOB_NNODES")]
-    if all(value.isdigit() for value in flux):
-        return int(flux[0]), -(-int(flux[1]) // int(flux[2]))
-    return 0, 1
-
-
-def resolve_auto(
-    devices: str,
-    ranks_per_node: int | str,
-    environ: Mapping[str, str] = os.environ,
-    visible: int | None = None,
-    on_host: int | None = None,
-) -> tuple[str, Any]:
-    """Return `node.devices` and `node.ranks_per_node` without "auto", equal on equal hosts.
-
-    * Without a GPU, it is "cpu:1", and each rank is a node.
-    * One rank uses all GPUs that torch sees.
-    * Several ranks on a host with at least one GPU for each are one node. They divide the GPUs
-      among them, unless the launcher has done so.
-    * If there are more ranks than GPUs, the ranks share them, and each rank is a node.
-
-    :param devices: value of `node.devices`
-    :param ranks_per_node: value of `node.ranks_per_node`
-    :param environ: variables of the launcher
-    :param visible: number of GPUs that torch sees; None: ask torch
-    :param on_host: number of GPUs of the host; None: ask the system
-    """
-    count = _visible(visible)
-    ranks = local_rank(environ)[1]
-    is_one_node = False
-    if devices == "auto" and not count:
-        devices = "cpu:1"
-    elif devices == "auto":
-        dealt_out = _launcher_assigns(environ, count, ranks, on_host)
-        is_one_node = ranks > 1 and (dealt_out or count >= ranks)
-        devices = f"gpu:{count if ranks == 1 or dealt_out else max(1, count // ranks)}"
-    if ranks_per_node == "auto":
-        ranks_per_node = ranks if is_one_node else 1
-    return devices, ranks_per_node
-
-
-def _launcher_assigns(
-    environ: Mapping[str, str], count: int, ranks: int, on_host: int | None
-) -> bool:
-    """Return whether the launcher assigns GPUs to each rank; ``count``: GPUs that torch sees."""
-    slurm = environ.get("SLURM_GPUS_ON_NODE", "")
-    if slurm.isdigit() and int(slurm) > count:
-        return True
-    gpus_on_host = _on_host() if on_host is None else on_host
-    return any(name in environ for name in VISIBLE) and gpus_on_host >= ranks * count
-
-
-def _on_host() -> int:
-    """Return the number of GPUs of this host, of NVIDIA and AMD, visible or not."""
-    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
-    return len([*Path("/dev").glob("nvidia[0-9]*")]) + sum(map(_is_gpu, nodes))
-
-
-def _is_gpu(gpu_id: Path) -> bool:
-    try:
-        return gpu_id.read_text().strip() != "0"  # "0" stands for a processor
-    except OSError:
-        return True  # a GPU that this rank may not use
-
-
-def slots_of(
-    devices: str, environ: Mapping[str, str] = os.environ, visible: int | None = None
-) -> tuple[str, ...]:
-    """Return the torch devices of this rank's slots.
-
-    "gpu:K" means K of the GPUs that torch sees, chosen by this rank's number on its host, or the
-    first K if torch sees no more. The numbers in "cuda:…" refer to the visible GPUs; a number that
-    occurs twice gives two slots.
-
-    :param devices: value of `node.devices`
-    :param environ: variables of the launcher
-    :param visible: number of GPUs that torch sees; None: ask torch
-    """
-    if devices == "auto":
-        devices, _ = resolve_auto(devices, 1, environ, visible)
-    kind, _, number = devices.partition(":")
-    if kind != "gpu":
-        return _parse_devices(devices)
-    gpus_per_rank = int(number)
-    count = _visible(visible)
-    first = local_rank(environ)[0] * gpus_per_rank if count > gpus_per_rank else 0
-    return tuple(f"cuda:{(first + k) % max(count, gpus_per_rank)}" for k in range(gpus_per_rank))
 
 
 def unused_gpus_note(devices: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
@@ -128,24 +23,9 @@ def unused_gpus_note(devices: Sequence[str], environ: Mapping[str, str] = os.env
     count = torch.cuda.device_count()
     used = len(set(devices) - {"cpu"})
     ranks = local_rank(environ)[1]
-    if used and ranks > count > 0 and not _launcher_assigns(environ, count, ranks, None):
+    if used and ranks > count > 0 and not launcher_assigns(environ, count, ranks, None):
         return f"; {ranks} ranks share {count} GPU{'s' * (count > 1)}"
     return f"; torch sees {count} GPU{'s' * (count > 1)}" if count > used else ""
-
-
-def _visible(visible: int | None) -> int:
-    return torch.cuda.device_count() if visible is None else visible
-
-
-def _parse_devices(devices: str) -> tuple[str, ...]:
-    kind, _, numbers_text = devices.partition(":")
-    if kind == "cpu":
-        return ("cpu",) * int(numbers_text)
-    numbers: list[int] = []
-    for piece in numbers_text.split(","):
-        first, _, last = piece.partition("-")
-        numbers += range(int(first), int(last or first) + 1)
-    return tuple(f"cuda:{k}" for k in numbers)
 
 
 def device_problems(
@@ -155,7 +35,7 @@ def device_problems(
     devices = slots_of(setting, environ, visible)
     if devices[0] == "cpu":
         return []
-    count = _visible(visible)
+    count = visible_gpus(visible)
     text = f'node.devices = "{setting}"'
     numbers = [int(d.partition(":")[2]) for d in devices]
     if not count:

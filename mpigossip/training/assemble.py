@@ -9,6 +9,7 @@ import torch
 from mpigossip import algorithms, config, graphs, models
 from mpigossip.algorithms import cadence as cadences
 from mpigossip.cluster import deadline, nodes
+from mpigossip.cluster.local_devices import resolve_auto, slots_of
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.choices import Tables
@@ -22,7 +23,6 @@ from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.placement import places_for, renumbered
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group, local_shards
-from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import MIXERS, open_mixer
 from mpigossip.mixing.compressors import WIRES
 from mpigossip.training import shape, task
@@ -97,7 +97,7 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
     job = config.load(where, overrides, tables_of_names())
     if not resolve:
         return job
-    node_devices, ranks = devices.resolve_auto(job.node.devices, job.node.ranks_per_node)
+    node_devices, ranks = resolve_auto(job.node.devices, job.node.ranks_per_node)
     return replace(job, node=replace(job.node, devices=node_devices, ranks_per_node=ranks))
 
 

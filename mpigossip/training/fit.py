@@ -11,6 +11,7 @@ from mpigossip.algorithms import BUILDERS, Algorithm, build
 from mpigossip.algorithms.cadence import BUILDERS as CADENCES
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.algorithms.methods import above_minus_third
+from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.world import World
 from mpigossip.config import Data, Job, JobError
 from mpigossip.config.choices import BuilderSpec
@@ -20,7 +21,6 @@ from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.base import Drawn
 from mpigossip.graphs.faulty import least_rounds
 from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact, unreached
-from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.wire import Wire
 from mpigossip.training import shape

@@ -5,13 +5,13 @@ from dataclasses import replace
 import torch
 
 from mpigossip.algorithms import LOCALS
+from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.sections import FaultsSection
 from mpigossip.config.toml import show
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group
-from mpigossip.groups.devices import slots_of
 
 
 def ranks_of(job: Job, world: World | None = None) -> int:

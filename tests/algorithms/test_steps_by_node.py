@@ -185,6 +185,6 @@ def loops(world):
 
 def test_ranks_of_a_loop_may_differ_where_nobody_waits(ranks):
     listed, unlike, rounds = zip(*ranks(2)(loops), strict=True)
-    assert all("each rank may give a number of its own" in text for text in listed)
+    assert all("each rank may pass its own number" in text for text in listed)
     assert any("cadence.period" in text for text in unlike)
     assert rounds == (3, 2)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpigossip.cluster import deadline
+from mpigossip.cluster import deadline, local_devices
 from mpigossip.cluster.deadline import WaitTimeoutError
 from mpigossip.groups import devices, threads
 from mpigossip.groups.base import Single, Unsharded, shard_views
@@ -240,7 +240,7 @@ def test_the_training_thread_that_does_not_finish_is_named_by_a_slot():
     ],
 )
 def test_listed_devices(setting, slots):
-    assert devices.slots_of(setting, {}, 8) == tuple(slots)
+    assert local_devices.slots_of(setting, {}, 8) == tuple(slots)
 
 
 def slurm(place, ranks, **more):
@@ -269,7 +269,7 @@ def slurm(place, ranks, **more):
 )
 def test_auto_divides_the_gpus_of_a_host(environ, visible, slots):
     expected = ("cpu",) if slots == "cpu" else tuple(f"cuda:{k}" for k in slots)
-    assert devices.slots_of("auto", environ, visible) == expected
+    assert local_devices.slots_of("auto", environ, visible) == expected
 
 
 CUDA = {"CUDA_VISIBLE_DEVICES": "2"}
@@ -294,8 +294,8 @@ FLUX = {"FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "8", "FLUX_JOB_NNODES": "2"}
     ],
 )
 def test_auto_becomes_devices_and_ranks_a_node(environ, visible, on_host, expected):
-    assert devices.resolve_auto("auto", "auto", environ, visible, on_host) == expected
-    assert devices.resolve_auto("auto", 1, environ, visible, on_host) == (expected[0], 1)
+    assert local_devices.resolve_auto("auto", "auto", environ, visible, on_host) == expected
+    assert local_devices.resolve_auto("auto", 1, environ, visible, on_host) == (expected[0], 1)
 
 
 @on_each(
@@ -309,8 +309,8 @@ def test_auto_becomes_devices_and_ranks_a_node(environ, visible, on_host, expect
     ],
 )
 def test_one_gpu_per_rank_is_chosen_by_local_rank(environ, visible, slots):
-    assert devices.slots_of("gpu:1", environ, visible) == tuple(f"cuda:{k}" for k in slots)
-    assert devices.slots_of("gpu:2", {}, 2) == ("cuda:0", "cuda:1")
+    assert local_devices.slots_of("gpu:1", environ, visible) == tuple(f"cuda:{k}" for k in slots)
+    assert local_devices.slots_of("gpu:2", {}, 2) == ("cuda:0", "cuda:1")
 
 
 @on_each(
@@ -339,7 +339,7 @@ def test_unavailable_devices_are_rejected(setting, visible, said):
 )
 def test_unused_gpus_are_reported(monkeypatch, slots, environ, count, on_host, note):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(devices, "_on_host", lambda: on_host)
+    monkeypatch.setattr(local_devices, "_on_host", lambda: on_host)
     assert devices.unused_gpus_note(slots, environ) == note
 
 
@@ -352,12 +352,12 @@ def test_gpus_of_a_host_are_counted_whether_visible_or_not(monkeypatch, tmp_path
         place = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
         place.mkdir(parents=True)
         (place / "gpu_id").write_text(f"{number}\n")
-    monkeypatch.setattr(devices, "Path", lambda path: tmp_path / path.lstrip("/"))
-    assert devices._on_host() == 4
+    monkeypatch.setattr(local_devices, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert local_devices._on_host() == 4
     nodes = tmp_path / "sys/class/kfd/kfd/topology/nodes"
     (nodes / "2/gpu_id").unlink()
     (nodes / "2/gpu_id").mkdir()  # can't be read: it belongs to another user
-    assert devices._on_host() == 4
+    assert local_devices._on_host() == 4
 
 
 def test_available_devices_are_accepted():

@@ -90,5 +90,6 @@ def test_a_resumed_stream_reports_that_it_is_read_again(tmp_path, capsys):
     with SingleProcess() as alone:
         launch.resume(tmp_path / "run", ["run.steps=4"], alone, None)
     assert (
-        "the stream is read again from its beginning, 48 samples a node" in capsys.readouterr().out
+        "the stream is read again from its beginning, 48 samples per node"
+        in capsys.readouterr().out
     )

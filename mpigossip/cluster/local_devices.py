@@ -1,0 +1,233 @@
+"""Devices of this rank: the slots of a node, and the GPU that is current before MPI starts."""
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpigossip.config.errors import JobError
+from mpigossip.config.readable import print_note_once
+
+if TYPE_CHECKING:
+    import torch
+
+LOCAL = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+"""Variables of launchers with this rank's number on its host and the number of ranks there; those
+of an inner launcher come first."""
+
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""Variables by which launchers assign some of the host's GPUs to a rank."""
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return this rank's number on its host, and the number of ranks; (0, 1) without a launcher."""
+    for number, count in LOCAL:
+        # Slurm writes "8", or "8(x3),4" for several hosts; use the number of the first host
+        ranks = re.match(r"\d+", environ.get(count, ""))
+        if environ.get(number, "").isdigit() and ranks:
+            return int(environ[number]), int(ranks[0])
+    flux = [environ.get(f"FLUX_{name}", "") for name in ("TASK_LOCAL_ID", "JOB_SIZE", "JOB_NNODES")]
+    if all(value.isdigit() for value in flux):
+        return int(flux[0]), -(-int(flux[1]) // int(flux[2]))
+    return 0, 1
+
+
+def resolve_auto(
+    devices: str,
+    ranks_per_node: int | str,
+    environ: Mapping[str, str] = os.environ,
+    visible: int | None = None,
+    on_host: int | None = None,
+) -> tuple[str, Any]:
+    """Return `node.devices` and `node.ranks_per_node` without "auto", equal on equal hosts.
+
+    * Without a GPU, it is "cpu:1", and each rank is a node.
+    * One rank uses all GPUs that torch sees.
+    * Several ranks on a host with at least one GPU for each are one node. They divide the GPUs
+      among them, unless the launcher has done so.
+    * If there are more ranks than GPUs, the ranks share them, and each rank is a node.
+
+    :param devices: value of `node.devices`
+    :param ranks_per_node: value of `node.ranks_per_node`
+    :param environ: variables of the launcher
+    :param visible: number of GPUs that torch sees; None: ask torch
+    :param on_host: number of GPUs of the host; None: ask the system
+    :raises JobError: if `devices` is "auto" and the host has Intel GPUs, but none that can be used
+    """
+    count = visible_gpus(visible)
+    ranks = local_rank(environ)[1]
+    is_one_node = False
+    if devices == "auto" and not count:
+        if visible is None:
+            check_other_accelerators()
+        devices = "cpu:1"
+    elif devices == "auto":
+        dealt_out = launcher_assigns(environ, count, ranks, on_host)
+        is_one_node = ranks > 1 and (dealt_out or count >= ranks)
+        devices = f"gpu:{count if ranks == 1 or dealt_out else max(1, count // ranks)}"
+    if ranks_per_node == "auto":
+        ranks_per_node = ranks if is_one_node else 1
+    return devices, ranks_per_node
+
+
+def launcher_assigns(
+    environ: Mapping[str, str], count: int, ranks: int, on_host: int | None
+) -> bool:
+    """Return whether the launcher assigns GPUs to each rank; ``count``: GPUs that torch sees."""
+    slurm = environ.get("SLURM_GPUS_ON_NODE", "")
+    if slurm.isdigit() and int(slurm) > count:
+        return True
+    gpus_on_host = _on_host() if on_host is None else on_host
+    return any(name in environ for name in VISIBLE) and gpus_on_host >= ranks * count
+
+
+def check_other_accelerators() -> None:
+    """Reject a host whose GPUs this package cannot use, unless the program asks for CPUs.
+
+    On a Mac, which has no other devices for training, print a note instead.
+
+    :raises JobError: if torch sees Intel GPUs (XPU)
+    """
+    import torch
+
+    xpu = getattr(torch, "xpu", None)
+    if xpu is not None and xpu.is_available():
+        raise JobError(
+            f'node.devices = "auto": torch sees {xpu.device_count()} Intel GPUs (XPU), which '
+            'mpigossip does not support; use node.devices = "cpu:1" to train on CPUs'
+        )
+    if torch.backends.mps.is_available():
+        print_note_once("training runs on the CPU: mpigossip does not use the GPU of a Mac (MPS)")
+
+
+def check_device_type(device: "torch.device") -> None:
+    """Reject parameters on a device that is neither a CPU nor a GPU of NVIDIA or AMD.
+
+    :raises JobError: for any other type, such as "xpu" or "mps"
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise JobError(
+            f"the parameters are on {device}: mpigossip trains on CPUs and on GPUs of NVIDIA and "
+            'AMD ("cuda"); move the model there with model.to("cpu")'
+        )
+
+
+def first_device(
+    index: int,
+    ranks: int,
+    environ: Mapping[str, str] = os.environ,
+    visible: int | None = None,
+    on_host: int | None = None,
+) -> str:
+    """Return the device of a rank that uses one device: its GPU, or "cpu" if there is none.
+
+    The ranks of a host divide the visible GPUs among them, unless the launcher has done so. If
+    there are more ranks than GPUs, they take turns.
+
+    :param index: number of this rank among the ranks of its host
+    :param ranks: number of ranks of this host
+    :param environ: variables of the launcher
+    :param visible: number of GPUs that torch sees; None: ask torch
+    :param on_host: number of GPUs of the host; None: ask the system
+    """
+    count = visible_gpus(visible)
+    if not count:
+        return "cpu"
+    if ranks == 1 or launcher_assigns(environ, count, ranks, on_host):
+        return "cuda:0"
+    gpus_per_rank = max(1, count // ranks)
+    return f"cuda:{index * gpus_per_rank % count}"
+
+
+def make_current_before_mpi(devices: str = "auto") -> str:
+    """Create the CUDA context of this rank's first GPU; call it before MPI starts.
+
+    MPI libraries choose network cards, and allocate GPU memory, by the device that is current in
+    ``MPI_Init``. Without this call, all ranks of a host would use GPU 0 and the cards near it. A
+    program that has used CUDA before keeps its device.
+
+    :param devices: value of `node.devices`; "auto" in a custom loop
+    :return: the device; "" if this rank uses none, or the program has chosen one
+    """
+    if "torch" not in sys.modules and not _on_host():
+        return ""  # do not import torch on hosts without GPUs
+    import torch
+
+    # A kernel that is loaded at its first launch would wait for collectives, which wait for it. The
+    # variable has an effect only before the first call of CUDA, which may be MPI's.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    if not torch.cuda.is_available() or torch.cuda.is_initialized():
+        return ""
+    device = slots_of(devices)[0]
+    if device == "cpu" or int(device.partition(":")[2]) >= visible_gpus():
+        return ""  # an invalid setting is reported when all ranks are running
+    with contextlib.suppress(RuntimeError):  # reported where the device is used first
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize(device)
+    return device
+
+
+def _on_host() -> int:
+    """Return the number of GPUs of this host, of NVIDIA and AMD, visible or not."""
+    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
+    return len([*Path("/dev").glob("nvidia[0-9]*")]) + sum(map(_is_gpu, nodes))
+
+
+def _is_gpu(gpu_id: Path) -> bool:
+    try:
+        return gpu_id.read_text().strip() != "0"  # "0" stands for a processor
+    except OSError:
+        return True  # a GPU that this rank may not use
+
+
+def slots_of(
+    devices: str, environ: Mapping[str, str] = os.environ, visible: int | None = None
+) -> tuple[str, ...]:
+    """Return the torch devices of this rank's slots.
+
+    "gpu:K" means K of the GPUs that torch sees, chosen by this rank's number on its host, or the
+    first K if torch sees no more. The numbers in "cuda:…" refer to the visible GPUs; a number that
+    occurs twice gives two slots.
+
+    :param devices: value of `node.devices`
+    :param environ: variables of the launcher
+    :param visible: number of GPUs that torch sees; None: ask torch
+    """
+    if devices == "auto":
+        devices, _ = resolve_auto(devices, 1, environ, visible)
+    kind, _, number = devices.partition(":")
+    if kind != "gpu":
+        return _parse_devices(devices)
+    gpus_per_rank = int(number)
+    count = visible_gpus(visible)
+    first = local_rank(environ)[0] * gpus_per_rank if count > gpus_per_rank else 0
+    return tuple(f"cuda:{(first + k) % max(count, gpus_per_rank)}" for k in range(gpus_per_rank))
+
+
+def visible_gpus(visible: int | None = None) -> int:
+    """Return ``visible``, or the number of GPUs that torch sees if it is None."""
+    if visible is not None:
+        return visible
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _parse_devices(devices: str) -> tuple[str, ...]:
+    kind, _, numbers_text = devices.partition(":")
+    if kind == "cpu":
+        return ("cpu",) * int(numbers_text)
+    numbers: list[int] = []
+    for piece in numbers_text.split(","):
+        first, _, last = piece.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return tuple(f"cuda:{k}" for k in numbers)

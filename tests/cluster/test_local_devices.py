@@ -1,0 +1,129 @@
+"""Tests of the device that a rank uses, and of its context before MPI starts, on simulated GPUs."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from mpigossip.cluster import local_devices, process
+from mpigossip.cluster.world import World
+from mpigossip.config import JobError
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend that torch sees four GPUs; return the list of calls that change the device."""
+    calls = []
+    initialized = []
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "is_initialized", lambda: bool(initialized))
+    monkeypatch.setattr(cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(cuda, "set_device", lambda device: calls.append(("device", str(device))))
+    monkeypatch.setattr(cuda, "synchronize", lambda device: calls.append(("context", device)))
+    monkeypatch.setattr(local_devices, "_on_host", lambda: 4)
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    for names in local_devices.LOCAL:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    for name in local_devices.VISIBLE:
+        monkeypatch.delenv(name, raising=False)
+    return SimpleNamespace(calls=calls, initialized=initialized)
+
+
+def as_local_rank(monkeypatch, rank, ranks):
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(rank))
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "devices", "expected"),
+    [
+        (2, 4, "auto", "cuda:2"),
+        (1, 2, "auto", "cuda:2"),
+        (5, 8, "auto", "cuda:1"),
+        (1, 4, "gpu:1", "cuda:1"),
+        (0, 1, "cuda:3", "cuda:3"),
+    ],
+)
+def test_the_context_exists_before_mpi_starts(gpus, monkeypatch, rank, ranks, devices, expected):
+    as_local_rank(monkeypatch, rank, ranks)
+    monkeypatch.setattr(process, "_devices", devices)
+    monkeypatch.setattr(process, "_start", None)
+    start = MPI.Init_thread
+    monkeypatch.setattr(MPI, "Init_thread", lambda level: gpus.calls.append("MPI"))
+    process.start_mpi()
+    assert gpus.calls == [("device", expected), ("context", expected), "MPI"]
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+    assert start is not MPI.Init_thread
+
+
+@pytest.mark.parametrize("devices", ["cpu:2", "cuda:7"])
+def test_cpus_and_invalid_devices_create_no_context(gpus, devices):
+    assert local_devices.make_current_before_mpi(devices) == ""
+    assert gpus.calls == []
+
+
+def test_the_device_that_a_program_has_chosen_stays(gpus):
+    gpus.initialized.append(True)
+    assert local_devices.make_current_before_mpi() == ""
+    assert gpus.calls == []
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rank", "expected"),
+    [
+        ("aaaa", 3, "cuda:3"),
+        ("abab", 2, "cuda:2"),  # cyclic placement: the second of two ranks on host a
+        ("aabb", 3, "cuda:2"),
+        ("a", 0, "cuda:0"),
+        ("aaaaaaaa", 6, "cuda:2"),
+    ],
+)
+def test_the_ranks_of_a_host_divide_its_gpus(gpus, hosts, rank, expected):
+    world = World()
+    world.hosts = tuple(hosts)
+    world.rank = rank
+    assert str(world.device()) == expected
+    assert gpus.calls == [("device", expected)]
+
+
+def test_a_launcher_that_assigns_gpus_is_followed(gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    world = World()
+    world.hosts = tuple("aaaa")
+    world.rank = 3
+    assert str(world.device()) == "cuda:0"
+
+
+def test_without_gpus_the_device_is_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert str(World().device()) == "cpu"
+
+
+def test_intel_gpus_are_rejected_by_name_unless_cpus_are_requested(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    xpu = SimpleNamespace(is_available=lambda: True, device_count=lambda: 6)
+    monkeypatch.setattr(torch, "xpu", xpu)
+    with pytest.raises(JobError, match=r"node\.devices.*6 .*XPU.*cpu:1"):
+        local_devices.resolve_auto("auto", "auto", {})
+    with pytest.raises(JobError, match="XPU"):
+        World().device()
+    assert local_devices.resolve_auto("cpu:1", "auto", {}) == ("cpu:1", 1)
+
+
+def test_a_mac_trains_on_the_cpu_with_a_note(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert local_devices.resolve_auto("auto", "auto", {}) == ("cpu:1", 1)
+    assert "MPS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["xpu:0", "mps"])
+def test_parameters_on_other_devices_are_rejected(name):
+    with pytest.raises(JobError, match=name):
+        local_devices.check_device_type(torch.device(name))
+    local_devices.check_device_type(torch.device("cpu"))
