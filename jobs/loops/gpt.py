@@ -73,7 +73,8 @@ class GPT(nn.Module):
 
     def forward(self, inputs, targets):
         """Return the mean loss."""
-        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        x = self.tokens(inputs) + self.positions(positions)
         logits = self.head(self.norm(self.blocks(x)))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

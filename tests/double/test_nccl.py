@@ -85,6 +85,6 @@ def test_nccl_that_cannot_be_had_is_refused_or_left(ranks, what, device, named):
         for said, _ in ranks(2)(by_nccl, what, limit_s, device, window, timeout=120):
             assert named in said, said
             if window == "auto":
-                assert "no windows, messages: this MPI says that it moves no" in said
+                assert "no windows, messages: this MPI reports no support for GPU memory" in said
             else:
                 assert 'node.exchange = "nccl"' in said

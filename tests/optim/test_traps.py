@@ -132,9 +132,7 @@ def test_parameters_that_left_the_optimizer_are_rejected():
     optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     train(optimizer, model, 0, range(1))
     model.bfloat16()
-    with pytest.raises(
-        JobError, match=r"torch\.float32 on cpu.*now \(5, 6\) torch\.b"
-    ):
+    with pytest.raises(JobError, match=r"torch\.float32 on cpu.*now \(5, 6\) torch\.b"):
         optimizer.step()
     model.float()
     train(optimizer, model, 0, range(1))

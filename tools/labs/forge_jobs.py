@@ -214,8 +214,8 @@ def forged_members(original: Path, folder: Path, draw: random.Random) -> str:
     data = bytearray(path.read_bytes())
     path.unlink()
     if how == "bytes":
-        for _ in range(draw.randrange(1, 5)):
-            data[draw.randrange(len(data) or 1)] = draw.randrange(256)
+        for _ in range(draw.randrange(1, 5) if data else 0):
+            data[draw.randrange(len(data))] = draw.randrange(256)
         path.write_bytes(data)
     elif how == "cut":
         path.write_bytes(data[: draw.randrange(len(data) or 1)])
