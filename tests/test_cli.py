@@ -397,7 +397,7 @@ def full(comm, folder):
 
     error = OSError(28, "No space left")
     options = Namespace(folder=folder, sizes=[1000], seconds=0)
-    broken = patch.object(bench, "alternate", side_effect=error)
+    broken = patch.object(bench, "time_slowest", side_effect=error)
     with SingleProcess() as alone, broken, pytest.raises(Failure) as caught:
         next(bench.checkpoint(alone, options))
     return str(caught.value)
@@ -407,4 +407,4 @@ def test_bench_reports_a_missing_folder_or_a_full_disk(pooled, ranks, tmp_path):
     done = pooled(2, "bench", "checkpoint", "--folder", "none", "--sizes", "1KB")
     assert done.returncode == 2 and done.stderr.count("make its folder first") == 1, done.stderr
     assert f'--folder "{tmp_path}" on ' in (said := ranks(2)(full, tmp_path)[0])
-    assert said.endswith("No space left; free space there or name another")
+    assert said.endswith("No space left; free space there or name another folder")
