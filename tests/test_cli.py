@@ -397,7 +397,7 @@ def full(comm, folder):
 
     error = OSError(28, "No space left")
     options = Namespace(folder=folder, sizes=[1000], seconds=0)
-    broken = patch.object(bench, "alternate", side_effect=error)
+    broken = patch.object(bench, "time_slowest", side_effect=error)
     with SingleProcess() as alone, broken, pytest.raises(Failure) as caught:
         next(bench.checkpoint(alone, options))
     return str(caught.value)

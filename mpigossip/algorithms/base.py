@@ -101,7 +101,7 @@ class Algorithm(NamedTuple):
     gradient do. If all nodes resumed from the state of one of them, results would stay wrong.
     """
     needs: frozenset = frozenset()
-    """Conditions on the job; each is checked and, if it does not hold, named (`training/fit.py`).
+    """Conditions on the job; each is checked and, if it does not hold, named (`training/rules.py`).
 
     On the graph: any of its facts; "doubly" (rows and columns sum to one), "above -1/3" (all
     eigenvalues), "graph:ceca" (this graph only).

@@ -5,7 +5,6 @@ import os
 import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpigossip.analysis.timing import arithmetic, time_slowest
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure
 from mpigossip.config.memory import host_memory
@@ -59,32 +59,6 @@ def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[
         )
 
     return work
-
-
-def timed(comm: MPI.Comm, work: Callable[[], object]) -> float:
-    """Return the seconds until the slowest rank has finished; all ranks start together."""
-    comm.Barrier()
-    start = time.perf_counter()
-    work()
-    seconds = np.array(time.perf_counter() - start)
-    slowest = np.empty(())
-    comm.Allreduce(seconds, slowest, MPI.MAX)
-    return float(slowest)
-
-
-def alternate(comm: MPI.Comm, works: Sequence[Callable[[], object]], seconds: float) -> list[list]:
-    """Time the functions in turn for about ``seconds`` seconds, each at least five times."""
-    times: list[list[float]] = [[] for _ in works]
-    for work in works:
-        work()
-    spent = 0.0
-    repeats = 0
-    while repeats < 5 or (spent < seconds and repeats < 2000):
-        for measured, work in zip(times, works, strict=True):
-            measured.append(timed(comm, work))
-        repeats += 1
-        spent = comm.bcast(sum(map(sum, times)))
-    return times
 
 
 def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) -> dict[str, Any]:
@@ -173,7 +147,7 @@ def exchange(world: World, options) -> Iterator[dict[str, Any]]:
                 previous_rank = (world.rank - 1) % world.size
                 bound = limit_network(world.comm, count, next_rank, previous_rank)
             ours = partial(one_round, mixer, numbers())
-            times, limit = alternate(world.comm, [ours, bound], options.seconds)
+            times, limit = time_slowest([ours, bound], world.comm, options.seconds)
             mixer.close()
             yield row(name, 4 * count, times, limit)
 
@@ -192,7 +166,7 @@ def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
 
         ours = partial(one_round, mixer, repeat(0), kind=ExchangeKind.GLOBAL)
         works: list[Callable[[], object]] = [ours, library, limit_memory(count)]
-        times, library_times, limit = alternate(world.comm, works, options.seconds)
+        times, library_times, limit = time_slowest(works, world.comm, options.seconds)
         mixer.close()
         yield row("global average", 4 * count, times, limit)
         yield row("MPI_Allreduce", 4 * count, library_times, limit)
@@ -204,30 +178,16 @@ def overlap(world: World, options) -> Iterator[dict[str, Any]]:
     for size in sizes_that_fit(world, options):
         mixer, count = _opened(mixing_graph, size, world, options)
         exchange_alone = partial(one_round, mixer, clock := numbers())
-        (first,) = alternate(world.comm, [exchange_alone], options.seconds / 4)
+        (first,) = time_slowest([exchange_alone], world.comm, options.seconds / 4)
         compute = arithmetic(world.comm, statistics.median(first))
         works: list[Callable[[], object]] = [exchange_alone, compute]
         works.append(partial(one_round, mixer, clock, compute))
-        alone, pure, together = alternate(world.comm, works, options.seconds)
+        alone, pure, together = time_slowest(works, world.comm, options.seconds)
         line = row("one-peer-exponential", 4 * count, together, pure)
         separate = statistics.median(alone), statistics.median(pure)
         hidden = (sum(separate) - line["seconds"]) / min(separate)
         yield line | {"exchange_seconds": separate[0], "hidden": max(0.0, min(1.0, hidden))}
         mixer.close()
-
-
-def arithmetic(comm: MPI.Comm, seconds: float) -> Callable[[], object]:
-    """Return matrix products that take ``seconds`` on the slowest rank while all ranks compute."""
-    matrix = torch.ones(192, 192)
-
-    def work(repeats: int) -> None:
-        for _ in range(repeats):
-            matrix @ matrix
-
-    work(10)
-    (times,) = alternate(comm, [lambda: work(50)], 0.1)
-    repeats = max(1, round(50 * seconds / statistics.median(times)))
-    return lambda: work(repeats)
 
 
 def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
@@ -243,7 +203,7 @@ def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
             ours = partial(store.write_node, Path(folder), world.rank, state)
             plain_write = partial(_write_plain, Path(folder) / "plain", values)
             try:
-                times, limit = alternate(world.comm, [ours, plain_write], options.seconds)
+                times, limit = time_slowest([ours, plain_write], world.comm, options.seconds)
             except (OSError, StoreError) as error:  # possibly on this rank only
                 where = f'--folder "{options.folder}" on {world.hosts[world.rank]}'
                 raise Failure(

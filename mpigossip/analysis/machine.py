@@ -2,11 +2,14 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import count
 
 import torch
 
+from mpigossip.analysis.timing import Work, arithmetic, take_turns
 from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.world import World
 from mpigossip.config import GraphSection, Job, JobError
@@ -25,8 +28,9 @@ BANDWIDTH = 12.5e9
 SMALL = 512
 """Number of elements of the message that measures the latency."""
 BURST = 8
+"""Largest number of rounds that are timed together."""
 BURSTS = 6
-"""Rounds that are timed together, or fewer if time is short; smallest number of such bursts."""
+"""Smallest number of such bursts, with the warm-up."""
 LONGEST_S = 0.05
 """Largest number of seconds of computation before each round."""
 WARM_UP = 3
@@ -162,19 +166,10 @@ def _with_data(job: Job, what: Subject) -> Job:
     return replace(job, data=synthetic) if missing else job
 
 
-def _best(work: Callable[[], object], repeats: int = 5) -> float:
-    work()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def _combine_rate(what: Subject) -> float:
     a, b, out = (torch.ones(1, what.flat.size) for _ in range(3))
-    return 4 * what.flat.size / _best(lambda: weighted_sum((0.5, 0.5), (a, b), out))
+    (times,) = take_turns([lambda: weighted_sum((0.5, 0.5), (a, b), out)])
+    return 4 * what.flat.size / statistics.median(times)
 
 
 def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
@@ -185,8 +180,11 @@ def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
     values = torch.randn(short)
     out = torch.empty(short)
     codes = torch.cat([code.flatten().view(torch.uint8) for code in wire.pack(values, (0,) * 3, 0)])
-    encode = _best(lambda: wire.pack(values, (0, 0, 0), 0), 3)
-    decode = _best(lambda: wire.unpack(codes, short, slice(0, short), out), 3)
+    works: list[Work] = [
+        lambda: wire.pack(values, (0, 0, 0), 0),
+        lambda: wire.unpack(codes, short, slice(0, short), out),
+    ]
+    encode, decode = map(statistics.median, take_turns(works, least=3))
     return encode * width / short, decode * width / short
 
 
@@ -218,7 +216,7 @@ def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s:
 
 
 def _rounds(
-    world: World, what: Subject, count: int, budget_s: float, work_s: float
+    world: World, what: Subject, elements: int, budget_s: float, work_s: float
 ) -> dict[ExchangeKind, float]:
     """Return the median seconds that a one-peer round and a global average of one vector add.
 
@@ -226,51 +224,38 @@ def _rounds(
     late. Before each, the cores compute for ``work_s`` seconds, as in a step: if there are few
     cores, the exchange waits for them, and for the slowest rank.
     """
-    from mpigossip.analysis.bench import arithmetic
     from mpigossip.graphs import graph
 
     node = what.job.node
     mixer = open_mixer(
         graph("one-peer-exponential", world.size),
-        MessageLayout((count,)),
+        MessageLayout((elements,)),
         world,
         same_host=node.same_host,
         timeout_s=node.timeout_s,
     )
-    clock = iter(range(1 << 60))
+    clock = count()
     work = arithmetic(world.comm, min(work_s, LONGEST_S)) if work_s else lambda: None
 
-    def burst(kind: ExchangeKind, rounds: int) -> float:
-        start = time.perf_counter()
-        for _ in range(rounds):
-            work()
-            if kind is ExchangeKind.LOCAL:
-                continue
-            t = next(clock) if kind is ExchangeKind.GOSSIP else 0
-            mixer.outbox(t)[0][0].fill_(1.0)
-            mixer.start(kind, t)
-            mixer.finish()
-        return (time.perf_counter() - start) / rounds
+    def one_step(kind: ExchangeKind) -> None:
+        """Compute, then exchange unless the step is local."""
+        work()
+        if kind is ExchangeKind.LOCAL:
+            return
+        t = next(clock) if kind is ExchangeKind.GOSSIP else 0
+        mixer.outbox(t)[0][0].fill_(1.0)
+        mixer.start(kind, t)
+        mixer.finish()
 
-    # use the second, because the first opens connections
-    longest = max(world.comm.allgather([burst(ExchangeKind.GLOBAL, 1) for _ in range(2)][1]))
-    times: dict[ExchangeKind, list[float]] = {
-        ExchangeKind.LOCAL: [],
-        ExchangeKind.GOSSIP: [],
-        ExchangeKind.GLOBAL: [],
-    }
-    rounds = max(1, min(BURST, int(budget_s / 4 / BURSTS / len(times) / longest)))
-    start = time.perf_counter()
-    late = 0
-    while not late or len(times[ExchangeKind.GOSSIP]) < BURSTS:
-        for kind, measured in times.items():
-            world.barrier()
-            measured.append(burst(kind, rounds))
-        late = world.agree(int(time.perf_counter() - start > budget_s / 4))
+    kinds = ExchangeKind.LOCAL, ExchangeKind.GOSSIP, ExchangeKind.GLOBAL
+    steps = [partial(one_step, kind) for kind in kinds]
+    (first,) = take_turns(steps[-1:], world.comm, least=1)
+    longest = max(world.comm.allgather(first[0]))
+    budget_s = budget_s / 4
+    calls = max(1, min(BURST, int(budget_s / BURSTS / len(kinds) / longest)))
+    times = take_turns(steps, world.comm, calls=calls, least=BURSTS - 1, seconds=budget_s)
     mixer.close()
-    # skip the first burst, a warm-up
-    medians = [statistics.median(measured[1:]) for measured in times.values()]
-    values = zip(*world.comm.allgather(medians), strict=True)
+    values = zip(*world.comm.allgather([statistics.median(each) for each in times]), strict=True)
     alone, gossip, all_nodes = map(statistics.fmean, values)
     return {
         ExchangeKind.GOSSIP: max(gossip - alone, 1e-6),

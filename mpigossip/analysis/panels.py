@@ -86,7 +86,8 @@ def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
             axes.plot(
                 positions, evaluations["loss"], ms=4.5, mfc="white", **run.style | {"linestyle": ""}
             )
-            _interval(axes, run, "loss", positions)
+            if "loss" in run.bands:
+                run.bands["loss"].draw(axes, positions, run.style["color"], alpha=0.15)
         shown += [smoothed, evaluations.get("loss", smoothed)]
     values = np.concatenate(shown)
     _wide(axes, values[values > 0])
@@ -110,7 +111,7 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
         positions = axis.at(run, evaluations["step"])
         local = evaluations.get(f"local_{name}")
         if run.bands:
-            _interval(axes, run, name, positions)
+            run.bands[name].draw(axes, positions, run.style["color"], alpha=0.15)
         elif local is not None and len(runs) <= BANDS:
             low, high = (over_nodes(f, local) for f in (np.nanmin, np.nanmax))
             faint = 0.2 if len(runs) < 3 else 0.1
@@ -407,12 +408,6 @@ def _band(label: str) -> Any:
     from matplotlib.patches import Patch
 
     return Patch(color="#444444", alpha=0.2, label=label)
-
-
-def _interval(axes: Axes, run: LoggedRun, name: str, at: np.ndarray) -> None:
-    """Draw the interval over seeds if the run combines several seeds."""
-    if name in run.bands:
-        axes.fill_between(at, *run.bands[name], color=run.style["color"], alpha=0.15, lw=0)
 
 
 def _note(axes: Axes, text: str, right: bool = False, above: bool = False) -> None:

@@ -5,7 +5,6 @@ All functions are collective; findings are complete on rank 0.
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from mpi4py import MPI
 
 from mpigossip.analysis import trials
 from mpigossip.analysis.findings import Finding, Findings, watched
+from mpigossip.analysis.timing import stopwatch
 from mpigossip.cluster.ranks import World
 from mpigossip.config.errors import Failure, UserError
 from mpigossip.config.readable import pluralize
@@ -176,15 +176,17 @@ def _round(world: World, test_graph: Graph, t: int, size: int, window) -> list:
     """Return (from, to, seconds of a small and of a large put), as the best of some repeats."""
     message = np.full(size, (world.rank + t) % 251, np.uint8)
     targets = _targets(world, test_graph, t)
+
+    def put(part: np.ndarray, target: int, index: int) -> None:
+        window.Put([part, MPI.BYTE], target, [index * size, part.size, MPI.BYTE])
+        window.Flush(target)
+
     best = {target: [float("inf"), float("inf")] for target in targets}
     for _ in range(REPEATS):
         world.barrier()
         for target, index in targets:
             for kind, part in enumerate((message[:SMALL], message)):
-                begin = time.perf_counter()
-                window.Put([part, MPI.BYTE], target, [index * size, part.size, MPI.BYTE])
-                window.Flush(target)
-                spent = time.perf_counter() - begin
+                spent = stopwatch(partial(put, part, target, index))
                 best[target, index][kind] = min(best[target, index][kind], spent)
     return [(world.rank, target, *seconds) for (target, _), seconds in best.items()]
 

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,6 +17,7 @@ from mpi4py import MPI
 
 from mpigossip.analysis.bench import room_for_messages
 from mpigossip.analysis.findings import Finding
+from mpigossip.analysis.timing import stopwatch, take_turns
 from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.process_groups import is_gpu
 from mpigossip.cluster.ranks import SingleProcess
@@ -35,7 +37,8 @@ from mpigossip.mixing.transports.windows import Windows
 from mpigossip.training import assemble
 
 ORDERS = "slots", "nccl"
-REPEATS = 3
+REPEATS = 2
+"""Number of averages in a node that are timed, after the first, which opens connections."""
 ROUNDS = 16
 ROUNDS_TIMED = 4
 """Largest number of rounds of the graph that are tested, and of those that are timed."""
@@ -73,15 +76,16 @@ def rate(slots: int, elements: int, seconds: float) -> float:
 
 def _averaged(group: Group, elements: int) -> float:
     full = group.zeros(1, elements * group.slots)
-    seconds = []
-    for _ in range(REPEATS):  # the first repeat opens connections
-        for slot, array in zip(group.local_slots, full, strict=True):
-            array.fill_(float(slot))
-        _wait(group)
-        begin = time.perf_counter()
+    for slot, array in zip(group.local_slots, full, strict=True):
+        array.fill_(float(slot))
+    _wait(group)
+
+    def average() -> None:
+        """Average over the slots; every further average must leave the first unchanged."""
         group.all_gather(group.reduce_scatter_mean(full), full)
         _wait(group)
-        seconds.append(time.perf_counter() - begin)
+
+    (seconds,) = take_turns([average], least=REPEATS)
     for device, array in zip(group.devices, full, strict=True):
         if not bool((array == (group.slots - 1) / 2).all()):
             raise GroupError(f"sums over the slots of the node are wrong on {device}")
@@ -184,15 +188,14 @@ def _try_out(
     """Run some rounds and close the mixer; return median seconds and largest relative error."""
     seconds = []
     worst = 0.0
+    mixed: list = []
     try:
         for t in range(min(2 * (test_graph.period or 4), rounds)):
             activities.append(f"exchange {t} with {what}")
             for (values,) in mixer.outbox(t):
                 values.fill_(float(world.rank + 1 + t))
-            begin = time.perf_counter()
-            mixer.start(ExchangeKind.GOSSIP, t)
-            mixed = mixer.finish()[1]
-            seconds.append(time.perf_counter() - begin)
+            mixer_round = partial(_finish_round, mixer, t, mixed)
+            seconds.append(stopwatch(mixer_round))
             sources, weights, self_weight = test_graph.neighbours(t, world.rank)
             expected = self_weight * (world.rank + 1 + t)
             expected += sum(w * (j + 1 + t) for j, w in zip(sources, weights, strict=True))
@@ -202,6 +205,12 @@ def _try_out(
         activities.append("closing the mixer")
         mixer.close()
     return statistics.median(seconds), worst
+
+
+def _finish_round(mixer: Mixer, t: int, mixed: list) -> None:
+    """Exchange the messages of round ``t``; put the results into ``mixed``."""
+    mixer.start(ExchangeKind.GOSSIP, t)
+    mixed[:] = mixer.finish()[1]
 
 
 def routes(

@@ -45,8 +45,8 @@ from mpigossip.runs.node import Arrays, Numbers
 from mpigossip.runs.overview import between, nodes
 from mpigossip.runs.progress import Progress
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
-from mpigossip.training.fit import check_rounds
 from mpigossip.training.parts import JobParts, make_graph, make_parts
+from mpigossip.training.rules import check_rounds
 
 SECTIONS = ("run", "algorithm", "graph", "cadence", "node", "checkpoint", "log")
 """Sections of a job that a custom loop has, too."""

@@ -17,8 +17,8 @@ from mpigossip.config.toml import near
 from mpigossip.graphs import GraphError
 from mpigossip.graphs.user_graphs import is_network
 from mpigossip.training import assemble
-from mpigossip.training.fit import incompatibilities
 from mpigossip.training.parts import JobParts, make_graph, make_parts
+from mpigossip.training.rules import incompatibilities
 
 KEYS = {
     "algorithm": ("blend",),

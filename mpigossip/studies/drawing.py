@@ -15,7 +15,7 @@ from mpigossip.store.log import VIRTUAL
 from mpigossip.studies.grid import Cell
 from mpigossip.studies.results import Results
 from mpigossip.studies.running import RunResult
-from mpigossip.studies.seeds import LEVEL, interval
+from mpigossip.studies.seeds import LEVEL, confidence_band
 from mpigossip.studies.tables import lost
 from mpigossip.studies.theory import draw_rates
 
@@ -198,22 +198,14 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
     if not runs:
         axes.plot([], [], label=label, **style)
         return
-    mean, half = interval(np.stack([run.curve(y) for run in runs]))
+    band = confidence_band(y, np.stack([run.curve(y) for run in runs]))
     positions = np.mean([_places(run, x) for run in runs], axis=0)
-    low = mean - half
-    high = mean + half
-    if "accuracy" in y:  # intervals by Student's t are not bounded
-        low = np.clip(low, 0, 1)
-        high = np.clip(high, 0, 1)
-    elif (mean > 0).all() and (low <= 0).any():  # make the interval symmetric in ratio
-        low = mean**2 / high
-    banded = bool(np.isfinite(half).any())
+    mean, low, high = band
     if len(positions) == 1:  # a single evaluation is not visible as a line
-        bar = [mean - low, high - mean] if banded else None
+        bar = [mean - low, high - mean] if np.isfinite(low).any() else None
         axes.errorbar(positions, mean, bar, label=label, capsize=4, **style | {"linestyle": ""})
         return
     axes.plot(
         positions, mean, lw=1.8, ms=5, markevery=-(-len(positions) // 12), label=label, **style
     )
-    if banded:
-        axes.fill_between(positions, low, high, color=style["color"], lw=0)
+    band.draw(axes, positions, style["color"])

@@ -1,13 +1,18 @@
 """Means and confidence intervals over runs that differ only in their seeds."""
 
+from __future__ import annotations
+
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpigossip.store.log import Log
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 OWN = ("run.seed", "run.output", "run.name")
 """Settings in which runs of one job with several seeds differ."""
@@ -17,8 +22,23 @@ NAME_LENGTH = 36
 """Largest number of characters of a name."""
 CURVES = 10
 """Largest number of curves in a panel."""
-Bands = Mapping[str, tuple[np.ndarray, np.ndarray]]
-"""Lower and upper end of the interval at each evaluation, by metric."""
+
+
+class Band(NamedTuple):
+    """Mean over seeds at each evaluation, and the ends of its interval; NaN for one seed."""
+
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    def draw(self, axes: Axes, positions: np.ndarray, colour: str, alpha: float = 1.0) -> None:
+        """Fill the interval, if there is one."""
+        if np.isfinite(self.low).any():
+            axes.fill_between(positions, self.low, self.high, color=colour, alpha=alpha, lw=0)
+
+
+Bands = Mapping[str, Band]
+"""Band of each metric."""
 
 
 def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -37,6 +57,23 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
         return (values[0] if count else unknown), unknown
     half = stats.t.ppf((1 + LEVEL) / 2, count - 1) * values.std(0, ddof=1) / count**0.5
     return values.mean(0), half
+
+
+def confidence_band(metric: str, values: Any) -> Band:
+    """Return the band of a metric, from an array of shape (seeds, evaluations).
+
+    Intervals by Student's t are not bounded. The interval of an accuracy is therefore clipped to
+    [0, 1], and that of a positive metric is made symmetric in ratio if it would reach 0.
+    """
+    mean, half = interval(values)
+    low = mean - half
+    high = mean + half
+    if "accuracy" in metric:
+        low = np.clip(low, 0, 1)
+        high = np.clip(high, 0, 1)
+    elif (mean > 0).all() and (low <= 0).any():
+        low = mean**2 / high
+    return Band(mean, low, high)
 
 
 def many_to_one(values: np.ndarray) -> np.ndarray:
@@ -105,7 +142,7 @@ def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
     """Join the logs of a group of :func:`alike`.
 
     :return: a log with the nodes of all seeds as columns, and means over seeds as evaluations and
-        summary; and the interval of each metric at each evaluation
+        summary; and the band of each metric
     """
     first = logs[0]
     steps = {"step": first.steps["step"]}
@@ -116,9 +153,8 @@ def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
     for name in first.evaluations.keys() - {"step"}:
         values = [log.evaluations[name] for log in logs]
         if values[0].ndim == 1:
-            mean, half = interval(values)
-            evaluations[name] = mean
-            bands[name] = (mean - half, mean + half)
+            bands[name] = confidence_band(name, values)
+            evaluations[name] = bands[name].mean
         else:
             evaluations[name] = np.concatenate(values, axis=1)
     shared = set.intersection(*(set(log.summary) for log in logs))

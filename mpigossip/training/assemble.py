@@ -25,14 +25,7 @@ from mpigossip.groups import devices
 from mpigossip.groups.base import Group, local_shards
 from mpigossip.mixing import MIXERS, open_mixer
 from mpigossip.mixing.compressors import WIRES
-from mpigossip.training import shape, task
-from mpigossip.training.fit import (
-    check_rounds,
-    check_vmap,
-    contradictions,
-    incompatibilities,
-    short_faults,
-)
+from mpigossip.training import rules, shape, task
 from mpigossip.training.loop import Trainer
 from mpigossip.training.parts import JobParts, make_graph, make_parts
 from mpigossip.training.precision import Precision, arranged, resolved
@@ -164,7 +157,7 @@ def check(job: Job, n: int) -> tuple[Graph | None, list[str]]:
     graph, problems = _unfit(job, n)
     if not problems:
         problems += survival_problems(job, n)
-    return graph, problems + devices.device_problems(job.node.devices) + contradictions(job)
+    return graph, problems + devices.device_problems(job.node.devices) + rules.contradictions(job)
 
 
 def survival_problems(job: Job, n: int) -> list[str]:
@@ -173,23 +166,18 @@ def survival_problems(job: Job, n: int) -> list[str]:
         return []
     problems = _unfit(job, n - 1)[1] if n > 1 else []
     problems = [f"run.survive, with one node fewer: {text}" for text in problems]
-    if job.node.mixer == "asynchronous":
-        problems.append(
-            "run.survive = true: an asynchronous run needs MPI windows, which do not survive a "
-            'rank failure; use node.mixer = "synchronous", or restart from checkpoints'
-        )
-    return problems
+    return problems + rules.survival_problems(job)
 
 
 def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
     """Return the graph, None if it can't be made, and the incompatibilities between the parts."""
-    if problems := short_faults(job):
+    if problems := rules.fault_problems(job):
         return None, problems
     try:
         graph = make_graph(job, n)
     except GraphError as error:
         return None, [f"graph.name: {error}"]
-    return graph, incompatibilities(make_parts(job, graph))
+    return graph, rules.incompatibilities(make_parts(job, graph))
 
 
 def make_replicas(
@@ -224,7 +212,7 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     shape.check_alike(job, world)
     with world.raise_together(UserError):
         graph, problems = check(job, n)
-        problems = shape.explained(problems, world) + shape.mistakes(job, world)
+        problems = shape.explained(problems, world) + rules.launch_problems(job, world)
         if problems or graph is None:
             raise JobError(problems)
         local_nodes = [world.nodes.node_of_rank[world.rank]] if world.comm is not None else range(n)
@@ -238,11 +226,11 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         )
         sample = data.sample("test")
         objective = task.make(job.task).prepare(data).probe(module, sample)
-        check_vmap(job, module, objective, sample)
+        rules.check_vmap(job, module, objective, sample)
         flat = lay_out(job, module, slots)
     partition = partition_digest(orders)
     check_alike(job.data.source, data, world, partition)
-    check_rounds(job, graph, world)
+    rules.check_rounds(job, graph, world)
     graph = place_on_racks(job, graph, world)
     group = shape.make_group(job, world)
     per_epoch = orders[0].steps_per_epoch

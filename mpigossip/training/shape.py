@@ -4,12 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from mpigossip.algorithms import LOCALS
 from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.config.sections import FaultsSection
-from mpigossip.config.toml import show
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group
 
@@ -52,51 +49,6 @@ def assumed(job: Job) -> str:
         'node.ranks_per_node = "host": assuming one rank per host; set the number, as in '
         "node.ranks_per_node=4"
     )
-
-
-def mistakes(job: Job, world: World) -> list[str]:
-    """Return the settings that this world, of ranks or simulated, does not support."""
-    node = job.node
-    problems = []
-    if slots(job) == 1:  # otherwise `contradictions` has reported it
-        problems += cut(job, slots(job, world))
-    if node.ranks_per_node == "host" and world.comm is None:
-        problems.append(
-            'node.ranks_per_node = "host": a simulation has no hosts; set the number of ranks '
-            "per node, as in node.ranks_per_node=4"
-        )
-    if world.comm is not None and job.faults != FaultsSection():
-        problems.append(
-            "faults: a run on ranks does not simulate faults; leave [faults] out, or use "
-            "`mpigossip simulate`"
-        )
-    if node.ranks_per_node == 1 or world.comm is None:
-        return problems
-    setting = f"node.ranks_per_node = {show(node.ranks_per_node)}"
-    if job.run.survive:
-        problems.append(
-            f"run.survive = true: with {setting} a failed rank takes a shard of its node with it, "
-            "and the run can't continue without the complete node; use node.ranks_per_node = 1, "
-            "or restart from checkpoints"
-        )
-    if not node.shard:
-        problems.append(
-            f"node.shard = false: with {setting} each rank updates and exchanges its shard; leave "
-            "it out, or use node.ranks_per_node = 1"
-        )
-    return problems
-
-
-def cut(job: Job, slots: int) -> list[str]:
-    """Return why a local step that needs whole parameters can't be used with shards."""
-    name = job.local.name
-    if slots == 1 or not job.node.shard or name not in LOCALS or not LOCALS[name](0).whole:
-        return []
-    return [
-        f'local.name = "{name}" needs complete matrices, and each of the {slots} slots of a node '
-        "has a shard of the model, which may begin or end within a matrix; use node.shard = "
-        "false (slot 0 then makes the step for all slots, which requires node.ranks_per_node = 1)"
-    ]
 
 
 def explained(problems: list[str], world: World) -> list[str]:

@@ -14,8 +14,8 @@ from mpigossip.engine.vector import is_per_row, join_row, named_arrays, scatter_
 from mpigossip.graphs import from_matrices
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training import assemble
-from mpigossip.training.fit import lacking
 from mpigossip.training.parts import make_graph
+from mpigossip.training.rules import lacking
 from tests import battery, launch
 from tests.battery import Driver, driven, on_ranks
 from tests.cases import every, few, on_each, with_world

@@ -28,7 +28,7 @@ from mpigossip.studies.drawing import _label_text
 from mpigossip.studies.grid import Cell, arguments, cells_of
 from mpigossip.studies.running import Runner, RunResult
 from mpigossip.studies.search import Tried, _best, chosen
-from mpigossip.studies.seeds import interval, many_to_one
+from mpigossip.studies.seeds import confidence_band, interval, many_to_one
 from tests import launch
 from tests.cases import on_each
 from tests.launch import REPO
@@ -591,6 +591,19 @@ def test_a_folder_of_another_study_is_not_overwritten(job_folder):
         small({}, seeds=1, settings=[*SMALL, "run.epochs=3"])
     with pytest.raises(JobError, match='judge = "beauty".*accuracy'):
         small({}, seeds=1, judge="beauty")
+
+
+def test_a_band_stays_among_possible_values():
+    values = np.array([[0.9, 0.2], [1.0, 0.3]])
+    mean, low, high = confidence_band("accuracy", values)
+    assert np.allclose(mean, [0.95, 0.25]) and high.tolist() == [1, pytest.approx(0.8853, abs=1e-4)]
+    assert low.tolist() == [pytest.approx(0.3147, abs=1e-4), 0]
+    mean, low, high = confidence_band(
+        "loss", values
+    )  # symmetric in ratio, because one end would reach 0
+    assert (low > 0).all() and np.allclose(mean / low, high / mean)
+    mean, low, high = confidence_band("shift", values - 1)
+    assert np.allclose(mean - low, high - mean)
 
 
 def test_an_interval_needs_two_seeds():

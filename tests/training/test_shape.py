@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpigossip.config import JobError
-from mpigossip.training import shape
+from mpigossip.training import rules, shape
 from mpigossip.training.assemble import load
 
 
@@ -33,7 +33,7 @@ def test_ranks_need_the_same_number_and_kind_of_slots(monkeypatch, devices, othe
 def test_a_setting_that_ranks_do_not_support_is_said_once():
     words = {"same_host": "put"}
     world = SimpleNamespace(comm=object(), nodes=SimpleNamespace(per_node=1))
-    problems = shape.mistakes(load({"node": words, "faults": {"slow_nodes": 2}}), world)
+    problems = rules.launch_problems(load({"node": words, "faults": {"slow_nodes": 2}}), world)
     assert len(problems) == 1, problems
     with pytest.raises(JobError, match='node.mixer = "product": removed; use "synchronous"'):
         load({"node": {"mixer": "product"}})

@@ -7,7 +7,6 @@ NumPy.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from mpi4py import MPI
 
 import mpigossip
+from mpigossip.analysis.timing import take_turns
 from mpigossip.cluster.ranks import world
 from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
@@ -74,18 +74,9 @@ def bare(comm: MPI.Comm, window: MPI.Win, put: bool) -> Callable[[], None]:
     return work
 
 
-def microseconds(comm: MPI.Comm, work: Callable[[], None]) -> float:
-    """Return the mean microseconds of a round."""
-    comm.Barrier()
-    began = time.perf_counter()
-    for _ in range(ROUNDS):
-        work()
-    return (time.perf_counter() - began) / ROUNDS * 1e6
-
-
 def told(times: dict[str, list[float]], summed: Callable) -> str:
-    """Describe the time of the bare calls and what each other one adds; skip the warm-up."""
-    calls, *others = (summed(kept[1:]) for kept in times.values())
+    """Describe the time of the bare calls and what each other one adds."""
+    calls, *others = (1e6 * summed(kept) for kept in times.values())
     added = (f"{who} +{us - calls:.1f}" for who, us in zip([*times][1:], others, strict=True))
     return f"MPI calls {calls:.1f}, {', '.join(added)}"
 
@@ -108,10 +99,10 @@ def main() -> None:
                 x = np.zeros(4 * COUNT // np.dtype(dtype).itemsize, dtype)
                 averager = mpigossip.Averager(ranks, name, like=x, same_host=same_host)
                 works[f"Averager {x.dtype}"] = plain(averager, x)
-            times: dict[str, list[float]] = {who: [] for who in works}
-            for _ in range(REPEATS + 1):
-                for who, work in works.items():
-                    times[who].append(microseconds(comm, work))
+            measured = take_turns(
+                [*works.values()], comm, calls=ROUNDS, least=REPEATS, most=REPEATS
+            )
+            times = dict(zip(works, measured, strict=True))
             mixer.close()
             if comm.rank == 0:
                 for word, summed in (("median", statistics.median), ("least", min)):

@@ -12,9 +12,9 @@ from mpigossip.graphs import GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training.costs import Exchanges, Subject, exchanges
-from mpigossip.training.fit import incompatibilities, lacking
 from mpigossip.training.machines import Machine
 from mpigossip.training.parts import make_parts
+from mpigossip.training.rules import incompatibilities, lacking
 from mpigossip.training.time_model import Timing
 
 GRAPHS = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")

@@ -1,4 +1,6 @@
-"""Compatibility of the parts of a job, unless another file tests it."""
+"""Rules that settings obey together, unless another file tests them."""
+
+import re
 
 import numpy as np
 import pytest
@@ -8,8 +10,58 @@ from torch import nn
 import mpigossip
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
-from mpigossip.training import assemble
+from mpigossip.training import assemble, rules
+from mpigossip.training.rules import Launch, Rule, problems
 from tests.cases import with_world
+
+TABLES = ("COMPATIBILITY", "SETTINGS", "LAUNCH", "SURVIVAL", "FAULTS", "VECTORIZATION")
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_each_rule_begins_with_a_setting_and_has_a_remedy(table):
+    for rule in (rule for group in getattr(rules, table) for rule in group):
+        assert re.match(r"(\{setting\}|faults|[a-z]+\.[a-z_]+ = |local\.name)", rule.message)
+        assert rule.remedy
+
+
+def test_a_group_reports_its_first_broken_rule_with_details_and_job():
+    job = assemble.load({}, ["algorithm.name=dsgd"])
+    table = (
+        (
+            Rule(lambda launch: False, "unbroken"),
+            Rule(lambda launch: {"slots": launch.slots}, "{slots} slots", "use {slots}"),
+            Rule(lambda launch: True, "explained by the one before"),
+        ),
+        (Rule(lambda launch: {}, "unbroken"), Rule(lambda launch: None, "unbroken")),
+        (Rule(lambda launch: True, 'algorithm "{job.algorithm.name}"'),),
+    )
+    assert problems(table, Launch(job, 3)) == ["3 slots; use 3", 'algorithm "dsgd"']
+
+
+@pytest.mark.parametrize(
+    ("settings", "beginnings"),
+    [
+        (
+            ["node.mixer=asynchronous", "faults.away=0.1", "faults.ticks=3", "node.wire=bf16"],
+            ["faults.away = 0.1: an asynch", "faults.ticks = 3: an asynch", 'node.wire = "bf16"'],
+        ),
+        (
+            ["node.exchange=nccl", "node.mixer=asynchronous", "run.survive=true"],
+            ['node.exchange = "nccl" and node.mixer', 'node.exchange = "nccl" and run.survive'],
+        ),
+        (
+            ["cadence.name=every", "cadence.period=4", "cadence.fragments=9", "cadence.delay=9"],
+            ["cadence.fragments = 9: each fragment"],
+        ),
+        (
+            ["data.shuffled_percent=30", "data.dirichlet_alpha=0.3"],
+            ["data.shuffled_percent = 30: only", "data.dirichlet_alpha = 0.3: only"],
+        ),
+    ],
+)
+def test_broken_rules_are_reported_in_the_order_of_the_tables(settings, beginnings):
+    found = assemble.mistakes(assemble.load({}, ["algorithm.name=dsgd", *settings]), 4)
+    assert [text[: len(begin)] for text, begin in zip(found, beginnings, strict=True)] == beginnings
 
 
 class Buffered(nn.Module):

@@ -1,0 +1,80 @@
+"""Timing of work that ranks do together, such as rounds: one contract for all measurements.
+
+* Timed are consecutive calls of a function, on each rank by its own clock, as seconds per call.
+* Each function is measured once beforehand, unrecorded: the first call opens connections.
+* All ranks meet in a barrier before each measurement, which is not timed.
+* Functions take turns, so that other programs on the host disturb all of them alike.
+* Callers use the median; or the minimum, for a time without disturbances.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+Work = Callable[[], object]
+
+
+def stopwatch(work: Work, calls: int = 1) -> float:
+    """Return the seconds per call of ``calls`` consecutive calls on this rank."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return (time.perf_counter() - start) / calls
+
+
+def take_turns(
+    works: Sequence[Work],
+    comm: MPI.Comm | None = None,
+    *,
+    calls: int = 1,
+    least: int = 5,
+    most: int = 2000,
+    seconds: float = 0.0,
+) -> list[list[float]]:
+    """Measure functions in turn for about ``seconds`` seconds; collective over ``comm``.
+
+    :param works: functions; all ranks have the same number of them
+    :param comm: ranks that work together; None: this process only
+    :param calls: consecutive calls per measurement
+    :param least: smallest number of measurements of each function
+    :param most: largest number of measurements of each function
+    :param seconds: seconds after which rank 0 ends the measurements
+    :return: for each function, the seconds per call of each measurement on this rank
+    """
+    times: list[list[float]] = [[] for _ in works]
+    start = time.perf_counter()
+    enough = False
+    while not enough:
+        for measured, work in zip(times, works, strict=True):
+            if comm is not None:
+                comm.Barrier()
+            measured.append(stopwatch(work, calls))
+        repeats = len(times[0]) - 1  # without the warm-up
+        is_late = time.perf_counter() - start >= seconds or repeats >= most
+        enough = repeats >= least and (is_late if comm is None else comm.bcast(is_late))
+    return [measured[1:] for measured in times]
+
+
+def time_slowest(works: Sequence[Work], comm: MPI.Comm, seconds: float) -> list[list[float]]:
+    """Measure as :func:`take_turns`, and return the seconds of the slowest rank each time."""
+    own = np.array(take_turns(works, comm, seconds=seconds))
+    slowest = np.empty_like(own)
+    comm.Allreduce(own, slowest, MPI.MAX)
+    return slowest.tolist()
+
+
+def arithmetic(comm: MPI.Comm, seconds: float) -> Work:
+    """Return matrix products that take ``seconds`` on the slowest rank while all ranks compute."""
+    matrix = torch.ones(192, 192)
+
+    def work(products: int) -> None:
+        for _ in range(products):
+            matrix @ matrix
+
+    (times,) = time_slowest([partial(work, 50)], comm, 0.1)
+    return partial(work, max(1, round(50 * seconds / statistics.median(times))))

@@ -1,0 +1,838 @@
+"""Rules that the settings of a job obey together: condition, message and remedy of each.
+
+Each table is a sequence of groups. Of a group, only the first broken rule is reported, because it
+explains the others. Conditions get a subject with the job; if they return a dictionary, its values
+complete the templates of message and remedy.
+
+====================  ============================================  ==============================
+table                 subject                                       asked by
+====================  ============================================  ==============================
+`COMPATIBILITY`       parts of a job: graph, method, cadence, wire  :func:`incompatibilities`
+`SETTINGS`            job and its slots                             :func:`contradictions`
+`LAUNCH`              job, its slots, and the ranks that run it     :func:`launch_problems`
+`SURVIVAL`, `FAULTS`  job                                           functions of the same names
+`VECTORIZATION`       job and model                                 :func:`check_vmap`
+====================  ============================================  ==============================
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from mpigossip import graphs
+from mpigossip.algorithms import BUILDERS, LOCALS, Algorithm, build
+from mpigossip.algorithms.cadence import BUILDERS as CADENCES
+from mpigossip.algorithms.cadence import Cadence
+from mpigossip.algorithms.local import NO_LOCAL_STEP
+from mpigossip.algorithms.methods import above_minus_third
+from mpigossip.cluster.local_devices import slots_of
+from mpigossip.cluster.world import World
+from mpigossip.config import Data, Job, JobError
+from mpigossip.config.choices import BuilderSpec
+from mpigossip.config.errors import UserError
+from mpigossip.config.sections import FaultsSection
+from mpigossip.config.toml import show
+from mpigossip.data.pytree import Nested
+from mpigossip.graphs import Graph, GraphError
+from mpigossip.graphs.base import Drawn
+from mpigossip.graphs.faulty import least_rounds
+from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact, unreached
+from mpigossip.mixing.base import ExchangeKind
+from mpigossip.training import shape
+from mpigossip.training.machines import OFF, named
+from mpigossip.training.parts import JobParts
+from mpigossip.training.task import Objective
+
+
+class HasJob(Protocol):
+    """Subject of a rule."""
+
+    @property
+    def job(self) -> Job: ...
+
+
+S = TypeVar("S", bound=HasJob)
+Found = bool | None | Mapping[str, Any]
+
+
+class Rule(NamedTuple, Generic[S]):
+    """Condition under which settings do not fit together, and what to tell the user."""
+
+    is_broken: Callable[[S], Found]
+    message: str
+    remedy: str = ""
+
+
+Table = Sequence[Sequence[Rule[S]]]
+
+
+class Launch(NamedTuple):
+    """Job with its number of slots per node, and the world that runs it, if it is known."""
+
+    job: Job
+    slots: int
+    world: World | None = None
+
+
+class VectorizedModel(NamedTuple):
+    """Job with its model, objective, and a batch to try them with."""
+
+    job: Job
+    module: nn.Module
+    objective: Objective
+    batch: Nested
+
+
+def problems(table: Table[S], subject: S) -> list[str]:
+    """Return the texts of the broken rules of a table, one for each group."""
+    return [text for group in table for text in _first_problem(group, subject)]
+
+
+def _first_problem(group: Sequence[Rule[S]], subject: S) -> list[str]:
+    for rule in group:
+        if found := rule.is_broken(subject):
+            template = f"{rule.message}; {rule.remedy}" if rule.remedy else rule.message
+            details = found if isinstance(found, Mapping) else {}
+            return [template.format(job=subject.job, **details)]
+    return []
+
+
+def incompatibilities(parts: JobParts) -> list[str]:
+    """Return the incompatibilities between the parts of a job, each with a remedy."""
+    return problems(COMPATIBILITY, parts)
+
+
+def contradictions(job: Job) -> list[str]:
+    """Return settings that have no effect, or contradict each other."""
+    found = problems(SETTINGS, Launch(job, shape.slots(job)))
+    try:
+        if job.clock.network != OFF:
+            named(job.clock)
+    except JobError as error:
+        found += error.messages
+    return found
+
+
+def launch_problems(job: Job, world: World) -> list[str]:
+    """Return the settings that this world, of ranks or simulated, does not support."""
+    return problems(LAUNCH, Launch(job, shape.slots(job, world), world))
+
+
+def survival_problems(job: Job) -> list[str]:
+    """Return the settings with which no run can survive a rank failure."""
+    return problems(SURVIVAL, Launch(job, shape.slots(job)))
+
+
+def fault_problems(job: Job) -> list[str]:
+    """Return the faults that no graph of failing links can have."""
+    return problems(FAULTS, Launch(job, shape.slots(job)))
+
+
+def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested) -> None:
+    """Check that `vmap` can compute the gradients of all replicas in one call.
+
+    :raises JobError: if the model recomputes activations or changes its buffers in training
+    """
+    if found := problems(VECTORIZATION, VectorizedModel(job, module, objective, batch)):
+        raise JobError(found)
+
+
+def check_rounds(job: Job, graph: Graph, world: World) -> None:
+    """Check that a custom graph is identical on all ranks; collective.
+
+    :raises JobError: on all ranks, if the first rounds differ from those of rank 0
+    """
+    if job.graph.name in graphs.BUILDERS:
+        return
+    with world.raise_together(UserError):
+        digest = graph.fingerprint
+    first_digest = world.broadcast(digest)
+    with world.raise_together(JobError):
+        if digest != first_digest:
+            raise JobError(
+                f'graph.name = "{job.graph.name}": its first 64 rounds differ from the rounds on '
+                "rank 0: a function may use only n, seed and t, and a file must be identical on "
+                "all hosts"
+            )
+
+
+# -- graph ------------------------------------------------------------------------------------
+
+FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
+
+
+def lacking(needs: frozenset, graph: Graph) -> list[str]:
+    """Return the properties that an algorithm needs and the graph lacks, in words.
+
+    :param needs: `Algorithm.needs`
+    :param graph: the graph of the job
+    """
+    doubly = {"row-stochastic", "column-stochastic"} if "doubly" in needs else set()
+    missing = sorted((doubly | needs & FACTS) - graph.facts)
+    if {"row-stochastic", "column-stochastic"} & set(missing) and doubly:
+        missing = ["doubly stochastic", *(m for m in missing if m not in doubly)]
+    elif "column-stochastic" in missing:
+        missing[missing.index("column-stochastic")] += ' (set graph.weights = "push")'
+    elif "column-stochastic" in needs and any(
+        r.row_sums().min() <= 0 for r in graph.schedule.rounds
+    ):
+        missing.append("of positive row sums (push-sum divides by a weight that would become 0)")
+    if "phases" in needs and not _is_exact(graph):
+        missing.append("exact in one period")
+    if "above -1/3" in needs and not missing and not above_minus_third(graph):
+        missing.append("of eigenvalues above -1/3 (set graph.lazy = true)")
+    if graph.name == "ceca" and graph.n > 1 and "graph:ceca" not in needs:
+        missing.append('averaging (the rounds of "ceca" only permute)')
+    if "signed" in graph.facts and "column-stochastic" in needs:
+        missing.append("without negative weights")
+    elif "signed" in graph.facts and "always-global" not in needs and _diverges(graph):
+        missing.append("averaging (its weights make nodes differ more in each round)")
+    if "graph:ceca" in needs and graph.n > 1 and graph.name != "ceca":
+        missing.append('"ceca"')
+    return missing
+
+
+def _is_exact(graph: Graph) -> bool:
+    """Return whether one period from round 0 computes the exact average."""
+    if graph.period is None:
+        return False
+    rounds = rounds_to_exact(graph, limit=graph.period)
+    return graph.n == 1 or rounds is not None and rounds <= graph.period
+
+
+def _diverges(graph: Graph) -> bool:
+    """Return whether the consensus distance grows, which negative weights can cause."""
+    return graph.n <= LARGE and consensus_rate(graph) > 1 + 1e-9
+
+
+def _changed_by_lost_links(parts: JobParts) -> Found:
+    missing = lacking(parts.method.needs, parts.graph)
+    return "static" in missing and _links_fail(parts.job) and {"missing": " and ".join(missing)}
+
+
+def _lacks_properties(parts: JobParts) -> Found:
+    graph = parts.graph
+    needs = parts.method.needs
+    missing = lacking(needs, graph)
+    return bool(missing) and {
+        "missing": " and ".join(missing),
+        "n": graph.n,
+        "suffix": " with their own weights" if parts.job.graph.weights else "",
+        "fitting": ", ".join(name for name in graphs.BUILDERS if _suits(name, graph.n, needs)),
+    }
+
+
+def _suits(name: str, n: int, needs: frozenset) -> bool:
+    if name == "identity":
+        return False  # it fits every method, but does not help
+    with contextlib.suppress(GraphError):
+        return not lacking(needs, graphs.BUILDERS[name](n))
+    return False
+
+
+def _is_unconnected(parts: JobParts) -> Found:
+    """Return two nodes that never agree, if the edges of the graph do not connect all nodes.
+
+    With graph "identity", nodes train alone on purpose. An average over all nodes connects them,
+    too. If the rounds are drawn without a period, their edges can't be known beforehand.
+    """
+    graph = parts.graph
+    kinds = parts.cadence.kinds
+    full_graph = getattr(graph.schedule, "of", graph)  # the graph before [faults] removes links
+    alone = graph.n == 1 or graph.name == "identity"
+    if alone or isinstance(full_graph.schedule, Drawn):
+        return None
+    if ExchangeKind.GOSSIP not in kinds or ExchangeKind.GLOBAL in kinds:
+        return None
+    nodes = unreached(full_graph)
+    return nodes and {"n": graph.n, "nodes": nodes}
+
+
+GRAPH: Table[JobParts] = (
+    (
+        Rule(
+            _changed_by_lost_links,
+            'faults: algorithm "{job.algorithm.name}" needs a graph that is {missing}, but lost '
+            "links change it in each round",
+            "leave [faults] out, or choose another algorithm",
+        ),
+        Rule(
+            _lacks_properties,
+            'graph.name = "{job.graph.name}": algorithm "{job.algorithm.name}" needs a graph that '
+            "is {missing}",
+            "suitable graphs of {n} nodes{suffix} are: {fitting}",
+        ),
+    ),
+    (
+        Rule(
+            _is_unconnected,
+            'graph.name = "{job.graph.name}": its {n} nodes are not connected, because the model '
+            "of node {nodes[0]} never reaches node {nodes[1]}",
+            "add edges, choose a cadence that averages over all nodes, such as "
+            'cadence.name = "gossip-pga", or let each node train on its own with '
+            'graph.name = "identity"',
+        ),
+    ),
+)
+
+
+# -- cadence ----------------------------------------------------------------------------------
+
+
+def _cadences(is_allowed: Callable[[Cadence], bool]) -> str:
+    return " or ".join(f'"{name}"' for name, build in CADENCES.items() if is_allowed(build()))
+
+
+def _mixes_kinds(parts: JobParts) -> Found:
+    broken = "unmixed" in parts.method.needs and len(parts.cadence.kinds) > 1
+    return broken and {"fitting": _cadences(lambda c: len(c.kinds) == 1)}
+
+
+def _averages_globally(parts: JobParts) -> Found:
+    if "never-global" not in parts.method.needs or ExchangeKind.GLOBAL not in parts.cadence.kinds:
+        return None
+    adapts_later = parts.job.algorithm.options.get("style") == "awc"
+    return {
+        "choose": 'set algorithm.style = "atc", or choose' if adapts_later else "choose",
+        "fitting": _cadences(lambda c: ExchangeKind.GLOBAL not in c.kinds),
+    }
+
+
+def _gossips(parts: JobParts) -> Found:
+    broken = "never-gossip" in parts.method.needs and ExchangeKind.GOSSIP in parts.cadence.kinds
+    return broken and {"fitting": _cadences(lambda c: ExchangeKind.GOSSIP not in c.kinds)}
+
+
+def _has_no_idle_nodes(parts: JobParts) -> Found:
+    if not parts.cadence.periods or parts.method.local_update is not None:
+        return None
+    cadence_name = parts.job.cadence.name
+    specs = {other: BuilderSpec.of(BUILDERS, other) for other in BUILDERS}
+    fitting = [
+        other
+        for other, spec in specs.items()
+        if build(other, None, {}, 0).local_update is not None
+        and not (spec.only and spec.implies.get("cadence.name", cadence_name) != cadence_name)
+    ]
+    return {"periods": list(parts.cadence.periods), "fitting": ", ".join(fitting)}
+
+
+def _miscounts_nodes(parts: JobParts) -> Found:
+    periods = parts.cadence.periods
+    n = parts.graph.n
+    broken = bool(periods) and len(periods) != n
+    return broken and {"periods": list(periods), "count": len(periods), "n": n}
+
+
+def _lengths_differ(parts: JobParts) -> Found:
+    """Return lengths of algorithm and cadence "halves" that are not the same number of periods."""
+    job = parts.job
+    period = parts.graph.period
+    if "phases" not in parts.method.needs or job.cadence.name != "halves" or period is None:
+        return None
+    gathers = job.algorithm.options.get("length") or period
+    mixes = job.cadence.options.get("length") or period
+    broken = gathers != mixes or bool(mixes % period)
+    return broken and {"gathers": gathers, "mixes": mixes, "period": period}
+
+
+_CADENCE = 'cadence.name = "{job.cadence.name}": algorithm "{job.algorithm.name}" '
+_PERIODS = "cadence.period = {periods}: "
+
+CADENCE: Table[JobParts] = (
+    (
+        Rule(
+            lambda parts: (
+                "always-global" in parts.method.needs
+                and parts.job.cadence.name not in ("always", "global")
+            ),
+            _CADENCE + "averages over all nodes at every step",
+            "leave the cadence out",
+        ),
+        Rule(
+            lambda parts: "phases" in parts.method.needs and parts.job.cadence.name != "halves",
+            _CADENCE + 'needs the cadence "halves"',
+            "leave the cadence out",
+        ),
+        Rule(_mixes_kinds, _CADENCE + "supports only one kind of step", "choose {fitting}"),
+        Rule(
+            _averages_globally,
+            _CADENCE + "does not keep nodes identical after a global average",
+            "{choose} {fitting}",
+        ),
+        Rule(_gossips, _CADENCE + "supports only averages over all nodes", "choose {fitting}"),
+    ),
+    (
+        Rule(
+            _has_no_idle_nodes,
+            _PERIODS + 'algorithm "{job.algorithm.name}" needs a gradient of every node in every '
+            "step, and an idle node has none",
+            "give one number, or choose one of {fitting}",
+        ),
+        Rule(
+            _miscounts_nodes,
+            _PERIODS + "{count} numbers for {n} nodes",
+            "give {n} numbers, one for each node, or one number for all",
+        ),
+    ),
+    (
+        Rule(
+            _lengths_differ,
+            "algorithm.length = {gathers}, cadence.length = {mixes}: both must be the same "
+            'multiple of the graph\'s period, {period}, for algorithm "{job.algorithm.name}"',
+            "leave both out",
+        ),
+    ),
+)
+
+
+# -- wire -------------------------------------------------------------------------------------
+
+
+WIRE: Table[JobParts] = (
+    (
+        Rule(
+            lambda parts: (
+                "shared-wire" in parts.method.needs
+                and not (parts.layout.wire.exact or parts.layout.wire.shared)
+            ),
+            'node.wire = "{job.node.wire}": algorithm "{job.algorithm.name}" averages the messages '
+            "of all nodes, which must therefore omit the same elements",
+            'use "shared-k" or "fp32"',
+        ),
+        Rule(
+            lambda parts: "exact-wire" in parts.method.needs and not parts.layout.wire.exact,
+            'node.wire = "{job.node.wire}": algorithm "{job.algorithm.name}" needs exact messages',
+            'use "fp32"',
+        ),
+        Rule(
+            lambda parts: (
+                parts.layout.wire.biased
+                and not parts.layout.wire.exact
+                and not parts.method.needs & {"own-wire", "always-global"}
+            ),
+            'node.wire = "{job.node.wire}": it omits most of a model, and algorithm '
+            '"{job.algorithm.name}" does not compensate for that',
+            'use node.wire = "qsgd" or "bf16", or algorithm "choco" or "parallel"',
+        ),
+    ),
+)
+
+
+# -- fragments --------------------------------------------------------------------------------
+
+
+def _has_too_many_fragments(parts: JobParts) -> Found:
+    period, count, _ = parts.cadence.fragment_schedule
+    return count > period and {"count": count, "period": period}
+
+
+def _has_too_long_a_delay(parts: JobParts) -> Found:
+    period, count, delay = parts.cadence.fragment_schedule
+    between = period // count
+    return delay > between and {
+        "period": period,
+        "count": count,
+        "delay": delay,
+        "between": between,
+    }
+
+
+def _blends(parts: JobParts) -> bool:
+    return parts.job.algorithm.blend is not None
+
+
+def _in_fragments(parts: JobParts) -> Found:
+    """Return the setting that divides or delays exchanges, if there is one."""
+    schedule = parts.cadence.fragment_schedule
+    if schedule.is_whole_model:
+        return None
+    if schedule.fragments > 1:
+        return {"setting": f"cadence.fragments = {schedule.fragments}"}
+    return {"setting": f"cadence.delay = {schedule.delay}"}
+
+
+def _is_indivisible(parts: JobParts) -> Found:
+    """Return why the method can't exchange fragments at different steps, and which methods can."""
+    setting = _in_fragments(parts)
+    if not isinstance(setting, Mapping):
+        return None
+    section = parts.job.algorithm
+    exchange = parts.method
+    if exchange.local_update is not None:
+        exchange = build(section.name, NO_LOCAL_STEP, section.options, 0, parts.graph)
+    reason = _why_indivisible(exchange)
+    if not reason:
+        return None
+    algorithms = ((other, build(other, None, {}, 0)) for other in BUILDERS)
+    fitting = [other for other, algorithm in algorithms if not _why_indivisible(algorithm)]
+    by_options = section.name in fitting
+    options = ", ".join(f"algorithm.{k} = {show(v)}" for k, v in section.options.items())
+    return {
+        **setting,
+        "options": f" with {options}" if by_options else "",
+        "reason": reason,
+        "leave": "leave that out, or " if by_options else "",
+        "others": ", ".join(other for other in fitting if other != section.name),
+    }
+
+
+def _why_indivisible(method: Algorithm) -> str:
+    """Return why fragments of a model can't be exchanged at different steps; "" if they can."""
+    if method.local_update is None:
+        return (
+            "has no separate local step: its step depends on the received messages, while "
+            "fragments are exchanged between local steps of the whole model"
+        )
+    if not method.elementwise:
+        return "updates the model as a whole: its Algorithm has elementwise=False"
+    return ""
+
+
+def _delays_some_elements(parts: JobParts) -> Found:
+    delay = parts.cadence.fragment_schedule.delay
+    return bool(delay) and "shared-wire" in parts.method.needs and {"delay": delay}
+
+
+FRAGMENTS: Table[JobParts] = (
+    (
+        Rule(
+            _has_too_many_fragments,
+            "cadence.fragments = {count}: each fragment is sent at a separate step, and a period "
+            "has only cadence.period = {period} steps",
+            "use at most {period}, or a longer period",
+        ),
+        Rule(
+            _has_too_long_a_delay,
+            "cadence.delay = {delay}: a fragment must be applied before the next one is sent, "
+            "{between} steps later (cadence.period = {period}, cadence.fragments = {count})",
+            "use at most {between}, or a longer period",
+        ),
+    ),
+    (
+        Rule(
+            lambda parts: _blends(parts) and not parts.cadence.fragment_schedule.delay,
+            "algorithm.blend = {job.algorithm.blend:g}: it applies only to exchanges with a delay",
+            'set cadence.delay = 1 or more (cadence "every" or "cpsgd"), or leave it out',
+        ),
+        Rule(
+            lambda parts: _blends(parts) and "keeps-x" in parts.method.needs,
+            "algorithm.blend = {job.algorithm.blend:g}: with algorithm.eager, received models are "
+            "not blended into x",
+            "leave it out",
+        ),
+    ),
+    (
+        Rule(
+            _is_indivisible,
+            '{setting}: algorithm "{job.algorithm.name}"{options} {reason}',
+            "{leave}choose one of {others}",
+        ),
+        Rule(
+            _delays_some_elements,
+            'cadence.delay = {delay}: algorithm "{job.algorithm.name}" exchanges only some '
+            "elements of a fragment, and algorithm.blend would undo the local steps of all other "
+            "elements",
+            'use cadence.delay = 0, or an algorithm with local steps such as "diloco"',
+        ),
+    ),
+    (
+        Rule(
+            lambda parts: parts.job.node.mixer == "asynchronous" and _in_fragments(parts),
+            "{setting}: asynchronous nodes would average different fragments",
+            'use node.mixer = "synchronous"',
+        ),
+    ),
+)
+
+
+# -- asynchronous runs, faults and NCCL -------------------------------------------------------
+
+
+def tolerates_delay(method: Algorithm) -> bool:
+    """Return whether a method tolerates models of earlier rounds.
+
+    Plain averaging does, and so does tracking, which needs sums only. Methods with corrections or
+    memories that depend on W(t) of the round do not.
+    """
+    return method.needs <= {"row-stochastic", "doubly", "never-global"}
+
+
+def _is_asynchronous(parts: JobParts) -> bool:
+    return parts.job.node.mixer == "asynchronous"
+
+
+def _needs_the_same_round(parts: JobParts) -> Found:
+    if not _is_asynchronous(parts) or tolerates_delay(parts.method):
+        return None
+    fitting = [name for name in BUILDERS if tolerates_delay(build(name, None, {}, 0))]
+    return {"fitting": ", ".join(fitting)}
+
+
+def _links_fail(job: Job) -> bool:
+    """Return whether rounds are reweighted because links fail."""
+    faults = job.faults
+    return job.node.mixer != "asynchronous" and bool(faults.lost or faults.away or faults.ticks)
+
+
+def _uses_nccl(parts: JobParts) -> bool:
+    return parts.job.node.exchange == "nccl"
+
+
+def _unsupported_fault(key: str) -> Rule[JobParts]:
+    return Rule(
+        lambda parts: _is_asynchronous(parts) and bool(getattr(parts.job.faults, key)),
+        f"faults.{key} = {{job.faults.{key}:g}}: an asynchronous run supports faults.lost only",
+        "leave it out",
+    )
+
+
+ASYNCHRONY: Table[JobParts] = (
+    (
+        Rule(
+            lambda parts: not _is_asynchronous(parts) and parts.job.faults.slow_times > 1,
+            "faults.slow_times = {job.faults.slow_times:g}: only asynchronous runs have slow nodes",
+            'set node.mixer = "asynchronous", or leave it out',
+        ),
+    ),
+    *((_unsupported_fault(key),) for key in ("lost_rounds", "away", "away_rounds", "ticks")),
+    (
+        Rule(
+            _needs_the_same_round,
+            'node.mixer = "asynchronous": algorithm "{job.algorithm.name}" needs the models of the '
+            "same round",
+            "choose one of {fitting}",
+        ),
+    ),
+    (
+        Rule(
+            lambda parts: _is_asynchronous(parts) and not parts.layout.wire.exact,
+            'node.wire = "{job.node.wire}": an asynchronous run exchanges exact models only',
+            'use "fp32"',
+        ),
+    ),
+    (
+        Rule(
+            lambda parts: _is_asynchronous(parts) and not parts.job.node.devices.startswith("cpu"),
+            'node.devices = "{job.node.devices}": the windows of an asynchronous run are in host '
+            "memory",
+            'use "cpu:1", or node.mixer = "synchronous"',
+        ),
+    ),
+)
+
+LINKS: Table[JobParts] = (
+    (
+        Rule(
+            lambda parts: parts.method.always_global and _links_fail(parts.job),
+            'faults: algorithm "{job.algorithm.name}" averages over all nodes and therefore needs '
+            "every link",
+            "leave [faults] out, or choose an algorithm that exchanges with neighbours",
+        ),
+    ),
+    (
+        Rule(
+            lambda parts: _uses_nccl(parts) and _is_asynchronous(parts),
+            'node.exchange = "nccl" and node.mixer = "asynchronous": NCCL needs both ranks to take '
+            "part in an exchange",
+            'use "auto"',
+        ),
+    ),
+    (
+        Rule(
+            lambda parts: _uses_nccl(parts) and parts.job.run.survive,
+            'node.exchange = "nccl" and run.survive = true: NCCL can\'t continue after a rank '
+            "failure",
+            'use "auto"',
+        ),
+    ),
+)
+
+COMPATIBILITY: Table[JobParts] = (
+    *GRAPH,
+    *CADENCE,
+    *WIRE,
+    *FRAGMENTS,
+    *ASYNCHRONY,
+    *LINKS,
+)
+
+
+# -- settings that need no parts --------------------------------------------------------------
+
+
+def _cuts_matrices(launch: Launch) -> Found:
+    """Return the slots, if a local step needs whole parameters and each slot has a shard only."""
+    job = launch.job
+    name = job.local.name
+    if launch.slots == 1 or not job.node.shard or name not in LOCALS or not LOCALS[name](0).whole:
+        return None
+    return {"slots": launch.slots}
+
+
+def _unused_by_partition(key: str, partition: str) -> Rule[Launch]:
+    default = getattr(Data(), key)
+    return Rule(
+        lambda launch: (
+            getattr(launch.job.data, key) != default and launch.job.data.partition != partition
+        ),
+        f'data.{key} = {{job.data.{key}:g}}: only the partition "{partition}" uses it',
+        f'set data.partition = "{partition}", or leave it out',
+    )
+
+
+WHOLE_MATRICES: Rule[Launch] = Rule(
+    _cuts_matrices,
+    'local.name = "{job.local.name}" needs complete matrices, and each of the {slots} slots of a '
+    "node has a shard of the model, which may begin or end within a matrix",
+    "use node.shard = false (slot 0 then makes the step for all slots, which requires "
+    "node.ranks_per_node = 1)",
+)
+
+SETTINGS: Table[Launch] = (
+    (WHOLE_MATRICES,),
+    (_unused_by_partition("shuffled_percent", "mixed"),),
+    (_unused_by_partition("dirichlet_alpha", "dirichlet"),),
+    (
+        Rule(
+            lambda launch: (
+                launch.job.node.cuda_graphs == "always"
+                and slots_of(launch.job.node.devices)[0] == "cpu"
+            ),
+            'node.cuda_graphs = "always": the slots of node.devices = "{job.node.devices}" are on '
+            "the CPU",
+            'leave it at "auto"',
+        ),
+    ),
+    (
+        Rule(
+            lambda launch: launch.job.node.vmap and launch.job.node.precision == "fp16",
+            'node.precision = "fp16": node.vmap does not support a separate loss scale for each '
+            "node",
+            'use "bf16", or leave node.vmap out',
+        ),
+    ),
+)
+
+
+def _runs_on_ranks(launch: Launch) -> bool:
+    return launch.world is not None and launch.world.comm is not None
+
+
+def _has_several_ranks(launch: Launch) -> Found:
+    """Return the setting of ranks per node, if nodes may have several ranks."""
+    setting = launch.job.node.ranks_per_node
+    return _runs_on_ranks(launch) and setting != 1 and {"ranks": show(setting)}
+
+
+LAUNCH: Table[Launch] = (
+    (
+        # If the job itself has several slots, SETTINGS reports this.
+        WHOLE_MATRICES._replace(
+            is_broken=lambda launch: shape.slots(launch.job) == 1 and _cuts_matrices(launch)
+        ),
+    ),
+    (
+        Rule(
+            lambda launch: launch.job.node.ranks_per_node == "host" and not _runs_on_ranks(launch),
+            'node.ranks_per_node = "host": a simulation has no hosts',
+            "set the number of ranks per node, as in node.ranks_per_node=4",
+        ),
+    ),
+    (
+        Rule(
+            lambda launch: _runs_on_ranks(launch) and launch.job.faults != FaultsSection(),
+            "faults: a run on ranks does not simulate faults",
+            "leave [faults] out, or use `mpigossip simulate`",
+        ),
+    ),
+    (
+        Rule(
+            lambda launch: launch.job.run.survive and _has_several_ranks(launch),
+            "run.survive = true: with node.ranks_per_node = {ranks} a failed rank takes a shard of "
+            "its node with it, and the run can't continue without the complete node",
+            "use node.ranks_per_node = 1, or restart from checkpoints",
+        ),
+    ),
+    (
+        Rule(
+            lambda launch: not launch.job.node.shard and _has_several_ranks(launch),
+            "node.shard = false: with node.ranks_per_node = {ranks} each rank updates and "
+            "exchanges its shard",
+            "leave it out, or use node.ranks_per_node = 1",
+        ),
+    ),
+)
+
+SURVIVAL: Table[Launch] = (
+    (
+        Rule(
+            lambda launch: launch.job.run.survive and launch.job.node.mixer == "asynchronous",
+            "run.survive = true: an asynchronous run needs MPI windows, which do not survive a "
+            "rank failure",
+            'use node.mixer = "synchronous", or restart from checkpoints',
+        ),
+    ),
+)
+
+
+def _too_short(key: str) -> Rule[Launch]:
+    """Return the rule for the mean duration of a fault.
+
+    If each round is drawn independently, the mean duration is already longer than such a setting.
+    """
+
+    def is_broken(launch: Launch) -> Found:
+        minimum = least_rounds(getattr(launch.job.faults, key))
+        rounds = getattr(launch.job.faults, f"{key}_rounds")
+        return bool(rounds) and rounds < minimum and {"minimum": minimum}
+
+    return Rule(
+        is_broken,
+        f"faults.{key}_rounds = {{job.faults.{key}_rounds:g}}: must be at least {{minimum:.3g}}, "
+        f"the mean with faults.{key} = {{job.faults.{key}:g}} if each round is drawn independently",
+        "use a larger value, or 0",
+    )
+
+
+FAULTS: Table[Launch] = ((_too_short("lost"),), (_too_short("away"),))
+
+
+# -- the model --------------------------------------------------------------------------------
+
+
+def _recomputes(model: VectorizedModel) -> bool:
+    parts = model.module.modules()
+    return model.job.node.vmap and any(getattr(part, "recompute", False) for part in parts)
+
+
+def _changes_buffers(model: VectorizedModel) -> bool:
+    if not model.job.node.vmap:
+        return False
+    trial = copy.deepcopy(model.module).train()
+    with torch.random.fork_rng(devices=()), torch.no_grad(), contextlib.suppress(Exception):
+        # Some norm layers reject a batch of one sample, but only after they have counted it.
+        model.objective(trial, model.batch)
+    return not all(map(torch.equal, trial.buffers(), model.module.buffers()))
+
+
+VECTORIZATION: Table[VectorizedModel] = (
+    (
+        Rule(
+            _recomputes,
+            "node.vmap = true: model.recompute = true uses hooks, which can't be vectorized over "
+            "nodes",
+            "leave one of the two out",
+        ),
+        Rule(
+            _changes_buffers,
+            'node.vmap = true: model "{job.model.name}" changes its buffers in training (norm '
+            "statistics, averages), which can't be vectorized over nodes",
+            "leave node.vmap out",
+        ),
+    ),
+)
