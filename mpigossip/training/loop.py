@@ -22,8 +22,8 @@ class Trainer:
 
     Batches and random seeds follow from the data step, the learning rate from the rate step. Both
     are the engine's step, unless :meth:`step` is given others, as by a member that trains a chunk.
-    Batches and rate are those of these steps minus ``shift``, which is 0 unless the number of steps
-    per epoch has changed at a resume.
+    ``shift`` is subtracted from both, except for the seeds. It is 0 unless the number of steps per
+    epoch has changed at a resume.
     """
 
     def __init__(

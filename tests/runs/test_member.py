@@ -68,7 +68,7 @@ def test_a_member_trains_chunks_at_the_rate_of_the_progress():
         (3, 2, plain.rate(6)),
         (3, 3, plain.rate(7)),
     ]
-    # A published model has at least as many steps as local steps.
+    # The index of a published model is never below its number of local steps.
     assert script.sent == [{"index": 11, "local_steps": 2}, {"index": 7, "local_steps": 4}]
     assert member.done == 4 and member.engine.round == 2
 
