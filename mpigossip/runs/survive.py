@@ -166,7 +166,7 @@ class Survival:
             else:
                 return
             self._outlive()
-            if run is None or run.closed:
+            if run is None or not run.is_open:
                 return
             waits = False
 

@@ -121,7 +121,7 @@ def test_checkpoints_of_round_steps_are_kept_for_good(tmp_path):
 
 @with_world
 def calls_of_an_isolated_rank(world):
-    """Return the results of rank 0 alone, then those of all ranks."""
+    """Return the results of calls of rank 0 alone, then of calls of all ranks."""
     alone = None
     if world.rank == 0:
         world.isolated = True
@@ -208,7 +208,8 @@ def test_a_node_ends_its_loop_alone_if_others_have_left_theirs(monkeypatch):
 def test_a_node_that_leaves_outlives_failures_with_its_own_model(monkeypatch, capfd):
     class Ending:
         folder = None
-        stopped = closed = False
+        stopped = False
+        is_open = True
         stages = []
         rejoined = []
 
@@ -216,7 +217,7 @@ def test_a_node_that_leaves_outlives_failures_with_its_own_model(monkeypatch, ca
             self.stages.append(survival.stage)
             if len(self.stages) == 1:
                 raise Lost
-            self.closed = True
+            self.is_open = False
 
         def rejoin(self, lost, parted):
             self.rejoined.append(parted)
@@ -238,7 +239,7 @@ def test_nodes_that_exit_together_continue_together_after_a_failure(monkeypatch)
             raise Lost
 
     rejoin = lambda lost, parted: seen.append(parted)  # noqa: E731
-    run = SimpleNamespace(stopped=True, closed=False, finish=finish, rejoin=rejoin)
+    run = SimpleNamespace(stopped=True, is_open=True, finish=finish, rejoin=rejoin)
     survival = survival_of(Shrinking(), monkeypatch, run)
     survival.leave()
     assert seen == [survive.Stage.TRAINING, False, survive.Stage.TRAINING]
