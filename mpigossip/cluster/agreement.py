@@ -30,7 +30,7 @@ class CollectiveError(JobError):
 
 
 class Communicator(World):
-    """A world of the ranks of one MPI communicator."""
+    """A world of the ranks of one MPI communicator, or of this rank only while it is isolated."""
 
     def __init__(self, comm: "MPI.Intracomm", hosts: tuple[str, ...], timeout_s: float):
         """Take over ``comm``.
@@ -56,14 +56,20 @@ class Communicator(World):
 
         :param value: a small object that can be pickled
         """
+        if self.isolated:
+            return super().gather(value)
         with deadline.calling_unless("gather()", self.whole):
             return with_timeout(self.comm, self.timeout_s).gather(value)
 
     def broadcast(self, value: Any) -> Any:
+        if self.isolated:
+            return super().broadcast(value)
         with deadline.calling_unless("broadcast()", self.whole):
             return with_timeout(self.comm, self.timeout_s).bcast(value)
 
     def start_agree(self, flag: int) -> Agreement:
+        if self.isolated:
+            return super().start_agree(flag)
         from mpi4py import MPI
 
         check_process()
@@ -108,6 +114,10 @@ class Communicator(World):
         :param error_types: types of the exceptions to combine; other exceptions are not caught
         :raises CollectiveError: on all ranks, if any rank has raised one of these exceptions
         """
+        if self.isolated:
+            with super().raise_together(*error_types):
+                yield
+            return
         check_process()
         local_messages: list[str] = []
         try:
@@ -133,6 +143,8 @@ class Communicator(World):
         )
 
     def barrier(self) -> None:
+        if self.isolated:
+            return
         check_process()
         request = self.comm.Ibarrier()
         with deadline.calling_unless("barrier()", self.whole):

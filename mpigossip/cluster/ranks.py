@@ -138,6 +138,7 @@ class World(Communicator):
         self.original_ranks = tuple(comm.group.Translate_ranks(group=group))
         self.hosts = tuple(hosts[name] for name in self.original_ranks)
         self.shrunk = True
+        self.isolated = False
         exit_handler.survivors = comm
         keep_alive.append(self._monitor)
         self._monitor = deadline.monitor = (

@@ -86,6 +86,9 @@ class World:
     """True if this run continues after a rank failure."""
     shrunk = False
     """True after a rank failure that this world has survived."""
+    isolated = False
+    """True while this rank continues its loop after others have left theirs. Until it is reset, by
+    `shrink` at the latest, collective calls act as in a world of one process."""
     resources: ExitStack
     """Resources that are closed before the communicators of the world."""
     after_close: ExitStack
@@ -111,7 +114,7 @@ class World:
 
     def agree(self, flag: int) -> int:
         """Return the maximum of all ranks' ``flag``, an integer or bool; waits for all ranks."""
-        with deadline.calling_unless("agree()", self.whole):
+        with deadline.calling_unless("agree()", self.whole and not self.isolated):
             return self.start_agree(flag).read()
 
     @contextmanager

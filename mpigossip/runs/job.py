@@ -216,10 +216,8 @@ class JobNode:
         steps = range(begin, begin + count if norms(modules[0][0]) else begin)
         batches = [trainer.batches(step) for step in steps]
         result = evaluate(trainer.replicas, self.mixer, self.assembly.loader, batches)
-        run.progress.evaluation = result
         self._doubt(result, run.progress)
-        for hook in run.hooks:
-            hook.evaluation(run.progress, self.engine.index, result)
+        run.evaluated(result)
 
     def _doubt(self, result: Evaluation, progress: Progress) -> None:
         """Warn on rank 0, once per metric, if a value of the averaged model is not finite."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import MOST
+from mpigossip.training.evaluate import Evaluation
 
 IGNORED = 100
 """Number of steps without an end, after a stop was agreed on, that leads to a warning."""
@@ -45,6 +47,20 @@ def nodes_requested(manifest: checkpoint.Manifest) -> int:
     return count
 
 
+class State(Enum):
+    """State of a run. A rank failure takes all survivors to RUNNING, or to PARTLY_ENDED.
+
+    READY → RUNNING by :meth:`Run.begin`; RUNNING and PARTLY_ENDED → ENDED by :meth:`Run.finish`
+    and :meth:`Run.abandon`; all → RUNNING or PARTLY_ENDED by :meth:`Run.rejoin`, if the run of any
+    survivor is in one of these two. An early stop is no state: see :attr:`Run.stopping`.
+    """
+
+    READY = "the log is not open"
+    RUNNING = "all nodes are in their loops"
+    PARTLY_ENDED = "some nodes have ended their loops; nothing is written until all have"
+    ENDED = "nothing more is written"
+
+
 class Run:
     """Run in a run directory, from its newest checkpoint or from the start.
 
@@ -59,7 +75,7 @@ class Run:
     saver: Saver
 
     def __init__(self, world: World, job: Job, newest: Path | None, resources: ExitStack):
-        """Make the hooks, and handle signals until ``resources`` are closed; collective.
+        """Make the observers, and handle signals until ``resources`` are closed; collective.
 
         The caller has to set ``node``.
 
@@ -74,14 +90,14 @@ class Run:
         self.newest = newest
         self.resources = resources
         self._synchronous = world.comm is None or job.node.mixer == "synchronous"
-        self._recorder = Recorder(world)
-        self.hooks: list[Hook] = [self._recorder, Printer(world)]
-        self.hooks += named_hooks(job.log.hooks, world)
+        self.recorder = Recorder(world)
+        self.printer = Printer(world)
+        self.hooks: list[Hook] = named_hooks(job.log.hooks, world)
+        """Observers that the user has added."""
         end = end_of_allocation(job.checkpoint.wall_clock_s)
         # the lag counts calls; asynchronous nodes call once per round
         lag = Stopper.LAG if self._synchronous else 1
         self.stopper = resources.enter_context(Stopper(world, self.folder, end, lag))
-        self.hooks.append(self.stopper)
         self.tally = Tally()
         self._before_s = 0.0
         self.last: Record | None = None
@@ -96,14 +112,25 @@ class Run:
         self.saved_at: int | None = None
         """Step of this node at the last attempt to save."""
         self._stop_step: int | None = None
-        self._partly_ended = False
-        """True if some nodes have ended their loops while others continue without them. Nothing is
-        written until all have ended."""
-        self.begun = self.closed = False
+        self.state = State.READY
         self.stopped = False
         """True if the loop was left before its end."""
         self.summary: dict[str, Any] | None = None
         """Summary, once the run has ended; complete on rank 0 only."""
+
+    @property
+    def _observers(self) -> tuple[Hook, ...]:
+        return self.recorder, self.printer, *self.hooks, self.stopper
+
+    @property
+    def begun(self) -> bool:
+        """True once the log was opened."""
+        return self.state is not State.READY
+
+    @property
+    def is_open(self) -> bool:
+        """True while the run still has to be finished."""
+        return self.state in (State.RUNNING, State.PARTLY_ENDED)
 
     # -- the beginning ----------------------------------------------------------------------------
 
@@ -154,12 +181,11 @@ class Run:
         self._open()
         if self.job.checkpoint.every_steps:  # a lack of memory for snapshots is found at the start
             self._states = snapshot(self.node, {})
-        for hook in self.hooks:
-            hook.start(self.progress, self.node.assembly)
+        for observer in self._observers:
+            observer.start(self.progress, self.node.assembly)
 
     def _open(self) -> None:
         node = self.node
-        self.begun = True
         self.progress = Progress(
             job=self.job,
             folder=self.folder,
@@ -174,6 +200,7 @@ class Run:
         self._open_saver()
         if self.saved_at == node.engine.index:
             self.saver.last = checkpoint.folder(self.folder, node.engine.index)
+        self.state = State.RUNNING
 
     def _open_saver(self) -> None:
         text = self.progress.text
@@ -195,7 +222,8 @@ class Run:
             self.saver.poll(done)
         self.progress.checkpoint = self.saver.last or self.progress.checkpoint
         if self._stop_step is None:
-            self._stop_step = done if not self._partly_ended and self._stops(done) else None
+            if self.state is State.RUNNING and self._stops(done):
+                self._stop_step = done
         elif done == self._stop_step + IGNORED and self.world.rank == 0:
             self.progress.warn(
                 f"all ranks agreed at step {self._stop_step} to stop, but the loop still runs: "
@@ -208,7 +236,7 @@ class Run:
         self.hand_over()
         if self._in_step and self.node.engine.index % self.job.log.flush_steps == 0:
             self._same_step("step()")
-            self._recorder.flush()
+            self.recorder.flush()
 
     def hand_over(self) -> None:
         """Pass the last record to the hooks; not collective."""
@@ -225,22 +253,33 @@ class Run:
             record.metrics = figures
         self._logged |= figures
         self.tally.add(record, self._samples)
-        for hook in self.hooks:
-            hook.step(self.progress, record)
+        for observer in self._observers:
+            observer.step(self.progress, record)
+
+    def evaluated(self, result: Evaluation) -> None:
+        """Pass the result of an evaluation of the current step to the observers; collective."""
+        self.progress.evaluation = result
+        for observer in self._observers:
+            observer.evaluation(self.progress, self.node.engine.index, result)
 
     @property
     def stopping(self) -> bool:
+        """True once all ranks have agreed to stop."""
         return self._stop_step is not None
 
     @property
     def _in_step(self) -> bool:
         """Return whether nodes are at equal steps, and all of them in their loops."""
-        return self._synchronous and not self._partly_ended
+        return self._synchronous and self.state is State.RUNNING
 
     def _stops(self, done: int) -> bool:
         if not self._synchronous:
             return done % self.job.log.flush_steps == 0 and self._round(done)[0]
-        return any([hook.wants_stop(done) for hook in self.hooks])
+        return self._wants_stop(done)
+
+    def _wants_stop(self, done: int) -> bool:
+        """Return whether any observer wants to stop; all are asked, as they count the calls."""
+        return any([observer.wants_stop(done) for observer in self._observers])
 
     def _round(self, done: int, ended: bool = False) -> tuple[bool, bool]:
         """Write the log together with all nodes.
@@ -250,8 +289,8 @@ class Run:
         self.wait_for_nodes("writing the log")
         for _ in range(2):  # all nodes are here, so the agreement starts and ends at once
             self.saver.poll(0)
-        self._recorder.flush()
-        stops = any([hook.wants_stop(done) for hook in self.hooks])
+        self.recorder.flush()
+        stops = self._wants_stop(done)
         return stops, not self.world.agree(int(not ended))
 
     def wait_for_nodes(self, call: str) -> None:
@@ -300,7 +339,7 @@ class Run:
 
     def save(self) -> None:
         """Take a snapshot of the current step, which is written in the background. Collective."""
-        if not self._partly_ended:  # otherwise the checkpoint is written at the end
+        if self.state is not State.PARTLY_ENDED:  # otherwise the checkpoint is written at the end
             self._save()
 
     def _save(self) -> None:
@@ -310,8 +349,8 @@ class Run:
         self.wait_for_nodes("save()")
         index = self._same_step("save()")
         self.hand_over()
-        for hook in self.hooks:
-            hook.flush()
+        for observer in self._observers:
+            observer.flush()
         numbers = self.tally.numbers() | {
             "index": index,
             "seconds": progress.seconds,
@@ -355,7 +394,7 @@ class Run:
         node = self.node
         world = self.world
         self._lost.extend(lost)
-        if not world.agree(self.begun and not self.closed):
+        if not world.agree(self.is_open):
             return  # either no rank has begun, or all have ended
         if not self.begun:
             self._open()
@@ -365,8 +404,7 @@ class Run:
         self.hand_over()
         self.saver.abandon()
         self.figures.clear()
-        self.closed = False
-        self._partly_ended = parted
+        self.state = State.PARTLY_ENDED if parted else State.RUNNING
         self.saved_at = None
         self._states = ()
         for name, value in node.progress_fields().items():
@@ -382,22 +420,21 @@ class Run:
         if parted:  # the overview would describe exchanges that no longer take place
             progress.about = tuple
         self._open_saver()
-        self.hooks = [Printer(world) if isinstance(hook, Printer) else hook for hook in self.hooks]
-        for hook in self.hooks:
-            hook.start(progress, node.assembly)
+        self.printer = Printer(world)  # another rank may be the first one now
+        for observer in self._observers:
+            observer.start(progress, node.assembly)
 
     # -- the end ----------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """End the run without the other ranks, after an exception; write nothing more."""
-        if self.begun and not self.closed:
+        if self.is_open:
             self.saver.abandon()
-        self.closed = True
+            self.state = State.ENDED
 
     def finish(self) -> None:
         """Save the last step, unless it was saved, and write the summary. Collective."""
-        if self.closed or not self.begun:
-            self.closed = True
+        if not self.is_open:
             return
         node = self.node
         progress = self.progress
@@ -415,9 +452,9 @@ class Run:
         with self.world.raise_together(StoreError):
             if "checkpoint" in summary:
                 summary["digest"] = checkpoint.digest(Path(summary["checkpoint"]))
-        for hook in self.hooks:
-            hook.stop(progress, summary)
-        self.closed = True
+        for observer in self._observers:
+            observer.stop(progress, summary)
+        self.state = State.ENDED
         self.summary = summary
 
     def _summary(self, index: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,19 @@ from mpigossip.runs.state import from_mean, snapshot
 from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.store.node_state import is_floating, over_slots
 
-COLLECTIVE = ("gather", "broadcast", "start_agree", "agree", "raise_together", "barrier")
-"""Names of the methods of a world that are collective."""
+
+class Stage(Enum):
+    """Stage of this node in its loop.
+
+    TRAINING → FAILED → TRAINING or ALONE, by :meth:`Survival.step`; all → LEAVING, by
+    :meth:`Survival.leave`. At a failure, the survivors compare their stages: if one is LEAVING,
+    those that are not become ALONE.
+    """
+
+    TRAINING = "in its loop, with all nodes of its world"
+    FAILED = "a rank failure was noticed, and the next step handles it"
+    ALONE = "in its loop, without the nodes that have left theirs"
+    LEAVING = "the loop is over, and the run ends as soon as all nodes are here"
 
 
 def prepare(job: Job, world: World) -> None:
@@ -90,7 +102,7 @@ class Survival:
         self._names = node.world.original_ranks
         self._hosts = node.world.hosts
         self._recent = RecentSteps()
-        self._lost = self._leaving = False
+        self.stage = Stage.TRAINING
 
     def keep(self, reset: bool = False) -> None:
         """Copy the node to host memory after a step.
@@ -106,12 +118,11 @@ class Survival:
 
     def step(self, work: Callable[[], None]) -> None:
         """Call ``work()``, or handle a failure that was noticed in it or before."""
-        if not self._lost:
+        if self.stage is not Stage.FAILED:
             with self.catch_failure():
                 work()
-        while self._lost:
+        while self.stage is Stage.FAILED:
             self._outlive()
-            self._lost = False
             with self.catch_failure():
                 self._on_change(self._world)
 
@@ -127,7 +138,7 @@ class Survival:
             # before the first step, there is no state to continue from
             if not self._world.is_rank_failure(error) or not self._recent.states:
                 raise
-            self._lost = True
+            self.stage = Stage.FAILED
 
     def leave(self) -> None:
         """End the run, and wait until all nodes have left their loops.
@@ -136,26 +147,26 @@ class Survival:
         nodes that are still in their loops finish them alone, and then call this method, too. A
         loop that is left by `exit()` ends at the same step on all nodes.
         """
+        run = self._run
+        # A node that is alone does not wait: the others wait for it in `finish`, or have ended.
         waits = self._node.world is self._world
-        for name in () if waits else COLLECTIVE:
-            vars(self._world).pop(name, None)
         while True:
-            lost = False
+            self._world.isolated = False
+            self.stage = Stage.TRAINING if run is not None and run.stopped else Stage.LEAVING
             try:
-                if self._run is not None:
-                    self._leaving = not self._run.stopped
-                    self._run.finish()
-                self._leaving = True
+                if run is not None:
+                    run.finish()
+                self.stage = Stage.LEAVING
                 if waits:
                     everyone = self._world.start_agree(0)
                     Deadline(float("inf")).wait(everyone.ready, lambda: "")
             except Exception as error:
                 if not self._world.is_rank_failure(error):
                     raise
-                lost = True
-            if lost:
-                self._outlive()
-            if not lost or self._run is None or self._run.closed:
+            else:
+                return
+            self._outlive()
+            if run is None or not run.is_open:
                 return
             waits = False
 
@@ -182,10 +193,11 @@ class Survival:
         if run is not None:
             self._lock_again(run)
         keep_alive.append(node.mixer)
-        parted = bool(world.agree(self._leaving))
+        leaves = self.stage is Stage.LEAVING
+        parted = bool(world.agree(leaves))
         gone = [index for index, name in enumerate(self._names) if name not in world.original_ranks]
         lost = [f"rank {self._names[index]} on {self._hosts[index]}" for index in gone]
-        if self._leaving:
+        if leaves:
             lost = [f"{rank} failed after step {node.engine.index}" for rank in lost]
             if run is not None and world.rank == 0:
                 text = f"{'; '.join(lost)}; {pluralize(world.size, 'node')} end the run"
@@ -196,9 +208,10 @@ class Survival:
         self._hosts = world.hosts
         if run is not None:
             run.rejoin(lost, parted)
-        # Collective calls of this node's loop must not wait for nodes that have left theirs.
-        if parted and not self._leaving:
-            vars(world).update({name: getattr(node.world, name) for name in COLLECTIVE})
+        if not leaves:
+            self.stage = Stage.ALONE if parted else Stage.TRAINING
+            # Collective calls of this node's loop must not wait for nodes that have left theirs.
+            world.isolated = parted
 
     def _lock_again(self, run: Run) -> None:
         """Lock the run directory on rank 0 if the rank that held the lock has failed."""

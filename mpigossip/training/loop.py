@@ -20,8 +20,10 @@ from mpigossip.training.replicas import Replicas
 class Trainer:
     """Trainer of the local nodes: it computes their gradients, and its engine updates the models.
 
-    ``index - shift`` is the step from which batches and learning rate follow. ``shift`` is 0 unless
-    the number of steps per epoch has changed at a resume.
+    Batches and random seeds follow from the data step, the learning rate from the rate step. Both
+    are the engine's step, unless :meth:`step` is given others, as by a member that trains a chunk.
+    ``shift`` is subtracted from both, except for the seeds. It is 0 unless the number of steps per
+    epoch has changed at a resume.
     """
 
     def __init__(
@@ -55,24 +57,30 @@ class Trainer:
     def mixer(self) -> Mixer:
         return self.engine.mixer
 
-    def step(self) -> Record:
-        """Compute a gradient per node, update the models, and do the exchange of the cadence."""
+    def step(self, data_step: int | None = None, rate_step: int | None = None) -> Record:
+        """Compute a gradient per node, update the models, and do the exchange of the cadence.
+
+        :param data_step: step whose batches and random seeds are used; None: the engine's step
+        :param rate_step: step whose learning rate is used; None: ``data_step``
+        """
         engine = self.engine
         replicas = self.replicas
+        data_step = engine.index if data_step is None else data_step
+        rate_step = data_step if rate_step is None else rate_step
         engine.ahead()
         # Nodes are idle in some steps if the cadence gives them fewer local steps than others.
         idle_rows = engine.cadence.idle_nodes(
             engine.index - engine.state_start, self.mixer.local_nodes
         )
         figures = replicas.gradients(
-            self.batches(engine.index - self.shift),
+            self.batches(data_step - self.shift),
             self.section.accumulate,
             self.precision,
-            self._seeds(),
+            self._seeds(data_step),
             idle_rows,
         )
-        self._check(figures, idle_rows)
-        lr = self.rate(engine.index - self.shift)
+        self._check(figures, idle_rows, data_step)
+        lr = self.rate(rate_step - self.shift)
         engine.clock.lap("compute_s")
         if idle_rows:
             figures[list(idle_rows)] = float("nan")
@@ -96,7 +104,7 @@ class Trainer:
         self.replicas.gather()
         self.engine.average(self.rate(self.engine.index - self.shift))
 
-    def _check(self, figures: torch.Tensor, idle_rows: tuple[int, ...]) -> None:
+    def _check(self, figures: torch.Tensor, idle_rows: tuple[int, ...], data_step: int) -> None:
         """Check that the loss of each node that is not idle is finite.
 
         :raises NonFiniteError: if it is NaN or infinite
@@ -105,17 +113,17 @@ class Trainer:
             if row not in idle_rows and not abs(loss) < float("inf"):
                 raise NonFiniteError(
                     f"the loss of node {self.mixer.local_nodes[row]} is {loss} at step "
-                    f"{self.engine.index}: the last checkpoint is kept; a smaller schedule.lr or "
+                    f"{data_step}: the last checkpoint is kept; a smaller schedule.lr or "
                     "algorithm.clip_norm = 1.0 often helps"
                 )
 
-    def _seeds(self) -> list[int]:
-        """Return one random seed per replica, which depends on step, node and slot only.
+    def _seeds(self, data_step: int) -> list[int]:
+        """Return one random seed per replica, which depends on data step, node and slot only.
 
         The seeds are therefore the same after a resume and for any distribution over ranks.
         """
         replicas = product(self.mixer.local_nodes, self.engine.group.local_slots)
-        return [mixed(self.seed, self.engine.index, node, slot) for node, slot in replicas]
+        return [mixed(self.seed, data_step, node, slot) for node, slot in replicas]
 
     def _clip_and_decay(self) -> torch.Tensor | None:
         """Clip by the norm of the node's whole gradient, then add weight decay.

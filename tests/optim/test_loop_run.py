@@ -17,6 +17,7 @@ import mpigossip
 from mpigossip.cli import main
 from mpigossip.cluster.ranks import SingleProcess, World
 from mpigossip.config import JobError
+from mpigossip.runs.run import State
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from tests import launch
@@ -316,7 +317,7 @@ def uneven(world, folder, options):
     with pytest.raises(JobError) as found:
         train(model, gossip, draw, schedule, range(2 + world.rank))
         gossip.save()
-    gossip._run.closed = True
+    gossip._run.state = State.ENDED
     return str(found.value)
 
 

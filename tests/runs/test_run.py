@@ -5,6 +5,7 @@ import io
 import re
 import shutil
 import subprocess
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from mpigossip.mixing.base import ExchangeKind
 from mpigossip.runs import launch, run
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.job import JobNode, train
+from mpigossip.runs.run import Run, State
 from mpigossip.runs.summary import describe
 from mpigossip.store import checkpoint
 from mpigossip.store import manifest as manifests
@@ -596,3 +598,27 @@ def test_memory_grows_by_the_stated_amount(ranks, same_host, graph):
     for grown, allowed, count in ranks(n)(memory_growth, same_host, graph, timeout=120):
         assert count > 20_000_000
         assert grown <= 1.15 * allowed, f"{grown / allowed:.3f} of what is stated"
+
+
+def test_the_states_of_a_run(tmp_path):
+    settings = ["model.name=mlp", "data.batch=8", "run.steps=2", "run.evaluate_every=0"]
+    made = assemble.load({}, [*settings, f"run.output={tmp_path}"])
+    with SingleProcess() as world, ExitStack() as resources:
+        run = Run(world, made, None, resources)
+        run.finish()  # nothing has begun, so nothing is written
+        run.abandon()
+        assert run.state is State.READY and not run.begun and not list(tmp_path.iterdir())
+        run.node = JobNode(assemble.assemble(made, world, 1), world)
+        run.begin()
+        assert run.state is State.RUNNING and run.is_open
+        record = run.node.trainer.step()
+        run.record_step(record, 8)
+        run.rejoin(["rank 1 on a failed"], parted=True)
+        assert run.state is State.PARTLY_ENDED and run.is_open
+        run.save()  # left to the end
+        assert run.saved_at is None
+        run.finish()
+        assert run.state is State.ENDED and run.begun and run.saved_at == 1
+        assert run.summary["lost"] == "rank 1 on a failed"
+        run.rejoin(["rank 2 on b failed"], parted=False)  # all have ended: it stays as it is
+        assert run.state is State.ENDED

@@ -14,6 +14,7 @@ import pytest
 from mpigossip.cluster import ranks as world_ranks
 from mpigossip.cluster.deadline import WaitTimeoutError
 from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.config import JobError
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.runs import recorder, survive
 from mpigossip.runs.progress import Progress
@@ -116,6 +117,133 @@ def test_checkpoints_of_round_steps_are_kept_for_good(tmp_path):
     every = ["checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.keep_every=4"]
     training.train(assemble.load({}, [*settings, *every]), SingleProcess(), 1)
     assert checkpoint.steps(tmp_path) == [4, 8, 11, 12]
+
+
+@with_world
+def calls_of_an_isolated_rank(world):
+    """Return the results of calls of rank 0 alone, then of calls of all ranks."""
+    alone = None
+    if world.rank == 0:
+        world.isolated = True
+        world.barrier()
+        alone = [world.gather(5), world.broadcast(6), world.agree(7), world.start_agree(8).read()]
+        try:
+            with world.raise_together(JobError):
+                raise JobError("alone")
+        except JobError as error:
+            alone.append(type(error).__name__)
+        world.isolated = False
+    world.barrier()
+    return alone, world.gather(world.rank), world.agree(world.rank)
+
+
+def test_an_isolated_rank_calls_alone(ranks):
+    first, second = ranks(2)(calls_of_an_isolated_rank)
+    assert first == ([[5], 6, 7, 8, "JobError"], [0, 1], 1) and second == (None, None, 1)
+
+
+class Lost(Exception):
+    pass
+
+
+class Shrinking(SingleProcess):
+    """World of a rank whose neighbours fail on request, and may be leaving their loops."""
+
+    survives = True
+    others_leave = False
+
+    def is_rank_failure(self, error):
+        return isinstance(error, Lost)
+
+    def shrink(self):
+        self.isolated = False
+
+    def agree(self, flag):
+        return max(int(flag), int(self.others_leave))
+
+
+def survival_of(world, monkeypatch, run=None):
+    """Return a `Survival` whose node only keeps the world that it was rebuilt in."""
+    node = SimpleNamespace(world=world, mixer=None, engine=SimpleNamespace(index=3))
+    survival = survive.Survival(node, run, lambda world: None)
+    survival._recent.states.append((None, None))
+
+    def rebuild(world, parted, lost):
+        node.world = world
+        return lost
+
+    monkeypatch.setattr(survival, "_continue_with", rebuild)
+    return survival
+
+
+def fails():
+    raise Lost
+
+
+def test_a_failure_outside_a_step_is_handled_by_the_next_one(monkeypatch):
+    world = Shrinking()
+    survival = survival_of(world, monkeypatch)
+    with survival.catch_failure():
+        fails()
+    assert survival.stage is survive.Stage.FAILED
+    survival.step(lambda: pytest.fail("the step is not made"))
+    assert survival.stage is survive.Stage.TRAINING and not world.isolated
+    survival.step(fails)
+    assert survival.stage is survive.Stage.TRAINING
+
+
+def test_a_node_ends_its_loop_alone_if_others_have_left_theirs(monkeypatch):
+    world = Shrinking()
+    survival = survival_of(world, monkeypatch)
+    world.others_leave = True
+    survival.step(fails)
+    assert survival.stage is survive.Stage.ALONE and world.isolated
+    assert survival._node.world is not world
+    survival.step(fails)  # another failure: the survivors meet once more
+    assert survival.stage is survive.Stage.ALONE and world.isolated
+    survival.leave()
+    assert survival.stage is survive.Stage.LEAVING and not world.isolated
+
+
+def test_a_node_that_leaves_outlives_failures_with_its_own_model(monkeypatch, capfd):
+    class Ending:
+        folder = None
+        stopped = False
+        is_open = True
+        stages = []
+        rejoined = []
+
+        def finish(self):
+            self.stages.append(survival.stage)
+            if len(self.stages) == 1:
+                raise Lost
+            self.is_open = False
+
+        def rejoin(self, lost, parted):
+            self.rejoined.append(parted)
+
+    world = Shrinking()
+    run = Ending()
+    survival = survival_of(world, monkeypatch, run)
+    survival.leave()
+    assert run.stages == [survive.Stage.LEAVING] * 2 and run.rejoined == [True]
+    assert survival._node.world is world and "end the run" in capfd.readouterr().err
+
+
+def test_nodes_that_exit_together_continue_together_after_a_failure(monkeypatch):
+    seen = []
+
+    def finish():
+        seen.append(survival.stage)
+        if len(seen) == 1:
+            raise Lost
+
+    rejoin = lambda lost, parted: seen.append(parted)  # noqa: E731
+    run = SimpleNamespace(stopped=True, is_open=True, finish=finish, rejoin=rejoin)
+    survival = survival_of(Shrinking(), monkeypatch, run)
+    survival.leave()
+    assert seen == [survive.Stage.TRAINING, False, survive.Stage.TRAINING]
+    assert survival.stage is survive.Stage.LEAVING
 
 
 def stub(n):

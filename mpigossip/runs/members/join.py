@@ -199,7 +199,7 @@ class _Watched:
         within = self.member.done % steps
         # A member does not know its distance from the average. The engine has computed 0, the
         # distance of the only model from itself.
-        record = replace(record, index=self.member.done - 1, consensus_distance=float("nan"))
+        record = replace(record, consensus_distance=float("nan"))
         record.metrics |= {
             "chunk": chunk,
             "round": place.round,

@@ -40,7 +40,6 @@ class FolderMixer(Simulated):
 
     def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
         """Publish the model if this is a GOSSIP step; it is written in the background."""
-        super().start(ExchangeKind.LOCAL, t, exchange)
         self._open = kind, t
         if kind is ExchangeKind.GOSSIP:
             self.bytes_sent[0] += self._member.send(self._out)
@@ -48,7 +47,12 @@ class FolderMixer(Simulated):
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
         """Return the sent and the mixed message; a GOSSIP step reads another member's model."""
         kind, _ = self._open
-        if kind is not ExchangeKind.GOSSIP or not self._member.receive(self._mixed):
+        self._open = None
+        return self.average() if kind is ExchangeKind.GOSSIP else (self._out, self._out)
+
+    def average(self) -> tuple[MessageArrays, MessageArrays]:
+        """Return the outbox, and its average with another member's model if there is one."""
+        if not self._member.receive(self._mixed):
             return self._out, self._out
         for sent, mixed in zip(self._out, self._mixed, strict=True):
             weighted_sum((0.5, 0.5), [sent[0], mixed[0]], mixed[0])
@@ -72,18 +76,20 @@ class Member:
         self.trainer = assembly.trainer
         self.assembly = assembly
         self.engine = engine = assembly.engine
-        rate = self.trainer.rate
-        self.ahead = 0
-        """Number of steps by which the learning rate is ahead of the chunk that is trained."""
-        self.trainer.rate = lambda step: rate(step + self.ahead)
         self.steps = steps_of_round(assembly)
         """Number H of steps in a round."""
-        self.done = 0
-        """Number of steps since the member began."""
         self.exchange: Any = None
         """Source of chunks and of other members' models; None before the first round."""
-        self.seed = self.capture([(x,) for x in engine.vector.x])
-        engine.replace_mixer(FolderMixer(assembly.parts.graph, engine.mixer.layout, self))
+        self.data_step = 0
+        """Step whose batches are trained, counted over the chunks of all members."""
+        self.seed = self.capture([(x,) for x in engine.vector.x], 0)
+        self.mixer = FolderMixer(assembly.parts.graph, engine.mixer.layout, self)
+        engine.replace_mixer(self.mixer)
+
+    @property
+    def done(self) -> int:
+        """Number of steps since the member began."""
+        return self.engine.index
 
     def begin(self, states: Sequence[NodeState]) -> None:
         """Start from the average of models, with the averaged moments of the optimizer.
@@ -91,8 +97,8 @@ class Member:
         :param states: models to average; empty: the model that the seed gives
         """
         states = states or [self.seed]
-        self._load(average(states), AVERAGED)
-        self.engine.counts = [min(int(state.numbers["local_steps"]) for state in states)]
+        local_steps = min(int(state.numbers["local_steps"]) for state in states)
+        self._load(average(states), local_steps, names=AVERAGED)
 
     def resume(self, state: NodeState, rounds: int, exchange: Any) -> None:
         """Continue from a model that was published, and average it with a peer's model.
@@ -102,24 +108,27 @@ class Member:
         :param exchange: exchange that returns the peer's model
         """
         engine = self.engine
-        self._load(state)
-        engine.counts = [int(state.numbers["local_steps"])]
-        self.done = rounds * self.steps
+        self._load(state, int(state.numbers["local_steps"]), rounds)
         self.exchange = exchange
-        for out, x in zip(engine.mixer.outbox(0), engine.vector.x, strict=True):
+        for out, x in zip(self.mixer.outbox(0), engine.vector.x, strict=True):
             out[0].copy_(x)
-        engine.mixer.start(ExchangeKind.GOSSIP, rounds - 1)
-        now = Step(
-            self.done - 1, rounds - 1, ExchangeKind.GOSSIP, None, counts=tuple(engine.counts)
-        )
-        engine.receive(*engine.mixer.finish(), now)
-        engine.round = rounds
+        counts = tuple(engine.counts)
+        last = Step(self.done - 1, rounds - 1, ExchangeKind.GOSSIP, None, counts=counts)
+        engine.receive(*self.mixer.average(), last)
         engine.group.all_gather(engine.vector.x, engine.vector.full)
 
-    def _load(self, state: NodeState, names: Container[str] | None = None) -> None:
+    def _load(
+        self,
+        state: NodeState,
+        local_steps: int,
+        rounds: int = 0,
+        names: Container[str] | None = None,
+    ) -> None:
         """Load a model with its buffers and arrays of the algorithm's state.
 
         :param state: the model
+        :param local_steps: number of local steps that the model has made
+        :param rounds: number of rounds that the member has completed
         :param names: names of the arrays to load; None: all of them
         """
         engine = self.engine
@@ -128,9 +137,10 @@ class Member:
         local = local_shards(engine.group)
         scatter_row(state.parameters, engine.vector.x, 0, flat, local)
         engine.group.all_gather(engine.vector.x, engine.vector.full)
-        self.done = engine.index = engine.round = 0
-        engine.replace_mixer(engine.mixer)
+        engine.replace_mixer(self.mixer)
         engine.restart()
+        counters = {"index": rounds * self.steps, "round": rounds, "born": 0}
+        engine.restore_counters(counters | {"local_steps": local_steps})
         for name, parts in engine.parts().items():
             if names is None or name.split("/")[-1] in names:
                 scatter_row(state.arrays[name], parts, 0, flat, local)
@@ -148,18 +158,17 @@ class Member:
         self.exchange = exchange
         while (chunk_and_progress := exchange.chunk()) is not None:
             chunk, progress = chunk_and_progress
-            engine = self.engine
-            trainer = self.trainer
-            engine.index = chunk * self.steps
-            engine.state_start = engine.index - self.done
-            self.ahead = max(progress - chunk, 0) * self.steps
-            for _ in range(self.steps):
-                record = trainer.step()
-                self.done += 1
-                after(record, chunk)
+            ahead = max(progress - chunk, 0) * self.steps  # the rate decays with the progress
+            for step in range(chunk * self.steps, (chunk + 1) * self.steps):
+                self.data_step = step
+                after(self.trainer.step(step, step + ahead), chunk)
 
-    def capture(self, message: MessageArrays) -> NodeState:
-        """Return the model in a message, with its buffers and the state of the algorithm."""
+    def capture(self, message: MessageArrays, local_steps: int) -> NodeState:
+        """Return the model in a message, with its buffers and the state of the algorithm.
+
+        :param message: the message, which holds the parameters
+        :param local_steps: number of local steps that the model has made
+        """
         engine = self.engine
         flat = self.engine.vector.flat
         arrays = engine.pack_state(0)
@@ -167,16 +176,16 @@ class Member:
             for name, buffer in buffers.items():
                 arrays[f"buffers/{slot}/{name}"] = plain(buffer).copy()
         x = engine.group.to_first([parts[0] for parts in message])
-        # The step that sends the message is counted only after its end.
-        steps = engine.counts[0] + (self.exchange is not None)
         # Checkpoints may not have more local steps than steps. The average of members may have made
         # more local steps than its index says.
-        counts: dict[str, Number] = {"index": max(engine.index, steps), "local_steps": steps}
+        index = max(self.data_step, local_steps)
+        counts: dict[str, Number] = {"index": index, "local_steps": local_steps}
         return NodeState(join_row(x, 0, flat), flat.names, flat.shapes, arrays, counts)
 
     def send(self, message: MessageArrays) -> int:
         """Publish the model in a message, with its state; return its size in bytes."""
-        return self.exchange.send(self.capture(message))
+        # The step that sends the message is counted only after its end.
+        return self.exchange.send(self.capture(message, self.engine.counts[0] + 1))
 
     def receive(self, into: MessageArrays) -> bool:
         """Read another member's model into a message; return whether there was one."""
