@@ -20,8 +20,10 @@ CUT = 1 << 30
 SHARE = 1 << 18
 """Elements that a rank sums at once in an exact average; n times as many are in memory."""
 
-
 Arrays = Sequence[torch.Tensor]
+Chunks = Sequence[Sequence[torch.Tensor]]
+"""For each slot, chunks of a piece by the rank that sums them. A short piece may have fewer than n
+chunks, because ``chunk`` returns no empty ones: the ranks after them sum nothing."""
 ByRank = dict[tuple[int, int], torch.Tensor]
 """Contiguous arrays, with the other rank and the slot as key."""
 Swap = Callable[[ByRank, ByRank], float]
@@ -42,41 +44,63 @@ def average(
     """Compute ``out = (Σ_j own_j) / n`` over n ranks in rank order; return the seconds waited.
 
     ``own`` and ``out`` hold for each slot a contiguous array (p,), all of the same dtype. They are
-    averaged piece by piece, by a reduce-scatter, in which rank r sums chunk r in rank order, and an
+    averaged piece by piece: by a reduce-scatter, in which rank r sums chunk r in rank order, and an
     all-gather. Each rank sends 2(n − 1)/n of the vector, and the result is bitwise identical on all
     ranks. Arrays on GPUs need ``inboxes``, for each slot an array of n · ``share`` elements on its
     device into which other ranks may write, and ``on``, a function that returns the context in
     which a slot's sums are launched.
     """
     waited = 0.0
-    peers = [j for j in range(n) if j != rank]
-    slots = range(len(own))
     count = own[0].numel()
     limit = max(1, min(share, -(-count // n)))
     inboxes = inboxes or [torch.empty(n * limit, dtype=array.dtype) for array in own]
-    scratch = [inbox[: n * limit].view(n, limit) for inbox in inboxes]
+    inboxes = [inbox[: n * limit].view(n, limit) for inbox in inboxes]
     for begin in range(0, count, n * limit):
         piece = slice(begin, begin + n * limit)
-        # chunk() may return fewer than n parts; the ranks after them have nothing to sum
-        own_chunks, out_chunks = (
-            [array[piece].chunk(n) for array in arrays] for arrays in (own, out)
-        )
-        parts = len(own_chunks[0])
-        width = own_chunks[0][rank].numel() if rank < parts else 0
-        from_all = [(j, s) for s in slots for j in peers if width]
-        from_others = [(j, s) for s in slots for j in peers if j < parts]
-        # receive chunk `rank` of all ranks, and send each other chunk to the rank that sums it
-        sent = {(j, s): own_chunks[s][j] for j, s in from_others}
-        waited += swap(sent, {(j, s): scratch[s][j, :width] for j, s in from_all})
-        for s in slots if width else ():
-            terms = [own_chunks[s][rank] if j == rank else scratch[s][j, :width] for j in range(n)]
-            with on(s):
-                rows = [term.unsqueeze(0) for term in terms]
-                weighted_sum([1 / n] * n, rows, out_chunks[s][rank].unsqueeze(0))
-        # send the sum to all ranks, and receive their sums directly into the result
-        sent = {(j, s): out_chunks[s][rank] for j, s in from_all}
-        waited += swap(sent, {(j, s): out_chunks[s][j] for j, s in from_others})
+        own_chunks = [array[piece].chunk(n) for array in own]
+        out_chunks = [array[piece].chunk(n) for array in out]
+        waited += _reduce_scatter(rank, n, own_chunks, out_chunks, inboxes, swap, on)
+        waited += _all_gather(rank, n, out_chunks, swap)
     return waited
+
+
+def _reduce_scatter(
+    rank: int,
+    n: int,
+    own: Chunks,
+    out: Chunks,
+    inboxes: Arrays,
+    swap: Swap,
+    on: Callable[[int], AbstractContextManager],
+) -> float:
+    """Write the average of all ranks' chunks ``rank`` to ``out``; return the seconds waited.
+
+    ``inboxes`` holds for each slot an array (n, elements) for the chunks of the other ranks.
+    """
+    summed = range(len(own[0]))
+    sent = {(j, s): chunks[j] for s, chunks in enumerate(own) for j in summed if j != rank}
+    if rank not in summed:
+        return swap(sent, {})
+    width = own[0][rank].numel()
+    rows = [inbox[:, :width].split(1) for inbox in inboxes]
+    received = {(j, s): rows[s][j][0] for s in range(len(own)) for j in range(n) if j != rank}
+    waited = swap(sent, received)
+    for s, terms in enumerate(rows):
+        own_row = own[s][rank].unsqueeze(0)
+        in_order = [*terms[:rank], own_row, *terms[rank + 1 :]]
+        with on(s):
+            weighted_sum([1 / n] * n, in_order, out[s][rank].unsqueeze(0))
+    return waited
+
+
+def _all_gather(rank: int, n: int, out: Chunks, swap: Swap) -> float:
+    """Send chunk ``rank`` to all ranks and receive theirs in place; return the seconds waited."""
+    summed = range(len(out[0]))
+    slots = range(len(out))
+    sent = {}
+    if rank in summed:
+        sent = {(j, s): out[s][rank] for s in slots for j in range(n) if j != rank}
+    return swap(sent, {(j, s): out[s][j] for s in slots for j in summed if j != rank})
 
 
 def average_message(

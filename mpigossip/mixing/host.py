@@ -179,8 +179,9 @@ def share_memory(comm: MPI.Intracomm, nbytes: int, timeout_s: float) -> SharedOu
 class HostBuffers:
     """Messages of a rank in host memory.
 
-    Neighbours on the same host read the outbox in place; other ranks receive it, or its encoded
-    message.
+    The outbox ``own`` holds the values that this rank sums. Other ranks receive ``sent``, which is
+    the outbox itself or, with a lossy wire, the encoded message ``codes``. :func:`host_buffers`
+    chooses the memory.
     """
 
     def __init__(
@@ -188,42 +189,41 @@ class HostBuffers:
         layout: MessageLayout,
         rank: int,
         n: int,
-        shared: SharedOutboxes | None,
-        transport: Transport | None,
+        own: torch.Tensor,
+        *,
+        encoded: torch.Tensor | None = None,
+        shared_result: torch.Tensor | None = None,
     ):
+        """Use the given memory, uint8.
+
+        :param own: outbox, ``layout.nbytes`` bytes
+        :param encoded: memory of the encoded message, ``layout.sent_bytes`` bytes; None: the outbox
+            is sent
+        :param shared_result: memory of sums, if neighbours on this host read the outbox in place
+        """
         self._layout = layout
         self._rank = rank
         self._n = n
-        self._shared = shared
+        self._is_shared = shared_result is not None
+        self._shared_result = shared_result
+        # if messages are not encoded and only the transport is used, sum in the first inbox buffer
+        self._in_inbox = not self._is_shared and layout.wire.exact
         # views are cached, because making them takes longer than sending a small message
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._segments: dict[int, MessageArrays] = {}
-        lossy = not layout.wire.exact
-        own = shared.own if shared else None
-        preferred = transport.outbox if transport else None
-        self.codes: list[torch.Tensor] | None = None
-        if lossy and transport:
-            if preferred is None:
-                preferred = torch.empty(layout.sent_bytes, dtype=torch.uint8)
-            self.codes = list(preferred.zero_().split(layout.slot_sent_bytes))
-        elif own is None:
-            own = preferred
-        if own is None:
-            own = torch.empty(layout.nbytes, dtype=torch.uint8)
         self.own = own
         self._by_slot = own.split(layout.slot_bytes)
+        self.codes = None if encoded is None else list(encoded.split(layout.slot_sent_bytes))
         self.sent = self.codes or list(self._by_slot)
         self.out: MessageArrays = self.segments(own)
-        # if messages are not encoded and only the transport is used, sum in the first inbox buffer
-        self._in_inbox = not shared and not lossy
         self.result: MessageArrays = self.out
 
     @cached_property
     def memory(self) -> torch.Tensor:
         """Memory of a sum that isn't formed in the inbox: one message, uint8."""
-        if self._shared:
-            return self._shared.result
-        return torch.empty(self._layout.nbytes, dtype=torch.uint8)
+        if self._shared_result is not None:
+            return self._shared_result
+        return _empty(self._layout.nbytes)
 
     def segments(self, memory: torch.Tensor) -> MessageArrays:
         """Return the views of a node's message in memory that is not freed before :meth:`close`."""
@@ -242,11 +242,11 @@ class HostBuffers:
 
     def begin(self, number: int, average: bool = False) -> None:
         """Encode the outbox if neighbours read it in place or all of it is averaged."""
-        if (self._shared or average) and not self._layout.wire.exact:
+        if (self._is_shared or average) and not self._layout.wire.exact:
             encode(self._layout, self.out, [self._rank], number, self.codes)
 
     def prepare(self, number: int, chunk: MessageChunk) -> list[torch.Tensor]:
-        if self.codes and not self._shared:
+        if self.codes and not self._is_shared:
             encode(self._layout, self.out, [self._rank], number, self.codes, chunk.fields)
         return self.sent
 
@@ -299,6 +299,75 @@ class HostBuffers:
         self.out = []
         self.result = []
         self.sent = []
-        self.codes = self._shared = None
+        self.codes = self._shared_result = None
         del self.own, self._by_slot
         self.__dict__.pop("memory", None)
+
+
+def host_buffers(
+    layout: MessageLayout,
+    rank: int,
+    n: int,
+    shared: SharedOutboxes | None,
+    transport: Transport | None,
+) -> HostBuffers:
+    """Return the buffers of a rank, in memory that depends on the case.
+
+    ============= ================ ================ =============== ======================
+    case          ``own``          ``codes``        ``sent``        sum of a GOSSIP round
+    ============= ================ ================ =============== ======================
+    shared exact  shared outbox    none             own             shared result
+    shared lossy  shared outbox    transport or new codes           shared result
+    private exact transport or new none             own             first inbox, if any
+    private lossy new              transport or new codes           new
+    ============= ================ ================ =============== ======================
+
+    "transport" is ``transport.outbox``, from which it sends fastest; if it is None, the memory is
+    new. If all ranks share memory, there is no transport, and no ``codes`` either.
+    """
+    lossy = not layout.wire.exact
+    if shared and lossy:
+        return _shared_lossy(layout, rank, n, shared, transport)
+    if shared:
+        return _shared_exact(layout, rank, n, shared)
+    if lossy:
+        return _private_lossy(layout, rank, n, transport)
+    return _private_exact(layout, rank, n, transport)
+
+
+def _shared_exact(layout: MessageLayout, rank: int, n: int, shared: SharedOutboxes) -> HostBuffers:
+    """Return buffers whose outbox is read on this host and sent to other hosts."""
+    return HostBuffers(layout, rank, n, shared.own, shared_result=shared.result)
+
+
+def _shared_lossy(
+    layout: MessageLayout, rank: int, n: int, shared: SharedOutboxes, transport: Transport | None
+) -> HostBuffers:
+    """Return buffers whose decoded values are read on this host; other hosts get ``codes``."""
+    encoded = _memory_to_send(transport, layout.sent_bytes).zero_() if transport else None
+    return HostBuffers(layout, rank, n, shared.own, encoded=encoded, shared_result=shared.result)
+
+
+def _private_exact(
+    layout: MessageLayout, rank: int, n: int, transport: Transport | None
+) -> HostBuffers:
+    """Return buffers whose outbox is sent; the sum overwrites the first message received."""
+    return HostBuffers(layout, rank, n, _memory_to_send(transport, layout.nbytes))
+
+
+def _private_lossy(
+    layout: MessageLayout, rank: int, n: int, transport: Transport | None
+) -> HostBuffers:
+    """Return buffers whose encoded message is sent; the own values have memory of their own."""
+    encoded = _memory_to_send(transport, layout.sent_bytes).zero_()
+    return HostBuffers(layout, rank, n, _empty(layout.nbytes), encoded=encoded)
+
+
+def _memory_to_send(transport: Transport | None, nbytes: int) -> torch.Tensor:
+    if transport is None or transport.outbox is None:
+        return _empty(nbytes)
+    return transport.outbox
+
+
+def _empty(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)

@@ -14,7 +14,7 @@ from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import RankMixer
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout
-from mpigossip.mixing.host import HostBuffers, SharedOutboxes, share_memory
+from mpigossip.mixing.host import HostBuffers, SharedOutboxes, host_buffers, share_memory
 from mpigossip.mixing.notifications import wait_all
 from mpigossip.mixing.pipeline import Pipeline
 from mpigossip.mixing.plan import (
@@ -103,7 +103,7 @@ class Synchronous(RankMixer):
         else:
             if len(local_ranks) < self.n:
                 self._transport = self._open_on_host(buffers, world)
-            self._buffers = HostBuffers(layout, self.rank, self.n, self._shared, self._transport)
+            self._buffers = host_buffers(layout, self.rank, self.n, self._shared, self._transport)
         self._full_message = chunks(layout, float("inf"))[0]
         self._open_thread(world)
         # the first GOSSIP round of this mixer, as the graph counts rounds

@@ -20,7 +20,7 @@ from mpigossip.mixing.device.memory import (
     pin,
 )
 from mpigossip.mixing.device.streams import Streams
-from mpigossip.mixing.host import HostBuffers
+from mpigossip.mixing.host import HostBuffers, host_buffers
 from mpigossip.mixing.plan import MessageChunk
 from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.wire import encode_slot
@@ -69,7 +69,7 @@ class DeviceBuffers:
         self._average_inboxes: list[torch.Tensor] = []
         self._unpin: Callable[[], None] = lambda: None
         if n > 1 and not transport.on_device:
-            self.host = HostBuffers(layout, rank, n, None, transport)
+            self.host = host_buffers(layout, rank, n, None, transport)
             self._inbox = [
                 [torch.empty(size, dtype=torch.uint8, device=device) for device in devices]
                 for _ in range(transport.buffers)
