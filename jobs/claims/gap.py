@@ -24,7 +24,7 @@ from designs import (
     searched_rates,
     tried,
 )
-from judging import LEVEL, Verdict, format_interval, holm, judged, of_values
+from judging import LEVEL, Verdict, format_interval, holm, judge, of_values
 from stored import Line, finals
 
 SMALL = 0.3
@@ -95,7 +95,7 @@ def equals(runs: Sequence[Line]) -> list[Gap]:
 
 def verdicts(found_gaps: Sequence[Gap]) -> list[Verdict]:
     """Judge in each row whether the one-peer graph is within a point of parallel."""
-    return holm([judged(gap.title, [of_values(gap.values)], alike=1.0) for gap in found_gaps])
+    return holm([judge(gap.title, [of_values(gap.values)], alike=1.0) for gap in found_gaps])
 
 
 class Slope(NamedTuple):
@@ -252,7 +252,7 @@ def _less(a: Iterable[float], b: Iterable[float]) -> list[float]:
 def remedy_verdicts(found: Sequence[Remedy]) -> list[Verdict]:
     """Judge whether each remedy is better than its base; "no exchange" must not be."""
     return holm(
-        [judged(f"{x.method}, {x.where}: ahead of {x.base}", [of_values(x.ahead)]) for x in found]
+        [judge(f"{x.method}, {x.where}: ahead of {x.base}", [of_values(x.ahead)]) for x in found]
     )
 
 

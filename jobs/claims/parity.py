@@ -22,7 +22,7 @@ from designs import (
     chosen,
     vectors,
 )
-from judging import Verdict, format_interval, holm, judged, of_values
+from judging import Verdict, format_interval, holm, judge, of_values
 from stored import Line, finals
 
 FIRST = "searched, laplacian"
@@ -60,7 +60,7 @@ def searched_verdicts(runs: Sequence[Line]) -> list[Verdict]:
     """Judge whether the graph FIRST is better than each other graph of degree 4."""
     return holm(
         [
-            judged(f"{cell.labels['model']}: {FIRST} ahead of {other}", [of_values(values)])
+            judge(f"{cell.labels['model']}: {FIRST} ahead of {other}", [of_values(values)])
             for cell in STUDIES["searched"]()
             for other, values in ahead(accuracies(runs, cell)).items()
         ]
@@ -158,7 +158,7 @@ def diloco_verdicts(runs: Sequence[Line]) -> list[Verdict]:
     """Judge whether the loss is within 1 % of parallel's; for controls it must not be."""
     return holm(
         [
-            judged(
+            judge(
                 f"{model}, {one.method}: within {WITHIN:g} % of parallel",
                 [of_values([WITHIN - v for v in one.above])],
             )

@@ -11,7 +11,6 @@ repeats the given number of runs, drawn at random, and compares their digests wi
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import multiprocessing
 import os
@@ -19,7 +18,6 @@ import random
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -38,21 +36,18 @@ from designs import (  # noqa: E402
     SEARCH,
     SEEDS,
     STUDIES,
-    TEXT_IS,
-    TEXT_SHA256,
     Cell,
     best_rate,
     searched_rates,
     tried,
 )
+from inputs import packed_text, searched_graph  # noqa: E402
 
 from mpigossip.cluster.process import end_with  # noqa: E402
 from mpigossip.cluster.ranks import SingleProcess  # noqa: E402
 from mpigossip.config.errors import NonFiniteError  # noqa: E402
-from mpigossip.graphs.search import save, search  # noqa: E402
 from mpigossip.runs import launch  # noqa: E402
 from mpigossip.store.log import read  # noqa: E402
-from mpigossip.store.packing import pack  # noqa: E402
 from mpigossip.studies.running import RunResult  # noqa: E402
 from mpigossip.training import assemble  # noqa: E402
 
@@ -109,14 +104,15 @@ def train(line: Line, options: argparse.Namespace) -> Line:
     """Train in this process; return the line with metrics and digest."""
     folder = options.scratch / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    places = {
-        "{data}": str(options.data),
-        "{searched}": str(_searched(line, options)),
-        "{text}": str(_text(line, options)),
-    }
     filled = " ".join(line["settings"])
-    for place, path in places.items():
-        filled = filled.replace(place, path)
+    files = {
+        "{data}": lambda: options.data,
+        "{searched}": lambda: searched_graph(options.scratch, line["nodes"]),
+        "{text}": lambda: packed_text(options.scratch),
+    }
+    for placeholder, make_file in files.items():
+        if placeholder in filled:
+            filled = filled.replace(placeholder, str(make_file()))
     job = assemble.load(Path(JOB), [*filled.split(), f"run.output={folder}"])
     began = time.process_time()
     try:
@@ -162,31 +158,6 @@ def _send(pipe: Any, line: Line, options: argparse.Namespace) -> None:
     """Train and send the line, in a child process that ends together with its parent."""
     end_with(os.getppid())
     pipe.send(train(line, options))
-
-
-def _searched(line: Line, options: argparse.Namespace) -> Path:
-    """Return the file of a searched graph of degree 4, which is made if the run requires it."""
-    file = options.scratch / f"searched-{line['nodes']}.json"
-    if "{searched}" in str(line["settings"]) and not file.exists():
-        save(search(line["nodes"], degree=4, evaluations=20_000, seed=0), file)
-    return file
-
-
-def _text(line: Line, options: argparse.Namespace) -> Path:
-    """Return the packed modules of Python's standard library, made if the run requires them."""
-    file = options.scratch / "text.h5"
-    if "{text}" in str(line["settings"]) and not file.exists():
-        folder = options.scratch / "text"
-        mark = hashlib.sha256()
-        folder.mkdir(exist_ok=True)
-        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-            if path.stem in sys.stdlib_module_names:
-                mark.update(path.read_bytes())
-                shutil.copyfile(path, folder / path.name)
-        if mark.hexdigest() != TEXT_SHA256:
-            sys.exit(f"{sysconfig.get_path('stdlib')} differs from the text of the runs: {TEXT_IS}")
-        pack(folder, file, text=True)
-    return file
 
 
 def origin() -> dict[str, str]:

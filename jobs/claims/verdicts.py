@@ -26,7 +26,7 @@ import optimal  # noqa: E402
 import parity  # noqa: E402
 import seconds  # noqa: E402
 from designs import SEEDS  # noqa: E402
-from judging import LEVEL, Verdict, format_interval, holm, judged, of_interval, of_values  # noqa: E402
+from judging import LEVEL, Verdict, format_interval, holm, judge, of_interval, of_values  # noqa: E402
 from stored import Line, faults, read  # noqa: E402
 
 PAGE = HERE / "RESULTS.md"
@@ -50,9 +50,7 @@ def published(table: str, lines: Iterable[Line]) -> list[Verdict]:
             claims.setdefault(line["claim"], []).append(line)
     return holm(
         [
-            judged(
-                claim, list(map(of_interval, rows)), rows[0].get("by", 0.0), rows[0].get("alike")
-            )
+            judge(claim, list(map(of_interval, rows)), rows[0].get("by", 0.0), rows[0].get("alike"))
             for claim, rows in claims.items()
         ]
     )
@@ -65,7 +63,7 @@ def slope_verdicts(found: Sequence[optimal.Slope]) -> list[Verdict]:
     """Judge whether a method's iterations grow as its power of 1/(1 − λ)."""
     return holm(
         [
-            judged(
+            judge(
                 f"{one.method}, ζ = {one.zeta}: {one.against}",
                 [of_values([v - 1 for v in one.values])],
                 alike=optimal.BAR,
@@ -95,7 +93,7 @@ def gain_verdicts(found: Sequence[Line]) -> list[Verdict]:
     """Judge whether a method is faster than parallel, by logarithms of ratios of seconds."""
     return holm(
         [
-            judged(
+            judge(
                 f"{x['gbit']} Gbit/s, {1e3 * x['latency']:g} ms: {x['method']} before parallel",
                 [of_values(np.log(x["gains"]))],
             )
