@@ -65,7 +65,7 @@ def tried(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> dict[float
 
 
 def searched_rates(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> list[float]:
-    """Return the rates to try: those of the cell, then further ones beyond a best end."""
+    """Return the rates to try: first the cell's, then further ones beyond a best end."""
     rates = list(cell.rates)
     results = tried(cell, method, done)
     for _ in range(search.FURTHER):
@@ -358,7 +358,7 @@ def best_of(loss: dict[tuple[str, float], float], *tried: tuple[str, float]) -> 
 
 
 def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, Chosen | None]:
-    """Yield the runs of the search step by step, then those of parallel and the finalist.
+    """Yield the runs of the search step by step, then the final runs of two methods.
 
     The search determines the learning rates, the outer rate, the start and H. The finalist sends
     the fewest bytes of all variants whose loss is within 1 % of parallel's in the search; if there

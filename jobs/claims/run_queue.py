@@ -142,12 +142,12 @@ def train(line: Line, options: argparse.Namespace) -> Line:
 def alone(line: Line, options: argparse.Namespace) -> Line:
     """Run `train` in a forked process, so that memory and signals do not affect other runs."""
     fork = multiprocessing.get_context("fork")
-    here, there = fork.Pipe(duplex=False)
-    child = fork.Process(target=_send, args=(there, line, options))
+    receiving, sending = fork.Pipe(duplex=False)
+    child = fork.Process(target=_send, args=(sending, line, options))
     child.start()
-    there.close()
+    sending.close()
     try:
-        result = here.recv()
+        result = receiving.recv()
     except EOFError:
         sys.exit(f"{identity(line)}: its run failed or was stopped")
     child.join()
@@ -180,12 +180,12 @@ def clock(text: str) -> str:
 def queue(options: argparse.Namespace) -> int:
     """Make the missing runs, cell by cell, until the time is over; return their number."""
     done = lines(options.out)
-    known = {identity(line) for line in done}
+    stored = {identity(line) for line in done}
     count = 0
     of = origin()
     for cell in cells(options):
         while True:
-            missing = [one for one in wanted(cell, done) if identity(one) not in known]
+            missing = [run for run in wanted(cell, done) if identity(run) not in stored]
             if not missing:
                 break
             if options.until and datetime.now().strftime("%H:%M") >= options.until:
@@ -197,35 +197,37 @@ def queue(options: argparse.Namespace) -> int:
                 out.flush()
                 os.fsync(out.fileno())
             done.append(result)
-            known.add(identity(result))
+            stored.add(identity(result))
             count += 1
     return count
 
 
 def again(options: argparse.Namespace) -> int:
     """Repeat some runs; return 1 if a digest differs."""
-    mine = [line for line in lines(options.out) if line.get("digest") and line["study"] in STUDIES]
-    wrong = 0
-    for line in random.Random().sample(mine, min(options.again, len(mine))):
+    candidates = [
+        line for line in lines(options.out) if line.get("digest") and line["study"] in STUDIES
+    ]
+    different = 0
+    for line in random.Random().sample(candidates, min(options.again, len(candidates))):
         result = train(line, options)["digest"]
-        wrong += result != line["digest"]
+        different += result != line["digest"]
         outcome = "equal" if result == line["digest"] else f"another digest, {result}"
         print(f"{identity(line)}: {outcome}", flush=True)
-    return int(wrong > 0)
+    return int(different > 0)
 
 
 def estimate(options: argparse.Namespace) -> None:
     """Print the number of runs of each cell, and the number of stored ones."""
-    known = {identity(line) for line in lines(options.out)}
+    stored = {identity(line) for line in lines(options.out)}
     for cell in cells(options):
-        whole = len(cell.methods) * (len(cell.rates) + len(SEEDS) * len(cell.levels))
+        total = len(cell.methods) * (len(cell.rates) + len(SEEDS) * len(cell.levels))
         if cell.order is not None:  # only the runs that are known by now
-            whole = sum(1 for _ in wanted(cell, lines(options.out)))
-        there = sum(identity(one) in known for one in wanted(cell, lines(options.out)))
-        print(f"{cell.study:10} n = {cell.nodes:3} {cell.labels}: {there} of {whole} runs")
+            total = sum(1 for _ in wanted(cell, lines(options.out)))
+        finished = sum(identity(run) in stored for run in wanted(cell, lines(options.out)))
+        print(f"{cell.study:10} n = {cell.nodes:3} {cell.labels}: {finished} of {total} runs")
 
 
-def main(given: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run, repeat or count."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -238,7 +240,7 @@ def main(given: list[str] | None = None) -> int:
     add("--until", metavar="HH:MM", type=clock, help="start no run after this time of today")
     add("--again", type=int, default=0, metavar="N", help="repeat N runs and compare their digests")
     add("--estimate", action="store_true", help="print the numbers of finished and missing runs")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     options.scratch.mkdir(parents=True, exist_ok=True)
     if options.estimate:
