@@ -2,9 +2,9 @@
 
 Cells that are not run by the end of the available time are cut from the end of this order, which
 was written before any of its runs; a cell counts if all of its seeds were run. The learning rates
-of a cell are searched with the seed `SEARCH`, whose runs are never reported. With `SEEDS`, which
-all methods share, each method runs at its own best rate and at fractions of it. `run_queue.py`
-makes the runs, and `verdicts.py` judges them.
+of a cell are searched by the rules of `mpigossip.study`, with the seed `SEARCH`, whose runs are
+never reported. With `SEEDS`, which all methods share, each method runs at its own best rate and at
+fractions of it. `run_queue.py` makes the runs, and `verdicts.py` judges them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from itertools import product
-from math import inf
+from math import inf, nan
 from typing import Any, NamedTuple
 
-SEARCH = 1000
-"""Seed of the runs that choose learning rates."""
-FURTHER = 3
-"""Largest number of rates that are added beyond an end of a search."""
+from mpigossip.studies import search
+from mpigossip.studies.search import SEED as SEARCH
+from mpigossip.studies.search import Trial, further_rates
+
 SEEDS = (1, 2, 3, 4, 5)
 JOB = "jobs/claims/jobs/lenet.toml"
 CIFAR = ("data.source={data}", "schedule.name=cosine", "log.consensus_every=20")
@@ -50,13 +50,11 @@ class Cell(NamedTuple):
 
 
 def best_rate(tried: Sequence[dict[str, Any]]) -> float:
-    """Return the rate of the highest accuracy, the smaller of equals; diverged runs come last."""
-    order = lambda r: (  # noqa: E731
-        not r.keys() & {"late", "diverged"},
-        r["figures"].get("accuracy", -1.0),
-        -r["lr"],
-    )
-    return max(tried, key=order)["lr"]
+    """Return the rate of the highest accuracy, as `mpigossip.study` chooses it."""
+    trials = [
+        Trial(line["lr"], line["figures"].get("accuracy", nan), "late" in line) for line in tried
+    ]
+    return search.best_rate(trials, larger=True)
 
 
 def tried(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> dict[float, dict[str, Any]]:
@@ -67,16 +65,13 @@ def tried(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> dict[float
 
 
 def searched_rates(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> list[float]:
-    """Return the rates to try: those of the cell, then powers of two beyond a best end."""
+    """Return the rates to try: first the cell's, then further ones beyond a best end."""
     rates = list(cell.rates)
     results = tried(cell, method, done)
-    for _ in range(FURTHER):
+    for _ in range(search.FURTHER):
         if not all(rate in results for rate in rates):
             break
-        best = best_rate([results[rate] for rate in rates])
-        if best not in (min(rates), max(rates)):
-            break
-        rates.append(best / 2 if best == min(rates) else best * 2)
+        rates += further_rates(best_rate([results[rate] for rate in rates]), rates)
     return rates
 
 
@@ -281,10 +276,7 @@ TEXT = (
     "schedule.name=cosine",
     "schedule.final_lr=0.0001",
 )
-"""Settings of a character model; `run_queue.py` makes the file {text}."""
-TEXT_IS = "the 166 modules (*.py) beside each other in CPython 3.11.7's library, 4,661,318 bytes"
-TEXT_SHA256 = "29e6ffb976cc49b03c7b9ba137bb03fdc3df9083a193c303a1069fb4c85dd19b"
-"""SHA-256 of the modules' contents, in the order of their names."""
+"""Settings of a character model; `inputs.py` makes the file {text}."""
 SIZES = {
     "gpt of 0.07 M": (640, ("model.layers=2", "model.width=48")),
     "gpt of 0.36 M": (1920, ("model.layers=3", "model.width=96")),
@@ -366,7 +358,7 @@ def best_of(loss: dict[tuple[str, float], float], *tried: tuple[str, float]) -> 
 
 
 def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, Chosen | None]:
-    """Yield the runs of the search step by step, then those of parallel and the finalist.
+    """Yield the runs of the search step by step, then the final runs of two methods.
 
     The search determines the learning rates, the outer rate, the start and H. The finalist sends
     the fewest bytes of all variants whose loss is within 1 % of parallel's in the search; if there
@@ -375,9 +367,8 @@ def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, 
     loss = losses(model, done)
     base = yield from best_of(loss, *(("parallel", lr) for lr in RATES))
     # Search further, so that parallel is not too weak.
-    if base and base[1] in (RATES[0], RATES[-1]):
-        further = base[1] / 2 if base[1] == RATES[0] else base[1] * 2
-        base = yield from best_of(loss, base, ("parallel", further))
+    if base and (further := further_rates(base[1], RATES)):
+        base = yield from best_of(loss, base, *(("parallel", lr) for lr in further))
     if not base:
         return None
     first = yield from best_of(loss, *((label(32, 20, outer), base[1]) for outer in OUTER))

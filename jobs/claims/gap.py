@@ -24,7 +24,7 @@ from designs import (
     searched_rates,
     tried,
 )
-from judging import LEVEL, Verdict, format_interval, holm, judged, of_values
+from judging import LEVEL, Verdict, format_interval, holm, judge, of_values
 from stored import Line, finals
 
 SMALL = 0.3
@@ -71,7 +71,7 @@ def title(cell: Cell, tail: str) -> str:
 
 def gaps(runs: Sequence[Line]) -> list[Gap]:
     """Return the rows at fractions of each method's best rate."""
-    found = (
+    rows = (
         behind(
             title(cell, f"{level} rate"),
             *(finals(runs, cell, method, level) for method in ("parallel", "one-peer")),
@@ -79,23 +79,23 @@ def gaps(runs: Sequence[Line]) -> list[Gap]:
         for cell in pairs()
         for level in cell.levels
     )
-    return [one for one in found if one]
+    return [row for row in rows if row]
 
 
 def equals(runs: Sequence[Line]) -> list[Gap]:
     """Return the rows at every rate for which both methods have all seeds, in any cell."""
-    found = []
+    rows = []
     for cell in pairs():
         rates = {r["lr"] for r in runs if r["study"] == "gap" and r["level"] != "search"}
         for lr in sorted(rates, reverse=True):
             both = (reported(runs, cell.nodes, cell.labels, m, lr) for m in PAIR)
-            found.append(behind(title(cell, f"rate {lr:g}"), *both))
-    return [one for one in found if one]
+            rows.append(behind(title(cell, f"rate {lr:g}"), *both))
+    return [row for row in rows if row]
 
 
-def verdicts(found_gaps: Sequence[Gap]) -> list[Verdict]:
+def verdicts(rows: Sequence[Gap]) -> list[Verdict]:
     """Judge in each row whether the one-peer graph is within a point of parallel."""
-    return holm([judged(gap.title, [of_values(gap.values)], alike=1.0) for gap in found_gaps])
+    return holm([judge(gap.title, [of_values(gap.values)], alike=1.0) for gap in rows])
 
 
 class Slope(NamedTuple):
@@ -109,18 +109,16 @@ class Slope(NamedTuple):
         return f"{self.mean:.2f} points [{self.low:.2f}, {self.high:.2f}]"
 
 
-def regression(found_gaps: Sequence[Gap], draws: int = 2000) -> Slope | None:
+def regression(rows: Sequence[Gap], draws: int = 2000) -> Slope | None:
     """Fit a line through 0 by least squares, with an interval; None if fewer than six rows.
 
     The interval is found by resampling whole rows.
     """
-    if len(found_gaps) < 6:
+    if len(rows) < 6:
         return None
     a, b = (
         np.array([np.mean(v) for v in side])
-        for side in zip(
-            *((100 * np.array(one.distance), one.values) for one in found_gaps), strict=True
-        )
+        for side in zip(*((100 * np.array(gap.distance), gap.values) for gap in rows), strict=True)
     )
     drawn = np.random.default_rng(0).integers(0, len(a), (draws, len(a)))
     slopes = (a * b)[drawn].sum(1) / (a * a)[drawn].sum(1)
@@ -128,21 +126,21 @@ def regression(found_gaps: Sequence[Gap], draws: int = 2000) -> Slope | None:
     return Slope(float((a * b).sum() / (a * a).sum()), float(low), float(high))
 
 
-def rule(found_gaps: Sequence[Gap]) -> str:
+def rule(rows: Sequence[Gap]) -> str:
     """Return the rule of thumb from rows at equal rates, or the reason why there is none.
 
-    Below c = 0.3 / slope, the gap is less than 0.3 points; the interval of c follows from that of
-    the slope. There is a rule only if the interval of the slope is above 0 and no row below c
+    Below c = 0.3 / slope, the gap is less than 0.3 points; the interval of c follows from the
+    slope's. There is a rule only if the interval of the slope is above 0 and no row below c
     contradicts it.
     """
-    slope = regression(found_gaps)
+    slope = regression(rows)
     if slope is None:
-        return f"{len(found_gaps)} rows at equal rates are too few for a rule of thumb."
-    text = f"At equal rates the gap is {slope} for each 1 % of distance ({len(found_gaps)} rows). "
+        return f"{len(rows)} rows at equal rates are too few for a rule of thumb."
+    text = f"At equal rates the gap is {slope} for each 1 % of distance ({len(rows)} rows). "
     if slope.low <= 0:
         return text + "The interval includes 0 or less: no rule of thumb follows."
     c, low, high = (SMALL / s for s in (slope.mean, slope.high, slope.low))
-    near = [gap for gap in found_gaps if 100 * np.mean(gap.distance) < c]
+    near = [gap for gap in rows if 100 * np.mean(gap.distance) < c]
     against = [gap.title for gap in near if of_values(gap.values).beyond(SMALL) <= LEVEL]
     if against:
         return text + f"No rule of thumb follows; against it: {'; '.join(against)}."
@@ -152,13 +150,13 @@ def rule(found_gaps: Sequence[Gap]) -> str:
     )
 
 
-def _rows(found_gaps: Sequence[Gap], rates: bool) -> list[str]:
+def _rows(rows: Sequence[Gap], rates: bool) -> list[str]:
     lines = [
         f"| cell |{' rates |' * rates} parallel, one-peer | gap, points | distance "
         "| within 1 point |",
         "|---|---|---|---|---|" + "---|" * rates,
     ]
-    for gap, verdict in zip(found_gaps, verdicts(found_gaps), strict=True):
+    for gap, verdict in zip(rows, verdicts(rows), strict=True):
         lr = f" {gap.lr[0]:g}, {gap.lr[1]:g} |" * rates
         lines.append(
             f"| {gap.title} |{lr} {gap.accuracy[0]:.1f}, {gap.accuracy[1]:.1f} % | "
@@ -170,19 +168,19 @@ def _rows(found_gaps: Sequence[Gap], rates: bool) -> list[str]:
 
 def page(runs: Sequence[Line]) -> str:
     """Return the table at each method's own rates."""
-    found = gaps(runs)
-    whole = sum(len(cell.levels) for cell in pairs())
-    mine = sum(run["study"] == "gap" for run in runs)
-    last = f"{len(found)} of {whole} cells are finished, {mine} runs stored."
-    if slope := regression(found):
+    rows = gaps(runs)
+    total = sum(len(cell.levels) for cell in pairs())
+    count = sum(run["study"] == "gap" for run in runs)
+    last = f"{len(rows)} of {total} cells are finished, {count} runs stored."
+    if slope := regression(rows):
         last += f" Over all of them the gap is {slope} for each 1 % of distance."
-    return "\n".join([*_rows(found, True), "", last]) + "\n"
+    return "\n".join([*_rows(rows, True), "", last]) + "\n"
 
 
 def equal_page(runs: Sequence[Line]) -> str:
     """Return the table at equal rates, and the rule of thumb."""
-    found = equals(runs)
-    return "\n".join([*_rows(found, False), "", rule(found)]) + "\n"
+    rows = equals(runs)
+    return "\n".join([*_rows(rows, False), "", rule(rows)]) + "\n"
 
 
 # -- remedies ------------------------------------------------------------------------------------
@@ -212,58 +210,64 @@ def remedies(runs: Sequence[Line]) -> list[Remedy]:
     best = pair_rates(runs, 16, cell.labels)
     if len(best) < len(PAIR):
         return []
-    found = []
+    rows = []
     for where in (REMEDIED, AT_PARALLELS):
         rate = dict.fromkeys(PAIR, best["parallel"]) if where == AT_PARALLELS else best
         both = {m: reported(runs, 16, cell.labels, m, rate[m]) for m in PAIR}
         for method in (*REMEDIES, *CONTROLS):
             lr = best["parallel"]
             if where == REMEDIED:
-                known = tried(cell, method, runs)
-                if not all(rate in known for rate in searched_rates(cell, method, runs)):
+                trials = tried(cell, method, runs)
+                if not all(rate in trials for rate in searched_rates(cell, method, runs)):
                     continue
-                lr = best_rate([*known.values()])
-            own = reported(runs, 16, cell.labels, method, lr)
+                lr = best_rate([*trials.values()])
+            remedied = reported(runs, 16, cell.labels, method, lr)
             base = "parallel" if method.startswith("parallel") else "one-peer"
-            three = [own, both[base], both["parallel"], both["one-peer"]]
-            if not all(s in one and one[s]["figures"] for one in three for s in SEEDS):
+            compared = [remedied, both[base], both["parallel"], both["one-peer"]]
+            if not all(
+                s in by_seed and by_seed[s]["figures"] for by_seed in compared for s in SEEDS
+            ):
                 continue
-            a, b, p = ([100 * one[s]["figures"]["accuracy"] for s in SEEDS] for one in three[:3])
-            sent = own[1]["figures"]["bytes_sent"] / both["one-peer"][1]["figures"]["bytes_sent"]
-            found.append(
+            a, b, p = (
+                [100 * by_seed[s]["figures"]["accuracy"] for s in SEEDS] for by_seed in compared[:3]
+            )
+            sent = (
+                remedied[1]["figures"]["bytes_sent"] / both["one-peer"][1]["figures"]["bytes_sent"]
+            )
+            rows.append(
                 Remedy(
                     method,
                     "own best rate" if where == REMEDIED else "parallel's rate",
-                    own[1]["lr"],
+                    remedied[1]["lr"],
                     float(np.mean(a)),
                     base,
-                    _less(a, b),
-                    _less(p, a),
+                    _subtract(a, b),
+                    _subtract(p, a),
                     sent,
                 )
             )
-    return found
+    return rows
 
 
-def _less(a: Iterable[float], b: Iterable[float]) -> list[float]:
+def _subtract(a: Iterable[float], b: Iterable[float]) -> list[float]:
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
-def remedy_verdicts(found: Sequence[Remedy]) -> list[Verdict]:
+def remedy_verdicts(rows: Sequence[Remedy]) -> list[Verdict]:
     """Judge whether each remedy is better than its base; "no exchange" must not be."""
     return holm(
-        [judged(f"{x.method}, {x.where}: ahead of {x.base}", [of_values(x.ahead)]) for x in found]
+        [judge(f"{x.method}, {x.where}: ahead of {x.base}", [of_values(x.ahead)]) for x in rows]
     )
 
 
 def remedy_page(runs: Sequence[Line]) -> str:
     """Return the table of remedies."""
-    found = remedies(runs)
+    rows = remedies(runs)
     lines = [
         "| remedy, rate | accuracy | ahead of one-peer, points | behind parallel | bytes | ahead |",
         "|---|---|---|---|---|---|",
     ]
-    for x, verdict in zip(found, remedy_verdicts(found), strict=True):
+    for x, verdict in zip(rows, remedy_verdicts(rows), strict=True):
         ahead = format_interval(of_values(x.ahead)) + (
             f" ({x.base})" if x.base != "one-peer" else ""
         )
@@ -271,5 +275,5 @@ def remedy_page(runs: Sequence[Line]) -> str:
             f"| {x.method}, {x.where}, {x.lr:g} | {x.accuracy:.1f} % | {ahead} | "
             f"{format_interval(of_values(x.behind))} | {x.sent:.2f} | {verdict.words} |"
         )
-    whole = 2 * len(REMEDIES | CONTROLS)
-    return "\n".join([*lines, "", f"{len(found)} of {whole} rows are finished."]) + "\n"
+    total = 2 * len(REMEDIES | CONTROLS)
+    return "\n".join([*lines, "", f"{len(rows)} of {total} rows are finished."]) + "\n"

@@ -11,6 +11,11 @@ from scipy import stats
 from stored import Line
 
 LEVEL = 0.05
+"""Largest probability of a wrong verdict."""
+PAIRS = 5
+"""Smallest number of pairs of seeds for a verdict."""
+VERDICTS = {None: "cannot tell", True: "holds", False: "**does not hold**"}
+"""Verdicts in the form of the pages, by whether a claim holds; None: this cannot be decided."""
 
 
 class Difference(NamedTuple):
@@ -51,16 +56,18 @@ class Verdict(NamedTuple):
     @property
     def words(self) -> str:
         """The verdict in the form of the page, after Holm's procedure."""
-        name = {None: "cannot tell", True: "holds", False: "**does not hold**"}[self.alone]
+        name = VERDICTS[self.alone]
         if self.alone is None or self.adjusted <= LEVEL:
             return name
         return f"cannot tell (alone: {name.strip('*')})"
 
 
 def of_values(values: Sequence[float]) -> Difference:
-    """Return the difference from the differences of each seed."""
-    spread = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return Difference(float(np.mean(values)), spread, len(values))
+    """Return the difference from the differences of each seed; NaN if there are too few of them."""
+    if len(values) < 2:
+        return Difference(values[0] if len(values) else math.nan, math.nan, len(values))
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return Difference(float(np.mean(values)), error, len(values))
 
 
 def of_interval(line: Line) -> Difference:
@@ -70,17 +77,22 @@ def of_interval(line: Line) -> Difference:
     return Difference(line["mean"], half / quantile, line["pairs"])
 
 
-def judged(
+def judge(
     claim: str,
     differences: Sequence[Difference],
-    by: float | Sequence[float] = 0.0,
+    by: float = 0.0,
     alike: float | None = None,
 ) -> Verdict:
     """Judge a row: all of its differences have to confirm it, and one is enough to refute it.
 
     The p of a confirmation is the largest p; the p of a refutation is the smallest p times the
-    number of differences.
+    number of differences. A row with fewer than `PAIRS` pairs cannot be decided.
+
+    :param by: smallest difference that confirms the claim
+    :param alike: largest absolute difference that confirms it, instead of ``by``; None: use ``by``
     """
+    if any(difference.pairs < PAIRS for difference in differences):
+        return Verdict(claim, None, 1.0)
     if alike is None:
         shown = [difference.beyond(by) for difference in differences]
         against = [difference.below(by) for difference in differences]
@@ -103,12 +115,13 @@ def holm(rows: Sequence[Verdict]) -> list[Verdict]:
     order = sorted(range(len(rows)), key=lambda k: rows[k].p)
     largest_p = 0.0
     adjusted = list(rows)
-    for place, k in enumerate(order):
-        largest_p = max(largest_p, min(1.0, (len(rows) - place) * rows[k].p))
+    for rank, k in enumerate(order):
+        largest_p = max(largest_p, min(1.0, (len(rows) - rank) * rows[k].p))
         adjusted[k] = rows[k]._replace(adjusted=largest_p)
     return adjusted
 
 
-def format_interval(one: Difference) -> str:
-    """Return the mean and its interval as text."""
-    return f"{one.mean:.2f} [{one.mean - one.half:.2f}, {one.mean + one.half:.2f}]"
+def format_interval(difference: Difference, form: str = ".2f") -> str:
+    """Return the mean and its 95 % interval as text."""
+    mean, half = difference.mean, difference.half
+    return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"

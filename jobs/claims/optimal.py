@@ -1,15 +1,17 @@
 """Iterations until the gradient is small, against the graph's gap: DeTAG, tracking, D-PSGD.
 
-    python jobs/claims/optimal.py            # what runs.jsonl lacks: some minutes
+    python jobs/claims/optimal.py            # adds missing results to runs.jsonl: some minutes
 
-f_i(x) = ½ Σ_k a_k (x_k − b_ik)², the same curvatures 0.1 … 1 on all nodes, so that L = 1 is exact,
-‖x*‖ = 1, x_0 = 0; b_i differ from x* as cos(2π i/n), which a ring averages worst, with
-mean_i ‖∇f_i(x*)‖² = ζ². No noise. Rings with weights 1/3. An iteration is one gradient and one
-exchange. Each method takes the rate, of a geometric grid, and DeTAG also the length of its phase,
-with which the nodes' own models first have (1/n) Σ_i ‖∇f(x_i)‖² ≤ ε² = 10⁻⁶.
+Node i minimizes f_i(x) = ½ Σ_k a_k (x_k − b_ik)² without noise. All nodes have the same curvatures
+0.1 … 1, so that L = 1 is exact; ‖x*‖ = 1 and x_0 = 0. The b_i differ from x* as cos(2π i/n), which
+a ring averages slowest, with mean_i ‖∇f_i(x*)‖² = ζ². The graphs are rings with weights 1/3. An
+iteration is one gradient and one exchange. Each method uses the rate of a geometric grid, and DeTAG
+also the length of its phase, with which the nodes' models first have
+(1/n) Σ_i ‖∇f(x_i)‖² ≤ ε² = 10⁻⁶.
 
-All of it moves in two modes of the ring, x_i = x̄ + c cos(2π i/n), with eigenvalues 1 and λ of W:
-these are iterated (a test compares with the package's methods on n nodes), D-PSGD's by formula.
+All models move in two modes of the ring, x_i = x̄ + c cos(2π i/n), with eigenvalues 1 and λ of W.
+The program iterates these modes, and computes D-PSGD by formula; a test compares the modes with the
+package's methods on n nodes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ SIZES = (8, 16, 32, 64)
 ZETAS = (0.3, 3.0)
 DRAWS = 5
 EPSILON = 1e-3
-MOST = 60_000
+LIMIT = 60_000
 RATES = 2.0 ** np.arange(-14, 1.3, 1 / 4)
 SMALL_RATES = 2.0 ** np.arange(-30, 1.3, 1 / 8)
 """Learning rates of D-PSGD, whose models differ in the limit in proportion to the rate."""
@@ -67,8 +69,8 @@ def squares(x: Array, best: Array) -> Array:
     """Return the mean over nodes of ‖∇f(x_i)‖²."""
     with np.errstate(over="ignore", invalid="ignore"):
         mean = CURVATURE * (x[..., 0, :] - best)
-        apart = CURVATURE * x[..., 1, :]
-        return (mean**2).sum(-1) + (apart**2).sum(-1) / 2
+        amplitude = CURVATURE * x[..., 1, :]
+        return (mean**2).sum(-1) + (amplitude**2).sum(-1) / 2
 
 
 def gossip(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
@@ -81,26 +83,26 @@ def gossip(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
 def dpsgd(b: Array, n: int, epsilon: float = EPSILON) -> tuple[int, float]:
     """Return iterations and rate of :func:`gossip` by formula, as there are too many to compute."""
     lam = rho(n)
-    least = (2**62, 0.0)
+    best = (2**62, 0.0)
     for rate in SMALL_RATES:
         keep = np.maximum(1 - rate * CURVATURE, 0.0)  # clipped, for rates up to 1/L
         limit = lam * rate * CURVATURE * b[1] / (1 - lam * keep)
 
-        def there(t: int, keep=keep, limit=limit) -> bool:
+        def is_small(t: int, keep=keep, limit=limit) -> bool:
             x = np.stack([b[0] * (1 - keep**t), limit * (1 - (lam * keep) ** t)])
             return bool(squares(x, b[0]) <= epsilon**2)
 
         high = 1
-        while not there(high) and high < least[0]:
+        while not is_small(high) and high < best[0]:
             high *= 2
-        if not there(high):
+        if not is_small(high):
             continue
         low = high // 2
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if there(middle) else (middle, high)
-        least = min(least, (high, float(rate)))
-    return least
+            low, high = (low, middle) if is_small(middle) else (middle, high)
+        best = min(best, (high, float(rate)))
+    return best
 
 
 def tracking(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
@@ -137,16 +139,16 @@ def detag(b: Array, rate: Array, x: Array, w: Array, phase: int, eta: float) -> 
         yield x
 
 
-def iterations(models: Iterator[Array], best: Array, most: int) -> tuple[int, int]:
+def iterations(models: Iterator[Array], best: Array, limit: int) -> tuple[int, int]:
     """Return the first iteration at which a rate reaches ε, and that rate's index.
 
-    The result is ``most`` and 0 if no rate reaches it before.
+    The result is ``limit`` and 0 if no rate reaches it before.
     """
-    for t in range(1, most):
-        there = squares(next(models), best) <= EPSILON**2
-        if there.any():
-            return t, int(there.argmax())
-    return most, 0
+    for t in range(1, limit):
+        is_small = squares(next(models), best) <= EPSILON**2
+        if is_small.any():
+            return t, int(is_small.argmax())
+    return limit, 0
 
 
 def measure(n: int, zeta: float, draw: int) -> Iterator[dict[str, Any]]:
@@ -158,17 +160,17 @@ def measure(n: int, zeta: float, draw: int) -> Iterator[dict[str, Any]]:
     x = np.zeros((len(RATES), 2, len(CURVATURE)))
     eta = (1 - math.sqrt(1 - lam**2)) / (1 + math.sqrt(1 - lam**2))
     lengths = sorted({max(1, round(k / math.sqrt(1 - lam))) for k in PHASES})
-    found = {"D-PSGD": (*dpsgd(b, n), 1)}
-    t, place = iterations(tracking(b, rate, x, w), b[0], MOST)
-    found["gradient tracking"] = (t, float(RATES[place]), 1)
+    results = {"D-PSGD": (*dpsgd(b, n), 1)}
+    t, index = iterations(tracking(b, rate, x, w), b[0], LIMIT)
+    results["gradient tracking"] = (t, float(RATES[index]), 1)
     for name, fast in (("DeTAG", eta), ("DeTAG, η = 0", 0.0)):
-        best = (MOST, 0.0, 0)
+        best = (LIMIT, 0.0, 0)
         for length in lengths:
             models = detag(b, rate, x, w, length, fast if length > 1 else 0.0)
-            t, place = iterations(models, b[0], best[0])
-            best = min(best, (t, float(RATES[place]), length))
-        found[name] = best
-    for name, (count, lr, length) in found.items():
+            t, index = iterations(models, b[0], best[0])
+            best = min(best, (t, float(RATES[index]), length))
+        results[name] = best
+    for name, (count, lr, length) in results.items():
         yield {
             "study": "optimal",
             "nodes": n,
@@ -201,28 +203,28 @@ class Slope(NamedTuple):
         return "1/√(1−λ)" if self.power < 1 else "1/(1−λ)"
 
 
-def slopes(lines: Sequence[dict[str, Any]]) -> list[Slope]:
+def slopes_of(lines: Sequence[dict[str, Any]]) -> list[Slope]:
     """Return the slopes of DeTAG against 1/√(1 − λ), and of the others against 1/(1 − λ).
 
     DeTAG without acceleration, the control, is compared with the root, too: it has to miss the
     limit.
     """
-    found = []
+    slopes = []
     for name, zeta in dict.fromkeys((line["method"], line["cell"]["zeta"]) for line in lines):
-        mine = [x for x in lines if (x["method"], x["cell"]["zeta"]) == (name, zeta)]
+        matching = [x for x in lines if (x["method"], x["cell"]["zeta"]) == (name, zeta)]
         power = 0.5 if name.startswith("DeTAG") else 1.0
         values = []
         counts = []
-        for seed in sorted({x["seed"] for x in mine}):
-            own = sorted(
-                (x["nodes"], x["figures"]["iterations"]) for x in mine if x["seed"] == seed
+        for seed in sorted({x["seed"] for x in matching}):
+            results = sorted(
+                (x["nodes"], x["figures"]["iterations"]) for x in matching if x["seed"] == seed
             )
-            gaps = [-power * math.log(1 - rho(n)) for n, _ in own]
-            values.append(float(np.polyfit(gaps, [math.log(t) for _, t in own], 1)[0]))
-            counts.append([t for _, t in own])
+            gaps = [-power * math.log(1 - rho(n)) for n, _ in results]
+            values.append(float(np.polyfit(gaps, [math.log(t) for _, t in results], 1)[0]))
+            counts.append([t for _, t in results])
         middle = np.median(counts, axis=0).astype(int).tolist()
-        found.append(Slope(name, zeta, power, middle, values))
-    return sorted(found, key=lambda one: -one.counts[-1])
+        slopes.append(Slope(name, zeta, power, middle, values))
+    return sorted(slopes, key=lambda slope: -slope.counts[-1])
 
 
 def bound() -> list[float]:
@@ -230,7 +232,7 @@ def bound() -> list[float]:
     return [math.sqrt((1 - rho(SIZES[0])) / (1 - rho(n))) for n in SIZES]
 
 
-def main(given: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Measure what is not stored yet."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -238,7 +240,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=RUNS, help="file of results, one JSON object per line"
     )
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     text = options.out.read_text("utf-8") if options.out.exists() else ""
     lines = [x for x in map(json.loads, text.splitlines()) if x["study"] == "optimal"]
     done = {(x["nodes"], x["cell"]["zeta"]) for x in lines}
@@ -250,8 +252,14 @@ def main(given: list[str] | None = None) -> int:
             out.writelines(json.dumps(x, ensure_ascii=False) + "\n" for x in more)
         lines += more
         print(f"n = {n}, ζ = {zeta:g} done", flush=True)
-    for one in slopes(lines):
-        print(one.method, one.zeta, one.counts, f"slope {np.mean(one.values):.2f}", one.against)
+    for slope in slopes_of(lines):
+        print(
+            slope.method,
+            slope.zeta,
+            slope.counts,
+            f"slope {np.mean(slope.values):.2f}",
+            slope.against,
+        )
     return 0
 
 

@@ -22,7 +22,7 @@ from designs import (
     chosen,
     vectors,
 )
-from judging import Verdict, format_interval, holm, judged, of_values
+from judging import Verdict, format_interval, holm, judge, of_values
 from stored import Line, finals
 
 FIRST = "searched, laplacian"
@@ -35,23 +35,23 @@ Accuracies = dict[str, tuple[float, list[float]]]
 
 def accuracies(runs: Sequence[Line], cell: Cell) -> Accuracies:
     """Return the accuracies of the graphs whose seeds are complete and did not diverge."""
-    found = {}
+    results = {}
     for method in cell.methods:
-        own = finals(runs, cell, method, "best")
-        if all(seed in own and own[seed]["figures"] for seed in SEEDS):
-            values = [100 * own[seed]["figures"]["accuracy"] for seed in SEEDS]
-            found[method] = own[SEEDS[0]]["lr"], values
-    return found
+        by_seed = finals(runs, cell, method, "best")
+        if all(seed in by_seed and by_seed[seed]["figures"] for seed in SEEDS):
+            values = [100 * by_seed[seed]["figures"]["accuracy"] for seed in SEEDS]
+            results[method] = by_seed[SEEDS[0]]["lr"], values
+    return results
 
 
-def ahead(found: Accuracies) -> dict[str, list[float]]:
+def ahead(results: Accuracies) -> dict[str, list[float]]:
     """Return the points by which the graph FIRST is better than each other one, by seed."""
-    if FIRST not in found:
+    if FIRST not in results:
         return {}
-    first = found[FIRST][1]
+    first = results[FIRST][1]
     return {
         other: [a - b for a, b in zip(first, values, strict=True)]
-        for other, (_, values) in found.items()
+        for other, (_, values) in results.items()
         if other != FIRST
     }
 
@@ -60,7 +60,7 @@ def searched_verdicts(runs: Sequence[Line]) -> list[Verdict]:
     """Judge whether the graph FIRST is better than each other graph of degree 4."""
     return holm(
         [
-            judged(f"{cell.labels['model']}: {FIRST} ahead of {other}", [of_values(values)])
+            judge(f"{cell.labels['model']}: {FIRST} ahead of {other}", [of_values(values)])
             for cell in STUDIES["searched"]()
             for other, values in ahead(accuracies(runs, cell)).items()
         ]
@@ -69,29 +69,29 @@ def searched_verdicts(runs: Sequence[Line]) -> list[Verdict]:
 
 def searched_page(runs: Sequence[Line]) -> str:
     """Return the table of graphs, for each model with runs."""
-    mine = [run for run in runs if run["study"] == "searched"]
-    told = {one.claim: one for one in searched_verdicts(runs)}
+    searched = [run for run in runs if run["study"] == "searched"]
+    verdicts = {verdict.claim: verdict for verdict in searched_verdicts(runs)}
     lines = [
         f"| graph, weights | rate | accuracy, % | {FIRST} ahead by, points | ahead |",
         "|---|---|---|---|---|",
     ]
     for cell in STUDIES["searched"]():
         model = cell.labels["model"]
-        found = accuracies(runs, cell)
-        if not any(run["cell"] == cell.labels for run in mine):
+        results = accuracies(runs, cell)
+        if not any(run["cell"] == cell.labels for run in searched):
             continue
         for method in cell.methods:
             name = f"| {model}: {method}"
-            if method not in found:
-                there = len(finals(runs, cell, method, "best"))
-                lines.append(f"{name} |  | {there} of {len(SEEDS)} seeds are there |  |  |")
+            if method not in results:
+                count = len(finals(runs, cell, method, "best"))
+                lines.append(f"{name} |  | {count} of {len(SEEDS)} seeds are there |  |  |")
                 continue
-            (rate, values), more = found[method], "|  |  |"
-            if one := told.get(f"{model}: {FIRST} ahead of {method}"):
-                by = format_interval(of_values(ahead(found)[method]))
-                more = f"| {by} | {one.words} |"
+            (rate, values), more = results[method], "|  |  |"
+            if verdict := verdicts.get(f"{model}: {FIRST} ahead of {method}"):
+                by = format_interval(of_values(ahead(results)[method]))
+                more = f"| {by} | {verdict.words} |"
             lines.append(f"{name} | {rate:g} | {format_interval(of_values(values))} {more}")
-    return "\n".join([*lines, "", f"{len(mine)} runs stored."]) + "\n"
+    return "\n".join([*lines, "", f"{len(searched)} runs stored."]) + "\n"
 
 
 # -- DiLoCo --------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Parity(NamedTuple):
     vectors: float
     """Averages as a fraction of parallel's."""
     since: float
-    """The same fraction, counted from the end of the warm start."""
+    """Averages as a fraction of parallel's since the end of the warm start."""
 
 
 def losses(
@@ -124,90 +124,97 @@ def losses(
 
 
 def compared(
-    runs: Sequence[Line], model: str, one: Chosen
+    runs: Sequence[Line], model: str, finalist: Chosen
 ) -> list[tuple[str, float, dict[int, float], int]]:
     """Return method, rate, losses and period (0: no averages) of the finalist and its controls."""
-    tail = f"after {one.start} %"
-    plain = f"{NO_MOMENTUM} {tail}"
-    own = [r for r in runs if r["study"] == "diloco" and r["cell"]["model"] == model]
-    rates = {r["lr"] for r in own if r["method"] == plain and r["level"] == "best"}
-    rows = [(one.diloco, one.lr, 4, one.period), (f"{NO_MERGE} {tail}", one.lr, 4, SIZES[model][0])]
-    rows += [(plain, rate, 4, 32) for rate in rates]
-    rows.append((ALONE, one.parallel, 1, 0))
+    tail = f"after {finalist.start} %"
+    no_momentum = f"{NO_MOMENTUM} {tail}"
+    matching = [r for r in runs if r["study"] == "diloco" and r["cell"]["model"] == model]
+    rates = {r["lr"] for r in matching if r["method"] == no_momentum and r["level"] == "best"}
+    rows = [
+        (finalist.diloco, finalist.lr, 4, finalist.period),
+        (f"{NO_MERGE} {tail}", finalist.lr, 4, SIZES[model][0]),
+    ]
+    rows += [(no_momentum, rate, 4, 32) for rate in rates]
+    rows.append((ALONE, finalist.parallel, 1, 0))
     return [(m, lr, losses(runs, model, m, lr, nodes), h) for m, lr, nodes, h in rows]
 
 
 def parities(runs: Sequence[Line], model: str) -> list[Parity]:
     """Return the methods whose seeds are complete, if parallel's are, too."""
-    one = chosen(model, runs)
-    if one is None:
+    finalist = chosen(model, runs)
+    if finalist is None:
         return []
-    base = losses(runs, model, "parallel", one.parallel)
-    found = []
-    for method, lr, own, period in compared(runs, model, one):
-        if all(seed in own and seed in base for seed in SEEDS):
-            above = [100 * (own[seed] / base[seed] - 1) for seed in SEEDS]
-            sent = vectors(period, one.start, SIZES[model][0]) if period else 0.0
+    base = losses(runs, model, "parallel", finalist.parallel)
+    rows = []
+    for method, lr, by_seed, period in compared(runs, model, finalist):
+        if all(seed in by_seed and seed in base for seed in SEEDS):
+            above = [100 * (by_seed[seed] / base[seed] - 1) for seed in SEEDS]
+            sent = vectors(period, finalist.start, SIZES[model][0]) if period else 0.0
             since = 1 / period if period else 0.0
-            loss = float(np.mean([own[seed] for seed in SEEDS]))
-            found.append(Parity(method, lr, loss, above, sent, since))
-    return found
+            loss = float(np.mean([by_seed[seed] for seed in SEEDS]))
+            rows.append(Parity(method, lr, loss, above, sent, since))
+    return rows
 
 
 def diloco_verdicts(runs: Sequence[Line]) -> list[Verdict]:
     """Judge whether the loss is within 1 % of parallel's; for controls it must not be."""
     return holm(
         [
-            judged(
-                f"{model}, {one.method}: within {WITHIN:g} % of parallel",
-                [of_values([WITHIN - v for v in one.above])],
+            judge(
+                f"{model}, {row.method}: within {WITHIN:g} % of parallel",
+                [of_values([WITHIN - v for v in row.above])],
             )
             for model in SIZES
-            for one in parities(runs, model)
+            for row in parities(runs, model)
         ]
     )
 
 
 def diloco_page(runs: Sequence[Line]) -> str:
     """Return the table of losses and bytes for each size, and the table of its search."""
-    told = {one.claim: one.words for one in diloco_verdicts(runs)}
+    verdicts = {verdict.claim: verdict.words for verdict in diloco_verdicts(runs)}
     lines = list[str]()
     for model in SIZES:
-        mine = [r for r in runs if r["study"] == "diloco" and r["cell"]["model"] == model]
-        lines += [f"{model}, {SIZES[model][0]:,} steps: {len(mine)} runs stored.", ""]
-        if one := chosen(model, runs):
-            lines += [*_reported(runs, model, one, told), ""]
+        matching = [r for r in runs if r["study"] == "diloco" and r["cell"]["model"] == model]
+        lines += [f"{model}, {SIZES[model][0]:,} steps: {len(matching)} runs stored.", ""]
+        if finalist := chosen(model, runs):
+            lines += [*_reported(runs, model, finalist, verdicts), ""]
         tried: dict[str, list[str]] = {}
-        for run in mine:
+        for run in matching:
             if run["level"] == "search":
                 loss = f"{run['figures']['loss']:.4f}" if run["figures"] else "diverged"
                 tried.setdefault(run["method"], []).append(f"{run['lr']:g}: {loss}")
         if tried:
             lines += ["| search, one seed | loss at each rate |", "|---|---|"]
-            lines += [f"| {method} | {', '.join(found)} |" for method, found in tried.items()]
+            lines += [
+                f"| {method} | {', '.join(losses_at)} |" for method, losses_at in tried.items()
+            ]
             lines.append("")
     return "\n".join(lines[:-1]) + "\n"
 
 
-def _reported(runs: Sequence[Line], model: str, one: Chosen, told: dict[str, str]) -> list[str]:
-    base = losses(runs, model, "parallel", one.parallel)
-    words = f"{len(base)} of {len(SEEDS)} seeds"
+def _reported(
+    runs: Sequence[Line], model: str, finalist: Chosen, verdicts: dict[str, str]
+) -> list[str]:
+    base = losses(runs, model, "parallel", finalist.parallel)
+    loss = f"{len(base)} of {len(SEEDS)} seeds"
     if len(base) == len(SEEDS):
-        words = f"{np.mean([*base.values()]):.4f}"
+        loss = f"{np.mean([*base.values()]):.4f}"
     lines = [
         "| method | rate | loss | above parallel, % | bytes, since the start | within 1 % |",
         "|---|---|---|---|---|---|",
-        f"| parallel | {one.parallel:g} | {words} |  | 1, 1 |  |",
+        f"| parallel | {finalist.parallel:g} | {loss} |  | 1, 1 |  |",
     ]
-    whole = {row.method: row for row in parities(runs, model)}
-    for method, lr, own, _ in compared(runs, model, one):
-        if method not in whole:
-            lines.append(f"| {method} | {lr:g} | {len(own)} of {len(SEEDS)} seeds |  |  |  |")
+    complete = {row.method: row for row in parities(runs, model)}
+    for method, lr, by_seed, _ in compared(runs, model, finalist):
+        if method not in complete:
+            lines.append(f"| {method} | {lr:g} | {len(by_seed)} of {len(SEEDS)} seeds |  |  |  |")
             continue
-        row = whole[method]
+        row = complete[method]
         claim = f"{model}, {method}: within {WITHIN:g} % of parallel"
         lines.append(
             f"| {method} | {lr:g} | {row.loss:.4f} | {format_interval(of_values(row.above))} | "
-            f"{row.vectors:.3f}, {row.since:.3f} | {told[claim]} |"
+            f"{row.vectors:.3f}, {row.since:.3f} | {verdicts[claim]} |"
         )
     return lines

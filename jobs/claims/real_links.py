@@ -4,7 +4,7 @@
 
 16 ranks on hosts of their own (`tools/labs/net.sh`) train the digits as in the study "time" of
 `designs.py`, with one of its seeds. A step sleeps for the computing time that the virtual clock
-assumes for a node of 8 V100, with the same slow steps. The links are slower than those of the
+assumes for a node of 8 V100, with the same slow steps. The links are slower than in the
 table, and the messages shorter by the same factor, so that a message takes as long as one of
 ResNet-50, and two CPU cores are sufficient. Parallel hides no communication here, because ranks of
 this package do not, nor does it in the clock's value for comparison. Each run is a line in
@@ -66,27 +66,29 @@ CELLS = (Link(1, 50e-6, 50), Link(10, 5e-3, 50))
 
 
 def settings(line: Line, link: Link) -> list[str]:
-    """Return the settings of a run: those of the study, with a slower model of more bytes."""
-    own = sum(p.numel() for p in models.mlp((1, 8, 8), 10).parameters())
+    """Return the settings of a run: the study's, with a slower model of more bytes."""
+    count = sum(p.numel() for p in models.mlp((1, 8, 8), 10).parameters())
     model = {
         "name": "parts:paced",
-        "padding": round(link.scale * seconds.resnet().count) - own,
+        "padding": round(link.scale * seconds.resnet().count) - count,
         "compute_s": seconds.EXPONENTIAL.compute_s,
         "slow": seconds.SLOW,
         "times": seconds.TIMES,
         "draw": SEED,
     }
-    kept = [one for one in line["settings"] if not one.startswith(("model.", "node.vmap"))]
-    return [*kept, "data.workers=0", *(f"model.{name}={value}" for name, value in model.items())]
+    other = [
+        setting for setting in line["settings"] if not setting.startswith(("model.", "node.vmap"))
+    ]
+    return [*other, "data.workers=0", *(f"model.{name}={value}" for name, value in model.items())]
 
 
 def run(words: list[str], folder: Path) -> Log:
     """Return the log of a run of this command."""
     shutil.rmtree(folder, ignore_errors=True)
-    around = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*words, f"run.output={folder}"],
-        env=around,
+        env=environment,
         timeout=LIMIT_S,
         text=True,
         stdout=subprocess.PIPE,
@@ -100,15 +102,17 @@ def run(words: list[str], folder: Path) -> Log:
 def measured(method: str, link: Link, scratch: Path) -> Line:
     """Run until the goal is reached; return the seconds of the run and of the virtual clock."""
     stored = seconds.finals(lines(RUNS))
-    asked = settings(stored[method][SEED], link)
+    job_settings = settings(stored[method][SEED], link)
     cell = seconds.CELL
     program = [sys.executable, "-m", "mpigossip"]
     nodes = str(cell.nodes)
-    simulated = run([*program, "simulate", JOB, *asked, "--nodes", nodes], scratch / "simulated")
+    simulated = run(
+        [*program, "simulate", JOB, *job_settings, "--nodes", nodes], scratch / "simulated"
+    )
     curve = zip(*map(RunResult(simulated).curve, ("step", "accuracy")), strict=True)
     steps = int(next(t for t, accuracy in curve if accuracy >= seconds.goal_of(stored)))
-    asked += ["run.evaluate_every=0", "run.evaluate_steps=0", "log.consensus_every=0"]
-    words = [str(LAB), "run", nodes, *program, "train", JOB, *asked, f"model.stop={steps}"]
+    job_settings += ["run.evaluate_every=0", "run.evaluate_steps=0", "log.consensus_every=0"]
+    words = [str(LAB), "run", nodes, *program, "train", JOB, *job_settings, f"model.stop={steps}"]
     log = run(words, scratch / "ranks")
     if not np.array_equal(log.steps["loss"][:steps], simulated.steps["loss"][:steps]):
         sys.exit(f"{method}: {len(log.steps['loss'])} steps differ from the simulator's {steps}")
@@ -134,13 +138,13 @@ def measured(method: str, link: Link, scratch: Path) -> Line:
     }
 
 
-def main(given: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Measure what is not in links.jsonl yet."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--scratch", type=Path, required=True, help="folder for runs")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     options.scratch.mkdir(parents=True, exist_ok=True)
     os.environ["MPIGOSSIP_NET_LAB_BURST"] = "32kb"
     done = {(x["gbit"], x["latency"], x["method"]) for x in lines(LINKS)}

@@ -11,7 +11,6 @@ repeats the given number of runs, drawn at random, and compares their digests wi
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import multiprocessing
 import os
@@ -19,7 +18,6 @@ import random
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -38,21 +36,18 @@ from designs import (  # noqa: E402
     SEARCH,
     SEEDS,
     STUDIES,
-    TEXT_IS,
-    TEXT_SHA256,
     Cell,
     best_rate,
     searched_rates,
     tried,
 )
+from inputs import packed_text, searched_graph  # noqa: E402
 
 from mpigossip.cluster.process import end_with  # noqa: E402
 from mpigossip.cluster.ranks import SingleProcess  # noqa: E402
 from mpigossip.config.errors import NonFiniteError  # noqa: E402
-from mpigossip.graphs.search import save, search  # noqa: E402
 from mpigossip.runs import launch  # noqa: E402
 from mpigossip.store.log import read  # noqa: E402
-from mpigossip.store.packing import pack  # noqa: E402
 from mpigossip.studies.running import RunResult  # noqa: E402
 from mpigossip.training import assemble  # noqa: E402
 
@@ -109,14 +104,15 @@ def train(line: Line, options: argparse.Namespace) -> Line:
     """Train in this process; return the line with metrics and digest."""
     folder = options.scratch / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    places = {
-        "{data}": str(options.data),
-        "{searched}": str(_searched(line, options)),
-        "{text}": str(_text(line, options)),
-    }
     filled = " ".join(line["settings"])
-    for place, path in places.items():
-        filled = filled.replace(place, path)
+    files = {
+        "{data}": lambda: options.data,
+        "{searched}": lambda: searched_graph(options.scratch, line["nodes"]),
+        "{text}": lambda: packed_text(options.scratch),
+    }
+    for placeholder, make_file in files.items():
+        if placeholder in filled:
+            filled = filled.replace(placeholder, str(make_file()))
     job = assemble.load(Path(JOB), [*filled.split(), f"run.output={folder}"])
     began = time.process_time()
     try:
@@ -146,12 +142,12 @@ def train(line: Line, options: argparse.Namespace) -> Line:
 def alone(line: Line, options: argparse.Namespace) -> Line:
     """Run `train` in a forked process, so that memory and signals do not affect other runs."""
     fork = multiprocessing.get_context("fork")
-    here, there = fork.Pipe(duplex=False)
-    child = fork.Process(target=_send, args=(there, line, options))
+    receiving, sending = fork.Pipe(duplex=False)
+    child = fork.Process(target=_send, args=(sending, line, options))
     child.start()
-    there.close()
+    sending.close()
     try:
-        result = here.recv()
+        result = receiving.recv()
     except EOFError:
         sys.exit(f"{identity(line)}: its run failed or was stopped")
     child.join()
@@ -162,31 +158,6 @@ def _send(pipe: Any, line: Line, options: argparse.Namespace) -> None:
     """Train and send the line, in a child process that ends together with its parent."""
     end_with(os.getppid())
     pipe.send(train(line, options))
-
-
-def _searched(line: Line, options: argparse.Namespace) -> Path:
-    """Return the file of a searched graph of degree 4, which is made if the run requires it."""
-    file = options.scratch / f"searched-{line['nodes']}.json"
-    if "{searched}" in str(line["settings"]) and not file.exists():
-        save(search(line["nodes"], degree=4, evaluations=20_000, seed=0), file)
-    return file
-
-
-def _text(line: Line, options: argparse.Namespace) -> Path:
-    """Return the packed modules of Python's standard library, made if the run requires them."""
-    file = options.scratch / "text.h5"
-    if "{text}" in str(line["settings"]) and not file.exists():
-        folder = options.scratch / "text"
-        mark = hashlib.sha256()
-        folder.mkdir(exist_ok=True)
-        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-            if path.stem in sys.stdlib_module_names:
-                mark.update(path.read_bytes())
-                shutil.copyfile(path, folder / path.name)
-        if mark.hexdigest() != TEXT_SHA256:
-            sys.exit(f"{sysconfig.get_path('stdlib')} differs from the text of the runs: {TEXT_IS}")
-        pack(folder, file, text=True)
-    return file
 
 
 def origin() -> dict[str, str]:
@@ -209,12 +180,12 @@ def clock(text: str) -> str:
 def queue(options: argparse.Namespace) -> int:
     """Make the missing runs, cell by cell, until the time is over; return their number."""
     done = lines(options.out)
-    known = {identity(line) for line in done}
+    stored = {identity(line) for line in done}
     count = 0
     of = origin()
     for cell in cells(options):
         while True:
-            missing = [one for one in wanted(cell, done) if identity(one) not in known]
+            missing = [run for run in wanted(cell, done) if identity(run) not in stored]
             if not missing:
                 break
             if options.until and datetime.now().strftime("%H:%M") >= options.until:
@@ -226,35 +197,37 @@ def queue(options: argparse.Namespace) -> int:
                 out.flush()
                 os.fsync(out.fileno())
             done.append(result)
-            known.add(identity(result))
+            stored.add(identity(result))
             count += 1
     return count
 
 
 def again(options: argparse.Namespace) -> int:
     """Repeat some runs; return 1 if a digest differs."""
-    mine = [line for line in lines(options.out) if line.get("digest") and line["study"] in STUDIES]
-    wrong = 0
-    for line in random.Random().sample(mine, min(options.again, len(mine))):
+    candidates = [
+        line for line in lines(options.out) if line.get("digest") and line["study"] in STUDIES
+    ]
+    different = 0
+    for line in random.Random().sample(candidates, min(options.again, len(candidates))):
         result = train(line, options)["digest"]
-        wrong += result != line["digest"]
+        different += result != line["digest"]
         outcome = "equal" if result == line["digest"] else f"another digest, {result}"
         print(f"{identity(line)}: {outcome}", flush=True)
-    return int(wrong > 0)
+    return int(different > 0)
 
 
 def estimate(options: argparse.Namespace) -> None:
     """Print the number of runs of each cell, and the number of stored ones."""
-    known = {identity(line) for line in lines(options.out)}
+    stored = {identity(line) for line in lines(options.out)}
     for cell in cells(options):
-        whole = len(cell.methods) * (len(cell.rates) + len(SEEDS) * len(cell.levels))
+        total = len(cell.methods) * (len(cell.rates) + len(SEEDS) * len(cell.levels))
         if cell.order is not None:  # only the runs that are known by now
-            whole = sum(1 for _ in wanted(cell, lines(options.out)))
-        there = sum(identity(one) in known for one in wanted(cell, lines(options.out)))
-        print(f"{cell.study:10} n = {cell.nodes:3} {cell.labels}: {there} of {whole} runs")
+            total = sum(1 for _ in wanted(cell, lines(options.out)))
+        finished = sum(identity(run) in stored for run in wanted(cell, lines(options.out)))
+        print(f"{cell.study:10} n = {cell.nodes:3} {cell.labels}: {finished} of {total} runs")
 
 
-def main(given: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run, repeat or count."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -267,7 +240,7 @@ def main(given: list[str] | None = None) -> int:
     add("--until", metavar="HH:MM", type=clock, help="start no run after this time of today")
     add("--again", type=int, default=0, metavar="N", help="repeat N runs and compare their digests")
     add("--estimate", action="store_true", help="print the numbers of finished and missing runs")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     options.scratch.mkdir(parents=True, exist_ok=True)
     if options.estimate:

@@ -3,11 +3,11 @@
     python jobs/claims/seconds.py            # seconds; verdicts.py makes the table
     python jobs/claims/seconds.py --figure jobs/claims/figures/seconds.png
 
-The steps are those of the study "time" of `designs.py`, an MLP on digits with 16 nodes, each method
+The steps come from the study "time" of `designs.py`, an MLP on digits with 16 nodes, each method
 at its own learning rate: they are counted until the first evaluation at which the averaged model
-reaches parallel's final accuracy (the mean over its seeds) minus half a point. The seconds of a
-step are those of ResNet-50 in float32 (102 MB), with .335 s of computing, as published for a node
-of 8 V100 (Ying et al. 2021; see `speed.py`); 5 % of all steps of a node, drawn with the seed, take
+reaches parallel's final accuracy (the mean over its seeds) minus half a point. A step lasts as
+long as one of ResNet-50 in float32 (102 MB), with .335 s of computing, as published for a node of 8
+V100 (Ying et al. 2021; see `speed.py`); 5 % of all steps of a node, drawn with the seed, take
 5 times longer. Parallel, and DiLoCo's warm start, hide an all-reduce behind the whole computing
 time, which is the best case; "dsgd ahead" hides its message, and the other methods hide nothing.
 """
@@ -105,20 +105,20 @@ def ends(
     :param overlap: hide the exchanges of parallel and of DiLoCo's warm start; otherwise only
         messages that are sent ahead are hidden
     """
-    made = exchanges(method, n, steps)
-    plain = Clock(Timing(made, on, ddp=overlap))
-    hidden = Clock(Hidden(made, on))
+    costs = exchanges(method, n, steps)
+    plain = Clock(Timing(costs, on, ddp=overlap))
+    hidden = Clock(Hidden(costs, on))
     overlapped = steps if method == "parallel" else WARM if method == "DiLoCo warm" else 0
     overlapped = overlapped * overlap
     times = []
-    there = {*met}
+    exchanging = {*met}
     t = 0
-    gossip = ExchangeKind.GOSSIP in made.parts.cadence.kinds
+    gossip = ExchangeKind.GOSSIP in costs.parts.cadence.kinds
     draws = parts.paces(n, seed, SLOW, TIMES)
     for step, pace in zip(range(int(min(steps, until))), draws, strict=False):
         kind = (
             ExchangeKind.LOCAL
-            if step not in there
+            if step not in exchanging
             else ExchangeKind.GOSSIP
             if gossip
             else ExchangeKind.GLOBAL
@@ -138,8 +138,8 @@ def reached(line: Line, goal: float) -> float:
 
 def finals(lines: Sequence[Line]) -> dict[str, dict[int, Line]]:
     """Return the reported runs by method and seed."""
-    mine = [x for x in lines if x["study"] == "time" and x["level"] == "best"]
-    return {m: {x["seed"]: x for x in mine if x["method"] == m} for m in CELL.methods}
+    final_runs = [x for x in lines if x["study"] == "time" and x["level"] == "best"]
+    return {m: {x["seed"]: x for x in final_runs if x["method"] == m} for m in CELL.methods}
 
 
 def goal_of(runs: dict[str, dict[int, Line]]) -> float:
@@ -151,15 +151,15 @@ def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
     """Return steps and seconds by seed, and speed-ups over parallel, per link and method."""
     runs = finals(lines)
     goal = goal_of(runs)
-    found = []
+    rows = []
     for gbit, latency in links:
         on = machine(gbit, latency)
         base = {}
-        for method, own in runs.items():
+        for method, by_seed in runs.items():
             seconds = {}
             steps = {}
             for seed in SEEDS:
-                line = own[seed]
+                line = by_seed[seed]
                 steps[seed] = reached(line, goal)
                 last = line["curve"][-1][0]
                 times = ends(method, line["exchanges"], last, CELL.nodes, on, seed, steps[seed])
@@ -167,7 +167,7 @@ def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
             if method == "parallel":
                 base = seconds
             gains = [base[s] / seconds[s] for s in SEEDS if math.isfinite(seconds[s] + base[s])]
-            found.append(
+            rows.append(
                 {
                     "gbit": gbit,
                     "latency": latency,
@@ -178,7 +178,7 @@ def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
                     "seconds": [seconds[s] for s in SEEDS],
                 }
             )
-    return found
+    return rows
 
 
 def paper(n: int = 32, steps: int = 300) -> str:
@@ -192,7 +192,7 @@ def paper(n: int = 32, steps: int = 300) -> str:
     return ", ".join(f"{m} {last['parallel'] / t:.2f} x" for m, t in last.items())
 
 
-def draw(found: Sequence[dict[str, Any]], out: Path) -> None:
+def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
     """Draw the speed-up against bandwidth, with a panel for each latency."""
     from matplotlib.figure import Figure
 
@@ -200,16 +200,16 @@ def draw(found: Sequence[dict[str, Any]], out: Path) -> None:
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, latency in zip(panels, dict.fromkeys(x["latency"] for x in found), strict=True):
+    for axes, latency in zip(panels, dict.fromkeys(x["latency"] for x in results), strict=True):
         for k, method in enumerate(CELL.methods):
-            rows = [x for x in found if (x["method"], x["latency"]) == (method, latency)]
-            whole = [x for x in rows if len(x["gains"]) == len(SEEDS)]
-            mean = [np.mean(x["gains"]) for x in whole]
-            half = [stats.t.ppf(0.975, len(SEEDS) - 1) * stats.sem(x["gains"]) for x in whole]
-            there = min(len(x["gains"]) for x in rows)
-            label = method + f" ({there} of {len(SEEDS)} get there)" * (there < len(SEEDS))
+            rows = [x for x in results if (x["method"], x["latency"]) == (method, latency)]
+            complete = [x for x in rows if len(x["gains"]) == len(SEEDS)]
+            mean = [np.mean(x["gains"]) for x in complete]
+            half = [stats.t.ppf(0.975, len(SEEDS) - 1) * stats.sem(x["gains"]) for x in complete]
+            count = min(len(x["gains"]) for x in rows)
+            label = method + f" ({count} of {len(SEEDS)} reach it)" * (count < len(SEEDS))
             axes.errorbar(
-                [x["gbit"] for x in whole],
+                [x["gbit"] for x in complete],
                 mean,
                 half,
                 fmt="o-",
@@ -218,7 +218,7 @@ def draw(found: Sequence[dict[str, Any]], out: Path) -> None:
                 label=label,
             )
         axes.set(xscale="log", yscale="log", xlabel="Gbit/s", title=f"{1e3 * latency:g} ms")
-        axes.set_xticks(ticks := sorted({x["gbit"] for x in found}), map(str, ticks))
+        axes.set_xticks(ticks := sorted({x["gbit"] for x in results}), map(str, ticks))
         axes.minorticks_off()
         axes.set_yticks(ys := [0.5, 1, 2, 4], map(str, ys))
         axes.grid(alpha=0.25)
@@ -228,24 +228,24 @@ def draw(found: Sequence[dict[str, Any]], out: Path) -> None:
     figure.savefig(out, dpi=100)
 
 
-def main(given: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Print the table, and draw it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=Path, default=HERE / "runs.jsonl")
     parser.add_argument("--figure", type=Path, help="file of the figure")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     lines = list(map(json.loads, options.runs.read_text("utf-8").splitlines()))
-    found = measured(lines)
-    for one in found:
+    results = measured(lines)
+    for row in results:
         print(
-            f"{one['gbit']:4} Gbit/s {1e3 * one['latency']:g} ms {one['method']:12} "
-            f"{np.mean(one['seconds']):8.0f} s {np.median(one['steps']):5g} steps"
+            f"{row['gbit']:4} Gbit/s {1e3 * row['latency']:g} ms {row['method']:12} "
+            f"{np.mean(row['seconds']):8.0f} s {np.median(row['steps']):5g} steps"
         )
     print(f"A step at 32 nodes, 25 Gbit/s, 50 µs, equal steps: {paper()}. Published: 1.47 x.")
     if options.figure:
-        draw(found, options.figure)
+        draw(results, options.figure)
     return 0
 
 

@@ -6,7 +6,7 @@ The clock gives each message the whole link of its receiver. A node that is earl
 message while the receiver still receives the previous one from a late node: both messages share the
 receiver's link. Here, messages are flows that share the link evenly, with the steps, links and slow
 steps of `real_links.py`, and are compared with its measurements. "admitted" assumes that a receiver
-lets the message of the next round begin only after it has received that of the last round. A frame
+lets a message begin only after it has received the message of the previous round. A frame
 of 1,514 bytes carries 1,448 bytes of a message.
 """
 
@@ -37,7 +37,7 @@ def took(link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit:
     :param vectors: messages per step, each of ResNet-50's size
     :param ahead: send at the beginning of a step
     :param shared: messages share the receiver's link
-    :param admit: a receiver admits the message of a round only after that of the previous round
+    :param admit: a receiver admits a message only after the message of the previous round
     """
     nodes = range(NODES)
     size = 4 * seconds.resnet().count * vectors * link.scale * FRAMES
@@ -47,34 +47,39 @@ def took(link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit:
     paces = [seconds.EXPONENTIAL.compute_s * one for one in itertools.islice(draws, steps)]
     step = [0] * NODES
     computing = list(paces[0])
-    left = [size] * NODES
-    came: set[tuple[int, int]] = set()  # (receiver, round)
+    remaining = [size] * NODES
+    received: set[tuple[int, int]] = set()  # (receiver, round)
     now = 0.0
     while min(step) < steps:
         flows: dict[int, list[int]] = {}
         for i in nodes:
             k = step[i]
             reader = (i + 2 ** (step[i] % span)) % NODES
-            free = step[reader] >= k - 1 and (not admit or k == 0 or (reader, k - 1) in came)
-            if k < steps and left[i] and (ahead or not computing[i]) and free:
+            free = step[reader] >= k - 1 and (not admit or k == 0 or (reader, k - 1) in received)
+            if k < steps and remaining[i] and (ahead or not computing[i]) and free:
                 flows.setdefault(reader, []).append(i)
         speed = {i: rate / (len(to) if shared else 1) for to in flows.values() for i in to}
         spans = [computing[i] for i in nodes if computing[i]]
-        wait = min(spans + [left[i] / speed[i] for i in speed])
+        wait = min(spans + [remaining[i] / speed[i] for i in speed])
         now += wait
         for reader, to in flows.items():
             for i in to:
-                left[i] = max(0.0, left[i] - speed[i] * wait)
-                if left[i] < 1e-6 * size:
-                    left[i] = 0.0
-                    came.add((reader, step[i]))
+                remaining[i] = max(0.0, remaining[i] - speed[i] * wait)
+                if remaining[i] < 1e-6 * size:
+                    remaining[i] = 0.0
+                    received.add((reader, step[i]))
         for i in nodes:
             computing[i] = max(0.0, computing[i] - wait) if computing[i] > wait + 1e-12 else 0.0
-            if step[i] < steps and not computing[i] and not left[i] and (i, step[i]) in came:
+            if (
+                step[i] < steps
+                and not computing[i]
+                and not remaining[i]
+                and (i, step[i]) in received
+            ):
                 step[i] += 1
                 if step[i] < steps:
                     computing[i] = paces[step[i]][i]
-                    left[i] = size
+                    remaining[i] = size
     return now
 
 

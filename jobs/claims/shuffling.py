@@ -2,8 +2,9 @@
 
     python jobs/claims/shuffling.py
 
-Four methods train on a ring of 8 nodes, each at its own learning rate. Of the digits, 100, 50, 25
-and 0 % are shuffled between the nodes. For CIFAR-10, use the job jobs/claims/jobs/lenet.toml.
+Four methods train on a ring of 8 nodes, each at its own learning rate. Between the nodes,
+100, 50, 25 and 0 % of the digits are shuffled. For CIFAR-10, use the job
+jobs/claims/jobs/lenet.toml.
 """
 
 # %% make the runs; finished runs are not repeated

@@ -37,27 +37,27 @@ which does not state it.
 SPEED_UPS = {"10 Gbit/s": (1.46, 1.95), "100 Gbit/s": (1.14, 1.27)}
 """Jiang and Agrawal 2020: speed-up of ADPSGD over averaging at every step.
 
-The values are those of the slowest and the fastest of their trainings. Only the abstract was read.
+The values belong to the slowest and the fastest of their trainings. Only the abstract was read.
 """
 LINKS = {"10 Gbit/s": (50e-6, 1.25e9), "100 Gbit/s": (10e-6, 12.5e9)}
 ASSUMED = f"""
-assumed of the exponential graphs' table: ResNet-50 in float32, 256 samples a node and step,
+assumed of the exponential graphs' table: ResNet-50 in float32, 256 samples per node and step,
   {1e3 * EXPONENTIAL.compute_s:.0f} ms of computing, {EXPONENTIAL.where}, latency 50 µs, jitter \
 {EXPONENTIAL.jitter:.0%} (chosen, see below), sums at 300 GB/s;
   all-reduce in 2 ⌈log2 n⌉ latencies and 2 (n−1)/n vectors, its buckets sent during backward as
-  today's DDP does; gossip behind backward, which flatters it nowhere
+  today's DDP does; gossip is hidden behind backward, which gives it no advantage
 assumed of ADPSGD's: ResNet-50, 16 nodes of one GPU, period from its formula along the protocol's
   learning rates, the same jitter; computing is chosen so that the speed-up at 10 Gbit/s is met,
   then nothing is left to choose at 100 Gbit/s
 """
 UNEXPLAINED = """
-not explained: all-reduce on 16 and 32 nodes. The published step grows by some 7 ms a node, in
+not explained: all-reduce on 16 and 32 nodes. The published step grows by some 7 ms per node, in
   proportion to n; bandwidth and logarithmic latency don't grow, and waiting for the slowest grows
-  as √(2 ln n). A ring of 2 (n−1) hops of 3.5 ms would grow so: 70 times TCP's latency, so
-  something of that time's software. Jitter alone can't: synchronous gossip waits, too, for
-  everybody within log2 n rounds, and one-peer's published hours are 4 to 11 % below those that
-  10 % give.
-  Ring on 4 nodes: published below two messages a step, so part of it was hidden.
+  as √(2 ln n). A ring of 2 (n−1) hops of 3.5 ms would grow in this way: 70 times TCP's
+  latency, probably due to the software of that time. Jitter alone does not explain it: synchronous
+  gossip waits, too, for all nodes within log2 n rounds, and one-peer's published hours are 4 to
+  11 % below the hours that a jitter of 10 % gives.
+  Ring on 4 nodes: published below two messages per step, so part of it was hidden.
 not explained: ADPSGD's 1.27 at 100 Gbit/s. Jitter gives some 1.13 whatever the computing;
   without it there is next to nothing to gain there.
 """

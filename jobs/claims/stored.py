@@ -21,31 +21,33 @@ def read(path: Path) -> list[Line]:
 def faults(runs: Sequence[Line]) -> list[str]:
     """Return contradictions, such as one run under two names, or a seed that was used twice."""
     designs = {(c.study, c.nodes, key(c.labels)): c for make in STUDIES.values() for c in make()}
-    wrong = list[str]()
+    problems = list[str]()
     seen = dict[str, Line]()
     for line in runs:
         name = called(line)
         cell = designs.get((line["study"], line["nodes"], key(line["cell"])))
         if (line["seed"] == SEARCH) != (line["level"] == "search"):
-            wrong.append(f"{name}: the search's seed is reported, or a reported one searched with")
+            problems.append(
+                f"{name}: the search's seed is reported, or a search used a reported seed"
+            )
         if cell is not None:
-            own = cell.methods.get(line["method"], "?").split()
-            if not {*own, f"run.seed={line['seed']}", f"schedule.lr={line['lr']!r}"} <= {
+            method = cell.methods.get(line["method"], "?").split()
+            if not {*method, f"run.seed={line['seed']}", f"schedule.lr={line['lr']!r}"} <= {
                 *line["settings"]
             }:
-                wrong.append(f"{name}: its settings are of another run")
+                problems.append(f"{name}: the settings belong to another run")
         marks = [name, *([line["digest"]] if line.get("digest") else [])]
         for mark in marks:
             other = seen.setdefault(mark, line)
             if other is not line:
-                wrong.append(f"{name}: the same run stands there as {called(other)}")
+                problems.append(f"{name}: the same run is also stored as {called(other)}")
     figures: dict[str, Line] = {}
     for line in runs:
         if line["figures"] and line["figures"].get("loss") is not None:
             other = figures.setdefault(str(line["figures"]["loss"]) + str(line["nodes"]), line)
             if other is not line and other["figures"]["accuracy"] == line["figures"]["accuracy"]:
-                wrong.append(f"{called(line)}: the figures of {called(other)}")
-    return wrong
+                problems.append(f"{called(line)}: the metrics equal those from {called(other)}")
+    return problems
 
 
 def finals(runs: Sequence[Line], cell: Cell, method: str, level: str) -> dict[int, Line]:

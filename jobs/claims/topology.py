@@ -48,9 +48,9 @@ for k, name in enumerate(dict.fromkeys(row["graph"] for row in study.rows)):
     accuracies = [row["accuracy"] for row in rows]
     axes.errorbar(places, accuracies, half, fmt="o-", capsize=3, color=COLOURS[k], label=name)
     runs = [study.ended(cell) for cell in study.cells if cell.label("graph") == name]
-    for place, each in zip(places, runs, strict=True):
-        found = [run.last("accuracy") for run in each]
-        axes.plot([place] * len(found), found, "_", color=COLOURS[k], ms=7, mew=1.5)
+    for x, runs_of_seeds in zip(places, runs, strict=True):
+        values = [run.last("accuracy") for run in runs_of_seeds]
+        axes.plot([x] * len(values), values, "_", color=COLOURS[k], ms=7, mew=1.5)
 nodes = sorted({row["nodes"] for row in study.rows})
 axes.set_xscale("log")
 axes.set_xticks(nodes, map(str, nodes))

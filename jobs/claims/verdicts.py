@@ -3,8 +3,8 @@
     python jobs/claims/verdicts.py            # print them, and compare with the page
     python jobs/claims/verdicts.py --write    # put them into the page
 
-`runs.jsonl` has one line per run. Of the nine older studies, only the intervals of their paired
-differences were kept: `intervals.jsonl`. A difference is judged by Student's t over paired seeds;
+`runs.jsonl` has one line per run. The nine older studies stored only the intervals of their
+paired differences: `intervals.jsonl`. A difference is judged by Student's t over paired seeds;
 Holm's procedure limits the probability of any wrong verdict in a table to 5 %.
 """
 
@@ -26,7 +26,7 @@ import optimal  # noqa: E402
 import parity  # noqa: E402
 import seconds  # noqa: E402
 from designs import SEEDS  # noqa: E402
-from judging import LEVEL, Verdict, format_interval, holm, judged, of_interval, of_values  # noqa: E402
+from judging import LEVEL, Verdict, format_interval, holm, judge, of_interval, of_values  # noqa: E402
 from stored import Line, faults, read  # noqa: E402
 
 PAGE = HERE / "RESULTS.md"
@@ -50,9 +50,7 @@ def published(table: str, lines: Iterable[Line]) -> list[Verdict]:
             claims.setdefault(line["claim"], []).append(line)
     return holm(
         [
-            judged(
-                claim, list(map(of_interval, rows)), rows[0].get("by", 0.0), rows[0].get("alike")
-            )
+            judge(claim, list(map(of_interval, rows)), rows[0].get("by", 0.0), rows[0].get("alike"))
             for claim, rows in claims.items()
         ]
     )
@@ -61,91 +59,92 @@ def published(table: str, lines: Iterable[Line]) -> list[Verdict]:
 # -- the other studies -----------------------------------------------------------------------------
 
 
-def slope_verdicts(found: Sequence[optimal.Slope]) -> list[Verdict]:
+def slope_verdicts(slopes: Sequence[optimal.Slope]) -> list[Verdict]:
     """Judge whether a method's iterations grow as its power of 1/(1 − λ)."""
     return holm(
         [
-            judged(
-                f"{one.method}, ζ = {one.zeta}: {one.against}",
-                [of_values([v - 1 for v in one.values])],
+            judge(
+                f"{slope.method}, ζ = {slope.zeta}: {slope.against}",
+                [of_values([v - 1 for v in slope.values])],
                 alike=optimal.BAR,
             )
-            for one in found
+            for slope in slopes
         ]
     )
 
 
-def slope_page(found: Sequence[optimal.Slope]) -> str:
+def slope_page(slopes: Sequence[optimal.Slope]) -> str:
     """Return the table of iterations."""
     head = " | ".join(f"n = {n}" for n in optimal.SIZES)
     lines = [f"| method | ζ | {head} | against | slope | 1 ± {optimal.BAR:g} |"]
     lines.append("|" + "---|" * (len(optimal.SIZES) + 5))
-    for one, verdict in zip(found, slope_verdicts(found), strict=True):
-        counts = " | ".join(f"{t:,}" for t in one.counts)
-        slope = format_interval(of_values(one.values))
+    for slope, verdict in zip(slopes, slope_verdicts(slopes), strict=True):
+        counts = " | ".join(f"{t:,}" for t in slope.counts)
+        interval = format_interval(of_values(slope.values))
         lines.append(
-            f"| {one.method} | {one.zeta} | {counts} | {one.against} | {slope} | {verdict.words} |"
+            f"| {slope.method} | {slope.zeta} | {counts} | {slope.against} | {interval} "
+            f"| {verdict.words} |"
         )
     bound = " | ".join(f"x {growth:.2f}" for growth in optimal.bound())
     lines.append(f"| lower bound, from n = {optimal.SIZES[0]} on |  | {bound} | 1/√(1−λ) | 1 |  |")
     return "\n".join(lines) + "\n"
 
 
-def gain_verdicts(found: Sequence[Line]) -> list[Verdict]:
+def gain_verdicts(rows: Sequence[Line]) -> list[Verdict]:
     """Judge whether a method is faster than parallel, by logarithms of ratios of seconds."""
     return holm(
         [
-            judged(
+            judge(
                 f"{x['gbit']} Gbit/s, {1e3 * x['latency']:g} ms: {x['method']} before parallel",
                 [of_values(np.log(x["gains"]))],
             )
-            for x in found
+            for x in rows
             if x["method"] != "parallel" and len(x["gains"]) == len(SEEDS)
         ]
     )
 
 
-def gain_page(found: Sequence[Line]) -> str:
+def gain_page(rows: Sequence[Line]) -> str:
     """Return the table of seconds."""
-    if not found:
+    if not rows:
         return "Not run yet.\n"
-    told = {one.claim: one for one in gain_verdicts(found)}
+    verdicts = {verdict.claim: verdict for verdict in gain_verdicts(rows)}
     methods = [m for m in seconds.CELL.methods if m != "parallel"]
     lines = [
         "| link | parallel, s | " + " | ".join(methods) + " |",
         "|---|---" + "|---" * len(methods) + "|",
     ]
     for gbit, latency in seconds.LINKS:
-        row = {x["method"]: x for x in found if (x["gbit"], x["latency"]) == (gbit, latency)}
+        by_method = {x["method"]: x for x in rows if (x["gbit"], x["latency"]) == (gbit, latency)}
         link = f"{gbit} Gbit/s, {1e3 * latency:g} ms"
-        cells = [link, f"{np.mean(row['parallel']['seconds']):.0f}"]
+        cells = [link, f"{np.mean(by_method['parallel']['seconds']):.0f}"]
         for m in methods:
-            verdict = told.get(f"{link}: {m} before parallel")
+            verdict = verdicts.get(f"{link}: {m} before parallel")
             if verdict is None:
-                cells.append(f"{len(row[m]['gains'])} of {len(SEEDS)} are there")
+                cells.append(f"{len(by_method[m]['gains'])} of {len(SEEDS)} are there")
                 continue
             word = {True: "faster", False: "slower", None: "?"}[verdict.alone]
             if verdict.alone is not None and verdict.adjusted > LEVEL:
                 word += " alone"
-            cells.append(f"{format_interval(of_values(row[m]['gains']))} {word}")
+            cells.append(f"{format_interval(of_values(by_method[m]['gains']))} {word}")
         lines.append("| " + " | ".join(cells) + " |")
-    steps = {m: next(x for x in found if x["method"] == m)["steps"] for m in seconds.CELL.methods}
-    words = ", ".join(f"{m} {np.median(s):g}" for m, s in steps.items())
-    lines += ["", f"Steps to {100 * found[0]['goal']:.1f} %, median of the seeds: {words}."]
+    steps = {m: next(x for x in rows if x["method"] == m)["steps"] for m in seconds.CELL.methods}
+    medians = ", ".join(f"{m} {np.median(s):g}" for m, s in steps.items())
+    lines += ["", f"Steps to {100 * rows[0]['goal']:.1f} %, median of the seeds: {medians}."]
     return "\n".join(lines) + "\n"
 
 
-def links_page(found: Sequence[Line]) -> str:
-    """Return the table of seconds on real links, next to the clock's."""
-    if not found:
+def links_page(rows: Sequence[Line]) -> str:
+    """Return the table of seconds on real links, and by the virtual clock."""
+    if not rows:
         return "Not run yet.\n"
     lines = [
         "| link | method | steps | measured, s | clock, s | longer than the clock says "
         "| times parallel's speed, measured | clock |",
         "|" + "---|" * 8,
     ]
-    base = {(x["gbit"], x["latency"]): x for x in found if x["method"] == "parallel"}
-    for x in found:
+    base = {(x["gbit"], x["latency"]): x for x in rows if x["method"] == "parallel"}
+    for x in rows:
         parallel = base[x["gbit"], x["latency"]]
         longer = 100 * (x["measured_s"] / x["clock_s"] - 1)
         gains = [f"{parallel[key] / x[key]:.2f}" for key in ("measured_s", "clock_s")]
@@ -158,32 +157,32 @@ def links_page(found: Sequence[Line]) -> str:
 
 def timed(runs: Sequence[Line]) -> list[Line]:
     """Return the rows of the table of seconds; [] if runs are missing."""
-    whole = all(len(own) == len(SEEDS) for own in seconds.finals(runs).values())
-    return seconds.measured(runs) if whole else []
+    complete = all(len(by_seed) == len(SEEDS) for by_seed in seconds.finals(runs).values())
+    return seconds.measured(runs) if complete else []
 
 
 # -- the page ----------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
+class Evaluation(NamedTuple):
     """Results that follow from the stored files."""
 
     verdicts: dict[str, list[Verdict]]
     pages: dict[str, str]
 
 
-def everything(runs: Sequence[Line]) -> Found:
+def evaluate(runs: Sequence[Line]) -> Evaluation:
     """Return the verdicts of all tables, and the text of the tables that are replaced."""
     lines = read(INTERVALS)
-    slope = optimal.slopes([run for run in runs if run["study"] == "optimal"])
-    gain = timed(runs)
-    found = {table: published(table, lines) for table in HEADINGS}
-    found |= {
+    slopes = optimal.slopes_of([run for run in runs if run["study"] == "optimal"])
+    gains = timed(runs)
+    verdicts = {table: published(table, lines) for table in HEADINGS}
+    verdicts |= {
         "gap": gap.verdicts(gap.gaps(runs)),
         "equal": gap.verdicts(gap.equals(runs)),
         "remedies": gap.remedy_verdicts(gap.remedies(runs)),
-        "optimal": slope_verdicts(slope),
-        "time": gain_verdicts(gain),
+        "optimal": slope_verdicts(slopes),
+        "time": gain_verdicts(gains),
         "searched": parity.searched_verdicts(runs),
         "diloco": parity.diloco_verdicts(runs),
     }
@@ -191,30 +190,31 @@ def everything(runs: Sequence[Line]) -> Found:
         "gap": gap.page(runs),
         "equal": gap.equal_page(runs),
         "remedies": gap.remedy_page(runs),
-        "optimal": slope_page(slope),
-        "time": gain_page(gain),
+        "optimal": slope_page(slopes),
+        "time": gain_page(gains),
         "links": links_page(read(LINKS)),
         "searched": parity.searched_page(runs),
         "diloco": parity.diloco_page(runs),
     }
-    return Found(found, pages)
+    return Evaluation(verdicts, pages)
 
 
-def rewritten(page: str, found: Found) -> str:
+def rewritten(page: str, evaluation: Evaluation) -> str:
     """Return the page with these verdicts in its last columns, and with the replaced tables."""
     for table, heading in HEADINGS.items():
         begin = page.index(heading)
         end = page.index("\n## ", begin + 1)
         lines = page[begin:end].split("\n")
-        told = {one.claim: one for one in found.verdicts[table]}
-        for at, line in enumerate(lines):
+        verdicts = {verdict.claim: verdict for verdict in evaluation.verdicts[table]}
+        for index, line in enumerate(lines):
             cells = line.split(" | ")
-            one = told.get(cells[0].removeprefix("| "))
-            if line.startswith("| ") and one is not None:
+            verdict = verdicts.get(cells[0].removeprefix("| "))
+            if line.startswith("| ") and verdict is not None:
                 before = cells[-1].removesuffix(" |").partition(" (before: ")
-                lines[at] = " | ".join([*cells[:-1], one.words + "".join(before[1:])]) + " |"
+                words = verdict.words + "".join(before[1:])
+                lines[index] = " | ".join([*cells[:-1], words]) + " |"
         page = page[:begin] + "\n".join(lines) + page[end:]
-    for name, text in found.pages.items():
+    for name, text in evaluation.pages.items():
         first, last = (mark.format(name) for mark in MARKS)
         begin = page.index(first) + len(first)
         end = page.index(last)
@@ -222,30 +222,30 @@ def rewritten(page: str, found: Found) -> str:
     return page
 
 
-def main(given: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Print, write or compare; return 1 if runs contradict each other or the page differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help="write the verdicts to RESULTS.md")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     runs = read(RUNS)
     page = PAGE.read_text("utf-8")
-    found = everything(runs)
-    wrong = faults(runs)
-    print("\n".join(wrong), end="\n" * bool(wrong))
-    for table, rows in found.verdicts.items():
-        lost = sum(one.alone is not None and one.adjusted > LEVEL for one in rows)
+    evaluation = evaluate(runs)
+    problems = faults(runs)
+    print("\n".join(problems), end="\n" * bool(problems))
+    for table, rows in evaluation.verdicts.items():
+        lost = sum(row.alone is not None and row.adjusted > LEVEL for row in rows)
         print(f"{table}: {len(rows)} verdicts, {lost} of them lost by Holm's procedure")
-        for one in rows:
-            print(f"  {one.words:<42} p {one.p:<8.2g} Holm {one.adjusted:<8.2g} {one.claim}")
-    text = rewritten(page, found)
+        for row in rows:
+            print(f"  {row.words:<42} p {row.p:<8.2g} Holm {row.adjusted:<8.2g} {row.claim}")
+    text = rewritten(page, evaluation)
     if options.write:
         PAGE.write_text(text, encoding="utf-8")
     elif text != page:
-        wrong.append("page")
+        problems.append("page")
         print("RESULTS.md differs from these verdicts; use --write to update it")
-    return int(bool(wrong))
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

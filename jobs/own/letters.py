@@ -44,7 +44,7 @@ def windows(samples, test_samples, context):
 
 
 def llama(width=32, layers=2):
-    """Build a Llama model from a configuration; inputs and outputs are those of transformers."""
+    """Build a Llama model from a configuration; inputs and outputs are as in transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

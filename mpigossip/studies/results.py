@@ -16,7 +16,7 @@ from mpigossip.runs.summary import metrics_of
 from mpigossip.studies import tables
 from mpigossip.studies.grid import Cell
 from mpigossip.studies.running import Key, RunResult
-from mpigossip.studies.search import Tried, figure_of, larger_is_better
+from mpigossip.studies.search import Trial, figure_of, larger_is_better
 from mpigossip.studies.seeds import LEVEL, interval, many_to_one, settings
 
 
@@ -43,7 +43,7 @@ class Results:
         seeds: Sequence[int],
         results: Mapping[Key, RunResult],
         judge: str | None,
-        tried: Sequence[Tried],
+        tried: Sequence[Trial],
         left_out: Mapping[str, str],
         folder: Path,
         larger: bool | None = None,

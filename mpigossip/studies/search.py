@@ -21,17 +21,17 @@ FURTHER = 3
 
 
 @dataclass(frozen=True)
-class Tried:
+class Trial:
     """Learning rate that was tried for a point, and its result."""
 
-    cell: Cell
-    """Point of the grid."""
     rate: float
     """Learning rate."""
     judged: float
     """Final value of the metric by which rates are compared; NaN if the run diverged."""
     late: bool = False
     """Whether the run diverged late; such a rate is chosen only if all others diverged."""
+    cell: Cell | None = None
+    """Point of the grid; None outside of a study."""
 
     @property
     def lost(self) -> bool:
@@ -45,7 +45,7 @@ def chosen(
     judge: str | None,
     runner: Runner,
     larger: bool | None = None,
-) -> tuple[dict[Cell, float | None], list[Tried]]:
+) -> tuple[dict[Cell, float | None], list[Trial]]:
     """Choose the learning rate of each point.
 
     :param cells: points of the grid
@@ -75,9 +75,12 @@ def chosen(
         keys = [(cell, rate, SEED) for cell in cells for rate in candidates[cell]]
         results |= runner.fill([key for key in keys if key not in results])
         name = figure_of(results.values(), judge)
-        tried = [Tried(k[0], k[1], run.last(name), run.late) for k, run in results.items()]
+        tried = [
+            Trial(rate, run.last(name), run.late, cell) for (cell, rate, _), run in results.items()
+        ]
         tried_of = {cell: [trial for trial in tried if trial.cell == cell] for cell in cells}
-        best = {cell: _best(trials, name, larger) for cell, trials in tried_of.items()}
+        wanted = larger_is_better(name, larger)
+        best = {cell: best_rate(trials, wanted) for cell, trials in tried_of.items()}
         if further:
             more = {cell: further(best[cell], candidates[cell]) for cell in cells}
             candidates = {cell: sorted([*candidates[cell], *more[cell]]) for cell in cells}
@@ -111,13 +114,16 @@ def larger_is_better(name: str, larger: bool | None = None) -> bool:
     return "accuracy" in name if larger is None else larger
 
 
-def _best(tried: Sequence[Tried], name: str, larger: bool | None = None) -> float:
+def best_rate(tried: Sequence[Trial], larger: bool) -> float:
     """Return the rate with the best result; the smaller one if results are equal.
 
     Rates that diverged late count only if all others diverged. If all diverged at once, the
     smallest rate is returned.
+
+    :param tried: rates that were tried, at least one
+    :param larger: whether larger values are better
     """
-    sign = -1 if larger_is_better(name, larger) else 1
+    sign = -1 if larger else 1
     ended = [trial for trial in tried if math.isfinite(trial.judged)]
     candidates = [trial for trial in ended if not trial.lost] or ended
     if not candidates:
@@ -125,7 +131,7 @@ def _best(tried: Sequence[Tried], name: str, larger: bool | None = None) -> floa
     return min(candidates, key=lambda trial: (sign * trial.judged, trial.rate)).rate
 
 
-def _next(best: float, candidates: Sequence[float]) -> list[float]:
+def further_rates(best: float, candidates: Sequence[float]) -> list[float]:
     """Return half or twice the best rate if it is the smallest or largest one, otherwise none."""
     return [best / 2] * (best == min(candidates)) + [best * 2] * (best == max(candidates))
 
@@ -137,5 +143,8 @@ def _between(best: float, candidates: Sequence[float]) -> list[float]:
     return [float(f"{math.sqrt(best * rate):.3g}") for rate in neighbours]
 
 
-SEARCHES = {"search": [_next] * FURTHER, "fine": [*[_next] * FURTHER, _between]}
+SEARCHES = {
+    "search": [further_rates] * FURTHER,
+    "fine": [*[further_rates] * FURTHER, _between],
+}
 """Functions that return further rates to try, in the order of use, by the name of a search."""

@@ -27,7 +27,7 @@ from mpigossip.studies import Study, running, tables
 from mpigossip.studies.drawing import _label_text
 from mpigossip.studies.grid import Cell, arguments, cells_of
 from mpigossip.studies.running import Runner, RunResult
-from mpigossip.studies.search import Tried, _best, chosen
+from mpigossip.studies.search import Trial, best_rate, chosen
 from mpigossip.studies.seeds import confidence_band, interval, many_to_one
 from tests import launch
 from tests.cases import on_each
@@ -253,8 +253,8 @@ def test_a_run_that_diverges_late_is_distinguished_from_one_that_converged():
         for name, curve in curves.items()
     }
     assert [name for name, late in late_runs.items() if late] == ["late", "beyond its start"]
-    tried = [Tried(None, 0.1, 0.4), Tried(None, 0.2, 0.5, late=True), Tried(None, 0.3, math.nan)]
-    assert _best(tried, "accuracy") == 0.1 and _best(tried[1:], "accuracy") == 0.2
+    tried = [Trial(0.1, 0.4), Trial(0.2, 0.5, late=True), Trial(0.3, math.nan)]
+    assert best_rate(tried, larger=True) == 0.1 and best_rate(tried[1:], larger=True) == 0.2
 
 
 def test_rounding_errors_of_equal_values_are_not_an_interval():
@@ -509,8 +509,8 @@ def test_a_table_explains_its_numbers_and_lists_diverged_runs():
     tie = [run_of(0.88), run_of(0.92)]
     late = [run_of(0.5, late=True), run_of(0.52, late=True)]
     points = cells(method=5)
-    tried = [Tried(points[2], 0.1, 0.6, late=True), Tried(points[2], 1.0, math.nan)]
-    tried += [Tried(points[3], 0.1, 0.6), Tried(points[3], 1.0, math.nan)]
+    tried = [Trial(0.1, 0.6, late=True, cell=points[2]), Trial(1.0, math.nan, cell=points[2])]
+    tried += [Trial(0.1, 0.6, cell=points[3]), Trial(1.0, math.nan, cell=points[3])]
     runs = [good, tie, late, [RunResult(None), run_of(0.5)], late[::-1]]
     study = study_of(runs, rate=0.1, tried=tried)
     comments, lines = study.table("latex").split(r"\begin{tabular}")

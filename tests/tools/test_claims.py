@@ -1,4 +1,4 @@
-"""tools/claims/measure.py: the quick table, the protocols of training claims, and node.vmap."""
+"""jobs/claims: the quick table, protocols, verdicts, stored runs, the virtual clock, node.vmap."""
 
 import copy
 import dataclasses
@@ -19,21 +19,18 @@ from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training import assemble
 from tests.cases import on_each
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
-sys.path.insert(0, str(TOOLS / "claims"))
-
-CLAIMS = TOOLS.parent / "jobs" / "claims"
+CLAIMS = Path(__file__).resolve().parents[2] / "jobs" / "claims"
 sys.path.insert(0, str(CLAIMS))
 
-import learning  # noqa: E402
 import measure  # noqa: E402
 import optimal  # noqa: E402
 import parts  # noqa: E402
+import quadratics  # noqa: E402
 import run_queue  # noqa: E402
 import seconds  # noqa: E402
 import sharing  # noqa: E402
-import toy  # noqa: E402
 import verdicts  # noqa: E402
+from judging import judge, of_values  # noqa: E402
 from table import Row, markdown  # noqa: E402
 
 MAY_FAIL = ("`graph show`", "64 LeNet nodes")
@@ -44,7 +41,7 @@ MAY_FAIL = ("`graph show`", "64 LeNet nodes")
 @pytest.mark.timeout(600)
 def test_quick_table_holds(tmp_path):
     out = tmp_path / "table.md"
-    command = [sys.executable, TOOLS / "claims" / "measure.py", "--quick", "--out", out]
+    command = [sys.executable, CLAIMS / "measure.py", "--quick", "--out", out]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert ran.returncode in (0, 1), ran.stderr
     text = out.read_text(encoding="utf-8")
@@ -72,10 +69,10 @@ def test_protocols_are_studies_that_fit_in_six_hours(capsys):
     assert measure.main(["--estimate"]) == 0
     together = capsys.readouterr().out.strip().splitlines()[-1].split()
     assert together[0] == "together" and float(together[3]) <= 6
-    for protocol in measure.protocols(measure.arguments([])):
-        grid = protocol.given["grid"]
-        axes = {"nodes": protocol.given["nodes"]}
-        for row in protocol.own["row"]:
+    for protocol in measure.protocols(measure.parse_arguments([])):
+        grid = protocol.study_arguments["grid"]
+        axes = {"nodes": protocol.study_arguments["nodes"]}
+        for row in protocol.judging["row"]:
             assert {*row.get("order", [])} <= {*grid["method"]}
             for axis, label in row.get("at", {}).items():
                 assert label in (axes | grid)[axis]
@@ -94,7 +91,7 @@ def test_protocols_are_studies_that_fit_in_six_hours(capsys):
     ],
 )
 def test_a_verdict_needs_an_interval_on_one_side(apart, how, verdict):
-    assert learning.judged(apart, **how) is verdict
+    assert judge("", [of_values(apart)], **how).alone is verdict
 
 
 def test_the_page_says_what_follows_from_the_stored_runs(capsys):
@@ -138,7 +135,7 @@ def test_verdicts_are_those_of_the_intervals_before_holm():
         else:
             beyond = low > alike or high < -alike
             wanted = True if -alike <= low and high <= alike else False if beyond else None
-        found = verdicts.judged("", [verdicts.of_interval(line)], by or 0.0, alike)
+        found = judge("", [verdicts.of_interval(line)], by or 0.0, alike)
         assert found.alone is wanted, line
 
 
@@ -183,7 +180,7 @@ def test_modes_of_the_ring_move_as_the_packages_nodes_do(name):
     method = algorithms.build(name, "sgd", options[name], 0, graph("ring", n))
     curvature = torch.from_numpy(optimal.CURVATURE)
     x = torch.zeros(n, 5, dtype=torch.float64)
-    there = toy.steps(method, graph("ring", n), x, lambda x: curvature * (x - each), rate)
+    there = quadratics.steps(method, graph("ring", n), x, lambda x: curvature * (x - each), rate)
     start = np.zeros((1, 2, 5))
     w = optimal.weights(n)
     here = {

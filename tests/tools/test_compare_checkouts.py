@@ -70,7 +70,7 @@ def test_a_changed_constant_of_one_algorithm_is_found(tmp_path):
         ({"onward": "c"}, {"onward": "a"}, "equal", "OLD resumes inexactly"),
         ({"onward": "c"}, {"onward": "d"}, "differs", "resumed: d, in OLD c"),
         ({"code": 2}, {}, "new", "OLD refuses it"),
-        ({"code": 1, "said": "why"}, {}, "failed", "OLD: why"),
+        ({"code": 1, "message": "why"}, {}, "failed", "OLD: why"),
         ({"code": 2}, {"code": 2}, "failed", "NEW: "),
         ({}, {"code": 2}, "failed", "NEW: "),
     ],

@@ -18,7 +18,6 @@ TINY = [
     "run.epochs=2",
     "node.devices=cpu:1",
 ]
-FEW = ["run.epochs=2"]
 
 
 @pytest.fixture
@@ -35,15 +34,13 @@ def little(tmp_path, monkeypatch):
             for (axis, values), most in zip(grid.items(), labels, strict=False)
         }
         nodes = 4 if isinstance(given["nodes"], list) else min(given["nodes"], 16)
-        more = FEW if "quadratics" in job else TINY
         fewer = {"nodes": nodes, "seeds": 1, "rates": None}
-        return whole(job, grid, **given | fewer | {"settings": [*given.get("settings", ()), *more]})
+        return whole(job, grid, **given | fewer | {"settings": [*given.get("settings", ()), *TINY]})
 
     monkeypatch.setattr(mpigossip, "study", study)
 
 
 SCRIPTS = {
-    "claims/transient.py": ("claims-figures/transient", ["curves.png", "transient.png"]),
     "claims/topology.py": ("claims-figures/topology", ["topology.png"]),
     "claims/residue.py": (
         "claims-figures/residue", ["accuracy.png", "consensus.png", "residue.png"],

@@ -1,4 +1,4 @@
-"""tools/claims/theory.py: formulas against runs of the package, and its page."""
+"""jobs/claims/theory.py: formulas against runs of the package, and its page."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from mpigossip.graphs import graph
 from tests.cases import on_each
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools" / "claims"))
+sys.path.insert(0, str(ROOT / "jobs" / "claims"))
 
 import theory  # noqa: E402
 

@@ -197,9 +197,9 @@ def ranks(cells: list[str], slow: str, calibrate: bool) -> None:
     torch.set_num_threads(1)
     with mpigossip.world() as world:
         if calibrate:
-            found = calibrated(world)
+            machine = calibrated(world)
             if world.rank == 0:
-                print(json.dumps({"machine": found}), flush=True)
+                print(json.dumps({"machine": machine}), flush=True)
         for name in cells:
             words = (METHODS | CLOCK)[name]
             step, close, period = engine(world, words, slow) if words else ddp(world, slow)

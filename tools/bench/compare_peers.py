@@ -85,52 +85,54 @@ class Ours:
 def contenders(ranks: World, count: int) -> list[Any]:
     """Return all contenders; the best of three bucket sizes is determined beforehand."""
     limit = SimpleNamespace(name="limit: average of private arrays", round=limit_memory(count))
-    found: list[Any] = [limit]
+    all_contenders: list[Any] = [limit]
     for name in ("one-peer-hypercube", "one-peer-exponential"):
-        found += [Ours(ranks, count, name), Ours(ranks, count, name, copies=True)]
-    found.append(Ours(ranks, count, "complete", ExchangeKind.GLOBAL))
+        all_contenders += [Ours(ranks, count, name), Ours(ranks, count, name, copies=True)]
+    all_contenders.append(Ours(ranks, count, "complete", ExchangeKind.GLOBAL))
     theirs = (peers.Pairs, peers.Neighbour, peers.Periodic, peers.Allreduce)
-    found += [make(ranks.comm, count) for make in theirs]
+    all_contenders += [make(ranks.comm, count) for make in theirs]
     caps = sorted({max(1, count * 4 // 10**6 // part) for part in (1, 4, 16)})
-    found.append(best(ranks, [lambda c=c: peers.Gradients(ranks.comm, count, c) for c in caps]))
-    return found
+    all_contenders.append(
+        best(ranks, [lambda c=c: peers.Gradients(ranks.comm, count, c) for c in caps])
+    )
+    return all_contenders
 
 
 def best(ranks: World, makes: Sequence[Callable[[], Any]]) -> Any:
-    """Return the fastest of several settings of one contender; the others are dropped."""
+    """Return the fastest of several settings of one contender; the others are deleted."""
     tried = []
     for make in makes:
-        one = make()
-        one.fill(1.0)
-        one.round()
-        times = [timed(ranks, one.round) for _ in range(3)]
-        tried.append((statistics.median(times), len(tried), one))
-        say(ranks, f"  tried {one.name}: {1e3 * tried[-1][0]:.0f} ms")
+        contender = make()
+        contender.fill(1.0)
+        contender.round()
+        times = [timed(ranks, contender.round) for _ in range(3)]
+        tried.append((statistics.median(times), len(tried), contender))
+        say(ranks, f"  tried {contender.name}: {1e3 * tried[-1][0]:.0f} ms")
     return min(tried)[2]
 
 
-def exact(ranks: World, one: Any) -> bool:
+def exact(ranks: World, contender: Any) -> bool:
     """Return whether ⌈log2 n⌉ rounds from x = rank + 1 give exactly (n + 1)/2 on every node."""
-    one.fill(float(ranks.rank + 1))
+    contender.fill(float(ranks.rank + 1))
     for _ in range((ranks.size - 1).bit_length()):
-        one.round()
-        getattr(one, "after", lambda: None)()
-        getattr(one, "prepare", lambda: None)()
+        contender.round()
+        getattr(contender, "after", lambda: None)()
+        getattr(contender, "prepare", lambda: None)()
     wanted = (ranks.size + 1) / 2
-    return all(ranks.comm.allgather(one.ends() == (wanted, wanted)))
+    return all(ranks.comm.allgather(contender.ends() == (wanted, wanted)))
 
 
 def average(ranks: World, options) -> None:
     """Time rounds of one vector, with all contenders in turn."""
     count = options.megabytes * 10**6 // 4 // 4096 * 4096
-    found = contenders(ranks, count)
-    right = {one.name: exact(ranks, one) for one in found[1:]}
-    times: dict[str, list[float]] = {one.name: [] for one in found}
+    all_contenders = contenders(ranks, count)
+    right = {contender.name: exact(ranks, contender) for contender in all_contenders[1:]}
+    times: dict[str, list[float]] = {contender.name: [] for contender in all_contenders}
     began = time.perf_counter()
     for repeat in range(100):
-        for one in found:
-            getattr(one, "prepare", lambda: None)()
-            times[one.name].append(timed(ranks, one.round))
+        for contender in all_contenders:
+            getattr(contender, "prepare", lambda: None)()
+            times[contender.name].append(timed(ranks, contender.round))
         late = time.perf_counter() - began > options.seconds and repeat >= 4
         if ranks.comm.bcast(late):
             break
@@ -149,12 +151,12 @@ def average(ranks: World, options) -> None:
         say(
             ranks,
             f"{name:46}{1e3 * middle[name]:8.1f} {spread:7.0%} "
-            f"{middle[name] / middle[found[0].name]:8.2f} {right.get(name, '-')!s:>6} "
+            f"{middle[name] / middle[all_contenders[0].name]:8.2f} {right.get(name, '-')!s:>6} "
             f"{ratios[0]:8.2f} {ratios[1]:10.2f}",
         )
-    for one in found:
-        if isinstance(one, Ours):
-            one.mixer.close()
+    for contender in all_contenders:
+        if isinstance(contender, Ours):
+            contender.mixer.close()
 
 
 # -- training -----------------------------------------------------------------------------------
@@ -187,9 +189,9 @@ class Gossip:
     def averaged(self) -> torch.nn.Module:
         """Return the exact average over the nodes."""
         self.open()
-        found = averaged_model(self.assembly.trainer.replicas, self.assembly.trainer.mixer)
+        model = averaged_model(self.assembly.trainer.replicas, self.assembly.trainer.mixer)
         self.close()
-        return found
+        return model
 
 
 def job_of(options, algorithm: str, style: str = "atc", graph: str = "one-peer-exponential"):
@@ -251,37 +253,40 @@ def turn(ranks: World, one: Any, steps: range) -> float:
 
 def train(ranks: World, options) -> None:
     """Train epochs of all contenders in turn; print seconds per epoch, and accuracy."""
-    found, shared = trained(ranks, options)
+    all_contenders, shared = trained(ranks, options)
     if options.only:
-        found = [one for one in found if any(word in one.name for word in options.only)]
+        all_contenders = [
+            contender
+            for contender in all_contenders
+            if any(word in contender.name for word in options.only)
+        ]
     per_epoch = options.steps or shared.steps_per_epoch
-    for one in found:  # Create connections and caches before anything is timed.
+    for contender in all_contenders:  # Create connections and caches before anything is timed.
         if options.warm_up:
-            turn(ranks, one, range(options.warm_up))
-    seconds: dict[str, list[float]] = {one.name: [] for one in found}
-    right: dict[str, list[float]] = {one.name: [] for one in found}
+            turn(ranks, contender, range(options.warm_up))
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in all_contenders}
+    right: dict[str, list[float]] = {contender.name: [] for contender in all_contenders}
     for epoch in range(options.epochs):
-        for one in found:
+        for contender in all_contenders:
             first = options.warm_up + epoch * per_epoch
             steps = range(first, first + per_epoch)
-            seconds[one.name].append(turn(ranks, one, steps))
-            right[one.name].append(accuracy(ranks, one, shared))
+            seconds[contender.name].append(turn(ranks, contender, steps))
+            right[contender.name].append(accuracy(ranks, contender, shared))
         say(
             ranks,
             f"epoch {epoch + 1}: "
             + ", ".join(
-                f"{one.name} {seconds[one.name][-1]:.1f} s {right[one.name][-1]:.3f}"
-                for one in found
+                f"{name} {seconds[name][-1]:.1f} s {right[name][-1]:.3f}" for name in seconds
             ),
         )
-    ours = statistics.median(seconds[found[0].name])
+    ours = statistics.median(seconds[all_contenders[0].name])
     say(ranks, f"\n{'':32}{'s an epoch':>11} {'ms a step':>10} {'/ ahead':>8} {'accuracy':>9}")
-    for one in found:
-        median = statistics.median(seconds[one.name])
+    for contender in all_contenders:
+        median = statistics.median(seconds[contender.name])
         say(
             ranks,
-            f"{one.name:32}{median:11.2f} {1e3 * median / per_epoch:10.2f} "
-            f"{median / ours:8.2f} {right[one.name][-1]:9.3f}",
+            f"{contender.name:32}{median:11.2f} {1e3 * median / per_epoch:10.2f} "
+            f"{median / ours:8.2f} {right[contender.name][-1]:9.3f}",
         )
 
 

@@ -1,7 +1,7 @@
 """Opponents in tools/bench/compare_peers.py: gloo, torch's averagers and DDP, MPI_Allreduce.
 
 Each averages one vector by `round()`, or trains one model by `step(index)`, as its documentation
-says, with the best setting found here. All of them use gloo, except MPI_Allreduce.
+says, with the setting that was fastest here. All of them use gloo, except MPI_Allreduce.
 """
 
 import fcntl
@@ -38,11 +38,11 @@ def meet(ranks: World) -> None:
 def timed(ranks: World, work: Callable[[], Any]) -> float:
     """Return the seconds of the slowest rank; all ranks begin together."""
     meet(ranks)
-    began = time.perf_counter()
+    begin = time.perf_counter()
     work()
-    mine = time.perf_counter() - began
+    seconds = time.perf_counter() - begin
     meet(ranks)
-    return max(ranks.comm.allgather(mine))
+    return max(ranks.comm.allgather(seconds))
 
 
 def say(ranks: World, line: str) -> None:
@@ -75,8 +75,8 @@ def join(comm: MPI.Comm, interface: str) -> None:
 def _address(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         words = struct.pack("256s", interface.encode()[:15])
-        found = fcntl.ioctl(any_socket.fileno(), 0x8915, words)  # SIOCGIFADDR
-    return socket.inet_ntoa(found[20:24])
+        answer = fcntl.ioctl(any_socket.fileno(), 0x8915, words)  # SIOCGIFADDR
+    return socket.inet_ntoa(answer[20:24])
 
 
 # -- averaging --------------------------------------------------------------------------------

@@ -24,16 +24,16 @@ LARGEST = 1 << 18
 """Largest size of a file in bytes; larger files are generated tables of registers."""
 
 
-def chosen(sizes: dict[str, int], most: int) -> list[str]:
-    """Return names in the order of their checksums, up to a total of ``most`` bytes."""
-    found = []
+def chosen(sizes: dict[str, int], limit: int) -> list[str]:
+    """Return names in the order of their checksums, up to a total of ``limit`` bytes."""
+    names = []
     total = 0
     for name in sorted(sizes, key=lambda name: (zlib.crc32(name.encode()), name)):
-        if total >= most:
+        if total >= limit:
             break
-        found.append(name)
+        names.append(name)
         total += sizes[name]
-    return found
+    return names
 
 
 def members(archive: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str]]:

@@ -20,8 +20,8 @@ LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
 def pages() -> list[Path]:
     """Return the pages, as paths in the tree."""
-    found = [path for folder in FOLDERS for path in sorted((REPO / folder).rglob("*.md"))]
-    return [path.relative_to(REPO) for path in found]
+    paths = [path for folder in FOLDERS for path in sorted((REPO / folder).rglob("*.md"))]
+    return [path.relative_to(REPO) for path in paths]
 
 
 def place(path: Path) -> Path:

@@ -128,7 +128,7 @@ def example(path: str, default: Any, hint: Any) -> str:
 
 def settings() -> dict[str, tuple[str, ...]]:
     """Return every setting: type and limits, default, meaning, example."""
-    found = {}
+    rows = {}
     for name, cls in sections.SECTIONS.items():
         hints = typing.get_type_hints(cls, include_extras=True)
         about = field_docs(cls)
@@ -141,8 +141,8 @@ def settings() -> dict[str, tuple[str, ...]]:
             assert default is not MISSING, path
             words = kind(hints[field.name])
             text = example(path, default, hints[field.name])
-            found[path] = (words, shown, about[field.name], text)
-    return found
+            rows[path] = (words, shown, about[field.name], text)
+    return rows
 
 
 def options() -> Iterator[tuple[str, str, str, str, str]]:

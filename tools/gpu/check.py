@@ -175,8 +175,8 @@ def run(place: Place, options: argparse.Namespace) -> int:
         with contextlib.suppress(OSError):
             out.parent.mkdir(parents=True, exist_ok=True)
             put_on_top(text, out)
-            found = {"device": device, "gpus": gpus, "rows": [row._asdict() for row in rows]}
-            out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+            results = {"device": device, "gpus": gpus, "rows": [row._asdict() for row in rows]}
+            out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     print("\n" + text, flush=True)
     return 1 if any(row.good is False for row in rows) else 0
 
@@ -193,16 +193,16 @@ def all_rows(
                 raise NotRun("the time was over")
             if check.gpus > gpus:
                 raise NotRun(f"needs {check.gpus} GPUs or more")
-            said, good = measured(check, place, min(ends - began, check.seconds))
+            result, good = measured(check, place, min(ends - began, check.seconds))
         except NotRun as reason:
-            said = f"not run: {reason}"
+            result = f"not run: {reason}"
             good = None
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
-            said = f"failed: {type(error).__name__}: {first}".replace("|", "/")
+            result = f"failed: {type(error).__name__}: {first}".replace("|", "/")
             good = False
-        rows.append(Row(check.title, said, check.limit, good))
-        print(f"   {said}   ({time.monotonic() - began:.0f} s)", flush=True)
+        rows.append(Row(check.title, result, check.limit, good))
+        print(f"   {result}   ({time.monotonic() - began:.0f} s)", flush=True)
 
 
 def measured(check: Check, place: Place, seconds: float) -> tuple[str, bool | None]:
@@ -226,13 +226,13 @@ def result_of(command: list[str], place: Place, seconds: float):
     :raises RuntimeError: if the process fails without such a line; contains its error message
     """
     done = finished(command + (["--rehearse"] if place.rehearsed else []), seconds)
-    found = re.findall(r"^RESULT (.*)", done.stdout, re.MULTILINE)
+    results = re.findall(r"^RESULT (.*)", done.stdout, re.MULTILINE)
     # The result counts even if the process failed afterwards.
-    if found:
-        return json.loads(found[-1])
+    if results:
+        return json.loads(results[-1])
     print(done.stdout[-3000:], done.stderr[-5000:])
     last = re.findall(r"^(?:\w+\.)*\w*(?:Error|Refused|Exception|exit)\b.*", done.stderr, re.M)
-    why = last[-1][:300] if last else "it said nothing of why"
+    why = last[-1][:300] if last else "no error message"
     raise RuntimeError(f"ended with code {done.returncode}: {why}")
 
 
@@ -286,9 +286,9 @@ def put_on_top(text: str, path: Path) -> None:
     """Insert the table below the file's heading, above older tables."""
     heading = "# Results of gpu_check.sh\n"
     old = path.read_text().removeprefix(heading).strip("\n") if path.exists() else ""
-    beside = path.with_suffix(".new")
-    beside.write_text(f"{heading}\n{text}\n" + (f"\n{old}\n" if old else ""))
-    beside.replace(path)
+    temporary = path.with_suffix(".new")
+    temporary.write_text(f"{heading}\n{text}\n" + (f"\n{old}\n" if old else ""))
+    temporary.replace(path)
 
 
 if __name__ == "__main__":

@@ -79,16 +79,16 @@ def device(place: Place):
 
     if place.rehearsed:
         what = "a CPU" if place.device == "cpu" else "the double of a GPU"
-        said = f"REHEARSAL on {what}, torch {torch.__version__}: the figures mean nothing"
-        return 1 if place.device == "cpu" else len(names()), said
+        text = f"REHEARSAL on {what}, torch {torch.__version__}: the figures mean nothing"
+        return 1 if place.device == "cpu" else len(names()), text
     if not torch.cuda.is_available():
         return 0, f"torch {torch.__version__} of {sys.executable} sees none"
     torch.ones(1, device=place.device).sum().item()
     driver = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     wheels = {dist.metadata["Name"] or "": dist.version for dist in metadata.distributions()}
     cupy = next((f"CuPy {v}" for n, v in wheels.items() if n.startswith("cupy")), "no CuPy")
-    said = f"{len(names())} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}, {driver}"
-    return len(names()), f"{said}, {cupy}, Python {platform.python_version()}"
+    text = f"{len(names())} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}, {driver}"
+    return len(names()), f"{text}, {cupy}, Python {platform.python_version()}"
 
 
 # -- one GPU, one process -------------------------------------------------------------------------
@@ -257,12 +257,12 @@ def scaled(place: Place):
         return torch.cat([p.detach().cpu().flatten() for p in network.parameters()])
 
     wanted = trained(lambda network, optimizer: optimizer)
-    found = trained(
+    parameters = trained(
         lambda network, optimizer: mpigossip.Gossip(
             SingleProcess(), network, optimizer, algorithm="dsgd", graph="complete"
         )
     )
-    off = float((found - wanted).norm() / wanted.norm())
+    off = float((parameters - wanted).norm() / wanted.norm())
     return f"relative difference {off:.1e}", off <= 1e-5
 
 
@@ -328,9 +328,9 @@ def put_seconds(place: Place, w, nbytes: int) -> float:
         window.Put(source, after)
         window.Flush(after)
 
-    found = place.median(put, place.size(9, 2), w.barrier)
+    seconds = place.median(put, place.size(9, 2), w.barrier)
     close_window(window, w.comm)
-    return found
+    return seconds
 
 
 def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
@@ -371,21 +371,23 @@ def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
         return f"not run: no other way than host memory {why}", None
     share = least / took
     (fair, how) = mps()
-    said = f"{share:.0%} ({route}, {4 * width / 1e6:.0f} MB in {took * 1e3:.1f} ms; {how})"
-    return said, place.bar(share >= float(bar) or fair)
+    text = f"{share:.0%} ({route}, {4 * width / 1e6:.0f} MB in {took * 1e3:.1f} ms; {how})"
+    return text, place.bar(share >= float(bar) or fair)
 
 
 def overlap(place: Place, w):
     """Compare the median step of an `ahead` algorithm with and without an exchange."""
-    found = []
+    seconds = []
     for name in ("identity", "one-peer-exponential"):
         ahead = ["algorithm.name=dsgd", "algorithm.style=awc", f"graph.name={name}"]
         assembly, _ = resnet(place, *ahead, nodes=w)
-        found.append(place.median(assembly.trainer.step, place.size(12, 1), w.barrier))
+        seconds.append(place.median(assembly.trainer.step, place.size(12, 1), w.barrier))
         assembly.close()
-    more = found[1] / found[0] - 1
+    more = seconds[1] / seconds[0] - 1
     (fair, how) = mps()
-    return f"{more:+.1%} ({found[0] * 1e3:.0f} ms without; {how})", place.bar(more <= 0.05 or fair)
+    return f"{more:+.1%} ({seconds[0] * 1e3:.0f} ms without; {how})", place.bar(
+        more <= 0.05 or fair
+    )
 
 
 def naps(place: Place, seed: int):
@@ -447,8 +449,8 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
             index % 4
         ]
         pairs = []
-        for mine, every in zip(mixer.outbox(t), reference.outbox(t), strict=True):
-            for target, rows in zip(mine, every, strict=True):
+        for targets, sources in zip(mixer.outbox(t), reference.outbox(t), strict=True):
+            for target, rows in zip(targets, sources, strict=True):
                 draw = torch.Generator().manual_seed(1000 * index + len(pairs))
                 rows.copy_(torch.randn(rows.shape, generator=draw, dtype=rows.dtype))
                 pairs.append((target, rows[w.rank : w.rank + 1].to(place.device)))
@@ -459,8 +461,8 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
             for stream in (streams.out, streams.into):
                 with torch.cuda.stream(stream):
                     nap()
-        for one in (mixer, reference):
-            one.start(kind, t, index)
+        for each_mixer in (mixer, reference):
+            each_mixer.start(kind, t, index)
         nap()
         for got, rows in zip(mixer.finish()[1], reference.finish()[1], strict=True):
             for array, row in zip(got, rows, strict=True):
@@ -468,9 +470,9 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
         ran = index + 1
         t = t + (kind is ExchangeKind.GOSSIP)
     way = next(iter(mixer.routes.values())).partition(" ")[0]
-    everyone = sum(w.gather(wrong) or ())
+    total = sum(w.gather(wrong) or ())
     mixer.close()
-    return f"{everyone} wrong arrays in {ran} rounds ({way})", everyone == 0 and ran > 0
+    return f"{total} wrong arrays in {ran} rounds ({way})", total == 0 and ran > 0
 
 
 def mutant(place: Place, w):
@@ -483,11 +485,11 @@ def mutant(place: Place, w):
             streams.ready = torch.cuda.Stream(streams.device).record_event
 
     try:
-        said, good = stress(place, w, "auto", forget, 20)
-        found = said, not good
+        text, good = stress(place, w, "auto", forget, 20)
+        result = text, not good
     except RuntimeError as error:
-        found = str(error)[:120], "nothing stands between them" in str(error)
-    tell(found, w)
+        result = str(error)[:120], "nothing stands between them" in str(error)
+    print_result(result, w)
     time.sleep(2)  # let the other rank notice it, too
     os._exit(0)  # the state of its memory is unknown
 
@@ -497,22 +499,22 @@ def digests(place: Place, w):
     from tests.test_gpu import settings_of, trained
 
     differ = []
-    said = []
+    texts = []
     for name in ("dmsgd", "sgp"):
-        found = []
+        digests_of_ways = []
         for way in ("auto", "host"):
             settings = [*settings_of(name), f"node.exchange={way}"]
             full = trained(w, w.size, "mlp", place.slots(1), settings, place.size(20, 4))
-            found.append(w.gather(hashlib.sha256(full.numpy().tobytes()).hexdigest()[:8]))
-        differ += [name] * (found[0] != found[1])
-        said.append(f"{name} {' '.join(found[0] or ())}")
-    return f"{', '.join(differ)} differ" if differ else ", ".join(said), not differ
+            digests_of_ways.append(w.gather(hashlib.sha256(full.numpy().tobytes()).hexdigest()[:8]))
+        differ += [name] * (digests_of_ways[0] != digests_of_ways[1])
+        texts.append(f"{name} {' '.join(digests_of_ways[0] or ())}")
+    return f"{', '.join(differ)} differ" if differ else ", ".join(texts), not differ
 
 
-def tell(found, world=None) -> None:
+def print_result(result, world=None) -> None:
     """Print the line that check.py reads."""
     if world is None or world.rank == 0:
-        print("\nRESULT " + json.dumps(found), flush=True)
+        print("\nRESULT " + json.dumps(result), flush=True)
 
 
 def main(known: dict[str, Callable], name: str, seconds: str, *words: str) -> None:
@@ -524,13 +526,13 @@ def main(known: dict[str, Callable], name: str, seconds: str, *words: str) -> No
     work = known[name]
     if "w" not in work.__code__.co_varnames[: work.__code__.co_argcount]:
         # Some measurements print their result themselves.
-        if (found := work(place, *words)) is not None:
-            tell(found)
+        if (result := work(place, *words)) is not None:
+            print_result(result)
         return
     from mpigossip.cluster.ranks import world
 
     with world() as ranks:
-        tell(work(place, ranks, *words), ranks)
+        print_result(work(place, ranks, *words), ranks)
 
 
 MEASURED = (

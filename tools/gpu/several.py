@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from measures import DEVICE_ONLY, Place, main, names, resnet, tell
+from measures import DEVICE_ONLY, Place, main, names, print_result, resnet
 
 
 def _all_done(work: Callable[[], object]) -> Callable[[], None]:
@@ -23,22 +23,22 @@ def _all_done(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def matrix(place: Place):
-    """Copy a pattern from every GPU to every other one; report differing bytes and rates."""
+    """Copy a pattern from every GPU to every other GPU; report differing bytes and rates."""
     import torch
 
     size = place.size(256 << 20, 1 << 16)
     wrong = []
     rates = []
-    for k, one in enumerate(names()):
-        source = torch.full((size,), 37 + 11 * k, dtype=torch.uint8, device=one)
-        for two in names():
-            if one == two:
+    for k, source_name in enumerate(names()):
+        source = torch.full((size,), 37 + 11 * k, dtype=torch.uint8, device=source_name)
+        for target_name in names():
+            if source_name == target_name:
                 continue
-            target = torch.zeros(size, dtype=torch.uint8, device=two)
+            target = torch.zeros(size, dtype=torch.uint8, device=target_name)
             taken = place.median(_all_done(lambda t=target, s=source: t.copy_(s)), 3)
             rates.append(size / taken / 1e9)
-            print(f"{one} to {two}: {rates[-1]:.1f} GB/s", flush=True)
-            wrong += [f"{one} to {two}"] * (not bool((target == 37 + 11 * k).all()))
+            print(f"{source_name} to {target_name}: {rates[-1]:.1f} GB/s", flush=True)
+            wrong += [f"{source_name} to {target_name}"] * (not bool((target == 37 + 11 * k).all()))
     text = f"{len(rates)} pairs, {min(rates):.0f} to {max(rates):.0f} GB/s"
     return f"wrong: {', '.join(wrong)}" if wrong else text, not wrong
 
@@ -49,24 +49,24 @@ def _half(w, graph_name: str, width: int, **ways):
     from mpigossip.mixing.base import MessageLayout
     from mpigossip.mixing.synchronous import Synchronous
 
-    mine = tuple(names()[w.rank :: w.size])
-    layout = MessageLayout((width,) * len(mine), devices=mine)
+    devices = tuple(names()[w.rank :: w.size])
+    layout = MessageLayout((width,) * len(devices), devices=devices)
     return Synchronous(graph(graph_name, w.size), layout, w, timeout_s=60, on_devices=True, **ways)
 
 
 def ways(place: Place, w):
     """Report which transports move the memory of each GPU between two ranks."""
-    found = {}
+    routes = {}
     for window in ("auto", "nccl"):
         try:
             mixer = _half(w, "complete", 4096, exchange=window)
-            found[window] = mixer.routes[1 - w.rank]
+            routes[window] = mixer.routes[1 - w.rank]
             mixer.close()
         except RuntimeError as error:
-            found[window] = f"refused: {error}"
-    print(json.dumps(found, indent=1))
-    text = ", ".join(f"{asked}: {way.partition(' ')[0]}" for asked, way in found.items())
-    return text, place.bar(not found["auto"].startswith(("host", "refused")))
+            routes[window] = f"refused: {error}"
+    print(json.dumps(routes, indent=1))
+    text = ", ".join(f"{requested}: {way.partition(' ')[0]}" for requested, way in routes.items())
+    return text, place.bar(not routes["auto"].startswith(("host", "refused")))
 
 
 def cold(place: Place, w, window: str):
@@ -79,10 +79,10 @@ def cold(place: Place, w, window: str):
     wrong = 0
     ran = 0
     ends = time.monotonic() + place.seconds - 30
-    mine = names()[w.rank :: w.size]
+    devices = names()[w.rank :: w.size]
     width = place.size(1 << 20, 1 << 10)
-    group = make_group(tuple(mine), 1, True, 60)
-    gradients = [torch.ones(1, width * len(mine), device=name) for name in mine]
+    group = make_group(tuple(devices), 1, True, 60)
+    gradients = [torch.ones(1, width * len(devices), device=name) for name in devices]
     for again in range(place.size(200, 3)):
         if w.agree(int(time.monotonic() > ends)):
             break
@@ -100,8 +100,8 @@ def cold(place: Place, w, window: str):
         ran = again + 1
         mixer.close()
     group.close()
-    everyone = sum(w.gather(wrong) or ())
-    return f"{everyone} wrong in {ran} rounds ({way})", everyone == 0 and ran > 0
+    total = sum(w.gather(wrong) or ())
+    return f"{total} wrong in {ran} rounds ({way})", total == 0 and ran > 0
 
 
 def killed(place: Place):
@@ -116,7 +116,7 @@ def killed(place: Place):
     full = [torch.ones(1, 1024 * len(names()), device=name) for name in names()]
     group.reduce_scatter_mean(full)
     began = time.perf_counter()
-    text = "nothing was said"
+    text = "no error"
     if place.rehearsed:
         os.environ["MPIGOSSIP_DOUBLE_FAILS"] = "lost"
     else:  # a device-side assertion makes the CUDA context unusable
@@ -129,7 +129,7 @@ def killed(place: Place):
         text = str(error)
     took = time.perf_counter() - began
     named = ("" if place.rehearsed else victim) + " was lost during" in text
-    tell((f"after {took:.1f} s: {text.splitlines()[0][:200]}", named and took < 30))
+    print_result((f"after {took:.1f} s: {text.splitlines()[0][:200]}", named and took < 30))
     os._exit(0)  # the process cannot use the device any more
 
 
@@ -178,7 +178,7 @@ def ddp(place: Place):
     taken = place.median(one, 15, dist.barrier)
     ranks = dist.get_world_size()
     if dist.get_rank() == 0:
-        tell(256 * ranks / taken)
+        print_result(256 * ranks / taken)
     dist.destroy_process_group()
 
 

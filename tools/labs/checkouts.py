@@ -64,7 +64,7 @@ class Result:
 
     command: str
     code: int = 0
-    said: str = ""
+    message: str = ""
     """Message of a command that failed."""
     digest: str = ""
     onward: str = ""
@@ -77,10 +77,10 @@ class Result:
 class Failed(Exception):
     """Failure of a command, with its exit code and its last line of output."""
 
-    def __init__(self, code: int, said: str):
-        super().__init__(code, said)
+    def __init__(self, code: int, message: str):
+        super().__init__(code, message)
         self.code = code
-        self.said = said
+        self.message = message
 
 
 class Checkout:
@@ -90,11 +90,13 @@ class Checkout:
         self.folder = folder.resolve()
         for needed in ("mpigossip/__main__.py", "jobs/digits.toml"):
             if not (self.folder / needed).is_file():
-                raise Wrong(f"{folder}: no checkout of mpigossip, as {needed} isn't there")
+                raise Wrong(f"{folder}: not a checkout of mpigossip: {needed} is missing")
         words = [sys.executable, "-c", "import mpigossip; print(mpigossip.__file__)"]
-        found = Path(self._ended(words).strip())
-        if self.folder not in found.parents:
-            raise Wrong(f"PYTHONPATH={folder} imports {found}: another package hides the checkout")
+        package = Path(self._ended(words).strip())
+        if self.folder not in package.parents:
+            raise Wrong(
+                f"PYTHONPATH={folder} imports {package}: another package hides the checkout"
+            )
 
     def commit(self) -> str | None:
         """Return the checked-out commit; None if there are local changes or no repository."""
@@ -151,10 +153,10 @@ def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str]
             _resume(checkout, job, folder, old_run, result)
     except Failed as failed:
         result.code = failed.code
-        result.said = failed.said
+        result.message = failed.message
     except (OSError, KeyError, IndexError) as error:  # the run lacks a file or a key
         result.code = 1
-        result.said = f"{type(error).__name__}: {error}"
+        result.message = f"{type(error).__name__}: {error}"
     result.seconds = result.seconds or round(time.monotonic() - begin, 1)
     return result
 
@@ -196,7 +198,7 @@ def _resume(
     try:
         result.onward = digest(half, checkout.mpigossip(["resume", str(half), *way], job.ranks))
     except Failed as failed:
-        raise Failed(1, f"resuming: {failed.said}") from None
+        raise Failed(1, f"resuming: {failed.message}") from None
 
 
 def cut(run: Path, to: Path) -> Path:
@@ -206,7 +208,7 @@ def cut(run: Path, to: Path) -> Path:
     return to
 
 
-def digest(run: Path, said: str) -> str:
+def digest(run: Path, output: str) -> str:
     """Return the printed digest.
 
     :raises Failed: if nothing was printed, or if the files of the nodes have another digest
@@ -216,22 +218,22 @@ def digest(run: Path, said: str) -> str:
     for path in sorted(newest.glob("node-*.h5")):
         with h5py.File(path) as file:
             sha.update(file["parameters"][:].astype("<f4").tobytes())
-    printed = re.search(r"^digest\s+([0-9a-f]{64})$", said, re.MULTILINE)
+    printed = re.search(r"^digest\s+([0-9a-f]{64})$", output, re.MULTILINE)
     if printed is None or printed[1] != sha.hexdigest():
-        told = printed[1][:8] if printed else "nothing"
-        raise Failed(1, f"digest printed: {told}, of the files: {sha.hexdigest()[:8]}")
+        value = printed[1][:8] if printed else "nothing"
+        raise Failed(1, f"digest printed: {value}, of the files: {sha.hexdigest()[:8]}")
     return printed[1]
 
 
 def figures(log: Path) -> dict[str, str]:
     """Return a hash of each column that contains no times."""
-    found = {}
+    hashes = {}
     with h5py.File(log) as file:
         for group in ("steps", "evaluations"):
             for name, data in file[group].items():
                 if not TIMES.fullmatch(name):
-                    found[f"{group}/{name}"] = hashlib.sha256(data[:].tobytes()).hexdigest()[:16]
-    return found
+                    hashes[f"{group}/{name}"] = hashlib.sha256(data[:].tobytes()).hexdigest()[:16]
+    return hashes
 
 
 def _read(checkout: Checkout, job: Job, folder: Path, old_run: Path, result: Result) -> None:

@@ -90,17 +90,17 @@ def verdict(old: Result, new: Result, meant: Sequence[str] = ()) -> tuple[str, s
     """
     if old.code == REFUSED and not new.code:
         return "new", "OLD refuses it"
-    failed = [f"{who}: {r.said}" for who, r in (("OLD", old), ("NEW", new)) if r.code]
+    failed = [f"{who}: {r.message}" for who, r in (("OLD", old), ("NEW", new)) if r.code]
     if failed:
         return "failed", "; ".join(failed)
-    wrong = ["parameters"] if old.digest != new.digest else []
+    differences = ["parameters"] if old.digest != new.digest else []
     both = [c for c in old.figures if c in new.figures and c not in meant]
     columns = [c for c in both if new.figures[c] != old.figures[c]]
-    wrong += [f"log: {', '.join(columns)}"] if columns else []
+    differences += [f"log: {', '.join(columns)}"] if columns else []
     if new.onward not in (old.onward, old.digest):  # OLD may have resumed inexactly
-        wrong.append(f"resumed: {new.onward[:8]}, in OLD {old.onward[:8]}")
-    if wrong:
-        return "differs", "; ".join(wrong)
+        differences.append(f"resumed: {new.onward[:8]}, in OLD {old.onward[:8]}")
+    if differences:
+        return "differs", "; ".join(differences)
     return "equal", "OLD resumes inexactly" if old.onward not in (old.digest, "") else ""
 
 
@@ -117,8 +117,8 @@ def line(job: Job, row: dict) -> str:
     shown = (old["digest"], new["digest"], new["onward"])
     digests = " ".join(f"{text[:8] or '-':8}" for text in shown)
     seconds = f"{old['seconds']:6.1f} {new['seconds']:6.1f}"
-    found = f"{row['verdict']}: {row['reasons']}" if row["reasons"] else row["verdict"]
-    return f"{job.name:18} {f'{job.how} {job.of}':15} {digests} {seconds}  {found}"
+    outcome = f"{row['verdict']}: {row['reasons']}" if row["reasons"] else row["verdict"]
+    return f"{job.name:18} {f'{job.how} {job.of}':15} {digests} {seconds}  {outcome}"
 
 
 def chosen(only: Sequence[str]) -> list[Job]:
@@ -147,8 +147,8 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="checkouts-") as work:
             return compare(options, Path(work))
-    except Wrong as wrong:
-        print(f"{Path(sys.argv[0]).name}: {wrong}", file=sys.stderr)
+    except Wrong as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 2
 
 

@@ -68,7 +68,7 @@ def originals(top: Path) -> None:
     """Create a folder with intact files for each kind."""
     for kind in KINDS:
         (top / kind).mkdir(parents=True)
-    beside = checkpoint.begin(top, 3)
+    temporary = checkpoint.begin(top, 3)
     entries = []
     for node in range(2):
         draw = np.random.default_rng(node)
@@ -77,10 +77,10 @@ def originals(top: Path) -> None:
         numbers = {"index": 3, "born": 0, "round": 3, "shift": 0, "seconds": 0.1, "bytes_sent": 9}
         shapes = ((20, 20), (100,))
         state = checkpoint.NodeState(values, ("weight", "bias"), shapes, arrays, numbers)
-        entries.append(checkpoint.write_node(beside, node, state))
+        entries.append(checkpoint.write_node(temporary, node, state))
     job = '[model]\nname = "forged_module:factory"\n'
-    made = checkpoint.commit(beside, top, 3, entries, job, {"slots": 1, "steps_per_epoch": 9})
-    shutil.copytree(made, top / "checkpoint", dirs_exist_ok=True)
+    path = checkpoint.commit(temporary, top, 3, entries, job, {"slots": 1, "steps_per_epoch": 9})
+    shutil.copytree(path, top / "checkpoint", dirs_exist_ok=True)
     columns = {"loss": Column("nat", "loss"), "bytes_sent": Column("B", "sent", "int64")}
     about = {"nodes": 3, "job": job, "columns": columns, "environment": {"host": "a"}}
     out = LogWriter(top / "log/log.h5", **about)
@@ -167,15 +167,15 @@ class Forger:
         return said
 
     def _plain(self, file: h5py.File, split: str) -> dict[str, h5py.Dataset]:
-        found = {}
+        datasets = {}
         for name in ("labels", "offsets", "sizes", "checksums"):
-            place = f"{split}/{name}"
-            hard = place in file and isinstance(file.get(place, getlink=True), h5py.HardLink)
-            if hard and isinstance(file[place], h5py.Dataset) and file[place].size:
-                data = file[place]
+            path = f"{split}/{name}"
+            hard = path in file and isinstance(file.get(path, getlink=True), h5py.HardLink)
+            if hard and isinstance(file[path], h5py.Dataset) and file[path].size:
+                data = file[path]
                 if data.nbytes < 1 << 20 and not data.dtype.hasobject and not data.external:
-                    found[name] = data
-        return found
+                    datasets[name] = data
+        return datasets
 
     def _object(self, file: h5py.File) -> str:
         """Replace one of the arrays by another kind of object."""
@@ -385,7 +385,7 @@ def headers(data: bytes) -> Iterator[tuple[int, int]]:
     """Yield first byte and checksum's offset of object headers, B-tree headers, superblock."""
     ends = {b"BTHD": lambda at: at + 34, b"EAHD": lambda at: at + 68, b"FRHP": lambda at: at + 142}
     for name, end_of in ({b"OHDR": lambda at: _object_end(data, at)} | ends).items():
-        for at in (found.start() for found in re.finditer(name, data)):
+        for at in (match.start() for match in re.finditer(name, data)):
             end = end_of(at)
             if lookup3(data[at:end]) == int.from_bytes(data[end : end + 4], "little"):
                 yield at, end
@@ -447,12 +447,12 @@ def forked(work: Callable[[], Any], limit: int) -> tuple[Any, float]:
             traceback.print_exc()
         os._exit(1)
     os.close(write)
-    with os.fdopen(read, "rb") as told:
-        found = told.read()
+    with os.fdopen(read, "rb") as pipe:
+        answer = pipe.read()
     _, status, usage = os.wait4(pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    ended = "hang" if code == -signal.SIGALRM else f"crash {code}"
-    return json.loads(found) if found else ended, usage.ru_maxrss / 1024
+    failure = "hang" if code == -signal.SIGALRM else f"crash {code}"
+    return json.loads(answer) if answer else failure, usage.ru_maxrss / 1024
 
 
 def tried(kind: str, folder: Path, inside: Path) -> tuple[str, float, list[str]]:
@@ -504,7 +504,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="folder for the files that went wrong")
     options = parser.parse_args()
     draw = random.Random(options.seed)
-    found = Counter()
+    outcomes = Counter()
     wrong = 0
     slowest = largest = 0.0
     with tempfile.TemporaryDirectory(prefix="forge-") as folder:
@@ -527,13 +527,13 @@ def main() -> int:
             ]
             ways += {"checkpoint": [forger.manifest] * 2, "log": [forger.journal]}.get(kind, [])
             way = getattr(forger, options.only) if options.only else draw.choice(ways)
-            said = way()
+            change = way()
             watch.seen()
-            told, peak = forked(lambda: tried(kind, case, top / "case"), 30)  # noqa: B023
-            answer, seconds, strays = (told, 30.0, []) if isinstance(told, str) else told
+            result, peak = forked(lambda: tried(kind, case, top / "case"), 30)  # noqa: B023
+            answer, seconds, strays = (result, 30.0, []) if isinstance(result, str) else result
             opened = watch.seen()
             loads = answer == right[kind] and way in (forger.damage, forger.header, forger.journal)
-            if (kind, said, answer) == ("log", "missing", right["missing"]):
+            if (kind, change, answer) == ("log", "missing", right["missing"]):
                 answer = "without that column, the rest as it was"
                 loads = True
             if way == forger.header and len(answer) == len(right[kind]) and not loads:
@@ -541,15 +541,15 @@ def main() -> int:
                 loads = True
             good = (answer == "refused" or loads) and seconds < SECONDS and peak < MEGABYTES
             good = good and not strays and not opened
-            told = "loads as it was" if answer == right[kind] else answer[:80]
-            found[f"{way.__name__}: {told}"] += 1
+            outcome = "loads as it was" if answer == right[kind] else answer[:80]
+            outcomes[f"{way.__name__}: {outcome}"] += 1
             slowest = max(slowest, seconds)
             largest = max(largest, peak)
             if not good:
                 wrong += 1
                 what = "same" if answer == right[kind] else answer
                 print(
-                    f"WRONG {number} {kind}, {said}: {what}, {seconds} s, {peak} MB, "
+                    f"WRONG {number} {kind}, {change}: {what}, {seconds} s, {peak} MB, "
                     f"{strays or ('opened outside' if opened else '')}",
                     flush=True,
                 )
@@ -557,7 +557,7 @@ def main() -> int:
                     options.keep.mkdir(parents=True, exist_ok=True)
                     shutil.copytree(case, options.keep / f"{number}", symlinks=True)
             shutil.rmtree(case)
-    for line, count in sorted(found.items()):
+    for line, count in sorted(outcomes.items()):
         print(f"{count:5}  {line}")
     print(f"{options.count} forged, {wrong} wrong; {slowest:.2f} s and {largest:.0f} MB at most")
     return int(wrong > 0)

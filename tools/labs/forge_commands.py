@@ -101,24 +101,24 @@ class Texts(Forger):
         """Change a setting of the job, a counter, a fact, or a value of environment or summary."""
         return self._log() if self.kind == "log" else self._checkpoint()
 
-    def _table(self, found: dict) -> str:
+    def _table(self, table: dict) -> str:
         """Change, add or remove a value of a table."""
-        key = self.draw.choice([*found, "further"])
+        key = self.draw.choice([*table, "further"])
         value = self.draw.choice(VALUES)
         if self.draw.random() < 0.2:
-            found.pop(key, None)
+            table.pop(key, None)
             return f"without {key}"
-        found[key] = value
+        table[key] = value
         return f"{key} = {repr(value)[:30]}"
 
     def _job(self, text: str) -> tuple[str, str]:
         """Change the value in a line of the job's TOML."""
         lines = text.splitlines()
-        at = self.draw.choice([k for k, line in enumerate(lines) if " = " in line])
+        index = self.draw.choice([k for k, line in enumerate(lines) if " = " in line])
         value = self.draw.choice(VALUES)
-        said = json.dumps(value) if not isinstance(value, float | dict) else str(value)
-        lines[at] = f"{lines[at].partition(' = ')[0]} = {said}"
-        return "\n".join(lines) + "\n", lines[at][:60]
+        text_of_value = json.dumps(value) if not isinstance(value, float | dict) else str(value)
+        lines[index] = f"{lines[index].partition(' = ')[0]} = {text_of_value}"
+        return "\n".join(lines) + "\n", lines[index][:60]
 
     def _checkpoint(self) -> str:
         manifest = checkpoint.read_manifest(self.folder)
@@ -126,47 +126,47 @@ class Texts(Forger):
         job = manifest.job
         meta = dict(manifest.meta)
         if which == "job":
-            job, said = self._job(job)
+            job, change = self._job(job)
         elif which == "meta":
-            said = self._table(meta)
+            change = self._table(meta)
         else:
             with h5py.File(self.path, "r+") as file:
-                found = json.loads(file["numbers"][()])
-                said = self._table(found)
+                numbers = json.loads(file["numbers"][()])
+                change = self._table(numbers)
                 del file["numbers"]
-                file.create_dataset("numbers", data=fixed(json.dumps(found)))
+                file.create_dataset("numbers", data=fixed(json.dumps(numbers)))
         changed = checkpoint.Manifest(3, 2, job, meta, manifest.entries)
         manifests.write(self.folder / checkpoint.MANIFEST, changed)
         self.sign()
-        return f"{which}: {said}"
+        return f"{which}: {change}"
 
     def _log(self) -> str:
         which = self.draw.choice(["job", "environment", "summary", "summary"])
         with h5py.File(self.path, "r+") as file:
             thing = file["summary"] if which == "summary" else file
             if which == "summary":
-                found = dict(thing.attrs)
-                said = self._table(found)
-                for key in set(thing.attrs) - set(found):
+                table = dict(thing.attrs)
+                change = self._table(table)
+                for key in set(thing.attrs) - set(table):
                     del thing.attrs[key]
-                value = found.get(said.partition(" = ")[0], 0)
+                value = table.get(change.partition(" = ")[0], 0)
                 value = fixed(value) if isinstance(value, str) else value
                 value = np.bytes_(json.dumps(value)) if isinstance(value, dict | list) else value
                 value = h5py.Empty("f4") if value is None else value
                 with contextlib.suppress(TypeError, OverflowError):
-                    if " = " in said:
-                        thing.attrs[said.partition(" = ")[0]] = value
+                    if " = " in change:
+                        thing.attrs[change.partition(" = ")[0]] = value
             elif which == "environment":
-                found = json.loads(bytes(file.attrs["environment"]))
-                said = self._table(found)
-                text = json.dumps(found if self.draw.random() < 0.7 else self.draw.choice(VALUES))
+                table = json.loads(bytes(file.attrs["environment"]))
+                change = self._table(table)
+                text = json.dumps(table if self.draw.random() < 0.7 else self.draw.choice(VALUES))
                 file.attrs["environment"] = fixed(text)
             else:
-                text, said = self._job(bytes(file.attrs["job"]).decode())
+                text, change = self._job(bytes(file.attrs["job"]).decode())
                 file.attrs["job"] = fixed(text)
             with contextlib.suppress(ValueError):
                 guard.seal(thing)
-        return f"{which}: {said}"
+        return f"{which}: {change}"
 
 
 def ran(words: list[str], out: Path) -> tuple[object, list[str], list[str]]:
@@ -196,13 +196,13 @@ def ran(words: list[str], out: Path) -> tuple[object, list[str], list[str]]:
     sys.addaudithook(hook)
     try:
         code: object = mpigossip(words)
-    except SystemExit as left:
-        code = left.code
+    except SystemExit as stop:
+        code = stop.code
     except BaseException:
         code = traceback.format_exc()
-    found = code, [*strays], [*resumed]
+    result = code, [*strays], [*resumed]
     sys.stdout.flush()
-    return found
+    return result
 
 
 def commands(kind: str, run: Path, out: Path) -> list[list[str]]:
@@ -235,20 +235,20 @@ def copied(source: str, to: str) -> None:
 
 def on_ranks(run: Path, ranks: int) -> str:
     """Resume a forged run under the launcher; return what is wrong with it, "" if nothing is."""
-    made = launch.Launch(ranks, ["mpigossip", "resume", str(run), "run.steps=6"], REPO)
-    with contextlib.closing(made), contextlib.suppress(subprocess.TimeoutExpired):
-        code = made.process.wait(RANKS_S)
-        err = made.output()[1]
+    run_on_ranks = launch.Launch(ranks, ["mpigossip", "resume", str(run), "run.steps=6"], REPO)
+    with contextlib.closing(run_on_ranks), contextlib.suppress(subprocess.TimeoutExpired):
+        code = run_on_ranks.process.wait(RANKS_S)
+        err = run_on_ranks.output()[1]
         well = (not code or "mpigossip: " in err) and "Traceback" not in err
         return "" if well else f"exit code {code}: {err[-900:]}"
-    return f"no end: {made.output()[1][-900:]}"
+    return f"no end: {run_on_ranks.output()[1][-900:]}"
 
 
-def wrong(words: list[str], found: object, text: str) -> str:
+def describe_problem(words: list[str], result: object, text: str) -> str:
     """Return what is wrong with the way in which a command ended, "" if nothing is."""
-    if isinstance(found, str):  # cli's child process turns crashes of HDF5 into a message
-        return "" if CRASH.fullmatch(found) else found
-    code, strays, resumed = found
+    if isinstance(result, str):  # cli's child process turns crashes of HDF5 into a message
+        return "" if CRASH.fullmatch(result) else result
+    code, strays, resumed = result
     trains = words[0] in ("resume", "simulate")
     if code not in (0, 1, 2, 75) or "Traceback" in text:
         return f"exit code {code}: {text[-500:]}"
@@ -298,15 +298,15 @@ def checked(kind: str, run: Path, watch: Watch, top: Path, draw: random.Random):
             words = [word.replace(str(run), str(top / "again")) for word in words]
         watch.seen()
         out = top / "out"
-        found, _ = forked(lambda: ran(words, out), LIMIT_S)  # noqa: B023
+        result, _ = forked(lambda: ran(words, out), LIMIT_S)  # noqa: B023
         text = out.read_bytes().decode(errors="replace")
-        problem = wrong(words, found, text)
+        problem = describe_problem(words, result, text)
         if watch.seen():
             problem = problem or "opened a file elsewhere"
         name = " ".join(words[:2]) if words[0] in ("log", "checkpoint") else words[0]
         odd = re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
-        came = "wrong" if problem else found if isinstance(found, str) else found[0]
-        yield name, f"{came}{', control characters' if odd else ''}", problem
+        outcome = "wrong" if problem else result if isinstance(result, str) else result[0]
+        yield name, f"{outcome}{', control characters' if odd else ''}", problem
 
 
 def main() -> int:
@@ -319,7 +319,7 @@ def main() -> int:
     options = parser.parse_args()
     os.chdir(REPO)
     draw = random.Random(options.seed)
-    found = Counter[str]()
+    outcomes = Counter[str]()
     bad = 0
     done = 0
     for name in LATE:
@@ -348,7 +348,7 @@ def main() -> int:
                 problem = on_ranks(run, ranks)
                 results = [(f"resume on {ranks}", "wrong" if problem else "well", problem)]
             for name, came, problem in results:
-                found[f"{kind}, {name}: {came}"] += 1
+                outcomes[f"{kind}, {name}: {came}"] += 1
                 if problem:
                     bad += 1
                     print(
@@ -359,7 +359,7 @@ def main() -> int:
                         kept = options.keep / f"{options.seed}-{number}"
                         shutil.copytree(run, kept, symlinks=True, dirs_exist_ok=True)
             shutil.rmtree(run)
-    for line, count in sorted(found.items()):
+    for line, count in sorted(outcomes.items()):
         print(f"{count:5}  {line}")
     print(f"{done} forged, {bad} wrong")
     return int(bad > 0)

@@ -186,11 +186,11 @@ def outcome(words: list[str], out: Path) -> tuple[object, float, float, list[str
 def check(words: list[str], top: Path, limited: bool = True) -> tuple[str, str]:
     """Run one command in a fork; return its outcome in a word, and the fault or "" if none."""
     out = top / "out"
-    found, _ = forked(lambda: outcome(words, out), LIMIT_S)
+    result, _ = forked(lambda: outcome(words, out), LIMIT_S)
     text = out.read_bytes().decode(errors="replace")
-    if isinstance(found, str):
-        return "wrong", f"{found}: {text[-300:]}"
-    code, spent, grown, strays = found
+    if isinstance(result, str):
+        return "wrong", f"{result}: {text[-300:]}"
+    code, spent, grown, strays = result
     # The user's own command may name code to import; nothing else may.
     own = any("forged_module" in word or "os:system" in word for word in words)
     if code not in (0, 1, 2, 75) or "Traceback" in text:

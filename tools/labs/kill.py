@@ -16,7 +16,7 @@
 The launcher is MPIGOSSIP_MPIEXEC, as in the tests; `ranks`, `places` and `loop` need the launcher
 of Open MPI (`--with-ft ulfm` is added). The tool prints a table at the end. Its exit code is 1 if
 anything was wrong: a run that does not end in time, a log or checkpoint with gaps, accuracy more
-than --points below that of a run without a failure; and for a loop: a process that is left, missing
+than --points below a run without a failure; and for a loop: a process that is left, missing
 steps, or models that are not bitwise identical to those that a computation without MPI gives for
 the same failures.
 """
@@ -64,23 +64,23 @@ DIGITS = [
 
 
 @dataclass
-class Found:
-    """Results of a series of kills."""
+class Series:
+    """Series of kills: its number of kills, its problems, and facts for the table."""
 
     title: str
     kills: int = 0
-    wrong: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     facts: dict[str, object] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def run(self, what: object, kills: int) -> Iterator[None]:
-        """Count the kills of a run, or record what was wrong with it."""
+        """Count the kills of a run, or record the problem."""
         try:
             yield
             self.kills += kills
         except (AssertionError, StoreError, OSError, IndexError, TimeoutError) as error:
-            self.wrong.append(f"{what}: {error}")
-            print(f"WRONG {self.wrong[-1]}", flush=True)
+            self.problems.append(f"{what}: {error}")
+            print(f"WRONG {self.problems[-1]}", flush=True)
 
     def seconds(self, what: str, values: Sequence[float]) -> None:
         """Record the median and the maximum of some times."""
@@ -91,7 +91,7 @@ class Found:
     def line(self) -> str:
         """Return one row of the table."""
         facts = ", ".join(f"{name} {value}" for name, value in self.facts.items())
-        return f"{self.title}: {self.kills} kills, {len(self.wrong)} wrong; {facts}"
+        return f"{self.title}: {self.kills} kills, {len(self.problems)} wrong; {facts}"
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def job(folder: Path, settings: Sequence[str]) -> list[str]:
 # -- while checkpoints are written ----------------------------------------------------------------
 
 
-def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Found]:
+def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Series]:
     """Kill a run repeatedly while it writes a checkpoint, then let it run to its end.
 
     Each chain has to end with the digest of a run that was never killed.
@@ -120,14 +120,14 @@ def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Found]:
     ranks = 2
     count = options.count or 200
     torn = 0
-    found = Found(f"checkpoints, {ranks} ranks")
-    while found.kills + len(found.wrong) < count:
-        folder = top / f"chain-{found.kills}"
+    series = Series(f"checkpoints, {ranks} ranks")
+    while series.kills + len(series.problems) < count:
+        folder = top / f"chain-{series.kills}"
         whole = top / "whole"
-        for _ in range(min(options.chain, count - found.kills)):
-            with found.run(folder, 1):
+        for _ in range(min(options.chain, count - series.kills)):
+            with series.run(folder, 1):
                 torn += one_life(folder, ranks, draw)
-        with found.run(folder, 0):
+        with series.run(folder, 0):
             newest = checkpoint.latest(folder)
             assert newest is not None, "no whole checkpoint"
             steps = f"run.steps={checkpoint.read_manifest(newest).step + 5}"
@@ -136,12 +136,12 @@ def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Found]:
                 ["mpigossip", "resume", folder, steps],
                 [*job(whole, TINY), steps, "checkpoint.every_steps=0"],
             ):
-                said = launch.mpirun(ranks, words, START_S, REPO).stdout
-                digests += re.findall(r"digest +([0-9a-f]{64})", said)
+                output = launch.mpirun(ranks, words, START_S, REPO).stdout
+                digests += re.findall(r"digest +([0-9a-f]{64})", output)
             assert len(digests) == 2 and digests[0] == digests[1], f"digests {digests}, {steps}"
         shutil.rmtree(whole, ignore_errors=True)
-    found.facts["while writing"] = torn
-    yield found
+    series.facts["while writing"] = torn
+    yield series
 
 
 def one_life(folder: Path, ranks: int, draw: random.Random) -> bool:
@@ -170,7 +170,7 @@ def last(folder: Path) -> int:
 # -- while MPI starts -----------------------------------------------------------------------------
 
 
-def starts(options, top: Path, draw: random.Random) -> Iterator[Found]:
+def starts(options, top: Path, draw: random.Random) -> Iterator[Series]:
     """Kill a rank within the first seconds of runs, which have to end with a message, or continue.
 
     In every other run, the rank dies within 0.3 s of its entry into MPI_Init, which takes no
@@ -179,7 +179,7 @@ def starts(options, top: Path, draw: random.Random) -> Iterator[Found]:
     """
     settings = [*TINY[:-1], "run.steps=1500", "run.survive=true", f"node.timeout_s={STARTS_S:g}"]
     for ranks in options.nodes:
-        found = Found(f"start, {ranks} ranks")
+        series = Series(f"start, {ranks} ranks")
         phases = Counter[str]()
         waits = []
         named = 0
@@ -187,7 +187,7 @@ def starts(options, top: Path, draw: random.Random) -> Iterator[Found]:
             folder = top / f"start-{ranks}-{at}"
             chosen = draw.randrange(ranks)
             with (
-                found.run(f"{folder}, rank {chosen}", 1),
+                series.run(f"{folder}, rank {chosen}", 1),
                 launched(ranks, job(folder, settings)) as run,
             ):
                 entered = f".ranks-*/{chosen}.*+"
@@ -195,9 +195,9 @@ def starts(options, top: Path, draw: random.Random) -> Iterator[Found]:
                 if at % 2:
                     wait(lambda: any(folder.glob(entered)), LIMIT_S, run)  # noqa: B023
                 time.sleep(draw.random() * (0.3 if at % 2 else BEGUN_S))
-                told = "".join(run.output())
+                output = "".join(run.output())
                 phase = "before its hello"
-                if "parameters" in told:
+                if "parameters" in output:
                     phase = "in training"
                 elif any(folder.glob(entered)):
                     phase = "in MPI's start"
@@ -219,16 +219,16 @@ def starts(options, top: Path, draw: random.Random) -> Iterator[Found]:
                 named += bool(ours)
                 if not ours:
                     print(f"rank {chosen} is not named, {phase}: {err[-500:]}", flush=True)
-        found.facts |= phases
-        found.facts["with the rank's number in our own words"] = named
-        found.seconds("from kill to end", waits)
-        yield found
+        series.facts |= phases
+        series.facts["with the rank's number in our own words"] = named
+        series.seconds("from kill to end", waits)
+        yield series
 
 
 # -- signals in the phases of a run ----------------------------------------------------------------
 
 
-def signals(options, top: Path, draw: random.Random) -> Iterator[Found]:
+def signals(options, top: Path, draw: random.Random) -> Iterator[Series]:
     """Send a signal to a random rank of runs, which have to end in time with a complete checkpoint.
 
     The phases alternate. If a rank is stopped, the others have two time limits, of at least 10 s,
@@ -237,7 +237,7 @@ def signals(options, top: Path, draw: random.Random) -> Iterator[Found]:
     ranks = options.nodes[0]
     for name in options.signals:
         number = getattr(signal, f"SIG{name}")
-        found = Found(f"SIG{name}, {ranks} ranks")
+        series = Series(f"SIG{name}, {ranks} ranks")
         ends = Counter[str]()
         waits = []
         for at in range(options.count or 20):
@@ -247,7 +247,7 @@ def signals(options, top: Path, draw: random.Random) -> Iterator[Found]:
             steps = "run.steps=400" if phase == "end" else "run.steps=100000"
             settings = [*TINY, steps, f"node.timeout_s={STARTS_S:g}", "run.evaluate_every=1"]
             with (
-                found.run(f"{folder}, rank {chosen}, {phase}", 1),
+                series.run(f"{folder}, rank {chosen}, {phase}", 1),
                 launched(ranks, job(folder, settings)) as run,
             ):
                 wait(lambda: len(run.ranks()) == ranks, START_S, run)  # noqa: B023
@@ -283,15 +283,15 @@ def signals(options, top: Path, draw: random.Random) -> Iterator[Found]:
                     assert code in (75, 0), f"code {code}: {run.output()[1][-900:]}"
                 if name == "STOP" and code:
                     assert named, f"rank {chosen} is not named: {run.output()[1][-900:]}"
-        found.facts |= ends
-        found.seconds("from signal to end", waits)
-        yield found
+        series.facts |= ends
+        series.seconds("from signal to end", waits)
+        yield series
 
 
 # -- at a given place of a run ---------------------------------------------------------------------
 
 
-def places(options, top: Path, draw: random.Random) -> Iterator[Found]:
+def places(options, top: Path, draw: random.Random) -> Iterator[Series]:
     """Let ranks die inside an evaluation, a global average or a flush, or in training.
 
     The other ranks have to reach the end, with a complete log. The victim itself prints where it
@@ -302,7 +302,7 @@ def places(options, top: Path, draw: random.Random) -> Iterator[Found]:
     common = [*DIGITS, "data.batch=60", "data.workers=0", "run.steps=20", "log.flush_steps=5"]
     common += ['log.hooks=["victim:Victim"]', "run.epochs=100"]
     for ranks, where in ((n, where) for n in options.nodes for where in options.where):
-        found = Found(f"in {where}, {ranks} ranks, {lost} at once")
+        series = Series(f"in {where}, {ranks} ranks, {lost} at once")
         waits = []
         mark = {"evaluation": "e", "average": "g", "flush": "!", "training": ""}[where]
         average = ["cadence.name=gossip-pga", "cadence.period=3"] * (where == "average")
@@ -315,7 +315,7 @@ def places(options, top: Path, draw: random.Random) -> Iterator[Found]:
             plan = " ".join(f"{one}@{step}{mark}" for one in who)
             folder = top / f"{where}-{ranks}-{at}"
             with (
-                found.run(f"{folder}, {plan}", lost),
+                series.run(f"{folder}, {plan}", lost),
                 launched(
                     ranks, job(folder, [*common, *average]), VICTIMS=plan, PYTHONPATH=path
                 ) as run,
@@ -325,14 +325,14 @@ def places(options, top: Path, draw: random.Random) -> Iterator[Found]:
                 died = run.output()[1].count("a victim dies in ")
                 assert died == lost, f"{died} victims, not {lost}: {run.output()[1][-900:]}"
                 waits += checked(folder, lost)["lost_s"]
-        found.seconds("lost as logged", waits)
-        yield found
+        series.seconds("lost as logged", waits)
+        yield series
 
 
 # -- in training ----------------------------------------------------------------------------------
 
 
-def losses(options, top: Path, draw: random.Random) -> Iterator[Found]:
+def losses(options, top: Path, draw: random.Random) -> Iterator[Series]:
     """Kill ranks one after the other; the others have to reach the end.
 
     Their accuracy may be at most ``--points`` percentage points below the accuracy of a run
@@ -347,7 +347,7 @@ def losses(options, top: Path, draw: random.Random) -> Iterator[Found]:
     milestones = f"schedule.milestones=[{2 * epochs // 3},{13 * epochs // 15}]"
     settings = [*DIGITS, f"run.epochs={epochs}", milestones]
     for ranks in options.nodes:
-        found = Found(f"training, {ranks} ranks, {lost} x {who}")
+        series = Series(f"training, {ranks} ranks, {lost} x {who}")
         points = []
         waits = []
         spent = []
@@ -356,7 +356,7 @@ def losses(options, top: Path, draw: random.Random) -> Iterator[Found]:
         for at in range(-(-(options.count or 50) // len(options.nodes))):
             folder = top / f"lost-{ranks}-{at}"
             ends = sorted(draw.sample(range(epochs - 2), lost))
-            with found.run(folder, lost):
+            with series.run(folder, lost):
                 pause = 0.3 * whole["seconds"] / epochs
                 waits += trained(ranks, job(folder, settings), draw, ends, victim, pause)
                 one = checked(folder, lost)
@@ -364,13 +364,13 @@ def losses(options, top: Path, draw: random.Random) -> Iterator[Found]:
                 spent += one["lost_s"]
                 print(f"run {at + 1}: accuracy {one['accuracy']:.4f}", flush=True)
                 assert points[-1] >= -options.points, f"accuracy {points[-1]:+.2f} points"
-        found.facts["accuracy of the whole run"] = f"{whole['accuracy']:.4f}"
+        series.facts["accuracy of the whole run"] = f"{whole['accuracy']:.4f}"
         mean = statistics.mean(points or [0])
         worst = min(points, default=0)
-        found.facts["points apart, mean and worst"] = f"{mean:+.2f} {worst:+.2f}"
-        found.seconds("from kill to going on", waits)
-        found.seconds("lost as logged", spent)
-        yield found
+        series.facts["points apart, mean and worst"] = f"{mean:+.2f} {worst:+.2f}"
+        series.seconds("from kill to going on", waits)
+        series.seconds("lost as logged", spent)
+        yield series
 
 
 def trained(
@@ -395,8 +395,8 @@ def trained(
             time.sleep(pause * draw.random())
             chosen = draw.choice(alive) if victim is None or number else victim
             alive.remove(chosen)
-            said = lambda: run.output()[1].count("continue from")  # noqa: B023, E731
-            waits.append(kill(run, pids[chosen], said, number))
+            count_lost = lambda: run.output()[1].count("continue from")  # noqa: B023, E731
+            waits.append(kill(run, pids[chosen], count_lost, number))
         well(run)
     return waits
 
@@ -432,19 +432,19 @@ def checked(folder: Path, lost: int) -> dict:
 # -- in a custom loop -----------------------------------------------------------------------------
 
 
-def loops(options, top: Path, draw: random.Random) -> Iterator[Found]:
+def loops(options, top: Path, draw: random.Random) -> Iterator[Series]:
     """Kill ranks of custom loops; compare the survivors' models with a computation without MPI."""
     steps = 600
     lost = options.losses
     for nodes in options.nodes:
-        found = Found(f"a custom loop, {nodes} ranks, {lost} x a random rank")
+        series = Series(f"a custom loop, {nodes} ranks, {lost} x a random rank")
         waits = []
         for at in range(options.count or 20):
             folder = top / f"loop-{nodes}-{at}"
             alive = list(range(nodes))
             words = [sys.executable, survivors.SCRIPT, "--steps", steps, "--evaluate-every", 50]
             words += ["--out", folder] * options.folder
-            with found.run(folder, lost), launched(nodes, words) as run:
+            with series.run(folder, lost), launched(nodes, words) as run:
                 wait(lambda: "step " in run.output()[0], START_S, run)  # noqa: B023
                 pids = run.ranks()
                 for number in range(lost):
@@ -452,8 +452,8 @@ def loops(options, top: Path, draw: random.Random) -> Iterator[Found]:
                     wait(lambda: run.output()[0].count("step ") > begun, LIMIT_S, run)  # noqa: B023
                     time.sleep(draw.random() * 0.15)
                     chosen = alive.pop(draw.randrange(len(alive)))
-                    said = lambda: len(survivors.lost(run.output()[1]))  # noqa: B023, E731
-                    waits.append(kill(run, pids[chosen], said, number))
+                    count_lost = lambda: len(survivors.lost(run.output()[1]))  # noqa: B023, E731
+                    waits.append(kill(run, pids[chosen], count_lost, number))
                 well(run)
                 out, err = run.output()
                 assert not (left := run._stragglers()), f"left running: {left}"
@@ -464,8 +464,8 @@ def loops(options, top: Path, draw: random.Random) -> Iterator[Found]:
                 assert f"step {steps}: " in out, f"not at its end: {out}"
                 if options.folder:
                     check_folder(folder, steps, models)
-        found.seconds("from kill to going on", waits)
-        yield found
+        series.seconds("from kill to going on", waits)
+        yield series
 
 
 def check_folder(folder: Path, steps: int, models: dict[int, str]) -> None:
@@ -585,9 +585,9 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kill-lab-") as top:
         set_launcher(options, Path(top))
-        found = list(SERIES[options.what](options, Path(top), random.Random(options.seed)))
-    print(*(one.line() for one in found), sep="\n")
-    return int(any(one.wrong for one in found))
+        series = list(SERIES[options.what](options, Path(top), random.Random(options.seed)))
+    print(*(part.line() for part in series), sep="\n")
+    return int(any(part.problems for part in series))
 
 
 if __name__ == "__main__":

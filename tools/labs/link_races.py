@@ -130,10 +130,10 @@ def stream_of(connection: socket.socket):
 
 
 def publish(path: Path, text: str) -> None:
-    """Write a file, readable for all users, whole under its name."""
-    beside = path.with_name(f".{path.name}")
-    write(beside, text)
-    beside.rename(path)
+    """Write a file for all users, and rename it when it is complete."""
+    temporary = path.with_name(f".{path.name}")
+    write(temporary, text)
+    temporary.rename(path)
 
 
 def write(path: Path, text: str) -> None:

@@ -127,16 +127,16 @@ class Paced(FolderExchange):
         return super().send(state)
 
     def receive(self):
-        """Receive at once, while the own model is being written."""
-        found = super().receive()
+        """Receive at once, while the model of this member is being written."""
+        state = super().receive()
         place = self.place
-        if found is not None:
+        if state is not None:
             self.lab.lags.append(place.age - place.peer.age)
         self.at += self.lab.options.delay
         self.lab.clock.wait(self.at)
         self.at -= self.lab.options.delay
         self.written()
-        return found
+        return state
 
     def chunk(self):
         """Wait in virtual time while other members train the last chunks."""
@@ -186,11 +186,13 @@ class Lab:
                 replay.replay(self.folder)
             reader = Place(RecordStore(self.folder), self.plan)
             versions = reader.ended().versions
-            found = self.test([read_model(reader, reader.record(*one)) for one in versions])
-            for one in made:
-                one.close()
+            results = self.test(
+                [read_model(reader, reader.record(*version)) for version in versions]
+            )
+            for member in made:
+                member.close()
         places = len(list((self.folder / "places").iterdir()))
-        return {**found, "lag": np.mean(self.lags), "places": places, "rises": self.rises}
+        return {**results, "lag": np.mean(self.lags), "places": places, "rises": self.rises}
 
     def test(self, states) -> dict[str, float]:
         """Return loss and accuracy of the average of these models."""
@@ -304,22 +306,22 @@ def main() -> int:
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         for members in options.members:
             works = [(members, seed, options, kind) for kind in (False, True) for seed in seeds]
-            found = [
+            results = [
                 kept(run, *work) for work, run in zip(works, pool.imap(one, works), strict=True)
             ]
-            ours = found[: len(seeds)]
-            theirs = found[len(seeds) :]
-            pairs = list(zip(ours, theirs, strict=True))
+            gossip = results[: len(seeds)]
+            baseline = results[len(seeds) :]
+            pairs = list(zip(gossip, baseline, strict=True))
             points = np.mean([100 * (a["accuracy"] - b["accuracy"]) for a, b in pairs])
             above = percent([a["loss"] / b["loss"] - 1 for a, b in pairs])
             print(
                 f"{members} members: loss {above}, accuracy {points:+.1f} points, "
-                f"lag {np.mean([a['lag'] for a in ours]):.2f}, "
-                f"places {sum(a['places'] for a in ours)}, simulate's loss "
-                f"{np.mean([b['loss'] for b in theirs]):.4f}",
+                f"lag {np.mean([a['lag'] for a in gossip]):.2f}, "
+                f"places {sum(a['places'] for a in gossip)}, simulate's loss "
+                f"{np.mean([b['loss'] for b in baseline]):.4f}",
                 flush=True,
             )
-            rises = 100 * np.array([rise for a in ours for rise in a["rises"]]).reshape(-1, 2)
+            rises = 100 * np.array([rise for a in gossip for rise in a["rises"]]).reshape(-1, 2)
             if len(rises):
                 at_once, later = np.median(rises, 0)
                 print(

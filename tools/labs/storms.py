@@ -36,22 +36,22 @@ def one(seed: int, plan: TrainingPlan, rate: float) -> tuple[str, dict[str, int]
             lost=0.2,
             full=0.02,
         )
-        found = chunks_of(root, plan)
-        wrong = []
-        if twice := sum(found[chunk] > 1 for chunk in range(plan.chunks)):
-            wrong.append(f"{twice} chunks trained more than once")
-        if never := sum(not found[chunk] for chunk in range(plan.chunks)):
-            wrong.append(f"{never} chunks never trained")
+        counts = chunks_of(root, plan)
+        problems = []
+        if twice := sum(counts[chunk] > 1 for chunk in range(plan.chunks)):
+            problems.append(f"{twice} chunks trained more than once")
+        if never := sum(not counts[chunk] for chunk in range(plan.chunks)):
+            problems.append(f"{never} chunks never trained")
         if ends["alive"]:
-            wrong.append(f"{ends['alive']} members never ended")
+            problems.append(f"{ends['alive']} members never ended")
         if ends.get("traceback"):
-            wrong.append(f"{ends['traceback']} members ended with a traceback")
+            problems.append(f"{ends['traceback']} members ended with a traceback")
         try:
             if replay(root, plan) != plan.chunks:
-                wrong.append("other rounds than chunks are repeated")
+                problems.append("other rounds than chunks are repeated")
         except Exception as error:  # noqa: BLE001
-            wrong.append(f"replay: {type(error).__name__}: {str(error)[:60]}")
-        return "; ".join(wrong), ends
+            problems.append(f"replay: {type(error).__name__}: {str(error)[:60]}")
+        return "; ".join(problems), ends
 
 
 def main() -> int:

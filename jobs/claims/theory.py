@@ -1,6 +1,6 @@
 """Theory and measurement: limits, rates and transient iterations on quadratics.
 
-    python tools/claims/theory.py --out jobs/claims/THEORY.md        # two minutes
+    python jobs/claims/theory.py --out jobs/claims/THEORY.md        # two minutes
 
 Node i minimizes f_i(x) = ½ ‖x − b_i‖², in float64, by the package's methods in its simulator. The
 gradient noise has standard deviation σ = 1 per coordinate; the b_i have mean square ζ² = 1 per
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import toy
+from quadratics import model_after, steps
 from scipy.linalg import solve_discrete_lyapunov
 from table import origin
 
@@ -60,7 +60,7 @@ DATA = ("noise", "random", "smooth")
 
 
 def models(
-    made: Graph, name: str, options: dict, b: torch.Tensor, lr: float, noise: float = 0.0
+    gossip_graph: Graph, name: str, options: dict, b: torch.Tensor, lr: float, noise: float = 0.0
 ) -> Iterator[torch.Tensor]:
     """Yield the models (n, d) after each step of a method that begins at the optimum."""
     random = torch.Generator().manual_seed(SEED)
@@ -69,8 +69,8 @@ def models(
         noisy = noise * torch.randn(b.shape, generator=random, dtype=b.dtype) if noise else 0
         return x - b + noisy
 
-    method = algorithms.build(name, "sgd", options, 0, made)
-    return toy.steps(method, made, b.mean(0).expand_as(b).clone(), gradient, lr)
+    method = algorithms.build(name, "sgd", options, 0, gossip_graph)
+    return steps(method, gossip_graph, b.mean(0).expand_as(b).clone(), gradient, lr)
 
 
 def minima(n: int, data: str, width: int = 1) -> torch.Tensor:
@@ -85,45 +85,45 @@ def minima(n: int, data: str, width: int = 1) -> torch.Tensor:
     return torch.from_numpy(drawn / np.sqrt((drawn**2).mean(0)))
 
 
-# -- what nodes are off by beyond the mean model: by formula, and measured -------------------------
+# -- deviation of the nodes from the mean model: by formula, and measured -------------------------
 
 
-def expected(made: Graph, data: str, lr: float) -> float:
+def expected(gossip_graph: Graph, data: str, lr: float) -> float:
     """Return the stationary E (x_i − x̄)² of D-PSGD per coordinate, over nodes and a period."""
-    n = made.n
-    period = made.period or 1
-    ws = [made.matrix(t) - 1 / n for t in range(period)]
+    n = gossip_graph.n
+    period = gossip_graph.period or 1
+    ws = [gossip_graph.matrix(t) - 1 / n for t in range(period)]
     if data != "noise":
         width = 64 if data == "random" else 1
         b = minima(n, data, width).numpy()
-        x = quadratic_limit(made, b, np.ones_like(b), lr)
-        found = []
+        x = quadratic_limit(gossip_graph, b, np.ones_like(b), lr)
+        squares = []
         for w in ws:
             x = w @ (x - lr * (x - b))
-            found.append((x**2).mean())
-        return float(np.mean(found))
+            squares.append((x**2).mean())
+        return float(np.mean(squares))
     map_ = np.eye(n)
     add = np.zeros((n, n))
     for w in ws:
         map_ = (1 - lr) * w @ map_
         add = w @ ((1 - lr) ** 2 * add + lr**2 * np.eye(n)) @ w.T
     spread = solve_discrete_lyapunov(map_, add)
-    found = []
+    variances = []
     for w in ws:
         spread = w @ ((1 - lr) ** 2 * spread + lr**2 * np.eye(n)) @ w.T
-        found.append(np.trace(spread) / n)
-    return float(np.mean(found))
+        variances.append(np.trace(spread) / n)
+    return float(np.mean(variances))
 
 
-def measured(made: Graph, data: str, lr: float) -> float:
+def measured(gossip_graph: Graph, data: str, lr: float) -> float:
     """Return the same quantity, measured in a run of the package."""
-    b = minima(made.n, data, 64 if data == "random" else 1)
-    period = made.period or 1
-    gap = spectral_gap(made) if period == 1 else 1 / period
+    b = minima(gossip_graph.n, data, 64 if data == "random" else 1)
+    period = gossip_graph.period or 1
+    gap = spectral_gap(gossip_graph) if period == 1 else 1 / period
     settle = round((3 if data == "noise" else 16) / gap / period + 2) * period
     window = period * max(1, round((400 if data == "noise" else 1) / period))
     total = 0.0
-    run = models(made, "dsgd", {}, b, lr, float(data == "noise"))
+    run = models(gossip_graph, "dsgd", {}, b, lr, float(data == "noise"))
     for t, x in zip(range(settle + window), run, strict=False):
         if t >= settle:
             total += float((x - x.mean(0)).square().mean())
@@ -135,7 +135,9 @@ def parallels(n: int, lr: float) -> float:
     return lr / (2 - lr) / n
 
 
-def meets(excess: Callable[[Graph, str, float], float], made: Graph, data: str, lr: float) -> float:
+def meets(
+    excess: Callable[[Graph, str, float], float], gossip_graph: Graph, data: str, lr: float
+) -> float:
     """Return the learning rate at which the excess equals the error of parallel SGD.
 
     The rate is found by the secant method on logarithms, beginning at ``lr``. It is NaN if the
@@ -143,7 +145,7 @@ def meets(excess: Callable[[Graph, str, float], float], made: Graph, data: str, 
     """
 
     def above(rate: float) -> float:
-        return float(np.log(excess(made, data, rate) / parallels(made.n, rate)))
+        return float(np.log(excess(gossip_graph, data, rate) / parallels(gossip_graph.n, rate)))
 
     if above(LARGEST) < 0:
         return float("nan")
@@ -168,19 +170,21 @@ def transients(out: Callable[[str], None]) -> None:
         heads = " | ".join(f"n = {n}: measured, formula" for n in SIZES)
         out(f"\n| T*, {data} | {heads} | slope | paper |\n|{'---|' * (len(SIZES) + 3)}")
         for name, orders in GRAPHS.items():
-            steps = []
-            said = []
+            iterations = []
+            cells = []
             for n in SIZES:
-                made = graph(name, n)
-                by_hand = meets(expected, made, data, 0.1 / n)
-                start = by_hand if np.isfinite(by_hand) else 0.1 / n
-                steps.append(n / meets(measured, made, data, start) ** 2)
-                said.append(f"{steps[-1]:.3g}, {n / by_hand**2:.3g}".replace("nan", "none"))
-            known = np.isfinite(steps)
-            slope = np.polyfit(np.log(SIZES)[known], np.log(steps)[known], 1)[0]
-            longest[name] = steps[-1]
+                gossip_graph = graph(name, n)
+                by_formula = meets(expected, gossip_graph, data, 0.1 / n)
+                start = by_formula if np.isfinite(by_formula) else 0.1 / n
+                iterations.append(n / meets(measured, gossip_graph, data, start) ** 2)
+                cells.append(
+                    f"{iterations[-1]:.3g}, {n / by_formula**2:.3g}".replace("nan", "none")
+                )
+            finite = np.isfinite(iterations)
+            slope = np.polyfit(np.log(SIZES)[finite], np.log(iterations)[finite], 1)[0]
+            longest[name] = iterations[-1]
             order = orders[0] if data == "noise" else orders[1]
-            out(f"| {name} | {' | '.join(said)} | {slope:.1f} | {order} |")
+            out(f"| {name} | {' | '.join(cells)} | {slope:.1f} | {order} |")
         ranked[data] = sorted(longest, key=longest.__getitem__, reverse=True)
     for data, names in ranked.items():
         out(f"\nOrder at n = {SIZES[-1]}, {data}: {' > '.join(names)}.")
@@ -197,26 +201,29 @@ def limits(out: Callable[[str], None]) -> None:
     out("|---|---|---|---|")
     for name in GRAPHS:
         for style in ("atc", "awc"):
-            made = graph(name, N)
-            limit = quadratic_limit(made, b.numpy(), np.ones_like(b.numpy()), 0.05, style)
-            x = toy.last(models(made, "dsgd", {"style": style}, b, 0.05), 1200)
-            found, formula = (float(np.sqrt((one**2).mean())) for one in (x.numpy(), limit))
-            apart = float(np.abs(x.numpy() - limit).max())
-            out(f"| D-PSGD {style.upper()}, {name} | {found:.6f} | {formula:.6f} | {apart:.0e} |")
+            gossip_graph = graph(name, N)
+            limit = quadratic_limit(gossip_graph, b.numpy(), np.ones_like(b.numpy()), 0.05, style)
+            x = model_after(models(gossip_graph, "dsgd", {"style": style}, b, 0.05), 1200)
+            root, formula = (float(np.sqrt((a**2).mean())) for a in (x.numpy(), limit))
+            difference = float(np.abs(x.numpy() - limit).max())
+            out(
+                f"| D-PSGD {style.upper()}, {name} | {root:.6f} | {formula:.6f} "
+                f"| {difference:.0e} |"
+            )
     for name, options in (("d2", {"lazy": True}), ("dsgt", {}), ("dsgt", {"style": "awc"})):
-        x = toy.last(models(graph("ring", N), name, options, b, 0.05), 3000)
-        words = "".join(f" {k} = {v}" for k, v in options.items())
-        off = float(x.square().mean().sqrt())
-        out(f"| {name}{words}, ring | {off:.0e} | 0 | {off:.0e} |")
+        x = model_after(models(graph("ring", N), name, options, b, 0.05), 3000)
+        settings = "".join(f" {k} = {v}" for k, v in options.items())
+        root = float(x.square().mean().sqrt())
+        out(f"| {name}{settings}, ring | {root:.0e} | 0 | {root:.0e} |")
     for n in (4, 16, 64):
-        made = graph("one-peer-exponential", n)
+        gossip_graph = graph("one-peer-exponential", n)
         x = torch.eye(n, dtype=torch.float64)
-        for t in range(made.period or 1):
-            x = torch.from_numpy(made.matrix(t)) @ x
-        apart = float((x - 1 / n).abs().max())
+        for t in range(gossip_graph.period or 1):
+            x = torch.from_numpy(gossip_graph.matrix(t)) @ x
+        difference = float((x - 1 / n).abs().max())
         out(
-            f"| one-peer, {n} nodes: largest entry of Π W − J after {made.period} rounds | "
-            f"{apart:.0e} | 0 | {apart:.0e} |"
+            f"| one-peer, {n} nodes: largest entry of Π W − J after {gossip_graph.period} rounds | "
+            f"{difference:.0e} | 0 | {difference:.0e} |"
         )
 
 
@@ -225,29 +232,30 @@ def choco(out: Callable[[str], None]) -> None:
     out(f"\n| CHOCO, top-k, factor of ‖X − X̄‖² a round, n = {N} | measured | theorem, at most |")
     out("|---|---|---|")
     for name in ("ring", "exponential"):
-        for kept, size in ((0.05, 0.1), (0.25, 0.3)):
-            made = graph(name, N)
+        for share, size in ((0.05, 0.1), (0.25, 0.3)):
+            gossip_graph = graph(name, N)
             draw = torch.Generator().manual_seed(0)
-            method = algorithms.build("choco", "sgd", {"consensus_step": size}, 0, made)
-            wire = compressors.wire("top-k", 127, kept, 0)
+            method = algorithms.build("choco", "sgd", {"consensus_step": size}, 0, gossip_graph)
+            wire = compressors.wire("top-k", 127, share, 0)
             x = torch.randn(N, 512, generator=draw)
-            run = toy.steps(method, made, x, torch.zeros_like, 1e-30, wire)
-            apart = [float((x - x.mean(0)).double().square().sum()) for x in islice(run, 200)]
-            known = [t for t in range(200) if apart[t] > 1e-6 * apart[0]]
-            half = len(known) // 2
-            rate = (apart[known[-1]] / apart[half]) ** (1 / (known[-1] - half))
+            run = steps(method, gossip_graph, x, torch.zeros_like, 1e-30, wire)
+            distances = [float((x - x.mean(0)).double().square().sum()) for x in islice(run, 200)]
+            # Later distances are affected by rounding.
+            exact = [t for t in range(200) if distances[t] > 1e-6 * distances[0]]
+            half = len(exact) // 2
+            rate = (distances[exact[-1]] / distances[half]) ** (1 / (exact[-1] - half))
             # Koloskova, Stich, Jaggi, ICML 2019, theorem 2
-            bound = 1 - spectral_gap(made) ** 2 * kept / 82
-            out(f"| {name}, {kept:.0%} kept, step {size} | {rate:.4f} | {bound:.6f} |")
+            bound = 1 - spectral_gap(gossip_graph) ** 2 * share / 82
+            out(f"| {name}, {share:.0%} kept, step {size} | {rate:.4f} | {bound:.6f} |")
 
 
-def main(given: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="write the tables there, in Markdown")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     lines: list[str] = []
 
@@ -255,15 +263,15 @@ def main(given: list[str] | None = None) -> int:
         lines.append(text)
         print(text, flush=True)
 
-    began = time.monotonic()
+    begin = time.monotonic()
     for part in (limits, choco, transients):
         part(out)
     if options.out:
         about = (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2]
-        command = f"Measured: `python tools/claims/theory.py`, {origin()}."
+        command = f"Measured: `python jobs/claims/theory.py`, {origin()}."
         head = f"# Theory and measurement\n\n{about}\n{command}\n"
         options.out.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
-    print(f"{time.monotonic() - began:.0f} s")
+    print(f"{time.monotonic() - begin:.0f} s")
     return 0
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from judging import VERDICTS
+
 from mpigossip.runs.recorder import environment
 
 
@@ -31,10 +33,10 @@ class Row(NamedTuple):
         """The last column of the row."""
         if not self.judged:
             return "not run" if self.measured.startswith("not run") else "as measured"
-        return {None: "cannot tell", True: "holds", False: "**does not hold**"}[self.holds]
+        return VERDICTS[self.holds]
 
 
-WIDE = 120
+WIDTH = 120
 """Largest number of characters in a cell."""
 HEAD = "| claim | source | expected | measured | verdict |\n|---|---|---|---|---|"
 
@@ -53,26 +55,26 @@ def markdown(rows: Sequence[Row], before: Mapping[str, str]) -> str:
         lines += ["", f"## {table}", ""] if table else []
         cells = []
         for row in (row for row in rows if row.table == table):
-            given = [cell.replace("|", "¦") for cell in row[:4]]
-            was = row.verdict if table else before.get(given[0], row.verdict)
-            cells.append([*given, row.verdict + f" (before: {was})" * (was != row.verdict)])
-        lines += laid_out(cells)
+            texts = [cell.replace("|", "¦") for cell in row[:4]]
+            old = row.verdict if table else before.get(texts[0], row.verdict)
+            cells.append([*texts, row.verdict + f" (before: {old})" * (old != row.verdict)])
+        lines += format_rows(cells)
     return "\n".join(lines) + "\n"
 
 
-def laid_out(rows: Sequence[Sequence[str]]) -> list[str]:
+def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a table with short cells, followed by the full text of the shortened rows."""
     lines = [HEAD]
     below = []
     for claim, source, expected, measured, verdict in rows:
-        if max(len(expected), len(measured)) > WIDE:
+        if max(len(expected), len(measured)) > WIDTH:
             below += ["", f"**{claim}** ({source}). Expected: {expected}. Measured:", ""]
             below += [f"* {part}" for part in measured.split("; ")]
             intervals = "; ".join(part for part in measured.split("; ") if part.endswith("]"))
-            if len(expected) > WIDE:
+            if len(expected) > WIDTH:
                 expected = "see below"
-            if len(measured) > WIDE:
-                measured = intervals if 0 < len(intervals) <= WIDE else "see below"
+            if len(measured) > WIDTH:
+                measured = intervals if 0 < len(intervals) <= WIDTH else "see below"
         lines.append(f"| {claim} | {source} | {expected} | {measured} | {verdict} |")
     return lines + below
 
@@ -81,8 +83,8 @@ def origin() -> str:
     """Return the date, the commit and the machine of a measurement."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
-    on = environment()
+    machine = environment()
     return (
-        f"{time.strftime('%Y-%m-%d')}, commit {commit}, torch {on['torch']}, Python "
-        f"{on['python']}, {os.cpu_count()} {on['machine']} cores, no GPU used"
+        f"{time.strftime('%Y-%m-%d')}, commit {commit}, torch {machine['torch']}, Python "
+        f"{machine['python']}, {os.cpu_count()} {machine['machine']} cores, no GPU used"
     )

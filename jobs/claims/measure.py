@@ -1,13 +1,13 @@
 """Measure again the claims of the papers, and print one table.
 
-    python tools/claims/measure.py --quick     # graphs, limits, speed: about a minute
-    python tools/claims/measure.py --estimate  # runs and hours of the training claims
-    python tools/claims/measure.py --data cifar10.h5 --out table.md   # all claims
-    python tools/claims/measure.py --only slack --rehearse      # a small training claim
+    python jobs/claims/measure.py --quick     # graphs, limits, speed: about a minute
+    python jobs/claims/measure.py --estimate  # runs and hours of the training claims
+    python jobs/claims/measure.py --data cifar10.h5 --out table.md   # all claims
+    python jobs/claims/measure.py --only slack --rehearse      # a small training claim
 
 The columns are: claim, source, expected, measured, verdict. The table is written after each row,
-and training runs are those of studies, stored under --runs, so that an interrupted run continues
-where it stopped. jobs/claims/PROTOCOL.md contains the protocols, and how to pack CIFAR-10.
+and the training runs of studies are stored under --runs, so that an interrupted run continues
+where it stopped. PROTOCOL.md contains the protocols, and how to pack CIFAR-10.
 """
 
 import argparse
@@ -16,26 +16,31 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import beyond
+import costs
 import equal
 import graphs
+import quadratics
 import torch
-import toy
-from learning import Protocol
+from protocols import Protocol
 from table import Row, markdown, origin, verdicts
 
 from mpigossip.store.hdf5 import replacing
 
-FOLDER = Path(__file__).resolve().parents[2] / "jobs" / "claims"
+FOLDER = Path(__file__).resolve().parent
 PROTOCOLS = {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
 HEAD = (
-    "# What the papers claim, measured\n\n`python tools/claims/measure.py {}`, {}: {:.0f} minutes. "
+    "# What the papers claim, measured\n\n`python jobs/claims/measure.py {}`, {}: {:.0f} minutes. "
     "Protocols, seeds and what was reduced: [PROTOCOL.md](PROTOCOL.md).\n\n"
 )
-FUNCTIONS = {f.__name__: f for room in (graphs, toy, beyond, equal) for f in room.CLAIMS}
+FUNCTIONS = {
+    function.__name__: function
+    for module in (graphs, quadratics, costs, equal)
+    for function in module.CLAIMS
+}
+"""Claims that do not train, by name."""
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -52,14 +57,23 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     add("--data", type=Path, help="CIFAR-10, packed by `mpigossip data pack`")
     add("--out", type=Path, help="write the table there, in Markdown")
-    add("--before", type=Path, help="an older table: verdicts that have changed say so")
-    add("--runs", type=Path, default=Path("runs/claims"), help="where training runs are kept")
-    add("--workers", type=int, default=2, help="training runs at a time (2)")
+    add("--before", type=Path, help="older table: changed verdicts are marked")
+    add(
+        "--runs",
+        type=Path,
+        default=Path("runs/claims"),
+        help="folder of the training runs (runs/claims)",
+    )
+    add("--workers", type=int, default=2, help="number of simultaneous training runs (2)")
     add("--rehearse", action="store_true", help="train an epoch of digits with two seeds")
-    add("--estimate", action="store_true", help="print what training takes, and do nothing")
-    options = parser.parse_args(given)
+    add(
+        "--estimate",
+        action="store_true",
+        help="print the runs and hours of the training claims, and do nothing else",
+    )
+    options = parser.parse_args(arguments)
     if options.data is not None and not options.data.is_file():
-        parser.error(f"--data {options.data} is no file; make it with: mpigossip data pack")
+        parser.error(f"--data {options.data} does not exist; make it with `mpigossip data pack`")
     return options
 
 
@@ -81,28 +95,28 @@ def protocols(options: argparse.Namespace) -> list[Protocol]:
     return [Protocol(PROTOCOLS[name], options) for name in chosen(options) if name in PROTOCOLS]
 
 
-def main(given: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write; the exit code is 1 if a claim does not hold."""
-    given = sys.argv[1:] if given is None else given
-    options = arguments(given)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse_arguments(arguments)
     torch.set_num_threads(1)
     if options.estimate:
-        found = {one.name: one.estimate() for one in protocols(options)}
-        found["together"] = tuple(map(sum, zip(*found.values(), strict=True)))
-        for name, (runs, hours) in found.items():
+        estimates = {protocol.name: protocol.estimate() for protocol in protocols(options)}
+        estimates["together"] = tuple(map(sum, zip(*estimates.values(), strict=True)))
+        for name, (runs, hours) in estimates.items():
             print(f"{name:<12} {runs:5} runs  {hours:.2f} hours, {options.workers} at a time")
         return 0
     before = verdicts(options.before.read_text("utf-8")) if options.before else {}
     rows = list[Row]()
-    began = time.monotonic()
+    begin = time.monotonic()
     for row in measure(options):
         rows.append(row)
         print(f"{row.verdict:<18} {row.claim}: {row.measured} (bar: {row.expected})", flush=True)
         if options.out:
             # An interrupted run must not destroy the rows of the previous one.
-            with replacing(options.out) as beside:
-                head = HEAD.format(" ".join(given), origin(), (time.monotonic() - began) / 60)
-                beside.write_text(head + markdown(rows, before), encoding="utf-8")
+            with replacing(options.out) as temporary:
+                head = HEAD.format(" ".join(arguments), origin(), (time.monotonic() - begin) / 60)
+                temporary.write_text(head + markdown(rows, before), encoding="utf-8")
     failed = sum(row.judged and row.holds is False for row in rows)
     print(f"{len(rows)} claims, {failed} of them do not hold")
     return int(failed > 0)

@@ -1,6 +1,6 @@
 """Check that ranks and the simulator agree bitwise for every algorithm, graph and wire format.
 
-    mpiexec -n 4 python tools/claims/equal.py    # prints the combinations that differ
+    mpiexec -n 4 python jobs/claims/equal.py    # prints the combinations that differ
 
 `measure.py` runs this program for n = 1, 2, 3, 4 and 6. A combination that a job file must not name
 is skipped.
@@ -35,8 +35,8 @@ def combinations(n: int, part: int = 0, parts: int = 1) -> Iterator[str]:
     from mpigossip.training import assemble
     from tests.battery import job
 
-    every = itertools.product(algorithms.BUILDERS, graphs.BUILDERS, WIRES)
-    for names in itertools.islice(every, part, None, parts):
+    combined = itertools.product(algorithms.BUILDERS, graphs.BUILDERS, WIRES)
+    for names in itertools.islice(combined, part, None, parts):
         settings = "algorithm.name={} graph.name={} node.wire={}".format(*names)
         try:
             fits = not assemble.mistakes(job(settings), n)
@@ -57,16 +57,19 @@ def main() -> int:
     comm = MPI.COMM_WORLD
     settings = comm.allreduce(list(combinations(comm.size, comm.rank, comm.size)))
     world = World(comm)
-    got = {}
+    results = {}
     different = []
     for way in ("read", "put"):
-        mine = [d.whole().numpy()[0] for d in on_ranks(settings, world, way, STEPS)]
-        got[way] = np.stack(comm.allgather(np.stack(mine)), axis=1)
+        models = [d.whole().numpy()[0] for d in on_ranks(settings, world, way, STEPS)]
+        results[way] = np.stack(comm.allgather(np.stack(models)), axis=1)
     world.close()
-    for at in range(comm.rank, len(settings), comm.size):
-        wanted = Driver(settings[at], comm.size, noise=0.1).run(STEPS).whole().numpy()
-        ways = [w for w in got if not np.array_equal(got[w][at], wanted, equal_nan=True)]
-        different += [f"{settings[at]} ({way})" for way in ways]
+    for index in range(comm.rank, len(settings), comm.size):
+        expected = Driver(settings[index], comm.size, noise=0.1).run(STEPS).whole().numpy()
+        different += [
+            f"{settings[index]} ({way})"
+            for way, models in results.items()
+            if not np.array_equal(models[index], expected, equal_nan=True)
+        ]
     different = comm.reduce(different)
     if comm.rank == 0:
         print(json.dumps({"combinations": len(settings), "different": different}))
@@ -74,7 +77,7 @@ def main() -> int:
 
 
 def equal(options) -> Iterator[Row]:
-    """Compare all combinations at each size, with neighbours of the same host read and by put."""
+    """Compare all combinations at each size; neighbours on the host are read in place, or put."""
     from tests.launch import mpirun
 
     counts = []
@@ -83,9 +86,9 @@ def equal(options) -> Iterator[Row]:
         ran = mpirun(n, [sys.executable, __file__], timeout=1500)
         if ran.returncode:
             raise RuntimeError(f"{__file__} on {n} ranks failed: {ran.stderr[-2000:]}")
-        told = json.loads(ran.stdout.strip().splitlines()[-1])
-        counts.append(f"n = {n}: {told['combinations']}")
-        different += [f"n = {n}: {case}" for case in told["different"]]
+        result = json.loads(ran.stdout.strip().splitlines()[-1])
+        counts.append(f"n = {n}: {result['combinations']}")
+        different += [f"n = {n}: {case}" for case in result["different"]]
     yield Row(
         "every algorithm x graph x wire format that a job may name: simulated = ranks",
         "own bar",

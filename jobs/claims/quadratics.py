@@ -44,8 +44,8 @@ METHODS: dict[str, tuple] = {
 
 The limits were computed independently of the package; a limit ≤ 1e-10 is written as 0, divergence
 as infinity. In them, averaged momentum makes its step along the old momentum, and tracking ATC is
-that of the textbook: the gradient is computed between two exchanges, while the package's `dsgt`
-makes one exchange per step.
+the method of the textbook: the gradient is computed between two exchanges, while the package's
+`dsgt` makes one exchange per step.
 """
 ZERO = 1e-10
 TIE = 0.1
@@ -60,7 +60,7 @@ def minima() -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(SEED).standard_normal((N, 1)))
 
 
-def settled(models: Iterable[torch.Tensor]) -> float:
+def limit_of(models: Iterable[torch.Tensor]) -> float:
     """Return the root mean square of x − b̄ over nodes and the last four steps.
 
     The iteration ends when this value is below ZERO/100 or has changed by less than a fraction of
@@ -73,7 +73,9 @@ def settled(models: Iterable[torch.Tensor]) -> float:
         if not squares[-1] < 1e6:
             return INF
         if t % WINDOW == WINDOW - 1 and t > WINDOW:
-            now, before = (np.sqrt(np.mean(squares[at - 4 : at])) for at in (t + 1, t + 1 - WINDOW))
+            now, before = (
+                np.sqrt(np.mean(squares[end - 4 : end])) for end in (t + 1, t + 1 - WINDOW)
+            )
             if now < ZERO / 100 or abs(now / before - 1) < 1e-7:
                 break
     return float(np.sqrt(np.mean(squares[-4:])))
@@ -81,7 +83,7 @@ def settled(models: Iterable[torch.Tensor]) -> float:
 
 def steps(
     method: Algorithm,
-    made: Graph,
+    gossip_graph: Graph,
     x: torch.Tensor,
     gradient: Callable,
     rate: float = LR,
@@ -89,7 +91,7 @@ def steps(
 ) -> Iterator[torch.Tensor]:
     """Yield the models x, (n, p), which are changed in place, after each step of a method."""
     layout = MessageLayout((x.shape[1],), method.vectors, method.scalars, dtype=x.dtype, wire=wire)
-    mixer = Simulated(made, layout)
+    mixer = Simulated(gossip_graph, layout)
     state = method.init(x)
     for t in itertools.count():
         (out,), g, step = mixer.outbox(t), gradient(x), Step(t, t, ExchangeKind.GOSSIP, rate)
@@ -103,42 +105,42 @@ def steps(
         yield x
 
 
-def last(models: Iterator[torch.Tensor], count: int) -> torch.Tensor:
+def model_after(models: Iterator[torch.Tensor], count: int) -> torch.Tensor:
     """Return the model after ``count`` steps."""
     return next(itertools.islice(models, count - 1, None))
 
 
-def after(method: Algorithm, made: Graph, rounds: int) -> torch.Tensor:
+def run_rounds(method: Algorithm, gossip_graph: Graph, rounds: int) -> torch.Tensor:
     """Return the identity (one start per column) after ``rounds`` rounds without gradients."""
-    x = torch.eye(made.n, dtype=torch.float64)
-    return last(steps(method, made, x, torch.zeros_like, 1e-300), rounds)
+    x = torch.eye(gossip_graph.n, dtype=torch.float64)
+    return model_after(steps(method, gossip_graph, x, torch.zeros_like, 1e-300), rounds)
 
 
-def textbook_tracking(made: Graph) -> Iterator[torch.Tensor]:
+def textbook_tracking(gossip_graph: Graph) -> Iterator[torch.Tensor]:
     """Yield the models of textbook tracking: x ← W (x − lr y), then y ← W (y + g⁺ − g)."""
     b = minima()
     x = torch.zeros_like(b)
     y = -b
     for t in itertools.count():
-        w = torch.from_numpy(made.matrix(t))
+        w = torch.from_numpy(gossip_graph.matrix(t))
         before = x
         x = w @ (x - LR * y)
         y = w @ (y + x - before)
         yield x
 
 
-def _limit(made: Graph, method: str) -> float:
+def _limit(gossip_graph: Graph, method: str) -> float:
     """Return the limit of a method."""
     b = minima()
     (name, local, options, *_) = METHODS[method]
     if name == "textbook":
-        return settled(textbook_tracking(made))
+        return limit_of(textbook_tracking(gossip_graph))
     built = algorithms.build(name, local, options, 1)
-    return settled(steps(built, made, torch.zeros_like(b), lambda x: x - b))
+    return limit_of(steps(built, gossip_graph, torch.zeros_like(b), lambda x: x - b))
 
 
-def _alike(found: dict[str, float], expected: dict[str, float]) -> list[str]:
-    """Return the differences between two columns: zeros, divergences, and the order of the rest.
+def _differences(measured: dict[str, float], expected: dict[str, float]) -> list[str]:
+    """Describe how two columns differ in zeros, divergences, and the order of the other values.
 
     Values that tie may have any order.
     """
@@ -146,14 +148,17 @@ def _alike(found: dict[str, float], expected: dict[str, float]) -> list[str]:
     def kind(value: float) -> float:
         return value if value == INF else float(value > ZERO)
 
-    others = [name for name in expected if kind(found[name]) != kind(expected[name])]
-    wrong = [f"{name} is {found[name]:.1e}" for name in others]
-    between = [name for name, value in expected.items() if kind(value) == 1]
-    for a, b in itertools.combinations(between, 2):
-        theirs, ours = (np.log(t[b] / t[a]) for t in (expected, found))
-        if theirs * ours < 0 and min(abs(theirs), abs(ours)) > TIE:
-            wrong.append(f"{a} against {b}")
-    return wrong
+    differences = [
+        f"{name} is {measured[name]:.1e}"
+        for name in expected
+        if kind(measured[name]) != kind(expected[name])
+    ]
+    positive = [name for name, value in expected.items() if kind(value) == 1]
+    for a, b in itertools.combinations(positive, 2):
+        first, second = (np.log(column[b] / column[a]) for column in (expected, measured))
+        if first * second < 0 and min(abs(first), abs(second)) > TIE:
+            differences.append(f"{a} against {b}")
+    return differences
 
 
 def toy_limits(options) -> Iterator[Row]:
@@ -161,41 +166,41 @@ def toy_limits(options) -> Iterator[Row]:
     ring = 0.1 * np.eye(N) + 0.45 * (np.roll(np.eye(N), 1, 0) + np.roll(np.eye(N), -1, 0))
     graphs = graph("ring", N), from_matrices([ring]), graph("one-peer-exponential", N)
     names = "ring 1/3", "ring .45", "one-peer"
-    for at, (name, made) in enumerate(zip(names, graphs, strict=True)):
-        expected = {method: how[3 + at] for method, how in METHODS.items() if len(how) > 3}
-        found = {method: _limit(made, method) for method in METHODS}
-        wrong = _alike(found, expected)
+    for index, (name, gossip_graph) in enumerate(zip(names, graphs, strict=True)):
+        expected = {method: row[3 + index] for method, row in METHODS.items() if len(row) > 3}
+        measured = {method: _limit(gossip_graph, method) for method in METHODS}
+        differences = _differences(measured, expected)
         yield Row(
             f"limits on 16 quadratics, {name}, lr .05, β .9, float64, b normal (seed {SEED}): "
             "order, zeros, divergences",
             "own arithmetic (sizes depend on b)",
-            _words(expected),
-            _words(found) + (f"; differs: {', '.join(wrong)}" if wrong else ""),
-            not wrong,
+            _format(expected),
+            _format(measured) + (f"; differs: {', '.join(differences)}" if differences else ""),
+            not differences,
         )
 
 
-def _words(column: dict[str, float]) -> str:
+def _format(column: dict[str, float]) -> str:
     words = {INF: "diverges", 0: "0"}
     return ", ".join(f"{name} {words.get(v, f'{v:.1e}')}" for name, v in column.items())
 
 
 def accelerated(options) -> Iterator[Row]:
-    """Compare DeTAG's accelerated with plain gossip: ‖M − J‖ of a phase's linear map on x̃."""
+    """Compare accelerated with plain gossip: ‖M − J‖, where M is the linear map of a phase."""
     ring = graph("ring", N)
-    left = []
+    norms = []
     for eta, phase in itertools.product((0.0, None), (20, 40)):
         method = algorithms.build("detag", None, {"phase": phase, "eta": eta}, 1, ring)
-        left.append(float(torch.linalg.matrix_norm(after(method, ring, phase) - 1 / N, 2)))
-    found = [left[2] / left[0], left[3] / left[1]]
+        norms.append(float(torch.linalg.matrix_norm(run_rounds(method, ring, phase) - 1 / N, 2)))
+    measured = [norms[2] / norms[0], norms[3] / norms[1]]
     expected = [6.5e-3 / 2.3e-1, 1.8e-5 / 8.2e-2]
     yield Row(
         "ring 16: what R = 20, 40 steps of accelerated gossip leave, as a part of what plain "
         "gossip leaves (worst start)",
         "Lu & De Sa, JMLR 2023",
         "{:.1e}, {:.1e}".format(*expected),
-        "{:.1e}, {:.1e} (plain {:.2f}, {:.2f})".format(*found, *left[:2]),
-        bool(np.allclose(found, expected, rtol=0.1, atol=0)),
+        "{:.1e}, {:.1e} (plain {:.2f}, {:.2f})".format(*measured, *norms[:2]),
+        bool(np.allclose(measured, expected, rtol=0.1, atol=0)),
     )
 
 

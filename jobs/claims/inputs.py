@@ -1,0 +1,47 @@
+"""Files that runs read, made when they are first needed: searched graphs, and the packed text."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from mpigossip.config.errors import Failure
+from mpigossip.graphs.search import save, search
+from mpigossip.store.packing import pack
+
+TEXT = "166 modules (top level, *.py) of the library of CPython 3.11.7, 4,661,318 bytes"
+TEXT_SHA256 = "29e6ffb976cc49b03c7b9ba137bb03fdc3df9083a193c303a1069fb4c85dd19b"
+"""SHA-256 of the modules' contents, in the order of their names."""
+
+
+def searched_graph(folder: Path, nodes: int) -> Path:
+    """Return the file of a searched graph of degree 4."""
+    file = folder / f"searched-{nodes}.json"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        save(search(nodes, degree=4, evaluations=20_000, seed=0), file)
+    return file
+
+
+def packed_text(folder: Path) -> Path:
+    """Return the packed modules of Python's standard library.
+
+    :raises Failure: if this Python's library is not the one of the stored runs
+    """
+    file = folder / "text.h5"
+    if file.exists():
+        return file
+    modules = folder / "text"
+    modules.mkdir(parents=True, exist_ok=True)
+    contents = hashlib.sha256()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if path.stem in sys.stdlib_module_names:
+            contents.update(path.read_bytes())
+            shutil.copyfile(path, modules / path.name)
+    if contents.hexdigest() != TEXT_SHA256:
+        raise Failure(f"{sysconfig.get_path('stdlib')} differs from the text of the runs: {TEXT}")
+    pack(modules, file, text=True)
+    return file
