@@ -106,13 +106,14 @@ class Member:
         engine.counts = [int(state.numbers["local_steps"])]
         self.done = rounds * self.steps
         self.exchange = exchange
-        for out, x in zip(engine.mixer.outbox(0), engine.vector.x, strict=True):
+        engine.exchange.outbox = engine.mixer.outbox(0)
+        for out, x in zip(engine.exchange.outbox, engine.vector.x, strict=True):
             out[0].copy_(x)
         engine.mixer.start(ExchangeKind.GOSSIP, rounds - 1)
         now = Step(
             self.done - 1, rounds - 1, ExchangeKind.GOSSIP, None, counts=tuple(engine.counts)
         )
-        engine.receive(*engine.mixer.finish(), now)
+        engine.exchange.receive(engine, now)
         engine.round = rounds
         engine.group.all_gather(engine.vector.x, engine.vector.full)
 
