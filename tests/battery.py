@@ -9,9 +9,10 @@ import torch
 
 from mpigossip import algorithms
 from mpigossip.algorithms import Step
-from mpigossip.engine.fragments import Fragmented
+from mpigossip.engine.fragments import FragmentExchange
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import ParameterLayout
+from mpigossip.engine.whole import WholeExchange
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.simulated import Simulated
@@ -125,11 +126,6 @@ class Two:
 class Driver(Engine):
     """Engine on local nodes of two slots each, whose model is a quadratic function."""
 
-    def __new__(cls, settings, *given, **more):
-        made = job(settings) if isinstance(settings, str) else settings
-        by_parts = made.cadence.options.get("fragments", 1) > 1 or made.cadence.options.get("delay")
-        return object.__new__(DriverOfParts if by_parts and cls is Driver else cls)
-
     def __init__(self, settings, n, mixer=None, *, lr=0.1, noise=0.0, scale=1.0, steps=40):
         made = job(settings) if isinstance(settings, str) else settings
         self.lr = lr
@@ -141,15 +137,15 @@ class Driver(Engine):
         self.layout = parts.layout
         times = parts.cadence.fragment_schedule.fragments
         self.mixer = (mixer or Simulated)(self.graph.slowed(times), self.layout)
-        fragments = parts.make_fragments(FLAT, range(2))
+        self.fragments = parts.make_fragments(FLAT, range(2))
         equal = bool(parts.method.needs & {"always-global", "never-gossip"})
         self.x = [self._drawn([0 if equal else 1, slot], equal) for slot in range(2)]
         self.b = [self._drawn([2, slot]) for slot in range(2)]
         vector = SimpleNamespace(x=self.x, g=[torch.empty_like(x) for x in self.x], full=self.x)
         vector.flat = FLAT
         vector.first = (0, 512)
-        more = {} if fragments is None else {"fragments": fragments}
-        super().__init__(self.mixer, Two(), vector, parts.methods, parts.cadence, **more)
+        exchange = FragmentExchange(self.fragments) if self.fragments else WholeExchange()
+        super().__init__(self.mixer, Two(), vector, parts.methods, parts.cadence, exchange)
 
     def _drawn(self, key, equal=False):
         rows = [np.random.default_rng([*key, 0 if equal else i]) for i in self.mixer.local_nodes]
@@ -179,10 +175,6 @@ class Driver(Engine):
     def optimum(self):
         """Return the mean of all b, which minimizes the sum; for a simulated driver."""
         return torch.cat(self.b, dim=1).mean(0)
-
-
-class DriverOfParts(Driver, Fragmented):
-    """Driver that exchanges fragments."""
 
 
 def driven(method, graph, x, gradient, lr=0.1, wire=FP32):

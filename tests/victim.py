@@ -46,35 +46,35 @@ def armed():
     """The same for a user's own loop: SIGKILL in the exchange of the step, in an average (`g`),
     before the step's message is sent (`s`), in a checkpoint (`c`), or in the run's end ("end").
     """
-    from mpigossip.engine.step import Engine
+    from mpigossip.engine.whole import WholeExchange
     from mpigossip.runs.recorder import Recorder
     from mpigossip.store import checkpoint
 
     plan = dict(one.split("@") for one in os.environ["VICTIMS"].split())
     at = plan.get(os.environ["OMPI_COMM_WORLD_RANK"], "-1")
-    settle = Engine.wait_exchange
-    send = Engine.send
+    settle = WholeExchange.wait
+    send = WholeExchange.send
     write = checkpoint.write_node
 
-    def settled(engine, *given):
+    def settled(exchange, engine, *given):
         if at in (f"{engine.index}", f"{engine.index}g"):
             if at.isdigit():
                 die("training")
             averages.wait_all = lambda *_, **__: die("a global average")
-        settle(engine, *given)
+        settle(exchange, engine, *given)
 
-    def sent(engine, *given):
+    def sent(exchange, engine, *given):
         if f"{engine.index}s" == at:
             die("training")
-        send(engine, *given)
+        send(exchange, engine, *given)
 
     def written(folder, node, state):
         if at == f"{state.numbers['index']}c":
             die("a checkpoint")
         return write(folder, node, state)
 
-    Engine.wait_exchange = settled
-    Engine.send = sent
+    WholeExchange.wait = settled
+    WholeExchange.send = sent
     checkpoint.write_node = written
     if at == "end":
         Recorder.stop = lambda *_: die("the end of its loop")

@@ -14,7 +14,7 @@ from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import FragmentSchedule
 from mpigossip.engine.measurements import check_message
 from mpigossip.engine.step import Engine
-from mpigossip.mixing.base import ExchangeKind, Mixer
+from mpigossip.mixing.base import ExchangeKind, MessageArrays
 
 Columns = Sequence[slice]
 
@@ -40,109 +40,105 @@ class FragmentArrays(NamedTuple):
     state: Any
 
 
-class OpenExchange(NamedTuple):
-    """Exchange that has begun: its fragment, its step, and the gathered arrays of each segment."""
+class FragmentInFlight(NamedTuple):
+    """Fragment whose exchange has begun: its step, and the gathered arrays of each segment."""
 
     fragment: int
     step: Step
     parts: list[FragmentArrays]
 
 
-class Fragmented(Engine):
-    """Engine that makes local steps of the whole vector and exchanges one fragment at a time.
+class FragmentExchange:
+    """Exchange of one fragment at a time, beside local steps of the whole model.
 
-    It serves algorithms with a ``local_update``. The state between steps is the state of the
-    algorithm and, if there is a delay, one array shaped like x with received values that have not
-    been applied yet. Only exchanges change the arrays of the algorithm, so that receiving early, as
-    a checkpoint does, changes no bit.
+    It serves algorithms with a ``local_update``. If there is a delay, it keeps one array shaped
+    like x with received values that have not been applied yet. Only exchanges change the arrays of
+    the algorithm, so that receiving early, as a checkpoint does, changes no bit.
     """
 
-    def __init__(self, *args: Any, fragments: Fragments, **kwargs: Any):
+    outbox: MessageArrays | None
+    _in_flight: FragmentInFlight | None
+
+    def __init__(self, fragments: Fragments):
         self.fragments = fragments
         self._needs = fragments.exchanges[0].init(torch.empty(1, 2, device="meta"))
-        self._open: OpenExchange | None = None
         self._received: list[torch.Tensor] = []
-        super().__init__(*args, **kwargs)
+        self.discard()
 
-    def adapt(self, now: Step) -> None:
+    def adapt(self, engine: Engine, now: Step) -> None:
         """Make the local step, then apply the fragment that was sent τ steps before."""
-        super().adapt(now._replace(kind=ExchangeKind.LOCAL))
+        engine.adapt(now._replace(kind=ExchangeKind.LOCAL))
         arriving = self.fragments.schedule.arriving(now.index)
         if arriving is not None:
-            self.wait_exchange()
-            self.group.on_shards(lambda k: self._blend(k, arriving))
+            self.wait(engine)
+            engine.group.on_shards(lambda k: self._blend(engine.vector.x[k], k, arriving))
 
-    def exchange(self, now: Step) -> tuple[Sequence, Sequence]:
-        """Make the local step and begin the exchange of the due fragment.
-
-        Without a delay, this also waits for the exchange and receives its messages.
-        """
-        self.adapt(now)
+    def send(self, engine: Engine, now: Step) -> None:
+        """Make the step of :meth:`adapt`, then begin the exchange of the due fragment."""
+        self.adapt(engine, now)
         fragment = self.fragments.schedule.due(now.index)
         count = self.fragments.schedule.fragments
         assert fragment is not None, "all other steps are LOCAL"
         # the round of the graph counts only the exchanges of this fragment
         step = now._replace(round=now.round // count)
         # waits until the message before the last, in the same memory, has been read
-        out = self.mixer.outbox(now.round)
+        out = engine.mixer.outbox(now.round)
 
         def send(k: int) -> FragmentArrays:
-            x, state = self._gathered(k, fragment)
+            columns = self.fragments.cuts[k][fragment]
+            x = self._gather(engine.vector.x[k], columns)
+            state = self._gather_state(self._needs, engine.states[k], columns)
             state = self.fragments.exchanges[k].send(x, None, state, out[k], step)
-            check_message(self, k, out[k], self.fragments.cuts[k][fragment])
-            if "keeps-x" in self.method.needs:
-                _scatter(x, self.vector.x[k], self.fragments.cuts[k][fragment])
+            check_message(engine, k, out[k], columns)
+            if "keeps-x" in engine.method.needs:
+                _scatter(x, engine.vector.x[k], columns)
             return FragmentArrays(x, state)
 
-        self._open = OpenExchange(fragment, step, self.group.on_shards(send))
-        self.mixer.start(now.kind, now.round, self.index)
+        self._in_flight = FragmentInFlight(fragment, step, engine.group.on_shards(send))
+        engine.mixer.start(now.kind, now.round, engine.index)
+        self.outbox = out
+
+    def receive(self, engine: Engine, now: Step) -> None:
+        """Receive the fragment, unless it arrives τ steps later."""
         if not self.fragments.schedule.delay:
-            self.wait_exchange()
-        return (), ()
+            self.wait(engine)
 
-    def receive(self, sent: Sequence, mixed: Sequence, now: Step) -> None:
-        """Do nothing: :meth:`wait_exchange` receives."""
-
-    def wait_exchange(self, into: torch.Tensor | None = None) -> None:
-        """Wait for the neighbours of an open exchange, and receive its messages."""
-        if self._open is None:
+    def wait(self, engine: Engine) -> None:
+        """Wait for the neighbours of a fragment in flight, and receive their messages."""
+        if self._in_flight is None:
             return
-        (fragment, now, parts), self._open = self._open, None
-        sent, mixed = self.mixer.finish()
-        self.measure(sent, mixed, now.kind)
-        targets = self._received_arrays() if self.fragments.schedule.delay else self.vector.x
+        fragment, now, parts = self._in_flight
+        self.discard()
+        sent, mixed = engine.mixer.finish()
+        engine.measure(sent, mixed, now.kind)
+        delayed = self.fragments.schedule.delay
+        targets = self._received_arrays(engine) if delayed else engine.vector.x
 
         def receive(k: int) -> None:
             x, state = parts[k]
+            columns = self.fragments.cuts[k][fragment]
             state = self.fragments.exchanges[k].receive(x, None, state, sent[k], mixed[k], now)
-            self._scatter_state(self.states[k], state, self.fragments.cuts[k][fragment])
+            _scatter_state(engine.states[k], state, columns)
             if self.fragments.blend:
-                _scatter(x, targets[k], self.fragments.cuts[k][fragment])
+                _scatter(x, targets[k], columns)
 
-        self.group.on_shards(receive)
+        engine.group.on_shards(receive)
 
-    def replace_mixer(self, mixer: Mixer) -> None:
-        """Continue with another mixer; an open exchange is discarded."""
-        super().replace_mixer(mixer)
-        self._open = None
+    def discard(self) -> None:
+        self.outbox = None
+        self._in_flight = None
 
-    def parts(self) -> dict[str, list[torch.Tensor]]:
-        """Return the arrays of the algorithm and the received values; wait for an open exchange."""
-        self.wait_exchange()
-        parts = super().parts()
-        if self.fragments.schedule.delay:
-            parts["state/fragments/received"] = self._received_arrays()
-        return parts
+    def parts(self, engine: Engine) -> dict[str, list[torch.Tensor]]:
+        """Return the received values; wait for a fragment in flight."""
+        self.wait(engine)
+        if not self.fragments.schedule.delay:
+            return {}
+        return {"state/fragments/received": self._received_arrays(engine)}
 
-    def _received_arrays(self) -> list[torch.Tensor]:
+    def _received_arrays(self, engine: Engine) -> list[torch.Tensor]:
         if not self._received:
-            self._received = [torch.zeros_like(x) for x in self.vector.x]
+            self._received = [torch.zeros_like(x) for x in engine.vector.x]
         return self._received
-
-    def _gathered(self, k: int, fragment: int) -> FragmentArrays:
-        columns = self.fragments.cuts[k][fragment]
-        x = self._gather(self.vector.x[k], columns)
-        return FragmentArrays(x, self._gather_state(self._needs, self.states[k], columns))
 
     def _gather(self, array: torch.Tensor, columns: Columns) -> torch.Tensor:
         gathered = array.new_zeros(len(array), self.fragments.width)
@@ -157,22 +153,16 @@ class Fragmented(Engine):
         pairs = ((getattr(needs, f), getattr(state, f)) for f in needs._fields)
         return type(needs)(*(self._gather_state(*pair, columns) for pair in pairs))
 
-    def _scatter_state(self, state: Any, part: Any, columns: Columns) -> None:
-        if isinstance(part, torch.Tensor):
-            _scatter(part, state, columns)
-            return
-        for field in part._fields:
-            self._scatter_state(getattr(state, field), getattr(part, field), columns)
-
-    def _blend(self, k: int, fragment: int) -> None:
+    def _blend(self, x: torch.Tensor, k: int, fragment: int) -> None:
+        """Apply received values of a fragment to the x of segment k."""
         blend = self.fragments.blend
         for c in self.fragments.cuts[k][fragment] if blend else ():
-            x = self.vector.x[k][:, c]
+            target = x[:, c]
             received = self._received[k][:, c]
             if blend == 1:
-                x.copy_(received)
+                target.copy_(received)
             else:
-                x.mul_(1 - blend).add_(received * blend)
+                target.mul_(1 - blend).add_(received * blend)
 
 
 def _pair_columns(columns: Columns) -> list[tuple[slice, slice]]:
@@ -187,3 +177,11 @@ def _pair_columns(columns: Columns) -> list[tuple[slice, slice]]:
 def _scatter(part: torch.Tensor, into: torch.Tensor, columns: Columns) -> None:
     for span, c in _pair_columns(columns):
         into[:, c] = part[:, span]
+
+
+def _scatter_state(state: Any, part: Any, columns: Columns) -> None:
+    if isinstance(part, torch.Tensor):
+        _scatter(part, state, columns)
+        return
+    for field in part._fields:
+        _scatter_state(getattr(state, field), getattr(part, field), columns)

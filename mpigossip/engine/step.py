@@ -1,17 +1,52 @@
-"""Step of decentralized training: the only module in which group, mixer and algorithm meet."""
+"""Step of decentralized training: cadence, local step, exchange, and the counters of a run."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
-from mpigossip.engine.measurements import Clock, Record, check_message, make_record, mixed_distance
+from mpigossip.engine.measurements import Clock, Record, make_record, mixed_distance
 from mpigossip.engine.vector import FlatParameters, bits, named_arrays, packed, scatter_row
-from mpigossip.groups.base import Group, local_shards, profiled
-from mpigossip.mixing.base import ExchangeKind, Mixer
+from mpigossip.groups.base import Group, local_shards
+from mpigossip.mixing.base import ExchangeKind, MessageArrays, Mixer
+
+
+class Exchange(Protocol):
+    """How the nodes of an engine exchange their models: whole, or one fragment at a time.
+
+    In a LOCAL step, the engine calls ``adapt``, in any other one ``send`` and then ``receive``. An
+    exchange is in flight from ``send`` until its message has been received. This may be earlier
+    (``wait``) or later than ``receive``, but it changes no bit of the following steps.
+    """
+
+    outbox: MessageArrays | None
+    """Message in flight; None: no exchange is in flight."""
+
+    def adapt(self, engine: Engine, now: Step) -> None:
+        """Make a LOCAL step."""
+
+    def send(self, engine: Engine, now: Step) -> None:
+        """Fill the outbox and begin the exchange, if none is in flight."""
+
+    def receive(self, engine: Engine, now: Step) -> None:
+        """Apply the received messages that are due at the end of this step."""
+
+    def wait(self, engine: Engine) -> None:
+        """Wait for the neighbours of an exchange in flight."""
+
+    def discard(self) -> None:
+        """Forget an exchange in flight."""
+
+    def parts(self, engine: Engine) -> dict[str, list[torch.Tensor]]:
+        """Return the arrays by name, one per segment, that a checkpoint has to contain.
+
+        They are those that remain between two steps beside the state of the algorithm.
+        """
 
 
 class Engine:
@@ -19,17 +54,15 @@ class Engine:
 
     ``index`` counts steps, ``round`` is the graph's clock, ``state_start`` is the step at which the
     state of the algorithm was initialized, and ``counts`` holds the local steps of each row since
-    then. A checkpoint contains these counters and the states of algorithm and cadence; an exchange
-    that is ``in_flight`` is repeated, bitwise identically.
+    then. A checkpoint contains these counters and the states of algorithm, cadence and exchange; an
+    exchange that is in flight is repeated, bitwise identically.
     """
 
     counts: list[int]
     states: list[Any]
     cadence_state: Any
     mixed_distance: torch.Tensor | None  # ‖mixed − sent‖ of the current step
-    _kind: ExchangeKind | None
-    _exchanged: Any
-    _outbox: Sequence | None
+    _kind: ExchangeKind | None  # kind of the step that has begun
 
     def __init__(
         self,
@@ -38,6 +71,7 @@ class Engine:
         vector: FlatParameters,
         methods: Sequence[Algorithm],
         cadence: Cadence,
+        exchange: Exchange,
         *,
         measure_every: int = 0,
     ):
@@ -48,11 +82,13 @@ class Engine:
         :param vector: parameters and gradients
         :param methods: algorithm of each segment
         :param cadence: rule that decides which steps exchange
+        :param exchange: how the model is exchanged in these steps, whole or in fragments
         :param measure_every: steps between two measurements of the consensus distance; 0: none
         """
         self.group = group
         self.vector = vector
         self.cadence = cadence
+        self.exchange = exchange
         self.methods = methods
         self.method = methods[0]
         self.measure_every = measure_every
@@ -70,19 +106,19 @@ class Engine:
         loss: torch.Tensor | None = None,
         gradient_norm: torch.Tensor | None = None,
     ) -> Record:
-        """Execute x_i ← receive(x_i, g_i, Σ_j W[i, j](t) · send(x_j, g_j)); return its record.
+        """Make one step from the gradients at x; return its record.
 
         :param lr: learning rate
         :param skipped: rows that make no local step, see :meth:`begin`
         :param loss: loss of each row, (rows,); None: unknown
         :param gradient_norm: norm of the gradient of each row, (rows,); None: unknown
         """
-        now = self.begin(lr, skipped)  # the cadence decides: local, gossip or global
+        now = self.begin(lr, skipped)  # the cadence decides: LOCAL, GOSSIP or GLOBAL
         if now.kind is ExchangeKind.LOCAL:
-            self.adapt(now)
+            self.exchange.adapt(self, now)  # x_i ← local_update(x_i, g_i)
         else:
-            sent, mixed = self.exchange(now)  # waits for in-neighbours
-            self.receive(sent, mixed, now)
+            self.exchange.send(self, now)  # y_i ← send(x_i, g_i), unless it was sent ahead
+            self.exchange.receive(self, now)  # x_i ← receive(x_i, g_i, Σ_j W[i, j](t) · y_j)
         self.clock.lap("exchange_s")
         self.group.all_gather(self.vector.x, self.vector.full)  # waits for the node's slots
         self.clock.lap("node_s")
@@ -93,7 +129,7 @@ class Engine:
         self.clock.begin()
         self._kind = self.cadence.kind(self.cadence_state, self.index - self.state_start)
         if self.method.ahead:
-            self.send(self._now(None))
+            self.exchange.send(self, self._now(None))
         self.clock.lap("exchange_s")
 
     def begin(self, lr: float, skipped: tuple[int, ...] = ()) -> Step:
@@ -109,45 +145,26 @@ class Engine:
         return Step(self.index - self.state_start, self.round, self._kind, lr, counts=counts)
 
     def adapt(self, now: Step) -> None:
-        """Make a LOCAL step."""
-        # An algorithm without a local update writes to the outbox, and an asynchronous node always
-        # shows its model to the others.
-        if self.method.local_update is None or not self.mixer.synchronous:
-            self.receive(*self.exchange(now), now)
-            return
+        """Let the algorithm make its local update, shard by shard."""
 
         def adapt(slot: int):
             update: Any = self.methods[slot].local_update
-            return update(self.vector.x[slot], self._gradient(slot), self.states[slot], now)
+            return update(self.vector.x[slot], self.gradient(slot), self.states[slot], now)
 
         self.states = self.group.on_shards(adapt)
 
-    def exchange(self, now: Step) -> tuple[Sequence, Sequence]:
-        """Return the sent and the mixed message; this waits for in-neighbours."""
-        if not self.in_flight:
-            self.send(now)
-        self.wait_exchange(self._reusable_x(now.kind))
-        sent, mixed = self._exchanged
-        self.measure(sent, mixed, now.kind)
-        return sent, mixed
+    def gradient(self, slot: int) -> torch.Tensor | None:
+        """Return the gradient of a shard; None if the algorithm does not read it."""
+        return None if self.method.raw else self.vector.g[slot]
 
-    @profiled("send")
-    def send(self, now: Step) -> None:
-        """Let the algorithm fill the outbox, shard by shard, and begin the exchange."""
-        # waits until the last message has been read
-        out = self.mixer.outbox(now.round)
-        x = self.vector.x
+    @property
+    def in_flight(self) -> bool:
+        """Whether an exchange has begun whose message has not been received."""
+        return self.exchange.outbox is not None
 
-        def send(slot: int):
-            g = None if self.method.ahead else self._gradient(slot)
-            state = self.methods[slot].send(x[slot], g, self.states[slot], out[slot], now)
-            check_message(self, slot, out[slot], [slice(0, x[slot].shape[1])])
-            return state
-
-        self.states = self.group.on_shards(send)
-        self.mixer.start(now.kind, now.round, self.index)
-        self.in_flight = True
-        self._outbox = out
+    def wait_exchange(self) -> None:
+        """Wait for the neighbours of an exchange in flight."""
+        self.exchange.wait(self)
 
     def sent_x(self) -> list[torch.Tensor]:
         """Return, for each segment, memory with the x of the exchange that has just begun.
@@ -156,56 +173,19 @@ class Engine:
         wire, nothing is written to the outbox before the next exchange begins; for a lossy one, the
         progress thread may still have to quantize it. On a GPU the host waits for a comparison.
         """
-        assert self._outbox is not None, "no exchange has begun"
+        assert self.exchange.outbox is not None, "no exchange has begun"
         arrays = []
-        for out, x in zip(self._outbox, self.vector.x, strict=True):
+        for out, x in zip(self.exchange.outbox, self.vector.x, strict=True):
             is_unchanged = self.mixer.layout.wire.exact and torch.equal(bits(out[0]), bits(x))
             arrays.append(out[0] if is_unchanged else x.clone())
         return arrays
-
-    @profiled("wait for neighbours")
-    def wait_exchange(self, into: torch.Tensor | None = None) -> None:
-        """Wait for the neighbours of an exchange that has begun; ``into``: array for the sum."""
-        if self.in_flight and self._exchanged is None:
-            self._exchanged = self.mixer.finish(into)
-
-    def _reusable_x(self, kind: ExchangeKind) -> torch.Tensor | None:
-        """Return x, if the mixed message may be written over it, otherwise None.
-
-        This needs an algorithm that replaces x by the mixed message, which is a single exact
-        vector.
-        """
-        layout = self.mixer.layout
-        is_single_vector = len(self.vector.x) == layout.vectors == 1 and not layout.scalars
-        can_reuse = is_single_vector and layout.raw_bytes is None and kind is ExchangeKind.GOSSIP
-        return self.vector.x[0] if can_reuse and self.method.takes_mixed else None
-
-    @profiled("receive")
-    def receive(self, sent: Sequence, mixed: Sequence, now: Step) -> None:
-        """Let the algorithm apply the received messages, shard by shard."""
-
-        def receive(slot: int):
-            x = self.vector.x[slot]
-            g = self._gradient(slot)
-            state = self.states[slot]
-            return self.methods[slot].receive(x, g, state, sent[slot], mixed[slot], now)
-
-        self.states = self.group.on_shards(receive)
-
-    def _gradient(self, slot: int) -> torch.Tensor | None:
-        return None if self.method.raw else self.vector.g[slot]
 
     def replace_mixer(self, mixer: Mixer) -> None:
         """Continue with another mixer; a step that has begun is begun again."""
         self.mixer = mixer
         self.clock = Clock(mixer)
-        self._end()
-
-    def _end(self) -> None:
-        self._kind = None  # kind of the step that has begun
-        self.in_flight = False  # whether its exchange has begun
-        self._exchanged = None  # result of the exchange
-        self._outbox = None  # the sent message, until the next exchange begins
+        self.exchange.discard()
+        self._kind = None
 
     def average(self, lr: float) -> None:
         """Exchange without a local step, while this node waits for others (asynchronous mixers).
@@ -216,9 +196,9 @@ class Engine:
         now = self._now(lr)._replace(skipped=tuple(range(len(self.mixer.local_nodes))), waits=True)
         for g in self.vector.g:
             g.zero_()
-        self.send(now)
-        self.receive(*self.mixer.finish(), now)
-        self._end()
+        self.exchange.send(self, now)
+        self.exchange.receive(self, now)
+        self._kind = None
         self.round += 1
         self.group.all_gather(self.vector.x, self.vector.full)
 
@@ -247,7 +227,7 @@ class Engine:
         self.counts = [count + (row not in now.skipped) for row, count in enumerate(self.counts)]
         self.round += now.kind is ExchangeKind.GOSSIP
         self.index += 1
-        self._end()
+        self._kind = None
         return record
 
     # -- state by name --------------------------------------------------------------------------
@@ -259,9 +239,10 @@ class Engine:
         self.state_start, self.counts = self.index, [0] * len(self.mixer.local_nodes)
 
     def parts(self) -> dict[str, list[torch.Tensor]]:
-        """Return the arrays of the algorithm's state by name, one per segment, without a copy."""
+        """Return the arrays of the state by name, one per segment, without a copy."""
+        of_exchange = self.exchange.parts(self)  # this may receive, which changes the states
         named = [dict(named_arrays(state)) for state in self.states]
-        return {f"state/{k}": [arrays[k] for arrays in named] for k in named[0]}
+        return {f"state/{k}": [arrays[k] for arrays in named] for k in named[0]} | of_exchange
 
     def pack_state(self, row: int = 0, places: Mapping[str, np.ndarray] | None = None) -> dict:
         """Return the state of a node by name, in the first process of the node.

@@ -6,7 +6,6 @@ from it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from mpigossip import algorithms, graphs
 from mpigossip.algorithms import Algorithm
@@ -16,10 +15,11 @@ from mpigossip.algorithms.local import NO_LOCAL_STEP, Local
 from mpigossip.algorithms.methods import Known
 from mpigossip.cluster.world import World
 from mpigossip.config import BuilderSpec, Job
-from mpigossip.engine.fragments import Fragmented, Fragments
+from mpigossip.engine.fragments import FragmentExchange, Fragments
 from mpigossip.engine.measurements import measured_every
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import FlatParameters, ParameterLayout
+from mpigossip.engine.whole import WholeExchange
 from mpigossip.graphs import Graph
 from mpigossip.graphs.faulty import Links, faulty
 from mpigossip.groups.base import Group, local_shards
@@ -98,9 +98,11 @@ class JobParts:
             "auto"
         """
         fragments = self.make_fragments(vector.flat, local_shards(group))
-        make = Engine if fragments is None else partial(Fragmented, fragments=fragments)
+        exchange = WholeExchange() if fragments is None else FragmentExchange(fragments)
         every = measured_every(measure_every, group.devices[0])
-        return make(mixer, group, vector, self.methods, self.cadence, measure_every=every)
+        return Engine(
+            mixer, group, vector, self.methods, self.cadence, exchange, measure_every=every
+        )
 
     def make_fragments(self, flat: ParameterLayout, shards: range) -> Fragments | None:
         """Return the fragments of some shards; None if the model is exchanged as a whole.

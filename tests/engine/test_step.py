@@ -241,10 +241,43 @@ def test_sent_parameters_are_compared_by_their_bits(sent, same):
     x = torch.tensor([[sent if same else -0.0]])
     out = torch.tensor([[[sent]]])
     sender = SimpleNamespace(
-        _outbox=[out],
+        exchange=SimpleNamespace(outbox=[out]),
         vector=SimpleNamespace(x=[x]),
         mixer=SimpleNamespace(layout=SimpleNamespace(wire=SimpleNamespace(exact=True))),
     )
     (kept,) = Engine.sent_x(sender)
     assert torch.equal(bits(kept), bits(x))
     assert (kept.data_ptr() == out.data_ptr()) == same
+
+
+class Written:
+    """Exchange that writes down what the engine asks of it."""
+
+    outbox = None
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *given: self.calls.append(name) or {}
+
+
+def test_a_step_is_local_or_sends_and_receives():
+    """The engine leaves to its exchange what crosses the network, and when."""
+    made = engine("algorithm.name=dsgd cadence.name=every cadence.period=2")
+    made.exchange = written = Written()
+    list(steps(made, 0, 2))
+    assert written.calls == ["adapt", "send", "receive"]
+    made.wait_exchange()
+    made.replace_mixer(made.mixer)
+    assert written.calls[3:] == ["wait", "discard"]
+
+
+@on_each("delay", [0, 1])
+def test_an_exchange_that_is_discarded_leaves_no_message(delay):
+    settings = "algorithm.name=diloco cadence.period=2 cadence.fragments=2"
+    made = engine(f"{settings} cadence.delay={delay}")
+    list(steps(made, 0, 3))
+    assert made.in_flight == bool(delay)
+    made.replace_mixer(made.mixer)
+    assert not made.in_flight

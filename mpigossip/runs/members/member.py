@@ -12,6 +12,7 @@ import torch
 from mpigossip.algorithms.base import Step
 from mpigossip.engine.measurements import Record
 from mpigossip.engine.vector import join_row, scatter_row
+from mpigossip.engine.whole import WholeExchange
 from mpigossip.groups.base import local_shards
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout
 from mpigossip.mixing.combine import weighted_sum
@@ -114,7 +115,8 @@ class Member:
             out[0].copy_(x)
         counts = tuple(engine.counts)
         last = Step(self.done - 1, rounds - 1, ExchangeKind.GOSSIP, None, counts=counts)
-        engine.receive(*self.mixer.average(), last)
+        assert isinstance(engine.exchange, WholeExchange)  # members reject fragments
+        engine.exchange.apply(engine, *self.mixer.average(), last)
         engine.group.all_gather(engine.vector.x, engine.vector.full)
 
     def _load(
