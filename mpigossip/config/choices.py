@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from mpigossip.config import removed
 from mpigossip.config.errors import JobError
 from mpigossip.config.structure import structure
 from mpigossip.config.toml import near, plain, show, unknown
@@ -157,8 +156,7 @@ def check(
         if path in FILES:
             return check_options(section, values, setting_keys, lambda: None)
         noun = section if key == "name" else key
-        removal = removed.of_setting(f"{path} = {show(name)}")
-        return [removal or f"{path} = {show(name)}: unknown {noun}; {near(name, table)}"]
+        return [f"{path} = {show(name)}: unknown {noun}; {near(name, table)}"]
     if key != "name" and path not in FILES:
         return []
     return check_options(section, values, setting_keys, spec.build, others)

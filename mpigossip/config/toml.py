@@ -13,8 +13,6 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpigossip.config import removed
-
 LARGEST = 2**63 - 1
 """Largest integer that every TOML parser must accept and that HDF5 can store."""
 
@@ -32,11 +30,10 @@ class BadValue(ValueError):
 
         :param path: setting that has the value, as "section.key"
         :param default: default of the setting, which is shown unless it is None
-        :return: setting, value, condition and default, or the message for a removed value
+        :return: setting, value, condition and default
         """
         remedy = "" if default is None else f"; the default is {show(default)}"
-        setting = f"{path} = {show(self.value)}"
-        return removed.of_setting(setting) or f"{setting}: {self.need}{remedy}"
+        return f"{path} = {show(self.value)}: {self.need}{remedy}"
 
 
 def show(value: object) -> str:
@@ -72,14 +69,14 @@ def near(word: object, words: Iterable[str], others: Iterable[str] = ()) -> str:
 
 
 def unknown(path: str, valid_keys: Iterable[str], others: Iterable[str] = ()) -> str:
-    """Return the message for an unknown key, with its replacement or with similar keys.
+    """Return the message for an unknown key, with similar keys.
 
     :param path: path of the key, as "section.key"
     :param valid_keys: valid keys
     :param others: further keys that may be suggested, but are not listed
     """
     hint = near(path.rpartition(".")[2], valid_keys, others)
-    return removed.of_setting(path) or f"{path}: unknown key; {hint}"
+    return f"{path}: unknown key; {hint}"
 
 
 def _bare(word: str) -> str:
