@@ -197,12 +197,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_command(top: argparse.ArgumentParser, arguments: list[str]) -> None:
-    """End with a hint if an option was removed, or if the first word is no command (`plot`)."""
-    from mpigossip.config import removed
+    """End with a hint if the first word is no command (`plot`)."""
     from mpigossip.config.toml import near
 
-    if gone := removed.of_words(arguments):
-        top.error(gone)
     commands = [words for words, _ in every(top) if words]
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
         matches = [words for words in commands if words.endswith(f" {arguments[0]}")]

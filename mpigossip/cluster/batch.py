@@ -5,8 +5,6 @@ Sites are TOML files (`jobs/sites/*.toml`), and there is one template for each s
 before it becomes part of a script, so that it cannot become a command.
 """
 
-# Don't use `from __future__ import annotations`: cattrs drops the limits of string annotations.
-
 import re
 import shlex
 import tomllib
@@ -18,7 +16,8 @@ from typing import Annotated, Any, Literal
 from mpigossip.config import JobError
 from mpigossip.config.errors import STOPPED, WRONG
 from mpigossip.config.packaged import find
-from mpigossip.config.toml import Limit, converter, explain, near
+from mpigossip.config.structure import Limit, structure
+from mpigossip.config.toml import near
 
 WORD = r"[A-Za-z0-9_][A-Za-z0-9_.,:+@=/-]*"
 EARLY_S = 180
@@ -139,9 +138,9 @@ def read_site(name: str) -> Site:
     except ValueError as error:
         raise JobError(f'site "{path}" is not TOML: {error}') from None
     try:
-        site = converter().structure(raw, Site)
-    except Exception as error:  # cattrs raises exception groups; _describe_problems() formats them
-        raise JobError([f'site "{path}": {text}' for text in _describe_problems(error)]) from None
+        site = structure(raw, Site)
+    except JobError as error:
+        raise JobError([f'site "{path}": {text}' for text in error.messages]) from None
     tables = (site.environment, *(workaround.environment for workaround in site.workarounds))
     problems = [
         f'site "{path}": environment: {key!r} = {value!r}: needs a name and a line of text'
@@ -152,15 +151,6 @@ def read_site(name: str) -> Site:
     if problems:
         raise JobError(problems)
     return site
-
-
-def _describe_problems(error: Exception) -> list[str]:
-    try:
-        return list(explain(error))
-    except KeyError as missing:  # a site has required keys, unlike a job
-        return [f"{missing.args[0]} is missing"]
-    except (TypeError, AttributeError):
-        return ["a section or a list differs in form from the site files of the package"]
 
 
 def seconds_of(text: str) -> int:

@@ -120,7 +120,8 @@ def _sized(command: argparse.ArgumentParser) -> None:
 
 
 def _make(name: str, options) -> Graph:
-    from mpigossip.config.toml import check_options, parse_value
+    from mpigossip.config.choices import check_options
+    from mpigossip.config.toml import parse_value
 
     arguments: dict[str, Any] = {}
     for text in options.option:

@@ -6,14 +6,17 @@ setting that holds a name, such as `{"graph.name": graphs.BUILDERS}`.
 
 from __future__ import annotations
 
+import inspect
 import re
+import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from mpigossip.config import removed, toml
-from mpigossip.config.toml import near, show
+from mpigossip.config.errors import JobError
+from mpigossip.config.structure import structure
+from mpigossip.config.toml import near, plain, show, unknown
 
 USER_CODE = r"[A-Za-z_][\w.]*:\w+"
 """Pattern of a name of user code, "package.module:factory"."""
@@ -94,7 +97,7 @@ def spec_of(table: Table, name: Any) -> BuilderSpec | None:
 def options_of(table: Table, name: Any) -> Collection[str]:
     """Return the names of the options of ``name``; none if it is not in the table."""
     spec = spec_of(table, name)
-    return toml.keyword_only(spec.build)[0] if spec else ()
+    return keyword_only(spec.build)[0] if spec else ()
 
 
 def apply_implied(
@@ -151,10 +154,64 @@ def check(
         if re.fullmatch(OPEN.get(path, "(?!)"), name):
             return []
         if path in FILES:
-            return toml.check_options(section, values, setting_keys, lambda: None)
+            return check_options(section, values, setting_keys, lambda: None)
         noun = section if key == "name" else key
-        removal = removed.of_setting(f"{path} = {show(name)}")
-        return [removal or f"{path} = {show(name)}: unknown {noun}; {near(name, table)}"]
+        return [f"{path} = {show(name)}: unknown {noun}; {near(name, table)}"]
     if key != "name" and path not in FILES:
         return []
-    return toml.check_options(section, values, setting_keys, spec.build, others)
+    return check_options(section, values, setting_keys, spec.build, others)
+
+
+def check_options(
+    section: str,
+    values: dict[str, Any],
+    setting_keys: Collection[str],
+    build: Callable,
+    others: Collection[str] = (),
+) -> list[str]:
+    """Check the options in ``values`` against the keyword-only parameters of ``build``.
+
+    Options are converted to the types of the annotations. Missing options get their defaults,
+    unless the default is None, which TOML cannot express.
+
+    :param section: name of the section, for error messages
+    :param values: keys and values of the section, which are changed in place
+    :param setting_keys: keys of the section that are not options
+    :param build: builder that takes the options
+    :param others: paths that a misspelled key may stand for, in addition to the keys here
+    :return: an error message for each problem
+    """
+    parameters, accepts_any = keyword_only(build)
+    messages: list[str] = []
+    for key in [key for key in values if key not in setting_keys]:
+        path = f"{section}.{key}"
+        if key in parameters:
+            annotation, default = parameters[key]
+            try:
+                values[key] = structure(values[key], annotation, path, default)
+            except JobError as error:
+                messages += error.messages
+        elif not accepts_any:
+            messages.append(unknown(path, [*setting_keys, *parameters], others))
+    for key, (_, default) in parameters.items():
+        if default is inspect.Parameter.empty and key not in values:
+            messages.append(f"{section}.{key} is not set: it has no default; write {key} = …")
+        elif default is not None:
+            values.setdefault(key, plain(default))
+    return messages
+
+
+def keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:
+    """Return the keyword-only parameters of ``build``, and whether it accepts any others (`**`).
+
+    :return: annotation and default of each parameter, by name; and true if there is a `**kwargs`
+    """
+    try:
+        hints = typing.get_type_hints(build, include_extras=True)
+    except (NameError, TypeError):
+        hints = {}  # the annotations exist for type checkers only: accept any type
+    parameters = inspect.signature(build).parameters.values()
+    options = {
+        p.name: (hints.get(p.name, Any), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY
+    }
+    return options, any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated
 
-from mpigossip.config.toml import Limit
+from mpigossip.config.structure import Limit
 
 
 def between(low: float, high: float, words: str) -> Limit:

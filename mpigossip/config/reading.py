@@ -10,11 +10,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mpigossip.config import packaged, removed, toml
+from mpigossip.config import packaged, stored, toml
 from mpigossip.config.choices import FILES, Tables, apply_implied, check, options_of, spec_of
 from mpigossip.config.errors import JobError
 from mpigossip.config.sections import SECTIONS, AlgorithmSection, Job
-from mpigossip.config.toml import converter, explain, near, show
+from mpigossip.config.structure import structure
+from mpigossip.config.toml import near, show
 from mpigossip.config.user_code import is_user_code
 
 
@@ -39,7 +40,7 @@ def load(
     tables = tables or {}
     raw = read(source)
     if isinstance(source, str) and "\n" in source:
-        removed.update(raw)
+        raw = stored.update(raw)
     messages = _override(raw, overrides, tables)
     sections = {name: value for name, value in raw.items() if name in SECTIONS}
     unknown = [name for name in raw if name not in SECTIONS]
@@ -50,9 +51,9 @@ def load(
     messages += apply_implied(sections, tables, local_in_effect(sections, tables))
     messages += _check_names(sections, tables)
     try:
-        job = converter().structure({n: _fold_options(n, s) for n, s in sections.items()}, Job)
-    except Exception as error:  # cattrs raises groups; explain() sorts them out
-        raise JobError([*messages, *explain(error)]) from None
+        job = structure({n: _fold_options(n, s) for n, s in sections.items()}, Job)
+    except JobError as error:
+        raise JobError([*messages, *error.messages]) from None
     if list(job.schedule.milestones) != sorted(set(job.schedule.milestones)):
         messages.append(
             f"schedule.milestones = {show(job.schedule.milestones)}: must be in ascending order"

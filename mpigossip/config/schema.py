@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
-from mpigossip.config.choices import OPEN, USER_CODE, BuilderSpec, Tables
+from mpigossip.config.choices import OPEN, USER_CODE, BuilderSpec, Tables, keyword_only
 from mpigossip.config.sections import SECTIONS
-from mpigossip.config.toml import keyword_only
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 """Version of JSON Schema that editors for TOML support."""

@@ -3,9 +3,6 @@
 The module `reading` builds a job from TOML. This module imports neither torch nor MPI.
 """
 
-# Do not add `from __future__ import annotations`: cattrs drops the limits of annotations that are
-# strings.
-
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -32,7 +29,7 @@ from mpigossip.config.limits import (
     Workers,
     between,
 )
-from mpigossip.config.toml import Limit
+from mpigossip.config.structure import Limit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,42 +1,20 @@
-"""Strict conversion of TOML values to types with limits, error messages, and writing of TOML.
+"""Reading of plain TOML values, writing of TOML, and error messages about keys and values.
 
-The rest of `config` is built on this module, which does not know the sections of a job.
+The rest of `config` is built on this module, which knows neither types nor the sections of a job.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import json
 import math
 import re
 import tomllib
-import types
-import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from mpigossip.config import removed
-
-if TYPE_CHECKING:
-    import cattrs
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 LARGEST = 2**63 - 1
 """Largest integer that every TOML parser must accept and that HDF5 can store."""
-
-
-@dataclass(frozen=True, eq=False)
-class Limit:
-    """Condition on a value, used as `Annotated[type, Limit(test, words)]`."""
-
-    holds: Callable[[Any], bool]
-    """Predicate that is true for valid values."""
-    words: str
-    """Statement of the condition for error messages, such as "must be at least 0"."""
-    schema: Mapping[str, Any] = field(default_factory=dict)
-    """The condition in keywords of JSON Schema, such as ``{"minimum": 0}``, if it has any."""
 
 
 class BadValue(ValueError):
@@ -52,11 +30,10 @@ class BadValue(ValueError):
 
         :param path: setting that has the value, as "section.key"
         :param default: default of the setting, which is shown unless it is None
-        :return: setting, value, condition and default, or the message for a removed value
+        :return: setting, value, condition and default
         """
         remedy = "" if default is None else f"; the default is {show(default)}"
-        setting = f"{path} = {show(self.value)}"
-        return removed.of_setting(setting) or f"{setting}: {self.need}{remedy}"
+        return f"{path} = {show(self.value)}: {self.need}{remedy}"
 
 
 def show(value: object) -> str:
@@ -92,14 +69,14 @@ def near(word: object, words: Iterable[str], others: Iterable[str] = ()) -> str:
 
 
 def unknown(path: str, valid_keys: Iterable[str], others: Iterable[str] = ()) -> str:
-    """Return the message for an unknown key, with its replacement or with similar keys.
+    """Return the message for an unknown key, with similar keys.
 
     :param path: path of the key, as "section.key"
     :param valid_keys: valid keys
     :param others: further keys that may be suggested, but are not listed
     """
     hint = near(path.rpartition(".")[2], valid_keys, others)
-    return removed.of_setting(path) or f"{path}: unknown key; {hint}"
+    return f"{path}: unknown key; {hint}"
 
 
 def _bare(word: str) -> str:
@@ -158,111 +135,6 @@ def parse_value(text: str) -> Any:
     return parsed["v"]
 
 
-@functools.cache
-def converter() -> cattrs.Converter:
-    """Return the converter, which accepts neither unknown keys nor implicit changes of type."""
-    import cattrs
-
-    strict_converter = cattrs.Converter(forbid_extra_keys=True)
-    needs = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    for kind, words in needs.items():
-        strict_converter.register_structure_hook(kind, functools.partial(_scalar, words))
-    hooks = {
-        Literal: _choice,
-        tuple: _tuple,
-        typing.Union: _union,
-        types.UnionType: _union,
-        Annotated: _limited,
-    }
-    strict_converter.register_structure_hook_func(
-        lambda kind: typing.get_origin(kind) in hooks,
-        lambda value, kind: hooks[typing.get_origin(kind)](value, kind),
-    )
-    return strict_converter
-
-
-def _scalar(words: str, value: Any, kind: type) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise BadValue(value, f"needs {words}")
-    return value
-
-
-def _choice(value: Any, kind: Any) -> Any:
-    choices = typing.get_args(kind)
-    for choice in choices:
-        if type(value) is type(choice) and value == choice:
-            return choice
-    close = difflib.get_close_matches(str(value), map(str, choices), 1)
-    hint = f'; did you mean "{close[0]}"?' if close else ""
-    *others, last = map(show, choices)
-    listed = f"{', '.join(others)} or {last}" if others else last
-    raise BadValue(value, f"must be {listed}{hint}")
-
-
-def _tuple(value: Any, kind: Any) -> tuple:
-    if not isinstance(value, list | tuple):
-        raise BadValue(value, "needs a list")
-    items = typing.get_args(kind)
-    if items[-1] is Ellipsis:
-        items = items[:1] * len(value)
-    if len(items) != len(value):
-        raise BadValue(value, f"needs a list of {len(items)}, got {len(value)}")
-    return tuple(converter().structure(v, k) for v, k in zip(value, items, strict=True))
-
-
-def _union(value: Any, kind: Any) -> Any:
-    kinds = typing.get_args(kind)
-    members = [k for k in kinds if k is not type(None)]
-    # TOML has no null: files and overrides write "none" for a value that is not set.
-    if value in (None, "none") and len(members) < len(kinds):
-        return None
-    errors = []
-    for member in members:
-        try:
-            return converter().structure(value, member)
-        except BadValue as error:
-            errors.append(error)
-    if len(errors) == 1:
-        raise errors[0]
-    raise BadValue(value, " or ".join(error.need for error in errors))
-
-
-def _limited(value: Any, kind: Any) -> Any:
-    value = converter().structure(value, kind.__origin__)
-    limit = kind.__metadata__[0]
-    if not limit.holds(value):
-        raise BadValue(value, limit.words)
-    return value
-
-
-def explain(error: Exception, path: str = "", default: object = None) -> Iterator[str]:
-    """Yield an error message for each problem in an exception of the converter.
-
-    :param error: exception, possibly a group of exceptions
-    :param path: setting or section that was converted; "" for a job
-    :param default: default of this setting; None: no default is shown
-    """
-    import cattrs
-
-    if isinstance(error, BadValue):
-        yield error.at(path, default)
-    elif isinstance(error, cattrs.ForbiddenExtraKeysError):
-        valid_keys = [f.name for f in fields(error.cl)]
-        for key in sorted(error.extra_fields, key=str):
-            yield unknown(f"{path}.{key}" if path else str(key), valid_keys)
-    elif isinstance(error, cattrs.ClassValidationError):
-        defaults = {f.name: f.default for f in fields(error.cl) if f.default is not MISSING}
-        for inner, note in error.group_exceptions()[0]:
-            inner_path = f"{path}.{note.name}" if path else note.name
-            yield from explain(inner, inner_path, defaults.get(note.name))
-        for inner in error.group_exceptions()[1]:
-            yield from explain(inner, path)
-    else:
-        raise error
-
-
 def override(raw: dict[str, Any], text: str) -> tuple[str, list[str]]:
     """Write an override "section.key=value" into ``raw``.
 
@@ -278,61 +150,6 @@ def override(raw: dict[str, Any], text: str) -> tuple[str, list[str]]:
     if isinstance(table, dict):
         table[match[2]] = parse_value(match[3].strip())
     return f"{match[1]}.{match[2]}", []
-
-
-def check_options(
-    section: str,
-    values: dict[str, Any],
-    setting_keys: Collection[str],
-    build: Callable,
-    others: Collection[str] = (),
-) -> list[str]:
-    """Check the options in ``values`` against the keyword-only parameters of ``build``.
-
-    Options are converted to the types of the annotations. Missing options get their defaults,
-    unless the default is None, which TOML cannot express.
-
-    :param section: name of the section, for error messages
-    :param values: keys and values of the section, which are changed in place
-    :param setting_keys: keys of the section that are not options
-    :param build: builder that takes the options
-    :param others: paths that a misspelled key may stand for, in addition to the keys here
-    :return: an error message for each problem
-    """
-    parameters, accepts_any = keyword_only(build)
-    messages: list[str] = []
-    for key in [key for key in values if key not in setting_keys]:
-        path = f"{section}.{key}"
-        if key in parameters:
-            annotation, default = parameters[key]
-            try:
-                values[key] = converter().structure(values[key], annotation)
-            except Exception as error:  # cattrs raises groups, which explain() resolves
-                messages += explain(error, path, default)
-        elif not accepts_any:
-            messages.append(unknown(path, [*setting_keys, *parameters], others))
-    for key, (_, default) in parameters.items():
-        if default is inspect.Parameter.empty and key not in values:
-            messages.append(f"{section}.{key} is not set: it has no default; write {key} = …")
-        elif default is not None:
-            values.setdefault(key, plain(default))
-    return messages
-
-
-def keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:
-    """Return the keyword-only parameters of ``build``, and whether it accepts any others (`**`).
-
-    :return: annotation and default of each parameter, by name; and true if there is a `**kwargs`
-    """
-    try:
-        hints = typing.get_type_hints(build, include_extras=True)
-    except (NameError, TypeError):
-        hints = {}  # the annotations exist for type checkers only: accept any type
-    parameters = inspect.signature(build).parameters.values()
-    options = {
-        p.name: (hints.get(p.name, Any), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY
-    }
-    return options, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def write(value: Any) -> str:

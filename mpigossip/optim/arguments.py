@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mpigossip.cluster.world import World
-from mpigossip.config import Job, JobError, removed
+from mpigossip.config import Job, JobError
 from mpigossip.config.readable import abbreviate, print_note_once
 from mpigossip.engine.module import LOW
 from mpigossip.engine.vector import check_type
@@ -87,8 +87,7 @@ def check(world: Any, model: Any, optimizer: Any) -> None:
 def check_overlap(overlap: Any) -> None:
     """Raise JobError if ``overlap`` is not one of `OVERLAPS`."""
     if overlap not in OVERLAPS:
-        removal = f"; {removed.of_argument('overlap')}" if overlap == "layers" else ""
-        raise JobError(f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}{removal}')
+        raise JobError(f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}')
 
 
 def check_callback(job: Job, on_change: object) -> None:

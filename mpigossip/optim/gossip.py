@@ -12,7 +12,7 @@ from torch import nn
 from mpigossip.cluster import deadline
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
-from mpigossip.config import JobError, removed
+from mpigossip.config import JobError
 from mpigossip.engine.measurements import Record
 from mpigossip.engine.module import ModuleParameters
 from mpigossip.engine.sharded import plan_layout
@@ -194,7 +194,7 @@ class Gossip(RunDirectoryMixin):
                 "have Gossip as its base optimizer (mpigossip/optim/README.md, Sharpness-aware "
                 "minimization)"
             )
-        raise AttributeError(removed.of_argument(name) or message)
+        raise AttributeError(message)
 
     def __repr__(self) -> str:
         return f"Gossip[{self._job.algorithm.name}, {self._node.graph.name}] {self._inner!r}"

@@ -10,7 +10,7 @@ from mpigossip.algorithms import cadence as cadences
 from mpigossip.algorithms.local import NO_LOCAL_STEP
 from mpigossip.cluster.process import TIMEOUT_S
 from mpigossip.cluster.world import World
-from mpigossip.config import CadenceSection, GraphSection, Job, JobError, removed
+from mpigossip.config import CadenceSection, GraphSection, Job, JobError
 from mpigossip.config.choices import options_of, spec_of
 from mpigossip.config.limits import LARGEST
 from mpigossip.config.toml import near
@@ -164,8 +164,7 @@ def _sections(
         if not homes:
             if _homes(option, OF_RUN)[1]:
                 raise JobError(f'{option}: needs a run directory: pass Gossip(…, run="runs/mine")')
-            unknown = f"{option}: unknown; {near(option, set().union(*keys.values()))}"
-            raise JobError(removed.of_argument(option) or unknown)
+            raise JobError(f"{option}: unknown; {near(option, set().union(*keys.values()))}")
         if len(homes) > 1 and key not in SHARED:
             settings_of = " and ".join(f"{section}.{key}" for section in homes)
             remedy = " or ".join(f"{section}_{key}={value!r}" for section in homes)

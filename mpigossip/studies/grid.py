@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpigossip.config import JobError, packaged, removed
+from mpigossip.config import JobError, packaged
 from mpigossip.config.toml import near, show
 from mpigossip.training import assemble
 
@@ -126,8 +126,7 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
         raise JobError(f"{path} is not valid TOML: {error}") from None
     valid_keys = {*inspect.signature(study).parameters, *more}
     problems = [
-        f"{path}: {removed.of_argument(key) or f'{key} is unknown; {near(key, valid_keys)}'}"
-        for key in values.keys() - valid_keys
+        f"{path}: {key} is unknown; {near(key, valid_keys)}" for key in values.keys() - valid_keys
     ]
     if "job" not in values:
         problems.append(f"{path}: job is missing: set it to the job file of all runs")

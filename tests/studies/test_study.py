@@ -471,10 +471,7 @@ settings = ["data.source=synthetic", "schedule.lr=0.5"]
     assert len(lines) == 4 and {*Path().rglob("*")} == before
     Path("jobs/old.toml").write_text(f"together = true\n{text}", "utf-8")
     assert cli.main(["study", "jobs/old.toml", "--dry-run"]) == 2
-    assert "together: removed; leave it out; seeds run" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main(["simulate", "job.toml", "--nodes", "2", "--seeds", "0,1"])
-    assert "--seeds: removed; `mpigossip study` runs" in capsys.readouterr().err
+    assert "together is unknown; " in capsys.readouterr().err
     Path("jobs/job.toml").write_text("")  # a job in the folder of the study file is preferred
     assert arguments(Path("jobs/study.toml"), mpigossip.study)["job"] == Path("jobs/job.toml")
 

@@ -35,7 +35,9 @@ def test_a_setting_that_ranks_do_not_support_is_said_once():
     world = SimpleNamespace(comm=object(), nodes=SimpleNamespace(per_node=1))
     problems = rules.launch_problems(load({"node": words, "faults": {"slow_nodes": 2}}), world)
     assert len(problems) == 1, problems
-    with pytest.raises(JobError, match='node.mixer = "product": removed; use "synchronous"'):
+    with pytest.raises(
+        JobError, match='node.mixer = "product": unknown mixer; known here: .*synchronous'
+    ):
         load({"node": {"mixer": "product"}})
 
 

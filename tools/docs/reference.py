@@ -23,9 +23,10 @@ from mpigossip import algorithms, cli, config, graphs, models
 from mpigossip.algorithms import cadence
 from mpigossip.commands.arguments import every
 from mpigossip.config import errors, packaged, sections
-from mpigossip.config.choices import BuilderSpec
+from mpigossip.config.choices import BuilderSpec, keyword_only
 from mpigossip.config.schema import field_docs
-from mpigossip.config.toml import Limit, keyword_only, show
+from mpigossip.config.structure import Limit
+from mpigossip.config.toml import show
 from mpigossip.optim import settings as optim_settings
 from mpigossip.store import checkpoint, log
 from mpigossip.training import assemble, task

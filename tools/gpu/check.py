@@ -40,9 +40,7 @@ NO_GPU = 3
 MEASURES = Path(__file__).resolve().with_name("measures.py")
 SEVERAL = MEASURES.with_name("several.py")
 RESULTS = MEASURES.with_name("GPU_RESULTS.md")
-NEEDED = (
-    *("numpy", "cattrs", "h5py", "matplotlib", "networkx", "PIL", "rich", "safetensors", "scipy"),
-)
+NEEDED = ("numpy", "h5py", "matplotlib", "networkx", "PIL", "rich", "safetensors", "scipy")
 """Modules that the package needs; pytest, mpi4py and cupy are checked where they are used."""
 
 
