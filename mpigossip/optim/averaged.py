@@ -1,9 +1,8 @@
 """Pauses of a custom loop: average model, consensus distance, and work of a single rank."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from inspect import signature
 
 import torch
@@ -14,6 +13,7 @@ from mpigossip.config import JobError
 from mpigossip.data.pytree import Nested, map_tensors
 from mpigossip.engine.measurements import consensus_distance
 from mpigossip.engine.sharded import fully_sharded, local_shard, reshard
+from mpigossip.mixing.base import Mixer
 from mpigossip.mixing.device.memory import device_context
 from mpigossip.optim import initial_sync
 from mpigossip.optim.node import LoopNode
@@ -25,7 +25,8 @@ from mpigossip.training.evaluate import average_buffers, average_into, norms, re
 def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -> Iterator[None]:
     """Context manager in which model or twin is the average over nodes, with buffers. Collective.
 
-    All values are restored afterwards.
+    All values are restored afterwards. If a rank fails meanwhile, the block sees this node's values
+    instead of the average.
 
     :param node: node of this rank
     :param twin: module that is averaged instead of the model; None: the model
@@ -42,55 +43,103 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
         _wait_ready(node, "averaged()")
         with node.catch_failure():
             initial_sync.check_equal(node.world, initial_sync.layout(module))
-        buffers = list(module.buffers())
-        saved = [(t, t.clone()) for t in buffers]
-        x = node.vector.x[0] if twin is None else None
-        if x is not None:
-            parts = [x]
-            show = node.publish
-            finish = show
-        else:
-            modules = fully_sharded(module)
-            show = partial(reshard, modules)
-            show()
-            finish = partial(_leave, modules, node)
-            parts = [local_shard(p.detach()) for p in module.parameters() if p.is_floating_point()]
-        saved += [(t, t.clone()) for t in parts]
+        saved = snapshot(node, twin)
     node.evaluating = True
-    complete = False
     try:
+        is_average = False
         with torch.no_grad(), deadline.user_call("averaged()"), node.catch_failure():
-            for part in parts:
-                flat = part.reshape(-1)  # a copy if the strides don't allow a view
-                average_into(node.mixer, flat[None], flat)
-                part.copy_(flat.view(part.shape))
-            show()
-            batch_count = 0
-            if batches is not None:
-                device = next(module.parameters()).device
-                draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
-                with draws, recalibrating(module):
-                    for batch in batches:
-                        batch_count += 1
-                        _show(module, batch, device)
+            average_(node.mixer, saved.parameters)
+            saved.show()
+            batch_count = None if batches is None else recalibrate_(module, batches)
             with node.world.raise_together(JobError):  # even if only other ranks have batches
-                if batches is not None and not batch_count:
-                    raise JobError(
-                        "averaged(recalibrate=…): there was no batch on rank "
-                        f"{node.world.rank}: pass a list, or create a new generator for each call"
-                    )
-            average_buffers(node.mixer, node.group, [[buffers]], module)
-            complete = True
-        if not complete:  # a rank has failed: show this node's values, without an average
-            _put_back(saved, finish)
+                _check_batches(batch_count, node.world.rank)
+            average_buffers(node.mixer, node.group, [[saved.buffers]], module)
+            is_average = True
+        if not is_average:
+            saved.restore()
         yield
     finally:
         node.evaluating = False
-        _put_back(saved, finish)
+        saved.restore()
         node.edits.renew(node.vector)
 
 
-def _show(module: nn.Module, batch: Nested, device: torch.device) -> None:
+class Snapshot:
+    """Parameters and buffers of a module, with the values that they have now.
+
+    ``parameters`` are the tensors that are averaged: the flat parameters of the node, or each
+    floating-point parameter of a twin. If these are sharded, they are the shards of this rank.
+    """
+
+    def __init__(
+        self, node: LoopNode, twin: nn.Module | None, parameters: list[torch.Tensor]
+    ) -> None:
+        """Copy ``parameters``, and the buffers of ``twin``, or of the model if it is None."""
+        self._node = node
+        self._twin = twin
+        self.parameters = parameters
+        self.buffers = list((node.model if twin is None else twin).buffers())
+        self._copies = [(t, t.clone()) for t in [*self.buffers, *parameters]]
+
+    def show(self) -> None:
+        """Let the module compute with the parameters as they are now."""
+        if self._twin is None:
+            self._node.publish()
+        else:
+            reshard(fully_sharded(self._twin))
+
+    def restore(self) -> None:
+        """Write the copied values back; it may be called more than once."""
+        with torch.no_grad():
+            for tensor, value in self._copies:
+                tensor.copy_(value)
+            self.show()
+            if self._twin is not None:
+                # a twin may share 16-bit parameters: restore them from the master weights
+                self._node.publish()
+
+
+def snapshot(node: LoopNode, twin: nn.Module | None) -> Snapshot:
+    """Return the present values of the node's model, or of ``twin``."""
+    if twin is None:
+        return Snapshot(node, None, [node.vector.x[0]])
+    reshard(fully_sharded(twin))
+    floats = [p.detach() for p in twin.parameters() if p.is_floating_point()]
+    return Snapshot(node, twin, [local_shard(p) for p in floats])
+
+
+def average_(mixer: Mixer, parameters: Iterable[torch.Tensor]) -> None:
+    """Replace each of ``parameters`` by its exact average over nodes; collective."""
+    for parameter in parameters:
+        flat = parameter.reshape(-1)  # a copy if the strides don't allow a view
+        average_into(mixer, flat[None], flat)
+        parameter.copy_(flat.view(parameter.shape))
+
+
+def recalibrate_(module: nn.Module, batches: Iterable) -> int:
+    """Compute the statistics of BatchNorm again from ``batches``; return the number of batches.
+
+    Random numbers that the module draws do not change those of the program.
+    """
+    device = next(module.parameters()).device
+    draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    batch_count = 0
+    with draws, recalibrating(module):
+        for batch in batches:
+            batch_count += 1
+            _call(module, batch, device)
+    return batch_count
+
+
+def _check_batches(batch_count: int | None, rank: int) -> None:
+    if batch_count == 0:
+        raise JobError(
+            f"averaged(recalibrate=…): there was no batch on rank {rank}: pass a list, or create a "
+            "new generator for each call"
+        )
+
+
+def _call(module: nn.Module, batch: Nested, device: torch.device) -> None:
     """Call the module on a batch: the inputs of (inputs, targets), or a mapping's entries by name.
 
     Entries that the module's ``forward`` does not name, such as labels, are left out; if it names
@@ -129,18 +178,6 @@ def _keywords(module: nn.Module) -> tuple[set[str], bool]:
     return {
         p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }, takes_all
-
-
-def _leave(modules: Sequence[nn.Module], node: LoopNode) -> None:
-    reshard(modules)
-    node.publish()  # a twin may share 16-bit parameters: restore them from the master weights
-
-
-def _put_back(saved: Sequence[tuple[torch.Tensor, torch.Tensor]], finish: Callable) -> None:
-    with torch.no_grad():
-        for tensor, value in saved:
-            tensor.copy_(value)
-        finish()
 
 
 def distance(node: LoopNode) -> float:
