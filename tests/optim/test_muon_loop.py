@@ -12,7 +12,7 @@ from mpigossip.optim.inner import CombinedOptimizer
 from tests.cases import with_world
 from tests.optim import in_node
 from tests.optim.in_node import GPT, Case, batch, whole, wrapped
-from tests.optim.test_torch import mix
+from tests.optim.loops import mix_models
 
 N = 2
 STEPS = 5
@@ -55,7 +55,7 @@ def test_steps_are_bitwise_those_of_both_optimizers_mixed(ranks):
             backward(model, node, step)
             for one in optimizers:
                 one.step()
-        mix(models, step)
+        mix_models(models, step)
     for found, model in zip(got, models, strict=True):
         assert all(map(torch.equal, found, values(model)))
 

@@ -27,6 +27,7 @@ from mpigossip.training import assemble
 from mpigossip.training.evaluate import averaged_model
 from tests.cases import some
 from tests.launch import PYTHON, warmed
+from tests.runs.events import scalars
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -214,16 +215,6 @@ def test_xarray_opens_the_log_without_a_group(trained):
         assert steps.loss.dims == ("step", "node") and "own_net" in steps.attrs["job"]
     with h5py.File(folder / "run" / "log.h5") as file:
         assert file["loss"] == file["steps/loss"]
-
-
-def scalars(folder):
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    loaded = reader.EventAccumulator(str(folder))
-    loaded.Reload()
-    return {
-        tag: [(event.step, event.value) for event in loaded.Scalars(tag)]
-        for tag in loaded.Tags()["scalars"]
-    }
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
