@@ -17,8 +17,10 @@ STEPS = 4
 def states(folder):
     """Return the arrays in each node's file by name."""
     path = checkpoint.latest(folder)
-    found = [checkpoint.read_node(path, node) for node in range(checkpoint.read_manifest(path).n)]
-    return [{"parameters": one.parameters} | one.arrays for one in found]
+    node_states = [
+        checkpoint.read_node(path, node) for node in range(checkpoint.read_manifest(path).n)
+    ]
+    return [{"parameters": one.parameters} | one.arrays for one in node_states]
 
 
 def off(one, other):
@@ -32,16 +34,16 @@ def test_a_checkpoint_is_full_and_resumes_bitwise(ranks, tmp_path):
     unbroken = ranks(4)(train_sharded, tmp_path / "whole", 2, STEPS)
     ranks(4)(train_sharded, tmp_path / "parts", 2, HALF)
     parts = ranks(4)(train_sharded, tmp_path / "parts", 2, STEPS)
-    for (_, _, mine), (start, _, again) in zip(unbroken, parts, strict=True):
+    for (_, _, parameters), (start, _, again) in zip(unbroken, parts, strict=True):
         assert start == HALF
-        assert (mine == again).all()
+        assert (parameters == again).all()
     assert len({drawn for _, drawn, _ in parts}) == 4, "each rank has its own generator back"
     out = tmp_path / "model.safetensors"
     export(checkpoint.latest(tmp_path / "whole"), out)
     model = GPT(9)
     missing = model.load_state_dict(load_file(out), strict=False)
     assert (missing.missing_keys, missing.unexpected_keys) == (["head.weight"], [])
-    models = [torch.from_numpy(found).double() for _, _, found in (unbroken[0], unbroken[2])]
+    models = [torch.from_numpy(result).double() for _, _, result in (unbroken[0], unbroken[2])]
     assert torch.equal(whole(model), (sum(models) / 2).float())
 
 
@@ -57,5 +59,5 @@ def test_other_numbers_of_ranks_resume_files_of_full_models(ranks, tmp_path):
         for start, *_ in ranks(NODES * per)(train_sharded, tmp_path / "cut", per, HALF, ddp, True):
             assert start == HALF
         assert max(map(off, states(tmp_path / "cut"), wanted)) == 0, (per, ddp)
-    found = ranks(2)(train_sharded, tmp_path / "cut", 1, HALF + 1)
-    assert [start for start, *_ in found] == [HALF] * 2
+    results = ranks(2)(train_sharded, tmp_path / "cut", 1, HALF + 1)
+    assert [start for start, *_ in results] == [HALF] * 2

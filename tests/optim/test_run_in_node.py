@@ -47,8 +47,8 @@ def test_a_run_on_nodes_of_two_ranks_is_that_of_one_rank_with_two_replicas(ranks
     ranks(NODES)(one_rank, tmp_path / "replicas")
     ranks(n)(train_on_nodes, tmp_path / "parts", HALF, (2,))
     parts = ranks(n)(train_on_nodes, tmp_path / "parts", STEPS)
-    for (_, mine, _), (start, again, _) in zip(whole, parts, strict=True):
-        assert start == HALF and same(mine, again)
+    for (_, parameters, _), (start, again, _) in zip(whole, parts, strict=True):
+        assert start == HALF and same(parameters, again)
     paths = [checkpoint.latest(tmp_path / name) for name in ("whole", "parts", "replicas")]
     assert len({checkpoint.digest(path) for path in paths}) == 1
     manifest = checkpoint.read_manifest(paths[0])
@@ -73,10 +73,10 @@ def test_a_checkpoint_of_one_shape_is_resumed_by_the_other(ranks, tmp_path):
     for name, first, then in (("a", 1, PER), ("b", PER, 1)):
         for per in (first, then):
             starts = ranks(NODES * per)(train_on_nodes, tmp_path / name, HALF, (), None, per, False)
-            found = checkpoint.digest(checkpoint.latest(tmp_path / name))
+            result = checkpoint.digest(checkpoint.latest(tmp_path / name))
             if per == first:
-                before = found
-        assert [s for s, *_ in starts] == [HALF] * NODES * then and found == before
+                before = result
+        assert [s for s, *_ in starts] == [HALF] * NODES * then and result == before
 
 
 def looks(world, gossip, whole):
@@ -95,10 +95,10 @@ def looks(world, gossip, whole):
 
 def test_averages_pauses_and_stopping_are_of_all_ranks(ranks, tmp_path):
     (tmp_path / "STOP").touch()
-    found = ranks(NODES * PER)(train_on_nodes, tmp_path, 12, (), looks, limit=1.0)
-    inside, stopping, codes = zip(*(each for *_, each in found), strict=True)
+    results = ranks(NODES * PER)(train_on_nodes, tmp_path, 12, (), looks, limit=1.0)
+    inside, stopping, codes = zip(*(each for *_, each in results), strict=True)
     assert all(same(inside[0], other) for other in inside[1:])
-    own = [values[-3:] for _, values, _ in found]
+    own = [values[-3:] for _, values, _ in results]
     assert not same(own[0], own[1]), "the ranks of a node have seen other data"
     assert stopping == (True,) * 4 and not (tmp_path / "STOP").exists()
     assert codes == (75,) * 4 and not read(tmp_path / "log.h5").summary["finished"]

@@ -53,8 +53,8 @@ def goes_on_to_the_bit(ranks, folder):
     again = ranks(NODES * PER)(train_on_nodes, folder, steps, timeout=WAIT_S)
     assert [start for start, *_ in again] == [steps - 3] * (NODES * PER)
     ranks(NODES * PER)(train_on_nodes, folder.parent / "whole", steps, timeout=WAIT_S)
-    found = [checkpoint.latest(folder.parent / name) for name in (folder.name, "whole")]
-    assert checkpoint.digest(found[0]) == checkpoint.digest(found[1])
+    paths = [checkpoint.latest(folder.parent / name) for name in (folder.name, "whole")]
+    assert checkpoint.digest(paths[0]) == checkpoint.digest(paths[1])
 
 
 @pytest.mark.every

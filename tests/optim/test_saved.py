@@ -39,14 +39,14 @@ def mixed_up(world, has):
     for _ in range(2):
         train(model, optimizer, 1)
         states.append(copy.deepcopy(optimizer.state_dict()))
-    found = []
+    results = []
     again = made(world)
     for one, stepper in (again, (model, optimizer)):  # before the first step, and later
         stepper.load_state_dict(states[has[world.rank]])
         with pytest.raises(JobError) as said:
             train(one, stepper, 1)
-        found.append(str(said.value))
-    return found
+        results.append(str(said.value))
+    return results
 
 
 def test_states_of_different_steps_are_rejected_on_all_nodes(ranks):
@@ -105,13 +105,13 @@ def resumed(world, algorithm, loaded, names_its_node):
 @on_each("algorithm", [*TRAINED, *DISTINCT])
 def test_the_state_of_another_node_is_named_once_or_rejected(ranks, algorithm):
     for rank, (error, written) in enumerate(ranks(2)(resumed, algorithm, "of rank 0", True)):
-        told = error if algorithm in DISTINCT else written
+        message = error if algorithm in DISTINCT else written
         if algorithm in TRAINED:
             assert not error
             assert bool(written) == (rank == 0)
-        if told:
-            assert told.count("rank 1 is node 1 of 2, and loaded the state of node 0 of 2") == 1
-            assert "state-{world.rank}.pt" in told
+        if message:
+            assert message.count("rank 1 is node 1 of 2, and loaded the state of node 0 of 2") == 1
+            assert "state-{world.rank}.pt" in message
         if algorithm in DISTINCT:
             assert f'algorithm.name = "{algorithm}"' in error
 
@@ -260,9 +260,9 @@ def test_the_state_of_another_optimizer_is_rejected(capsys):
 def test_settings_that_a_state_lacks_keep_their_present_values(capsys):
     state = stands("AdamW", {"lr": 0.25, "max_lr": 3}).state_dict()
     gossip = stands("AdamW", {"eps": 0.5, "initial_lr": 0.7}, earlier(state, "amsgrad", "eps"))
-    told = capsys.readouterr().out
-    assert "that were not saved keep their present values: amsgrad = False, eps = 0.5\n" in told
-    assert "max_lr" not in told
+    printed = capsys.readouterr().out
+    assert "that were not saved keep their present values: amsgrad = False, eps = 0.5\n" in printed
+    assert "max_lr" not in printed
     group = gossip.param_groups[0]
     assert [group[key] for key in ("lr", "eps", "max_lr", "initial_lr")] == [0.25, 0.5, 3, 0.7]
     gossip = stands("AdamW", state=stands("AdamW", {"own": 1}).state_dict())

@@ -93,7 +93,7 @@ def same(got, models):
 
 @with_world
 def every_optimizer(world):
-    found = {}
+    results = {}
     for name, options in OPTIMIZERS.items():
         model = net(world.rank)
         gossip = mpigossip.Gossip(world, model, optimizer(model, name, **options))
@@ -102,8 +102,8 @@ def every_optimizer(world):
             backward(model, world.rank, step)
             gossip.step()
         assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
-        found[name] = values(model)
-    return found
+        results[name] = values(model)
+    return results
 
 
 @pytest.mark.both
@@ -330,7 +330,7 @@ METHODS = {
 @with_world
 def gone_on(world):
     """Make six steps at once; then three, and the rest in a new Gossip, and in the first one."""
-    found = {}
+    results = {}
     for name, options in METHODS.items():
 
         def begin(name=name, options=options):
@@ -357,8 +357,8 @@ def gone_on(world):
             one.load_state_dict(kept[0])
             stepper.load_state_dict(copy.deepcopy(kept[1]))
             ends.append(train(one, stepper, 3, 6))
-        found[name] = ends
-    return found
+        results[name] = ends
+    return results
 
 
 def test_state_dicts_resume_bitwise(ranks):

@@ -26,10 +26,10 @@ def run(tmp_path_factory):
 
 def without(name):
     def change(file):
-        found = json.loads(file["numbers"][()])
-        del found[name]
+        result = json.loads(file["numbers"][()])
+        del result[name]
         del file["numbers"]
-        file["numbers"] = np.bytes_(json.dumps(found))
+        file["numbers"] = np.bytes_(json.dumps(result))
 
     return lambda path: change_node_file(path, change, node=1)
 
