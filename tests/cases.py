@@ -49,18 +49,18 @@ def on_each(names: str | Iterable[str], values: Iterable, few: Collection = ()) 
 def few(cases: Iterable[str]) -> list[str]:
     """Return the settings that have a word "section.key=value" that no earlier one has."""
     seen = set[str]()
-    found = []
+    chosen = []
     for case in cases:
         if not seen.issuperset(case.split()):
-            found.append(case)
+            chosen.append(case)
         seen.update(case.split())
-    return found
+    return chosen
 
 
 def with_world(function: Callable | None = None, *, per: int | str = 1, **limits) -> Callable:
     """Return a function for pools of ranks that calls `function(world, …)` with a new World.
 
-    ``per``: as many ranks are a node; ``limits``: World's `timeout_s`.
+    ``per``: number of ranks of a node; ``limits``: World's `timeout_s`.
     """
     if function is None:
         return functools.partial(with_world, per=per, **limits)

@@ -102,9 +102,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Report to tools/test.sh which tests failed, and whether they start a launcher themselves."""
-    told = os.environ.get("MPIGOSSIP_FAILURES")
-    if told and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        with Path(told).open("a") as file:
+    path = os.environ.get("MPIGOSSIP_FAILURES")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with Path(path).open("a") as file:
             print(
                 "launcher" if "launcher" in report.keywords else "other", report.nodeid, file=file
             )
@@ -177,8 +177,8 @@ def pooled(ranks, tmp_path) -> Callable:
 
     def run(n: int, *words, timeout: float = 60) -> subprocess.CompletedProcess:
         words = [str(word) for word in words]
-        found = ranks(n)(cases.command, str(tmp_path), words, timeout=timeout)
-        codes, out, err = zip(*found, strict=True)
+        results = ranks(n)(cases.command, str(tmp_path), words, timeout=timeout)
+        codes, out, err = zip(*results, strict=True)
         code = next(filter(None, codes), 0)
         return subprocess.CompletedProcess(words, code, "".join(out), "".join(err))
 

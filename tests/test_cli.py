@@ -22,7 +22,7 @@ from mpigossip.config.errors import Failure
 from mpigossip.config.readable import print_safe
 from mpigossip.graphs.search import search
 from tests.cases import every, on_each
-from tests.store.test_dataset import folder_of_images
+from tests.store.examples import folder_of_images
 
 JOB = str(Path(__file__).parents[1] / "jobs" / "digits.toml")
 SHORT = ["run.steps=6", "data.batch=4"]

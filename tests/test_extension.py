@@ -19,6 +19,7 @@ from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from tests.cases import on_each
+from tests.jobs import train
 
 OWN = '''
 import numpy as np
@@ -198,11 +199,6 @@ def job(folder, **sections):
     return assemble.load(settings | sections)
 
 
-def train(made, nodes):
-    with SingleProcess() as alone:
-        return launch.train(made, alone, nodes)
-
-
 def test_all_custom_parts_at_once(own):
     """A job that takes only the mixing from the package trains, and resumes bitwise identically."""
     summary = train(job(own), 10)
@@ -320,7 +316,7 @@ def test_a_custom_graph_trains_in_jobs_and_resumes(ranks, tmp_path, one_thread):
 
 def varying_loop(comm, kind, scale=1):
     """Make six steps on rows of custom code, and the same by numpy; or return the error."""
-    from tests.graphs.test_networks import A, B, drawn
+    from tests.graphs.examples import A, B, drawn
 
     graphs = {
         "tabulated": mpigossip.graph(lambda t: [A, B][t % 2], 3, period=2),
@@ -407,7 +403,7 @@ def test_an_invalid_part_is_named_with_the_expected_form(own, sections, says):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_while_the_run_goes_on(own):
-    from tests.runs.test_model_export import scalars
+    from tests.runs.events import scalars
 
     pytest.importorskip("tensorboard", reason="tensorboard isn't installed")
     summary = train(job(own, log={"hooks": ["tensorboard"]}), 10)

@@ -11,9 +11,10 @@ from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.kernels import gpu_sum
 from mpigossip.training import assemble
 from mpigossip.training.capture import Captured
-from tests.cases import every, on_each, with_world
+from tests.cases import every, on_each
 from tests.double import active
-from tests.mixing.device.test_windows import compare
+from tests.double.devices import job, on_ranks, settings_of, trained
+from tests.mixing.device.rounds import compare
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +22,6 @@ pytestmark = [
         not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no GPU"
     ),
 ]
-STEPS = 6 if active() else 20
 BAR = 1e-5
 OTHERS = {"sparseloco": 0.01}
 """Share of entries that may be others: this method sends the largest ones, and a rounding of 1e-7
@@ -32,44 +32,11 @@ def needs_cupy():
     return pytest.importorskip("cupy", reason="CuPy isn't installed: pip install mpigossip[gpu]")
 
 
-def settings_of(name):
-    """Return a job for each algorithm, on a graph that it allows."""
-    more = {"decentlam": ["graph.name=ring"], "choco": ["graph.name=ring"]}
-    more["diloco"] = ["cadence.period=3"]  # an average in few steps
-    return [f"algorithm.name={name}", *more.get(name, [])]
-
-
-def job(model, devices, *settings):
-    base = ["data.batch=4", "run.epochs=1", "schedule.scale=none", "schedule.lr=0.02"]
-    base += [f"node.devices={devices}", "node.precision=fp32", "log.consensus_every=0"]
-    return assemble.load({"model": {"name": model}}, [*base, *settings])
-
-
-def trained(world, n, model, devices, settings, steps=STEPS):
-    """Return the parameters of the local nodes after some steps: (rows, P) on the CPU."""
-    assembly = assemble.assemble(job(model, devices, *settings), world, n)
-    for _ in range(steps):
-        assembly.trainer.step()
-    replicas = assembly.trainer.replicas  # packed: convolutions lie otherwise on a GPU
-    full = torch.stack([replicas.flat.pack(row) for row in replicas.full[-1]])
-    assembly.close()
-    return full
-
-
-def difference(found, reference, others=0.0):
+def difference(values, reference, others=0.0):
     """Return the relative difference, without a fraction of the entries that differ most."""
-    apart = (found - reference).double().abs().flatten().sort()[0]
-    kept = apart[: len(apart) - int(others * len(apart))]
+    distances = (values - reference).double().abs().flatten().sort()[0]
+    kept = distances[: len(distances) - int(others * len(distances))]
     return float(kept.norm() / reference.double().norm())
-
-
-@with_world
-def on_ranks(world, model, names, devices, more):
-    """Train each algorithm on ranks that share the GPU."""
-    return [
-        trained(world, world.size, model, devices, [*settings_of(name), *more]).numpy()
-        for name in names
-    ]
 
 
 def worst(ranks, n, model, slots, names, *more):
@@ -97,24 +64,24 @@ def test_training_on_a_shared_gpu_is_the_cpus_within_rounding(ranks, slots, memo
 # of the double's one arithmetic a third of them shows what there is to see
 @on_each("name", sorted(algorithms.BUILDERS)[:: 3 if active() else 1])
 def test_simulated_nodes_on_a_gpu_are_the_cpus_within_rounding(name):
-    found = trained(SingleProcess(), 4, "mlp", "cuda:0", settings_of(name), 8)
+    result = trained(SingleProcess(), 4, "mlp", "cuda:0", settings_of(name), 8)
     reference = trained(SingleProcess(), 4, "mlp", "cpu:1", settings_of(name), 8)
-    assert difference(found, reference, OTHERS.get(name, 0.0)) <= BAR
+    assert difference(result, reference, OTHERS.get(name, 0.0)) <= BAR
 
 
 @pytest.mark.parametrize("memory", ["auto", "host"])
 @pytest.mark.parametrize("n", [2, 3])
 def test_windows_of_gpu_memory_equal_the_simulator(ranks, n, memory):
     graphs = ["one-peer-exponential", "exponential", "star"]
-    for found, routes in ranks(n)(compare, graphs, memory, 12, "fp32", 4096, 0, "cuda:0"):
-        assert not any(found.values()), (found, routes)
+    for differences, routes in ranks(n)(compare, graphs, memory, 12, "fp32", 4096, 0, "cuda:0"):
+        assert not any(differences.values()), (differences, routes)
 
 
 def test_lossy_wires_on_a_gpu(ranks):
     for wire in ("bf16", "top-k"):
         args = (["ring", "complete"], "auto", 8, wire, 4096, 0, "cuda:0")
-        for found, routes in ranks(3)(compare, *args):
-            assert not any(found.values()), (found, routes)
+        for differences, routes in ranks(3)(compare, *args):
+            assert not any(differences.values()), (differences, routes)
 
 
 @on_each("weights", [[0.5, 0.5], [1 / 3] * 3, [0.2, 0.5, 0.3], [0.125] * 8])

@@ -134,8 +134,8 @@ def test_each_kind_of_phrase_and_name_is_counted():
             mine = f"as many {_found} as 'told'. " "Whether so"  # What?
             return mine, '# "beside it"'
         '''
-    found = Counter(kind for _, kind, _ in matches(textwrap.dedent(program)))
-    assert found == {"beginnings": 5, "else": 1, "phrases": 5, "names": 4}
+    counts = Counter(kind for _, kind, _ in matches(textwrap.dedent(program)))
+    assert counts == {"beginnings": 5, "else": 1, "phrases": 5, "names": 4}
 
 
 def main(arguments: list[str]) -> int:

@@ -18,8 +18,8 @@ from mpigossip.data import sources
 from mpigossip.mixing import compressors, wire
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.simulated import Simulated
-from mpigossip.runs import launch
 from mpigossip.training import assemble
+from tests.jobs import train
 
 
 def halfway(local, *, share: float = 0.5):
@@ -127,11 +127,9 @@ def test_one_of_each_trains(added, tmp_path):
     assert (job.cadence.name, job.cadence.options) == ("bursts", {"length": 2})
     assert (job.local.name, job.local.options) == (None, {"size": 0.01})
     Counting.started = 0
-    with SingleProcess() as alone:
-        summary = launch.train(job, alone, 4)
+    summary = train(job, 4)
     assert summary["steps"] == 6 and Counting.started >= 6
-    with SingleProcess() as alone:
-        again = launch.train(assemble.load(JOB, [f"run.output={tmp_path / '2'}"]), alone, 4)
+    again = train(assemble.load(JOB, [f"run.output={tmp_path / '2'}"]), 4)
     assert again["digest"] == summary["digest"]
 
 

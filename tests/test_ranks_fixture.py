@@ -110,8 +110,8 @@ def test_the_server_that_forks_has_one_thread_and_its_forks_have_torch(mpirun):
     script.write_text(code)
     for _ in range(2):
         assert mpirun(0, [sys.executable, script]).stdout == "True\n"
-    mine = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    servers = [pid for pid in mine if WARM in Path(f"/proc/{pid}/cmdline").read_text()]
+    child_ids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    servers = [pid for pid in child_ids if WARM in Path(f"/proc/{pid}/cmdline").read_text()]
     assert [warmserver.threads(pid) for pid in servers] == [1]
 
 

@@ -13,7 +13,7 @@ import pytest
 from mpigossip import cli
 from mpigossip.commands.arguments import every
 from tests.cases import on_each
-from tests.store.test_dataset import folder_of_images
+from tests.store.examples import folder_of_images
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -36,9 +36,11 @@ def text(name):
 
 def blocks(name, kind=""):
     """Return the code blocks of a language, without the indentation of a list."""
-    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text(name), re.DOTALL | re.MULTILINE)
+    code_blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text(name), re.DOTALL | re.MULTILINE)
     kinds = (kind, "bash") if kind == "" else (kind,)
-    return [re.sub(r"^   (?=\S)", "", block, flags=re.M) for lang, block in found if lang in kinds]
+    return [
+        re.sub(r"^   (?=\S)", "", block, flags=re.M) for lang, block in code_blocks if lang in kinds
+    ]
 
 
 def commands(name):
@@ -211,8 +213,8 @@ def test_links_and_scripts_lead_somewhere():
 def test_the_job_file_of_the_readme_is_a_job(tmp_path):
     from mpigossip.training.assemble import load
 
-    (found,) = blocks("README.md", "toml")
-    job = load(found)
+    (result,) = blocks("README.md", "toml")
+    job = load(result)
     assert job.model.name == "lenet" and job.graph.options["order"] == "cyclic"
 
 

@@ -58,12 +58,12 @@ def test_cupy_has_what_gpus_need(end):
     asked = json.dumps([*CUPY, *VALUES])
     done = subprocess.run(command, env=env, input=asked, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert end in ("newest", found["version"])
+    result = json.loads(done.stdout)
+    assert end in ("newest", result["version"])
     for name, expected in CUPY.items():
-        names, needed = parameters(found[name])
-        assert names[: len(expected)] == expected and needed <= len(expected), (name, found[name])
-    assert {name: found[name] for name in VALUES} == VALUES
+        names, needed = parameters(result[name])
+        assert names[: len(expected)] == expected and needed <= len(expected), (name, result[name])
+    assert {name: result[name] for name in VALUES} == VALUES
 
 
 TORCH = {

@@ -43,7 +43,7 @@ class Victim(Hook):
 
 
 def armed():
-    """The same for a user's own loop: SIGKILL in the exchange of the step, in an average (`g`),
+    """Let a custom loop kill its process: SIGKILL in the exchange of the step, in an average (`g`),
     before the step's message is sent (`s`), in a checkpoint (`c`), or in the run's end ("end").
     """
     from mpigossip.engine.whole import WholeExchange

@@ -31,7 +31,7 @@ HEAVY = (
     "rich.console",
     "PIL.Image",
 )
-"""Of others only: the package itself is imported anew each time, as it may read the environment."""
+"""Modules of other packages; mpigossip, which may read the environment, is imported later."""
 
 
 def receive(stub: socket.socket) -> tuple[dict, list[int]]:
@@ -105,10 +105,10 @@ def serve(address: str) -> tuple[dict, list[int]]:
             ready.register(source, selectors.EVENT_READ)
         left_s = None  # time for running forks to end by themselves without pytest
         while left_s is None or stubs:
-            found = ready.select(left_s)
-            for pid in () if found else stubs:
+            result = ready.select(left_s)
+            for pid in () if result else stubs:
                 os.kill(pid, signal.SIGKILL)
-            for key, _ in found:
+            for key, _ in result:
                 if key.fileobj == 0:
                     ready.unregister(0)
                     left_s = 20

@@ -4,115 +4,34 @@
     python tools/mutants.py --only flush nan  run those whose names contain one of the words
     python tools/mutants.py --list            list names, functions and tests
 
-A mutant is noticed if its tests fail (or exceed pytest's own time limit) and the test that failed
-passes without the fault. The exit code is 1 if any mutant is not noticed. A mutant that no longer
-applies is an error: change its ``old`` to the present code that does the same.
+tests/mutation.py describes what a mutant is, and how it is judged. `python -m tests.double.mutants`
+runs the mutants of the test double for GPUs.
 """
 
-import argparse
-import ast
-import functools
-import json
-import os
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
-from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parent.parent
-LIMIT_S = 900
-"""Time limit in seconds for the tests of one mutant; a mutant that exceeds it is not noticed."""
+sys.path.insert(0, str(REPO))
 
-
-class Mutant(NamedTuple):
-    """Fault that replaces the code ``old`` by ``new`` in a function of the package.
-
-    ``function`` is the name of the only function, or variable, that contains ``old``; it includes
-    the name of the class if the name alone is ambiguous. The file that contains the function and
-    the line breaks of the code do not matter. ``tests`` is a folder in tests/ in which a test has
-    to fail; a file of the folder that is named before it is run first.
-    """
-
-    name: str
-    function: str
-    old: str
-    new: str
-    tests: str
-
-    def find(self, tree: Path) -> tuple[Path, int, int]:
-        """Return the file, the begin and the end of the code in a tree.
-
-        :raises ValueError: if the tree does not contain the code exactly once
-        """
-        pattern = re.compile(r"\s+".join(map(re.escape, self.old.split())))
-        found = []
-        seen = []
-        for path in sorted((tree / "mpigossip").rglob("*.py")):
-            text = path.read_text()
-            for begin, end in definitions(text, self.function):
-                seen.append(str(path.relative_to(tree)))
-                found += [(path, *m.span()) for m in pattern.finditer(text, begin, end)]
-        if len(found) != 1:
-            raise ValueError(
-                f'mutant "{self.name}": {self.old!r} is {len(found)} times in {self.function}() '
-                f"({', '.join(dict.fromkeys(seen)) or 'which is not in the package'}); "
-                "give it the code that does the same now"
-            )
-        return found[0]
-
-    def apply(self, tree: Path) -> None:
-        """Insert the fault into a copy of the tree."""
-        path, begin, end = self.find(tree)
-        text = path.read_text()
-        line = text[text.rfind("\n", 0, begin) + 1 :]
-        indent = line[: len(line) - len(line.lstrip())]
-        path.write_text(text[:begin] + self.new.replace("\n", f"\n{indent}") + text[end:])
-
-
-parsed = functools.cache(ast.parse)
-
-
-@functools.cache
-def definitions(text: str, name: str) -> list[tuple[int, int]]:
-    """Return where functions and variables of a name (`f`, `C.f`) begin and end in a text."""
-    if not all(part in text for part in name.split(".")):
-        return []
-    starts = [0, *(match.end() for match in re.finditer("\n", text)), len(text)]
-    found = []
-
-    def walk(node: ast.AST, outer: str) -> None:
-        for inner in ast.iter_child_nodes(node):
-            own = inner.targets[0] if isinstance(inner, ast.Assign) else inner
-            path = f"{outer}.{getattr(own, 'name', getattr(own, 'id', ''))}"
-            if path.endswith(f".{name}"):
-                found.append((starts[inner.lineno - 1], starts[inner.end_lineno]))
-            if isinstance(inner, ast.ClassDef | ast.FunctionDef):
-                walk(inner, path)
-
-    walk(parsed(text), "")
-    return found
-
+from tests.mutation import Mutant, main  # noqa: E402
 
 # If the tests of a folder are slow, the file that tests the mutated module is run first.
-WINDOWS = "mixing/test_windows.py mixing"
-TRANSPORTS = "mixing/test_transports.py mixing"
-WIRE = "mixing/test_wire.py mixing"
-ASYNCHRONOUS = "mixing/test_asynchronous.py mixing"
-SIMULATED = "mixing/test_simulated.py mixing"
-RUN = "runs/test_run.py runs"
-STEP = "engine/test_step.py engine"
+WINDOWS = "mixing/test_windows.py", "mixing"
+TRANSPORTS = "mixing/test_transports.py", "mixing"
+WIRE = "mixing/test_wire.py", "mixing"
+ASYNCHRONOUS = "mixing/test_asynchronous.py", "mixing"
+SIMULATED = "mixing/test_simulated.py", "mixing"
+RUN = "runs/test_run.py", "runs"
+STEP = "engine/test_step.py", "engine"
 FORMULAS = "algorithms/test_algorithms.py"
-LIMITS = f"{FORMULAS}::test_limits_have_the_published_order algorithms"
-QUASI_GLOBAL = f"{FORMULAS}::test_quasi_global_momentum_is_that_of_its_paper algorithms"
-MEANS = f"{FORMULAS}::test_mean_is_preserved_and_consensus_reached algorithms"
-LATER = f"{FORMULAS}::test_what_a_biased_wire_leaves_out_is_sent_later algorithms"
-LISTING = f"{FORMULAS}::test_detag_is_the_listing_of_its_paper algorithms"
-CADENCE = "algorithms/test_cadence.py algorithms"
-RANKS = "groups/test_ranks.py groups"
+LIMITS = f"{FORMULAS}::test_limits_have_the_published_order", "algorithms"
+QUASI_GLOBAL = f"{FORMULAS}::test_quasi_global_momentum_is_that_of_its_paper", "algorithms"
+MEANS = f"{FORMULAS}::test_mean_is_preserved_and_consensus_reached", "algorithms"
+LATER = f"{FORMULAS}::test_what_a_biased_wire_leaves_out_is_sent_later", "algorithms"
+LISTING = f"{FORMULAS}::test_detag_is_the_listing_of_its_paper", "algorithms"
+CADENCE = "algorithms/test_cadence.py", "algorithms"
+RANKS = "groups/test_ranks.py", "groups"
 
 MUTANTS = [
     # exchange between nodes: notifications, flush, buffers, the sum
@@ -149,7 +68,7 @@ MUTANTS = [
            "for begin in range(0, values.numel(), CHUNK):",
            "for begin in range(0, max(values.numel() - CHUNK, 1), CHUNK):", WIRE),
     Mutant("own messages not waited for", "Messages.release",
-           "if self._sends:", "if False:", "runs/test_survive.py mixing"),
+           "if self._sends:", "if False:", ("runs/test_survive.py", "mixing")),
     Mutant("simulated rows shifted", "_find_ranges",
            "slice((a + s) % n, (a + s) % n + b - a)", "slice(a, b)", SIMULATED),
     Mutant("plan of another round", "_plan_of",
@@ -184,7 +103,7 @@ MUTANTS = [
            "alpha=mu / step.lr)", "alpha=mu)", QUASI_GLOBAL),
     Mutant("skipped row steps along", "adapt",
            "for row in range(len(x)) if row not in step.skipped]", "for row in range(len(x))]",
-           "algorithms/test_steps_by_node.py algorithms"),
+           ("algorithms/test_steps_by_node.py", "algorithms")),
     Mutant("Adam corrected by the steps of all", "adapt",
            "step._replace(index=counts[row], skipped", "step._replace(skipped", STEP),
     Mutant("CHOCO without its memory", "receive",
@@ -228,81 +147,5 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-def run_tests(tree: Path, tests: str) -> subprocess.CompletedProcess:
-    """Run pytest in a tree until the first failure, as a process group that ends with its limit."""
-    place = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": place, "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", tests]
-    limit = ["timeout", "--kill-after=10", str(LIMIT_S)]
-    return subprocess.run([*limit, *command], cwd=tree, env=env, capture_output=True, text=True)
-
-
-def failed_test(output: str) -> tuple[str | None, str]:
-    """Return the first test that pytest reports as failed or in error, and the reason."""
-    found = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - (.*)|$)", output, re.MULTILINE)
-    return (found[1], found[2] or "") if found else (None, "")
-
-
-def copy_of(tree: Path) -> Path:
-    """Copy the files that git tracks into a new folder, and return that folder."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=tree, capture_output=True, text=True, check=True
-    )
-    copy = Path(tempfile.mkdtemp(prefix="mutant-"))
-    for name in filter(None, listed.stdout.split("\0")):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(tree / name, copy / name)
-    return copy
-
-
-def judge(mutant: Mutant) -> dict:
-    """Run the mutant's tests with the fault, then the failed test without the fault."""
-    began = time.monotonic()
-    tree = copy_of(REPO)
-    try:
-        mutant.apply(tree)
-        # One call each, because pytest would merge a file into its folder.
-        for part in mutant.tests.split():
-            done = run_tests(tree, f"tests/{part}")
-            test, reason = failed_test(done.stdout)
-            if test:
-                break
-    finally:
-        shutil.rmtree(tree, ignore_errors=True)
-    noticed = test is not None and run_tests(REPO, test).returncode == 0
-    return {
-        "mutant": mutant.name,
-        "function": mutant.function,
-        "noticed": noticed,
-        "test": test or f"none (exit code {done.returncode})",
-        "reason": reason,
-        "seconds": round(time.monotonic() - began),
-    }
-
-
-def main() -> int:
-    """Judge the chosen mutants and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="names that contain a word")
-    parser.add_argument("--list", action="store_true", help="names, functions and tests")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
-    given = parser.parse_args()
-    chosen = [m for m in MUTANTS if not given.only or any(word in m.name for word in given.only)]
-    if given.list:
-        print(*(f"{m.name}: {m.function}(), tests/{m.tests}" for m in chosen), sep="\n")
-        return 0
-    rows = []
-    for mutant in chosen:
-        rows.append(row := judge(mutant))
-        result = "noticed" if row["noticed"] else "NOT NOTICED"
-        said = f"{row['test']} {row['reason']}"
-        print(f"{row['seconds']:5} s  {result:11}  {mutant.name}: {said}", flush=True)
-    noticed = sum(row["noticed"] for row in rows)
-    print(f"{noticed} of {len(rows)} noticed in {sum(row['seconds'] for row in rows)} s")
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return int(noticed < len(rows))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(MUTANTS, __doc__))

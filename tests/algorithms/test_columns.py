@@ -51,7 +51,7 @@ class Cut(battery.Driver):
 
 
 def _by_block(settings):
-    """Whether a method without scalars says that it is elementwise, and sends what it adapted."""
+    """Return whether a method is elementwise, has no scalars and sends what it adapted."""
     method = battery.Driver(settings, 4, steps=4).method
     return method.elementwise and not method.ahead and not method.scalars
 

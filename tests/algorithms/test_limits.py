@@ -1,4 +1,4 @@
-"""Limits and rates by formula, beside the methods on 16 quadratics in float64."""
+"""Limits and rates of methods on 16 quadratics in float64 equal the formulas."""
 
 from itertools import islice
 
@@ -21,7 +21,7 @@ CENTRE, CURVATURE = map(torch.from_numpy, PROBLEM.train)
 
 
 def after(count, graph, name, options, x=None, lr=LR, wire=FP32, every=0):
-    """The models after so many steps; with ``every``, all of them."""
+    """Return the models after ``count`` steps; with ``every``, also those before."""
     method = algorithms.build(name, "sgd", options, 0, graph)
     x = torch.zeros_like(CENTRE) if x is None else x.clone()
 
@@ -34,11 +34,11 @@ def after(count, graph, name, options, x=None, lr=LR, wire=FP32, every=0):
 
 @on_each("style", ["atc", "awc"])
 @on_each("graph", ["ring", "exponential", "one-peer-exponential", "grid"])
-def test_dsgd_is_off_by_what_the_formula_says(graph, style):
+def test_the_error_of_dsgd_is_that_of_the_formula(graph, style):
     made = graphs.graph(graph, N)
     limit = quadratic_limit(made, CENTRE.numpy(), CURVATURE.numpy(), LR, style)
-    found = after(600, made, "dsgd", {"style": style}, torch.from_numpy(limit) + 0.1)
-    assert np.abs(found.numpy() - limit).max() < 1e-6  # of 0.1, (1 − lr · 0.4)^600 is left
+    result = after(600, made, "dsgd", {"style": style}, torch.from_numpy(limit) + 0.1)
+    assert np.abs(result.numpy() - limit).max() < 1e-6  # of 0.1, (1 − lr · 0.4)^600 is left
     assert np.abs(limit - PROBLEM.test[0]).max() > 1e-2
 
 
@@ -49,9 +49,9 @@ def test_choco_agrees_at_a_linear_rate_at_least_as_fast_as_its_theorem():
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
     wire = compressors.wire("top-k", 127, kept, 0)
     all_x = after(120, made, "choco", {"consensus_step": 0.3}, x, 1e-30, wire, every=1)
-    apart = (all_x - x.mean(0)).square().sum((1, 2)).double()
-    slope = [float((apart[b] / apart[a]) ** (1 / (b - a))) for a, b in ((20, 60), (60, 100))]
+    square = (all_x - x.mean(0)).square().sum((1, 2)).double()
+    slope = [float((square[b] / square[a]) ** (1 / (b - a))) for a, b in ((20, 60), (60, 100))]
     gap = 1 - np.sort(np.abs(np.linalg.eigvalsh(made.matrix(0))))[-2]
     theorem = 1 - gap**2 * kept / 82  # Koloskova, Stich, Jaggi, ICML 2019, theorem 2
     assert slope[0] == pytest.approx(slope[1], abs=0.02) and slope[0] < theorem
-    assert apart[100] < 1e-3 * apart[0]
+    assert square[100] < 1e-3 * square[0]

@@ -93,10 +93,10 @@ def test_matrices_take_torchs_step_and_the_rest_adamw():
         assert torch.equal(x, before), "x½ goes out; x stays"
         x = out
     for row in range(2):
-        mine = flat.views(x[row])
+        views = flat.views(x[row])
         rest = flat.views(other[row])
         for k, name in enumerate(flat.names):
-            assert torch.equal(mine[k], wanted[row][k] if k in hidden else rest[k]), name
+            assert torch.equal(views[k], wanted[row][k] if k in hidden else rest[k]), name
     padded = x.clone()
     for row in padded:
         for view in flat.views(row):
@@ -143,14 +143,14 @@ def on_ranks(world):
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("n", some([2, 3, 5], [3]))
 def test_ranks_have_the_simulators_bits(ranks, n):
-    found = ranks(n)(on_ranks)
+    results = ranks(n)(on_ranks)
     for k, method in enumerate(METHODS):
         with SingleProcess() as world:
             wanted = rows(world, n, method)
-        assert np.array_equal(np.concatenate([each[k] for each in found]), wanted), method
+        assert np.array_equal(np.concatenate([each[k] for each in results]), wanted), method
 
 
-def test_a_run_goes_on_to_the_bit(tmp_path):
+def test_a_run_resumes_bitwise(tmp_path):
     def made(folder, steps):
         return method_job("diloco cadence.period=3", f"run.output={folder}", f"run.steps={steps}")
 
@@ -163,8 +163,12 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
 
 
 def test_shards_are_refused_and_one_slot_steps_for_all():
-    found = assemble.mistakes(job("node.devices=cpu:2"), 2)
-    assert len(found) == 1 and "complete matrices" in found[0] and "node.shard = false" in found[0]
+    problems = assemble.mistakes(job("node.devices=cpu:2"), 2)
+    assert (
+        len(problems) == 1
+        and "complete matrices" in problems[0]
+        and "node.shard = false" in problems[0]
+    )
     ranks = job("node.ranks_per_node=2", "node.devices=cpu:1")
     assert "each of the 2 slots" in " ".join(assemble.mistakes(ranks, 2))
     digests = []
@@ -188,5 +192,5 @@ def test_a_job_without_matrices_says_so():
 
 def test_an_older_torch_is_named(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(JobError, match=r"has no torch.optim.Muon, which torch 2.9 introduced"):
+    with pytest.raises(JobError, match=r"torch\.optim\.Muon.* 2\.9"):
         local(flatten(gpt()))

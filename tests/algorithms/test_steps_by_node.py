@@ -14,6 +14,7 @@ from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
 from tests.battery import Driver, on_ranks
 from tests.cases import on_each, with_world
+from tests.jobs import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,9 +59,9 @@ def all_settings(world):
 
 
 def test_ranks_have_the_bits_of_the_simulator(ranks):
-    for settings, *found in zip(SETTINGS, *ranks(3)(all_settings), strict=True):
+    for settings, *result in zip(SETTINGS, *ranks(3)(all_settings), strict=True):
         expected = Driver(settings, 3, noise=0.1).run(9).whole().numpy()
-        assert (np.concatenate(found) == expected).all(), settings
+        assert (np.concatenate(result) == expected).all(), settings
 
 
 JOB = {
@@ -72,15 +73,13 @@ JOB = {
 }
 
 
-def train(folder, *settings):
-    with SingleProcess() as world:
-        made = assemble.load(JOB, [f"run.output={folder}", *settings])
-        return launch.train(made, world, 3)
+def summary_of(folder, *settings):
+    return train(assemble.load(JOB, [f"run.output={folder}", *settings]), 3)
 
 
-def test_a_run_says_who_rested_and_goes_on_where_it_was(tmp_path):
-    whole = train(tmp_path / "whole")
-    _ = train(tmp_path / "cut", "run.steps=6")
+def test_a_run_logs_idle_nodes_and_resumes_bitwise(tmp_path):
+    whole = summary_of(tmp_path / "whole")
+    _ = summary_of(tmp_path / "cut", "run.steps=6")
     saved = checkpoint.latest(tmp_path / "cut")
     steps = [checkpoint.read_node(saved, node).numbers["local_steps"] for node in range(3)]
     mean = checkpoint.average(saved, checkpoint.read_manifest(saved))
@@ -95,7 +94,7 @@ def test_a_run_says_who_rested_and_goes_on_where_it_was(tmp_path):
 
 
 @on_each("vmap", ["true", "false"])
-def test_who_rests_stays_where_it_is(vmap):
+def test_an_idle_node_keeps_its_parameters(vmap):
     """Its momenta, too, though they would go on without a gradient."""
     made = assemble.load(JOB, [f"node.vmap={vmap}", "model.name=mlp", "algorithm.weight_decay=0.1"])
     with SingleProcess() as world:
@@ -118,9 +117,9 @@ def test_who_rests_stays_where_it_is(vmap):
 @pytest.mark.parametrize("more", [[], ["node.vmap=true", "model.name=mlp"]])
 def test_equal_numbers_are_one_number(tmp_path, more):
     short = ["run.steps=8", *more]
-    one = train(tmp_path / "one", "cadence.period=4", *short)
-    many = train(tmp_path / "many", "cadence.period=[4,4,4]", *short)
-    assert one["digest"] == many["digest"] != train(tmp_path / "other", *short)["digest"]
+    single = summary_of(tmp_path / "one", "cadence.period=4", *short)
+    listed = summary_of(tmp_path / "many", "cadence.period=[4,4,4]", *short)
+    assert single["digest"] == listed["digest"] != summary_of(tmp_path / "other", *short)["digest"]
 
 
 def test_a_step_costs_what_it_does_with_the_longest_for_all():
@@ -138,10 +137,10 @@ def test_a_step_costs_what_it_does_with_the_longest_for_all():
         ("run.survive=true cadence.period=[4,1,3,2]", "one node fewer: cadence.period = [4, 1, 3,"),
     ],
 )
-def test_what_has_none_is_refused(settings, message):
-    found = assemble.mistakes(assemble.load(JOB, settings.split()), 4)
-    assert any(message in text for text in found), found
-    assert "adpsgd" not in " ".join(found)  # has a cadence of its own, of one number
+def test_settings_without_steps_by_node_are_rejected(settings, message):
+    problems = assemble.mistakes(assemble.load(JOB, settings.split()), 4)
+    assert any(message in text for text in problems), problems
+    assert "adpsgd" not in " ".join(problems)  # has a cadence of its own, of one number
 
 
 @on_each(
@@ -159,10 +158,10 @@ def test_wrong_lists_are_refused(settings, message):
 
 @with_world
 def loops(world):
-    """What a loop of one's own says to numbers by node: a list, numbers by rank, the same free."""
+    """Return errors and rounds of loops with a list of periods, or one period for each rank."""
     import mpigossip
 
-    found = []
+    results = []
     own = 2 + world.rank
     for mixer, period in (("synchronous", [2, 3]), ("synchronous", own), ("asynchronous", own)):
         model = torch.nn.Linear(4, 2)
@@ -172,19 +171,19 @@ def loops(world):
                 world, model, optimizer, algorithm="gasloc", period=period, mixer=mixer
             )
         except JobError as error:
-            found.append(str(error))
+            results.append(str(error))
             continue
         for _ in range(6):
             gossip.zero_grad()
             model(torch.ones(3, 4)).square().mean().backward()
             gossip.step()
-        found.append(gossip.engine.round)
+        results.append(gossip.engine.round)
         gossip.close()
-    return found
+    return results
 
 
 def test_ranks_of_a_loop_may_differ_where_nobody_waits(ranks):
     listed, unlike, rounds = zip(*ranks(2)(loops), strict=True)
-    assert all("each rank may pass its own number" in text for text in listed)
+    assert all("period = [2, 3]" in text for text in listed)
     assert any("cadence.period" in text for text in unlike)
     assert rounds == (3, 2)

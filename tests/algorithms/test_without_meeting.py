@@ -57,7 +57,7 @@ def test_local_steps_show_what_an_exchange_would_send(settings):
 
 
 def held(driver):
-    """What no exchange changes in the sum over nodes, what is under way included.
+    """Return the vectors whose sum over nodes no exchange changes, messages in flight included.
 
     gasloc: θ − γ y' + α f; noloco: φ + (μ m + a f)/(1 − μ), f what is under way.
     """

@@ -24,6 +24,7 @@ from mpigossip.store import StoreError
 from mpigossip.store.log import Column, LogWriter, read
 from mpigossip.store.log_export import to_csv
 from mpigossip.studies.seeds import parted
+from tests.analysis.figures import overlapping
 from tests.cases import every
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -202,11 +203,6 @@ def test_nodes_are_compared_with_the_average_on_their_own_part(tmp_path, differe
     parts = np.tile([0.9, 0.95, 1.0], (3, 1))
     columns = {"share_accuracy": parts, "local_accuracy": parts - [0, difference, 0]}
     assert shown in table(replace(log, evaluations=log.evaluations | columns))
-
-
-def overlapping(artists, canvas):
-    boxes = [artist.get_window_extent(canvas.get_renderer()) for artist in artists]
-    return [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
 
 
 def test_texts_do_not_overlap(tmp_path):

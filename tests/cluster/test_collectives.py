@@ -26,7 +26,7 @@ def opens_without_rank_1(comm, mixer):
     kind = Synchronous if mixer == "synchronous" else Asynchronous
     name = "_open_on_host" if mixer == "synchronous" else "_open_window"
     before = getattr(kind, name)
-    told = None
+    message = None
 
     def late(*args):
         comm.recv(source=0)
@@ -41,23 +41,23 @@ def opens_without_rank_1(comm, mixer):
     try:
         open_mixer(graph("ring", 2), MessageLayout((8,)), w, mixer, same_host="put", timeout_s=0.5)
     except WaitTimeoutError as error:
-        told = str(error)
+        message = str(error)
         comm.send(None, dest=1)
     except InterruptedError:
         pass
     finally:
         collectives.MINIMUM_S = 10.0
         setattr(kind, name, before)
-    return told
+    return message
 
 
 def test_opening_a_mixer_names_the_missing_rank(ranks):
     for mixer in ("synchronous", "asynchronous"):
-        told, _ = ranks(2)(opens_without_rank_1, mixer, timeout=60)
+        message, _ = ranks(2)(opens_without_rank_1, mixer, timeout=60)
         assert re.match(
             r"not all ranks have reached MPI's \S+; no message has arrived from rank 1 on ",
-            str(told),
-        ), (mixer, told)
+            str(message),
+        ), (mixer, message)
 
 
 def does_not_return(comm):

@@ -75,12 +75,12 @@ def thread_on(comm, cores):
 
     from mpigossip.mixing.progress_thread import ProgressThread
 
-    found = []
+    results = []
     thread = ProgressThread(comm, timeout_s=10, cores=cores)
-    future = thread.submit(lambda: found.append(os.sched_getaffinity(threading.get_native_id())))
+    future = thread.submit(lambda: results.append(os.sched_getaffinity(threading.get_native_id())))
     thread.wait(future, "a look")
     thread.close()
-    return found[0], os.sched_getaffinity(0)
+    return results[0], os.sched_getaffinity(0)
 
 
 def shared_by_all(comm):
@@ -90,9 +90,9 @@ def shared_by_all(comm):
 
 
 def test_ranks_on_the_same_cores_get_different_ones_or_none(ranks):
-    found = ranks(2)(shared_by_all)
-    assert [many for _, many in found] == [frozenset()] * 2
-    few = [few for few, _ in found]
+    results = ranks(2)(shared_by_all)
+    assert [many for _, many in results] == [frozenset()] * 2
+    few = [few for few, _ in results]
     assert few == [frozenset()] * 2 if len(allowed()) < 4 else few[0] != few[1]
 
 

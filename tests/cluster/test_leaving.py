@@ -92,7 +92,7 @@ def slow_ranks(comm):
     """Let rank 1 be late by 1 s: after a loop, in its last step, or when all close."""
     waits.DEPARTURE_GRACE_S = 0.1
     waits.INFORM_S = 0.05
-    found = []
+    results = []
     try:
         with world(timeout_s=30) as w:
             with deadline.announce_end(5):
@@ -100,7 +100,7 @@ def slow_ranks(comm):
             comm.barrier()
             time.sleep(w.rank)
             w.barrier()
-            found.append("after a loop")
+            results.append("after a loop")
             if w.rank == 1:
                 until = time.monotonic() + 1
                 with deadline.announce_end(5):  # it answers rank 0 that it closes
@@ -117,7 +117,7 @@ def slow_ranks(comm):
                     )
                 comm.recv(source=1)
                 comm.barrier()
-            found.append("in its last step")
+            results.append("in its last step")
             if w.rank == 0:
                 with deadline.announce_end(5):
                     w.barrier()
@@ -125,11 +125,11 @@ def slow_ranks(comm):
                 with deadline.announce_end(5):
                     time.sleep(1)
                     w.barrier()
-            found.append("as all close")
+            results.append("as all close")
     finally:
         waits.DEPARTURE_GRACE_S = 10.0
         waits.INFORM_S = 1.0
-    return found
+    return results
 
 
 def test_a_slow_rank_has_not_departed(ranks):

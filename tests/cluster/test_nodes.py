@@ -56,7 +56,7 @@ def test_ranks_that_form_no_nodes_are_rejected_in_one_paragraph(host, per, words
 def columns(world, per):
     world.group_into_nodes(per)
     nodes = world.nodes
-    found = {
+    results = {
         "of": nodes.node_of_rank,
         "place": nodes.local_rank,
         "node": nodes.inter_node.rank,
@@ -72,15 +72,15 @@ def columns(world, per):
         if nodes.inter_node is not world:
             with pytest.raises(RuntimeError) as refused:
                 alone()
-            found["says"].append(str(refused.value))
-    return found
+            results["says"].append(str(refused.value))
+    return results
 
 
 @on_each("per", [1, 2, 3, "host"])
 def test_inter_node_worlds_have_the_ranks_of_equal_local_rank(ranks, per):
-    found = ranks(6)(columns, per)
+    results = ranks(6)(columns, per)
     each = 6 if per == "host" else per
-    for rank, one in enumerate(found):
+    for rank, one in enumerate(results):
         node, place = divmod(rank, each)
         assert (one["node"], one["place"], one["count"]) == (node, place, 6 // each)
         assert one["of"] == tuple(r // each for r in range(6))
@@ -97,9 +97,9 @@ def test_inter_node_worlds_have_the_ranks_of_equal_local_rank(ranks, per):
 
 @with_world
 def refused(world):
-    with pytest.raises(JobError) as found:
+    with pytest.raises(JobError) as caught:
         world.group_into_nodes(2)
-    return found.value.messages
+    return caught.value.messages
 
 
 def test_all_ranks_report_one_rank_too_many(ranks):

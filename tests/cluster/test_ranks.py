@@ -66,7 +66,7 @@ def agreement_with_a_late_rank(comm):
 
 
 def one_world_after_another(comm):
-    found = []
+    results = []
     for _ in range(10):
         with world() as w:
             if w.rank == 0:
@@ -74,8 +74,8 @@ def one_world_after_another(comm):
                 deadline.announce(deadline.WORKING)  # all ranks
                 w.start_agree(5)  # which the others never begin
         with world(timeout_s=20) as w:
-            found.append(w.agree(w.rank))
-    return found
+            results.append(w.agree(w.rank))
+    return results
 
 
 def one_works_on_inside(comm):
@@ -137,10 +137,10 @@ def settings_come_back(comm):
     interval = sys.getswitchinterval()
     sys.setswitchinterval(0.005)
     try:
-        found = [settings()]
+        results = [settings()]
         with mpigossip.world():
-            found.append(settings())
-        return [*found, settings()]
+            results.append(settings())
+        return [*results, settings()]
     finally:
         sys.setswitchinterval(interval)
         del sys.modules["accelerate"], os.environ["WORLD_SIZE"]
@@ -221,7 +221,7 @@ def waits_in_a_chain(comm, meeting):
     """Let rank 0 wait for rank 1, which waits for rank 2, which does something else."""
     limit = 3 if comm.rank == 0 else 1  # rank 1 reports its wait after half of its own limit
     w = world(timeout_s=limit)
-    told = None
+    message = None
     if w.rank == 2:
         comm.recv(source=0)
         comm.recv(source=1)
@@ -235,23 +235,23 @@ def waits_in_a_chain(comm, meeting):
                     lambda: False, lambda: f"no {after}", awaited_ranks=lambda: [after]
                 )
         except WaitTimeoutError as error:
-            told = str(error)
+            message = str(error)
         comm.send(None, dest=2)
         if w.rank == 1 and meeting:
             w.start_agree(0)
     if w.rank == 2 and meeting:
         w.start_agree(0)
     comm.barrier()
-    return told
+    return message
 
 
 @pytest.mark.parametrize("meeting", [False, True])
 def test_a_wait_at_its_limit_names_the_awaited_ranks(ranks, meeting):
     first, second, _ = ranks(3)(waits_in_a_chain, meeting)
-    told = "no message has arrived from rank 2 on "
-    assert told in second
+    message = "no message has arrived from rank 2 on "
+    assert message in second
     if meeting:
-        assert told in first
+        assert message in first
     else:
         assert "waited for rank 1 on " in first and "which are waiting, too (waited 3 s)" in first
 
@@ -537,7 +537,7 @@ def test_a_waiting_thread_doesnt_end_the_pause_of_its_rank(monkeypatch):
 
 def test_a_thread_that_sends_while_the_pause_ends_doesnt_restart_it(monkeypatch):
     sent = []
-    told = threading.Event()
+    was_sent = threading.Event()
 
     def keep(value, *_):
         sent.append(int(value[:8].view(np.int64)[0]))
@@ -548,7 +548,7 @@ def test_a_thread_that_sends_while_the_pause_ends_doesnt_restart_it(monkeypatch)
 
         def __enter__(self):
             if threading.current_thread() is other:
-                told.wait(10)
+                was_sent.wait(10)
 
         def __exit__(self, *_):
             pass
@@ -561,7 +561,7 @@ def test_a_thread_that_sends_while_the_pause_ends_doesnt_restart_it(monkeypatch)
     with deadline.paused():
         other.start()
         time.sleep(0.05)
-    told.set()
+    was_sent.set()
     other.join()
     assert sent == [deadline.PAUSED, deadline.WORKING, deadline.WORKING]
 

@@ -61,7 +61,7 @@ print("done")
 
 @pytest.fixture(params=["plain", "ulfm"])
 def tolerant(request, monkeypatch):
-    """Whether a rank failure ends the others; with Open MPI, both cases are tested."""
+    """Return whether ranks survive the failure of another; with Open MPI, both cases are tested."""
     if request.param == "ulfm":
         if not launch.is_open_mpi():
             pytest.skip("only Open MPI's launcher has --with-ft ulfm")
@@ -82,29 +82,29 @@ def ended(mpirun, folder, when, limit=LIMIT_S):
 @pytest.mark.parametrize("when", ["before", every("hello"), "init", every("after")])
 def test_a_rank_that_is_killed_ends_the_job_and_is_named(mpirun, tolerant, tmp_path, when):
     """The launcher names the rank or the process; if it continues, the package does."""
-    told = ended(mpirun, tmp_path, when)
+    message = ended(mpirun, tmp_path, when)
     process = (tmp_path / "victim").read_text()
     names = rf"rank 1\b|ranks: 1\b|process {process}\b"
     if launch.is_open_mpi():
-        assert re.search(names, told) or when == "after" and tolerant, told
+        assert re.search(names, message) or when == "after" and tolerant, message
     else:  # reports that a process was killed; its launcher may fail with the process
         ends = ("BAD TERMINATION", "Killed", "process manager error")
-        assert any(words in told for words in ends), told
+        assert any(words in message for words in ends), message
     if tolerant and when == "before":
-        assert f"MPI has not started within {LIMIT_S} s (node.timeout_s)" in told
-        assert "1 of 3 ranks have not started: 1 " in told
+        assert f"MPI has not started within {LIMIT_S} s (node.timeout_s)" in message
+        assert "1 of 3 ranks have not started: 1 " in message
     if tolerant and when in ("hello", "init"):
-        lines = re.findall(r"mpigossip: (rank .*)", told)
-        assert len(lines) == 1 and lines[0].startswith("rank 1 of 3 on "), told
+        lines = re.findall(r"mpigossip: (rank .*)", message)
+        assert len(lines) == 1 and lines[0].startswith("rank 1 of 3 on "), message
         assert lines[0].endswith(
             f"(process {process}) ended before MPI had started; ending the job"
         )
 
 
 def test_a_rank_that_does_not_start_ends_the_job(mpirun, tolerant, tmp_path):
-    told = ended(mpirun, tmp_path, "stopped")
-    assert told.count(f"MPI has not started within {LIMIT_S} s (node.timeout_s)") == 1
-    assert "1 of 3 ranks have started but not called MPI_Init: 1 on " in told
+    message = ended(mpirun, tmp_path, "stopped")
+    assert message.count(f"MPI has not started within {LIMIT_S} s (node.timeout_s)") == 1
+    assert "1 of 3 ranks have started but not called MPI_Init: 1 on " in message
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 from mpigossip import cli
 from mpigossip.store import checkpoint
 from mpigossip.store.dataset import pack
-from tests.store.test_dataset import folder_of_images
+from tests.jobs import TINY
+from tests.store.examples import folder_of_images
 
-TINY = ["model.name=mlp", "model.hidden=[4]", "data.batch=8", "data.workers=0"]
 ANY = 1 << 1 | 1 << 2  # Linux capabilities to write, read and search regardless of permissions
 
 
@@ -137,9 +137,9 @@ def test_missing_permissions_are_reported(originals, tmp_path, monkeypatch, caps
             code = cli.main(words.split())
     finally:
         place.chmod(rights)
-    told = capsys.readouterr()
-    assert code in (1, 2), told
-    assert re.search(says, told.err + told.out), told
+    printed = capsys.readouterr()
+    assert code in (1, 2), printed
+    assert re.search(says, printed.err + printed.out), printed
     assert checkpoint.steps("run") == [
         2,
         4,

@@ -7,7 +7,7 @@ import pytest
 from mpigossip import cli
 from mpigossip.cluster import process
 from mpigossip.store import checkpoint
-from tests.commands.test_permissions import TINY
+from tests.jobs import TINY
 
 
 class Begun(Exception):

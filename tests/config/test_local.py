@@ -3,7 +3,7 @@
 from mpigossip.config import dump, load
 from mpigossip.training import assemble
 from tests.cases import on_each
-from tests.config.test_sections import TABLES, problems_of
+from tests.config.tables import TABLES, problems_of
 
 NEW = """\
 [algorithm]

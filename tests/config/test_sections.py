@@ -2,15 +2,15 @@ import dataclasses
 import pickle
 import random
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
 
 from mpigossip import config
-from mpigossip.config import BuilderSpec, JobError, as_dict, dump, load, sections
+from mpigossip.config import JobError, as_dict, dump, load, sections
 from mpigossip.training import assemble
 from tests.cases import on_each
+from tests.config.tables import TABLES, problems_of
 
 JOB = """\
 # A trial.
@@ -35,58 +35,6 @@ order = "permuted"
 [schedule]
 milestones = [10, 15.5]
 """
-
-
-def one_peer(
-    n, seed=0, *, order: Literal["cyclic", "permuted"] = "cyclic", hops: int | None = None
-):
-    pass
-
-
-def dmsgd(
-    layout,
-    *,
-    momentum: float = 0.9,
-    nesterov: bool = False,
-    betas: tuple[float, float] = (0.9, 0.99),
-):
-    pass
-
-
-def dsgd(local, *, style: Literal["atc", "awc"] = "atc"):
-    pass
-
-
-def sgd(decayed):
-    pass
-
-
-def heavy_ball(decayed, *, momentum: float = 0.5, damping: float = 0.0):
-    pass
-
-
-def loose(layout, *, width=(64, 64), **options):
-    pass
-
-
-TABLES = {
-    "graph.name": {"one-peer-exponential": one_peer, "ring": one_peer, "complete": one_peer},
-    "algorithm.name": {
-        "dmsgd": dmsgd,
-        "parallel": BuilderSpec(dmsgd, implies={"graph.name": "complete"}, only=True),
-        "dsgd": BuilderSpec(dsgd, local="sgd"),
-        "tracking": BuilderSpec(dmsgd, local="momentum"),
-    },
-    "local.name": {"sgd": BuilderSpec("tests.config.test_sections:sgd"), "momentum": heavy_ball},
-    "model.name": {"mlp": loose},
-    "node.wire": {"fp32": loose, "bf16": loose},
-}
-
-
-def problems_of(source, overrides=(), tables=None):
-    with pytest.raises(JobError) as caught:
-        load(source, overrides, tables)
-    return list(caught.value.messages)
 
 
 def test_reads_file_text_and_dict_alike(tmp_path):

@@ -53,9 +53,9 @@ class Timeline:
         storage, (low, high), kept = tensor.untyped_storage(), span(tensor), []
         for old in vars(storage).get("touched", ()):
             first, last, wrote, line, tick, past = old
-            apart = last <= low or high <= first
-            mine = line is self
-            raced = not apart and not mine and (writes or wrote)
+            disjoint = last <= low or high <= first
+            same_line = line is self
+            raced = not disjoint and not same_line and (writes or wrote)
             if raced and self.knows.get(line, 0) < tick:
                 raise Unordered(
                     f"{what} on {self.name} {'writes' if writes else 'reads'} what {past} "
@@ -63,7 +63,7 @@ class Timeline:
                     "between them"
                 )
             inside = low <= first and last <= high
-            if not inside or not (writes or (mine and not wrote)):
+            if not inside or not (writes or (same_line and not wrote)):
                 kept.append(old)
         # a storage keeps the accesses that may still race
         storage.touched = [*kept, (low, high, writes, self, self.tick, what)]

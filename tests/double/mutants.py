@@ -1,18 +1,22 @@
-"""Mutants without one wait, event or order: `python -m tests.double.mutants` prints a table.
+"""Mutants for the test double: each lacks one wait, event or order.
 
-Each mutant is a module in which one text is replaced, so that a training or an exchange on
-the double has to fail: with an unordered access, wrong bits, or an error.
+    python -m tests.double.mutants                run all mutants
+    python -m tests.double.mutants --only NCCL    run those whose names contain the word
+    python -m tests.double.mutants --table        print the rows of MUTANTS.md
+
+With the fault, a training or an exchange on the double has to fail: with an unordered access, wrong
+bits, or an error. tests/mutation.py describes what a mutant is, and how it is judged.
 """
 
 import os
-import re
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 from tests.double.__main__ import environment
-from tools.mutants import REPO, copy_of, run_tests
+from tests.mutation import REPO, Mutant, main, planted
+
+__all__ = "MUTANTS", "REPO", "planted"
 
 BUFFERS = "mpigossip.mixing.device.buffers"
 STREAMS = "mpigossip.mixing.device.streams"
@@ -27,218 +31,159 @@ LOADER = "mpigossip.data.loader"
 CAPTURE = "mpigossip.training.capture"
 PROBE = "mpigossip.mixing.transports.probe"
 GROUPS = "mpigossip.cluster.process_groups"
-FAILURES = "tests/double/test_failures.py"
-LOOPS = "tests/double/test_loops.py"
+FAILURES = "double/test_failures.py"
+LOOPS = "double/test_loops.py"
 REFUSED = f"{LOOPS}::test_windows_are_refused_without_cupy_and_auto_takes_another_way"
 SOON = (
     f"{FAILURES}::test_nccl_that_fails_or_hangs_is_named_within_the_deadline"
     "[lost:3-was lost during]"
 )
 """It has a time limit of 2 s."""
-TRAINING = "tests/double/test_training.py::test_two_ranks_of_two_devices_have_the_cpus_bits"
-ENCODED = "tests/double/test_training.py::test_every_wire_has_the_cpus_bits[top-k-windows]"
+TRAINING = "double/test_training.py::test_two_ranks_of_two_devices_have_the_cpus_bits"
+ENCODED = "double/test_training.py::test_every_wire_has_the_cpus_bits[top-k-windows]"
 """The encoded message is made after the search for NaN, which waits for the device."""
-DELAYED = (
-    "tests/mixing/test_windows.py::test_windows_equal_the_simulator_under_random_delays[4-put]"
-)
+DELAYED = "mixing/test_windows.py::test_windows_equal_the_simulator_under_random_delays[4-put]"
 HOST = f"{TRAINING}[host]"
 DEVICE = f"{TRAINING}[windows]"
-NODES = "tests/double/test_training.py::test_windows_by_nccl_equal_the_simulator[3-bf16]"
+NODES = "double/test_training.py::test_windows_by_nccl_equal_the_simulator[3-bf16]"
 NODES_FP32 = NODES.replace("3-bf16", "4-fp32")
-KERNEL = "tests/double/test_training.py::test_a_kernel_runs_where_its_arrays_are"
-AUTO = "tests/groups/test_groups.py::test_auto_becomes_devices_and_ranks_a_node"
-REPLAYED = "tests/test_gpu.py::test_captured_replicas_train_as_eager_ones"
-EAGER = "tests/test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
+KERNEL = "double/test_training.py::test_a_kernel_runs_where_its_arrays_are"
+AUTO = "groups/test_groups.py::test_auto_becomes_devices_and_ranks_a_node"
+REPLAYED = "test_gpu.py::test_captured_replicas_train_as_eager_ones"
+EAGER = "test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
 MUTANTS = [
-    ("no wait for the outbox before others read it", BUFFERS, "_wait(self._ready)", "pass",
+    Mutant("no wait for the outbox before others read it", BUFFERS, "_wait(self._ready)", "pass",
      ENCODED),
-    ("no wait for a chunk's copy to the host", BUFFERS, "_wait(self._copied[chunk.number])",
+    Mutant("no wait for a chunk's copy to the host", BUFFERS, "_wait(self._copied[chunk.number])",
      "_wait(self._ready)", HOST),
-    ("the copies of a staged average aren't awaited", BUFFERS,
+    Mutant("the copies of a staged average aren't awaited", BUFFERS,
      "_wait(self._copy_out(self._own,", "_ = (self._copy_out(self._own,", HOST),
-    ("copies out before the outbox is filled", STREAMS,
+    Mutant("copies out before the outbox is filled", STREAMS,
      "for stream in (self.out, self.into) if event else ():",
      "for stream in (self.into,) if event else ():",
      ENCODED.replace("top-k-windows", "bf16-host")),
-    ("drain waits for nothing", STREAMS,
+    Mutant("drain waits for nothing", STREAMS,
      "if (event := _behind(self.into)) is not None:\n            event.synchronize()", "pass",
      DEVICE),
-    ("the event behind a copy is on the wrong stream", STREAMS, "_behind(self.out)",
+    Mutant("the event behind a copy is on the wrong stream", STREAMS, "_behind(self.out)",
      "_behind(self.into)", HOST),
-    ("the event behind the step's work is never recorded", STREAMS, "event.record(stream)", "pass",
-     ENCODED),
-    ("the step goes on before NCCL is done", NCCL,
+    Mutant("the event behind the step's work is never recorded", STREAMS, "event.record(stream)",
+     "pass", ENCODED),
+    Mutant("the step goes on before NCCL is done", NCCL,
      "            work.wait()\n            return", "            return", DEVICE),
-    ("one slot's NCCL call is left out", NCCL, "self.run(work)",
+    Mutant("one slot's NCCL call is left out", NCCL, "self.run(work)",
      "self.run(lambda k: work(k) if k else None)", SOON),
-    ("NCCL calls of several slots without the lock", NCCL, "launch_lock if self._on_gpus else ", "",
-     DEVICE),
-    ("NCCL between nodes begins before the outbox is filled", BUFFERS,
+    Mutant("NCCL calls of several slots without the lock", NCCL,
+     "launch_lock if self._on_gpus else ", "", DEVICE),
+    Mutant("NCCL between nodes begins before the outbox is filled", BUFFERS,
      "slot_streams.follow(event)", "pass", NODES),
-    ("an average by NCCL is used before its sums are over", MIXER,
+    Mutant("an average by NCCL is used before its sums are over", MIXER,
      "self._buffers.complete()  # the thread", "pass  # the thread", NODES_FP32),
-    ("a node receives before the others send", NCCL_NODES,
+    Mutant("a node receives before the others send", NCCL_NODES,
      "        group.send([memory], j, 0)\n    return [group",
      "        pass\n    return [group", NODES),
-    ("sums don't wait for NCCL", NCCL_NODES, "work.wait()  # holds", "pass  # holds", NODES),
-    ("a batch is used before its copy", LOADER, "compute.wait_event(copy.copied)", "pass", DEVICE),
-    ("a capture begins before the batches are there", CAPTURE, "side.wait_stream(current)", "pass",
-     REPLAYED),
-    ("a replay's first use before the capture's stream is done", CAPTURE,
+    Mutant("sums don't wait for NCCL", NCCL_NODES, "work.wait()  # holds", "pass  # holds", NODES),
+    Mutant("a batch is used before its copy", LOADER, "compute.wait_event(copy.copied)",
+     "pass", DEVICE),
+    Mutant("a capture begins before the batches are there", CAPTURE, "side.wait_stream(current)",
+     "pass", REPLAYED),
+    Mutant("a replay's first use before the capture's stream is done", CAPTURE,
      "current.wait_stream(side)", "pass", REPLAYED),
-    ("what came by the network isn't flushed", WINDOWS,
+    Mutant("what came by the network isn't flushed", WINDOWS,
      "            if self.on_device:\n                flush_rdma_writes(device)\n", "", DEVICE),
-    ("what came by messages isn't flushed", BUFFERS,
+    Mutant("what came by messages isn't flushed", BUFFERS,
      "            for slot_streams in self._streams if into else ():\n"
      "                flush_rdma_writes(slot_streams.device)\n", "", DEVICE),
-    ("a put while another device is current", WINDOWS,
+    Mutant("a put while another device is current", WINDOWS,
      "with device_context(self._devices[slot]):\n            for begin in range(span",
-     "if True:\n            for begin in range(span", DEVICE),
-    ("a message while another device is current", MESSAGES,
+     "if True:\n    for begin in range(span", DEVICE),
+    Mutant("a message while another device is current", MESSAGES,
      "with device_context(device):\n                for begin in range(span",
-     "if True:\n                for begin in range(span", DEVICE.replace("windows", "messages")),
-    ("the proof while another device is current", PROOF,
-     "with device_context(device):\n                    step(", "if True:\n                    "
-     "step(",
-     DEVICE),
-    ("a kernel while another device is current", KERNELS,
+     "if True:\n    for begin in range(span", DEVICE.replace("windows", "messages")),
+    Mutant("the proof while another device is current", PROOF,
+     "with device_context(device):\n                    step(", "if True:\n    step(", DEVICE),
+    Mutant("a kernel while another device is current", KERNELS,
      "with torch.cuda.device(out.device), cupy", "with cupy", KERNEL),
-    ("NCCL calls while another device is current", "mpigossip.groups.threads",
+    Mutant("NCCL calls while another device is current", "mpigossip.groups.threads",
      "        self._make_current(slot)\n", "", SOON),
-    ("the notification that a neighbour's message is there isn't waited for", WINDOWS,
+    Mutant("the notification that a neighbour's message is there isn't waited for", WINDOWS,
      "return self.notifications.arrived(source, ARRIVED, self.number(r, chunk))", "return True",
      DELAYED),
-    ("the notification that a buffer is free isn't waited for", WINDOWS,
+    Mutant("the notification that a buffer is free isn't waited for", WINDOWS,
      "return r.index < 2 or", "return True or", HOST),
-    ("an average by messages begins before it is on the device", BUFFERS,
+    Mutant("an average by messages begins before it is on the device", BUFFERS,
      "            self.complete()\n            waited", "            waited", DEVICE),
-    ("a failed capture leaves its stream current", CAPTURE, "torch.cuda.set_stream(current)",
+    Mutant("a failed capture leaves its stream current", CAPTURE, "torch.cuda.set_stream(current)",
      "pass", EAGER),
     # what issue 4/7 says would break at the first contact with GPUs, by its rows
-    ("1: a probe that fails ends the job", PROBE,
+    Mutant("1: a probe that fails ends the job", PROBE,
      "            refused.setdefault(str(error), []).append(way)\n    opened = None",
      "            raise\n    opened = None",
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[put-auto-True-MPI_ERR_RMA"
      "_RANGE]"),
-    ("1: ranks don't agree on what a probe found", "mpigossip.mixing.progress_thread",
+    Mutant("1: ranks don't agree on what a probe found", "mpigossip.mixing.progress_thread",
      "results = with_timeout(comm, 2 * limit_s).allgather((waits, problem))", "results = [(waits, "
      "problem)]",
      f"{FAILURES}::test_what_fails_on_one_rank_is_refused_on_all_at_once"),
-    ("1: calls that hang are left on the device", PROBE, "transport.abandon()", "pass",
-     "tests/double/test_nccl.py::test_nccl_that_cannot_be_had_is_refused_or_left"
+    Mutant("1: calls that hang are left on the device", PROBE, "transport.abandon()", "pass",
+     "double/test_nccl.py::test_nccl_that_cannot_be_had_is_refused_or_left"
      "[hang-cuda:{rank}-a round of nccl failed: round 0: NCCL has not]"),
-    ("a slot that does not finish on a CPU has no limit", "mpigossip.groups.threads",
+    Mutant("a slot that does not finish on a CPU has no limit", "mpigossip.groups.threads",
      "min(SLOT_FRACTION * timeout_s, threading.TIMEOUT_MAX)", "threading.TIMEOUT_MAX",
-     "tests/groups/test_groups.py::test_a_slot_that_does_not_finish_is_named_in_time"),
-    ("2: messages of GPU memory are never tried", PROBE,
+     "groups/test_groups.py::test_a_slot_that_does_not_finish_is_named_in_time"),
+    Mutant("2: messages of GPU memory are never tried", PROBE,
      'WAYS = "windows", "messages", "nccl", "host"', 'WAYS = "windows", "nccl", "host"', REFUSED),
-    ("3: the progress thread has no context", "mpigossip.mixing.progress_thread",
+    Mutant("3: the progress thread has no context", "mpigossip.mixing.progress_thread",
      "torch.cuda.mem_get_info(self._device)", "pass", DEVICE),
-    ("4: another thread's CUDA calls without NCCL's lock", STREAMS,
+    Mutant("4: another thread's CUDA calls without NCCL's lock", STREAMS,
      "with launch_lock, device_context(self.device), torch.cuda.stream(self.into):",
      "with device_context(self.device), torch.cuda.stream(self.into):", HOST),
-    ("4: launch blocking is let through", GROUPS, "if refused and any(", "if False and any(",
+    Mutant("4: launch blocking is let through", GROUPS, "if refused and any(", "if False and any(",
      f"{FAILURES}::test_launch_blocking_is_refused_with_its_remedy"),
-    ("5: nodes share a server", GROUPS, "node.broadcast(port)", "world.broadcast(port)",
+    Mutant("5: nodes share a server", GROUPS, "node.broadcast(port)", "world.broadcast(port)",
      f"{LOOPS}::test_fsdp2_inside_nodes_has_the_bits_of_full_models"),
-    ("6: windows of GPU memory are created without a limit", WINDOWS,
+    Mutant("6: windows of GPU memory are created without a limit", WINDOWS,
      "run_on_all_ranks(comm, open_all, lambda: CREATING, limit_s, devices[0], keep)", "open_all()",
      f"{FAILURES}::test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way"
      "[window-no windows: MPI_ERR_RMA_RANGE]"),
-    ("6: MPI is finalized though a thread stands in it", "mpigossip.cluster.process",
+    Mutant("6: MPI is finalized though a thread stands in it", "mpigossip.cluster.process",
      "        if stuck[0]:", "        if False:",
-     "tests/cluster/test_leaving.py::test_a_thread_left_in_a_call_of_mpi_changes_no_exit_code"),
-    ("6: others aren't told of a call that failed", "mpigossip.mixing.progress_thread",
+     "cluster/test_leaving.py::test_a_thread_left_in_a_call_of_mpi_changes_no_exit_code"),
+    Mutant("6: others aren't told of a call that failed", "mpigossip.mixing.progress_thread",
      "for rank in others if problem and not waits]", "for rank in others if False]",
      f"{FAILURES}::test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way"
      "[window-no windows: MPI_ERR_RMA_RANGE]"),
-    ("7: a proven way is taken as fast", PROBE,
+    Mutant("7: a proven way is taken as fast", PROBE,
      'times.get("windows", float("inf")) <= AS_FAST * times[best]', '"windows" in times',
-     "tests/mixing/device/test_windows.py"
+     "mixing/device/test_windows.py"
      "::test_the_fastest_way_is_taken_and_windows_where_nearly_as_fast"),
-    ("8: host memory isn't locked", PROBE, "reason = buffers.pin(transport.memory)", 'reason = ""',
+    Mutant("8: host memory isn't locked", PROBE, "reason = buffers.pin(transport.memory)",
+     'reason = ""',
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[pin-host-False-cudaHost"
      "Register]"),
-    ("8: batches are copied from pageable memory", LOADER,
+    Mutant("8: batches are copied from pageable memory", LOADER,
      "pinned = map_tensors(Tensor.pin_memory, batch)", "pinned = batch", TRAINING + "[host]"),
-    ("8: copies out keep the host waiting", BUFFERS,
+    Mutant("8: copies out keep the host waiting", BUFFERS,
      "target[span].copy_(source[span], non_blocking=True)", "target[span].copy_(source[span])",
      HOST),
-    ("9: GPUs that the launcher has dealt out are divided again", "mpigossip.cluster.local_devices",
+    Mutant("9: GPUs that the launcher has dealt out are divided again", "mpigossip.cluster.local_devices",
      "count if ranks == 1 or dealt_out else max(1, count // ranks)",
      "count if ranks == 1 else max(1, count // ranks)", AUTO),
-    ("9: Flux's ranks of a host aren't known", "mpigossip.cluster.local_devices",
+    Mutant("9: Flux's ranks of a host aren't known", "mpigossip.cluster.local_devices",
      "if all(value.isdigit() for value in flux):", "if False:", AUTO),
-    ("9: the first job trains on CPUs", "mpigossip.config.sections",
+    Mutant("9: the first job trains on CPUs", "mpigossip.config.sections",
      'devices: Devices = "auto"', 'devices: Devices = "cpu:1"',
-     "tests/double/test_training.py::test_the_first_job_takes_the_gpus"),
-    ("10: memory that UCX has locked counts as not", "mpigossip.mixing.device.memory",
+     "double/test_training.py::test_the_first_job_takes_the_gpus"),
+    Mutant("10: memory that UCX has locked counts as not", "mpigossip.mixing.device.memory",
      "if code == ALREADY and all(", "if False and all(",
-     "tests/mixing/device/test_windows.py::test_memory_that_ucx_has_locked_is_pinned[True]"),
-    ("10: memory that can't be locked ends the job", BUFFERS, "return str(error)", "raise",
+     "mixing/device/test_windows.py::test_memory_that_ucx_has_locked_is_pinned[True]"),
+    Mutant("10: memory that can't be locked ends the job", BUFFERS, "return str(error)", "raise",
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[pin-host-False-cudaHost"
      "Register]"),
 ]  # fmt: skip
 
 
-def planted(mutant: tuple, tree: Path) -> tuple[Path, str]:
-    """Return the file of the mutant's module in a tree, and its text with the fault."""
-    name, module, old, new, _ = mutant
-    place = tree / f"{module.replace('.', '/')}.py"
-    text = place.read_text()
-    matches = list(pattern_of(old).finditer(text))
-    if len(matches) != 1:
-        raise ValueError(f"{name}: {old!r} is {len(matches)} times in {module}, must be once")
-    begin, end = matches[0].span()
-    return place, text[:begin] + new + text[end:]
-
-
-def pattern_of(code: str) -> re.Pattern:
-    """Return a pattern that matches code regardless of how its lines are broken.
-
-    Indentation before the first line and the end of the last line have to match exactly, because
-    they are replaced with the code.
-    """
-    body = code.strip()
-    before, after = code[: len(code) - len(code.lstrip())], code[len(code.rstrip()) :]
-    flexible = r"\s+".join(map(re.escape, body.split()))
-    flexible = flexible.replace(r"\(", r"\(\s*").replace(r"\)", r",?\s*\)")
-    return re.compile(re.escape(before) + flexible + re.escape(after))
-
-
-def caught(mutant: tuple) -> str:
-    """Return how the mutant was detected, in a copy of the sources; "" if it was not."""
-    name, *_, test = mutant
-    tree = copy_of(REPO)
-    try:
-        place, text = planted(mutant, tree)
-        place.write_text(text)
-        done = run_tests(tree, test)
-    finally:
-        shutil.rmtree(tree, ignore_errors=True)
-    if done.returncode == 0:
-        return ""
-    if done.returncode != 1:
-        raise ValueError(f"{name}: pytest ended with {done.returncode}\n{done.stdout[-500:]}")
-    for pattern in (r"Unordered: .*", r"\w*(?:Error|Refused): (?!tests\.).*", r"Failed: .*"):
-        if found := re.findall(pattern, done.stdout):
-            return found[0][:160]
-    return done.stdout[-160:]
-
-
-def main(wanted: str = "") -> int:
-    """Run all mutants, or those whose text has a word; return the number that were not detected."""
-    missed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(environment(Path(folder)), PYTEST_ADDOPTS="--all")
-        print("| taken away | found by |\n|---|---|")
-        for mutant in MUTANTS:
-            if wanted in mutant[0]:
-                how = caught(mutant)
-                missed += not how
-                print(f"| {mutant[0]} | {how or '**not caught**'} |", flush=True)
-    return missed
-
-
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    with tempfile.TemporaryDirectory() as compiled:
+        os.environ.update(environment(Path(compiled)), PYTEST_ADDOPTS="--all")
+        sys.exit(main(MUTANTS, __doc__))

@@ -33,12 +33,12 @@ class _Copies(threading.local):
 
 
 copies = _Copies()
-"""Whether this thread may not wait for a copy between host and device."""
+"""State of this thread: it must not wait for a copy between host and device."""
 context = threading.local()
-"""has ``made`` where this thread has done something on a device, or chosen another one than it had:
-else libraries find none in it"""
+"""Has the attribute ``made`` if this thread has used a device, or made another one current.
+Otherwise libraries find no context in the thread."""
 recording = _Recording()
-"""Where a capture of this thread's operations goes, and whether it has failed."""
+"""The capture to which this thread's operations are added, and whether it has failed."""
 
 
 class OnDevice(torch.Tensor):
@@ -140,8 +140,8 @@ def perform(func, args, kwargs):
         given["device"] = torch.device("cpu")
 
     def work() -> list:
-        found = func(**given)
-        return list(found) if len(same) > 1 else [found] * len(same)
+        result = func(**given)
+        return list(result) if len(same) > 1 else [result] * len(same)
 
     results = work()
     fresh = [one for one, known in zip(results, same, strict=True) if not known]
@@ -180,9 +180,9 @@ def perform(func, args, kwargs):
     for tensor, memory in zip(tensors(changed), written, strict=False):
         if tensor.shape != memory.shape:  # an `out` that had no elements
             tensor.data = OnDevice(memory, target)
-    mine = iter(changed)
+    remaining = iter(changed)
     done = [
-        next(mine) if known else mapped(partial(_wrapped, target), one)
+        next(remaining) if known else mapped(partial(_wrapped, target), one)
         for one, known in zip(results, same, strict=True)
     ]
     return tuple(done) if len(same) > 1 else done[0] if done else None
@@ -209,9 +209,9 @@ def install() -> None:
     pin = torch.Tensor.pin_memory
 
     def pin_memory(tensor, *arguments):
-        found = pin(tensor, *arguments)
-        found.locked = True
-        return found
+        result = pin(tensor, *arguments)
+        result.locked = True
+        return result
 
     torch.Tensor.pin_memory = pin_memory
     made = (aten.empty.memory_format, aten.empty_strided.default)

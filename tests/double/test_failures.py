@@ -1,6 +1,5 @@
 """Failures on demand: each is reported at once, and another route or the end of the job follows."""
 
-import contextlib
 import os
 import re
 
@@ -9,25 +8,10 @@ import torch
 
 from tests.cases import every
 from tests.double import active
-from tests.mixing.device.test_windows import compare
+from tests.double.failures import AWARE, failing
+from tests.mixing.device.rounds import compare
 
 pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
-AWARE = "MPICH_GPU_SUPPORT_ENABLED"
-
-
-@contextlib.contextmanager
-def failing(what, aware=False):
-    """Let these calls fail in this process; ``aware``: MPI reports support of GPU memory."""
-    from tests import double
-
-    double.calls.clear()
-    given = {"MPIGOSSIP_DOUBLE_FAILS": what} | ({AWARE: "1"} if aware else {})
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name in given:
-            del os.environ[name]
 
 
 def proven_on(comm, what, rank, devices):
@@ -43,10 +27,10 @@ def proven_on(comm, what, rank, devices):
     try:
         with failing(what if comm.rank == rank else "", aware=True):
             slots = [torch.device(name) for name in devices]
-            found = proof.gpu_mpi_works(comm, slots, "windows", 5 if "hanging" in what else 20)
+            result = proof.gpu_mpi_works(comm, slots, "windows", 5 if "hanging" in what else 20)
     finally:
         proof.try_in_subprocess = given
-    return *found, time.perf_counter() - began
+    return *result, time.perf_counter() - began
 
 
 def test_every_slots_device_is_proven(ranks):
@@ -70,11 +54,11 @@ def test_every_slots_device_is_proven(ranks):
 def test_what_fails_on_one_rank_is_refused_on_all_at_once(ranks, what, named):
     if what.startswith("lost put:"):  # the inbox of the left neighbour stays empty
         named = ["cuda:1 (rank 0)", "a put of GPU memory", "wrong data"]
-    found = ranks(2)(proven_on, what, 1, ["cuda:0", "cuda:1"], timeout=150)
-    for able, why, seconds in found:
+    results = ranks(2)(proven_on, what, 1, ["cuda:0", "cuda:1"], timeout=150)
+    for able, why, seconds in results:
         assert not able and all(text in why for text in named), why
         assert seconds < 100
-    assert found[0][1] == found[1][1]
+    assert results[0][1] == results[1][1]
 
 
 def windows(comm, what, rank, way, aware):
@@ -103,8 +87,8 @@ def windows(comm, what, rank, way, aware):
 def test_an_exchange_goes_another_way_with_the_same_bits(ranks, what, way, aware, named):
     rank = None if what == "window" else 0  # one failure would block the others
     results = ranks(2)(windows, what, rank, way, aware, timeout=120)
-    for found, routes in results:
-        assert found and not any(found.values()), (found, routes)
+    for differences, routes in results:
+        assert differences and not any(differences.values()), (differences, routes)
         assert not any(route.startswith("windows") for route in routes.values()), routes
     assert named in str(results[0][1]), results[0][1]
 
@@ -141,8 +125,8 @@ def test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way(r
     own = Ranks()  # threads that hang stay
     pools = own if "hanging" in what or "window" in what else ranks
     try:
-        for found, routes, seconds in pools(3)(timed, what, timeout=150):
-            assert found and not any(found.values()), (found, routes)
+        for differences, routes, seconds in pools(3)(timed, what, timeout=150):
+            assert differences and not any(differences.values()), (differences, routes)
             for route in routes.values():
                 assert route.startswith(("messages", "host")) and named in route, route
             assert seconds < 100
@@ -177,10 +161,10 @@ def test_a_failed_flush_in_training_ends_the_round_with_an_error(kind):
 
     pools = Ranks()  # a separate pool: the mixer can't be closed
     try:
-        found = pools(2)(unflushed, kind, timeout=60)
+        results = pools(2)(unflushed, kind, timeout=60)
     finally:
         pools.close()
-    assert found == 2 * ["cuFlushGPUDirectRDMAWrites on cuda:0 failed with code 999"]
+    assert results == 2 * ["cuFlushGPUDirectRDMAWrites on cuda:0 failed with code 999"]
 
 
 def ended(comm, what, timeout_s):
@@ -191,7 +175,7 @@ def ended(comm, what, timeout_s):
     from mpigossip.config.errors import Failure
     from mpigossip.groups.base import GroupError
     from mpigossip.training import assemble
-    from tests.test_gpu import job
+    from tests.double.devices import job
 
     settings = [f"node.timeout_s={timeout_s}", "node.cuda_graphs=never"]
     began = time.perf_counter()
@@ -227,7 +211,7 @@ def blocking(comm):
     """Return the error of a job on two GPUs if every launch waits for its end."""
     from mpigossip.cluster.ranks import SingleProcess
     from mpigossip.config import JobError
-    from tests.test_gpu import trained
+    from tests.double.devices import trained
 
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
     try:
@@ -247,12 +231,12 @@ def graphs(comm, what):
     import warnings
 
     from mpigossip.cluster.ranks import SingleProcess
-    from tests.test_gpu import trained
+    from tests.double.devices import trained
 
     with failing(what), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        found = trained(SingleProcess(), 2, "mlp", "cuda:0,1", ["algorithm.name=dmsgd"], 4)
-    return found.numpy(), [str(one.message) for one in seen]
+        result = trained(SingleProcess(), 2, "mlp", "cuda:0,1", ["algorithm.name=dmsgd"], 4)
+    return result.numpy(), [str(one.message) for one in seen]
 
 
 @pytest.mark.parametrize("what", ["capture:1", "capture:2"])
@@ -283,8 +267,8 @@ def test_train_prints_the_route_and_the_reason(mpirun, tmp_path):
     assert "node 0 receives from 1: put from GPU to GPU" in good.stdout
     staged, _ = train(mpirun, tmp_path / "staged", "put:2@1", "auto")
     assert staged.returncode == 0, staged.stderr
-    told = "no windows: GPU support is reported by MPICH_GPU_SUPPORT_ENABLED"
-    assert told in staged.stdout and "failed on cuda:1 (rank 1): MPI_ERR_RMA" in staged.stdout
+    message = "no windows: GPU support is reported by MPICH_GPU_SUPPORT_ENABLED"
+    assert message in staged.stdout and "failed on cuda:1 (rank 1): MPI_ERR_RMA" in staged.stdout
     digests = [one.stdout.partition("digest")[2].split()[0] for one in (good, staged)]
     assert digests[0] == digests[1]
 

@@ -15,10 +15,10 @@ from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.store.log import read
 from tests.cases import every
 from tests.double import active
-from tests.double.test_training import NCCL, aware, same
+from tests.double.devices import NCCL, aware, check_same
 from tests.optim.in_node import Case, mixed
 from tests.optim.in_node import on_ranks as in_nodes
-from tests.optim.test_saved import momenta, put, stepped
+from tests.optim.loops import change_arrays, make_steps, set_entry
 
 pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
 JOB = Path(__file__).parents[2] / "jobs/digits.toml"
@@ -69,12 +69,12 @@ def loops(comm, kept, way, options):
 
     gpu = f"cuda:{comm.rank}"
     runs = [("cpu", 6, {}), (gpu, 3, {"exchange": way}), (gpu, 6, {"exchange": way})]
-    found = []
+    models = []
     with without_cupy():
         for device, steps, more in runs:
             with World(comm, timeout_s=60) as world:
-                found.append(loop(world, device, f"{kept}/{device[:3]}", steps, **options, **more))
-    return torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+                models.append(loop(world, device, f"{kept}/{device[:3]}", steps, **options, **more))
+    return torch.equal(models[0], models[2]) and not torch.equal(models[0], models[1])
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_a_state_may_lie_in_the_gpus_memory():
         return array.to("cuda:0")
 
     with SingleProcess() as world:
-        optimizer = stepped(world)
+        optimizer = make_steps(world)
         state = copy.deepcopy(optimizer.state_dict())
         before = optimizer.vector.x[0].clone()
-        for change in (put("model", moved), momenta(moved)):
+        for change in (set_entry("model", moved), change_arrays(moved)):
             change(state)
         optimizer.load_state_dict(state)
         optimizer.consensus_distance()  # the package checks for it by this function
@@ -111,8 +111,8 @@ def test_a_state_may_lie_in_the_gpus_memory():
 
 
 def test_windows_are_refused_without_cupy_and_auto_takes_another_way(ranks, tmp_path):
-    found = ranks(2)(refused, timeout=120)
-    for said, routes in found:
+    results = ranks(2)(refused, timeout=120)
+    for said, routes in results:
         assert "CuPy" in said and "pip install 'mpigossip[gpu]'" in said
         assert not routes.startswith("windows") and "CuPy" in routes
         assert re.search(r"messages [\d.e-]+ ms", routes) and "nccl" in routes
@@ -137,7 +137,7 @@ def refused(comm):
 
 
 def job_without_cupy(comm, *arguments):
-    from tests.double.test_training import on_own
+    from tests.double.devices import on_own
 
     with without_cupy():
         return on_own(comm, *arguments)
@@ -146,7 +146,7 @@ def job_without_cupy(comm, *arguments):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_job_has_the_cpus_bits(ranks, way):
     settings = [f"node.exchange={way}", *NCCL[1:]]
-    same(ranks, 2, 2, 2, ["dmsgd", "sgp"], *settings, train=job_without_cupy)
+    check_same(ranks, 2, 2, 2, ["dmsgd", "sgp"], *settings, train=job_without_cupy)
 
 
 def test_the_log_says_which_way_was_taken(pooled, tmp_path):
@@ -175,8 +175,8 @@ SHARDED = [
 def test_fsdp2_inside_nodes_has_the_bits_of_full_models(ranks, one_thread, case):
     with sdpa_kernel(SDPBackend.MATH):  # as torch chooses on the double
         wanted = mixed(2, 2, case)
-    for node, (found,) in ranks(4)(fsdp, [case], 2, timeout=120):
-        assert torch.equal(torch.from_numpy(found), wanted[node])
+    for node, (results,) in ranks(4)(fsdp, [case], 2, timeout=120):
+        assert torch.equal(torch.from_numpy(results), wanted[node])
 
 
 @pytest.mark.every
@@ -206,5 +206,5 @@ def test_a_job_stopped_and_resumed_has_the_simulators_digest(mpirun, tmp_path):
         f"run.output={tmp_path / 'cpu'}",
     )
     digest(2, "train", job, *words, *gpus, "run.steps=3")
-    found, said = digest(2, "resume", str(tmp_path / "gpu"), "run.steps=6")
-    assert found == wanted and "CuPy" in said
+    result, said = digest(2, "resume", str(tmp_path / "gpu"), "run.steps=6")
+    assert result == wanted and "CuPy" in said

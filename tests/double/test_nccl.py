@@ -3,7 +3,7 @@
 import pytest
 
 from tests.double import active
-from tests.double.test_failures import failing
+from tests.double.failures import failing
 
 pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
 

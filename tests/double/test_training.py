@@ -1,11 +1,9 @@
 """Training on the double: several devices a rank joined by NCCL, between ranks every route."""
 
-import contextlib
 import itertools
 import os
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,63 +11,13 @@ from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.mixing.kernels import gpu_sum
 from tests.cases import every, some
 from tests.double import active
-from tests.mixing.device.test_windows import compare
-from tests.mixing.test_windows import GRAPHS, beside
+from tests.double.devices import NCCL, aware, check_same
+from tests.mixing.device.rounds import compare
+from tests.mixing.rounds import GRAPHS, count_differences
 from tests.mixing.test_wire import differing
-from tests.test_gpu import on_ranks, settings_of, trained
 
 pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
 METHODS = ["dmsgd", "dsgt", "sgp", "parallel", "diloco"]
-
-
-proven: dict[tuple, tuple[bool, str]] = {}
-"""Results of separate processes by devices, saved because they would not change"""
-
-
-@contextlib.contextmanager
-def aware():
-    """Let MPI report support of GPU memory, as for memory of the CPU."""
-    from mpigossip.mixing.device import proof
-
-    def tried(devices, timeout_s, way="windows"):
-        key = (way, *devices)
-        if key not in proven:
-            proven[key] = original(devices, timeout_s, way)
-        return proven[key]
-
-    original = proof.try_in_subprocess
-    proof.try_in_subprocess = tried
-    os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "1"
-    try:
-        yield
-    finally:
-        proof.try_in_subprocess = original
-        del os.environ["MPICH_GPU_SUPPORT_ENABLED"]
-
-
-def on_aware_ranks(comm, *arguments):
-    with aware():
-        return on_ranks(comm, *arguments)
-
-
-def on_own(comm, model, names, slots, more):
-    """Assign separate GPUs to each rank, as NCCL between ranks requires."""
-    first = slots * comm.rank
-    return on_ranks(comm, model, names, f"cuda:{first}-{first + slots - 1}", more)
-
-
-def same(ranks, n, devices, slots, names, *more, train=None):
-    """Return whether the ranks' parameters are bitwise identical to slots on the CPU."""
-    settings = list(more)
-    window = more[0].removeprefix("node.exchange=") if more else ""
-    ways = {"windows": on_aware_ranks, "messages": on_aware_ranks, "nccl": on_own}
-    train = train or ways.get(window, on_ranks)
-    got = ranks(n)(train, "mlp", names, devices, settings, timeout=240)
-    for index, name in enumerate(names):
-        full = torch.from_numpy(np.concatenate([rank[index] for rank in got]))
-        cpu = [s for s in settings if not s.startswith("node.exchange")]
-        reference = trained(SingleProcess(), n, "mlp", f"cpu:{slots}", [*settings_of(name), *cpu])
-        assert torch.equal(full, reference), (name, settings)
 
 
 WAYS = ["host", "windows", "messages"]
@@ -78,12 +26,12 @@ WAYS = ["host", "windows", "messages"]
 @pytest.mark.parametrize("window", WAYS)
 def test_two_ranks_of_two_devices_have_the_cpus_bits(ranks, window):
     more = [f"node.exchange={window}", "log.consensus_every=3"]
-    same(ranks, 2, "cuda:0,1", 2, METHODS, *more)
+    check_same(ranks, 2, "cuda:0,1", 2, METHODS, *more)
 
 
 @pytest.mark.every
 def test_a_rank_of_eight_devices_has_the_cpus_bits(ranks):
-    same(ranks, 1, "cuda:0-7", 8, METHODS)
+    check_same(ranks, 1, "cuda:0-7", 8, METHODS)
 
 
 WIRES = ["bf16", "top-k", "sign", "random-k", "qsgd"]
@@ -93,7 +41,7 @@ SHOWN = [*zip(WIRES, ["host", "windows", "messages", "host", "windows"], strict=
 @pytest.mark.parametrize(("wire", "window"), some(itertools.product(WIRES, WAYS), SHOWN))
 def test_every_wire_has_the_cpus_bits(ranks, wire, window):
     more = [f"node.exchange={window}"]
-    same(ranks, 2, "cuda:0,1", 2, ["choco"], *more, f"node.wire={wire}")
+    check_same(ranks, 2, "cuda:0,1", 2, ["choco"], *more, f"node.wire={wire}")
 
 
 def every_wire(comm, way):
@@ -110,28 +58,25 @@ def test_every_wire_has_the_values_of_numpy(ranks, way):
 @pytest.mark.parametrize("window", WAYS)
 def test_a_method_that_sums_into_its_vector_has_the_cpus_bits(ranks, window):
     more = [f"node.exchange={window}", "algorithm.style=awc"]
-    same(ranks, 2, "cuda:0", 1, ["dsgd"], *more)
-
-
-NCCL = ["node.exchange=nccl", "log.consensus_every=3"]
+    check_same(ranks, 2, "cuda:0", 1, ["dsgd"], *more)
 
 
 @pytest.mark.parametrize("n", [2, every(4)])
 def test_nccl_between_nodes_has_the_cpus_bits(ranks, n):
-    same(ranks, n, 2, 2, METHODS, *NCCL)
+    check_same(ranks, n, 2, 2, METHODS, *NCCL)
 
 
 @pytest.mark.parametrize("wire", some(WIRES, ["bf16", "random-k"]))
 def test_every_wire_by_nccl_has_the_cpus_bits(ranks, wire):
-    same(ranks, 2, 2, 2, ["choco"], *NCCL, f"node.wire={wire}")
+    check_same(ranks, 2, 2, 2, ["choco"], *NCCL, f"node.wire={wire}")
 
 
 @pytest.mark.parametrize("n, wire", [(3, "bf16"), every(4, "fp32"), every(4, "top-k")])
 def test_windows_by_nccl_equal_the_simulator(ranks, n, wire):
     graphs = ["one-peer-exponential", "ring", "star", "complete"]
     args = (graphs, "nccl", 12, wire, 4096, 0, "cuda:{rank}")
-    for found, routes in ranks(n)(compare, *args, timeout=150):
-        assert found and not any(found.values()), found
+    for differences, routes in ranks(n)(compare, *args, timeout=150):
+        assert differences and not any(differences.values()), differences
         assert all(route.startswith("nccl") for route in routes.values()), routes
 
 
@@ -143,7 +88,7 @@ def differing_rounds(comm, slots):
     from mpigossip.mixing.base import ExchangeKind, MessageLayout
     from mpigossip.mixing.synchronous import Synchronous
 
-    found = 0
+    count = 0
     wrong = []
     ring = graph("ring", comm.size)
     with aware(), World(comm) as world:
@@ -153,7 +98,7 @@ def differing_rounds(comm, slots):
             layout = MessageLayout((1024,) * slots, wire=compressors.wire(name, 127, 0.1, 3))
             there = replace(layout, devices=tuple(f"cuda:{k}" for k in range(slots)))
             mixer = Synchronous(ring, there, world, exchange=way, timeout_s=90)
-            off = beside(
+            off = count_differences(
                 mixer,
                 [
                     ExchangeKind.GOSSIP,
@@ -163,10 +108,10 @@ def differing_rounds(comm, slots):
                 ],
                 layout,
             )
-            found = found + 1
+            count = count + 1
             wrong = wrong + [(way, name)] * bool(off)
     del os.environ["MPIGOSSIP_DOUBLE_HOST"]
-    return found, wrong
+    return count, wrong
 
 
 @pytest.mark.every
@@ -176,8 +121,8 @@ def differing_rounds(comm, slots):
 def test_every_way_and_wire_equals_the_simulator(ranks, n, slots):
     if (n, slots) != (3, 2) and torch.cuda.device_count() < 48:
         pytest.skip("all take six minutes: MPIGOSSIP_DOUBLE=48")
-    for found, wrong in ranks(n)(differing_rounds, slots, timeout=560):
-        assert found == 36 and not wrong
+    for count, wrong in ranks(n)(differing_rounds, slots, timeout=560):
+        assert count == 36 and not wrong
 
 
 def windows(comm, window):
@@ -188,8 +133,8 @@ def windows(comm, window):
 
 @pytest.mark.parametrize("window", some(WAYS, ["host", "windows"]))
 def test_the_battery_of_windows_equals_the_simulator(ranks, window):
-    for found, routes in ranks(3)(windows, window, timeout=150):
-        assert found and not any(found.values()), found
+    for differences, routes in ranks(3)(windows, window, timeout=150):
+        assert differences and not any(differences.values()), differences
         assert all(route.startswith(window) for route in routes.values()), routes
 
 

@@ -1,9 +1,9 @@
 """NCCL's process groups of torch: gloo moves the bytes; devices, streams and launches are checked.
 
 A call has to come from the thread whose current device is the group's, and with several devices in
-the process under the package's lock, as one that waits for a device would stop the others. What it
-reads and writes is known to the device's NCCL stream, which follows the current one, and is
-followed by it in `wait`.
+the process under the package's lock, as one that waits for a device would stop the others. Its
+reads and writes are recorded on the device's NCCL stream, which waits for the current stream; in
+`wait`, the current stream waits for it.
 """
 
 import os
@@ -135,8 +135,8 @@ class Group:
         return Work(call(), self.stream.clock(), self)
 
     def allreduce(self, tensors):
-        mine = [*map(plain, tensors)]
-        return self._launch("allreduce", tensors, tensors, lambda: [self.inner.allreduce(mine)])
+        arrays = [*map(plain, tensors)]
+        return self._launch("allreduce", tensors, tensors, lambda: [self.inner.allreduce(arrays)])
 
     def alltoall_base(self, out, given, received, sent):
         return self._launch(

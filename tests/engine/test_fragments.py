@@ -35,11 +35,11 @@ def test_each_fragment_has_a_step_of_its_own_in_the_period():
 
 def test_a_fragment_has_layers_of_all_depths_and_large_ones_are_cut():
     layers = [slice(0, 40), slice(40, 80), slice(80, 400), slice(400, 440), slice(440, 480)]
-    found = cut(layers, 3, 160)
-    columns = [np.concatenate([np.arange(c.start, c.stop) for c in one]) for one in found]
+    pieces = cut(layers, 3, 160)
+    columns = [np.concatenate([np.arange(c.start, c.stop) for c in one]) for one in pieces]
     assert sorted(np.concatenate(columns).tolist()) == list(range(480))
     assert [len(one) for one in columns] == [160] * 3
-    assert found[0] == (slice(0, 40), slice(240, 360))
+    assert pieces[0] == (slice(0, 40), slice(240, 360))
     assert all((np.diff(one) > 0).all() for one in columns)  # decayed columns stay first
 
 
@@ -161,13 +161,13 @@ def test_eager_updates_need_an_average_one_period_later():
     at_once = Driver(settings, 5)
     late = Driver(f"{settings} cadence.delay=4", 5)
     expected = eager_diloco(at_once, 22, 4, 5)
-    found = at_once.run(22).whole()
-    assert torch.allclose(found.double(), expected, atol=1e-5)
-    assert torch.equal(late.run(22).whole(), found)
+    result = at_once.run(22).whole()
+    assert torch.allclose(result.double(), expected, atol=1e-5)
+    assert torch.equal(late.run(22).whole(), result)
     alone = Driver(settings, 1)
     plain = Driver(settings.replace("=true", "=false"), 1)
-    for mine, theirs in zip(plain.x, alone.x, strict=True):
-        mine.copy_(theirs)
+    for row, expected_row in zip(plain.x, alone.x, strict=True):
+        row.copy_(expected_row)
     plain.restart()
     assert torch.allclose(alone.run(22).whole(), plain.run(22).whole(), atol=1e-5)
 
@@ -198,11 +198,11 @@ def test_resume_at_every_step_of_a_period(case, n):
         x = [a.clone() for a in first.x]
         if at == 2:  # the run that was saved continues unchanged
             assert torch.equal(first.run(steps + 2 - at).whole(), whole)
-        for mine, theirs in zip(second.x, x, strict=True):
-            mine.copy_(theirs)
+        for row, expected_row in zip(second.x, x, strict=True):
+            row.copy_(expected_row)
         for name, parts in second.parts().items():
-            for mine, theirs in zip(parts, saved.pop(name), strict=True):
-                mine.copy_(theirs)
+            for row, expected_row in zip(parts, saved.pop(name), strict=True):
+                row.copy_(expected_row)
         assert not saved
         second.restore_counters(numbers)
         second.restore_cadence(numbers)
@@ -214,9 +214,9 @@ def on_ranks(comm, same_host):
 
     world = World(comm)
     drivers = battery.on_ranks(FRAGMENTS, world, same_host, 9)
-    found = [(driver.whole().numpy(), driver.mixer.bytes_sent[0]) for driver in drivers]
+    results = [(driver.whole().numpy(), driver.mixer.bytes_sent[0]) for driver in drivers]
     world.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("n", "same_host"), [every(5, "put"), every(8, "read")])
@@ -250,8 +250,8 @@ REFUSED = {
 
 @on_each("settings", REFUSED)
 def test_errors_name_value_limit_and_remedy(settings):
-    (told,) = assemble.mistakes(assemble.load({}, settings.split()), 4)
-    assert REFUSED[settings] in told and "; " in told
+    (problems,) = assemble.mistakes(assemble.load({}, settings.split()), 4)
+    assert REFUSED[settings] in problems and "; " in problems
 
 
 @on_each(
@@ -267,5 +267,5 @@ def test_errors_name_value_limit_and_remedy(settings):
 )
 def test_methods_without_fragments_are_rejected_with_the_reason(name, reason):
     settings = f"algorithm.name={name} cadence.name=every cadence.fragments=2"
-    told = assemble.mistakes(assemble.load({}, settings.split()), 4)
-    assert any(reason in text for text in told), told
+    problems = assemble.mistakes(assemble.load({}, settings.split()), 4)
+    assert any(reason in text for text in problems), problems

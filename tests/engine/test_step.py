@@ -103,10 +103,10 @@ def test_an_average_without_a_gradient_leaves_the_mean_and_draws_nodes_together(
     made = engine("algorithm.name=dsgd")
     x = made.vector.x[0]
     mean = x.mean(0)
-    apart = (x - x.mean(0)).norm()
+    distance = (x - x.mean(0)).norm()
     for _ in range(3):
         made.average(0.1)
-    assert torch.allclose(x.mean(0), mean, atol=1e-5) and (x - mean).norm() < 0.2 * apart
+    assert torch.allclose(x.mean(0), mean, atol=1e-5) and (x - mean).norm() < 0.2 * distance
     assert made.index == 0 and made.round == 3
 
 
@@ -131,16 +131,16 @@ BAD = {
 
 
 def test_a_bad_gradient_is_named_and_never_sent():
-    for settings, told in BAD.items():
+    for settings, message in BAD.items():
         made = engine(settings)
-        with pytest.raises(NonFiniteError) as found:  # noqa: PT012
+        with pytest.raises(NonFiniteError) as caught:  # noqa: PT012
             for step in range(7):
                 made.vector.draw(step)
                 made.vector.g[0][1, 5:7] += math.nan if step == 3 else 0
                 made.step(0.1)
-        assert f"step {told}: " in str(found.value), settings
-        assert "that node 1 was about to send" in str(found.value), settings
-        assert "the first in x;" in str(found.value), settings
+        assert f"step {message}: " in str(caught.value), settings
+        assert "that node 1 was about to send" in str(caught.value), settings
+        assert "the first in x;" in str(caught.value), settings
         assert made.vector.x[0][[0, 2]].isfinite().all(), settings
 
 

@@ -8,21 +8,13 @@ import torch
 from mpigossip.graphs import Circulant, GraphError, from_matrices, graph
 from mpigossip.mixing.base import ExchangeKind, MessageLayout, is_average
 from mpigossip.mixing.simulated import Simulated
+from tests.graphs.examples import A, B, drawn
 
 HERE = "tests.graphs.test_networks"
-A = np.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
-B = np.array([[1.0, 0.0, 0.0], [0.0, 0.5, 0.5], [0.0, 0.5, 0.5]])
 
 
 def pairs(n, seed):
     return [A, B]
-
-
-def drawn(n, seed, t, scale=1):
-    """One peer a round: the ring's next node, or the one before."""
-    sign = 1 if np.random.default_rng((seed, t)).random() < 0.5 else -1
-    shifted = np.roll(np.eye(n), sign * scale, axis=1)
-    return (np.eye(n) + shifted) / 2
 
 
 def warming(n, seed, t):

@@ -55,8 +55,8 @@ def test_racks_from_host_names_scheduler_and_file(tmp_path):
     hosts = ["r12n03.site.org", "r2n1", "login"]
     assert nodes.racks("hostnames", hosts) == ["r12n", "r2n", "login"]
     assert sorted(["n10", "n2", "n1"], key=nodes.natural) == ["n1", "n2", "n10"]
-    told = ["s0.s1.n1", "s0.s2.n7", "n9"]
-    assert nodes.racks("scheduler", hosts, told) == ["s0.s1", "s0.s2", "n9"]
+    switches = ["s0.s1.n1", "s0.s2.n7", "n9"]
+    assert nodes.racks("scheduler", hosts, switches) == ["s0.s1", "s0.s2", "n9"]
     path = tmp_path / "racks"
     path.write_text("r12n03 a\nr2n1 b\n\nlogin a\n")
     assert nodes.racks(f"file:{path}", hosts) == ["a", "b", "a"]
@@ -85,7 +85,7 @@ def test_a_scheduler_without_a_topology_is_named():
 
 def test_a_job_places_its_ranks(tmp_path, monkeypatch):
     hosts = tuple(f"r{rack}n{i}" for i, rack in enumerate("01101001"))
-    told = [f"s{rack}.n{i}" for i, rack in enumerate("01101001")]
+    switches = [f"s{rack}.n{i}" for i, rack in enumerate("01101001")]
     path = tmp_path / "racks"
     path.write_text("".join(f"{host} {host[:2]}\n" for host in hosts))
     world = SimpleNamespace(
@@ -94,7 +94,7 @@ def test_a_job_places_its_ranks(tmp_path, monkeypatch):
         size=8,
         rank=0,
         raise_together=lambda *_: contextlib.nullcontext(),
-        gather=lambda value: told,
+        gather=lambda value: switches,
         broadcast=lambda value: value,
     )
     world.nodes = SimpleNamespace(inter_node=world)

@@ -17,24 +17,24 @@ from mpigossip.graphs.user_graphs import from_file
 from tests.cases import on_each
 
 
-def checked(found):
+def checked(result):
     """The graph keeps its budgets, is connected, and is as good as it says."""
-    network = nx.Graph(list(found.edges))
-    assert len(network) == found.n and nx.is_connected(network)
-    assert len(network.edges) == len(found.edges) <= found.budget
-    assert max(dict(network.degree).values()) <= found.degree
-    rho = 1 - spectral_gap(found.graph())
-    if found.weights == "laplacian":
-        assert rho == pytest.approx((1 - found.score) / (1 + found.score), abs=1e-9)
+    network = nx.Graph(list(result.edges))
+    assert len(network) == result.n and nx.is_connected(network)
+    assert len(network.edges) == len(result.edges) <= result.budget
+    assert max(dict(network.degree).values()) <= result.degree
+    rho = 1 - spectral_gap(result.graph())
+    if result.weights == "laplacian":
+        assert rho == pytest.approx((1 - result.score) / (1 + result.score), abs=1e-9)
     else:
-        assert rho == pytest.approx(1 - found.score, abs=1e-9)
-    scores = [score for _, _, score in found.history]
-    assert scores == sorted(scores) and scores[-1] == pytest.approx(found.score)
-    assert found.spectrum == pytest.approx(
-        np.linalg.eigvalsh(nx.laplacian_matrix(network, range(found.n)).toarray().astype(float)),
+        assert rho == pytest.approx(1 - result.score, abs=1e-9)
+    scores = [score for _, _, score in result.history]
+    assert scores == sorted(scores) and scores[-1] == pytest.approx(result.score)
+    assert result.spectrum == pytest.approx(
+        np.linalg.eigvalsh(nx.laplacian_matrix(network, range(result.n)).toarray().astype(float)),
         abs=1e-9,
     )
-    return found
+    return result
 
 
 BUDGETS = [
@@ -54,17 +54,17 @@ BUDGETS = [
 
 @on_each("given", BUDGETS)
 def test_search_keeps_its_budgets_and_repeats_itself(given):
-    found = checked(search(**given, evaluations=200, seed=4))
+    result = checked(search(**given, evaluations=200, seed=4))
     again = search(**given, evaluations=200, seed=4)
-    assert found.edges == again.edges and found.score == again.score
-    assert found.evaluations <= 200 + 100  # circulants are judged in one go
+    assert result.edges == again.edges and result.score == again.score
+    assert result.evaluations <= 200 + 100  # circulants are judged in one go
 
 
 def test_search_beats_random_graphs_in_seconds():
     chance = max(ratio(nx.random_regular_graph(4, 16, seed=seed)) for seed in range(200))
     for n, bar in ((16, 0.37), (32, 0.23)):
-        found = [checked(search(n, degree=4, evaluations=3000, seed=seed)) for seed in range(2)]
-        assert max(f.score for f in found) > bar
+        result = [checked(search(n, degree=4, evaluations=3000, seed=seed)) for seed in range(2)]
+        assert max(f.score for f in result) > bar
     assert chance + 0.07 < 0.37
 
 
@@ -78,8 +78,8 @@ def test_interrupt_keeps_the_best_so_far():
         if part > 0.3:
             raise KeyboardInterrupt
 
-    found = checked(search(20, degree=4, seconds=4.0, progress=stop))
-    assert found.interrupted and found.seconds < 15
+    result = checked(search(20, degree=4, seconds=4.0, progress=stop))
+    assert result.interrupted and result.seconds < 15
 
 
 def nx_graph(edges, n, weights):
@@ -108,19 +108,25 @@ def test_impossible_searches_are_rejected(given, message):
 
 @on_each(("n", "degree"), [(9, 4), (12, 5), (16, 4), (15, 6), (10, 3)])
 def test_circulant_search_finds_the_best_of_all(n, degree):
-    found = checked(search_circulants(n, degree))
+    result = checked(search_circulants(n, degree))
     best = 0.0
     half = [n // 2] if degree % 2 else []
     for jumps in combinations(range(1, (n - 1) // 2 + 1), degree // 2):
         best = max(best, ratio(nx.circulant_graph(n, [*jumps, *half])))
-    assert found.score == pytest.approx(best, abs=1e-12)
+    assert result.score == pytest.approx(best, abs=1e-12)
 
 
-def test_circulant_search_refuses_what_it_cannot_do():
-    with pytest.raises(GraphError, match="odd degree 3"):
-        search_circulants(9, 3)
-    with pytest.raises(GraphError, match="are more than the limit 100; raise it"):
-        search_circulants(64, 8, limit=100)
+@on_each(
+    ("options", "message"),
+    [
+        ({"n": 9, "degree": 3}, "odd degree 3"),
+        ({"n": 64, "degree": 8, "limit": 100}, "limit 100"),
+        ({"n": 12, "degree": 4, "edges": 20}, "20 edges"),
+    ],
+)
+def test_circulant_searches_that_are_rejected(options, message):
+    with pytest.raises(GraphError, match=message):
+        search_circulants(**options)
 
 
 @on_each("m", (1, 2, 3, 6, 12))
@@ -156,20 +162,20 @@ def test_a_move_that_breaks_a_budget_changes_nothing():
 
 
 @pytest.fixture(scope="module")
-def found():
+def searched():
     return search(10, degree=3, evaluations=300, seed=1)
 
 
-def test_results_in_files(found, tmp_path):
-    path = save(found, tmp_path / "ten.json")
+def test_results_in_files(searched, tmp_path):
+    path = save(searched, tmp_path / "ten.json")
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     g = graph(f"file:{path}", 10)
-    assert g == found.graph() and g.name == f"file:{path}"
+    assert g == searched.graph() and g.name == f"file:{path}"
     local = graph(f"file:{path}", weights="metropolis-hastings", lazy=True)
     assert local.n == 10 and "signed" not in local.facts
-    with pytest.raises(GraphError, match="has 10 nodes, but 4 are needed; run on 10"):
+    with pytest.raises(GraphError, match="10 nodes, but 4"):
         graph(f"file:{path}", 4)
-    save(found, path)  # over itself
+    save(searched, path)  # over itself
 
 
 def test_sequences_and_directed_graphs_in_files(tmp_path):
@@ -240,28 +246,25 @@ def test_a_pipe_or_an_endless_file_is_not_from_file(tmp_path, suffix):
         from_file(tmp_path / f"long.{suffix}")
 
 
-def test_bad_places_to_save(found, tmp_path):
-    with pytest.raises(GraphError, match="saved as JSON; use the suffix .json"):
-        save(found, tmp_path / "ten.txt")
-    with pytest.raises(GraphError, match="can't write"):
-        save(found, tmp_path / "no" / "ten.json")
+@on_each(("name", "message"), [("ten.txt", r"ten\.txt.*\.json"), ("no/ten.json", "no/ten.json")])
+def test_paths_that_no_graph_is_saved_to(searched, tmp_path, name, message):
+    with pytest.raises(GraphError, match=message):
+        save(searched, tmp_path / name)
 
 
 def test_a_file_has_no_options_but_slack(tmp_path):
     (tmp_path / "a.json").write_text('{"n": 3, "edges": [[0, 1], [1, 2]]}')
     assert graph(f"file:{tmp_path}/a.json", slack=0.5).matrix()[0, 1] > 0
-    with pytest.raises(GraphError, match='no option "degree"; its only option is slack'):
+    with pytest.raises(GraphError, match='"degree".* slack'):
         graph(f"file:{tmp_path}/a.json", degree=3)
 
 
 def test_circulant_search_respects_its_number_of_edges():
     assert len(search_circulants(12, 4, edges=24).edges) == 24
-    with pytest.raises(GraphError, match="at most 20 edges is connected"):
-        search_circulants(12, 4, edges=20)
     assert search_circulants(2, 1).edges == ((0, 1),)
 
 
 def test_a_search_without_a_connected_graph_is_an_error(monkeypatch):
     monkeypatch.setattr(searching, "_run", lambda *arguments: None)
-    with pytest.raises(GraphError, match="without a connected graph; give it more time"):
+    with pytest.raises(GraphError, match="connected graph"):
         search(8, degree=3, evaluations=5)

@@ -47,7 +47,7 @@ NEEDS = {
 
 
 def flags():
-    """What this processor can do, in the words of /proc/cpuinfo; empty where that can't be read."""
+    """Return the flags of this processor in /proc/cpuinfo; an empty set without that file."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     return set(next((line.split() for line in lines if line.startswith("flags")), []))

@@ -200,9 +200,9 @@ def test_lower_bounds():
         th.gossip_lower_bound(**given, lam=1.0)
     with pytest.raises(GraphError, match="epsilon > 0, got 0"):
         th.lower_bound(**(given | {"epsilon": 0}), diameter=4)
-    for apart in (None, -1):
+    for separation in (None, -1):
         with pytest.raises(GraphError, match="is the graph connected"):
-            th.lower_bound(**given, diameter=apart)
+            th.lower_bound(**given, diameter=separation)
 
 
 def test_diameter():

@@ -75,9 +75,9 @@ def test_shards_hold_the_mean_summed_in_slot_order(make, slots, rows, shard):
     group = make(slots)
     full, given = arrays(group, rows, slots * shard)
     mean = weighted_sum([1 / slots] * slots, given, torch.empty_like(given[0]))
-    found = group.reduce_scatter_mean(full)
-    assert len(found) == group.segments
-    for index, part in enumerate(found):
+    result = group.reduce_scatter_mean(full)
+    assert len(result) == group.segments
+    for index, part in enumerate(result):
         assert part.device == torch.device(group.devices[index])
         assert same(part, mean.chunk(group.segments, dim=1)[index])
 
@@ -92,10 +92,10 @@ def test_gathering_gives_every_slot_all_shards(make, slots, shard):
     for array in full:
         assert torch.equal(array.cpu(), whole)
     # shards that are not views of the vectors
-    apart = [array.clone() for array in shard_views(full, group.segments)]
+    copies = [array.clone() for array in shard_views(full, group.segments)]
     for array in full:
         array.zero_()
-    group.all_gather(apart, full)
+    group.all_gather(copies, full)
     for array in full:
         assert torch.equal(array.cpu(), whole)
 

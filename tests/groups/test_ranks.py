@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from mpigossip.groups.base import GroupError, Single, Unsharded, local_shards, shard_views
-from mpigossip.groups.threads import ThreadGroup
+from mpigossip.groups.base import GroupError, Single
 from tests.cases import some, with_world
+from tests.groups.comparison import RIGHT, count_differences, host_group
 
 pytestmark = pytest.mark.both
 
@@ -17,80 +17,26 @@ SHAPES = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (8, 1)]
 """Number of ranks of a node, and number of slots of each rank."""
 
 
-def numbers(slots, rows, size, step):
-    draw = torch.Generator().manual_seed(step)
-    return [torch.randn(rows, size, generator=draw) for _ in range(slots)]
-
-
-def host_of(slots):
-    return Single() if slots == 1 else ThreadGroup(slots)
-
-
-RIGHT = {"scatter": 0, "gather": 0, "sum": 0, "first": 0, "mean": 0}
-
-
-def beside(group, size, rows, steps=3, rest=lambda: None):
-    """Return how many results of some steps differ from the results of threads, by call."""
-    slots = group.slots
-    mine = group.local_slots
-    wrong = dict(RIGHT)
-    reference = host_of(slots)
-    grads = group.zeros(rows, size)
-    full = group.zeros(rows, size)
-    x = shard_views(full, slots, local_shards(group))
-    whole = [torch.zeros(rows, size) for _ in range(slots)]
-    for step in range(steps):
-        given = numbers(slots, rows, size, step)
-        for k, slot in enumerate(mine):
-            grads[k].copy_(given[slot])
-            rest()
-        found = group.reduce_scatter_mean(grads)
-        expected = reference.reduce_scatter_mean(given)
-        for k, slot in enumerate(mine):
-            wrong["scatter"] += not torch.equal(found[k], expected[slot])
-            x[k].add_(found[k])
-        for slot in range(slots):
-            shard_views(whole)[slot].add_(expected[slot])
-        rest()
-        group.all_gather(x, full)
-        reference.all_gather(shard_views(whole), whole)
-        wrong["gather"] += not all(torch.equal(one, whole[0]) for one in full)
-        scalars = [t[:, :300].double() for t in numbers(slots, rows, 512, 100 + step)]
-        total = group.sum_scalars([scalars[slot] for slot in mine])
-        wrong["sum"] += not torch.equal(total, reference.sum_scalars(scalars))
-        parts = group.to_first([x[k] for k in range(len(mine))])
-        wrong["first"] += (parts is None) != (mine.start > 0)
-        wrong["first"] += parts is not None and not torch.equal(torch.cat(parts, dim=1), whole[0])
-        given = numbers(slots, rows, size, 200 + step)
-        for k, slot in enumerate(mine):
-            grads[k].copy_(given[slot])
-        (mean,) = Unsharded(reference).reduce_scatter_mean(given)
-        (found,) = Unsharded(group).reduce_scatter_mean(grads)
-        wrong["mean"] += not torch.equal(found, mean)
-        group.broadcast(grads)
-        wrong["mean"] += not all(torch.equal(one, mean) for one in grads)
-    reference.close()
-    return wrong
-
-
 @with_world(per="host", timeout_s=30)
 def on_ranks(world, own, rows, size, delay):
-    """`beside` of a group of ranks, which come late at times."""
+    """Count the differences of a group of ranks that are sometimes late."""
     from mpigossip.groups.ranks import RankGroup
 
     delays = random.Random(world.rank)
-    group = RankGroup(host_of(own), world.nodes.intra_node)
-    found = beside(group, size, rows, 3, lambda: time.sleep(delays.random() * delay))
+    group = RankGroup(host_group(own), world.nodes.intra_node)
+    differences = count_differences(
+        group, size, rows, 3, lambda: time.sleep(delays.random() * delay)
+    )
     group.close()
-    return found
+    return differences
 
 
 @pytest.mark.parametrize(("ranks_here", "own"), some(SHAPES, [(2, 1), (3, 2)]))
 def test_ranks_have_the_bits_of_threads(ranks, ranks_here, own):
     slots = ranks_here * own
     for rows, width, delay in ((1, 512, 0.0), (1, 70_001, 0.002), (2, 7, 0.002)):
-        found = ranks(ranks_here)(on_ranks, own, rows, slots * width, delay)
-        assert found == [RIGHT] * ranks_here, (rows, width)
+        results = ranks(ranks_here)(on_ranks, own, rows, slots * width, delay)
+        assert results == [RIGHT] * ranks_here, (rows, width)
 
 
 @with_world(per="host", timeout_s=30)

@@ -15,16 +15,16 @@ from mpigossip.groups.base import GroupError, Single
 from mpigossip.groups.threads import ThreadGroup
 from mpigossip.groups.torch_group import TorchGroup
 from tests.cases import with_world
-from tests.groups.test_ranks import RIGHT, beside, host_of, numbers
+from tests.groups.comparison import RIGHT, count_differences, draw_arrays, host_group
 
 pytestmark = pytest.mark.both
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4, 8])
 def test_threads_have_the_bits_of_threads(slots, one_thread):
-    group = TorchGroup(host_of(slots), SingleProcess(), timeout_s=20)
+    group = TorchGroup(host_group(slots), SingleProcess(), timeout_s=20)
     for size, rows in ((slots * 513, 1), (slots * 64, 3)):
-        assert beside(group, size, rows) == RIGHT
+        assert count_differences(group, size, rows) == RIGHT
     group.close()
 
 
@@ -33,10 +33,10 @@ def across(world, own):
     from mpigossip.groups.ranks import RankGroup
 
     node = world.nodes.intra_node
-    group = TorchGroup(RankGroup(host_of(own), node), node, timeout_s=20)
-    found = beside(group, group.slots * 513, 1)
+    group = TorchGroup(RankGroup(host_group(own), node), node, timeout_s=20)
+    differences = count_differences(group, group.slots * 513, 1)
     group.close()
-    return found
+    return differences
 
 
 @pytest.mark.parametrize("n, own", [(2, 1), (2, 2), (4, 1)])
@@ -46,7 +46,7 @@ def test_processes_have_the_bits_of_threads(ranks, n, own):
 
 def test_sums_in_the_librarys_order_are_close_to_those_of_slots(one_thread):
     group = TorchGroup(ThreadGroup(4), SingleProcess(), "nccl", 20)
-    given = numbers(4, 2, 4096, 0)
+    given = draw_arrays(4, 2, 4096, 0)
     mean = sum(given) / 4
     array = [one.clone() for one in given]
     parts = group.reduce_scatter_mean(array)

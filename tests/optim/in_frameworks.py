@@ -44,10 +44,10 @@ def scaler():
 def batches(rank):
     """Return inputs; the third one of rank 1 overflows float16 when its loss is scaled."""
     draw = torch.Generator().manual_seed(rank)
-    found = [torch.randn(8, 4, generator=draw) for _ in range(STEPS)]
+    samples = [torch.randn(8, 4, generator=draw) for _ in range(STEPS)]
     if rank == 1:
-        found[2] *= 3e4
-    return found
+        samples[2] *= 3e4
+    return samples
 
 
 def plain(world, clip=None, scaling=None, dtype=None):

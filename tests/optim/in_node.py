@@ -143,18 +143,18 @@ def trained(world, case: Case, per: int) -> torch.Tensor:
         optimizer.step()
     if not case.ddp:
         assert optimizer.vector.copies is case.copies
-    found = whole(model)
+    result = whole(model)
     optimizer.close()
     sharded.insides = known
-    return found
+    return result
 
 
 @with_world(timeout_s=60)
 def on_ranks(world, cases: list[Case], per: int):
     """Return the node and its parameters for each case; called on every rank."""
     world.group_into_nodes(per)
-    found = [trained(world, case, per).cpu().numpy() for case in cases]
-    return world.nodes.inter_node.rank, found
+    results = [trained(world, case, per).cpu().numpy() for case in cases]
+    return world.nodes.inter_node.rank, results
 
 
 def simulated(job, graph, models, optimizers, steps: int, backward) -> None:

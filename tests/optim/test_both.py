@@ -67,9 +67,9 @@ def simulated(name, steps, late):
 def test_a_plain_loop_and_a_job_have_one_digest(ranks, name, late):
     got = ranks(4)(own_loop, name, 40, late)
     packed, sent = simulated(name, 40, late)
-    mine, theirs = (
+    loop_digest, job_digest = (
         hashlib.sha256(b"".join(one.tobytes() for one in each)).hexdigest()
         for each in ([parameters for parameters, _ in got], packed)
     )
-    assert mine == theirs
+    assert loop_digest == job_digest
     assert [each[0] for _, each in got] == sent

@@ -54,17 +54,17 @@ def stepped(world, settings, node, slots, wrap):
             (nn.functional.mse_loss(whole(inputs), targets) / len(slots)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-    found = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    result = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     record = optimizer.record.bytes_sent[0]
     optimizer.close()
-    return found.numpy(), record
+    return result.numpy(), record
 
 
 @with_world(per=PER, timeout_s=30)
 def several(world, settings):
     group = world.node_group()
     nodes = world.nodes
-    found = [
+    results = [
         stepped(
             world,
             one,
@@ -75,28 +75,28 @@ def several(world, settings):
         for one in settings
     ]
     mesh = world.node_mesh()
-    return nodes.inter_node.rank, found, (mesh.size(), mesh.mesh_dim_names)
+    return nodes.inter_node.rank, results, (mesh.size(), mesh.mesh_dim_names)
 
 
 def one_rank(comm, settings):
     from mpigossip.cluster.ranks import World
 
     world = World(comm, timeout_s=30)
-    found = [stepped(world, one, world.rank, range(PER), lambda m: m) for one in settings]
+    results = [stepped(world, one, world.rank, range(PER), lambda m: m) for one in settings]
     world.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("n", "count"), [(2, len(SETTINGS)), every(4, 2)])
 def test_ddp_inside_the_node_is_bitwise_identical_to_one_rank_per_node(ranks, n, count):
     some = SETTINGS[:count]
     expected = ranks(n)(one_rank, some, timeout=120)
-    for node, found, mesh in ranks(PER * n)(several, some, timeout=120):
+    for node, results, mesh in ranks(PER * n)(several, some, timeout=120):
         assert mesh == (PER, ("node",))
-        for settings, (mine, sent), (wanted, all_sent) in zip(
-            some, found, expected[node], strict=True
+        for settings, (parameters, sent), (wanted, all_sent) in zip(
+            some, results, expected[node], strict=True
         ):
-            assert (mine == wanted).all(), settings
+            assert (parameters == wanted).all(), settings
             # a rank sends its part: four buckets are cut in two
             assert sent * PER == pytest.approx(all_sent, rel=0.02), settings
 

@@ -117,7 +117,7 @@ def expected(case: Case) -> str:
 @with_world(timeout_s=60)
 def edited(world, cases):
     """Return the parameters after each case, or None if Gossip rejected the edit."""
-    found = []
+    results = []
     for case in cases:
         model = make(case.low)
         algorithm, options = METHODS[case.method]
@@ -131,12 +131,12 @@ def edited(world, cases):
                 case.apply(model, "before step", step)
                 gossip.step()
                 case.apply(model, "after step", step)
-            found.append(values(model).numpy())
+            results.append(values(model).numpy())
         except JobError as error:
             assert 'overlap="never"' in str(error)
-            found.append(None)
+            results.append(None)
         gossip.close()
-    return found
+    return results
 
 
 class Reference:
@@ -160,14 +160,14 @@ class Reference:
                 x.copy_(torch.where(x.to(p.dtype) == p.data, x, p.data.float()))
 
     def mixed(self, step: int) -> list[list[torch.Tensor]]:
-        found = []
+        results = []
         for node in range(len(self.models)):
             sources, weights, own = self.graph.neighbours(step, node)
             row = [float(own) * x for x in self.exact[node]]
             for j, weight in zip(sources, weights, strict=True):
                 row = [a + float(weight) * b for a, b in zip(row, self.exact[j], strict=True)]
-            found.append(row)
-        return found
+            results.append(row)
+        return results
 
     def descend(self) -> None:
         for model, exact in zip(self.models, self.exact, strict=True):
@@ -232,8 +232,8 @@ def outcomes(n: int, cases: list[Case], found: list[list]) -> dict[Case, str]:
     ("n", "cases"), [(2, DEFAULT), every(2, REST), *(every(3, part) for part in PARTS)]
 )
 def test_edits_in_each_step_are_kept_or_rejected(ranks, n, cases):
-    found = outcomes(n, cases, ranks(n)(edited, cases, timeout=600))
-    assert found == {case: expected(case) for case in cases}
+    result = outcomes(n, cases, ranks(n)(edited, cases, timeout=600))
+    assert result == {case: expected(case) for case in cases}
 
 
 def outer_by_hand(steps: int, period: int, factor: float) -> float:

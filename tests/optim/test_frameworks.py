@@ -60,9 +60,9 @@ def test_a_loop_trains_stops_and_resumes_bitwise(mpirun, tmp_path, name):
     parts = tmp_path / "parts"
     (parts / "run").mkdir(parents=True)
     (parts / "run/STOP").touch()
-    told, stopped = run(mpirun, name, n, parts, code=75)
-    at = re.search(r"stopped, to be resumed at step (\d+)", told)
-    assert at and not stopped, told
+    message, stopped = run(mpirun, name, n, parts, code=75)
+    at = re.search(r"stopped, to be resumed at step (\d+)", message)
+    assert at and not stopped, message
     resumed = "1" if name == "lightning_loop.py" else at[1]  # passes, steps
     again_told, again = run(mpirun, name, n, parts, "--resume", resumed)
     assert f"resuming at step {at[1]}" in again_told
@@ -75,6 +75,6 @@ def test_steps_closures_scalers_and_clipping_are_those_of_torch_alone(mpirun):
     done = mpirun(2, [sys.executable, str(Path(__file__).with_name("in_frameworks.py"))])
     assert done.returncode == 0, done.stderr
     # two ranks may stand in one line: the launcher forwards what it reads
-    found = re.findall(r"rank (\d): (.*?): (True|False)", done.stdout)
-    assert [line for line in found if line[2] == "False"] == []
-    assert len(found) == 2 * 11
+    matches = re.findall(r"rank (\d): (.*?): (True|False)", done.stdout)
+    assert [line for line in matches if line[2] == "False"] == []
+    assert len(matches) == 2 * 11

@@ -44,8 +44,8 @@ def test_nodes_of_two_ranks_are_bitwise_identical_to_full_models(ranks, cases):
     of_ranks = ranks(4)(on_ranks, cases, 2, timeout=240)
     for k, case in enumerate(cases):
         wanted = mixed(2, 2, case)
-        for node, found in of_ranks:
-            assert torch.equal(torch.from_numpy(found[k]), wanted[node]), case
+        for node, result in of_ranks:
+            assert torch.equal(torch.from_numpy(result[k]), wanted[node]), case
 
 
 @pytest.mark.every
@@ -53,8 +53,8 @@ def test_uneven_shards_of_three_ranks_equal_full_models_within_rounding(ranks):
     of_ranks = ranks(6)(on_ranks, NEAR, 3, timeout=240)
     for k, case in enumerate(NEAR):
         wanted = mixed(2, 3, case)
-        for node, found in of_ranks:
-            assert apart(found[k], wanted[node]) < 1e-5, case
+        for node, result in of_ranks:
+            assert apart(result[k], wanted[node]) < 1e-5, case
 
 
 # -- what else a loop does -------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def step(world, model, optimizer, index):
 @with_world(per=2, timeout_s=30)
 def looks(world):
     """Train with and without evaluation inside averaged(); the rest must be equal."""
-    found = []
+    results = []
     for evaluates in (False, True):
         model, optimizer = made(world)
         seen = []
@@ -94,14 +94,14 @@ def looks(world):
                     # without a backward pass torch keeps the root's parameters gathered
                     loss = float(averaged(*batch(0, world.nodes.local_rank, 50)))
                 seen.append((before, inside, whole(model), loss, optimizer.consensus_distance()))
-        found.append(
+        results.append(
             (
                 [one.numpy() if hasattr(one, "numpy") else one for t in seen for one in t],
                 whole(model).numpy(),
             )
         )
         optimizer.close()
-    return world.nodes.inter_node.rank, found
+    return world.nodes.inter_node.rank, results
 
 
 def test_averaged_and_consensus_distance_use_full_models(ranks):
@@ -140,9 +140,9 @@ def resumed(world):
     optimizer.load_state_dict(torch.load(kept, weights_only=True))
     for index in range(3, 6):
         step(world, model, optimizer, index)
-    found = whole(model)
+    result = whole(model)
     optimizer.close()
-    return torch.equal(found, wanted)
+    return torch.equal(result, wanted)
 
 
 def test_the_state_of_each_rank_resumes_bitwise(ranks):
@@ -176,7 +176,7 @@ def trapped(world, known, *between):
     from mpigossip.engine import sharded
 
     before = sharded.insides
-    found = []
+    results = []
     if not known:
         sharded.insides = lambda model: {}
     model, optimizer = made(world)
@@ -184,10 +184,10 @@ def trapped(world, known, *between):
         if what:
             what(model)
         step(world, model, optimizer, index)
-        found.append((whole(model).numpy(), optimizer.consensus_distance()))
+        results.append((whole(model).numpy(), optimizer.consensus_distance()))
     optimizer.close()
     sharded.insides = before
-    return found
+    return results
 
 
 @with_world(per=2, timeout_s=30)
@@ -198,8 +198,8 @@ def taken_back(world):
 
 def test_parameters_with_replaced_memory_are_copied_back(ranks):
     for plain, (known, copied) in ranks(4)(taken_back):
-        for (wanted, far), (values, apart) in zip(plain[:4], known[:4], strict=True):
-            assert far > 0 and apart == far
+        for (wanted, far), (values, distance) in zip(plain[:4], known[:4], strict=True):
+            assert far > 0 and distance == far
             assert (values == wanted).all()
         assert not (known[4][0] == plain[4][0]).all(), "what a program wrote is kept"
         assert all((a == b).all() for (a, _), (b, _) in zip(known, copied, strict=True))

@@ -90,8 +90,8 @@ def test_the_loop_in_the_readme_runs_as_pasted(mpirun, pooled, tmp_path):
         else:
             done = mpirun(n, [sys.executable, "own_loop.py"], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        error, apart = re.search(r"error (\S+), consensus distance (\S+)", done.stdout).groups()
-        assert float(error) < 1 and (float(apart) > 0) == (n == 4)
+        error, distance = re.search(r"error (\S+), consensus distance (\S+)", done.stdout).groups()
+        assert float(error) < 1 and (float(distance) > 0) == (n == 4)
 
 
 def test_unknown_arguments_and_attributes_are_rejected():

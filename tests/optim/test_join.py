@@ -77,19 +77,20 @@ def test_an_outage_is_no_part_of_a_round(tmp_path, monkeypatch):
 
 def test_members_train_each_chunk_once_and_end_with_one_average(tmp_path, capsys):
     models = [parts(seed) for seed in range(3)]
-    found = []
+    results = []
     more = {"meet": threading.Barrier(3)}
+    folder = tmp_path / "run"
     threads = [
-        threading.Thread(target=lambda one=one: found.append(train(tmp_path / "run", *one, **more)))
-        for one in models
+        threading.Thread(target=lambda pair=pair: results.append(train(folder, *pair, **more)))
+        for pair in models
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found == [True] * 3
-    told = f" of {tmp_path / 'run'}: {CHUNKS} chunks for all members in total"
-    assert capsys.readouterr().err.count(told) >= 3
+    assert results == [True] * 3
+    message = f" of {tmp_path / 'run'}: {CHUNKS} chunks for all members in total"
+    assert capsys.readouterr().err.count(message) >= 3
     once = chunks_of(tmp_path / "run", TrainingPlan(CHUNKS, 1, 600.0))
     assert once == dict.fromkeys(range(CHUNKS), 1)
     states = [model.state_dict() for model, _ in models]
@@ -188,8 +189,8 @@ def test_other_models_and_folders_are_rejected(tmp_path, capsys):
         train(tmp_path / "run", *parts(width=5))
     assert cli.main(["join", str(tmp_path / "run")]) == 2
     assert cli.main(["replay", str(tmp_path / "run")]) == 2
-    told = capsys.readouterr().err
-    assert told.count("loop.toml") == 2, told
+    printed = capsys.readouterr().err
+    assert printed.count("loop.toml") == 2, printed
 
 
 def test_a_program_repeats_its_training(tmp_path, capsys):
@@ -204,9 +205,9 @@ def test_a_program_repeats_its_training(tmp_path, capsys):
         thread.join(60)
     again, optimizer = parts(0)
     assert train(folder, again, optimizer, most=99, replay=True)
-    told = capsys.readouterr().err
-    assert f"{CHUNKS} rounds of 3 places repeated: every digest is equal" in told
-    assert checkpoint.digest(checkpoint.latest(folder)) in told
+    printed = capsys.readouterr().err
+    assert f"{CHUNKS} rounds of 3 places repeated: every digest is equal" in printed
+    assert checkpoint.digest(checkpoint.latest(folder)) in printed
     assert len(list((folder / "places").iterdir())) == 3
     state = models[0][0].state_dict()
     assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
@@ -237,14 +238,14 @@ def test_the_example_program_of_a_member(tmp_path, monkeypatch, capsys):
         subprocess.Popen(warmed(command, {}), stdout=subprocess.PIPE, text=True, env=env)
         for _ in "12"
     ]
-    told = [one.communicate(timeout=120)[0] for one in every]
+    outputs = [one.communicate(timeout=120)[0] for one in every]
     assert all(one.returncode == 0 for one in every)
-    right = [float(re.search(r"([\d.]+)% right", text)[1]) for text in told]
+    right = [float(re.search(r"([\d.]+)% right", text)[1]) for text in outputs]
     assert right[0] == right[1] > 85
     monkeypatch.setattr(sys, "argv", [str(program), str(folder), "--replay"])
     runpy.run_path(str(program))
     out, err = capsys.readouterr()
     assert "30 rounds of 2 places repeated: every digest is equal" in err
-    assert out == told[0]
+    assert out == outputs[0]
     assert cli.main(["checkpoint", "export", str(folder), "--out", str(tmp_path / "m.pt")]) == 0
     assert torch.load(tmp_path / "m.pt").keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}

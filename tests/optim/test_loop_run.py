@@ -1,7 +1,6 @@
 """A custom loop with a run directory has a log, checkpoints, a lock and stopping, like a job."""
 
 import contextlib
-import hashlib
 import os
 import re
 import signal
@@ -22,62 +21,11 @@ from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from tests import launch
 from tests.cases import with_world
+from tests.optim.loops import STEPS, begin_run, digest, make_model, run_loop, train_steps
 from tests.rankpool import RankError
 
 SCRIPT = Path(__file__).parents[2] / "jobs/loops/classify.py"
-STEPS = 7
 HALF = 4
-
-
-def make(rank, width=5, inner="AdamW"):
-    torch.manual_seed(rank)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(6, width),
-        torch.nn.BatchNorm1d(width),
-        torch.nn.Dropout(0.3),
-        torch.nn.Linear(width, 2),
-    )
-    narrow = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": narrow, "lr": 0.03}, {"params": [model[0].weight, model[3].weight]}]
-    return model, getattr(torch.optim, inner)(groups if inner == "AdamW" else narrow, lr=0.02)
-
-
-def digest(model):
-    values = [*model.parameters(), *model.buffers()]
-    return hashlib.sha256(b"".join(v.detach().numpy().tobytes() for v in values)).hexdigest()
-
-
-def begin(world, folder, inner="AdamW", keep=True, **options):
-    model, optimizer = make(world.rank, inner=inner)
-    gossip = mpigossip.Gossip(world, model, optimizer, run=folder, **options)
-    draw = torch.Generator().manual_seed(world.rank)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(gossip, 0.05, STEPS)
-    if keep:
-        gossip.keep(draw=draw, schedule=schedule)
-    return model, gossip, draw, schedule
-
-
-def train(model, gossip, draw, schedule, steps):
-    for _ in steps:
-        gossip.zero_grad()
-        loss = model(torch.randn(8, 6, generator=draw)).square().mean()
-        loss.backward()
-        gossip.step()
-        schedule.step()
-        gossip.log(loss=loss, samples=8)
-
-
-def loop(comm, folder, steps, save_at=(), options=None):
-    """Run the loop from its newest checkpoint; return digest, learning rates and resumed step."""
-    with World(comm) as world:
-        model, gossip, draw, schedule = begin(world, folder, **(options or {}))
-        start = gossip.resume()
-        for step in range(start, steps):
-            train(model, gossip, draw, schedule, [step])
-            if step + 1 in save_at:
-                gossip.save()
-    rates = [group["lr"] for group in gossip.param_groups]
-    return digest(model), rates, start
 
 
 @pytest.mark.both
@@ -91,9 +39,9 @@ def loop(comm, folder, steps, save_at=(), options=None):
     ],
 )
 def test_a_stopped_loop_resumes_bitwise(ranks, tmp_path, n, options):
-    whole = ranks(n)(loop, tmp_path / "whole", STEPS, (HALF,), options)
-    ranks(n)(loop, tmp_path / "parts", HALF, (2,), options)
-    parts = ranks(n)(loop, tmp_path / "parts", STEPS, (), options)
+    whole = ranks(n)(run_loop, tmp_path / "whole", STEPS, (HALF,), options)
+    ranks(n)(run_loop, tmp_path / "parts", HALF, (2,), options)
+    parts = ranks(n)(run_loop, tmp_path / "parts", STEPS, (), options)
     assert [(d, r) for d, r, _ in parts] == [(d, r) for d, r, _ in whole]
     assert [start for *_, start in parts] == [HALF] * n
     assert checkpoint.digest(checkpoint.latest(tmp_path / "parts")) == checkpoint.digest(
@@ -107,9 +55,9 @@ def test_a_stopped_loop_resumes_bitwise(ranks, tmp_path, n, options):
 
 def figures(comm, folder):
     with World(comm) as world:
-        model, gossip, draw, schedule = begin(world, folder, flush_steps=2)
+        model, gossip, draw, schedule = begin_run(world, folder, flush_steps=2)
         for step in range(5):
-            train(model, gossip, draw, schedule, [step])
+            train_steps(model, gossip, draw, schedule, [step])
             time.sleep(0.02)
             if step == 3 and world.rank == 0:
                 gossip.log(step, {"val": 0.5, "of.rank-0": 1})
@@ -137,7 +85,7 @@ def test_metrics_of_the_program_are_columns_next_to_those_of_the_engine(ranks, t
 
 
 def test_layers_that_were_unfrozen_after_a_save_are_in_the_next(tmp_path):
-    model, _ = make(0)
+    model, _ = make_model(0)
     model[0].requires_grad_(False)
     with SingleProcess() as world:
         inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
@@ -164,10 +112,10 @@ def test_a_failed_last_checkpoint_is_not_in_the_summary(tmp_path, monkeypatch, c
 
     monkeypatch.setattr(checkpoint, "write_node", full)
     with SingleProcess() as world:
-        model, gossip, draw, schedule = begin(world, tmp_path, on_error="continue")
-        train(model, gossip, draw, schedule, range(2))
+        model, gossip, draw, schedule = begin_run(world, tmp_path, on_error="continue")
+        train_steps(model, gossip, draw, schedule, range(2))
         gossip.save()
-        train(model, gossip, draw, schedule, range(2))
+        train_steps(model, gossip, draw, schedule, range(2))
     assert checkpoint.steps(tmp_path) == [2]
     summary = read(tmp_path / "log.h5").summary
     assert summary["steps"] == 4 and "checkpoint" not in summary
@@ -176,7 +124,7 @@ def test_a_failed_last_checkpoint_is_not_in_the_summary(tmp_path, monkeypatch, c
 
 def other_nodes(comm, folder):
     with World(comm) as world:
-        model, gossip, *_ = begin(world, folder)
+        model, gossip, *_ = begin_run(world, folder)
         start = gossip.resume()
         with gossip.averaged():
             pass
@@ -186,7 +134,7 @@ def other_nodes(comm, folder):
 
 
 def test_another_number_of_nodes_begins_with_the_exact_average(ranks, tmp_path, capfd):
-    ranks(3)(loop, tmp_path, HALF)
+    ranks(3)(run_loop, tmp_path, HALF)
     path = checkpoint.latest(tmp_path)
     states = [checkpoint.read_node(path, node) for node in range(3)]
     mean = torch.tensor(np.mean([s.parameters.astype(np.float64) for s in states], 0)).float()
@@ -200,12 +148,12 @@ def test_another_number_of_nodes_begins_with_the_exact_average(ranks, tmp_path, 
 
 
 def alone(folder, width=5, **options):
-    model, optimizer = make(0, width)
+    model, optimizer = make_model(0, width)
     return model, mpigossip.Gossip(SingleProcess(), model, optimizer, run=folder, **options)
 
 
 def test_dropped_state_is_reported(tmp_path, ranks, capsys):
-    ranks(2)(loop, tmp_path, HALF)
+    ranks(2)(run_loop, tmp_path, HALF)
     _, gossip = alone(tmp_path)
     gossip.keep(draw=torch.Generator(), new=torch.Generator())
     assert gossip.resume() == HALF
@@ -217,9 +165,9 @@ def test_dropped_state_is_reported(tmp_path, ranks, capsys):
 
 def make_run(folder):
     with SingleProcess() as world:
-        model, gossip, draw, schedule = begin(world, folder)
+        model, gossip, draw, schedule = begin_run(world, folder)
         model.register_buffer("mask", torch.ones(3), persistent=False)
-        train(model, gossip, draw, schedule, range(2))
+        train_steps(model, gossip, draw, schedule, range(2))
 
 
 @pytest.mark.parametrize(
@@ -247,12 +195,12 @@ def test_misuse_of_a_run_directory_is_rejected(tmp_path, wrong, said):
 
 def test_a_checkpoint_contains_replaced_parameters(tmp_path):
     with SingleProcess() as world:
-        model, gossip, draw, schedule = begin(world, tmp_path)
-        train(model, gossip, draw, schedule, range(1))
+        model, gossip, draw, schedule = begin_run(world, tmp_path)
+        train_steps(model, gossip, draw, schedule, range(1))
         model[0].weight.data = model[0].weight.data * 0  # as pruning does
         gossip.save()
         wanted = [torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
-        train(model, gossip, draw, schedule, range(1))
+        train_steps(model, gossip, draw, schedule, range(1))
         wanted += [torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
         model.double()  # for an export: the last step is saved all the same
     for step, values in enumerate(wanted, 1):
@@ -262,8 +210,8 @@ def test_a_checkpoint_contains_replaced_parameters(tmp_path):
 
 def test_a_written_step_accepts_no_more_metrics(tmp_path):
     with SingleProcess() as world:
-        model, gossip, draw, schedule = begin(world, tmp_path)
-        train(model, gossip, draw, schedule, range(3))
+        model, gossip, draw, schedule = begin_run(world, tmp_path)
+        train_steps(model, gossip, draw, schedule, range(3))
         gossip.log(2, late=1)
         with pytest.raises(JobError, match="step 1 is not open: .* 3 steps.* 2 or 3 can"):
             gossip.log(1, late=1)
@@ -275,13 +223,13 @@ def test_a_written_step_accepts_no_more_metrics(tmp_path):
 
 
 def test_calls_that_need_a_run_directory_say_so():
-    model, optimizer = make(0)
+    model, optimizer = make_model(0)
     gossip = mpigossip.Gossip(SingleProcess(), model, optimizer)
     for call in (gossip.save, gossip.resume, gossip.exit, gossip.log, lambda: gossip.stopping):
         with pytest.raises(JobError, match='needs a run directory: .*run="runs/mine"'):
             call()
     with pytest.raises(JobError, match="keep: needs a run directory: .*run="):
-        mpigossip.Gossip(SingleProcess(), *make(0), keep=3)
+        mpigossip.Gossip(SingleProcess(), *make_model(0), keep=3)
 
 
 def test_jobs_and_loops_do_not_take_each_others_folders(tmp_path, capsys):
@@ -307,15 +255,15 @@ def test_commands_read_a_loops_run(tmp_path, capsys):
     assert main(["log", "export", str(run), "--csv", str(tmp_path / "run.csv")]) == 0
     assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / "model.pt")]) == 0
     assert "left out" not in capsys.readouterr().out
-    model, _ = make(9)
+    model, _ = make_model(9)
     model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
 
 
 @with_world
 def uneven(world, folder, options):
-    model, gossip, draw, schedule = begin(world, folder, flush_steps=3, **options)
+    model, gossip, draw, schedule = begin_run(world, folder, flush_steps=3, **options)
     with pytest.raises(JobError) as found:
-        train(model, gossip, draw, schedule, range(2 + world.rank))
+        train_steps(model, gossip, draw, schedule, range(2 + world.rank))
         gossip.save()
     gossip._run.state = State.ENDED
     return str(found.value)
@@ -330,9 +278,11 @@ def test_unequal_steps_and_calls_are_named(ranks, tmp_path):
 
 def unhurried(comm, folder):
     with World(comm) as world:
-        model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=3)
+        model, gossip, draw, schedule = begin_run(
+            world, folder, mixer="asynchronous", flush_steps=3
+        )
         for step in range(5 + 3 * world.rank):
-            train(model, gossip, draw, schedule, range(1))
+            train_steps(model, gossip, draw, schedule, range(1))
             if step == 2:
                 gossip.save()  # rank 0 ends while others may still look at whether it is written
             if schedule.last_epoch == STEPS:
@@ -388,11 +338,11 @@ def test_a_loop_that_is_killed_and_stopped_resumes_to_the_same_digest(mpistart, 
 def two_and_two_steps(comm, folder, mixer):
     """Start a loop with a short time limit that has made two steps; two more follow."""
     with World(comm) as world:
-        model, gossip, draw, schedule = begin(
+        model, gossip, draw, schedule = begin_run(
             world, folder, mixer=mixer, timeout_s=1.0, flush_steps=1000
         )
-        train(model, gossip, draw, schedule, range(2))
-        yield world, model, gossip, lambda: train(model, gossip, draw, schedule, range(2))
+        train_steps(model, gossip, draw, schedule, range(2))
+        yield world, model, gossip, lambda: train_steps(model, gossip, draw, schedule, range(2))
 
 
 def at_work(comm, folder, mixer, inside):
@@ -430,10 +380,12 @@ def test_a_rank_may_work_beyond_the_limit(ranks, tmp_path, mixer):
 def ahead_of_a_save(comm, folder):
     """Save on rank 0 two steps before rank 1, then make two more; return the parameters."""
     with World(comm) as world:
-        model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=50)
-        train(model, gossip, draw, schedule, range(2 + 2 * world.rank))
+        model, gossip, draw, schedule = begin_run(
+            world, folder, mixer="asynchronous", flush_steps=50
+        )
+        train_steps(model, gossip, draw, schedule, range(2 + 2 * world.rank))
         gossip.save()
-        train(model, gossip, draw, schedule, range(3 - 2 * world.rank))
+        train_steps(model, gossip, draw, schedule, range(3 - 2 * world.rank))
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy()
 
 
@@ -454,7 +406,7 @@ def test_without_a_pause_the_limit_holds(ranks, tmp_path):
 
 @with_world
 def early(world):
-    model, optimizer = make(world.rank)
+    model, optimizer = make_model(world.rank)
     gossip = mpigossip.Gossip(world, model, optimizer, timeout_s=2.0)
     for _ in range(5 + world.rank):
         gossip.zero_grad()
@@ -477,13 +429,13 @@ def test_a_state_that_a_framework_loads_is_as_new_as_the_folders(tmp_path):
     states = []
     model, gossip, *rest = made()
     for _ in range(3):
-        train(model, gossip, *rest, range(1))
+        train_steps(model, gossip, *rest, range(1))
         states.append(gossip.state_dict())
     gossip._world.close()
     with pytest.raises(JobError, match=r"step-00000003 .* a state of step 2 was loaded: call"):
         model, gossip, *rest = made()
         gossip.load_state_dict(states[1])
-        train(model, gossip, *rest, range(1))
+        train_steps(model, gossip, *rest, range(1))
     gossip._world.resources.pop_all()
     gossip._run.stopper.__exit__()
 
@@ -491,8 +443,8 @@ def test_a_state_that_a_framework_loads_is_as_new_as_the_folders(tmp_path):
 def test_exit_saves_while_the_program_handles_an_exception(tmp_path):
     def stopped_in_its_handler():
         with SingleProcess() as world:
-            model, gossip, draw, schedule = begin(world, tmp_path / "run")
-            train(model, gossip, draw, schedule, range(3))
+            model, gossip, draw, schedule = begin_run(world, tmp_path / "run")
+            train_steps(model, gossip, draw, schedule, range(3))
             try:
                 raise TimeoutError("of the program's own")
             except TimeoutError:

@@ -35,8 +35,8 @@ def test_a_script_changes_few_lines(name, most):
 
 
 def digests(text):
-    found = dict(re.findall(r"rank (\d): loss \S+, ([0-9a-f]{64})", text))
-    return [found[str(rank)] for rank in range(N)]
+    matches = dict(re.findall(r"rank (\d): loss \S+, ([0-9a-f]{64})", text))
+    return [matches[str(rank)] for rank in range(N)]
 
 
 @pytest.mark.every
@@ -86,5 +86,5 @@ def test_a_resnet_with_ema_and_batchnorm_has_one_average_on_all_ranks(mpirun):
     done = mpirun(3, [sys.executable, SCRIPTS / "resnet.py", "--steps", 12], timeout=120)
     assert done.returncode == 0, done.stderr
     for name in ("averaged", "EMA averaged"):
-        found = re.findall(rf", {name} (\d\.\d{{4}})", done.stdout)
-        assert len(found) == 3 and len(set(found)) == 1, done.stdout
+        matches = re.findall(rf", {name} (\d\.\d{{4}})", done.stdout)
+        assert len(matches) == 3 and len(set(matches)) == 1, done.stdout

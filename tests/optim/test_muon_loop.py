@@ -12,7 +12,7 @@ from mpigossip.optim.inner import CombinedOptimizer
 from tests.cases import with_world
 from tests.optim import in_node
 from tests.optim.in_node import GPT, Case, batch, whole, wrapped
-from tests.optim.test_torch import mix
+from tests.optim.loops import mix_models
 
 N = 2
 STEPS = 5
@@ -55,9 +55,9 @@ def test_steps_are_bitwise_those_of_both_optimizers_mixed(ranks):
             backward(model, node, step)
             for one in optimizers:
                 one.step()
-        mix(models, step)
-    for found, model in zip(got, models, strict=True):
-        assert all(map(torch.equal, found, values(model)))
+        mix_models(models, step)
+    for result, model in zip(got, models, strict=True):
+        assert all(map(torch.equal, result, values(model)))
 
 
 def alone(model, **options):
@@ -151,8 +151,8 @@ def test_nodes_of_two_ranks_make_muons_step_on_full_matrices(ranks, monkeypatch,
     monkeypatch.setattr(in_node, "optimizer_of", lambda model, _: CombinedOptimizer(both(model)))
     of_ranks = ranks(4)(cut, ddp, timeout=240)
     wanted = in_node.mixed(2, 2, Case(steps=STEPS, clip=None))
-    for node, found in of_ranks:
-        apart = (torch.from_numpy(found) - wanted[node]).norm() / wanted[node].norm()
+    for node, result in of_ranks:
+        distance = (torch.from_numpy(result) - wanted[node]).norm() / wanted[node].norm()
         # torch gathers what FSDP2 has cut, and sums its norm in another order: Muon's iteration
         # has 8 bits of mantissa
-        assert apart < (1e-6 if ddp else 5e-3)
+        assert distance < (1e-6 if ddp else 5e-3)

@@ -44,7 +44,7 @@ def values(made):
 
 def trained(world):
     """Return the name of each case and its final parameters, or the error."""
-    found = []
+    results = []
     for name, kind, options in cases():
         if name in REJECTED - {"LBFGS"}:
             continue
@@ -56,20 +56,20 @@ def trained(world):
         try:
             optimizer = mpigossip.Gossip(world, made, inner)
         except JobError as error:
-            found.append((name, options, str(error)))
+            results.append((name, options, str(error)))
             continue
         train(made, optimizer, world.rank)
         optimizer.close()
-        found.append((name, options, values(made)))
-    return found
+        results.append((name, options, values(made)))
+    return results
 
 
 def test_each_optimizer_makes_its_own_steps_bitwise_or_is_rejected():
     with SingleProcess() as world:
-        found = trained(world)
-    names = {name for name, _, _ in found}
-    assert {"SGD", "AdamW", "LBFGS"} < names and len(found) > 80
-    for name, options, result in found:
+        outcome = trained(world)
+    names = {name for name, _, _ in outcome}
+    assert {"SGD", "AdamW", "LBFGS"} < names and len(outcome) > 80
+    for name, options, result in outcome:
         rejected = name in REJECTED or options.get("differentiable")
         assert isinstance(result, str) == bool(rejected), (name, options, result)
         if rejected:

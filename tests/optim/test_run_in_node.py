@@ -6,76 +6,21 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import mpigossip
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from tests.cases import with_world
+from tests.optim.loops import NODES, PER, begin_on_nodes, loss_of, network, train_on_nodes
 
-NODES = 2
-PER = 2
 HALF = 4
 STEPS = 7
-BATCH = 8
-
-
-def network(seed, norm=True):
-    torch.manual_seed(seed)
-    third = nn.BatchNorm1d(60) if norm else nn.Tanh()
-    return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), third, nn.Linear(60, 5))
-
-
-def loss_of(model, draw, node, slot, step):
-    """Return the loss on a batch of the step, with noise from the slot's kept generator."""
-    batch = torch.Generator().manual_seed(1000 * node + 10 * slot + step)
-    inputs = torch.randn(BATCH, 20, generator=batch) + 0.1 * torch.randn(BATCH, 20, generator=draw)
-    return nn.functional.mse_loss(model(inputs), torch.randn(BATCH, 5, generator=batch))
-
-
-def begun(world, folder, model, whole, limit=30.0):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    gossip = mpigossip.Gossip(world, whole, optimizer, run=folder, flush_steps=3, timeout_s=limit)
-    schedule = torch.optim.lr_scheduler.StepLR(gossip, 3, 0.5)
-    return gossip, schedule
-
-
-@with_world(timeout_s=30)
-def several(world, folder, steps, save_at=(), after=None, per=PER, norm=True, limit=30.0):
-    """Train on nodes of PER ranks; return the result of ``after`` and the resumed step."""
-    world.group_into_nodes(per)
-    node = world.nodes.inter_node.rank
-    slot = world.nodes.local_rank
-    whole = model = network(node, norm)
-    if per > 1:
-        whole = DistributedDataParallel(model, process_group=world.node_group())
-    gossip, schedule = begun(world, folder, model, whole, limit)
-    draw = torch.Generator().manual_seed(world.rank)
-    gossip.keep(draw=draw, schedule=schedule)
-    start = gossip.resume()
-    for step in range(start, steps):
-        gossip.zero_grad()
-        loss = loss_of(whole, draw, node, slot, step)
-        loss.backward()
-        gossip.step()
-        schedule.step()
-        gossip.log(loss=loss, samples=BATCH, slot=slot)
-        if step + 1 in save_at:
-            gossip.save()
-    found = after(world, gossip, whole) if after else None
-    return (
-        start,
-        [p.detach().numpy().copy() for p in (*model.parameters(), *model.buffers())],
-        found,
-    )
 
 
 @with_world(timeout_s=30)
 def one_rank(world, folder):
     """Make the same steps with one rank per node, which averages gradients of two replicas."""
     model = network(world.rank)
-    gossip, schedule = begun(world, folder, model, model)
+    gossip, schedule = begin_on_nodes(world, folder, model, model)
     replicas = [model, copy.deepcopy(model)]
     draws = [torch.Generator().manual_seed(PER * world.rank + slot) for slot in range(PER)]
     for step in range(STEPS):
@@ -98,12 +43,12 @@ def same(one, other):
 
 def test_a_run_on_nodes_of_two_ranks_is_that_of_one_rank_with_two_replicas(ranks, tmp_path):
     n = NODES * PER
-    whole = ranks(n)(several, tmp_path / "whole", STEPS, (HALF,))
+    whole = ranks(n)(train_on_nodes, tmp_path / "whole", STEPS, (HALF,))
     ranks(NODES)(one_rank, tmp_path / "replicas")
-    ranks(n)(several, tmp_path / "parts", HALF, (2,))
-    parts = ranks(n)(several, tmp_path / "parts", STEPS)
-    for (_, mine, _), (start, again, _) in zip(whole, parts, strict=True):
-        assert start == HALF and same(mine, again)
+    ranks(n)(train_on_nodes, tmp_path / "parts", HALF, (2,))
+    parts = ranks(n)(train_on_nodes, tmp_path / "parts", STEPS)
+    for (_, parameters, _), (start, again, _) in zip(whole, parts, strict=True):
+        assert start == HALF and same(parameters, again)
     paths = [checkpoint.latest(tmp_path / name) for name in ("whole", "parts", "replicas")]
     assert len({checkpoint.digest(path) for path in paths}) == 1
     manifest = checkpoint.read_manifest(paths[0])
@@ -127,11 +72,11 @@ def test_a_checkpoint_of_one_shape_is_resumed_by_the_other(ranks, tmp_path):
     """Generators are kept by rank, so that the noise differs afterwards, but not the models."""
     for name, first, then in (("a", 1, PER), ("b", PER, 1)):
         for per in (first, then):
-            starts = ranks(NODES * per)(several, tmp_path / name, HALF, (), None, per, False)
-            found = checkpoint.digest(checkpoint.latest(tmp_path / name))
+            starts = ranks(NODES * per)(train_on_nodes, tmp_path / name, HALF, (), None, per, False)
+            result = checkpoint.digest(checkpoint.latest(tmp_path / name))
             if per == first:
-                before = found
-        assert [s for s, *_ in starts] == [HALF] * NODES * then and found == before
+                before = result
+        assert [s for s, *_ in starts] == [HALF] * NODES * then and result == before
 
 
 def looks(world, gossip, whole):
@@ -150,10 +95,10 @@ def looks(world, gossip, whole):
 
 def test_averages_pauses_and_stopping_are_of_all_ranks(ranks, tmp_path):
     (tmp_path / "STOP").touch()
-    found = ranks(NODES * PER)(several, tmp_path, 12, (), looks, limit=1.0)
-    inside, stopping, codes = zip(*(each for *_, each in found), strict=True)
+    results = ranks(NODES * PER)(train_on_nodes, tmp_path, 12, (), looks, limit=1.0)
+    inside, stopping, codes = zip(*(each for *_, each in results), strict=True)
     assert all(same(inside[0], other) for other in inside[1:])
-    own = [values[-3:] for _, values, _ in found]
+    own = [values[-3:] for _, values, _ in results]
     assert not same(own[0], own[1]), "the ranks of a node have seen other data"
     assert stopping == (True,) * 4 and not (tmp_path / "STOP").exists()
     assert codes == (75,) * 4 and not read(tmp_path / "log.h5").summary["finished"]

@@ -13,14 +13,14 @@ import mpigossip
 from mpigossip.config.errors import STOPPED
 from mpigossip.store import checkpoint
 from tests import launch
-from tests.optim.test_run_in_node import NODES, PER, loss_of, network, several
+from tests.optim.loops import NODES, PER, loss_of, network, train_on_nodes
 
 EVERY = 4
 WAIT_S = 150
 
 
 def program(folder):
-    """Run the loop of `several`, with a save every few steps, until it is stopped."""
+    """Run the loop of `train_on_nodes`, with a save every few steps, until it is stopped."""
     torch.set_num_threads(1)
     with mpigossip.world(30.0, ranks_per_node=PER) as world:
         node = world.nodes.inter_node.rank
@@ -50,11 +50,11 @@ def goes_on_to_the_bit(ranks, folder):
     newest = checkpoint.latest(folder)
     assert newest is not None and checkpoint.verify(newest) == []
     steps = checkpoint.read_manifest(newest).step + 3
-    again = ranks(NODES * PER)(several, folder, steps, timeout=WAIT_S)
+    again = ranks(NODES * PER)(train_on_nodes, folder, steps, timeout=WAIT_S)
     assert [start for start, *_ in again] == [steps - 3] * (NODES * PER)
-    ranks(NODES * PER)(several, folder.parent / "whole", steps, timeout=WAIT_S)
-    found = [checkpoint.latest(folder.parent / name) for name in (folder.name, "whole")]
-    assert checkpoint.digest(found[0]) == checkpoint.digest(found[1])
+    ranks(NODES * PER)(train_on_nodes, folder.parent / "whole", steps, timeout=WAIT_S)
+    paths = [checkpoint.latest(folder.parent / name) for name in (folder.name, "whole")]
+    assert checkpoint.digest(paths[0]) == checkpoint.digest(paths[1])
 
 
 @pytest.mark.every

@@ -140,13 +140,13 @@ def on_ranks(world):
 
 def test_the_recipe_mixes_the_steps_of_sam(ranks):
     """On two nodes, a round of the default graph computes the mean of both."""
-    found = ranks(2)(on_ranks)
+    results = ranks(2)(on_ranks)
     models = [net() for _ in range(2)]
     for node, model in enumerate(models):
         optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
         train(model, optimizer, node, 1)
     mean = torch.stack([values(model) for model in models]).mean(0)
-    for row in found:
+    for row in results:
         # means of two float32 numbers, summed in another order
         assert torch.allclose(row, mean, rtol=1e-6, atol=1e-7)
-    assert torch.equal(*found)
+    assert torch.equal(*results)

@@ -14,6 +14,7 @@ from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError, readable
 from mpigossip.store import StoreError
 from tests.cases import on_each, with_world
+from tests.optim.loops import change_arrays, make_steps, set_entry
 
 
 def made(world):
@@ -38,14 +39,14 @@ def mixed_up(world, has):
     for _ in range(2):
         train(model, optimizer, 1)
         states.append(copy.deepcopy(optimizer.state_dict()))
-    found = []
+    results = []
     again = made(world)
     for one, stepper in (again, (model, optimizer)):  # before the first step, and later
         stepper.load_state_dict(states[has[world.rank]])
         with pytest.raises(JobError) as said:
             train(one, stepper, 1)
-        found.append(str(said.value))
-    return found
+        results.append(str(said.value))
+    return results
 
 
 def test_states_of_different_steps_are_rejected_on_all_nodes(ranks):
@@ -104,13 +105,13 @@ def resumed(world, algorithm, loaded, names_its_node):
 @on_each("algorithm", [*TRAINED, *DISTINCT])
 def test_the_state_of_another_node_is_named_once_or_rejected(ranks, algorithm):
     for rank, (error, written) in enumerate(ranks(2)(resumed, algorithm, "of rank 0", True)):
-        told = error if algorithm in DISTINCT else written
+        message = error if algorithm in DISTINCT else written
         if algorithm in TRAINED:
             assert not error
             assert bool(written) == (rank == 0)
-        if told:
-            assert told.count("rank 1 is node 1 of 2, and loaded the state of node 0 of 2") == 1
-            assert "state-{world.rank}.pt" in told
+        if message:
+            assert message.count("rank 1 is node 1 of 2, and loaded the state of node 0 of 2") == 1
+            assert "state-{world.rank}.pt" in message
         if algorithm in DISTINCT:
             assert f'algorithm.name = "{algorithm}"' in error
 
@@ -131,26 +132,8 @@ def test_a_nodes_own_state_and_one_without_a_node_load_silently(
     assert got == [("", "")] * 2
 
 
-def stepped(world, algorithm="dmsgd", shape=(4, 3), steps=2):
-    model = nn.Linear(*shape)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = mpigossip.Gossip(world, model, inner, algorithm=algorithm)
-    for _ in range(steps):
-        made.zero_grad()
-        model(torch.ones(2, shape[0])).sum().backward()
-        made.step()
-    return made
-
-
-def put(name, value):
-    def change(state):
-        state["gossip"][name] = value(state["gossip"][name]) if callable(value) else value
-
-    return change
-
-
 def number(name, value):
-    return put("numbers", lambda numbers: numbers | {name: value})
+    return set_entry("numbers", lambda numbers: numbers | {name: value})
 
 
 def without(name):
@@ -161,33 +144,44 @@ def whole(state):
     state["gossip"] = 5
 
 
-def momenta(change):
-    return put("arrays", lambda arrays: {name: change(a) for name, a in arrays.items()})
-
-
 NONE = "this is not a state of Gossip: "
 FORGED = {
     "nothing": (whole, NONE),
     "lacks a part": (without("arrays"), f"{NONE}it lacks 'arrays'"),
-    "shorter": (put("model", lambda m: m[:-1]), r"\(14,\), not 15 of torch.float32"),
-    "longer": (put("model", lambda m: torch.cat([m, m])), r"\(30,\), not 15 of torch.float32"),
-    "whole numbers": (put("model", torch.Tensor.int), "torch.int32 .*, not 15 of torch.float32"),
-    "doubles": (put("model", torch.Tensor.double), "torch.float64 .*, not 15 of torch.float32"),
-    "of numpy": (put("model", torch.Tensor.numpy), "model is .*numpy.*, not 15 of torch.float32"),
-    "of two axes": (put("model", lambda m: m[None]), r"\(1, 15\), not 15 of torch.float32"),
-    "transposed": (put("shapes", [[4, 3], [3]]), "a model with other parameters"),
-    "names": (put("names", ["bias", "weight"]), "a model with other parameters: bias, weight"),
+    "shorter": (set_entry("model", lambda m: m[:-1]), r"\(14,\), not 15 of torch.float32"),
+    "longer": (
+        set_entry("model", lambda m: torch.cat([m, m])),
+        r"\(30,\), not 15 of torch.float32",
+    ),
+    "whole numbers": (
+        set_entry("model", torch.Tensor.int),
+        "torch.int32 .*, not 15 of torch.float32",
+    ),
+    "doubles": (
+        set_entry("model", torch.Tensor.double),
+        "torch.float64 .*, not 15 of torch.float32",
+    ),
+    "of numpy": (
+        set_entry("model", torch.Tensor.numpy),
+        "model is .*numpy.*, not 15 of torch.float32",
+    ),
+    "of two axes": (set_entry("model", lambda m: m[None]), r"\(1, 15\), not 15 of torch.float32"),
+    "transposed": (set_entry("shapes", [[4, 3], [3]]), "a model with other parameters"),
+    "names": (
+        set_entry("names", ["bias", "weight"]),
+        "a model with other parameters: bias, weight",
+    ),
     "negative": (number("index", -5), r"index = -5: must be a whole number from 0"),
     "a fraction": (number("round", 2.5), r"round = 2.5: must be a whole number from 0"),
     "a text": (number("born", "1"), r"born = 1: must be a whole number from 0"),
-    "a negative node": (put("node", -1), r"node = -1: must be a whole number from 0"),
-    "a node by name": (put("node", "first"), r"node = first: must be a whole number from 0"),
+    "a negative node": (set_entry("node", -1), r"node = -1: must be a whole number from 0"),
+    "a node by name": (set_entry("node", "first"), r"node = first: must be a whole number from 0"),
     "endless": (number("bytes_sent", 1 << 70), r"bytes_sent = 11805.*: must be a whole number"),
 }
 LATER = {
-    "momenta of integers": (momenta(torch.Tensor.int), "another algorithm or cadence"),
-    "no momenta": (put("arrays", {}), "another algorithm or cadence"),
-    "shorter momenta": (momenta(lambda m: m[:-1]), "another algorithm or cadence"),
+    "momenta of integers": (change_arrays(torch.Tensor.int), "another algorithm or cadence"),
+    "no momenta": (set_entry("arrays", {}), "another algorithm or cadence"),
+    "shorter momenta": (change_arrays(lambda m: m[:-1]), "another algorithm or cadence"),
     "other counters": (number("cadence/period", 3), "another algorithm or cadence"),
 }
 
@@ -196,7 +190,7 @@ LATER = {
 def test_a_forged_state_is_rejected_and_changes_nothing(forged):
     change, message = (FORGED | LATER)[forged]
     with SingleProcess() as world:
-        made = stepped(world)
+        made = make_steps(world)
         state = copy.deepcopy(made.state_dict())
         before = made.vector.x[0].clone()
         change(state)
@@ -266,9 +260,9 @@ def test_the_state_of_another_optimizer_is_rejected(capsys):
 def test_settings_that_a_state_lacks_keep_their_present_values(capsys):
     state = stands("AdamW", {"lr": 0.25, "max_lr": 3}).state_dict()
     gossip = stands("AdamW", {"eps": 0.5, "initial_lr": 0.7}, earlier(state, "amsgrad", "eps"))
-    told = capsys.readouterr().out
-    assert "that were not saved keep their present values: amsgrad = False, eps = 0.5\n" in told
-    assert "max_lr" not in told
+    printed = capsys.readouterr().out
+    assert "that were not saved keep their present values: amsgrad = False, eps = 0.5\n" in printed
+    assert "max_lr" not in printed
     group = gossip.param_groups[0]
     assert [group[key] for key in ("lr", "eps", "max_lr", "initial_lr")] == [0.25, 0.5, 3, 0.7]
     gossip = stands("AdamW", state=stands("AdamW", {"own": 1}).state_dict())

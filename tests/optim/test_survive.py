@@ -72,12 +72,12 @@ def test_a_rank_behind_finished_ranks_ends_alone(tolerant, tmp_path, folder):
             break
     else:
         pytest.skip("three times the others saw the loss before they were done, and went on")
-    found = survivors.digests(done.stdout)
+    result = survivors.digests(done.stdout)
     whole = survivors.expected(N, STEPS)
-    assert [found[1], found[3]] == [whole[1], whole[3]], done.stderr
+    assert [result[1], result[3]] == [whole[1], whole[3]], done.stderr
     first = survivors.after(N, STEPS - 1)[0]
     first.step(0, N - 1, STEPS - 1)
-    assert found[0] == first.digest(), done.stderr
+    assert result[0] == first.digest(), done.stderr
     assert "the others have left their loops" in done.stderr
     if folder:  # which all three have ended
         log = read(out / "log.h5")
@@ -86,7 +86,7 @@ def test_a_rank_behind_finished_ranks_ends_alone(tolerant, tmp_path, folder):
         assert log.steps["step"].tolist() == list(range(STEPS)) and not checkpoint.verify(path)
         states = [checkpoint.read_node(path, node).parameters for node in range(N - 1)]
         written = [hashlib.sha256(state.tobytes()).hexdigest() for state in states]
-        assert written == [found[name] for name in sorted(found)]
+        assert written == [result[name] for name in sorted(result)]
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_a_run_continues_with_log_and_checkpoints(tolerant, mpirun, tmp_path, vi
     assert again.returncode == 0, again.stderr[-3000:]
     assert read(tmp_path / "log.h5").summary["lost"] == log.summary["lost"]
     longer = survivors.expected(N, STEPS + 10, lost)
-    found = survivors.digests(again.stdout)
-    assert [found[node] for node in range(left)] == list(longer.values()), again.stdout
+    result = survivors.digests(again.stdout)
+    assert [result[node] for node in range(left)] == list(longer.values()), again.stdout
 
 
 def test_the_survivors_write_the_end_of_a_run(tolerant, tmp_path):

@@ -50,7 +50,7 @@ def backward(made, node, step):
 def trained(world, cases):
     """Return this rank's parameters after each case."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for name, inner, mixer, wire in cases:
         made = model(world.rank)
         more = OPTIONS.get(name, {})
@@ -61,8 +61,8 @@ def trained(world, cases):
             gossip.step()
         world.barrier()
         gossip.close()
-        found.append(whole(made))
-    return found
+        results.append(whole(made))
+    return results
 
 
 def read(n, name, mixer, wire):
@@ -114,10 +114,10 @@ def pairs(n, apart=()):
 @pytest.mark.parametrize(("n", "apart"), [(3, ALGORITHM_AND_WIRE), every(3, ())])
 def test_accepted_pairs_are_bitwise_identical_to_a_simulation(ranks, n, apart):
     cases = pairs(n, apart)
-    found = list(zip(*ranks(n)(trained, cases), strict=True))
+    results = list(zip(*ranks(n)(trained, cases), strict=True))
     waiting = [case for case in cases if case[2] == "synchronous"]
     assert len(waiting) > 30 and len(cases) > len(waiting) + 5
-    for (name, inner, mixer, wire), rows in zip(cases, found, strict=True):
+    for (name, inner, mixer, wire), rows in zip(cases, results, strict=True):
         assert all(row.isfinite().all() for row in rows), (name, inner, mixer, wire)
         if mixer == "synchronous":
             there = simulated(n, name, inner, wire)

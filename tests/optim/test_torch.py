@@ -9,8 +9,8 @@ from torch import nn
 import mpigossip
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
-from tests import survivors
 from tests.cases import with_world
+from tests.optim.loops import mix_models
 
 N = 2
 STEPS = 5
@@ -86,12 +86,6 @@ def values(model):
     return [t.detach().clone() for t in model.parameters()]
 
 
-@torch.no_grad()
-def mix(models, t):
-    """Average the trained parameters by W(t)."""
-    survivors.mix([[p for p in model.parameters() if p.requires_grad] for model in models], t)
-
-
 def same(got, models):
     pairs = zip(got, map(values, models), strict=True)
     return all(torch.equal(a, b) for one, two in pairs for a, b in zip(one, two, strict=True))
@@ -99,7 +93,7 @@ def same(got, models):
 
 @with_world
 def every_optimizer(world):
-    found = {}
+    results = {}
     for name, options in OPTIMIZERS.items():
         model = net(world.rank)
         gossip = mpigossip.Gossip(world, model, optimizer(model, name, **options))
@@ -108,8 +102,8 @@ def every_optimizer(world):
             backward(model, world.rank, step)
             gossip.step()
         assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
-        found[name] = values(model)
-    return found
+        results[name] = values(model)
+    return results
 
 
 @pytest.mark.both
@@ -125,7 +119,7 @@ def test_steps_are_bitwise_those_of_the_optimizer_mixed(ranks):
                 one.zero_grad()
                 backward(model, node, step)
                 one.step()
-            mix(models, step)
+            mix_models(models, step)
         assert same([each[name] for each in got], models), name
 
 
@@ -168,7 +162,7 @@ def test_an_overflow_on_one_rank_skips_its_step_and_no_rank_waits(ranks, clip):
     for step in range(STEPS):
         for node in range(N):
             scaled(models, inner, scalers, clip, node, step)
-        mix(models, step)
+        mix_models(models, step)
     assert same([parameters for parameters, _, _ in got], models)
     assert [scale for _, scale, _ in got] == [2.0**8, 2.0**7]
     assert got[0][2] == got[1][2] > 0
@@ -336,7 +330,7 @@ METHODS = {
 @with_world
 def gone_on(world):
     """Make six steps at once; then three, and the rest in a new Gossip, and in the first one."""
-    found = {}
+    results = {}
     for name, options in METHODS.items():
 
         def begin(name=name, options=options):
@@ -363,8 +357,8 @@ def gone_on(world):
             one.load_state_dict(kept[0])
             stepper.load_state_dict(copy.deepcopy(kept[1]))
             ends.append(train(one, stepper, 3, 6))
-        found[name] = ends
-    return found
+        results[name] = ends
+    return results
 
 
 def test_state_dicts_resume_bitwise(ranks):

@@ -95,10 +95,10 @@ def after(world, name, options):
     train(optimizer, model, world.rank, range(3, 6))
     globals()[name](model)
     rows = together(world, model).double()
-    apart = optimizer.consensus_distance()
+    distance = optimizer.consensus_distance()
     with optimizer.averaged() as averaged:
         mean = values(averaged)
-    return rows.numpy(), mean.numpy(), apart
+    return rows.numpy(), mean.numpy(), distance
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,12 @@ def after(world, name, options):
 def test_parameters_with_replaced_memory_are_copied_back(ranks, name, options):
     plain = ranks(N)(after, "nothing", options)
     other = ranks(N)(after, name, options)
-    for (a, _, _), (b, mean, apart) in zip(plain, other, strict=True):
+    for (a, _, _), (b, mean, difference) in zip(plain, other, strict=True):
         assert (a == b).all()
         centre = b.mean(0)
         assert np.allclose(mean, centre, atol=1e-6) and (mean == other[0][1]).all()
-        assert apart == pytest.approx(((b - centre) ** 2).sum() / N / (centre**2).sum(), rel=1e-4)
+        distance = ((b - centre) ** 2).sum() / N / (centre**2).sum()
+        assert difference == pytest.approx(distance, rel=1e-4)
 
 
 def test_parameters_that_left_the_optimizer_are_rejected():
@@ -237,8 +238,8 @@ def started(world, name):
 
 @on_each("name", DIFFERENT)
 def test_differences_between_ranks_are_named_at_the_start(ranks, name):
-    for told in ranks(N)(started, name):
-        assert re.search(DIFFERENT[name][1], told), told
+    for message in ranks(N)(started, name):
+        assert re.search(DIFFERENT[name][1], message), message
 
 
 @with_world
@@ -254,8 +255,8 @@ def frozen_later(world):
 
 
 def test_differences_at_the_first_step_are_named_there(ranks):
-    for told in ranks(N)(frozen_later):
-        assert "rank 1 on" in told and "parameter 2.weight is (2, 5) float32, frozen" in told
+    for message in ranks(N)(frozen_later):
+        assert "rank 1 on" in message and "parameter 2.weight is (2, 5) float32, frozen" in message
 
 
 # -- norms -----------------------------------------------------------------------------------------
@@ -520,9 +521,9 @@ def unfrozen(world, algorithm):
 
 @pytest.mark.parametrize("algorithm", ["dsgd", "dsgt"])
 def test_parameters_that_are_unfrozen_join_the_exchange(ranks, algorithm):
-    for equal, still, apart, end, index in ranks(N)(unfrozen, algorithm):
+    for equal, still, distance, end, index in ranks(N)(unfrozen, algorithm):
         assert equal and still and index == 40
-        assert np.abs(apart - apart.mean(0)).max() > 1e-4
+        assert np.abs(distance - distance.mean(0)).max() > 1e-4
         assert np.abs(end - end.mean(0)).max() < 1e-5  # also what was frozen
 
 

@@ -82,7 +82,7 @@ AROUND = {
 
 def test_wrappers_change_no_bit_whether_applied_before_or_after(one_thread):
     """Compare the values with each of AROUND before, after and without Gossip."""
-    found = {}
+    results = {}
     with joined(0, 1, distributed.HashStore()):
         for name, wrap in {"bare": lambda model: model, **AROUND}.items():
             for before in (True, False):
@@ -90,13 +90,13 @@ def test_wrappers_change_no_bit_whether_applied_before_or_after(one_thread):
                 given = wrap(model) if before else model
                 optimizer = mpigossip.Gossip(SingleProcess(), given, adamw(given))
                 train(given if before else wrap(model), optimizer)
-                found[name, before] = whole(model)
+                results[name, before] = whole(model)
                 assert {*optimizer.state_dict()["gossip"]["names"]} == {
                     name for name, _ in model.named_parameters()
                 }
-    bare = found.pop(("bare", True))
+    bare = results.pop(("bare", True))
     assert not torch.equal(bare, whole(net()))
-    assert {key for key, got in found.items() if not torch.equal(got, bare)} == set()
+    assert {key for key, got in results.items() if not torch.equal(got, bare)} == set()
 
 
 def over_all_ranks(comm, path, before):

@@ -105,12 +105,12 @@ def test_stragglers_among_two_nodes_one_node_and_switched_off():
 
 def test_idle_steps_of_a_node_do_not_make_stragglers_of_others():
     nan = float("nan")
-    told = rows([[4, 1], [4, 4]] * 10) | {"loss": np.array([[1, nan], [1, 1]] * 10)}
-    assert Straggler(1.5, 1.0).see(0, told) == []  # node 1 computes in every other step
-    told["loss"][:, 1] = nan
-    assert Straggler(1.5, 1.0).see(0, told) == []  # here it computes in no step
-    told["loss"][:] = nan  # a program that logs no loss: all nodes compute
-    (line,) = Straggler(1.5, 1.0).see(0, told)
+    columns = rows([[4, 1], [4, 4]] * 10) | {"loss": np.array([[1, nan], [1, 1]] * 10)}
+    assert Straggler(1.5, 1.0).see(0, columns) == []  # node 1 computes in every other step
+    columns["loss"][:, 1] = nan
+    assert Straggler(1.5, 1.0).see(0, columns) == []  # here it computes in no step
+    columns["loss"][:] = nan  # a program that logs no loss: all nodes compute
+    (line,) = Straggler(1.5, 1.0).see(0, columns)
     assert line.startswith("node 0 is a straggler")
 
 

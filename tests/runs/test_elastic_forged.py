@@ -12,8 +12,7 @@ from mpigossip.runs import launch
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store import manifest as manifests
 from mpigossip.training import assemble
-from tests.store.test_dataset import edit
-from tests.store.test_guard import numbers, resigned
+from tests.store.examples import change_node_file, set_dataset, set_numbers
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +26,12 @@ def run(tmp_path_factory):
 
 def without(name):
     def change(file):
-        found = json.loads(file["numbers"][()])
-        del found[name]
+        result = json.loads(file["numbers"][()])
+        del result[name]
         del file["numbers"]
-        file["numbers"] = np.bytes_(json.dumps(found))
+        file["numbers"] = np.bytes_(json.dumps(result))
 
-    return lambda path: resigned(path, change, node=1)
+    return lambda path: change_node_file(path, change, node=1)
 
 
 def facts(**changed):
@@ -46,7 +45,7 @@ def facts(**changed):
 
 def spent(path):
     for node in range(2):
-        resigned(path, numbers(**{"spent/compute_s": "all of it"}), node)
+        change_node_file(path, set_numbers(**{"spent/compute_s": "all of it"}), node)
 
 
 def nan_momentum(file):
@@ -55,7 +54,7 @@ def nan_momentum(file):
 
 FORGED = {
     "nan": (
-        lambda path: resigned(path, nan_momentum, node=1),
+        lambda path: change_node_file(path, nan_momentum, node=1),
         r"node-0001\.h5 has 1 NaN or infinite values in arrays/state/momentum, the first in "
         r".*\.weight.*: mv .*step-00000004 .*step-00000004\.damaged",
     ),
@@ -63,7 +62,9 @@ FORGED = {
     "spent": (spent, "spent/compute_s = all of it: must be 0 or more"),
     "bytes_sent": (without("bytes_sent"), "bytes_sent"),
     "momentum": (
-        lambda path: resigned(path, edit("arrays/state/momentum", np.zeros(3, np.float32)), 1),
+        lambda path: change_node_file(
+            path, set_dataset("arrays/state/momentum", np.zeros(3, np.float32)), 1
+        ),
         "another copy|checkpoint",
     ),
     "steps": (facts(steps_per_epoch=0), "steps_per_epoch = 0, must be 1 or more"),

@@ -65,11 +65,11 @@ parties = []
 
 def members(folder, count, *settings, algorithm="dsgd"):
     """Train with several members at once to the end; return their summaries."""
-    found = []
+    results = []
 
     def work():
         made = job(*settings, algorithm=algorithm)
-        found.append(join(folder, made, lease_s=30.0, poll_s=0.05))
+        results.append(join(folder, made, lease_s=30.0, poll_s=0.05))
 
     threads = [threading.Thread(target=work) for _ in range(count)]
     parties[:] = [threading.Barrier(count)]
@@ -78,21 +78,21 @@ def members(folder, count, *settings, algorithm="dsgd"):
     for thread in threads:
         thread.join(120)
     parties.clear()
-    assert len(found) == count
-    return found
+    assert len(results) == count
+    return results
 
 
 @pytest.mark.parametrize("algorithm", ["dsgd", "noloco", "gasloc"])
 def test_members_train_and_replay_is_equal(tmp_path, algorithm):
     folder = tmp_path / "run"
-    found = members(folder, 3, algorithm=algorithm)
-    assert all(one["finished"] for one in found)
+    result = members(folder, 3, algorithm=algorithm)
+    assert all(one["finished"] for one in result)
     digest = checkpoint.digest(checkpoint.latest(folder))
-    assert {one["digest"] for one in found if "digest" in one} == {digest}
-    told = replay(folder)
-    assert "every digest is equal" in told and digest in told
-    best = max(one.get("accuracy", 0) for one in found)
-    assert best > 0.6, found
+    assert {one["digest"] for one in result if "digest" in one} == {digest}
+    message = replay(folder)
+    assert "every digest is equal" in message and digest in message
+    best = max(one.get("accuracy", 0) for one in result)
+    assert best > 0.6, result
 
 
 def test_the_time_of_a_round_excludes_waiting_for_a_chunk(tmp_path, monkeypatch):
@@ -165,9 +165,10 @@ def test_a_member_leaves_and_another_continues(tmp_path, capsys):
 
 def test_a_place_that_another_member_has_closed_is_reported(tmp_path):
     begin(tmp_path)
-    told: list[str] = []
+    messages: list[str] = []
     one, other = (
-        Place(RecordStore(tmp_path), TrainingPlan(9, 1, 0.0), report=told.append) for _ in range(2)
+        Place(RecordStore(tmp_path), TrainingPlan(9, 1, 0.0), report=messages.append)
+        for _ in range(2)
     )
     for place in (one, other):
         place.join()
@@ -175,7 +176,7 @@ def test_a_place_that_another_member_has_closed_is_reported(tmp_path):
     other.refresh(one.number)
     other.fence(one.number)
     assert "0  vm         0  silent; closed by place 1\n" in stays(tmp_path)
-    assert [line.partition(":")[0] for line in told] == [
+    assert [line.partition(":")[0] for line in messages] == [
         "place 0 has been silent for longer than its lease"
     ]
 
@@ -191,16 +192,16 @@ def test_replay_starts_from_stored_models(tmp_path, capsys, algorithm, count):
     """The last round of a place needs its last model, an early round all earlier models."""
     folder = tmp_path / "run"
     members(folder, count, algorithm=algorithm)
-    found = [json.loads(path.read_text()) for path in (folder / "chain").glob("*/*")]
-    rounds = [(one["round"], one["place"]) for one in found if one["kind"] == "round"]
+    results = [json.loads(path.read_text()) for path in (folder / "chain").glob("*/*")]
+    rounds = [(one["round"], one["place"]) for one in results if one["kind"] == "round"]
     last, place = max(rounds)
-    told = [replay(folder, place, (at, at)) for at in (last, last - 4)]
+    messages = [replay(folder, place, (at, at)) for at in (last, last - 4)]
     begun = capsys.readouterr().err
     assert "repeating 1 round" in begun and "that they depend on" in begun
-    assert "every digest is equal\nstarted from" in told[0]
+    assert "every digest is equal\nstarted from" in messages[0]
     if count == 1:
-        assert "from 1 model that models/ still has\ndigest" in told[0]
-        assert [int(one.split()[0]) for one in told] == [1, last - 4]
+        assert "from 1 model that models/ still has\ndigest" in messages[0]
+        assert [int(one.split()[0]) for one in messages] == [1, last - 4]
     shutil.rmtree(folder / "models")
     assert int(replay(folder, place, (last, last)).split()[0]) >= last
 
@@ -356,8 +357,8 @@ def test_a_short_failure_of_the_log_does_not_end_a_member(tmp_path, monkeypatch)
         append(writer, columns)
 
     monkeypatch.setattr(LogWriter, "append", fails)
-    found = join(tmp_path / "run", job("run.epochs=1"), lease_s=30.0, poll_s=0.05)
-    assert found["finished"] and failed
+    result = join(tmp_path / "run", job("run.epochs=1"), lease_s=30.0, poll_s=0.05)
+    assert result["finished"] and failed
     steps = read(tmp_path / "run/logs/000000/log.h5").steps["step"]
     assert steps.tolist() == list(range(len(steps))) and len(steps) > 10
 
@@ -420,7 +421,7 @@ def test_a_later_member_writes_the_checkpoint_of_a_killed_one(tmp_path, monkeypa
     given_up = joining._given_up
     both = threading.Barrier(2)
     writers = []
-    found = []
+    results = []
 
     def at_once(*given):
         writes = given_up(*given)
@@ -429,7 +430,7 @@ def test_a_later_member_writes_the_checkpoint_of_a_killed_one(tmp_path, monkeypa
         return writes
 
     def later():
-        found.append(join(folder, job("run.epochs=1"), lease_s=5.0, poll_s=0.05))
+        results.append(join(folder, job("run.epochs=1"), lease_s=5.0, poll_s=0.05))
 
     monkeypatch.setattr(joining, "_given_up", at_once)
     again = [threading.Thread(target=later) for _ in range(2)]
@@ -437,5 +438,5 @@ def test_a_later_member_writes_the_checkpoint_of_a_killed_one(tmp_path, monkeypa
         thread.start()
     for thread in again:
         thread.join(120)
-    assert sorted(writers) == [False, True] and [one["finished"] for one in found] == [True] * 2
+    assert sorted(writers) == [False, True] and [one["finished"] for one in results] == [True] * 2
     assert checkpoint.latest(folder) is not None

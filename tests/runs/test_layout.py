@@ -10,9 +10,8 @@ from mpigossip.runs import launch
 from mpigossip.store import checkpoint
 from mpigossip.training import assemble
 from tests.cases import with_world
-from tests.optim.test_fsdp_checkpoints import trained as sharded
-from tests.optim.test_loop_run import loop
-from tests.optim.test_run_in_node import several
+from tests.optim.loops import run_loop, train_on_nodes
+from tests.optim.loops import train_sharded as sharded
 
 JOB = ["data.batch=2", "run.steps=3", "log.flush_steps=2", "run.evaluate_every=0"]
 MLP = ["model.name=mlp", "model.hidden=[4]"]
@@ -127,7 +126,7 @@ def moments(*parameters):
 
 
 def test_layout_of_a_loop(ranks, tmp_path):
-    ranks(2)(loop, tmp_path, 2)
+    ranks(2)(run_loop, tmp_path, 2)
     arrays, numbers, meta = found(tmp_path)
     trained = [f"{at}.{name}" for at in (0, 1, 3) for name in ("bias", "weight")]
     assert arrays == buffers("1", 0) | moments(*trained) | words(
@@ -138,7 +137,7 @@ def test_layout_of_a_loop(ranks, tmp_path):
 
 
 def test_layout_of_a_loop_on_nodes_of_two_ranks(ranks, tmp_path):
-    ranks(4)(several, tmp_path, 2)
+    ranks(4)(train_on_nodes, tmp_path, 2)
     arrays, numbers, meta = found(tmp_path)
     trained = [f"{at}.{name}" for at in (0, 2, 3) for name in ("bias", "weight")]
     each = "arrays/rng/torch:uint8 arrays/own/draw:uint8"

@@ -27,6 +27,7 @@ from mpigossip.training import assemble
 from mpigossip.training.evaluate import averaged_model
 from tests.cases import some
 from tests.launch import PYTHON, warmed
+from tests.runs.events import scalars
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -101,9 +102,9 @@ def test_three_lines_of_torch_load_the_model_that_was_evaluated(trained, suffix,
     folder, summary = trained
     monkeypatch.syspath_prepend(folder)
     out = folder / f"model{suffix}"
-    told = export(Path(summary["checkpoint"]), out, trust_model=True)
-    assert told.startswith(f"{out}: the average of 3 nodes at step ") and "note" not in told
-    assert told.splitlines()[-1] == LOAD[suffix].format(out=str(out)).splitlines()[-1].replace(
+    message = export(Path(summary["checkpoint"]), out, trust_model=True)
+    assert message.startswith(f"{out}: the average of 3 nodes at step ") and "note" not in message
+    assert message.splitlines()[-1] == LOAD[suffix].format(out=str(out)).splitlines()[-1].replace(
         "'", '"'
     )
     script = folder / "accuracy.py"
@@ -126,9 +127,9 @@ def test_evaluated_exported_and_resumed_models_are_bitwise_identical(trained, mo
         assembly = assemble.assemble(job, SingleProcess(), n)
         restore(JobNode(assembly, SingleProcess()), path, checkpoint.read_manifest(path))
         module = averaged_model(assembly.trainer.replicas, assembly.trainer.mixer)
-        found = dict(module.named_parameters()) | dict(module.named_buffers())
+        results = dict(module.named_parameters()) | dict(module.named_buffers())
         for name, value in exported.items():
-            assert (found[name].detach().numpy() == value).all(), (n, name)
+            assert (results[name].detach().numpy() == value).all(), (n, name)
         assembly.close()
 
 
@@ -153,8 +154,8 @@ def test_the_model_of_a_node_and_the_average(trained, monkeypatch):
 def test_a_model_that_cannot_be_built_is_exported_by_the_names_of_the_checkpoint(trained):
     folder, summary = trained
     sys.modules.pop("own_net", None)
-    told = export(Path(summary["checkpoint"]), folder / "bare.pt", trust_model=True)
-    assert "note: the model can't be built here" in told and "own_net" in told
+    message = export(Path(summary["checkpoint"]), folder / "bare.pt", trust_model=True)
+    assert "note: the model can't be built here" in message and "own_net" in message
     state = torch.load(folder / "bare.pt", weights_only=True)
     assert "second.weight" in state and "scale" not in state
 
@@ -214,16 +215,6 @@ def test_xarray_opens_the_log_without_a_group(trained):
         assert steps.loss.dims == ("step", "node") and "own_net" in steps.attrs["job"]
     with h5py.File(folder / "run" / "log.h5") as file:
         assert file["loss"] == file["steps/loss"]
-
-
-def scalars(folder):
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    loaded = reader.EventAccumulator(str(folder))
-    loaded.Reload()
-    return {
-        tag: [(event.step, event.value) for event in loaded.Scalars(tag)]
-        for tag in loaded.Tags()["scalars"]
-    }
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -13,7 +13,7 @@ from mpigossip.cluster.ranks import SingleProcess, World
 from mpigossip.runs import launch
 from mpigossip.store.log import read
 from mpigossip.training import assemble
-from tests.analysis.test_report import overlapping
+from tests.analysis.figures import overlapping
 
 OWN = Path(__file__).parents[2] / "jobs" / "own"
 SMALL = {

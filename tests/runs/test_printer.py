@@ -36,11 +36,11 @@ class FixedTimes(Simulated):
 
 def progress_of(assembly, world):
     node = JobNode(assembly, world)
-    about = lambda: node.overview_lines(found)  # noqa: E731
+    about = lambda: node.overview_lines(progress)  # noqa: E731
     folder = node.job.run.folder
     n = node.mixer.n
-    found = Progress(node.job, folder, n, about=about, **node.progress_fields())
-    return found
+    progress = Progress(node.job, folder, n, about=about, **node.progress_fields())
+    return progress
 
 
 def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False, folder="nowhere/else"):

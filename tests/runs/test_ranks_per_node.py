@@ -39,17 +39,17 @@ def trained(world, n, settings, steps=4):
         seen.append((record.loss.numpy(), record.consensus_distance))
     full = assembly.trainer.replicas.full
     assert all(torch.equal(one, full[0]) for one in full)  # all slots of a node
-    found = full[-1].clone().numpy()
+    result = full[-1].clone().numpy()
     assembly.close()
-    return found, seen
+    return result, seen
 
 
 @with_world
 def in_shape(world, per, own, settings):
     world.group_into_nodes(per)
     shape = [f"node.ranks_per_node={per}", f"node.devices=cpu:{own}"]
-    found = [trained(world, world.nodes.count, [*one, *shape]) for one in settings]
-    return world.nodes.inter_node.rank, found
+    results = [trained(world, world.nodes.count, [*one, *shape]) for one in settings]
+    return world.nodes.inter_node.rank, results
 
 
 CASES = [
@@ -73,24 +73,24 @@ CASES = [
     ("size", "per", "own", "settings"), [*CASES[:2], *(every(*c) for c in CASES[2:])]
 )
 def test_nodes_of_several_ranks_equal_one_rank_with_slots(ranks, size, per, own, settings):
-    found = ranks(size)(in_shape, per, own, settings, timeout=120)
+    results = ranks(size)(in_shape, per, own, settings, timeout=120)
     for at, one in enumerate(settings):
         with SingleProcess() as alone:
             expected, seen = trained(alone, size // per, [*one, f"node.devices=cpu:{per * own}"])
-        for node, runs in found:
-            mine, told = runs[at]
-            assert np.array_equal(mine[0], expected[node]), (one, node)
-            assert [loss[0] for loss, _ in told] == [loss[node] for loss, _ in seen]
-            assert [apart for _, apart in told] == pytest.approx(
-                [apart for _, apart in seen], nan_ok=True, rel=1e-12
+        for node, runs in results:
+            parameters, distances = runs[at]
+            assert np.array_equal(parameters[0], expected[node]), (one, node)
+            assert [loss[0] for loss, _ in distances] == [loss[node] for loss, _ in seen]
+            assert [distance for _, distance in distances] == pytest.approx(
+                [distance for _, distance in seen], nan_ok=True, rel=1e-12
             )
 
 
 def test_a_simulated_job_counts_the_ranks_of_a_node():
     with SingleProcess() as alone:
         expected, _ = trained(alone, 3, ["node.devices=cpu:4"], 2)
-        found, _ = trained(alone, 3, ["node.devices=cpu:2 node.ranks_per_node=2"], 2)
-    assert np.array_equal(found, expected)
+        result, _ = trained(alone, 3, ["node.devices=cpu:2 node.ranks_per_node=2"], 2)
+    assert np.array_equal(result, expected)
 
 
 @with_world
@@ -138,13 +138,13 @@ def test_runs_resume_in_the_other_shape_bitwise_identically(
 
     The same holds with one file per slot.
     """
-    found = []
+    results = []
     for at, ((size, per), own) in enumerate((first, second)):
         given = tmp_path, per, own, at == 1, files
-        found += ranks(size)(whole_runs, *given, timeout=300)[0]
-    digests = {one["digest"] for one in found}
+        results += ranks(size)(whole_runs, *given, timeout=300)[0]
+    digests = {one["digest"] for one in results}
     assert len(digests) == 1
-    assert len({one["accuracy"] for one in found}) == len({one["bytes_sent"] for one in found}) == 1
+    assert len({(one["accuracy"], one["bytes_sent"]) for one in results}) == 1
     names = [f"{per}x{own}" for (_, per), own in (first, second)]
     nodes = first[0][0] // first[0][1]
     logs = [read(tmp_path / name / "log.h5") for name in names]
@@ -195,29 +195,29 @@ def evaluated(world):
     whole = loader.TEST_BATCH
     loader.TEST_BATCH = 16
     began = time.monotonic()
-    found = evaluate(replicas, assembly.trainer.mixer, assembly.loader)
+    result = evaluate(replicas, assembly.trainer.mixer, assembly.loader)
     spent = time.monotonic() - began
     node.timeout_s = 30
     loader.TEST_BATCH = whole
     assembly.close()
-    return found.accuracy, spent, len(batches)
+    return result.accuracy, spent, len(batches)
 
 
 def test_the_ranks_of_a_node_wait_for_a_long_evaluation(ranks):
     """Slot 0 evaluates; the time limit counts from its last batch."""
-    found = ranks(4)(evaluated)
-    assert len({accuracy for accuracy, _, _ in found}) == 1
-    assert all(spent > 2 * 2 * 1.0 for _, spent, _ in found), found
-    assert [bool(count) for _, _, count in found] == [True, False] * 2
+    evaluations = ranks(4)(evaluated)
+    assert len({accuracy for accuracy, _, _ in evaluations}) == 1
+    assert all(spent > 2 * 2 * 1.0 for _, spent, _ in evaluations), evaluations
+    assert [bool(count) for _, _, count in evaluations] == [True, False] * 2
 
 
 @with_world
 def refusals(world, folder, settings):
     said = []
     for each in settings:
-        with pytest.raises(JobError) as found:
+        with pytest.raises(JobError) as caught:
             launch.train(job(*each, folder=folder), world)
-        said.append(found.value.messages)
+        said.append(caught.value.messages)
     return said
 
 

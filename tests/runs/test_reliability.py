@@ -89,8 +89,8 @@ def test_a_run_continues_without_checkpoints_if_the_job_says_so(small_disk, caps
     # a checkpoint that fails can use the space of the log for a moment
     summary = train(run, *settings, *LARGE, "log.on_error=continue", "log.flush_steps=1")
     assert summary["finished"] and "digest" not in summary
-    told = capsys.readouterr().err
-    assert told.count("No space left on device") >= 3 and "training continues" in told
+    printed = capsys.readouterr().err
+    assert printed.count("No space left on device") >= 3 and "training continues" in printed
     assert len(read(run / "log.h5").steps["loss"]) == 12
 
 
@@ -116,13 +116,13 @@ def test_rows_of_a_log_on_a_full_disk_are_written_later(small_disk, capsys):
 
 def test_a_searched_graph_on_a_full_disk_is_a_user_error(small_disk):
     name = "six.json"
-    found = search(6, degree=2, evaluations=20)
-    save(found, small_disk / name)
+    searched = search(6, degree=2, evaluations=20)
+    save(searched, small_disk / name)
     fill(small_disk, 0)
     with pytest.raises(GraphError, match=f"{name} can't be written: No space left on device"):
-        save(found, small_disk / name)
+        save(searched, small_disk / name)
     kept = graph(f"file:{small_disk / name}")
-    assert kept == found.graph()  # the previous file, and no temporary one
+    assert kept == searched.graph()  # the previous file, and no temporary one
     assert {path.name for path in small_disk.iterdir()} == {name, "ballast"}
 
 
@@ -158,7 +158,7 @@ def shred(path):
 def test_files_removed_during_a_run_are_reported_at_once_and_at_the_end(
     tmp_path, monkeypatch, capsys, name, take, says
 ):
-    told = []
+    messages = []
 
     class Taker(hooks.Hook):
         taken = False
@@ -169,13 +169,13 @@ def test_files_removed_during_a_run_are_reported_at_once_and_at_the_end(
                 self.taken = True
                 take(tmp_path / name)
             if record.index == 39:
-                told.append(capsys.readouterr().err)
+                messages.append(capsys.readouterr().err)
 
     monkeypatch.setattr(runs, "named_hooks", lambda *_: [Taker()])
     settings = ["run.steps=40", "log.flush_steps=10", "checkpoint.every_steps=18"]
     summary = train(tmp_path, *settings)
     assert summary["finished"] and re.search(says, summary["warnings"])
-    assert re.search(says, told[0])
+    assert re.search(says, messages[0])
     log = read(tmp_path / "log.h5")
     assert log.steps["step"].tolist() == list(range(20, 40))
     assert log.summary["digest"] == summary["digest"]
@@ -195,14 +195,14 @@ def calls(tree):
 
 def test_no_code_evaluates_or_unpickles_its_input():
     """torch pickles data for its own loading processes; no code of this package does."""
-    found = set()
+    results = set()
     for path in PACKAGE.rglob("*.py"):
         for name, node in calls(ast.parse(path.read_text())):
             shell = any(k.arg == "shell" for k in getattr(node, "keywords", ()))
             bad = name in ("eval", "exec", "os.system", "os.popen", "torch.load", "marshal.loads")
             if bad or shell or "pickle" in name or "shelve" in name or name == "numpy.load":
-                found.add((path.relative_to(PACKAGE).as_posix(), name))
-    assert {name for name, _ in found} == set(), found
+                results.add((path.relative_to(PACKAGE).as_posix(), name))
+    assert {name for name, _ in results} == set(), results
 
 
 def test_files_get_the_permissions_of_the_umask(tmp_path):

@@ -32,7 +32,7 @@ from mpigossip.store.log_reading import with_nan
 from mpigossip.training import assemble
 from mpigossip.training.loop import NonFiniteError, Trainer
 from tests.cases import every, on_each, with_world
-from tests.store.test_checkpoint import flipped
+from tests.store.examples import flip_bit
 
 ALGORITHMS = [
     "algorithm.name=dmsgd",
@@ -364,7 +364,7 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
     made = job(*words, "checkpoint.keep=3", folder=folder)
     digest = launch.train(made, SingleProcess(), 2)["digest"]
     paths = [place / f"step-0000000{step}" for step in (2, 4, 6)]
-    flipped(paths[2] / "checkpoint.h5")
+    flip_bit(paths[2] / "checkpoint.h5")
     (paths[1] / "node-0001.h5").unlink()
     assert main(["checkpoint", "verify", str(folder)]) == 2
     told = capsys.readouterr().err
@@ -380,7 +380,7 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
     assert f"The run continues from {paths[0]}" in told
     assert (paths[2].with_suffix(".damaged") / "checkpoint.h5").read_bytes() == before
     for path in paths:
-        flipped(path / "checkpoint.h5")
+        flip_bit(path / "checkpoint.h5")
     there = sorted(place.rglob("*"))
     starts = [
         lambda: launch.train(made, SingleProcess(), 2),

@@ -23,7 +23,7 @@ from mpigossip.store.log import read
 from mpigossip.training import assemble
 from tests import launch
 from tests.cases import every, with_world
-from tests.mixing.test_windows import GRAPHS, LAYOUT, beside, graphs_for, kinds_of
+from tests.mixing.rounds import GRAPHS, LAYOUT, count_differences, graphs_for, kinds_of
 
 pytestmark = pytest.mark.both
 
@@ -40,7 +40,7 @@ def differing(world, staged, wire):
     layout = MessageLayout(LAYOUT.widths, LAYOUT.vectors, LAYOUT.scalars, wire=made_wire(wire))
     options = {"timeout_s": 30, "on_devices": staged}
     return {
-        name: beside(FaultTolerant(made, layout, world, **options), kinds_of(12, seed=1))
+        name: count_differences(FaultTolerant(made, layout, world, **options), kinds_of(12, seed=1))
         for name, made in graphs_for(world.size, GRAPHS)
     }
 

@@ -151,8 +151,8 @@ def test_a_machine_is_a_name_or_a_file(tmp_path):
     assert machine.global_bandwidth == 5e6
     machine.save(tmp_path / "m.json")
     section = job(tmp_path, f"clock.network={tmp_path}/m.json", "clock.jitter=0.2").clock
-    found = named(section)
-    assert found.jitter == 0.2 and found.bandwidth == 5e6 and found.compute_s == 0.01
+    result = named(section)
+    assert result.jitter == 0.2 and result.bandwidth == 5e6 and result.compute_s == 0.01
     (tmp_path / "wrong.json").write_text(json.dumps({"compute_s": 1}))
     wrong = [
         (["clock.network=1gbit"], "compute_s is not set"),

@@ -22,38 +22,9 @@ from mpigossip.store import manifest as manifests
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.hdf5 import reading
 from tests.launch import warmed
+from tests.store.examples import JOB, flip_bit, node_state, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("warm")
-
-JOB = '[run]\nname = "größe"\n'
-
-
-def state(node, step=0, size=1000):
-    draw = np.random.default_rng([node, step])
-    return NodeState(
-        parameters=draw.standard_normal(size + 6, dtype=np.float32),
-        names=("conv.weight", "größe", "scale"),
-        shapes=((2, size // 2), (5,), ()),
-        arrays={
-            "state/momentum": draw.standard_normal(size + 6, dtype=np.float32),
-            "state/weight": np.array([[0.5]]),
-            "buffers/0/bn.running_mean": draw.standard_normal(4),
-            "buffers/0/bn.count": np.array(7),
-            "rng/philox": np.arange(4, dtype=np.uint64) + 2**63,
-            "flags": np.array([True, False]),
-            "half": np.ones(3, np.float16),
-            "none": np.zeros((0, 3), np.int8),
-        },
-        numbers={"index": step, "seed": 2**127 + 1, "lr": 0.1, "nan": float("inf"), "kind": "é\n"},
-    )
-
-
-def write(run, step, n=3, size=1000, job=JOB):
-    temporary = checkpoint.begin(run, step)
-    entries = [checkpoint.write_node(temporary, i, state(i, step, size)) for i in range(n)]
-    return checkpoint.commit(
-        temporary, run, step, entries[::-1], job, {"graph": "ring", "loss": 0.5}
-    )
 
 
 def same(a, b):
@@ -65,19 +36,19 @@ def same(a, b):
 
 def expected_digest(step, n=3, size=1000):
     return hashlib.sha256(
-        b"".join(state(i, step, size).parameters.tobytes() for i in range(n))
+        b"".join(node_state(i, step, size).parameters.tobytes() for i in range(n))
     ).hexdigest()
 
 
 def test_round_trip(tmp_path):
-    path = write(tmp_path, 1200)
+    path = write_checkpoint(tmp_path, 1200)
     assert path == tmp_path / "checkpoints/step-00001200" == checkpoint.folder(tmp_path, 1200)
     assert {p.name for p in path.iterdir()} == {
         "checkpoint.h5",
         *(f"node-000{i}.h5" for i in range(3)),
     }
     for node in range(3):
-        same(checkpoint.read_node(path, node), state(node, 1200))
+        same(checkpoint.read_node(path, node), node_state(node, 1200))
     manifest = checkpoint.read_manifest(path)
     assert (manifest.step, manifest.n, manifest.job) == (1200, 3, JOB)
     assert manifest.meta == {"graph": "ring", "loss": 0.5}
@@ -88,7 +59,7 @@ def test_round_trip(tmp_path):
 
 def test_the_manifest_is_read_once_for_all_nodes(tmp_path, monkeypatch):
     """Its length grows with the number of nodes: reading it for each node takes n² time."""
-    path = write(tmp_path, 3)
+    path = write_checkpoint(tmp_path, 3)
     reads = []
     read = checkpoint.read_manifest
 
@@ -100,13 +71,13 @@ def test_the_manifest_is_read_once_for_all_nodes(tmp_path, monkeypatch):
     assert checkpoint.verify(path) == [] and len(reads) == 1
     manifest = checkpoint.read_manifest(path)
     checkpoint.average(path, manifest)
-    same(checkpoint.read_node(path, 2, manifest), state(2, 3))
+    same(checkpoint.read_node(path, 2, manifest), node_state(2, 3))
     assert len(reads) == 2
 
 
 def by_slot(node, step=0):
     """Yield `state` in three slots; the columns of the last one are padding only."""
-    full = state(node, step)
+    full = node_state(node, step)
     ends = (0, 600, 1006, 1006)
     for slot, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
         pieces = {"state/momentum": full.arrays["state/momentum"][begin:end]}
@@ -132,13 +103,13 @@ def test_files_of_slots_are_joined_to_nodes(tmp_path):
         f"node-000{node}-000{slot}.h5" for node in range(2) for slot in range(3)
     ]
     for node in range(2):
-        same(checkpoint.read_node(path, node), state(node, 7))
+        same(checkpoint.read_node(path, node), node_state(node, 7))
     assert checkpoint.verify(path) == []
     assert checkpoint.latest(tmp_path) == path
     assert checkpoint.digest(path) == expected_digest(7, n=2)
     with h5py.File(path / "checkpoint.h5") as file:
         assert (
-            file["parameters"][()] == np.stack([state(i, 7).parameters for i in range(2)])
+            file["parameters"][()] == np.stack([node_state(i, 7).parameters for i in range(2)])
         ).all()
     entries = checkpoint.read_manifest(path).entries
     for forged in ((*entries[:2], entries[3], entries[2], *entries[4:]), entries[:5]):
@@ -181,13 +152,13 @@ def test_slots_of_a_node_with_different_contents_are_rejected(tmp_path):
         checkpoint.read_node(path, 0)
     temporary = checkpoint.begin(tmp_path, 2)
     entries = [checkpoint.write_node(temporary, 0, part) for part in by_slot(0, 2)]
-    for invalid in (entries[1:], [*entries, checkpoint.write_node(temporary, 1, state(1, 2))]):
+    for invalid in (entries[1:], [*entries, checkpoint.write_node(temporary, 1, node_state(1, 2))]):
         with pytest.raises(ValueError, match="its table"):
             checkpoint.commit(temporary, tmp_path, 2, invalid, JOB, {})
 
 
 def test_other_programs_can_read_it_and_recompute_the_digest(tmp_path):
-    path = write(tmp_path, 5)
+    path = write_checkpoint(tmp_path, 5)
     sha = hashlib.sha256()
     for node in range(3):
         with h5py.File(path / f"node-000{node}.h5") as file:
@@ -200,7 +171,7 @@ def test_other_programs_can_read_it_and_recompute_the_digest(tmp_path):
     with h5py.File(path / "checkpoint.h5") as file:
         joined = file["parameters"]
         assert joined.is_virtual and joined.shape == (3, 1006)
-        assert (joined[()] == np.stack([state(i, 5).parameters for i in range(3)])).all()
+        assert (joined[()] == np.stack([node_state(i, 5).parameters for i in range(3)])).all()
         assert file["job"][()].decode() == JOB
 
 
@@ -215,14 +186,14 @@ def test_large_arrays_bypass_the_page_cache_if_possible(tmp_path, monkeypatch, c
     node = NodeState(aligned, ("x",), ((size,),), arrays, {"index": 1})
     expected = checkpoint.write_node(checkpoint.begin(tmp_path / "a", 1), 0, node)
     writes = []
-    write = os.pwrite
+    write_bytes = os.pwrite
 
     def pwrite(descriptor, data, offset):
         is_direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
         writes.append((is_direct, len(data)))
         if is_direct and case == "unsupported":
             raise OSError(errno.EINVAL, "O_DIRECT is not supported")
-        return write(
+        return write_bytes(
             descriptor,
             data[:99_999] if case == "partial writes" and not is_direct else data,
             offset,
@@ -244,7 +215,7 @@ def test_large_arrays_bypass_the_page_cache_if_possible(tmp_path, monkeypatch, c
 
 def test_invalid_calls_are_rejected(tmp_path, monkeypatch):
     temporary = checkpoint.begin(tmp_path, 1)
-    good = state(0)
+    good = node_state(0)
     with pytest.raises(ValueError, match="parameters float32"):
         checkpoint.write_node(
             temporary, 0, NodeState(good.parameters[1:], good.names, good.shapes, {}, {})
@@ -275,7 +246,7 @@ def test_invalid_calls_are_rejected(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["node-0001.h5", "checkpoint.h5"])
 def test_any_flipped_byte_is_detected(tmp_path, name):
-    path = write(tmp_path, 3, size=100)
+    path = write_checkpoint(tmp_path, 3, size=100)
     file = path / name
     data = file.read_bytes()
     draw = random.Random(4)
@@ -293,8 +264,8 @@ def test_any_flipped_byte_is_detected(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["node-0001.h5", "checkpoint.h5"])
 def test_truncated_foreign_and_missing_files(tmp_path, name):
-    path = write(tmp_path, 3)
-    older = write(tmp_path, 2)
+    path = write_checkpoint(tmp_path, 3)
+    older = write_checkpoint(tmp_path, 2)
     file = path / name
     data = file.read_bytes()
     for content in (
@@ -322,32 +293,32 @@ def test_truncated_foreign_and_missing_files(tmp_path, name):
 
 
 def test_wrong_manifest_swapped_and_extra_files(tmp_path):
-    one = write(tmp_path, 1)
-    two = write(tmp_path, 2, n=4)
+    one = write_checkpoint(tmp_path, 1)
+    two = write_checkpoint(tmp_path, 2, n=4)
     shutil.copy(two / "checkpoint.h5", one / "checkpoint.h5")
     problems = checkpoint.verify(one)
     assert "belongs to another step, 2" in problems[0]
     assert sum("damaged" in p for p in problems) == 3 and "is missing" in problems[-1]
-    three = write(tmp_path, 3)
+    three = write_checkpoint(tmp_path, 3)
     (three / "node-0000.h5").rename(three / "x")
     (three / "node-0001.h5").rename(three / "node-0000.h5")
     (three / "x").rename(three / "node-0001.h5")
     assert len(checkpoint.verify(three)) == 2
-    four = write(tmp_path, 4)
+    four = write_checkpoint(tmp_path, 4)
     shutil.copy(four / "node-0000.h5", four / "node-0003.h5")
     assert checkpoint.verify(four) == [f"{four / 'node-0003.h5'} isn't in the manifest"]
 
 
 def test_node_out_of_range(tmp_path):
-    path = write(tmp_path, 3)
+    path = write_checkpoint(tmp_path, 3)
     for node in (3, -1):
         with pytest.raises(StoreError, match=f"nodes 0 to 2, but not node {node}"):
             checkpoint.read_node(path, node)
 
 
 def test_the_same_step_again_and_files_of_killed_writers(tmp_path):
-    path = write(tmp_path, 1, n=2)
-    assert write(tmp_path, 1, n=3) == path
+    path = write_checkpoint(tmp_path, 1, n=2)
+    assert write_checkpoint(tmp_path, 1, n=3) == path
     assert checkpoint.read_manifest(path).n == 3
     # After a kill between the two renames, the old one counts, and is renamed back.
     path.rename(path.with_suffix(".old"))
@@ -365,28 +336,22 @@ def test_the_same_step_again_and_files_of_killed_writers(tmp_path):
     assert "can't be read" in checkpoint.verify(path.parent / "step-00000009")[0]
 
 
-def flipped(file):
-    data = bytearray(file.read_bytes())
-    data[600] ^= 1
-    file.write_bytes(data)
-
-
 def test_a_damaged_checkpoint_is_kept_if_its_step_is_written_again(tmp_path):
     for count in (1, 2):
-        path = write(tmp_path, 3)
-        flipped(path / "checkpoint.h5")
-        write(tmp_path, 3)
+        path = write_checkpoint(tmp_path, 3)
+        flip_bit(path / "checkpoint.h5")
+        write_checkpoint(tmp_path, 3)
         assert checkpoint.verify(path) == []
         assert len([*path.parent.glob("step-00000003.damaged*")]) == count
     # After a kill behind the second rename, the one with the final name is newer.
     shutil.copytree(path, path.with_suffix(".old"))
     assert checkpoint.latest(tmp_path) == path
-    flipped(path / "checkpoint.h5")
+    flip_bit(path / "checkpoint.h5")
     assert checkpoint.newest(tmp_path)[0] == path.with_suffix(".old")
 
 
 def test_an_error_of_the_disk_is_not_damage(tmp_path, monkeypatch):
-    write(tmp_path, 1)
+    write_checkpoint(tmp_path, 1)
 
     def fails(path):
         with reading(path), Path("/proc/self/mem").open("rb", 0) as file:
@@ -398,7 +363,7 @@ def test_an_error_of_the_disk_is_not_damage(tmp_path, monkeypatch):
 
 
 def test_prune_keeps_the_newest_complete_ones(tmp_path):
-    paths = [write(tmp_path, step, n=1) for step in (1, 2, 3, 4, 100_000_000)]
+    paths = [write_checkpoint(tmp_path, step, n=1) for step in (1, 2, 3, 4, 100_000_000)]
     (paths[3] / "node-0000.h5").unlink()
     assert checkpoint.prune(tmp_path, 2) == paths[:2]
     assert checkpoint.steps(tmp_path) == [3, 100_000_000] and paths[3].exists()
@@ -411,17 +376,17 @@ LIMITED = """
 import resource, sys, pathlib
 sys.path[:0] = sys.argv[2:]
 from mpigossip.store import StoreError, checkpoint, direct
-from tests.store.test_checkpoint import write
+from tests.store.examples import write_checkpoint
 run = pathlib.Path(sys.argv[1])
-write(run, 1, size=1000)
+write_checkpoint(run, 1, size=1000)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 try:
-    write(run, 2, size=100_000)
+    write_checkpoint(run, 2, size=100_000)
 except StoreError as error:
     print(error)
 resource.setrlimit(resource.RLIMIT_FSIZE, (7_000, 7_000))
 try:
-    write(run, 3, size=1000)
+    write_checkpoint(run, 3, size=1000)
 except StoreError as error:
     print(error)
 print(checkpoint.verify(checkpoint.latest(run)))
@@ -436,7 +401,7 @@ def test_a_full_disk_raises_store_error_and_damages_nothing(tmp_path):
     assert len(lines) == 3 and lines[2] == "[]", (lines, done.stderr)
     assert all("can't be written" in line and "free space" in line for line in lines[:2]), lines
     assert checkpoint.steps(tmp_path) == [1]
-    write(tmp_path, 2)
+    write_checkpoint(tmp_path, 2)
     assert checkpoint.steps(tmp_path) == [1, 2]
 
 

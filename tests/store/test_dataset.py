@@ -12,23 +12,8 @@ from mpigossip.data.sources import DIGITS
 from mpigossip.store import StoreError
 from mpigossip.store.dataset import open_dataset, pack, show
 from mpigossip.store.packing import SPLITS, checksum_of
-
-
-def folder_of_images(
-    root: Path, test: str = "test", mode: str = "RGB", sides=(20, 30), count=6, suffix="png"
-) -> Path:
-    """Create three classes with ``count`` training images each, and half as many test images."""
-    rng = np.random.default_rng(0)
-    for split, images in (("train", count), (test, count // 2)):
-        for name in ("ape", "bee", "cat"):
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for number in range(images):
-                height, width = rng.integers(*sides, 2, endpoint=True)
-                shape = (height, width, 3) if mode == "RGB" else (height, width)
-                pixels = rng.integers(0, 256, shape, dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.{suffix}")
-    return root
+from tests.cases import on_each
+from tests.store.examples import folder_of_images, set_dataset
 
 
 @pytest.fixture
@@ -142,14 +127,19 @@ def test_pack_does_not_overwrite_other_files(tmp_path):
     assert (tmp_path / "b.md").read_text() == "a text"
 
 
-def test_pack_rejects_missing_folders_and_image_size_0(tmp_path):
-    root = folder_of_images(tmp_path / "images")
-    with pytest.raises(StoreError, match="is not a folder"):
-        pack(tmp_path / "nothing", tmp_path / "out.h5")
-    with pytest.raises(StoreError, match="can't be written"):
-        pack(root, tmp_path / "nowhere" / "out.h5")
-    with pytest.raises(StoreError, match="--image-size 0"):
-        pack(root, tmp_path / "out.h5", image_size=0)
+@on_each(
+    ("source", "out", "options", "message"),
+    [
+        ("nothing", "out.h5", {}, "nothing is not a folder"),
+        ("images", "nowhere/out.h5", {}, "nowhere.* can't be written"),
+        ("images", "out.h5", {"image_size": 0}, "--image-size 0"),
+    ],
+)
+def test_pack_rejects_missing_folders_and_image_size_0(tmp_path, source, out, options, message):
+    if not (tmp_path / "images").exists():
+        folder_of_images(tmp_path / "images")
+    with pytest.raises(StoreError, match=message):
+        pack(tmp_path / source, tmp_path / out, **options)
 
 
 def test_pack_text(tmp_path):
@@ -197,15 +187,6 @@ def test_a_truncated_file(packed):
         open_dataset(packed)
 
 
-def edit(name, value):
-    def change(file):
-        if name in file:
-            del file[name]
-        file[name] = value
-
-    return change
-
-
 def set_element(name, index, value):
     def change(file):
         file[name][index] = value
@@ -224,9 +205,9 @@ def set_element(name, index, value):
         (set_element("train/offsets", 3, 10**9), "offsets of train don't ascend"),
         (set_element("train/offsets", 18, 5), "offsets of train don't ascend"),
         (set_element("train/sizes", 0, 0), "lacks a height and width from 1"),
-        (edit("train/offsets", np.zeros(4, np.int64)), "4 offsets for 18 labels"),
-        (edit("train/bytes", np.zeros(9, np.float32)), "contains float32, not uint8"),
-        (edit("train/labels", np.zeros(0, np.int64)), "offsets for 0 labels"),
+        (set_dataset("train/offsets", np.zeros(4, np.int64)), "4 offsets for 18 labels"),
+        (set_dataset("train/bytes", np.zeros(9, np.float32)), "contains float32, not uint8"),
+        (set_dataset("train/labels", np.zeros(0, np.int64)), "offsets for 0 labels"),
         (lambda file: file.__delitem__("test"), "lacks a piece"),
         (lambda file: file.__delitem__("classes"), "lacks a piece"),
         (lambda file: file.attrs.__delitem__("mean"), "lacks a piece"),

@@ -1,10 +1,8 @@
 """Untrusted files: links to other files, too large declared sizes, and unknown structures."""
 
-import json
 import os
 import random
 import shutil
-import zlib
 
 import h5py
 import numpy as np
@@ -13,27 +11,18 @@ import pytest
 from mpigossip.store import StoreError, checkpoint, guard
 from mpigossip.store import manifest as manifests
 from mpigossip.store.checkpoint import NodeState
-from mpigossip.store.dataset import open_dataset
+from mpigossip.store.dataset import open_dataset, pack
 from mpigossip.store.log import read
 from mpigossip.store.packing import checksum_of
-from tests.store.test_checkpoint import state, write
-from tests.store.test_dataset import edit, folder_of_images, pack
-from tests.store.test_log import fill
-
-
-def resigned(path, change, node=0):
-    """Change a node's file, and write a manifest that agrees with it."""
-    file = path / f"node-{node:04d}.h5"
-    manifest = checkpoint.read_manifest(path)
-    with h5py.File(file, "r+", libver=("v110", "v110")) as opened:
-        change(opened)
-    entries = list(manifest.entries)
-    checksum = f"{zlib.crc32(file.read_bytes()):08x}"
-    entries[node] = entries[node]._replace(bytes=file.stat().st_size, checksum=checksum)
-    changed = checkpoint.Manifest(
-        manifest.step, manifest.n, manifest.job, manifest.meta, tuple(entries)
-    )
-    manifests.write(path / "checkpoint.h5", changed)
+from tests.store.examples import (
+    change_node_file,
+    folder_of_images,
+    node_state,
+    set_dataset,
+    set_numbers,
+    write_checkpoint,
+    write_log,
+)
 
 
 def virtual(file):
@@ -76,49 +65,43 @@ def layout(**fields):
     return change
 
 
-def numbers(**changed):
-    def change(file):
-        values = json.loads(file["numbers"][()]) | changed
-        del file["numbers"]
-        file["numbers"] = np.bytes_(json.dumps(values))
-
-    return change
-
-
 FORGED = {
-    "index": (numbers(index=-5), "index = -5: must be a whole number from 0 to 3"),
-    "later": (numbers(index=2), "index = 2, .* step 3"),
-    "round": (numbers(round=1 << 60), "round = 1152921504606846976"),
-    "seconds": (numbers(seconds=float("nan")), "seconds = nan"),
+    "index": (set_numbers(index=-5), "index = -5: must be a whole number from 0 to 3"),
+    "later": (set_numbers(index=2), "index = 2, .* step 3"),
+    "round": (set_numbers(round=1 << 60), "round = 1152921504606846976"),
+    "seconds": (set_numbers(seconds=float("nan")), "seconds = nan"),
     "external link": (
-        edit("parameters", h5py.ExternalLink("node-0001.h5", "/parameters")),
+        set_dataset("parameters", h5py.ExternalLink("node-0001.h5", "/parameters")),
         '"parameters" is a .* link',
     ),
     "soft link": (
-        edit("arrays/again", h5py.SoftLink("/parameters")),
+        set_dataset("arrays/again", h5py.SoftLink("/parameters")),
         '"arrays/again" is a .* link',
     ),
-    "hard link twice": (lambda f: edit("arrays/again", f["parameters"])(f), "the same object"),
-    "cycle": (lambda f: edit("arrays/arrays", f["arrays"])(f), "the same object"),
+    "hard link twice": (
+        lambda f: set_dataset("arrays/again", f["parameters"])(f),
+        "the same object",
+    ),
+    "cycle": (lambda f: set_dataset("arrays/arrays", f["arrays"])(f), "the same object"),
     "virtual": (virtual, "in other files"),
     "external data": (raw, "in other files"),
-    "committed type": (edit("arrays/type", np.dtype("<f8")), "neither a group nor an array"),
+    "committed type": (set_dataset("arrays/type", np.dtype("<f8")), "neither a group nor an array"),
     "reference": (
-        lambda f: edit("arrays/reference", np.array([f.ref], h5py.ref_dtype))(f),
+        lambda f: set_dataset("arrays/reference", np.array([f.ref], h5py.ref_dtype))(f),
         "arrays/reference.* a type other",
     ),
     "compressed": (squeezed, "not stored contiguously"),
     "2^40 parameters": (endless, "incomplete in a file of"),
     "text of 2 GB": (long_text, "numbers.* a type other"),
-    "nested": (edit("numbers", np.bytes_(b"[" * 100_000)), "recursion"),
+    "nested": (set_dataset("numbers", np.bytes_(b"[" * 100_000)), "recursion"),
     "node": (another, "'node': 1.*, not node 0"),
-    "stranger": (edit("further", np.zeros(3)), "further"),
+    "stranger": (set_dataset("further", np.zeros(3)), "further"),
     "names": (layout(name=(1, b"conv.weight")), "2 of 3 parameters"),
     "negative shape": (layout(shape=(1, (-5, 0))), "größe.* not at"),
     "negative offset": (layout(offset=(1, -1)), "größe.* not at"),
     "no parameters": (lambda file: file.__delitem__("parameters"), "parameters"),
     "no group": (lambda file: file.__delitem__("arrays"), "arrays"),
-    "float64": (edit("parameters", np.zeros(1006)), "parameters"),
+    "float64": (set_dataset("parameters", np.zeros(1006)), "parameters"),
     "dimensions": (layout(ndim=(1, 1 << 40)), "größe.* not at"),
 }
 
@@ -126,8 +109,8 @@ FORGED = {
 @pytest.mark.parametrize("forged", FORGED)
 def test_a_forged_checkpoint_with_right_checksums_is_rejected(tmp_path, forged):
     change, message = FORGED[forged]
-    path = write(tmp_path, 3)
-    resigned(path, change)
+    path = write_checkpoint(tmp_path, 3)
+    change_node_file(path, change)
     with pytest.raises(StoreError, match=message):
         checkpoint.read_node(path, 0)
     (problem,) = checkpoint.verify(path)
@@ -155,7 +138,7 @@ MANIFESTS = {
 @pytest.mark.parametrize("forged", MANIFESTS)
 def test_a_forged_manifest_with_a_right_checksum_is_rejected(tmp_path, forged):
     change, message = MANIFESTS[forged]
-    path = write(tmp_path, 3)
+    path = write_checkpoint(tmp_path, 3)
     manifest = checkpoint.read_manifest(path)
     facts = {name: getattr(manifest, name) for name in ("step", "n", "job", "meta", "entries")}
     invalid = checkpoint.Manifest(**facts | change(manifest))
@@ -171,7 +154,7 @@ def test_a_forged_manifest_with_a_right_checksum_is_rejected(tmp_path, forged):
 
 
 def test_a_view_of_other_files_is_rejected(tmp_path):
-    path = write(tmp_path, 3)
+    path = write_checkpoint(tmp_path, 3)
     file = path / "checkpoint.h5"
     with h5py.File(file, "r+", libver=("v110", "v110")) as opened:
         del opened["parameters"]
@@ -187,7 +170,7 @@ def test_a_view_of_other_files_is_rejected(tmp_path):
 
 @pytest.mark.parametrize("name", ["checkpoint.h5", "node-0000.h5"])
 def test_pipes_devices_and_links_in_place_of_files_are_not_opened(tmp_path, name):
-    path = write(tmp_path, 3)
+    path = write_checkpoint(tmp_path, 3)
     file = path / name
     copy = tmp_path / name
     shutil.move(file, copy)
@@ -207,7 +190,7 @@ def test_pipes_devices_and_links_in_place_of_files_are_not_opened(tmp_path, name
 
 def test_any_flipped_byte_of_a_log_is_detected_or_harmless(tmp_path):
     path = tmp_path / "log.h5"
-    intact = fill(path)
+    intact = write_log(path)
     data = path.read_bytes()
     draw = random.Random(3)
     rejected = 0
@@ -255,9 +238,12 @@ LOGS = {
     "2^27 rows": (rows, "ascend|too many"),
     "scattered": (scattered, "tables declare"),
     "compressed": (packed_column, "steps/loss.* filters"),
-    "external": (edit("steps/other", h5py.ExternalLink("/etc/passwd", "/x")), "is a .* link"),
+    "external": (
+        set_dataset("steps/other", h5py.ExternalLink("/etc/passwd", "/x")),
+        "is a .* link",
+    ),
     "order": (unnumbered, "doesn't ascend"),
-    "shape": (edit("steps/one", np.zeros(20)), r"steps/one.*not \(20, 3\)"),
+    "shape": (set_dataset("steps/one", np.zeros(20)), r"steps/one.*not \(20, 3\)"),
     "group": (lambda file: file.__delitem__("evaluations"), "evaluations/at_step"),
 }
 
@@ -266,7 +252,7 @@ LOGS = {
 def test_a_forged_log_is_rejected(tmp_path, forged):
     change, message = LOGS[forged]
     path = tmp_path / "log.h5"
-    fill(path)
+    write_log(path)
     with h5py.File(path, "r+", libver=("v110", "v110")) as file:
         change(file)
     with pytest.raises(StoreError, match=message):
@@ -281,7 +267,7 @@ def sized(file):
 
 
 SETS = {
-    "external": (edit("classes", h5py.ExternalLink("x.h5", "/x")), "is a .* link"),
+    "external": (set_dataset("classes", h5py.ExternalLink("x.h5", "/x")), "is a .* link"),
     "labels": (
         lambda f: (f["train"].pop("labels"), f.create_dataset("train/labels", (1 << 36,), "i8")),
         "incomplete",
@@ -312,8 +298,8 @@ def crowded(file):
 
 
 def test_a_small_file_with_many_groups_is_rejected_before_it_is_searched(tmp_path, monkeypatch):
-    path = write(tmp_path, 3)
-    resigned(path, crowded)
+    path = write_checkpoint(tmp_path, 3)
+    change_node_file(path, crowded)
     monkeypatch.setattr(guard, "FEW_OBJECTS", 1000)
     opened = []
     real = guard.h5o.open
@@ -328,7 +314,7 @@ def test_a_model_of_many_tiny_tensors_is_written_and_read_with_the_same_limit(
 ):
     """The limits of writer and reader depend on the size of the file."""
     monkeypatch.setattr(guard, "FEW_OBJECTS", 300)
-    good = state(0)
+    good = node_state(0)
     arrays = {f"tiny/{k}": np.zeros(1, np.float32) for k in range(400)}
     path = checkpoint.begin(tmp_path, 1) / "node-0000.h5"
     entry = checkpoint.write_state(

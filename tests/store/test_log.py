@@ -13,40 +13,9 @@ import pytest
 
 from mpigossip.analysis.report import table
 from mpigossip.store import StoreError, journal, log
-from mpigossip.store.log import Column, LogWriter, read
+from mpigossip.store.log import Column, read
 from tests.launch import warmed
-
-COLUMNS = {
-    "loss": Column("nat", "mean training loss"),
-    "bytes_sent": Column("B", "bytes sent so far", "int64"),
-    "kind": Column("1", "local, gossip or global", "int8"),
-}
-
-
-def values(steps, nodes):
-    """Return columns in which each entry identifies its step and node."""
-    steps = np.asarray(steps)
-    base = steps[:, None] * 1000.0 + np.arange(nodes)
-    return {"loss": base + 0.5, "bytes_sent": base.astype(int), "kind": (base % 3).astype(np.int8)}
-
-
-def writer(path, nodes=3, first_step=0, job="[run]\n", columns=COLUMNS):
-    return LogWriter(
-        path, nodes=nodes, job=job, columns=columns, environment={"a": "é"}, first_step=first_step
-    )
-
-
-def fill(path, steps=20, nodes=3, evaluate=10, first_step=0):
-    out = writer(path, nodes, first_step)
-    for start in range(first_step, steps, 5):
-        out.append(values(range(start, min(start + 5, steps)), nodes))
-        if (start + 5) % evaluate == 0:
-            out.evaluation(evaluation(start + 5, nodes))
-    return read(path)
-
-
-def evaluation(step, nodes):
-    return {"step": step, "accuracy": step / 1000, "local_accuracy": np.full(nodes, step / 2000)}
+from tests.store.examples import COLUMNS, evaluation, log_values, log_writer, write_log
 
 
 def same(a, b):
@@ -60,17 +29,17 @@ def same(a, b):
 def test_round_trip(tmp_path):
     path = tmp_path / "log.h5"
     long = {str(k): "x" * 1000 * k for k in range(1, 12)}
-    out = writer(path, job="# é\n" * 40_000)
+    out = log_writer(path, job="# é\n" * 40_000)
     for start in (0, 5, 10):
-        out.append(values(range(start, start + 5), 3))
-    out.append({"step": np.array([20, 30])} | values([20, 30], 3))
+        out.append(log_values(range(start, start + 5), 3))
+    out.append({"step": np.array([20, 30])} | log_values([20, 30], 3))
     out.evaluation({"step": 10, "accuracy": 0.5, "local_accuracy": [0.1, 0.2, 0.3], "own": 3})
     out.evaluation({"step": 31, "accuracy": 0.75, "seconds": 2})
     out.summary({"digest": "ab", "accuracy": 0.75, "steps": 31, "gaps": [1, 2]} | long)
     got = read(path)
     steps = [*range(15), 20, 30]
     assert got.steps["step"].tolist() == steps and got.nodes == 3
-    for name, want in values(steps, 3).items():
+    for name, want in log_values(steps, 3).items():
         np.testing.assert_array_equal(got.steps[name], want)
         assert got.steps[name].dtype == want.dtype
     assert got.evaluations["step"].tolist() == [10, 31]
@@ -90,8 +59,8 @@ def test_round_trip(tmp_path):
 
 def test_h5py_reads_it_between_appends(tmp_path):
     path = tmp_path / "log.h5"
-    out = writer(path)
-    out.append(values(range(5), 3))
+    out = log_writer(path)
+    out.append(log_values(range(5), 3))
     out.evaluation(evaluation(5, 3))
     with h5py.File(path) as file:
         loss = file["steps/loss"]
@@ -100,17 +69,17 @@ def test_h5py_reads_it_between_appends(tmp_path):
         assert loss.dims[0][0] == file["steps/step"] and loss.dims[1][0] == file["steps/node"]
         assert file["evaluations/accuracy"].dims[0][0].name == "/evaluations/at_step"
         # A reader that keeps the file open doesn't stop the run.
-        out.append(values(range(5, 10), 3))
+        out.append(log_values(range(5, 10), 3))
     assert len(read(path).steps["loss"]) == 10
 
 
 @pytest.mark.parametrize("stop", [0, 3, 10, 17, 20])
 def test_a_resumed_log_equals_one_never_stopped(tmp_path, stop):
-    expected = fill(tmp_path / "expected.h5")
+    expected = write_log(tmp_path / "expected.h5")
     path = tmp_path / "log.h5"
-    fill(path)
-    out = writer(path, first_step=stop)
-    out.append(values(range(stop, 20), 3))
+    write_log(path)
+    out = log_writer(path, first_step=stop)
+    out.append(log_values(range(stop, 20), 3))
     for step in (10, 20):
         if step > stop:
             out.evaluation(evaluation(step, 3))
@@ -119,16 +88,16 @@ def test_a_resumed_log_equals_one_never_stopped(tmp_path, stop):
 
 def test_resuming_removes_the_summary_and_stores_the_new_job(tmp_path):
     path = tmp_path / "log.h5"
-    fill(path)
-    out = writer(path, first_step=20)
+    write_log(path)
+    out = log_writer(path, first_step=20)
     out.summary({"accuracy": 1.0})
-    writer(path, first_step=20, job="new")
+    log_writer(path, first_step=20, job="new")
     got = read(path)
     assert got.summary == {} and got.job == "new" and len(got.steps["loss"]) == 20
 
 
 def test_the_same_evaluation_again_replaces_it(tmp_path):
-    out = writer(tmp_path / "log.h5")
+    out = log_writer(tmp_path / "log.h5")
     out.evaluation(evaluation(10, 3))
     out.evaluation(evaluation(10, 3) | {"accuracy": 0.9})
     with pytest.raises(ValueError, match="ascend from step 10, unlike 9"):
@@ -143,25 +112,25 @@ def test_the_same_evaluation_again_replaces_it(tmp_path):
 
 def test_rows_of_a_write_that_failed_after_its_journal_are_stored_once(tmp_path, monkeypatch):
     path = tmp_path / "log.h5"
-    out = writer(path)
-    out.append(values(range(5), 3))
+    out = log_writer(path)
+    out.append(log_values(range(5), 3))
     with monkeypatch.context() as patch, pytest.raises(StoreError):
         patch.setattr(journal, "_apply", lambda *_: (tmp_path / "gone").stat())
-        out.append(values(range(5, 8), 3))
-    out.append(values(range(5, 10), 3))
+        out.append(log_values(range(5, 8), 3))
+    out.append(log_values(range(5, 10), 3))
     assert read(path).steps["step"].tolist() == list(range(10))
-    np.testing.assert_array_equal(read(path).steps["loss"], values(range(10), 3)["loss"])
+    np.testing.assert_array_equal(read(path).steps["loss"], log_values(range(10), 3)["loss"])
 
 
 def test_resuming_with_other_nodes_and_columns(tmp_path):
     path = tmp_path / "log.h5"
-    fill(path, steps=10)
+    write_log(path, steps=10)
     more = COLUMNS | {"extra": Column("s", "")}
-    out = writer(path, nodes=5, first_step=10, columns=more)
-    out.append(values(range(10, 12), 5) | {"extra": np.ones((2, 5))})
+    out = log_writer(path, nodes=5, first_step=10, columns=more)
+    out.append(log_values(range(10, 12), 5) | {"extra": np.ones((2, 5))})
     out.evaluation(evaluation(12, 5))
-    out = writer(path, nodes=2, first_step=12)
-    out.append(values(range(12, 13), 2))
+    out = log_writer(path, nodes=2, first_step=12)
+    out.append(log_values(range(12, 13), 2))
     got = read(path)
     assert got.nodes == 5
     np.testing.assert_array_equal(got.steps["loss"][9], [9000.5, 9001.5, 9002.5, np.nan, np.nan])
@@ -173,35 +142,35 @@ def test_resuming_with_other_nodes_and_columns(tmp_path):
 
 def test_invalid_calls_are_rejected_and_change_nothing(tmp_path):
     path = tmp_path / "log.h5"
-    out = writer(path)
-    out.append(values(range(5), 3))
+    out = log_writer(path)
+    out.append(log_values(range(5), 3))
     before = path.read_bytes()
-    good = values(range(5, 7), 3)
+    good = log_values(range(5, 7), 3)
     for invalid, match in (
         ({"loss": good["loss"]}, "append needs"),
         (good | {"more": good["loss"]}, "append needs"),
-        (values(range(5, 7), 4), r"\(2, 4\), not \(2, 3\)"),
+        (log_values(range(5, 7), 4), r"\(2, 4\), not \(2, 3\)"),
         (good | {"step": np.array([4, 5])}, "ascend from 5"),
         (good | {"step": np.array([6, 6])}, "ascend from 5"),
     ):
         with pytest.raises(ValueError, match=match):
             out.append(invalid)
     assert path.read_bytes() == before
-    out.append(values([], 3))
+    out.append(log_values([], 3))
     assert path.read_bytes() == before
 
 
 def test_earlier_and_damaged_logs_are_renamed(tmp_path, caplog):
     path = tmp_path / "log.h5"
-    fill(path)
-    fill(path, steps=5)
+    write_log(path)
+    write_log(path, steps=5)
     assert len(read(path).steps["loss"]) == 5
     assert len(read(tmp_path / "log.h5.1").steps["loss"]) == 20
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(StoreError, match=r"log\.h5 has invalid content"):
         read(path)
     caplog.clear()
-    got = fill(path, steps=15, first_step=10)
+    got = write_log(path, steps=15, first_step=10)
     assert got.steps["step"].tolist() == list(range(10, 15))
     assert "can't be opened" in caplog.text and "log.h5.2" in caplog.text
     path.unlink()
@@ -209,7 +178,7 @@ def test_earlier_and_damaged_logs_are_renamed(tmp_path, caplog):
         other["x"] = 1
     with pytest.raises(StoreError, match="isn't a log"):
         read(path)
-    fill(path, steps=15, first_step=10)
+    write_log(path, steps=15, first_step=10)
     assert (tmp_path / "log.h5.3").exists()
 
 
@@ -221,17 +190,17 @@ def test_files_that_are_not_logs(tmp_path):
         read(tmp_path / "text")
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="can't be written"):
-        writer(tmp_path / "file/log.h5")
-    out = writer(tmp_path / "log.h5")
+        log_writer(tmp_path / "file/log.h5")
+    out = log_writer(tmp_path / "log.h5")
     out.path = tmp_path / ("long" * 100)  # an error other than FileNotFoundError
     with pytest.raises(StoreError, match="can't be written"):
-        out.append(values(range(5), 3))
+        out.append(log_values(range(5), 3))
 
 
 def test_columns_and_points(tmp_path):
     path = tmp_path / "log.h5"
-    out = writer(path)
-    loss = values(range(95), 3)
+    out = log_writer(path)
+    loss = log_values(range(95), 3)
     loss["loss"][:, 1] = np.nan
     loss["loss"][np.arange(95) % 10 != 0, 2] = np.nan
     out.append(loss)
@@ -252,14 +221,14 @@ class Dead(BaseException):
 @pytest.mark.parametrize("function", ["pwrite", "fsync"])
 def test_death_at_each_single_write(tmp_path, monkeypatch, function):
     path = tmp_path / "log.h5"
-    fill(path, steps=20)
+    write_log(path, steps=20)
     content = path.read_bytes()
     old = read(path)
     real = getattr(os, function)
     seen = set()
     for survive in range(1000):
         path.write_bytes(content)
-        out = writer(path, first_step=20)
+        out = log_writer(path, first_step=20)
         remaining = survive
 
         def dying(*args):
@@ -272,7 +241,7 @@ def test_death_at_each_single_write(tmp_path, monkeypatch, function):
         with monkeypatch.context() as patch:
             patch.setattr(os, function, dying)
             try:
-                out.append(values(range(20, 25), 3))
+                out.append(log_values(range(20, 25), 3))
                 finished = True
             except Dead:
                 finished = False
@@ -283,11 +252,11 @@ def test_death_at_each_single_write(tmp_path, monkeypatch, function):
             assert len(file["steps/step"]) == rows
         got = read(path)
         same(got, old) if rows == 20 else np.testing.assert_array_equal(
-            got.steps["loss"], values(range(25), 3)["loss"]
+            got.steps["loss"], log_values(range(25), 3)["loss"]
         )
         assert not journal.pending(path).exists()
-        out = writer(path, first_step=rows)
-        out.append(values(range(rows, rows + 5), 3))
+        out = log_writer(path, first_step=rows)
+        out.append(log_values(range(rows, rows + 5), 3))
         if finished:
             break
     assert finished and survive >= 3 and seen == {25}  # the journal was complete
@@ -295,7 +264,7 @@ def test_death_at_each_single_write(tmp_path, monkeypatch, function):
 
 def test_an_incomplete_journal_changes_nothing(tmp_path):
     path = tmp_path / "log.h5"
-    fill(path)
+    write_log(path)
     content = path.read_bytes()
     journal._write_journal(journal.pending(path), 10, {0: bytes(journal.PAGE)})
     data = journal.pending(path).read_bytes()
@@ -309,10 +278,10 @@ def test_an_incomplete_journal_changes_nothing(tmp_path):
 @pytest.mark.parametrize("small", [0, journal.SMALL])
 def test_a_log_is_read_with_the_pending_changes_of_a_killed_writer(tmp_path, monkeypatch, small):
     path = tmp_path / "log.h5"
-    before = fill(path)
+    before = write_log(path)
     monkeypatch.setattr(journal, "_apply", lambda *_: None)
-    out = writer(path, first_step=20)
-    out.append(values(range(20, 25), 3))
+    out = log_writer(path, first_step=20)
+    out.append(log_values(range(20, 25), 3))
     assert journal.pending(path).exists()
     monkeypatch.setattr(journal, "SMALL", small)
     got = read(path)
@@ -375,15 +344,15 @@ WRITER = """
 import sys, pathlib
 sys.path[:0] = sys.argv[2:]
 from mpigossip.store.log import read
-from tests.store.test_log import evaluation, values, writer
+from tests.store.examples import evaluation, log_values, log_writer
 path = pathlib.Path(sys.argv[1])
 step = 0
 if path.exists():
     step = int(read(path, ["loss"]).steps["step"][-1:].sum()) // 2
-out = writer(path, nodes=64, first_step=step)
+out = log_writer(path, nodes=64, first_step=step)
 print("go", flush=True)
 while True:
-    out.append(values(range(step, step + 10), 64))
+    out.append(log_values(range(step, step + 10), 64))
     step += 10
     out.evaluation(evaluation(step, 64))
     print(step, flush=True)
@@ -407,7 +376,7 @@ def test_read_while_a_run_writes(tmp_path):
                 assert spent < 60, lengths
                 got = read(path)
                 lengths.add(len(got.steps["step"]))
-                want = values(range(len(got.steps["step"])), 64)["loss"]
+                want = log_values(range(len(got.steps["step"])), 64)["loss"]
                 np.testing.assert_array_equal(got.steps["loss"], want)
         finally:
             process.kill()
@@ -415,14 +384,15 @@ def test_read_while_a_run_writes(tmp_path):
 
 def test_a_full_disk_loses_no_written_rows(tmp_path):
     path = tmp_path / "log.h5"
-    out = writer(path)
-    out.append(values(range(5), 3))
+    out = log_writer(path)
+    out.append(log_values(range(5), 3))
     code = (
         "import resource, sys, pathlib; sys.path[:0] = sys.argv[2:]\n"
-        "from tests.store.test_log import *\n"
-        "out = writer(pathlib.Path(sys.argv[1]), first_step=5)\n"
+        "from mpigossip.store import StoreError\n"
+        "from tests.store.examples import *\n"
+        "out = log_writer(pathlib.Path(sys.argv[1]), first_step=5)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
-        "try: out.append(values(range(5, 6000), 3))\n"
+        "try: out.append(log_values(range(5, 6000), 3))\n"
         "except StoreError as error: print(error)\n"
     )
     root = Path(__file__).parents[2]
@@ -434,22 +404,22 @@ def test_a_full_disk_loses_no_written_rows(tmp_path):
     )
     assert "can't be written" in got.stdout and "free space" in got.stdout, got.stderr
     assert len(read(path).steps["loss"]) == 5
-    assert len(fill(path, steps=10, first_step=5).steps["loss"]) == 10
+    assert len(write_log(path, steps=10, first_step=5).steps["loss"]) == 10
 
 
 def test_a_flush_costs_the_same_however_long_the_log(tmp_path):
     path = tmp_path / "log.h5"
-    out = writer(path)
+    out = log_writer(path)
     sizes = []
     for start_ in range(0, 200_000, 50_000):
-        out.append(values(range(start_, start_ + 49_950), 3))
+        out.append(log_values(range(start_, start_ + 49_950), 3))
         overlay = {}
         real = journal._apply
         try:
             journal._apply = lambda *a, real=real, pages=overlay: (pages.update(a[2]), real(*a))
             out.append(
                 {"step": np.arange(start_ + 49_950, start_ + 50_000)}
-                | values(range(start_ + 49_950, start_ + 50_000), 3)
+                | log_values(range(start_ + 49_950, start_ + 50_000), 3)
             )
         finally:
             journal._apply = real
@@ -460,7 +430,7 @@ def test_a_flush_costs_the_same_however_long_the_log(tmp_path):
 
 def test_a_log_without_losses_is_rejected(tmp_path):
     path = tmp_path / "log.h5"
-    writer(path, columns={"kind": COLUMNS["kind"]}).append({"kind": np.zeros((2, 3), np.int8)})
+    log_writer(path, columns={"kind": COLUMNS["kind"]}).append({"kind": np.zeros((2, 3), np.int8)})
     with pytest.raises(StoreError, match='its column "steps/loss" is missing'):
         read(path)
 
@@ -482,8 +452,8 @@ def test_entries_of_another_type_are_rejected(tmp_path):
     invalid += [{**complete, "digest": 3}, {"finished": True}]
     for summary in (complete, *invalid):
         path.unlink(missing_ok=True)
-        out = writer(path)
-        out.append(values(range(5), 3))
+        out = log_writer(path)
+        out.append(log_values(range(5), 3))
         out.summary(summary)
         if summary is complete:
             assert table(read(path))
@@ -491,7 +461,7 @@ def test_entries_of_another_type_are_rejected(tmp_path):
         with pytest.raises(StoreError, match="has invalid content"):
             read(path)
     for environment in ("[]", '{"host": 3}', "3"):
-        fill(path := tmp_path / f"{len(environment)}.h5")
+        write_log(path := tmp_path / f"{len(environment)}.h5")
         with h5py.File(path, "r+") as file:
             file.attrs["environment"] = np.bytes_(environment)
             del file.attrs["checksum"]

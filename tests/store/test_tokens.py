@@ -12,11 +12,11 @@ from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import Data, JobError
 from mpigossip.data.sources import source
 from mpigossip.models import model
-from mpigossip.runs import launch
 from mpigossip.store import StoreError
 from mpigossip.store.dataset import open_dataset, pack, show
 from mpigossip.store.log import read
 from mpigossip.training import assemble
+from tests.jobs import train
 
 WORDS = "gossip averages neighbours; größer, “quoted”, 日本語 and a café. "
 
@@ -128,8 +128,7 @@ def job(path, folder, *settings):
 def test_losses_are_logged_per_byte(bpe, plain, tmp_path):
     results = {}
     for path in (bpe, plain):
-        with SingleProcess() as world:
-            results[path] = launch.train(job(path, tmp_path / path.stem), world, 2)
+        results[path] = train(job(path, tmp_path / path.stem), 2)
     assert results[plain]["nats_per_byte"] == results[plain]["loss"]
     data = source(Data(source=str(bpe), context=16), 0)
     _, targets = data.make_batch("test", np.arange(data.test_size))

@@ -78,8 +78,8 @@ def test_a_changed_constant_of_one_algorithm_is_found(tmp_path):
 def test_what_counts_as_different(labs, old, new, word, reason):
     program, engine = labs
     both = engine.Result("", digest="a", onward="a", figures={"loss": "1", "lr": "1"})
-    found = program.verdict(replace(both, **old), replace(both, **new), ["more"])
-    assert found[0] == word and reason in found[1] and bool(reason) == bool(found[1])
+    result = program.verdict(replace(both, **old), replace(both, **new), ["more"])
+    assert result[0] == word and reason in result[1] and bool(reason) == bool(result[1])
 
 
 def test_the_table_has_every_algorithm_wire_and_local_step(labs):

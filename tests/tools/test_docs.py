@@ -68,7 +68,7 @@ def test_the_reference_has_every_command_option_name_column_code_and_variable():
 
 
 def callables():
-    """What the page Python shows: each function, constructor and method, by its name."""
+    """Yield each function, constructor and method of the page Python, by its name."""
     for path, some in REFERENCE["PUBLIC"].items():
         made = pkgutil.resolve_name(f"mpigossip:{path}")
         if not inspect.isclass(made):
@@ -92,9 +92,9 @@ def test_the_page_python_names_every_argument_and_no_other():
         text = inspect.getdoc(made)
         there = inspect.signature(made).parameters.keys() - {"self", "progress", "record", "result"}
         fields = set(re.findall(r"^:param (\w+):", text, re.MULTILINE))
-        told = fields | {word for word in there if re.search(rf"``{word}\b|\*{word}\b", text)}
-        if there - told or fields - there or len(there) > 2 and not fields:
-            wrong.append(f"{name}: {sorted(there ^ told)}")
+        described = fields | {word for word in there if re.search(rf"``{word}\b|\*{word}\b", text)}
+        if there - described or fields - there or len(there) > 2 and not fields:
+            wrong.append(f"{name}: {sorted(there ^ described)}")
         seen.add(name)
     assert wrong == []
     assert {"graph", "study", "world", "Gossip.__init__", "Averager.__init__"} <= seen
@@ -138,8 +138,8 @@ def test_tutorials_run_as_pasted(tmp_path, mpirun, monkeypatch):
     for line in [line for line in lines("tutorial-loop") if line.startswith("mpigossip log")]:
         assert cli.main(shlex.split(line)[1:]) == 0
     assert Path("runs/bytes/log.png").exists()
-    mine, study = blocks("tutorial-study", "python")
-    (tmp_path / "mine.py").write_text(mine)
+    local_values, study = blocks("tutorial-study", "python")
+    (tmp_path / "mine.py").write_text(local_values)
     (tmp_path / "study.py").write_text(
         study.replace("run.epochs=4", "run.steps=4").replace("seeds=3", "seeds=1")
     )
@@ -175,7 +175,7 @@ def resolve(words):
         elif rest[0] in ("train", "simulate"):
             assert cli.main([*rest, "--dry-run"]) == 0
         return options
-    if program in ("mpirun", "srun", "sbatch", "apptainer"):  # options: those of scripts in jobs/
+    if program in ("mpirun", "srun", "sbatch", "apptainer"):  # options of scripts in jobs/
         known = " ".join(path.read_text() for path in SCRIPTS)
         known += " --kill-on-bad-exit"  # of srun: tried with the doctor in the lab of Slurm
         own = list(itertools.takewhile(lambda word: word not in ("mpigossip", "python"), rest))
@@ -190,23 +190,23 @@ def resolve(words):
 @pytest.mark.every
 @pytest.mark.parametrize("page", SHELL)
 def test_each_line_of_shell_of_a_page_runs_or_resolves(page, tmp_path, monkeypatch, capfd):
-    """Where no registry, scheduler or container is: by their own parsers, or by our scripts."""
+    """Commands of registries, schedulers and containers are parsed, by their parsers or scripts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     names = re.findall(r"[Ss]ave\b[^.`]* as `(\w+\.py)`", PAGES[page])
     for name, program in zip(names, blocks(page, "python"), strict=len(names) > 0):
         (tmp_path / name).write_text(program)
-    found = [block for kind in ("bash", "text") for block in blocks(page, kind)]
-    for block in found:
+    shell_blocks = [block for kind in ("bash", "text") for block in blocks(page, kind)]
+    for block in shell_blocks:
         subprocess.run(["bash", "-n"], input=block, text=True, check=True)
     spans = re.findall(r"`((?:mpirun [^`]*|)mpigossip [a-z][^`…]*)`", PAGES[page])
-    for line in dict.fromkeys("\n".join([*found, *spans]).splitlines()):
+    for line in dict.fromkeys("\n".join([*shell_blocks, *spans]).splitlines()):
         if re.match("python3 -m venv|export", line):
             line = line.replace(" venv ", " venv --without-pip ", 1)  # which takes 20 s
             subprocess.run(["bash", "-ec", line], check=True, env=os.environ | {"HOME": "."})
         elif words := shlex.split(line.replace("…", ""), comments=True):
             resolve(words)
-    assert found or spans
+    assert shell_blocks or spans
     sys.modules.pop("mine", None)
 
 
@@ -243,7 +243,7 @@ def test_the_table_of_choose_is_what_plan_predicts(capsys):
     """Its column of 1 Gbit/s: the command of the page, at all that it is given."""
     (line,) = [each for each in lines("choose") if " plan " in each]
     assert cli.main([*shlex.split(line)[1:], "--json"]) == 0
-    found = {row["label"]: row for row in json.loads(capsys.readouterr().out)["16"]["proposals"]}
+    rows = {row["label"]: row for row in json.loads(capsys.readouterr().out)["16"]["proposals"]}
     labels = [
         "all-reduce (DDP)",
         "dsgd, one-peer-exponential",
@@ -257,9 +257,9 @@ def test_the_table_of_choose_is_what_plan_predicts(capsys):
         if re.search(r"\| [\d,]+ \| \d+ \|$", row)
     ]
     for label, (_, _, gigabit, _, megabytes) in zip(labels, table, strict=True):
-        milliseconds = 1e3 * found[label]["step_s"]
+        milliseconds = 1e3 * rows[label]["step_s"]
         assert float(gigabit.replace(",", "")) == pytest.approx(milliseconds, rel=0.02), label
-        assert float(megabytes) == pytest.approx(found[label]["bytes_per_step"] / 1e6, abs=0.6)
+        assert float(megabytes) == pytest.approx(rows[label]["bytes_per_step"] / 1e6, abs=0.6)
 
 
 @pytest.mark.every

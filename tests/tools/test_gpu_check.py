@@ -35,9 +35,9 @@ def test_without_a_gpu_it_says_so_and_ends_with_3(warm):
 def test_a_row_is_rehearsed_on_the_double_and_stands_in_a_file(tmp_path):
     done = check("--double", "--only", "denormals", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "out/GPU_RESULTS.json").read_text())
-    (row,) = found["rows"]
-    assert "the double of a GPU" in found["device"]
+    result = json.loads((tmp_path / "out/GPU_RESULTS.json").read_text())
+    (row,) = result["rows"]
+    assert "the double of a GPU" in result["device"]
     assert row["good"] and row["measured"].startswith("the same bits"), row
 
 
@@ -53,10 +53,10 @@ def replaced(tool, monkeypatch, **ways):
     """The table of checks: one by name, each of which returns or raises what is given."""
 
     def measured(check, place, seconds):
-        found = ways[check.title]
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        result = ways[check.title]
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     checks = [tool.Check(name, "a limit", 9, name) for name in ways]
     monkeypatch.setattr(tool, "measured", measured)

@@ -48,8 +48,8 @@ def test_what_breaks_the_promises():
 def both(command) -> list[tuple[int, str]]:
     """Run a command in two processes at once; return exit codes and output."""
     started = [subprocess.Popen(command, text=True, stdout=subprocess.PIPE) for _ in range(2)]
-    told = [one.communicate(timeout=60)[0] for one in started]
-    return [(one.returncode, text) for one, text in zip(started, told, strict=True)]
+    messages = [one.communicate(timeout=60)[0] for one in started]
+    return [(one.returncode, text) for one, text in zip(started, messages, strict=True)]
 
 
 def test_two_processes_race_in_a_local_folder_and_a_used_one_is_refused(tmp_path):

@@ -41,13 +41,13 @@ def add(tar, name, data):
 
 
 def test_a_smaller_text_is_part_of_a_larger_one(tool, archive, tmp_path, capsys):
-    found = []
+    texts = []
     for megabytes in ("0.007", "0.02", "1"):
         out = tmp_path / megabytes
         tool.main([str(out), "--megabytes", megabytes, "--archive", str(archive)])
-        found.append({path.relative_to(out) for path in out.rglob("*") if path.is_file()})
-    assert found[0] < found[1] < found[2] and 9 <= len(found[0]) <= 10
-    assert {path.parts[0] for path in found[1]} == {"drivers", "net", "mm", "fs"}
-    assert len(found[2]) == 60 and not list(tmp_path.rglob("escaped.c"))
+        texts.append({path.relative_to(out) for path in out.rglob("*") if path.is_file()})
+    assert texts[0] < texts[1] < texts[2] and 9 <= len(texts[0]) <= 10
+    assert {path.parts[0] for path in texts[1]} == {"drivers", "net", "mm", "fs"}
+    assert len(texts[2]) == 60 and not list(tmp_path.rglob("escaped.c"))
     printed = capsys.readouterr()
     assert "60 files, 0.0 MB; 1 were no UTF-8" in printed.out and "no more than 0.0" in printed.err

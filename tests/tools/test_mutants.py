@@ -2,54 +2,47 @@
 
 import ast
 import runpy
-from pathlib import Path
 
 import pytest
 
-from tests.double.mutants import MUTANTS, planted
+from tests.double import mutants as double
+from tests.mutation import REPO, Mutant, planted
 
-REPO = Path(__file__).resolve().parent.parent.parent
-TOOL = runpy.run_path(str(REPO / "tools/mutants.py"))
+TABLES = {
+    "tools": runpy.run_path(str(REPO / "tools/mutants.py"))["MUTANTS"],
+    "double": double.MUTANTS,
+}
 
 
-def test_every_mutant_applies_and_names_tests_that_exist(monkeypatch):
-    assert len(TOOL["MUTANTS"]) >= 40
-    planted = {}
-    monkeypatch.setattr(Path, "write_text", lambda *file: planted.update([file]))
+@pytest.mark.parametrize("table", TABLES)
+def test_every_mutant_applies_and_names_tests_that_exist(table):
+    assert len(TABLES[table]) >= 40
     lost = []
-    for one in TOOL["MUTANTS"]:
-        planted.clear()
+    for mutant in TABLES[table]:
+        for part in mutant.parts:
+            file, _, test = part.partition("::")
+            assert (REPO / file).exists(), mutant
+            name = test.partition("[")[0]
+            assert not name or f"def {name}(" in (REPO / file).read_text(), mutant
         try:
-            one.apply(REPO)
+            path, text = planted(mutant, REPO)
         except ValueError as error:
             lost.append(str(error))
             continue
-        ((path, text),) = planted.items()
         ast.parse(text)
-        assert text != path.read_text(), one
-        assert all((REPO / "tests" / part.split("::")[0]).exists() for part in one.tests.split())
+        assert text != path.read_text(), mutant
     assert not lost, "\n".join(lost)
 
 
-def test_every_mutant_of_the_double_applies_and_names_a_test_that_exists():
-    lost = []
-    for one in MUTANTS:
-        file, _, name = one[-1].partition("::")
-        assert f"def {name.partition('[')[0]}(" in (REPO / file).read_text(), one
-        try:
-            _, text = planted(one, REPO)
-        except ValueError as error:
-            lost.append(str(error))
-        else:
-            ast.parse(text)
-    assert not lost, "\n".join(lost)
-
-
-def test_code_is_found_however_it_is_broken_into_lines_and_named_if_not(tmp_path):
+@pytest.mark.parametrize("where", ["f", "mpigossip.any"])
+def test_code_is_found_however_it_is_broken_into_lines_and_named_if_not(tmp_path, where):
     (tmp_path / "mpigossip").mkdir()
     file = tmp_path / "mpigossip/any.py"
     file.write_text("def f():\n    if a:\n        g(\n            1, 2)\n        h()\n")
-    TOOL["Mutant"]("order", "f", "g( 1, 2)\nh()", "h()\ng(1, 2)", "").apply(tmp_path)
-    assert file.read_text() == "def f():\n    if a:\n        h()\n        g(1, 2)\n"
-    with pytest.raises(ValueError, match=r"'x' is 0 times in f\(\) \(mpigossip/any.py\)"):
-        TOOL["Mutant"]("x", "f", "x", "", "").find(tmp_path)
+    mutant = Mutant("order", where, "g( 1, 2)\nh()", "h()\ng(1, 2)", "")
+    changed = "def f():\n    if a:\n        h()\n        g(1, 2)\n"
+    assert planted(mutant, tmp_path) == (file, changed)
+    indented = mutant._replace(old="        h()\n", new="    h()\n    g()\n")
+    assert planted(indented, tmp_path)[1].endswith("1, 2)\n    h()\n    g()\n")
+    with pytest.raises(ValueError, match=rf"'x' is 0 times in {where} \(mpigossip/any.py\)"):
+        Mutant("x", where, "x", "", "").find(tmp_path)

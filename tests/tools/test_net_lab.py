@@ -43,11 +43,11 @@ def lab(request):
         pytest.skip("MPIGOSSIP_NET_LAB=1 lets the lab of network namespaces start")
     if os.getuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("the lab of network namespaces needs root, ip and tc (Debian: iproute2)")
-    told = run(LAB, "up", 3, "1gbit", getattr(request, "param", "0"), check=False)
-    if "up: 3 hosts" not in told:
-        if "is up already" not in told:
+    done = run(LAB, "up", 3, "1gbit", getattr(request, "param", "0"), check=False)
+    if "up: 3 hosts" not in done:
+        if "is up already" not in done:
             run(LAB, "down")  # what was made of it
-        pytest.skip(f"the lab of network namespaces can't start: {told.strip()}")
+        pytest.skip(f"the lab of network namespaces can't start: {done.strip()}")
     yield lambda *words: run(LAB, "run", 3, sys.executable, "-m", "mpigossip", *words)
     run(LAB, "down")
 

@@ -21,7 +21,7 @@ import stored  # noqa: E402
 
 
 def steps(name, options, count):
-    """Models of two nodes with AdamW after so many steps, averaged at each."""
+    """Return the models of two nodes after ``count`` steps of AdamW, averaged in each step."""
     method = algorithms.build(name, "adamw", options, 3)
     x = torch.zeros(2, 3)
     state = method.init(x)
@@ -95,8 +95,8 @@ def searched(request):
 
 def test_the_search_takes_the_fewest_bytes_within_one_percent(searched):
     """10 % is too early, so that 20 % is taken, at H = 32, with the better outer rate."""
-    found = designs.chosen(MODEL, searched)
-    assert found == designs.Chosen(
+    result = designs.chosen(MODEL, searched)
+    assert result == designs.Chosen(
         0.006, "H = 32 after 20 %, outer 0.7", 0.006, period=32, start=20
     )
     assert len(searched) <= 45 and stored.faults(searched) == []

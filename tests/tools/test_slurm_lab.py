@@ -21,7 +21,7 @@ from tests.analysis import test_doctor_faults as staged
 REPO = Path(__file__).parents[2]
 LAB = str(REPO / "tools" / "labs" / "slurm.sh")
 START_S = 150
-"""Slurm, four launches and four imports of torch, beside another lab."""
+"""Time limit of Slurm's start, four launches and four imports of torch while another lab runs."""
 MAIN = [sys.executable, "-m", "mpigossip"]
 pytestmark = pytest.mark.launcher
 SMALL = ["data.batch=4", "data.workers=0", "node.devices=cpu:1", "log.flush_steps=20"]
@@ -62,7 +62,7 @@ def lab():
 
 @pytest.fixture(autouse=True)
 def no_job_is_left(lab):
-    """What a failed test leaves in the queue would take the next ones' nodes."""
+    """Cancel the jobs that a failed test has left: they would take the nodes of the next tests."""
     yield
     lab("scancel", "--user=root")
     wait_for(lambda: not lab("squeue", "--noheader"), 60, lambda: f"end of {lab('squeue')}")
@@ -70,10 +70,10 @@ def no_job_is_left(lab):
 
 def wait_for(condition, seconds, what):
     end = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < end, f"no {what()} within {seconds} s"
         time.sleep(0.5)
-    return found
+    return result
 
 
 def state(lab, job):

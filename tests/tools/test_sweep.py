@@ -25,6 +25,6 @@ def test_a_line_for_each_combination():
 
 
 def test_a_line_that_makes_no_job_is_said_first():
-    for axis, told in (("graph.name=ring,rung", "rung"), ("graph", "section.key=value,value")):
+    for axis, fragment in (("graph.name=ring,rung", "rung"), ("graph", "section.key=value,value")):
         made = sweep(axis)
-        assert made.returncode == 2 and not made.stdout and told in made.stderr
+        assert made.returncode == 2 and not made.stdout and fragment in made.stderr

@@ -43,11 +43,11 @@ class Fit:
 
     def loss(self, model, batch):
         x, y = batch
-        apart = model(x) - y
+        difference = model(x) - y
         right = x > 0
-        return self.weight * apart.square().mean(), {
-            "distance": (apart.detach().abs().sum(), y.numel()),
-            "right": ((apart.detach().abs() * right).sum(), right.sum()),
+        return self.weight * difference.square().mean(), {
+            "distance": (difference.detach().abs().sum(), y.numel()),
+            "right": ((difference.detach().abs() * right).sum(), right.sum()),
         }
 
 

@@ -496,7 +496,7 @@ def mutant(place: Place, w):
 
 def digests(place: Place, w):
     """Compare the parameters after some steps with each transport, for two algorithms, bitwise."""
-    from tests.test_gpu import settings_of, trained
+    from tests.double.devices import settings_of, trained
 
     differ = []
     texts = []

@@ -5,9 +5,10 @@ import time
 
 import pytest
 
+from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.kernels import waiting
 from tests.cases import on_each, some
-from tests.mixing.test_windows import LAYOUT, MessageLayout, compare
+from tests.mixing.rounds import LAYOUT, compare
 
 GRAPHS = ["one-peer-exponential", "exponential", "base-3"]
 
