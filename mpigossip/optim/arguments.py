@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from mpigossip.cluster.local_devices import check_device_type
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import abbreviate, print_note_once
@@ -80,6 +81,7 @@ def check(world: Any, model: Any, optimizer: Any) -> None:
                 f"the model's parameter {name} is on the meta device, without values: "
                 "call model.to_empty(device=…) and initialize it"
             )
+        check_device_type(p.device)
         if p.requires_grad:
             check_type(name, p, (torch.float32, *LOW))
 

@@ -94,9 +94,9 @@ def problems(table: Table[S], subject: S) -> list[str]:
 
 def _first_problem(group: Sequence[Rule[S]], subject: S) -> list[str]:
     for rule in group:
-        if found := rule.is_broken(subject):
+        if broken := rule.is_broken(subject):
             template = f"{rule.message}; {rule.remedy}" if rule.remedy else rule.message
-            details = found if isinstance(found, Mapping) else {}
+            details = broken if isinstance(broken, Mapping) else {}
             return [template.format(job=subject.job, **details)]
     return []
 
@@ -108,13 +108,13 @@ def incompatibilities(parts: JobParts) -> list[str]:
 
 def contradictions(job: Job) -> list[str]:
     """Return settings that have no effect, or contradict each other."""
-    found = problems(SETTINGS, Launch(job, shape.slots(job)))
+    messages = problems(SETTINGS, Launch(job, shape.slots(job)))
     try:
         if job.clock.network != OFF:
             named(job.clock)
     except JobError as error:
-        found += error.messages
-    return found
+        messages += error.messages
+    return messages
 
 
 def launch_problems(job: Job, world: World) -> list[str]:
@@ -137,8 +137,8 @@ def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested)
 
     :raises JobError: if the model recomputes activations or changes its buffers in training
     """
-    if found := problems(VECTORIZATION, VectorizedModel(job, module, objective, batch)):
-        raise JobError(found)
+    if messages := problems(VECTORIZATION, VectorizedModel(job, module, objective, batch)):
+        raise JobError(messages)
 
 
 def check_rounds(job: Job, graph: Graph, world: World) -> None:
