@@ -128,21 +128,15 @@ class Stream:
 
 @cache
 def usable(device: torch.device) -> bool:
-    """Return whether the kernel works on this device: try one sum and compare its bits.
+    """Return whether the kernel works on this device: try some sums and compare their bits.
 
     If it does not work, warn with the reason and a remedy.
     """
     if device.type != "cuda":
         return False
-    # a denormal whose half is denormal, too, and a length that is not a multiple of four
-    x = torch.tensor([[1.0, 3e-39, -2.5, 7.0, 0.1]], device=device)
-    y = torch.empty_like(x)
     remedy = "pip install mpigossip[gpu] or mpigossip[gpu-cuda12]"
     try:
-        _launch([0.5], [x], y)
-        problem = (
-            "" if torch.equal(y.cpu(), x.cpu() * 0.5) else "it computes other bits than the CPU"
-        )
+        problem = "" if computes_bits_of_cpu(device) else "it computes other bits than the CPU"
     except Exception as error:  # noqa: BLE001 - after any error, torch's operations are used
         if isinstance(error, OSError):  # CuPy caches compiled kernels in files
             remedy = "set CUPY_CACHE_DIR to a folder that you can write to"
@@ -154,3 +148,43 @@ def usable(device: torch.device) -> bool:
             stacklevel=2,
         )
     return not problem
+
+
+TRIAL_WEIGHTS = ((0.5,), (0.25, 0.25), (0.2, 0.5, 0.3), (1 / 3, 0.1, 0.4, 1 / 6))
+"""Weights of the sums that are tried: scaled once, or each product rounded before the addition."""
+TRIAL_LENGTH = 1021
+"""Length of the arrays that are tried, which is not a multiple of four."""
+
+
+def computes_bits_of_cpu(device: torch.device) -> bool:
+    """Return whether the kernel's sums on ``device`` have the bits of the CPU's.
+
+    The values lie between denormal and large numbers. About half of the sums would have other bits
+    if a product were fused with the addition after it, and others if denormals became zero.
+    """
+    draw = torch.Generator().manual_seed(0)
+    for weights in TRIAL_WEIGHTS:
+        arrays = []
+        for _ in weights:
+            exponents = torch.randint(-44, 30, (1, TRIAL_LENGTH), generator=draw)
+            arrays.append(torch.randn(1, TRIAL_LENGTH, generator=draw) * 10.0**exponents)
+            arrays[-1][0, ::2] = torch.randn(arrays[-1][0, ::2].shape, generator=draw)
+        expected = _sum_on_cpu(weights, arrays)
+        result = torch.empty(1, TRIAL_LENGTH, device=device)
+        _launch(weights, [array.to(device) for array in arrays], result)
+        if not torch.equal(result.cpu(), expected):
+            return False
+    return True
+
+
+def _sum_on_cpu(weights: Sequence[float], arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the weighted sum by separate operations of torch, each of which rounds its result."""
+    if all(weight == weights[0] for weight in weights):
+        total = arrays[0].clone()
+        for array in arrays[1:]:
+            total = total + array
+        return total * weights[0]
+    total = arrays[0] * weights[0]
+    for weight, array in zip(weights[1:], arrays[1:], strict=True):
+        total = total + array * weight
+    return total

@@ -89,8 +89,7 @@ def test_a_device_whose_kernels_fail_is_left_to_torch_with_a_warning(monkeypatch
     def fails(*_):
         raise error
 
-    monkeypatch.setattr(gpu_sum, "_launch", fails)
-    monkeypatch.setattr(torch, "tensor", lambda values, device: torch.Tensor(values))
+    monkeypatch.setattr(gpu_sum, "computes_bits_of_cpu", fails)
     gpu_sum.usable.cache_clear()
     with pytest.warns(UserWarning, match=f"cuda:0: {said}"):
         assert not gpu_sum.usable(torch.device("cuda:0"))
@@ -181,3 +180,29 @@ def test_fused_arithmetic_would_be_detected(toolkit, tmp_path):
     source = gpu_sum.source([FLOAT] * 2, False)
     plain = source.replace("add(mul(wide(x0), w0), mul(wide(x1), w1))", "x0 * w0 + x1 * w1")
     assert plain != source and re.search(r"\bFFMA\.FTZ\b", read(toolkit, plain, tmp_path))
+
+
+def fused(weights, arrays, out):
+    """Compute a weighted sum as fused multiply-adds do: products are not rounded."""
+    total = arrays[0] * weights[0]
+    for weight, array in zip(weights[1:], arrays[1:], strict=True):
+        product = array.double() * torch.tensor(weight).double()  # exact
+        total = (total.double() + product).float()
+    out.copy_(total)
+
+
+def without_denormals(weights, arrays, out):
+    total = weighted_sum(weights, arrays, torch.empty_like(out))
+    out.copy_(torch.where(total.abs() < 1.2e-38, torch.zeros(()), total))
+
+
+@pytest.mark.parametrize("wrong", [fused, without_denormals])
+def test_a_kernel_with_other_bits_is_noticed(monkeypatch, wrong):
+    monkeypatch.setattr(gpu_sum, "_launch", wrong)
+    assert not gpu_sum.computes_bits_of_cpu(torch.device("cpu"))
+    monkeypatch.setattr(gpu_sum, "_launch", weighted_sum)
+    assert gpu_sum.computes_bits_of_cpu(torch.device("cpu"))
+
+
+def test_the_kernel_passes_its_trial(on_the_cpu):
+    assert gpu_sum.computes_bits_of_cpu(torch.device("cpu"))
