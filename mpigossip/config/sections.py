@@ -290,7 +290,7 @@ class NodeSection:
     compile: bool = False
     """Whether the model is compiled with torch.compile."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
-    """Whether the step is replayed as a CUDA graph; auto: on GPUs, if it can be captured."""
+    """Whether the step is replayed as a CUDA graph; auto: on NVIDIA GPUs, if it can be captured."""
     channels_last: Literal["auto", "always", "never"] = "auto"
     """Whether the weights of convolutions use the memory format channels_last. On GPUs, cuDNN then
     picks algorithms by trying them, so that the last bits of two runs may differ. auto: on NVIDIA

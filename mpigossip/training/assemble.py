@@ -180,6 +180,20 @@ def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
     return graph, rules.incompatibilities(make_parts(job, graph))
 
 
+def resolve_cuda_graphs(setting: str, eager: bool) -> str:
+    """Return whether replicas are captured as CUDA graphs: "always", "never" or "auto".
+
+    On AMD GPUs, "auto" means "never": with ROCm 7.0 to 7.2, the query of an event in another
+    thread, such as NCCL's watchdog, makes a capture invalid (untested).
+
+    :param setting: value of `node.cuda_graphs`
+    :param eager: whether the replicas can't be captured: on CPUs, or with vmap
+    """
+    if eager or (setting == "auto" and torch.version.hip):
+        return "never"
+    return setting
+
+
 def make_replicas(
     job: Job,
     module: torch.nn.Module,
@@ -190,8 +204,7 @@ def make_replicas(
 ) -> Replicas:
     """Make the copies of the model; compile them or capture CUDA graphs if the job asks for it."""
     node = job.node
-    eager = node.vmap or group.devices[0] == "cpu"
-    graphs = "never" if eager else node.cuda_graphs
+    graphs = resolve_cuda_graphs(node.cuda_graphs, node.vmap or group.devices[0] == "cpu")
     replicas = Replicas(
         module, flat, rows, group, vectorized=node.vmap, graphs=graphs, objective=objective
     )

@@ -81,3 +81,18 @@ def test_models_without_convolutions_are_unchanged(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     arranged(torch.nn.Linear(3, 3), "always", "cuda:0")
     assert not torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize(
+    ("setting", "eager", "hip", "expected"),
+    [
+        ("auto", False, None, "auto"),
+        ("auto", False, "7.1", "never"),
+        ("always", False, "7.1", "always"),
+        ("always", True, None, "never"),
+        ("never", False, None, "never"),
+    ],
+)
+def test_amd_gpus_capture_no_graphs_unless_the_job_asks(monkeypatch, setting, eager, hip, expected):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert assemble.resolve_cuda_graphs(setting, eager) == expected
