@@ -50,7 +50,7 @@ class Step(NamedTuple):
     counts: tuple[int, ...] = ()
     """Number of local steps of each row since ``init``; empty: ``index`` for every row."""
     waits: bool = False
-    """Whether this is an exchange of a node that waits between two of its steps: no outer step is
+    """True if this is an exchange of a node that waits between two of its steps: no outer step is
     taken and no phase ends.
     """
 
@@ -81,23 +81,23 @@ class Algorithm(NamedTuple):
     scalars: int = 0
     """Number of float64 values per row that are sent, too; they are never compressed."""
     ahead: bool = False
-    """Whether ``send`` is called with g = None and lr = None and changes nothing. The message can
+    """True if ``send`` is called with g = None and lr = None and changes nothing. The message can
     then be sent while the forward and backward passes run.
     """
     elementwise: bool = True
-    """Whether ``send`` and ``receive`` treat each element independently of the others. Fragments of
+    """True if ``send`` and ``receive`` treat each element independently of the others. Fragments of
     a model may then be exchanged at different steps, each with its own scalars.
     """
     takes_mixed: bool = False
-    """Whether ``receive`` first of all sets x to mixed[0], without reading x: both may then be one
+    """True if ``receive`` first of all sets x to mixed[0], without reading x: both may then be one
     array.
     """
     raw: bool = False
-    """Whether only the local step uses the gradient, and reads it from the parameters: g
+    """True if only the local step uses the gradient, and reads it from the parameters: g
     is None.
     """
     distinct_state: bool = False
-    """Whether the states of the nodes depend on each other, as trackers whose mean is the mean
+    """True if the states of the nodes depend on each other, as trackers whose mean is the mean
     gradient do. If all nodes resumed from the state of one of them, results would stay wrong.
     """
     needs: frozenset = frozenset()

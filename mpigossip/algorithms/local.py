@@ -27,9 +27,9 @@ class Local(NamedTuple):
     init: Callable[..., Any]
     adapt: Callable[..., Any]
     raw: bool = False
-    """Whether it reads the gradient of each parameter, None if there is none; g is then None."""
+    """True if it reads the gradient of each parameter, None if there is none; g is then None."""
     whole: bool = False
-    """Whether it takes whole parameters, so that x has to hold all columns of the parameters."""
+    """True if it takes whole parameters, so that x has to hold all columns of the parameters."""
 
     def update(self, x, g, state, step: Step):
         """Take a step in place; for algorithms whose state is that of the local step."""

@@ -56,7 +56,7 @@ class RunSection:
     """Number of training batches per node from which the averaged model computes new batch norm
     statistics before it is evaluated; 0: it uses the mean of the nodes' statistics."""
     survive: bool = False
-    """Whether the run continues after rank failures. This requires a fault-tolerant MPI (Open MPI,
+    """True if the run continues after rank failures. This requires a fault-tolerant MPI (Open MPI,
     started with `mpirun --with-ft ulfm`) and copies the node's state to host memory at every
     step."""
 
@@ -128,7 +128,7 @@ class Data:
     """Number of processes per node that decode or load samples; 0: the training process does this
     itself; auto: 2, or on GPUs two per slot, if there are enough cores."""
     cache: Literal["auto", "always", "never"] = "auto"
-    """Whether decoded samples are kept in memory; auto: if they fit."""
+    """Use of a cache in memory for decoded samples; auto: if they fit."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the custom function in `source`."""
 
@@ -153,7 +153,7 @@ class AlgorithmSection:
     """Coefficient of the weight decay: the gradient is increased by weight_decay × parameter. With
     AdamW, the weight decay is decoupled from the gradient."""
     decay_all: bool = True
-    """Whether weight decay applies to all parameters; false: not to biases and to parameters of
+    """True if weight decay applies to all parameters; false: not to biases and to parameters of
     normalization layers."""
     clip_norm: AboveZero | None = None
     """Largest norm of a node's gradient, to which larger gradients are scaled down; if unset,
@@ -188,7 +188,7 @@ class GraphSection:
     weights: Text | None = None
     """Rule that computes the mixing matrix; if unset, the graph's own weights are used."""
     lazy: bool = False
-    """Whether the mixing matrix W is replaced by (I + W)/2."""
+    """True if the mixing matrix W is replaced by (I + W)/2."""
     seed: Seed | None = None
     """Seed of a random graph; if unset, `run.seed` is used."""
     placement: Placement = "given"
@@ -256,7 +256,7 @@ class NodeSection:
     """Exchange with neighbours on the same host. read: their messages are read in shared memory
     without a copy; put: messages are sent as between hosts. GPUs always use "put"."""
     shard: bool = True
-    """Whether each slot updates and exchanges its shard of the model; false: slot 0 updates and
+    """True if each slot updates and exchanges its shard of the model; false: slot 0 updates and
     exchanges the complete model."""
     sums: Literal["slots", "nccl"] = "slots"
     """Order of sums over the GPUs of a node. slots: the order of the slots, so that the result is
@@ -284,15 +284,15 @@ class NodeSection:
     """Fraction of the values that the wires "top-k", "top-k-int2", "random-k" and "shared-k"
     send."""
     vmap: bool = False
-    """Whether the simulator computes the gradients of all nodes in one vectorized call. This is
+    """True if the simulator computes the gradients of all nodes in one vectorized call. This is
     faster for small models, but not bitwise identical to a run on ranks, and requires a model
     without norm statistics."""
     compile: bool = False
-    """Whether the model is compiled with torch.compile."""
+    """True if the model is compiled with torch.compile."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
-    """Whether the step is replayed as a CUDA graph; auto: on NVIDIA GPUs, if it can be captured."""
+    """Replay of the step as a CUDA graph; auto: on NVIDIA GPUs, if it can be captured."""
     channels_last: Literal["auto", "always", "never"] = "auto"
-    """Whether the weights of convolutions use the memory format channels_last. On GPUs, cuDNN then
+    """Use of the memory format channels_last for the weights of convolutions. On GPUs, cuDNN then
     picks algorithms by trying them, so that the last bits of two runs may differ. auto: on NVIDIA
     GPUs."""
     exchange: Literal["auto", "windows", "messages", "nccl", "host"] = "auto"

@@ -60,9 +60,9 @@ class Source(ABC):
     test_labels: np.ndarray
     """Label of each test sample, an int64 array."""
     in_memory: bool = True
-    """Whether a batch takes microseconds, so that preparing it in advance saves no time."""
+    """True if a batch takes microseconds, so that preparing it in advance saves no time."""
     streams: bool = False
-    """Whether the training samples are a stream, which only `Datasets` can be."""
+    """True if the training samples are a stream, which only `Datasets` can be."""
     name: str = ""
     """Value of `data.source`, for error messages."""
 

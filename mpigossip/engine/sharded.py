@@ -253,7 +253,7 @@ class ShardedParameters(ModuleParameters):
 
     @property
     def copies(self) -> bool:
-        """Whether some shards are copies, since private attributes are not as expected."""
+        """True if some shards are copies, since private attributes are not as expected."""
         return any(memory is None for memory in self._memory)
 
     def _memory_of(self, k: int) -> torch.Tensor:

@@ -159,7 +159,7 @@ class Engine:
 
     @property
     def in_flight(self) -> bool:
-        """Whether an exchange has begun whose message has not been received."""
+        """True if an exchange has begun whose message has not been received."""
         return self.exchange.outbox is not None
 
     def wait_exchange(self) -> None:
@@ -204,7 +204,7 @@ class Engine:
 
     @property
     def measuring(self) -> bool:
-        """Whether this step measures the consensus distance.
+        """True if this step measures the consensus distance.
 
         Every ``measure_every``-th step does.
         """

@@ -83,7 +83,7 @@ class Outages:
         """Function that returns whether the member was asked to leave. If so, an operation may fail
         for `START_S` seconds at most."""
         self.given_up = False
-        """Whether an operation has failed for too long. All others are then tried only once."""
+        """True if an operation has failed for too long. All others are then tried only once."""
         self._lock = threading.Lock()
         self._failing = 0
         """Number of threads whose operation fails at present."""

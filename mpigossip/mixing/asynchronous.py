@@ -99,7 +99,7 @@ class ModelCopy:
     memory: torch.Tensor
     """Header from ``ROUND`` on, followed by the message, as uint8."""
     complete: bool = False
-    """Whether the owner did not write while the copy was read."""
+    """True if the owner did not write while the copy was read."""
 
     @property
     def head(self) -> np.ndarray:
@@ -147,7 +147,7 @@ class Asynchronous(RankMixer):
 
     @property
     def threaded(self) -> bool:
-        """Whether the rounds may run in any thread, one at a time."""
+        """True if the rounds may run in any thread, one at a time."""
         return self._thread.threaded
 
     @staticmethod

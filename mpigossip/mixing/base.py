@@ -153,7 +153,7 @@ class Mixer:
     bytes_sent: list[int]
     """Number of bytes that each local node has sent so far."""
     synchronous = True
-    """Whether a round waits for its neighbours."""
+    """True if a round waits for its neighbours."""
     staleness: list[float]
     """Mean age, in rounds, of the models that each local node received in the last GOSSIP exchange.
     It is 0 for a synchronous mixer, NaN if the node received none, and negative if its neighbours

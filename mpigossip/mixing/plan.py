@@ -24,7 +24,7 @@ class RoundPlan:
 
     kind: ExchangeKind
     average: bool
-    """Whether W = 11ᵀ/n, so that all ranks average together."""
+    """True if W = 11ᵀ/n, so that all ranks average together."""
     nbytes: int
     sources: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
@@ -113,12 +113,12 @@ class RoundState:
     future: Future | None = None
     """Result of the job that the progress thread runs for this round."""
     inline: bool = False
-    """Whether the thread that waits for the round does the remaining work."""
+    """True if the thread that waits for the round does the remaining work."""
     finished: bool = False
     halved: bool = False
-    """Whether two ranks of this host each compute half of their average."""
+    """True if two ranks of this host each compute half of their average."""
     sum_in_main: bool = False
-    """Whether the main thread forms the sum, because it reads outboxes on this host."""
+    """True if the main thread forms the sum, because it reads outboxes on this host."""
     arrived: dict[int, int] = field(default_factory=dict)
     """Number of chunks that have arrived from each source."""
     prepared: int = 0

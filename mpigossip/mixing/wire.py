@@ -40,10 +40,10 @@ class Wire(NamedTuple):
     decode: Callable
     seed: int = 0
     biased: bool = False
-    """Whether the mean error is not zero; such a wire needs an algorithm that sends the error
+    """True if the mean error is not zero; such a wire needs an algorithm that sends the error
     later."""
     shared: bool = False
-    """Whether all nodes draw the same random numbers, so that all omit the same values."""
+    """True if all nodes draw the same random numbers, so that all omit the same values."""
 
     @property
     def exact(self) -> bool:

@@ -32,7 +32,7 @@ class EditDetector:
 
     def __init__(self) -> None:
         self.in_flight = False
-        """Whether x has been sent and the exchange is not finished."""
+        """True if x has been sent and the exchange is not finished."""
         self._edited = False
         self._message = IN_FLIGHT
         self._count = 0

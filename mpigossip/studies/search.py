@@ -29,7 +29,7 @@ class Trial:
     judged: float
     """Final value of the metric by which rates are compared; NaN if the run diverged."""
     late: bool = False
-    """Whether the run diverged late; such a rate is chosen only if all others diverged."""
+    """True if the run diverged late; such a rate is chosen only if all others diverged."""
     cell: Cell | None = None
     """Point of the grid; None outside of a study."""
 

@@ -33,7 +33,7 @@ class Row(NamedTuple):
     note: str
     """Note that is written below the table; "": none."""
     strong: bool
-    """Whether the cell `marked` is bold in LaTeX."""
+    """True if the cell `marked` is bold in LaTeX."""
 
 
 def lost(row: Mapping[str, Any]) -> list[str]:

@@ -23,11 +23,11 @@ class Transport:
     halves = 1
     """Inbox buffers for each source."""
     on_device = False
-    """Whether inbox buffers are on the slots' devices."""
+    """True if inbox buffers are on the slots' devices."""
     allocate = staticmethod(ordinary)
     """Function that allocates memory to send from on a slot's device."""
     in_main = False
-    """Whether the main thread starts averages."""
+    """True if the main thread starts averages."""
     memory: Sequence[torch.Tensor] = ()
     """All host memory of the transport, uint8."""
     outbox: torch.Tensor | None = None
