@@ -46,7 +46,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(1337)
     world = mpigossip.world(ranks_per_node=ranks_per_node)  # <-
-    device = world.device()  # <-
+    device = world.device()
     model = shard(GPT().to(device), world.node_mesh(), options.bf16)  # <-
     optimizer = configure(model)
     options_of_run = {"run": options.out, "steps": options.steps}

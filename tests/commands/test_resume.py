@@ -21,7 +21,7 @@ def test_mpi_starts_with_the_time_limit_of_the_resumed_run(tmp_path, monkeypatch
     assert cli.main(["simulate", str(tmp_path / "job.toml"), "--nodes", "2", *settings]) == 0
     given = []
 
-    def begin(folder, timeout_s=process.TIMEOUT_S):
+    def begin(folder, timeout_s=process.TIMEOUT_S, devices="auto"):
         given.append((folder, timeout_s))
         raise Begun
 
