@@ -13,7 +13,7 @@ from tests.cases import every, with_world
 
 common_optimizers = pytest.importorskip("torch.testing._internal.common_optimizers")
 # This import forbids to set flags of cuDNN for the rest of the process; other tests set them.
-setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
 REJECTED = {"LBFGS", "SparseAdam"}
 """Optimizers that can't train this model: one needs a closure, one sparse gradients."""
 

@@ -459,12 +459,12 @@ def poisoned(patch):
     """Make the gradient of node 1 not finite at step 3, but not its loss."""
     check = Trainer._check  # called for the losses, after the gradients are computed
 
-    def bad(self, figures, rested):
+    def bad(self, figures, *step):
         if self.engine.index == 3 and 1 in self.mixer.local_nodes:
             flat = self.replicas.flat
             row = self.mixer.local_nodes.index(1)
             self.replicas.grads[0][row, flat.offsets[flat.names.index("3.bias")]] = np.nan
-        check(self, figures, rested)
+        check(self, figures, *step)
 
     patch.setattr(Trainer, "_check", bad)
 
