@@ -328,4 +328,4 @@ def test_doctor_measures_each_way_that_is_proven(mpirun, tmp_path, fails, limit_
         rates = rf"{way}: 1 MB x 2 [\d.]+ GB/s, 1 MB x 1 [\d.]+ GB/s"
         assert re.search(rates, done.stdout), done.stdout + done.stderr
     assert "windows: not proven" in done.stdout and named in done.stdout
-    assert "the main thread and another compute on each" in done.stdout
+    assert "the main thread and another thread can compute on each" in done.stdout

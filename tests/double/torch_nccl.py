@@ -275,7 +275,11 @@ class Node(dist.ProcessGroup):
 
 
 def as_world(backend, **settings):
-    """Replace torch's init_process_group, with the double if NCCL is requested."""
+    """Replace torch's init_process_group, with the double if NCCL is requested.
+
+    To torch, the tensors of the double are on the CPU, so the device of the group is left out.
+    """
+    settings.pop("device_id", None)
     torch_world(DOUBLE if backend == "nccl" else backend, **settings)
 
 
