@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,10 @@ def resolve(words):
     words = words[next(k for k, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)) :]
     program, *rest = words
     if program == "pip":
-        from pip._internal.commands import create_command
+        with warnings.catch_warnings():
+            # setuptools warns if another test has imported distutils, as torch's own tests do
+            warnings.simplefilter("ignore")
+            from pip._internal.commands import create_command
 
         return create_command(rest[0]).parse_args(rest[1:])
     if program == "mpigossip":
