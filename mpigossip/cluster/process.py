@@ -79,7 +79,7 @@ def end_with(parent: int) -> None:
 
 
 def before_mpi(
-    folder: Path | None = None, timeout_s: float = TIMEOUT_S, devices: str = "auto"
+    folder: Path | None = None, timeout_s: float = TIMEOUT_S, devices: str | None = None
 ) -> float:
     """Start watching the start of MPI, before MPI is imported, and return the time limit.
 
@@ -88,10 +88,10 @@ def before_mpi(
     :param folder: run directory, in which ranks detect each other before MPI has started; None: a
         temporary directory
     :param timeout_s: seconds that MPI may take to start, from now on
-    :param devices: value of `node.devices`
+    :param devices: value of `node.devices`; None: the value of an earlier call, or "auto"
     """
     global _start, _devices
-    _devices = devices
+    _devices = devices or _devices
     launched = launcher_ranks(os.environ)
     if _start is None and launched and launched[0][1] > 1:
         rank, size, _ = launched[0]
@@ -219,7 +219,8 @@ class ExitHandler:
             sys.stderr.flush()
             os._exit(code)
         for release in self.before_finalize:
-            release(comm)
+            with contextlib.suppress(MPI.Exception):  # MPI_Finalize then reports what is open
+                release(comm)
         if finalize or self.code:
             # Call it through ctypes: mpi4py would hold the interpreter's lock, which the thread of
             # `uncaught.exit_now` needs.

@@ -133,8 +133,6 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     rank, size = (0, 1) if node is None else (node.rank, node.size)
     limit = timedelta(seconds=timeout_s)
-    # NCCL, FSDP2 and DDP use the current device, which is GPU 0 on all ranks unless it is set.
-    device = world.device() if backend == "nccl" else None
     if dist.is_initialized():
         with world.raise_together(JobError):
             if (dist.get_rank(), dist.get_world_size()) != (rank, size):
@@ -152,6 +150,8 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
         port = store.port
     port = port if node is None else node.broadcast(port)
     store = store or dist.TCPStore("127.0.0.1", port, size, False, limit)
+    # NCCL, FSDP2 and DDP use the current device, which is GPU 0 on all ranks unless it is set.
+    device = world.device() if backend == "nccl" else None
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device
     )

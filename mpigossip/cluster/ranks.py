@@ -155,8 +155,9 @@ class World(Communicator):
 
         :param backend: backend of torch.distributed; None: "nccl" if there are GPUs, otherwise
             "gloo"
-        :param timeout_s: seconds that a collective call of this group may take. torch then ends
-            the process; the default is long, because a rank may evaluate while others wait
+        :param timeout_s: seconds that a collective call of this group may take, at least the time
+            limit of the world. torch then ends the process; the default is long, because a rank
+            may evaluate while others wait
         :raises JobError: if torch.distributed was initialized with other ranks
         """
         from mpigossip.cluster.process_groups import node_group

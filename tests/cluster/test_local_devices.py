@@ -60,6 +60,14 @@ def test_the_context_exists_before_mpi_starts(gpus, monkeypatch, rank, ranks, de
     assert start is not MPI.Init_thread
 
 
+def test_a_world_keeps_the_devices_of_its_job(monkeypatch):
+    """`mpigossip train` prepares the start of MPI with its job, then the world does it again."""
+    monkeypatch.setattr(process, "_devices", "auto")
+    process.before_mpi(None, 30.0, "cuda:2")
+    process.before_mpi(timeout_s=30.0)
+    assert process._devices == "cuda:2"
+
+
 @pytest.mark.parametrize("devices", ["cpu:2", "cuda:7"])
 def test_cpus_and_invalid_devices_create_no_context(gpus, devices):
     assert local_devices.make_current_before_mpi(devices) == ""
