@@ -230,7 +230,7 @@ def equitopo(options) -> Iterator[Row]:
 
 
 def push_sum(options) -> Iterator[Row]:
-    """Check that only push-sum finds the mean on a directed graph whose rows do not sum to one."""
+    """Check that push-sum finds the mean on an irregular directed graph, where gossip does not."""
     n = 11
     ends = []
     network = networkx.cycle_graph(n, networkx.DiGraph)

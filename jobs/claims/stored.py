@@ -51,7 +51,15 @@ def faults(runs: Sequence[Line]) -> list[str]:
 
 
 def finals(runs: Sequence[Line], cell: Cell, method: str, level: str) -> dict[int, Line]:
-    """Return a method's reported runs by seed, only those at the rate that the search chose."""
+    """Return the runs of a method at the learning rate that the search chose, by seed.
+
+    The result is empty if no search run of the method has metrics.
+
+    :param runs: stored runs
+    :param cell: cell of the study
+    :param method: label of the method
+    :param level: label of the fraction of the best learning rate
+    """
     matching = [
         r
         for r in runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -132,6 +132,13 @@ def close_window(window: MPI.Win, comm: MPI.Comm) -> None:
     """
     with bounded_call(comm, "MPI's Win.Free", float("inf")):
         _free(window)
+
+
+def register_windows(windows: Iterable[MPI.Win]) -> None:
+    """Add windows that were opened by other means to `open_windows`, unless they are there."""
+    for window in windows:
+        if not any(other is window for other in open_windows):
+            open_windows.append(window)
 
 
 def _free(window: MPI.Win) -> None:

@@ -399,7 +399,7 @@ class Wait:
         return self._monitor.departed_code(self._awaited_ranks)
 
     def finish(self) -> None:
-        """Inform the same ranks that this rank no longer waits."""
+        """Inform the ranks to which this wait was reported that this rank no longer waits."""
         if self._informed:
             self._monitor.send_status(self._informed, WORKING)
 

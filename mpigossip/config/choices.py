@@ -188,14 +188,16 @@ def check_options(
         if key in parameters:
             annotation, default = parameters[key]
             try:
-                values[key] = structure(values[key], annotation, path, default)
+                shown_default = None if default is inspect.Parameter.empty else default
+                values[key] = structure(values[key], annotation, path, shown_default)
             except JobError as error:
                 messages += error.messages
         elif not accepts_any:
             messages.append(unknown(path, [*setting_keys, *parameters], others))
     for key, (_, default) in parameters.items():
-        if default is inspect.Parameter.empty and key not in values:
-            messages.append(f"{section}.{key} is not set: it has no default; write {key} = …")
+        if default is inspect.Parameter.empty:
+            if key not in values:
+                messages.append(f"{section}.{key} is not set: it has no default; write {key} = …")
         elif default is not None:
             values.setdefault(key, plain(default))
     return messages

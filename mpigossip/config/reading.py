@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mpigossip.config import packaged, stored, toml
+from mpigossip.config import packaged, stored_jobs, toml
 from mpigossip.config.choices import FILES, Tables, apply_implied, check, options_of, spec_of
 from mpigossip.config.errors import JobError
 from mpigossip.config.sections import SECTIONS, AlgorithmSection, Job
@@ -40,7 +40,7 @@ def load(
     tables = tables or {}
     raw = read(source)
     if isinstance(source, str) and "\n" in source:
-        raw = stored.update(raw)
+        raw = stored_jobs.update(raw)
     messages = _override(raw, overrides, tables)
     sections = {name: value for name, value in raw.items() if name in SECTIONS}
     unknown = [name for name in raw if name not in SECTIONS]

@@ -87,8 +87,8 @@ def plain(value: Any, depth: int = 16) -> Any:
     """Return ``value`` with its lists converted to tuples.
 
     :param value: number, string or None, or a list or mapping of them
-    :param depth: largest depth of nesting
-    :raises BadValue: if TOML or HDF5 cannot store the value, or it would not equal its copy (NaN)
+    :param depth: number of nested lists and mappings at which the value is rejected
+    :raises BadValue: if TOML or HDF5 cannot store the value, or if a number in it is not finite
     """
     if depth == 0:
         raise BadValue(value, "is nested too deeply; 15 levels are allowed")

@@ -186,8 +186,8 @@ def _endless(stream: IterableDataset, first: int, stride: int) -> Iterator[Any]:
         rows = iter(stream)
         if rows is stream:
             raise ValueError(
-                "iter() of it returns itself, so it can't be read again or by several nodes; "
-                "make __iter__ a generator"
+                "__iter__ returns self, so the stream can't be read twice or by several nodes; "
+                "write __iter__ as a generator"
             )
         has_samples = False
         for sample in itertools.islice(rows, first, None, stride):

@@ -1,6 +1,7 @@
-"""Measurements of a step: its record, norms and seconds; and the check of messages for NaN.
+"""Measurements of a step (record, norms and seconds), and the check of messages for NaN.
 
-The bits of a norm do not depend on the shape of an array.
+Norms are summed in blocks of fixed size, one row at a time. The norm of a row is therefore bitwise
+identical, however many rows the array has.
 """
 
 import math

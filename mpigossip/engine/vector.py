@@ -206,7 +206,8 @@ def flatten(
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if not trained:
         raise JobError(
-            "the model has no parameter to train: requires_grad is False for all; set it for some"
+            "the model has no parameter to train: none has requires_grad = True; call "
+            "requires_grad_() on the parameters to train"
         )
     for name, parameter in trained:
         check_type(name, parameter, types)

@@ -54,10 +54,11 @@ class WholeExchange:
         self.outbox = out
 
     def receive(self, engine: Engine, now: Step) -> None:
-        self.wait(engine, _reusable_x(engine, now.kind))
+        self.wait(engine, None if now.waits else _reusable_x(engine, now.kind))
         assert self._received is not None, "no exchange is in flight"
         sent, mixed = self._received
-        engine.measure(sent, mixed, now.kind)
+        if not now.waits:  # a node that waits makes no record
+            engine.measure(sent, mixed, now.kind)
         self.apply(engine, sent, mixed, now)
         self.discard()
 

@@ -38,19 +38,20 @@ def cross_rack_fraction(graph: Graph, racks: Sequence[Hashable]) -> float:
 def renumber_for_racks(
     graph: Graph, racks: Sequence[Hashable], order: Sequence[int] | None = None
 ) -> Graph:
-    """Return the graph renumbered for ranks in these racks, by :func:`places_for`."""
-    return renumbered(graph, places_for(graph, racks, order))
+    """Return the graph renumbered for ranks in these racks, by :func:`graph_nodes_for`."""
+    return renumbered(graph, graph_nodes_for(graph, racks, order))
 
 
-def places_for(
+def graph_nodes_for(
     graph: Graph, racks: Sequence[Hashable], order: Sequence[int] | None = None
 ) -> np.ndarray:
-    """Return the place of each rank, (n,), so that few messages cross between racks.
+    """Return the graph node of each rank, (n,), so that few messages cross between racks.
 
-    From two starting points, the ranks' own numbers and ``order``, places are swapped as long as
-    that reduces the number of messages between racks; the better result is taken. A graph that is
-    drawn in each round is left as it is, because all of its places are equivalent. The function
-    allocates several arrays (n, n) of float64, so one rank should compute the result for all.
+    The search starts once from the ranks' own numbers and once from ``order``. It swaps the graph
+    nodes of two ranks as long as this reduces the number of messages between racks, and the better
+    result is returned. A graph that is drawn in each round is not renumbered, because all of its
+    nodes are equivalent. The function allocates several arrays (n, n) of float64, so one rank
+    should compute the result for all.
 
     :param graph: graph to renumber
     :param racks: rack of each rank

@@ -82,8 +82,11 @@ class _Best:
             self.reported_s = self.budget.elapsed
             self.progress(min(1.0, self.budget.spent()), self.score, self.budget.used)
 
-    def of_circulants(self, sets: Iterable[tuple[int, ...]]) -> None:
-        """Judge the circulant graph of each set of jumps."""
+    def try_circulants(self, sets: Iterable[tuple[int, ...]]) -> None:
+        """Score the circulant graph of each set of jumps; keep the best that has few enough edges.
+
+        A circulant graph with jump s connects each node i with node (i + s) modulo n.
+        """
         for jumps, score in _circulants(self.task, sets):
             self.budget.used += 1
             if score > self.score and _size(self.task.n, jumps) <= self.task.edges:
@@ -198,7 +201,7 @@ def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> N
     start = tree if best.edges == tree.edges() else path
     if task.edges == n * (n - 1) // 2:
         return
-    best.of_circulants(islice(_jump_sets(n, task.degree), 20_000))
+    best.try_circulants(islice(_jump_sets(n, task.degree), 20_000))
     anneal(start, rng, budget, 0.25, (HOT, COLD), best.keep_better)
     orders = [m for m in range(2, n // 2 + 1) if n % m == 0]
     windows = [(m, 0.25 + 0.4 * (k + 1) / len(orders)) for k, m in enumerate(orders)]
@@ -294,7 +297,7 @@ def search_circulants(
     best = _Best(task, budget, progress)
     interrupted = False
     try:
-        best.of_circulants(_jump_sets(n, task.degree))
+        best.try_circulants(_jump_sets(n, task.degree))
     except KeyboardInterrupt:
         interrupted = True
     if not best.edges:

@@ -95,7 +95,10 @@ def from_sequence(
                 f"item {t} of a sequence of networkx graphs is a {type(item).__name__}"
             )
         if set(item.nodes) != set(order):
-            raise GraphError(f"networkx graph {t} of the sequence has other nodes than the first")
+            raise GraphError(
+                f"networkx graph {t} of the sequence has different nodes than the first "
+                f"({len(item.nodes)} and {len(order)}); use the same node names in all graphs"
+            )
         rounds.append(_round(item, weights, order))
     return Graph(Cycle(tuple(rounds)), name)
 

@@ -45,9 +45,9 @@ class RecordStore:
     whole content by link(2), or not at all, and its content never changes. A stale listing can
     therefore only lack new names.
 
-    If the file system fails, `Outages` repeats the operation, because such an error says nothing
-    about the file: a file counts as missing only if its name was never listed, and as unusable only
-    if it was read.
+    If the file system fails, `Outages` repeats the operation, because such an error does not show
+    whether the file exists or is valid. A file counts as missing only if its name was never listed,
+    and as unusable only if its kind or content was examined and is invalid.
     """
 
     def __init__(self, root: Path, shared: bool = False):

@@ -281,7 +281,10 @@ def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
         with torch.no_grad():
             outputs = scores(network(sample))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-        raise JobError(f'model "{name}" can\'t be applied to {what}: {error}') from error
+        raise JobError(
+            f'model.name = "{name}" can\'t be applied to {what} ({error}); choose a model or a '
+            "data set that fits"
+        ) from error
     finally:
         network.train(training)
     if not isinstance(outputs, Tensor):

@@ -192,7 +192,10 @@ def _find(folder: Path) -> tuple[list[str], dict[str, Files]]:
             )
     classes = sorted(path.name for path in _visible(train) if path.is_dir())
     if not classes:
-        raise StoreError(f"{train} contains no folders: it needs one per class, named after it")
+        raise StoreError(
+            f"{train} contains no folders; create one folder for each class, with the name of the "
+            "class"
+        )
     unknown = sorted({path.name for path in _visible(test) if path.is_dir()} - set(classes))
     if unknown:
         raise StoreError(f"{test} has classes that {train} lacks: {', '.join(unknown[:10])}")

@@ -20,7 +20,7 @@ from mpigossip.data.sources import SOURCES, AnyData, Source, check_alike, source
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import ParameterLayout, flatten
 from mpigossip.graphs import Graph, GraphError
-from mpigossip.graphs.placement import places_for, renumbered
+from mpigossip.graphs.placement import graph_nodes_for, renumbered
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group, local_shards
 from mpigossip.mixing import MIXERS, open_mixer
@@ -111,7 +111,7 @@ def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
         if world.rank == 0:
             # The search may take longer than the time limit of the other ranks, which wait for it.
             with deadline.paused():
-                graph_nodes = places_for(graph, racks, order)
+                graph_nodes = graph_nodes_for(graph, racks, order)
     return renumbered(graph, world.broadcast(graph_nodes))
 
 

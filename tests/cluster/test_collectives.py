@@ -135,3 +135,37 @@ def calls_while_mixers_open(comm):
 def test_no_call_blocks_without_a_limit_as_mixers_open(ranks):
     for plain, limited in ranks(2)(calls_while_mixers_open):
         assert not plain and {"Dup", "Split_type", "allgather"} <= set(limited), (plain, limited)
+
+
+class FakeWindow:
+    """A window that records the calls on it."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def Unlock_all(self):  # noqa: N802 - a name of MPI
+        self.calls.append(("unlock", self))
+
+    def Free(self):  # noqa: N802 - a name of MPI
+        self.calls.append(("free", self))
+
+
+@pytest.mark.parametrize("other_rank", [2, 1])
+def test_open_windows_are_freed_if_all_ranks_have_equally_many(monkeypatch, other_rank):
+    from mpigossip.cluster import collectives
+
+    calls = []
+    windows = [FakeWindow(calls), FakeWindow(calls)]
+    monkeypatch.setattr(collectives, "open_windows", [])
+    collectives.register_windows(windows)
+    collectives.register_windows(windows[:1])  # registered already
+
+    class Comm:
+        @staticmethod
+        def Allreduce(_, counts, op):  # noqa: N802 - a name of MPI
+            counts[:] = [min(counts[0], other_rank), min(counts[1], -other_rank)]
+
+    collectives.free_open_windows(Comm)
+    freed = [(name, window) for window in windows for name in ("unlock", "free")]
+    assert calls == (freed if other_rank == 2 else [])
+    assert len(collectives.open_windows) == (0 if other_rank == 2 else 2)

@@ -127,6 +127,12 @@ def test_a_missing_required_option_is_reported():
 
     (message,) = problems_of({"graph": {"name": "k"}}, tables={"graph.name": {"k": needs}})
     assert "graph.degree is not set" in message
+    job = load({"graph": {"name": "k", "degree": 3}}, tables={"graph.name": {"k": needs}})
+    assert job.graph.options == {"degree": 3}
+    (message,) = problems_of(
+        {"graph": {"name": "k", "degree": "x"}}, tables={"graph.name": {"k": needs}}
+    )
+    assert message == 'graph.degree = "x": needs a whole number'
 
 
 def test_parallel_implies_the_complete_graph():

@@ -351,7 +351,7 @@ def test_invalid_data_are_reported_before_training_starts(user_module, function,
             returning(Ragged()),
             r'a batch of the samples \d+, … of "train": RuntimeError.*equal size',
         ),
-        (1, returning(Endless()), r'stream of "train": ValueError.*iter\(\) of it returns itself'),
+        (1, returning(Endless()), r'stream of "train": ValueError.*__iter__ returns self'),
         (0, returning(Counts(1)), r"no sample for node 1 of 2"),
     ],
 )

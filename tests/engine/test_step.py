@@ -110,6 +110,15 @@ def test_an_average_without_a_gradient_leaves_the_mean_and_draws_nodes_together(
     assert made.index == 0 and made.round == 3
 
 
+def test_an_average_of_a_waiting_node_measures_nothing(monkeypatch):
+    """Its record would be discarded, and it happens in each idle exchange."""
+    made = engine("algorithm.name=dsgd")
+    measured = []
+    monkeypatch.setattr(made, "measure", lambda *message: measured.append(message))
+    made.average(0.1)
+    assert not measured
+
+
 def test_the_graphs_clock_counts_gossip_rounds_alone():
     """Neither a global average nor a local step uses a round of the graph."""
     for cadence in ("gossip-pga", "every"):

@@ -152,7 +152,7 @@ def test_sequences():
     assert g.period == 2 and g.degree == 1
     assert np.allclose(g.matrix(1) @ g.matrix(0), 0.25)
     assert from_sequence([m for m in (g.matrix(0), g.matrix(1))]) == g
-    with pytest.raises(GraphError, match="networkx graph 1 of the sequence has other nodes"):
+    with pytest.raises(GraphError, match="networkx graph 1 of the sequence has different nodes"):
         from_sequence([nx.path_graph(3), nx.path_graph(4)])
     with pytest.raises(GraphError, match="item 1 .* is a ndarray"):
         from_sequence([nx.path_graph(3), np.eye(3)])

@@ -11,7 +11,7 @@ from mpigossip.config import JobError
 from mpigossip.graphs import GraphError, graph
 from mpigossip.graphs.placement import (
     cross_rack_fraction,
-    places_for,
+    graph_nodes_for,
     renumber_for_racks,
     renumbered,
     usage,
@@ -104,9 +104,9 @@ def test_a_job_places_its_ranks(tmp_path, monkeypatch):
 
     def counted(*given):
         depths.append(deadline.pause_depth)
-        return places_for(*given)
+        return graph_nodes_for(*given)
 
-    monkeypatch.setattr(assemble, "places_for", counted)
+    monkeypatch.setattr(assemble, "graph_nodes_for", counted)
     for placement in ("hostnames", "scheduler", f"file:{path}"):
         job = assemble.load({"graph": {"placement": placement}})
         assert cross_rack_fraction(
@@ -117,8 +117,8 @@ def test_a_job_places_its_ranks(tmp_path, monkeypatch):
     expected = assemble.place_on_racks(job, made, world)
     assert set(depths) == {1}  # the others wait without a limit meanwhile
     world.rank = 3
-    world.broadcast = lambda value: places_for(made, racks)
-    monkeypatch.setattr(assemble, "places_for", None)
+    world.broadcast = lambda value: graph_nodes_for(made, racks)
+    monkeypatch.setattr(assemble, "graph_nodes_for", None)
     assert assemble.place_on_racks(job, made, world) == expected
     with pytest.raises(JobError, match=r'must be "given", "hostnames", "scheduler" or "file:PATH"'):
         assemble.load({"graph": {"placement": "near"}})

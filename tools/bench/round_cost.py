@@ -74,8 +74,8 @@ def bare(comm: MPI.Comm, window: MPI.Win, put: bool) -> Callable[[], None]:
     return work
 
 
-def told(times: dict[str, list[float]], summed: Callable) -> str:
-    """Describe the time of the bare calls and what each other one adds."""
+def format_times(times: dict[str, list[float]], summed: Callable) -> str:
+    """Format the time of the MPI calls alone, in µs, and what each other measurement adds."""
     calls, *others = (1e6 * summed(kept) for kept in times.values())
     added = (f"{who} +{us - calls:.1f}" for who, us in zip([*times][1:], others, strict=True))
     return f"MPI calls {calls:.1f}, {', '.join(added)}"
@@ -106,7 +106,10 @@ def main() -> None:
             mixer.close()
             if comm.rank == 0:
                 for word, summed in (("median", statistics.median), ("least", min)):
-                    print(f"{name:20} {same_host:4} {word:6} {told(times, summed)}", flush=True)
+                    print(
+                        f"{name:20} {same_host:4} {word:6} {format_times(times, summed)}",
+                        flush=True,
+                    )
         window.Unlock_all()
         window.Free()
 

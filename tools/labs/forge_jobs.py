@@ -156,7 +156,14 @@ def show_job(text: str) -> str:
 
 
 def outcome(words: list[str], out: Path) -> tuple[object, float, float, list[str]]:
-    """Run a command in this fork; return exit code or traceback, seconds, MB, forbidden events."""
+    """Run a mpigossip command in this forked process.
+
+    :param words: arguments of the command
+    :param out: file for its standard output and standard error
+    :return: exit code, or traceback of an exception; CPU seconds; growth of the peak memory in MiB;
+        forbidden events: imports of a module that a forged job names, started programs and network
+        connections
+    """
     strays = list[str]()
 
     def hook(event: str, facts: tuple) -> None:

@@ -73,7 +73,7 @@ class Messages(Transport):
         areas: Sequence[torch.Tensor],
         rank: int,
     ) -> list[MPI.Request]:
-        """Make an MPI call for a chunk of every slot, in pieces that MPI can count.
+        """Send or receive a chunk of each slot by ``call``, in pieces of at most `CUT` bytes.
 
         The device of the slot is current during the call.
         """

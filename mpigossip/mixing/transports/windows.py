@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.collectives import close_window, open_window
+from mpigossip.cluster.collectives import close_window, open_window, register_windows
 from mpigossip.cluster.deadline import world_ranks
 from mpigossip.mixing.averages import CUT, raw
 from mpigossip.mixing.base import MessageLayout
@@ -89,6 +89,7 @@ class Windows(Transport):
             ):
                 raise TransportUnavailable(problem)
             own.Free()
+            register_windows(self._windows)
             # distance between two buffers, and offset of each slot in a buffer
             self._stride = size
             self._begins = [0] * slots
