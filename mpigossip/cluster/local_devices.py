@@ -71,12 +71,23 @@ def resolve_auto(
             check_other_accelerators()
         devices = "cpu:1"
     elif devices == "auto":
-        dealt_out = launcher_assigns(environ, count, ranks, on_host)
-        is_one_node = ranks > 1 and (dealt_out or count >= ranks)
-        devices = f"gpu:{count if ranks == 1 or dealt_out else max(1, count // ranks)}"
+        is_one_node = ranks > 1 and (
+            count >= ranks or launcher_assigns(environ, count, ranks, on_host)
+        )
+        devices = f"gpu:{gpus_per_rank(environ, count, ranks, on_host)}"
     if ranks_per_node == "auto":
         ranks_per_node = ranks if is_one_node else 1
     return devices, ranks_per_node
+
+
+def gpus_per_rank(environ: Mapping[str, str], count: int, ranks: int, on_host: int | None) -> int:
+    """Return how many of the ``count`` GPUs that torch sees each of the host's ranks uses.
+
+    The ranks divide the GPUs among them, unless the launcher has done so. If there are more ranks
+    than GPUs, each uses one, together with others.
+    """
+    assigned = launcher_assigns(environ, count, ranks, on_host)
+    return count if ranks == 1 or assigned else max(1, count // ranks)
 
 
 def launcher_assigns(
@@ -128,10 +139,7 @@ def first_device(
     visible: int | None = None,
     on_host: int | None = None,
 ) -> str:
-    """Return the device of a rank that uses one device: its GPU, or "cpu" if there is none.
-
-    The ranks of a host divide the visible GPUs among them, unless the launcher has done so. If
-    there are more ranks than GPUs, they take turns.
+    """Return the device of a rank that uses one device: the first of its GPUs, or "cpu".
 
     :param index: number of this rank among the ranks of its host
     :param ranks: number of ranks of this host
@@ -142,10 +150,7 @@ def first_device(
     count = visible_gpus(visible)
     if not count:
         return "cpu"
-    if ranks == 1 or launcher_assigns(environ, count, ranks, on_host):
-        return "cuda:0"
-    gpus_per_rank = max(1, count // ranks)
-    return f"cuda:{index * gpus_per_rank % count}"
+    return f"cuda:{index * gpus_per_rank(environ, count, ranks, on_host) % count}"
 
 
 def make_current_before_mpi(devices: str = "auto") -> str:
@@ -207,10 +212,10 @@ def slots_of(
     kind, _, number = devices.partition(":")
     if kind != "gpu":
         return _parse_devices(devices)
-    gpus_per_rank = int(number)
+    slots = int(number)
     count = visible_gpus(visible)
-    first = local_rank(environ)[0] * gpus_per_rank if count > gpus_per_rank else 0
-    return tuple(f"cuda:{(first + k) % max(count, gpus_per_rank)}" for k in range(gpus_per_rank))
+    first = local_rank(environ)[0] * slots if count > slots else 0
+    return tuple(f"cuda:{(first + k) % max(count, slots)}" for k in range(slots))
 
 
 def visible_gpus(visible: int | None = None) -> int:

@@ -168,7 +168,7 @@ MUTANTS = [
      HOST),
     Mutant("9: GPUs that the launcher has dealt out are divided again",
      "mpigossip.cluster.local_devices",
-     "count if ranks == 1 or dealt_out else max(1, count // ranks)",
+     "count if ranks == 1 or assigned else max(1, count // ranks)",
      "count if ranks == 1 else max(1, count // ranks)", AUTO),
     Mutant("9: Flux's ranks of a host aren't known", "mpigossip.cluster.local_devices",
      "if all(value.isdigit() for value in flux):", "if False:", AUTO),

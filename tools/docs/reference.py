@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["COLUMNS"] = "80"  # of the commands' help
 
 import mpigossip
-from mpigossip import algorithms, cli, config, graphs, models
-from mpigossip.algorithms import cadence
+from mpigossip import cli, config, graphs
 from mpigossip.commands.arguments import every
 from mpigossip.config import errors, packaged, sections
 from mpigossip.config.choices import BuilderSpec, keyword_only
@@ -29,16 +28,12 @@ from mpigossip.config.structure import Limit
 from mpigossip.config.toml import show
 from mpigossip.optim import settings as optim_settings
 from mpigossip.store import checkpoint, log
-from mpigossip.training import assemble, task
+from mpigossip.training import assemble
 
 TABLES = {
-    "task": task.TASKS,
-    "data": assemble.SOURCES,
-    "model": models.BUILDERS,
-    "algorithm": algorithms.BUILDERS,
-    "local": algorithms.LOCALS,
-    "graph": graphs.BUILDERS,
-    "cadence": cadence.BUILDERS,
+    path.partition(".")[0]: table
+    for path, table in assemble.tables_of_names().items()
+    if not path.startswith("node.")
 }
 """Functions by the names of a section; their keyword-only parameters are further settings."""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
