@@ -206,7 +206,7 @@ def test_another_tokenizer_and_another_vocabulary_are_rejected(bpe, plain, tmp_p
     small = job(bpe, tmp_path, "model.name=tests.store.test_tokens:bytes_only", "model.layers=none")
     with (
         SingleProcess() as world,
-        pytest.raises(JobError, match=r"tokens of .* 0 … 399: index out of range"),
+        pytest.raises(JobError, match=r"model.name = .* 0 … 399 \(index out of range"),
     ):
         assemble.assemble(small, world, 2)
 
