@@ -45,8 +45,8 @@ MUTANTS = [
            "    self.notifications.send([rank], ARRIVED, self.number(r, chunk))\n"
            "for rank, _ in ():",
            TRANSPORTS),
-    Mutant("outbox reused before it was read", "_end_round",
-           "self._shared.wait_read(r.plan.readers, r.t)", "pass", WINDOWS),
+    Mutant("outbox reused before it was read", "ReadInPlace.release",
+           "self._shared.wait_read(self.round.plan.readers, self.round.t)", "pass", WINDOWS),
     Mutant("inbox not double-buffered", "Windows.send",
            "half = r.index % 2", "half = 0", WINDOWS),
     Mutant("free buffer not waited for", "Windows.is_free",

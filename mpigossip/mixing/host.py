@@ -69,6 +69,11 @@ class SharedOutboxes:
         self._window.Sync()
         self._notifications.send(self._local_indices(readers), READY, t)
 
+    def publish_to_all(self, t: int) -> None:
+        """Notify all other ranks of this host that the outbox of round t is complete."""
+        self._window.Sync()
+        self._notifications.send(self._others, READY, t)
+
     def wait_ready(self, sources: Iterable[int], t: int) -> None:
         """Wait until the outboxes of round t of the sources on this host are complete."""
         self._notifications.wait(self._local_indices(sources), READY, t)

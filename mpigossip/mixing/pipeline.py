@@ -84,13 +84,19 @@ class Pipeline:
         self._thread = thread
         self.threaded = thread.threaded
 
-    def begin(self, r: RoundState) -> None:
-        """Begin to receive and to send; if the round is run inline, do what needs no waiting."""
+    def begin(self, r: RoundState, *, inline: bool, sums: bool = True) -> None:
+        """Begin to receive and to send.
+
+        :param inline: True: do what needs no waiting in this thread, and the rest in :meth:`wait`;
+            False: run the round in the progress thread
+        :param sums: True: sum the chunks that have arrived; False: only receive them
+        """
+        r.sums = sums
         r.arrived = dict.fromkeys(r.plan.remote_sources, 0)
         self._transport.notifications.first = r.t - r.index
         r.blocked_readers = [rank for rank, _ in r.plan.targets]
         self._transport.begin(r, self._buffers.sent)
-        if r.inline:
+        if inline:
             self._call_and_keep(self._advance, r)
         else:
             r.future = self._thread.submit(partial(self.run, r))
@@ -138,6 +144,27 @@ class Pipeline:
                     error.add_note(note)
             raise
         return time.perf_counter() - began
+
+    def begin_average(self, r: RoundState) -> None:
+        """Begin an average over all nodes.
+
+        The progress thread computes it, unless the transport starts averages in the main thread:
+        then the progress thread only waits for them. Without a thread, :meth:`wait_average`
+        computes the average.
+        """
+        average = partial(self._buffers.average, self._transport)
+        if self._transport.in_main:
+            average()
+            wait_for_swaps = partial(self._transport.wait_for_swaps, f"round {r.t}")
+            r.future = self._thread.submit(wait_for_swaps)
+        elif self.threaded:
+            r.future = self._thread.submit(average)
+
+    def wait_average(self, r: RoundState) -> float:
+        """Wait until the buffers' result is the average; return the seconds waited."""
+        waited = self.wait(r) if r.future else self._buffers.average(self._transport)
+        self._buffers.complete()  # the thread has launched the last sum, without waiting for it
+        return waited
 
     def _is_finished(self, r: RoundState) -> bool:
         count = len(self._transport.chunks)
@@ -188,7 +215,7 @@ class Pipeline:
         # over an inbox buffer and uses the own encoded chunk, so all terms must be there.
         if r.added == min([r.prepared, *r.arrived.values()]):
             return False
-        if not r.sum_in_main:
+        if r.sums:
             received = [self._transport.received(r, k) for k in range(len(r.plan.remote_sources))]
             self._buffers.add(r.plan.weights, received, self._transport.chunks[r.added])
         r.added += 1

@@ -102,7 +102,7 @@ def sums_in_inbox(graph, rank: int) -> bool:
 
 @dataclass(eq=False, slots=True)
 class RoundState:
-    """One exchange and its progress."""
+    """Plan and numbers of an exchange, and its progress, which only the pipeline changes."""
 
     plan: RoundPlan
     t: int
@@ -111,19 +111,18 @@ class RoundState:
     index: int
     """Number of GOSSIP rounds since the mixer was opened: notifications are numbered by it."""
     future: Future | None = None
-    """Result of the job that the progress thread runs for this round."""
-    inline: bool = False
-    """True if the thread that waits for the round does the remaining work."""
-    finished: bool = False
-    halved: bool = False
-    """True if two ranks of this host each compute half of their average."""
-    sum_in_main: bool = False
-    """True if the main thread forms the sum, because it reads outboxes on this host."""
+    """Result of the job that the progress thread runs for this round; None: the thread that waits
+    for the round does the remaining work."""
+    sums: bool = True
+    """True if the pipeline computes the sum; otherwise the main thread does at the end."""
     arrived: dict[int, int] = field(default_factory=dict)
     """Number of chunks that have arrived from each source."""
     prepared: int = 0
+    """Number of chunks that were encoded, and copied to the host if they are sent from there."""
     sent: int = 0
+    """Number of chunks that were sent to all readers, which were notified."""
     added: int = 0
+    """Number of chunks that were summed, or that can be summed by the main thread."""
     in_flight: Sequence[Any] = ()
     """Requests of the chunk that is being sent."""
     blocked_readers: Sequence[int] = ()

@@ -14,6 +14,16 @@ from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import RankMixer
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout
+from mpigossip.mixing.exchanges import (
+    AverageInPlace,
+    AverageSent,
+    Exchange,
+    Local,
+    Mixed,
+    Pair,
+    ReadInPlace,
+    Sent,
+)
 from mpigossip.mixing.host import HostBuffers, SharedOutboxes, host_buffers, share_memory
 from mpigossip.mixing.notifications import wait_all
 from mpigossip.mixing.pipeline import Pipeline
@@ -108,8 +118,9 @@ class Synchronous(RankMixer):
         self._open_thread(world)
         # the first GOSSIP round of this mixer, as the graph counts rounds
         self._first: int | None = None
-        self._round: RoundState | None = None
-        self._last: RoundState | None = None
+        self._exchange: Exchange | None = None
+        # index of the last GOSSIP round that ended
+        self._last_index: int | None = None
 
     def _open_on_host(self, buffers: int, world: World) -> Transport:
         """Open windows in host memory, with chunks that fit the measured bandwidth."""
@@ -220,111 +231,68 @@ class Synchronous(RankMixer):
             self._first = t
         plan = self._plan_of(kind, t)
         number = t if exchange is None else exchange
-        r = self._round = RoundState(plan, t, number, t - (self._first or 0))
+        r = RoundState(plan, t, number, t - (self._first or 0))
+        self._exchange = self._exchange_of(r)
         self.bytes_sent[0] += plan.nbytes
-        if kind is ExchangeKind.LOCAL:
-            return
-        self._buffers.begin(number, plan.average)
-        if plan.average:
-            self._start_average(r)
-            return
-        if self._shared:  # neighbours on this host may read from now on; `outbox` waits for them
-            self._shared.publish(plan.readers, t)
-            r.sum_in_main = not plan.remote_sources or len(plan.remote_sources) < len(plan.sources)
-        # The progress thread exchanges with all other ranks. A small message is sent by the main
-        # thread: as far as possible now, the rest in `finish`.
-        if self._transport and (plan.targets or plan.remote_sources or not self._shared):
-            r.inline = self._inline
-            self._pipeline.begin(r)
+        if kind is not ExchangeKind.LOCAL:
+            self._buffers.begin(number, plan.average)
+        self._exchange.begin()
 
     def _plan_of(self, kind: ExchangeKind, t: int) -> RoundPlan:
         return self._plan(kind, t % self._period if self._period else t)
 
-    def _start_average(self, r: RoundState) -> None:
-        transport = self._transport
-        buffers = self._buffers
-        thread = self._thread
-        if transport is None or thread is None:
-            self._shared.publish(self._shared.local_index.keys() - {self.rank}, r.t)
-        elif transport.in_main:
-            buffers.average(transport)
-            r.future = thread.submit(partial(transport.wait_for_swaps, f"round {r.t}"))
-        elif thread.threaded:
-            r.future = thread.submit(partial(buffers.average, transport))
-
-    def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
-        r = self._round
-        r.finished = True
+    def _exchange_of(self, r: RoundState) -> Exchange:
+        """Return the exchange of a round, by its plan and by what is open on this rank."""
         plan = r.plan
         buffers = self._buffers
-        if plan.kind is ExchangeKind.LOCAL:
-            return buffers.out, buffers.out
-        if plan.average:
-            return buffers.out, self._finish_average(r)
-        if plan.partner is not None and into is None:
-            # waits for the partner's outbox, then for the half of the result that it computes
-            parts = self.layout.parts
-            weight = plan.weights[0]
-            r.halved = True
-            average = self._shared.average_pair(parts, weight, plan.partner, r.t)
-            return buffers.out, buffers.segments(average)
-        if self._shared:  # wait until the outboxes of the in-neighbours on this host are complete
-            self._shared.wait_ready(plan.sources, r.t)
-        if r.future or r.inline:  # wait until all other messages are sent and received
-            self._waited += self._pipeline.wait(r)
-        if self._shared and r.sum_in_main:
-            self._sum(r, into)
-        if self._shared:
-            self._shared.release(plan.sources, r.t)
-        return buffers.out, buffers.result
-
-    def _finish_average(self, r: RoundState) -> MessageArrays:
-        if self._transport is None:
-            self._shared.average(self.layout.parts, r.t)
-            return self._buffers.segments(self._shared.result)
-        if r.future:
-            self._waited += self._pipeline.wait(r)
-        else:
-            self._waited += self._buffers.average(self._transport)
-        self._buffers.complete()  # the thread has launched the last sum, without waiting for it
-        return self._buffers.result
-
-    def _sum(self, r: RoundState, into: torch.Tensor | None) -> None:
-        """Sum outboxes on this host and received messages in the graph's order."""
         shared = self._shared
-        received = []
-        remote = r.plan.remote_sources
-        for j in r.plan.sources:
-            if j in shared.local_index:
-                received.append(self._buffers.segments(shared.outbox(j)))
-            else:
-                received.append(self._transport.received(r, remote.index(j)))
-        target = None if into is None else [(into,)]
-        self._buffers.add(r.plan.weights, received, self._full_message, target)
+        if plan.kind is ExchangeKind.LOCAL:
+            return Local(r, buffers)
+        if plan.average and self._transport:
+            return AverageSent(r, buffers, self._pipeline)
+        if plan.average:
+            return AverageInPlace(r, buffers, shared, self.layout)
+        if shared is None:
+            return Sent(r, buffers, self._pipeline, inline=self._inline)
+        if plan.partner is not None:
+            return Pair(r, buffers, shared, self._full_message, self.layout)
+        read = ReadInPlace(r, buffers, shared, self._full_message)
+        if not (plan.targets or plan.remote_sources):
+            return read
+        # the pipeline can sum only if all messages come by the transport
+        sums = 0 < len(plan.remote_sources) == len(plan.sources)
+        sent = Sent(r, buffers, self._pipeline, inline=self._inline, sums=sums)
+        return Mixed(read, sent, self._transport)
+
+    def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
+        exchange = self._exchange
+        exchange.is_finished = True
+        result = exchange.finish(into)
+        self._waited += exchange.waited
+        return self._buffers.out, result
 
     def _end_round(self) -> None:
         """Wait until the last round's message has been read; free the buffers of its sources.
 
         The main thread does this, because waking the idle progress thread would take longer.
         """
-        r = self._round
-        self._round = None
-        if r is None or r.plan.kind is not ExchangeKind.GOSSIP:
+        exchange = self._exchange
+        self._exchange = None
+        if exchange is None:
             return
-        # only neighbours on this host read the outbox; all others have received a copy
-        if self._shared and r.halved:
-            self._shared.release_pair(r.plan.partner, r.t)
-        elif self._shared:
-            self._shared.wait_read(r.plan.readers, r.t)
+        exchange.release()
+        r = exchange.round
+        if r.plan.kind is not ExchangeKind.GOSSIP:
+            return
         if self._transport:
             self._transport.release(r, self._plan_of(ExchangeKind.GOSSIP, r.t + 2))
-        self._last = r
+        self._last_index = r.index
 
     def close(self) -> None:
         if self._buffers is None:
             return
         check_process()
-        if self._round and not self._round.finished:
+        if self._exchange and not self._exchange.is_finished:
             self.finish()
         self._end_round()
         self._buffers.close()
@@ -340,8 +308,8 @@ class Synchronous(RankMixer):
 
     def _unused_rounds(self) -> list[tuple[int, RoundPlan]]:
         """Return the rounds, by index, whose buffers were freed but that will not be run."""
-        last = self._last
-        indexes = range(max(2, last.index + 1), last.index + 3) if last else ()
+        last = self._last_index
+        indexes = () if last is None else range(max(2, last + 1), last + 3)
         first = self._first or 0
         return [(index, self._plan_of(ExchangeKind.GOSSIP, first + index)) for index in indexes]
 

@@ -20,7 +20,7 @@ __all__ = "MUTANTS", "REPO", "planted"
 
 BUFFERS = "mpigossip.mixing.device.buffers"
 STREAMS = "mpigossip.mixing.device.streams"
-MIXER = "mpigossip.mixing.synchronous"
+PIPELINE = "mpigossip.mixing.pipeline"
 WINDOWS = "mpigossip.mixing.transports.windows"
 NCCL = "mpigossip.groups.torch_group"
 NCCL_NODES = "mpigossip.mixing.transports.nccl"
@@ -77,7 +77,7 @@ MUTANTS = [
      "launch_lock if self._on_gpus else ", "", DEVICE),
     Mutant("NCCL between nodes begins before the outbox is filled", BUFFERS,
      "slot_streams.follow(event)", "pass", NODES),
-    Mutant("an average by NCCL is used before its sums are over", MIXER,
+    Mutant("an average by NCCL is used before its sums are over", PIPELINE,
      "self._buffers.complete()  # the thread", "pass  # the thread", NODES_FP32),
     Mutant("a node receives before the others send", NCCL_NODES,
      "        group.send([memory], j, 0)\n    return [group",

@@ -46,6 +46,30 @@ def test_sums_can_be_written_into_a_given_array(ranks, n, same_host):
         assert differences and not any(differences.values()), differences
 
 
+def on_two_hosts(comm):
+    """Compare ranks that read memory in pairs only, as on hosts of two ranks each."""
+    from mpigossip.mixing import host, synchronous
+
+    def share_in_pairs(comm, nbytes, timeout_s):
+        on_host = comm.Split(comm.rank // 2)
+        try:
+            return host.SharedOutboxes(on_host, on_host.allgather(comm.rank), nbytes, timeout_s)
+        finally:
+            on_host.Free()
+
+    original = synchronous.share_memory
+    synchronous.share_memory = share_in_pairs
+    try:
+        return compare(comm, ["exponential", "ring", "random-matching"], "read", 12)
+    finally:
+        synchronous.share_memory = original
+
+
+def test_rounds_that_read_and_send_equal_the_simulator(ranks):
+    for differences in ranks(4)(on_two_hosts):
+        assert differences and not any(differences.values()), differences
+
+
 def test_rounds_may_begin_anywhere(ranks):
     """A resumed run starts in the middle of the graph's period."""
     for same_host in ("read", "put"):

@@ -161,10 +161,10 @@ class Probe:
     def _round(
         self, pipeline: Pipeline, opened: OpenedTransport, plan: RoundPlan, index: int
     ) -> float:
-        r = RoundState(plan, index, index, index, inline=not pipeline.threaded)
+        r = RoundState(plan, index, index, index)
         began = time.perf_counter()
         opened.buffers.begin(index)
-        pipeline.begin(r)
+        pipeline.begin(r, inline=not pipeline.threaded)
         pipeline.wait(r)
         seconds = time.perf_counter() - began
         opened.transport.release(r, plan)

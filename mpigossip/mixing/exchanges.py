@@ -1,0 +1,283 @@
+"""Exchanges of a rank: one class for each way in which messages reach the ranks that sum them.
+
+=================== ============================= ==============================================
+class               messages                      result
+=================== ============================= ==============================================
+`Local`             none                          own message
+`ReadInPlace`       outboxes read on this host    sum, computed by the main thread
+`Pair`              outboxes read on this host    sum, of which each of two ranks computes half
+`Sent`              sent by the transport         sum, computed chunk by chunk by the pipeline
+`Mixed`             both                          sum, usually computed by the main thread
+`AverageInPlace`    outboxes read on this host    average, of which each rank computes one chunk
+`AverageSent`       sent by the transport         average, of which each rank computes one chunk
+=================== ============================= ==============================================
+
+`Synchronous` chooses the class of each round.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from mpigossip.mixing.base import MessageArrays, MessageLayout
+from mpigossip.mixing.combine import Source
+from mpigossip.mixing.host import HostBuffers, SharedOutboxes
+from mpigossip.mixing.pipeline import Buffers, Pipeline
+from mpigossip.mixing.plan import MessageChunk, RoundState
+from mpigossip.mixing.transports import Transport
+
+
+class Exchange:
+    """Base class of exchanges. The outbox is full before :meth:`begin` is called.
+
+    The caller may compute between :meth:`begin` and :meth:`finish`, and must not change the outbox
+    before :meth:`release` returns.
+    """
+
+    is_finished = False
+    """True after the mixer has called :meth:`finish`."""
+    waited = 0.0
+    """Seconds for which :meth:`finish` waited for the transport."""
+
+    def __init__(self, r: RoundState, buffers: Buffers):
+        """Prepare the exchange of a round.
+
+        :param r: plan and state of the round
+        :param buffers: outbox and result of this rank
+        """
+        self.round = r
+        self._buffers = buffers
+
+    def begin(self) -> None:
+        """Publish or send the outbox without waiting for other ranks."""
+
+    def finish(self, into: torch.Tensor | None = None) -> MessageArrays:
+        """Wait for the messages of other ranks and return the result.
+
+        :param into: array for a sum of messages with one vector and one slot; None: the buffers'
+            memory. Only a sum computed by the main thread is written there
+        """
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Wait until no other rank on this host reads the outbox or the result of this rank."""
+
+
+class Local(Exchange):
+    """Exchange with no other rank: the result is the own message."""
+
+    def finish(self, into: torch.Tensor | None = None) -> MessageArrays:
+        return self._buffers.out
+
+
+class ReadInPlace(Exchange):
+    """Exchange between ranks of one host, which read each other's outboxes."""
+
+    _buffers: HostBuffers
+
+    def __init__(
+        self, r: RoundState, buffers: HostBuffers, shared: SharedOutboxes, chunk: MessageChunk
+    ):
+        """Prepare the exchange of a round.
+
+        :param shared: outboxes of the ranks of this host
+        :param chunk: chunk that contains the whole message
+        """
+        super().__init__(r, buffers)
+        self._shared = shared
+        self._chunk = chunk
+
+    def begin(self) -> None:
+        self._shared.publish(self.round.plan.readers, self.round.t)
+
+    def finish(self, into: torch.Tensor | None = None) -> MessageArrays:
+        self.wait_ready()
+        self.sum([self.message(j) for j in self.round.plan.sources], into)
+        self.notify_read()
+        return self._buffers.result
+
+    def wait_ready(self) -> None:
+        """Wait until the outboxes of the sources on this host are complete."""
+        self._shared.wait_ready(self.round.plan.sources, self.round.t)
+
+    def is_on_host(self, rank: int) -> bool:
+        return rank in self._shared.local_index
+
+    def message(self, rank: int) -> MessageArrays:
+        """Return the outbox of a rank on this host."""
+        return self._buffers.segments(self._shared.outbox(rank))
+
+    def sum(self, received: Sequence[Sequence[Source]], into: torch.Tensor | None) -> None:
+        """Sum the own message and ``received``, the messages of all sources in plan order."""
+        target = None if into is None else [(into,)]
+        self._buffers.add(self.round.plan.weights, received, self._chunk, target)
+
+    def notify_read(self) -> None:
+        """Notify the sources on this host that their outboxes were read."""
+        self._shared.release(self.round.plan.sources, self.round.t)
+
+    def release(self) -> None:
+        self._shared.wait_read(self.round.plan.readers, self.round.t)
+
+
+class Pair(ReadInPlace):
+    """Exchange between two ranks of one host that average only with each other.
+
+    Each rank computes one half of a result that both read. If the caller passes an array ``into``,
+    which the other rank cannot read, each rank computes the whole sum instead.
+    """
+
+    _is_halved = False
+
+    def __init__(
+        self,
+        r: RoundState,
+        buffers: HostBuffers,
+        shared: SharedOutboxes,
+        chunk: MessageChunk,
+        layout: MessageLayout,
+    ):
+        """Prepare the exchange of a round whose plan has a partner.
+
+        :param shared: outboxes of the ranks of this host
+        :param chunk: chunk that contains the whole message
+        :param layout: layout of the message
+        """
+        super().__init__(r, buffers, shared, chunk)
+        self._layout = layout
+
+    def finish(self, into: torch.Tensor | None = None) -> MessageArrays:
+        if into is not None:
+            return super().finish(into)
+        plan = self.round.plan
+        self._is_halved = True
+        # waits for the partner's outbox, then for the half of the result that it computes
+        result = self._shared.average_pair(
+            self._layout.parts, plan.weights[0], plan.partner, self.round.t
+        )
+        return self._buffers.segments(result)
+
+    def release(self) -> None:
+        if self._is_halved:
+            self._shared.release_pair(self.round.plan.partner, self.round.t)
+        else:
+            super().release()
+
+
+class Sent(Exchange):
+    """Exchange by the transport, which gives each reader a copy of the message.
+
+    The progress thread sends and receives, unless the exchange is inline: then the main thread
+    does, as far as possible in :meth:`begin` and to the end in :meth:`finish`.
+    """
+
+    def __init__(
+        self,
+        r: RoundState,
+        buffers: Buffers,
+        pipeline: Pipeline,
+        *,
+        inline: bool,
+        sums: bool = True,
+    ):
+        """Prepare the exchange of a round.
+
+        :param pipeline: pipeline of the transport
+        :param inline: True: the main thread sends and receives
+        :param sums: True: the pipeline also computes the sum
+        """
+        super().__init__(r, buffers)
+        self._pipeline = pipeline
+        self._inline = inline
+        self.sums = sums
+
+    def begin(self) -> None:
+        self._pipeline.begin(self.round, inline=self._inline, sums=self.sums)
+
+    def finish(self, into: torch.Tensor | None = None) -> MessageArrays:
+        self.waited = self._pipeline.wait(self.round)
+        return self._buffers.result
+
+
+class Mixed(Exchange):
+    """Exchange that reads neighbours on this host in place and uses the transport for all others.
+
+    If ``sent.sums`` is False, the main thread computes the sum after all messages have arrived, in
+    the graph's order. Otherwise all messages come by the transport, and only readers of the own
+    outbox are on this host.
+    """
+
+    def __init__(self, read: ReadInPlace, sent: Sent, transport: Transport):
+        """Compose two exchanges of the same round.
+
+        :param transport: transport of ``sent``, which holds the messages that it received
+        """
+        super().__init__(read.round, read._buffers)
+        self._read = read
+        self._sent = sent
+        self._transport = transport
+
+    def begin(self) -> None:
+        self._read.begin()
+        self._sent.begin()
+
+    def finish(self, into: torch.Tensor | None = None) -> MessageArrays:
+        self._read.wait_ready()
+        self._sent.finish()
+        self.waited = self._sent.waited
+        if not self._sent.sums:
+            self._read.sum([self._message(j) for j in self.round.plan.sources], into)
+        self._read.notify_read()
+        return self._buffers.result
+
+    def _message(self, rank: int) -> Sequence[Source]:
+        if self._read.is_on_host(rank):
+            return self._read.message(rank)
+        return self._transport.received(self.round, self.round.plan.remote_sources.index(rank))
+
+    def release(self) -> None:
+        self._read.release()
+
+
+class AverageInPlace(Exchange):
+    """Average of all ranks, which are on one host: each writes one chunk of all results."""
+
+    _buffers: HostBuffers
+
+    def __init__(
+        self, r: RoundState, buffers: HostBuffers, shared: SharedOutboxes, layout: MessageLayout
+    ):
+        """Prepare the average of a round.
+
+        :param shared: outboxes and results of the ranks of this host
+        :param layout: layout of the message
+        """
+        super().__init__(r, buffers)
+        self._shared = shared
+        self._layout = layout
+
+    def begin(self) -> None:
+        self._shared.publish_to_all(self.round.t)
+
+    def finish(self, into: torch.Tensor | None = None) -> MessageArrays:
+        self._shared.average(self._layout.parts, self.round.t)
+        return self._buffers.segments(self._shared.result)
+
+
+class AverageSent(Exchange):
+    """Average of all ranks by the transport."""
+
+    def __init__(self, r: RoundState, buffers: Buffers, pipeline: Pipeline):
+        """Prepare the average of a round.
+
+        :param pipeline: pipeline of the transport
+        """
+        super().__init__(r, buffers)
+        self._pipeline = pipeline
+
+    def begin(self) -> None:
+        self._pipeline.begin_average(self.round)
+
+    def finish(self, into: torch.Tensor | None = None) -> MessageArrays:
+        self.waited = self._pipeline.wait_average(self.round)
+        return self._buffers.result
