@@ -47,10 +47,13 @@ class Gathered(Mixer):
         )
         self._inner = make(shard_layout)
         self._own = slice(min(width * slot, size), min(width * (slot + 1), size))
-        arrays = [
-            [group.zeros(1, width * slots)[0] for _ in range(layout.vectors)] for _ in range(2)
-        ]
-        self._sent, self._mixed = arrays
+
+        def whole_vectors() -> list[torch.Tensor]:
+            return [group.zeros(1, width * slots)[0] for _ in range(layout.vectors)]
+
+        self._mixed = whole_vectors()
+        # a message that an exact wire sends is equal to the outbox, which holds whole vectors
+        self._sent = [] if layout.wire.exact else whole_vectors()
         device = group.devices[0]
         self._out = [torch.zeros(1, size, device=device) for _ in range(layout.vectors)]
         scalar = torch.zeros(1, 1, dtype=torch.float64, device=device)
