@@ -250,6 +250,9 @@ class HostBuffers:
         if (self._is_shared or average) and not self._layout.wire.exact:
             encode(self._layout, self.out, [self._rank], number, self.codes)
 
+    def stage(self, chunk: MessageChunk) -> None:
+        """Do nothing: the message is in host memory."""
+
     def prepare(self, number: int, chunk: MessageChunk) -> list[torch.Tensor]:
         if self.codes and not self._is_shared:
             encode(self._layout, self.out, [self._rank], number, self.codes, chunk.fields)

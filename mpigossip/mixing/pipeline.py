@@ -48,6 +48,12 @@ class Buffers(Protocol):
         :param average: whether the exchange is an average over all nodes
         """
 
+    def stage(self, chunk: MessageChunk) -> None:
+        """Begin to copy a chunk from GPUs to host memory, if it is sent from there.
+
+        The pipeline calls this while the previous chunk is in flight.
+        """
+
     def prepare(self, number: int, chunk: MessageChunk) -> list[torch.Tensor]:
         """Wait until a chunk can be sent; return for each slot the message that contains it."""
 
@@ -188,10 +194,12 @@ class Pipeline:
             return False
         chunk = transport.chunks[r.sent]
         if r.prepared == r.sent:
-            # encode it only now, so that the transfer of the previous chunk overlaps with it
+            # prepare one chunk at a time, because it can be sent before the others are encoded
             memory = self._buffers.prepare(r.number, chunk)
             r.prepared += 1
             r.in_flight = transport.send(r, chunk, memory)
+            if r.prepared < len(transport.chunks):
+                self._buffers.stage(transport.chunks[r.prepared])
         # a flush of requests in flight would spin on a core that other threads compute on
         if r.in_flight and not MPI.Request.Testall(r.in_flight):
             return False

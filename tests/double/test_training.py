@@ -125,6 +125,38 @@ def test_every_way_and_wire_equals_the_simulator(ranks, n, slots):
         assert count == 36 and not wrong
 
 
+def order_of_staging(comm):
+    """Return the differences from the simulator, and the order of copies and notifications."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.graphs import graph
+    from mpigossip.mixing.base import ExchangeKind, MessageLayout
+    from mpigossip.mixing.synchronous import Synchronous
+    from mpigossip.mixing.wire import CHUNK
+    from tests.double.hooks import before
+
+    events = []
+    layout = MessageLayout((3 * CHUNK,))
+    there = replace(layout, devices=("cuda:0",))
+    with aware(), World(comm) as world:
+        mixer = Synchronous(graph("ring", comm.size), there, world, exchange="host", timeout_s=90)
+        transport = mixer._transport
+        transport.set_chunk_size(4 * CHUNK)
+        numbers = {chunk.span.start: chunk.number for chunk in transport.chunks}
+        before(
+            mixer._buffers,
+            "_copy_out",
+            lambda sources, to, span: events.append(f"copy {numbers[span.start]}"),
+        )
+        before(transport, "notify", lambda r, chunk: events.append(f"notify {chunk.number}"))
+        differences = count_differences(mixer, [ExchangeKind.GOSSIP], layout)
+    return differences, events
+
+
+def test_a_chunk_is_copied_to_the_host_while_the_chunk_before_it_is_in_flight(ranks):
+    expected = ["copy 0", "copy 1", "notify 0", "copy 2", "notify 1", "notify 2"]
+    assert ranks(2)(order_of_staging, timeout=150) == [(0, expected)] * 2
+
+
 def windows(comm, window):
     """Run the battery of all graphs on a GPU."""
     with aware():

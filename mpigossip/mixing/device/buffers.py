@@ -106,13 +106,17 @@ class DeviceBuffers:
         for slot_streams, event in zip(self._streams, self._ready, strict=True):
             slot_streams.follow(event)
 
+    def stage(self, chunk: MessageChunk) -> None:
+        """Launch the copies of a chunk to host memory, unless they were launched before."""
+        if self.host is not None and chunk.number == len(self._copied):
+            self._copied.append(self._copy_out(self.sent, self.host.sent, chunk.span))
+
     def prepare(self, number: int, chunk: MessageChunk) -> list[torch.Tensor]:
         """Wait until the devices have filled the chunk, and it is on the host if it is staged."""
         if self.host is None:
             _wait(self._ready)  # waits for the slots' streams, which fill the outbox
             return self.sent
-        if chunk.number == len(self._copied):
-            self._copied.append(self._copy_out(self.sent, self.host.sent, chunk.span))
+        self.stage(chunk)
         _wait(self._copied[chunk.number])  # waits for the copies to host memory
         return self.host.sent
 
