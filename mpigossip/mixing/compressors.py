@@ -128,7 +128,7 @@ def sign() -> Wire:
     Zero counts as positive, except for the zeros at the end of a run of 32 values, such as the
     padding after a parameter: they stay zero and are not part of the mean. If a run ends with
     zeros, the bit after its last other value is 1, and the remaining bits are 0; one more bit for
-    each run tells that it has no such zeros. A bucket takes 70 bytes.
+    each run is 1 if it has no such zeros. A bucket takes 70 bytes.
     """
 
     def spread(bits: torch.Tensor, used: torch.Tensor, scale: torch.Tensor, out) -> None:
@@ -177,7 +177,7 @@ def _encode_positions(order: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _decode_positions(first: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Decode the positions that :func:`_places` has encoded."""
+    """Decode the positions that :func:`_encode_positions` has encoded: (b, k)."""
     index = torch.arange(low.shape[1], device=low.device)
     return low.long() + 256 * (index >= first.view(torch.int16).long())
 

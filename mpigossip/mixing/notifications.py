@@ -18,9 +18,10 @@ HALF = 4
 ARRIVED = 11
 FREE = 12
 BEGUN = 13
-"""Tags of notifications, in this order: an outbox is complete; an outbox has been read; a share of
-an average is written; one half of a pair's average is written; a chunk is in an inbox buffer; the
-buffer may be written; a group of NCCL calls has begun."""
+"""Tags of notifications. READY: an outbox is complete. DONE: an outbox was read. REDUCED: the
+sender has written its chunk of an average. HALF: the sender has written its half of a pair's
+average. ARRIVED: a chunk is in an inbox buffer. FREE: an inbox buffer may be overwritten. BEGUN:
+the sender has begun a group of NCCL calls."""
 AWAITED = {
     READY: "waiting for a neighbour's model",
     DONE: "waiting until a neighbour has read the model",
@@ -46,12 +47,16 @@ class Notifications:
     """
 
     def __init__(self, comm: MPI.Comm, timeout_s: float):
-        """Duplicate ``comm``; collective. Each wait may take ``timeout_s`` seconds."""
+        """Duplicate the communicator; collective.
+
+        :param comm: communicator of the ranks that notify each other
+        :param timeout_s: time limit of each wait, in seconds
+        """
         self.comm = comm.Dup()
         self.timeout_s = timeout_s
         self.waited = 0.0
         self.per_round = 1
-        """Count of numbers per round, from which error messages compute the round."""
+        """Number of notifications per round, from which error messages compute the round."""
         self.first = 0
         """Round to which the number 0 belongs."""
         self._reached: dict[int, int] = {}

@@ -24,7 +24,8 @@ REMEDY = (
     "models were exchanged by {} of GPU memory: if MPI does not support that here, set "
     'node.exchange = "host"'
 )
-"""Note that is added to an error of a round that sends GPU memory by MPI."""
+"""Note that :meth:`Pipeline.wait` adds to an error of a round that sends GPU memory by MPI; ``{}``
+stands for the name of the transport."""
 
 
 class Buffers(Protocol):
@@ -64,11 +65,17 @@ class Buffers(Protocol):
         chunk: MessageChunk,
         into: MessageArrays | None = None,
     ) -> None:
-        """Sum a chunk of the own message and of ``received``: a message per slot of each source."""
+        """Sum a chunk of the own message and of the received messages.
+
+        :param weights: weight of the own message, then the weights of the received ones
+        :param received: for each source, its message for each slot
+        :param chunk: chunk to sum
+        :param into: arrays for the sum; None: the memory of these buffers
+        """
 
     @property
     def result(self) -> MessageArrays:
-        """Sum that was formed last."""
+        """Arrays of the last sum or average."""
 
     def average(self, transport: Transport) -> float:
         """Compute the average over all nodes as the result; return the seconds waited."""
@@ -81,10 +88,19 @@ class Buffers(Protocol):
 
 
 class Pipeline:
-    """Executor of rounds, in the progress thread or, if they are small, where they are awaited."""
+    """Executor of rounds that use a transport.
+
+    The progress thread runs a round. If the message is small or there is no such thread, the main
+    thread runs it, because waking a thread would take longer.
+    """
 
     def __init__(self, transport: Transport, buffers: Buffers, thread: ProgressThread):
-        """Keep transport, buffers and thread; the thread provides the waits of all rounds."""
+        """Connect the parts that a round uses.
+
+        :param transport: transport between the ranks
+        :param buffers: messages of this rank and their sum
+        :param thread: thread that runs rounds, and whose waits rounds in the main thread use, too
+        """
         self._transport = transport
         self._buffers = buffers
         self._thread = thread
@@ -108,11 +124,12 @@ class Pipeline:
             r.future = self._thread.submit(partial(self.run, r))
 
     def run(self, r: RoundState) -> None:
-        """Send and receive all chunks.
+        """Send, receive and sum all chunks.
 
-        This waits for free buffers of the readers, then for the chunks of the sources.
+        This waits for free buffers of the readers and for the chunks of the sources.
 
-        :raises WaitTimeoutError: if no chunk moves within the time limit; it names a rank
+        :raises WaitTimeoutError: if no chunk is sent, received or summed within the time limit; the
+            message names a rank
         """
         self._call_and_keep(self._run, r)
 

@@ -11,11 +11,12 @@ from mpigossip.mixing.base import ExchangeKind, MessageLayout, bytes_per_exchang
 from mpigossip.mixing.wire import CHUNK, Field
 
 SMALLEST = 1 << 20
-"""Bytes of the smallest chunk. Each chunk is flushed, which costs a network round trip."""
+"""Smallest size of a chunk, in bytes. Each chunk is flushed, which costs a network round trip."""
 CHUNK_S = 0.04
-"""Transfer time, in seconds, of a chunk for which that round trip hardly matters."""
+"""Transfer time of a chunk, in seconds: much longer than the network round trip of its flush."""
 Near = Sequence[frozenset[int]]
-"""For each rank, the ranks whose memory it reads in place, itself included; empty: none."""
+"""Sets of ranks, one for each rank: the ranks whose memory it reads in place, including itself. The
+sequence is empty if no rank reads the memory of another."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,13 @@ class RoundPlan:
     average: bool
     """True if W = 11ᵀ/n, so that all ranks average together."""
     nbytes: int
+    """Number of bytes that the rank sends in a round."""
     sources: tuple[int, ...] = ()
+    """In-neighbours of the rank."""
     weights: tuple[float, ...] = ()
     """Weight of the own message, then the weights of the messages of ``sources``."""
     readers: tuple[int, ...] = ()
+    """Out-neighbours of the rank."""
     remote_sources: tuple[int, ...] = ()
     """Sources that send to an inbox buffer of this rank; its index is the source's index in this
     tuple."""
@@ -50,7 +54,17 @@ class RoundPlan:
         *,
         halves: bool = False,
     ) -> RoundPlan:
-        """Plan round t of ``rank``; ``halves``: each rank of a pair on a host computes one half."""
+        """Plan a round of a rank.
+
+        :param graph: graph of the ranks
+        :param layout: layout of a message
+        :param rank: rank that exchanges
+        :param kind: kind of the exchange
+        :param t: number of the round
+        :param near: ranks whose memory each rank reads in place
+        :param halves: True: two ranks of a host that average only with each other compute one half
+            each
+        """
         nbytes = bytes_per_exchange(graph, kind, t, rank, layout.sent_bytes, layout.raw_bytes)
         if kind is not ExchangeKind.GOSSIP or is_average(graph, t):
             return cls(kind, kind is not ExchangeKind.LOCAL, nbytes)
@@ -106,10 +120,11 @@ class RoundState:
 
     plan: RoundPlan
     t: int
+    """Number of the graph's round."""
     number: int
-    """Number of this exchange: exchanges of all kinds are counted from the start of the run."""
+    """Number of this exchange, counted over all kinds from the start of the run."""
     index: int
-    """Number of GOSSIP rounds since the mixer was opened: notifications are numbered by it."""
+    """Number of GOSSIP rounds since the mixer was opened, from which notifications are numbered."""
     future: Future | None = None
     """Result of the job that the progress thread runs for this round; None: the thread that waits
     for the round does the remaining work."""

@@ -116,7 +116,7 @@ class Synchronous(RankMixer):
             self._buffers = host_buffers(layout, self.rank, self.n, self._shared, self._transport)
         self._full_message = chunks(layout, float("inf"))[0]
         self._open_thread(world)
-        # the first GOSSIP round of this mixer, as the graph counts rounds
+        # number of the graph's round in which this mixer began its first GOSSIP exchange
         self._first: int | None = None
         self._exchange: Exchange | None = None
         # index of the last GOSSIP round that ended
@@ -186,6 +186,13 @@ class Synchronous(RankMixer):
         of the nodes that send to this one. Without a lossy wire and without neighbours on the same
         host, the weighted sum is written over an inbox buffer, so that only global averages need a
         result. For GPUs, "host" is the memory that the transport "host" needs in addition.
+
+        :param graph: graph of the nodes
+        :param layout: layout of a node's message
+        :param node: number of the node
+        :param near: ranks whose memory each rank reads in place
+        :param averages: whether GLOBAL exchanges may follow
+        :param halves: number of inbox buffers for each source
         """
         lossy = not layout.wire.exact
         gpu = bool(set(layout.devices) - {"cpu"})
@@ -307,7 +314,7 @@ class Synchronous(RankMixer):
         self._comm.Free()
 
     def _unused_rounds(self) -> list[tuple[int, RoundPlan]]:
-        """Return the rounds, by index, whose buffers were freed but that will not be run."""
+        """Return index and plan of the rounds whose buffers were freed but that will not be run."""
         last = self._last_index
         indexes = () if last is None else range(max(2, last + 1), last + 3)
         first = self._first or 0
