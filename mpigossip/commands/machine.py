@@ -284,6 +284,15 @@ def _add_plan(commands) -> None:
     plan.add_argument("--seconds", type=amount, default=8.0, help="approximate time of measuring")
     plan.add_argument("--best", action="store_true", help="propose graph, method, H and wire")
     plan.add_argument(
+        "--accept",
+        nargs=2,
+        type=number(float, 0, 100),
+        default=(1.0, 0.5),
+        metavar=("LOSS", "POINTS"),
+        help="with --best: largest measured cost of a proposal, in %% of the loss and in points of "
+        "accuracy; default: 1 0.5",
+    )
+    plan.add_argument(
         "--members",
         action="store_true",
         help="advise on N members in a folder; needs --bandwidth",
@@ -399,7 +408,8 @@ def _given(options) -> dict[str, float | None]:
         n = options.nodes[0]
         if n == 1:
             raise JobError("--allreduce: --nodes must begin with the number of nodes it ran on")
-        latency_s, bandwidth = fit_all_reduce(*options.allreduce, hops(n), 2 * (n - 1) / n)
+        small, large = options.allreduce
+        latency_s, bandwidth = fit_all_reduce(small, large, hops(n), 2 * (n - 1) / n)
         given |= {"global_latency_s": latency_s, "global_bandwidth": bandwidth}
     return given
 
@@ -436,11 +446,14 @@ def _members(options, what, machine, epochs) -> None:
 
 def _best(options, what, machine, epochs) -> None:
     from mpigossip.analysis.plan.best import as_json, proposals, text
+    from mpigossip.analysis.plan.quality import Accept
 
     arguments = options.job, options.settings, what, machine
+    accept = Accept(*options.accept)
     best = {n: proposals(*arguments, n, epochs) for n in options.nodes}
     if options.json:
-        print_safe(json.dumps({n: as_json(*proposal) for n, proposal in best.items()}))
+        print_safe(json.dumps({n: as_json(*proposed, accept) for n, proposed in best.items()}))
         return
-    texts = [text(options.job, options.settings, *proposal, n) for n, proposal in best.items()]
+    command = options.job, options.settings
+    texts = [text(*command, *proposed, n, accept) for n, proposed in best.items()]
     print_safe("\n\n".join(texts))

@@ -191,9 +191,9 @@ class Timing:
             moved = bytes_per_exchange(
                 self.parts.graph, kind, 0, 0, layout.sent_bytes, layout.raw_bytes
             )
-            moved *= self.element_size / 4
+            sent_bytes = moved * self.element_size / 4
             latencies_s = self.collectives * hops(n) * m.global_latency_s
-            wire = latencies_s + moved / self._global_bandwidth
+            wire = latencies_s + sent_bytes / self._global_bandwidth
             return self.broadcast_s + self.encode_s + wire, self.term_s
         edges = edges_of(self.parts.graph, t)
         receivers = edges.receivers
