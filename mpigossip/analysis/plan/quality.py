@@ -1,4 +1,4 @@
-"""What methods cost in quality compared with all-reduce, as far as this project measured it."""
+"""Measured costs in quality of methods, compared with all-reduce."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Evidence:
     page: str
     """Page of the repository with the measurement."""
     shown: tuple[str, ...]
-    """The numbers as they stand on the page."""
+    """The numbers as the page shows them."""
     period: int = 1
     """Number of steps H between exchanges."""
 
@@ -92,8 +92,8 @@ pages."""
 def nearest(job: Job, n: int, parameters: int) -> Evidence | None:
     """Return the measurement of a job's method whose model and number of nodes are nearest.
 
-    Method, graph and kind of task are the same; the period is similar. The distance is that of the
-    logarithms of the numbers of parameters and nodes.
+    Method, graph and kind of task are the same; the period is similar. Distances are computed from
+    logarithms of the numbers of parameters, nodes and steps between exchanges.
 
     :param job: the job of a proposal
     :param n: its number of nodes
