@@ -58,7 +58,7 @@ not explained: all-reduce on 16 and 32 nodes. The published step grows by some 7
   gossip waits, too, for all nodes within log2 n rounds, and one-peer's published hours are 4 to
   11 % below the hours that a jitter of 10 % gives.
   Ring on 4 nodes: published below two messages per step, so part of it was hidden.
-not explained: ADPSGD's 1.27 at 100 Gbit/s. Jitter gives some 1.13 whatever the computing;
+not explained: ADPSGD's 1.27 at 100 Gbit/s. Jitter gives some 1.11 whatever the computing;
   without it there is next to nothing to gain there.
 """
 

@@ -33,6 +33,8 @@ BURSTS = 6
 """Smallest number of such bursts, with the warm-up."""
 LONGEST_S = 0.05
 """Largest number of seconds of computation before each round."""
+LONGEST_SUM = 1 << 26
+"""Largest number of elements of the sum that is timed."""
 WARM_UP = 3
 MIN_STEPS = 8
 MAX_STEPS = 60
@@ -42,8 +44,11 @@ MAX_STEPS = 60
 WORDS = {
     "compute_s": "compute",
     "node_s": "node-local",
+    "update_s": "update",
     "latency_s": "latency",
     "bandwidth": "bandwidth",
+    "global_latency_s": "all-reduce latency",
+    "global_bandwidth": "all-reduce bandwidth",
     "combine_rate": "sum",
     "coding_rate": "coding",
     "jitter": "jitter",
@@ -62,7 +67,7 @@ def examine(
 
     :param what: the job and its sizes
     :param world: all ranks
-    :param with_values: known values by the names of `WORDS`; None stands for a missing value
+    :param given: known values by the names of `WORDS`; None stands for a missing value
     :param budget_s: seconds that measuring may take, approximately
     :raises JobError: if the job's devices are missing here, and compute_s is not given
     """
@@ -70,12 +75,12 @@ def examine(
     compute_s = given.get("compute_s")
     if compute_s is None:
         compute_s, node_s, update_s, jitter = _steps(what, world, budget_s)
-        sources = dict.fromkeys(("compute", "node-local", "jitter"), "measured")
+        sources = dict.fromkeys(("compute", "node-local", "update", "jitter"), "measured")
     else:
         node_s = 0.0
         update_s = 0.0
         jitter = 0.0
-        sources = dict.fromkeys(("node-local", "jitter"), "not given")
+        sources = dict.fromkeys(("node-local", "update", "jitter"), "not given")
     # the rates of this processor do not apply to a GPU
     combine_rate = world.nodes.per_node * (_combine_rate(what) if on_cpu else SUM_RATE)
     coding_rate = 0.0 if on_cpu else world.nodes.per_node * CODING_RATE
@@ -167,9 +172,10 @@ def _with_data(job: Job, what: Subject) -> Job:
 
 
 def _combine_rate(what: Subject) -> float:
-    a, b, out = (torch.ones(1, what.flat.size) for _ in range(3))
+    elements = min(what.flat.size, LONGEST_SUM)
+    a, b, out = (torch.ones(1, elements) for _ in range(3))
     (times,) = take_turns([lambda: weighted_sum((0.5, 0.5), (a, b), out)])
-    return 4 * what.flat.size / statistics.median(times)
+    return 4 * elements / statistics.median(times)
 
 
 def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:

@@ -181,3 +181,23 @@ def size_in_bytes(text: str) -> int:
             figure = figure.removesuffix(unit)
             factor = value
     return whole(f"{float(figure) * factor:.0f}")
+
+
+def count_of_parameters(text: str) -> int:
+    """Parse a number of parameters, such as 25600000, 25.6M or 1.3B."""
+    units = {"K": 10**3, "M": 10**6, "B": 10**9, "": 1}
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([KMB]?)", text.upper().replace(",", ""))
+    value = float(match[1]) * units[match[2]] if match else 0
+    if not 1 <= value <= 10**13:
+        raise argparse.ArgumentTypeError(
+            f'"{text}": must be a number of parameters from 1 to 10000B, such as 25.6M or 1.3B'
+        )
+    return round(value)
+
+
+def sized_time(text: str) -> tuple[int, float]:
+    """Parse a size and a time, such as 25MB:3.1ms, as bytes and seconds."""
+    size, _, duration = text.partition(":")
+    if not duration:
+        raise argparse.ArgumentTypeError(f'"{text}": must be a size and a time, such as 25MB:3.1ms')
+    return size_in_bytes(size), quantity(SECONDS)(duration)

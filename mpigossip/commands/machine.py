@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -10,6 +12,7 @@ from mpigossip.commands.arguments import (
     SECONDS,
     amount,
     command,
+    count_of_parameters,
     many,
     number,
     numbers_of_nodes,
@@ -18,6 +21,7 @@ from mpigossip.commands.arguments import (
     settings,
     share,
     size_in_bytes,
+    sized_time,
     times,
 )
 
@@ -180,12 +184,22 @@ def _bench(options) -> None:
             save(rows, options.out, ranks, options.what)
 
 
+ELEMENT_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of an element by the names of `plan --dtype`."""
+SIZED = {
+    "algorithm": {"name": "dsgd", "style": "awc"},
+    "run": {"name": "model"},
+    "node": {"devices": "cuda:0"},
+}
+"""Job of `plan --parameters`: gossip whose messages are sent during forward and backward."""
 PLAN = """
+mpigossip plan --parameters 1.3B --nodes 8 --compute 250ms \\
+    --bandwidth 50GB/s --latency 5us
 mpigossip plan cifar10-resnet20 --nodes 4,8,…,1024 \\
     --bandwidth 25GB/s --latency 5us
 srun -N 4 mpigossip plan imagenet-resnet50 --nodes 4,16 --out p.png
 
-The second measures its nodes and network; one process assumes 10 µs for a
+The third measures its nodes and network; one process assumes 10 µs for a
 small round and 100 Gbit/s per node. An ellipsis continues by doubling.
 """
 
@@ -193,8 +207,23 @@ small round and 100 Gbit/s per node. An ellipsis continues by doubling.
 def _add_plan(commands) -> None:
     summary = "predict step time, traffic and training time on n nodes per graph, cadence and wire"
     plan = command(commands, "plan", _plan, summary, PLAN)
-    plan.add_argument("job", type=Path, metavar="JOB.toml")
+    plan.add_argument("job", type=Path, nargs="?", metavar="JOB.toml")
     settings(plan)
+    plan.add_argument(
+        "--parameters",
+        type=count_of_parameters,
+        metavar="P",
+        help="plan a model of this size, such as 1.3B, without a job",
+    )
+    plan.add_argument(
+        "--dtype", choices=list(ELEMENT_SIZES), help="with --parameters: type of its gradients"
+    )
+    plan.add_argument(
+        "--buffers",
+        type=size_in_bytes,
+        metavar="B",
+        help="with --parameters: bytes of its buffers, such as 50MB",
+    )
     plan.add_argument(
         "--nodes", required=True, type=numbers_of_nodes, metavar="N,N,…", help="numbers of nodes"
     )
@@ -207,12 +236,40 @@ def _add_plan(commands) -> None:
         metavar="T",
         help="computing of a step, such as 80ms; default: measured",
     )
+    plan.add_argument("--update", type=time, metavar="T", help="the optimizer's part of a step")
     plan.add_argument("--node", type=time, metavar="T", help="averaging within a node")
     plan.add_argument(
         "--latency", type=time, metavar="T", help="time of a small round, such as 5us"
     )
     plan.add_argument(
         "--bandwidth", type=rate, metavar="B", help="network of a node, such as 25GB/s or 200Gbit"
+    )
+    plan.add_argument(
+        "--allreduce",
+        nargs=2,
+        type=sized_time,
+        metavar="B:T",
+        help="two measured all-reduces among the first number of nodes, such as 25MB:3.1ms "
+        "100MB:11ms",
+    )
+    plan.add_argument(
+        "--transport",
+        metavar="NAME",
+        help="library that sends, such as nccl-sockets or mpi-rdma; assumes its latency",
+    )
+    plan.add_argument(
+        "--queue",
+        type=time,
+        metavar="T",
+        help="with --transport and --bandwidth: longest wait in the link's queue; warns if TCP "
+        "overflows it",
+    )
+    plan.add_argument(
+        "--collectives",
+        choices=("one", "tensors"),
+        default="one",
+        help="collectives of a periodic average: one, as here, or one per tensor, as in other "
+        "programs",
     )
     plan.add_argument(
         "--sum", type=rate, metavar="B", help="rate of adding vectors, such as 300GB/s"
@@ -226,6 +283,15 @@ def _add_plan(commands) -> None:
     plan.add_argument("--period", type=times, metavar="H", help="period of an adaptive cadence")
     plan.add_argument("--seconds", type=amount, default=8.0, help="approximate time of measuring")
     plan.add_argument("--best", action="store_true", help="propose graph, method, H and wire")
+    plan.add_argument(
+        "--accept",
+        nargs=2,
+        type=number(float, 0, 100),
+        default=(1.0, 0.5),
+        metavar=("LOSS", "POINTS"),
+        help="with --best: largest measured cost of a proposal, in %% of the loss and in points of "
+        "accuracy; default: 1 0.5",
+    )
     plan.add_argument(
         "--members",
         action="store_true",
@@ -248,9 +314,16 @@ def _plan(options) -> None:
     from mpigossip.cluster.ranks import SingleProcess, world
     from mpigossip.config import JobError
     from mpigossip.training import assemble
-    from mpigossip.training.costs import subject
+    from mpigossip.training.machines import queue_warning
     from mpigossip.training.shape import with_ranks
 
+    if options.job is not None and "=" in options.job.name:  # a setting, without a job before it
+        options.settings.insert(0, str(options.job))
+        options.job = None
+    if options.job is None and options.parameters is None:
+        raise JobError("name a job, such as cifar10-resnet20, or the size of a model: --parameters")
+    if options.parameters is not None and (options.best or options.members):
+        raise JobError("--best and --members need a job: omit --parameters, and name one")
     if options.members and options.bandwidth is None:
         raise JobError(
             "--members needs --bandwidth B, the bytes per second of the folder's file system, "
@@ -260,22 +333,17 @@ def _plan(options) -> None:
         raise JobError("--members excludes --json and --out, and --best excludes --out: omit them")
     with world() if (launched() or 1) > 1 else SingleProcess() as ranks:
         with ranks.raise_together(JobError):
-            job = assemble.load(options.job, options.settings)
+            job = assemble.load(options.job or SIZED, options.settings)
+            given = _given(options)
         ranks.group_into_nodes(job.node.ranks_per_node)
         if ranks.comm is not None:
             job = with_ranks(job, ranks.nodes.per_node)
         with ranks.raise_together(JobError):
-            what, note = subject(job)
-        measured = {
-            "compute_s": options.compute,
-            "node_s": options.node,
-            "latency_s": options.latency,
-            "bandwidth": options.bandwidth,
-            "combine_rate": options.sum,
-            "coding_rate": options.coding,
-            "jitter": options.jitter,
-        }
-        machine = examine(what, ranks, measured, options.seconds)
+            what, note = _subject(options, job)
+        machine = examine(what, ranks, given, options.seconds)
+        if options.transport and options.latency is None:
+            assumed = f"assumed for {options.transport}"
+            machine = replace(machine, sources=machine.sources | {"latency": assumed})
         if ranks.rank != 0:
             return
         if options.save:
@@ -287,15 +355,85 @@ def _plan(options) -> None:
         if options.members:
             _members(options, what, machine, epochs)
             return
-        rows = table(what, machine, options.nodes, epochs, options.period)
+        per_tensor = options.collectives == "tensors"
+        rows = table(what, machine, options.nodes, epochs, options.period, per_tensor)
         if options.out:
             picture(what, rows, options.nodes, epochs, options.out)
         if options.json:
             print_safe(json.dumps(as_json(what, machine, rows, epochs)))
             return
         print_safe(text(what, machine, rows, options.nodes, epochs, note))
+        if options.queue is not None:
+            warning = queue_warning(options.transport, machine.bandwidth, options.queue)
+            if warning:
+                print_safe("\n" + textwrap.fill(warning, 78))
         if options.out:
             print_safe(options.out)
+
+
+def _given(options) -> dict[str, float | None]:
+    """Return the properties of the machine that the options give or assume.
+
+    :raises JobError: if an option is unknown or lacks another one
+    """
+    from mpigossip.config import JobError
+    from mpigossip.config.toml import near
+    from mpigossip.training.machines import TRANSPORTS, fit_all_reduce
+    from mpigossip.training.time_model import hops
+
+    if options.transport is not None and options.transport not in TRANSPORTS:
+        known = ", ".join(TRANSPORTS)
+        raise JobError(
+            f'--transport "{options.transport}" is unknown; {near(options.transport, TRANSPORTS)}; '
+            f"all names: {known}"
+        )
+    if options.queue is not None and (options.transport is None or options.bandwidth is None):
+        raise JobError(
+            "--queue needs --transport and --bandwidth, which say how many bytes are in flight"
+        )
+    latency_s = options.latency
+    if latency_s is None and options.transport is not None:
+        latency_s = TRANSPORTS[options.transport].latency_s
+    given = {
+        "compute_s": options.compute,
+        "node_s": options.node,
+        "update_s": options.update,
+        "latency_s": latency_s,
+        "bandwidth": options.bandwidth,
+        "combine_rate": options.sum,
+        "coding_rate": options.coding,
+        "jitter": options.jitter,
+    }
+    if options.allreduce:
+        n = options.nodes[0]
+        if n == 1:
+            raise JobError("--allreduce: --nodes must begin with the number of nodes it ran on")
+        small, large = options.allreduce
+        latency_s, bandwidth = fit_all_reduce(small, large, hops(n), 2 * (n - 1) / n)
+        given |= {"global_latency_s": latency_s, "global_bandwidth": bandwidth}
+    return given
+
+
+def _subject(options, job):
+    """Return the subject of the plan, and a note: of the job, or of a model of a given size.
+
+    :raises JobError: if the options contradict each other
+    """
+    from mpigossip.config import JobError
+    from mpigossip.training.costs import sized_subject, subject
+
+    if options.parameters is None:
+        if options.dtype or options.buffers:
+            raise JobError("--dtype and --buffers describe a model of --parameters P: give P, too")
+        return subject(job)
+    if options.job is not None:
+        raise JobError(f"--parameters replaces the job: omit {options.job}")
+    if options.compute is None:
+        raise JobError(
+            "--parameters needs --compute T: a model of which only the size is known can't be timed"
+        )
+    element_size = ELEMENT_SIZES[options.dtype or "fp32"]
+    return sized_subject(job, options.parameters, element_size, options.buffers or 0), ""
 
 
 def _members(options, what, machine, epochs) -> None:
@@ -308,11 +446,14 @@ def _members(options, what, machine, epochs) -> None:
 
 def _best(options, what, machine, epochs) -> None:
     from mpigossip.analysis.plan.best import as_json, proposals, text
+    from mpigossip.analysis.plan.quality import Accept
 
     arguments = options.job, options.settings, what, machine
+    accept = Accept(*options.accept)
     best = {n: proposals(*arguments, n, epochs) for n in options.nodes}
     if options.json:
-        print_safe(json.dumps({n: as_json(*proposal) for n, proposal in best.items()}))
+        print_safe(json.dumps({n: as_json(*proposed, accept) for n, proposed in best.items()}))
         return
-    texts = [text(options.job, options.settings, *proposal, n) for n, proposal in best.items()]
+    command = options.job, options.settings
+    texts = [text(*command, *proposed, n, accept) for n, proposed in best.items()]
     print_safe("\n\n".join(texts))

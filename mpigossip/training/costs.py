@@ -33,6 +33,25 @@ PERIODS = 20
 
 
 @dataclass(frozen=True)
+class ModuleSizes:
+    """Sizes of a model that only DistributedDataParallel and averages per tensor depend on."""
+
+    tensors: tuple[int, ...] = ()
+    """Bytes of each trained parameter in the order of ``module.parameters()``; () if unknown."""
+    buffers: int = 0
+    """Bytes of the module's buffers, which DistributedDataParallel sends before each forward."""
+    element_size: int = 4
+    """Bytes of an element of a gradient."""
+
+
+def module_sizes(module: torch.nn.Module) -> ModuleSizes:
+    """Return the sizes of a module with float32 parameters."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    tensors = tuple(4 * p.numel() for p in trained)
+    return ModuleSizes(tensors, sum(b.numel() * b.element_size() for b in module.buffers()))
+
+
+@dataclass(frozen=True)
 class Subject:
     """Parts of a job that do not depend on the number of nodes."""
 
@@ -43,6 +62,7 @@ class Subject:
     """Number of training samples: of all nodes together if ``shared``, otherwise of each node."""
     shared: bool = True
     """True if nodes share the samples. In a problem of theory, each node has the same number."""
+    module: ModuleSizes = ModuleSizes()
 
     @property
     def per_step(self) -> int:
@@ -66,7 +86,22 @@ def subject(job: Job) -> tuple[Subject, str]:
     flat = assemble.lay_out(job, module, slots)
     notes = "; ".join(filter(None, (note, shape.assumed(job))))
     shared = not isinstance(getattr(data, "train", None), Functions)
-    return Subject(job, flat, slots, data.train_size, shared), notes
+    return Subject(job, flat, slots, data.train_size, shared, module_sizes(module)), notes
+
+
+def sized_subject(job: Job, parameters: int, element_size: int = 4, buffers: int = 0) -> Subject:
+    """Return the subject of a model of which only the size is known.
+
+    :param job: all settings but the model and the data, which are ignored
+    :param parameters: number of trained parameters
+    :param element_size: bytes of an element of a gradient
+    :param buffers: bytes of the module's buffers
+    """
+    with torch.device("meta"):
+        module = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(parameters))])
+    slots = shape.slots(job)
+    flat = assemble.lay_out(job, module, slots)
+    return Subject(job, flat, slots, 0, module=ModuleSizes((), buffers, element_size))
 
 
 def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
@@ -83,7 +118,7 @@ def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
         stand_in = SyntheticSource(
             tuple(section.shape), section.classes, section.samples, section.test_samples, 0
         )
-        if job.model.name == "gpt":
+        if job.model.name == "gpt" or job.task.name == "language-model":
             stand_in.dtype = torch.int64  # parameters are only counted, and no batch is made
         return stand_in, (
             f'"{section.source}" is not on this host: assuming {section.samples:,} samples of '
@@ -99,6 +134,7 @@ class Exchanges:
     parts: JobParts
     steps: int = STEPS
     """Number of steps over which costs are averaged."""
+    module: ModuleSizes = ModuleSizes()
 
     def carried_out(self, kind: ExchangeKind, t: int | None) -> tuple[ExchangeKind, int | None]:
         """Return the kind of an exchange as it is executed, and its round in the graph's period.
@@ -166,11 +202,12 @@ def exchanges(subject: Subject, n: int, period: float | None = None) -> Exchange
     if cadence.measures:
         period = average_period(subject, n) if period is None else period
         parts = replace(parts, cadence=steady(cadence, period))
-        return Exchanges(parts, max(STEPS, round(PERIODS * period)))
+        return Exchanges(parts, max(STEPS, round(PERIODS * period)), subject.module)
     if cadence.kinds == {ExchangeKind.GOSSIP}:
-        return Exchanges(parts)
+        return Exchanges(parts, module=subject.module)
     longest = max(cadence.periods, default=job.cadence.options.get("period", 1))
-    return Exchanges(parts, longest * -(-STEPS // longest))  # a multiple of the period
+    steps = longest * -(-STEPS // longest)  # a multiple of the period
+    return Exchanges(parts, steps, subject.module)
 
 
 _PERIODS: dict[str, float] = {}

@@ -31,6 +31,76 @@ These are round values and were not measured."""
 
 
 @dataclass(frozen=True)
+class Transport:
+    """A library that sends messages over a network."""
+
+    latency_s: float
+    """Assumed seconds of a small message; round values that were not measured."""
+    sockets: int = 0
+    """Number of TCP connections between two hosts, if the library uses TCP."""
+
+
+TRANSPORTS = {
+    "mpi-rdma": Transport(5e-6),
+    "mpi-tcp": Transport(50e-6, 1),
+    "nccl-rdma": Transport(15e-6),
+    "nccl-sockets": Transport(100e-6, 16),
+    "gloo": Transport(100e-6, 1),
+}
+"""Transports by the names of `plan --transport`. On AWS, NCCL opens 2 threads with 8 sockets each,
+elsewhere fewer (its documentation of NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD)."""
+IN_FLIGHT = 131_072
+"""Bytes that one TCP connection keeps in flight at least: Linux's default receive buffer
+(net.ipv4.tcp_rmem)."""
+
+
+def queue_warning(transport: str, bandwidth: float, queue_s: float) -> str:
+    """Return a warning if the queue of a link is shorter than what a transport keeps in flight.
+
+    Such a queue overflows, and TCP loses packets: measured rounds took up to 40 % longer than
+    bandwidth and latency explain (tools/bench/published/README.md).
+
+    :param transport: name in `TRANSPORTS`
+    :param bandwidth: bytes/s of the link
+    :param queue_s: seconds for which a packet waits at most in the queue of the link
+    :returns: the warning; "" if the queue is long enough or the transport does not use TCP
+    """
+    in_flight = TRANSPORTS[transport].sockets * IN_FLIGHT
+    queue = bandwidth * queue_s
+    if queue >= in_flight:
+        return ""
+    return (
+        f"warning: the queue of the link holds {queue / 1e6:.2g} MB, but {transport} keeps "
+        f"{in_flight / 1e6:.2g} MB in flight: TCP will lose packets, and exchanges will take "
+        "longer than predicted"
+    )
+
+
+def fit_all_reduce(
+    first: tuple[float, float], second: tuple[float, float], hops: int, share: float
+) -> tuple[float, float]:
+    """Return latency and bandwidth of global averages from two measured all-reduces.
+
+    The time of B bytes is modelled as hops · latency + share · B / bandwidth.
+
+    :param first: bytes and seconds of one all-reduce
+    :param second: bytes and seconds of the other
+    :param hops: number of consecutive latencies
+    :param share: bytes that a node sends per byte of the vector, 2 (n−1)/n
+    :raises JobError: if the larger one does not take longer, or more time per byte than the smaller
+    """
+    (small, small_s), (large, large_s) = sorted((first, second))
+    if large <= small or large_s <= small_s:
+        raise JobError(
+            f"--allreduce: {large / 1e6:g} MB in {1e3 * large_s:g} ms and {small / 1e6:g} MB in "
+            f"{1e3 * small_s:g} ms: the larger one must take longer; measure two different sizes"
+        )
+    seconds_per_byte = (large_s - small_s) / (large - small)
+    latency_s = max(0.0, small_s - seconds_per_byte * small) / hops
+    return latency_s, share / seconds_per_byte
+
+
+@dataclass(frozen=True)
 class Machine:
     """Durations and rates of one node.
 

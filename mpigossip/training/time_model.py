@@ -5,6 +5,7 @@ A step consists of computation, messages, sums and waiting, some of which overla
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -42,15 +43,35 @@ def hops(n: int) -> int:
     return 2 * (n - 1).bit_length()
 
 
-def last_bucket(nbytes: int) -> float:
-    """Return the fraction of gradient bytes that DistributedDataParallel sends after backward.
+def ddp_buckets(tensors: Sequence[int]) -> list[int]:
+    """Return the sizes of the buckets in which DistributedDataParallel of torch sends gradients.
 
-    The first bucket holds 1 MiB, the others 25 MiB. The last bucket holds the remainder.
+    Gradients fill the buckets in the order of backward, the last parameter first. A bucket is
+    complete as soon as it has reached its limit of 1 MiB (the first) or 25 MiB (the others).
+    Tensors are never split, so a large one makes a larger bucket. The last bucket is sent after
+    backward.
+
+    :param tensors: bytes of each trained parameter, in the order of ``module.parameters()``
     """
-    if nbytes <= FIRST_BUCKET:
-        return 1.0
+    buckets = []
+    size = 0
+    limit = FIRST_BUCKET
+    for tensor in reversed(tensors):
+        size += tensor
+        if size >= limit:
+            buckets.append(size)
+            size = 0
+            limit = BUCKET
+    return buckets + [size] if size else buckets
+
+
+def even_buckets(nbytes: int) -> list[int]:
+    """Return the buckets of :func:`ddp_buckets` for a model of many small tensors."""
     rest = nbytes - FIRST_BUCKET
-    return (rest - BUCKET * ((rest - 1) // BUCKET)) / nbytes
+    if rest <= 0:
+        return [nbytes]
+    full = (rest - 1) // BUCKET
+    return [FIRST_BUCKET, *[BUCKET] * full, rest - BUCKET * full]
 
 
 class Edges(NamedTuple):
@@ -93,6 +114,7 @@ class Timing:
         machine: Machine,
         bandwidth: np.ndarray | None = None,
         ddp: bool = True,
+        per_tensor: bool = False,
     ):
         """Prepare the durations.
 
@@ -102,6 +124,8 @@ class Timing:
         :param ddp: time a method that averages over all nodes in each step like
             DistributedDataParallel of torch, which sends each bucket of gradients during backward;
             if false, like this package, which sends after backward
+        :param per_tensor: count one global average per parameter tensor, as in programs that
+            average a model tensor by tensor; if false, one per exchange, like this package
         """
         self.exchanges = exchanges
         self.parts = exchanges.parts
@@ -110,13 +134,45 @@ class Timing:
         method = self.parts.method
         self._bandwidth = bandwidth
         self.delay = self.parts.cadence.fragment_schedule.delay
-        self.last = last_bucket(layout.nbytes) if ddp and method.always_global else 1.0
+        module = exchanges.module
+        as_ddp = ddp and method.always_global
+        buckets = [layout.nbytes]
+        if as_ddp:
+            buckets = ddp_buckets(module.tensors) or even_buckets(layout.nbytes)
+        self.last = buckets[-1] / sum(buckets)
         """Fraction of an exchange that begins after backward."""
+        self.collectives = 1
+        if as_ddp and module.tensors:
+            self.collectives = len(buckets)
+        elif per_tensor:
+            self.collectives = max(1, len(module.tensors))
+        """Number of consecutive global averages into which an exchange is divided."""
+        self.element_size = module.element_size if as_ddp else 4
+        self.broadcast_s = self._broadcast_s(module.buffers) if as_ddp else 0.0
+        """Seconds before each forward pass in which DistributedDataParallel sends the buffers."""
         lossy = 0.0 if layout.wire.exact else layout.nbytes
         self.encode_s = lossy / machine.encode_rate if machine.encode_rate else 0.0
         decode_s = lossy / machine.decode_rate if machine.decode_rate else 0.0
         self.term_s = decode_s + layout.nbytes / machine.combine_rate
         """Seconds for decoding a message and adding it."""
+
+    def _broadcast_s(self, buffers: int) -> float:
+        """Return the seconds of a broadcast of the module's buffers, whose size is in bytes.
+
+        The buffers pass through all nodes in a chain, in pieces, and so cross each link once.
+        """
+        n = self.parts.graph.n
+        if not buffers or n == 1:
+            return 0.0
+        latencies = (n - 1).bit_length()
+        return latencies * self.machine.global_latency_s + buffers / self._global_bandwidth
+
+    @property
+    def _global_bandwidth(self) -> float:
+        """Bytes/s of a global average, which the slowest link limits."""
+        m = self.machine
+        slowest = 1.0 if self._bandwidth is None else self._bandwidth.min() / m.bandwidth
+        return slowest * m.global_bandwidth
 
     def message_s(self, kind: ExchangeKind, t: int | None):
         """Return the seconds until a message is received, and the seconds of the sums after it.
@@ -135,9 +191,10 @@ class Timing:
             moved = bytes_per_exchange(
                 self.parts.graph, kind, 0, 0, layout.sent_bytes, layout.raw_bytes
             )
-            slowest = 1.0 if self._bandwidth is None else self._bandwidth.min() / m.bandwidth
-            wire = hops(n) * m.global_latency_s + moved / (slowest * m.global_bandwidth)
-            return self.encode_s + wire, self.term_s
+            sent_bytes = moved * self.element_size / 4
+            latencies_s = self.collectives * hops(n) * m.global_latency_s
+            wire = latencies_s + sent_bytes / self._global_bandwidth
+            return self.broadcast_s + self.encode_s + wire, self.term_s
         edges = edges_of(self.parts.graph, t)
         receivers = edges.receivers
         message_counts = np.maximum(edges.sent[edges.senders], edges.received[receivers])
@@ -154,8 +211,9 @@ class Timing:
         """Return the seconds of an exchange that are overlapped with computation.
 
         If the method sends ahead, the message overlaps with the whole computation. With
-        DistributedDataParallel, all but the last bucket overlap with backward. With a delay, the
-        exchange overlaps with the steps until it is applied.
+        DistributedDataParallel, all but the last bucket overlap with backward, and the broadcast of
+        buffers does not overlap. With a delay, the exchange overlaps with the steps until it is
+        applied.
 
         :param wire: seconds of the messages, from :meth:`message_s`
         :param sums: seconds of the sums, from :meth:`message_s`
@@ -166,7 +224,8 @@ class Timing:
             return np.minimum(wire, compute)
         if self.delay:
             return np.minimum(total, self.delay * self.steady_s)
-        return np.minimum((1 - self.last) * total, BACKWARD * compute)
+        early = (1 - self.last) * (total - self.broadcast_s)
+        return np.minimum(early, BACKWARD * compute)
 
     def exchange_s(self, kind: ExchangeKind, t: int | None) -> tuple[float, float]:
         """Return the seconds of an exchange without waiting, and how many of them are hidden."""

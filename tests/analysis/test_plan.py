@@ -5,14 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mpigossip.analysis.plan import ALL_REDUCE, Choice, predict, table
+from mpigossip.cli import main
 from mpigossip.commands.arguments import BYTES_A_SECOND, SECONDS, numbers_of_nodes, quantity
+from mpigossip.config import JobError
 from mpigossip.graphs import graph
 from mpigossip.graphs.theory import averaging_gap, transient_iterations, transient_of
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
-from mpigossip.training.machines import Machine
+from mpigossip.training.machines import Machine, fit_all_reduce
 from mpigossip.training.time_model import Timing
 from tests.cases import every, on_each
 
@@ -125,6 +128,7 @@ def test_the_command_plans_in_one_process(alone, tmp_path):
     assert result["machine"]["sources"] == {
         "compute": "given",
         "node-local": "not given",
+        "update": "not given",
         "latency": "given",
         "bandwidth": "given",
         "jitter": "not given",
@@ -148,6 +152,16 @@ def test_the_command_plans_in_one_process(alone, tmp_path):
         ([JOB, "--nodes", "4", "node.devices=cuda:0"], "--compute"),
         ([JOB.with_name("text-gpt.toml"), "--nodes", "4"], "no synthetic tokens"),
         ([JOB, "--nodes", "4", "--best", "--out", "p.png"], "--best excludes --out"),
+        (["--nodes", "4"], "--parameters"),
+        (["--nodes", "4", "--parameters", "1.3B"], "--parameters needs --compute"),
+        ([JOB, "--nodes", "4", "--parameters", "1M"], "--parameters replaces the job"),
+        (["--nodes", "4", "--parameters", "many"], '"many": must be'),
+        ([JOB, "--nodes", "4", "--dtype", "bf16"], "--dtype and --buffers"),
+        ([JOB, "--nodes", "4", "--queue", "50ms"], "--queue needs"),
+        ([JOB, "--nodes", "4", "--transport", "nccl"], '--transport "nccl"'),
+        ([JOB, "--nodes", "4", "--allreduce", "1MB:2ms", "2MB:1ms"], "--allreduce"),
+        ([JOB, "--nodes", "4", "--allreduce", "1MB", "2MB:1ms"], '"1MB": must be'),
+        ([JOB, "--nodes", "1,4", "--allreduce", "1MB:1ms", "2MB:2ms"], "--allreduce"),
         (
             [JOB, "--nodes", "4", "--members", "--bandwidth", "1GB/s", "--json"],
             "--members excludes",
@@ -207,3 +221,73 @@ def test_one_process_assumes_one_rank_per_host(alone):
     done = alone("plan", JOB, "--nodes", "4", *options, "node.ranks_per_node=host")
     assert done.returncode == 0, done.stderr
     assert "one rank per host" in " ".join(done.stdout.split())
+
+
+def test_two_all_reduces_fix_latency_and_bandwidth_of_global_averages(capsys):
+    words = ["plan", "--parameters", "25M", "--nodes", "8,32", "--compute", "1s", "--json"]
+    words += ["--bandwidth", "25GB/s", "--allreduce", "25MB:3.1ms", "100MB:11ms"]
+    assert not main(words)
+    result = json.loads(capsys.readouterr().out)
+    machine = Machine(**result["machine"])
+    assert machine.bandwidth == 25e9  # of pairs
+    for size, seconds in ((25e6, 3.1e-3), (100e6, 11e-3)):
+        predicted = 6 * machine.global_latency_s + 1.75 * size / machine.global_bandwidth
+        assert predicted == pytest.approx(seconds)
+    assert machine.sources["all-reduce bandwidth"] == "given"
+    with pytest.raises(JobError, match="--allreduce"):
+        fit_all_reduce((1e6, 1e-3), (1e6, 2e-3), 6, 1.75)
+
+
+def test_a_model_of_a_given_size_is_planned_without_a_job(capsys):
+    words = ["plan", "--parameters", "1.3B", "--nodes", "8", "--compute", "250ms"]
+    words += ["--bandwidth", "200Gbit", "--update", "9ms", "--json"]
+
+    exact = "always", "fp32"
+
+    def step_s(*more):
+        assert not main([*words, *more])
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        return {
+            row["graph"]: row["step_s"] for row in rows if (row["cadence"], row["wire"]) == exact
+        }
+
+    plain = step_s()
+    message_s = 4 * 1.3e9 / 25e9
+    assert plain["one-peer-exponential"] == pytest.approx(
+        259e-3 + max(0, message_s + 10e-6 - 250e-3) + 4 * 1.3e9 / 300e9, rel=1e-3
+    )
+    half = step_s("--dtype", "bf16")
+    assert half["one-peer-exponential"] == plain["one-peer-exponential"]  # float32 master weights
+    assert plain[ALL_REDUCE] - half[ALL_REDUCE] == pytest.approx(1.75 * 2 * 1.3e9 / 25e9, rel=0.02)
+    buffered = step_s("--buffers", "50MB")
+    assert buffered[ALL_REDUCE] - plain[ALL_REDUCE] == pytest.approx(50e6 / 25e9, rel=0.05)
+
+
+def test_the_text_names_the_origin_of_each_assumption(capsys):
+    words = ["plan", "--parameters", "1M", "--nodes", "4", "--compute", "20ms"]
+    words += ["--transport", "nccl-sockets", "--bandwidth", "100Mbit", "--queue", "20ms"]
+    assert not main(words)
+    lines = capsys.readouterr().out.splitlines()
+    origins = {line[:23].strip(): line for line in lines}
+    assert origins["computing of a step"].endswith("20 ms  given")
+    assert origins["latency of a message"].endswith("assumed for nccl-sockets")
+    assert origins["update"].endswith("assumed")
+    assert origins["devices of a node"].endswith("cuda:0  setting node.devices")
+    assert any(line.startswith("warning: the queue of the link") for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def tokens(shape, classes):
+    """Return a model of the user that accepts tokens only."""
+    return torch.nn.Embedding(classes, classes)
+
+
+def test_a_language_model_of_the_user_is_planned_without_its_data():
+    """Missing data of a language model are replaced by a stand-in with tokens."""
+    job = {
+        "model": {"name": f"{__name__}:tokens"},
+        "task": {"name": "language-model"},
+        "data": {"source": "missing.h5", "shape": [16], "classes": 50},
+    }
+    what, note = subject(assemble.load(job))
+    assert what.flat.count == 50 * 50 and "missing.h5" in note

@@ -5,14 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from mpigossip.analysis.plan.best import KNOWN, WITHIN, best, known, proposals, text
+from mpigossip.analysis.plan.best import WITHIN, best, proposals, text
+from mpigossip.analysis.plan.quality import EVIDENCE, Accept, nearest
 from mpigossip.config import JobError
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
 from mpigossip.training.machines import Machine
 
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
+ROOT = Path(__file__).parents[2]
 N = 8
+ACCEPT = Accept()
 
 
 def machine(bandwidth, latency=50e-6, **more):
@@ -29,21 +32,47 @@ def offered(what, bandwidth, n=N, **more):
     return proposals(JOB, [], what, machine(bandwidth, **more), n)
 
 
+def measured(offers):
+    """Return the proposals as if each cost nothing, so that only time and bytes decide."""
+    free = replace(EVIDENCE[0], cost=0.0, interval=None)
+    return [replace(proposal, evidence=free) for proposal in offers]
+
+
 def test_slower_networks_justify_more_risk(what):
-    offers = [best(offered(what, bandwidth)[0]) for bandwidth in (1e12, 3e7, 1.25e6, 1e5)]
+    offers = [
+        best(measured(offered(what, bandwidth)[0]), ACCEPT)
+        for bandwidth in (1e12, 3e7, 1.25e6, 1e5)
+    ]
     levels = [proposal.level for proposal in offers]
     assert levels == sorted(levels) and levels[0] == 0 and levels[-1] == 6
     assert offers[0].label == "all-reduce (DDP)" and "H = 128" in offers[-1].label
 
 
+def test_nothing_is_proposed_whose_cost_is_unmeasured_or_too_high(what):
+    offers, left_out = offered(what, 1e5)
+    assert best(offers, ACCEPT).level == 0  # although all-reduce is by far the slowest
+    output = text(JOB, [], offers, left_out, N, ACCEPT)
+    assert "Stay with all-reduce: no faster proposal" in output and "x as fast" not in output
+    costly = best(offers, Accept(points=5.0))
+    assert costly.level == 1 and costly.evidence.cost == 3.55
+    output = text(JOB, [], offers, left_out, N, Accept(points=5.0))
+    assert "x as fast as all-reduce, with the cost (" in " ".join(output.split())
+    unmeasured = [p for p in offers if p.level and p.evidence is None]
+    assert unmeasured and not any(p.fulfils(Accept(100.0, 100.0)) for p in unmeasured)
+    assert best(unmeasured, Accept(100.0, 100.0)) is None
+    assert "No proposal has a measured cost" in text(JOB, [], unmeasured, {}, N, ACCEPT)
+    fast, left_out = offered(what, 1e12)
+    assert "sending less is not faster" in text(JOB, [], fast, left_out, N, ACCEPT)
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("bandwidth", [10.0**k for k in range(4, 11)])
 def test_the_proposal_is_at_most_a_tenth_slower_than_the_fastest(what, bandwidth):
-    offers, _ = offered(what, bandwidth, latency=1e-3)
+    offers = measured(offered(what, bandwidth, latency=1e-3)[0])
     fastest = min(proposal.row.step_s for proposal in offers)
-    assert best(offers).row.step_s <= WITHIN * fastest
+    assert best(offers, ACCEPT).row.step_s <= WITHIN * fastest
     # all proposals of a lower level are slower than that
-    level = best(offers).level
+    level = best(offers, ACCEPT).level
     assert all(p.row.step_s > WITHIN * fastest for p in offers if p.level < level)
 
 
@@ -57,9 +86,9 @@ def test_the_settings_of_every_proposal_are_valid(what, n):
         if proposal.level:  # level 0 is the all-reduce of DDP
             sent = exchanges(subject(job)[0], n).bytes_per_step
             assert proposal.row.bytes_per_step == pytest.approx(sent)
-    output = text(JOB, ["run.seed=3"], offers, left_out, n)
+    output = text(JOB, ["run.seed=3"], offers, left_out, n, ACCEPT)
     (command,) = [line for line in output.splitlines() if "mpigossip train" in line]
-    chosen = best(offers)
+    chosen = best(offers, ACCEPT)
     assert command.split() == ["mpigossip", "train", str(JOB), "run.seed=3", *chosen.settings]
     assert output.count("\n* ") == 1
     assert max(len(line) for line in output.splitlines() if line != command) <= 80
@@ -88,19 +117,45 @@ def test_an_option_of_the_job_that_excludes_a_proposal_is_named(what):
         proposals(JOB, ["node.mixer=nonsense"], what, machine(1e7), N)
 
 
-def test_the_cost_in_accuracy_is_shown_only_for_the_measured_model():
-    unknown = "not measured for this model and task"
-    digits = JOB
+def test_the_measured_costs_stand_on_their_pages():
+    for evidence in EVIDENCE:
+        page = (ROOT / evidence.page).read_text()
+        figure = f"{evidence.cost:.2f}"
+        for shown in evidence.shown:
+            assert shown in page and figure in shown, evidence
+            if evidence.interval:
+                low, high = (f"{end:.2f}" for end in evidence.interval)
+                assert f"[{low}, {high}]" in shown, evidence
+        model = {"points": ("LeNet", "perceptron"), "%": ("GPT",)}[evidence.unit]
+        assert evidence.model.startswith(model) and f"{evidence.nodes} " in page
+
+
+def test_the_nearest_measurement_has_the_same_method_and_task():
+    def cost(job, *settings, n=N, parameters=60_000):
+        evidence = nearest(assemble.load(job, list(settings)), n, parameters)
+        return evidence and (evidence.cost, evidence.nodes, evidence.period)
+
+    peer = "graph.name=one-peer-exponential"
+    dmsgd = "algorithm.name=dmsgd", peer
     texts = JOB.with_name("text-gpt.toml")
-    for job, model, measured in (
-        (digits, "mlp", []),
-        (digits, "lenet", ["bf16", "diloco"]),
-        (texts, "gpt", ["gasloc"]),
-    ):
-        settings = [f"model.name={model}"]
-        what = subject(assemble.load(job, settings))[0]
-        costs = {p.known for p in proposals(job, settings, what, machine(1e7), 8)[0]}
-        expected = {KNOWN[name][1] for name in ("none", "static", *measured)} | {unknown}
-        assert costs == expected, model
-    custom = assemble.load(JOB, ["model.name=lenet", "task.name=mine:task"])
-    assert known("diloco", custom) == unknown
+    assert cost(JOB, *dmsgd, n=16) == (1.63, 16, 1)
+    assert cost(JOB, *dmsgd, n=4) == (-0.14, 4, 1)
+    assert cost(JOB, *dmsgd, n=16, parameters=10**7) == (0.13, 16, 1)  # the larger model
+    assert cost(JOB, "algorithm.name=dsgd", "local.name=momentum", peer) == (3.55, 16, 1)
+    assert cost(JOB, "algorithm.name=dmsgd", "graph.name=base-2") is None
+    assert cost(JOB, *dmsgd, "node.wire=bf16") is None
+    assert cost(JOB, *dmsgd, "task.name=mine:task") is None
+    outer = "algorithm.name=diloco", "graph.name=complete", "cadence.name=cpsgd"
+    assert cost(JOB, *outer, "cadence.period=32") is None  # no accuracy was measured
+    assert cost(texts, *outer, "cadence.period=32") == (21.46, 4, 32)
+    assert cost(texts, *outer, "cadence.period=20") == (21.46, 4, 32)
+    assert cost(texts, *outer, "cadence.period=1000") is None
+    assert cost(texts, *outer, "cadence.period=32", "cadence.fragments=4") is None
+
+
+def test_a_cost_is_judged_by_the_upper_end_of_its_interval():
+    evidence = replace(EVIDENCE[0], cost=0.3, interval=(0.1, 0.6))
+    assert not evidence.fulfils(Accept()) and evidence.fulfils(Accept(points=0.6))
+    assert replace(evidence, interval=None).fulfils(Accept())
+    loss = replace(evidence, unit="%", cost=0.9, interval=None)
+    assert loss.fulfils(Accept()) and not loss.fulfils(Accept(loss=0.5, points=9.0))

@@ -127,6 +127,7 @@ def predict(
     n: int,
     epochs: float,
     period: float | None = None,
+    per_tensor: bool = False,
 ) -> Row | None:
     """Predict one choice on n nodes.
 
@@ -136,6 +137,7 @@ def predict(
     :param n: number of nodes
     :param epochs: number of epochs
     :param period: mean period of an adaptive cadence; None: by its formula
+    :param per_tensor: count one global average per tensor, except for DistributedDataParallel
     :returns: the row; None if the graph doesn't exist for n, or the parts don't fit together
     """
     job = choice.job(what.job)
@@ -146,7 +148,7 @@ def predict(
     parts = prediction.parts
     if lacking(parts.method.needs, parts.graph) or incompatibilities(parts):
         return None
-    timing = Timing(prediction, _coding(machine, prediction))
+    timing = Timing(prediction, _coding(machine, prediction), per_tensor=per_tensor)
     (exchange, hidden), waiting = timing.mean_s(), timing.waiting_s()
     step = timing.steady_s + exchange - hidden + waiting
     per_epoch = what.steps_per_epoch(n)
@@ -159,7 +161,7 @@ def predict(
         exchange,
         hidden,
         waiting,
-        prediction.bytes_per_step,
+        prediction.bytes_per_step * timing.element_size / 4,
         per_epoch,
         per_epoch * step,
         epochs * per_epoch * step,
@@ -217,6 +219,7 @@ def table(
     nodes: Sequence[int],
     epochs: float,
     period: float | None = None,
+    per_tensor: bool = False,
 ) -> list[Row]:
     """Return all compatible combinations of graph, cadence and wire on each number of nodes.
 
@@ -225,12 +228,15 @@ def table(
     :param nodes: numbers of nodes
     :param epochs: number of epochs
     :param period: mean period of an adaptive cadence; None: by its formula
+    :param per_tensor: count one global average per tensor, except for DistributedDataParallel
     :raises JobError: if no graph fits the algorithm with one of these numbers of nodes
     """
     every = choices(what.job, everything=True)
     rows = list[Row]()
     for n in nodes:
-        predictions = (predict(what, machine, choice, n, epochs, period) for choice in every)
+        predictions = (
+            predict(what, machine, choice, n, epochs, period, per_tensor) for choice in every
+        )
         known_rows = [row for row in predictions if row is not None]
         if not known_rows:
             raise JobError(

@@ -2,12 +2,13 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from mpigossip.analysis.plan import ALL_REDUCE, GOSSIP, NEAR, Choice, Row, always_global, predict
+from mpigossip.analysis.plan.quality import Accept, Evidence, nearest
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import aligned
 from mpigossip.training import assemble
@@ -20,30 +21,6 @@ FRAGMENTS = 4
 """Number of fragments if there is a period; each is exchanged during the next steps."""
 WITHIN = 1.1
 """Proposals that take at most this factor longer than the fastest count as equally fast."""
-KNOWN = {
-    "none": ("", "the same training as on one large node"),
-    "one-peer": ("resnet50", "published: +0.02 points (ResNet-50, 32 nodes)"),
-    "static": ("", "in theory the same as one-peer"),
-    "ring": ("resnet50", "published: -0.63 points (ResNet-50, 32 nodes)"),
-    "bf16": ("lenet", "measured: none (steps to a loss, LeNet, 8 nodes)"),
-    "diloco": ("lenet", "measured: 1.1-1.4 x the steps at H = 50; it needs its own rate"),
-    "gasloc": ("gpt", "measured: loss 5 % above DiLoCo; it needs its own rate"),
-}
-"""Cost in accuracy of each choice, with the model that it is known for ("": any).
-
-The published values are from Ying et al. 2021's table (76.25 % all-reduce, 76.27 % one-peer,
-75.62 % ring). Ours are in jobs/claims/BEYOND.md (LeNet, 8 nodes, steps to a training loss of 1.8:
-fp32 231 to 240, bf16 213, DiLoCo with AdamW 269 to 318) and, for GASLoC (published: equal to
-DiLoCo), in tools/bench/BENCHMARKS.md (GPT of 2.2 M parameters, 4 nodes, H = 32).
-"""
-
-
-def known(choice: str, job: Job) -> str:
-    """Return the cost in accuracy in `KNOWN`, if it was measured with the job's model and task."""
-    model, cost = KNOWN[choice]
-    task = "language-model" if model == "gpt" else "classification"
-    same = not model or (job.model.name, job.task.name) == (model, task)
-    return cost if same else "not measured for this model and task"
 
 
 @dataclass(frozen=True)
@@ -52,45 +29,51 @@ class Proposal:
 
     label: str
     level: int
-    known: str
     graph: str
     settings: tuple[str, ...]
     row: Row | None = None
+    evidence: Evidence | None = None
+    """The nearest measurement of what the method costs; None: not measured."""
+
+    @property
+    def cost(self) -> str:
+        """Description of the measured cost in quality."""
+        if not self.level:
+            return "none: this is what the others are compared with"
+        return self.evidence.text if self.evidence else "not measured"
+
+    def fulfils(self, accept: Accept) -> bool:
+        """Return whether the measured cost is acceptable; all-reduce costs nothing."""
+        return not self.level or (self.evidence is not None and self.evidence.fulfils(accept))
 
 
 def _ways(job: Job, n: int) -> Iterator[Proposal]:
     """Yield all proposals by rising risk; ``settings`` lack the graph."""
     always = ("cadence.name=always", "node.wire=fp32")
-    yield Proposal("all-reduce (DDP)", 0, "none", ALL_REDUCE, ("algorithm.name=parallel", *always))
+    yield Proposal("all-reduce (DDP)", 0, ALL_REDUCE, ("algorithm.name=parallel", *always))
     method = job.algorithm.name
     if always_global(job):
         method = GOSSIP
     same_method = (f"algorithm.name={method}",)
-    graphs = {
-        "one-peer-exponential": "one-peer",
-        "one-peer-hypercube": "one-peer",
-        "base-2": "one-peer",
-        "exponential": "static",
-        "ring": "ring",
-    }
-    for graph, known in graphs.items():
+    graphs = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
+    for graph in graphs:
         if n & (n - 1) and graph == "one-peer-exponential":
             continue  # not exact for this n, unlike base-2
         level = 3 if graph == "ring" else 1
-        yield Proposal(f"{method}, {graph}", level, known, graph, (*same_method, *always))
+        yield Proposal(f"{method}, {graph}", level, graph, (*same_method, *always))
     peer = "base-2" if n & (n - 1) else "one-peer-exponential"
     wire = ("cadence.name=always", "node.wire=bf16")
-    yield Proposal(f"{method}, {peer}, bf16", 2, "bf16", peer, (*same_method, *wire))
+    yield Proposal(f"{method}, {peer}, bf16", 2, peer, (*same_method, *wire))
     for step, period in enumerate(PERIODS):
         level = 4 + step
         seldom = f"cadence.period={period}"
         outer = ("algorithm.name=diloco", "cadence.name=cpsgd", seldom, "node.wire=fp32")
         parts = (f"cadence.fragments={FRAGMENTS}", "cadence.delay=1")
         gasloc = ("algorithm.name=gasloc", "cadence.name=every", seldom, "node.wire=fp32")
-        yield Proposal(f"diloco, H = {period}", level, "diloco", "complete", outer)
+        yield Proposal(f"diloco, H = {period}", level, "complete", outer)
         label = f"diloco, H = {period}, {FRAGMENTS} fragments"
-        yield Proposal(label, level, "diloco", "complete", (*outer, *parts))
-        yield Proposal(f"gasloc, {peer}, H = {period}", level, "gasloc", peer, gasloc)
+        yield Proposal(label, level, "complete", (*outer, *parts))
+        yield Proposal(f"gasloc, {peer}, H = {period}", level, peer, gasloc)
 
 
 def proposals(
@@ -127,18 +110,27 @@ def proposals(
                 f"the graph does not exist for {n} nodes, or the parts are incompatible"
             )
         else:
-            fitting.append(
-                replace(proposal, known=known(proposal.known, job), settings=pasted, row=row)
-            )
+            evidence = nearest(job, n, what.flat.count)
+            fitting.append(replace(proposal, settings=pasted, row=row, evidence=evidence))
     if not fitting:
         raise JobError([f"{label}: {why}" for label, why in left_out.items()])
     return fitting, left_out
 
 
-def best(proposals: Sequence[Proposal]) -> Proposal:
-    """Return the least risky proposal within `WITHIN` of the fastest, then that of fewest bytes."""
-    fastest = min(proposal.row.step_s for proposal in proposals)
-    near = [proposal for proposal in proposals if proposal.row.step_s <= WITHIN * fastest]
+def best(proposals: Sequence[Proposal], accept: Accept) -> Proposal | None:
+    """Return the least risky proposal within `WITHIN` of the fastest, then that of fewest bytes.
+
+    Only proposals whose measured cost in quality is acceptable are considered.
+
+    :param proposals: proposals with their predictions
+    :param accept: largest acceptable cost
+    :returns: the proposal; None if no cost is acceptable and all-reduce is not among the proposals
+    """
+    acceptable = [proposal for proposal in proposals if proposal.fulfils(accept)]
+    if not acceptable:
+        return None
+    fastest = min(proposal.row.step_s for proposal in acceptable)
+    near = [proposal for proposal in acceptable if proposal.row.step_s <= WITHIN * fastest]
     level = min(proposal.level for proposal in near)
     lowest = [proposal for proposal in near if proposal.level == level]
     fastest_of_level = min(proposal.row.step_s for proposal in lowest)
@@ -152,50 +144,69 @@ def text(
     proposals: Sequence[Proposal],
     left_out: dict[str, str],
     n: int,
+    accept: Accept,
 ) -> str:
-    """Return a table, fastest first, and the command to paste.
+    """Return a table, fastest first, the conclusion, and the command to paste.
 
     :param job: job file
     :param settings: settings of the job
     :param proposals: proposals
     :param left_out: reasons by the names of proposals that do not fit
     :param n: number of nodes
+    :param accept: largest acceptable cost in quality
     """
-    chosen = best(proposals)
-    reduce = next((proposal.row.step_s for proposal in proposals if proposal.level == 0), None)
-    near = f"(* proposed: the lowest risk within {WITHIN - 1:.0%} of the fastest)"
-    lines = [f"{n} nodes, predicted, fastest first", near]
-    notes = list(dict.fromkeys(proposal.known for proposal in proposals))
-    rows = [("", "ms/step", "MB/step", "accuracy")]
+    chosen = best(proposals, accept)
+    lines = [f"{n} nodes, predicted, fastest first"]
+    notes = list(dict.fromkeys(proposal.cost for proposal in proposals))
+    rows = [("", "ms/step", "MB/step", "cost")]
     for proposal in sorted(proposals, key=lambda proposal: proposal.row.step_s):
         label = f"{'*' if proposal is chosen else ' '} {proposal.label}"
-        cost = f"{1e3 * proposal.row.step_s:.4g}", f"{proposal.row.bytes_per_step / 1e6:.3g}"
-        rows.append((label, *cost, f"({1 + notes.index(proposal.known)})"))
-    lines += [aligned(rows), "", "cost in accuracy:"]
-    lines += [f"({number}) {note}" for number, note in enumerate(notes, 1)]
-    if reduce is not None and chosen.level:
-        gain = f"{reduce / chosen.row.step_s:.2f} x as fast as all-reduce; "
-    else:
-        gain = "sending less is not faster; " if not chosen.level else ""
-    command = shlex.join(["mpigossip", "train", str(job), *settings, *chosen.settings])
-    lines += ["", f"{gain}the command:", f"  {command}"]
+        figures = f"{1e3 * proposal.row.step_s:.4g}", f"{proposal.row.bytes_per_step / 1e6:.3g}"
+        rows.append((label, *figures, f"({1 + notes.index(proposal.cost)})"))
+    lines += [aligned(rows), "", "measured cost in quality, compared with all-reduce:"]
+    for number, note in enumerate(notes, 1):
+        lines += wrap(f"({number}) {note}", 80, subsequent_indent="    ")
+    lines += ["", *wrap(_conclusion(proposals, chosen, accept, notes), 80)]
+    if chosen is not None:
+        command = shlex.join(["mpigossip", "train", str(job), *settings, *chosen.settings])
+        lines += ["the command:", f"  {command}"]
     for label, why in left_out.items():
         lines += wrap(f"left out: {label}: {why.splitlines()[0]}", 80, subsequent_indent="  ")
     return "\n".join(lines)
 
 
-def as_json(proposals: Sequence[Proposal], left_out: dict[str, str]) -> dict[str, Any]:
+def _conclusion(
+    proposals: Sequence[Proposal], chosen: Proposal | None, accept: Accept, notes: Sequence[str]
+) -> str:
+    """Return the sentence that says what to do, and why."""
+    limit = f"{accept.loss:.3g} % of the loss or {accept.points:.3g} points of accuracy (--accept)"
+    if chosen is None:
+        return f"No proposal has a measured cost of at most {limit}."
+    reduce = next((proposal.row.step_s for proposal in proposals if not proposal.level), None)
+    if chosen.level:
+        gain = f"{reduce / chosen.row.step_s:.2f} x as fast as all-reduce" if reduce else "proposed"
+        return f"* {chosen.label}: {gain}, with the cost ({1 + notes.index(chosen.cost)})."
+    fastest = min(proposal.row.step_s for proposal in proposals)
+    if WITHIN * fastest >= chosen.row.step_s:
+        return "Stay with all-reduce: on this network, sending less is not faster by a tenth."
+    return f"Stay with all-reduce: no faster proposal has a measured cost of at most {limit}."
+
+
+def as_json(
+    proposals: Sequence[Proposal], left_out: dict[str, str], accept: Accept
+) -> dict[str, Any]:
     """Return the proposals as plain values."""
-    chosen = best(proposals)
+    chosen = best(proposals, accept)
     rows = [
         {
             "label": proposal.label,
             "level": proposal.level,
-            "known": proposal.known,
+            "cost": proposal.cost,
+            "evidence": asdict(proposal.evidence) if proposal.evidence else None,
             "settings": list(proposal.settings),
             "proposed": proposal is chosen,
             **proposal.row.as_json(),
         }
         for proposal in proposals
     ]
-    return {"proposals": rows, "left_out": left_out}
+    return {"proposals": rows, "left_out": left_out, "accept": asdict(accept)}

@@ -15,20 +15,25 @@ from mpigossip.analysis.plan import (
     choices,
 )
 from mpigossip.analysis.plan import name as named
+from mpigossip.config import Job
 from mpigossip.config.readable import aligned
 from mpigossip.training.costs import Subject
 from mpigossip.training.machines import Machine
 
+ALONE = "this process only"
+"""Description of a machine that one process has measured."""
 WIDTH = 80
 """Largest width of lines of text, if the terminal is wide enough."""
 
 
 EXPLAINED = (
-    "(transient: iterations until n nodes are n times as fast, in theory and up to a constant: "
-    "compare them, but do not add them)"
+    "ms/step: average step on each number of nodes. hidden: part of the exchange that overlaps "
+    "with computing. MB/step: bytes that a node sends in an average step. epoch: one pass over "
+    "the data. Indented rows change the cadence or the wire of the row above them. all-reduce is "
+    "PyTorch's DistributedDataParallel, which sends buckets during backward."
 )
+"""Explanation of the tables."""
 PROPOSED = "`mpigossip plan … --best` proposes graph, algorithm, H and wire"
-ASSUMED = "all-reduce as in DDP, with buckets sent during backward"
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
@@ -57,10 +62,14 @@ def text(
     times = {key: _short(1e3 * row.step_s) for key, row in row_of.items()}
     steps = [["ms/step, nodes:", *(f"{n:,}" for n in nodes)]]
     steps += [[labels[c], *(times.get((c, n), "-") for n in nodes)] for c in shown]
-    head = ["ms/step", "hidden", "MB/step", "epoch", f"{epochs:g} epochs", "transient"]
+    head = ["ms/step", "hidden", "MB/step"]
+    if what.samples:
+        head += ["epoch", f"{epochs:g} epochs"]
     details = [[f"at {last:,} nodes", *head]]
-    details += [[labels[c], *_details(row_of[c, last])] for c in shown if (c, last) in row_of]
-    lines = [*_head(what, machine, note), aligned(steps), "", aligned(details)]
+    details += [
+        [labels[c], *_details(row_of[c, last])[: len(head)]] for c in shown if (c, last) in row_of
+    ]
+    lines = [*_head(what, machine, note), aligned(steps), "", aligned(details), ""]
     lines += [*_wrapped(EXPLAINED), "", *_wrapped(PROPOSED)]
     return "\n".join(lines)
 
@@ -71,22 +80,56 @@ def _wrapped(words: str, indent: str = "") -> list[str]:
 
 
 def _head(what: Subject, machine: Machine, note: str) -> list[str]:
+    """Return the subject of the plan and a table of what it assumes of the machine."""
     job = what.job
-    sources = machine.sources
     method = job.algorithm.name
     if always_global(job):
         method = f"{method}; gossip as {GOSSIP}"
-    paragraphs = (
-        f"{job.run.name}: {what.flat.count:,} parameters, {method}, {what.per_step} samples per "
-        f"node and step" + (f"; {note}" if note else ""),
-        f"compute {_time(machine.compute_s)} ({sources['compute']}), within the node "
-        f"{_time(machine.node_s)} ({sources['node-local']}), update {_time(machine.update_s)}",
-        f"jitter of compute {machine.jitter:.1%} ({sources.get('jitter', 'not given')}), sum "
-        f"{machine.combine_rate / 1e9:.3g} GB/s ({sources.get('sum', 'given')}); {ASSUMED}",
-        f"latency {_time(machine.latency_s)} ({sources['latency']}), bandwidth "
-        f"{machine.bandwidth / 1e9:.3g} GB/s ({sources['bandwidth']}); {machine.where}",
-    )
-    return [*(line for words in paragraphs for line in _wrapped(words, "  ")), ""]
+    samples = f", {what.per_step} samples per node and step" if what.samples else ""
+    subject = f"{job.run.name}: {what.flat.count:,} parameters, {method}{samples}"
+    table = [["assumptions", "value", "origin"], *_assumptions(machine, job)]
+    lines = _wrapped(f"{subject}; {note}" if note else subject, "  ")
+    return [*lines, "", aligned(table, left=(0, 2)), ""]
+
+
+def _assumptions(machine: Machine, job: Job) -> list[list[str]]:
+    """Return what the plan assumes of the machine: name, value and origin of each property."""
+    own_bandwidth = machine.global_bandwidth != machine.bandwidth
+    own_latency = machine.global_latency_s != machine.latency_s
+    rows = [
+        ("computing of a step", _time(machine.compute_s), "compute"),
+        ("averaging in the node", _time(machine.node_s), "node-local"),
+        ("update", _time(machine.update_s), "update"),
+        ("jitter of computing", f"{machine.jitter:.1%}", "jitter"),
+        ("sum of two vectors", _rate(machine.combine_rate), "sum"),
+        ("latency of a message", _time(machine.latency_s), "latency"),
+        ("bandwidth of a node", _rate(machine.bandwidth), "bandwidth"),
+    ]
+    if own_latency:
+        rows.append(
+            ("latency in all-reduce", _time(machine.global_latency_s), "all-reduce latency")
+        )
+    if own_bandwidth:
+        rows.append(
+            ("bandwidth in all-reduce", _rate(machine.global_bandwidth), "all-reduce bandwidth")
+        )
+    table = [[name, value, _origin(machine, key)] for name, value, key in rows]
+    return [*table, ["devices of a node", job.node.devices, _origin_of_devices(machine, job)]]
+
+
+def _origin(machine: Machine, name: str) -> str:
+    """Return the origin of a property: measured here, given or assumed."""
+    origin = machine.sources.get(name, machine.sources.get(name.removeprefix("all-reduce "), ""))
+    if origin == "measured":
+        return "measured here" if machine.where == ALONE else f"measured here, {machine.where}"
+    return "assumed" if origin in ("", "not given") else origin
+
+
+def _origin_of_devices(machine: Machine, job: Job) -> str:
+    """Return where the devices of a node come from."""
+    if machine.sources.get("compute") == "measured":
+        return "their steps were timed here"
+    return "setting node.devices"
 
 
 def _label(choice: Choice, own: Choice) -> str:
@@ -102,11 +145,18 @@ def _details(row: Row) -> list[str]:
     hidden = f"{row.hidden_s / row.exchange_s:.0%}" if row.exchange_s else "-"
     megabytes = _short(row.bytes_per_step / 1e6)
     times = [_time(row.epoch_s), _time(row.total_s)] if row.steps_per_epoch else ["-", "-"]
-    return [_short(1e3 * row.step_s), hidden, megabytes, *times, f"{row.transient:.1g}"]
+    return [_short(1e3 * row.step_s), hidden, megabytes, *times]
 
 
 def _short(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _rate(value: float) -> str:
+    """Return a rate in bytes per second, such as "25 GB/s"."""
+    if value >= 1e9:
+        return f"{_short(value / 1e9)} GB/s"
+    return f"{_short(value / 1e6)} MB/s"
 
 
 def _time(value: float) -> str:

@@ -1,0 +1,129 @@
+"""Measured costs in quality of methods, compared with all-reduce."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mpigossip.config import Job
+
+RESULTS = "jobs/claims/RESULTS.md"
+BENCHMARKS = "tools/bench/BENCHMARKS.md"
+LONGER = 4
+"""A measurement with period H is used for periods from H / LONGER to H · LONGER."""
+
+
+@dataclass(frozen=True)
+class Accept:
+    """Largest acceptable cost in quality compared with all-reduce."""
+
+    loss: float = 1.0
+    """In percent of the loss, for language models."""
+    points: float = 0.5
+    """In points of accuracy, for classification."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One measured cost: a method compared with all-reduce at equal numbers of samples."""
+
+    method: str
+    graph: str
+    model: str
+    """Model, data, and number of runs."""
+    parameters: int
+    nodes: int
+    cost: float
+    """Points of accuracy lost, or percent of loss gained, depending on `unit`."""
+    interval: tuple[float, float] | None
+    """Interval of the cost that holds 95 % of repetitions; None: there were too few runs."""
+    unit: str
+    """"points" or "%"."""
+    page: str
+    """Page of the repository with the measurement."""
+    shown: tuple[str, ...]
+    """The numbers as the page shows them."""
+    period: int = 1
+    """Number of steps H between exchanges."""
+
+    @property
+    def text(self) -> str:
+        """Sentence for a terminal: cost, interval, model and page."""
+        what = "points less accuracy" if self.unit == "points" else "% more loss"
+        low_high = f" [{self.interval[0]:g}, {self.interval[1]:g}]" if self.interval else ""
+        period = f", H = {self.period}" if self.period > 1 else ""
+        cost = f"{self.cost:g}{low_high} {what}{period}"
+        return f"{cost}: {self.model}, {self.nodes} nodes ({self.page})"
+
+    def fulfils(self, accept: Accept) -> bool:
+        """Return whether the cost is acceptable, at the upper end of its interval if it has one."""
+        limit = accept.points if self.unit == "points" else accept.loss
+        return (self.interval[1] if self.interval else self.cost) <= limit
+
+
+LENET = "LeNet, CIFAR-10, 5 paired seeds"
+PERCEPTRON = "perceptron, CIFAR-10, 5 paired seeds"
+GPT = "GPT of 2.2 M parameters, AdamW, 2 seeds"
+PEER = "one-peer-exponential"
+EVIDENCE = (
+    Evidence("dmsgd", PEER, LENET, 62_006, 16, 1.63, (1.31, 1.94), "points", RESULTS,
+             ("1.63 [1.31, 1.94] points",)),
+    Evidence("dmsgd", PEER, LENET, 62_006, 4, -0.14, (-1.20, 0.93), "points", RESULTS,
+             ("-0.14 [-1.20, 0.93]",)),
+    Evidence("dmsgd", PEER, PERCEPTRON, 98_666, 16, 0.13, (-0.14, 0.41), "points", RESULTS,
+             ("0.13 [-0.14, 0.41]",)),
+    Evidence("dmsgd", "ring", LENET, 62_006, 16, 3.19, (1.78, 4.59), "points", RESULTS,
+             ("3.19 [1.78, 4.59] points",)),
+    Evidence("dmsgd-vanilla", PEER, LENET, 62_006, 16, 3.55, (2.52, 4.58), "points", RESULTS,
+             ("3.55 [2.52, 4.58] points",)),
+    Evidence("dsgd", PEER, GPT, 2_200_000, 4, 12.71, None, "%", BENCHMARKS, ("+12.71 %",)),
+    Evidence("diloco", "complete", GPT, 2_200_000, 4, 20.80, None, "%", BENCHMARKS,
+             ("+20.80 %",), 8),
+    Evidence("diloco", "complete", GPT, 2_200_000, 4, 21.46, None, "%", BENCHMARKS,
+             ("+21.46 %",), 32),
+    Evidence("diloco", "complete", GPT, 2_200_000, 4, 25.60, None, "%", BENCHMARKS,
+             ("+25.60 %",), 128),
+    Evidence("gasloc", PEER, GPT, 2_200_000, 4, 27.43, None, "%", BENCHMARKS, ("+27.43 %",), 32),
+)  # fmt: skip
+"""All measurements with float32 messages and without fragments. A test compares them with their
+pages."""
+
+
+def nearest(job: Job, n: int, parameters: int) -> Evidence | None:
+    """Return the measurement of a job's method whose model and number of nodes are nearest.
+
+    Method, graph and kind of task are the same; the period is similar. Distances are computed from
+    logarithms of the numbers of parameters, nodes and steps between exchanges.
+
+    :param job: the job of a proposal
+    :param n: its number of nodes
+    :param parameters: its number of trained parameters
+    """
+    if job.node.wire != "fp32" or int(job.cadence.options.get("fragments", 1)) > 1:
+        return None
+    task = job.task.name
+    unit = "%" if task == "language-model" or job.model.name == "gpt" else "points"
+    if unit == "points" and task != "classification":
+        return None
+    method = job.algorithm.name
+    if method == "dsgd" and job.local.name == "momentum":
+        method = "dmsgd-vanilla"  # the same formula: momentum that stays on its node
+    period = 1
+    if job.cadence.name != "always":
+        period = int(job.cadence.options.get("period", 1))
+    similar = [
+        evidence
+        for evidence in EVIDENCE
+        if (evidence.method, evidence.graph, evidence.unit) == (method, job.graph.name, unit)
+        and period <= LONGER * evidence.period
+        and evidence.period <= LONGER * period
+        and (evidence.period == 1) == (period == 1)
+    ]
+
+    def distance(evidence: Evidence) -> float:
+        size = math.log(evidence.parameters / parameters)
+        return (
+            abs(math.log(evidence.period / period)) + abs(size) + abs(math.log(evidence.nodes / n))
+        )
+
+    return min(similar, key=distance, default=None)
