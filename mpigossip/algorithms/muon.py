@@ -42,8 +42,8 @@ def muon(
     :param adjust: rule for s. "match_rms_adamw": s = 0.2 √max(rows, columns), so that the same
         learning rate suits both optimizers; "original": s = √max(1, rows/columns)
     :param decoupled_decay: λ
-    :param adamw_for: names of further matrices that take AdamW, such as those of an output layer,
-        with "*" and "?" as wildcards
+    :param adamw_for: names of further matrices that AdamW updates, such as the weights of an output
+        layer, with "*" and "?" as wildcards
     :param beta1: β₁ of AdamW
     :param beta2: β₂ of AdamW
     :param eps: ε of AdamW
