@@ -36,8 +36,7 @@ class Tokenizer:
 
     @property
     def name(self) -> str:
-        """Name of the tokenizer: "byte", or its kind, size and checksum, as in "bpe-8192-1c291ca3".
-        """
+        """Name of the tokenizer: "byte", or kind, size and checksum, as in "bpe-8192-1c291ca3"."""
         return f"bpe-{len(self.lengths)}-{zlib.crc32(self.text):08x}" if self.text else "byte"
 
     @property
