@@ -266,7 +266,10 @@ class Graph:
         return self.round(t).matrix()
 
     def slack(self, kappa: float) -> "Graph":
-        """Return the graph of κW + (1−κ)I, in which own weights are larger; κ is in [1e-9, 1]."""
+        """Return the graph of κW + (1−κ)I, which has larger own weights, for κ = ``kappa``.
+
+        :param kappa: κ, from 1e-9 to 1
+        """
         if not 1e-9 <= kappa <= 1.0:
             raise GraphError(f"slack {kappa} is outside [1e-9, 1]; 1 leaves the weights unchanged")
         if kappa == 1.0:

@@ -72,7 +72,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Language model, which maps tokens (B, T) int64 to scores (B, T, classes).
 
-    The same embedding matrix is used for the input and the output.
+    Input and output use the same embedding matrix.
     """
 
     def __init__(

@@ -182,8 +182,8 @@ def _different_settings(logs: Sequence[Log]) -> tuple[list[dict[str, Any]], list
 def parted(logs: Sequence[Log]) -> dict[str, list[int]]:
     """Divide logs into parts of at most `CURVES` logs, by a setting in which they differ.
 
-    Of all settings that give small enough parts, the setting with the fewest parts is used. If
-    there is no such setting, logs are divided in their order.
+    If several settings give small enough parts, the setting with the fewest parts is used. If there
+    is no such setting, logs are divided in their order.
 
     :return: indices of the logs of each part, by its title; {"": all indices} if there are at most
         `CURVES`
