@@ -183,7 +183,7 @@ def _content(file: h5py.File, objects: dict[str, Any]) -> Manifest:
     only(objects, {"job", "meta", "nodes"}, {"parameters"})
     facts = guard.attributes(file)
     if facts.keys() != {"format", "step", "n"} or facts["format"] != FORMAT:
-        raise ValueError("its attributes differ from those of a manifest")
+        raise ValueError("its attributes are not the attributes of a manifest")
     entries = tuple(Entry(*row) for row in guard.rows(objects, "nodes", "iSiSi"))
     n = counter(facts["n"], "n", MOST)
     check_table(entries, n)
