@@ -103,12 +103,12 @@ def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Task
     :raises GraphError: if no graph fits these limits
     """
     if n < 2:
-        raise GraphError(f"a search needs at least 2 nodes, got {n}")
+        raise GraphError(f"n = {n}: a search needs at least 2 nodes")
     if degree is None and edges is None:
         raise GraphError("a search needs a budget: give the degree, the number of edges, or both")
     if weights not in WEIGHTS:
         raise GraphError(
-            f'a search can\'t judge by the weights "{weights}"; choose one of {", ".join(WEIGHTS)}'
+            f'weights = "{weights}" can\'t be used in a search; choose one of {", ".join(WEIGHTS)}'
         )
     for value, what, limit in ((degree, "degree", n - 1), (edges, "edges", n * (n - 1) // 2)):
         if value is not None and value > limit:

@@ -115,7 +115,7 @@ def lower_bound(
     :param diameter: D, diameter of the graph; None: the graph is not connected, which is an error
     """
     if diameter is None or diameter < 0:
-        raise GraphError(f"the bound needs a diameter ≥ 0, got {diameter}: is the graph connected?")
+        raise GraphError(f"diameter = {diameter}: a lower bound needs a connected graph; add edges")
     sample = _sample_term(delta, smoothness, noise, epsilon, n, batch)
     return sample + delta * smoothness * diameter / epsilon**2
 
@@ -138,7 +138,7 @@ def gossip_lower_bound(
     :param lam: λ = max(|λ_2|, |λ_n|) < 1 of W
     """
     if not 0.0 <= lam < 1.0:
-        raise GraphError(f"the gossip bound needs λ in [0, 1), got {lam}: does the graph average?")
+        raise GraphError(f"λ = {lam}: a gossip bound needs λ in [0, 1); use a graph that averages")
     sample = _sample_term(delta, smoothness, noise, epsilon, n, batch)
     return sample + delta * smoothness / (epsilon**2 * np.sqrt(1.0 - lam))
 
@@ -225,7 +225,7 @@ def quadratic_limit(
             map_ = (w - pull) @ map_
             shift = (w - pull) @ shift + pull @ b
         if max(abs(np.linalg.eigvals(map_))) >= 1:
-            raise GraphError(f"lr = {lr:g}: D-PSGD diverges there; a smaller one has a limit")
+            raise GraphError(f"lr = {lr:g}: D-PSGD diverges at this rate; use a smaller rate")
         limits.append(np.linalg.solve(np.eye(graph.n) - map_, shift))
     return np.stack(limits, axis=1)
 

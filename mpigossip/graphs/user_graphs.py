@@ -101,7 +101,8 @@ def from_sequence(
     for t, item in enumerate(items):
         if not is_network(item):
             raise GraphError(
-                f"item {t} of a sequence of networkx graphs is a {type(item).__name__}"
+                f"item {t} of a sequence of networkx graphs is a {type(item).__name__}; use "
+                "networkx graphs only"
             )
         if set(item.nodes) != set(order):
             raise GraphError(

@@ -207,12 +207,12 @@ def _build(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) ->
         raise
     except (Exception, SystemExit) as error:
         raise JobError(
-            f'model "{name}" can\'t be built with the options {options} for samples of shape '
-            f"{tuple(shape)} and {classes} classes: {describe_exception(error)}"
+            f'model.name = "{name}" can\'t be built with the options {options} for samples of '
+            f"shape {tuple(shape)} and {classes} classes: {describe_exception(error)}"
         ) from error
     if not isinstance(network, nn.Module):
         raise JobError(
-            f'model "{name}" returned {type(network).__name__}; it should return a torch.nn.Module'
+            f'model.name = "{name}" returned {type(network).__name__}; return a torch.nn.Module'
         )
     return network
 
@@ -295,13 +295,13 @@ def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
         network.train(training)
     if not isinstance(outputs, Tensor):
         raise JobError(
-            f'model "{name}" returns a {type(outputs).__name__} for one of {what}; it should '
-            f"return a tensor of shape {expected}, or an object with such `.logits`; a custom "
-            "task may accept any output"
+            f'model.name = "{name}" returns a {type(outputs).__name__} for one of {what}; return a '
+            f"tensor of shape {expected} or an object with such `.logits`, or set task.name to a "
+            "custom task that accepts this output"
         )
     output_shape = tuple(outputs.shape)
     if output_shape != expected:
         raise JobError(
-            f'model "{name}" returns outputs of shape {output_shape} for one of {what}; {classes} '
-            f"classes need {expected}"
+            f'model.name = "{name}" returns outputs of shape {output_shape} for one of {what}; '
+            f"{classes} classes need {expected}"
         )

@@ -152,7 +152,7 @@ def gpt(
     rotary = positions == "rotary"
     if len(shape) != 1:
         raise JobError(
-            'model "gpt" takes tokens in samples of shape (T,), and the samples are of shape '
+            'model.name = "gpt" takes tokens in samples of shape (T,), but samples have the shape '
             f"{shape}; pack text with: mpigossip data pack FOLDER OUT.h5 --text"
         )
     if width % heads:

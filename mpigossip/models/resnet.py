@@ -17,9 +17,9 @@ def image_shape(shape: Shape, name: str, smallest: int) -> Shape:
     """
     if len(shape) != 3 or min(shape[1:]) < smallest:
         raise JobError(
-            f'model "{name}" takes images of (channels, height, width) with at least '
-            f"{smallest}x{smallest} pixels, and the samples are of shape {shape}; choose another "
-            "model or set data.image_size"
+            f'model.name = "{name}" takes images of (channels, height, width) with at least '
+            f"{smallest}x{smallest} pixels, but samples have the shape {shape}; choose another "
+            "model, or set data.image_size"
         )
     return shape
 

@@ -171,7 +171,9 @@ def commit(
     n = len({entry.node for entry in entries})
     manifests.check_table(entries, n)
     if not temporary.is_dir():
-        raise StoreError(f"{temporary} was deleted while it was being written")
+        raise StoreError(
+            f"{temporary} was deleted while it was being written; keep the files of a running job"
+        )
     for entry in entries:
         path = temporary / entry.file
         if not path.is_file() or path.stat().st_size != entry.bytes:

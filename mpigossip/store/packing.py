@@ -200,7 +200,10 @@ def _find(folder: Path) -> tuple[list[str], dict[str, Files]]:
         )
     unknown = sorted({path.name for path in _visible(test) if path.is_dir()} - set(classes))
     if unknown:
-        raise StoreError(f"{test} has classes that {train} lacks: {', '.join(unknown[:10])}")
+        raise StoreError(
+            f"{test} has classes that {train} lacks: {', '.join(unknown[:10])}; add these folders "
+            "there, or remove them here"
+        )
     lists = {}
     for name, split in zip(SPLITS, (train, test), strict=True):
         lists[name] = _image_files(split, classes)
