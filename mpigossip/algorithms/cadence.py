@@ -249,7 +249,8 @@ def adpsgd(
             return state._replace(since=since, rates=rates)
         ratio = measured["variance"] * since / (rates or 1.0)
         period = state.period
-        if step.index < first_sample or not rates:  # at a rate of 0, nodes do not diverge
+        # At a learning rate of 0, nodes do not diverge, so S/lr means nothing.
+        if step.index < first_sample or not rates:
             return state._replace(since=0, rates=0.0)
         if step.index < last_sample or not state.samples:
             samples = state.samples + 1

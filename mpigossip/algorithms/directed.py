@@ -82,7 +82,8 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
 
     def send(x, g, state: Carriers, out, step: Step):
         inner = local.adapt(x, g, state.inner, step, out[0])
-        state.others.sub_(x.sub_(out[0]))  # both averages take the same step x½ − x
+        # Both averages take the same local step, x½ − x.
+        state.others.sub_(x.sub_(out[0]))
         x.copy_(out[0])
         if step.kind is ExchangeKind.GOSSIP and digit(step)[0] == "0":
             out[0].copy_(state.others)

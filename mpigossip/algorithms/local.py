@@ -65,7 +65,8 @@ def by_row(local: Local) -> Local:
             row_state = type(state)(*(part[row_slice] for part in state))
             after = local.adapt(row_out, g[row_slice], row_state, row_step, row_out)
             for part, value in zip(row_state, after, strict=True):
-                part.copy_(value)  # no effect if the state was changed in place
+                # If the state was changed in place, this copy has no effect.
+                part.copy_(value)
         return state
 
     return local._replace(adapt=adapt)

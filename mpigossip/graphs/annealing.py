@@ -34,9 +34,9 @@ Move = tuple[list[Orbit], list[Orbit]]
 """Change of a candidate: orbits to remove, and orbits to add."""
 
 GRAIN = 2.0**-30
-"""Unit to multiples of which scores are rounded, about 1e-9. It is far above the rounding error of
-a processor and far below relevant differences. It is a power of two, so that neither decimal nor
-short binary fractions lie on the border between two multiples.
+"""Scores are rounded to multiples of this unit, about 1e-9, which is far larger than the rounding
+error of a processor and far smaller than relevant differences. It is a power of two, so that
+neither decimal nor short binary fractions lie halfway between two multiples.
 """
 
 CONNECTED = 1e-9
@@ -121,7 +121,10 @@ class Task:
 
 
 class CandidateGraph:
-    """Graph with a cyclic symmetry of order m, as a set of edge orbits."""
+    """Candidate of a search, which is a graph with a cyclic symmetry of order m.
+
+    It consists of edge orbits: an orbit contains all edges that the symmetry maps to each other.
+    """
 
     def __init__(self, task: Task, m: int) -> None:
         self.task = task
@@ -145,9 +148,11 @@ class CandidateGraph:
     def _count(self, orbit: Orbit, sign: int) -> None:
         """Add an orbit to counts and blocks of the Laplacian, or subtract it if sign is −1."""
         a, c, s = orbit
-        half = a == c and 2 * s == self.m  # s = −s, so it has m/2 edges
+        # If s and −s are the same shift, each edge would be counted twice: the orbit has m/2 edges.
+        half = a == c and 2 * s == self.m
         self.size += sign * (self.m // 2 if half else self.m)
-        if self.m == 1:  # same as below, but faster
+        # This computes the same as the other branch, but faster: most candidates have m = 1.
+        if self.m == 1:
             matrix = self.blocks[0]
             matrix[a, c] = matrix[c, a] = -(sign > 0)
             ends = [a, c]
@@ -161,11 +166,14 @@ class CandidateGraph:
             self.blocks[:, x, x] += sign
 
     def fits(self) -> bool:
-        """Return whether the candidate keeps the limits on edges and on the degree of a node."""
+        """Return whether the number of edges and all degrees are within the limits."""
         return self.size <= self.task.edges and max(self.degrees) <= self.task.degree
 
     def add(self, orbit: Orbit) -> bool:
-        """Add an orbit unless it is a loop or already present; return whether it was added."""
+        """Add an orbit unless it is a loop or already present; return whether it was added.
+
+        A loop joins nodes to themselves.
+        """
         if orbit in self.index_of or (orbit[0] == orbit[1] and orbit[2] == 0):
             return False
         self.index_of[orbit] = len(self.orbits)
@@ -290,7 +298,10 @@ def random_move(plan: CandidateGraph, rng: np.random.Generator) -> Move | None:
 
 
 class Screen:
-    """First-order change of the score by each edge, for a candidate without symmetry (m = 1)."""
+    """Estimated change of a candidate's score by each possible edge.
+
+    It is computed to first order, for candidates without symmetry only (m = 1).
+    """
 
     def __init__(self, plan: CandidateGraph) -> None:
         values, vectors = np.linalg.eigh(plan.laplacian()[0])
@@ -303,8 +314,8 @@ class Screen:
         if plan.task.weights == "laplacian":
             self.gain = (rises - low / high * tops) / high
         else:
-            # ρ is determined by the smallest or the largest eigenvalue. If both are close to this,
-            # both gains count.
+            # Either λ_2 or λ_max determines ρ. The weights of both gains depend on which is closer
+            # to it.
             binding = 1.0 / (1.0 + np.exp(np.clip((low + high - 2.0) / 0.05, -50, 50)))
             self.gain = binding * rises - (1.0 - binding) * tops
         self.taken = np.eye(plan.b, dtype=bool)
@@ -363,7 +374,7 @@ class Screen:
 
         The degrees of x and y are below the largest that is allowed.
 
-        The degrees that the removal of ac frees are taken into account.
+        Removing ac reduces the degrees of a and c by one first.
         """
         i = rng.integers(len(self.ends), size=SAMPLE)
         x, y = rng.integers(plan.b, size=(2, SAMPLE))

@@ -99,7 +99,7 @@ class Circulant:
     column_sums = row_sums
 
     def smallest(self) -> float:
-        """Return the smallest weight, including own weights."""
+        """Return the smallest weight of the round, including own weights."""
         return min(self.own, *self.weights) if self.weights else self.own
 
     def symmetric(self) -> bool:

@@ -223,7 +223,7 @@ def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> N
 
 
 def _plan(task: Task, edges: list[tuple[int, int]]) -> CandidateGraph:
-    """Return the candidate without symmetry that has these edges."""
+    """Return the candidate that has the given edges; it has no symmetry (m = 1)."""
     plan = CandidateGraph(task, 1)
     for i, j in edges:
         plan.add((i, j, 0))

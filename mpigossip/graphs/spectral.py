@@ -149,7 +149,8 @@ def _radius_symmetric(r: Round) -> float:
     common = {"v0": np.random.default_rng(0).standard_normal(r.n), "return_eigenvectors": False}
     try:
         top = eigsh(matrix, k=2, which="LA", ncv=48, maxiter=20, tol=1e-9, **common)
-    except ArpackNoConvergence:  # the gap is small: inversion fills in few elements
+    # The gap of such a graph is small, so it has few edges and its factorization is fast.
+    except ArpackNoConvergence:
         top = eigsh(matrix, k=2, sigma=1.0 + 1e-5, **common)
     low = eigsh(matrix, k=1, which="SA", tol=1e-6, **common)
     return float(max(top.min(), abs(low[0])))
@@ -213,7 +214,10 @@ def _norm(product: list[Round]) -> float:
 
 
 def _norm_iterated(product: list[Round]) -> float:
-    """Return ‖Π W − J‖_2 of large rounds, the square root of the largest eigenvalue of AᵀA."""
+    """Return ‖Π W − J‖_2 of large rounds by an iterative method.
+
+    It is the square root of the largest eigenvalue of AᵀA with A = Π W − J.
+    """
     n = product[0].n
     back = [r.transposed for r in reversed(product)]
 
@@ -223,7 +227,8 @@ def _norm_iterated(product: list[Round]) -> float:
 
     start = np.random.default_rng(0).standard_normal(n)
     seen = np.sqrt(np.linalg.norm(squared(start)) / np.linalg.norm(start))
-    if seen <= EXACT:  # only rounding errors: no convergence
+    # Only rounding errors are left, with which the iteration would not converge.
+    if seen <= EXACT:
         return float(seen)
     from scipy.sparse.linalg import LinearOperator, eigsh
 

@@ -257,7 +257,8 @@ def describe(graph: Graph) -> dict[str, object]:
     exact = spectral.rounds_to_exact(graph)
     rate = spectral.consensus_rate(graph)
     iid, non_iid = _transient(graph.n, _gap(exact, rate))
-    normal = {"static", "symmetric"} <= graph.facts  # then ‖W − J‖ = ρ(W − J)
+    # For such graphs, ‖W − J‖ = ρ(W − J).
+    normal = {"static", "symmetric"} <= graph.facts
     return {
         "name": graph.name,
         "options": dict(graph.options),

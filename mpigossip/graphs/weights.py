@@ -234,7 +234,12 @@ def reweighted(graph: Graph, name: str) -> Graph:
 def undirected(
     n: int, edges: Iterable[tuple[int, int]], weights: str = "metropolis-hastings"
 ) -> Graph:
-    """Return the static graph of undirected edges, each given once, weighted by a rule."""
+    """Return the static graph with the given edges, weighted by a rule.
+
+    :param n: number of nodes
+    :param edges: undirected edges (i, j), each given once
+    :param weights: name of the rule, as in `graph.weights`
+    """
     pairs = np.array(sorted(edges), np.int64).reshape(-1, 2)
     to, source = np.concatenate((pairs, pairs[:, ::-1])).T
     return static(rule(weights)(Sparse.from_edges(n, to, source, 1.0)))

@@ -140,7 +140,8 @@ def model(
     described = _described(name, shape, options)
     memory = host_memory()
     smaller = f"this host has {in_bytes(memory)} of memory: {_smaller(options)}"
-    if name in BUILDERS:  # call custom code only once
+    # Custom code is called only once, because it may have side effects.
+    if name in BUILDERS:
         with limited(described, memory // 4, MAX_TENSORS, smaller):
             _build_on_meta(name, shape, classes, options)
     with torch.random.fork_rng(devices=()):
@@ -178,7 +179,8 @@ def counted(
     smaller = _smaller(options)
     try:
         with limited(described, parameters, tensors, smaller), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns if loaded values are lost
+            # torch warns that values loaded on the meta device are lost.
+            warnings.simplefilter("ignore")
             network = _build_on_meta(name, shape, classes, options)
     except JobError:
         if built_in:

@@ -75,7 +75,8 @@ def limited(described: str, parameters: float, tensors: float, remedy: str) -> I
         if parameter is None or threading.get_ident() != thread:
             return
         if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
-            return  # its shape is unknown
+            # The shape of an uninitialized parameter is unknown.
+            return
         count += 1
         elements += parameter.numel()
         if count > tensors:

@@ -112,7 +112,8 @@ class GPT(nn.Module):
             x = x + self.places(torch.arange(time, device=device))
         turn = turns(time, self.turned, device) if self.turned else None
         for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():  # a block draws no random numbers
+            # A block draws no random numbers, so their state need not be restored.
+            if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, turn, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, turn)

@@ -191,7 +191,8 @@ def commit(
             set_aside(final)
         elif final.exists():
             shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)  # latest() finds it if this process is killed before the next rename
+            # If this process is killed before the next rename, latest() finds the old folder.
+            final.rename(old)
         temporary.rename(final)
         sync(final.parent)
         shutil.rmtree(old, ignore_errors=True)
@@ -252,7 +253,8 @@ def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
     removed = [path for step, path in complete[:-keep] if not every or step % every]
     for path in removed:
         with writing(path):
-            removing = path.with_suffix(".removing")  # no longer a valid name
+            # While files are removed, the folder must not have the name of a complete checkpoint.
+            removing = path.with_suffix(".removing")
             path.rename(removing)
             shutil.rmtree(removing)
     return removed

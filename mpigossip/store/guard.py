@@ -38,7 +38,7 @@ ATTRIBUTES = 1 << 10
 FEW_OBJECTS = 1 << 14
 """Number of groups and datasets that a file of any size may have."""
 BYTES_OF_OBJECT = 1 << 9
-"""Number of bytes that a file must have for each group or dataset beyond `FEW_OBJECTS`."""
+"""Number of bytes that a file must have for each group or dataset above `FEW_OBJECTS` of them."""
 NAME = 1 << 10
 """Largest number of bytes of a name."""
 ATTRIBUTE_BYTES = 1 << 16

@@ -63,10 +63,12 @@ def replacing(path: Path) -> Iterator[Path]:
             yield temporary
             sync(temporary)
             temporary.replace(path)
-            with suppress(OSError):  # the folder may not be readable
+            # The folder may not be readable, and can then not be opened for fsync.
+            with suppress(OSError):
                 sync(path.parent)
     finally:
-        with suppress(OSError):  # without write permission, the folder may not be readable either
+        # Without permission to write, the folder may not be readable either.
+        with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 

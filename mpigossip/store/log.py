@@ -74,7 +74,7 @@ COLUMNS = {
     "staleness": Column("1", "age, in rounds, of the models that the node received"),
     "bytes_sent": Column("B", "bytes sent by the node to other nodes since the start", "int64"),
 }
-"""Columns of the steps in each log; the metrics of a task are added to them."""
+"""Columns that each log has for the steps of a run, in addition to the metrics of the task."""
 VIRTUAL = "virtual_s"
 VIRTUAL_COLUMN = Column("s", "virtual time since the start, on the machine of the job's [clock]")
 """Additional column of the steps of runs with a virtual clock (`[clock]`)."""
@@ -92,7 +92,7 @@ EVALUATION_COLUMNS = {
     "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²"),
     "seconds": Column("s", "time since the start of the run"),
 }
-"""Columns of the evaluations in each log; the metrics of a task are added to them."""
+"""Columns that each log has for evaluations, in addition to the metrics of the task."""
 
 
 NODE = Column("1", "index of the node", "int64")
@@ -358,7 +358,9 @@ def _dataset(
     )
     data.attrs["units"] = fixed(column.unit)
     data.attrs["description"] = fixed(column.description)
-    data.attrs["long_name"] = fixed(column.description)  # xarray and netCDF programs show it
+    # Programs for netCDF, such as xarray, show this attribute.
+    data.attrs["long_name"] = fixed(column.description)
     if group.name == "/steps":
-        group.file[name] = data  # xarray opens the root group by default
+        # By default, xarray opens the root group, so link the column there.
+        group.file[name] = data
     return data

@@ -18,7 +18,7 @@ from mpigossip.store.journal import SMALL, TRIES, consistent, stamp
 
 FORMAT = "mpigossip log 1"
 INDEX = {"steps": "step", "evaluations": "at_step"}
-"""Groups of a log, each with the column that numbers its rows."""
+"""Name of the column that numbers the rows, for each group of a log."""
 COLUMNS = 1 << 10
 """Largest number of columns of a group."""
 TEXTS = ("metrics", "figures", "lost", "warnings", "checkpoint", "digest")
@@ -73,7 +73,8 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
         return _join_members([read(member, wanted) for member in members])
     if not path.is_file():
         raise StoreError(f"{path} doesn't exist: name a run with a log.h5")
-    for _ in range(TRIES):  # try again if a run has written meanwhile
+    # If a run has written to the log meanwhile, try again.
+    for _ in range(TRIES):
         before = stamp(path)
         try:
             log = _read(path, columns, points)
@@ -115,7 +116,8 @@ def _join_members(logs: list[Log]) -> Log:
     summary = dict(last.summary)
     if "finished" in summary:
         sent = [float(log.summary["bytes_sent"]) for log in logs if "finished" in log.summary]
-        times = steps.get("time", step)  # by the clocks of the members
+        # These times were measured by the clocks of the members.
+        times = steps.get("time", step)
         times = times[np.isfinite(times)]
         summary |= {"nodes": len(logs), "bytes_sent": sum(sent) / len(sent)}
         if len(times):

@@ -70,7 +70,8 @@ class NodeState:
 
     def _parameter(self, index: int) -> str:
         """Describe the parameter that contains element ``index`` of the flat parameters."""
-        if self.slot is not None:  # the preceding slots are unknown
+        # The names of parameters can't be used, because the lengths of preceding slots are unknown.
+        if self.slot is not None:
             return f" of slot {self.slot}"
         ends = np.cumsum([math.prod(shape) for shape in self.shapes])
         return f", the first in {self.names[np.searchsorted(ends, index, side='right')]}"

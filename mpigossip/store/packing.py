@@ -138,7 +138,8 @@ def pack(
     if image_size is not None and image_size < 1:
         raise StoreError(f"--image-size {image_size}: must be at least 1 pixel")
     with replacing(out) as new:
-        new.touch()  # fails with a shorter message than HDF5
+        # If the file can't be written, this fails with a shorter message than HDF5's.
+        new.touch()
         with h5py.File(new, "w", libver=("v110", "v110")) as file:
             file.attrs.update(
                 format=fixed(FORMAT), version=PLAIN, source=fixed(str(folder.resolve()))

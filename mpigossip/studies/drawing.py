@@ -76,7 +76,8 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
     panels: dict[str, list[Cell]] = {}
     for cell in study.cells:
         panels.setdefault(cell.label(panel_axis) if panel_axis else "", []).append(cell)
-    columns = min(len(panels), 2)  # three panels are too small on a page
+    # With three columns, panels would be too small on a page.
+    columns = min(len(panels), 2)
     lines = -(-len(panels) // columns)
     figure = Picture(figsize=(WIDE * columns, HIGH * lines), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
@@ -99,7 +100,8 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
             axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
         axes.grid(alpha=0.25)
         if curve_axes or theory:
-            axes.legend(framealpha=0.8, fontsize=9)  # shows curves behind it
+            # A transparent legend does not hide the curves behind it.
+            axes.legend(framealpha=0.8, fontsize=9)
         _scale(axes, y)
     for row in grid:
         row[0].set_ylabel(LABELS.get(y, y.replace("_", " ")))
@@ -202,7 +204,8 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
     band = confidence_band(y, np.stack([run.curve(y) for run in runs]))
     positions = np.mean([_places(run, x) for run in runs], axis=0)
     mean, low, high = band
-    if len(positions) == 1:  # a line would not be visible
+    # A line through a single evaluation would not be visible.
+    if len(positions) == 1:
         bar = [mean - low, high - mean] if np.isfinite(low).any() else None
         axes.errorbar(positions, mean, bar, label=label, capsize=4, **style | {"linestyle": ""})
         return

@@ -195,7 +195,8 @@ class Runner:
         except StoreError:
             return None  # the run was killed at its start: start it again
         if log.job and config.as_dict(assemble.load(log.job)) != config.as_dict(job):
-            return None  # when the run starts, it reports the different settings
+            # When this run is started again, it reports which settings are different.
+            return None
         if (folder / DIVERGED).exists():
             return RunResult(None)
         return RunResult(log) if log.summary.get("finished") else None

@@ -67,7 +67,8 @@ def chosen(
     elif not rates or not all(isinstance(rate, int | float) and rate > 0 for rate in rates):
         raise JobError(f'rates = {rates!r}: must be learning rates above 0, "search" or "fine"')
     elif len({*rates}) == 1:
-        return dict.fromkeys(cells, float(rates[0])), []  # no choice
+        # With a single rate, there is nothing to choose.
+        return dict.fromkeys(cells, float(rates[0])), []
     else:
         candidates = {cell: sorted({float(rate) for rate in rates}) for cell in cells}
     results: dict[Key, RunResult] = {}

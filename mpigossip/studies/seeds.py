@@ -136,7 +136,8 @@ def alike(logs: Sequence[Log]) -> list[list[int]]:
         key = (rest, repr(shape), repr(columns)) if job_settings else (k,)
         members = groups.setdefault(key, [])
         if any(settings(logs[other].job).get("run.seed") == seed for other in members):
-            groups[key, k] = [k]  # the same seed is a repeated run
+            # A log with the same seed is from the same run, or from a repetition of it.
+            groups[key, k] = [k]
         else:
             members.append(k)
     return sorted(groups.values())
@@ -165,7 +166,8 @@ def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
     summary: dict[str, Any] = {}
     for key in shared:
         values = [log.summary[key] for log in logs]
-        if isinstance(values[0], (int, float)):  # keep the type of equal values
+        # Equal values keep their type, such as int.
+        if isinstance(values[0], (int, float)):
             summary[key] = values[0] if len(set(values)) == 1 else np.mean(values).item()
     return replace(first, steps=steps, evaluations=evaluations, summary=summary), bands
 

@@ -148,4 +148,5 @@ def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
         label = bounded.label(floors)
         axes.plot(steps_of_floor, floor, color="#888888", linestyle=line, lw=0.8, label=label)
     axes.plot([], [], ":", color="#888888", label="rate of D-PSGD, no constants")
-    axes.set_ylim(low, high)  # keep the range of the measured curves
+    # Rates and bounds have no constants, so they must not determine the range of the axis.
+    axes.set_ylim(low, high)

@@ -169,7 +169,7 @@ def survival_problems(job: Job, n: int) -> list[str]:
 
 
 def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
-    """Return the graph, and error messages about settings that are incompatible.
+    """Return the graph of a job on n nodes, and error messages about incompatible settings.
 
     The graph is None if it can't be made.
     """

@@ -79,7 +79,8 @@ class Captured:
             # launched on the current stream would then not be ordered after the copies of the
             # batches.
             torch.cuda.set_stream(current)
-            with contextlib.suppress(RuntimeError):  # the caller restores buffers next
+            # After this, the caller restores buffers, so the stream must be idle.
+            with contextlib.suppress(RuntimeError):
                 side.synchronize()
             recover_allocator(torch.cuda.current_device(), pool)
             raise CannotCapture(
@@ -128,7 +129,8 @@ class Captured:
     def _value(self, index: int) -> torch.Tensor:
         try:
             return self._figures[index].cpu()
-        except RuntimeError as error:  # an error of the device
+        # Errors of the device are raised here.
+        except RuntimeError as error:
             where = self._figures[index].device
             error.add_note(f"in slot {index % self.slots} of this node, on {where}")
             raise
@@ -143,7 +145,8 @@ def recover_allocator(device: int, pool: tuple[int, int]) -> None:
     an error at its next use.
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    with contextlib.suppress(RuntimeError):  # the pool may have been ended already
+    # The pool may have been ended already.
+    with contextlib.suppress(RuntimeError):
         _ = end and end(device, pool)
     generator = torch.cuda.default_generators[device]
     if hasattr(generator, "clone_state"):

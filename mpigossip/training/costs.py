@@ -85,7 +85,8 @@ def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
             tuple(section.shape), section.classes, section.samples, section.test_samples, 0
         )
         if job.model.name == "gpt":
-            stand_in.dtype = torch.int64  # no batch is made
+            # The parameters are only counted, and no batch is made of these data.
+            stand_in.dtype = torch.int64
         return stand_in, (
             f'"{section.source}" is not on this host: assuming {section.samples:,} samples of '
             f"shape {tuple(section.shape)} in {section.classes} classes (data.samples, "
@@ -154,7 +155,7 @@ class Exchanges:
 
 
 def exchanges(subject: Subject, n: int, period: float | None = None) -> Exchanges:
-    """Return the exchanges of a job on n nodes.
+    """Return the :class:`Exchanges` of a job on n nodes, from which its traffic is computed.
 
     :param subject: the job
     :param n: number of nodes
@@ -171,7 +172,8 @@ def exchanges(subject: Subject, n: int, period: float | None = None) -> Exchange
     if cadence.kinds == {ExchangeKind.GOSSIP}:
         return Exchanges(parts)
     longest = max(cadence.periods, default=job.cadence.options.get("period", 1))
-    return Exchanges(parts, longest * -(-STEPS // longest))  # a multiple of the period
+    # The number of steps has to be a multiple of the longest period.
+    return Exchanges(parts, longest * -(-STEPS // longest))
 
 
 _PERIODS: dict[str, float] = {}

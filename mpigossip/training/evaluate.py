@@ -77,7 +77,7 @@ def evaluate(
     if batches and norms(averaged):
         recalibrate(averaged, replicas, mixer, batches)
     names = ("loss", *objective.metrics)
-    # shape (rows, averaged or own model, loss and metrics, sum or count)
+    # The dimensions are rows, averaged or own model, loss and metrics, and sum or count.
     rows = torch.zeros(len(mixer.local_nodes), 2, len(names), 2, dtype=torch.float64)
     for row, node in enumerate(mixer.local_nodes if 0 in group.local_slots else ()):
         for which, module in enumerate((averaged, replicas.modules[row][0])):
@@ -180,7 +180,8 @@ def recalibrating(module: nn.Module) -> Iterator[None]:
         module.eval()
         for layer in momenta:
             layer.reset_running_stats()
-            layer.momentum = None  # None is the mean over all batches
+            # With momentum = None, torch computes the mean over all batches.
+            layer.momentum = None
             layer.train()
         yield
     finally:

@@ -172,7 +172,7 @@ def make_parts(
     local: Local | None = None,
     total: int | None = None,
 ) -> JobParts:
-    """Make the parts of a job over a graph.
+    """Return the :class:`JobParts` of a job: its graph, algorithms, cadence and message layout.
 
     :param job: the job
     :param graph: the graph; None for a single node, which has no neighbours

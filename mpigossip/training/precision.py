@@ -128,7 +128,7 @@ class Precision:
 
         def divide(shard: int) -> None:
             for row, has_overflowed in enumerate(overflowed.tolist()):
-                # 0 · NaN would be NaN
+                # Multiplying by 0 would not remove NaN and infinite values.
                 _ = (
                     g[shard][row].zero_()
                     if has_overflowed

@@ -44,7 +44,8 @@ class Theory(ABC):
             along = (point * torch.randn_like(point)).sum() * (
                 self.noise / math.sqrt(point.numel())
             )
-            value = value + (along - along.detach())  # adds the noise to the gradient only
+            # This term adds the noise to the gradient, but not to the value.
+            value = value + (along - along.detach())
         return value, metrics
 
     @abstractmethod

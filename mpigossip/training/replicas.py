@@ -110,7 +110,8 @@ class Replicas:
             sums = torch.zeros(self.objective.width, dtype=torch.float64, device=gradient.device)
             if row in idle_rows:
                 return sums
-            if seeds and self.graphs == "never":  # seeding can't be captured
+            # Seeding can't be captured in a CUDA graph.
+            if seeds and self.graphs == "never":
                 draw_from(gradient.device, seeds[row * slots + slot])
             gradient.zero_()
             module.train()

@@ -234,7 +234,8 @@ def _lacks_properties(parts: JobParts) -> Found:
 
 def _suits(name: str, n: int, needs: frozenset) -> bool:
     if name == "identity":
-        return False  # every algorithm accepts it, but nothing is averaged
+        # Each algorithm accepts the graph "identity", but nothing is averaged on it.
+        return False
     with contextlib.suppress(GraphError):
         return not lacking(needs, graphs.BUILDERS[name](n))
     return False
@@ -249,7 +250,8 @@ def _is_unconnected(parts: JobParts) -> Found:
     """
     graph = parts.graph
     kinds = parts.cadence.kinds
-    full_graph = getattr(graph.schedule, "of", graph)  # the graph before [faults] removes links
+    # Use the graph from which [faults] has not removed links.
+    full_graph = getattr(graph.schedule, "of", graph)
     alone = graph.n == 1 or graph.name == "identity"
     if alone or isinstance(full_graph.schedule, Drawn):
         return None
@@ -464,7 +466,10 @@ def _in_fragments(parts: JobParts) -> Found:
 
 
 def _is_indivisible(parts: JobParts) -> Found:
-    """Return, if an algorithm can't exchange fragments, the reason, and algorithms that can."""
+    """Return why the algorithm can't exchange fragments, and which algorithms can.
+
+    The result is None if it can.
+    """
     setting = _in_fragments(parts)
     if not isinstance(setting, Mapping):
         return None
@@ -790,7 +795,7 @@ SURVIVAL: Table[Launch] = (
 def _too_short(key: str) -> Rule[Launch]:
     """Return the rule about the smallest mean duration of a fault.
 
-    The smallest possible duration is the one that arises if each round is drawn independently.
+    The smallest possible duration arises if each round is drawn independently.
     """
 
     def is_broken(launch: Launch) -> Found:

@@ -87,7 +87,8 @@ def check_alike(job: Job, world: World) -> None:
             "ranks need the same number: name the devices, or let the scheduler give each rank "
             "the same number of GPUs"
         )
-    if len(set(kinds)) > 1:  # GPUs sum by NCCL, and CPUs in shared memory
+    # Slots on GPUs use NCCL for sums, and slots on CPUs use shared memory, so all must be alike.
+    if len(set(kinds)) > 1:
         cpu = kinds.index("cpu")
         gpu = kinds.index("cuda")
         raise JobError(

@@ -143,7 +143,8 @@ class LanguageModel:
         counted = labels != self.IGNORED
         count = counted.sum()
         loss = functional.cross_entropy(outputs, labels, ignore_index=self.IGNORED)
-        loss = loss.where(count > 0, 0.0)  # without a counted token, it is 0/0
+        # Without any counted token, the loss is 0/0.
+        loss = loss.where(count > 0, 0.0)
         correct = ((outputs.detach().argmax(-1) == labels) & counted).sum()
         return loss, {"loss": (loss.detach().double() * count, count), "accuracy": (correct, count)}
 
@@ -155,7 +156,8 @@ class LanguageModel:
         """
         if not self._lengths:
             return {}
-        if targets.device not in self._lengths:  # a copy waits for the GPU
+        # Copy the lengths to a device once, because each copy waits for the GPU.
+        if targets.device not in self._lengths:
             self._lengths[targets.device] = self._lengths[torch.device("cpu")].to(targets.device)
         return {"nats_per_byte": (nats, self._lengths[targets.device][targets].sum())}
 

@@ -150,7 +150,8 @@ class Timing:
         slower = np.minimum(link[edges.senders], link[receivers])
         wire = self.encode_s + m.latency_s + message_counts * layout.sent_bytes / slower
         wire[edges.starts] = 0.0
-        self_edges = np.full(n, self.encode_s)  # nodes without neighbours encode, too
+        # A node without in-neighbours encodes its message, too.
+        self_edges = np.full(n, self.encode_s)
         np.maximum.at(self_edges, edges.senders, wire)
         wire[edges.starts] = self_edges
         return wire, edges.received[receivers] * self.term_s
