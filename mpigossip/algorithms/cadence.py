@@ -77,13 +77,14 @@ class Cadence(NamedTuple):
         return sum(self.periods) / (max(self.periods) * len(self.periods)) if self.periods else 1.0
 
     def idle_nodes(self, index: int, nodes: Sequence[int]) -> tuple[int, ...]:
-        """Return the positions in ``nodes`` of the nodes that make no local step at step ``index``.
+        """Return which of the given nodes make no local step at step ``index``.
 
         In a period of H = max H_i steps, node i makes H_i local steps. They are spread evenly, and
         the last step of the period is always one of them.
 
         :param index: number of steps since the start
-        :param nodes: numbers of nodes
+        :param nodes: numbers of the nodes
+        :return: positions of the idle nodes in ``nodes``
         """
         if not self.periods:
             return ()
@@ -335,4 +336,4 @@ BUILDERS: dict[str, BuilderSpec | Callable[..., Cadence]] = {
     "gossip-aga": gossip_aga,
     "halves": BuilderSpec(halves, follows={"length": lambda known: known.graph.period}),
 }
-"""Every cadence by name: builder(*, option=…) -> Cadence."""
+"""Builder of each cadence, by its name in `cadence.name`: builder(*, option=…) -> Cadence."""

@@ -120,7 +120,7 @@ BUILDERS: dict[str, BuilderSpec] = {
         only=True,
     ),
 }
-"""Every algorithm by name, as in `algorithm.name`."""
+"""Specification of each algorithm, by its name in `algorithm.name`."""
 
 LOCALS: dict[str, BuilderSpec] = {
     name: BuilderSpec(f"{PACKAGE}local:{name}") for name in ("sgd", "momentum", "nesterov")

@@ -291,7 +291,7 @@ class Graph:
         return self.slack(0.5)
 
     def slowed(self, times: int) -> "Graph":
-        """Return the graph that repeats each round ``times`` times before the next."""
+        """Return the graph that uses each round ``times`` times before the next round."""
         return self if times == 1 else replace(self, times=times * self.times)
 
     def renamed(self, name: str, **options: object) -> "Graph":

@@ -143,7 +143,7 @@ class Dataset(AbstractContextManager):
 
     path: Path
     kind: str
-    """"images", "arrays" or "text"."""
+    """Kind of the data set: "images", "arrays" or "text"."""
     classes: tuple[str, ...]
     """Name for each label; for text, the name of each file."""
     channels: int

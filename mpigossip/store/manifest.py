@@ -23,7 +23,7 @@ from mpigossip.store.hdf5 import create, reading, sync, write_text
 FORMAT = "mpigossip checkpoint 1"
 MANIFEST = "checkpoint.h5"
 HEADER = 512
-"""Number of bytes before the HDF5 part of the manifest, with its format and its checksum."""
+"""Number of bytes of the manifest before its HDF5 part; they name its format and checksum."""
 LARGEST = 1 << 26
 """Largest size of a manifest, in bytes. It contains about 120 bytes per node, besides the job."""
 MOST = 1 << 53
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of `checkpoint.h5`."""
+    """Manifest of a checkpoint, which is the content of its file `checkpoint.h5`."""
 
     step: int
     """Number of steps done."""

@@ -109,7 +109,7 @@ def _plain(value: Any) -> str:
 
 
 def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a study file.
+    """Read a study file, and return its values by key.
 
     :param path: TOML file, or name of an example; its `job` may be relative to its folder
     :param study: function whose parameters are the valid keys

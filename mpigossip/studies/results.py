@@ -49,7 +49,7 @@ class Results:
         folder: Path,
         larger: bool | None = None,
     ):
-        """Compute the rows.
+        """Compute the rows of the table from the results of the runs.
 
         :param cells: points of the grid
         :param rates: chosen learning rate of each point; None: the rate of the job

@@ -35,7 +35,7 @@ class Trial:
 
     @property
     def lost(self) -> bool:
-        """Return whether the run diverged, by a loss that is NaN or infinite, or by ``late``."""
+        """Return whether the run diverged: its loss became NaN or infinite, or rose again late."""
         return self.late or not math.isfinite(self.judged)
 
 

@@ -231,7 +231,7 @@ def steady(cadence: Cadence, period: float) -> Cadence:
 
 
 def memory(subject: Subject, job_exchanges: Exchanges) -> dict[str, int]:
-    """Return the bytes of memory of a node by purpose, if the node has its own host."""
+    """Return the bytes of memory that a node needs on a host of its own, by purpose."""
     job = subject.job
     flat = subject.flat
     parts = job_exchanges.parts
@@ -257,7 +257,7 @@ def held(
     messages: dict[str, int],
     survives: bool = True,
 ) -> dict[str, int]:
-    """Return the bytes of memory of a node by purpose.
+    """Return the bytes of memory that a node needs, by purpose.
 
     Activations, batches and libraries are not included.
 

@@ -106,7 +106,7 @@ class Precision:
     def unscale(
         self, g: Sequence[torch.Tensor], group: Group, mean: Callable | None = None
     ) -> tuple[int, ...]:
-        """Divide the averaged gradients by the loss scale, and adapt the scales.
+        """Divide the averaged gradients by the loss scale, and adapt the scale to overflows.
 
         :param g: shards of the gradient, one per slot, (rows, p) each
         :param group: slots of the node

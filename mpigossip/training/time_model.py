@@ -188,7 +188,7 @@ class Timing:
         return self.machine.compute_s + self.machine.node_s + self.machine.update_s
 
     def step_s(self) -> float:
-        """Return the seconds of an average step, including waiting."""
+        """Return the mean seconds of a step, including waiting for other nodes."""
         exchange, hidden = self.mean_s()
         return self.steady_s + exchange - hidden + self.waiting_s()
 
