@@ -147,7 +147,8 @@ def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
     "shared-k" needed 0.1 at 0.1.
 
     :param local: local step
-    :param consensus_step: ζ; None: ½, but with the wire "random-k" at most its density
+    :param consensus_step: ζ, factor of the step towards the neighbours; None: ½, or the density of
+        the wire "random-k" if this is smaller
     """
     zeta = 0.5 if consensus_step is None else consensus_step
 

@@ -60,8 +60,8 @@ def slowmo(local: Local, *, slow_beta: Decay = 0.5, slow_lr: AboveZero = 1.0) ->
     converged. If a run diverges, use a smaller schedule.lr or β.
 
     :param local: local step
-    :param slow_beta: β
-    :param slow_lr: α
+    :param slow_beta: β, factor of the slow momentum
+    :param slow_lr: α, learning rate of the outer step
     """
 
     def update(x, state: Outer, step: Step) -> None:
@@ -92,8 +92,8 @@ def diloco(
     vector is sent in ``cadence.period`` steps.
 
     :param local: local step
-    :param outer_lr: α
-    :param outer_beta: β
+    :param outer_lr: α, learning rate of the outer step
+    :param outer_beta: β, factor of the outer momentum
     :param eager: use eager updates (arXiv 2502.12996): a node takes its outer step at once, with
         the average of the other nodes from the period before. No node waits for the new average,
         which may arrive ``cadence.delay`` steps later
@@ -171,8 +171,8 @@ def noloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.5) 
     needs the cadence "every".
 
     :param local: local step
-    :param outer_lr: a
-    :param outer_beta: μ
+    :param outer_lr: a, learning rate of the outer step
+    :param outer_beta: μ, factor of the outer momentum
     """
 
     def update(x, state: Outer, step: Step) -> None:
@@ -198,9 +198,9 @@ def gasloc(
     sent.
 
     :param local: local step
-    :param outer_lr: η
-    :param outer_beta: γ; 0: not accelerated
-    :param consensus_step: α
+    :param outer_lr: η, learning rate of the outer step
+    :param outer_beta: γ, factor of the outer momentum; 0: no acceleration
+    :param consensus_step: α, factor of the step towards the models of the neighbours
     """
 
     def send(x, g, state: Outer, out, step: Step):
@@ -252,7 +252,7 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
     neighbours only, use ``choco``.
 
     :param local: local step
-    :param outer_lr: α
+    :param outer_lr: α, learning rate of the outer step
     :param memory: β, the fraction of the error e that is kept; it replaces an outer momentum
     """
 

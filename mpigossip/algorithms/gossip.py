@@ -80,7 +80,7 @@ def dmsgd(
     Two vectors are sent.
 
     :param local: not used, because the momentum is part of the algorithm
-    :param beta: β
+    :param beta: β, factor of the momentum
     :param momentum: "new": step along m½; "delayed": step along the old m, which is the other
         possible reading of the paper
     """
@@ -110,8 +110,8 @@ def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = Fals
     averaging with the neighbours makes. One vector is sent.
 
     :param local: not used, because the momentum is part of the algorithm
-    :param beta: β
-    :param mu: μ
+    :param beta: β, factor of the momentum
+    :param mu: μ, weight of the newest displacement in the momentum
     :param nesterov: step along d = g + β m
     """
 
@@ -141,7 +141,7 @@ def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
     average makes in later steps. One vector is sent.
 
     :param local: not used, because the momentum is part of the algorithm
-    :param beta: β
+    :param beta: β, factor of the momentum
     """
 
     def send(x, g, state: Momentum, out, step: Step):

@@ -143,10 +143,10 @@ def adamw(
 
     :param decayed: number of columns, counted from the first, that take the decay λ: all columns,
         or all but the biases and norms if these are excluded from weight decay
-    :param beta1: β₁
-    :param beta2: β₂
-    :param eps: ε
-    :param decoupled_decay: λ
+    :param beta1: β₁, decay rate of the running mean of gradients
+    :param beta2: β₂, decay rate of the running mean of squared gradients
+    :param eps: ε, constant that is added to the denominator
+    :param decoupled_decay: λ, decoupled weight decay
     """
 
     def adapt(x, g, state: Moments, step: Step, out):
@@ -193,11 +193,11 @@ def accumadam(
     The moments of a node then resemble the moments of A nodes that average their gradients.
 
     :param decayed: number of columns, counted from the first, that take the decay λ
-    :param period: A
-    :param beta1: β₁
-    :param beta2: β₂
-    :param eps: ε
-    :param decoupled_decay: λ
+    :param period: A, number of gradients per update of the moments
+    :param beta1: β₁, decay rate of the running mean of gradients
+    :param beta2: β₂, decay rate of the running mean of squared gradients
+    :param eps: ε, constant that is added to the denominator
+    :param decoupled_decay: λ, decoupled weight decay
     """
 
     def adapt(x, g, state: Accumulated, step: Step, out):

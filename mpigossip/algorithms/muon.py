@@ -37,11 +37,11 @@ def muon(
     :param decayed: number of columns, counted from the first, that take the decay λ
     :param layout: parameter layout (`FlatParameters`); required for steps, because Muon takes whole
         matrices
-    :param beta: β
+    :param beta: β, factor of the momentum of Muon
     :param newton_schulz: number of Newton–Schulz iterations for O, in bfloat16
     :param adjust: rule for s. "match_rms_adamw": s = 0.2 √max(rows, columns), so that the same
         learning rate suits both optimizers; "original": s = √max(1, rows/columns)
-    :param decoupled_decay: λ
+    :param decoupled_decay: λ, decoupled weight decay
     :param adamw_for: names of further matrices that AdamW updates, such as the weights of an output
         layer, with "*" and "?" as wildcards
     :param beta1: β₁ of AdamW

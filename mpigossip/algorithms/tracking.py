@@ -106,7 +106,7 @@ def momentum_tracking(local: Local, *, beta: Decay = 0.9, style: Literal["atc", 
     correction c of the paper is u − y. Two vectors are sent.
 
     :param local: local step
-    :param beta: β; with 0 this is :func:`dsgt`
+    :param beta: β, factor of the momentum; with 0, the algorithm is :func:`dsgt`
     :param style: as in :func:`dsgt`
     """
     return _tracking(local, beta, style)
@@ -200,10 +200,10 @@ def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay =
     the algorithm is :func:`dsgt` with gradients that are one step late.
 
     :param local: not used
-    :param phase: R
-    :param eta: η; None: (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|), computed from the
-        graph, if the phase is long enough to profit from it, otherwise 0
-    :param beta: β
+    :param phase: R, number of steps of a phase
+    :param eta: η, factor of the acceleration; None: (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|,
+        |λ_n|), computed from the graph, if the phase is long enough to profit from it, otherwise 0
+    :param beta: β, factor of the momentum
     """
 
     def send(x, g, state: Detag, out, step: Step):
@@ -250,7 +250,8 @@ def defacto(local, *, length: Positive | None = None) -> Algorithm:
     vector is sent.
 
     :param local: not used
-    :param length: R; None: the period of the graph
+    :param length: R, number of LOCAL steps, and of GOSSIP steps, in a phase; None: the period of
+        the graph
     """
     rounds = length or 1
 

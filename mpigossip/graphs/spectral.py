@@ -102,7 +102,7 @@ def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
     J)^(1/period), which is 0 if the graph computes the exact average after some rounds. For a drawn
     graph, it is the estimate ‖Π W − J‖_2^(1/rounds), which depends on the seed of the graph.
 
-    :param graph: graph
+    :param graph: graph to examine
     :param rounds: number of rounds of the estimate; None: four times the :func:`horizon`
     """
     if graph.n == 1:
@@ -192,7 +192,7 @@ def unreached(graph: Graph) -> tuple[int, int] | None:
 def residue(graph: Graph, rounds: int | None = None, start: int = 0) -> float:
     """Return ‖W(start+rounds−1) … W(start) − 11ᵀ/n‖_2, the disagreement that remains.
 
-    :param graph: graph
+    :param graph: graph to examine
     :param rounds: number of rounds; None: the :func:`horizon`
     :param start: first round
     """
@@ -262,7 +262,7 @@ def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> i
 
     EXACT and BEFORE describe how the exact average is distinguished from convergence to it.
 
-    :param graph: graph
+    :param graph: graph to examine
     :param start: first round
     :param limit: largest number of rounds to try; None: two periods, or 4 ⌈log2 n⌉ + 4 if that is
         more, and one round of a static graph, which is exact after one round or never
@@ -306,7 +306,7 @@ def mean_square_contraction(graph: Graph, rounds: int | None = None) -> float:
 
     It is the largest eigenvalue of the mean of (W − J)ᵀ(W − J) over rounds, with J = 11ᵀ/n.
 
-    :param graph: graph
+    :param graph: graph to examine
     :param rounds: number of rounds; None: one period, or 64 n rounds of a drawn graph
     """
     n = graph.n
@@ -331,7 +331,7 @@ def effective_neighbours(graph: Graph, gamma: float = 0.951) -> float:
     period, or four rounds of a drawn graph. Above 256 nodes, norms of rounds that are not circulant
     are estimated from 32 columns.
 
-    :param graph: graph
+    :param graph: graph to examine
     :param gamma: γ in [0, 1); the default is the value that Vogels et al. fitted for 32 nodes
     """
     if not 0.0 <= gamma < 1.0:

@@ -25,7 +25,7 @@ def meeting(steps: Figures, curve: Figures, reference: Figures, within: float = 
     :param steps: steps of both curves, in ascending order
     :param curve: positive values of a metric for which smaller is better
     :param reference: values of the same metric
-    :param within: largest ratio
+    :param within: largest ratio of the curve to the reference
     :return: the step; inf if the last value still exceeds the ratio
     """
     above = np.flatnonzero(~(np.asarray(curve, float) <= within * np.asarray(reference, float)))
