@@ -1,7 +1,7 @@
-"""Algorithms by name: `build` makes one from the section `[algorithm]` of a job.
+"""Algorithms by name: `build` builds an algorithm from the section `[algorithm]` of a job.
 
-`BUILDERS` and `LOCALS` list the names. Importing this package does not import torch: that happens
-when one of the other names in `__all__` is first used.
+`BUILDERS` lists the names of algorithms, and `LOCALS` the names of local steps. Importing this
+package does not import torch; the first use of any other name in `__all__` does.
 """
 
 from importlib import import_module

@@ -1,4 +1,7 @@
-"""Interface of an algorithm: functions on arrays, which are the same for every transport."""
+"""Interface of an algorithm: functions on arrays, which are the same for every transport.
+
+A transport is the mechanism that moves messages between nodes, such as MPI messages or NCCL.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,35 +31,37 @@ NEEDS = (
     "shared-wire",
     "keeps-x",
 )
-"""The words that `Algorithm.needs` may contain."""
+"""Names of the conditions that `Algorithm.needs` may contain."""
 
 
 class Step(NamedTuple):
     """Description of a step as plain values, which is passed to ``send`` and ``receive``."""
 
     index: int  # type: ignore[assignment]
-    """Number of steps since ``init``, from 0; it restarts when the state is reset."""
+    """Number of steps since ``init``, counted from 0; it restarts after a reset."""
     round: int
-    """Number of GOSSIP rounds so far: the round t of the graph."""
+    """Number of GOSSIP rounds so far, which is the number t of the graph's mixing matrix W(t)."""
     kind: ExchangeKind
     """GOSSIP or GLOBAL; LOCAL if nothing is exchanged."""
     lr: float | None
-    """Learning rate, > 0; None if ``send`` is called ahead, before the gradient exists."""
+    """Learning rate, > 0; None if the message is sent ahead, before the gradient exists."""
     skipped: tuple[int, ...] = ()
-    """Rows without a usable gradient, because float16 overflowed; their ``g`` is zero. These rows
-    take no local step, keep everything that it would have changed, and take part in the round. Only
-    this value and ``counts`` may differ between nodes.
+    """Rows (local nodes) whose gradient overflowed in float16, so that ``g`` is zero there. These
+    rows take no local step and keep their state of it unchanged, but take part in the round. Only
+    ``skipped`` and ``counts`` may differ between nodes.
     """
     counts: tuple[int, ...] = ()
-    """Number of local steps of each row since ``init``; empty: ``index`` for every row."""
+    """Number of local steps that each row has taken since ``init``; empty: ``index``."""
     waits: bool = False
-    """True if this is an exchange of a node that waits between two of its steps: no outer step is
-    taken and no phase ends.
+    """True if a node that waits between two of its steps takes part in this exchange. The algorithm
+    then averages only: it takes no outer step and ends no phase.
     """
 
 
 class Algorithm(NamedTuple):
-    """Functions on float32 tensors of shape (rows, p): one row for each local node, p parameters.
+    """Algorithm, as functions on float32 tensors of shape (rows, p).
+
+    There is one row for each local node, with its p parameters.
 
     ``x`` is the point at which the gradient is taken. ``g`` is the gradient with weight decay
     added; functions may overwrite it. ``out`` is the message to send, ``sent`` the message as other
@@ -67,65 +72,67 @@ class Algorithm(NamedTuple):
     """
 
     init: Callable[..., Any]
-    """(x) -> state; needs no gradient."""
+    """Function (x) -> state that makes the first state; it needs no gradient."""
     send: Callable[..., Any]
-    """(x, g, state, out, step) -> state; fills ``out``: vectors first, then scalars."""
+    """Function (x, g, state, out, step) -> state that writes the message to ``out``."""
     receive: Callable[..., Any]
-    """(x, g, state, sent, mixed, step) -> state; updates x in place."""
+    """Function (x, g, state, sent, mixed, step) -> state that updates x in place."""
     local_update: Callable[..., Any] | None = None
-    """(x, g, state, step) -> state: a LOCAL step in place, bitwise identical to ``send`` followed
-    by ``receive``; None if the algorithm has no separate local step.
+    """Function (x, g, state, step) -> state that takes a LOCAL step in place. Its result is bitwise
+    identical to ``send`` followed by ``receive``; None: these two are called instead.
     """
     vectors: int = 1
     """Number of arrays of the size of the model that are sent in a round."""
     scalars: int = 0
-    """Number of float64 values per row that are sent, too; they are never compressed."""
+    """Number of float64 values per row that are sent in addition to the vectors, uncompressed."""
     ahead: bool = False
-    """True if ``send`` is called with g = None and lr = None and changes nothing. The message can
-    then be sent while the forward and backward passes run.
+    """True if the message does not depend on the new gradient. ``send`` is then called with g =
+    None and lr = None and changes nothing but ``out``, so that the exchange can run during the
+    forward and backward passes.
     """
     elementwise: bool = True
     """True if ``send`` and ``receive`` treat each element independently of the others. Fragments of
     a model may then be exchanged at different steps, each with its own scalars.
     """
     takes_mixed: bool = False
-    """True if ``receive`` first of all sets x to mixed[0], without reading x: both may then be one
+    """True if ``receive`` sets x to mixed[0] before it reads x. x and mixed[0] may then be the same
     array.
     """
     raw: bool = False
-    """True if only the local step uses the gradient, and reads it from the parameters: g
-    is None.
+    """True if only the local step uses the gradient and reads it from the ``.grad`` of the
+    parameters. All functions are then called with g = None.
     """
     distinct_state: bool = False
-    """True if the states of the nodes depend on each other, as trackers whose mean is the mean
-    gradient do. If all nodes resumed from the state of one of them, results would stay wrong.
+    """True if the states of the nodes are correct only together, for example because the mean of
+    all trackers is the mean gradient. All nodes can then not resume from the state of a single
+    node.
     """
     needs: frozenset = frozenset()
-    """Conditions on the job; each is checked and, if it does not hold, named (`training/rules.py`).
+    """Conditions on the job; if one does not hold, an error names it (`training/rules.py`).
 
-    On the graph: any of its facts; "doubly" (rows and columns sum to one), "above -1/3" (all
-    eigenvalues), "graph:ceca" (this graph only).
+    On the graph: any of `Graph.facts`; "doubly" (rows and columns of W sum to one), "above -1/3"
+    (all eigenvalues of W are larger), "graph:ceca" (only the graph "ceca" is possible).
 
-    On the cadence: "always-global" (gradients are averaged over all nodes at every step; a biased
-    wire works by error feedback), "unmixed" (only one kind of exchange), "never-global",
-    "never-gossip".
+    On the cadence: "always-global" (every step averages over all nodes), "unmixed" (all steps have
+    the same kind), "never-global" and "never-gossip" (no step has this kind).
 
-    On both: "phases" (the cadence "halves", and a graph that is exact after one period).
+    On graph and cadence: "phases" (the cadence is "halves", and the graph is exact after one
+    period).
 
-    On the wire: "exact-wire" (fp32), "own-wire" (the algorithm itself sends differences),
-    "shared-wire" (all nodes omit the same elements).
+    On the wire: "exact-wire" (only fp32 is possible), "own-wire" (any wire, because the algorithm
+    itself sends differences), "shared-wire" (all nodes omit the same elements).
 
-    On a delay: "keeps-x" (x is complete as soon as a GLOBAL round is sent).
+    On `cadence.delay`: "keeps-x" (x is complete as soon as a GLOBAL round is sent).
     """
 
     @property
     def always_global(self) -> bool:
-        """Return whether each exchange is a global average, without graph, cadence and inbox."""
+        """Return whether each exchange is a global average, so that no graph is used."""
         return "always-global" in self.needs
 
 
 def init_from(kind: Callable[..., Any], *parts: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``init`` that makes a state of class ``kind`` from x.
+    """Return a function ``init(x)`` that makes a state of class ``kind``.
 
     Each of ``parts`` makes one field from x: ``torch.clone``, ``torch.zeros_like``, or the ``init``
     of a local step.
@@ -144,7 +151,7 @@ def inner_update(update: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def preserved(step: Step, *arrays) -> Iterator[None]:
-    """Restore the rows in ``step.skipped`` of ``arrays`` when the block ends."""
+    """Return a context manager that restores the rows ``step.skipped`` of ``arrays`` at its end."""
     rows = list(step.skipped)
     before = [array[rows] for array in arrays] if rows else []
     yield
@@ -153,9 +160,9 @@ def preserved(step: Step, *arrays) -> Iterator[None]:
 
 
 class NoState(NamedTuple):
-    """State of an algorithm or cadence that keeps none."""
+    """Empty state of an algorithm or cadence that needs no state."""
 
 
 def no_state(x) -> NoState:
-    """Return the state of an algorithm that keeps none."""
+    """Return the empty state, of an algorithm that needs no state."""
     return NoState()

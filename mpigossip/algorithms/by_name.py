@@ -1,4 +1,4 @@
-"""Algorithms by name, built together with their local step."""
+"""Construction of an algorithm, together with its local step, from their names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,14 +27,15 @@ def build(
     """Build the algorithm of a shard whose first ``decayed`` columns take weight decay.
 
     :param name: name of an algorithm in `BUILDERS`, or "module:function" for a custom one
-    :param local: local step, or the name of one; None: the default of the algorithm
-    :param options: options of the algorithm. Those that it does not have are passed to the local
-        step if that is given by name, and are ignored by `NO_LOCAL_STEP`
+    :param local: local step, or its name; None: the default local step of the algorithm
+    :param options: options of the algorithm. If ``local`` is a name, options that the algorithm
+        does not have are passed to the local step; `NO_LOCAL_STEP` ignores them
     :param decayed: number of columns that take weight decay
-    :param graph: graph over the nodes; None: options that follow from the graph keep their cautious
-        defaults
+    :param graph: graph over the nodes; None: options that depend on the graph keep defaults that
+        are safe for every graph
     :param local_options: further options of the local step
-    :param node: section `[node]` of the job, for options that follow from the wire
+    :param node: section `[node]` of the job, for options that depend on the wire; None: they keep
+        their defaults
     :param layout: parameter layout, for a local step that takes whole parameters
     :raises JobError: if an option is unknown, or a custom algorithm has an unknown condition in
         ``needs``
@@ -73,7 +74,7 @@ def build(
 
 
 def _build_local(name: str, decayed: int, layout: Any, options: Mapping[str, Any]) -> Local:
-    """Return the local step ``name`` with a step count for each row; it leaves out skipped rows."""
+    """Return the local step ``name``, which counts steps per row and leaves out skipped rows."""
     step = LOCALS[name](decayed, **options)
     if step.whole and layout is not None:
         step = LOCALS[name](decayed, layout, **options)

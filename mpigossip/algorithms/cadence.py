@@ -21,11 +21,11 @@ class FragmentSchedule(NamedTuple):
     """
 
     period: int = 1
-    """H, in steps."""
+    """Period H, in steps."""
     fragments: int = 1
-    """P ≤ H."""
+    """Number of fragments P ≤ H."""
     delay: int = 0
-    """τ, in steps."""
+    """Number of steps τ from sending a fragment to applying it."""
 
     @property
     def is_whole_model(self) -> bool:
@@ -39,7 +39,10 @@ class FragmentSchedule(NamedTuple):
         return fragment if (fragment + 1) * self.period // self.fragments == position else None
 
     def arriving(self, index: int) -> int | None:
-        """Return the fragment sent τ steps before step ``index``; None if none, or if τ = 0."""
+        """Return the fragment that is applied at step ``index``; None if there is none or τ = 0.
+
+        The fragment was sent τ = ``delay`` steps before.
+        """
         return self.due(index - self.delay) if 0 < self.delay <= index else None
 
 
@@ -50,37 +53,38 @@ class Cadence(NamedTuple):
     """
 
     init: Callable[[], Any]
-    """() -> state."""
+    """Function () -> state that makes the first state."""
     kind: Callable[[Any, int], ExchangeKind]
-    """(state, steps since the start) -> `ExchangeKind`."""
+    """Function (state, steps since the start) -> `ExchangeKind` of the next step."""
     observe: Callable[..., Any]
-    """(state, step, measured: dict) -> state; called once per step, with the same numbers on all
-    nodes.
+    """Function (state, step, measured) -> state that is called once per step. The dict ``measured``
+    holds the values of ``measures`` and is equal on all nodes.
     """
     measures: frozenset = frozenset()
-    """Measurements that it needs at GLOBAL steps: "variance" (‖mixed − sent‖²), "loss"."""
+    """Measurements that ``observe`` needs at GLOBAL steps: "variance" (‖mixed − sent‖²), "loss"."""
     kinds: frozenset = frozenset({ExchangeKind.GOSSIP})
-    """Kinds of exchange that it can return."""
+    """All kinds of exchange that ``kind`` can return."""
     warning: Callable[[Any], str] = lambda state: ""
-    """(state) -> warning for the user, or "" if there is none."""
+    """Function (state) -> warning for the user, or "" if there is none."""
     fragment_schedule: FragmentSchedule = FragmentSchedule()
-    """Fragments of its exchanges, and the steps at which they are applied."""
+    """Steps at which fragments of the model are sent and applied; default: the whole model."""
     periods: tuple[int, ...] = ()
     """Number of local steps of each node in a period, if nodes differ; otherwise empty."""
 
     @property
     def local_fraction(self) -> float:
-        """Mean number of local steps of a node, as a fraction of the largest."""
+        """Number of local steps of a node, averaged over nodes, as a fraction of the largest."""
         return sum(self.periods) / (max(self.periods) * len(self.periods)) if self.periods else 1.0
 
     def idle_nodes(self, index: int, nodes: Sequence[int]) -> tuple[int, ...]:
-        """Return the positions in ``nodes`` of the nodes that make no local step at step ``index``.
+        """Return which of the given nodes make no local step at step ``index``.
 
         In a period of H = max H_i steps, node i makes H_i local steps. They are spread evenly, and
         the last step of the period is always one of them.
 
         :param index: number of steps since the start
-        :param nodes: numbers of nodes
+        :param nodes: numbers of the nodes
+        :return: positions of the idle nodes in ``nodes``
         """
         if not self.periods:
             return ()
@@ -95,7 +99,7 @@ def fixed_schedule(kind: Callable[[int], ExchangeKind], *kinds: ExchangeKind) ->
     """Return a cadence that depends on the step number alone.
 
     :param kind: function of the number of steps since the start
-    :param kinds: all kinds that it returns
+    :param kinds: all kinds that this function returns
     """
     return Cadence(
         NoState,
@@ -143,9 +147,9 @@ def every(*, period: Period | ByNode = 4, fragments: Positive = 1, delay: Count 
     """Gossip at every ``period``-th step; the steps in between are local.
 
     If ``period`` is a list with a number H_i for each node i, all nodes exchange at every max
-    H_i-th step. In between, node i makes H_i local steps, spread evenly, and is idle in the others,
-    so that slow nodes keep pace. The loss that is then minimized weights the data of each node by
-    its share of all local steps.
+    H_i-th step. In between, node i makes H_i local steps, spread evenly, and is idle in the other
+    steps, so that slow nodes keep pace. The loss that is minimized then weights the data of each
+    node by its share of all local steps.
 
     With P = ``fragments`` > 1, each fragment of the model is exchanged once per period H, at its
     own offset (Streaming DiLoCo, arXiv 2501.18512), so that a step sends at most 1/P of the model.
@@ -191,15 +195,15 @@ def halves(*, length: Positive | None = None) -> Cadence:
 
 
 class Varying(NamedTuple):
-    """State of :func:`adpsgd`: the current period, and the variance that it is adapted to."""
+    """State of :func:`adpsgd`: the current period, and the measured variance that determines it."""
 
     period: int
     since: int
     """Number of steps since the last global average."""
     rates: float
-    """Sum of the learning rates of these steps."""
+    """Sum of the learning rates of the steps since the last global average."""
     level: float
-    """Mean of the samples of S/lr."""
+    """Mean of the samples of S/lr, where S is the variance between nodes at a global average."""
     samples: int
 
 
@@ -214,22 +218,24 @@ def adpsgd(
 ) -> Cadence:
     """Average over all nodes periodically, with a period that follows the measured variance.
 
-    This is ADPSGD (Jiang & Agrawal 2020). Each global average measures S = (1/n) Σ_i ‖x̄ − x_i‖².
-    At first the period is constant and C, the mean of S/lr, is sampled. Afterwards, the period
-    grows by one if S < low · lr · C and shrinks by one if S > high · lr · C.
+    This is ADPSGD (Jiang & Agrawal 2020). Each global average measures the variance S = (1/n) Σ_i
+    ‖x̄ − x_i‖² of the models x_i around their mean x̄. At first the period is constant, and C, the
+    mean of S/lr, is sampled. Afterwards, the period grows by one if S < low · lr · C and shrinks by
+    one if S > high · lr · C.
 
     lr is the mean learning rate of the steps *since the last average*, because S depends on these
-    alone. With the current rate, the first average after a drop of the rate would compare an S that
-    arose at the old rate with a threshold for the new one, and shorten the period without reason.
+    steps alone. If lr were the current rate, the first average after a drop of the rate would
+    compare an S that arose at the old rate with a threshold for the new rate, and shorten the
+    period without reason.
 
     :param period: number of steps at the start
     :param sampling: fraction of ``total`` during which C is sampled
-    :param skip: fraction of the sampling steps that are left out at their beginning. If a network
-        learns nothing at first, as LeNet on a plateau, its nodes hardly diverge; with a C from
-        these steps the period fell to 1
+    :param skip: fraction of the sampling steps, from the first, that is left out of C. If a network
+        learns nothing at first, its nodes hardly diverge, and a C sampled there is too small: in a
+        test with LeNet, the period then fell to 1
     :param low: factor of the lower threshold
     :param high: factor of the upper threshold
-    :param total: number of steps of the run; a run supplies its own
+    :param total: number of steps of the run; None: the number of steps of the job
     """
     last_sample = sampling * (total or 0)
     first_sample = skip * last_sample
@@ -244,7 +250,8 @@ def adpsgd(
             return state._replace(since=since, rates=rates)
         ratio = measured["variance"] * since / (rates or 1.0)
         period = state.period
-        if step.index < first_sample or not rates:  # nodes do not diverge at a rate of 0
+        # At a learning rate of 0, nodes do not diverge, so S/lr means nothing.
+        if step.index < first_sample or not rates:
             return state._replace(since=0, rates=0.0)
         if step.index < last_sample or not state.samples:
             samples = state.samples + 1
@@ -273,7 +280,7 @@ def adpsgd(
 
 
 class ByLoss(NamedTuple):
-    """State of :func:`gossip_aga`: the current period, and the loss of the first averages."""
+    """State of :func:`gossip_aga`: the current period, and the loss at the first averages."""
 
     period: int
     since: int
@@ -329,4 +336,4 @@ BUILDERS: dict[str, BuilderSpec | Callable[..., Cadence]] = {
     "gossip-aga": gossip_aga,
     "halves": BuilderSpec(halves, follows={"length": lambda known: known.graph.period}),
 }
-"""Every cadence by name: builder(*, option=…) -> Cadence."""
+"""Builder of each cadence, by its name in `cadence.name`: builder(*, option=…) -> Cadence."""

@@ -1,4 +1,7 @@
-"""Algorithms and wrappers for lossy wires: differences, error feedback, CHOCO."""
+"""Algorithms and wrappers for lossy wires, which compress messages.
+
+Differences and error feedback are wrappers of another algorithm; CHOCO-SGD is an algorithm.
+"""
 
 from typing import Any, NamedTuple
 
@@ -11,16 +14,19 @@ from mpigossip.mixing.base import ExchangeKind
 
 
 def difference(base: Algorithm) -> Algorithm:
-    """Return ``base`` for a lossy wire, in which only the others' terms lose precision.
+    """Return the algorithm ``base`` for a lossy wire, which keeps the node's own model exact.
 
-    It receives mixed = x½ + (Σ_j W_ij q_j − q_i), with q = sent.
+    Let x½ be the vector that ``base`` sends, and q_j the vector of node j after the lossy wire.
+    ``base`` receives, instead of the average Σ_j W_ij q_j:
 
-    The node's own term stays exact. Because W is doubly stochastic, the mean of all nodes stays
-    exact, too. In a GLOBAL round, the average of the q_j is used unchanged, so that all nodes hold
-    the same bits.
+    mixed = x½ + (Σ_j W_ij q_j − q_i).
 
-    x½ is copied when it is sent. If the algorithm is ahead, ``send`` changes nothing and is called
-    again instead. The copy is not part of the state, because no exchange is open between steps.
+    Because W is doubly stochastic, the mean of x½ over all nodes stays exact. In a GLOBAL round,
+    the average of the q_j is used unchanged, so that the models of all nodes are bitwise identical.
+
+    x½ is copied when it is sent. If ``base`` is ahead, its ``send`` changes nothing and is called
+    again instead of the copy. The copy is not part of the state, because no exchange is open when a
+    state is saved.
     """
     buffers: list[tuple[torch.Tensor, ...]] = []
 
@@ -50,18 +56,19 @@ def difference(base: Algorithm) -> Algorithm:
 
 
 class Anchored(NamedTuple):
-    """State: the last global average, equal on all nodes, and the state of the base."""
+    """State of :func:`anchored`: the last global average, and the state of the base algorithm."""
 
     anchor: torch.Tensor
     inner: Any
 
 
 def anchored(base: Algorithm) -> Algorithm:
-    """Return ``base``, which sends one vector, with GLOBAL rounds that are sent as differences.
+    """Return ``base`` such that its GLOBAL rounds send differences to the last global average.
 
-    Let a be the last global average (0 before the first), and C the wire. The node sends q_j =
-    C(x½_j − a). The average is a + (1/n) Σ_j q_j and becomes the new a. The wire thus rounds only
-    the change since the last global average, as in cpsgd and diloco, and not the whole model.
+    ``base`` is an algorithm that sends one vector, x½. Let a be the last global average (0 before
+    the first), and C the wire. Node j sends q_j = C(x½_j − a). The average is a + (1/n) Σ_j q_j and
+    becomes the new a. The wire thus rounds only the change since the last global average, as in
+    cpsgd and diloco, and not the whole model.
     """
 
     def send(x, g, state: Anchored, out, step: Step):
@@ -83,16 +90,17 @@ def anchored(base: Algorithm) -> Algorithm:
 
 
 class Feedback(NamedTuple):
-    """State of :func:`error_feedback`: the accumulated error of the wire, and the base's state."""
+    """State of :func:`error_feedback`: error of the wire so far, and the base algorithm's state."""
 
     error: torch.Tensor
     inner: Any
 
 
 def error_feedback(base: Algorithm) -> Algorithm:
-    """Return ``base``, which sends gradients, with error feedback for a biased wire.
+    """Return ``base``, an algorithm that sends gradients, with error feedback for a biased wire.
 
-    This is EF-SGD (Karimireddy et al., ICML 2019). With C the wire:
+    This is EF-SGD (Karimireddy et al., ICML 2019). With C the wire, g the gradient, and e the
+    accumulated error, which starts as 0:
 
     q = C(g + e) is sent;  e ← g + e − q is kept for the next step.
     """
@@ -104,7 +112,8 @@ def error_feedback(base: Algorithm) -> Algorithm:
         return state._replace(inner=inner)
 
     def receive(x, g, state: Feedback, sent, mixed, step: Step):
-        with preserved(step, state.error):  # a skipped row still has to send its error
+        # A skipped step is discarded, so its error has to be sent again.
+        with preserved(step, state.error):
             state.error.sub_(sent[0])
         return state._replace(inner=base.receive(x, g, state.inner, sent, mixed, step))
 
@@ -123,7 +132,9 @@ class Choco(NamedTuple):
 def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
     """Gossip compressed differences, with a memory of the neighbours.
 
-    This is CHOCO-SGD (Koloskova et al., ICML 2019). With C the wire and ζ = ``consensus_step``:
+    This is CHOCO-SGD (Koloskova et al., ICML 2019). Each node i keeps a copy x̂ of its model as its
+    neighbours know it, and s = Σ_j W_ij x̂_j. With C the wire, d the direction of the local step,
+    and ζ = ``consensus_step``:
 
     x½ = x − lr · d;  q = C(x½ − x̂) is sent;  x̂ ← x̂ + q;  s ← s + Σ_j W_ij q_j;
     x ← x½ + ζ (s − x̂).
@@ -136,7 +147,8 @@ def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
     "shared-k" needed 0.1 at 0.1.
 
     :param local: local step
-    :param consensus_step: ζ; None: ½, but with the wire "random-k" at most its density
+    :param consensus_step: ζ, factor of the step towards the neighbours; None: ½, or the density of
+        the wire "random-k" if this is smaller
     """
     zeta = 0.5 if consensus_step is None else consensus_step
 

@@ -13,7 +13,7 @@ from mpigossip.mixing.base import ExchangeKind
 
 
 class Outer(NamedTuple):
-    """State: the model after the last outer step, the outer momentum, and the inner state."""
+    """State: model after the last outer step, outer momentum, and the local step's state."""
 
     anchor: torch.Tensor
     slow: torch.Tensor
@@ -21,7 +21,10 @@ class Outer(NamedTuple):
 
 
 def _outer(local: Local, kind: ExchangeKind, update: Callable) -> Algorithm:
-    """Return D-PSGD that calls ``update(x, state, step)`` after each exchange of the given kind."""
+    """Return D-PSGD with an outer step ``update(x, state, step)`` after each exchange of ``kind``.
+
+    The kind is GOSSIP or GLOBAL. Other exchanges average only.
+    """
 
     def send(x, g, state: Outer, out, step: Step):
         return state._replace(inner=local.adapt(x, g, state.inner, step, out[0]))
@@ -43,21 +46,22 @@ def _outer(local: Local, kind: ExchangeKind, update: Callable) -> Algorithm:
 def slowmo(local: Local, *, slow_beta: Decay = 0.5, slow_lr: AboveZero = 1.0) -> Algorithm:
     """Add a slow momentum to local or gossip steps.
 
-    This is SlowMo (Wang et al., ICLR 2020). At each GLOBAL step, let x be the average and x₀ the
-    model after the last outer step:
+    This is SlowMo (Wang et al., ICLR 2020). Each GLOBAL step is followed by an outer step. Let x be
+    the global average, x₀ the model after the last outer step, and u the slow momentum, which
+    starts as 0:
 
     u ← β u + (x₀ − x)/lr;  x ← x₀ − α lr u.
 
-    The state of the local step is kept. One vector is sent.
+    The outer step does not change the state of the local step. One vector is sent.
 
     Guideline for β: 0.2 with 4 nodes, 0.5 with 8, 0.6 with 16. Slow momentum multiplies the
-    effective step by up to 1/(1 − β), in addition to the local momentum. β = 0.5 with a momentum of
-    0.9 diverged at a rate of 0.05, at which momentum alone converged: use a smaller schedule.lr or
-    β.
+    effective step by up to 1/(1 − β), in addition to the local momentum. β = 0.5 with a local
+    momentum of 0.9 diverged at a learning rate of 0.05, at which the local momentum alone
+    converged. If a run diverges, use a smaller schedule.lr or β.
 
     :param local: local step
-    :param slow_beta: β
-    :param slow_lr: α
+    :param slow_beta: β, factor of the slow momentum
+    :param slow_lr: α, learning rate of the outer step
     """
 
     def update(x, state: Outer, step: Step) -> None:
@@ -76,21 +80,24 @@ def diloco(
     eager: bool = False,
     nodes: Positive | None = None,
 ) -> Algorithm:
-    """Take many local steps, then a Nesterov step along their result.
+    """Take many local steps, then a Nesterov step along the change that they made.
 
-    This is DiLoCo (Douillard et al. 2023). At each GLOBAL step, let x be the average and x₀ the
-    model after the last outer step:
+    This is DiLoCo (Douillard et al. 2023). Each GLOBAL step is followed by an outer step. Let x be
+    the global average, x₀ the model after the last outer step, and u the outer momentum, which
+    starts as 0:
 
     Δ = x₀ − x;  u ← β u + Δ;  x ← x₀ − α (Δ + β u).
 
-    The inner optimizer (AdamW) keeps its state. One vector is sent in ``cadence.period`` steps.
+    The outer step does not change the state of the local step, which is AdamW by default. One
+    vector is sent in ``cadence.period`` steps.
 
     :param local: local step
-    :param outer_lr: α
-    :param outer_beta: β
-    :param eager: use the Δ of :func:`_eager` (arXiv 2502.12996): no node waits for the average,
+    :param outer_lr: α, learning rate of the outer step
+    :param outer_beta: β, factor of the outer momentum
+    :param eager: use eager updates (arXiv 2502.12996): a node takes its outer step at once, with
+        the average of the other nodes from the period before. No node waits for the new average,
         which may arrive ``cadence.delay`` steps later
-    :param nodes: n, number of nodes, for ``eager``; None: that of the graph
+    :param nodes: n, number of nodes, for ``eager``; None: the number of nodes of the graph
     """
     if eager:
         return _eager(local, outer_lr, outer_beta, nodes or 1)
@@ -105,7 +112,7 @@ def diloco(
 
 
 class Eager(NamedTuple):
-    """State: the node's outer model and momentum, the others' part of Δ, and the inner state."""
+    """State of :func:`_eager`: outer model x₀, outer momentum u, o, and the local step's state."""
 
     anchor: torch.Tensor
     slow: torch.Tensor
@@ -114,14 +121,17 @@ class Eager(NamedTuple):
 
 
 def _eager(local: Local, outer_lr: float, outer_beta: float, nodes: int) -> Algorithm:
-    """Return DiLoCo with eager updates: the own part of Δ is new, the others' part is a period old.
+    """Return DiLoCo with eager updates, in which no node waits for the average.
+
+    In the change Δ of the outer step, the node's own part is new, and the part of the other nodes,
+    o, is one period old.
 
     At each GLOBAL step, let x be the model after the local steps and x₀ the model after the node's
     last outer step. δ is sent, and the outer step is taken at once:
 
     δ = x₀ − x;  Δ = δ/n + o;  u ← β u + Δ;  x ← x₀ − α (Δ + β u).
 
-    The received average is for the next outer step: o starts as 0, and becomes
+    The received average (1/n) Σ_j δ_j is used in the next outer step: o starts as 0, and becomes
 
     o ← (1/n) Σ_j δ_j − δ/n.
     """
@@ -151,17 +161,18 @@ def _eager(local: Local, outer_lr: float, outer_beta: float, nodes: int) -> Algo
 def noloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.5) -> Algorithm:
     """Take DiLoCo's outer step with one neighbour, without a collective.
 
-    This is NoLoCo (Kolehmainen et al. 2025). At each GOSSIP step, let φ be the model after the
-    node's last outer step, a the outer rate, and ⟨·⟩ the average with the neighbour:
+    This is NoLoCo (Kolehmainen et al. 2025). Each GOSSIP step is followed by an outer step. Let φ
+    be the model after the node's last outer step, m the outer momentum, a the outer learning rate,
+    and ⟨·⟩ the average of the node and its neighbour:
 
     m ← μ m + a ⟨x − φ⟩ + a (⟨φ⟩ − φ);  φ ← φ + m;  x ← φ.
 
-    Since ⟨x − φ⟩ + ⟨φ⟩ = ⟨x⟩, only x is sent; the paper sends two vectors. It needs the cadence
-    "every".
+    Since ⟨x − φ⟩ + ⟨φ⟩ = ⟨x⟩, only x is sent, while the paper sends two vectors. The algorithm
+    needs the cadence "every".
 
     :param local: local step
-    :param outer_lr: a
-    :param outer_beta: μ
+    :param outer_lr: a, learning rate of the outer step
+    :param outer_beta: μ, factor of the outer momentum
     """
 
     def update(x, state: Outer, step: Step) -> None:
@@ -177,17 +188,19 @@ def gasloc(
     """Combine gossip, local steps and an outer momentum.
 
     This is GASLoC (2026, arXiv 2606.11081). At each exchange, let θ be the model after the node's
-    last exchange, x the model after the local steps since then, and y' the last y of the node:
+    last exchange, x the model after the local steps since then, and y' the value of y at the node's
+    last exchange:
 
     y = θ + η (x − θ);  θ ← y + α Σ_j W_ij (y_j − y) + γ (y − y');  x ← θ.
 
-    With γ > 0, the rate depends on the square root of the spectral gap instead of the gap. On the
-    complete graph, the mean of the nodes follows DiLoCo. One vector is sent.
+    With γ > 0, the rate of convergence depends on the square root of the spectral gap instead of
+    the gap. On the complete graph, the mean of the nodes is updated as by DiLoCo. One vector is
+    sent.
 
     :param local: local step
-    :param outer_lr: η
-    :param outer_beta: γ; 0: not accelerated
-    :param consensus_step: α
+    :param outer_lr: η, learning rate of the outer step
+    :param outer_beta: γ, factor of the outer momentum; 0: no acceleration
+    :param consensus_step: α, factor of the step towards the models of the neighbours
     """
 
     def send(x, g, state: Outer, out, step: Step):
@@ -219,7 +232,7 @@ def gasloc(
 
 
 class Sparse(NamedTuple):
-    """State: the model after the last outer step, the wire's error, and the inner state."""
+    """State: model θ after the last outer step, error e, and the local step's state."""
 
     anchor: torch.Tensor
     error: torch.Tensor
@@ -239,8 +252,8 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
     neighbours only, use ``choco``.
 
     :param local: local step
-    :param outer_lr: α
-    :param memory: β, which takes the place of an outer momentum
+    :param outer_lr: α, learning rate of the outer step
+    :param memory: β, the fraction of the error e that is kept; it replaces an outer momentum
     """
 
     def send(x, g, state: Sparse, out, step: Step):
@@ -264,13 +277,12 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
 
 
 def sparta(local: Local) -> Algorithm:
-    """Average a small part of the parameters at each step.
+    """Average a small fraction of the parameters at each step.
 
     This is SPARTA (2025, as in exogym). After x ← x − lr · d, the elements that the wire "shared-k"
     selects, which are the same on all nodes, are replaced by their average: over all nodes with the
     cadence "global", over neighbours with "always". ``node.density``, the fraction of the elements,
-    is 0.001 to 0.01 in the source. Any other wire that selects the same elements on all nodes would
-    work.
+    is 0.001 to 0.01 in exogym.
     """
 
     def send(x, g, state, out, step: Step):
@@ -279,7 +291,7 @@ def sparta(local: Local) -> Algorithm:
         return state
 
     def receive(x, g, state, sent, mixed, step: Step):
-        # x − sent is 0 for the selected elements, which become bitwise identical to mixed
+        # x − sent is exactly 0 for the selected elements, so the sum below sets them to mixed.
         if step.kind is not ExchangeKind.LOCAL:
             x.sub_(sent[0]).add_(mixed[0])
         return state

@@ -1,4 +1,4 @@
-"""Algorithms for directed graphs: push-sum (SGP) and two running averages (CECA)."""
+"""Algorithms for directed graphs: stochastic gradient push (SGP) and DSGD-CECA."""
 
 from typing import Any, NamedTuple
 
@@ -19,13 +19,15 @@ class PushSum(NamedTuple):
 def sgp(local: Local) -> Algorithm:
     """Average exactly on directed graphs by stochastic gradient push.
 
-    SGP (Assran et al., ICML 2019):
+    SGP (Assran et al., ICML 2019) sends u½ and the weight w. P is the mixing matrix, and d the
+    direction of the local step:
 
     u½ = w x − lr · d;  u ← Σ_j P_ij u½_j;  w ← Σ_j P_ij w_j;  x = u/w.
 
-    The gradient is taken at x, and x is evaluated. The columns of P have to sum to one. w starts as
-    1, and remains 1 if the rows sum to one, too. Σ u and Σ w are preserved. One vector and one
-    scalar are sent. u½ is computed as x½ + (w − 1) x, which is bitwise identical to x½ if w = 1.
+    x is the model: gradients are computed at x, and x is evaluated. The columns of P have to sum to
+    one, so that Σ u and Σ w over the nodes are preserved. w starts as 1, and remains 1 if the rows
+    of P sum to one, too. With x½ = x − lr · d, u½ is computed as x½ + (w − 1) x, which is bitwise
+    identical to x½ if w = 1. One vector and one scalar are sent.
     """
 
     def init(x) -> PushSum:
@@ -59,10 +61,10 @@ class Carriers(NamedTuple):
 def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
     """Average exactly in ⌈log2 n⌉ one-peer rounds, for any n.
 
-    DSGD-CECA (Ding et al., ICML 2023) keeps two running averages: x over the node's own model and c
-    others, x̂ over these c others. −lr · d is added to both. The rounds follow the binary digits of
-    n − 1 from the highest, on the permutations of the graph "ceca". c starts as 0, and r is the
-    received vector:
+    DSGD-CECA (Ding et al., ICML 2023) keeps two running averages: x is the average of the node's
+    own model and the models of c other nodes, and x̂ the average of these c other models. The local
+    step is added to both. The rounds follow the binary digits of n − 1 from the highest, and each
+    uses one permutation of the graph "ceca". c starts as 0, and r is the received vector:
 
     * digit 1: x is sent;  x ← ½ x + ½ r,  x̂ ← c/(2c+1) x̂ + (c+1)/(2c+1) r,  c ← 2c + 1;
     * digit 0: x̂ is sent;  x ← (c+1)/(2c+1) x + c/(2c+1) r,  x̂ ← ½ x̂ + ½ r,  c ← 2c.
@@ -70,7 +72,7 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
     One vector is sent.
 
     :param local: local step
-    :param nodes: n; None: 2, a placeholder until the graph is known
+    :param nodes: n, number of nodes; None: 2, a placeholder until the graph is known
     """
     digits = f"{max((nodes or 2) - 1, 1):b}"
 
@@ -80,7 +82,8 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
 
     def send(x, g, state: Carriers, out, step: Step):
         inner = local.adapt(x, g, state.inner, step, out[0])
-        state.others.sub_(x.sub_(out[0]))  # both averages take the same step x½ − x
+        # Both averages take the same local step, x½ − x.
+        state.others.sub_(x.sub_(out[0]))
         x.copy_(out[0])
         if step.kind is ExchangeKind.GOSSIP and digit(step)[0] == "0":
             out[0].copy_(state.others)

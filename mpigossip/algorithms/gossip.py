@@ -10,17 +10,18 @@ from mpigossip.algorithms.local import Local, Momentum, zeros
 from mpigossip.config.limits import Share
 
 AVERAGING = frozenset({"row-stochastic"})
-"""Conditions of plain averaging. On a graph that is not doubly stochastic, the mean of the nodes
-drifts.
+"""Conditions on the graph for plain averaging. If the columns of W do not also sum to one,
+averaging is possible, but changes the mean of the nodes.
 """
 
 
 def parallel(local: Local) -> Algorithm:
     """Average the gradients of all nodes, as training with all-reduce does.
 
-    Parallel SGD: x ← x − lr · d(ḡ), ḡ = (1/n) Σ_j g_j. Every exchange is a global average of the
-    gradients, so all nodes hold the same bits. ``local`` may be any local step; its state is the
-    same on all nodes.
+    Parallel SGD: x ← x − lr · d(ḡ), ḡ = (1/n) Σ_j g_j, where d(ḡ) is the direction of the local
+    step for the gradient ḡ. Every exchange is a global average of the gradients, so the models of
+    all nodes are bitwise identical. ``local`` may be any local step; its state is the same on all
+    nodes.
     """
 
     def send(x, g, state, out, step: Step):
@@ -37,7 +38,8 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
     """Take a local step d and average with the neighbours: D-PSGD (Lian et al. 2017).
 
     The state of the local step is not exchanged. With the local step "momentum", m ← β m + g, d =
-    m, this is "dmsgd-vanilla", which the released code of the exponential-graph paper runs.
+    m, this is "dmsgd-vanilla", which the code published with the paper on exponential graphs runs
+    (Ying et al., NeurIPS 2021).
 
     :param local: any local step
     :param style: "atc", adapt-then-combine: x ← Σ_j W_ij (x_j − lr · d_j). "awc",
@@ -73,10 +75,12 @@ def dmsgd(
 
     m½ = β m + g;  x ← Σ_j W_ij (x_j − lr · m½_j);  m ← Σ_j W_ij m½_j.
 
+    m starts as 0.
+
     Two vectors are sent.
 
     :param local: not used, because the momentum is part of the algorithm
-    :param beta: β
+    :param beta: β, factor of the momentum
     :param momentum: "new": step along m½; "delayed": step along the old m, which is the other
         possible reading of the paper
     """
@@ -98,15 +102,16 @@ def dmsgd(
 
 
 def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = False) -> Algorithm:
-    """Use a momentum of the change that all nodes make, QG-DmSGD (Lin et al., ICML 2021).
+    """Use a momentum of the change of the averaged model: QG-DmSGD (Lin et al., ICML 2021).
 
     m = β m̂ + g;  d = m;  x⁺ = Σ_j W_ij (x_j − lr · d_j);  m̂ ← (1 − μ) m̂ + μ (x − x⁺)/lr.
 
-    The displacement x − x⁺ includes the change by the mixing. One vector is sent.
+    m̂ is the momentum, which starts as 0. The displacement x − x⁺ includes the change that
+    averaging with the neighbours makes. One vector is sent.
 
     :param local: not used, because the momentum is part of the algorithm
-    :param beta: β
-    :param mu: μ
+    :param beta: β, factor of the momentum
+    :param mu: μ, weight of the newest displacement in the momentum
     :param nesterov: step along d = g + β m
     """
 
@@ -131,11 +136,12 @@ def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
 
     g̃ = (x − Σ_j W_ij (x_j − lr · g_j))/lr;  m ← β m + g̃;  x ← x − lr · m.
 
-    W has to be static and symmetric: on a directed one-peer graph the algorithm diverged. All steps
-    have to be of one kind, because the momentum would repeat an average. One vector is sent.
+    W has to be static and symmetric: in a test on a directed one-peer graph, the algorithm
+    diverged. All steps have to be of one kind, because the momentum repeats the change that an
+    average makes in later steps. One vector is sent.
 
     :param local: not used, because the momentum is part of the algorithm
-    :param beta: β
+    :param beta: β, factor of the momentum
     """
 
     def send(x, g, state: Momentum, out, step: Step):

@@ -1,4 +1,4 @@
-"""Local steps: from a gradient to the adapted model x½ = x − lr · d."""
+"""Local steps, which compute the adapted model x½ = x − lr · d from a gradient."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,30 +9,33 @@ from mpigossip.algorithms.base import Decay, NoState, Step, init_from, no_state
 from mpigossip.config.limits import NotNegative, Positive
 
 BLOCK = 1 << 15
-"""Number of columns that a step with a temporary array processes at once on a CPU."""
+"""Number of columns that a local step processes at once on a CPU, to keep temporary arrays small.
+"""
 
 
 class Local(NamedTuple):
-    """Local optimizer: ``adapt(x, g, state, step, out) -> state`` writes x½ to ``out``.
+    """Local optimizer, whose function ``adapt`` computes the model after a step.
+
+    ``adapt(x, g, state, step, out) -> state`` writes the adapted model x½ to ``out``.
 
     ``out`` may be x; otherwise x is not changed. For rows in ``step.skipped``, ``out`` becomes x.
     The function may overwrite g. ``step.index`` is the number of local steps that the row itself
     has taken, for the bias correction of Adam.
 
-    The result is x½ rather than a direction, because this is exactly the model that a `torch.optim`
-    optimizer computes. (x − x½)/lr would not be exact, and it is undefined at lr = 0, where
+    The result is x½ rather than the direction d = (x − x½)/lr, because x½ is exactly the model that
+    a `torch.optim` optimizer computes. d would be rounded, and it is undefined at lr = 0, where
     warm-ups begin.
     """
 
     init: Callable[..., Any]
     adapt: Callable[..., Any]
     raw: bool = False
-    """True if it reads the gradient of each parameter, None if there is none; g is then None."""
+    """True if ``adapt`` reads gradients from the ``.grad`` of the parameters; g is then None."""
     whole: bool = False
-    """True if it takes whole parameters, so that x has to hold all columns of the parameters."""
+    """True if ``adapt`` needs whole parameters, so that x must not be a shard."""
 
     def update(self, x, g, state, step: Step):
-        """Take a step in place; for algorithms whose state is that of the local step."""
+        """Take a step in place, for algorithms whose state is the state of the local step."""
         return self.adapt(x, g, state, step, x)
 
 
@@ -42,10 +45,11 @@ def zeros(kind: type) -> Callable[..., Any]:
 
 
 def by_row(local: Local) -> Local:
-    """Return the local step with each row's own number of local steps (``step.counts``) as index.
+    """Return ``local`` with the number of steps of each row (``step.counts``) as ``step.index``.
 
-    Rows in ``step.skipped`` keep their state and get x½ = x. If counts differ, rows step one by
-    one; elementwise float32 operations then still have bitwise identical results.
+    Rows in ``step.skipped`` keep their state and get x½ = x. If the numbers of steps differ, the
+    local step is called for each row separately; the results of elementwise float32 operations are
+    bitwise identical in both cases.
     """
 
     def adapt(x, g, state, step: Step, out):
@@ -61,7 +65,8 @@ def by_row(local: Local) -> Local:
             row_state = type(state)(*(part[row_slice] for part in state))
             after = local.adapt(row_out, g[row_slice], row_state, row_step, row_out)
             for part, value in zip(row_state, after, strict=True):
-                part.copy_(value)  # no effect if the state was changed in place
+                # If the state was changed in place, this copy has no effect.
+                part.copy_(value)
         return state
 
     return local._replace(adapt=adapt)
@@ -74,8 +79,8 @@ def _stay(x, g, state, step, out):
 
 
 NO_LOCAL_STEP = Local(no_state, _stay)
-"""Local step that changes nothing, x½ = x, for an algorithm that exchanges the result of another
-step.
+"""Local step that changes nothing, x½ = x, for an algorithm that exchanges the model after the step
+of another optimizer.
 """
 
 
@@ -136,12 +141,12 @@ def adamw(
 
     m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g², d = m̂/(√v̂ + ε) + λx.
 
-    :param decayed: number of columns, counted from the first, that take the decay λ. If biases and
-        norms are excluded from weight decay, these columns are all other parameters
-    :param beta1: β₁
-    :param beta2: β₂
-    :param eps: ε
-    :param decoupled_decay: λ
+    :param decayed: number of columns, counted from the first, that take the decay λ: all columns,
+        or all but the biases and norms if these are excluded from weight decay
+    :param beta1: β₁, decay rate of the running mean of gradients
+    :param beta2: β₂, decay rate of the running mean of squared gradients
+    :param eps: ε, constant that is added to the denominator
+    :param decoupled_decay: λ, decoupled weight decay
     """
 
     def adapt(x, g, state: Moments, step: Step, out):
@@ -185,14 +190,14 @@ def accumadam(
 
     m ← β₁ (m + (1−β₁) s), v ← β₂ (v + (1−β₂) s²), s ← 0.
 
-    The moments of a node then resemble those of A nodes together.
+    The moments of a node then resemble the moments of A nodes that average their gradients.
 
     :param decayed: number of columns, counted from the first, that take the decay λ
-    :param period: A
-    :param beta1: β₁
-    :param beta2: β₂
-    :param eps: ε
-    :param decoupled_decay: λ
+    :param period: A, number of gradients per update of the moments
+    :param beta1: β₁, decay rate of the running mean of gradients
+    :param beta2: β₂, decay rate of the running mean of squared gradients
+    :param eps: ε, constant that is added to the denominator
+    :param decoupled_decay: λ, decoupled weight decay
     """
 
     def adapt(x, g, state: Accumulated, step: Step, out):

@@ -1,4 +1,4 @@
-"""Table of algorithms and local steps, with what a job must know before one is built.
+"""Table of algorithms and local steps, with the facts that a job needs before it builds them.
 
 This module does not import torch: an entry names the module of its builder, which is imported at
 its first use. To add an algorithm, write a function `builder(local, *, option=…) -> Algorithm` and
@@ -24,11 +24,11 @@ PACKAGE = "mpigossip.algorithms."
 
 
 class Known(NamedTuple):
-    """Values from which the defaults of unset options follow (`BuilderSpec.follows`)."""
+    """Values from which defaults of unset options are computed (`BuilderSpec.follows`)."""
 
     graph: Graph
     options: Mapping[str, Any]
-    """Other options of the algorithm or cadence."""
+    """Options of the algorithm or cadence that are set."""
     node: NodeSection | None = None
     total: int | None = None
     """Number of steps of the run."""
@@ -104,7 +104,7 @@ BUILDERS: dict[str, BuilderSpec] = {
         "adamw",
         {"cadence.name": "global", "node.wire": "shared-k", "node.density": 0.005},
     ),
-    # The remaining entries are algorithms from above, with the cadence or wire that the papers use.
+    # The remaining names combine an algorithm from above with the cadence or wire of a paper.
     "cpsgd": BuilderSpec(PACKAGE + "gossip:dsgd", "sgd", {"cadence.name": "cpsgd"}, only=True),
     "adpsgd": BuilderSpec(PACKAGE + "gossip:dsgd", "sgd", {"cadence.name": "adpsgd"}, only=True),
     "gossip-pga": BuilderSpec(
@@ -120,7 +120,7 @@ BUILDERS: dict[str, BuilderSpec] = {
         only=True,
     ),
 }
-"""Every algorithm by name, as in `algorithm.name`."""
+"""Specification of each algorithm, by its name in `algorithm.name`."""
 
 LOCALS: dict[str, BuilderSpec] = {
     name: BuilderSpec(f"{PACKAGE}local:{name}") for name in ("sgd", "momentum", "nesterov")
@@ -131,31 +131,33 @@ LOCALS: dict[str, BuilderSpec] = {
 """Every local step by name, as in `local.name`: builder(decayed, *, option=…) -> Local.
 
 The builder of a local step that takes whole parameters has a second argument, the parameter layout.
-The length of an adaptive step does not follow the length of the gradient, so the learning rates of
-these are not scaled with the batch size.
+The length of an adaptive step, such as a step by AdamW, is not proportional to the length of the
+gradient, so its learning rate is not scaled with the batch size.
 """
 
 DIVIDES = {"slowmo", "qg-dmsgd", "decentlam"}
-"""Algorithms that divide by the learning rate."""
+"""Algorithms that divide by the learning rate, which must therefore not be 0."""
 
 KEEPS_MODEL = {"detag", "defacto"}
-"""Algorithms that keep the trained model in their state and copy it to the parameters at times."""
+"""Algorithms that keep the trained model in their state and copy it to the parameters once per
+phase.
+"""
 
 
 def takes_local(name: str) -> bool:
-    """Return whether algorithm ``name`` takes a local step; the others have their own."""
+    """Return whether algorithm ``name`` uses a local step; if not, its own update replaces it."""
     spec = spec_of(BUILDERS, name)
     return spec is not None and spec.local is not None
 
 
 LARGEST = 2048
-"""Largest number of nodes for which the eigenvalues of a graph are computed; larger graphs get the
-cautious defaults.
+"""Largest number of nodes for which the eigenvalues of a graph are computed. Options of algorithms
+that depend on eigenvalues keep their safe defaults on larger graphs.
 """
 
 
 def real_eigenvalues(graph: Graph) -> np.ndarray | None:
-    """Return the eigenvalues (n,) of a static symmetric W by falling modulus; otherwise None."""
+    """Return the eigenvalues of a static symmetric W by falling modulus, (n,); otherwise None."""
     if not {"static", "symmetric"} <= graph.facts or graph.n > LARGEST:
         return None
     return eigenvalues(graph).real
@@ -168,17 +170,20 @@ def above_minus_third(graph: Graph) -> bool:
 
 
 def momentum_of_gossip(graph: Graph, steps: int) -> float:
-    """Return η of accelerated gossip that restarts every ``steps`` steps.
+    """Return the factor η of accelerated gossip that restarts every ``steps`` steps.
 
-    η = (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|) (Liu & Morse 2011), if ``steps`` steps
-    with it reduce disagreement more than plain gossip does. Otherwise, and for graphs that are not
-    static and symmetric, the result is 0: from the start z_0 = z_{−1}, disagreement may even grow
-    in a short phase.
+    Accelerated gossip computes z_{r+1} = (1 + η) W z_r − η z_{r−1}.
+
+    The result is η = (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|) (Liu & Morse 2011), if
+    ``steps`` steps with this η reduce disagreement more than plain gossip does. Otherwise, and for
+    graphs that are not static and symmetric, the result is 0: acceleration starts with z_{−1} =
+    z_0, and within few steps it may even increase disagreement.
     """
     values = real_eigenvalues(graph)
     if values is None or graph.n == 1:
         return 0.0
-    others = np.delete(values, np.abs(values - 1).argmin())  # all but the eigenvalue 1 of the mean
+    # Leave out the eigenvalue 1, whose eigenvector is the constant vector.
+    others = np.delete(values, np.abs(values - 1).argmin())
     largest = min(float(np.abs(others).max()), 1.0)
     eta = (1 - sqrt(1 - largest**2)) / (1 + sqrt(1 - largest**2))
     z = np.ones_like(others)

@@ -1,4 +1,4 @@
-"""Muon as a local step: torch's own for the hidden matrices, AdamW for all other parameters."""
+"""Local step that uses torch's Muon for the hidden matrices and AdamW for other parameters."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -25,29 +25,30 @@ def muon(
     beta2: Decay = 0.95,
     eps: NotNegative = 1e-8,
 ) -> Local:
-    """Step by Muon (Jordan et al. 2024), and by AdamW for all but the hidden matrices.
+    """Step by Muon (Jordan et al. 2024) for hidden matrices, and by AdamW for other parameters.
 
-    Muon is `torch.optim.Muon`. It takes all matrices that are not embeddings:
+    `torch.optim.Muon` updates all matrices that are not embeddings:
 
     B ← β B + (1 − β) g;  x ← (1 − lr λ) x − lr s O(g + β (B − g)).
 
-    O is approximately the nearest orthogonal matrix. All other parameters take AdamW. The state has
-    the two arrays of AdamW; Muon uses the first of them in its columns.
+    B is the momentum, and O(·) approximately the nearest orthogonal matrix. AdamW updates all other
+    parameters. The state has the two arrays of AdamW; Muon keeps B in the first of them.
 
     :param decayed: number of columns, counted from the first, that take the decay λ
     :param layout: parameter layout (`FlatParameters`); required for steps, because Muon takes whole
         matrices
-    :param beta: β
+    :param beta: β, factor of the momentum of Muon
     :param newton_schulz: number of Newton–Schulz iterations for O, in bfloat16
-    :param adjust: "match_rms_adamw": s = 0.2 √max(rows, columns), so that one rate suits both
-        optimizers; "original": s = √max(1, rows/columns)
-    :param decoupled_decay: λ
-    :param adamw_for: names of further matrices that take AdamW, such as those of an output layer,
-        with "*" and "?" as wildcards
+    :param adjust: rule for s. "match_rms_adamw": s = 0.2 √max(rows, columns), so that the same
+        learning rate suits both optimizers; "original": s = √max(1, rows/columns)
+    :param decoupled_decay: λ, decoupled weight decay
+    :param adamw_for: names of further matrices that AdamW updates, such as the weights of an output
+        layer, with "*" and "?" as wildcards
     :param beta1: β₁ of AdamW
     :param beta2: β₂ of AdamW
     :param eps: ε of AdamW
-    :raises JobError: if torch has no Muon, or no matrix would take it
+    :raises JobError: if torch has no Muon, a pattern in ``adamw_for`` matches no matrix, or no
+        matrix is left for Muon
     """
     if layout is None:
         return Local(zeros(Moments), _unknown, whole=True)
@@ -82,7 +83,7 @@ def muon(
 
 
 def _matrices(layout: Any, hidden: Sequence[int], x, g, momenta, lr, decay, settings: Any) -> None:
-    """Take one step of torch's Muon in place for one row; the arrays are (P,)."""
+    """Take one step of torch's Muon in place for one row, whose arrays have the shape (P,)."""
     x, g, momenta = (layout.views(part) for part in (x, g, momenta))
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": value} for value in (decay, 0.0)]
     for k in hidden:
@@ -101,7 +102,8 @@ def _unknown(*_: Any) -> Any:
 def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
     """Return the indices of the parameters that Muon updates.
 
-    :raises JobError: if there are none, a pattern matches none, or torch has no Muon
+    :raises JobError: if there are no such parameters, a pattern in ``adamw_for`` matches no matrix,
+        or torch has no Muon
     """
     if not hasattr(torch.optim, "Muon"):
         raise JobError(
@@ -132,7 +134,7 @@ def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
 
 
 def _runs(slices: Sequence[slice]) -> list[slice]:
-    """Return the slices of columns, with adjacent slices joined."""
+    """Return the slices of columns, in which adjacent slices are joined."""
     joined: list[slice] = []
     for columns in slices:
         if joined and joined[-1].stop == columns.start:

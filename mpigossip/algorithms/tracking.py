@@ -1,4 +1,4 @@
-"""Algorithms that correct for differing data: D², gradient tracking, DeTAG, DeFacto."""
+"""Algorithms for nodes with different data: D², gradient tracking, DeTAG, DeFacto."""
 
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -19,16 +19,16 @@ class Adapted(NamedTuple):
 
 
 def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
-    """Repeat the last change of x at each step, which corrects for differing data: D².
+    """Repeat the last change of x at each step, which corrects for different data on nodes: D².
 
     D² (Tang et al. 2018) is also known as exact diffusion (Yuan et al., JMLR 24, 2023, algorithm
     1):
 
     ψ⁺ = x − lr · d;  φ = ψ⁺ + x − ψ;  x ← W̄ φ.
 
-    ψ starts as x. d is the gradient; if ``local`` has a momentum, this is EDM. One vector is sent.
-    The rule repeats the change of x by the mixing, too, so it diverges if steps without mixing come
-    in between: all steps have to be of one kind.
+    ψ starts as x. d is the direction of the local step: the gradient, or a momentum, with which the
+    algorithm is EDM. One vector is sent. The rule repeats also the change of x that averaging
+    makes, so it diverges if some steps do not average: all steps have to be of one kind.
 
     :param local: local step
     :param lazy: True: W̄ = (I + W)/2, computed here as ½ (φ + Wφ); False: W̄ = W, which has to be
@@ -57,7 +57,7 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
 
 
 class Tracking(NamedTuple):
-    """State: the tracker y, the tracked quantity u, shaped like x, and the local step's state."""
+    """State: tracker y and tracked quantity u, both shaped like x, and the local step's state."""
 
     tracker: torch.Tensor
     tracked: torch.Tensor
@@ -65,9 +65,9 @@ class Tracking(NamedTuple):
 
 
 def _track(tracker: torch.Tensor, tracked: torch.Tensor, g: torch.Tensor, beta: float) -> None:
-    """Update a tracker: y ← y + u⁺ − u, u ← u⁺ = β u + g.
+    """Update a tracker y and the quantity u that it tracks: y ← y + u⁺ − u, u ← u⁺ = β u + g.
 
-    The means of y and u over the nodes stay equal.
+    The mean of y over the nodes stays equal to the mean of u.
     """
     tracker.add_(g).add_(tracked, alpha=beta - 1)
     tracked.mul_(beta).add_(g)
@@ -84,10 +84,11 @@ def dsgt(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
 
     y ← Σ_j W_ij y_j + g − g⁻;  x ← Σ_j W_ij x_j − lr · y.
 
-    y and the last gradient g⁻ start as 0. If ``local`` has a momentum, each node applies it to y.
-    Two vectors are sent. The adapt-then-combine form of the literature, y ← W (y + g⁺ − g) with g⁺
-    at the mixed x, needs two exchanges per step. This form has the same limit and is more stable:
-    it converges on a ring with λ_n = −.8, on which the other diverges.
+    The tracker y and the gradient g⁻ of the step before start as 0. If ``local`` has a momentum,
+    each node applies it to y. Two vectors are sent. The adapt-then-combine form of the literature,
+    y ← W (y + g⁺ − g) with g⁺ at the mixed x, needs two exchanges per step. The form above has the
+    same limit and is more stable: it converges on a ring with λ_n = −0.8, on which the form of the
+    literature diverges.
 
     :param local: local step
     :param style: "atc", adapt-then-combine, or "awc", adapt-while-combine, whose exchange overlaps
@@ -101,10 +102,11 @@ def momentum_tracking(local: Local, *, beta: Decay = 0.9, style: Literal["atc", 
 
     u⁺ = β u + g;  y ← Σ_j W_ij y_j + u⁺ − u;  x ← Σ_j W_ij x_j − lr · y.
 
-    The correction c of the paper is u − y. Two vectors are sent.
+    u is the momentum of the node, and y the tracker of the mean momentum; both start as 0. The
+    correction c of the paper is u − y. Two vectors are sent.
 
     :param local: local step
-    :param beta: β; with 0 this is :func:`dsgt`
+    :param beta: β, factor of the momentum; with 0, the algorithm is :func:`dsgt`
     :param style: as in :func:`dsgt`
     """
     return _tracking(local, beta, style)
@@ -146,9 +148,11 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
 
 
 class Detag(NamedTuple):
-    """State of DeTAG, shaped like x: model x̃ and tracker y, each with its value one step before.
+    """State of DeTAG, as arrays shaped like x.
 
-    ``gathered`` is the mean gradient of the phase so far, ``momentum`` is v.
+    These are the model x̃ and the tracker y, each with its value one step before.
+
+    ``gathered`` is the mean gradient g^k of the phase so far, and ``momentum`` is v^k.
     """
 
     model: torch.Tensor
@@ -160,9 +164,9 @@ class Detag(NamedTuple):
 
 
 def _accelerated(z, before, mixed, eta: float, step: Step, first: bool):
-    """Return (z_{r+1}, z_r) with z_{r+1} = (1 + η) W z_r − η z_{r−1}.
+    """Return (z_{r+1}, z_r) of accelerated gossip, z_{r+1} = (1 + η) W z_r − η z_{r−1}.
 
-    The memory z_{r−1} restarts in each phase.
+    In the first step of a phase, z_{r−1} is z_r.
     """
     if first:
         before.copy_(z)
@@ -176,8 +180,9 @@ def _accelerated(z, before, mixed, eta: float, step: Step, first: bool):
 def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay = 0.0) -> Algorithm:
     """Track gradients with accelerated gossip, DeTAG (Lu & De Sa, JMLR 24, 2023, algorithm 2).
 
-    A phase is R = ``phase`` steps in which x does not change. In each step, x̃ and y take one step
-    of accelerated gossip, and the gradient at x is added to g^k with the factor 1/R:
+    Phase k consists of R = ``phase`` steps in which x does not change. In each step, the gradient
+    at x is added to g^k with the factor 1/R, and the model x̃ and the tracker y take one step of
+    accelerated gossip:
 
     z_{r+1} = (1 + η) W z_r − η z_{r−1}.
 
@@ -185,20 +190,20 @@ def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay =
 
     x̃ ← x̃ − lr · y;  y ← y + v^k − v^{k−1} with v^k = β v^{k−1} + g^k;  x ← x̃.
 
-    y and v start as 0. Two vectors are sent, during the forward and backward passes. In the paper's
-    corollary, R = ½ max(log n, log(ς₀² T/(Δ L)))/√(1−λ), where T is the number of phases.
+    y and v start as 0. Two vectors are sent, during the forward and backward passes. The paper
+    recommends R = ½ max(log n, log(ς₀² T/(Δ L)))/√(1−λ), where T is the number of phases.
 
-    With β > 0 this is DeTAGM (algorithm 4), except that y tracks the newer momentum: taken
-    literally, algorithm 4 has v^{k+1} = β v^k + g^k one phase later, and is stable up to half the
-    rate only. Because y is one phase late, the stable rate with momentum is smaller in any case: lr
-    · L < 1 − β for a curvature L, instead of 2 (1 + β). R = 1, η = 0 is :func:`dsgt` with gradients
-    one step late.
+    With β > 0, this is DeTAGM (algorithm 4), except that y tracks the newer momentum. Taken
+    literally, algorithm 4 uses v^{k+1} = β v^k + g^k one phase later, which is stable only up to
+    half the learning rate. Because y is one phase late, momentum reduces the stable learning rate
+    in any case: for a curvature L, it is lr · L < 1 − β instead of 2 (1 + β). With R = 1 and η = 0,
+    the algorithm is :func:`dsgt` with gradients that are one step late.
 
     :param local: not used
-    :param phase: R
-    :param eta: η; None: (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|), computed from the
-        graph, if the phase is long enough to profit from it, otherwise 0
-    :param beta: β
+    :param phase: R, number of steps of a phase
+    :param eta: η, factor of the acceleration; None: (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|,
+        |λ_n|), computed from the graph, if the phase is long enough to profit from it, otherwise 0
+    :param beta: β, factor of the momentum
     """
 
     def send(x, g, state: Detag, out, step: Step):
@@ -234,16 +239,19 @@ class Defacto(NamedTuple):
 def defacto(local, *, length: Positive | None = None) -> Algorithm:
     """Compute SGD on the joint batch exactly, by factors of the exact average.
 
-    DeFacto (Lu & De Sa, JMLR 24, 2023, algorithm 1). A phase has 2R steps. In R LOCAL steps, the
-    gradients at the unchanged x add up, x̃ ← x̃ − lr · g/R. Then R GOSSIP steps apply the factors
-    W_{R−1} … W_0 = J, one period of the graph, x̃ ← W_r x̃. Finally x ← x̃.
+    This is DeFacto (Lu & De Sa, JMLR 24, 2023, algorithm 1). A phase has 2R steps. In the first R
+    steps, which are LOCAL, the gradients g at the unchanged x add up: x̃ ← x̃ − lr · g/R. In the
+    next R steps, which are GOSSIP, the nodes compute the exact average by one period of the graph,
+    W_{R−1} … W_0 = 11ᵀ/n: x̃ ← W_r x̃. At the end of the phase, x ← x̃.
 
     This is exactly SGD with a batch of n · R gradients. (The listing in the paper subtracts g after
-    the factors, which would leave each node with a different x.) The gradients of the second half
-    are not used, so it is a bound rather than a practical method. One vector is sent.
+    the factors, which would leave each node with a different x.) The gradients of the GOSSIP steps
+    are not used, so the algorithm attains a theoretical bound rather than being practical. One
+    vector is sent.
 
     :param local: not used
-    :param length: R; None: the period of the graph
+    :param length: R, number of LOCAL steps, and of GOSSIP steps, in a phase; None: the period of
+        the graph
     """
     rounds = length or 1
 

@@ -25,7 +25,11 @@ from mpigossip.graphs.weights import reweighted
 
 
 def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
-    """Add to a builder the parts that all share: checks, n = 1, the option `slack`, the name."""
+    """Return ``build`` with what all builders of graphs have in common.
+
+    This is the check of n, seed and options, the graph of a single node, the option `slack`, and
+    the name of the graph.
+    """
     build_signature = inspect.signature(build)
     kind = inspect.Parameter.KEYWORD_ONLY
     slack = inspect.Parameter("slack", kind, default=1.0, annotation=float)
@@ -55,13 +59,17 @@ def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
 def spanning_tree(
     n: int, seed: int = 0, *, children: Positive = 2, over: str | None = None
 ) -> Graph:
-    """Return factors of 11ᵀ/n on a rooted tree: nodes gather to the root, which spreads (Ko 2010).
+    """Return rounds on a rooted tree whose product is the exact average 11ᵀ/n (Ko 2010).
+
+    In the first half of a period, values are sent from the leaves to the root. In the second half,
+    the average is sent back.
 
     :param n: number of nodes
     :param seed: seed of the graph ``over``
     :param children: number of children of each node
-    :param over: name of a graph whose breadth-first tree from a central node is used instead. The
-        period, 2 · depth, is then between its diameter and twice its diameter
+    :param over: name of a graph whose breadth-first tree from a central node is used; None: a tree
+        with ``children`` per node. The period, 2 · depth, is between the diameter of that graph and
+        twice its diameter
     """
     if over is None:
         return finite_time.tree([(i - 1) // children for i in range(n)])
@@ -102,7 +110,7 @@ BUILDERS: dict[str, Callable[..., Graph]] = {
         "ceca": finite_time.ceca,
     }.items()
 }
-"""Every graph by name: builder(n, seed=0, *, slack=1.0, option=…) -> Graph."""
+"""Builder of each graph, by name: builder(n, seed=0, *, slack=1.0, option=…) -> Graph."""
 
 
 def graph(
@@ -113,17 +121,18 @@ def graph(
     lazy: bool = False,
     **options: Any,
 ) -> Graph:
-    """Return the graph of this name over n nodes.
+    """Return the graph that ``name`` names or contains, over n nodes.
 
-    :param name: one of: a name that jobs use, such as "ring"; "file:PATH", where the file was saved
-        by `graph search` or is a network in a format of networkx; a function ``(n, seed, t) ->
-        W(t)``, or "module:function"; a `Graph`, a networkx graph, a mixing matrix (n, n), or a list
-        of matrices or networks, one for each round
-    :param n: number of nodes; may be left out if ``name`` is not a name, and otherwise has to match
+    :param name: name of a graph as in a job, such as "ring"; or "file:PATH" for a file that `graph
+        search` has saved or networkx can read; or a function ``(n, seed, t) -> W(t)``, or its name
+        "module:function"; or a `Graph`, a networkx graph, a mixing matrix (n, n), or a list of
+        matrices or networkx graphs, one for each round
+    :param n: number of nodes; required if ``name`` is the name of a graph or a function. None: the
+        number of nodes of the given graph
     :param weights: rule that replaces the weights of the graph, as `graph.weights` of a job; None:
-        keep them
+        the graph keeps its weights
     :param seed: seed of graphs that are drawn at random
-    :param lazy: use (I + W)/2
+    :param lazy: return the graph of (I + W)/2 instead of W
     :param options: options of the graph, as in a job; ``slack=κ`` gives κW + (1−κ)I
     :raises GraphError: if there is no such graph; the message names the value, the limit and the
         remedy
@@ -148,7 +157,7 @@ def _finished(
     slack: float = 1.0,
     **options: object,
 ) -> Graph:
-    """Check the number of nodes, then apply weights, slack and laziness, in this order."""
+    """Check the number of nodes, then apply ``weights``, ``slack`` and ``lazy``, in this order."""
     for option in options:
         raise GraphError(
             f'graph "{result.name}" has no option "{option}"; its only option is slack'

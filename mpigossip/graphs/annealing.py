@@ -1,16 +1,17 @@
-"""Simulated annealing over sparse undirected graphs, which `search.py` uses.
+"""Simulated annealing over sparse undirected graphs, for the search in `search.py`.
 
 A candidate is a graph with a cyclic symmetry of order m (m = 1: any graph). It has n = b·m nodes
 (a, k), a < b, k < m, and edge *orbits* (a, c, s), which join (a, k) with (c, k + s) for all k. Its
 Laplacian splits into m Hermitian b x b blocks, one for each frequency (a voltage lift, see Gross
-and Tucker, Topological Graph Theory, 1987). Symmetric graphs can therefore be judged fast, and
-their small search space contains very good ones.
+and Tucker, Topological Graph Theory, 1987). Graphs with a symmetry can therefore be judged fast,
+and there are few of them, among which are very good graphs.
 
-Candidates are judged by λ_2, the smallest Laplacian eigenvalue but one, and λ_max. A move replaces
-orbits by others. For m = 1, moves are screened first: to first order, an edge ij adds (v_i − v_j)²
-to the eigenvalue of v, so the Fiedler vector shows which edges raise λ_2, and the top eigenvector
-which edges leave λ_max low. Neighbouring eigenvalues are included with exponentially decreasing
-weights, because symmetric graphs have multiple eigenvalues.
+Candidates are judged by the second smallest eigenvalue λ_2 and the largest eigenvalue λ_max of the
+Laplacian. A move replaces orbits of a candidate by other orbits. For m = 1, moves are screened
+first: to first order, an edge ij adds (v_i − v_j)² to the eigenvalue of v, so the Fiedler vector
+shows which edges raise λ_2, and the top eigenvector which edges leave λ_max low. Neighbouring
+eigenvalues are included with exponentially decreasing weights, because symmetric graphs have
+multiple eigenvalues.
 
 Eigenvalues, logarithms and sums differ between processors in their last bits. To make the result
 independent of the processor, every number that decides is first rounded to multiples of GRAIN, ties
@@ -30,19 +31,21 @@ from mpigossip.graphs.base import GraphError, checked_seed
 
 Orbit = tuple[int, int, int]
 Move = tuple[list[Orbit], list[Orbit]]
-"""Orbits to remove, and orbits to add."""
+"""Change of a candidate: orbits to remove, and orbits to add."""
 
 GRAIN = 2.0**-30
-"""Unit to multiples of which scores are rounded, about 1e-9. It is far above the rounding error of
-a processor and far below relevant differences. It is a power of two, so that neither decimal nor
-short binary fractions lie on the border between two multiples.
+"""Scores are rounded to multiples of this unit, about 1e-9, which is far larger than the rounding
+error of a processor and far smaller than relevant differences. It is a power of two, so that
+neither decimal nor short binary fractions lie halfway between two multiples.
 """
 
 CONNECTED = 1e-9
 """Smallest λ_2 of a graph that counts as connected."""
 
 NARROW = 1e-6
-"""Smallest width of the weights of neighbouring eigenvalues, far above their rounding error."""
+"""Smallest width of the range of eigenvalues that count as close to λ_2 or λ_max. It is far above
+their rounding error.
+"""
 
 SAMPLE = 48
 """Number of moves that are screened for each one that is judged."""
@@ -50,7 +53,7 @@ SAMPLE = 48
 
 @dataclass
 class Budget:
-    """Limits of a search, in seconds or judged graphs, and how much of them is used."""
+    """Limits of a search in seconds and in judged graphs, and the amounts used so far."""
 
     seconds: float | None
     evaluations: int | None
@@ -72,7 +75,7 @@ class Budget:
         return time.monotonic() - self.started
 
     def spent(self) -> float:
-        """Return the used fraction of the budget; the search ends at 1."""
+        """Return the fraction of the budget that is used; the search ends at 1."""
         by_time = self.elapsed / self.seconds if self.seconds else 0.0
         by_count = self.used / self.evaluations if self.evaluations else 0.0
         return max(by_time, by_count)
@@ -101,18 +104,27 @@ class Task:
     weights: str
 
     def exact(self, low: float, high: float) -> float:
-        """Return the number to maximize: r = λ_2/λ_max for "laplacian", otherwise 1 − ρ."""
+        """Return the score that a search maximizes.
+
+        It is r = λ_2/λ_max for the weights "laplacian", and 1 − ρ(W − 11ᵀ/n) for all others.
+
+        :param low: λ_2, second smallest eigenvalue of the Laplacian
+        :param high: λ_max, its largest eigenvalue
+        """
         if low <= CONNECTED:
             return 0.0
         return low / high if self.weights == "laplacian" else 1.0 - max(1.0 - low, high - 1.0)
 
     def score(self, low: float, high: float) -> float:
-        """Return the number to maximize, rounded, by which graphs are compared."""
+        """Return the score of :meth:`exact`, rounded to multiples of GRAIN for comparisons."""
         return float(grained(self.exact(low, high)))
 
 
 class CandidateGraph:
-    """Graph with a cyclic symmetry of order m, as a set of edge orbits."""
+    """Candidate of a search, which is a graph with a cyclic symmetry of order m.
+
+    It consists of edge orbits: an orbit contains all edges that the symmetry maps to each other.
+    """
 
     def __init__(self, task: Task, m: int) -> None:
         self.task = task
@@ -128,17 +140,19 @@ class CandidateGraph:
         self.blocks = np.zeros((m // 2 + 1, self.b, self.b), self.phases.dtype)
 
     def canonical(self, a: int, c: int, s: int) -> Orbit:
-        """Return the unique name of an orbit, of its two possible ones."""
+        """Return the orbit (a, c, s) in a unique form; (c, a, −s) is the same orbit."""
         s %= self.m
         back = -s % self.m
         return (a, c, s) if a < c or (a == c and s <= back) else (c, a, back)
 
     def _count(self, orbit: Orbit, sign: int) -> None:
-        """Add an orbit to the counts and the blocks of the Laplacian, or subtract it."""
+        """Add an orbit to counts and blocks of the Laplacian, or subtract it if sign is −1."""
         a, c, s = orbit
-        half = a == c and 2 * s == self.m  # its shift is its own inverse, so it has only m/2 edges
+        # If s and −s are the same shift, each edge would be counted twice: the orbit has m/2 edges.
+        half = a == c and 2 * s == self.m
         self.size += sign * (self.m // 2 if half else self.m)
-        if self.m == 1:  # the same with scalars, because this case is the most frequent
+        # This computes the same as the other branch, but faster: most candidates have m = 1.
+        if self.m == 1:
             matrix = self.blocks[0]
             matrix[a, c] = matrix[c, a] = -(sign > 0)
             ends = [a, c]
@@ -152,11 +166,14 @@ class CandidateGraph:
             self.blocks[:, x, x] += sign
 
     def fits(self) -> bool:
-        """Return whether the candidate keeps the limits on edges and on the degree of a node."""
+        """Return whether the number of edges and all degrees are within the limits."""
         return self.size <= self.task.edges and max(self.degrees) <= self.task.degree
 
     def add(self, orbit: Orbit) -> bool:
-        """Add an orbit unless it is a loop or already present; return whether it was added."""
+        """Add an orbit unless it is a loop or already present; return whether it was added.
+
+        A loop joins nodes to themselves.
+        """
         if orbit in self.index_of or (orbit[0] == orbit[1] and orbit[2] == 0):
             return False
         self.index_of[orbit] = len(self.orbits)
@@ -165,7 +182,7 @@ class CandidateGraph:
         return True
 
     def remove(self, orbit: Orbit) -> None:
-        """Remove an orbit; the last one of the list takes its position."""
+        """Remove an orbit; the last orbit of the list moves to its position."""
         index = self.index_of.pop(orbit)
         last = self.orbits.pop()
         if last != orbit:
@@ -237,7 +254,7 @@ def fill(
     :param plan: candidate to add to
     :param rng: random number generator
     :param tree_degree: degree of the tree: 2 gives a random path, n − 1 a star
-    :param tries: number of failed attempts in a row after which it ends
+    :param tries: number of consecutive failed attempts after which no more orbits are added
     """
     if plan.m == 1:
         order = rng.permutation(plan.b).tolist()
@@ -255,7 +272,11 @@ def fill(
 
 
 def random_move(plan: CandidateGraph, rng: np.random.Generator) -> Move | None:
-    """Return a random move: exchange ends of two orbits, change a shift, or move an orbit."""
+    """Return a random move, or None if the drawn move would add the same orbit twice.
+
+    A move exchanges ends of two orbits, changes the shift of an orbit, or moves an orbit to other
+    nodes.
+    """
     orbits = plan.orbits
     m = plan.m
     kind = rng.random()
@@ -277,7 +298,10 @@ def random_move(plan: CandidateGraph, rng: np.random.Generator) -> Move | None:
 
 
 class Screen:
-    """First-order change of the score by each edge, for a candidate without symmetry (m = 1)."""
+    """Estimated change of a candidate's score by each possible edge.
+
+    It is computed to first order, for candidates without symmetry only (m = 1).
+    """
 
     def __init__(self, plan: CandidateGraph) -> None:
         values, vectors = np.linalg.eigh(plan.laplacian()[0])
@@ -290,7 +314,8 @@ class Screen:
         if plan.task.weights == "laplacian":
             self.gain = (rises - low / high * tops) / high
         else:
-            # Either end of the spectrum may determine ρ; the closer one counts more.
+            # Either λ_2 or λ_max determines ρ. The weights of both gains depend on which is closer
+            # to it.
             binding = 1.0 / (1.0 + np.exp(np.clip((low + high - 2.0) / 0.05, -50, 50)))
             self.gain = binding * rises - (1.0 - binding) * tops
         self.taken = np.eye(plan.b, dtype=bool)
@@ -302,11 +327,13 @@ class Screen:
 
     @staticmethod
     def _change(gaps: np.ndarray, vectors: np.ndarray, skip: int, width: float) -> np.ndarray:
-        """Return Σ_k p_k (v_ki − v_kj)², (b, b), with p_k ~ exp(−gap_k/width).
+        """Return the change of an eigenvalue by an edge ij, Σ_k p_k (v_ki − v_kj)², (b, b).
+
+        The sum includes eigenvalues close to it, with weights p_k ~ exp(−gap_k/width).
 
         The sum by which p is normalized leaves out the first `skip` vectors, but the result
         includes them: the constant vector (skip = 1) adds nothing to differences, and if λ_2 = 0 it
-        cannot be distinguished from the others of its eigenspace.
+        cannot be distinguished from the other vectors of its eigenspace.
         """
         p = np.exp(-np.clip(gaps / width, 0.0, 50.0))
         product = (vectors * (p / p[skip:].sum())) @ vectors.T
@@ -316,7 +343,8 @@ class Screen:
     def move(self, plan: CandidateGraph, rng: np.random.Generator, heat: float) -> Move | None:
         """Return the most promising move of a sample, up to noise of size `heat`.
 
-        Of equal moves, it is the first. The result is None if no move of the sample is allowed.
+        If several moves are equally good, the first of them is returned; None if no move of the
+        sample is allowed.
         """
         degrees = np.array(plan.degrees)
         free = (degrees < plan.task.degree).sum() > 1 and rng.random() < 0.5
@@ -334,7 +362,7 @@ class Screen:
         return [self.orbits[gone[best]] for gone in (i, *others)], added
 
     def _swaps(self, plan: CandidateGraph, degrees: np.ndarray, rng: np.random.Generator) -> tuple:
-        """Sample moves that replace edges ac and ef by af and ec, so that all degrees stay."""
+        """Sample moves that replace edges ac and ef by af and ec, which changes no degree."""
         i, j = rng.integers(len(self.ends), size=(2, SAMPLE))
         (a, c), (e, f) = self.ends[i].T, self.ends[j].T
         flip = rng.random(SAMPLE) < 0.5
@@ -342,9 +370,11 @@ class Screen:
         return i, (j,), ((a, f), (e, c)), i != j
 
     def _puts(self, plan: CandidateGraph, degrees: np.ndarray, rng: np.random.Generator) -> tuple:
-        """Sample moves that replace edge ac by an edge xy whose ends have spare degree.
+        """Sample moves that replace edge ac by an edge xy between nodes of small degree.
 
-        The degrees that the removal of ac frees are taken into account.
+        The degrees of x and y are below the largest that is allowed.
+
+        Removing ac reduces the degrees of a and c by one first.
         """
         i = rng.integers(len(self.ends), size=SAMPLE)
         x, y = rng.integers(plan.b, size=(2, SAMPLE))
@@ -369,7 +399,7 @@ def anneal(
     :param plan: candidate, changed in place
     :param rng: random number generator
     :param budget: budget of the search
-    :param until: fraction of the budget at which it ends
+    :param until: used fraction of the budget at which annealing ends
     :param heat: temperatures at the start and at the end
     :param on_accepted: function that is called as on_accepted(plan, score) for each accepted
         candidate. Candidates with an equal score are always accepted
@@ -390,7 +420,7 @@ def anneal(
         if move is None or not plan.apply(move):
             continue
         score = plan.task.score(*plan.extremes())
-        # Always draw; otherwise one comparison would shift all later random numbers.
+        # Draw in every step, because later random numbers must not depend on a comparison.
         if rng.random() < math.exp(min(0.0, (score - current) / temperature)):
             current = score
             screen = None

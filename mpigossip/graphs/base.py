@@ -16,8 +16,8 @@ from mpigossip.config.errors import UserError
 from mpigossip.graphs.rounds import TOLERANCE, Round, Sparse
 
 SAMPLED_ROUNDS = 8
-"""Number of rounds from which the facts of an endless drawn graph are computed. Each later round is
-checked against them.
+"""Number of rounds from which the facts of a graph are computed if its rounds are drawn without
+end. Each later round is checked against these facts.
 """
 
 
@@ -28,7 +28,7 @@ class GraphError(UserError):
 def checked_seed(seed: object, what: str) -> int:
     """Return the seed as an integer ≥ 0.
 
-    :raises GraphError: if it is none; the message begins with ``what``
+    :raises GraphError: if the seed is no such integer; the message begins with ``what``
     """
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or operator.index(seed) < 0:
         raise GraphError(f"{what}: the seed must be an integer ≥ 0, got {seed!r}")
@@ -81,7 +81,11 @@ def _choice(seed: int, t: int, count: int) -> int:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """A few rounds in random order: a new permutation after all are used, or independent draws."""
+    """A few rounds in random order.
+
+    With ``replace``, each round is drawn independently. Otherwise, all rounds are used once in
+    random order, and then again in a new order.
+    """
 
     rounds: tuple[Round, ...]
     seed: int
@@ -106,7 +110,7 @@ def _drawn(drawn: "Drawn", t: int) -> Round:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Endless rounds from draw(n, seed, t) -> Round, a module-level function."""
+    """Endless sequence of rounds, each made by the module-level function draw(n, seed, t)."""
 
     draw: Callable[[int, int, int], Round]
     n: int
@@ -127,7 +131,7 @@ Schedule = Cycle | Shuffled | Drawn
 
 @dataclass(frozen=True, repr=False)
 class Graph:
-    """Mixing matrices W(t) of rounds t = 0, 1, 2, …; made by :func:`mpigossip.graph`.
+    """Sequence of mixing matrices W(t) of rounds t = 0, 1, 2, …; made by :func:`mpigossip.graph`.
 
     Two graphs are equal if their schedules are: the same rounds with the same weights in the same
     order of summation. The name does not count. Rounds ``t`` and nodes ``i``, ``j`` are counted
@@ -138,11 +142,11 @@ class Graph:
     name: str = field(default="graph", compare=False)
     options: tuple[tuple[str, object], ...] = field(default=(), compare=False)
     stated: int = field(default=0, compare=False)
-    """Degree that the user states for a function of t, of which only the first rounds are known; 0:
-    not stated.
+    """Degree that a user states for a graph given as a function of t, because the package knows
+    only its first rounds; 0: not stated.
     """
     times: int = 1
-    """Number of times that each round is repeated before the next: W(⌊t / times⌋)."""
+    """Number of times that each round is used before the next; round t uses W(⌊t / times⌋)."""
 
     def __post_init__(self) -> None:
         if not self.schedule.rounds:
@@ -184,12 +188,12 @@ class Graph:
 
     @cached_property
     def degree(self) -> int:
-        """Largest number of in-neighbours of a node in any round: the size of its inbox."""
+        """Largest number of in-neighbours of a node in any round, for which inboxes have memory."""
         return self.stated or max(r.degree for r in self.schedule.rounds)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the first 64 rounds: neighbours in the order of summation, and weights."""
+        """SHA-256 of neighbours, in the order of summation, and weights of the first 64 rounds."""
         rounds = map(self.round, range(min(64, self.period or 64)))
         keys = [r._key() if isinstance(r, Sparse) else r for r in rounds]
         return hashlib.sha256(repr(keys).encode()).hexdigest()
@@ -219,7 +223,7 @@ class Graph:
 
     @cached_property
     def complete(self) -> bool:
-        """Return whether every round is known to be the exact average, W = 11ᵀ/n."""
+        """Return whether every round is the exact average, W = 11ᵀ/n."""
         edges = self.n * (self.n - 1)
         has_facts = self.doubly_stochastic and isinstance(self.schedule, Cycle | Shuffled)
         return has_facts and all(
@@ -246,7 +250,7 @@ class Graph:
         return i
 
     def neighbours(self, t: int, i: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the in-neighbours of node ``i`` in round ``t``, their weights, the own weight.
+        """Return the in-neighbours of node ``i`` in round ``t``, their weights, and its own weight.
 
         The in-neighbours are in the order of summation: by offset in circulant rounds, otherwise
         ascending.
@@ -262,7 +266,10 @@ class Graph:
         return self.round(t).matrix()
 
     def slack(self, kappa: float) -> "Graph":
-        """Return the graph of κW + (1−κ)I with κ = ``kappa`` in [1e-9, 1]: larger own weights."""
+        """Return the graph of κW + (1−κ)I, which has larger own weights, for κ = ``kappa``.
+
+        :param kappa: κ, from 1e-9 to 1
+        """
         if not 1e-9 <= kappa <= 1.0:
             raise GraphError(f"slack {kappa} is outside [1e-9, 1]; 1 leaves the weights unchanged")
         if kappa == 1.0:
@@ -284,17 +291,17 @@ class Graph:
         return self.slack(0.5)
 
     def slowed(self, times: int) -> "Graph":
-        """Return the graph that repeats each round ``times`` times before the next."""
+        """Return the graph that uses each round ``times`` times before the next round."""
         return self if times == 1 else replace(self, times=times * self.times)
 
     def renamed(self, name: str, **options: object) -> "Graph":
-        """Return the same graph with another ``name``, and with ``options`` for its repr."""
+        """Return the same graph with another ``name``, and with ``options`` to show in its repr."""
         return replace(self, name=name, options=tuple(options.items()))
 
     def summary(self) -> str:
-        """Return number of nodes, degree, period and facts in one line.
+        """Return a line with the number of nodes, degree, period and facts of the graph.
 
-        Negative weights are pointed out.
+        If some weight is negative, the line contains SIGNED and the smallest weight.
         """
         words = [f"n = {self.n}", f"degree {self.degree}"]
         words.append("no period" if self.period is None else f"period {self.period}")
@@ -309,18 +316,18 @@ class Graph:
         return ", ".join(words)
 
     def __repr__(self) -> str:
-        """Return name, options and summary, as in Graph(ring: n = 8, degree 2, …)."""
+        """Return the name, options and summary, as in Graph(ring: n = 8, degree 2, …)."""
         options = "".join(f" {key}={value}" for key, value in self.options)
         return f"Graph({self.name}{options}: {self.summary()})"
 
 
 def static(r: Round, name: str = "graph") -> Graph:
-    """Return the graph with the same round r at all times."""
+    """Return the graph in which all rounds are ``r``."""
     return Graph(Cycle((r,)), name)
 
 
 def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matrices") -> Graph:
-    """Return the graph that cycles through mixing matrices.
+    """Return the graph that uses the given mixing matrices in turn, without end.
 
     :param matrices: matrices of shape (n, n); W[i, j] is the weight that node i gives to the
         message of node j

@@ -1,8 +1,8 @@
 """Textbook graphs and random graphs.
 
-The undirected ones have Metropolis–Hastings weights W[i, j] = 1/(1 + max(d_i, d_j)), which are 1/(1
-+ d) if all degrees are equal, unless `weights` says otherwise. They are symmetric and doubly
-stochastic. Except for `complete`, they reach the average only asymptotically.
+Undirected graphs have Metropolis–Hastings weights W[i, j] = 1/(1 + max(d_i, d_j)), where d_i is the
+number of neighbours of node i, unless `graph.weights` names another rule. They are symmetric and
+doubly stochastic. Only "complete" computes the exact average; the other graphs converge to it.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,21 @@ from mpigossip.graphs.rounds import Circulant, Round, paired
 from mpigossip.graphs.weights import undirected
 
 TRIES = 1000
-"""Number of draws of a random graph, none of them connected, after which an error is raised."""
+"""Number of draws of a random graph after which an error is raised if none was connected."""
 
 
 def identity(n: int, seed: int = 0) -> Graph:
-    """Return a graph without edges: W = I, nothing is sent.
+    """Return the graph without edges, W = I, in which nothing is sent.
 
-    Degree 0, period 1; for n > 1 it never averages.
+    It has degree 0 and period 1. If n > 1, it never averages.
     """
     return static(Circulant(n, 1.0))
 
 
 def complete(n: int, seed: int = 0) -> Graph:
-    """Return the complete graph: W = 11ᵀ/n.
+    """Return the complete graph, W = 11ᵀ/n.
 
-    Degree n−1, period 1, exact in one round.
+    It has degree n−1 and period 1, and computes the exact average in one round.
     """
     return static(Circulant(n, 1 / n, tuple(range(1, n)), (1 / n,) * (n - 1)))
 
@@ -46,18 +46,19 @@ def both_ways(n: int, distances: range) -> Graph:
 
 
 def ring(n: int, seed: int = 0) -> Graph:
-    """Return the ring: W[i, i] = W[i, i−1] = W[i, i+1] = 1/3.
+    """Return the ring, W[i, i] = W[i, i−1] = W[i, i+1] = 1/3.
 
-    Degree 2, period 1, symmetric; only asymptotically exact, spectral gap 2/3 (1 − cos(2π/n)) =
-    O(1/n²). For n = 2, there is one neighbour, and all weights are 1/2.
+    It is symmetric, with degree 2, period 1 and spectral gap 2/3 (1 − cos(2π/n)) = O(1/n²). It
+    converges to the average, but does not reach it. If n = 2, there is one neighbour, and all
+    weights are 1/2.
     """
     return both_ways(n, range(1, 2))
 
 
 def ring_lattice(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
-    """Return the ring lattice: neighbours at ±1 … ±degree/2, all weights 1/(degree+1).
+    """Return the ring lattice, with neighbours at ±1 … ±degree/2 and all weights 1/(degree+1).
 
-    Period 1. It is the hand-made baseline of Jameel et al., PAKDD 2020.
+    It has period 1. Jameel et al., PAKDD 2020, compare their searched graphs with it.
 
     :param n: number of nodes
     :param seed: not used
@@ -72,15 +73,15 @@ def ring_lattice(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
 
 
 def path(n: int, seed: int = 0) -> Graph:
-    """Return the path 0 — 1 — … — n−1: degree 2, period 1, spectral gap O(1/n²)."""
+    """Return the path 0 — 1 — … — n−1, with degree 2, period 1 and spectral gap O(1/n²)."""
     return undirected(n, [(i, i + 1) for i in range(n - 1)])
 
 
 def star(n: int, seed: int = 0) -> Graph:
     """Return the star, in which node 0 is a neighbour of all other nodes.
 
-    Degree n−1 (at node 0 only), period 1. With Metropolis–Hastings weights, 1/n, the spectral gap
-    is 1/n.
+    It has degree n−1 (at node 0 only) and period 1. With Metropolis–Hastings weights, which are
+    1/n, the spectral gap is 1/n.
     """
     return undirected(n, [(0, i) for i in range(1, n)])
 
@@ -102,9 +103,9 @@ def sides(name: str, n: int, rows: int | None) -> tuple[int, int]:
 
 
 def grid(n: int, seed: int = 0, *, rows: int | None = None) -> Graph:
-    """Return the 2D grid of rows x n/rows nodes, with node i at (i // columns, i mod columns).
+    """Return the 2D grid, in which node i has row i // columns and column i mod columns.
 
-    Degree ≤ 4, period 1, spectral gap O(1/(n log n)).
+    It has degree ≤ 4, period 1 and spectral gap O(1/(n log n)).
 
     :param n: number of nodes
     :param seed: not used
@@ -117,9 +118,10 @@ def grid(n: int, seed: int = 0, *, rows: int | None = None) -> Graph:
 
 
 def torus(n: int, seed: int = 0, *, rows: int | None = None) -> Graph:
-    """Return the 2D torus: the grid closed in both directions; a prime n gives a ring.
+    """Return the 2D torus, which is a grid that is closed in both directions.
 
-    Degree 4, or less if a side has length 1 or 2; period 1, spectral gap O(1/n).
+    It has degree 4, or less if a side has length 1 or 2, period 1 and spectral gap O(1/n). If n is
+    prime, it is a ring.
 
     :param n: number of nodes
     :param seed: not used
@@ -135,9 +137,10 @@ def torus(n: int, seed: int = 0, *, rows: int | None = None) -> Graph:
 
 
 def hypercube(n: int, seed: int = 0) -> Graph:
-    """Return the hypercube, with edges between numbers that differ in one bit; n is a power of two.
+    """Return the hypercube, in which neighbours are nodes whose numbers differ in one bit.
 
-    Degree τ = log2 n, period 1, weights 1/(τ+1), spectral gap 2/(τ+1).
+    n must be a power of two. The graph has degree τ = log2 n, period 1, weights 1/(τ+1) and
+    spectral gap 2/(τ+1).
     """
     check_power_of_two("hypercube", n)
     bits = [2**k for k in range(rounds_needed(n))]
@@ -145,7 +148,12 @@ def hypercube(n: int, seed: int = 0) -> Graph:
 
 
 def _connected(name: str, n: int, seed: int, draw: Callable[[int], Any], remedy: str) -> Graph:
-    """Return the first connected networkx graph among draw(number), with seeded numbers."""
+    """Draw networkx graphs by ``draw(number)`` until one is connected, and return its graph.
+
+    The numbers are random and depend on n and the seed only.
+
+    :raises GraphError: if none of TRIES graphs is connected; the message ends with ``remedy``
+    """
     import networkx
 
     for number in random_words((seed, n), TRIES):
@@ -156,9 +164,9 @@ def _connected(name: str, n: int, seed: int, draw: Callable[[int], Any], remedy:
 
 
 def erdos_renyi(n: int, seed: int = 0, *, probability: float | None = None) -> Graph:
-    """Return an Erdős–Rényi graph, in which each pair is an edge with the same probability.
+    """Return an Erdős–Rényi graph, in which all edges have the same probability.
 
-    It is drawn again until it is connected. Period 1; the degree depends on the draw.
+    The graph is drawn again until it is connected. It has period 1; its degree depends on the draw.
 
     :param n: number of nodes
     :param seed: seed of the draw
@@ -180,19 +188,19 @@ def erdos_renyi(n: int, seed: int = 0, *, probability: float | None = None) -> G
 
 
 def half_random(n: int, seed: int = 0) -> Graph:
-    """Return the 1/2-random graph, in which each pair is an edge with probability 1/2.
+    """Return the 1/2-random graph, in which each pair of nodes is an edge with probability 1/2.
 
-    It is drawn again until it is connected. Degree about n/2, period 1, spectral gap O(1). Ying et
-    al., NeurIPS 2021, compare with it.
+    The graph is drawn again until it is connected. It has degree about n/2, period 1 and spectral
+    gap O(1). Ying et al., NeurIPS 2021, compare exponential graphs with it.
     """
     return erdos_renyi(n, seed, probability=0.5)
 
 
 def random_regular(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
-    """Return a random graph in which all nodes have `degree` neighbours, weights 1/(degree+1).
+    """Return a random graph with `degree` neighbours of each node, and weights 1/(degree+1).
 
-    It is drawn again until it is connected. Period 1. With high probability, its spectral gap is
-    nearly the best for its degree (Friedman 2008).
+    The graph is drawn again until it is connected. It has period 1. With high probability, its
+    spectral gap is nearly the largest possible for its degree (Friedman 2008).
 
     :param n: number of nodes
     :param seed: seed of the draw
@@ -215,7 +223,10 @@ def random_regular(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
 
 
 def _matched(n: int, seed: int, t: int) -> Round:
-    """Return a uniformly drawn perfect matching, in which one node is idle if n is odd."""
+    """Return a random perfect matching, in which one node is idle if n is odd.
+
+    All perfect matchings are equally likely.
+    """
     shuffled = np.argsort(random_words((seed, t), n), kind="stable")
     first = shuffled[: n // 2]
     second = shuffled[n // 2 : n // 2 * 2]
@@ -226,10 +237,10 @@ def _matched(n: int, seed: int, t: int) -> Round:
 
 
 def random_matching(n: int, seed: int = 0) -> Graph:
-    """Return random matchings: in each round, nodes are paired at random and pairs take their mean.
+    """Return random matchings, in which random pairs of nodes take their mean in each round.
 
-    One half of the nodes is drawn and paired with the other half; if n is odd, one node is idle.
-    Degree 1, drawn from (seed, round), symmetric. It is exact only asymptotically: E‖x − x̄‖²
-    shrinks by about 1/2 per round. Ying et al., NeurIPS 2021, compare with it.
+    If n is odd, one node is idle. The graph is symmetric and has degree 1; round t depends on the
+    seed and t only. It converges to the average, but does not reach it: E‖x − x̄‖² is halved about
+    once per round. Ying et al., NeurIPS 2021, compare exponential graphs with it.
     """
     return Graph(Drawn(_matched, n, seed))

@@ -1,8 +1,11 @@
-"""EquiTopo: graphs whose mixing rate does not worsen with n, with O(ln n) peers or one per round.
+"""EquiTopo graphs, whose mixing rate does not depend on the number of nodes n.
+
+A node has O(ln n) in-neighbours in the static graphs, and one per round in the others.
 
 Song, Li, Jin, Shi, Yan, Yin, Yuan: Communication-Efficient Topologies for Decentralized Learning
-with O(1) Consensus Rate, NeurIPS 2022. All are built from the basis matrices A^(a), a = 1 … n−1,
-with A^(a)[i, i+a] = (n−1)/n, A^(a)[i, i] = 1/n. The mean of these over all a is J.
+with O(1) Consensus Rate, NeurIPS 2022. All graphs are built from the basis matrices A^(a), a = 1 …
+n−1, with A^(a)[i, i+a] = (n−1)/n and A^(a)[i, i] = 1/n. The mean of A^(a) over all a is the exact
+average, J = 11ᵀ/n.
 """
 
 import math
@@ -14,11 +17,11 @@ from mpigossip.graphs.exponential import rounds_needed
 from mpigossip.graphs.rounds import Circulant, Round, paired
 
 DRAWS = 1000
-"""Largest number of draws until the distances connect all nodes."""
+"""Largest number of draws of distances; if none of them connects all nodes, an error is raised."""
 
 
 def _mean_of_basis(n: int, distances: np.ndarray) -> Graph:
-    """Return the mean of A^(a) over the distances a, which may repeat."""
+    """Return the mean of the basis matrices A^(a) over the distances a, which may repeat."""
     offsets, counts = np.unique(distances, return_counts=True)
     weights = counts / len(distances) * ((n - 1) / n)
     return static(Circulant(n, 1 / n, tuple(offsets.tolist()), tuple(weights.tolist())))
@@ -29,10 +32,11 @@ def _distances(name: str, n: int, seed: int, peers: int | None) -> np.ndarray:
     if peers < 1:
         raise GraphError(f'graph "{name}" needs at least one peer, got {peers}')
     for draw in range(DRAWS):
-        # The first draw has the key of earlier versions, so connected graphs keep their weights.
+        # The key of the first draw is the key of earlier versions, so that their graphs stay the
+        # same.
         key = (seed, n, draw) if draw else (seed, n)
         distances = (random_words(key, peers) % np.uint64(n - 1)).astype(np.int64) + 1
-        # Sums of the distances modulo n are the multiples of this divisor: 1 connects all nodes.
+        # All nodes are connected if sums of the distances modulo n reach every number.
         if math.gcd(n, *distances.tolist()) == 1:
             return distances
     raise GraphError(
@@ -42,11 +46,13 @@ def _distances(name: str, n: int, seed: int, peers: int | None) -> np.ndarray:
 
 
 def d_equistatic(n: int, seed: int = 0, *, peers: int | None = None) -> Graph:
-    """Return D-EquiStatic: the mean of `peers` basis matrices A^(a) with random a.
+    """Return the graph D-EquiStatic, in which node i receives from nodes at random distances.
 
-    a is drawn from 1 … n−1 with repeats, and node i receives from i + a. Distances that do not
-    connect all nodes are drawn again. Degree ≤ peers, period 1, directed, doubly stochastic. ‖W −
-    J‖ < ε with probability 1 − p if peers ≥ 8 ln(2n/p)/(3ε²).
+    `peers` distances a are drawn from 1 … n−1 with repeats, and node i receives from i + a.
+    Distances that do not connect all nodes are drawn again. W is the mean of the matrices A^(a)
+    with A^(a)[i, i+a] = (n−1)/n and A^(a)[i, i] = 1/n. The graph is directed and doubly stochastic,
+    with degree ≤ peers and period 1. ‖W − 11ᵀ/n‖ < ε with probability 1 − p if peers ≥ 8
+    ln(2n/p)/(3ε²).
 
     :param n: number of nodes
     :param seed: seed of the draw
@@ -56,21 +62,29 @@ def d_equistatic(n: int, seed: int = 0, *, peers: int | None = None) -> Graph:
 
 
 def u_equistatic(n: int, seed: int = 0, *, peers: int | None = None) -> Graph:
-    """Return U-EquiStatic: D-EquiStatic made symmetric, (W + Wᵀ)/2. Degree ≤ 2 peers, period 1."""
+    """Return the graph U-EquiStatic, which has the matrix (W + Wᵀ)/2 for the W of D-EquiStatic.
+
+    It is symmetric, with degree ≤ 2 · peers and period 1.
+
+    :param n: number of nodes
+    :param seed: seed of the draw
+    :param peers: number of distances, as for :func:`d_equistatic`; None: ⌈log2 n⌉
+    """
     distances = _distances("u-equistatic", n, seed, peers)
     return _mean_of_basis(n, np.concatenate((distances, n - distances)))
 
 
 def _one_basis(n: int, seed: int, t: int) -> Circulant:
-    """Return A^(a) for a drawn a: node i receives from i + a."""
+    """Return the basis matrix A^(a) for a random a, in which node i receives from i + a."""
     a = int(random_words((seed, t), 1)[0] % (n - 1)) + 1
     return Circulant(n, 1 / n, (a,), ((n - 1) / n,))
 
 
 def _swept(n: int, seed: int, t: int) -> Round:
-    """Return pairs i, i + a for a drawn a, formed by a sweep over i from a drawn start.
+    """Return a matching of nodes i and i + a for a random distance a.
 
-    A pair is formed if neither of its nodes has a partner yet.
+    The nodes i are visited in order, from a random node on. i and i + a become partners if neither
+    of them has a partner yet.
     """
     words = random_words((seed, t), 2)
     a = int(words[0] % (n - 1)) + 1
@@ -91,11 +105,12 @@ def _eta(name: str, eta: float) -> float:
 
 
 def od_equidyn(n: int, seed: int = 0, *, eta: float = 0.5) -> Graph:
-    """Return OD-EquiDyn: W(t) = (1−η)I + ηA^(a), with one a for all nodes, drawn in each round.
+    """Return the graph OD-EquiDyn, in which node i receives from i + a with a new a in each round.
 
-    Each node sends one message and receives one. Directed, doubly stochastic; drawn from (seed,
-    round). At η = 1/2, E‖x − x̄‖² is about halved in each round for any n. At η = 1, the factor is
-    only 1 − O(1/n).
+    W(t) = (1−η)I + ηA^(a), with A^(a)[i, i+a] = (n−1)/n and A^(a)[i, i] = 1/n. Each node sends one
+    message and receives one. The graph is directed and doubly stochastic; a depends on the seed and
+    the round only. With η = 1/2, E‖x − x̄‖² is about halved in each round for any n. With η = 1,
+    its factor per round is only 1 − O(1/n).
 
     :param n: number of nodes
     :param seed: seed of the draws
@@ -105,10 +120,11 @@ def od_equidyn(n: int, seed: int = 0, *, eta: float = 0.5) -> Graph:
 
 
 def ou_equidyn(n: int, seed: int = 0, *, eta: float = 0.5) -> Graph:
-    """Return OU-EquiDyn: OD-EquiDyn made symmetric, by pairing i with i + a if both are still free.
+    """Return the graph OU-EquiDyn, which pairs nodes i and i + a, with a new a in each round.
 
-    Pairs have weights η(n−1)/n; all other nodes are idle. Degree 1, symmetric, drawn from (seed,
-    round).
+    The nodes i are visited in order, from a random node on, and i is paired with i + a if neither
+    has a partner yet. Partners give each other the weight η(n−1)/n, and nodes without a partner are
+    idle. The graph is symmetric and has degree 1; its rounds depend on the seed and the round only.
 
     :param n: number of nodes
     :param seed: seed of the draws

@@ -1,4 +1,4 @@
-"""Exponential graphs: the static graph, and one-peer sequences.
+"""Exponential graphs: the static graph, and sequences with one or p in-neighbours per round.
 
 Ying, Yuan, Chen, Hu, Pan, Yin: Exponential Graph is Provably Efficient for Decentralized Deep
 Training, NeurIPS 2021, arXiv 2110.13363. Throughout, τ = ⌈log2 n⌉. Node i receives from i − 2^k,
@@ -16,7 +16,7 @@ Order = Literal["cyclic", "permuted", "uniform"]
 
 
 def rounds_needed(n: int, base: int = 2) -> int:
-    """Return ⌈log_base n⌉, computed in integers."""
+    """Return ⌈log_base n⌉, computed exactly with integers."""
     rounds = 0
     reach = 1
     while reach < n:
@@ -40,21 +40,22 @@ def from_behind(n: int, *distances: int) -> Circulant:
 
 
 def exponential(n: int, seed: int = 0) -> Graph:
-    """Return the static exponential graph: W[i, i] = W[i, i − 2^k] = 1/(τ+1), k = 0 … τ−1.
+    """Return the static exponential graph, W[i, i] = W[i, i − 2^k] = 1/(τ+1), k = 0 … τ−1.
 
-    Degree τ, period 1, directed, doubly stochastic; only asymptotically exact. The spectral gap is
-    2/(1+τ) for even n and larger for odd n (Ying et al. 2021, proposition 1).
+    τ = ⌈log2 n⌉ is the degree. The graph is directed and doubly stochastic, and has period 1. It
+    converges to the average, but does not reach it. The spectral gap is 2/(1+τ) for even n and
+    larger for odd n (Ying et al. 2021, proposition 1).
     """
     return static(from_behind(n, *(2**k for k in range(rounds_needed(n)))))
 
 
 def one_peer_exponential(n: int, seed: int = 0, *, order: Order = "cyclic") -> Graph:
-    """Return the one-peer exponential graph: W[i, i] = W[i, i − 2^k] = 1/2.
+    """Return the one-peer exponential graph, W[i, i] = W[i, i − 2^k] = 1/2 with one k per round.
 
-    There is one k < τ per round. Degree 1, directed, doubly stochastic. If n = 2^τ, any τ
-    consecutive cyclic rounds are the exact average, and so are τ permuted rounds that begin at a
-    multiple of τ (Ying et al. 2021, lemma 1). For other n, and for "uniform", the average is
-    reached only asymptotically; "base-2" is exact for any n.
+    k < τ = ⌈log2 n⌉. The graph is directed and doubly stochastic, and has degree 1. If n = 2^τ, any
+    τ consecutive rounds in the order "cyclic" compute the exact average, and so do τ rounds in the
+    order "permuted" that begin at a multiple of τ (Ying et al. 2021, lemma 1). For other n, and in
+    the order "uniform", rounds only converge to the average; the graph "base-2" is exact for any n.
 
     :param n: number of nodes
     :param seed: seed of the order
@@ -65,11 +66,11 @@ def one_peer_exponential(n: int, seed: int = 0, *, order: Order = "cyclic") -> G
 
 
 def one_peer_hypercube(n: int, seed: int = 0, *, order: Order = "cyclic") -> Graph:
-    """Return the one-peer hypercube: in each round, nodes i and i xor 2^k take their mean.
+    """Return the one-peer hypercube, in which nodes i and i xor 2^k take their mean.
 
-    There is one k < τ per round. Degree 1, symmetric, doubly stochastic. n is a power of two, and τ
-    rounds are the exact average. Source: the pairing of SGP, and Decent-DP's one-peer exponential
-    topology for powers of two.
+    There is one k < τ = log2 n per round. n must be a power of two. The graph is symmetric and
+    doubly stochastic, and has degree 1; τ rounds compute the exact average. SGP and, for powers of
+    two, Decent-DP pair nodes in this way.
 
     :param n: number of nodes
     :param seed: seed of the order
@@ -82,12 +83,13 @@ def one_peer_hypercube(n: int, seed: int = 0, *, order: Order = "cyclic") -> Gra
 
 
 def p_peer_exponential(n: int, seed: int = 0, *, p: int = 2, order: Order = "cyclic") -> Graph:
-    """Return the p-peer exponential graph: node i takes the mean of i − d, d = 0, b^k, …, p b^k.
+    """Return the p-peer exponential graph, in which a node averages with p in-neighbours.
 
-    b = p + 1, and k < τ = ⌈log_b n⌉ is one number per round. Multiples of b^k that are n or larger
-    are left out. Degree p, period τ, directed, doubly stochastic; exact after each period if n = m
-    b^(τ−1), 1 < m ≤ b. Derivation: if d runs through all numbers of τ digits to base b, i − d runs
-    through all residues once.
+    Node i takes the mean of the nodes i − d, d = 0, b^k, 2 b^k, …, p b^k, with b = p + 1 and one k
+    < τ = ⌈log_b n⌉ per round. Distances d ≥ n are left out. The graph is directed and doubly
+    stochastic, with degree p and period τ. It computes the exact average in each period if n = m
+    b^(τ−1) with an integer 1 < m ≤ b, because the sums of one distance per round are then all
+    residues modulo n, equally often.
 
     :param n: number of nodes
     :param seed: seed of the order
@@ -102,13 +104,13 @@ def p_peer_exponential(n: int, seed: int = 0, *, p: int = 2, order: Order = "cyc
 
 
 def alternating_exponential_ring(n: int, seed: int = 0) -> Graph:
-    """Return the alternating exponential ring: half of the hypercube's pairs in each round.
+    """Return the alternating exponential ring, which uses half of a hypercube's pairs per round.
 
-    The pairs i, i xor 2^k of all k are numbered consecutively. They take their mean in round 2k if
-    their number is odd, and otherwise in round 2k+1. The other nodes are idle and average only
-    internally. Degree 1, period 2 log2 n, symmetric, doubly stochastic, exact after each period; n
-    is a power of two. Wang et al., From promise to practice (Decent-DP), ICLR 2025, arXiv
-    2410.11998.
+    The pairs i, i xor 2^k of all k are numbered consecutively. Pairs with odd numbers take their
+    mean in round 2k, pairs with even numbers in round 2k+1. The other nodes are idle in that round.
+    n must be a power of two. The graph is symmetric and doubly stochastic, with degree 1 and period
+    2 log2 n, and computes the exact average in each period. Source: Wang et al., From promise to
+    practice (Decent-DP), ICLR 2025, arXiv 2410.11998.
     """
     check_power_of_two("alternating-exponential-ring", n)
     nodes = np.arange(n)

@@ -1,9 +1,9 @@
-"""Graphs with lost links and absent nodes: each round is reweighted so that its sums stay one.
+"""Graphs with lost links and absent nodes, whose rounds get new weights that still sum to one.
 
-The weight of a lost link is given to the own weight of the node that would have used it, so that
-each round keeps the properties of the graph. In particular, rows and columns of a doubly stochastic
-graph still sum to one, and the mean of the nodes is preserved. Everything is determined by (seed,
-round).
+The weight of a lost link is added to the own weight of a node at one of its ends, so that each
+round keeps the properties of the graph. In particular, rows and columns of a doubly stochastic
+graph still sum to one, and the mean of the nodes is preserved. The lost links and absent nodes of a
+round are determined by the seed and the number of the round.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from mpigossip.graphs.rounds import TOLERANCE, Round, Sparse
 
 
 def least_rounds(share: float) -> float:
-    """Return the mean number of rounds off of an item that is drawn independently in each round."""
+    """Return the mean number of consecutive rounds off, if each round is drawn independently.
+
+    :param share: probability that an item is off in a round
+    """
     return 1 / (1 - share) if share < 1 else math.inf
 
 
 def _check(share: float, rounds: float, names: tuple[str, str]) -> None:
-    """Raise GraphError if ``rounds`` is smaller than is possible for a chain with this share."""
+    """Raise GraphError if ``rounds`` is not 0, but smaller than `least_rounds(share)`."""
     if rounds and not rounds >= (minimum := least_rounds(share)):
         raise GraphError(
             f"{names[1]} = {rounds:g}: must be at least 1/(1 - {names[0]}) = {minimum:.6g}, or 0 "
@@ -36,12 +39,13 @@ def _check(share: float, rounds: float, names: tuple[str, str]) -> None:
 
 @dataclass(frozen=True)
 class OnOff:
-    """Items of which each is off in a fraction of the rounds, for ``rounds`` in a row on average.
+    """Items that are sometimes off, each in a fraction ``share`` of the rounds.
 
-    Each item is a Markov chain of two states. In each round, it is drawn again with probability r,
-    and is then off with probability ``share``; otherwise it keeps its state. It stays off for 1/(r
-    (1 − share)) rounds on average. ``rounds`` = 0 means r = 1: each item is drawn again in each
-    round. Fewer rounds than 1/(1 − share) raise GraphError.
+    An item stays off for ``rounds`` consecutive rounds on average. It is a Markov chain of two
+    states: in each round, its state is drawn again with probability r, and is then off with
+    probability ``share``; otherwise it keeps its state. r follows from ``rounds`` = 1/(r (1 −
+    share)). ``rounds`` = 0 stands for r = 1, so that the state is drawn again in each round. Any
+    other number below 1/(1 − share) raises GraphError.
     """
 
     share: float
@@ -55,11 +59,11 @@ class OnOff:
 
     @property
     def redraw_probability(self) -> float:
-        """Probability r that an item is drawn again in a round."""
+        """Probability r that the state of an item is drawn again in a round."""
         return 1 / (self.rounds * (1 - self.share)) if self.rounds else 1.0
 
     def off(self, t: int) -> np.ndarray:
-        """Return which items are off in round t: bool (count,)."""
+        """Return a mask of the items that are off in round t, bool (count,)."""
         if not self.share:
             return np.zeros(self.count, bool)
         before = self._latest.get(t - 1)
@@ -77,7 +81,10 @@ class OnOff:
         return off
 
     def _drawn(self, t: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which items are drawn again in round t (all in round 0), and their new states."""
+        """Return a mask of the items whose state is drawn again in round t, and the new states.
+
+        In round 0, the state of every item is drawn.
+        """
         uniform, state = random_words((*self.key, t), 2 * self.count).reshape(2, -1) / 2.0**64
         return (uniform < self.redraw_probability) | (t == 0), state < self.share
 
@@ -86,10 +93,11 @@ class OnOff:
 class Links:
     """Lost links and absent nodes, determined by (seed, round) alone.
 
-    ``lost`` is the fraction of rounds in which a link carries nothing in both directions, for
-    ``lost_rounds`` in a row on average (0: independently). ``away`` and ``away_rounds`` are the
-    same for nodes with all their links. If ``ticks`` is not 0, a node takes part only in rounds in
-    which its Poisson clock ticks; ``ticks`` is the mean number of ticks per round.
+    ``lost`` is the fraction of rounds in which a link carries no message in either direction, and
+    ``lost_rounds`` the mean number of consecutive rounds for which it does so (0: rounds are
+    independent). ``away`` and ``away_rounds`` are the same numbers for nodes, which lose all their
+    links. If ``ticks`` is not 0, a node takes part only in rounds in which its Poisson clock ticks;
+    ``ticks`` is the mean number of ticks per round.
     """
 
     n: int
@@ -105,7 +113,7 @@ class Links:
         _check(self.away, self.away_rounds, ("away", "away_rounds"))
 
     def alive(self, t: int) -> np.ndarray:
-        """Return which pairs of nodes can exchange in round t: bool (n, n), symmetric."""
+        """Return a symmetric mask of the pairs that can exchange in round t, bool (n, n)."""
         pairs, nodes, clocks = _chains(self)
         alive = np.ones((self.n, self.n), bool)
         upper = np.triu_indices(self.n, 1)
@@ -129,7 +137,7 @@ def _chains(links: Links) -> tuple[OnOff, OnOff, OnOff]:
 
 @dataclass(frozen=True)
 class Faulty:
-    """Rounds of a graph, each reweighted for its lost links."""
+    """Schedule of the rounds of a graph, in which each round is reweighted for its lost links."""
 
     of: Graph
     links: Links
@@ -139,7 +147,7 @@ class Faulty:
 
     @property
     def rounds(self) -> tuple[Round, ...]:
-        """Rounds of the graph itself, followed by the first few reweighted ones."""
+        """Rounds of the graph itself, followed by its first few reweighted rounds."""
         unchanged = tuple(map(self.change, self.of.schedule.rounds))
         return (*unchanged, *(self.at(t) for t in range(SAMPLED_ROUNDS)))
 
@@ -166,12 +174,13 @@ def faulty(graph: Graph, links: Links) -> Graph:
 
 
 def without_lost_links(full: Round, alive: np.ndarray, facts: frozenset[str]) -> Round:
-    """Return a round without the dead links, in which the same sums are one as before.
+    """Return a round without the dead links, whose rows or columns still sum to one.
 
-    If W is doubly stochastic, it is a sum of circles of nodes that pass on the same weight. A
-    circle with a dead link is removed, and its nodes keep that weight themselves; two nodes that
-    exchange are a circle of two. Otherwise, the receiver keeps the weight of a dead link, or the
-    sender if W is column-stochastic.
+    If W is doubly stochastic, its links can be split into circles, in which each node receives from
+    the next with the same weight. Two nodes that exchange are a circle of two. A circle with a dead
+    link is removed, and its weight is added to the own weight of each of its nodes. If W is not
+    doubly stochastic, the weight of a dead link is added to the own weight of the receiver, or of
+    the sender if W is column-stochastic.
 
     :param full: round with all links
     :param alive: pairs of nodes that can exchange, bool (n, n)
@@ -200,10 +209,11 @@ def without_lost_links(full: Round, alive: np.ndarray, facts: frozenset[str]) ->
 
 @lru_cache(maxsize=64)
 def _circles(full: Round) -> list[tuple[np.ndarray, float]]:
-    """Split W without its diagonal into circles of nodes and their weights.
+    """Split the links of a doubly stochastic W into circles of nodes with one weight each.
 
-    Each node of a circle receives from the next. Pairs that exchange come first. The other circles
-    are found by walks that end when they reach a node for the second time.
+    Each node of a circle receives from the next. Two nodes that exchange are a circle, too, and are
+    found first. Other circles are found by walking along links until a node is reached for the
+    second time.
     """
     remaining = full.matrix()
     np.fill_diagonal(remaining, 0.0)

@@ -1,10 +1,11 @@
-"""Sequences of sparse rounds that average exactly: hyper-hypercube, Base-(k+1), trees, CECA.
+"""Sequences of sparse rounds that compute the exact average.
+
+These are the hyper-hypercube, Base-(k+1), trees, and the rounds of CECA.
 
 Takezawa, Sato, Bao, Niwa, Yamada: Beyond Exponential Graph: Communication-Efficient Topologies for
-Decentralized Learning via Finite-time Convergence, NeurIPS 2023. In these graphs, a node has at
-most k neighbours per round, and all rounds are symmetric and doubly stochastic. The directed rounds
-of trees and of CECA work with one algorithm each (`defacto`, `ceca`); on their own, they do not
-average.
+Decentralized Learning via Finite-time Convergence, NeurIPS 2023. In the graphs of this paper, a
+node has at most k neighbours per round, and all rounds are symmetric and doubly stochastic. The
+rounds of trees and of CECA are directed; they are made for the algorithms `defacto` and `ceca`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +18,15 @@ from mpigossip.graphs.rounds import Circulant, Sparse
 from mpigossip.graphs.weights import links
 
 Pairs = dict[tuple[int, int], float]
-"""A round under construction: the weight of each undirected edge (i < j)."""
+"""Round under construction, as the weight of each undirected edge (i, j) with i < j."""
 
 
 @lru_cache(maxsize=1024)
 def factors(n: int, largest: int) -> tuple[int, ...] | None:
-    """Return the fewest factors of n that are all ≤ largest, ascending; None if there are none."""
+    """Return the shortest list of factors ≤ ``largest`` with product n, ascending.
+
+    The result is None if n has a larger prime factor.
+    """
     if n == 1:
         return ()
     best = None
@@ -40,7 +44,10 @@ def _add_clique(pairs: Pairs, nodes: Sequence[int]) -> None:
 
 
 def _hyper_hypercube(nodes: Sequence[int], k: int) -> list[Pairs]:
-    """Return rounds after which all nodes hold their mean; len(nodes) needs factors ≤ k+1."""
+    """Return rounds of a hyper-hypercube, after which all given nodes hold their mean.
+
+    No prime factor of len(nodes) may be larger than k+1.
+    """
     rounds = []
     stride = 1
     for f in factors(len(nodes), k + 1):
@@ -70,8 +77,8 @@ def _simple_base(nodes: Sequence[int], k: int) -> list[Pairs]:
     Nodes are divided into blocks V_1 > V_2 > … of a_l (k+1)^p_l nodes, and block l into a_l
     sub-blocks. First, each block averages internally. Then, for l = 1, 2, …, each node of the later
     blocks exchanges with one partner in each sub-block of V_l. The weight is chosen so that the
-    mean of each sub-block, and that of the later blocks, becomes the mean of all. Finally, the
-    sub-blocks average internally.
+    mean of each sub-block, and the mean of the later blocks, becomes the mean of all nodes.
+    Finally, the sub-blocks average internally.
     """
     if factors(len(nodes), k + 1) is not None:
         return _hyper_hypercube(nodes, k)
@@ -106,11 +113,11 @@ def _simple_base(nodes: Sequence[int], k: int) -> list[Pairs]:
 def _pull(
     pairs: Pairs, blocks: Sequence[Sequence[int]], subs: Sequence[Sequence[int]], k: int
 ) -> None:
-    """Link each node of blocks[1:] to one node of each of `subs`, the sub-blocks of blocks[0].
+    """Add edges from each node of blocks[1:] to one node of each sub-block of blocks[0].
 
-    The remaining nodes of blocks[0], which all hold the same value, form cliques (the inner edges
-    of the paper). These do not change the exact average, but mix more if there are gradients in
-    between.
+    `subs` are these sub-blocks. The remaining nodes of blocks[0] hold the same value, and form
+    cliques (the inner edges of the paper). The cliques do not change the average, but they mix
+    values further if the nodes take gradient steps between the rounds.
     """
     later = [i for block in blocks[1:] for i in block]
     weight = len(blocks[0]) / (len(blocks[0]) + len(later)) / len(subs)
@@ -123,12 +130,13 @@ def _pull(
 
 
 def _base(n: int, k: int) -> list[Pairs]:
-    """Return the rounds of the Base-(k+1) graph (algorithm 3): the better of two constructions.
+    """Return the rounds of the Base-(k+1) graph (algorithm 3), by the better of two constructions.
 
-    One is Simple Base on all n nodes. For the other, p is the largest divisor of n whose primes are
-    all ≤ k+1: p groups of q = n/p nodes run Simple Base side by side, then hyper-hypercubes across
-    the groups average the p nodes of equal number. The result is the one with fewer rounds, then
-    the one with fewer edges per period, then Simple Base on n.
+    The first construction is Simple Base on all n nodes. In the second, p is the largest divisor of
+    n whose prime factors are all ≤ k+1: first, p groups of q = n/p nodes average by Simple Base,
+    then hyper-hypercubes average the p nodes that have the same number in their groups. The
+    construction with fewer rounds is better, and then the one with fewer edges per period; if both
+    are equal, it is the first.
     """
     simple = _simple_base(range(n), k)
     p = 1
@@ -157,10 +165,11 @@ def _graph(n: int, rounds: list[Pairs]) -> Graph:
 
 
 def hyper_hypercube(n: int, seed: int = 0, *, p: int = 1) -> Graph:
-    """Return the hyper-hypercube H_p(n): in round l, nodes that differ in digit l average.
+    """Return the hyper-hypercube H_p(n): in round l, nodes that differ only in digit l average.
 
-    n = f_1 … f_L with all f_l ≤ p+1. The averaging cliques have f_l nodes and weights 1/f_l. Degree
-    ≤ p; the period L is the smallest number of such factors; exact after each period.
+    n = f_1 · … · f_L is a product of the fewest factors f_l ≤ p+1, and the node numbers have digits
+    0 … f_l − 1. In round l, f_l nodes average with weights 1/f_l. The graph has degree ≤ p and
+    period L, and computes the exact average in each period.
 
     :param n: number of nodes, without prime factors above p+1
     :param seed: not used
@@ -187,18 +196,20 @@ def base(k: int) -> Callable[..., Graph]:
     build.__doc__ = f"""Return the Base-{k + 1} graph, which is exact for any n.
 
     Its rounds are symmetric, of degree ≤ {k}. The period is at most 2
-    log_{k + 1} n + 2, and each period is the exact average. The weights are those of
-    `_simple_base`. Takezawa et al., NeurIPS 2023, algorithm 3 with k = {k}.
+    log_{k + 1} n + 2, and each period is the exact average. `_simple_base` describes the weights.
+    Takezawa et al., NeurIPS 2023, algorithm 3 with k = {k}.
     """
     return build
 
 
 def tree(parents: Sequence[int]) -> Graph:
-    """Return factors of the exact average on a tree; ``parents`` holds −1 for the root.
+    """Return the rounds on a tree whose product is the exact average.
 
-    Gather, from the deepest level: each node of the level sends its whole value to its parent and
-    keeps nothing. Spread, from the root: a node u with d_u nodes in its subtree sends to each child
-    c the fraction d_c/d_u of its value and keeps 1/d_u. All columns sum to one.
+    First, level by level from the deepest, each node sends its whole value to its parent and keeps
+    nothing. Then, level by level from the root, a node u with d_u nodes in its subtree sends to
+    each child c the fraction d_c/d_u of its value and keeps 1/d_u. All columns sum to one.
+
+    :param parents: parent of each node, −1 for the root
     """
     n = len(parents)
     root = parents.index(-1)
@@ -230,7 +241,10 @@ def _depth(parents: Sequence[int], i: int) -> int:
 
 
 def breadth_first(over: Graph) -> list[int]:
-    """Return the parents in the breadth-first tree of least depth, along edges of all rounds."""
+    """Return the parent of each node in the breadth-first tree of least depth, −1 for the root.
+
+    The tree uses the edges of all rounds of ``over``.
+    """
     from scipy.sparse import csgraph
 
     near = links(over)
@@ -247,10 +261,11 @@ def breadth_first(over: Graph) -> list[int]:
 
 
 def ceca(n: int, seed: int = 0) -> Graph:
-    """Return the ⌈log2 n⌉ permutations for the algorithm `ceca` (Ding et al., ICML 2023).
+    """Return the ⌈log2 n⌉ permutations that the algorithm `ceca` uses (Ding et al., ICML 2023).
 
-    They follow the binary digits d of n − 1 from the highest, with c = 0 at first: node i receives
-    from node i − c − d, then c ← 2c + d. The algorithm, not the graph, computes the average.
+    There is one round for each binary digit d of n − 1, from the highest, and c is 0 in the first
+    round. In a round, node i receives from node i − c − d; then c ← 2c + d. The rounds alone do not
+    average; the algorithm does.
     """
     rounds = []
     c = 0

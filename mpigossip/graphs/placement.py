@@ -1,8 +1,8 @@
 """Renumber the nodes of a graph so that few messages cross between racks.
 
-Ranks in the same rack are close to each other: edges inside a rack are cheap, edges between racks
-are expensive. Rank i stays node i, and the graph is renumbered: W'[i, j] = W[place i, place j],
-where a place is a node of the given graph.
+Messages between ranks in the same rack are cheaper than messages between racks. Rank i stays node
+i, but the nodes of the graph are permuted: W'[i, j] = W[p(i), p(j)], where p(i) is the node of the
+given graph that rank i gets.
 """
 
 from collections.abc import Hashable, Sequence
@@ -15,16 +15,19 @@ from mpigossip.graphs.rounds import Round, Sparse
 from mpigossip.graphs.weights import as_sparse, links
 
 WORK = 1 << 28
-"""Number of elements of n x n tables that all swaps together may examine."""
+"""Limit of the work of a search: number of swaps times n², the size of the table of each swap."""
 
 
 def usage(graph: Graph) -> np.ndarray:
-    """Return [i, j], the number of messages from j to i in a period or the sampled rounds."""
+    """Return the number of messages from node j (column) to node i (row) in a period, (n, n).
+
+    For a drawn graph, a sample of its rounds is used.
+    """
     return links(graph).toarray().T
 
 
 def cross_rack_fraction(graph: Graph, racks: Sequence[Hashable]) -> float:
-    """Return the fraction of a graph's messages that leave their rack.
+    """Return the fraction of a graph's messages that are sent from a rack to another.
 
     :param graph: graph over the ranks
     :param racks: rack of each node
@@ -38,7 +41,10 @@ def cross_rack_fraction(graph: Graph, racks: Sequence[Hashable]) -> float:
 def renumber_for_racks(
     graph: Graph, racks: Sequence[Hashable], order: Sequence[int] | None = None
 ) -> Graph:
-    """Return the graph renumbered for ranks in these racks, by :func:`graph_nodes_for`."""
+    """Return the graph, renumbered so that few messages cross between racks.
+
+    :func:`graph_nodes_for` has the same parameters.
+    """
     return renumbered(graph, graph_nodes_for(graph, racks, order))
 
 
@@ -47,11 +53,11 @@ def graph_nodes_for(
 ) -> np.ndarray:
     """Return the graph node of each rank, (n,), so that few messages cross between racks.
 
-    The search starts once from the ranks' own numbers and once from ``order``. It swaps the graph
-    nodes of two ranks as long as this reduces the number of messages between racks, and the better
-    result is returned. A graph that is drawn in each round is not renumbered, because all of its
-    nodes are equivalent. The function allocates several arrays (n, n) of float64, so one rank
-    should compute the result for all.
+    The search starts once with node i for rank i, and once with the ranks in the order ``order``.
+    It swaps the graph nodes of two ranks as long as this reduces the number of messages between
+    racks. The better of both results is returned. A graph that is drawn in each round is not
+    renumbered, because all of its nodes are equivalent. The function allocates several arrays (n,
+    n) of float64, so one rank should compute the result for all.
 
     :param graph: graph to renumber
     :param racks: rack of each rank
@@ -72,7 +78,7 @@ def _crossing(counts: np.ndarray, rack_of: np.ndarray) -> float:
 
 
 def _labels(racks: Sequence[Hashable], n: int) -> np.ndarray:
-    """Return a number for the rack of each node, in order of first occurrence, (n,)."""
+    """Return a number for the rack of each node, (n,); racks are numbered as they first occur."""
     if len(racks) != n:
         raise GraphError(f"{len(racks)} racks are named for {n} nodes; name one rack for each node")
     numbers = {rack: k for k, rack in enumerate(dict.fromkeys(racks))}
@@ -80,12 +86,18 @@ def _labels(racks: Sequence[Hashable], n: int) -> np.ndarray:
 
 
 def _improved(counts: np.ndarray, label: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Swap the places of two ranks as long as this reduces the messages between racks."""
+    """Swap the graph nodes of two ranks as long as this reduces the messages between racks.
+
+    :param counts: number of messages between each pair of graph nodes, (n, n), symmetric
+    :param label: number of the rack of each rank, (n,)
+    :param places: graph node of each rank at the start, (n,)
+    :return: graph node of each rank, (n,)
+    """
     n = len(places)
-    rack_of = np.empty(n, np.int64)  # rack of each place
+    rack_of = np.empty(n, np.int64)  # rack of each graph node
     rack_of[places] = label
     for _ in range(max(1, WORK // n**2)):
-        # Messages that would stay inside rack q if place p were in it: those to places of q.
+        # inside[p, q] counts the messages that would stay inside rack q if graph node p were in it.
         inside = counts @ (rack_of[:, None] == np.arange(label.max() + 1)[None, :])
         stays = inside[np.arange(n), rack_of]
         gain = inside[:, rack_of] + inside[:, rack_of].T - stays[:, None] - stays[None, :]
@@ -95,7 +107,7 @@ def _improved(counts: np.ndarray, label: np.ndarray, places: np.ndarray) -> np.n
         if gain[p, q] <= 1e-9:
             break
         rack_of[[p, q]] = rack_of[[q, p]]
-    # The ranks of a rack get its places in ascending order.
+    # Within a rack, ranks get graph nodes in ascending order of the nodes that they had before.
     places = places.copy()
     for rack in range(int(label.max()) + 1):
         ranks = np.flatnonzero(label == rack)

@@ -1,4 +1,4 @@
-"""One round of averaging: a mixing matrix W, stored as a circulant or as sparse rows.
+"""Rounds of averaging; each is a mixing matrix W, stored as a circulant or as sparse rows.
 
 Both classes have the same methods, such as `neighbours(i)`, `receivers(j)` and `apply(x)`, which
 take time proportional to the degree. W[i, j] is the weight that node i gives to the message of j.
@@ -11,9 +11,7 @@ from functools import cached_property
 import numpy as np
 
 TOLERANCE = 1e-12
-"""Tolerance of the facts: for sums of weights that should be one, and for weights that should be
-equal.
-"""
+"""Tolerance with which sums of weights are compared with one, and weights with each other."""
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
@@ -23,7 +21,9 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Circulant:
-    """W[i, (i + offset) mod n] = weight and W[i, i] = own, the same for every node i.
+    """Circulant mixing matrix, which has the same offsets and weights in every row.
+
+    W[i, (i + offset) mod n] = weight and W[i, i] = own for every node i.
 
     Offsets are distinct, lie in 1 … n−1 and point to the nodes that a node receives *from*. Their
     order is the order of summation. Circulant matrices commute, and the FFT of a row gives the
@@ -53,11 +53,11 @@ class Circulant:
         return self.n * len(self.offsets)
 
     def neighbours(self, i: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the in-neighbours of i in the order of offsets, their weights, the own weight."""
+        """Return the in-neighbours of node i by offset, their weights, and its own weight."""
         return (i + self._offsets) % self.n, self._weights, self.own
 
     def receivers(self, j: int) -> np.ndarray:
-        """Return the nodes that have j as an in-neighbour, in the order of offsets."""
+        """Return the nodes that receive from node j, in the order of offsets."""
         return (j - self._offsets) % self.n
 
     def slack(self, kappa: float) -> "Circulant":
@@ -67,7 +67,7 @@ class Circulant:
 
     @property
     def transposed(self) -> "Circulant":
-        """Round of Wᵀ."""
+        """Round with the transposed matrix Wᵀ."""
         return Circulant(self.n, self.own, tuple(self.n - o for o in self.offsets), self.weights)
 
     def row(self) -> np.ndarray:
@@ -89,17 +89,17 @@ class Circulant:
         return total
 
     def eigenvalues(self) -> np.ndarray:
-        """Return all n eigenvalues, complex, in the order of frequencies; [0] is the one of 1."""
+        """Return all n eigenvalues, complex, by frequency; [0] belongs to the constant vector."""
         return np.fft.fft(self.row())
 
     def row_sums(self) -> np.ndarray:
-        """Return the sum of the weights in each row, (n,), which equals that in each column."""
+        """Return the sums of the weights in each row, (n,), which equal the sums in each column."""
         return np.full(self.n, self.own + self._weights.sum())
 
     column_sums = row_sums
 
     def smallest(self) -> float:
-        """Return the smallest weight, including own weights."""
+        """Return the smallest weight of the round, including own weights."""
         return min(self.own, *self.weights) if self.weights else self.own
 
     def symmetric(self) -> bool:
@@ -112,10 +112,10 @@ class Circulant:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sparse:
-    """Any W, stored as compressed sparse rows without the diagonal.
+    """Mixing matrix of any form, stored as compressed sparse rows and the diagonal.
 
-    The arrays are indptr (n+1,), indices (edges,), ascending in each row, weights (edges,), and own
-    (n,), the diagonal.
+    `indptr`, (n+1,), `indices`, (edges,), and `weights`, (edges,), are the rows without the
+    diagonal, with ascending indices in each row. `own`, (n,), is the diagonal.
     """
 
     indptr: np.ndarray
@@ -138,8 +138,8 @@ class Sparse:
     ) -> "Sparse":
         """Return the round with W[receivers[e], senders[e]] = weights[e] and the diagonal `own`.
 
-        If `own` is None, it makes each row sum to one. Each pair of nodes may occur once, and no
-        edge may lead from a node to itself.
+        If `own` is None, the diagonal makes each row sum to one. Each pair of a receiver and a
+        sender may occur once, and no edge may lead from a node to itself.
         """
         to = np.asarray(receivers, np.int64)
         source = np.asarray(senders, np.int64)
@@ -188,7 +188,7 @@ class Sparse:
 
     @cached_property
     def edge_receivers(self) -> np.ndarray:
-        """Receiving node of each edge, (edges,); `indices` holds the sending node."""
+        """Receiving node of each edge, (edges,); `indices` holds the sending nodes."""
         return _frozen(np.repeat(np.arange(self.n), np.diff(self.indptr)))
 
     @cached_property
@@ -196,7 +196,7 @@ class Sparse:
         return Sparse.from_edges(self.n, self.indices, self.edge_receivers, self.weights, self.own)
 
     def neighbours(self, i: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the in-neighbours of i in ascending order, their weights, and the own weight."""
+        """Return the in-neighbours of node i, ascending, their weights, and its own weight."""
         row = slice(self.indptr[i], self.indptr[i + 1])
         return self.indices[row], self.weights[row], float(self.own[i])
 
@@ -244,9 +244,10 @@ Round = Circulant | Sparse
 
 
 class Xor(Sparse):
-    """Pairs of i and i xor k, for which slack gives the own weight 1 − κw, not κ(1 − w) + (1 − κ).
+    """Round that pairs nodes i and i xor k, with another formula for the own weight after slack.
 
-    The two expressions differ in the last bit, and so would the digests of runs.
+    Slack κ gives the own weight 1 − κw, and not κ(1 − w) + (1 − κ) as in other rounds. The formulas
+    differ in the last bit, and the digests of runs depend on it.
     """
 
     def slack(self, kappa: float) -> Sparse:
@@ -256,8 +257,8 @@ class Xor(Sparse):
 def paired(partner: np.ndarray, weight: float = 0.5) -> Sparse:
     """Return a matching: W[i, partner[i]] = weight, W[i, i] = 1 − weight.
 
-    :param partner: partner of each node, (n,), its own inverse; a node i with partner[i] = i is
-        idle
+    :param partner: partner of each node, (n,), with partner[partner[i]] = i; a node i with
+        partner[i] = i is idle
     :param weight: weight that partners give each other
     """
     nodes = np.arange(len(partner))

@@ -1,9 +1,10 @@
-"""Topology search: the graph that averages fastest within a limit on degree or edges.
+"""Search for the graph that averages fastest within a limit on the degree or number of edges.
 
-The objective is that of Jameel, Jawed, Schmidt-Thieme (Optimal Topology Search for Fast Model
-Averaging in Decentralized Parallel SGD, PAKDD 2020), as far as we know it: local search for the
-graph whose Laplacian weights mix fastest, that is with the largest r = λ_{n−1}/λ_1, where ρ(W − J)
-= (1−r)/(1+r). The search method is new; see `annealing.py`.
+The objective follows Jameel, Jawed, Schmidt-Thieme (Optimal Topology Search for Fast Model
+Averaging in Decentralized Parallel SGD, PAKDD 2020): find the graph whose Laplacian weights average
+fastest. Let λ_1 be the largest and λ_{n−1} the smallest non-zero eigenvalue of the Laplacian. The
+best graph has the largest ratio r = λ_{n−1}/λ_1, because ρ(W − 11ᵀ/n) = (1−r)/(1+r). The search
+method is described in `annealing.py`.
 """
 
 import json
@@ -20,15 +21,16 @@ from mpigossip.graphs.base import Graph, GraphError
 from mpigossip.graphs.weights import undirected
 
 WEIGHTS = ("laplacian", "metropolis-hastings", "max-degree")
-"""Rules of weights for which a search can optimize."""
+"""Rules of weights for which a search can find the best graph."""
 
 HOT = 0.02
 COLD = 0.0005
 """Temperatures at the start (HOT) and at the end of annealing, in units of the score."""
 
 Progress = Callable[[float, float, int], None]
-"""progress(used fraction of the budget, best score, number of judged graphs), about twice
-a second.
+"""Function that a search calls about twice per second.
+
+Its arguments are the used fraction of the budget, the best score, and the number of judged graphs.
 """
 
 
@@ -36,7 +38,8 @@ a second.
 class SearchResult:
     """Result of a search: the edges, their quality, and how they were found.
 
-    `score` is r = λ_{n−1}/λ_1 for Laplacian weights, and 1 − ρ(W − J) for others. `spectrum` holds
+    `score` is λ_{n−1}/λ_1, the ratio of the smallest non-zero eigenvalue of the Laplacian to the
+    largest, for the weights "laplacian", and 1 − ρ(W − 11ᵀ/n) for other weights. `spectrum` holds
     the eigenvalues of the unweighted Laplacian, ascending. `history` has a row (seconds, judged
     graphs, score) for each improvement.
     """
@@ -61,7 +64,7 @@ class SearchResult:
 
 @dataclass
 class _Best:
-    """Best candidate so far, with its history and the reports of progress."""
+    """Best candidate of a search so far; it also records improvements and reports progress."""
 
     task: Task
     budget: Budget
@@ -72,9 +75,10 @@ class _Best:
     reported_s: float = -1.0
 
     def keep_better(self, plan: CandidateGraph | list[tuple[int, int]], score: float) -> None:
-        """Keep a candidate that beats the best score by more than one grain."""
+        """Keep a candidate if its score is larger than the best by more than the rounding unit."""
         if score > self.score + 1.5 * GRAIN:
-            # Set the edges first: after an interrupt in between, they are no worse than the score.
+            # Set the edges first: if Ctrl-C interrupts here, they are at least as good as the
+            # score.
             self.edges = plan.edges() if isinstance(plan, CandidateGraph) else plan
             self.score = float(score)
             self.history.append((self.budget.elapsed, self.budget.used, float(score)))
@@ -94,17 +98,17 @@ class _Best:
 
 
 def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Task:
-    """Return the checked task of a search.
+    """Return the task of a search, after checking its limits.
 
     :raises GraphError: if no graph fits these limits
     """
     if n < 2:
-        raise GraphError(f"a search needs at least 2 nodes, got {n}")
+        raise GraphError(f"n = {n}: a search needs at least 2 nodes")
     if degree is None and edges is None:
         raise GraphError("a search needs a budget: give the degree, the number of edges, or both")
     if weights not in WEIGHTS:
         raise GraphError(
-            f'a search can\'t judge by the weights "{weights}"; choose one of {", ".join(WEIGHTS)}'
+            f'weights = "{weights}" can\'t be used in a search; choose one of {", ".join(WEIGHTS)}'
         )
     for value, what, limit in ((degree, "degree", n - 1), (edges, "edges", n * (n - 1) // 2)):
         if value is not None and value > limit:
@@ -140,12 +144,15 @@ def search(
     :param n: number of nodes
     :param degree: largest number of neighbours of a node; None: no limit
     :param edges: largest number of edges; None: no limit. At least one of the two has to be given
-    :param weights: "laplacian": maximize r; other rules: minimize ρ(W − J) for their W
-    :param seconds: time after which the search ends; None: 60 if ``evaluations`` is None, too
+    :param weights: rule of weights. "laplacian": maximize λ_{n−1}/λ_1, the ratio of the smallest
+        non-zero eigenvalue of the Laplacian to the largest; other rules: minimize ρ(W − 11ᵀ/n) for
+        their W
+    :param seconds: time after which the search ends; None: no limit, but 60 s if ``evaluations`` is
+        None, too
     :param evaluations: number of judged graphs after which the search ends. With this limit alone,
         the result depends on the seed only, not on the processor
     :param seed: seed of all random numbers
-    :param progress: function that is called about twice a second
+    :param progress: function that is called about twice per second; see `Progress`
     :raises GraphError: if no connected graph fits the limits
     """
     task = task_of(n, degree, edges, weights)
@@ -186,10 +193,10 @@ def _result(task: Task, best: _Best, seed: int, interrupted: bool) -> SearchResu
 
 
 def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> None:
-    """Search circulants, then anneal without symmetry and with each cyclic symmetry.
+    """Score circulant graphs, then anneal candidates without symmetry and with cyclic symmetries.
 
-    The candidates without symmetry are annealed before and after those with one. A last annealing
-    at low temperature polishes the best graph.
+    Candidates without symmetry are annealed before and after those with a symmetry. Finally, the
+    best graph is annealed at a low temperature.
     """
     n = task.n
     path = CandidateGraph(task, 1)
@@ -216,7 +223,7 @@ def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> N
 
 
 def _plan(task: Task, edges: list[tuple[int, int]]) -> CandidateGraph:
-    """Return the candidate without symmetry that has these edges."""
+    """Return the candidate that has the given edges; it has no symmetry (m = 1)."""
     plan = CandidateGraph(task, 1)
     for i, j in edges:
         plan.add((i, j, 0))
@@ -234,10 +241,11 @@ def _circulant_edges(n: int, jumps: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _jump_sets(n: int, degree: int) -> Iterable[tuple[int, ...]]:
-    """Return sets of jumps 1 … n/2, at least one for each circulant graph of this degree.
+    """Return sets of jumps that cover all circulant graphs of a degree.
 
-    Multiplying all jumps by a unit modulo n renumbers the same graph, so one jump can be assumed to
-    divide n.
+    A circulant graph with jump s connects each node i with node (i + s) modulo n. Multiplying all
+    jumps by a number without a common divisor with n only renumbers the nodes, so only sets with a
+    jump that divides n are returned.
     """
     halves, odd = divmod(degree, 2)
     half = (n // 2,) if odd and n % 2 == 0 else ()
@@ -254,7 +262,10 @@ def _jump_sets(n: int, degree: int) -> Iterable[tuple[int, ...]]:
 
 
 def _circulants(task: Task, sets: Iterable[tuple[int, ...]]) -> Iterable[tuple[tuple, float]]:
-    """Return the scores of circulant graphs, with λ_k = Σ_jumps (2 − 2 cos(2πk·jump/n))."""
+    """Yield each set of jumps with the score of its circulant graph.
+
+    The eigenvalues of its Laplacian are λ_k = Σ_jumps (2 − 2 cos(2πk·jump/n)).
+    """
     n = task.n
     waves = 1.0 - np.cos(2 * np.pi / n * (np.outer(np.arange(n // 2 + 1), np.arange(1, n)) % n))
     for jumps in sets:
@@ -273,15 +284,17 @@ def search_circulants(
     limit: int = 2_000_000,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """Search all circulant graphs of n nodes and a degree for the one that averages fastest.
+    """Search all circulant graphs of a degree for the one that averages fastest.
+
+    In a circulant graph, each node i has neighbours at the same distances ±s, modulo n.
 
     :param n: number of nodes
     :param degree: number of neighbours
     :param edges: largest number of edges; None: no limit
     :param weights: as in :func:`search`
-    :param limit: number of sets of jumps above which the search is refused
-    :param progress: function that is called about twice a second
-    :raises GraphError: if there are more sets of jumps than ``limit``, or no graph is connected
+    :param limit: largest number of sets of distances that may be tried
+    :param progress: function that is called about twice per second; see `Progress`
+    :raises GraphError: if there are more sets of distances than ``limit``, or no graph is connected
     """
     task = task_of(n, degree, edges, weights)
     if task.degree % 2 and n % 2:

@@ -1,8 +1,9 @@
-"""Averaging speed of a graph: spectral gap, consensus rate, rounds to the exact average.
+"""Speed with which a graph averages: spectral gap, consensus rate, rounds to the exact average.
 
 Circulant rounds commute, so the eigenvalues of their product are products of eigenvalues, which the
 FFT computes. Other graphs are treated as dense matrices for small n, and by iterative methods of
-scipy for larger n. Throughout, J = 11ᵀ/n and Π W = W(t−1) … W(1) W(0).
+scipy for larger n. In this module, J = 11ᵀ/n is the exact average, ρ the spectral radius, and Π W =
+W(t−1) … W(1) W(0) the product of rounds.
 """
 
 import math
@@ -18,31 +19,31 @@ from mpigossip.graphs.rounds import Circulant, Round
 from mpigossip.graphs.weights import as_sparse, links
 
 LARGE = 512
-"""Number of nodes above which a run does not compute the gap of its graph, because it
-takes long.
+"""Largest number of nodes for which a run computes the spectral gap of its graph, because this
+takes long for more nodes.
 """
 
 DENSE = 1024
-"""Largest n for which products of non-circulant rounds are computed as dense matrices; for a gap,
-twice that.
+"""Largest n for which products of non-circulant rounds are computed as dense matrices. For the
+spectral gap of a static graph, the limit is twice this number.
 """
 
 COLUMNS = 32
-"""Number of columns from which the effective number of neighbours is estimated for large n."""
+"""Number of columns of W from which the effective number of neighbours is estimated for large n."""
 
 EXACT = 1e-12
 BEFORE = 1e-3
-"""Limits by which an exact product is recognized. ‖Π W − J‖ is at most EXACT after the round that
-makes the product the exact average, and at least BEFORE in front of it. Only an exact round divides
-the norm by 1e9; a product that converges gradually has values between the limits.
+"""Limits of ‖Π W − J‖ by which a product is recognized as the exact average. The norm is at least
+BEFORE before the round that makes the product exact, and at most EXACT after it. The norm of a
+product that only converges to the average takes values between both limits.
 """
 
 VANISHED = 1e-12
-"""Spectral radius below which it cannot be distinguished from zero."""
+"""Spectral radius below which a computed value may be a rounding error of zero."""
 
 
 def horizon(graph: Graph) -> int:
-    """Return the number of rounds of a period; for drawn graphs ⌈log2 n⌉, at least 1."""
+    """Return the number of rounds to examine: one period, or ⌈log2 n⌉ (≥ 1) for drawn graphs."""
     return graph.period or max(1, rounds_needed(graph.n))
 
 
@@ -53,7 +54,10 @@ def _circulants(product: list[Round]) -> list[Circulant]:
 
 
 def _largest(product: list[Circulant]) -> float:
-    """Return ρ(Π W − J) = ‖Π W − J‖_2 of circulant rounds: the largest |λ| but the mean's."""
+    """Return ρ(Π W − J) = ‖Π W − J‖_2 of circulant rounds.
+
+    This is the largest |λ| of Π W, except the eigenvalue of the constant vector.
+    """
     values = np.prod([r.eigenvalues()[1:] for r in product], axis=0)
     return float(np.abs(values).max(initial=0.0))
 
@@ -63,7 +67,7 @@ def _rounds(graph: Graph, count: int, start: int = 0) -> list[Round]:
 
 
 def eigenvalues(graph: Graph, t: int = 0) -> np.ndarray:
-    """Return all n eigenvalues of W(t), complex, by falling modulus.
+    """Return all n eigenvalues of W(t), complex, in the order of falling modulus.
 
     If W is symmetric, their imaginary parts are exactly zero.
     """
@@ -79,7 +83,10 @@ def eigenvalues(graph: Graph, t: int = 0) -> np.ndarray:
 
 
 def spectral_gap(graph: Graph) -> float:
-    """Return 1 − ρ(W − J) of a static graph: 1 if it is complete, 0 if it is disconnected."""
+    """Return the spectral gap 1 − ρ(W − 11ᵀ/n) of a static graph.
+
+    It is 1 for the complete graph, and 0 if the graph is not connected.
+    """
     if graph.period != 1:
         raise GraphError(
             f'graph "{graph.name}" varies with the round and has no spectral gap; '
@@ -89,12 +96,13 @@ def spectral_gap(graph: Graph) -> float:
 
 
 def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
-    """Return the factor by which a round reduces disagreement in the long run; 0 if exact.
+    """Return the factor by which a round reduces disagreement in the long run.
 
-    For a periodic graph, this is ρ(Π W − J)^(1/period), which is 0 if the graph is exact in finite
-    time. For a drawn graph, it is the estimate ‖Π W − J‖_2^(1/rounds), which depends on its seed.
+    Let J = 11ᵀ/n, and Π W the product of rounds. For a periodic graph, the factor is ρ(Π W −
+    J)^(1/period), which is 0 if the graph computes the exact average after some rounds. For a drawn
+    graph, it is the estimate ‖Π W − J‖_2^(1/rounds), which depends on the seed of the graph.
 
-    :param graph: graph
+    :param graph: graph to examine
     :param rounds: number of rounds of the estimate; None: four times the :func:`horizon`
     """
     if graph.n == 1:
@@ -103,7 +111,7 @@ def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
         count = rounds or 4 * horizon(graph)
         size = residue(graph, count)
         return 0.0 if size < VANISHED else size ** (1 / count)
-    # The computed ρ of a nilpotent product is a root of the rounding error: tiny means zero.
+    # If Π W − J is nilpotent, ρ is 0, but the computed value is a root of the rounding error.
     radius = _radius(_rounds(graph, graph.period))
     return 0.0 if radius < VANISHED else float(radius ** (1 / graph.period))
 
@@ -141,7 +149,8 @@ def _radius_symmetric(r: Round) -> float:
     common = {"v0": np.random.default_rng(0).standard_normal(r.n), "return_eigenvectors": False}
     try:
         top = eigsh(matrix, k=2, which="LA", ncv=48, maxiter=20, tol=1e-9, **common)
-    except ArpackNoConvergence:  # small gap: inversion is fast, as few edges fill in
+    # The gap of such a graph is small, so it has few edges and its factorization is fast.
+    except ArpackNoConvergence:
         top = eigsh(matrix, k=2, sigma=1.0 + 1e-5, **common)
     low = eigsh(matrix, k=1, which="SA", tol=1e-6, **common)
     return float(max(top.min(), abs(low[0])))
@@ -160,11 +169,10 @@ def _radius_arnoldi(product: list[Round]) -> float:
 
 
 def unreached(graph: Graph) -> tuple[int, int] | None:
-    """Return nodes (j, i) such that no message from j ever reaches i; None if there are none.
+    """Return a pair of nodes (j, i) such that no message from j ever reaches i, or None.
 
-    Messages travel along the edges of all rounds of a period; in an endless drawn graph, along
-    those of the first few rounds. If edges are directed, None means that the graph is strongly
-    connected.
+    None means that the graph is connected (strongly connected, if edges are directed). Messages
+    travel along the edges of all rounds of a period, or of the first few rounds of a drawn graph.
     """
     rounds = list(graph.schedule.rounds)
     if circulants := _circulants(rounds):
@@ -182,9 +190,9 @@ def unreached(graph: Graph) -> tuple[int, int] | None:
 
 
 def residue(graph: Graph, rounds: int | None = None, start: int = 0) -> float:
-    """Return ‖W(start+rounds−1) … W(start) − J‖_2.
+    """Return ‖W(start+rounds−1) … W(start) − 11ᵀ/n‖_2, the disagreement that remains.
 
-    :param graph: graph
+    :param graph: graph to examine
     :param rounds: number of rounds; None: the :func:`horizon`
     :param start: first round
     """
@@ -206,7 +214,10 @@ def _norm(product: list[Round]) -> float:
 
 
 def _norm_iterated(product: list[Round]) -> float:
-    """Return ‖Π W − J‖_2 of large rounds, the square root of the largest eigenvalue of AᵀA."""
+    """Return ‖Π W − J‖_2 of large rounds by an iterative method.
+
+    It is the square root of the largest eigenvalue of AᵀA with A = Π W − J.
+    """
     n = product[0].n
     back = [r.transposed for r in reversed(product)]
 
@@ -216,7 +227,8 @@ def _norm_iterated(product: list[Round]) -> float:
 
     start = np.random.default_rng(0).standard_normal(n)
     seen = np.sqrt(np.linalg.norm(squared(start)) / np.linalg.norm(start))
-    if seen <= EXACT:  # only rounding errors, from which the iteration would not converge
+    # Only rounding errors are left, with which the iteration would not converge.
+    if seen <= EXACT:
         return float(seen)
     from scipy.sparse.linalg import LinearOperator, eigsh
 
@@ -226,7 +238,7 @@ def _norm_iterated(product: list[Round]) -> float:
 
 
 def residues(graph: Graph, rounds: int, start: int = 0) -> np.ndarray:
-    """Return ‖Π W − J‖_2 after 0, 1, …, `rounds` rounds from `start`, (rounds + 1,)."""
+    """Return ‖Π W − J‖_2 after 0, 1, …, ``rounds`` rounds from round ``start``, (rounds + 1,)."""
     product = _rounds(graph, rounds, start)
     n = graph.n
     sizes = [float(n > 1)]
@@ -246,14 +258,14 @@ def residues(graph: Graph, rounds: int, start: int = 0) -> np.ndarray:
 
 
 def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> int | None:
-    """Return the smallest number of rounds from `start` whose product is J; None if there is none.
+    """Return the smallest number of rounds that compute the exact average; None if there is none.
 
-    EXACT and BEFORE describe how J is distinguished from products that only converge to it.
+    EXACT and BEFORE describe how the exact average is distinguished from convergence to it.
 
-    :param graph: graph
+    :param graph: graph to examine
     :param start: first round
     :param limit: largest number of rounds to try; None: two periods, or 4 ⌈log2 n⌉ + 4 if that is
-        more. For a static graph it is one round, because it is exact at once or never
+        more, and one round of a static graph, which is exact after one round or never
     """
     n = graph.n
     if n == 1:
@@ -267,15 +279,18 @@ def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> i
 
 
 def _first_exact(sizes: np.ndarray) -> int | None:
-    """Return the first round after which sizes, (rounds + 1,), are those of the exact average."""
+    """Return the first number of rounds after which a product is exact; None if there is none.
+
+    :param sizes: ‖Π W − J‖ after each number of rounds, (rounds + 1,)
+    """
     exact = np.flatnonzero((sizes[1:] <= EXACT) & (sizes[:-1] >= BEFORE))
     return int(exact[0]) + 1 if len(exact) else None
 
 
 def _exact_after(product: list[Round]) -> int | None:
-    """Return the first round after which the product of rounds is the exact average, or None.
+    """Return the number of rounds after which their product is the exact average, or None.
 
-    The product is tested on random vectors, which fails with probability zero.
+    The product is tested on random vectors, on which a wrong result has probability zero.
     """
     x = np.random.default_rng(0).standard_normal((product[0].n, 4))
     mean = x.mean(axis=0)
@@ -287,11 +302,11 @@ def _exact_after(product: list[Round]) -> int | None:
 
 
 def mean_square_contraction(graph: Graph, rounds: int | None = None) -> float:
-    """Return the largest eigenvalue of the mean of (W − J)ᵀ(W − J) over rounds.
+    """Return the worst-case factor by which E‖x − x̄‖² decreases per round.
 
-    It is the worst-case factor by which E‖x − x̄‖² decreases per round.
+    It is the largest eigenvalue of the mean of (W − J)ᵀ(W − J) over rounds, with J = 11ᵀ/n.
 
-    :param graph: graph
+    :param graph: graph to examine
     :param rounds: number of rounds; None: one period, or 64 n rounds of a drawn graph
     """
     n = graph.n
@@ -307,17 +322,17 @@ def mean_square_contraction(graph: Graph, rounds: int | None = None) -> float:
 
 
 def effective_neighbours(graph: Graph, gamma: float = 0.951) -> float:
-    """Return the effective number of neighbours n_W(γ), from 1 (no averaging) to n (W = J).
+    """Return the effective number of neighbours n_W(γ), from 1 (no averaging) to n (exact average).
 
     n_W(γ) = (1/(1−γ)) / Σ_k γ^k ‖W(s+k) … W(s)‖_F²/n is the factor by which averaging reduces the
     variance of a random walk with decay γ. For static symmetric W this is the definition of Vogels,
     Hendrikx and Jaggi (Beyond spectral gap, JMLR 24, 2023): (1/(1−γ)) / (1/n Σ λ_i²/(1 − λ_i² γ)).
-    For sequences, the sum is averaged over starts s: all of a period, at most 16, or four of a
-    drawn graph. Above 256 nodes, norms of rounds that are not circulant are estimated from 32
-    columns.
+    For graphs that are not static, the sum is averaged over first rounds s: up to 16 rounds of a
+    period, or four rounds of a drawn graph. Above 256 nodes, norms of rounds that are not circulant
+    are estimated from 32 columns.
 
-    :param graph: graph
-    :param gamma: γ in [0, 1); the default is the fit of that paper to 32 nodes
+    :param graph: graph to examine
+    :param gamma: γ in [0, 1); the default is the value that Vogels et al. fitted for 32 nodes
     """
     if not 0.0 <= gamma < 1.0:
         raise GraphError(f"gamma = {gamma} is outside [0, 1)")
@@ -334,7 +349,7 @@ def effective_neighbours(graph: Graph, gamma: float = 0.951) -> float:
 def _decayed(graph: Graph, start: int, gamma: float) -> float:
     """Return Σ_k γ^k ‖W(start+k) … W(start)‖_F²/n.
 
-    As soon as the product is J, the rest of the sum is a geometric series.
+    As soon as the product is the exact average, the rest of the sum is a geometric series.
     """
     total = 0.0
     weight = 1.0

@@ -1,7 +1,7 @@
-"""Theory of a graph: transient iterations, rates, lower bounds, messages per round.
+"""Theoretical values of a graph: transient iterations, rates, lower bounds, messages per round.
 
-All results are orders of magnitude without constants. They compare graphs and algorithms, but do
-not predict a run.
+Transient iterations, rates and bounds are orders of magnitude without constants. Use them to
+compare graphs and algorithms, not to predict a run.
 """
 
 import numpy as np
@@ -11,14 +11,16 @@ from mpigossip.graphs.base import Graph, GraphError
 from mpigossip.graphs.weights import links
 
 NO_GAP = 1e-9
-"""Gap below which it cannot be distinguished from zero."""
+"""Spectral gap below which a computed value may be a rounding error of zero."""
 
 
 def averaging_gap(graph: Graph) -> float:
-    """Return the gap 1 − ρ for use in rates: of W if static, otherwise of the sequence.
+    """Return the averaging gap 1 − ρ of a graph, for use in rates.
 
-    A graph that is exact in R rounds counts as 2/(1+R). For the one-peer exponential graph, this is
-    the gap of the static one; both have the same transient order (Ying et al. 2021).
+    This is the spectral gap of a static graph, and 1 − consensus rate of any other graph. A graph
+    that computes the exact average in R rounds has the averaging gap 2/(1+R). For the one-peer
+    exponential graph, this is the gap of the static exponential graph; both have transients of the
+    same order (Ying et al. 2021).
     """
     exact = spectral.rounds_to_exact(graph)
     return _gap(exact, spectral.consensus_rate(graph) if exact is None else 0.0)
@@ -35,9 +37,10 @@ def _transient(n: int, gap: float) -> tuple[float, float]:
 
 
 def transient_iterations(graph: Graph) -> tuple[float, float]:
-    """Return n³/(1−ρ)² for equal data on all nodes, and n³/(1−ρ)⁴ for different data.
+    """Return the orders of transient iterations for equal and for different data on nodes.
 
-    Both are inf if the graph does not average.
+    These are n³/(1−ρ)² and n³/(1−ρ)⁴ with the averaging gap 1 − ρ; both are inf if the graph does
+    not average.
     """
     return _transient(graph.n, averaging_gap(graph))
 
@@ -45,13 +48,13 @@ def transient_iterations(graph: Graph) -> tuple[float, float]:
 def transient_of(
     n: int, gap: float, gossip_share: float = 1.0, global_every: float = float("inf")
 ) -> tuple[float, float]:
-    """Return n³C² for equal data and n³C²D² for different data, if only some steps average.
+    """Return the orders of transient iterations if only some steps average.
 
-    C = 1 + β + … + β^(H−1), D = min(H, 1/(1−β)), with β = 1 − (1−ρ) · share per step. Both results
-    are 0 if every step is the exact average. Source: Chen et al., Accelerating Gossip SGD with
-    Periodic Global Averaging, ICML 2021, from memory. The limits are the rates of gossip (H = ∞)
-    and of local SGD (no gossip: C = D = H). Our estimate is that gossip in a fraction of the steps
-    reduces the gap by that fraction.
+    These are n³C² for equal data on all nodes and n³C²D² for different data, with C = 1 + β + … +
+    β^(H−1), D = min(H, 1/(1−β)) and β = 1 − (1−ρ) · ``gossip_share``. Both are 0 if every step is
+    the exact average. Source: Chen et al., Accelerating Gossip SGD with Periodic Global Averaging,
+    ICML 2021 (quoted from memory). The limits are the rates of gossip (H = ∞) and of local SGD (no
+    gossip: C = D = H). The factor ``gossip_share`` of the gap is an estimate of this package.
 
     :param n: number of nodes
     :param gap: averaging gap 1 − ρ of the graph
@@ -100,19 +103,19 @@ def lower_bound(
 ) -> float:
     """Return ΔLσ²/(nBε⁴) + ΔLD/ε², the iterations that any algorithm needs.
 
-    The bound holds up to a constant on a graph of diameter D, and DeFacto attains it (Lu and De Sa,
-    JMLR 24, 2023, theorem 1).
+    The bound holds up to a constant on a graph of diameter D, and the algorithm DeFacto attains it
+    (Lu and De Sa, JMLR 24, 2023, theorem 1).
 
-    :param delta: Δ, initial gap of the loss
-    :param smoothness: L
+    :param delta: Δ, difference of the loss at the start from its minimum
+    :param smoothness: L, smoothness of the loss
     :param noise: σ, standard deviation of a gradient
     :param epsilon: ε, norm of the gradient to reach
     :param n: number of nodes
     :param batch: B, number of gradients per node and iteration
-    :param diameter: D
+    :param diameter: D, diameter of the graph; None: the graph is not connected, which is an error
     """
     if diameter is None or diameter < 0:
-        raise GraphError(f"the bound needs a diameter ≥ 0, got {diameter}: is the graph connected?")
+        raise GraphError(f"diameter = {diameter}: a lower bound needs a connected graph; add edges")
     sample = _sample_term(delta, smoothness, noise, epsilon, n, batch)
     return sample + delta * smoothness * diameter / epsilon**2
 
@@ -120,21 +123,22 @@ def lower_bound(
 def gossip_lower_bound(
     delta: float, smoothness: float, noise: float, epsilon: float, n: int, batch: int, lam: float
 ) -> float:
-    """Return ΔLσ²/(nBε⁴) + ΔL/(ε² √(1−λ)): the lower bound for gossip with one W.
+    """Return ΔLσ²/(nBε⁴) + ΔL/(ε² √(1−λ)), the lower bound for gossip with a static W.
 
-    It holds up to a constant, and DeTAG attains it up to a logarithm. Lu and De Sa (with their
-    erratum) prove it for λ = cos(π/n); Yuan et al. 2022 for all λ in [0, cos(π/n)].
+    The bound holds up to a constant, and the algorithm DeTAG attains it up to a logarithm. Lu and
+    De Sa (with their erratum) prove it for λ = cos(π/n), and Yuan et al. 2022 for all λ in [0,
+    cos(π/n)].
 
-    :param delta: Δ, as the other parameters in :func:`lower_bound`
-    :param smoothness: L
-    :param noise: σ
-    :param epsilon: ε
+    :param delta: Δ, difference of the loss at the start from its minimum
+    :param smoothness: L, smoothness of the loss
+    :param noise: σ, standard deviation of a gradient
+    :param epsilon: ε, norm of the gradient to reach
     :param n: number of nodes
-    :param batch: B
-    :param lam: λ = max(|λ_2|, |λ_n|) < 1
+    :param batch: B, number of gradients per node and iteration
+    :param lam: λ = max(|λ_2|, |λ_n|) < 1 of W
     """
     if not 0.0 <= lam < 1.0:
-        raise GraphError(f"the gossip bound needs λ in [0, 1), got {lam}: does the graph average?")
+        raise GraphError(f"λ = {lam}: a gossip bound needs λ in [0, 1); use a graph that averages")
     sample = _sample_term(delta, smoothness, noise, epsilon, n, batch)
     return sample + delta * smoothness / (epsilon**2 * np.sqrt(1.0 - lam))
 
@@ -169,16 +173,16 @@ def gossip_rate(
 ) -> np.ndarray:
     """Return the rate of D-PSGD, without constants: the mean of E ‖∇f(x̄)‖² after ``steps`` steps.
 
-    σ √(LΔ/(nT)) + (LΔ (ζ + σ√p)/(pT))^(2/3) + LΔ/(pT), with p = 1 − ρ² for the averaging gap 1 − ρ.
-    The first term and, with p = 1, the last are those of parallel SGD, which has no second term:
-    pass gap = inf. Koloskova et al., A Unified Theory of Decentralized SGD, ICML 2020, theorem 2,
-    from memory.
+    The rate is σ √(LΔ/(nT)) + (LΔ (ζ + σ√p)/(pT))^(2/3) + LΔ/(pT), with p = 1 − ρ² for the
+    averaging gap 1 − ρ. The rate of parallel SGD consists of the first term and of the last term
+    with p = 1; gap = inf gives this rate. Koloskova et al., A Unified Theory of Decentralized SGD,
+    ICML 2020, theorem 2, from memory.
 
     :param steps: T, numbers of steps
-    :param delta: Δ, initial gap of the loss
-    :param smoothness: L
+    :param delta: Δ, difference of the loss at the start from its minimum
+    :param smoothness: L, smoothness of the loss
     :param noise: σ, standard deviation of a gradient
-    :param heterogeneity: ζ, deviation of the nodes' gradients
+    :param heterogeneity: ζ, deviation of the nodes' gradients from their mean
     :param n: number of nodes
     :param gap: averaging gap 1 − ρ
     """
@@ -196,16 +200,18 @@ def gossip_rate(
 def quadratic_limit(
     graph: Graph, centre: np.ndarray, curvature: np.ndarray, lr: float, style: str = "atc"
 ) -> np.ndarray:
-    """Return the limit x_i, (n, d), of D-PSGD without noise on f_i(x) = ½ Σ_k a_ik (x_k − b_ik)².
+    """Return the models to which D-PSGD converges on quadratic losses without noise, (n, d).
 
-    It is the fixed point of one period, at the end of the period, computed for each column.
+    The loss of node i is f_i(x) = ½ Σ_k a_ik (x_k − b_ik)². The result is the fixed point of one
+    period of the graph, at the end of the period.
 
     :param graph: graph with a period
-    :param centre: b, (n, d)
-    :param curvature: a, (n, d)
+    :param centre: b, minimum of each node's loss, (n, d)
+    :param curvature: a, curvature of each node's loss, (n, d)
     :param lr: learning rate
     :param style: "atc": x ← W(x − lr a(x − b)); "awc": x ← W x − lr a(x − b)
-    :raises GraphError: if there is no period, or D-PSGD diverges at this rate
+    :raises GraphError: if the graph has no period or too many nodes, or D-PSGD diverges at this
+        rate
     """
     if graph.period is None or graph.n > spectral.LARGE:
         raise GraphError(f"{graph!r}: a limit needs a period and at most {spectral.LARGE} nodes")
@@ -219,7 +225,7 @@ def quadratic_limit(
             map_ = (w - pull) @ map_
             shift = (w - pull) @ shift + pull @ b
         if max(abs(np.linalg.eigvals(map_))) >= 1:
-            raise GraphError(f"lr = {lr:g}: D-PSGD diverges there; a smaller one has a limit")
+            raise GraphError(f"lr = {lr:g}: D-PSGD diverges at this rate; use a smaller rate")
         limits.append(np.linalg.solve(np.eye(graph.n) - map_, shift))
     return np.stack(limits, axis=1)
 
@@ -247,11 +253,12 @@ def vectors_per_round(graph: Graph) -> float:
 
 
 def describe(graph: Graph) -> dict[str, object]:
-    """Return everything that `mpigossip graph show` prints, as plain numbers; None if undefined."""
+    """Return all values that `mpigossip graph show` prints; a value is None if it is undefined."""
     exact = spectral.rounds_to_exact(graph)
     rate = spectral.consensus_rate(graph)
     iid, non_iid = _transient(graph.n, _gap(exact, rate))
-    normal = {"static", "symmetric"} <= graph.facts  # so ‖W − J‖ = ρ(W − J)
+    # For such graphs, ‖W − J‖ = ρ(W − J).
+    normal = {"static", "symmetric"} <= graph.facts
     return {
         "name": graph.name,
         "options": dict(graph.options),

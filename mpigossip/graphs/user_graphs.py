@@ -2,8 +2,8 @@
 
 A graph file is JSON: {"n": 4, "edges": [[0, 1], …], "weights": "laplacian"}. A sequence has
 "rounds": [[[0, 1], …], …] instead of "edges". With "directed": true, pairs are [sender, receiver].
-A saved search result has further keys, which are ignored. networkx reads `.graphml`, `.gml`,
-`.edgelist` and `.adjlist` files.
+The file of a search result has further keys, which are ignored. Files in the formats `.graphml`,
+`.gml`, `.edgelist` and `.adjlist` are read by networkx.
 """
 
 import json
@@ -25,7 +25,7 @@ from mpigossip.graphs.weights import rule
 NETWORKX = (".graphml", ".gml", ".edgelist", ".adjlist")
 NODES = 1 << 16
 LARGEST = 1 << 26
-"""Largest number of nodes of a graph in a file (NODES), and largest size of the file in bytes."""
+"""Largest number of nodes of a graph in a file (NODES), and of bytes of the file (LARGEST)."""
 
 
 def is_network(value: object) -> bool:
@@ -34,7 +34,12 @@ def is_network(value: object) -> bool:
 
 
 def _round(network: Any, weights: str | None, order: Sequence[object]) -> Round:
-    """Return one networkx graph as a round; see `from_networkx`."""
+    """Return a networkx graph as a round.
+
+    :param network: networkx graph
+    :param weights: as in :func:`from_networkx`
+    :param order: labels of the nodes in the order of their numbers
+    """
     number = {label: i for i, label in enumerate(order)}
     weight_of: dict[tuple[int, int], float | None] = {}
     for u, v, data in network.edges(data=True):
@@ -54,7 +59,11 @@ def _round(network: Any, weights: str | None, order: Sequence[object]) -> Round:
 
 
 def _order(network: Any) -> list[object]:
-    """Return nodes labelled 0 … n−1 in that order, and others in the order of the network."""
+    """Return the labels of the nodes in the order of their numbers.
+
+    The labels 0 … n−1 are the numbers themselves. Other labels are numbered in the order of the
+    network.
+    """
     labels = list(network.nodes)
     if not labels:
         raise GraphError("a networkx graph without nodes can't be used; add at least one node")
@@ -64,7 +73,7 @@ def _order(network: Any) -> list[object]:
 def from_networkx(network: Any, weights: str | None = None, name: str = "networkx") -> Graph:
     """Return the static graph of a networkx graph.
 
-    Self-loops are ignored, because the own weight is what remains to one.
+    Self-loops are ignored, because the weights of a row determine its own weight.
 
     :param network: networkx graph; a directed edge (u, v) means that v receives from u
     :param weights: rule of `weights.WEIGHTS`; None: if all edges have the attribute "weight", these
@@ -92,7 +101,8 @@ def from_sequence(
     for t, item in enumerate(items):
         if not is_network(item):
             raise GraphError(
-                f"item {t} of a sequence of networkx graphs is a {type(item).__name__}"
+                f"item {t} of a sequence of networkx graphs is a {type(item).__name__}; use "
+                "networkx graphs only"
             )
         if set(item.nodes) != set(order):
             raise GraphError(
@@ -104,7 +114,10 @@ def from_sequence(
 
 
 def from_value(value: Any) -> Graph:
-    """Return the graph of networkx graphs or matrices, one or a sequence of either."""
+    """Return the graph of a networkx graph, a mixing matrix, or a sequence of either.
+
+    A `Graph` is returned unchanged.
+    """
     if isinstance(value, Graph) or is_network(value):
         return value if isinstance(value, Graph) else from_networkx(value)
     if isinstance(value, Round):
@@ -118,9 +131,10 @@ def from_value(value: Any) -> Graph:
 
 
 def _call(function: Callable, name: str, options: Mapping[str, Any], **arguments: int) -> Graph:
-    """Return the graph of a user's function.
+    """Call a user's function and return its result as a graph.
 
-    It is called with the ``options``, and with those ``arguments`` that it has parameters for.
+    The function is called with all ``options``, and with those ``arguments`` for which it has
+    parameters.
     """
     try:
         return from_value(call_factory(function, arguments, options))
@@ -130,17 +144,19 @@ def _call(function: Callable, name: str, options: Mapping[str, Any], **arguments
 
 
 def from_function(function: Any, n: int, seed: int = 0, **options: Any) -> Graph:
-    """Return the graph of a function.
+    """Return the graph that a function defines.
 
-    function(n, seed) may return anything that :func:`from_value` takes. If it has a parameter t, it
-    returns round t. With ``period`` it is called for rounds 0 … period − 1 at once. A function
-    given by its name may be called for each round when it is needed, with the option ``degree``.
+    function(n, seed) returns a complete graph, as anything that :func:`from_value` accepts. If the
+    function has a parameter t, it returns round t only. With the option ``period``, it is called at
+    once for the rounds 0 … period − 1, which then repeat. With the option ``degree``, which
+    requires that the function is given by its name, it is called for each round when the round is
+    needed.
 
     :param function: function, or its name "module:function"
     :param n: number of nodes
     :param seed: seed that is passed to the function
-    :param options: options of the function; for a function of t also ``period``, or ``degree``, the
-        largest number of in-neighbours of a node in any round
+    :param options: options of the function. A function of t also needs ``period``, or ``degree``,
+        the largest number of in-neighbours of a node in any round
     :raises GraphError: if the function fails, returns no graph, or round 0 differs between two
         calls
     """
@@ -176,7 +192,7 @@ def from_function(function: Any, n: int, seed: int = 0, **options: Any) -> Graph
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a graph file, which need not be trusted; any failure raises GraphError."""
+    """Open a graph file of unknown origin; if this or reading fails, raise GraphError."""
     from mpigossip.store import StoreError, guard
 
     try:
@@ -195,7 +211,7 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
     except StoreError as error:
         raise GraphError(f"graph file {error}") from error
-    except Exception as error:  # each format raises different errors
+    except Exception as error:  # readers raise many kinds of errors
         kind = {".json": "JSON"}.get(path.suffix, path.suffix[1:])
         raise GraphError(f'graph file "{path}" can\'t be read as {kind}: {error}') from error
 
@@ -241,7 +257,7 @@ def from_file(path: str | Path) -> Graph:
 
 
 def _edges(edges: Any, n: int, directed: bool, path: Path) -> Sparse:
-    """Return one round from pairs of nodes."""
+    """Return the round, with weights 1, of the pairs of nodes in a file."""
     try:
         pairs = np.array(edges)
     except (TypeError, ValueError):
@@ -271,7 +287,7 @@ def _network(path: Path) -> Any:
     with _opened(path) as file:
         network = reader(file)
         number = {label: int(label) for label in network if str(label).isdecimal()}
-        # Labels are strings in most formats, and sort as such: "10" < "2".
+        # Labels are strings in most formats, and sorting strings would put "10" before "2".
         if sorted(number.values()) == [*range(len(network))]:
             return networkx.relabel_nodes(network, number)
         return networkx.convert_node_labels_to_integers(network, ordering="sorted")

@@ -1,8 +1,8 @@
 """Rules that assign weights to the edges of a graph, by name.
 
-A rule takes a round, of which it uses the edges only, and returns the round with new weights. d_i
-is the number of in-neighbours of node i, without itself. L = D − A is the Laplacian of undirected
-edges, with the eigenvalues λ_1 ≥ … ≥ λ_{n−1} > λ_n = 0.
+A rule is a function that returns a round with the same edges and new weights. In this module, d_i
+is the number of in-neighbours of node i, not counting the node itself. L = D − A is the Laplacian
+of undirected edges, with the eigenvalues λ_1 ≥ … ≥ λ_{n−1} > λ_n = 0, and J = 11ᵀ/n.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ def as_sparse(r: Round) -> Sparse:
 
 
 def links(graph: Graph) -> Any:
-    """Count the messages from each node (row) to each other (column) in all rounds of the schedule.
+    """Count the messages from each node (row) to each other node (column) in all rounds.
 
     :return: a scipy csr_array of shape (n, n)
     """
@@ -39,7 +39,7 @@ def links(graph: Graph) -> Any:
 
 
 def _undirected(r: Round, rule: str) -> None:
-    """Raise GraphError if some edge is directed."""
+    """Raise GraphError if some edge of a round is directed, which the rule does not allow."""
     if isinstance(r, Circulant):
         is_undirected = set(r.offsets) == {r.n - o for o in r.offsets}
     else:
@@ -55,7 +55,11 @@ def _undirected(r: Round, rule: str) -> None:
 
 
 def _with(r: Round, values: np.ndarray | float) -> Round:
-    """Return r with weights per offset or edge; own weights make the rows sum to one."""
+    """Return a round with the edges of ``r`` and new weights; own weights make rows sum to one.
+
+    :param r: round
+    :param values: weight of each offset of a circulant round, or of each edge
+    """
     if isinstance(r, Circulant):
         weights = np.broadcast_to(values, r.degree)
         return Circulant(r.n, float(1.0 - weights.sum()), r.offsets, tuple(weights.tolist()))
@@ -63,29 +67,36 @@ def _with(r: Round, values: np.ndarray | float) -> Round:
 
 
 def uniform(r: Round) -> Round:
-    """Use W[i, j] = W[i, i] = 1/(1 + d_i), the mean of the received vectors; rows sum to one."""
+    """Return the round with W[i, j] = W[i, i] = 1/(1 + d_i), so that rows sum to one.
+
+    d_i is the number of in-neighbours of node i. Each node takes the mean of its own vector and the
+    received vectors.
+    """
     if isinstance(r, Circulant):
         return _with(r, 1.0 / (1 + r.degree))
     return _with(r, 1.0 / (1 + np.diff(r.indptr)[r.edge_receivers]))
 
 
 def push(r: Round) -> Round:
-    """Use W[i, j] = W[j, j] = 1/(1 + out-degree of j), so that columns sum to one.
+    """Return the round with W[i, j] = W[j, j] = 1/(1 + out-degree of j): columns sum to one.
 
-    Node j splits its vector evenly. Push-sum needs these weights (Assran et al., Stochastic
-    Gradient Push, ICML 2019).
+    Node j splits its vector evenly between itself and its out-neighbours. Push-sum needs these
+    weights (Assran et al., Stochastic Gradient Push, ICML 2019).
     """
     return uniform(r.transposed).transposed
 
 
 def max_degree(r: Round) -> Round:
-    """Use W[i, j] = 1/(1 + max d), which is symmetric and therefore doubly stochastic."""
+    """Return the round with W[i, j] = 1/(1 + largest degree), which is doubly stochastic."""
     _undirected(r, "max-degree")
     return _with(r, 1.0 / (1 + r.degree))
 
 
 def metropolis_hastings(r: Round) -> Round:
-    """Use W[i, j] = 1/(1 + max(d_i, d_j)): symmetric, non-negative, and locally computable."""
+    """Return the round with W[i, j] = 1/(1 + max(d_i, d_j)), where d_i is the degree of node i.
+
+    These weights are symmetric and non-negative, and depend on neighbours only.
+    """
     _undirected(r, "metropolis-hastings")
     if isinstance(r, Circulant):
         return _with(r, 1.0 / (1 + r.degree))
@@ -94,7 +105,7 @@ def metropolis_hastings(r: Round) -> Round:
 
 
 def laplacian_spectrum(r: Round) -> np.ndarray:
-    """Return the eigenvalues of the Laplacian of r's edges with unit weights, ascending, (n,)."""
+    """Return the eigenvalues of the unweighted Laplacian of a round's edges, ascending, (n,)."""
     if isinstance(r, Circulant):
         unit = Circulant(r.n, 0.0, r.offsets, (1.0,) * r.degree)
         return np.sort(r.degree - unit.eigenvalues().real)
@@ -104,12 +115,13 @@ def laplacian_spectrum(r: Round) -> np.ndarray:
 
 
 def laplacian(r: Round) -> Round:
-    """Use W = I − αL with the best constant, α = 2/(λ_1 + λ_{n−1}).
+    """Return the round with W = I − αL and the best constant α, where L is the Laplacian.
 
-    Then ρ(W − J) = (1−r)/(1+r) with r = λ_{n−1}/λ_1 (Xiao and Boyd, Fast linear iterations for
-    distributed averaging, 2004; Jameel et al., PAKDD 2020). Own weights 1 − α d_i may be negative;
-    the graph then has the fact "signed". If the graph is not connected, λ_{n−1} is replaced by the
-    smallest non-zero eigenvalue.
+    Let λ_1 be the largest and λ_{n−1} the smallest non-zero eigenvalue of L, and r = λ_{n−1}/λ_1. α
+    = 2/(λ_1 + λ_{n−1}) gives ρ(W − 11ᵀ/n) = (1−r)/(1+r) (Xiao and Boyd, Fast linear iterations for
+    distributed averaging, 2004; Jameel et al., PAKDD 2020). The own weight of a node of degree d is
+    1 − αd and may be negative; the graph then has the fact "signed". The graph need not be
+    connected.
     """
     _undirected(r, "laplacian")
     spectrum = laplacian_spectrum(r)
@@ -118,18 +130,20 @@ def laplacian(r: Round) -> Round:
 
 
 def fmmc(r: Round) -> Round:
-    """Use the fastest mixing Markov chain, which minimizes ρ(W − J) over symmetric W ≥ 0.
+    """Return the round of the fastest mixing Markov chain.
 
-    Boyd, Diaconis, Xiao, SIAM Review 2004. This is a semidefinite program, which cvxpy solves.
+    Its weights minimize ρ(W − 11ᵀ/n) over symmetric W ≥ 0 (Boyd, Diaconis, Xiao, SIAM Review 2004).
+    They are the solution of a semidefinite program, which cvxpy solves.
     """
     _undirected(r, "fmmc")
     return _solved(r, signed=False)
 
 
 def fdla(r: Round) -> Round:
-    """Use the fastest distributed linear averaging, which minimizes ρ(W − J) over all symmetric W.
+    """Return the round of the fastest distributed linear averaging.
 
-    Xiao and Boyd 2004. It is never slower than "fmmc", but weights may be negative ("signed").
+    Its weights minimize ρ(W − 11ᵀ/n) over all symmetric W (Xiao and Boyd 2004). It is never slower
+    than the rule "fmmc", but weights may be negative, which the fact "signed" states.
     """
     _undirected(r, "fdla")
     return _solved(r, signed=True)
@@ -137,7 +151,14 @@ def fdla(r: Round) -> Round:
 
 @lru_cache(maxsize=32)
 def _solved(r: Round, signed: bool) -> Round:
-    """Minimize s with −sI ⪯ I − A diag(w) Aᵀ − J ⪯ sI, A being the (n, edges) incidence matrix."""
+    """Return the round whose weights minimize ρ(W − 11ᵀ/n) over symmetric W.
+
+    The semidefinite program is: minimize s with −sI ⪯ I − A diag(w) Aᵀ − 11ᵀ/n ⪯ sI, where w are
+    the weights and A is the (n, edges) incidence matrix.
+
+    :param r: round
+    :param signed: whether weights may be negative
+    """
     try:
         import cvxpy
     except ImportError as error:
@@ -184,13 +205,13 @@ WEIGHTS: dict[str, Callable[[Round], Round]] = {
     "fmmc": fmmc,
     "fdla": fdla,
 }
-"""Every rule by name."""
+"""Rule of weights of each name, as in `graph.weights`."""
 
 
 def rule(name: str) -> Callable[[Round], Round]:
     """Return the rule of this name.
 
-    :raises GraphError: if there is none; the message suggests a similar name
+    :raises GraphError: if there is no such rule; the message suggests a similar name
     """
     if name not in WEIGHTS:
         raise GraphError(f'weights "{name}" are unknown; {near(str(name), WEIGHTS)}')
@@ -213,7 +234,12 @@ def reweighted(graph: Graph, name: str) -> Graph:
 def undirected(
     n: int, edges: Iterable[tuple[int, int]], weights: str = "metropolis-hastings"
 ) -> Graph:
-    """Return the static graph of undirected edges, each given once, weighted by a rule."""
+    """Return the static graph with the given edges, weighted by a rule.
+
+    :param n: number of nodes
+    :param edges: undirected edges (i, j), each given once
+    :param weights: name of the rule, as in `graph.weights`
+    """
     pairs = np.array(sorted(edges), np.int64).reshape(-1, 2)
     to, source = np.concatenate((pairs, pairs[:, ::-1])).T
     return static(rule(weights)(Sparse.from_edges(n, to, source, 1.0)))

@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 
 def mlp(shape: Shape, classes: int, *, hidden: tuple[Positive, ...] = (128,)) -> nn.Module:
-    """Return fully connected layers with ReLU in between, for samples of any shape.
+    """Return a network of fully connected layers with ReLU in between, for samples of any shape.
 
     :param shape: shape of a sample
     :param classes: number of classes
@@ -47,7 +47,7 @@ def lenet(shape: Shape, classes: int) -> nn.Module:
     """Return LeNet-5 with ReLU and max pooling (LeCun et al., Proc. IEEE 86, 1998).
 
     It has two 5x5 convolutions with 6 and 16 channels, then layers of 120, 84 and ``classes``
-    units. Images smaller than 32 pixels (28 of MNIST, 8 of the digits) are padded by 2 before each
+    units. Images with less than 32 pixels per side, such as MNIST, are padded by 2 before each
     convolution, so that H, W >= 4 is enough.
 
     :param shape: shape of a sample, (C, H, W)
@@ -73,7 +73,7 @@ def lenet(shape: Shape, classes: int) -> nn.Module:
 
 
 class Point(nn.Module):
-    """Module whose output is its only parameter, as a point at which a function is minimized."""
+    """Module whose output is its only parameter, which is a point in the domain of a function."""
 
     def __init__(self, start: Tensor):
         super().__init__()
@@ -84,14 +84,15 @@ class Point(nn.Module):
 
 
 def point(shape: Shape) -> nn.Module:
-    """Return a point with as many elements as the last dimension of the samples, initially 0."""
+    """Return a :class:`Point` at 0 with the number of elements of the last dimension of samples."""
     return Point(torch.zeros(shape[-1]))
 
 
 def factors(shape: Shape, *, rank: Positive = 3, size: AboveZero = 0.3) -> nn.Module:
-    """Return the factors U (m, rank) and V (k, rank) of samples (m, k), stacked in one parameter.
+    """Return a :class:`Point` for the factorization of matrices, (m, k), into U Vᵀ.
 
-    The elements are normal random numbers with standard deviation `size`.
+    It consists of U, (m, rank), stacked on V, (k, rank). The elements are normal random numbers
+    with standard deviation `size`.
     """
     return Point(size * torch.randn(sum(shape), rank))
 
@@ -121,11 +122,12 @@ def model(
 ) -> nn.Module:
     """Return a model for samples of this shape, with parameters initialized from a seed.
 
-    The global random generator is not changed. The model is tested on one sample of zeros, or of
-    the last token, and has to return scores of all classes.
+    The global random number generator is not changed. The model is tested on a sample that consists
+    of zeros (or of the last token), and must return scores of all classes.
 
-    :param name: name in BUILDERS, or "package.module:factory". A factory gets the options; it also
-        gets shape and classes if it has parameters of these names, or cannot be called without them
+    :param name: name in BUILDERS, or "package.module:factory". A factory is called with the
+        options. It also gets shape and classes, if it has parameters with these names or cannot be
+        called without them
     :param shape: shape of a sample, without the batch dimension
     :param classes: number of classes, or of tokens
     :param seed: seed of the initialization
@@ -138,7 +140,8 @@ def model(
     described = _described(name, shape, options)
     memory = host_memory()
     smaller = f"this host has {in_bytes(memory)} of memory: {_smaller(options)}"
-    if name in BUILDERS:  # custom code is called only once
+    # Custom code is called only once, because it may have side effects.
+    if name in BUILDERS:
         with limited(described, memory // 4, MAX_TENSORS, smaller):
             _build_on_meta(name, shape, classes, options)
     with torch.random.fork_rng(devices=()):
@@ -161,13 +164,14 @@ def counted(
     dtype: torch.dtype | None = torch.float32,
     **options: Any,
 ) -> nn.Module:
-    """Return a model whose parameters are only counted; the arguments are those of `model`.
+    """Return a model whose parameters are only counted, not used.
 
-    A large model is on the meta device: it takes no memory and is not tested on a sample. If custom
-    code cannot run there, the result is that of `model`.
+    The parameters of this function are the same as of `model`. A large model is built on torch's
+    meta device, so that it takes no memory, and is not tested on a sample. If custom code cannot
+    run on this device, the function calls `model`.
 
-    :raises JobError: as `model`, and if there are more parameters than fit into the memory of any
-        host
+    :raises JobError: if `model` would raise it, or if the model has more parameters than fit into
+        the memory of any host
     """
     built_in = name in BUILDERS
     parameters, tensors = (MAX_PARAMETERS, MAX_TENSORS) if built_in else (math.inf, math.inf)
@@ -175,7 +179,8 @@ def counted(
     smaller = _smaller(options)
     try:
         with limited(described, parameters, tensors, smaller), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that loaded values are discarded
+            # torch warns that values loaded on the meta device are lost.
+            warnings.simplefilter("ignore")
             network = _build_on_meta(name, shape, classes, options)
     except JobError:
         if built_in:
@@ -187,15 +192,15 @@ def counted(
 
 
 def _build_on_meta(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) -> nn.Module:
-    """Build a model on the meta device, without changing the global random generator."""
+    """Build a model on torch's meta device, without changing the global random number generator."""
     with torch.random.fork_rng(devices=()), on_meta():
         return _build(name, shape, classes, options)
 
 
 def _build(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) -> nn.Module:
-    """Call the builder of this name.
+    """Build a model by calling the builder of its name.
 
-    :raises JobError: if it fails, or does not return a module
+    :raises JobError: if the builder fails, or does not return a module
     """
     builder = _factory(name)
     try:
@@ -204,35 +209,35 @@ def _build(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) ->
         raise
     except (Exception, SystemExit) as error:
         raise JobError(
-            f'model "{name}" can\'t be built with the options {options} for samples of shape '
-            f"{tuple(shape)} and {classes} classes: {describe_exception(error)}"
+            f'model.name = "{name}" can\'t be built with the options {options} for samples of '
+            f"shape {tuple(shape)} and {classes} classes: {describe_exception(error)}"
         ) from error
     if not isinstance(network, nn.Module):
         raise JobError(
-            f'model "{name}" returned {type(network).__name__}; it should return a torch.nn.Module'
+            f'model.name = "{name}" returned {type(network).__name__}; return a torch.nn.Module'
         )
     return network
 
 
 def _described(name: str, shape: Shape, options: Mapping[str, Any]) -> str:
-    """Describe a model by the settings that determine its size."""
+    """Return, for messages, a description of a model with the settings that determine its size."""
     settings = "".join(f", model.{key} = {options[key]}" for key in _sizes(options))
     return f'model.name = "{name}"{settings}, for samples of shape {tuple(shape)},'
 
 
 def _sizes(options: Mapping[str, Any]) -> list[str]:
-    """Return the names of the options that are integers or lists."""
+    """Return the names of the options that are integers or lists, which can determine the size."""
     return [key for key, value in options.items() if type(value) in (int, tuple, list)]
 
 
 def _smaller(options: Mapping[str, Any]) -> str:
-    """Return a remedy that names the settings that determine the size of a model."""
+    """Return the remedy for a model that is too large, with settings that determine its size."""
     settings = [*(f"model.{key}" for key in _sizes(options)), "the shape of the samples"]
     return f"make {' or '.join(settings)} smaller"
 
 
 def decayed(module: nn.Module) -> set[str]:
-    """Return the names of the parameters that take weight decay if biases and norms are excluded.
+    """Return the names of the parameters with weight decay, if biases and norms are excluded.
 
     These are the parameters with two or more dimensions: matrices, convolutions, embeddings.
     """
@@ -242,7 +247,7 @@ def decayed(module: nn.Module) -> set[str]:
 def loss_and_correct(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy in nats and the number of correct predictions.
 
-    :param outputs: scores, (..., classes); for tokens, there is a time axis before the last
+    :param outputs: scores, (..., classes); for tokens, (B, T, classes)
     :param targets: classes, (...) int64
     """
     flat = outputs.flatten(0, -2).float()
@@ -251,12 +256,15 @@ def loss_and_correct(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scores(outputs: Any) -> Tensor:
-    """Return the scores in the output of a model: a tensor, or its `logits`, as in transformers."""
+    """Return the scores in the output of a model.
+
+    The output is a tensor of scores, or an object with the attribute `logits`, as in transformers.
+    """
     return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
 
 
 def _factory(name: str) -> Callable[..., nn.Module]:
-    """Return the builder of this name, or the object that it imports."""
+    """Return the built-in builder, or import the custom builder, that `model.name` names."""
     if name in BUILDERS:
         return BUILDERS[name]
     if is_user_code(name):
@@ -270,7 +278,7 @@ def _factory(name: str) -> Callable[..., nn.Module]:
 
 
 def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
-    """Apply the model to one sample (1, ...) and check the shape of its output."""
+    """Apply the model to a sample, (1, ...), and check the shape of its output."""
     shape = tuple(sample.shape[1:])
     tokens = sample.dtype == torch.int64
     what = f"tokens of shape {shape}, 0 … {classes - 1}" if tokens else f"samples of shape {shape}"
@@ -289,13 +297,13 @@ def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
         network.train(training)
     if not isinstance(outputs, Tensor):
         raise JobError(
-            f'model "{name}" returns a {type(outputs).__name__} for one of {what}; it should '
-            f"return a tensor of shape {expected}, or an object with such `.logits`; a custom "
-            "task may accept any output"
+            f'model.name = "{name}" returns a {type(outputs).__name__} for one of {what}; return a '
+            f"tensor of shape {expected} or an object with such `.logits`, or set task.name to a "
+            "custom task that accepts this output"
         )
     output_shape = tuple(outputs.shape)
     if output_shape != expected:
         raise JobError(
-            f'model "{name}" returns outputs of shape {output_shape} for one of {what}; {classes} '
-            f"classes need {expected}"
+            f'model.name = "{name}" returns outputs of shape {output_shape} for one of {what}; '
+            f"{classes} classes need {expected}"
         )

@@ -1,4 +1,4 @@
-"""Models on torch's meta device: their parameters are counted before memory is allocated."""
+"""Models on torch's meta device, to count parameters before memory is allocated."""
 
 import contextlib
 import math
@@ -15,23 +15,23 @@ from mpigossip.config import JobError
 from mpigossip.config.readable import format_bytes
 
 MAX_TENSORS = 1 << 13
-"""Largest number of parameter tensors of a built-in model; GPT has 12 for each layer."""
+"""Largest number of parameter tensors of a built-in model; the model "gpt" has 12 per layer."""
 MAX_PARAMETERS = 10**12
 """Largest number of parameters of a built-in model."""
 TRIED_PARAMETERS = 1 << 25
 TRIED_ELEMENTS = 1 << 18
 TRIED_TOKENS = 1 << 10
 """Largest number of parameters of a model, and of elements or tokens of a sample, for which the
-model is tested even if nothing is trained. A larger one is only counted.
+model is tested even if nothing is trained. The parameters of larger models are only counted.
 """
 INITIALIZERS = frozenset(name for name in vars(nn.init) if name.endswith("_") and name[0] != "_")
-"""Names of the functions of torch.nn.init and of the tensor methods that they call."""
+"""Names of functions of torch.nn.init; the tensor methods that they call have the same names."""
 
 
 class _Uninitialized(TorchFunctionMode):
-    """Mode that skips the initialization of meta tensors.
+    """Mode of torch that skips the initialization of meta tensors.
 
-    Part of the initialization would make torch import its compiler.
+    Some initializations would make torch import its compiler, which takes long.
     """
 
     def __torch_function__(
@@ -47,19 +47,24 @@ class _Uninitialized(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Create the tensors of this thread on the meta device, without values or memory."""
+    """Return a context manager in which this thread creates tensors on torch's meta device.
+
+    Such tensors have no values and take no memory.
+    """
     with torch.device("meta"), _Uninitialized():
         yield
 
 
 @contextlib.contextmanager
 def limited(described: str, parameters: float, tensors: float, remedy: str) -> Iterator[None]:
-    """Raise JobError as soon as the modules made by this thread have too many parameters.
+    """Return a context manager that limits the parameters of modules that this thread makes.
+
+    As soon as the limit is exceeded, JobError is raised.
 
     :param described: description of the model, with the settings that determine its size
     :param parameters: largest number of elements of all parameters together
-    :param tensors: largest number of parameters
-    :param remedy: what to do about a model that is too large
+    :param tensors: largest number of parameter tensors
+    :param remedy: remedy in the message
     """
     thread = threading.get_ident()
     elements = 0
@@ -70,7 +75,8 @@ def limited(described: str, parameters: float, tensors: float, remedy: str) -> I
         if parameter is None or threading.get_ident() != thread:
             return
         if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
-            return  # has no shape yet
+            # The shape of an uninitialized parameter is unknown.
+            return
         count += 1
         elements += parameter.numel()
         if count > tensors:
@@ -89,9 +95,10 @@ def limited(described: str, parameters: float, tensors: float, remedy: str) -> I
 
 
 def is_small(module: nn.Module, shape: tuple[int, ...], tokens: bool) -> bool:
-    """Return whether a model may be built and tried on a sample even if nothing is trained.
+    """Return whether a model may be built and tested on a sample even if nothing is trained.
 
-    The size of a model with lazy modules is not known before it has seen a sample.
+    A model with lazy modules counts as small, because its size is known only after it is applied to
+    a sample.
     """
     parameters = [*module.parameters()]
     if any(

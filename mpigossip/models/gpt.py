@@ -1,4 +1,4 @@
-"""Language models on tokens: GPT-2 (Radford et al., 2019), with newer components as options."""
+"""Language model on tokens: GPT-2 (Radford et al., 2019), with newer components as options."""
 
 import math
 from typing import Literal
@@ -12,15 +12,17 @@ from mpigossip.config import JobError
 from mpigossip.config.limits import Positive
 
 BASE = 10_000.0
-"""Base of rotary positions: the longest wavelength is 2π times this number of tokens."""
+"""Base of the angles of rotary positions, whose longest wavelength is about 2π · BASE tokens."""
 NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 Turn = tuple[Tensor, Tensor]
-"""Cosines and sines, (T, D/2) each, of the angles by which positions rotate queries and keys."""
+"""Cosines and sines, (T, D/2) each, of the angles by which queries and keys are rotated."""
 
 
 def turns(time: int, size: int, device: torch.device) -> Turn:
-    """Return cosines and sines of the angles t · BASE^(−2k/D), k < D/2 (Su et al., 2021).
+    """Return the cosines and sines of rotary positions (Su et al., 2021).
+
+    The angle of position t is t · BASE^(−2k/D) for k < D/2.
 
     :param time: T, number of positions
     :param size: D, width of a head
@@ -32,14 +34,17 @@ def turns(time: int, size: int, device: torch.device) -> Turn:
 
 
 def turned(x: Tensor, turn: Turn) -> Tensor:
-    """Rotate the pairs (x_k, x_{k+D/2}) of x (…, T, D) by the angles of their positions."""
+    """Rotate the pairs (x_k, x_{k+D/2}) of x, (…, T, D), by the angles of their positions."""
     cos, sin = (part.to(x.dtype) for part in turn)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Block(nn.Module):
-    """Norm and causal attention, then norm and two layers of 4x width; each half has a residual."""
+    """Block of a transformer: causal attention, then two layers with an inner width of 4 · width.
+
+    Each of the two begins with a norm, and its result is added to its input.
+    """
 
     def __init__(self, width: int, heads: int, norm: str = "layer", bias: bool = True) -> None:
         super().__init__()
@@ -52,7 +57,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias)
 
     def forward(self, x: Tensor, turn: Turn | None = None) -> Tensor:
-        """Return the output for x; both are of shape (B, T, width)."""
+        """Return the output for x; both have the shape (B, T, width)."""
         batch, time, width = x.shape
         split = self.attention(self.norm1(x)).view(batch, time, 3, self.heads, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4)
@@ -65,9 +70,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Map from tokens (B, T) int64 to scores (B, T, classes).
+    """Language model, which maps tokens (B, T) int64 to scores (B, T, classes).
 
-    One embedding matrix serves both input and output.
+    Input and output use the same embedding matrix.
     """
 
     def __init__(
@@ -92,7 +97,8 @@ class GPT(nn.Module):
         self.norm = NORMS[norm](width)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                # Layers that add to the residual stream are scaled by 1/√(number of additions).
+                # Layers whose output is added to a residual have smaller initial weights, by
+                # 1/√(number of additions).
                 adds = name.endswith(("join.weight", "down.weight"))
                 nn.init.normal_(parameter, 0.0, 0.02 / (math.sqrt(2 * layers) if adds else 1.0))
             elif name.endswith("bias"):
@@ -106,7 +112,8 @@ class GPT(nn.Module):
             x = x + self.places(torch.arange(time, device=device))
         turn = turns(time, self.turned, device) if self.turned else None
         for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():  # a block draws no random numbers
+            # A block draws no random numbers, so their state need not be restored.
+            if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, turn, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, turn)
@@ -125,28 +132,28 @@ def gpt(
     bias: bool = True,
     recompute: bool = False,
 ) -> nn.Module:
-    """Return a causal transformer for samples of (T,) tokens.
+    """Return a causal transformer for samples of T tokens.
 
-    By default, it has 0.8 million parameters.
+    With the default options, it has 0.8 million parameters.
 
     :param shape: shape of a sample, (T,)
     :param classes: number of tokens
     :param layers: number of blocks
     :param heads: number of attention heads
     :param width: width of the model, a multiple of ``heads``
-    :param positions: "learned": a table of positions; "rotary": rotated queries and keys, without a
-        table
-    :param norm: "layer"; "rms": neither centres nor shifts
+    :param positions: "learned": a learned vector is added for each position; "rotary": queries and
+        keys are rotated according to their positions
+    :param norm: "layer": LayerNorm; "rms": RMSNorm
     :param bias: whether the linear layers have a bias
-    :param recompute: keep only the input of each block, and compute the rest again during the
-        backward pass: the memory holds the activations of one block instead of all, for a third
-        more computation, with a bitwise identical result
+    :param recompute: keep only the input of each block, and compute its activations again during
+        the backward pass. The memory then contains the activations of one block instead of all.
+        This takes a third more computation; the result is bitwise identical
     :raises JobError: if samples are not tokens, or ``width`` and ``heads`` do not match
     """
     rotary = positions == "rotary"
     if len(shape) != 1:
         raise JobError(
-            'model "gpt" takes tokens in samples of shape (T,), and the samples are of shape '
+            'model.name = "gpt" takes tokens in samples of shape (T,), but samples have the shape '
             f"{shape}; pack text with: mpigossip data pack FOLDER OUT.h5 --text"
         )
     if width % heads:

@@ -1,4 +1,4 @@
-"""Residual networks: He, Zhang, Ren, Sun, "Deep residual learning" (CVPR 2016)."""
+"""Residual networks (He, Zhang, Ren, Sun, "Deep residual learning", CVPR 2016)."""
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -10,22 +10,22 @@ Shape = tuple[int, ...]
 
 
 def image_shape(shape: Shape, name: str, smallest: int) -> Shape:
-    """Return ``shape`` after checking it.
+    """Check that the shape of a sample is the shape of an image, and return it.
 
-    :raises JobError: unless samples are (channels, height, width) of at least ``smallest`` pixels a
-        side
+    :raises JobError: if the shape is not (channels, height, width), or a side has less than
+        ``smallest`` pixels
     """
     if len(shape) != 3 or min(shape[1:]) < smallest:
         raise JobError(
-            f'model "{name}" takes images of (channels, height, width) with at least '
-            f"{smallest}x{smallest} pixels, and the samples are of shape {shape}; choose another "
-            "model or set data.image_size"
+            f'model.name = "{name}" takes images of (channels, height, width) with at least '
+            f"{smallest}x{smallest} pixels, but samples have the shape {shape}; choose another "
+            "model, or set data.image_size"
         )
     return shape
 
 
 class Basic(nn.Module):
-    """Block of two 3x3 convolutions; its shortcut has no parameters (option A of the paper)."""
+    """Block of two 3x3 convolutions, whose shortcut has no parameters (option A of the paper)."""
 
     def __init__(self, wide: int, out: int, stride: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Basic(nn.Module):
         self.extra = out - wide
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output (B, out, H/stride, W/stride) for x (B, wide, H, W)."""
+        """Return the output, (B, out, H/stride, W/stride), for x, (B, wide, H, W)."""
         y = functional.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         if self.extra or self.stride > 1:
@@ -49,10 +49,10 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Block of 1x1, 3x3 (with the stride) and 1x1 convolutions, the last to four times the width.
+    """Block of 1x1, 3x3 and 1x1 convolutions, of which the 3x3 convolution has the stride.
 
-    The scale of the last norm starts at 0, so that each block starts as the identity (Goyal et al.,
-    2017, section 5.1).
+    The output has 4 · inner channels. The scale of the last norm starts at 0, so that each block
+    starts as the identity (Goyal et al., 2017, section 5.1).
     """
 
     def __init__(self, wide: int, inner: int, stride: int) -> None:
@@ -72,7 +72,7 @@ class Bottleneck(nn.Module):
         nn.init.zeros_(self.bn3.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output (B, 4 inner, H/stride, W/stride) for x (B, wide, H, W)."""
+        """Return the output, (B, 4 inner, H/stride, W/stride), for x, (B, wide, H, W)."""
         y = functional.relu(self.bn1(self.conv1(x)))
         y = functional.relu(self.bn2(self.conv2(y)))
         return functional.relu(self.shortcut(x) + self.bn3(self.conv3(y)))
@@ -99,13 +99,14 @@ def resnet56(shape: Shape, classes: int, *, width: Positive = 16) -> nn.Module:
 
 
 def resnet50(shape: Shape, classes: int, *, width: Positive = 64) -> nn.Module:
-    """Return ResNet-50 for images of ImageNet's size; 25.6 million parameters with 1,000 classes.
+    """Return ResNet-50 for images of the size of ImageNet.
 
-    The 3x3 convolutions have the stride.
+    With 1,000 classes, it has 25.6 million parameters. In blocks with a stride, the 3x3 convolution
+    has it.
 
     :param shape: shape of a sample, (C, H, W)
     :param classes: number of classes
-    :param width: number of channels after the stem
+    :param width: number of channels after the first convolution
     """
     channels, _, _ = image_shape(shape, "resnet50", 32)
     layers: list[nn.Module] = [
@@ -124,7 +125,10 @@ def resnet50(shape: Shape, classes: int, *, width: Positive = 64) -> nn.Module:
 
 
 def _small(name: str, shape: Shape, classes: int, blocks: int, width: int) -> nn.Module:
-    """Return three stages of basic blocks at full, half and quarter resolution (section 4.2)."""
+    """Return a network with three stages of blocks at full, half and quarter resolution.
+
+    It is the network of section 4.2 of the paper.
+    """
     channels, _, _ = image_shape(shape, name, 4)
     layers: list[nn.Module] = [
         nn.Conv2d(channels, width, 3, 1, 1, bias=False),
@@ -140,9 +144,10 @@ def _small(name: str, shape: Shape, classes: int, blocks: int, width: int) -> nn
 
 
 def _with_head(layers: list[nn.Module], wide: int, classes: int) -> nn.Module:
-    """Add the mean over pixels and the last layer, and initialize convolutions as He et al. do.
+    """Return the layers with a mean over pixels and a last layer added, and initialize all of them.
 
-    The last layer is drawn with standard deviation 0.01 (Goyal et al., 2017, section 5.1).
+    Convolutions are initialized as by He et al., and the last layer with standard deviation 0.01
+    (Goyal et al., 2017, section 5.1).
     """
     head = nn.Linear(wide, classes)
     nn.init.normal_(head.weight, 0.0, 0.01)

@@ -3,14 +3,14 @@
     RUN/checkpoints/step-00001200/node-0000.h5 … node-0003.h5   each written by its node
     RUN/checkpoints/step-00001200/checkpoint.h5                 the manifest, written last
 
-If nodes are large, each slot writes its own file, node-0000-0000.h5 … node-0003-0007.h5, and
-readers join them.
+If nodes are large, each slot (device) of a node writes its own file, node-0000-0000.h5 …
+node-0003-0007.h5, and readers join these files.
 
 All files are written into the folder `step-00001200.writing`, which is renamed when it is complete.
 A folder with the final name is therefore complete. Each node calls `write_node`; one process calls
-`begin` before and `commit` after that. Checkpoints are read without pickle, and the HDF5 library
-gets no byte of a file whose checksum is wrong: a damaged file raises StoreError and causes neither
-a crash nor wrong numbers.
+`begin` before and `commit` after that. Checkpoints are read without pickle. The checksum of a file
+is compared before the HDF5 library reads the file, so that a damaged file raises StoreError and
+causes neither a crash nor wrong numbers.
 """
 
 import errno
@@ -48,10 +48,10 @@ def folder(run: Path, step: int) -> Path:
 
 
 def begin(run: Path, step: int) -> Path:
-    """Create the temporary folder for the checkpoint of `step`.
+    """Create the temporary folder for the checkpoint of `step`, and return its path.
 
-    Files of writers that were killed are removed first. Only one checkpoint of a run may be written
-    at a time.
+    Temporary folders of processes that were killed while writing are removed first. Only one
+    checkpoint of a run may be written at a time.
 
     :param run: run directory
     :param step: number of steps done
@@ -131,7 +131,13 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
 
 
 def _check_count(path: Path, count: int, what: str, limit: int) -> None:
-    """Raise StoreError if a file has more of something than readers accept."""
+    """Raise StoreError if a file would have more objects or text than readers accept.
+
+    :param path: path of the file
+    :param count: number of objects or bytes
+    :param what: name of what is counted, for the message
+    :param limit: largest number that readers accept
+    """
     if count > limit:
         raise StoreError(
             f"{path} would have {count:,} {what}, but only {limit:,} can be read back; save "
@@ -147,9 +153,10 @@ def commit(
     job: str,
     meta: Mapping[str, Number],
 ) -> Path:
-    """Write the manifest and give the checkpoint its final name.
+    """Write the manifest and rename the checkpoint to its final name.
 
-    A sound checkpoint of the same step is replaced; a damaged one is renamed first.
+    An existing checkpoint of the same step is replaced, or kept under another name if it is
+    damaged.
 
     :param temporary: folder from :func:`begin` in which all nodes have written their files
     :param run: run directory
@@ -164,7 +171,9 @@ def commit(
     n = len({entry.node for entry in entries})
     manifests.check_table(entries, n)
     if not temporary.is_dir():
-        raise StoreError(f"{temporary} was deleted while it was being written")
+        raise StoreError(
+            f"{temporary} was deleted while it was being written; keep the files of a running job"
+        )
     for entry in entries:
         path = temporary / entry.file
         if not path.is_file() or path.stat().st_size != entry.bytes:
@@ -182,7 +191,8 @@ def commit(
             set_aside(final)
         elif final.exists():
             shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)  # latest() finds it if this process is killed before the next rename
+            # If this process is killed before the next rename, latest() finds the old folder.
+            final.rename(old)
         temporary.rename(final)
         sync(final.parent)
         shutil.rmtree(old, ignore_errors=True)
@@ -195,7 +205,7 @@ def steps(run: Path) -> list[int]:
 
 
 def latest(run: Path) -> Path | None:
-    """Return the path of the newest complete checkpoint; None if there is none.
+    """Return the path of the newest complete checkpoint; None if there is no complete checkpoint.
 
     A checkpoint is complete if its manifest is sound and all files exist with the right sizes.
     """
@@ -203,11 +213,11 @@ def latest(run: Path) -> Path | None:
 
 
 def newest(run: Path) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest complete checkpoint, and all newer ones, which are damaged.
+    """Return the newest complete checkpoint, and the damaged checkpoints that are newer.
 
     :param run: run directory
-    :return: path of the checkpoint, None if there is none; and by the path of each newer
-        checkpoint, the reason why it is not complete
+    :return: path of the newest complete checkpoint, or None; and a dict from the path of each newer
+        checkpoint to the reason why it is not complete
     """
     damaged: dict[Path, str] = {}
     for _, path in reversed(_find(run)):
@@ -219,7 +229,7 @@ def newest(run: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint to a free name `step-….damaged`; return the new path."""
+    """Rename a damaged checkpoint to an unused name `step-….damaged`; return the new path."""
     target = path.with_suffix(".damaged")
     while target.exists():
         target = target.with_name(f"{target.name}.damaged")
@@ -228,11 +238,12 @@ def set_aside(path: Path) -> Path:
 
 
 def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
-    """Remove all complete checkpoints except the newest ones.
+    """Remove all complete checkpoints except the newest checkpoints.
 
     :param run: run directory
     :param keep: number of newest checkpoints that are kept, at least 1
-    :param every: checkpoints at multiples of this number of steps are kept, too; 0: none of them
+    :param every: number of steps; checkpoints at multiples of it are kept, too. 0: only the newest
+        checkpoints are kept
     :return: former paths of the removed checkpoints
     :raises ValueError: if ``keep`` is less than 1
     """
@@ -242,7 +253,8 @@ def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
     removed = [path for step, path in complete[:-keep] if not every or step % every]
     for path in removed:
         with writing(path):
-            removing = path.with_suffix(".removing")  # while incomplete, it must have another name
+            # While files are removed, the folder must not have the name of a complete checkpoint.
+            removing = path.with_suffix(".removing")
             path.rename(removing)
             shutil.rmtree(removing)
     return removed
@@ -253,8 +265,8 @@ def read_node(path: Path, node: int, manifest: Manifest | None = None) -> NodeSt
 
     :param path: folder of the checkpoint
     :param node: index of the node
-    :param manifest: manifest of the checkpoint, which the files are checked against; None: read it.
-        This takes a time proportional to the number of nodes, so pass it when reading many nodes
+    :param manifest: manifest of the checkpoint, with which the files are compared; None: it is
+        read, which takes a time proportional to the number of nodes. To read many nodes, pass it
     :raises StoreError: if the checkpoint has no such node, or a file is missing or damaged
     """
     manifest = read_manifest(path) if manifest is None else manifest
@@ -303,13 +315,16 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
 
 
 def average(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
-    """Return the mean over the nodes of a checkpoint, as computed by `node_state.over_nodes`."""
+    """Return the arrays of a checkpoint, averaged over its nodes by `node_state.over_nodes`."""
     with reading(path):
         return node_state.over_nodes(read_node(path, i, manifest) for i in range(manifest.n))
 
 
 def _joined(parts: Sequence[NodeState]) -> NodeState:
-    """Join the states of a node's slots; raise ValueError if they do not belong together."""
+    """Join the states of a node's slots to the state of the node.
+
+    :raises ValueError: if the states do not belong together
+    """
     first = parts[0]
     arrays = dict[str, np.ndarray]()
     for part in parts:
@@ -365,7 +380,10 @@ def verify(path: Path) -> list[str]:
 
 
 def _find(run: Path) -> list[tuple[int, Path]]:
-    """Return the folders that may be checkpoints, by step; `.old` precedes its successor."""
+    """Return steps and paths of all folders that may be checkpoints, sorted by step.
+
+    A folder `step-….old` precedes the folder that replaces it.
+    """
     parent = Path(run) / "checkpoints"
     with reading(parent):
         try:
@@ -396,7 +414,10 @@ def _problem(path: Path) -> str:
 
 @contextmanager
 def _node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
-    """Open a node's file, check its size, checksum and structure, and yield arrays and groups."""
+    """Open the file of a node or slot, check it, and yield its arrays and groups by path.
+
+    Its size, checksum and structure are checked.
+    """
     file_path = Path(path) / entry.file
     with reading(file_path):
         try:

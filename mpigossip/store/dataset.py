@@ -18,13 +18,13 @@ Layout (version 2, with a tokenizer 3)::
     /lengths         (V,) int64, the number of bytes of text that each token stands for; the
                      attribute tokenizer of the root consists of kind, V and a checksum of the text
 
-Texts have a fixed length. Everything that HDF5 does not check itself is compared with a checksum,
-so that damaged bytes are never taken for data.
+All attributes that are texts have a fixed length. Everything that HDF5 does not check itself has a
+checksum, with which readers compare it, so that damaged bytes are detected.
 
-Samples of different lengths are stored in one contiguous byte array with offsets, not as HDF5's
-variable-length elements. Those are stored in heaps: each sample would cost several disk accesses
-and h5py's global lock. A contiguous array has one offset in the file, so that any thread or process
-can read a sample with a single ``pread``.
+Samples of different lengths are stored in one contiguous byte array with offsets, and not as
+elements of variable length. HDF5 stores such elements in heaps, so that reading a sample would take
+several disk accesses and h5py's global lock. A contiguous array has one offset in the file, so that
+any thread or process can read a sample by a single ``pread``.
 """
 
 import io
@@ -51,11 +51,11 @@ CHANNELS = 1 << 10
 SIDE = 1 << 16
 """Largest height and width of an image in pixels."""
 SCALE = 255
-"""Largest scale: the largest value of a byte."""
+"""Largest stored value that may stand for 1.0, which is the largest value of a byte."""
 
 
 class Contradiction(ValueError):
-    """Error of a data set whose parts contradict each other."""
+    """Error for a data set whose arrays and attributes contradict each other."""
 
 
 def require(condition: Any, message: str) -> None:
@@ -71,16 +71,17 @@ class Split:
     labels: np.ndarray
     """Labels, (N,) int64."""
     offsets: np.ndarray | None
-    """Offset of each sample in the payload and length of the payload, (N + 1,) int64, in bytes;
-    None for kind "arrays"."""
+    """Offset of each sample in the payload (all encoded samples), followed by the length of the
+    payload, (N + 1,) int64, in bytes; None for the kind "arrays".
+    """
     sizes: np.ndarray | None
     """Height and width of each image in pixels, (N, 2) int64; None for text."""
     file: io.FileIO
     """Open file of the data set."""
     start: int
-    """Offset of the payload in the file, in bytes."""
+    """Offset of the payload, which contains all samples, in the file, in bytes."""
     array_shape: tuple[int, ...]
-    """Shape of the payload: (N, C, H, W) for kind "arrays", otherwise (B,)."""
+    """Shape of the payload: (N, C, H, W) for the kind "arrays", otherwise (B,), its bytes."""
     checksums: np.ndarray
     """CRC-32 of the bytes of each sample, (N,) uint32."""
 
@@ -88,7 +89,7 @@ class Split:
         return len(self.labels)
 
     def encoded(self, index: int) -> bytes:
-        """Return the encoded bytes of a sample, for kinds "images" and "text".
+        """Return the encoded bytes of a sample, for the kinds "images" and "text".
 
         :param index: index of the sample
         :raises StoreError: if the sample is damaged
@@ -107,9 +108,10 @@ class Split:
             )
 
     def array(self) -> np.ndarray:
-        """Return the complete payload as uint8.
+        """Return all samples as one array of uint8.
 
-        :return: array of shape (N, C, H, W) for kind "arrays", otherwise (B,)
+        :return: array of shape (N, C, H, W) for the kind "arrays", otherwise (B,), the bytes of all
+            samples
         :raises StoreError: if a sample is damaged
         """
         flat = np.frombuffer(self._read(0, math.prod(self.array_shape)), np.uint8)
@@ -137,26 +139,26 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset(AbstractContextManager):
-    """Open data set, used as a context manager. Each process has to open its own."""
+    """Open data set, which is a context manager. Each process has to open the data set itself."""
 
     path: Path
     kind: str
-    """"images", "arrays" or "text"."""
+    """Kind of the data set: "images", "arrays" or "text"."""
     classes: tuple[str, ...]
     """Name for each label; for text, the name of each file."""
     channels: int
     scale: float
-    """Stored value that stands for 1.0: 255 for images."""
+    """Stored value that stands for 1.0, which is 255 for images."""
     mean: np.ndarray
     """Mean of each channel, (channels,) float64, of values divided by `scale`."""
     std: np.ndarray
-    """Standard deviation of each channel, likewise."""
+    """Standard deviation of each channel, (channels,) float64, of values divided by `scale`."""
     attributes: dict[str, str]
     """All attributes of the file that are strings, such as source and licence."""
     train: Split
     test: Split
     tokenizer: Tokenizer = BYTES
-    """Tokenizer of a text."""
+    """Tokenizer of a text; not used for images."""
 
     def tokens(self, name: str) -> np.ndarray:
         """Return the tokens of a split of a text, with all documents joined.
@@ -186,7 +188,7 @@ class Dataset(AbstractContextManager):
 
 
 def open_dataset(path: Path | str) -> Dataset:
-    """Open a data set and check everything but the payload.
+    """Open a data set and check everything except the samples themselves.
 
     :param path: file written by :func:`pack`
     :raises StoreError: if the file is missing, is not HDF5, is not a data set, is cut short,
@@ -223,7 +225,7 @@ def open_dataset(path: Path | str) -> Dataset:
 
 
 def _read(raw: io.FileIO, path: Path) -> Dataset:
-    """Read and check everything but the payload."""
+    """Read a data set and check everything except the samples themselves."""
     size = os.fstat(raw.fileno()).st_size
     with guard.hdf5(raw) as file:
         is_dataset = "format" in file.attrs and guard.attribute(file, "format") == FORMAT
@@ -236,7 +238,7 @@ def _read(raw: io.FileIO, path: Path) -> Dataset:
 
 
 def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], objects: dict[str, Any]) -> Dataset:
-    """Build a data set from attributes and arrays; raise Contradiction if they do not fit."""
+    """Build a data set from attributes and arrays; raise Contradiction if they do not match."""
     kind = facts["kind"]
     channels = facts["channels"]
     require(kind in KINDS, f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
@@ -271,7 +273,7 @@ def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], objects: dict[st
 
 
 def _tokenizer(objects: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
-    """Read the tokenizer of a text; raise Contradiction unless its name is as in the attributes."""
+    """Read the tokenizer of a text; raise Contradiction if an attribute states another name."""
     stored = guard.array(objects, "tokenizer", "u", 1)
     lengths = guard.array(objects, "lengths", "<i8", 1)
     valid = len(lengths) <= MAX_ENTRIES and len(lengths) > 0 and int(lengths.min()) > 0
@@ -285,7 +287,7 @@ def _tokenizer(objects: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
 def _split(
     name: str, objects: dict[str, Any], facts: dict[str, Any], classes: int, raw: io.FileIO
 ) -> Split:
-    """Build a split; raise Contradiction if its arrays do not fit together or to the attributes."""
+    """Build a split; raise Contradiction if its arrays and attributes contradict each other."""
 
     def read(part: str, ndim: int) -> np.ndarray:
         return guard.array(objects, f"{name}/{part}", "iu", ndim).astype(np.int64)

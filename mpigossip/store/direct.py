@@ -1,4 +1,4 @@
-"""Writer for large arrays of an HDF5 file that uses O_DIRECT and computes the checksum on the way.
+"""Writer for large arrays of an HDF5 file, which uses O_DIRECT and computes a checksum.
 
 HDF5 determines the layout of the file and reserves space for the arrays. Their bytes are then
 written from memory to the disk in blocks, without the page cache (O_DIRECT), and each block is
@@ -18,16 +18,17 @@ import h5py
 import numpy as np
 
 LARGE = 1 << 20
-"""Size, in bytes, from which an array is written with O_DIRECT; HDF5 writes smaller ones."""
+"""Size, in bytes, from which an array is written with O_DIRECT; HDF5 writes smaller arrays."""
 BLOCK = 1 << 22
 PAGE = 4096
 LAYOUT = {"alignment_threshold": LARGE, "alignment_interval": PAGE}
-"""Settings of the HDF5 file by which large arrays begin at offsets that O_DIRECT can write to. The
-file stays readable by any HDF5 library."""
+"""Settings of the HDF5 file, so that large arrays begin at page boundaries, as O_DIRECT requires.
+Any HDF5 library can read the file.
+"""
 
 
 class Part(NamedTuple):
-    """Bytes to write, and their offset in the file."""
+    """Bytes that will be written, and their offset in the file."""
 
     offset: int
     data: memoryview
@@ -60,7 +61,7 @@ def reserve(group: h5py.Group, name: str, array: np.ndarray) -> Part:
 
 
 def fill(path: Path, parts: Sequence[Part]) -> str:
-    """Write the reserved parts into a file that is otherwise complete, and fsync it.
+    """Write the bytes of all reserved datasets to a file that is otherwise complete, and fsync it.
 
     :param path: file to write to
     :param parts: results of :func:`reserve`
@@ -94,9 +95,14 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _write(buffered: int, direct: int | None, part: Part, value: int) -> int:
-    """Write a part and return the continued checksum.
+    """Write a part and return the checksum continued over its bytes.
 
-    Bytes that do not fill a page are written through the page cache.
+    O_DIRECT writes whole pages only, so the remaining bytes are written through the page cache.
+
+    :param buffered: descriptor of the file for the page cache
+    :param direct: descriptor of the file with O_DIRECT; None: all bytes go through the page cache
+    :param part: bytes and offset
+    :param value: CRC-32 of the bytes before the part
     """
     aligned = np.frombuffer(part.data, np.uint8).ctypes.data % PAGE == 0
     block = pages(BLOCK).data
@@ -126,7 +132,7 @@ def _direct(direct: int, pages: memoryview, offset: int) -> int:
 
 
 def crc(descriptor: int, start: int, end: int, value: int = 0) -> int:
-    """Continue the CRC-32 ``value`` over the bytes of a file from ``start`` to ``end``."""
+    """Return the CRC-32 ``value``, continued over the bytes of a file from ``start`` to ``end``."""
     buffer = memoryview(bytearray(1 << 19))  # small enough to stay in the processor's cache
     while start < end:
         count = os.preadv(descriptor, [buffer[: end - start]], start)

@@ -1,15 +1,16 @@
-"""Validate untrusted HDF5 files before reading them.
+"""Validate HDF5 files of unknown origin before reading them.
 
 An HDF5 file can refer to other files (external links, external storage, virtual datasets), declare
-arrays far larger than itself, give one array many names, and crash the library. The files of this
-package do none of this, so that all of it is rejected. A file may contain groups and datasets
-behind hard links, with numbers and strings of fixed length, and each byte of a dataset must be in
-the file. Reading a file then takes no more memory than the file has bytes; tables with unwritten
-rows may take 64 times as much. Rejections are ValueErrors, which `hdf5.reading` converts to error
-messages.
+arrays far larger than itself, give one array many names, and crash the library. This package never
+writes such files, and rejects them. A file may contain groups and datasets behind hard links, with
+numbers and strings of fixed length, and each byte of a dataset must be in the file. Reading a file
+then takes no more memory than the file has bytes. Tables with rows that were never written are an
+exception: they may take 64 times this memory. If a file is rejected, ValueError is raised, which
+`hdf5.reading` converts to StoreError.
 
-The module checks, in this order, the kind of the file, headers that crash HDF5, links, names and
-cycles, sizes and compression, and types. The functions after these read the values.
+The functions at the top of the module check, in this order, the kind of the file, headers that
+crash HDF5, links, names and cycles, sizes and compression, and types. The functions from `array` on
+read the values.
 """
 
 import io
@@ -31,13 +32,13 @@ from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t, h5z
 from mpigossip.store import StoreError
 
 OBJECTS = 1 << 17
-"""Largest number of groups and datasets in a file; each takes 11 kB and 0.1 to 0.3 ms."""
+"""Largest number of groups and datasets in a file; checking each takes 11 kB and up to 0.3 ms."""
 ATTRIBUTES = 1 << 10
 """Largest number of attributes of one object."""
 FEW_OBJECTS = 1 << 14
 """Number of groups and datasets that a file of any size may have."""
 BYTES_OF_OBJECT = 1 << 9
-"""Number of bytes of a file for each group or dataset beyond `FEW_OBJECTS`."""
+"""Number of bytes that a file must have for each group or dataset above `FEW_OBJECTS` of them."""
 NAME = 1 << 10
 """Largest number of bytes of a name."""
 ATTRIBUTE_BYTES = 1 << 16
@@ -45,28 +46,29 @@ ATTRIBUTE_BYTES = 1 << 16
 TEXT = 1 << 24
 """Largest number of bytes of a long text: a job, an environment or the counters."""
 SPARSE = 64
-"""Largest ratio of the bytes of tables to the bytes of their file.
+"""Largest ratio of the size of tables in memory to the size of their file.
 
-Tables are larger than their file, because a column that begins late has unwritten rows before.
+Tables can be larger than their file, because HDF5 does not store rows that were never written, such
+as the rows before the first value of a column.
 """
 SMALL_TABLES = 1 << 26
-"""Number of bytes that the tables of any file may have, however small the file is."""
+"""Number of bytes that tables may have in memory, however small their file is."""
 METADATA = 1 << 16
-"""Largest number of bytes of headers that HDF5 reads at once."""
+"""Largest number of bytes that HDF5 reads at once if it reads headers."""
 HEADER = 68
-"""Number of bytes of the longest header that is checked."""
+"""Number of bytes of the longest header that `_Checked` checks."""
 CHUNKS = 1 << 20
-"""Largest number of chunks of a table, and of bytes of their index."""
+"""Largest number of chunks of a table, and largest number of bytes of the index of its chunks."""
 SEAL = "checksum"
 """Name of the attribute with the checksum of all other attributes."""
 
 
 def regular(path: Path, follow: bool = True) -> io.FileIO:
-    """Open a regular file for reading; reading from a pipe or a device might never end.
+    """Open a file for reading if it is a regular file, because reading a pipe might never end.
 
     :param path: path of the file
-    :param follow: whether ``path`` may be a symbolic link. It may not for the files of a
-        checkpoint, which must be in the folder of the checkpoint
+    :param follow: whether ``path`` may be a symbolic link. The files of a checkpoint may not,
+        because they must be in the folder of the checkpoint
     :raises OSError: if the file cannot be opened
     :raises StoreError: if it is not a regular file
     """
@@ -87,7 +89,7 @@ def regular(path: Path, follow: bool = True) -> io.FileIO:
 LIST = struct.Struct("<4sBBBBBBBB6Q")
 """Header of an HDF5 extensible array (EAHD)."""
 GROWTH = (32, 4, 16, 4, 10)
-"""Growth parameters of an extensible array, which HDF5 sets and no program can change."""
+"""Growth parameters of an extensible array; HDF5 always uses these values."""
 TREE = struct.Struct("<4sBBIHHBBQHQ")
 """Header of an HDF5 B-tree of version 2 (BTHD)."""
 TREES = (5, 6, 8, 9, 10, 11)
@@ -95,11 +97,11 @@ TREES = (5, 6, 8, 9, 10, 11)
 
 
 class _Checked:
-    """File object for h5py's driver "fileobj" that hides headers that would crash HDF5.
+    """File object for h5py's driver "fileobj", which hides headers that would crash HDF5.
 
-    HDF5 2.0 does not check the sizes in the header of a B-tree if its checksum is right: it divides
-    by a size of 0, allocates 4 GB, or jumps to an invalid address for an unknown type. Such a
-    header is read as zeros, which HDF5 rejects.
+    HDF5 2.0 does not check the sizes in the header of a B-tree if the checksum of the header is
+    right. It then divides by a size of 0, allocates 4 GB, or jumps to an invalid address for an
+    unknown type. This object replaces such a header by zeros, which HDF5 rejects.
     """
 
     def __init__(self, file: Any) -> None:
@@ -126,7 +128,10 @@ class _Checked:
 
 
 def _sound_tree(header: bytes) -> bool:
-    """Return whether a B-tree's header may be in a file of this package, or is incomplete."""
+    """Return whether the header of a B-tree may be in a file of this package.
+
+    An incomplete header is accepted.
+    """
     if len(header) < TREE.size:
         return True
     _, _, kind, node, row, depth, split, merge, _, top, total = TREE.unpack_from(header)
@@ -182,7 +187,8 @@ def look(
     :param size: number of bytes of the file
     :param tables: whether datasets may consist of chunks, with or without checksums, and may have
         rows that were never written
-    :param again: group whose objects may have second hard links in the root group; "": none
+    :param again: path of a group whose objects may have a second hard link in the root group; "":
+        no group
     :param views: paths of virtual datasets, whose type and storage are not checked
     :raises ValueError: if an object is rejected
     """
@@ -202,20 +208,20 @@ def look(
 
 
 def max_objects(size: int) -> int:
-    """Return how many groups and arrays a file of ``size`` bytes may have.
+    """Return the largest number of groups and arrays that a file of ``size`` bytes may have.
 
-    Each of them takes time and memory to check. Files with many objects belong to large models and
-    are large themselves; a small file with many objects is forged.
+    Checking an object takes time and memory. Only large models need many objects, and their files
+    are large. A small file with many objects was not written by this package.
     """
     return min(OBJECTS, FEW_OBJECTS + size // BYTES_OF_OBJECT)
 
 
 def _objects(content: h5py.File, size: int, again: str) -> dict[str, Any]:
-    """Return all groups and datasets by path.
+    """Return all groups and datasets of a file by path, after checking their names and links.
 
     :param content: open HDF5 file
     :param size: number of bytes of the file
-    :param again: as of :func:`look`
+    :param again: path of a group whose objects may have a second hard link in the root group
     :raises ValueError: if there are too many objects, a link that is not hard, an invalid name, a
         second path to an object (as in a cycle), or an object of another kind
     """
@@ -253,13 +259,14 @@ def _objects(content: h5py.File, size: int, again: str) -> dict[str, Any]:
 
 
 def _bytes(path: str, data: h5d.DatasetID, size: int, tables: bool) -> tuple[int, int]:
-    """Check the type and the storage of a dataset, and return its bytes.
+    """Check the type and the storage of a dataset, and return its size.
 
     :param path: path of the dataset, for error messages
     :param data: dataset
     :param size: number of bytes of the file
     :param tables: whether the dataset may consist of chunks
-    :return: number of bytes in the file; and, for a dataset in chunks, in memory, otherwise 0
+    :return: number of bytes in the file; and number of bytes in memory if the dataset consists of
+        chunks, otherwise 0
     :raises ValueError: if this package does not write such datasets
     """
     kind = data.get_type()
@@ -320,7 +327,7 @@ def _plain(kind: h5t.TypeID, within: int = 0) -> bool:
     Complex numbers, and compound types of at most 8 such members or 1-D arrays, are included.
 
     :param kind: type to check
-    :param within: number of types that contain this one
+    :param within: number of compound types and arrays that contain this type
     """
     if kind.committed() or not 0 < kind.get_size() <= TEXT:
         return False
@@ -344,8 +351,9 @@ def array(
 
     :param objects: objects by path, as :func:`look` returns them
     :param path: path of the dataset
-    :param kind: NumPy type such as "<f4", or letters of kinds of types such as "iu"; None: any
-    :param ndim: number of dimensions; None: any
+    :param kind: NumPy type such as "<f4", or letters of NumPy's kinds of types such as "iu"; None:
+        any type
+    :param ndim: number of dimensions; None: any number
     :raises ValueError: if there is no such dataset, or if it has another type or number of
         dimensions
     """
@@ -389,7 +397,7 @@ def text(objects: dict[str, Any], path: str) -> str:
 
 
 def printable(value: str, name: str) -> str:
-    """Return ``value``, after checking that it cannot contain commands for a terminal.
+    """Check that a text cannot control a terminal, and return the text.
 
     :param value: text to check
     :param name: name of the text, for the error message
@@ -432,7 +440,7 @@ def attribute(thing: Any, name: str, long: bool = False) -> Any:
 
 
 def attributes(thing: Any, long: bool = False) -> dict[str, Any]:
-    """Read all attributes by name, with the parameters of :func:`attribute`."""
+    """Return all attributes by name; the parameters are as in :func:`attribute`."""
     count = h5a.get_num_attrs(thing.id)
     if count > ATTRIBUTES:
         raise ValueError(f"{count} attributes are too many: at most {ATTRIBUTES} are allowed")
@@ -441,14 +449,14 @@ def attributes(thing: Any, long: bool = False) -> dict[str, Any]:
 
 
 def seal(thing: Any) -> None:
-    """Store a checksum of all other attributes, because HDF5 has none for long texts."""
+    """Store a checksum of all attributes as an attribute, because HDF5 has none for long texts."""
     facts = attributes(thing, long=True)
     facts.pop(SEAL, None)
     thing.attrs[SEAL] = _sum(facts)
 
 
 def sealed(thing: Any) -> dict[str, Any]:
-    """Read all attributes except the checksum of :func:`seal`, after comparing it if there is one.
+    """Return all attributes except the checksum of :func:`seal`, which is compared if it exists.
 
     :raises ValueError: if the checksum differs
     """

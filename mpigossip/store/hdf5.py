@@ -1,4 +1,4 @@
-"""Helpers for h5py: texts outside HDF5's heap, errors as StoreError, safe replacement of files."""
+"""Helpers for h5py, for texts outside HDF5's heap, errors, and safe replacement of files."""
 
 import errno
 import io
@@ -14,8 +14,9 @@ import numpy as np
 from mpigossip.store import StoreError
 
 LIBVER = ("v110", "v110")
-"""File format: HDF5 1.10 and later read it. Unlike the earliest format, it has checksums for all
-metadata."""
+"""Version of the file format, which HDF5 1.10 and later can read. Unlike the earliest version, it
+has checksums for all metadata.
+"""
 
 CONTENT_ERRORS = (
     RuntimeError,
@@ -26,14 +27,14 @@ CONTENT_ERRORS = (
     ArithmeticError,
     MemoryError,
 )
-"""Exceptions that Python and h5py raise for unexpected content."""
+"""Exceptions that Python and h5py raise if the content of a file is not as expected."""
 
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Convert errors of writing ``path``, such as a full or read-only disk, to StoreError."""
+    """Return a context manager that converts errors of writing ``path`` to StoreError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -47,12 +48,12 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder, whose file replaces ``path`` at the end.
+    """Return a context manager for a temporary path, whose file replaces ``path`` at the end.
 
-    Readers see either the complete old file or the complete new one, even after a power failure.
-    After an error, the temporary file is removed.
+    Readers see either the complete old file or the complete new file, even after a power failure.
+    If the block raises an error, the temporary file is removed.
 
-    :param path: file to replace; the temporary path has the same suffix
+    :param path: file to replace; the temporary path has the same folder and suffix
     :raises StoreError: if writing fails
     """
     path = Path(path)
@@ -62,16 +63,18 @@ def replacing(path: Path) -> Iterator[Path]:
             yield temporary
             sync(temporary)
             temporary.replace(path)
-            with suppress(OSError):  # the folder may not be readable
+            # The folder may not be readable, and can then not be opened for fsync.
+            with suppress(OSError):
                 sync(path.parent)
     finally:
-        with suppress(OSError):  # without write permission, the folder may not be readable either
+        # Without permission to write, the folder may not be readable either.
+        with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Convert errors of HDF5 and errors about the content of ``path`` to StoreError."""
+    """Return a context manager that converts errors of reading ``path`` to StoreError."""
     try:
         yield
     except StoreError:
@@ -92,17 +95,17 @@ def _reason(error: BaseException) -> str:
 
 
 def new(path: Path) -> int:
-    """Create or empty a file and return its descriptor; a symbolic link is not followed."""
+    """Create or empty a file and return its descriptor; do not follow a symbolic link."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o666)
 
 
 class _Sink(io.FileIO):
-    """File object for HDF5 whose writes never fail; the first error is kept in `error`.
+    """File object for HDF5 that raises no errors in writing, but keeps the first one in `error`.
 
-    The HDF5 library cannot abandon a file when the disk is full. The file stays open, each of its
-    objects fails again when it is freed, and the process can crash at exit (observed with h5py
-    3.16, 2026-11).
+    The HDF5 library cannot close a file after an error such as a full disk: the file stays open,
+    each of its objects fails again when it is freed, and the process can crash at exit (observed
+    with h5py 3.16).
     """
 
     error: OSError | None = None
@@ -126,9 +129,9 @@ class _Sink(io.FileIO):
 
 @contextmanager
 def create(path: Path, **settings: Any) -> Iterator[h5py.File]:
-    """Create an HDF5 file and yield it for writing.
+    """Return a context manager that creates an HDF5 file for writing.
 
-    Afterwards the complete file is in the page cache; `sync` writes it to the disk.
+    At its end, the complete file is in the page cache; call `sync` to write it to the disk.
 
     :param path: file to create
     :param settings: further arguments of `h5py.File`
@@ -144,7 +147,7 @@ def create(path: Path, **settings: Any) -> Iterator[h5py.File]:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
+    """Write the cached content of a file or folder to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -165,11 +168,11 @@ def fixed(text: str) -> np.ndarray:
 
 
 def attribute_text(text: str, max_bytes: int) -> np.ndarray | str:
-    """Convert a text by :func:`fixed` up to ``max_bytes`` bytes; otherwise return it.
+    """Convert a text of at most ``max_bytes`` bytes by :func:`fixed`; return longer texts as str.
 
-    HDF5 stores a str in its heap, for which this package adds its own checksum. An attribute of
-    fixed length above 4 kB would be stored separately if there are more than eight attributes, and
-    above 64 kB always, in a kind of B-tree that `guard` rejects.
+    HDF5 stores a str in its heap, for which this package adds its own checksum. Attributes of fixed
+    length cannot be longer: HDF5 stores attributes above 64 kB, and above 4 kB if there are more
+    than eight attributes, in a kind of B-tree that `guard` rejects.
     """
     return fixed(text) if len(text.encode(errors="surrogateescape")) <= max_bytes else text
 

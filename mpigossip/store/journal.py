@@ -1,11 +1,11 @@
-"""Crash-safe updates of HDF5 files with a write-ahead journal.
+"""Updates of HDF5 files that are safe against crashes, by a write-ahead journal.
 
-HDF5 has no journal: if a process is killed between two of its writes, readers reject the file.
-Here, the library works on an `Overlay`, which keeps changed pages in memory. `transaction` then
-writes these pages to `FILE.pending`, after that to the file itself, and removes `FILE.pending`. If
-the process is killed before `FILE.pending` is complete, the file is unchanged; if it is killed
-later, `recover` writes the pages again. The number of bytes written is a small multiple of the
-number of bytes changed, however long the file is.
+HDF5 has no journal: if a process is killed between two writes of the HDF5 library, readers reject
+the file. In this module, the library writes to an `Overlay`, which keeps changed pages in memory.
+`transaction` then writes these pages to `FILE.pending`, after that to the file itself, and removes
+`FILE.pending`. If the process is killed before `FILE.pending` is complete, the file is unchanged;
+if it is killed later, `recover` writes the pages again. The number of bytes written is a small
+multiple of the number of bytes changed, however long the file is.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ PAGE = 4096
 SMALL = 1 << 26
 """Largest size, in bytes, of a file that is copied to memory for reading."""
 TRIES = 20
-"""Largest number of attempts to read a file between two writes of another process."""
+"""Largest number of attempts to read a file while another process writes to it."""
 SLACK = 1 << 25
-"""Number of bytes by which a transaction may extend a file beyond the pages that it writes."""
+"""Largest number of bytes by which a valid journal extends its file, besides the pages in it."""
 MAGIC = b"mpigossip pages\n"
 
 
 class Overlay(io.RawIOBase):
-    """File object for h5py's driver "fileobj" that keeps changed pages in memory."""
+    """File object for h5py's driver "fileobj", which keeps changed pages in memory."""
 
     def __init__(self, path: Path, change: tuple[int, Mapping[int, bytes]] | None = None) -> None:
         self.file = guard.regular(path)
         self.stored = os.fstat(self.file.fileno()).st_size
-        """Number of bytes at the begin of the file on disk that are still valid."""
+        """Number of bytes at the beginning of the file on disk that are still valid."""
         self.size, pages = change or (self.stored, {})
         self.stored = min(self.stored, self.size)
         self.pages = {number: bytearray(page) for number, page in pages.items()}
@@ -60,9 +60,10 @@ class Overlay(io.RawIOBase):
         return os.pread(self.file.fileno(), length, start).ljust(PAGE, b"\0")
 
     def _spans(self, length: int) -> Iterator[tuple[int, int, int, int]]:
-        """Split the next ``length`` bytes at page boundaries, and advance the position.
+        """Split the next ``length`` bytes into spans at page boundaries, and advance the position.
 
-        :return: for each span: page number, first byte and end within the page, offset in the data
+        :return: for each span, the page number, the first byte and the end within the page, and the
+            offset in the data
         """
         done = 0
         while done < length:
@@ -89,7 +90,7 @@ class Overlay(io.RawIOBase):
         return len(data)
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the size; bytes that are cut off are zero if the file grows again."""
+        """Set the size of the file; bytes that are cut off are zero if the file grows again."""
         size = self.position if size is None else size
         if size < self.size:
             last, start = divmod(size, PAGE)
@@ -108,13 +109,13 @@ class Overlay(io.RawIOBase):
 
 
 def pending(path: Path) -> Path:
-    """Return the path of the journal, which holds changes until they are written to ``path``."""
+    """Return the path of the journal, which contains changes until they are written to ``path``."""
     return path.with_name(path.name + ".pending")
 
 
 @contextmanager
 def transaction(path: Path) -> Iterator[h5py.File]:
-    """Open an HDF5 file for reading and writing, and apply either all changes at the end or none.
+    """Return a context manager for an HDF5 file that applies all changes at its end, or none.
 
     An exception inside the block leaves the file unchanged.
 
@@ -131,7 +132,7 @@ def transaction(path: Path) -> Iterator[h5py.File]:
 
 
 class Stamp(NamedTuple):
-    """Properties of a file that change if it is written to, or if a change is pending."""
+    """Properties of a file that change if the file or its journal is written."""
 
     modified: int
     size: int
@@ -146,10 +147,11 @@ def stamp(path: Path) -> Stamp:
 
 @contextmanager
 def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str, Any]]]:
-    """Open a file for reading, including changes that a killed writer left pending.
+    """Return a context manager for reading a file, including changes in its journal.
 
-    A file of at most `SMALL` bytes is copied to memory between two writes of a run that is still
-    going on. A larger file may change while it is read: compare its :func:`stamp` before and after.
+    The journal contains changes if the process that wrote them was killed. A file of at most
+    `SMALL` bytes is copied to memory, between two writes if a run still writes to it. A larger file
+    may change while it is read, so compare its :func:`stamp` before and after.
 
     :param path: HDF5 file
     :param allowed: further arguments of `guard.opened`
@@ -171,7 +173,7 @@ def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str
 
 
 def recover(path: Path) -> bool:
-    """Complete the transaction of a killed writer; return whether there was one."""
+    """Complete a transaction whose process was killed; return whether there was one."""
     change = _read_journal(path)
     if change is not None and path.exists():
         _apply(path, *change)
@@ -190,7 +192,7 @@ def _write_journal(journal: Path, size: int, pages: Mapping[int, bytes | bytearr
 
 
 def _read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Return size and pages from a file's journal; None if it is missing or not valid."""
+    """Return size and pages of the file from its journal; None if the journal is not valid."""
     try:
         with guard.regular(pending(path), follow=False) as file:
             data = file.readall()
@@ -217,7 +219,7 @@ def _read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
 def _apply(path: Path, size: int, pages: Mapping[int, bytes | bytearray]) -> None:
     """Write the pages to the file, flush it to the disk, and remove the journal."""
     with path.open("r+b", buffering=0) as file:
-        # HDF5's readers lock the file, too. A reader that keeps it open must not stop the run.
+        # Readers that use HDF5 lock the file, too, and must not stop the run by keeping it open.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.truncate(size)

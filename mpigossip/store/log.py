@@ -1,4 +1,4 @@
-"""Log of a run: an HDF5 file with columns of shape (steps, nodes), to which the run appends rows.
+"""Writer of the log of a run, an HDF5 file with columns of shape (steps, nodes).
 
     /steps/step, /steps/node, /steps/COLUMN            (steps,), (nodes,), (steps, nodes)
     /evaluations/at_step, …/node, …/NAME               the same for evaluations, or (evaluations,)
@@ -38,12 +38,16 @@ LARGE_TEXT = 24_000
 SMALL_TEXT = 3_000
 """Largest size, in bytes, of a text of fixed length in a group with many attributes."""
 CHUNK_BYTES = 1 << 16
-"""Size of an HDF5 chunk of a column. A flush writes one or two complete chunks per column, each of
-which has a checksum of HDF5."""
+"""Size of an HDF5 chunk of a column, in bytes. A flush writes one or two complete chunks of each
+column; HDF5 stores a checksum for each chunk.
+"""
 
 
 class Column(NamedTuple):
-    """Unit, description and numpy type of a column. Unknown entries are NaN, or −1 for integers."""
+    """Unit, description and numpy type of a column of the log.
+
+    Unknown entries of the column are NaN, or −1 if its type is an integer.
+    """
 
     unit: str
     description: str
@@ -51,7 +55,7 @@ class Column(NamedTuple):
 
     @property
     def unknown(self) -> float:
-        """Value of an unknown entry."""
+        """Value of an unknown entry: NaN, or −1 for integers."""
         return np.nan if np.dtype(self.dtype).kind == "f" else -1
 
 
@@ -70,7 +74,7 @@ COLUMNS = {
     "staleness": Column("1", "age, in rounds, of the models that the node received"),
     "bytes_sent": Column("B", "bytes sent by the node to other nodes since the start", "int64"),
 }
-"""Columns of the steps in every log; the metrics of a task are added to them."""
+"""Columns that each log has for the steps of a run, in addition to the metrics of the task."""
 VIRTUAL = "virtual_s"
 VIRTUAL_COLUMN = Column("s", "virtual time since the start, on the machine of the job's [clock]")
 """Additional column of the steps of runs with a virtual clock (`[clock]`)."""
@@ -88,23 +92,28 @@ EVALUATION_COLUMNS = {
     "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²"),
     "seconds": Column("s", "time since the start of the run"),
 }
-"""Columns of every evaluation; `recorder.evaluation_columns` adds the metrics of the task."""
+"""Columns that each log has for evaluations, in addition to the metrics of the task."""
 
 
 NODE = Column("1", "index of the node", "int64")
 
 
 class LogGone(StoreError):
-    """Error of a log that was deleted or overwritten during a run, which can begin a new log."""
+    """Error that is raised if a log was deleted or overwritten during a run.
+
+    The run can begin a new log.
+    """
 
 
 class LogWriter:
-    """Writer of the log of a run, used in a single process. Between two calls, no file is open.
+    """Writer of the log of a run, used in a single process.
 
-    With ``first_step`` > 0, an existing log is continued: steps from ``first_step`` on are dropped,
-    as are evaluations after more than ``first_step`` steps. A log without steps is replaced by a
-    new one; any other file of this name is renamed to log.h5.1, log.h5.2 and so on. If a run
-    resumes with more nodes, the columns are widened.
+    No file is open between two calls.
+
+    If ``first_step`` > 0, an existing log is continued: steps from ``first_step`` on are removed,
+    and so are evaluations after more than ``first_step`` steps. If the run resumes with more nodes,
+    the columns are widened. Otherwise, a new log begins. It replaces a log without steps; any other
+    file of this name is renamed to log.h5.1, log.h5.2 and so on.
 
     The attribute `next_step` is the step after the last one in the file, or ``first_step`` if the
     file has no steps.
@@ -166,7 +175,7 @@ class LogWriter:
                 _column(file["steps"], name, column, per_node=True)
 
     def widen(self, columns: Mapping[str, Column]) -> None:
-        """Add columns of the steps, whose entries are unknown in the rows written so far."""
+        """Add columns to the steps; their entries are unknown in the rows written so far."""
         new = {name: column for name, column in columns.items() if name not in self.columns}
         if new:
             with self._changing() as file:
@@ -198,7 +207,7 @@ class LogWriter:
             raise ValueError(f"steps must ascend from {self.next_step}, unlike {step}")
         with self._changing() as file:
             group = file["steps"]
-            # The rows exist already if an earlier append failed after its journal was complete.
+            # If an earlier append failed after its journal was complete, these rows exist already.
             start = len(group["step"]) - int(np.sum(group["step"][-rows:] >= step[0]))
             _resize(group, start + rows)
             group["step"][start:] = step
@@ -207,7 +216,7 @@ class LogWriter:
         self.next_step = int(step[-1]) + 1
 
     def evaluation(self, row: Mapping[str, float | np.ndarray]) -> None:
-        """Write an evaluation; an existing one of the same step is replaced.
+        """Write an evaluation; it replaces an existing evaluation of the same step.
 
         :param row: "step" and the values by column: a number, or an array of shape (nodes,)
         :raises ValueError: if the step lies before the last evaluation
@@ -233,7 +242,7 @@ class LogWriter:
                     group[name][index] = value
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Write values of the complete run: numbers and strings unchanged, others as JSON."""
+        """Write the summary of the run; values other than numbers and strings become JSON."""
         with self._changing() as file:
             for name, value in values.items():
                 number = isinstance(value, int | float | np.number)
@@ -243,7 +252,10 @@ class LogWriter:
 
     @contextmanager
     def _changing(self) -> Iterator[h5py.File]:
-        """Open the log in a transaction; raise LogGone if the file is missing or not HDF5."""
+        """Return a context manager for a transaction on the log.
+
+        :raises LogGone: if the file is missing or is not HDF5
+        """
         with writing(self.path):
             try:
                 with self.path.open("rb") as file:
@@ -257,7 +269,7 @@ class LogWriter:
 
 
 def _create(path: Path) -> None:
-    """Create a log without rows, which appears under its name when it is complete."""
+    """Create a log without rows; no other process sees it before it is complete."""
     with replacing(path) as temporary, create(temporary) as file:
         file.attrs["format"] = fixed(FORMAT)
         file.create_group("summary")
@@ -308,7 +320,7 @@ def _truncate(group: h5py.Group, rows: int) -> None:
 
 
 def _widen(group: h5py.Group, nodes: int) -> None:
-    """Widen all columns of a group to `nodes` nodes; they are never made narrower."""
+    """Widen all columns of a group to `nodes` nodes; leave wider columns unchanged."""
     count = len(group["node"])
     if nodes > count:
         group["node"].resize(nodes, axis=0)
@@ -319,7 +331,7 @@ def _widen(group: h5py.Group, nodes: int) -> None:
 
 
 def _column(group: h5py.Group, name: str, column: Column, per_node: bool) -> None:
-    """Create a column with as many rows as the group has, unless it exists."""
+    """Create a column with the number of rows of the group, unless the column exists."""
     if name in group:
         return
     index = group["step"] if "step" in group else group["at_step"]
@@ -346,7 +358,9 @@ def _dataset(
     )
     data.attrs["units"] = fixed(column.unit)
     data.attrs["description"] = fixed(column.description)
-    data.attrs["long_name"] = fixed(column.description)  # shown by xarray and netCDF programs
+    # Programs for netCDF, such as xarray, show this attribute.
+    data.attrs["long_name"] = fixed(column.description)
     if group.name == "/steps":
-        group.file[name] = data  # xarray opens the root group by default
+        # By default, xarray opens the root group, so link the column there.
+        group.file[name] = data
     return data

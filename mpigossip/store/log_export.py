@@ -25,20 +25,21 @@ TENSORBOARD = {
     "compute_s": "time/compute", "node_s": "time/node", "exchange_s": "time/exchange",
     "idle_s": "time/idle",
 }  # fmt: skip
-"""TensorBoard's tags of columns of the steps, which are exported as means over the nodes."""
+"""Tags by which TensorBoard shows columns of the steps, as means over the nodes."""
 HIDDEN = ("step", "kind", "mixed_distance")
 """Columns that are not exported to TensorBoard."""
 
 
 def tag(name: str) -> str:
-    """Return TensorBoard's tag for a column of the steps; a metric NAME has "NAME/training"."""
+    """Return the TensorBoard tag of a column of the steps, "NAME/training" for a metric."""
     return TENSORBOARD.get(name, f"{name}/training")
 
 
 def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
-    """Write two CSV files, with the steps and the evaluations, and one line per step and node.
+    """Write a log as two CSV files, for the steps and for the evaluations.
 
-    Values that are common to all nodes are repeated for each node.
+    The files have a line for each step or evaluation and each node. Values that are common to all
+    nodes are repeated for each node.
 
     :param log: log to export
     :param out: file for the steps; for run.csv, the evaluations are written to run-evaluations.csv
@@ -84,7 +85,7 @@ def add_evaluation(
 
     :param writer: event file
     :param step: number of steps done
-    :param result: values of the averaged model by name, and values of the nodes as "local_NAME", of
+    :param result: values of the averaged model by name, and values of all nodes by "local_NAME", of
         which the smallest and the largest are written
     :param names: names of the metrics
     """
@@ -100,12 +101,14 @@ def add_evaluation(
 class Events:
     """Event file of TensorBoard; its methods raise OSError if writing fails.
 
-    It uses TensorBoard's writer of records, because torch's `SummaryWriter` has a thread that
+    The class uses TensorBoard's writer of records and not torch's `SummaryWriter`, whose thread
     prints a traceback if the disk is full.
     """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        """Create an event file, which hides entries of older files from ``first_step`` on.
+        """Create an event file.
+
+        TensorBoard then ignores entries of older files from ``first_step`` on.
 
         :param folder: folder of the file, which is created if necessary
         :param first_step: first step of the run or of its continuation
@@ -128,7 +131,7 @@ class Events:
         self._file = (folder / name).open("xb")
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
-        # Write this at step 0, too: the folder may contain files of a run that was begun again.
+        # Write this at step 0, too: the folder may contain files of a run that was started again.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._write(step=first_step, session_log=start)
 

@@ -1,4 +1,4 @@
-"""Reader of logs, which validates them, also while a run writes, and can average over steps."""
+"""Reader of logs, which validates a log and can read it while a run writes to it."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from mpigossip.store.journal import SMALL, TRIES, consistent, stamp
 
 FORMAT = "mpigossip log 1"
 INDEX = {"steps": "step", "evaluations": "at_step"}
-"""Groups of a log, and the column that numbers the rows of each."""
+"""Name of the column that numbers the rows, for each group of a log."""
 COLUMNS = 1 << 10
 """Largest number of columns of a group."""
 TEXTS = ("metrics", "figures", "lost", "warnings", "checkpoint", "digest")
@@ -34,13 +34,14 @@ NUMBERS = (
     "exchange_s",
     "idle_s",
 )
-"""Entries of a summary: TEXTS are strings, NUMBERS are numbers, and each finished run has all of
-NEEDED."""
+"""Entries of a summary. TEXTS are strings, NUMBERS are numbers, and the summary of each finished
+run has all entries in NEEDED.
+"""
 
 
 @dataclass(frozen=True)
 class Log:
-    """Content of a log in memory.
+    """Content of a log.
 
     `steps` holds "step", of shape (steps,), and the columns, of shape (steps, nodes). `evaluations`
     holds "step", of shape (evaluations,), and its columns, of shape (evaluations,) or (evaluations,
@@ -63,7 +64,7 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
         instead and joined, with one column for each member
     :param columns: columns of the steps to read; None: all
     :param points: largest number of rows to return. If there are more, blocks of consecutive steps
-        are averaged, without their unknown values. None: all rows
+        are averaged, leaving out unknown values. None: all rows are returned
     :raises StoreError: if there is no log, or it is damaged
     """
     path = Path(path)
@@ -72,7 +73,8 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
         return _join_members([read(member, wanted) for member in members])
     if not path.is_file():
         raise StoreError(f"{path} doesn't exist: name a run with a log.h5")
-    for _ in range(TRIES):  # a run that is writing can disturb one attempt, but rarely two
+    # If a run has written to the log meanwhile, try again.
+    for _ in range(TRIES):
         before = stamp(path)
         try:
             log = _read(path, columns, points)
@@ -89,8 +91,8 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
 def _join_members(logs: list[Log]) -> Log:
     """Join the logs of members that trained at different times, with one column for each member.
 
-    Rows are numbered by the steps in the history of a model; they are NaN for members that did not
-    record this number of steps.
+    The number of a row is the number of steps in the history of a model. Entries of members that
+    recorded no such number are NaN.
     """
     last = max(logs, key=lambda log: (len(log.summary), len(log.steps["step"])))
     row_steps = [log.steps.get("history", log.steps["step"][:, None])[:, 0] for log in logs]
@@ -114,7 +116,8 @@ def _join_members(logs: list[Log]) -> Log:
     summary = dict(last.summary)
     if "finished" in summary:
         sent = [float(log.summary["bytes_sent"]) for log in logs if "finished" in log.summary]
-        times = steps.get("time", step)  # measured by the clocks of the members
+        # These times were measured by the clocks of the members.
+        times = steps.get("time", step)
         times = times[np.isfinite(times)]
         summary |= {"nodes": len(logs), "bytes_sent": sum(sent) / len(sent)}
         if len(times):
@@ -146,7 +149,10 @@ def _read(path: Path, wanted: Collection[str] | None, points: int | None) -> Log
 
 
 def _typed(entries: Any, default: type = object) -> dict[str, Any]:
-    """Check a summary or environment: known entries need their types, others type `default`."""
+    """Check the types of the entries of a summary or environment, and return the entries.
+
+    Known entries must have their known types, and all others the type `default`.
+    """
     if not isinstance(entries, dict) or "finished" in entries and not entries.keys() >= NEEDED:
         raise ValueError("its summary or environment lacks entries")
     kinds = dict.fromkeys(TEXTS, str) | dict.fromkeys(NUMBERS, int | float)
@@ -158,10 +164,10 @@ def _typed(entries: Any, default: type = object) -> dict[str, Any]:
 
 
 def metrics_in(evaluations: Collection[str]) -> list[str]:
-    """Return the names of the metrics among the columns of evaluations, with "accuracy" first.
+    """Return the names of the metrics in the evaluations, with "accuracy" first.
 
-    A metric is a column that also exists as "local_NAME", for the nodes' own models; "accuracy" is
-    always a metric, and "loss" is none.
+    A metric NAME is a column with a second column "local_NAME", which has the values of the nodes'
+    own models. "accuracy" is always a metric, and "loss" never.
     """
     metrics = {name for name in evaluations if f"local_{name}" in evaluations or name == "accuracy"}
     return sorted(metrics - {"loss"}, key=lambda name: (name != "accuracy", name))
@@ -169,9 +175,10 @@ def metrics_in(evaluations: Collection[str]) -> list[str]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Open a log, check it, and yield its attributes and its arrays by path.
+    """Return a context manager that opens and checks a log.
 
-    Changes that a killed writer left pending are included.
+    It yields the attributes of the log, and its arrays by path. Changes in the journal of a process
+    that was killed are included.
     """
     with reading(path), consistent(path, tables=True, again="steps") as (file, objects):
         if "format" not in file.attrs or guard.attribute(file, "format", long=True) != FORMAT:
@@ -192,7 +199,7 @@ def columns(objects: dict[str, Any], group: str) -> list[tuple[str, h5py.Dataset
 
 
 def _check(datasets: dict[str, h5py.Dataset], group: str, index: str) -> None:
-    """Raise ValueError unless steps ascend and each column has the shape of its group."""
+    """Raise ValueError unless the steps of a group ascend and its columns have the right shapes."""
     for scale in (index, "node"):
         data = datasets.get(scale)
         if data is None or data.ndim != 1 or data.dtype.kind != "i":
@@ -218,7 +225,7 @@ def with_nan(values: np.ndarray) -> np.ndarray:
 
 
 def _blocks(data: h5py.Dataset, block: int) -> np.ndarray:
-    """Return the means of `data` over blocks of `block` rows; read it in pieces to save memory."""
+    """Return the means of `data` over blocks of `block` rows; few rows are in memory at a time."""
     if block == 1 or len(data) == 0:
         return data[()]
     if data.name.endswith("/step"):

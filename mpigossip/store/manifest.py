@@ -1,8 +1,8 @@
-"""Manifest of a checkpoint: the file `checkpoint.h5`, which lists and joins the files of the nodes.
+"""Manifest of a checkpoint, which is the file `checkpoint.h5` that lists the files of the nodes.
 
-It begins with 512 bytes that contain a SHA-256 of the rest of the file. The rest is HDF5: the step,
-the complete job, further facts, a table of the files with their sizes and checksums, and a virtual
-dataset with the parameters of all nodes, for other programs.
+The manifest begins with 512 bytes that contain a SHA-256 of the rest of the file. The rest is HDF5:
+the step, the complete job, further facts, a table of the files with their sizes and checksums, and
+a virtual dataset with the parameters of all nodes, for other programs.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from mpigossip.store.hdf5 import create, reading, sync, write_text
 FORMAT = "mpigossip checkpoint 1"
 MANIFEST = "checkpoint.h5"
 HEADER = 512
-"""Number of bytes before the HDF5 part of the manifest, with its format and its checksum."""
+"""Number of bytes of the manifest before its HDF5 part; they name its format and checksum."""
 LARGEST = 1 << 26
-"""Largest size of a manifest in bytes. It has job, environment and about 120 bytes per node."""
+"""Largest size of a manifest, in bytes. It contains about 120 bytes per node, besides the job."""
 MOST = 1 << 53
-"""Largest value of a counter, up to which all integers are exact as float64, too."""
+"""Largest value of a counter. All integers up to it are exact as float64."""
 FACTS = 1 << 10
 """Largest number of facts or counters in a checkpoint."""
 Number = int | float | str
@@ -45,18 +45,18 @@ class Entry(NamedTuple):
     checksum: str
     """CRC-32 of all bytes of the file, as 8 hexadecimal digits."""
     parameters: int
-    """Number of parameters in the file: all P of the node, or those of the slot's shard."""
+    """Number of parameters in the file, which is P for a node, and less for the shard of a slot."""
 
     @property
     def slot(self) -> int | None:
-        """Index of the slot whose file this is; None: the file is of a complete node."""
+        """Index of the slot that wrote the file; None: the file contains a complete node."""
         match = re.fullmatch(r"node-\d+-(\d+)\.h5", self.file, re.ASCII)
         return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of `checkpoint.h5`."""
+    """Manifest of a checkpoint, which is the content of its file `checkpoint.h5`."""
 
     step: int
     """Number of steps done."""
@@ -65,7 +65,7 @@ class Manifest:
     job: str
     """Complete job, as TOML."""
     meta: dict[str, Number]
-    """Further facts."""
+    """Further facts by name, which are numbers or strings."""
     entries: tuple[Entry, ...]
     """Entry for the file of each node, or of each slot, sorted by node and slot."""
 
@@ -75,7 +75,7 @@ class Manifest:
         return len(self.entries) // self.n if self.n else 0
 
     def of(self, node: int) -> tuple[Entry, ...]:
-        """Return the entries of a node's files."""
+        """Return the entries of the files of a node."""
         return self.entries[node * self.each : (node + 1) * self.each]
 
 
@@ -85,7 +85,10 @@ def name(node: int, slot: int | None = None) -> str:
 
 
 def check_table(entries: Sequence[Entry], n: int) -> None:
-    """Raise ValueError unless these are the files of n nodes, with equal numbers and lengths."""
+    """Raise ValueError unless the entries are the files of n nodes.
+
+    All nodes must have the same number of files and of parameters.
+    """
     per_node = len(entries) // n if n else 0
     if not per_node or len(entries) != n * per_node:
         raise ValueError(f"n = {n}, but its table lists {len(entries)} files")
@@ -100,8 +103,8 @@ def check_table(entries: Sequence[Entry], n: int) -> None:
 def write(path: Path, manifest: Manifest) -> None:
     """Write and fsync `checkpoint.h5`.
 
-    It contains the facts, the table of files, and /parameters, a virtual dataset of shape (n, P)
-    over all files.
+    The file contains the facts, the table of files, and /parameters, a virtual dataset of shape (n,
+    P) that refers to all files.
     """
     names = max(len(entry.file) for entry in manifest.entries)
     kind = [("node", "<i8"), ("file", f"S{names}"), ("bytes", "<i8")]
@@ -132,7 +135,7 @@ def write(path: Path, manifest: Manifest) -> None:
 
 
 def _parts(entries: Iterable[Entry]) -> Iterator[tuple[Entry, slice]]:
-    """Yield the entries of files with parameters, each with its columns among the node's."""
+    """Yield the entry of each file with parameters, and the columns that these have in the node."""
     node = -1
     start = 0
     for entry in entries:
@@ -180,7 +183,7 @@ def _content(file: h5py.File, objects: dict[str, Any]) -> Manifest:
     only(objects, {"job", "meta", "nodes"}, {"parameters"})
     facts = guard.attributes(file)
     if facts.keys() != {"format", "step", "n"} or facts["format"] != FORMAT:
-        raise ValueError("its attributes differ from those of a manifest")
+        raise ValueError("its attributes are not the attributes of a manifest")
     entries = tuple(Entry(*row) for row in guard.rows(objects, "nodes", "iSiSi"))
     n = counter(facts["n"], "n", MOST)
     check_table(entries, n)
@@ -197,7 +200,7 @@ def _content(file: h5py.File, objects: dict[str, Any]) -> Manifest:
 
 
 def only(objects: Mapping[str, Any], needed: set[str], further: Collection[str] = ()) -> None:
-    """Raise ValueError unless a file has all names in ``needed`` and no others except ``further``.
+    """Raise ValueError unless a file has all names in ``needed``, and no others but ``further``.
 
     Only the first component of each path in ``objects`` counts.
     """
@@ -208,14 +211,14 @@ def only(objects: Mapping[str, Any], needed: set[str], further: Collection[str] 
 
 
 def counter(value: Any, name: str, limit: int) -> int:
-    """Return the value; raise ValueError unless it is an integer from 0 to `most`."""
+    """Return ``value``; raise ValueError unless it is an integer from 0 to ``limit``."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
         raise ValueError(f"{name} = {str(value)[:40]}: must be a whole number from 0 to {limit}")
     return value
 
 
 def parse_facts(text: str, name: str) -> dict[str, Number]:
-    """Parse facts or counters: a JSON object of numbers and strings."""
+    """Parse facts or counters from a JSON object of numbers and strings."""
     facts = json.loads(text)
     if not isinstance(facts, dict) or len(facts) > FACTS:
         raise ValueError(f'"{name}" is not a table of at most {FACTS} numbers and texts')
@@ -245,7 +248,7 @@ def check_counters(numbers: dict[str, Number], step: int) -> dict[str, Number]:
 
 
 def _check_view(view: Any, n: int, entries: Sequence[Entry]) -> None:
-    """Raise ValueError unless the virtual dataset shows exactly the files, one row per node."""
+    """Raise ValueError unless a virtual dataset has one row per node, with exactly its files."""
     length = sum(entry.parameters for entry in entries if entry.node == 0)
     is_view = isinstance(view, h5py.Dataset) and view.is_virtual
     if not is_view or view.shape != (n, length) or view.dtype != "<f4":

@@ -1,4 +1,4 @@
-"""State of a node in a checkpoint: arrays, the table of parameters, and averages in float64."""
+"""State of a node in a checkpoint, its table of parameters, and averages of states."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,26 +15,28 @@ DIMENSIONS = 32
 """Largest number of dimensions of a parameter."""
 FINITE = ("parameters", "arrays/state/", "arrays/torch/", "pieces/state/")
 """Prefixes of the datasets that must be finite, in addition to `NORMS`. Other buffers can be masks
-with −∞, and state of the user can have any value."""
+with −∞, and a user's own state can have any value.
+"""
 NORMS = ("running_mean", "running_var")
-"""Suffixes of the statistics of norms, which must be finite, too."""
+"""Suffixes of the running statistics of normalization layers, which must be finite, too."""
 LOOSE = ("torch/", "own/", "rng/")
-"""Prefixes of arrays of a user's loop in which nodes may differ: an optimizer has no state for
-parameters that the node never used."""
+"""Prefixes of arrays of a user's loop that may be missing on some nodes, because an optimizer has
+no state for parameters that the node never used.
+"""
 
 
 @dataclass(frozen=True)
 class NodeState:
     """State from which a node, or one of its slots, can resume.
 
-    `parameters`, (P,) float32, are the flat parameters of the node: the arrays with these `names`
-    and `shapes`, raveled and joined in order. `arrays` are further arrays, by a path such as
-    "state/momentum". `numbers` are counters and other scalar values.
+    `parameters`, (P,) float32, are the flat parameters of the node, which are the arrays with the
+    given `names` and `shapes`, raveled and joined in order. `arrays` are further arrays, by a path
+    such as "state/momentum". `numbers` are counters and other scalar values.
 
-    If `slot` is the index of a slot instead of None, `parameters` are the shard of this slot, which
-    follows the shard of the preceding slot. `pieces` are its shards of further arrays, by path,
-    which are joined likewise. An array in `arrays` then belongs to this slot only. Names and shapes
-    are those of the complete node.
+    If `slot` is not None, this is the state of one slot: `parameters` are the shard of this slot,
+    and `pieces` are its shards of further arrays, by path. Shards are joined in the order of the
+    slots. An array in `arrays` then belongs to this slot only. `names` and `shapes` describe the
+    complete node.
     """
 
     parameters: np.ndarray
@@ -52,7 +54,7 @@ class NodeState:
         return {"parameters": self.parameters.astype("<f4", copy=False), **paths}
 
     def not_finite(self) -> str:
-        """Describe the first array with NaN or infinite values; return "" if there is none."""
+        """Describe the first array with NaN or infinite values; return "" if all are finite."""
         for name, array in self.stored().items():
             if array.dtype.kind != "f" or not (name.startswith(FINITE) or name.endswith(NORMS)):
                 continue
@@ -67,8 +69,9 @@ class NodeState:
         return ""
 
     def _parameter(self, index: int) -> str:
-        """Describe the parameter to which element ``index`` of the flat parameters belongs."""
-        if self.slot is not None:  # its offset depends on the preceding slots
+        """Describe the parameter that contains element ``index`` of the flat parameters."""
+        # The names of parameters can't be used, because the lengths of preceding slots are unknown.
+        if self.slot is not None:
             return f" of slot {self.slot}"
         ends = np.cumsum([math.prod(shape) for shape in self.shapes])
         return f", the first in {self.names[np.searchsorted(ends, index, side='right')]}"
@@ -119,9 +122,10 @@ def average(
 ) -> dict[str, np.ndarray]:
     """Average arrays in float64: Σ_k parts[k] · 1/K, summed in the given order.
 
-    Only the sum and one part are in memory at a time.
+    Only the sum and a single part are in memory at a time.
 
-    :param parts: arrays by name; arrays that are not floating-point are taken from the first part
+    :param parts: dicts of arrays by name; arrays that are not floating-point are taken from the
+        first part
     :param loose: prefixes of names that are left out if a part lacks them or has another shape
     :return: averages by name
     :raises ValueError: if parts differ in other names or shapes
@@ -147,9 +151,9 @@ def average(
 
 
 def over_slots(state: NodeState) -> dict[str, np.ndarray]:
-    """Return the arrays of a node by name, with "parameters" and the mean buffers of its slots.
+    """Return the arrays of a node by name, with "parameters" and buffers averaged over slots.
 
-    The path of a buffer is "buffers/SLOT/NAME" in the state, and "buffers/NAME" in the result.
+    A buffer has the path "buffers/SLOT/NAME" in the state, and "buffers/NAME" in the result.
     """
     arrays = {"parameters": state.parameters}
     slots: dict[int, dict[str, np.ndarray]] = {}
@@ -164,7 +168,10 @@ def over_slots(state: NodeState) -> dict[str, np.ndarray]:
 
 
 def over_nodes(states: Iterable[NodeState]) -> dict[str, np.ndarray]:
-    """Average the arrays of :func:`over_slots`, "bytes_sent" and "local_steps" over nodes."""
+    """Return the arrays of nodes, averaged over the nodes.
+
+    These are the arrays of :func:`over_slots`, "bytes_sent" and "local_steps".
+    """
 
     def arrays(state: NodeState) -> dict[str, np.ndarray]:
         counters = {"bytes_sent", "local_steps"} & state.numbers.keys()
@@ -174,5 +181,5 @@ def over_nodes(states: Iterable[NodeState]) -> dict[str, np.ndarray]:
 
 
 def is_floating(array: np.ndarray) -> bool:
-    """Return whether an array is floating-point, so that an average of such arrays makes sense."""
+    """Return whether an array has a floating-point type, so that it can be averaged."""
     return bool(np.issubdtype(array.dtype, np.floating))

@@ -1,4 +1,4 @@
-"""Packing of a folder of images or texts into one HDF5 file; store/dataset.py has its layout."""
+"""Packing of a folder of images or texts into one HDF5 file, as `dataset.py` describes it."""
 
 import io
 import os
@@ -20,51 +20,53 @@ from mpigossip.store.hdf5 import fixed, reading, replacing
 
 FORMAT = "mpigossip-dataset"
 VERSION = 3
-"""Version of packs with a tokenizer, whose tokens earlier versions would take for bytes."""
+"""Version of data sets with a tokenizer. Earlier programs would read tokens as bytes."""
 PLAIN = 2
-"""Version of all other packs."""
+"""Version of data sets without a tokenizer."""
 VOCABULARY = 4096
 """Default number of entries of a vocabulary."""
 SPLITS = ("train", "test")
 SAMPLE_FOR_MEAN = 10_000
-"""Smallest number of training images, evenly distributed, whose pixels determine the mean and the
-standard deviation; all images are used if there are fewer."""
+"""Smallest number of training images from which the mean and the standard deviation are computed.
+The images are evenly distributed; if there are fewer, all images are used.
+"""
 BLOCK = 512
-"""Number of files that are decoded at a time, which limits the memory of packing."""
+"""Number of files that are decoded at a time, so that packing needs little memory."""
 LARGE = 1 << 14
 """Mean size of files, in bytes, above which decoding takes long enough for threads to pay off."""
 BUFFER = 1 << 24
 """Size of buffers for reading and writing, in bytes."""
 
 Files = tuple[list[Path], list[int]]
-"""Files and their labels."""
+"""Paths of files, and their labels."""
 
 
 class _Payload(NamedTuple):
-    """Checked image file: its content for the pack, or its problems."""
+    """Image file after it was checked, with its content for the data set or its problems."""
 
     data: bytes
     size: tuple[int, int]
     """Height and width in pixels."""
     gray: bool
     moments: np.ndarray | float
-    """Number, sum and sum of squares of the pixels of each channel, (3, 3); 0 if not measured."""
+    """Number, sum and sum of squares of the pixels of each channel, (3, 3); 0: not measured."""
     problems: list[str]
 
 
 @dataclass(frozen=True)
 class _Half:
-    """Encoded samples of a split, with their lengths, checksums and sizes."""
+    """Encoded samples of the training or test split, with their lengths, checksums and sizes."""
 
     spool: IO[bytes]
-    """Nameless file in the folder of the pack, which collects the samples. HDF5 needs to know the
-    size of a contiguous array before it is written."""
+    """File without a name, in the folder of the data set, that collects the samples, because HDF5
+    needs the size of a contiguous array before the array is written.
+    """
     lengths: list[int] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
     sizes: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, data: bytes, size: tuple[int, int] = (0, 0)) -> None:
-        """Add a sample."""
+        """Add an encoded sample, with its height and width in pixels if it is an image."""
         self.spool.write(data)
         self.lengths.append(len(data))
         self.checksums.append(zlib.crc32(data))
@@ -109,8 +111,8 @@ def pack(
     :param out: file to write
     :param image_size: side in pixels: images whose shorter side is longer are scaled down to it and
         stored as JPEG of quality 95; None: keep all sizes
-    :param decoded: store pixels (kind "arrays") instead of files. This suits small images of one
-        size that are used in many runs: batches are the same, but no run has to decode
+    :param decoded: store pixels (kind "arrays") instead of image files. This suits small images of
+        equal size that many runs use, because no run has to decode them; the batches are the same
     :param text: whether the folder contains text
     :param tokenizer: tokens of a text: "byte", or "bpe" for a byte-pair encoding that is learned
         from the training text
@@ -136,7 +138,8 @@ def pack(
     if image_size is not None and image_size < 1:
         raise StoreError(f"--image-size {image_size}: must be at least 1 pixel")
     with replacing(out) as new:
-        new.touch()  # fail here if it cannot be written, because HDF5's message is long
+        # If the file can't be written, this fails with a shorter message than HDF5's.
+        new.touch()
         with h5py.File(new, "w", libver=("v110", "v110")) as file:
             file.attrs.update(
                 format=fixed(FORMAT), version=PLAIN, source=fixed(str(folder.resolve()))
@@ -198,7 +201,10 @@ def _find(folder: Path) -> tuple[list[str], dict[str, Files]]:
         )
     unknown = sorted({path.name for path in _visible(test) if path.is_dir()} - set(classes))
     if unknown:
-        raise StoreError(f"{test} has classes that {train} lacks: {', '.join(unknown[:10])}")
+        raise StoreError(
+            f"{test} has classes that {train} lacks: {', '.join(unknown[:10])}; add these folders "
+            "there, or remove them here"
+        )
     lists = {}
     for name, split in zip(SPLITS, (train, test), strict=True):
         lists[name] = _image_files(split, classes)
@@ -208,14 +214,17 @@ def _find(folder: Path) -> tuple[list[str], dict[str, Files]]:
 
 
 def _write_facts(file: h5py.File, kind: str, classes: Sequence[str], moments: np.ndarray) -> None:
-    """Write kind, class names and normalization.
+    """Write the kind, the class names and the normalization of a data set.
 
-    The latter is computed from ``moments``, (channels, 3): number, sum and sum of squares of the
-    pixels of each channel.
+    :param file: file of the data set
+    :param kind: "images", "arrays" or "text"
+    :param classes: name for each label
+    :param moments: number, sum and sum of squares of the pixels of each channel, (channels, 3),
+        from which the mean and the standard deviation are computed
     """
     count, total, squares = moments.T
     mean = total / count
-    # A constant channel is only centred, because division by 0 would make it infinite.
+    # Do not divide a constant channel by its standard deviation 0.
     std = np.sqrt(np.maximum(squares / count - mean**2, 0))
     std = np.where(std > 1e-6, std, 1.0)
     names = np.array([fixed(name) for name in classes])
@@ -304,12 +313,12 @@ def _image_files(folder: Path, classes: Sequence[str]) -> Files:
 
 
 def _checked(files: Sequence[Path], image_size: int | None, every: int) -> Iterator[_Payload]:
-    """Decode all files in order, and measure the pixels of each `every`-th one (0: none)."""
+    """Decode all files in order, and measure the pixels of each `every`-th file (0: of no file)."""
 
     def check(item: tuple[int, Path]) -> _Payload:
         return _check(item[1], image_size, every > 0 and item[0] % every == 0)
 
-    # With small files, contention for the interpreter lock made threads four times slower.
+    # For small files, threads were four times slower, because they waited for Python's global lock.
     if sum(path.stat().st_size for path in files[:BLOCK]) < LARGE * len(files[:BLOCK]):
         yield from map(check, enumerate(files))
         return
@@ -319,7 +328,12 @@ def _checked(files: Sequence[Path], image_size: int | None, every: int) -> Itera
 
 
 def _check(path: Path, image_size: int | None, measured: bool) -> _Payload:
-    """Decode an image file; scale it down if it is larger, and measure its pixels if requested."""
+    """Decode an image file, scale it down if it is too large, and measure its pixels.
+
+    :param path: image file
+    :param image_size: largest length of the shorter side in pixels; None: no limit
+    :param measured: whether to measure the pixels
+    """
     try:
         data = path.read_bytes()
         with Image.open(io.BytesIO(data)) as image:
@@ -339,7 +353,7 @@ def _check(path: Path, image_size: int | None, measured: bool) -> _Payload:
 
 
 def _moments(image: Image.Image) -> np.ndarray:
-    """Return number, sum and sum of squares of the pixels of each channel, (3, 3)."""
+    """Return the number, sum and sum of squares of the pixels of each channel, (3, 3)."""
     histogram = np.array(image.convert("RGB").histogram(), np.float64).reshape(3, 256)
     values = np.arange(256) / 255
     return histogram @ np.stack([np.ones(256), values, values**2], axis=1)

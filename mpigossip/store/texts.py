@@ -1,9 +1,9 @@
-"""Texts for packing: their files, training and test splits, and tokens.
+"""Texts for packed data sets, with their files, training and test splits, and tokens.
 
-A token is a byte or, with byte-pair encoding, an index of two bytes, little-endian, into a
-vocabulary that is learned from the training splits. Each entry of the vocabulary stands for a fixed
-sequence of bytes, so that losses per byte are comparable between tokenizers. Learning requires the
-`tokenizers` library; reading does not.
+A token is a byte or, with byte-pair encoding, an index into a vocabulary that is learned from the
+training splits. An index is stored as two bytes, little-endian. Each entry of the vocabulary stands
+for a fixed sequence of bytes, so that losses per byte can be compared between tokenizers. Learning
+a vocabulary requires the library `tokenizers`; reading a data set does not.
 """
 
 import os
@@ -21,7 +21,7 @@ from mpigossip.store.hdf5 import reading
 MAX_ENTRIES = 1 << 16
 """Largest number of entries of a vocabulary, since a token has two bytes."""
 BYTE_ENTRIES = 256
-"""Number of entries before learning: one for each byte."""
+"""Number of entries of a vocabulary before learning, which is one for each byte."""
 KINDS = ("byte", "bpe")
 
 
@@ -36,7 +36,7 @@ class Tokenizer:
 
     @property
     def name(self) -> str:
-        """Name of kind, number of entries and checksum: "byte", or "bpe-8192-1c291ca3"."""
+        """Name of the tokenizer: "byte", or kind, size and checksum, as in "bpe-8192-1c291ca3"."""
         return f"bpe-{len(self.lengths)}-{zlib.crc32(self.text):08x}" if self.text else "byte"
 
     @property
@@ -54,7 +54,7 @@ def files_of(where: Path, excluded: Path | None = None) -> tuple[list[Path], lis
     Empty files and hidden files and folders are left out.
 
     :param where: a file, or a folder of which all files are taken, including subfolders
-    :param excluded: file to leave out, such as the pack itself; None: leave out none
+    :param excluded: file to leave out, such as the data set itself; None: no file is left out
     :return: paths, and names relative to the folder
     :raises StoreError: if there is no file with text, or a folder cannot be read
     """
@@ -114,10 +114,10 @@ def decode(path: Path, data: bytes, begin: int = 0) -> str:
 
 
 class Coder:
-    """Encoder that converts the bytes of files to the tokens of a pack."""
+    """Encoder that converts the bytes of files to the tokens of a data set."""
 
     def __init__(self, kind: str, files: Sequence[Path], vocabulary: int):
-        """Prepare the tokenizer; "bpe" learns it from the files.
+        """Prepare the tokenizer, which is learned from the files for the kind "bpe".
 
         :param kind: "byte" or "bpe"
         :param files: files of the text

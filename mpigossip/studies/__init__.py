@@ -1,4 +1,4 @@
-"""Studies: simulations of grids of settings, nodes and seeds, with tables and plots of results."""
+"""Studies, which simulate all points of a grid of settings, and tabulate and plot the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Study(Results):
-    """Results of a study as tables and plots, as returned by :func:`study`."""
+    """Results of a study, as returned by :func:`study`, with tables and plots."""
 
     def plot(
         self,
@@ -29,19 +29,20 @@ class Study(Results):
         out: str | Path | None = None,
         theory: bool = False,
     ) -> Figure:
-        """Plot a metric at each evaluation as the mean over seeds, with a band for its interval.
+        """Plot the mean of a metric over seeds, with a band for its confidence interval.
 
-        The band is the 95 % confidence interval of the mean. If the mean of a metric is positive
-        but its band would reach 0, the lower end has the same ratio to the mean as the mean has to
-        the upper end.
+        A curve has a value for each evaluation. The band is the 95 % confidence interval of the
+        mean. If the mean is positive but the band would reach 0, the lower end of the band is
+        replaced by mean² / upper end.
 
         :param y: name of a metric, "loss" or "consensus_distance"; None: ``judge`` of the study
         :param x: horizontal axis: "step", "epoch", "bytes" (MB sent by a node) or "time" (virtual
             seconds, for jobs with a section `[clock]`)
-        :param out: file to write, as PNG, PDF, SVG or PGF, depending on its suffix; None: write
-            none
-        :param theory: for the problems of theory, with "gradient_square" plotted over steps: draw
-            the rate of D-PSGD on each graph, dotted, and the lower bounds, in grey, too
+        :param out: file to write, as PNG, PDF, SVG or PGF, depending on its suffix; None: no file
+            is written
+        :param theory: whether to draw the rate of D-PSGD on each graph (dotted) and the lower
+            bounds (grey), too. This is possible for theory tasks if "gradient_square" is plotted
+            over steps
         :return: figure, which a notebook displays
         :raises JobError: if the logs do not have such a metric, or ``theory`` does not apply
         """
@@ -59,20 +60,20 @@ class Study(Results):
     def transient(
         self, against: str = "parallel", y: str = "loss", within: float = 2.0
     ) -> list[dict[str, Any]]:
-        """Return the step of each point from which its curve stays near a reference.
+        """Return, for each point, the step from which its curve stays near a reference curve.
 
-        Both curves are means over seeds. Each row has this step as "transient", which is inf if
-        the curve never stays near the reference, and the estimates n³/(1−ρ)² and n³/(1−ρ)⁴ for its
-        graph, as "iid" and "non_iid".
+        Both curves are means over seeds. In each row, "transient" is this step, or inf if the curve
+        never stays near the reference. "iid" and "non_iid" are the theoretical estimates n³/(1−ρ)²
+        and n³/(1−ρ)⁴ for the graph of the point.
 
-        :param against: label of the reference. Of several references with the same number of nodes
-            as the point, the one that shares most labels with it is used
-        :param y: metric for which smaller values are better; "local_loss" and others of this form
-            are metrics of the nodes' own models
-        :param within: largest ratio of the curve to the reference, from the step to the end
+        :param against: label of the reference. If several references have the same number of nodes
+            as the point, the reference that shares most labels with the point is used
+        :param y: metric for which smaller values are better; names such as "local_loss" are metrics
+            of the nodes' own models
+        :param within: largest ratio of the curve to the reference from this step on
         :return: a row for each point that is not a reference
-        :raises JobError: if there is no reference for some number of nodes, or it was evaluated at
-            other steps
+        :raises JobError: if there is no reference for some number of nodes, or if it was evaluated
+            at other steps
         """
         from mpigossip.studies.theory import transients
 
@@ -93,36 +94,38 @@ def study(
     processes: int | None = None,
     skip: bool = False,
 ) -> Study:
-    """Simulate every point of a grid with every seed, unless the run exists already.
+    """Simulate each point of a grid with each seed, and return the results.
 
-    If a study was killed, or is repeated with more points or seeds, only the missing runs are
-    simulated; the results are bitwise identical to those of an uninterrupted study. A run whose
-    loss becomes NaN or infinite is a result, too: it counts as "diverged".
+    Runs that exist already are not repeated. If a study was killed, or is called again with more
+    points or seeds, only the missing runs are simulated; the results are bitwise identical to the
+    results of an uninterrupted study. A run whose loss becomes NaN or infinite is a result, too,
+    and is called "diverged".
 
     :param job: path of a job file, or name of an example, such as "digits"
-    :param grid: axes of the grid, by name. Either the name is a setting, with a list of its values
-        (``{"graph.name": ["ring", "base-2"]}``), or the name is arbitrary, with the settings that
-        each label stands for
-        (``{"method": {"QG": "algorithm.name=qg-dmsgd algorithm.beta=0.9"}}``). None: no axes
+    :param grid: axes of the grid, by name. If the name is a setting, the axis is a list of its
+        values (``{"graph.name": ["ring", "base-2"]}``). If the name is any other, the axis is a
+        dict of labels, each with the settings that it stands for (``{"method": {"QG":
+        "algorithm.name=qg-dmsgd algorithm.beta=0.9"}}``). None: no axes
     :param nodes: number of nodes, or several numbers, which form another axis
     :param seeds: number of seeds, counted from 0, or a list of seeds. `run.seed` determines the
         partition of the samples (unless `data.partition = "sorted"`), the initial parameters, the
         order of the samples and random graphs
     :param rates: None: use `schedule.lr` of the job. A list: each point uses the rate that is best
-        by ``judge`` in a run with another seed, which is not reported; rates that diverged are used
-        only if all did. "search": use the best of ¼, ½, 1, 2 and 4 times the job's rate, and
-        while the best is the smallest or largest one, try half or twice of it, at most 3 times.
+        by ``judge`` in a run with another seed, which is not reported. Rates that diverged are used
+        only if all rates diverged. "search": try ¼, ½, 1, 2 and 4 times the rate of the job; while
+        the best rate is the smallest or the largest, try half or twice this rate, at most 3 times.
         "fine": then also try the geometric means of the best rate and its neighbours
     :param settings: settings of all runs: ``["run.epochs=5"]``
-    :param judge: metric by which points are compared: a metric of the task or "loss", which are
-        those of the averaged model at the end, or "train_loss", the training loss in the last
-        twentieth of the steps. None: the first metric of the task, or "loss" for a custom task
-    :param larger: whether larger values of ``judge`` are better; None: only for accuracies
+    :param judge: metric by which points are compared: a metric of the task, or "loss", of the
+        averaged model at the end, or "train_loss", the training loss in the last twentieth of the
+        steps. None: the first metric of the task, or "loss" for a custom task
+    :param larger: whether larger values of ``judge`` are better; None: they are for accuracies only
     :param output: folder of all logs; None: runs/study-JOB
-    :param processes: number of simultaneous runs; None: one for each core; 0: run nothing
-    :param skip: leave out points whose settings cannot be combined; if false, they are errors
+    :param processes: number of simultaneous runs; None: one for each core; 0: no run is started
+    :param skip: whether to leave out points whose settings cannot be combined; if false, such
+        points raise JobError
     :raises JobError: if the grid is not valid
-    :raises Failure: if a run ends with an error, or with ``processes=0`` if a run is missing
+    :raises Failure: if a run ends with an error, or if a run is missing and ``processes`` is 0
     """
     path = Path(job)
     cells, left_out = cells_of(path, grid or {}, _listed("nodes", nodes), settings, skip)

@@ -1,4 +1,4 @@
-"""Plots of a study: a curve with its confidence interval for each point of the grid."""
+"""Plots of a study, with a curve and its confidence interval for each point of the grid."""
 
 import io
 import re
@@ -19,8 +19,8 @@ from mpigossip.studies.seeds import LEVEL, confidence_band
 from mpigossip.studies.tables import lost
 from mpigossip.studies.theory import draw_rates
 
-# The colours are those of Okabe and Ito, which colour-blind people can distinguish. Lines and
-# markers differ as well, for printing in grey.
+# Colour-blind people can distinguish these colours, which are from Okabe and Ito. Lines and markers
+# differ as well, for printing in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
 MARKERS = "os^DvPX"
@@ -37,7 +37,7 @@ LABELS = {
 }  # fmt: skip
 """Labels of metrics on axes, and names of algorithms as in their papers."""
 FILLS = ("full", "none", "left", "bottom", "right")
-"""Fill styles of markers: one for each line style, for printing in grey."""
+"""Fill styles of markers, one for each line style."""
 SPAN = 3.0
 """Ratio of the largest to the smallest value above which an axis is logarithmic."""
 WIDE = 5.4
@@ -45,16 +45,17 @@ WIDE = 5.4
 HIGH = 4.2
 """Height of a panel in inches."""
 INK = 0.6
-"""Sum of the opacities of the bands in a panel; a single band has at most a quarter of it."""
+"""Sum of the opacities of the bands in a panel. The opacity of a band is at most a quarter of it.
+"""
 
 
 def style(k: int) -> dict[str, Any]:
-    """Return colour, line style and marker of the k-th run in a plot."""
+    """Return the colour, line style and marker of the k-th curve in a plot."""
     return {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
 
 
 class Picture(Figure):
-    """Figure that a notebook displays."""
+    """Figure of matplotlib that a notebook displays."""
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
@@ -75,7 +76,8 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
     panels: dict[str, list[Cell]] = {}
     for cell in study.cells:
         panels.setdefault(cell.label(panel_axis) if panel_axis else "", []).append(cell)
-    columns = min(len(panels), 2)  # with more columns, panels would be too small on a page
+    # With three columns, panels would be too small on a page.
+    columns = min(len(panels), 2)
     lines = -(-len(panels) // columns)
     figure = Picture(figsize=(WIDE * columns, HIGH * lines), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
@@ -98,7 +100,8 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
             axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
         axes.grid(alpha=0.25)
         if curve_axes or theory:
-            axes.legend(framealpha=0.8, fontsize=9)  # a curve behind the legend is still visible
+            # A transparent legend does not hide the curves behind it.
+            axes.legend(framealpha=0.8, fontsize=9)
         _scale(axes, y)
     for row in grid:
         row[0].set_ylabel(LABELS.get(y, y.replace("_", " ")))
@@ -107,7 +110,7 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
 
 
 def _of_all(study: Results) -> str:
-    """Return the title of a figure: what is common to all curves, and the meaning of the bands."""
+    """Return the title of a figure, which says what all curves share and what the bands are."""
     parts = [] if "nodes" in study.axes else [f"n = {study.cells[0].nodes}"]
     seeds = len(study.seeds)
     if seeds > 1:
@@ -116,7 +119,7 @@ def _of_all(study: Results) -> str:
 
 
 def _scale(axes, y: str) -> None:
-    """Make the vertical axis logarithmic if curves span a wide range; limit that of accuracies."""
+    """Make the vertical axis logarithmic if curves span a wide range; limit it for accuracies."""
     if "accuracy" in y:
         axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(axes.get_ylim()[1], 1.02))
         return
@@ -127,7 +130,7 @@ def _scale(axes, y: str) -> None:
 
 
 def _panel_axis(study: Results) -> str | None:
-    """Return the axis of the grid to divide into panels, or None if one panel has enough room."""
+    """Return the axis of the grid for whose labels there is a panel each; None: a single panel."""
     if len(study.cells) <= MAX_CURVES:
         return None
     sizes = {axis: len({cell.label(axis) for cell in study.cells}) for axis in study.axes}
@@ -140,7 +143,7 @@ def _name(cell: Cell, axes: list[str]) -> str:
 
 
 def _label_text(axis: str, label: str) -> str:
-    """Return the text for a label; a number or truth value gets the name of its axis in front."""
+    """Return the text for a label, with the name of its axis if it is a number or Boolean."""
     if axis == "nodes":
         return f"n = {label}"
     if axis in ("algorithm.name", "graph.name"):
@@ -150,12 +153,12 @@ def _label_text(axis: str, label: str) -> str:
 
 
 def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
-    """Return the style of each name, which is the same in all panels.
+    """Return the style of the curve of each name, which is the same in all panels.
 
     The first axis with several labels determines the colour, and the other axes determine the line
-    style. If there are too few line styles for that but enough colours, the two are exchanged. If
-    that does not fit either, or there is only one axis, each name has the next colour and the next
-    line style.
+    style. If there are too few line styles for this, but enough colours, colours and line styles
+    are exchanged. Otherwise, or if there is only one axis, each name has the next colour and the
+    next line style.
     """
     several = [axis for axis in axes if len({cell.label(axis) for cell in cells}) > 1]
     parts = {
@@ -201,7 +204,8 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
     band = confidence_band(y, np.stack([run.curve(y) for run in runs]))
     positions = np.mean([_places(run, x) for run in runs], axis=0)
     mean, low, high = band
-    if len(positions) == 1:  # a single evaluation is not visible as a line
+    # A line through a single evaluation would not be visible.
+    if len(positions) == 1:
         bar = [mean - low, high - mean] if np.isfinite(low).any() else None
         axes.errorbar(positions, mean, bar, label=label, capsize=4, **style | {"linestyle": ""})
         return

@@ -1,4 +1,4 @@
-"""Points of a study's grid, with labels and settings, and the reader of study files."""
+"""Points of the grid of a study, with labels and settings, and the reader of study files."""
 
 import inspect
 import itertools
@@ -16,8 +16,9 @@ from mpigossip.config.toml import near, show
 from mpigossip.training import assemble
 
 Axis = Sequence[Any] | Mapping[str, str]
-"""Axis of a grid: values of a setting, or by label, the settings that it stands for, separated by
-spaces."""
+"""Axis of a grid: a list of values of a setting, or a dict from labels to settings, which are
+separated by spaces.
+"""
 
 
 RESERVED = {"nodes", "lr", "seeds", "diverged", "late", "loss", "accuracy", "MB", "train_loss"}
@@ -28,15 +29,15 @@ class Cell:
     """Point of a grid."""
 
     labels: tuple[tuple[str, str], ...]
-    """Name of each axis, and label of the point on it."""
+    """Pairs of the name of an axis and the label that the point has on it."""
     settings: tuple[str, ...]
-    """Settings of the point, as overrides of the job."""
+    """Settings of the point, which override the settings of the job."""
     nodes: int
     """Number of nodes."""
 
     @property
     def name(self) -> str:
-        """Labels and number of nodes, as a valid name of a folder."""
+        """Name of the point for its folder, which consists of its labels and number of nodes."""
         words = [label for _, label in self.labels] + [f"n{self.nodes}"]
         return "_".join(re.sub(r"[^\w.+-]+", "-", word) for word in words)
 
@@ -52,14 +53,15 @@ def cells_of(
     common: Sequence[str],
     skip: bool,
 ) -> tuple[list[Cell], dict[str, str]]:
-    """Return the points of a grid, and those that are left out.
+    """Return the points of a grid, and the points that are left out.
 
     :param job: path of a job file, or name of an example
     :param grid: axes by name
     :param nodes: numbers of nodes
     :param common: settings of all points
-    :param skip: leave out points whose settings cannot be combined, unless these are all points
-    :return: points, and the reasons for leaving out the others, by their names
+    :param skip: whether to leave out points whose settings cannot be combined. If all points are
+        such, they raise JobError
+    :return: points of the study; and the reason why each other point is left out, by its name
     :raises JobError: if the grid is not valid; without ``skip``, the message lists all points whose
         settings cannot be combined
     """
@@ -72,7 +74,7 @@ def cells_of(
         labels = tuple(label for label, _ in point)
         point_settings = [setting for _, settings in point for setting in settings]
         cell = Cell(labels, (*common, *point_settings), n)
-        # An error of a single setting is raised at once, because all points would have it.
+        # If a single setting is wrong, raise its error at once, because all points would have it.
         point_job = assemble.load(job, cell.settings)
         if problems := assemble.mistakes(point_job, n):
             incompatible[cell.name] = "; ".join(problems)
@@ -86,7 +88,7 @@ def cells_of(
 
 
 def _points(axis: str, values: Axis) -> list[tuple[tuple[str, str], list[str]]]:
-    """Return the axis, label and settings of each value of an axis."""
+    """Return, for each value of an axis, the pair of axis and label, and the settings."""
     if axis in RESERVED:
         raise JobError(f'grid: "{axis}" is a column of the table: use another name for the axis')
     if isinstance(values, str) or not hasattr(values, "__len__") or not len(values):
@@ -107,13 +109,14 @@ def _plain(value: Any) -> str:
 
 
 def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a study file.
+    """Read a study file, and return its values by key.
 
     :param path: TOML file, or name of an example; its `job` may be relative to its folder
     :param study: function whose parameters are the valid keys
     :param more: further valid keys
-    :return: arguments for ``study``, and the further keys
-    :raises JobError: if the file cannot be read or has invalid keys; the message lists all of them
+    :return: values by key, which are arguments of ``study`` and values of the further keys
+    :raises JobError: if the file cannot be read or has invalid keys; the message lists all invalid
+        keys
     """
     try:
         path = packaged.given(path)
@@ -143,7 +146,10 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
 
 
 def _axes(grid: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested tables to axes: TOML reads `algorithm.name = […]` as a table in a table."""
+    """Return the axes of a grid by name, from the nested tables of a TOML file.
+
+    TOML reads `algorithm.name = […]` as a table `algorithm` with the key `name`.
+    """
     axes: dict[str, Any] = {}
     for axis, values in grid.items():
         if isinstance(values, dict) and not all(isinstance(v, str) for v in values.values()):

@@ -1,4 +1,4 @@
-"""Results of a study: tables with intervals, the best point, and points that equal it."""
+"""Results of a study: tables with intervals, the best point, and points that are equally good."""
 
 import csv
 import html
@@ -25,15 +25,16 @@ class Results:
 
     The attribute `rows` has a dict for each point, with its labels and these entries:
 
-    * "nodes", "seeds" (their number) and, if learning rates were chosen, "lr";
-    * "diverged", the number of runs that diverged, and "late", the number of runs that ended but
-      lost over half of their progress;
-    * for each metric, NAME (the mean over the runs that ended), NAME_std (with ddof 1), NAME_low
-      and NAME_high (95 % interval of the mean, by Student's t). Metrics are those of the task,
-      "loss", and "MB", the megabytes sent by a node.
+    * "nodes", "seeds" (number of seeds) and, if the study chose learning rates, "lr";
+    * "diverged", the number of runs whose loss became NaN or infinite, and "late", the number of
+      runs that ended, but whose training loss rose again by over half of its decrease;
+    * for each metric, NAME (the mean over the runs that did not diverge), NAME_std (standard
+      deviation with ddof 1), NAME_low and NAME_high (95 % confidence interval of the mean, by
+      Student's t). The metrics are the metrics of the task, "loss", and "MB", the megabytes sent by
+      a node.
 
-    `tried` has the learning rates that a search tried, `left_out` the reasons for leaving out
-    points, by their names, and `folder` is the folder of the logs.
+    `tried` contains the learning rates that a search tried, `left_out` the reason why a point was
+    left out, by its name, and `folder` is the folder of the logs.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Results:
         folder: Path,
         larger: bool | None = None,
     ):
-        """Compute the rows.
+        """Compute the rows of the table from the results of the runs.
 
         :param cells: points of the grid
         :param rates: chosen learning rate of each point; None: the rate of the job
@@ -56,9 +57,10 @@ class Results:
         :param results: results of the runs
         :param judge: metric by which points are compared; None: the first metric of the task
         :param tried: learning rates that a search tried
-        :param left_out: reasons for leaving out points, by their names
+        :param left_out: reason why a point was left out, by the name of the point
         :param folder: folder of the logs
-        :param larger: whether larger values of ``judge`` are better; None: only for accuracies
+        :param larger: whether larger values of ``judge`` are better; None: they are for accuracies
+            only
         """
         self.cells = list(cells)
         self.rates = dict(rates)
@@ -123,11 +125,10 @@ class Results:
         return sorted(range(len(self.rows)), key=sort_key)
 
     def ties(self) -> list[dict[str, Any]]:
-        """Return the rows that do not differ significantly from the best.
+        """Return the rows that do not differ significantly from the best row.
 
-        These are rows with as many diverged runs as the best, for which Dunnett's test of all of
-        them against the best does not reach a level of 5 %. Only seeds for which no run diverged
-        are compared.
+        Rows with the same number of diverged runs as the best row are compared with it by Dunnett's
+        test at a level of 5 %. Only seeds for which no run diverged are used.
         """
         best, *others = self._order()
         near = [k for k in sorted(others) if _lost(self.rows[k]) == _lost(self.rows[best])]
@@ -145,10 +146,10 @@ class Results:
         samples. Seeds for which one of the runs diverged are left out.
 
         :param first: first point
-        :param second: second point, whose values are multiplied by ``share``
-        :param name: metric to compare; larger values are better for accuracies, and smaller ones
-            for other metrics, unless the study says otherwise about ``judge``
-        :param share: factor of the second point
+        :param second: second point
+        :param name: metric to compare. Larger values are better for accuracies, and smaller values
+            for other metrics, unless ``larger`` of the study was given for this metric
+        :param share: factor by which the values of the second point are multiplied
         """
         larger = self.larger if name == self.judge else None
         sign = 1 if larger_is_better(name, larger) else -1
@@ -165,7 +166,7 @@ class Results:
 
         :param form: "text", "csv" or "latex". The LaTeX table requires the package booktabs; the
             best point and its :meth:`ties` are bold, unless these are all points
-        :raises JobError: if there is no such form
+        :raises JobError: if ``form`` has another value
         """
         if form == "csv":
             out = io.StringIO()
@@ -195,16 +196,17 @@ class Results:
         return tables.latex(heads, rows, left, [*self._comments(), bold])
 
     def note(self, cell: Cell) -> str:
-        """Return a note about runs of a point that diverged, or ""."""
+        """Return the note about diverged runs of a point for the table, or ""."""
         notes = tables.lost(self.rows[self.cells.index(cell)])
         trials = [trial for trial in self.tried if trial.cell == cell]
         no_rate = ["no tried rate converged"] * bool(trials and all(trial.lost for trial in trials))
         return "; ".join([*notes, *no_rate])
 
     def _per(self) -> str:
-        """Return the unit of learning rates, such as " per 256 samples", or "" if it is not equal.
+        """Return the unit of learning rates, such as " per 256 samples".
 
-        The unit is the reference batch, if all jobs scale the learning rate by it.
+        The unit is the reference batch if all jobs scale the learning rate by the same one,
+        otherwise "".
         """
         jobs = [settings(run.log.job) for run in self._results.values() if run.log is not None]
         units = {
@@ -236,7 +238,7 @@ class Results:
     def dataset(self) -> Any:
         """Return the metrics of all runs as an xarray.Dataset over ("point", "seed").
 
-        The labels of the points are its coordinates.
+        The labels of the points are coordinates.
         """
         import xarray
 

@@ -1,4 +1,4 @@
-"""Runner of the jobs of a study, each in its own process; finished runs are not repeated."""
+"""Runner of the jobs of a study, which starts a process for each run that is not finished."""
 
 import os
 import runpy
@@ -37,14 +37,15 @@ DERIVED: dict[str, Callable[[Log], float]] = {
     "spread": lambda log: float(np.nanmean(log.steps["consensus_distance"])),
     "exchanges": lambda log: float((log.steps["kind"] > 0).mean(1).sum()),
 }
-"""Metrics of a run in addition to those of its summary: training loss of the last twentieth of the
-steps, mean consensus distance, and mean number of steps with an exchange per node."""
+"""Metrics of a run that are computed from its log: training loss of the last twentieth of the
+steps, mean consensus distance, and mean number of steps with an exchange per node.
+"""
 WINDOWS = 20
-"""Number of parts of a run whose training losses are compared."""
+"""Number of parts into which a run is divided to detect that its training loss rises again."""
 NOISE = 1.1
-"""Factor by which a training loss may rise due to noise."""
+"""Factor by which a training loss may rise without counting as diverged, because of noise."""
 LEAVE_S = 20.0
-"""Seconds that runs have to write their checkpoints if the study is stopped."""
+"""Seconds that runs have for writing their checkpoints if the study is stopped."""
 
 
 def _last(values: np.ndarray) -> np.ndarray:
@@ -52,12 +53,12 @@ def _last(values: np.ndarray) -> np.ndarray:
 
 
 Key = tuple[Cell, float | None, int]
-"""Key of a run: its point, learning rate (None: the rate of the job) and seed."""
+"""Key of a run: point of the grid, learning rate (None: the rate of the job), and seed."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a run."""
+    """Result of a run of a study."""
 
     log: Log | None
     """Log of the run; None: the loss became NaN or infinite."""
@@ -69,10 +70,10 @@ class RunResult:
 
     @property
     def late(self) -> bool:
-        """Return whether the run lost over half of its progress, with a finite loss.
+        """Return whether the training loss rose again by over half of its decrease, and is finite.
 
-        This is decided by means of the training loss over all nodes and a twentieth of the steps.
-        Overfitting does not increase the training loss.
+        The training loss is averaged over all nodes and over each twentieth of the steps.
+        Overfitting is not detected, because it does not increase the training loss.
         """
         if self.log is None or len(self.log.steps["loss"]) < WINDOWS:
             return False
@@ -81,13 +82,16 @@ class RunResult:
         return last > max((first + min(means)) / 2, NOISE * min(means))
 
     def last(self, name: str) -> float:
-        """Return the final value of a metric of the summary or of `DERIVED`; NaN if diverged."""
+        """Return the final value of a metric of the run, or NaN if the run diverged.
+
+        The metric is in the summary of the log or in `DERIVED`.
+        """
         if self.log is None:
             return float("nan")
         return DERIVED[name](self.log) if name in DERIVED else float(self.log.summary[name])
 
     def curve(self, name: str) -> np.ndarray:
-        """Return the values of a metric at each evaluation; values of nodes are averaged.
+        """Return the values of a metric at each evaluation, averaged over nodes.
 
         :param name: a metric, "loss", "consensus_distance", "step", "epoch", or "train_loss", the
             mean over the steps since the previous evaluation
@@ -101,7 +105,7 @@ class RunResult:
         return values if values.ndim == 1 else values.mean(1)
 
     def _trained(self) -> np.ndarray:
-        """Mean training loss of the steps since the previous evaluation; NaN without steps."""
+        """Return, for each evaluation, the mean training loss since the previous one, or NaN."""
         steps = self.log.steps["step"]
         loss = np.nanmean(self.log.steps["loss"], axis=1)
         ends = np.searchsorted(steps, self.log.evaluations["step"])
@@ -109,14 +113,17 @@ class RunResult:
         return np.array([part.mean() if len(part) else np.nan for part in parts])
 
     def so_far(self, name: str) -> np.ndarray:
-        """Return the value of a cumulative column before each evaluation, averaged over nodes."""
+        """Return the value of a cumulative column of the log before each evaluation.
+
+        Values are averaged over nodes.
+        """
         total = self.log.steps[name].mean(1)
         index = np.searchsorted(self.log.steps["step"], self.log.evaluations["step"]) - 1
         return np.where(index >= 0, total[np.maximum(index, 0)], 0.0)
 
 
 class Missing(Failure):
-    """Failure because runs are missing and must not be started; the message has their commands."""
+    """Error if runs are missing but must not be started; the message contains their commands."""
 
 
 class Runner:
@@ -127,15 +134,15 @@ class Runner:
 
         :param job: path of a job file, or name of an example
         :param folder: folder of all runs
-        :param processes: number of simultaneous runs; None: one for each core that this process
-            may use; 0: run nothing
+        :param processes: number of simultaneous runs; None: one for each core that this process may
+            use; 0: no run is started
         """
         self.job = job
         self.folder = folder
         self.processes = len(os.sched_getaffinity(0)) if processes is None else processes
 
     def run_directory(self, key: Key) -> Path:
-        """Return the run directory of a run."""
+        """Return the path of the run directory of a run."""
         cell, rate, seed = key
         return self.folder / cell.name / ("" if rate is None else f"lr-{rate:g}") / f"seed-{seed}"
 
@@ -154,7 +161,7 @@ class Runner:
         """Simulate the missing runs, and read the results of all runs.
 
         :param wanted: keys of the runs
-        :raises Failure: if a run fails, after all others have ended
+        :raises Failure: if a run fails; it is raised after all other runs have ended
         :raises Missing: if runs are missing and ``processes`` is 0
         """
         results = {key: self._find_result(key) for key in wanted}
@@ -178,7 +185,7 @@ class Runner:
         return {key: result or self._read(key) for key, result in results.items()}
 
     def _find_result(self, key: Key) -> RunResult | None:
-        """Return the result of a run; None if it is not finished, or is of another job."""
+        """Return the result of a run; None if it is not finished, or belongs to another job."""
         folder = self.run_directory(key)
         if not (folder / "log.h5").exists():
             return None
@@ -186,11 +193,10 @@ class Runner:
         try:
             log = read(folder / "log.h5", COLUMNS)
         except StoreError:
-            return (
-                None  # the run was killed at its start: starting it again repairs or reports this
-            )
+            return None  # the run was killed at its start: start it again
         if log.job and config.as_dict(assemble.load(log.job)) != config.as_dict(job):
-            return None  # starting the run reports the settings that differ
+            # When this run is started again, it reports which settings are different.
+            return None
         if (folder / DIVERGED).exists():
             return RunResult(None)
         return RunResult(log) if log.summary.get("finished") else None
@@ -228,11 +234,11 @@ class Runner:
         return failed
 
     def run_arguments(self, key: Key) -> list[str]:
-        """Return the arguments that follow the job in the command of a run."""
+        """Return the arguments after the job in the command that starts a run."""
         return ["--nodes", str(key[0].nodes), *self.settings(key)]
 
     def _start(self, key: Key) -> subprocess.Popen:
-        """Start a simulation of the job, which ends with this process; its output is kept."""
+        """Start the process of a run, which ends with this process; keep its output in a file."""
         folder = self.run_directory(key)
         folder.mkdir(parents=True, exist_ok=True)
         child = [sys.executable, "-c", f"import {__name__} as r; r.child()", str(os.getpid())]
@@ -247,7 +253,10 @@ class Runner:
             )
 
     def _ended(self, key: Key, code: int) -> list[str]:
-        """Mark a run as diverged, or return the message of a run that failed."""
+        """Handle the end of a run, and return error messages.
+
+        If its loss became NaN or infinite, the run is marked as diverged, and there is no message.
+        """
         folder = self.run_directory(key)
         lines = (folder / OUTPUT).read_text(errors="replace").strip().splitlines()
         message = next((line for line in reversed(lines) if line.startswith("mpigossip:")), "")
@@ -256,7 +265,8 @@ class Runner:
                 temporary.write_text(message + "\n")
         elif code:
             with TemporaryFile(dir=folder) as probe:
-                # On a full disk, the run could not write its error message: raise the error here.
+                # If the disk is full, the run could not write its error message. This write then
+                # fails, too.
                 probe.write(bytes(1 << 16))
             reason = message or (lines[-1] if lines else "nothing was printed")
             return [f"{folder} ended with code {code}: {reason} (see {folder / OUTPUT})"]
@@ -276,10 +286,11 @@ class Runner:
 
 
 def child() -> None:
-    """Run a command of `mpigossip`, which ends if its study, the process of ID argv[1], is killed.
+    """Run a command of `mpigossip` in a process that ends if the process of its study is killed.
 
-    Otherwise, it would continue to write to a folder to which the next call of the study writes,
-    too. This works on Linux only; on other systems, the command runs to its end.
+    argv[1] is the process ID of the study. Without this, the process would continue to write to its
+    folder while the next call of the study writes to it, too. This works on Linux only; on other
+    systems, the command runs to its end.
     """
     end_with(int(sys.argv.pop(1)))
     NonFiniteError.code = LOST

@@ -1,4 +1,4 @@
-"""Choice of the learning rate of each point, by runs with a seed that is not reported."""
+"""Choice of the learning rate of each point, by additional runs with another seed."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,11 +13,11 @@ from mpigossip.studies.running import DERIVED, Key, Runner, RunResult
 from mpigossip.training import assemble
 
 SEED = 1000
-"""Seed of the runs of a search."""
+"""Seed of the runs by which learning rates are chosen; results of these runs are not reported."""
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""First learning rates of a search, as multiples of the job's rate."""
+"""Learning rates that a search tries first, as multiples of the rate of the job."""
 FURTHER = 3
-"""Largest number of rates that are added at an end of the range while the best rate is there."""
+"""Largest number of rates that a search adds because the best rate is the smallest or largest."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Trial:
     judged: float
     """Final value of the metric by which rates are compared; NaN if the run diverged."""
     late: bool = False
-    """True if the run diverged late; such a rate is chosen only if all others diverged."""
+    """True if the training loss rose again by over half of its decrease."""
     cell: Cell | None = None
     """Point of the grid; None outside of a study."""
 
     @property
     def lost(self) -> bool:
-        """Return whether the run diverged, at once or late."""
+        """Return whether the run diverged: its loss became NaN or infinite, or rose again late."""
         return self.late or not math.isfinite(self.judged)
 
 
@@ -49,11 +49,11 @@ def chosen(
     """Choose the learning rate of each point.
 
     :param cells: points of the grid
-    :param rates: rates to try, "search" or "fine"; None: use the rate of the job
+    :param rates: rates to try, "search" or "fine"; None: the rate of the job is used
     :param judge: metric by which rates are compared; None: the first metric of the task
     :param runner: runner of the study
-    :param larger: whether larger values of ``judge`` are better; None: only for accuracies
-    :return: rate of each point, None for the rate of the job, and all rates that were tried
+    :param larger: whether larger values of ``judge`` are better; None: they are for accuracies only
+    :return: rate of each point (None: the rate of the job); and all rates that were tried
     :raises JobError: if ``rates`` or ``judge`` is not valid
     :raises Failure: if a run fails
     """
@@ -67,7 +67,8 @@ def chosen(
     elif not rates or not all(isinstance(rate, int | float) and rate > 0 for rate in rates):
         raise JobError(f'rates = {rates!r}: must be learning rates above 0, "search" or "fine"')
     elif len({*rates}) == 1:
-        return dict.fromkeys(cells, float(rates[0])), []  # there is nothing to choose
+        # With a single rate, there is nothing to choose.
+        return dict.fromkeys(cells, float(rates[0])), []
     else:
         candidates = {cell: sorted({float(rate) for rate in rates}) for cell in cells}
     results: dict[Key, RunResult] = {}
@@ -88,9 +89,10 @@ def chosen(
 
 
 def figure_of(results: Iterable[RunResult], judge: str | None) -> str:
-    """Return the metric by which points are compared: ``judge``, or the first metric of the task.
+    """Return the metric by which points are compared.
 
-    If it is not known which values of a metric are better, the default is "loss".
+    It is ``judge`` or, if this is None, the first metric of the task. For custom tasks, of whose
+    metrics it is not known whether larger values are better, it is "loss".
 
     :raises JobError: if the runs do not have the metric ``judge``
     """
@@ -105,17 +107,24 @@ def figure_of(results: Iterable[RunResult], judge: str | None) -> str:
 
 
 def _directed(name: str) -> bool:
-    """Return whether it is known which values are better; it is not for metrics of custom tasks."""
+    """Return whether it is known for a metric whether larger or smaller values are better.
+
+    It is not known for metrics of custom tasks.
+    """
     return "accuracy" in name or name in {"gradient_square", "distance_square"}
 
 
 def larger_is_better(name: str, larger: bool | None = None) -> bool:
-    """Return ``larger``, or if it is None, whether larger values are better: only accuracies."""
+    """Return whether larger values of a metric are better.
+
+    :param name: name of the metric
+    :param larger: the result, if the user has given it; None: true for accuracies only
+    """
     return "accuracy" in name if larger is None else larger
 
 
 def best_rate(tried: Sequence[Trial], larger: bool) -> float:
-    """Return the rate with the best result; the smaller one if results are equal.
+    """Return the learning rate with the best result; if results are equal, the smallest of them.
 
     Rates that diverged late count only if all others diverged. If all diverged at once, the
     smallest rate is returned.
@@ -132,7 +141,7 @@ def best_rate(tried: Sequence[Trial], larger: bool) -> float:
 
 
 def further_rates(best: float, candidates: Sequence[float]) -> list[float]:
-    """Return half or twice the best rate if it is the smallest or largest one, otherwise none."""
+    """Return half or twice the best rate if it is the smallest or largest rate, otherwise []."""
     return [best / 2] * (best == min(candidates)) + [best * 2] * (best == max(candidates))
 
 
@@ -147,4 +156,4 @@ SEARCHES = {
     "search": [further_rates] * FURTHER,
     "fine": [*[further_rates] * FURTHER, _between],
 }
-"""Functions that return further rates to try, in the order of use, by the name of a search."""
+"""Functions that return further rates to try, in the order of their use, for each search."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OWN = ("run.seed", "run.output", "run.name")
-"""Settings in which runs of one job with several seeds differ."""
+"""Settings in which runs may differ that are averaged as runs of one job with several seeds."""
 LEVEL = 0.95
 """Confidence level of the intervals, which are computed by Student's t over the seeds."""
 NAME_LENGTH = 36
@@ -25,28 +25,28 @@ CURVES = 10
 
 
 class Band(NamedTuple):
-    """Mean over seeds at each evaluation, and the ends of its interval; NaN for one seed."""
+    """Mean over seeds at each evaluation, and ends of its interval, which are NaN for one seed."""
 
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
 
     def draw(self, axes: Axes, positions: np.ndarray, colour: str, alpha: float = 1.0) -> None:
-        """Fill the interval, if there is one."""
+        """Fill the interval in a plot, if there is an interval."""
         if np.isfinite(self.low).any():
             axes.fill_between(positions, self.low, self.high, color=colour, alpha=alpha, lw=0)
 
 
 Bands = Mapping[str, Band]
-"""Band of each metric."""
+"""Band of each metric, by its name."""
 
 
 def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean over seeds and half the width of its confidence interval, by Student's t.
+    """Return the mean over seeds, and half the width of its confidence interval.
 
     :param values: array of shape (seeds, …)
-    :return: two arrays of shape (…): the mean, NaN without seeds, and half the width of the
-        interval, NaN for fewer than two seeds
+    :return: two arrays of shape (…): the mean, which is NaN without seeds, and half the width of
+        the interval by Student's t, which is NaN for fewer than two seeds
     """
     from scipy import stats
 
@@ -60,10 +60,14 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def confidence_band(metric: str, values: Any) -> Band:
-    """Return the band of a metric, from an array of shape (seeds, evaluations).
+    """Return the band of a metric.
 
     Intervals by Student's t are not bounded. The interval of an accuracy is therefore clipped to
-    [0, 1], and that of a positive metric is made symmetric in ratio if it would reach 0.
+    [0, 1]. If the interval of a positive metric would reach 0, its lower end is replaced by mean² /
+    upper end.
+
+    :param metric: name of the metric
+    :param values: array of shape (seeds, evaluations)
     """
     mean, half = interval(values)
     low = mean - half
@@ -79,11 +83,11 @@ def confidence_band(metric: str, values: Any) -> Band:
 def many_to_one(values: np.ndarray) -> np.ndarray:
     """Compare each row with the first by Dunnett's two-sided test.
 
-    Each seed is a block, because runs with the same seed share the initial parameters. For two
-    points, this is the paired t-test.
+    Values of the same seed are compared with each other, because these runs have the same initial
+    parameters. For two points, this is the paired t-test.
 
     :param values: array of shape (points, seeds)
-    :return: p-value of each row but the first; NaN for fewer than two seeds
+    :return: p-value of each row except the first; NaN for fewer than two seeds
     """
     from scipy import stats
 
@@ -106,7 +110,7 @@ def many_to_one(values: np.ndarray) -> np.ndarray:
 
 
 def settings(job: str) -> dict[str, Any]:
-    """Parse the TOML of a job and return its settings by "section.key"; empty if it is not TOML."""
+    """Return the settings of a job by "section.key", from its TOML; {} if it is not valid TOML."""
     try:
         return {
             f"{section}.{key}": value
@@ -132,14 +136,15 @@ def alike(logs: Sequence[Log]) -> list[list[int]]:
         key = (rest, repr(shape), repr(columns)) if job_settings else (k,)
         members = groups.setdefault(key, [])
         if any(settings(logs[other].job).get("run.seed") == seed for other in members):
-            groups[key, k] = [k]  # a log with the same seed is the same run or a repetition of it
+            # A log with the same seed is from the same run, or from a repetition of it.
+            groups[key, k] = [k]
         else:
             members.append(k)
     return sorted(groups.values())
 
 
 def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
-    """Join the logs of a group of :func:`alike`.
+    """Join the logs of runs that differ only in their seeds, as grouped by :func:`alike`.
 
     :return: a log with the nodes of all seeds as columns, and means over seeds as evaluations and
         summary; and the band of each metric
@@ -161,13 +166,14 @@ def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
     summary: dict[str, Any] = {}
     for key in shared:
         values = [log.summary[key] for log in logs]
-        if isinstance(values[0], (int, float)):  # equal values keep their type, such as integers
+        # Equal values keep their type, such as int.
+        if isinstance(values[0], (int, float)):
             summary[key] = values[0] if len(set(values)) == 1 else np.mean(values).item()
     return replace(first, steps=steps, evaluations=evaluations, summary=summary), bands
 
 
 def _different_settings(logs: Sequence[Log]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the settings of each run, and the names of the settings in which runs differ."""
+    """Return the settings of each run, and the names of the settings in which the runs differ."""
     settings_of = [settings(log.job) | {"nodes": log.nodes} for log in logs]
     keys = dict.fromkeys(key for values in settings_of for key in values if key not in OWN)
     return settings_of, [
@@ -176,10 +182,10 @@ def _different_settings(logs: Sequence[Log]) -> tuple[list[dict[str, Any]], list
 
 
 def parted(logs: Sequence[Log]) -> dict[str, list[int]]:
-    """Divide logs into parts of at most `CURVES`, by a setting in which they differ.
+    """Divide logs into parts of at most `CURVES` logs, by a setting in which they differ.
 
-    The setting with the fewest parts is used. If there is none with small enough parts, logs are
-    divided in their order.
+    If several settings give small enough parts, the setting with the fewest parts is used. If there
+    is no such setting, logs are divided in their order.
 
     :return: indices of the logs of each part, by its title; {"": all indices} if there are at most
         `CURVES`
@@ -204,8 +210,8 @@ def parted(logs: Sequence[Log]) -> dict[str, list[int]]:
 def differences(logs: Sequence[Log]) -> list[str]:
     """Return a name for each run, by the settings in which runs differ.
 
-    A name consists of the values of settings that are names, such as "graph.name", and if these
-    are not unique, of "key=value" for the other settings.
+    A name consists of the values of settings that are names, such as "graph.name". If these names
+    are not unique, "key=value" is added for the other settings.
     """
     settings_of, keys = _different_settings(logs)
     names, others = ([k for k in keys if k.endswith(".name") is named] for named in (True, False))

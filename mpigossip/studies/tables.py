@@ -10,14 +10,15 @@ from mpigossip.runs.summary import number
 
 LOST = {"diverged": "diverged", "late": "diverged late"}
 MARKS = {"†": r"\dagger", "‡": r"\ddagger", "§": r"\S", "¶": r"\P"}
-"""Marks of notes below a table, in text and in LaTeX's math mode. They are doubled, tripled and so
-on for further notes."""
+"""Marks of notes below a table, in text and in LaTeX's math mode. Further notes have doubled marks,
+then tripled marks, and so on.
+"""
 _NAMES = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau phi "
     "chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
 )
 GREEK = dict(zip("αβγδεζηθικλμνξπρστφχψωΓΔΘΛΞΠΣΦΨΩ", _NAMES.split(), strict=True))
-"""Commands for Greek letters, which LaTeX's text fonts lack."""
+"""LaTeX commands for Greek letters, which LaTeX's text fonts lack."""
 SPECIAL = {"\\": "textbackslash{}", "~": "textasciitilde{}", "^": "textasciicircum{}"} | {
     c: c for c in "_%&#${}"
 }
@@ -27,28 +28,28 @@ class Row(NamedTuple):
     """Row of a table."""
 
     cells: Sequence[str]
-    """Cells, of which the first ones are labels."""
+    """Cells of the row, which begin with its labels."""
     marked: int
     """Index of the cell with the metric by which points are compared."""
     note: str
-    """Note that is written below the table; "": none."""
+    """Note that is written below the table; "": there is no note."""
     strong: bool
     """True if the cell `marked` is bold in LaTeX."""
 
 
 def lost(row: Mapping[str, Any]) -> list[str]:
-    """Describe how many runs of a row diverged, at once and late."""
+    """Return descriptions of the numbers of runs of a row that diverged, and diverged late."""
     return [f"{row[k]} of {row['seeds']} {word}" for k, word in LOST.items() if row[k]]
 
 
 def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
-    """Format the means of a metric, ± half the width of their intervals.
+    """Return the cells of a metric, with its means ± half the width of their intervals.
 
-    All have the same number of decimals: enough for two significant digits of the median half
-    width or, without intervals, for four significant digits of the smallest mean.
+    All means have the same number of decimals, by which the median half width has two significant
+    digits or, if there are no intervals, the smallest mean has four.
     """
     halves = [row[f"{name}_high"] - row[name] for row in rows]
-    # Equal values of all seeds can have an interval that is only due to rounding.
+    # If the values of all seeds are equal, rounding can still give an interval.
     tiny = [1e-9 * abs(row[name]) for row in rows]
     halves = [half if half > smallest else 0.0 for half, smallest in zip(halves, tiny, strict=True)]
     positive = [half for half in halves if half > 0]
@@ -66,7 +67,7 @@ def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
 
 
 def text(heads: Sequence[str], rows: Sequence[Row], left: int) -> str:
-    """Format a table as text.
+    """Return a table as text.
 
     :param heads: heads of the columns
     :param rows: rows of the table
@@ -82,7 +83,7 @@ def text(heads: Sequence[str], rows: Sequence[Row], left: int) -> str:
 def latex(
     heads: Sequence[str], rows: Sequence[Row], left: int, comments: Sequence[str] = ()
 ) -> str:
-    """Format a table as a LaTeX tabular, which requires the package booktabs.
+    """Return a table as a LaTeX tabular, which requires the package booktabs.
 
     :param heads: heads of the columns
     :param rows: rows of the table
@@ -102,7 +103,7 @@ def latex(
             bold = row.strong and index == row.marked
             value = rf"$\mathbf{{{value}}}$" if bold else f"${value}$" if "±" in word else word
             mark = marks.get(row.note, "") if index == row.marked else ""
-            # A mark of zero width does not move the number.
+            # Give the mark a width of zero, so that it does not move the number.
             cells.append(value + (rf"\rlap{{{mark}}}" if mark else ""))
         return " & ".join(cells) + r" \\"
 

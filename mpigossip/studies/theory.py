@@ -1,4 +1,4 @@
-"""Transient iterations measured in a study, and rates and lower bounds in its plots."""
+"""Transient iterations that a study has measured, and theoretical curves in its plots."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
@@ -25,7 +25,7 @@ def meeting(steps: Figures, curve: Figures, reference: Figures, within: float = 
     :param steps: steps of both curves, in ascending order
     :param curve: positive values of a metric for which smaller is better
     :param reference: values of the same metric
-    :param within: largest ratio
+    :param within: largest ratio of the curve to the reference
     :return: the step; inf if the last value still exceeds the ratio
     """
     above = np.flatnonzero(~(np.asarray(curve, float) <= within * np.asarray(reference, float)))
@@ -34,7 +34,7 @@ def meeting(steps: Figures, curve: Figures, reference: Figures, within: float = 
 
 
 def transients(study: Results, against: str, y: str, within: float) -> list[dict[str, Any]]:
-    """Return a row for each point that is not a reference; see `Study.transient`."""
+    """Return the rows of `Study.transient`, one for each point that is not a reference."""
     references = [cell for cell in study.cells if against in dict(cell.labels).values()]
     rows = []
     for cell in study.cells:
@@ -55,7 +55,10 @@ def transients(study: Results, against: str, y: str, within: float) -> list[dict
 
 
 def _meet(study: Results, cell: Cell, reference: Cell, y: str, within: float) -> float:
-    """Compare means over seeds by :func:`meeting`; return inf if all runs of a point diverged."""
+    """Return the step from which the means over seeds of two points stay close, by `meeting`.
+
+    The result is inf if all runs of a point diverged.
+    """
     both = [study.ended(point) for point in (cell, reference)]
     if not all(both):
         return float("inf")
@@ -75,7 +78,10 @@ def _orders(study: Results, cell: Cell) -> dict[str, float]:
 
 
 def _known(log: Log) -> tuple[Graph, Problem | None, float]:
-    """Return the graph of a run, its problem, None if it has no known constants, and its noise."""
+    """Return the graph of a run, its theory problem, and the standard deviation of its noise.
+
+    The problem is None if its constants are not known.
+    """
     job = assemble.load(log.job)
     graph = make_graph(job, log.nodes)
     noise = job.task.options.get("noise", 0.0)
@@ -84,7 +90,7 @@ def _known(log: Log) -> tuple[Graph, Problem | None, float]:
 
 
 class Bounded(NamedTuple):
-    """Quantities that determine a lower bound; points that share them have the same bound."""
+    """Quantities that determine a lower bound; points with equal quantities have the same bound."""
 
     diameter: int
     nodes: int
@@ -93,7 +99,7 @@ class Bounded(NamedTuple):
     smoothness: float
 
     def label(self, others: Iterable["Bounded"]) -> str:
-        """Return the label of the bound: its diameter, and the quantities that differ in others."""
+        """Return the label of the bound: its diameter, and quantities in which others differ."""
         texts = {
             "nodes": f"{self.nodes} nodes",
             "noise": f"noise {self.noise:g}",
@@ -110,10 +116,10 @@ FLOOR_LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (
 
 
 def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
-    """Draw D-PSGD's rate on the graph of each point, and the lower bounds.
+    """Draw the rate of D-PSGD on the graph of each point, and the lower bounds.
 
     :param axes: axes of matplotlib
-    :param study: results with the problems of theory
+    :param study: results of theory tasks
     :param colours: colour of each point, in which its rate is drawn as a dotted line; the lower
         bounds are grey
     :raises JobError: if the constants of a problem are not known
@@ -142,4 +148,5 @@ def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
         label = bounded.label(floors)
         axes.plot(steps_of_floor, floor, color="#888888", linestyle=line, lw=0.8, label=label)
     axes.plot([], [], ":", color="#888888", label="rate of D-PSGD, no constants")
-    axes.set_ylim(low, high)  # rates without constants must not determine the visible range
+    # Rates and bounds have no constants, so they must not determine the range of the axis.
+    axes.set_ylim(low, high)

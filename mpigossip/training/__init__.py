@@ -1,1 +1,1 @@
-"""Training of a job: replicas, precision, learning rates, evaluation and assembly."""
+"""Training of a job: copies of the model, precision, learning rates, evaluation and assembly."""

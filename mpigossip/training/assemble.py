@@ -1,4 +1,4 @@
-"""Assembly of a job: all of its settings are checked together, then its trainer is built."""
+"""Assembly of a job, which checks all settings together and then builds the trainer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,26 +45,26 @@ class Assembly:
     steps_per_epoch: int
     total_steps: int
     partition: str = ""
-    """Digest of the partition of the samples over nodes; "" for streams."""
+    """Digest of the partition of the samples over nodes; "" for data that are a stream."""
 
     @property
     def engine(self) -> Engine:
         return self.trainer.engine
 
     def close(self) -> None:
-        """Release threads, files and windows; collective under MPI."""
+        """Release threads, files and MPI windows; collective if nodes are MPI ranks."""
         self.trainer.mixer.close()
         self.abandon()
 
     def abandon(self) -> None:
-        """Release everything except the mixer, whose closing would need other ranks."""
+        """Release everything except the mixer, because closing the mixer is collective."""
         self.loader.close()
         self.engine.group.close()
         self.source.close()
 
 
 def tables_of_names() -> Tables:
-    """Return the table of names of each setting that holds a name."""
+    """Return, for each setting that holds a name, the table of the valid names."""
     return {
         "task.name": task.TASKS,
         "data.source": SOURCES,
@@ -82,10 +82,10 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
     """Read a job, and check its names and options against the tables of all subpackages.
 
     :param where: path of a TOML file, or its contents as a dict
-    :param overrides: settings "section.key=value" that replace those of the file
+    :param overrides: settings "section.key=value" that replace settings of the file
     :param resolve: replace "auto" of `node.devices` and `node.ranks_per_node` by the values for
         this host and its launcher
-    :raises JobError: with all user errors
+    :raises JobError: if the job has errors; the message has one paragraph for each error
     """
     job = config.load(where, overrides, tables_of_names())
     if not resolve:
@@ -97,7 +97,7 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
 def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
     """Return the graph, renumbered for the racks of the nodes if the job asks for it.
 
-    Collective over all ranks.
+    The job asks for it by `graph.placement`. Collective over all ranks.
     """
     if job.graph.placement == "given" or world.comm is None:
         return graph
@@ -109,7 +109,7 @@ def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
     graph_nodes = None
     with world.raise_together(GraphError):
         if world.rank == 0:
-            # The search may take longer than the time limit of the other ranks, which wait for it.
+            # The other ranks wait for the search, which may take longer than their time limit.
             with deadline.paused():
                 graph_nodes = graph_nodes_for(graph, racks, order)
     return renumbered(graph, world.broadcast(graph_nodes))
@@ -118,13 +118,12 @@ def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
 def make_model(job: Job, data: AnyData, counted: bool = False) -> torch.nn.Module:
     """Return the model with its initial parameters, which are identical on all nodes.
 
-    If both the task and the data are built-in, the shape of the output is known, and the dtype of
-    the inputs is passed to the model.
+    If both the task and the data are built-in, the model is tested on a sample of the data.
 
     :param job: the job
-    :param data: data source that names shape and number of classes
-    :param counted: only number and shapes of the parameters are needed; a large model is then made
-        without values
+    :param data: source of the data, which states the shape of a sample and the number of classes
+    :param counted: whether only the number and shapes of the parameters are needed; a large model
+        is then made without values
     """
     scores = job.task.name in task.TASKS and isinstance(data, Source)
     make = models.counted if counted else models.model
@@ -139,18 +138,18 @@ def make_model(job: Job, data: AnyData, counted: bool = False) -> torch.nn.Modul
 
 
 def lay_out(job: Job, module: torch.nn.Module, slots: int) -> ParameterLayout:
-    """Return the layout of the model's parameters in the flat parameters of a node."""
+    """Return the positions of the model's parameters in the flat parameters of a node."""
     decayed = None if job.algorithm.decay_all else models.decayed(module)
     return flatten(module, slots if job.node.shard else 1, decayed)
 
 
 def mistakes(job: Job, n: int) -> list[str]:
-    """Return all problems with the settings of a job on n nodes."""
+    """Return error messages about all settings of a job that are wrong on n nodes."""
     return check(job, n)[1]
 
 
 def check(job: Job, n: int) -> tuple[Graph | None, list[str]]:
-    """Return the graph of the job and the problems of :func:`mistakes`.
+    """Return the graph of a job on n nodes, and the error messages of :func:`mistakes`.
 
     The graph is None if it can't be made.
     """
@@ -161,7 +160,7 @@ def check(job: Job, n: int) -> tuple[Graph | None, list[str]]:
 
 
 def survival_problems(job: Job, n: int) -> list[str]:
-    """Return why a job with `run.survive` could not continue with one node fewer."""
+    """Return the reasons why a job with `run.survive` could not continue with one node fewer."""
     if not job.run.survive:
         return []
     problems = _unfit(job, n - 1)[1] if n > 1 else []
@@ -170,7 +169,10 @@ def survival_problems(job: Job, n: int) -> list[str]:
 
 
 def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
-    """Return the graph, None if it can't be made, and the incompatibilities between the parts."""
+    """Return the graph of a job on n nodes, and error messages about incompatible settings.
+
+    The graph is None if it can't be made.
+    """
     if problems := rules.fault_problems(job):
         return None, problems
     try:
@@ -181,10 +183,10 @@ def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
 
 
 def resolve_cuda_graphs(setting: str, eager: bool) -> str:
-    """Return whether replicas are captured as CUDA graphs: "always", "never" or "auto".
+    """Return the value of `node.cuda_graphs` for this job: "always", "never" or "auto".
 
-    On AMD GPUs, "auto" means "never": with ROCm 7.0 to 7.2, the query of an event in another
-    thread, such as NCCL's watchdog, makes a capture invalid (untested).
+    On AMD GPUs, "auto" becomes "never": with ROCm 7.0 to 7.2, a capture becomes invalid if another
+    thread, such as NCCL's watchdog, queries an event meanwhile (not tested here).
 
     :param setting: value of `node.cuda_graphs`
     :param eager: whether the replicas can't be captured: on CPUs, or with vmap
@@ -215,7 +217,7 @@ def make_replicas(
 
 
 def assemble(job: Job, world: World, n: int) -> Assembly:
-    """Build everything that a run on n nodes needs; collective under MPI.
+    """Build everything that a run on n nodes needs; collective if nodes are MPI ranks.
 
     :param job: the job
     :param world: ranks of the run
@@ -280,5 +282,5 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
 
 
 def with_output(job: Job, folder: str) -> Job:
-    """Return the job with another run directory."""
+    """Return the job with ``folder`` as its run directory."""
     return replace(job, run=replace(job.run, output=folder))

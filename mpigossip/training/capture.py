@@ -1,9 +1,10 @@
-"""CUDA graphs of forward and backward, one for each replica, replayed from one thread.
+"""CUDA graphs of the forward and backward passes, one for each replica of the model.
 
-Eight eager replicas in one interpreter are limited by the kernel launches of Python; a captured
-replica needs one launch. Everything that is captured has to be static. Gradients are, because they
-lie in flat memory; inputs are copied to fixed buffers, and all batches of a run have the same size.
-Learning rate, exchange and update are not captured.
+If a process trains eight replicas, one after another, Python launches kernels too slowly. A
+captured replica needs a single launch. All memory that a captured graph uses has to stay in place:
+gradients lie in flat arrays, and inputs are copied to fixed buffers, which is possible because all
+batches of a run have the same size. The learning rate, the exchange and the update are not
+captured.
 """
 
 import contextlib
@@ -16,20 +17,22 @@ from torch import nn
 from mpigossip.data.pytree import Nested, form, leaves, map_tensors
 
 WARM_UP = 3
-"""Number of eager passes before a capture, in which cuDNN chooses algorithms and libraries
-allocate."""
+"""Number of passes before a capture. In these, cuDNN chooses algorithms, and libraries allocate
+memory.
+"""
 
 Pass = Callable[[int, int, Nested], torch.Tensor]
-"""Function ``(row, slot, batch) -> figures`` that computes the gradients of one replica, which it
-first sets to zero, and returns float64 (k,)."""
+"""Function ``(row, slot, batch) -> figures`` that sets the gradients of one replica to zero and
+computes them. It returns loss and metrics as a float64 tensor (k,).
+"""
 
 
 class CannotCapture(RuntimeError):
-    """Error: a CUDA graph can't repeat what the model does, or a batch has another shape."""
+    """Error if a CUDA graph can't repeat what the model does, or if a batch has another shape."""
 
 
 class Captured:
-    """CUDA graphs of forward and backward of all replicas; `replay` launches them together."""
+    """CUDA graphs of the forward and backward passes of all replicas, which `replay` launches."""
 
     def __init__(self, run: Pass, modules: Sequence[Sequence[nn.Module]], batches: Sequence):
         """Capture one graph for each replica.
@@ -46,8 +49,7 @@ class Captured:
         self._inputs: list[Nested] = []
         self._figures: list[torch.Tensor] = []
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        # The graphs of one device run one after the other, in this order, so they share their
-        # memory.
+        # The graphs of a device never run at the same time, so they share memory.
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, tuple[int, int]]] = {}
         for row, replicas in enumerate(modules):
             for slot, module in enumerate(replicas):
@@ -58,8 +60,8 @@ class Captured:
                     self._capture(partial(run, row, slot, batch), module)
 
     def _capture(self, work: Callable[[], torch.Tensor], module: nn.Module) -> None:
-        # Warm-up and capture use one stream, because autograd accumulates gradients in the stream
-        # in which it did so first.
+        # Warm-up and capture use the same stream, because autograd always accumulates a gradient in
+        # the stream in which it did so first.
         side, pool = self._stream_and_pool()
         current = torch.cuda.current_stream()
         side.wait_stream(current)
@@ -69,7 +71,7 @@ class Captured:
                 for _ in range(WARM_UP):
                     work()
             side.synchronize()
-            # thread_local: other threads (loader, communication) may call CUDA during the capture
+            # Other threads (loader, communication) may call CUDA during the capture.
             with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
                 figures = work()
         except RuntimeError as error:
@@ -77,7 +79,8 @@ class Captured:
             # launched on the current stream would then not be ordered after the copies of the
             # batches.
             torch.cuda.set_stream(current)
-            with contextlib.suppress(RuntimeError):  # the caller restores buffers after this
+            # After this, the caller restores buffers, so the stream must be idle.
+            with contextlib.suppress(RuntimeError):
                 side.synchronize()
             recover_allocator(torch.cuda.current_device(), pool)
             raise CannotCapture(
@@ -95,14 +98,15 @@ class Captured:
         return self._streams[device]
 
     def replay(self, batches: Sequence[Nested]) -> torch.Tensor:
-        """Compute the gradients of all replicas on these batches; return figures (rows, slots, k).
+        """Compute the gradients of all replicas on the given batches.
 
-        All graphs are launched, on the current stream of each device, before the first result is
-        awaited.
+        All graphs are launched, on the current stream of each device, before the function waits for
+        the first result.
 
         :param batches: for each row, one batch per slot
-        :raises CannotCapture: if a batch has other shapes than the captured one; nothing has been
-            launched then
+        :return: loss and metrics of each replica, (rows, slots, k)
+        :raises CannotCapture: if a batch has other shapes than the captured batch; no graph has
+            been launched then
         """
         pairs = []
         for fixed, batch in zip(self._inputs, batches, strict=True):
@@ -125,7 +129,8 @@ class Captured:
     def _value(self, index: int) -> torch.Tensor:
         try:
             return self._figures[index].cpu()
-        except RuntimeError as error:  # errors of the device are raised here
+        # Errors of the device are raised here.
+        except RuntimeError as error:
             where = self._figures[index].device
             error.add_note(f"in slot {index % self.slots} of this node, on {where}")
             raise
@@ -136,11 +141,12 @@ def recover_allocator(device: int, pool: tuple[int, int]) -> None:
 
     Up to torch 2.11, the allocator stays in capture mode. It then never frees memory that several
     streams have used, such as batches, and its next clean-up ends the process
-    (github.com/pytorch/pytorch/pull/180395). The random number generator raises an error at its
-    next use.
+    (github.com/pytorch/pytorch/pull/180395). The random number generator of the device would raise
+    an error at its next use.
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    with contextlib.suppress(RuntimeError):  # the pool may have been ended already
+    # The pool may have been ended already.
+    with contextlib.suppress(RuntimeError):
         _ = end and end(device, pool)
     generator = torch.cuda.default_generators[device]
     if hasattr(generator, "clone_state"):
@@ -149,7 +155,7 @@ def recover_allocator(device: int, pool: tuple[int, int]) -> None:
 
 @contextlib.contextmanager
 def preserve_state(module: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Return a context manager that restores buffers and random number generator of a device."""
+    """Return a context manager that restores buffers and the random state of a device."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     on_gpu = torch.device(device).type == "cuda"
     state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()

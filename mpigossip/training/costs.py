@@ -22,12 +22,13 @@ from mpigossip.training.parts import JobParts, make_graph, make_parts
 from mpigossip.training.schedule import schedule
 
 STEPS = 240
-"""Number of steps over which costs are averaged: whole periods of all common graphs and
-cadences."""
+"""Number of steps over which costs are averaged. It is a multiple of the periods of all common
+graphs and cadences.
+"""
 STEADY = {"variance": 1.0, "loss": 1.0}
-"""Measurements that are passed to an adaptive cadence if no formula gives them."""
+"""Measured values that are passed to an adaptive cadence if no formula predicts them."""
 LONGEST = 200_000
-"""Largest number of steps over which an adaptive cadence is followed."""
+"""Largest number of steps for which an adaptive cadence is simulated."""
 PERIODS = 20
 """Smallest number of periods of an adaptive cadence over which costs are averaged."""
 
@@ -53,15 +54,15 @@ def module_sizes(module: torch.nn.Module) -> ModuleSizes:
 
 @dataclass(frozen=True)
 class Subject:
-    """Parts of a job that do not depend on the number of nodes."""
+    """Values of a job that do not depend on the number of nodes."""
 
     job: Job
     flat: ParameterLayout
     slots: int
     samples: int
-    """Number of training samples: of all nodes together if ``shared``, otherwise of each node."""
+    """Number of training samples, of all nodes together if ``shared``, otherwise of each node."""
     shared: bool = True
-    """True if nodes share the samples. In a problem of theory, each node has the same number."""
+    """True if the samples are divided among the nodes. In theory tasks, each node has its own."""
     module: ModuleSizes = ModuleSizes()
 
     @property
@@ -75,10 +76,10 @@ class Subject:
 
 
 def subject(job: Job) -> tuple[Subject, str]:
-    """Return the subject of a job, and a note.
+    """Return the :class:`Subject` of a job, and a note for the user.
 
-    The note is not empty if a stand-in replaces data that are not on this host, or if the number of
-    ranks per node is assumed.
+    The note is "" unless data that are not on this host are replaced by synthetic data, or the
+    number of ranks per node is assumed.
     """
     data, note = data_or_stand_in(job)
     module = assemble.make_model(job, data, counted=True)
@@ -107,7 +108,7 @@ def sized_subject(job: Job, parameters: int, element_size: int = 4, buffers: int
 def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
     """Return the data of the job, or synthetic data of the same shape if they are not on this host.
 
-    The second value is "" or a note that describes the stand-in.
+    The second value is a note that describes the synthetic data, or "".
     """
     section = job.data
     try:
@@ -164,7 +165,7 @@ class Exchanges:
 
     @cached_property
     def counted(self) -> Counter[tuple[ExchangeKind, int | None]]:
-        """Number of occurrences of each exchange."""
+        """Number of times that each exchange occurs in the `steps` steps."""
         return Counter(self.rounds())
 
     @property
@@ -174,7 +175,7 @@ class Exchanges:
 
     @property
     def bytes_per_step(self) -> float:
-        """Number of bytes that node 0 sends in an average step."""
+        """Number of bytes that node 0 sends per step, on average."""
         layout = self.parts.layout
         sent = layout.sent_bytes
         raw = layout.raw_bytes
@@ -189,11 +190,11 @@ class Exchanges:
 
 
 def exchanges(subject: Subject, n: int, period: float | None = None) -> Exchanges:
-    """Return the exchanges of a job on n nodes.
+    """Return the :class:`Exchanges` of a job on n nodes, from which its traffic is computed.
 
     :param subject: the job
     :param n: number of nodes
-    :param period: average period of an adaptive cadence; None: the period that its formula gives
+    :param period: average period of an adaptive cadence; None: the result of :func:`average_period`
     :raises GraphError: if the graph does not exist for n nodes
     """
     job = subject.job
@@ -216,10 +217,11 @@ _PERIODS: dict[str, float] = {}
 def average_period(subject: Subject, n: int) -> float:
     """Return the average number of steps between two global averages of an adaptive cadence.
 
-    Local steps at learning rates r_k increase the consensus distance by S = Σ r_k² V, where V is
-    the variance of the gradients, which is assumed to be constant. A cadence that measures the
-    variance gets S. The period of ADPSGD then tends to p₀ r₀/r, where r₀ is the mean learning rate
-    of its samples. A cadence that measures the loss gets a constant loss.
+    The cadence is simulated with values in place of its measurements. A cadence that measures the
+    variance between nodes gets S = Σ r_k² V, the variance that arises in local steps at learning
+    rates r_k if the variance V of the gradients is constant. The period of ADPSGD then tends to p₀
+    r₀/r, where p₀ is its first period, r₀ the mean learning rate of its samples, and r the learning
+    rate. A cadence that measures the loss gets a constant loss.
     """
     job = subject.job
     steps_per_epoch = subject.steps_per_epoch(n)
@@ -235,7 +237,7 @@ def average_period(subject: Subject, n: int) -> float:
 
 
 def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int:
-    """Return the number of global averages in ``total`` steps at these learning rates."""
+    """Return the number of global averages in ``total`` steps at learning rates ``rate(step)``."""
     state = cadence.init()
     spread = 0.0
     averages = 0
@@ -251,9 +253,9 @@ def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int
 
 
 def steady(cadence: Cadence, period: float) -> Cadence:
-    """Return a cadence of the same kinds with an average over all nodes every ``period`` steps.
+    """Return a cadence with the same kinds of exchange and a constant period of global averages.
 
-    The distance between two averages is ``period`` on average.
+    ``period`` need not be an integer: it is the mean number of steps between two global averages.
     """
     others = next(iter(cadence.kinds - {ExchangeKind.GLOBAL}), ExchangeKind.LOCAL)
 
@@ -264,14 +266,14 @@ def steady(cadence: Cadence, period: float) -> Cadence:
 
 
 def memory(subject: Subject, job_exchanges: Exchanges) -> dict[str, int]:
-    """Return the bytes of a node by purpose if it has its own host; see :func:`held`."""
+    """Return the bytes of memory that a node needs on a host of its own, by purpose."""
     job = subject.job
     flat = subject.flat
     parts = job_exchanges.parts
     state = parts.method.init(torch.empty(1, flat.size, device="meta"))
     arrays = sum(array.numel() * array.element_size() for _, array in named_arrays(state))
     if parts.cadence.fragment_schedule.delay:
-        arrays += 4 * flat.size  # fragments that were received but not applied yet
+        arrays += 4 * flat.size  # fragments received but not yet applied
     on_cpu = job.node.devices.startswith("cpu")
     where = "survivors" if job.run.survive else "ranks" if on_cpu else "devices"
     mixer = mixer_class(job.node.mixer, where)
@@ -290,13 +292,15 @@ def held(
     messages: dict[str, int],
     survives: bool = True,
 ) -> dict[str, int]:
-    """Return the bytes of a node by purpose, without activations, batches and libraries.
+    """Return the bytes of memory that a node needs, by purpose.
+
+    Activations, batches and libraries are not included.
 
     :param job: the job
     :param flat: layout of the model's parameters
     :param slots: number of slots of a node
     :param state: bytes of the state of the algorithm
-    :param messages: bytes of the mixer by purpose
+    :param messages: bytes of the mixer's memory by purpose
     :param survives: whether the MPI of this run supports `run.survive`
     """
     model = 4 * flat.size

@@ -1,4 +1,4 @@
-"""Exact averages over nodes, and the evaluation of the averaged model and of each node's model."""
+"""Exact averages over nodes, and the evaluation of averaged and of nodes' own models."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,24 +18,26 @@ from mpigossip.training.replicas import Replicas
 from mpigossip.training.task import Objective
 
 PIECE = 1 << 18
-"""Number of parameters that are averaged at a time. With n simulated nodes, float64 values take 8 n
-bytes for each of them."""
+"""Number of parameters that are averaged at a time. With n simulated nodes, averaging takes 8 n
+bytes for each of these parameters.
+"""
 
 
 class Evaluation(NamedTuple):
     """Result of an evaluation: the loss and the metrics of the task, by name.
 
-    A value is NaN if nothing was counted.
+    A value is NaN if its count is 0.
     """
 
     averaged: dict[str, float]
     """Values of the averaged model on the whole test set."""
     mean_local: dict[str, float]
-    """Values of the nodes' own models, on the test set that they have split among them."""
+    """Values of the nodes' own models over the whole test set, of which each node evaluates a part.
+    """
     local: dict[str, torch.Tensor]
     """Values of each local node's own model on its test samples, (rows,)."""
     share: dict[str, torch.Tensor]
-    """Values of the averaged model on the same samples, for comparison with ``local``."""
+    """Values of the averaged model on the samples of each local node, for comparison, (rows,)."""
     consensus_distance: float
     """Consensus distance (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²."""
 
@@ -46,7 +48,7 @@ class Evaluation(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """Accuracy of the averaged model, if the task counts it."""
+        """Accuracy of the averaged model, if the task has this metric."""
         return self.averaged["accuracy"]
 
 
@@ -56,18 +58,18 @@ def evaluate(
     loader: Loader,
     batches: Sequence[Sequence[Nested]] = (),
 ) -> Evaluation:
-    """Average parameters and norm buffers exactly, and evaluate on the shared test set.
+    """Evaluate the exact average of the nodes' models, and each node's own model.
 
-    Node i evaluates both its own model and the averaged model on the samples i, i + n, i + 2n, ….
-    All nodes together therefore evaluate each of the two once on the whole test set. Slot 0 of a
-    node computes, and the other ranks of the node wait without a time limit. The memory of the
-    gradients is overwritten. Collective over nodes and their slots.
+    Node i evaluates both its own model and the averaged model on the test samples i, i + n, i + 2n,
+    …, so that all nodes together use the whole test set. Slot 0 of a node computes, and the other
+    ranks of the node wait without a time limit. The memory of the gradients is overwritten.
+    Collective over nodes and their slots.
 
     :param replicas: the local model copies
     :param mixer: communication between nodes
     :param loader: source of the test batches
-    :param batches: batches of some steps, for each local node and slot; if given, they recalibrate
-        the BatchNorm statistics of the averaged model
+    :param batches: training batches of some steps, for each local node and slot; if given, the
+        BatchNorm statistics of the averaged model are computed from them
     """
     objective = replicas.objective
     group = replicas.group
@@ -75,7 +77,7 @@ def evaluate(
     if batches and norms(averaged):
         recalibrate(averaged, replicas, mixer, batches)
     names = ("loss", *objective.metrics)
-    # shape (rows, averaged or own model, loss and metrics, sum or count)
+    # The dimensions are rows, averaged or own model, loss and metrics, and sum or count.
     rows = torch.zeros(len(mixer.local_nodes), 2, len(names), 2, dtype=torch.float64)
     for row, node in enumerate(mixer.local_nodes if 0 in group.local_slots else ()):
         for which, module in enumerate((averaged, replicas.modules[row][0])):
@@ -98,11 +100,12 @@ def evaluate(
 
 
 def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
-    """Return the exact average as a module whose parameters lie in the memory of a gradient.
+    """Return a module with the exact average of the nodes' models.
 
-    The average is computed in float64, in the order of slots and nodes, as in ``store.node_state``.
-    The evaluated model is therefore bitwise identical to the exported one and to the one from which
-    a run resumes. Each slot averages its shard. Collective over nodes and their slots.
+    Its parameters overwrite the memory of a gradient. The average is computed in float64, in the
+    order of slots and nodes, as in ``store.node_state``, so that this model is bitwise identical to
+    an exported model, and to the model from which a run resumes. Each slot averages its shard.
+    Collective over nodes and their slots.
     """
     module = copy.deepcopy(replicas.modules[0][0])
     group = replicas.group
@@ -120,7 +123,7 @@ def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
 
 
 def average_into(mixer: Mixer, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the exact average over nodes of ``x`` (rows, p) to ``out`` (p,); collective."""
+    """Write the exact average of ``x``, (rows, p), over all nodes to ``out``, (p,); collective."""
     for start in range(0, x.shape[1], PIECE):
         out[start : start + PIECE].copy_(mixer.mean(x[:, start : start + PIECE].double()))
 
@@ -131,13 +134,13 @@ def average_buffers(
     buffers: Sequence[Sequence[Iterable[torch.Tensor]]],
     module: nn.Module,
 ) -> None:
-    """Set the floating-point buffers of ``module`` to the exact average over slots, then nodes.
+    """Set the floating-point buffers of ``module`` to their exact average over slots and nodes.
 
     Collective over nodes and their slots.
 
     :param mixer: communication between nodes
     :param group: slots of this node
-    :param buffers: for each local slot, for each local node, its buffers
+    :param buffers: buffers of each local slot (outer index) and local node (inner index)
     :param module: module whose buffers are overwritten
     """
     targets = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
@@ -167,14 +170,18 @@ def norms(module: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def recalibrating(module: nn.Module) -> Iterator[None]:
-    """Return a context manager in which forward passes average BatchNorm statistics; no dropout."""
+    """Return a context manager in which forward passes compute mean BatchNorm statistics.
+
+    Only the BatchNorm layers are in training mode, so that there is no dropout.
+    """
     modes = {layer: layer.training for layer in module.modules()}
     momenta = {layer: layer.momentum for layer in norms(module)}
     try:
         module.eval()
         for layer in momenta:
             layer.reset_running_stats()
-            layer.momentum = None  # None: the mean over all batches since the reset
+            # With momentum = None, torch computes the mean over all batches.
+            layer.momentum = None
             layer.train()
         yield
     finally:
@@ -189,9 +196,9 @@ def recalibrate(
 ) -> None:
     """Compute the BatchNorm statistics of an averaged model from its own activations; collective.
 
-    The mean of the nodes' statistics would be wrong, because they belong to models with other
+    The mean of the nodes' statistics would be wrong, because these belong to models with other
     weights. Slot 0 of each node therefore runs the averaged model on its ``batches``, with only the
-    BatchNorm layers in training mode. The result is the exact mean over batches, then over nodes.
+    BatchNorm layers in training mode. The result is the exact mean over the batches and nodes.
     """
     group = replicas.group
     slots = len(replicas.group.local_slots)
@@ -219,14 +226,15 @@ def measure(
     n: int,
     works: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
-    """Return sum and count of the loss and each metric on a node's samples: (1 + metrics, 2).
+    """Return the sum and count of the loss and of each metric on a node's test samples.
 
     :param objective: the task
     :param module: model to evaluate
     :param loader: source of the test batches
     :param node: number of the node
     :param n: number of nodes
-    :param works: called after each batch
+    :param works: function that is called after each batch
+    :return: float64 tensor of shape (1 + metrics, 2)
     """
     training = module.training
     sums = torch.zeros(1 + len(objective.metrics), 2, dtype=torch.float64)

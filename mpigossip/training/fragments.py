@@ -1,4 +1,4 @@
-"""Fragments of a model: the elements of each."""
+"""Division of a model into fragments, which are exchanged at different steps."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ def fragment_width(width: int, schedule: FragmentSchedule, wire: Wire) -> int:
     """Return the number of elements in the message of a fragment.
 
     :param width: number of elements of a shard
-    :param schedule: fragments of the cadence
+    :param schedule: number and steps of the fragments
     :param wire: format of the message
     """
     if schedule.fragments == 1:
@@ -24,8 +24,8 @@ def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, .
     """Return the columns of ``count`` fragments with at most ``width`` elements each.
 
     Layers are assigned to fragments in turn, so that each fragment has layers of all depths. A
-    layer that does not fit into a fragment is split, and its remainder goes to the next fragment.
-    The product ``count · width`` has to be at least the number of all elements.
+    layer that does not fit into a fragment is split, and the rest of it is assigned to the next
+    fragment. ``count · width`` must not be smaller than the number of elements of all layers.
     """
     columns: list[list[slice]] = [[] for _ in range(count)]
     room = [width] * count

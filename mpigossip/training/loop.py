@@ -1,4 +1,4 @@
-"""Training step of a job: gradients of all replicas, passed to the engine."""
+"""Training step of a job, which computes the gradients of all replicas for the engine."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -20,10 +20,10 @@ from mpigossip.training.replicas import Replicas
 class Trainer:
     """Trainer of the local nodes: it computes their gradients, and its engine updates the models.
 
-    Batches and random seeds follow from the data step, the learning rate from the rate step. Both
-    are the engine's step, unless :meth:`step` is given others, as by a member that trains a chunk.
-    ``shift`` is subtracted from both, except for the seeds. It is 0 unless the number of steps per
-    epoch has changed at a resume.
+    The data step determines batches and random seeds, and the rate step determines the learning
+    rate. Both are the engine's step, unless :meth:`step` gets others, for example from a member
+    that trains a chunk. ``shift`` is subtracted from both, except for the seeds. It is 0 unless the
+    number of steps per epoch has changed when the run was resumed.
     """
 
     def __init__(
@@ -40,9 +40,10 @@ class Trainer:
         :param job: the job
         :param engine: algorithm and exchange
         :param replicas: model copies whose parameters lie in the engine's flat parameters
-        :param precision: arithmetic of forward and backward
-        :param rate: returns the learning rate of a step
-        :param batches: returns the batches of a step: for each local node, one for each local slot
+        :param precision: arithmetic of the forward and backward passes
+        :param rate: function that returns the learning rate of a step
+        :param batches: function that returns the batches of a step; for each local node, one batch
+            for each local slot
         """
         self.section = job.algorithm
         self.seed = job.run.seed
@@ -58,7 +59,7 @@ class Trainer:
         return self.engine.mixer
 
     def step(self, data_step: int | None = None, rate_step: int | None = None) -> Record:
-        """Compute a gradient per node, update the models, and do the exchange of the cadence.
+        """Compute the gradients, update the models, and exchange if the cadence says so.
 
         :param data_step: step whose batches and random seeds are used; None: the engine's step
         :param rate_step: step whose learning rate is used; None: ``data_step``
@@ -68,7 +69,7 @@ class Trainer:
         data_step = engine.index if data_step is None else data_step
         rate_step = data_step if rate_step is None else rate_step
         engine.ahead()
-        # Nodes are idle in some steps if the cadence gives them fewer local steps than others.
+        # A cadence can let nodes make fewer local steps than others; they are idle in other steps.
         idle_rows = engine.cadence.idle_nodes(
             engine.index - engine.state_start, self.mixer.local_nodes
         )
@@ -87,7 +88,7 @@ class Trainer:
             for grads in replicas.grads:
                 grads[list(idle_rows)] = 0.0
         replicas.gather()
-        # If gradients are averaged over all nodes, either all nodes use them or none does.
+        # If gradients are averaged over all nodes, an overflow on one node concerns all nodes.
         mean = self.mixer.mean_scalars if engine.method.always_global else None
         overflowed = self.precision.unscale(replicas.g, engine.group, mean)
         norm = self._clip_and_decay()
@@ -107,7 +108,7 @@ class Trainer:
     def _check(self, figures: torch.Tensor, idle_rows: tuple[int, ...], data_step: int) -> None:
         """Check that the loss of each node that is not idle is finite.
 
-        :raises NonFiniteError: if it is NaN or infinite
+        :raises NonFiniteError: if the loss of a node is NaN or infinite
         """
         for row, loss in enumerate(figures[:, 0].tolist()):
             if row not in idle_rows and not abs(loss) < float("inf"):
@@ -118,9 +119,10 @@ class Trainer:
                 )
 
     def _seeds(self, data_step: int) -> list[int]:
-        """Return one random seed per replica, which depends on data step, node and slot only.
+        """Return one random seed for each replica.
 
-        The seeds are therefore the same after a resume and for any distribution over ranks.
+        A seed depends on the data step, the node and the slot only, so that a resumed run and any
+        distribution of nodes over ranks use the same seeds.
         """
         replicas = product(self.mixer.local_nodes, self.engine.group.local_slots)
         return [mixed(self.seed, data_step, node, slot) for node, slot in replicas]
@@ -128,7 +130,7 @@ class Trainer:
     def _clip_and_decay(self) -> torch.Tensor | None:
         """Clip by the norm of the node's whole gradient, then add weight decay.
 
-        Return the norms before clipping, (rows,). They are None if they are neither needed nor
+        The result is the norms before clipping, (rows,), or None if they are neither needed nor
         measured.
         """
         group = self.engine.group

@@ -1,4 +1,4 @@
-"""Machines for which training is timed: rates and latencies, of known networks or measured."""
+"""Machines, for which the time of a training is estimated, as rates and latencies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from mpigossip.store.hdf5 import replacing
 
 SUM_RATE = 300e9
 CODING_RATE = 50e9
-"""Assumed rates of a GPU in bytes/s, for one term of the sum and for encoding. The first is a third
-of the memory bandwidth of a V100; the second assumes a few operations per element."""
+"""Assumed rates of a GPU, in bytes/s, for adding a message (SUM_RATE), which is a third of the
+memory bandwidth of a V100, and for encoding it (CODING_RATE), with a few operations per element.
+"""
 OFF = "none"
 """Value of `clock.network` in a job without a virtual clock."""
 NETWORKS = {
@@ -26,8 +27,9 @@ NETWORKS = {
     "200gbit": (5e-6, 25e9),
     "400gbit": (5e-6, 50e9),
 }
-"""Latency in seconds and bandwidth in bytes/s of common links: TCP up to 25 Gbit/s, RDMA above.
-These are round values and were not measured."""
+"""Latency in seconds and bandwidth in bytes/s of common networks. Up to 25 Gbit/s, TCP is assumed,
+and RDMA above. These are round values, not measurements.
+"""
 
 
 @dataclass(frozen=True)
@@ -104,37 +106,38 @@ def fit_all_reduce(
 class Machine:
     """Durations and rates of one node.
 
-    k messages of B bytes at the same time take latency_s + k · B / bandwidth. A global average over
-    n nodes takes 2 ⌈log2 n⌉ global_latency_s + 2 (n−1)/n · B / global_bandwidth, like the best
-    all-reduce algorithms. The weighted sum of k + 1 messages takes k · B / combine_rate.
+    k messages of B bytes that a node sends at the same time take latency_s + k · B / bandwidth. A
+    global average of B bytes over n nodes takes 2 ⌈log2 n⌉ global_latency_s + 2 (n−1)/n · B /
+    global_bandwidth, like the best all-reduce algorithms. The weighted sum of k + 1 messages takes
+    k · B / combine_rate.
     """
 
     compute_s: float
-    """Seconds of forward and backward of a node."""
+    """Seconds of the forward and backward passes of a step on a node."""
     node_s: float
-    """Seconds of the averaging within the node."""
+    """Seconds of averaging gradients over the slots of a node."""
     update_s: float
     """Seconds of the arithmetic and bookkeeping of the algorithm."""
     latency_s: float
     bandwidth: float
-    """Bytes/s in each direction, if a node sends and receives at the same time."""
+    """Bytes/s that a node sends, and at the same time receives."""
     global_latency_s: float
     global_bandwidth: float
     combine_rate: float
-    """Bytes/s of one term of the sum."""
+    """Bytes/s at which a received message is added to a weighted sum."""
     sources: dict[str, str] = field(default_factory=dict)
     """Origin of each value, by its name: "measured", "given" or "assumed"."""
     where: str = "this process alone"
     jitter: float = 0.0
     """Standard deviation of the computing time of a step, relative to its mean."""
     encode_rate: float = 0.0
-    """Bytes/s of float32 values that a lossy wire encodes; 0: encoding takes no time."""
+    """Bytes/s of float32 values at which a lossy wire encodes; 0: encoding takes no time."""
     decode_rate: float = 0.0
 
     def with_values(self, values: Mapping[str, float | None]) -> Machine:
-        """Return this machine with the values that the user gives; None leaves a value unchanged.
+        """Return this machine with values that a user has given; None leaves a value unchanged.
 
-        Latency and bandwidth also replace those of global averages. "coding_rate" replaces the
+        A given latency or bandwidth is also used for global averages. "coding_rate" replaces the
         rates of encoding and decoding.
         """
         both = {name: (name, f"global_{name}") for name in ("latency_s", "bandwidth")}
@@ -152,7 +155,7 @@ class Machine:
 def named(section: ClockSection) -> Machine:
     """Return the machine that `[clock]` names.
 
-    It is a known network, or a file that :meth:`Machine.save` wrote.
+    `clock.network` is the name of a known network, or a file that :meth:`Machine.save` wrote.
 
     :raises JobError: if a required setting is missing or the file can't be read
     """

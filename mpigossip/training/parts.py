@@ -1,4 +1,4 @@
-"""Graph, methods, cadence and message layout of a job, made once and kept in one object.
+"""Graph, algorithms, cadence and message layout of a job, made once and kept in one object.
 
 Jobs, custom loops, ``plan``, ``--dry-run`` and studies use this object; mixer and engine are made
 from it.
@@ -31,34 +31,38 @@ from mpigossip.mixing.wire import Wire
 from mpigossip.training.fragments import cut, fragment_width, layers_of
 
 EMPTY = ParameterLayout((), (), (), (), size=0, decayed=0, slots=1)
-"""Parameter layout of a model that is not made yet."""
+"""Parameter layout that stands for a model that does not exist yet."""
 
 
 @dataclass(frozen=True)
 class JobParts:
-    """Graph, methods, cadence and message layout of the nodes of a job."""
+    """Graph, algorithms, cadence and message layout of a job.
+
+    An algorithm that was built for this job is called a method.
+    """
 
     job: Job
     graph: Graph
     methods: Sequence[Algorithm]
-    """One method for each local shard; each sends its messages over the wire of the job."""
+    """Algorithm of each local shard, which sends messages in the wire of the job."""
     cadence: Cadence
     layout: MessageLayout
-    """Layout of a message; of the message of a fragment if the model is exchanged in fragments."""
+    """Positions of the arrays in a message, or in the message of a fragment if there are several.
+    """
 
     @property
     def method(self) -> Algorithm:
-        """Method of the first local shard; other shards differ in weight decay only."""
+        """Algorithm of the first local shard; other shards differ in weight decay only."""
         return self.methods[0]
 
     def open_mixer(
         self, world: World, layout: MessageLayout | None = None, mixer: str | None = None
     ) -> Mixer:
-        """Return the mixer between the ranks of ``world``; collective.
+        """Return a new mixer, which exchanges messages between the ranks of ``world``; collective.
 
         Without MPI, all nodes are local to this process.
 
-        :param world: one rank for each node
+        :param world: world with one rank for each node
         :param layout: message layout; None: the layout of the job
         :param mixer: value of `node.mixer`; None: the value in the job
         """
@@ -89,7 +93,7 @@ class JobParts:
     def make_engine(
         self, mixer: Mixer, group: Group, vector: FlatParameters, measure_every: int | str
     ) -> Engine:
-        """Return the engine.
+        """Return a new engine, which updates and exchanges the flat parameters of the local nodes.
 
         :param mixer: communication between nodes
         :param group: slots of this node
@@ -105,7 +109,7 @@ class JobParts:
         )
 
     def make_fragments(self, flat: ParameterLayout, shards: range) -> Fragments | None:
-        """Return the fragments of some shards; None if the model is exchanged as a whole.
+        """Return the fragments of some shards, or None if the model is exchanged as a whole.
 
         :param flat: layout of the model's parameters
         :param shards: numbers of the shards
@@ -121,7 +125,7 @@ class JobParts:
         cuts = [
             cut(layers_of(local_layout, columns), schedule.fragments, width) for columns in within
         ]
-        # one method for each shard, because a lossy wire keeps a memory for each shard
+        # Make an algorithm for each shard, because a lossy wire keeps a state for each shard.
         methods = [_method(self.job, self.graph, local=NO_LOCAL_STEP) for _ in shards]
         exchanges = [_over_wire(method, self.layout.wire, self.cadence) for method in methods]
         if "keeps-x" in exchanges[0].needs:
@@ -132,7 +136,7 @@ class JobParts:
 
 
 def make_graph(job: Job, n: int) -> Graph:
-    """Return the graph of the job over n nodes.
+    """Return the graph of a job over n nodes.
 
     :raises GraphError: if the graph does not exist for n nodes
     """
@@ -168,14 +172,14 @@ def make_parts(
     local: Local | None = None,
     total: int | None = None,
 ) -> JobParts:
-    """Make the parts of a job over a graph.
+    """Return the :class:`JobParts` of a job: its graph, algorithms, cadence and message layout.
 
     :param job: the job
     :param graph: the graph; None for a single node, which has no neighbours
     :param flat: layout of the model's parameters
     :param shards: numbers of the local shards; None: all shards
     :param devices: the device of each local shard
-    :param local: local step that replaces the local step of the job; None: the job's
+    :param local: local step that replaces the local step of the job; None: the job's local step
     :param total: number of steps of the run, on which some cadences depend; None: not known
     """
     graph = graphs.graph("identity", 1) if graph is None else graph
@@ -206,10 +210,10 @@ def _method(
     local: Local | None = None,
     full_layout: ParameterLayout | None = None,
 ) -> Algorithm:
-    """Return the method of a shard.
+    """Return the algorithm of a shard.
 
     :param decayed: number of elements of the shard that have weight decay
-    :param local: local step that replaces the one of the job; None: the job's
+    :param local: local step that replaces the local step of the job; None: the job's local step
     :param full_layout: layout of the parameters if the shard contains all of them, otherwise None
     """
     section = job.local
@@ -226,9 +230,10 @@ def _method(
 
 
 def _cadence(job: Job, method: Algorithm, graph: Graph, total: int | None) -> Cadence:
-    """Return the cadence of the job, or the only cadence that the method allows.
+    """Return the cadence of the job, or the only cadence that the algorithm allows.
 
-    Options that the job leaves unset follow from the period of the graph and the steps of the run.
+    Options that the job does not set are computed from the period of the graph and the number of
+    steps of the run.
     """
     if method.always_global:
         return cadences.globally()
@@ -247,6 +252,6 @@ def _over_wire(method: Algorithm, coding: Wire, cadence: Cadence) -> Algorithm:
 def _slots(flat: ParameterLayout, shards: range) -> list[int]:
     """Return the position of each shard in ``flat.local_layout``.
 
-    With FSDP2, that layout contains only the shard of this rank.
+    With FSDP2, ``flat.local_layout`` contains only the shard of this rank.
     """
     return [shard % flat.local_layout.slots for shard in shards]

@@ -1,6 +1,6 @@
-"""Arithmetic of forward and backward: float32, bfloat16, or float16 with a scaled loss.
+"""Arithmetic of the forward and backward passes: float32, bfloat16, or scaled float16.
 
-Parameters, sums of gradients, optimizer state and messages stay float32 in all three cases.
+Parameters, sums of gradients, optimizer state and messages are float32 in all three cases.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ GROWTH_INTERVAL = 2000
 
 
 def resolved(setting: str, device: str) -> str:
-    """Return the arithmetic for `node.precision`; "auto" is bf16 on GPUs that support it.
+    """Return the arithmetic for `node.precision`; "auto" is bf16 on GPUs that support bf16.
 
     :param setting: value of `node.precision`
     :param device: device of the slots
@@ -31,8 +31,8 @@ def resolved(setting: str, device: str) -> str:
 def without_tf32() -> None:
     """Disable TensorFloat-32 in matrix products and convolutions.
 
-    The newer setting of torch is used if it exists: since torch 2.9, the older one warns, and
-    raises an error if both have been used.
+    torch 2.9 introduced a new setting for this. If it exists, it is used, because torch warns about
+    the old setting, and raises an error if both have been used.
     """
     matmul = torch.backends.cuda.matmul
     cudnn = torch.backends.cudnn
@@ -44,7 +44,7 @@ def without_tf32() -> None:
 
 
 class Precision:
-    """Arithmetic of replicas: "fp32", "bf16" or "fp16".
+    """Arithmetic of the replicas of a model: "fp32", "bf16" or "fp16".
 
     float16 can't represent magnitudes below 6e-8 or above 65504, so each node scales its loss. If
     the gradient of any slot overflows, all slots of the node skip the local step, take part in the
@@ -56,7 +56,8 @@ class Precision:
     def __init__(self, name: str, devices: Sequence[str], rows: int):
         """Initialize the loss scales.
 
-        With "fp32", TensorFloat-32 is disabled, which torch enables for convolutions by default.
+        If the name is "fp32", TensorFloat-32 is disabled, which torch enables for convolutions by
+        default.
 
         :param name: "fp32", "bf16" or "fp16"
         :param devices: device of each slot
@@ -68,30 +69,31 @@ class Precision:
         if self._kind == "cuda" and name == "fp32":
             without_tf32()
         self.scales = [torch.full((rows, 1), FIRST_SCALE, device=device) for device in devices]
-        """Loss scale of each node, one array (rows, 1) per slot, at a fixed address for captured
-        graphs."""
+        """Loss scale of each node, as one tensor (rows, 1) per slot. The tensors keep their
+        addresses, so that captured CUDA graphs can use them.
+        """
         self._values = [FIRST_SCALE] * rows
         self._clean = [0] * rows
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """Return the context manager for a forward pass."""
+        """Return the context manager in which a forward pass has to run."""
         if self.name == "fp32":
             return contextlib.nullcontext()
         dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
         return torch.autocast(self._kind, dtype)
 
     def scaled(self, loss: torch.Tensor, row: int, slot: int) -> torch.Tensor:
-        """Return the scaled loss, whose gradient is computed."""
+        """Return the loss times the loss scale, whose gradient can be computed in float16."""
         return loss * self.scales[slot][row, 0] if self._scales else loss
 
     def numbers(self, row: int) -> dict[str, float]:
-        """Return loss scale and number of steps without overflow of a node, for its checkpoint."""
+        """Return, for a checkpoint, a node's loss scale and number of steps without an overflow."""
         if not self._scales:
             return {}
         return {"loss_scale": self._values[row], "clean_steps": self._clean[row]}
 
     def restore(self, row: int, numbers: dict) -> None:
-        """Restore the result of :meth:`numbers`; keep the first scale if the saved run had none."""
+        """Restore the result of :meth:`numbers`; if it is empty, keep the initial loss scale."""
         if self._scales and "loss_scale" in numbers:
             self._set(row, numbers["loss_scale"], int(numbers["clean_steps"]))
 
@@ -104,13 +106,13 @@ class Precision:
     def unscale(
         self, g: Sequence[torch.Tensor], group: Group, mean: Callable | None = None
     ) -> tuple[int, ...]:
-        """Divide the averaged gradients by the loss scale, and adapt the scales.
+        """Divide the averaged gradients by the loss scale, and adapt the scale to overflows.
 
-        :param g: the shards of a node's gradient, (rows, p) each
+        :param g: shards of the gradient, one per slot, (rows, p) each
         :param group: slots of the node
-        :param mean: average over nodes of float64 arrays (rows, 1), if all nodes have to skip the
-            step as soon as one does; None: each node skips alone
-        :return: the rows whose gradient overflowed and was set to zero
+        :param mean: function that averages float64 arrays (rows, 1) over nodes, if all nodes have
+            to skip the step as soon as one of them does; None: each node skips the step alone
+        :return: rows whose gradient overflowed and was set to zero
         """
         if not self._scales:
             return ()
@@ -126,7 +128,7 @@ class Precision:
 
         def divide(shard: int) -> None:
             for row, has_overflowed in enumerate(overflowed.tolist()):
-                # 0 · g would keep values that are not finite
+                # Multiplying by 0 would not remove NaN and infinite values.
                 _ = (
                     g[shard][row].zero_()
                     if has_overflowed
@@ -152,11 +154,12 @@ class Precision:
 
 
 def arranged(module: nn.Module, setting: str, device: str) -> nn.Module:
-    """Return the module, with weights in channels-last format if `node.channels_last` asks for it.
+    """Return the module, with weights in channels-last format if `node.channels_last` is set.
 
-    "auto" does so for models with two-dimensional convolutions on NVIDIA GPUs. The format of the
-    weights is sufficient: the first convolution converts its input. On GPUs, cuDNN then benchmarks
-    its algorithms for each new shape, unless torch is set to deterministic algorithms.
+    The value "auto" stands for true if the model has two-dimensional convolutions and runs on
+    NVIDIA GPUs. Only weights have to be converted, because the first convolution converts its
+    input. On GPUs, cuDNN then benchmarks its algorithms for each new shape, unless torch is set to
+    deterministic algorithms.
     """
     on_gpu = device.startswith("cuda")
     if not any(isinstance(part, nn.Conv2d) for part in module.modules()):

@@ -1,9 +1,10 @@
-"""Theory tasks: functions with a known optimum, and gradient noise of a known variance.
+"""Theory tasks, which are functions with a known optimum and gradient noise of known variance.
 
-Their data are functions (data/problems.py). An evaluation of a model x returns ``loss`` f(x) −
-f(x*), ``gradient_square`` ‖∇f(x)‖² and ``distance_square`` ‖x − x*‖². They are evaluated at the
-averaged model x̄, and at the model of each node as local_…. In training, the same metrics belong to
-f_i of the node, without the noise.
+The data of such a task are functions f_i, one per node (data/problems.py); f is their mean, and x*
+its optimum. An evaluation of a model x returns ``loss``, f(x) − f(x*), ``gradient_square``,
+‖∇f(x)‖², and ``distance_square``, ‖x − x*‖². These are evaluated at the averaged model x̄ and, with
+the prefix local_, at the models of the nodes. During training, a node computes the same metrics for
+its function f_i, without the noise.
 """
 
 import math
@@ -19,16 +20,16 @@ from mpigossip.training.task import Metrics
 
 
 class Theory(ABC):
-    """Base class of theory tasks: a function, its gradient, and the distance to its optimum.
+    """Base class of theory tasks, which minimize a function with a known optimum.
 
-    The training gradient has normal noise ξ with E ‖ξ‖² = σ², of equal variance in all coordinates,
-    which each node draws in each step. Evaluations have no noise.
+    In training, each node adds normal noise ξ to its gradient in each step, with E ‖ξ‖² = σ² and
+    equal variance in all coordinates. Evaluations have no noise.
     """
 
     def __init__(self, *, noise: NotNegative = 0.1):
-        """Store the noise.
+        """Create the task.
 
-        :param noise: σ
+        :param noise: σ, standard deviation of the gradient noise
         """
         self.noise = noise
 
@@ -43,16 +44,21 @@ class Theory(ABC):
             along = (point * torch.randn_like(point)).sum() * (
                 self.noise / math.sqrt(point.numel())
             )
-            value = value + (along - along.detach())  # changes the gradient, but not the value
+            # This term adds the noise to the gradient, but not to the value.
+            value = value + (along - along.detach())
         return value, metrics
 
     @abstractmethod
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
-        """Return value, gradient (P,) and squared distance to the optimum."""
+        """Return value, gradient, (P,), and squared distance to the optimum at a point, (P,).
+
+        :param point: point x at which the function is evaluated
+        :param batch: data that define the function
+        """
 
 
 class Quadratics(Theory):
-    """Quadratic function ½ Σ_k a_k (x_k − b_k)²; a sample is (b, a)."""
+    """Quadratic function ½ Σ_k a_k (x_k − b_k)², defined by a sample (b, a)."""
 
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
         centre, curvature = batch
@@ -63,9 +69,10 @@ class Quadratics(Theory):
 
 
 class Logistic(Theory):
-    """Logistic regression mean_m log(1 + exp(−z_mᵀ x)) + r/2 ‖x‖².
+    """Logistic regression, mean_m log(1 + exp(−z_mᵀ x)) + r/2 ‖x‖².
 
-    A sample is (z, x*, r, f*) with z = label · features.
+    A sample (z, x*, r, f*) defines the function: z = label · features, x* is the optimum, r the
+    regularization, and f* the value at the optimum.
     """
 
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,9 +86,10 @@ class Logistic(Theory):
 
 
 class Factorization(Theory):
-    """Matrix factorization ½ ‖A − U Vᵀ‖².
+    """Matrix factorization, ½ ‖A − U Vᵀ‖².
 
-    A sample is A, and the point is U stacked on V. The distance is the distance of U Vᵀ to A.
+    A sample is the matrix A, and the point x consists of U stacked on V. The distance to the
+    optimum is the distance of U Vᵀ to A.
     """
 
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:

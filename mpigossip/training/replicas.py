@@ -1,4 +1,4 @@
-"""Replicas of a model, one for each local node and slot, whose parameters lie in flat arrays."""
+"""Replicas (copies) of a model for each local node and slot, with parameters in flat arrays."""
 
 import copy
 import warnings
@@ -17,11 +17,12 @@ from mpigossip.training.task import Objective
 
 
 class Replicas:
-    """Model copies: ``modules[row][slot]``, where a row is a local node and slots are local slots.
+    """Copies of a model, one for each local node and slot: ``modules[row][slot]``.
 
-    ``full`` and ``grads`` are lists with one array (rows, P) per slot, which hold the parameters
-    and the gradients of the replicas. ``x`` and ``g`` are the shards of the slots in them. Each
-    replica has its own buffers, such as norm statistics.
+    A row is a local node. ``full`` and ``grads`` are lists with one tensor (rows, P) per slot,
+    which hold the parameters and the gradients of the replicas. ``x`` and ``g`` are views of these
+    tensors that contain the shard of each slot. Each replica has its own buffers, such as norm
+    statistics.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class Replicas:
         :param flat: layout of its parameters
         :param rows: number of local nodes
         :param group: slots of a node
-        :param vectorized: compute the gradients of all rows by one `torch.func.vmap`. The sums are
-            then rounded in another order, so that the results are close to those of the loop, but
-            not bitwise identical. vmap can't update norm statistics
+        :param vectorized: whether to compute the gradients of all rows by one `torch.func.vmap`
+            instead of a loop. Results of both are close, but not bitwise identical, because sums
+            are computed in another order. vmap can't update norm statistics
         :param graphs: whether replicas on GPUs are captured as CUDA graphs: "always", "never", or
-            "auto" if that is possible
+            "auto", which captures them if that is possible
         :param objective: task of the training
         """
         self.flat = flat
@@ -94,22 +95,23 @@ class Replicas:
         :param batches: for each row, one batch per slot
         :param accumulate: number of equal parts of a batch whose gradients are averaged
         :param precision: arithmetic of forward and backward
-        :param seeds: random seed of each replica, for example for dropout; the result depends on
-            them alone if the replicas of a device run one after the other and are not captured
+        :param seeds: random seed of each replica, for example for dropout. Captured replicas do not
+            use them
         :param idle_rows: rows that are idle; their results have no meaning
-        :return: for each row the mean loss, and sum and count of each metric over its slots:
-            float64 (rows, 1 + 2 metrics)
+        :return: mean loss, and sum and count of each metric, over the slots of each row, float64
+            (rows, 1 + 2 metrics)
         """
         slots = len(self.group.local_slots)
 
-        # This function must not wait for a GPU.
+        # This function must not wait for a GPU, so that all GPUs compute at the same time.
         def compute(row: int, slot: int, batch: Nested) -> torch.Tensor:
             gradient = self.grads[slot][row]
             module = self.modules[row][slot]
             sums = torch.zeros(self.objective.width, dtype=torch.float64, device=gradient.device)
             if row in idle_rows:
                 return sums
-            if seeds and self.graphs == "never":  # a capture must not contain this
+            # Seeding can't be captured in a CUDA graph.
+            if seeds and self.graphs == "never":
                 draw_from(gradient.device, seeds[row * slots + slot])
             gradient.zero_()
             module.train()
@@ -136,9 +138,10 @@ class Replicas:
         return figures
 
     def _replayed(self, compute: Pass, batches: Sequence[Nested]) -> list[torch.Tensor] | None:
-        """Replay the CUDA graphs, which the first step captures, and return their figures per slot.
+        """Replay the CUDA graphs, which the first step captures; return loss and metrics per slot.
 
-        Return None if the gradients have to be computed by one thread per slot instead.
+        The result is None if replicas can't be captured; one thread per slot then has to compute
+        the gradients.
         """
         if self.graphs == "never":
             return None
@@ -161,7 +164,7 @@ class Replicas:
         :param slot: index of the local slot
         :param cuts: for each row, the parts of its batch whose gradients are averaged
         :param precision: arithmetic of forward and backward
-        :return: figures of the task, (rows, 1 + 2 metrics)
+        :return: loss, and sum and count of each metric, of each row, (rows, 1 + 2 metrics)
         """
         module = self.modules[0][slot]
         full = self.full[slot]

@@ -1,8 +1,8 @@
-"""Rules that the settings of a job obey together: condition, message and remedy of each.
+"""Rules about combinations of settings, each with a condition, an error message and a remedy.
 
-Each table is a sequence of groups. Of a group, only the first broken rule is reported, because it
-explains the others. Conditions get a subject with the job; if they return a dictionary, its values
-complete the templates of message and remedy.
+A table of rules is a sequence of groups. Only the first broken rule of a group is reported, because
+it explains the others. The condition of a rule is a function of a subject that contains the job. If
+it returns a dictionary, the values in it are inserted into the templates of message and remedy.
 
 ====================  ============================================  ==============================
 table                 subject                                       asked by
@@ -49,7 +49,7 @@ from mpigossip.training.task import Objective
 
 
 class HasJob(Protocol):
-    """Subject of a rule."""
+    """Protocol of the subject of a rule, which is an object with the attribute ``job``."""
 
     @property
     def job(self) -> Job: ...
@@ -60,7 +60,7 @@ Found = bool | None | Mapping[str, Any]
 
 
 class Rule(NamedTuple, Generic[S]):
-    """Condition under which settings do not fit together, and what to tell the user."""
+    """Condition under which settings are incompatible, with templates of the message and remedy."""
 
     is_broken: Callable[[S], Found]
     message: str
@@ -71,7 +71,7 @@ Table = Sequence[Sequence[Rule[S]]]
 
 
 class Launch(NamedTuple):
-    """Job with its number of slots per node, and the world that runs it, if it is known."""
+    """Job, its number of slots per node, and the world that runs it (None: not known)."""
 
     job: Job
     slots: int
@@ -79,7 +79,7 @@ class Launch(NamedTuple):
 
 
 class VectorizedModel(NamedTuple):
-    """Job with its model, objective, and a batch to try them with."""
+    """Job with its model and objective, and a batch on which these are tested."""
 
     job: Job
     module: nn.Module
@@ -88,7 +88,7 @@ class VectorizedModel(NamedTuple):
 
 
 def problems(table: Table[S], subject: S) -> list[str]:
-    """Return the texts of the broken rules of a table, one for each group."""
+    """Return the message of the first broken rule of each group of a table."""
     return [text for group in table for text in _first_problem(group, subject)]
 
 
@@ -102,12 +102,12 @@ def _first_problem(group: Sequence[Rule[S]], subject: S) -> list[str]:
 
 
 def incompatibilities(parts: JobParts) -> list[str]:
-    """Return the incompatibilities between the parts of a job, each with a remedy."""
+    """Return messages about incompatible parts of a job, such as graph and algorithm."""
     return problems(COMPATIBILITY, parts)
 
 
 def contradictions(job: Job) -> list[str]:
-    """Return settings that have no effect, or contradict each other."""
+    """Return messages about settings that have no effect or contradict each other."""
     messages = problems(SETTINGS, Launch(job, shape.slots(job)))
     try:
         if job.clock.network != OFF:
@@ -118,22 +118,25 @@ def contradictions(job: Job) -> list[str]:
 
 
 def launch_problems(job: Job, world: World) -> list[str]:
-    """Return the settings that this world, of ranks or simulated, does not support."""
+    """Return messages about settings that a world does not support.
+
+    A world consists of ranks, or is simulated in one process.
+    """
     return problems(LAUNCH, Launch(job, shape.slots(job, world), world))
 
 
 def survival_problems(job: Job) -> list[str]:
-    """Return the settings with which no run can survive a rank failure."""
+    """Return messages about settings with which a run can't survive a rank failure."""
     return problems(SURVIVAL, Launch(job, shape.slots(job)))
 
 
 def fault_problems(job: Job) -> list[str]:
-    """Return the faults that no graph of failing links can have."""
+    """Return messages about settings in `[faults]` that are impossible."""
     return problems(FAULTS, Launch(job, shape.slots(job)))
 
 
 def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested) -> None:
-    """Check that `vmap` can compute the gradients of all replicas in one call.
+    """Check that `torch.func.vmap` can compute the gradients of all replicas in one call.
 
     :raises JobError: if the model recomputes activations or changes its buffers in training
     """
@@ -144,7 +147,7 @@ def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested)
 def check_rounds(job: Job, graph: Graph, world: World) -> None:
     """Check that a custom graph is identical on all ranks; collective.
 
-    :raises JobError: on all ranks, if the first rounds differ from those of rank 0
+    :raises JobError: on all ranks, if the first 64 rounds differ from the rounds on rank 0
     """
     if job.graph.name in graphs.BUILDERS:
         return
@@ -166,9 +169,9 @@ FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
 
 
 def lacking(needs: frozenset, graph: Graph) -> list[str]:
-    """Return the properties that an algorithm needs and the graph lacks, in words.
+    """Return descriptions of the properties that an algorithm needs and the graph lacks.
 
-    :param needs: `Algorithm.needs`
+    :param needs: conditions of the algorithm, `Algorithm.needs`
     :param graph: the graph of the job
     """
     doubly = {"row-stochastic", "column-stochastic"} if "doubly" in needs else set()
@@ -205,7 +208,10 @@ def _is_exact(graph: Graph) -> bool:
 
 
 def _diverges(graph: Graph) -> bool:
-    """Return whether the consensus distance grows, which negative weights can cause."""
+    """Return whether averaging on the graph increases the distance between nodes.
+
+    Negative weights can cause this.
+    """
     return graph.n <= LARGE and consensus_rate(graph) > 1 + 1e-9
 
 
@@ -228,21 +234,24 @@ def _lacks_properties(parts: JobParts) -> Found:
 
 def _suits(name: str, n: int, needs: frozenset) -> bool:
     if name == "identity":
-        return False  # it fits every method, but does not help
+        # Each algorithm accepts the graph "identity", but nothing is averaged on it.
+        return False
     with contextlib.suppress(GraphError):
         return not lacking(needs, graphs.BUILDERS[name](n))
     return False
 
 
 def _is_unconnected(parts: JobParts) -> Found:
-    """Return two nodes that never agree, if the edges of the graph do not connect all nodes.
+    """Return two nodes that no path of edges connects, if the nodes can therefore not agree.
 
-    With graph "identity", nodes train alone on purpose. An average over all nodes connects them,
-    too. If the rounds are drawn without a period, their edges can't be known beforehand.
+    The graph "identity" is accepted, because nodes then train separately on purpose. So are
+    cadences with averages over all nodes. Graphs whose rounds are drawn are not checked, because
+    their edges are not known beforehand.
     """
     graph = parts.graph
     kinds = parts.cadence.kinds
-    full_graph = getattr(graph.schedule, "of", graph)  # the graph before [faults] removes links
+    # Use the graph from which [faults] has not removed links.
+    full_graph = getattr(graph.schedule, "of", graph)
     alone = graph.n == 1 or graph.name == "identity"
     if alone or isinstance(full_graph.schedule, Drawn):
         return None
@@ -329,7 +338,7 @@ def _miscounts_nodes(parts: JobParts) -> Found:
 
 
 def _lengths_differ(parts: JobParts) -> Found:
-    """Return lengths of algorithm and cadence "halves" that are not the same number of periods."""
+    """Return the lengths of the algorithm and its cadence if they do not match the graph."""
     job = parts.job
     period = parts.graph.period
     if "phases" not in parts.method.needs or job.cadence.name != "halves" or period is None:
@@ -447,7 +456,7 @@ def _blends(parts: JobParts) -> bool:
 
 
 def _in_fragments(parts: JobParts) -> Found:
-    """Return the setting that divides or delays exchanges, if there is one."""
+    """Return the setting that makes fragments or delays exchanges, if there is one."""
     schedule = parts.cadence.fragment_schedule
     if schedule.is_whole_model:
         return None
@@ -457,7 +466,10 @@ def _in_fragments(parts: JobParts) -> Found:
 
 
 def _is_indivisible(parts: JobParts) -> Found:
-    """Return why the method can't exchange fragments at different steps, and which methods can."""
+    """Return why the algorithm can't exchange fragments, and which algorithms can.
+
+    The result is None if it can.
+    """
     setting = _in_fragments(parts)
     if not isinstance(setting, Mapping):
         return None
@@ -482,7 +494,7 @@ def _is_indivisible(parts: JobParts) -> Found:
 
 
 def _why_indivisible(method: Algorithm) -> str:
-    """Return why fragments of a model can't be exchanged at different steps; "" if they can."""
+    """Return why an algorithm can't exchange fragments of a model at different steps, or ""."""
     if method.local_update is None:
         return (
             "has no separate local step: its step depends on the received messages, while "
@@ -554,10 +566,10 @@ FRAGMENTS: Table[JobParts] = (
 
 
 def tolerates_delay(method: Algorithm) -> bool:
-    """Return whether a method tolerates models of earlier rounds.
+    """Return whether an algorithm can average with models of earlier rounds.
 
-    Plain averaging does, and so does tracking, which needs sums only. Methods with corrections or
-    memories that depend on W(t) of the round do not.
+    Plain averaging can, and so can tracking, because it needs sums only. Algorithms can't if they
+    have corrections or memories that depend on the matrix W(t) of the round.
     """
     return method.needs <= {"row-stochastic", "doubly", "never-global"}
 
@@ -574,7 +586,7 @@ def _needs_the_same_round(parts: JobParts) -> Found:
 
 
 def _links_fail(job: Job) -> bool:
-    """Return whether rounds are reweighted because links fail."""
+    """Return whether the rounds of the graph have lost links."""
     faults = job.faults
     return job.node.mixer != "asynchronous" and bool(faults.lost or faults.away or faults.ticks)
 
@@ -666,7 +678,7 @@ COMPATIBILITY: Table[JobParts] = (
 
 
 def _cuts_matrices(launch: Launch) -> Found:
-    """Return the slots, if a local step needs whole parameters and each slot has a shard only."""
+    """Return the number of slots if a local step needs whole parameters, but slots have shards."""
     job = launch.job
     name = job.local.name
     if launch.slots == 1 or not job.node.shard or name not in LOCALS or not LOCALS[name](0).whole:
@@ -724,14 +736,14 @@ def _runs_on_ranks(launch: Launch) -> bool:
 
 
 def _has_several_ranks(launch: Launch) -> Found:
-    """Return the setting of ranks per node, if nodes may have several ranks."""
+    """Return the value of `node.ranks_per_node` if nodes can have several ranks."""
     setting = launch.job.node.ranks_per_node
     return _runs_on_ranks(launch) and setting != 1 and {"ranks": show(setting)}
 
 
 LAUNCH: Table[Launch] = (
     (
-        # If the job itself has several slots, SETTINGS reports this.
+        # If the job has several slots per rank, SETTINGS reports the same problem.
         WHOLE_MATRICES._replace(
             is_broken=lambda launch: shape.slots(launch.job) == 1 and _cuts_matrices(launch)
         ),
@@ -781,9 +793,9 @@ SURVIVAL: Table[Launch] = (
 
 
 def _too_short(key: str) -> Rule[Launch]:
-    """Return the rule for the mean duration of a fault.
+    """Return the rule about the smallest mean duration of a fault.
 
-    If each round is drawn independently, the mean duration is already longer than such a setting.
+    The smallest possible duration arises if each round is drawn independently.
     """
 
     def is_broken(launch: Launch) -> Found:
@@ -815,7 +827,8 @@ def _changes_buffers(model: VectorizedModel) -> bool:
         return False
     trial = copy.deepcopy(model.module).train()
     with torch.random.fork_rng(devices=()), torch.no_grad(), contextlib.suppress(Exception):
-        # Some norm layers reject a batch of one sample, but only after they have counted it.
+        # Some norm layers reject a batch of one sample, but only after they have changed their
+        # buffers.
         model.objective(trial, model.batch)
     return not all(map(torch.equal, trial.buffers(), model.module.buffers()))
 

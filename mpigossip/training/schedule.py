@@ -1,4 +1,4 @@
-"""Learning rates: warm-up, milestones, cosine, and linear scaling with the batch size."""
+"""Learning rates with warm-up, milestones or cosine, and scaling with the batch size."""
 
 import math
 from collections.abc import Callable
@@ -24,21 +24,21 @@ def full_rate(section: config.Schedule, samples_per_step: int) -> tuple[float, s
 def schedule(
     section: config.Schedule, steps_per_epoch: int, total_steps: int, samples_per_step: int
 ) -> Callable[[int], float]:
-    """Return the learning rate as a function of the step, counted from 0; it is always above 0.
+    """Return the learning rate, which is always above 0, as a function of the step, from 0 on.
 
-    With scale "linear", the full rate is lr × samples_per_step / reference_batch; otherwise it is
-    lr. During the warm-up of W = warmup_epochs × steps_per_epoch steps, the rate grows linearly to
-    the full rate at step W − 1. It starts at lr, or at 0 if the full rate isn't above lr. If
-    warmup_lr is set, the rate is warmup_lr, unscaled, during the whole warm-up. After the warm-up,
-    the rate is
+    The names below are settings of `[schedule]`. If ``scale`` is "linear", the full rate is lr ×
+    samples_per_step / reference_batch; otherwise it is lr. During the warm-up of W = warmup_epochs
+    × steps_per_epoch steps, the rate grows linearly to the full rate at step W − 1. It starts at
+    lr, or at 0 if the full rate isn't above lr. If warmup_lr is set, the rate is warmup_lr,
+    unscaled, during the whole warm-up. After the warm-up, the rate depends on ``name``:
 
     * "constant": full
     * "milestones": full × factor^(number of milestones that the epoch has reached)
-    * "cosine": final + (full − final)(1 + cos π(k − W)/(total_steps − W))/2
+    * "cosine": final + (full − final)(1 + cos π(k − W)/(total_steps − W))/2 at step k
 
-    Steps after the end have the rate of the last step. Sources: Goyal et al., "Accurate, large
-    minibatch SGD" (2017), sections 2.1 and 2.2; Loshchilov and Hutter, "SGDR" (ICLR 2017), equation
-    5.
+    Steps after the end of the run have the rate of its last step. Sources: Goyal et al., "Accurate,
+    large minibatch SGD" (2017), sections 2.1 and 2.2; Loshchilov and Hutter, "SGDR" (ICLR 2017),
+    equation 5.
 
     :param section: section `[schedule]`
     :param steps_per_epoch: number of steps per epoch

@@ -1,4 +1,4 @@
-"""Slots of the nodes of a job: their number, their devices, and the local ones."""
+"""Slots (devices or groups of threads) of the nodes of a job."""
 
 from dataclasses import replace
 
@@ -12,9 +12,9 @@ from mpigossip.groups.base import Group
 
 
 def ranks_of(job: Job, world: World | None = None) -> int:
-    """Return the ranks per node: of the world if it has ranks, otherwise of the job.
+    """Return the number of ranks per node, of the world if it has ranks, otherwise of the job.
 
-    Without ranks, "host" counts as one rank per node.
+    Without ranks, `node.ranks_per_node` = "host" counts as one rank per node.
     """
     if world is not None and world.comm is not None:
         return world.nodes.per_node
@@ -23,18 +23,25 @@ def ranks_of(job: Job, world: World | None = None) -> int:
 
 
 def local_devices(job: Job, world: World) -> tuple[str, ...]:
-    """Return the devices of the local slots: of a rank, or of all ranks of a simulated node."""
+    """Return the devices of the local slots.
+
+    These are the slots of this rank, or all slots of a node if nodes are simulated.
+    """
     slots = slots_of(job.node.devices)
     return slots * ranks_of(job, world) if world.comm is None else slots
 
 
 def slots(job: Job, world: World | None = None) -> int:
-    """Return the number of slots per node, L; without a world, the ranks are those of the job."""
+    """Return the number L of slots per node.
+
+    :param job: the job
+    :param world: world that determines the number of ranks per node; None: the job determines it
+    """
     return len(slots_of(job.node.devices)) * ranks_of(job, world)
 
 
 def with_ranks(job: Job, ranks: int) -> Job:
-    """Return the job with this number of ranks per node if its setting is "host"."""
+    """Return the job with ``ranks`` ranks per node if `node.ranks_per_node` is "host"."""
     setting = job.node.ranks_per_node
     return replace(
         job, node=replace(job.node, ranks_per_node=ranks if setting == "host" else setting)
@@ -42,7 +49,7 @@ def with_ranks(job: Job, ranks: int) -> Job:
 
 
 def assumed(job: Job) -> str:
-    """Return a note if the number of ranks per host is assumed, otherwise ""."""
+    """Return a note for the user if the number of ranks per host is assumed, otherwise ""."""
     if job.node.ranks_per_node != "host":
         return ""
     return (
@@ -52,7 +59,7 @@ def assumed(job: Job) -> str:
 
 
 def explained(problems: list[str], world: World) -> list[str]:
-    """Add the origin of the number of nodes to problems with the graph."""
+    """Return the messages, with the origin of the number of nodes in messages about the graph."""
     per = world.nodes.per_node
     origin = f" ({world.size} ranks, {per} per node: node.ranks_per_node)"
     return [
@@ -80,7 +87,8 @@ def check_alike(job: Job, world: World) -> None:
             "ranks need the same number: name the devices, or let the scheduler give each rank "
             "the same number of GPUs"
         )
-    if len(set(kinds)) > 1:  # slots on GPUs sum by NCCL, slots on CPUs in shared memory
+    # Slots on GPUs use NCCL for sums, and slots on CPUs use shared memory, so all must be alike.
+    if len(set(kinds)) > 1:
         cpu = kinds.index("cpu")
         gpu = kinds.index("cuda")
         raise JobError(
@@ -93,7 +101,7 @@ def check_alike(job: Job, world: World) -> None:
 
 
 def _check_gpus(job: Job, world: World, local_slots: tuple[str, ...]) -> None:
-    """Check that no two slots of a host have the same GPU, which NCCL does not allow; collective.
+    """Check that slots of a host have different GPUs, as NCCL requires; collective.
 
     A rank that sees only its own GPU calls it cuda:0, so GPUs are compared by their identifiers.
     """
@@ -113,12 +121,12 @@ def _check_gpus(job: Job, world: World, local_slots: tuple[str, ...]) -> None:
 
 
 def gpu_of(device: str) -> str:
-    """Return the identifier of a GPU, unique on its host; "" if torch gives none."""
+    """Return an identifier of a GPU that is unique on its host, or "" if torch has none."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def make_group(job: Job, world: World) -> Group:
-    """Return the slots of this node; collective over its ranks."""
+    """Return the group of the slots of this node; collective over the ranks of the node."""
     torch.set_num_threads(job.node.threads)
     node = job.node
     return devices.make_group(

@@ -1,7 +1,7 @@
-"""Tasks: loss and metrics of a training, by name or as "package.module:factory".
+"""Tasks, which define the loss and metrics of a training.
 
-To add a task, write a class with a method `loss` and add a line to `TASKS`. A custom task needs no
-line.
+A task has a name, or is custom code "package.module:factory". To add a task to this package, write
+a class with a method `loss` and add a line to `TASKS`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from mpigossip.data.pytree import Nested, form, size
 from mpigossip.models import loss_and_correct, scores
 
 Metrics = Mapping[str, tuple[Any, Any]]
-"""Metrics by name: each is a pair of a sum and the count to divide it by. Both are numbers or
-tensors with one element, and both are summed over batches, slots and nodes."""
+"""Metrics by name. Each metric is a pair of a sum and a count, by which the sum is divided. Both
+are numbers or tensors with one element, and are summed over batches, slots and nodes.
+"""
 
 RESERVED = frozenset(
     (
@@ -58,10 +59,11 @@ RESERVED = frozenset(
         "digest",
     )
 )
-"""Names of columns of the log and of lines of the summary, which no metric may have."""
+"""Names that a metric must not have, because they are columns of the log or in the summary."""
 NAME = r"(?!local_|share_)[A-Za-z][A-Za-z0-9_.-]{0,31}"
-"""Regular expression of the name of a metric; local_NAME and share_NAME are further columns of the
-log."""
+"""Regular expression that the name of a metric must match. It excludes local_NAME and share_NAME,
+which are further columns of the log.
+"""
 
 
 class Task(Protocol):
@@ -81,22 +83,22 @@ class Task(Protocol):
         :param model: the model, or a function with the same parameters
         :param batch: one batch as the data return it, on the device of the model
         :return: the loss, a float tensor of shape (), and the metrics by name, each as (sum,
-            count). The sum and the count of a metric "loss" enter the mean test loss. Without it, a
-            batch counts by its number of samples
+            count). If there is a metric "loss", the mean test loss is computed from its sums and
+            counts; otherwise, each batch is weighted by its number of samples
         """
 
 
 class TaskError(Failure, RuntimeError):
-    """Error of a task that fails on a batch in the middle of a run."""
+    """Error of a task that fails on a batch during a run."""
 
 
 class Classification:
-    """Cross-entropy of scores (B, classes) against int64 targets (B,), and the accuracy."""
+    """Task with cross-entropy and accuracy of scores (B, classes) for targets (B,) int64."""
 
     units = {"loss": "nat"}
 
     def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
-        """Return loss and accuracy of a batch (inputs, targets).
+        """Return the loss and the accuracy of a batch (inputs, targets).
 
         Scores and targets may have a time dimension before the classes.
         """
@@ -107,12 +109,12 @@ class Classification:
 
 
 class LanguageModel:
-    """Cross-entropy of the next token, and the fraction of tokens that are predicted correctly.
+    """Task with the cross-entropy of the next token, and the fraction of correct predictions.
 
     A batch is either (tokens, next tokens) or a mapping with `input_ids` (B, T), as tokenizers
-    return it. The labels of a mapping are its `labels`, or `input_ids` if it has none. This class
-    shifts them by one position and ignores the label -100. All other tensors of the mapping are
-    passed to the model.
+    return it. The labels of a mapping are its `labels`, or `input_ids` if it has no labels. This
+    class shifts the labels by one position and ignores the label -100. All other tensors of the
+    mapping are passed to the model.
     """
 
     units = {"loss": "nat", "nats_per_byte": "nat/byte"}
@@ -122,9 +124,9 @@ class LanguageModel:
         self._lengths: dict[torch.device, Tensor] = {}
 
     def prepare(self, data: Any) -> None:
-        """Take the number of bytes per token of packed text.
+        """Store the number of bytes per token if the data are a packed text.
 
-        With it, the loss can be stated per byte, which makes different tokenizers comparable.
+        The loss per byte can then be computed, by which different tokenizers can be compared.
         """
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer is not None:
@@ -141,15 +143,21 @@ class LanguageModel:
         counted = labels != self.IGNORED
         count = counted.sum()
         loss = functional.cross_entropy(outputs, labels, ignore_index=self.IGNORED)
-        loss = loss.where(count > 0, 0.0)  # a batch without a counted token gives 0/0
+        # Without any counted token, the loss is 0/0.
+        loss = loss.where(count > 0, 0.0)
         correct = ((outputs.detach().argmax(-1) == labels) & counted).sum()
         return loss, {"loss": (loss.detach().double() * count, count), "accuracy": (correct, count)}
 
     def _per_byte(self, nats: Tensor, targets: Tensor) -> Metrics:
-        """Return the loss per byte of these tokens, or {} if the bytes per token are not known."""
+        """Return the metric with the loss per byte; {} if the bytes per token are not known.
+
+        :param nats: sum of the losses of all tokens
+        :param targets: tokens
+        """
         if not self._lengths:
             return {}
-        if targets.device not in self._lengths:  # copying it for each batch would wait for the GPU
+        # Copy the lengths to a device once, because each copy waits for the GPU.
+        if targets.device not in self._lengths:
             self._lengths[targets.device] = self._lengths[torch.device("cpu")].to(targets.device)
         return {"nats_per_byte": (nats, self._lengths[targets.device][targets].sum())}
 
@@ -157,7 +165,7 @@ class LanguageModel:
 def _problem(made_by: str, source: str, model: str) -> BuilderSpec:
     """Return the spec of a theory task, which implies its data, model and batch size.
 
-    One sample is one function f_i, the function of a node.
+    A sample is the function f_i of a node.
     """
     implied = {
         "data.source": source,
@@ -177,18 +185,20 @@ TASKS: dict[str, BuilderSpec | Callable] = {
     "logistic": _problem("Logistic", "logistic", "point"),
     "factorization": _problem("Factorization", "factorization", "factors"),
 }
-"""Values of `task.name`; the keyword-only parameters are the options of section `[task]`."""
+"""Task for each value of `task.name`. Its keyword-only parameters are the options of section
+`[task]`.
+"""
 
 
 class Objective:
-    """Task of a job, with the names of its metrics as a first batch has shown them."""
+    """Task of a job, with the names of the metrics that it has returned for a first batch."""
 
     def __init__(self, task: Task, name: str = "classification", metrics: tuple[str, ...] = ()):
-        """Wrap a task.
+        """Store a task, its name and its metrics.
 
         :param task: the task
-        :param name: its `task.name`
-        :param metrics: names of its metrics, without "loss"
+        :param name: value of `task.name`, for messages
+        :param metrics: names of the metrics, without "loss"
         """
         self.task = task
         self.name = name
@@ -203,8 +213,8 @@ class Objective:
     def __call__(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
         """Return the loss and the metrics of the task on a batch.
 
-        :raises TaskError: if custom code raises an exception or returns something else than a loss
-            and its metrics; the message names the task
+        :raises TaskError: if custom code raises an exception, or its result is no loss with
+            metrics; the message names the task
         """
         try:
             loss, metrics = self.task.loss(model, batch)
@@ -228,16 +238,17 @@ class Objective:
         return loss, metrics
 
     def figures(self, loss: Tensor, metrics: Metrics, accumulate: int) -> Tensor:
-        """Return the contribution of a part of a batch to the step: float64 (width,).
+        """Return loss and metrics of a part of a batch as one tensor, float64 (width,).
 
-        The first value is the loss divided by ``accumulate``, the number of parts. The others are
-        sum and count of each metric.
+        The first value is the loss divided by ``accumulate``, the number of parts of a batch, so
+        that the sum over parts is the mean loss. The other values are the sum and the count of each
+        metric.
         """
         counts = [_double(value, loss) for name in self.metrics for value in metrics[name]]
         return torch.stack([_double(loss, loss) / accumulate, *counts])
 
     def tested(self, model: Callable, batch: Nested) -> Tensor:
-        """Return sum and count of the loss and of each metric on a test batch.
+        """Return the sum and count of the loss and of each metric on a test batch.
 
         The result is float64 (1 + metrics, 2) on the CPU.
         """
@@ -254,13 +265,13 @@ class Objective:
         return self
 
     def probe(self, model: nn.Module, batch: Nested) -> Objective:
-        """Return a copy of this object with the names of the metrics on a first batch.
+        """Call the task on a first batch; return a copy of this object that knows its metrics.
 
         The task is called as in an evaluation. The state of the random number generators is
         preserved.
 
-        :raises JobError: if the task fails, if its result is invalid, or if a metric has a name
-            that is reserved or malformed
+        :raises JobError: if the task fails, if its result is invalid, or if the name of a metric is
+            reserved or invalid
         """
         training = model.training
         try:
@@ -311,7 +322,7 @@ def make(section: config.TaskSection) -> Objective:
 
 
 def _describe_invalid(loss: Any, metrics: Any) -> str:
-    """Return the error in a task's result, or ""."""
+    """Return a description of what is wrong with the result of a task, or ""."""
     if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
         what = form(loss) if isinstance(loss, Tensor) else type(loss).__name__
         return f"its loss is {what}; it must be the mean, a float tensor of shape ()"
@@ -333,7 +344,7 @@ def _number(value: Any) -> bool:
 
 
 def _double(value: Any, reference: Tensor) -> Tensor:
-    """Return a value in float64 on the device of ``reference``, without waiting for that device."""
+    """Return a value as float64 on the device of ``reference``, without waiting for the device."""
     if isinstance(value, Tensor):
         return value.detach().to(reference.device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=reference.device)

@@ -1,6 +1,7 @@
-"""Time model of a training: seconds of a step of n nodes on a machine, and the virtual clock.
+"""Model of the time that a training step takes on a given machine, and the virtual clock.
 
-A step consists of computation, messages, sums and waiting, some of which overlap.
+A step consists of computation, messages, weighted sums and waiting for other nodes, some of which
+overlap.
 """
 
 import math
@@ -22,24 +23,27 @@ from mpigossip.training.costs import Exchanges
 from mpigossip.training.machines import Machine, named
 
 BACKWARD = 2 / 3
-"""Fraction of the computation that is backward: two of three matrix products per layer."""
+"""Fraction of the computation in the backward pass, which has two of three matrix products."""
 FIRST_BUCKET = 1 << 20
 BUCKET = 25 << 20
-"""Sizes, in bytes, of the first and of all further buckets of gradients that
-DistributedDataParallel of torch sends at once, by default."""
+"""Default sizes, in bytes, of the first bucket (FIRST_BUCKET) and of all further buckets (BUCKET)
+of gradients that torch's DistributedDataParallel sends at once.
+"""
 BURN_IN = 24
 MEASURED = 96
-"""Number of rounds until waiting has spread over a graph, and number of rounds over which it is
-then averaged."""
+"""Number of simulated rounds before waiting is measured, and number of rounds for which it is then
+measured. The first rounds are left out because delays spread over the graph gradually.
+"""
 DRAWN = 512
-"""Number of nodes, over all repetitions, whose steps are drawn for this average."""
+"""Number of nodes, of all repetitions together, for which random durations are drawn."""
 DRAWS = 5
-"""Purpose of the random numbers of the virtual clock, which makes them independent of other draws
-from the seed of the run."""
+"""Number in the key of the virtual clock's random numbers, so that they are independent of other
+random numbers of the run.
+"""
 
 
 def hops(n: int) -> int:
-    """Return the number of consecutive latencies in a global average over n nodes."""
+    """Return the number of messages, one after another, in a global average over n nodes."""
     return 2 * (n - 1).bit_length()
 
 
@@ -75,7 +79,7 @@ def even_buckets(nbytes: int) -> list[int]:
 
 
 class Edges(NamedTuple):
-    """Messages of a round, by receiver.
+    """Messages of a round, sorted by receiver.
 
     The first edge of a node is an edge to itself; the others come from its in-neighbours.
     """
@@ -95,7 +99,7 @@ class Edges(NamedTuple):
 
 @lru_cache(maxsize=512)
 def edges_of(graph: Graph, t: int) -> Edges:
-    """Return the edges of round t."""
+    """Return the edges of round t of a graph."""
     r = graph.round(t)
     n = graph.n
     senders = [[i, *r.neighbours(i)[0]] for i in range(n)]
@@ -154,7 +158,7 @@ class Timing:
         self.encode_s = lossy / machine.encode_rate if machine.encode_rate else 0.0
         decode_s = lossy / machine.decode_rate if machine.decode_rate else 0.0
         self.term_s = decode_s + layout.nbytes / machine.combine_rate
-        """Seconds for decoding a message and adding it."""
+        """Seconds for decoding a message and adding it to the weighted sum."""
 
     def _broadcast_s(self, buffers: int) -> float:
         """Return the seconds of a broadcast of the module's buffers, whose size is in bytes.
@@ -175,12 +179,13 @@ class Timing:
         return slowest * m.global_bandwidth
 
     def message_s(self, kind: ExchangeKind, t: int | None):
-        """Return the seconds until a message is received, and the seconds of the sums after it.
+        """Return the seconds until a message is received, and of the weighted sum afterwards.
 
-        For LOCAL and GLOBAL both are numbers, for GOSSIP arrays over the edges of round t. A
-        message takes as long as all messages that its sender sends, or that its receiver receives,
-        whichever is longer. The edge of a node to itself takes as long as the slowest message that
-        the node sends, because its step ends when that message has been sent.
+        Both are numbers for LOCAL and GLOBAL, and arrays over the edges of round t for GOSSIP. A
+        message takes as long as all messages that its sender sends, or as all messages that its
+        receiver receives, whichever is longer. The edge of a node to itself takes as long as the
+        slowest message that the node sends, because the step of the node ends when that message has
+        been sent.
         """
         m = self.machine
         layout = self.parts.layout
@@ -202,13 +207,14 @@ class Timing:
         slower = np.minimum(link[edges.senders], link[receivers])
         wire = self.encode_s + m.latency_s + message_counts * layout.sent_bytes / slower
         wire[edges.starts] = 0.0
-        self_edges = np.full(n, self.encode_s)  # a node without neighbours encodes its message, too
+        # A node without in-neighbours encodes its message, too.
+        self_edges = np.full(n, self.encode_s)
         np.maximum.at(self_edges, edges.senders, wire)
         wire[edges.starts] = self_edges
         return wire, edges.received[receivers] * self.term_s
 
     def hidden(self, wire, sums):
-        """Return the seconds of an exchange that are overlapped with computation.
+        """Return the seconds of an exchange that overlap with computation.
 
         If the method sends ahead, the message overlaps with the whole computation. With
         DistributedDataParallel, all but the last bucket overlap with backward, and the broadcast of
@@ -216,7 +222,7 @@ class Timing:
         applied.
 
         :param wire: seconds of the messages, from :meth:`message_s`
-        :param sums: seconds of the sums, from :meth:`message_s`
+        :param sums: seconds of the weighted sums, from :meth:`message_s`
         """
         compute = self.machine.compute_s
         total = wire + sums
@@ -228,7 +234,10 @@ class Timing:
         return np.minimum(early, BACKWARD * compute)
 
     def exchange_s(self, kind: ExchangeKind, t: int | None) -> tuple[float, float]:
-        """Return the seconds of an exchange without waiting, and how many of them are hidden."""
+        """Return the seconds of an exchange without waiting, and how many of them overlap.
+
+        They overlap with computation, as :meth:`hidden` computes.
+        """
         wire, sums = self.message_s(kind, t)
         return float(np.max(wire + sums)), float(np.max(self.hidden(wire, sums)))
 
@@ -238,23 +247,23 @@ class Timing:
         return self.machine.compute_s + self.machine.node_s + self.machine.update_s
 
     def step_s(self) -> float:
-        """Return the seconds of an average step, including waiting."""
+        """Return the mean seconds of a step, including waiting for other nodes."""
         exchange, hidden = self.mean_s()
         return self.steady_s + exchange - hidden + self.waiting_s()
 
     def mean_s(self) -> tuple[float, float]:
-        """Return the seconds of the exchange in an average step, and the hidden part of them."""
+        """Return the mean seconds of exchanges per step, and how many of them overlap."""
         costs = [(self.exchange_s(*key), count) for key, count in self.exchanges.counted.items()]
         exchange, hidden = (sum(s[k] * count for s, count in costs) for k in (0, 1))
         return exchange / self.exchanges.steps, hidden / self.exchanges.steps
 
     def waiting_s(self) -> float:
-        """Return the seconds of an average step in which a node waits for slower nodes.
+        """Return the mean seconds per step in which a node waits for slower nodes.
 
-        Durations of steps are assumed to be normal and independent. If all nodes wait for all after
-        h steps of their own, each such wait takes √h σ E[max of n]. If nodes wait for neighbours,
-        delays spread over the graph from step to step. There is no formula for this case, so it is
-        simulated from a fixed seed.
+        Durations of steps are assumed to be independent normal numbers with standard deviation σ.
+        If all nodes wait for each other after h steps of their own, each such wait takes √h σ E[max
+        of n standard normal numbers]. If nodes wait for neighbours, delays spread over the graph
+        from step to step. There is no formula for this case, so it is simulated with a fixed seed.
         """
         sigma = self.machine.jitter * self.machine.compute_s
         n = self.parts.graph.n
@@ -286,10 +295,10 @@ class Timing:
 
 
 class Clock:
-    """Time at which each node ends its steps, if each exchange waits for its messages.
+    """Clock with the time at which each node ends its steps, if nodes wait for their messages.
 
-    ``now`` (rows, n) are seconds since the beginning; each row is an independent repetition. With
-    `cadence.delay`, nodes wait for an exchange in the step that applies it.
+    ``now``, (rows, n), are the seconds since the start; each row is an independent repetition of
+    the training. With `cadence.delay`, nodes wait for an exchange in the step that applies it.
     """
 
     def __init__(self, timing: Timing, rows: int = 1):
@@ -318,7 +327,13 @@ class Clock:
         return self.now
 
     def _exchanged(self, kind: ExchangeKind, t, begin: np.ndarray, ready: np.ndarray) -> np.ndarray:
-        """Return when each node has the result of an exchange, sent when all are `ready`."""
+        """Return the time at which each node has the result of an exchange, (rows, n).
+
+        :param kind: kind of the exchange
+        :param t: round of the exchange; None unless it is gossip
+        :param begin: time at which each node starts to send, (rows, n)
+        :param ready: time at which each node has computed its gradient, (rows, n)
+        """
         timing = self._timing
         exchanges = self._timing.exchanges
         wire, sums = timing.message_s(kind, t)
@@ -336,7 +351,7 @@ class Clock:
 
 @lru_cache(maxsize=256)
 def expected_maximum(n: int) -> float:
-    """Return the mean of the maximum of n standard normal numbers: ∫ z n φ(z) Φ(z)ⁿ⁻¹ dz."""
+    """Return the mean of the maximum of n standard normal numbers, ∫ z n φ(z) Φ(z)ⁿ⁻¹ dz."""
     z = np.linspace(-9.0, 9.0, 20_001)
     below = 0.5 * (1 + np.array([math.erf(v) for v in z / math.sqrt(2)]))
     density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
@@ -344,10 +359,10 @@ def expected_maximum(n: int) -> float:
 
 
 class VirtualClock:
-    """Clock of the seconds that each node would have needed on the machine of `[clock]`.
+    """Clock of the seconds that a training would have taken on the machine that `[clock]` names.
 
-    It depends on the job, the number of nodes and the exchanges only, and does not affect the
-    training.
+    The time depends on the job, the number of nodes and the exchanges only. The clock does not
+    affect the training.
     """
 
     def __init__(self, job: Job, assembly: Assembly, begun: np.ndarray | None = None):
@@ -355,15 +370,15 @@ class VirtualClock:
 
         :param job: the job
         :param assembly: the parts of the job
-        :param begun: for each node, when it had ended the previous steps, (n,), NaN if that is not
-            known; None: 0 for all nodes
+        :param begun: time at which each node had ended the steps before a resume, (n,), NaN if it
+            is not known; None: 0 for all nodes
         """
         section = job.clock
         engine = assembly.engine
         parts = assembly.parts
         self._machine = named(section)
         self._fragments = parts.cadence.fragment_schedule.fragments
-        # all slots of a node count, including those of other ranks
+        # Count all slots of a node, including slots of other ranks.
         widths = parts.layout.widths[:1] * assembly.trainer.replicas.flat.slots
         node = replace(parts, layout=replace(parts.layout, widths=widths))
         self._clock = Clock(Timing(Exchanges(node), self._machine))
@@ -372,7 +387,7 @@ class VirtualClock:
         self._round = engine.round
         self._seed = job.run.seed
         self._engine = engine
-        # a simulated asynchronous run has its own stragglers
+        # In simulated asynchronous runs, [faults] makes nodes slow.
         faults = job.faults
         has_own = job.faults.slow_times > 1
         slow = faults if has_own else section
@@ -381,7 +396,7 @@ class VirtualClock:
         )
 
     def step(self, index: int, kind: ExchangeKind) -> np.ndarray:
-        """Return the seconds of each node at the end of step ``index``, (n,)."""
+        """Return the virtual time of each node at the end of step ``index``, in seconds, (n,)."""
         machine = self._machine
         n = len(self._clock.now[0])
         pace = 1 + machine.jitter * normal((self._seed, DRAWS, index), n)
@@ -394,9 +409,10 @@ class VirtualClock:
 
 
 def normal(key: tuple[int, ...], count: int) -> np.ndarray:
-    """Return ``count`` standard normal numbers from a key, equal with every numpy.
+    """Return ``count`` standard normal numbers that depend on the key alone.
 
-    They are computed by the method of Box and Muller.
+    They are computed by the method of Box and Muller, so that all versions of numpy give the same
+    numbers.
     """
     u = (random_words(key, 2 * count).astype(np.float64) + 0.5) / 2.0**64
     return np.sqrt(-2 * np.log(u[:count])) * np.cos(2 * np.pi * u[count:])

@@ -91,7 +91,7 @@ def nx_graph(edges, n, weights):
 @on_each(
     ("given", "message"),
     [
-        (dict(n=1, degree=2), "at least 2 nodes, got 1"),
+        (dict(n=1, degree=2), "n = 1: a search needs at least 2 nodes"),
         (dict(n=8), "needs a budget"),
         (dict(n=8, edges=5), "5 edges can't connect 8 nodes; allow at least 7"),
         (dict(n=8, degree=1), "has degree 1; allow at least 2"),

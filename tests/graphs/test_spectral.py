@@ -196,12 +196,12 @@ def test_lower_bounds():
     assert th.gossip_lower_bound(**given, lam=0.75) == pytest.approx(sample + 2 * 3 / (0.01 * 0.5))
     ring = 1 - sp.spectral_gap(graph("ring", 8))
     assert th.gossip_lower_bound(**given, lam=ring) > th.gossip_lower_bound(**given, lam=0.1)
-    with pytest.raises(GraphError, match=r"λ in \[0, 1\), got 1"):
+    with pytest.raises(GraphError, match="λ = 1"):
         th.gossip_lower_bound(**given, lam=1.0)
     with pytest.raises(GraphError, match="epsilon > 0, got 0"):
         th.lower_bound(**(given | {"epsilon": 0}), diameter=4)
     for separation in (None, -1):
-        with pytest.raises(GraphError, match="is the graph connected"):
+        with pytest.raises(GraphError, match="needs a connected graph"):
             th.lower_bound(**given, diameter=separation)
 
 
