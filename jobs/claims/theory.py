@@ -4,17 +4,18 @@
 
 Node i minimizes f_i(x) = ½ ‖x − b_i‖², in float64, by the package's methods in its simulator. The
 gradient noise has standard deviation σ = 1 per coordinate; the b_i have mean square ζ² = 1 per
-coordinate over the nodes. With a doubly stochastic W the mean model x̄ follows parallel SGD exactly,
-so one run measures both.
+coordinate over the nodes. With a doubly stochastic W, the mean model x̄ is exactly the model of
+parallel SGD, so that one run measures both.
 
-T* is the number of *transient iterations*, as in the papers: T steps at the rate √(n/T) end within
-twice parallel SGD's mean square distance to the optimum for all T > T*. At a small rate γ the error
-becomes stationary after about 1/γ steps. So γ* is the rate at which the excess over parallel SGD
-equals parallel SGD's own error, and T* = n/γ*².
+T* is the number of *transient iterations*, as in the papers: for all T > T*, T steps at the
+learning rate √(n/T) end with at most twice the mean square distance to the optimum that parallel
+SGD has. At a small rate γ, the error becomes stationary after about 1/γ steps. Let γ* be the rate
+at which the error in excess of parallel SGD's equals the error of parallel SGD. Then T* = n/γ*².
 
-Data: "noise": all b_i are equal. "random": b_i drawn at random; "smooth": b_i = cos(2π i/n); in
-both, only parallel SGD's error includes gradient noise. "none": the error is within twice
-parallel SGD's at every rate up to 0.9.
+There are three kinds of data. "noise": all b_i are equal. "random": the b_i are drawn at random.
+"smooth": b_i = cos(2π i/n). For the last two, only the error of parallel SGD includes gradient
+noise. "none" in a table means that the error is at most twice that of parallel SGD at every rate
+up to 0.9.
 """
 
 import argparse
@@ -51,11 +52,11 @@ LARGEST = 0.9
 """Largest learning rate that is tried; γ < 2 is stable here."""
 READING = """
 The paper's exponents are upper bounds: they use the slowest of the n modes for all modes.
-"Smooth" data differ along that mode only and reach the ring's n¹¹; "random" data grow as n⁹ on
-the ring. Noise depends on the mean of λ²/(1 − λ²) over the modes, which grows as n on a ring, not
-as n²: n⁵ instead of n⁷ for large n. The grid's logarithmic factors are steep at these sizes. With
-noise alone the grid still needs fewer iterations than the one-peer sequence, which has a larger
-constant and a smaller slope."""
+"Smooth" data differ along that mode only, and T* reaches the bound n¹¹ on the ring; for "random"
+data, T* grows as n⁹ on the ring for large n. For "noise", T* depends on the mean of λ²/(1 − λ²)
+over the modes, which grows as n on a ring, and not as n²: T* grows as n⁵ instead of n⁷ for large n.
+The logarithmic factors of the grid are steep at these sizes. For "noise", the grid still needs
+fewer iterations than the one-peer sequence, whose T* has a larger constant and a smaller slope."""
 DATA = ("noise", "random", "smooth")
 
 
