@@ -258,7 +258,7 @@ def bound() -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure what is not stored yet."""
+    """Measure the results that are not stored yet, and print the slopes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

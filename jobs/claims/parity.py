@@ -119,7 +119,14 @@ class Parity(NamedTuple):
 def losses(
     runs: Sequence[Line], model: str, method: str, lr: float, nodes: int = 4
 ) -> dict[int, float]:
-    """Return the reported losses of a method by seed, without runs that have diverged."""
+    """Return the reported losses of a method by seed, without runs that have diverged.
+
+    :param runs: all stored runs
+    :param model: label of the model
+    :param method: label of the method
+    :param lr: learning rate
+    :param nodes: number of nodes
+    """
     return {
         r["seed"]: r["figures"]["loss"]
         for r in runs

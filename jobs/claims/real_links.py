@@ -148,7 +148,7 @@ def measured(method: str, link: Link, scratch: Path) -> Line:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure what is not in links.jsonl yet."""
+    """Measure the runs that links.jsonl does not contain yet."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -19,7 +19,13 @@ class Discs(Dataset):
     """
 
     def __init__(self, samples, size, noise, first=0):
-        """Prepare the samples ``first`` to ``first + samples - 1``."""
+        """Prepare the data set.
+
+        :param samples: number of samples
+        :param size: side of the images in pixels
+        :param noise: standard deviation of the noise
+        :param first: number of the first sample, so that training and test samples differ
+        """
         self.samples = samples
         self.size = size
         self.noise = noise

@@ -185,7 +185,7 @@ thread and in the thread that exchanges."""
 def gpus(setting: str, slots: Sequence[str], limit_s: float = 60.0) -> Finding:
     """Report the slots of this rank, and whether torch can compute on their GPUs.
 
-    The test runs in a process of its own, because a broken driver may never return.
+    The test runs in a separate process, because a broken driver may never return.
 
     :param setting: value of node.devices
     :param slots: devices of this rank's slots

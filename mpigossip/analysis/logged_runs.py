@@ -157,7 +157,7 @@ def description(log: Log) -> str:
 
 
 def who(log: Log) -> str:
-    """Return the word for that which each column of the log's arrays stands for.
+    """Return the word for a participant, which is a column of the log's arrays (steps, n).
 
     It is "place" in a training of members, and otherwise "node".
     """

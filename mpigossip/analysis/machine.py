@@ -65,7 +65,7 @@ def examine(
 
     :param what: the job and its sizes
     :param world: all ranks
-    :param with_values: known values by the names of `WORDS`; None stands for a missing value
+    :param given: known values by the names of `WORDS`; None: the value has to be measured
     :param budget_s: seconds that measuring may take, approximately
     :raises JobError: if the job's devices are missing here, and compute_s is not given
     """

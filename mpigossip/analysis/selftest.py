@@ -143,7 +143,13 @@ def library(world: World) -> Finding:
 
 
 def puts(world: World, test_graph: Graph, size: int, activities: list[str]) -> Finding:
-    """Test Put and Flush from every rank to its out-neighbours in each round, all ranks at once."""
+    """Test MPI's Put and Flush from all ranks to their out-neighbours at the same time.
+
+    :param world: all ranks
+    :param test_graph: the graph; all of its rounds are tested
+    :param size: bytes of the large put
+    :param activities: list to which the present activity is added
+    """
     inbox = np.zeros(max(test_graph.degree, 1) * size, np.uint8)
     window = MPI.Win.Allocate(inbox.nbytes, 1, comm=world.comm)
     links: list[tuple[int, int, float, float]] = []

@@ -291,7 +291,13 @@ DIGITS = 1437
 
 
 def compared(world: World, devices: str, graph: str, timeout_s: float) -> Finding:
-    """Train a small model on the nodes, and compare it with the simulator; collective."""
+    """Train a small model on the nodes, and compare it with the simulator; collective.
+
+    :param world: all ranks
+    :param devices: value of `node.devices`
+    :param graph: name of the graph
+    :param timeout_s: seconds that each wait for other ranks may take
+    """
     n = world.nodes.count
     if n == 1:
         return Finding("training", "one node: there is no exchange to test")

@@ -233,7 +233,7 @@ class FolderExchange:
     def readable(self, versions: list[Round], limit: int) -> tuple[list[Round], list[NodeState]]:
         """Return the first ``limit`` versions that can be read, and their models.
 
-        A model is passed over only if it was removed or is damaged. If the file system fails for
+        A model is skipped only if it was removed or is damaged. If the file system fails for
         one of them, all are read again, for at most one lease.
 
         :param versions: versions in the order of preference

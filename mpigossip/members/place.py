@@ -282,7 +282,7 @@ class Place:
         exponential graph over the m present places in ascending order: the first candidate is the
         place at offset 2^(round mod ⌈log2 m⌉), and up to three more follow at the offsets of the
         next rounds. A version is never averaged twice, and a version that is more than `BEHIND`
-        older than the own model is passed over.
+        older than the own model is skipped.
 
         :raises TooFarBehind: if the own model is more than `BEHIND` older than a candidate
         """
@@ -493,7 +493,7 @@ class Place:
             return Record(place=0)
 
     def report_once(self, name: str, text: str) -> None:
-        """Report once that a file is unusable and passed over."""
+        """Report that a file is unusable and ignored, unless that was reported before."""
         if name not in self._reported:
             self._reported.add(name)
             self.report(f"{name}: {text}; it is ignored")

@@ -75,7 +75,10 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
 
 
 def between(engine: Engine, graph: Graph, node: NodeSection, world: World) -> list[tuple[str, str]]:
-    """Return the lines about graph, transport and traffic between nodes, as pairs (label, text)."""
+    """Return the lines about the exchange between nodes, as pairs (label, text).
+
+    The labels are "graph", "exchange" (the transport) and "traffic".
+    """
     return [
         ("graph", _graph(graph) if _gossips(engine) else "unused: averages are over all nodes"),
         ("exchange", _exchange(engine, graph, node, world)),

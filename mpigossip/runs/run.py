@@ -300,7 +300,7 @@ class Run:
     def _round(self, done: int, ended: bool = False) -> tuple[bool, bool]:
         """Write the log together with all other asynchronous nodes; collective.
 
-        :param done: number of steps that hooks are told
+        :param done: number of steps done, which is passed to the hooks
         :param ended: whether this node has ended its loop
         :return: whether to stop, and whether all nodes have ended their loops
         """

@@ -107,7 +107,13 @@ def _by_slot(
     numbers: dict,
     spare: Sequence[NodeState],
 ) -> list[NodeState]:
-    """Copy the local slots of the only local node, without communication; one state per slot."""
+    """Copy the local slots of a large node, without communication; return one state per slot.
+
+    :param engine: engine of the only local node
+    :param buffers: buffers of the model by name, one dict for each local slot
+    :param numbers: counters, which each state contains
+    :param spare: an earlier result whose memory is used again; empty: none
+    """
     flat = engine.vector.flat
     state = engine.parts()
     states = []

@@ -126,7 +126,7 @@ def main() -> int:
         default=1,
         metavar="N",
         dest="first",
-        help="go on with the N-th row of the table",
+        help="continue with the N-th row of the table",
     )
     where = "where GPU_RESULTS.md gets the table on top (default: tools/gpu)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=where)

@@ -194,9 +194,10 @@ def _train(checkout: Checkout, job: Job, folder: Path, result: Result) -> None:
 def _resume(
     checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str], Path], result: Result
 ) -> None:
-    """Resume OLD's run from its last checkpoint but one.
+    """Resume the run of OLD from its last checkpoint but one, in this checkout.
 
-    :raises Failed: if that fails; its code is 1, so that the failure never counts as a refusal
+    :raises Failed: if that fails. Its code is 1, because code 2 would mean that the checkout
+        rejects the job
     """
     run = old_run(job.name)
     if not run.is_dir() or "forgets" in job.marks:

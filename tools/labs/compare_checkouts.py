@@ -41,7 +41,7 @@ algorithm.name=dmsgd local.name=none schedule.name=milestones schedule.lr=0.2 sc
 schedule.milestones=[20,26]
 log.flush_steps=6 log.consensus_every=2
 """
-"""Settings of all jobs, before those of the job itself."""
+"""Settings of all jobs. The settings of a job follow, and can replace them."""
 COLUMNS = ("steps/", "evaluations/")
 """Prefixes of the names of columns of the log."""
 

@@ -17,9 +17,10 @@ from mpigossip.training.machines import Machine
 PERIODS = (8, 32, 128)
 """Periods H that are tried, in steps."""
 FRAGMENTS = 4
-"""Number of fragments if there is a period; each is exchanged during the next steps."""
+"""Number of fragments that are tried with each period; a fragment is exchanged during later
+steps."""
 WITHIN = 1.1
-"""Proposals that take at most this factor longer than the fastest count as equally fast."""
+"""A proposal counts as fast as the fastest one if its time is at most this multiple of it."""
 KNOWN = {
     "none": ("", "the same training as on one large node"),
     "one-peer": ("resnet50", "published: +0.02 points (ResNet-50, 32 nodes)"),
@@ -29,7 +30,7 @@ KNOWN = {
     "diloco": ("lenet", "measured: 1.1-1.4 x the steps at H = 50; it needs its own rate"),
     "gasloc": ("gpt", "measured: loss 5 % above DiLoCo; it needs its own rate"),
 }
-"""Cost in accuracy of each choice, with the model that it is known for ("": any).
+"""For each choice: the model for which its cost in accuracy is known ("": any), and the cost.
 
 The published values are from Ying et al. 2021's table (76.25 % all-reduce, 76.27 % one-peer,
 75.62 % ring). Ours are in jobs/claims/BEYOND.md (LeNet, 8 nodes, steps to a training loss of 1.8:
@@ -39,7 +40,10 @@ DiLoCo), in tools/bench/BENCHMARKS.md (GPT of 2.2 M parameters, 4 nodes, H = 32)
 
 
 def known(choice: str, job: Job) -> str:
-    """Return the cost in accuracy in `KNOWN`, if it was measured with the job's model and task."""
+    """Return the cost in accuracy of a choice, as a text.
+
+    The costs in `KNOWN` are used only if they were measured with the job's model and task.
+    """
     model, cost = KNOWN[choice]
     task = "language-model" if model == "gpt" else "classification"
     same = not model or (job.model.name, job.task.name) == (model, task)
@@ -48,7 +52,10 @@ def known(choice: str, job: Job) -> str:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposed way to train; a higher level means fewer bytes and a higher risk of accuracy."""
+    """Proposal of a graph, an algorithm, a period and a wire.
+
+    With a higher ``level``, fewer bytes are sent, and the risk of a lower accuracy is higher.
+    """
 
     label: str
     level: int
@@ -59,7 +66,7 @@ class Proposal:
 
 
 def _ways(job: Job, n: int) -> Iterator[Proposal]:
-    """Yield all proposals by rising risk; ``settings`` lack the graph."""
+    """Yield all proposals, in the order of their risk; their ``settings`` still lack the graph."""
     always = ("cadence.name=always", "node.wire=fp32")
     yield Proposal("all-reduce (DDP)", 0, "none", ALL_REDUCE, ("algorithm.name=parallel", *always))
     method = job.algorithm.name
@@ -75,7 +82,7 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
     }
     for graph, known in graphs.items():
         if n & (n - 1) and graph == "one-peer-exponential":
-            continue  # not exact for this n, unlike base-2
+            continue  # This graph is not exact for n nodes, but base-2 is.
         level = 3 if graph == "ring" else 1
         yield Proposal(f"{method}, {graph}", level, known, graph, (*same_method, *always))
     peer = "base-2" if n & (n - 1) else "one-peer-exponential"
@@ -136,7 +143,10 @@ def proposals(
 
 
 def best(proposals: Sequence[Proposal]) -> Proposal:
-    """Return the least risky proposal within `WITHIN` of the fastest, then that of fewest bytes."""
+    """Return the proposal with the lowest risk among those that count as fast as the fastest.
+
+    If several have the same risk, return the one that sends the fewest bytes.
+    """
     fastest = min(proposal.row.step_s for proposal in proposals)
     near = [proposal for proposal in proposals if proposal.row.step_s <= WITHIN * fastest]
     level = min(proposal.level for proposal in near)
@@ -153,12 +163,12 @@ def text(
     left_out: dict[str, str],
     n: int,
 ) -> str:
-    """Return a table, fastest first, and the command to paste.
+    """Return a text with a table of proposals, the fastest first, and the command to use.
 
     :param job: job file
     :param settings: settings of the job
     :param proposals: proposals
-    :param left_out: reasons by the names of proposals that do not fit
+    :param left_out: for each proposal that does not fit, by name, the reason
     :param n: number of nodes
     """
     chosen = best(proposals)
@@ -185,7 +195,7 @@ def text(
 
 
 def as_json(proposals: Sequence[Proposal], left_out: dict[str, str]) -> dict[str, Any]:
-    """Return the proposals as plain values."""
+    """Return the proposals, and the reasons for those that do not fit, as a dict for JSON."""
     chosen = best(proposals)
     rows = [
         {
