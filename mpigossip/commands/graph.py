@@ -237,7 +237,7 @@ def _search(options) -> None:
     budget = {"edges": options.edges, "weights": options.weights, "progress": _progress}
     if options.circulant:
         if options.degree is None:
-            raise GraphError("--circulant needs --degree D")
+            raise GraphError("--circulant needs --degree D, the maximum number of neighbours")
         result = search_circulants(options.nodes, options.degree, **budget)
     else:
         if options.degree is None and options.edges is None:

@@ -247,7 +247,8 @@ def table(
         known_rows = [row for row in predictions if row is not None]
         if not known_rows:
             raise JobError(
-                f"--nodes {n}: no graph is compatible with the job's algorithm for {n} nodes"
+                f"--nodes {n}: no graph is compatible with the job's algorithm for {n} nodes; "
+                "choose another number of nodes, or another algorithm.name"
             )
         rows += known_rows
     return rows

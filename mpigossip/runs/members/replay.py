@@ -322,7 +322,7 @@ def wanted_of(
         who = "they have" if place is None else f"place {place} has"
         raise JobError(
             f'"{script.place.disk.root}" has {len(script.starts)} places, numbered from 0; {who} '
-            f"{limit}"
+            f"{limit}; choose others by --place and --rounds"
         )
     if place is None and rounds is None:
         script.check_complete()
