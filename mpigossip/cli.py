@@ -1,4 +1,4 @@
-"""Command line: parse arguments, run a command, turn errors into messages and exit codes."""
+"""Command line: parse arguments, run a command, convert errors to messages and exit codes."""
 
 import argparse
 import contextlib
@@ -28,14 +28,15 @@ REMEDIES = {
 }
 """Remedies for errors of the operating system, by errno."""
 READERS = ("resume", "simulate", "data", "log", "report", "checkpoint")
-"""Commands that read files which other users may have written."""
+"""Commands that read files that other users may have written, and that may therefore be forged."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGILL)
 HANDED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 PR_SET_PDEATHSIG = 1
 SILENT_EXIT_S = 2.0
-"""Seconds that ranks without a message wait before they exit.
+"""Seconds for which a rank that prints no message waits before it exits after an error.
 
-At the first bad exit code, launchers end all ranks, including the rank that has the message.
+When a rank exits with an error, launchers end all others, even the rank that has to print the
+message.
 """
 EXAMPLES = """
 mpirun -n 4 mpigossip train digits node.devices=cpu:2
@@ -47,8 +48,8 @@ mpigossip log plot runs/digits
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    A user error is printed as one paragraph, and the exit code is 2. A command that reads files
-    runs in a child process, unless ``arguments`` are given.
+    A user error is printed as one paragraph, and the exit code is 2. A command that reads files of
+    other users runs in a child process, unless ``arguments`` are given, as in tests.
 
     :param arguments: words of the command line; None: those of this process
     """
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return ended
     try:
         code = _run(arguments)
-    except SystemExit:  # argparse has printed help or an error
+    except SystemExit:  # argparse raises this after it has printed help or an error.
         if _unprinted():
             raise SystemExit(FAILED) from None
         raise
@@ -72,8 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _able_to_print() -> None:
-    """Open closed standard streams on /dev/null, and escape characters that a terminal lacks."""
-    # otherwise a file that is opened later would get the descriptor
+    """Make sure that printing works on all standard streams.
+
+    Closed streams are opened on /dev/null, and characters that a terminal lacks are escaped.
+    """
+    # Otherwise, a file that is opened later would get the descriptor of a closed stream.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
@@ -81,21 +85,28 @@ def _able_to_print() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
         elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            with contextlib.suppress(OSError):  # of a file whose position is no longer known
+            # This fails if the stream is a file whose position is no longer known.
+            with contextlib.suppress(OSError):
                 stream.reconfigure(errors="backslashreplace")
 
 
 def _may_crash(words: Sequence[str]) -> bool:
-    """Return whether the command may read files of other users; it is False for a rank."""
-    waits = hasattr(signal, "sigwaitinfo")  # not available on macOS
+    """Return whether to run the command in a child process, because a file could crash it.
+
+    The result is always False in a rank that a launcher has started.
+    """
+    waits = hasattr(signal, "sigwaitinfo")  # macOS does not have this function.
     return waits and any(word in READERS for word in words[:1]) and not launcher_ranks(os.environ)
 
 
 def _in_child(words: Sequence[str]) -> int | None:
-    """Fork; return None in the child, which runs the command, and its exit code in the parent.
+    """Fork a child process, which has to run the command.
 
-    The HDF5 library trusts the content of a file if its checksums agree. Some damaged or forged
-    files crash it, whatever is checked before. The child process turns such a crash into a message.
+    Some damaged or forged files crash the HDF5 library, even after all checks that are possible
+    before. The parent process then prints a message about the crash.
+
+    :param words: words of the command line
+    :return: None in the child process; in the parent, the exit code of the child
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGCHLD})
     pid = os.fork()
@@ -106,7 +117,7 @@ def _in_child(words: Sequence[str]) -> int | None:
     while (got := signal.sigwaitinfo({*HANDED_ON, signal.SIGCHLD})).si_signo in HANDED_ON or (
         not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     ):
-        # a signal from the terminal reaches both processes
+        # A signal from the terminal reaches both processes. Forward only signals of other senders.
         if got.si_signo in HANDED_ON and got.si_code <= 0:
             os.kill(pid, got.si_signo)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -118,7 +129,7 @@ def _in_child(words: Sequence[str]) -> int | None:
             "damaged or forged files; use another copy of the file that it reads"
         )
         return FAILED
-    if -code == signal.SIGKILL:  # a signal that can't have a handler
+    if -code == signal.SIGKILL:  # The child could not handle this signal and print a message.
         fix = ": use fewer nodes" if words[0] in ("resume", "simulate") else ""
         print_note(f"killed by the system, probably because memory ran out{fix}")
         signal.raise_signal(-code)
@@ -163,17 +174,20 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _is_unbuffered() -> bool:
-    """Return whether standard output is unbuffered, so that its error occurs only once.
+    """Return whether standard output is unbuffered, so that it reports an error only once.
 
-    A buffered stream keeps what it could not write, and fails again at the next flush. An error
-    that does not occur again was therefore an error of another file. A text larger than the buffer
-    is an exception, because the buffer drops it: `print_safe` marks the errors of such texts.
+    A buffered stream keeps a text that it could not write, and fails again at the next flush. If an
+    error does not occur again, another file has therefore caused it. A text that is larger than the
+    buffer is an exception, because the stream does not keep it: `print_safe` marks such errors.
     """
     return isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase)
 
 
 def _unprinted(error: OSError | None = None) -> bool:
-    """Return whether standard output can't be written, and report it in that case."""
+    """Return whether standard output can't be written; if so, print why on standard error.
+
+    :param error: error of the command; None: flush standard output to find out
+    """
     why = output_error(error)
     if why:
         print_note(f"standard output can't be written: {why}")
@@ -181,7 +195,7 @@ def _unprinted(error: OSError | None = None) -> bool:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments; settings may follow the job file anywhere, also after options."""
+    """Parse the arguments; settings may stand anywhere after the job, even after options."""
     top = parser()
     words = list(sys.argv[1:] if arguments is None else arguments)
     _check_command(top, words)
@@ -197,7 +211,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_command(top: argparse.ArgumentParser, arguments: list[str]) -> None:
-    """End with a hint if the first word is no command (`plot`)."""
+    """Exit with a hint if the first word is not a command, as in `mpigossip plot`."""
     from mpigossip.config.toml import near
 
     commands = [words for words, _ in every(top) if words]
@@ -213,7 +227,7 @@ def _check_command(top: argparse.ArgumentParser, arguments: list[str]) -> None:
 
 
 def _prints_error(error: UserError) -> bool:
-    """Return whether this process prints a message that all ranks share."""
+    """Return whether this process has to print an error; rank 0 prints collective errors."""
     if error.rank is not None:
         return error.rank == 0
     from mpigossip.cluster import process
@@ -225,7 +239,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose messages are printable on any terminal."""
 
     def error(self, message: str) -> NoReturn:
-        """End with a message about arguments that cannot be parsed."""
+        """Print a message about arguments that can't be parsed, and exit."""
         super().error(printable(message))
 
 

@@ -1,4 +1,4 @@
-"""Mutation tests: insert one fault at a time into a copy of the tree and expect its tests to fail.
+"""Mutation tests: insert one fault at a time into a copy of the code; its tests have to fail.
 
     python tools/mutants.py                   run all mutants, and print a table at the end
     python tools/mutants.py --only flush nan  run those whose names contain one of the words

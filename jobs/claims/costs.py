@@ -1,4 +1,4 @@
-"""Claims on costs: time of `graph show`, of a simulated step, and of a step with `node.vmap`."""
+"""Claims on costs: the times of `graph show`, a simulated step, and a step with `node.vmap`."""
 
 import os
 import subprocess
@@ -17,7 +17,10 @@ from mpigossip.training import assemble
 
 
 def speed(options) -> Iterator[Row]:
-    """Time `graph show` for 4,096 nodes, and a simulated step relative to its gradients alone."""
+    """Measure `graph show` for 4,096 nodes, and a simulated step.
+
+    The time of the step is compared with the time that its gradients alone take.
+    """
     seconds_of = {}
     for name in (
         "exponential",
@@ -27,7 +30,7 @@ def speed(options) -> Iterator[Row]:
         "one-peer-hypercube",
         "base-2",
     ):
-        begin = sum(os.times()[2:4])  # processor time of finished child processes
+        begin = sum(os.times()[2:4])  # This is the processor time of finished child processes.
         command = [sys.executable, "-m", "mpigossip", "graph", "show", name, "--nodes", "4096"]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
         seconds_of[name] = sum(os.times()[2:4]) - begin
@@ -67,7 +70,11 @@ def _assemble(n: int, **sections):
 
 
 def _smallest_seconds(turns: int, *functions: Callable) -> list[float]:
-    """Return the smallest processor seconds of each function over all turns."""
+    """Return the shortest processor time of each function, in seconds.
+
+    :param turns: number of times that the functions are called, one after the other
+    :param functions: the functions
+    """
     laps = [
         [timeit(function, timer=process_time, number=1) for function in functions]
         for _ in range(turns)
@@ -76,7 +83,10 @@ def _smallest_seconds(turns: int, *functions: Callable) -> list[float]:
 
 
 def vectorized(options) -> Iterator[Row]:
-    """Compare `node.vmap` with the loop: small models gain time, convolutions on a CPU lose it."""
+    """Compare the time of simulated steps with `node.vmap` and with a loop over nodes.
+
+    With `node.vmap`, small models are faster, and convolutions on a CPU are slower.
+    """
     data = {"source": "digits", "batch": 4, "workers": 0}
     for name, n in (("mlp", 256), ("lenet", 64)):
         both = [

@@ -1,10 +1,13 @@
-"""Designs of the rows that train: cells in the order of their runs, with settings and seeds.
+"""Designs of those claims that need training: cells in the order of their runs.
 
-Cells that are not run by the end of the available time are cut from the end of this order, which
-was written before any of its runs; a cell counts if all of its seeds were run. The learning rates
-of a cell are searched by the rules of `mpigossip.study`, with the seed `SEARCH`, whose runs are
-never reported. With `SEEDS`, which all methods share, each method runs at its own best rate and at
-fractions of it. `run_queue.py` makes the runs, and `verdicts.py` judges them.
+A cell consists of methods that are compared under equal conditions, with settings and seeds. The
+order was written before any of the runs. If the time does not suffice for all cells, the last ones
+are not run. A cell counts only if all of its seeds were run.
+
+For each method of a cell, the best learning rate is searched by the rules of `mpigossip.study`,
+with the seed `SEARCH`; these runs are never reported. Each method is then run at its best rate and
+at fractions of it, with the seeds `SEEDS`, which are equal for all methods. `run_queue.py` makes
+the runs, and `verdicts.py` judges them.
 """
 
 from __future__ import annotations
@@ -43,14 +46,15 @@ class Cell(NamedTuple):
     levels: dict[str, float]
     """Fractions of the best learning rate, by label."""
     order: Callable[[Sequence[dict[str, Any]]], Iterator[Turn]] | None = None
-    """Order of a search whose runs depend on each other; None: all runs are known in advance.
+    """Function that gets the finished runs, and returns all runs that are known by now.
 
-    It maps the finished runs to the runs that have to be made by now.
+    It is needed for a search in which further runs depend on results. None: all runs are known in
+    advance.
     """
 
 
 def best_rate(tried: Sequence[dict[str, Any]]) -> float:
-    """Return the rate of the highest accuracy, as `mpigossip.study` chooses it."""
+    """Return the learning rate with the highest accuracy, by the rule of `mpigossip.study`."""
     trials = [
         Trial(line["lr"], line["figures"].get("accuracy", nan), "late" in line) for line in tried
     ]
@@ -58,14 +62,23 @@ def best_rate(tried: Sequence[dict[str, Any]]) -> float:
 
 
 def tried(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> dict[float, dict[str, Any]]:
-    """Return a method's runs with the seed of the search, by their learning rate."""
+    """Return a method's runs with the seed `SEARCH`, by their learning rate.
+
+    :param cell: the cell
+    :param method: label of the method
+    :param done: all finished runs
+    """
     key = cell.study, cell.nodes, cell.labels, method, "search"
     names = "study", "nodes", "cell", "method", "level"
     return {line["lr"]: line for line in done if tuple(line[k] for k in names) == key}
 
 
 def searched_rates(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> list[float]:
-    """Return the rates to try: first the cell's, then further ones beyond a best end."""
+    """Return the learning rates to try.
+
+    These are the rates of the cell. If the best one is at an end of them, further rates beyond that
+    end are added.
+    """
     rates = list(cell.rates)
     results = tried(cell, method, done)
     for _ in range(search.FURTHER):
@@ -83,7 +96,7 @@ PAIR = {
     "one-peer": "algorithm.name=dmsgd graph.name=one-peer-exponential",
 }
 STEPS = 585
-"""Steps of the perceptron at 16 nodes with 16 samples each: 3 epochs."""
+"""Number of steps of 3 epochs of the perceptron, with 16 nodes and batches of 16 samples."""
 REMEDIES = {
     "exact every 16": f"{PAIR['one-peer']} cadence.name=gossip-pga cadence.period=16",
     "exact first tenth": f"{PAIR['one-peer']} cadence.name=exact-parts cadence.first=0.1",
@@ -93,15 +106,17 @@ REMEDIES = {
     "EMA": f"algorithm.name=parts:ema_dmsgd algorithm.total={STEPS} "
     "graph.name=one-peer-exponential",
 }
-"""Remedies for the gap; those that are not in the package are in `parts.py`."""
+"""Remedies for the gap in accuracy between the one-peer graph and parallel SGD, as settings of a
+job. Algorithms and graphs that the package lacks are in `parts.py`."""
 CONTROLS = {
     "no exchange": f"{PAIR['one-peer']} cadence.name=never",
     "parallel, EMA": f"algorithm.name=parts:ema_parallel algorithm.total={STEPS} "
     "local.name=momentum graph.name=complete cadence.name=global",
 }
-"""Controls: no exchange must not help, and an EMA that helps parallel as much closes no gap."""
+"""Controls of the remedies. Training without exchanges must not help. If an EMA (exponential moving
+average) helps parallel SGD as much as the one-peer graph, it is no remedy for the gap."""
 ORDER = sorted(REMEDIES | CONTROLS, key=["no exchange", "exact every 16"].count, reverse=True)
-"""Order of the remedies and controls: a control and a remedy come first."""
+"""Order in which remedies and controls are run: an important control and remedy come first."""
 REMEDIED = "remedies"
 AT_PARALLELS = "remedies at parallel's rate"
 EQUAL = "equal rates"
@@ -111,7 +126,14 @@ GRID = (0.0125, 0.025, 0.05, 0.1, 0.2)
 def reported(
     done: Sequence[dict[str, Any]], nodes: int, labels: dict[str, str], method: str, lr: float
 ) -> dict[int, dict[str, Any]]:
-    """Return the reported runs of a method at a rate by seed, from any cell of the gap."""
+    """Return the reported runs of a method at a learning rate, by seed, from all cells on the gap.
+
+    :param done: all finished runs
+    :param nodes: number of nodes
+    :param labels: labels of the cell, such as model and batch
+    :param method: label of the method
+    :param lr: the learning rate
+    """
     same = labels["model"], labels["batch"]
     return {
         r["seed"]: r
@@ -125,7 +147,10 @@ def reported(
 def pair_rates(
     done: Sequence[dict[str, Any]], nodes: int, labels: dict[str, str]
 ) -> dict[str, float]:
-    """Return the best rates of parallel and one-peer, if they were searched."""
+    """Return the best learning rate of parallel SGD and of the one-peer graph, by method.
+
+    A method whose search is not finished is missing.
+    """
     own = {"model": labels["model"], "batch": labels["batch"]}
     tried: dict[str, list[dict[str, Any]]] = {}
     for r in done:
@@ -137,7 +162,11 @@ def pair_rates(
 def equal(
     nodes: int, labels: dict[str, str], most: int, done: Sequence[dict[str, Any]]
 ) -> Iterator[Turn]:
-    """Yield both methods' runs at the ``most`` largest grid rates up to the larger best rate."""
+    """Yield runs of both methods at equal learning rates.
+
+    The rates are the ``most`` largest ones of the grid that do not exceed the best rates of both
+    methods.
+    """
     best = pair_rates(done, nodes, labels)
     if len(best) < len(PAIR):
         return
@@ -150,7 +179,7 @@ def equal(
 
 
 def at_parallels(labels: dict[str, str], done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """Yield the runs of each remedy at parallel's best rate, one remedy after the other."""
+    """Yield the runs of each remedy at the best learning rate of parallel SGD."""
     best = pair_rates(done, 16, labels)
     if len(best) == len(PAIR):
         for method, seed in product(ORDER, SEEDS):
@@ -158,7 +187,10 @@ def at_parallels(labels: dict[str, str], done: Sequence[dict[str, Any]]) -> Iter
 
 
 def remedied(cell: Cell, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """Yield each method's search, then its best rate, unless it ran at that rate before."""
+    """Yield the runs of each method's search, and then its runs at the best learning rate.
+
+    The latter are left out if the method has run at that rate in another cell.
+    """
     for method in cell.methods:
         rates = searched_rates(cell, method, done)
         results = tried(cell, method, done)
@@ -173,7 +205,7 @@ def remedied(cell: Cell, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
 
 
 def gap() -> Iterator[Cell]:
-    """Yield cells on the causes of the one-peer gap, and on remedies (row 1)."""
+    """Yield the cells on the gap between the one-peer graph and parallel SGD, and on remedies."""
 
     def pair(model: str, n: int, batch: int) -> Cell:
         labels = {"model": model, "batch": str(batch)}
@@ -208,11 +240,12 @@ def gap() -> Iterator[Cell]:
 
 
 def searched() -> Iterator[Cell]:
-    """Yield cells with searched graphs and Laplacian weights, each at its own best rate (row 5).
+    """Yield the cells that compare searched graphs and Laplacian weights with other graphs.
 
-    The data are CIFAR-10. All graphs have degree 4. The hypercube of 16 nodes is also the torus,
-    and both rules give it weights of 1/5, so it occurs once. The perceptron comes first, because
-    its epoch takes a third of the time that LeNet's takes.
+    The data are CIFAR-10, and each graph is used at its own best learning rate. All graphs have
+    degree 4. The hypercube of 16 nodes is also the torus, and both weighting rules give all its
+    weights the value 1/5, so it occurs only once. The perceptron comes first, because its epoch
+    takes a third of the time of LeNet's epoch.
     """
     graphs = {
         "lattice, metropolis": "ring-lattice graph.weights=metropolis-hastings",
@@ -230,10 +263,10 @@ def searched() -> Iterator[Cell]:
 
 
 def until() -> Iterator[Cell]:
-    """Yield the cell that counts steps until parallel's accuracy, on digits and 16 nodes (row 3).
+    """Yield the cell that counts steps until a method reaches the accuracy of parallel SGD.
 
-    `seconds.py` converts the steps into seconds of the virtual clock. There are 220 steps; DiLoCo
-    begins after a fifth of them.
+    It trains on digits with 16 nodes for 220 steps; DiLoCo begins after a fifth of them.
+    `seconds.py` converts the steps into seconds of the virtual clock.
     """
     momentum = "local.name=momentum graph.name"
     warm = "algorithm.warm=44 cadence.name=warm-periodic cadence.warm=44 cadence.period=16"
@@ -276,34 +309,39 @@ TEXT = (
     "schedule.name=cosine",
     "schedule.final_lr=0.0001",
 )
-"""Settings of a character model; `inputs.py` makes the file {text}."""
+"""Settings of a language model of characters; `inputs.py` makes the file that replaces {text}."""
 SIZES = {
     "gpt of 0.07 M": (640, ("model.layers=2", "model.width=48")),
     "gpt of 0.36 M": (1920, ("model.layers=3", "model.width=96")),
 }
-"""Steps and settings of the models; a tenth of the steps is a multiple of each H."""
+"""Number of steps and settings of each model. A tenth of the steps is a multiple of each period H
+that is tried."""
 STARTS = (10, 20, 30)
 OUTER = (0.4, 0.7)
-"""STARTS are percentages of the steps after which DiLoCo begins, OUTER its outer learning rates."""
+"""Percentages of the steps after which DiLoCo begins; its outer learning rates."""
 WAYS = ((32, 20), (32, 10), (32, 30), (8, 20))
-"""Steps between averages, and start in percent, that are searched."""
+"""Variants of DiLoCo that are searched: steps between two averages, and start in percent."""
 SHORT = {"gpt of 0.07 M"}
-"""Models of which only the outer rate is searched, with the first of WAYS and parallel's rate."""
+"""Models for which only the outer learning rate is searched, with the first variant in WAYS and the
+best learning rate of parallel SGD."""
 RATES = (0.003, 0.006, 0.012)
 WITHIN = 1.0
-"""Largest difference from parallel's loss, in percent."""
+"""Largest difference from the loss of parallel SGD, in percent, that counts as equal."""
 NO_MERGE = "H = ∞"
 NO_MOMENTUM = "no outer momentum, H = 32"
 ALONE = "one node alone"
 
 
 def label(period: int, start: int, outer: float) -> str:
-    """Return the name of a variant of DiLoCo."""
+    """Return the name of a variant of DiLoCo: its period, start (in percent) and outer rate."""
     return f"H = {period} after {start} %, outer {outer}"
 
 
 def methods_of(steps: int) -> dict[str, str]:
-    """Return the settings of parallel, of the search's DiLoCo variants and of controls."""
+    """Return the settings of parallel SGD, of all variants of DiLoCo, and of controls, by name.
+
+    :param steps: number of steps of the training
+    """
 
     def after(start: int, period: int, outer: float, more: str) -> str:
         warm = steps * start // 100
@@ -322,7 +360,14 @@ def methods_of(steps: int) -> dict[str, str]:
 
 
 def vectors(period: int, start: int, steps: int) -> float:
-    """Return the averages of a run as a fraction of parallel's; the bytes have the same ratio."""
+    """Return the number of averages of a run divided by that of parallel SGD.
+
+    The bytes sent have the same ratio.
+
+    :param period: steps between two averages of DiLoCo
+    :param start: percentage of the steps after which DiLoCo begins
+    :param steps: number of steps of the training
+    """
     warm = steps * start // 100
     return (warm + steps // period - warm // period) / steps
 
@@ -341,7 +386,11 @@ Search = Generator[Turn, None, tuple[str, float] | None]
 
 
 def losses(model: str, done: Sequence[dict[str, Any]]) -> dict[tuple[str, float], float]:
-    """Return the losses of the search by method and learning rate; inf if a run diverged."""
+    """Return the losses of the search, by (method, learning rate); inf if a run has diverged.
+
+    :param model: label of the model
+    :param done: all finished runs
+    """
     return {
         (r["method"], r["lr"]): inf if "late" in r else r["figures"].get("loss", inf)
         for r in done
@@ -351,22 +400,33 @@ def losses(model: str, done: Sequence[dict[str, Any]]) -> dict[tuple[str, float]
 
 
 def best_of(loss: dict[tuple[str, float], float], *tried: tuple[str, float]) -> Search:
-    """Yield the candidates' runs; return the best one, None if one is missing."""
+    """Yield the runs of all candidates; return the candidate with the lowest loss.
+
+    :param loss: losses of the finished runs, by (method, learning rate)
+    :param tried: the candidates
+    :return: the best candidate; None if the run of a candidate is missing
+    """
     for method, lr in tried:
         yield method, "search", lr, SEARCH
     return min(tried, key=loss.__getitem__) if all(one in loss for one in tried) else None
 
 
 def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, Chosen | None]:
-    """Yield the runs of the search step by step, then the final runs of two methods.
+    """Yield the runs of the search for the best DiLoCo, and then the runs that are reported.
 
-    The search determines the learning rates, the outer rate, the start and H. The finalist sends
-    the fewest bytes of all variants whose loss is within 1 % of parallel's in the search; if there
-    is none, it is the variant with the lowest loss. Parallel and the finalist have five seeds each.
+    The search determines one setting after the other: the learning rates, the outer learning rate,
+    the start and the period H. The finalist is the variant that sends the fewest bytes among those
+    whose loss is within 1 % of parallel SGD's; if there is none, the variant with the lowest loss.
+    Parallel SGD and the finalist are run with five seeds each.
+
+    :param model: label of the model
+    :param done: all finished runs
+    :return: result of the search; None if runs of it are missing
     """
     loss = losses(model, done)
     base = yield from best_of(loss, *(("parallel", lr) for lr in RATES))
-    # Search further, so that parallel is not too weak.
+    # If the best rate is at an end of the grid, search beyond it: parallel SGD must not look worse
+    # than it is.
     if base and (further := further_rates(base[1], RATES)):
         base = yield from best_of(loss, base, *(("parallel", lr) for lr in further))
     if not base:
@@ -394,9 +454,10 @@ def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, 
 
 
 def controls(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """Yield the controls: the finalist with one average at its end, and no outer momentum.
+    """Yield the runs of two controls of the finalist.
 
-    Without outer momentum, the variant has its own best learning rate.
+    The first control averages only once, at the end. The second has no outer momentum, and its own
+    best learning rate.
     """
     finalist = chosen(model, done)
     if not finalist:
@@ -411,7 +472,10 @@ def controls(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
 
 
 def alone(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """Yield the control without other nodes: parallel's learning rate, the same number of steps."""
+    """Yield the runs of a control with a single node.
+
+    It makes the same number of steps as parallel SGD, with the same learning rate.
+    """
     if finalist := chosen(model, done):
         for seed in SEEDS:
             yield ALONE, "best", finalist.parallel, seed
@@ -428,13 +492,16 @@ def chosen(model: str, done: Sequence[dict[str, Any]]) -> Chosen | None:
 
 
 def diloco() -> Iterator[Cell]:
-    """Yield cells that compare DiLoCo after a warm start with parallel at equal samples (row 2)."""
+    """Yield the cells that compare DiLoCo after a warm start with parallel SGD, at equal samples.
+
+    A warm start is a number of steps of parallel SGD.
+    """
     for model, (steps, size) in SIZES.items():
         methods = methods_of(steps)
         only = {ALONE: methods["parallel"]}
         turns = (4, methods, parity), (1, only, alone), (4, methods, controls)
         for nodes, these, order in turns:
-            # This is the same number of steps on one node.
+            # In epochs of one node, this is the same number of steps.
             warmup = f"schedule.warmup_epochs={0.0125 * nodes}"
             own = (*TEXT, *size, f"run.steps={steps}", warmup)
             yield Cell(

@@ -2,8 +2,8 @@
 
     mpiexec -n 4 python jobs/claims/equal.py    # prints the combinations that differ
 
-`measure.py` runs this program for n = 1, 2, 3, 4 and 6. A combination that a job file must not name
-is skipped.
+`measure.py` runs this program with n = 1, 2, 3, 4 and 6 ranks. Combinations that a job file may not
+contain are skipped.
 """
 
 import itertools
@@ -21,12 +21,14 @@ sys.path.insert(0, str(REPO))
 
 SIZES = (1, 2, 3, 4, 6)
 STEPS = 5
-"""Steps of each combination: the inboxes of both parities are used twice."""
+"""Number of steps of each combination. There are two inboxes, for even and odd rounds, and each has
+to be used at least twice."""
 
 
 def combinations(n: int, part: int = 0, parts: int = 1) -> Iterator[str]:
     """Yield the settings of all combinations that are valid for n nodes, or of one part of them.
 
+    :param n: number of nodes
     :param part: number of the part, from 0 to ``parts`` − 1
     :param parts: number of parts
     """
@@ -47,7 +49,10 @@ def combinations(n: int, part: int = 0, parts: int = 1) -> Iterator[str]:
 
 
 def main() -> int:
-    """Run as one rank: compare a part of the combinations with the simulator, print differences."""
+    """Train all combinations on the ranks, and compare each with the simulator.
+
+    Each rank simulates a part of the combinations. Rank 0 prints those that differ, as JSON.
+    """
     from mpi4py import MPI
 
     from mpigossip.cluster.ranks import World
@@ -77,7 +82,10 @@ def main() -> int:
 
 
 def equal(options) -> Iterator[Row]:
-    """Compare all combinations at each size; neighbours on the host are read in place, or put."""
+    """Compare ranks with the simulator, for all combinations and each number of ranks.
+
+    Each combination is run twice: with `node.same_host` = "read" and "put".
+    """
     from tests.launch import mpirun
 
     counts = []

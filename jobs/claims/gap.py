@@ -1,4 +1,4 @@
-"""Rows on the one-peer gap: cells at each method's own rates, at equal rates, and remedies.
+"""Tables on the gap in accuracy between the one-peer graph and parallel SGD, and on its remedies.
 
 python jobs/claims/verdicts.py --write    # puts the three tables into RESULTS.md
 """
@@ -28,23 +28,29 @@ from judging import LEVEL, Verdict, format_interval, holm, judge, of_values
 from stored import Line, finals
 
 SMALL = 0.3
-"""Percentage points: the rule of thumb gives the distance below which the gap is smaller."""
+"""A gap in accuracy, in percentage points, that counts as small. The rule of thumb gives the
+consensus distance below which the gap is smaller."""
 
 
 class Gap(NamedTuple):
-    """Row with the percentage points by which the one-peer graph is behind parallel."""
+    """Row of a table: by how much the one-peer graph is less accurate than parallel SGD."""
 
     title: str
     lr: tuple[float, float]
     accuracy: tuple[float, float]
     values: list[float]
-    """Gap of each seed."""
+    """Gap in percentage points, for each seed."""
     distance: list[float]
     """Root mean square of ‖x_i − x̄‖ / ‖x̄‖ over nodes and steps, for each seed."""
 
 
 def behind(title: str, first: dict[int, Line], second: dict[int, Line]) -> Gap | None:
-    """Return the row of parallel's and one-peer's runs; None if a seed is missing or diverged."""
+    """Return the row for the runs of both methods; None if a run is missing or has diverged.
+
+    :param title: first cell of the row
+    :param first: runs of parallel SGD by seed
+    :param second: runs of the one-peer graph by seed
+    """
     both = [(first[s], second[s]) for s in SEEDS if s in first and s in second]
     if len(both) < len(SEEDS) or not all(a["figures"] and b["figures"] for a, b in both):
         return None
@@ -59,18 +65,18 @@ def behind(title: str, first: dict[int, Line], second: dict[int, Line]) -> Gap |
 
 
 def pairs() -> list[Cell]:
-    """Return the cells that compare both methods."""
+    """Return the cells that compare parallel SGD with the one-peer graph."""
     return [cell for cell in STUDIES["gap"]() if "of" not in cell.labels]
 
 
 def title(cell: Cell, tail: str) -> str:
-    """Describe a row in words."""
+    """Return the first cell of a row: model, number of nodes, batch, and ``tail``."""
     labels = cell.labels
     return f"{labels['model']}, n = {cell.nodes}, {labels['batch']} a node, {tail}"
 
 
 def gaps(runs: Sequence[Line]) -> list[Gap]:
-    """Return the rows at fractions of each method's best rate."""
+    """Return the rows in which each method has its own best learning rate, or a fraction of it."""
     rows = (
         behind(
             title(cell, f"{level} rate"),
@@ -83,7 +89,10 @@ def gaps(runs: Sequence[Line]) -> list[Gap]:
 
 
 def equals(runs: Sequence[Line]) -> list[Gap]:
-    """Return the rows at every rate for which both methods have all seeds, in any cell."""
+    """Return the rows at equal learning rates.
+
+    There is a row for each rate at which both methods were run with all seeds, in any cell.
+    """
     rows = []
     for cell in pairs():
         rates = {r["lr"] for r in runs if r["study"] == "gap" and r["level"] != "search"}
@@ -94,12 +103,12 @@ def equals(runs: Sequence[Line]) -> list[Gap]:
 
 
 def verdicts(rows: Sequence[Gap]) -> list[Verdict]:
-    """Judge in each row whether the one-peer graph is within a point of parallel."""
+    """Judge for each row whether the gap is smaller than one percentage point."""
     return holm([judge(gap.title, [of_values(gap.values)], alike=1.0) for gap in rows])
 
 
 class Slope(NamedTuple):
-    """Points of gap per 1 % of relative consensus distance, with the 95 % interval."""
+    """Percentage points of gap for each 1 % of relative consensus distance, with 95 % interval."""
 
     mean: float
     low: float
@@ -110,9 +119,13 @@ class Slope(NamedTuple):
 
 
 def regression(rows: Sequence[Gap], draws: int = 2000) -> Slope | None:
-    """Fit a line through 0 by least squares, with an interval; None if fewer than six rows.
+    """Fit a line through 0 to gap and consensus distance by least squares.
 
-    The interval is found by resampling whole rows.
+    The interval of its slope is found by a bootstrap over rows.
+
+    :param rows: rows of the table
+    :param draws: number of bootstrap samples
+    :return: the slope; None if there are fewer than six rows
     """
     if len(rows) < 6:
         return None
@@ -129,9 +142,10 @@ def regression(rows: Sequence[Gap], draws: int = 2000) -> Slope | None:
 def rule(rows: Sequence[Gap]) -> str:
     """Return the rule of thumb from rows at equal rates, or the reason why there is none.
 
-    Below c = 0.3 / slope, the gap is less than 0.3 points; the interval of c follows from the
-    slope's. There is a rule only if the interval of the slope is above 0 and no row below c
-    contradicts it.
+    The rule is that the gap is less than 0.3 points if the consensus distance is less than
+    c = 0.3 / slope. The interval of c follows from the interval of the slope. The rule is stated
+    only if the interval of the slope is above 0, and if no row with a smaller distance contradicts
+    it.
     """
     slope = regression(rows)
     if slope is None:
@@ -167,7 +181,7 @@ def _rows(rows: Sequence[Gap], rates: bool) -> list[str]:
 
 
 def page(runs: Sequence[Line]) -> str:
-    """Return the table at each method's own rates."""
+    """Return the table with each method's own learning rates, in Markdown."""
     rows = gaps(runs)
     total = sum(len(cell.levels) for cell in pairs())
     count = sum(run["study"] == "gap" for run in runs)
@@ -178,7 +192,7 @@ def page(runs: Sequence[Line]) -> str:
 
 
 def equal_page(runs: Sequence[Line]) -> str:
-    """Return the table at equal rates, and the rule of thumb."""
+    """Return the table at equal learning rates, and the rule of thumb, in Markdown."""
     rows = equals(runs)
     return "\n".join([*_rows(rows, False), "", rule(rows)]) + "\n"
 
@@ -187,7 +201,7 @@ def equal_page(runs: Sequence[Line]) -> str:
 
 
 class Remedy(NamedTuple):
-    """Remedy or control at 16 nodes of 16 samples, with its percentage points for each seed."""
+    """Row of a remedy or control, at 16 nodes with batches of 16 samples."""
 
     method: str
     where: str
@@ -195,16 +209,16 @@ class Remedy(NamedTuple):
     lr: float
     accuracy: float
     base: str
-    """Method that it is compared with: one-peer; parallel for parallel's own EMA."""
+    """Method with which it is compared: "one-peer", or "parallel" for the EMA of parallel SGD."""
     ahead: list[float]
     behind: list[float]
-    """Parallel's accuracy minus its own."""
+    """Accuracy of parallel SGD minus its own, in percentage points, for each seed."""
     sent: float
-    """Bytes as a multiple of one-peer's."""
+    """Bytes sent, as a multiple of the bytes that the one-peer graph sends."""
 
 
 def remedies(runs: Sequence[Line]) -> list[Remedy]:
-    """Return the remedies whose seeds are complete, compared with parallel and one-peer."""
+    """Return a row for each remedy and control for which the runs of all seeds are stored."""
     cells = {cell.labels.get("of"): cell for cell in STUDIES["gap"]() if cell.nodes == 16}
     cell = cells[REMEDIED]
     best = pair_rates(runs, 16, cell.labels)
@@ -254,7 +268,7 @@ def _subtract(a: Iterable[float], b: Iterable[float]) -> list[float]:
 
 
 def remedy_verdicts(rows: Sequence[Remedy]) -> list[Verdict]:
-    """Judge whether each remedy is better than its base; "no exchange" must not be."""
+    """Judge whether each remedy is better than its base; the control "no exchange" must not be."""
     return holm(
         [judge(f"{x.method}, {x.where}: ahead of {x.base}", [of_values(x.ahead)]) for x in rows]
     )

@@ -25,7 +25,8 @@ from mpigossip.graphs.spectral import (
 )
 
 RESIDUES = {3: 0.25, 5: 0.2023, 6: 0.2165, 7: 0.125, 12: 0.2091, 24: 0.2073, 25: 0.1921}
-"""Residue of one period of the one-peer exponential graph, by number of nodes."""
+"""Distance ‖Π W − J‖ from the exact average after one period of the one-peer exponential graph, by
+number of nodes."""
 
 BASE2_LENGTHS = {
     2: 1,
@@ -65,7 +66,8 @@ MIXING = {
     "lattice 32": ("ring-lattice", 32, 0.9407, 0.9619),
     "4-regular 32": ("random-regular", 32, 0.8053, 0.8441),
 }
-"""Spectral radius ρ with the best Laplacian constant, and with Metropolis–Hastings weights."""
+"""For each row: name of the graph, number of nodes, and the spectral radius ρ(W − J) with Laplacian
+weights (with the best constant) and with Metropolis–Hastings weights."""
 
 
 def exponential_gap(options) -> Iterator[Row]:
@@ -84,7 +86,11 @@ def exponential_gap(options) -> Iterator[Row]:
 
 
 def one_peer_exact(options) -> Iterator[Row]:
-    """Check that one-peer graphs of 2^τ nodes average exactly, and that others leave a residue."""
+    """Check which one-peer graphs average exactly.
+
+    Those with 2^τ nodes have to be exact after one period. For others, the distance from the exact
+    average is compared with the expected one.
+    """
     worst = 0.0
     for tau in range(1, 9):
         n = 2**tau
@@ -111,7 +117,10 @@ def one_peer_exact(options) -> Iterator[Row]:
 
 
 def finite_time(options) -> Iterator[Row]:
-    """Check that Base-(k+1) and hyper-hypercube graphs are exact, short and of degree ≤ k."""
+    """Check that Base-(k+1) and hyper-hypercube graphs are exact after one period.
+
+    Their number of rounds and their degree must not exceed the bounds of the paper.
+    """
     for k in range(1, 5):
         base = f"base-{k + 1}"
         smooth = [n for n in range(2, 130) if factors(n, k + 1)]
@@ -156,7 +165,10 @@ def laplacian_weights(options) -> Iterator[Row]:
 
 
 def _rates(name: str, n: int, seed: int) -> list[float]:
-    """Return ρ with both kinds of weights; G(n, 2n) is the first connected one from that seed."""
+    """Return the spectral radius ρ(W − J) with Laplacian and with Metropolis–Hastings weights.
+
+    The random graph G(n, 2n) is drawn with ``seed`` and the seeds after it, until it is connected.
+    """
     drawn = (networkx.gnm_random_graph(n, 2 * n, seed=s) for s in itertools.count(seed, 1000))
     network = next(filter(networkx.is_connected, drawn)) if name == "G(n, 2n)" else name
     rules = ("laplacian", "metropolis-hastings")
@@ -164,7 +176,10 @@ def _rates(name: str, n: int, seed: int) -> list[float]:
 
 
 def topology_search(options) -> Iterator[Row]:
-    """Check that the search reaches its limits, and stays connected and within its budget."""
+    """Check the graphs that the topology search finds.
+
+    They have to be connected, use at most the allowed edges, and reach the expected ratio r.
+    """
     plans = [(16, 20.0, 0.37), (32, 60.0, 0.23), (64, 60.0, 0.17)]
     kind = "seconds"
     effort = "{:g} s on one core"
@@ -204,12 +219,19 @@ def ceca(options) -> Iterator[Row]:
 
 
 def _error(ends: torch.Tensor) -> float:
-    """Return the largest deviation of a result from the mean, 1/n, over all starts."""
+    """Return the largest deviation from the mean 1/n.
+
+    :param ends: results, one column for each start from a unit vector
+    """
     return float((ends - 1 / len(ends)).abs().max())
 
 
 def equitopo(options) -> Iterator[Row]:
-    """Compare ‖E WᵀW − J‖ over all distances, and 40 drawn rounds of the package's own graph."""
+    """Compare the factor ‖E WᵀW − J‖ by which a round of OD-EquiDyn reduces the variance.
+
+    The expectation is computed over all distances between neighbours, and compared with the paper
+    and with 40 drawn rounds of the package's graph.
+    """
     for eta, bars, expected in (
         (0.5, {8: 0.4375, 256: 0.498}, ".4375 (n = 8), .498 (n = 256)"),
         (1.0, {256: 0.992}, ".992 at n = 256"),

@@ -1,4 +1,4 @@
-"""Files that runs read, made when they are first needed: searched graphs, and the packed text."""
+"""Files that the runs need: searched graphs and a packed text. They are made at their first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ TEXT_SHA256 = "29e6ffb976cc49b03c7b9ba137bb03fdc3df9083a193c303a1069fb4c85dd19b"
 
 
 def searched_graph(folder: Path, nodes: int) -> Path:
-    """Return the file of a searched graph of degree 4."""
+    """Return the path of a searched graph of degree 4; search it if the file does not exist.
+
+    :param folder: folder for the file
+    :param nodes: number of nodes
+    """
     file = folder / f"searched-{nodes}.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -27,9 +31,10 @@ def searched_graph(folder: Path, nodes: int) -> Path:
 
 
 def packed_text(folder: Path) -> Path:
-    """Return the packed modules of Python's standard library.
+    """Return the path of a packed text: the modules of Python's standard library.
 
-    :raises Failure: if this Python's library is not the one of the stored runs
+    :param folder: folder for the file
+    :raises Failure: if the library of this Python differs from the one in the stored runs
     """
     file = folder / "text.h5"
     if file.exists():

@@ -1,4 +1,4 @@
-"""Differences over paired seeds, their verdicts, and Holm's procedure for a table's verdicts."""
+"""Verdicts on claims by differences between runs with equal seeds; Holm's procedure for a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scipy import stats
 from stored import Line
 
 LEVEL = 0.05
-"""Largest probability of a wrong verdict."""
+"""Largest probability with which a verdict of a table may be wrong."""
 PAIRS = 5
 """Smallest number of pairs of seeds for a verdict."""
 VERDICTS = {None: "cannot tell", True: "holds", False: "**does not hold**"}
@@ -19,7 +19,7 @@ VERDICTS = {None: "cannot tell", True: "holds", False: "**does not hold**"}
 
 
 class Difference(NamedTuple):
-    """Mean of paired differences, its standard error, and the number of pairs."""
+    """Differences between two methods with equal seeds: mean, standard error, number of pairs."""
 
     mean: float
     error: float
@@ -31,21 +31,28 @@ class Difference(NamedTuple):
         return float(stats.t.ppf(1 - LEVEL / 2, self.pairs - 1) * self.error)
 
     def beyond(self, bar: float) -> float:
-        """Return the doubled p of a mean at most ``bar``: ≤ 5 % if the interval lies above it."""
+        """Return twice the p-value of the hypothesis that the true mean is at most ``bar``.
+
+        It is at most 5 % if the 95 % interval lies above ``bar``.
+        """
         if not self.error:
             return 0.0 if self.mean > bar else 1.0
         p = 2 * stats.t.sf((self.mean - bar) / self.error, self.pairs - 1)
         return float(min(1.0, p))
 
     def below(self, bar: float) -> float:
-        """Return the doubled p of a mean at least ``bar``."""
+        """Return twice the p-value of the hypothesis that the true mean is at least ``bar``.
+
+        It is at most 5 % if the 95 % interval lies below ``bar``.
+        """
         return Difference(-self.mean, self.error, self.pairs).beyond(-bar)
 
 
 class Verdict(NamedTuple):
-    """Verdict on a row, with its p.
+    """Verdict on a row of a table, with its p-value.
 
-    ``alone`` says whether the claim holds by itself; None: this cannot be decided.
+    ``alone`` says whether the claim holds if it is judged without the other rows of its table;
+    None: this can't be decided.
     """
 
     claim: str
@@ -63,7 +70,12 @@ class Verdict(NamedTuple):
 
 
 def of_values(values: Sequence[float]) -> Difference:
-    """Return the difference from the differences of each seed; NaN if there are too few of them."""
+    """Return the mean and standard error of the differences of all seeds.
+
+    They are NaN if there are too few seeds.
+
+    :param values: one difference per seed
+    """
     if len(values) < 2:
         return Difference(values[0] if len(values) else math.nan, math.nan, len(values))
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
@@ -71,7 +83,7 @@ def of_values(values: Sequence[float]) -> Difference:
 
 
 def of_interval(line: Line) -> Difference:
-    """Return the difference from its published interval."""
+    """Return the difference whose 95 % interval is stored in a line of intervals.jsonl."""
     half = (line["high"] - line["low"]) / 2
     quantile = float(stats.t.ppf(1 - LEVEL / 2, line["pairs"] - 1))
     return Difference(line["mean"], half / quantile, line["pairs"])
@@ -85,9 +97,12 @@ def judge(
 ) -> Verdict:
     """Judge a row: all of its differences have to confirm it, and one is enough to refute it.
 
-    The p of a confirmation is the largest p; the p of a refutation is the smallest p times the
-    number of differences. A row with fewer than `PAIRS` pairs cannot be decided.
+    The p-value of a confirmation is the largest of all differences. The p-value of a refutation is
+    the smallest, times the number of differences. A row with fewer than `PAIRS` pairs of seeds
+    can't be decided.
 
+    :param claim: the claim, for the table
+    :param differences: its differences
     :param by: smallest difference that confirms the claim
     :param alike: largest absolute difference that confirms it, instead of ``by``; None: use ``by``
     """
@@ -111,7 +126,7 @@ def judge(
 
 
 def holm(rows: Sequence[Verdict]) -> list[Verdict]:
-    """Return the rows with p adjusted for the number of verdicts in the table."""
+    """Return the rows with p-values that are adjusted by Holm's procedure for a whole table."""
     order = sorted(range(len(rows)), key=lambda k: rows[k].p)
     largest_p = 0.0
     adjusted = list(rows)

@@ -1,4 +1,4 @@
-"""Measure again the claims of the papers, and print one table.
+"""Measure the claims of the papers with this package, and print a table.
 
     python jobs/claims/measure.py --quick     # graphs, limits, speed: about a minute
     python jobs/claims/measure.py --estimate  # runs and hours of the training claims
@@ -6,8 +6,8 @@
     python jobs/claims/measure.py --only slack --rehearse      # a small training claim
 
 The columns are: claim, source, expected, measured, verdict. The table is written after each row,
-and the training runs of studies are stored under --runs, so that an interrupted run continues
-where it stopped. PROTOCOL.md contains the protocols, and how to pack CIFAR-10.
+and finished training runs are kept in the folder --runs, so that an interrupted measurement
+continues where it stopped. PROTOCOL.md contains the protocols, and how to pack CIFAR-10.
 """
 
 import argparse
@@ -37,7 +37,7 @@ FUNCTIONS = {
     for module in (graphs, quadratics, costs, equal)
     for function in module.CLAIMS
 }
-"""Claims that do not train, by name."""
+"""Functions that measure the claims without training, by name."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -78,20 +78,23 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
-    """Return the names of the claims to measure: the chosen ones, the short ones, or all."""
+    """Return the names of the claims to measure.
+
+    They are the ones that --only names, those without training for --quick, or all.
+    """
     short = [name for name, function in FUNCTIONS.items() if function not in equal.CLAIMS]
     return options.only or (short if options.quick else [*FUNCTIONS, *PROTOCOLS])
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows as they are measured."""
+    """Measure the chosen claims; yield each row as soon as it is measured."""
     for name in chosen(options):
         function = FUNCTIONS.get(name)
         yield from function(options) if function else Protocol(PROTOCOLS[name], options).rows()
 
 
 def protocols(options: argparse.Namespace) -> list[Protocol]:
-    """Return the chosen training claims."""
+    """Return the protocols of the chosen claims that need training."""
     return [Protocol(PROTOCOLS[name], options) for name in chosen(options) if name in PROTOCOLS]
 
 

@@ -1,17 +1,17 @@
-"""Iterations until the gradient is small, against the graph's gap: DeTAG, tracking, D-PSGD.
+"""Iterations of DeTAG, gradient tracking and D-PSGD until the gradient is small, by spectral gap.
 
-    python jobs/claims/optimal.py            # adds missing results to runs.jsonl: some minutes
+    python jobs/claims/optimal.py            # adds missing results to a file; takes some minutes
 
 Node i minimizes f_i(x) = ½ Σ_k a_k (x_k − b_ik)² without noise. All nodes have the same curvatures
 0.1 … 1, so that L = 1 is exact; ‖x*‖ = 1 and x_0 = 0. The b_i differ from x* as cos(2π i/n), which
 a ring averages slowest, with mean_i ‖∇f_i(x*)‖² = ζ². The graphs are rings with weights 1/3. An
-iteration is one gradient and one exchange. Each method uses the rate of a geometric grid, and DeTAG
-also the length of its phase, with which the nodes' models first have
-(1/n) Σ_i ‖∇f(x_i)‖² ≤ ε² = 10⁻⁶.
+iteration is one gradient and one exchange. A method is done when
+(1/n) Σ_i ‖∇f(x_i)‖² ≤ ε² = 10⁻⁶. Each method uses the learning rate of a geometric grid, and DeTAG
+also the phase length, with which it is done first.
 
-All models move in two modes of the ring, x_i = x̄ + c cos(2π i/n), with eigenvalues 1 and λ of W.
-The program iterates these modes, and computes D-PSGD by formula; a test compares the modes with the
-package's methods on n nodes.
+All models stay in two modes of the ring, x_i = x̄ + c cos(2π i/n), which belong to the eigenvalues 1
+and λ of W. The program computes only these modes, and D-PSGD by a formula. A test compares the
+modes with the package's methods on n nodes.
 """
 
 from __future__ import annotations
@@ -36,37 +36,45 @@ EPSILON = 1e-3
 LIMIT = 60_000
 RATES = 2.0 ** np.arange(-14, 1.3, 1 / 4)
 SMALL_RATES = 2.0 ** np.arange(-30, 1.3, 1 / 8)
-"""Learning rates of D-PSGD, whose models differ in the limit in proportion to the rate."""
+"""Learning rates of D-PSGD. They are smaller than those of other methods, because its models keep
+a difference in proportion to the rate."""
 CURVATURE = np.geomspace(0.1, 1, 5)
 PHASES = (0.5, 1.0, 2.0, 4.0)
 """Phase lengths of DeTAG, in units of 1/√(1 − λ)."""
 BAR = 0.25
-"""Largest distance of a slope's interval from 1."""
+"""A slope counts as 1 if its whole interval is within this distance of 1."""
 Array = np.ndarray
 
 
 def rho(n: int) -> float:
-    """Return λ of the ring."""
+    """Return the eigenvalue λ of the mode cos(2π i/n) on a ring of n nodes."""
     return (1 + 2 * math.cos(2 * math.pi / n)) / 3
 
 
 def weights(n: int) -> Array:
-    """Return the factors of the two modes in a round, for the second axis from the end."""
+    """Return the factors 1 and λ by which a round multiplies the two modes.
+
+    They broadcast along the second axis from the end.
+    """
     return np.array([1.0, rho(n)])[:, None]
 
 
 def minima(zeta: float, draw: int) -> Array:
-    """Return the b_i in modes, (2, d): x* and the amplitude of the cosine."""
+    """Return the minima b_i as two modes (2, d): their mean x*, and the amplitude of the cosine.
+
+    :param zeta: ζ, the difference between the nodes
+    :param draw: seed of the random directions
+    """
     random = np.random.default_rng((draw, 7))
     best = random.standard_normal(len(CURVATURE))
     wave = random.standard_normal(len(CURVATURE))
-    # Scale the gradients; the factor √2 is there because the mean of cos² is 1/2.
+    # The gradients at x* shall have the mean square ζ². The mean of cos² over nodes is 1/2.
     wave *= zeta * math.sqrt(2) / np.linalg.norm(wave)
     return np.stack([best / np.linalg.norm(best), wave / CURVATURE])
 
 
 def squares(x: Array, best: Array) -> Array:
-    """Return the mean over nodes of ‖∇f(x_i)‖²."""
+    """Return the mean over nodes of ‖∇f(x_i)‖², for models x in modes and minimum ``best``."""
     with np.errstate(over="ignore", invalid="ignore"):
         mean = CURVATURE * (x[..., 0, :] - best)
         amplitude = CURVATURE * x[..., 1, :]
@@ -74,18 +82,26 @@ def squares(x: Array, best: Array) -> Array:
 
 
 def gossip(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
-    """Yield the models of D-PSGD, adapt then combine."""
+    """Yield the models (in modes) of D-PSGD, adapt-then-combine, after each iteration."""
     while True:
         x = w * (x - rate * CURVATURE * (x - b))
         yield x
 
 
 def dpsgd(b: Array, n: int, epsilon: float = EPSILON) -> tuple[int, float]:
-    """Return iterations and rate of :func:`gossip` by formula, as there are too many to compute."""
+    """Return the number of iterations of D-PSGD and the best learning rate, by a formula.
+
+    :func:`gossip` would need too many iterations.
+
+    :param b: minima in modes
+    :param n: number of nodes
+    :param epsilon: ε, the bound of the gradient's norm
+    """
     lam = rho(n)
     best = (2**62, 0.0)
     for rate in SMALL_RATES:
-        keep = np.maximum(1 - rate * CURVATURE, 0.0)  # clipped, for rates up to 1/L
+        # The formula holds for rates up to 1/L. Clipping makes it finite for larger ones.
+        keep = np.maximum(1 - rate * CURVATURE, 0.0)
         limit = lam * rate * CURVATURE * b[1] / (1 - lam * keep)
 
         def is_small(t: int, keep=keep, limit=limit) -> bool:
@@ -106,7 +122,7 @@ def dpsgd(b: Array, n: int, epsilon: float = EPSILON) -> tuple[int, float]:
 
 
 def tracking(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
-    """Yield the models of the package's gradient tracking: model and tracker in one exchange."""
+    """Yield the models (in modes) of gradient tracking, with one exchange per iteration."""
     y = g = CURVATURE * (x - b)
     while True:
         x = w * (x - rate * y)
@@ -117,12 +133,16 @@ def tracking(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
 
 
 def detag(b: Array, rate: Array, x: Array, w: Array, phase: int, eta: float) -> Iterator[Array]:
-    """Yield the models of DeTAG as in the package (Lu & De Sa, algorithm 2)."""
+    """Yield the models (in modes) of DeTAG as in the package (Lu & De Sa, algorithm 2).
+
+    :param phase: number of accelerated exchanges for each gradient
+    :param eta: momentum η of the accelerated exchanges; 0: plain exchanges
+    """
     z = x
     y = np.zeros_like(x)
     g = old = y
     while True:
-        # The memory of accelerated gossip is reset at the begin of each phase.
+        # Accelerated gossip uses the previous model, which is reset when a phase begins.
         z_before = z
         y_before = y
         for r in range(phase):
@@ -140,9 +160,9 @@ def detag(b: Array, rate: Array, x: Array, w: Array, phase: int, eta: float) -> 
 
 
 def iterations(models: Iterator[Array], best: Array, limit: int) -> tuple[int, int]:
-    """Return the first iteration at which a rate reaches ε, and that rate's index.
+    """Return the first iteration at which some learning rate reaches ε, and the rate's index.
 
-    The result is ``limit`` and 0 if no rate reaches it before.
+    If no rate reaches ε within ``limit`` iterations, return ``limit`` and 0.
     """
     for t in range(1, limit):
         is_small = squares(next(models), best) <= EPSILON**2
@@ -152,7 +172,12 @@ def iterations(models: Iterator[Array], best: Array, limit: int) -> tuple[int, i
 
 
 def measure(n: int, zeta: float, draw: int) -> Iterator[dict[str, Any]]:
-    """Yield the result of each method."""
+    """Yield the result of each method, for a ring of n nodes.
+
+    :param n: number of nodes
+    :param zeta: ζ, the difference between the nodes
+    :param draw: seed of the minima
+    """
     b = minima(zeta, draw)
     lam = rho(n)
     w = weights(n)
@@ -186,7 +211,7 @@ def measure(n: int, zeta: float, draw: int) -> Iterator[dict[str, Any]]:
 
 
 class Slope(NamedTuple):
-    """Growth of a method's iterations with the spectral gap of the graph."""
+    """Growth of a method's number of iterations as the spectral gap 1 − λ shrinks."""
 
     method: str
     zeta: str
@@ -195,19 +220,19 @@ class Slope(NamedTuple):
     counts: list[int]
     """Iterations at each size, medians over the draws."""
     values: list[float]
-    """Slope on logarithmic axes, for each draw."""
+    """Slope of iterations against that power on logarithmic axes, for each draw; 1: as expected."""
 
     @property
     def against(self) -> str:
-        """The power in words."""
+        """The power of 1/(1 − λ) as text."""
         return "1/√(1−λ)" if self.power < 1 else "1/(1−λ)"
 
 
 def slopes_of(lines: Sequence[dict[str, Any]]) -> list[Slope]:
-    """Return the slopes of DeTAG against 1/√(1 − λ), and of the others against 1/(1 − λ).
+    """Return the slopes of DeTAG against 1/√(1 − λ), and of other methods against 1/(1 − λ).
 
-    DeTAG without acceleration, the control, is compared with the root, too: it has to miss the
-    limit.
+    DeTAG without acceleration is a control: it is compared with 1/√(1 − λ), too, and its slope must
+    not be 1.
     """
     slopes = []
     for name, zeta in dict.fromkeys((line["method"], line["cell"]["zeta"]) for line in lines):
@@ -228,12 +253,12 @@ def slopes_of(lines: Sequence[dict[str, Any]]) -> list[Slope]:
 
 
 def bound() -> list[float]:
-    """Return the growth of the lower bound, relative to the smallest size."""
+    """Return by which factor the theoretical lower bound grows from the smallest ring to each."""
     return [math.sqrt((1 - rho(SIZES[0])) / (1 - rho(n))) for n in SIZES]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure what is not stored yet."""
+    """Measure the results that are not stored yet, and print the slopes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Rows of two studies: searched graphs on CIFAR-10, and DiLoCo after a warm start against parallel.
+"""Tables of two studies: searched graphs on CIFAR-10, and DiLoCo compared with parallel SGD.
 
 python jobs/claims/verdicts.py --write    # puts both tables into RESULTS.md
 """
@@ -26,11 +26,11 @@ from judging import Verdict, format_interval, holm, judge, of_values
 from stored import Line, finals
 
 FIRST = "searched, laplacian"
-"""Row with which the others are compared."""
+"""Label of the graph with which all others are compared."""
 
 
 Accuracies = dict[str, tuple[float, list[float]]]
-"""Learning rate, and percent with each seed, by graph."""
+"""For each graph: its learning rate, and its accuracies in percent, one per seed."""
 
 
 def accuracies(runs: Sequence[Line], cell: Cell) -> Accuracies:
@@ -45,7 +45,10 @@ def accuracies(runs: Sequence[Line], cell: Cell) -> Accuracies:
 
 
 def ahead(results: Accuracies) -> dict[str, list[float]]:
-    """Return the points by which the graph FIRST is better than each other one, by seed."""
+    """Return by how many percentage points the graph FIRST is better than each other graph.
+
+    The result has one value per seed, by graph.
+    """
     if FIRST not in results:
         return {}
     first = results[FIRST][1]
@@ -68,7 +71,7 @@ def searched_verdicts(runs: Sequence[Line]) -> list[Verdict]:
 
 
 def searched_page(runs: Sequence[Line]) -> str:
-    """Return the table of graphs, for each model with runs."""
+    """Return the table of graphs in Markdown, with the models for which there are runs."""
     searched = [run for run in runs if run["study"] == "searched"]
     verdicts = {verdict.claim: verdict for verdict in searched_verdicts(runs)}
     lines = [
@@ -98,22 +101,32 @@ def searched_page(runs: Sequence[Line]) -> str:
 
 
 class Parity(NamedTuple):
-    """Method with complete seeds: rate, mean loss, percent above parallel's by seed, bytes."""
+    """Row of a method for which the runs of all seeds are stored.
+
+    ``above`` has the percentages by which its losses exceed those of parallel SGD, one per seed.
+    """
 
     method: str
     lr: float
     loss: float
     above: list[float]
     vectors: float
-    """Averages as a fraction of parallel's."""
+    """Number of averages divided by that of parallel SGD; the bytes have the same ratio."""
     since: float
-    """Averages as a fraction of parallel's since the end of the warm start."""
+    """The same ratio, without the steps of the warm start."""
 
 
 def losses(
     runs: Sequence[Line], model: str, method: str, lr: float, nodes: int = 4
 ) -> dict[int, float]:
-    """Return the reported losses by seed, without those that diverged."""
+    """Return the reported losses of a method by seed, without runs that have diverged.
+
+    :param runs: all stored runs
+    :param model: label of the model
+    :param method: label of the method
+    :param lr: learning rate
+    :param nodes: number of nodes
+    """
     return {
         r["seed"]: r["figures"]["loss"]
         for r in runs
@@ -126,7 +139,10 @@ def losses(
 def compared(
     runs: Sequence[Line], model: str, finalist: Chosen
 ) -> list[tuple[str, float, dict[int, float], int]]:
-    """Return method, rate, losses and period (0: no averages) of the finalist and its controls."""
+    """Return the results of the finalist and its controls.
+
+    Each is a tuple: method, learning rate, losses by seed, and period (0: without averages).
+    """
     tail = f"after {finalist.start} %"
     no_momentum = f"{NO_MOMENTUM} {tail}"
     matching = [r for r in runs if r["study"] == "diloco" and r["cell"]["model"] == model]
@@ -141,7 +157,10 @@ def compared(
 
 
 def parities(runs: Sequence[Line], model: str) -> list[Parity]:
-    """Return the methods whose seeds are complete, if parallel's are, too."""
+    """Return the rows of the methods for which the runs of all seeds are stored.
+
+    There are no rows if runs of parallel SGD are missing.
+    """
     finalist = chosen(model, runs)
     if finalist is None:
         return []
@@ -158,7 +177,10 @@ def parities(runs: Sequence[Line], model: str) -> list[Parity]:
 
 
 def diloco_verdicts(runs: Sequence[Line]) -> list[Verdict]:
-    """Judge whether the loss is within 1 % of parallel's; for controls it must not be."""
+    """Judge whether each method's loss is within 1 % of parallel SGD's.
+
+    The losses of controls must not be within 1 %.
+    """
     return holm(
         [
             judge(
@@ -172,7 +194,7 @@ def diloco_verdicts(runs: Sequence[Line]) -> list[Verdict]:
 
 
 def diloco_page(runs: Sequence[Line]) -> str:
-    """Return the table of losses and bytes for each size, and the table of its search."""
+    """Return two tables for each model, in Markdown: losses and bytes, and the search."""
     verdicts = {verdict.claim: verdict.words for verdict in diloco_verdicts(runs)}
     lines = list[str]()
     for model in SIZES:

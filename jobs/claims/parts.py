@@ -1,4 +1,7 @@
-"""Custom cadences, graphs, algorithms and models of these rows; importing adds the cadences."""
+"""Custom cadences, graphs, algorithms and models for the runs of `designs.py`.
+
+Importing this module adds the cadences to those of the package.
+"""
 
 from __future__ import annotations
 
@@ -47,21 +50,30 @@ def warm_periodic(*, warm: Count = 0, period: Positive = 16) -> Cadence:
 
 
 def static_first(n: int, seed: int, t: int, *, first: int = 0) -> Round:
-    """Return the static exponential graph for ``first`` rounds, then the one-peer sequence."""
+    """Return round ``t`` of a graph that is first static and then one-peer.
+
+    The first ``first`` rounds are those of the static exponential graph, the others those of the
+    one-peer exponential graph.
+    """
     return graph("exponential" if t < first else "one-peer-exponential", n).round(t)
 
 
 class Smoothed(NamedTuple):
-    """State of the inner algorithm, and the running mean of x."""
+    """State of the inner algorithm, and the exponential moving average of x."""
 
     inner: Any
     mean: torch.Tensor
 
 
 def _ending_in_mean(method: Algorithm, decay: float, total: int) -> Algorithm:
-    """Return the algorithm with x replaced by its exponential moving average at step ``total``.
+    """Return an algorithm that replaces x by its exponential moving average (EMA) at the end.
 
-    The average over nodes is linear, so the averaged model becomes the EMA of the average.
+    Averages over nodes are linear, so the averaged model at the end is the EMA of the averaged
+    models.
+
+    :param method: the inner algorithm
+    :param decay: decay of the moving average
+    :param total: step at which x is replaced, the last of the run
     """
 
     def init(x):
@@ -83,19 +95,23 @@ def _ending_in_mean(method: Algorithm, decay: float, total: int) -> Algorithm:
 
 
 def ema_dmsgd(local, *, decay: Decay = 0.99, total: Positive = 1) -> Algorithm:
-    """Build DmSGD that ends with the EMA of its models."""
+    """Build DmSGD whose result is the exponential moving average of its models."""
     return _ending_in_mean(gossip.dmsgd(local), decay, total)
 
 
 def ema_parallel(local, *, decay: Decay = 0.99, total: Positive = 1) -> Algorithm:
-    """Build parallel SGD that ends with the EMA of its models."""
+    """Build parallel SGD whose result is the exponential moving average of its models."""
     return _ending_in_mean(gossip.parallel(local), decay, total)
 
 
 def warm_diloco(
     local, *, warm: Count = 0, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.9
 ) -> Algorithm:
-    """Build DiLoCo after ``warm`` steps of plain averages of models; the inner state is kept."""
+    """Build DiLoCo with a warm start.
+
+    In the first ``warm`` steps, the models are averaged. The state of the local step is kept when
+    DiLoCo begins.
+    """
     cold = diloco.diloco(local, outer_lr=outer_lr, outer_beta=outer_beta)
 
     def receive(x, g, state, sent, mixed, step: Step):
@@ -116,9 +132,10 @@ def after_parallel(
     outer_beta: Decay = 0.9,
     drop: bool = False,
 ) -> Algorithm:
-    """Build DiLoCo that continues parallel's first ``warm`` steps, bitwise identically.
+    """Build DiLoCo that continues a run of parallel SGD.
 
-    ``drop`` resets Adam's state at that point.
+    The first ``warm`` steps are bitwise identical to parallel SGD. If ``drop`` is true, the state
+    of the local step (Adam's) is reset afterwards.
     """
 
     def adapt(x, g, state, step: Step, out):
@@ -149,18 +166,24 @@ def after_parallel(
 
 
 def paces(n: int, seed: int, slow: float, times: float) -> Iterator[np.ndarray]:
-    """Yield each step's pace (n,): ``times`` with probability ``slow`` per node, otherwise 1."""
+    """Yield for each step an array (n,) with the factors by which nodes are slower.
+
+    :param n: number of nodes
+    :param seed: seed of the random numbers
+    :param slow: probability with which a node is slow in a step
+    :param times: factor of a slow node; the factor of other nodes is 1
+    """
     random = np.random.default_rng(seed)
     while True:
         yield np.where(random.random(n) < slow, times, 1.0)
 
 
 LAG = 20
-"""Upper bound of the steps that a run takes after the step at which it is asked to stop."""
+"""Largest number of steps that a run makes after a step at which it is asked to stop."""
 
 
 class Paced(torch.nn.Module):
-    """Model whose steps take given times on ranks, by sleeping; without ranks it only computes."""
+    """Model whose steps take given times, because it sleeps; it does not sleep in the simulator."""
 
     def __init__(self, inner: torch.nn.Module, padding: int, seconds: Sequence[float]):
         super().__init__()
@@ -189,7 +212,17 @@ def paced(
     draw: Count = 0,
     stop: Count = 0,
 ) -> torch.nn.Module:
-    """Build the MLP with ``padding`` more elements per message; it ends the run at ``stop``."""
+    """Build the MLP with steps of a given duration and messages of a given size.
+
+    :param shape: shape of an input
+    :param classes: number of classes
+    :param padding: number of additional parameters, which only lengthen messages
+    :param compute_s: seconds of a step
+    :param slow: probability with which a node is slow in a step
+    :param times: factor by which a slow node is slower
+    :param draw: seed of the slow steps
+    :param stop: step at which the run is asked to stop; 0: none
+    """
     seconds: list[float] = []
     if own := next(iter(launcher_ranks(os.environ)), None):
         rank, n, _ = own

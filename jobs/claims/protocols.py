@@ -1,18 +1,23 @@
-"""Claims on training: studies of `jobs/claims/*.toml`, judged by differences of paired seeds.
+"""Claims on training: the studies in `jobs/claims/*.toml`, judged by runs with equal seeds.
 
 A file contains the arguments of `mpigossip.study` with an axis "method", and in addition:
 
-* `common`: learning rate of a second table, in which all methods have the same rate;
+* `common`: a learning rate; all methods are compared at this rate in a second table;
 * `seconds`: seconds of a run on an idle core, for the estimate;
-* `equal_traffic`: two methods; the "{period}" of the second is chosen so that it spends as much
-  traffic as the first;
-* `[[row]]`: tables of rows.
+* `equal_traffic`: two methods. The placeholder "{period}" of the second one is replaced such that
+  it sends as many bytes as the first;
+* `[[row]]`: a table for each claim.
 
-A row contains `claim`, `source` and `expected`; `at`, labels of other axes; `order`, methods of
-which each is better than the next by at least `by` (0), or, with `alike`, differs from the first by
-at most that much; `figures`, the metrics by which it is judged (default: the metric that chose the
-learning rates); `share`, a factor for the metric of the next method; and `reaches`, a training loss
-until which bytes are counted. A row without `order` is not judged.
+A row contains the following keys:
+
+* `claim`, `source` and `expected`: texts of the result;
+* `at`: labels of the other axes of the study, which select the runs;
+* `order`: methods, each of which has to be better than the next. Without it, the row is not judged;
+* `by`: smallest difference between two methods in `order`; default: 0;
+* `alike`: instead of `by`, the largest difference of each method from the first one;
+* `figures`: metrics by which the row is judged; default: the metric that chose the learning rates;
+* `share`: factor by which the metric of the next method is multiplied before the comparison;
+* `reaches`: training loss until which bytes are counted.
 """
 
 import json
@@ -39,17 +44,21 @@ from mpigossip.training.costs import subject
 from mpigossip.training.parts import make_parts
 
 TRIES = 8
-"""Approximate number of learning rates that a search tries."""
+"""Approximate number of learning rates that a search tries, for the estimate."""
 COMMON = "The same at one common rate"
 REHEARSAL = ["data.source=digits", "run.epochs=1"]
 OWN_KEYS = ("row", "common", "seconds", "equal_traffic")
 
 
 class Protocol:
-    """Studies of one file, and the rows that judge them."""
+    """Studies of one TOML file, and the rows of its claims."""
 
     def __init__(self, path: Path, options):
-        """Read the file; ``options`` are the options of the command line."""
+        """Read the file.
+
+        :param path: TOML file with the arguments of a study
+        :param options: options of the command line
+        """
         self.name = path.stem
         self.options = options
         study_arguments = arguments(path, mpigossip.study, OWN_KEYS)
@@ -61,7 +70,10 @@ class Protocol:
             self.study_arguments |= {"seeds": 2, "rates": None, "settings": settings}
 
     def tables(self) -> Iterator[tuple[str, Study]]:
-        """Yield the studies: at each method's own learning rate, and at the common one."""
+        """Yield the studies as pairs (heading, study).
+
+        In the first, each method has its own learning rate; in the second, all have the common one.
+        """
         values = {"{data}": str(self.options.data)}
         if "{searched}" in str(self.study_arguments):
             values["{searched}"] = str(
@@ -74,7 +86,11 @@ class Protocol:
             yield table, mpigossip.study(**rates | {"grid": self._grid(rates)})
 
     def _grid(self, filled: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the grid, with the largest period that spends at least the same traffic."""
+        """Return the grid of the study, with the period of `equal_traffic` filled in.
+
+        It is the largest period with which the second method sends at least as many bytes as the
+        first.
+        """
         methods = dict(filled["grid"]["method"])
         if self.judging["equal_traffic"]:
             first, second = self.judging["equal_traffic"]
@@ -89,7 +105,10 @@ class Protocol:
         return filled["grid"] | {"method": methods}
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of all tables; if runs are missing, the rows say what is missing."""
+        """Train the missing runs, and yield the rows of all tables.
+
+        If runs can't be made, the rows say why.
+        """
         try:
             if "{data}" in str(self.study_arguments) and not (
                 self.options.data or self.options.rehearse
@@ -119,7 +138,7 @@ def _head(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _filled(study_arguments: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
     """Return the arguments of a study with placeholders replaced by values."""
-    # The path of the job stays a path, because a string would be read as TOML.
+    # The path of the job must remain a path, because a str would be parsed as TOML.
     text = json.dumps(dict(study_arguments), default=str)
     for placeholder, value in values.items():
         text = text.replace(placeholder, json.dumps(value)[1:-1])
@@ -127,7 +146,7 @@ def _filled(study_arguments: Mapping[str, Any], values: Mapping[str, str]) -> di
 
 
 def measured(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
-    """Return the measured values of a row in words, and whether its claim holds."""
+    """Return the measured values of a row as text, and whether its claim holds; None: undecided."""
     at = {axis: str(label) for axis, label in row.get("at", {}).items()}
     cells = {
         cell.label("method").split(", period")[0]: cell
@@ -156,7 +175,10 @@ def _lead(difference: Difference) -> str:
 
 
 def _method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
-    """Return a method's metrics with intervals, learning rate, and bytes if they are judged."""
+    """Return a text about a method: its metrics with intervals, and its learning rate.
+
+    Bytes are included if the row is judged by them.
+    """
     measured_row = study.rows[study.cells.index(cell)]
     runs = study.ended(cell)
     words = []
@@ -189,7 +211,7 @@ def _until(study: Study, cell: Cell, loss: float) -> str:
 
 
 def _codes(cell: Cell, runs: Sequence[RunResult]) -> str:
-    """Return the bytes of codes and of decoded values on a ring, as papers count them."""
+    """Return the bytes of encoded and of decoded messages on a ring as text, as papers count."""
     job = assemble.load(runs[0].log.job) if runs else None
     if job is None or job.node.wire == "fp32":
         return ""

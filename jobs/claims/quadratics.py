@@ -1,8 +1,8 @@
-"""Claims on limits: 16 scalar quadratics with different minima, in float64.
+"""Claims on the limits of methods, on 16 scalar quadratics with different minima, in float64.
 
-f_i(x) = ½ (x − b_i)², where b is drawn once. The result is the root mean square of x_i − b̄ in the
-limit of a method. The package's algorithms compute it, and the package's simulator exchanges
-their messages.
+Node i minimizes f_i(x) = ½ (x − b_i)², where b is drawn once. The limit of a method is the root
+mean square of x_i − b̄ after very many steps. The algorithms of the package compute the steps, and
+its simulator exchanges the messages.
 """
 
 import itertools
@@ -40,19 +40,22 @@ METHODS: dict[str, tuple] = {
     "dmsgd with the new momentum": ("dmsgd", None, {"beta": BETA}),
     "dsgt ATC in one exchange": ("dsgt", "sgd", {"style": "atc"}),
 }  # fmt: skip
-"""Arguments of each method; then its limits on rings with weights 1/3 and .45, and on one-peer.
+"""For each method: algorithm, local step and options; then its expected limits on three graphs.
 
-The limits were computed independently of the package; a limit ≤ 1e-10 is written as 0, divergence
-as infinity. In them, averaged momentum makes its step along the old momentum, and tracking ATC is
-the method of the textbook: the gradient is computed between two exchanges, while the package's
-`dsgt` makes one exchange per step.
+The graphs are rings with weights 1/3 and .45, and the one-peer graph. The limits were computed
+independently of the package. A limit ≤ 1e-10 is written as 0, divergence as infinity.
+
+"averaged momentum" makes its step along the old momentum. "tracking ATC" is the method of the
+textbook, which computes the gradient between two exchanges, while the package's `dsgt` makes one
+exchange per step.
 """
 ZERO = 1e-10
 TIE = 0.1
-"""ZERO is the largest limit that counts as zero; TIE is the relative difference of a tie."""
+"""Largest limit that counts as zero; largest relative difference of two limits that count as
+equal."""
 STEPS = 20_000
 WINDOW = 100
-"""STEPS is the largest number of steps; convergence is tested every WINDOW steps."""
+"""Largest number of steps; number of steps between two tests of convergence."""
 
 
 def minima() -> torch.Tensor:
@@ -61,7 +64,7 @@ def minima() -> torch.Tensor:
 
 
 def limit_of(models: Iterable[torch.Tensor]) -> float:
-    """Return the root mean square of x − b̄ over nodes and the last four steps.
+    """Return the limit of a method: the root mean square of x − b̄ over nodes and four last steps.
 
     The iteration ends when this value is below ZERO/100 or has changed by less than a fraction of
     1e-7 in WINDOW steps. The result is infinity if the models diverge.
@@ -89,7 +92,15 @@ def steps(
     rate: float = LR,
     wire: Wire = FP32,
 ) -> Iterator[torch.Tensor]:
-    """Yield the models x, (n, p), which are changed in place, after each step of a method."""
+    """Yield the models (n, p) after each step of a method.
+
+    :param method: the algorithm
+    :param gossip_graph: graph of n nodes
+    :param x: initial models (n, p), which are changed in place
+    :param gradient: function that returns the gradients at given models
+    :param rate: learning rate
+    :param wire: format of messages
+    """
     layout = MessageLayout((x.shape[1],), method.vectors, method.scalars, dtype=x.dtype, wire=wire)
     mixer = Simulated(gossip_graph, layout)
     state = method.init(x)
@@ -111,7 +122,10 @@ def model_after(models: Iterator[torch.Tensor], count: int) -> torch.Tensor:
 
 
 def run_rounds(method: Algorithm, gossip_graph: Graph, rounds: int) -> torch.Tensor:
-    """Return the identity (one start per column) after ``rounds`` rounds without gradients."""
+    """Return the matrix of the linear map that some rounds of a method without gradients make.
+
+    Column j is the result for models that are 1 on node j, and 0 on all others.
+    """
     x = torch.eye(gossip_graph.n, dtype=torch.float64)
     return model_after(steps(method, gossip_graph, x, torch.zeros_like, 1e-300), rounds)
 
@@ -130,7 +144,7 @@ def textbook_tracking(gossip_graph: Graph) -> Iterator[torch.Tensor]:
 
 
 def _limit(gossip_graph: Graph, method: str) -> float:
-    """Return the limit of a method."""
+    """Return the measured limit of the method with this name on a graph."""
     b = minima()
     (name, local, options, *_) = METHODS[method]
     if name == "textbook":
@@ -140,9 +154,10 @@ def _limit(gossip_graph: Graph, method: str) -> float:
 
 
 def _differences(measured: dict[str, float], expected: dict[str, float]) -> list[str]:
-    """Describe how two columns differ in zeros, divergences, and the order of the other values.
+    """Describe how measured limits differ from the expected ones.
 
-    Values that tie may have any order.
+    The same methods have to reach zero and to diverge, and all others have to be in the same order,
+    except for values that differ by less than `TIE`.
     """
 
     def kind(value: float) -> float:
@@ -162,7 +177,10 @@ def _differences(measured: dict[str, float], expected: dict[str, float]) -> list
 
 
 def toy_limits(options) -> Iterator[Row]:
-    """Compare ten methods' limits on three graphs with arithmetic; add two of the package."""
+    """Compare the limits of ten methods on three graphs with expected values.
+
+    The limits of two further methods, for which there are none, are only reported.
+    """
     ring = 0.1 * np.eye(N) + 0.45 * (np.roll(np.eye(N), 1, 0) + np.roll(np.eye(N), -1, 0))
     graphs = graph("ring", N), from_matrices([ring]), graph("one-peer-exponential", N)
     names = "ring 1/3", "ring .45", "one-peer"
@@ -186,7 +204,10 @@ def _format(column: dict[str, float]) -> str:
 
 
 def accelerated(options) -> Iterator[Row]:
-    """Compare accelerated with plain gossip: ‖M − J‖, where M is the linear map of a phase."""
+    """Compare accelerated with plain gossip by the distance ‖M − J‖ from the exact average.
+
+    M is the linear map of some rounds.
+    """
     ring = graph("ring", N)
     norms = []
     for eta, phase in itertools.product((0.0, None), (20, 40)):

@@ -1,14 +1,15 @@
-"""Seconds until parallel's accuracy on real links of a given rate, compared with the virtual clock.
+"""Time until a method reaches the accuracy of parallel SGD, on real links and on the virtual clock.
 
     python jobs/claims/real_links.py --scratch /tmp/links     # as root, with ip and tc; 20 minutes
 
-16 ranks on hosts of their own (`tools/labs/net.sh`) train the digits as in the study "time" of
-`designs.py`, with one of its seeds. A step sleeps for the computing time that the virtual clock
-assumes for a node of 8 V100, with the same slow steps. The links are slower than in the
-table, and the messages shorter by the same factor, so that a message takes as long as one of
-ResNet-50, and two CPU cores are sufficient. Parallel hides no communication here, because ranks of
-this package do not, nor does it in the clock's value for comparison. Each run is a line in
-links.jsonl; verdicts.py makes the table.
+16 ranks, each in a network namespace that acts as a host (`tools/labs/net.sh`), train on digits as
+in the study "time" of `designs.py`, with one of its seeds. In each step, a rank sleeps for the
+computation time that the virtual clock assumes for a node of 8 V100, with the same slow steps.
+
+The links are slower than in the table, and the messages are shorter by the same factor. A message
+therefore takes as long as a message of ResNet-50, and two CPU cores suffice. The package's parallel
+SGD does not overlap communication with computation, so the virtual clock does not assume that here
+either. Each run is a line in links.jsonl; verdicts.py makes the table.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ LAB = HERE.parents[1] / "tools" / "labs" / "net.sh"
 SEED = 3
 """Seed with which `METHODS` reach the goal in the fewest steps."""
 METHODS = ("parallel", "dmsgd", "dsgd ahead", "ADPSGD")
-"""Methods of the table; DiLoCo reaches the goal with another seed only."""
+"""Methods of the table. DiLoCo is missing, because it does not reach the goal with this seed."""
 LIMIT_S = 900
 PARTS = ("compute_s", "node_s", "exchange_s", "idle_s")
-"""Columns of the log that add up to a step."""
+"""Columns of the log with the parts of a step's time."""
 Line = dict[str, Any]
 
 
 class Link(NamedTuple):
-    """Link of the table, and the Mbit/s of the slower link that represents it."""
+    """Link of the table, and the rate in Mbit/s of the slower real link that stands for it."""
 
     gbit: float
     latency: float
@@ -58,7 +59,7 @@ class Link(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Size of a message as a fraction of ResNet-50's."""
+        """Size of a message, divided by the size of a message of ResNet-50."""
         return self.megabits / (1e3 * self.gbit)
 
 
@@ -66,7 +67,11 @@ CELLS = (Link(1, 50e-6, 50), Link(10, 5e-3, 50))
 
 
 def settings(line: Line, link: Link) -> list[str]:
-    """Return the settings of a run: the study's, with a slower model of more bytes."""
+    """Return the settings of a run: those of the study, with the model `parts:paced`.
+
+    :param line: stored run of the study
+    :param link: the link
+    """
     count = sum(p.numel() for p in models.mlp((1, 8, 8), 10).parameters())
     model = {
         "name": "parts:paced",
@@ -83,7 +88,11 @@ def settings(line: Line, link: Link) -> list[str]:
 
 
 def run(words: list[str], folder: Path) -> Log:
-    """Return the log of a run of this command."""
+    """Run a command, and return the log of its run.
+
+    :param words: words of the command
+    :param folder: run directory
+    """
     shutil.rmtree(folder, ignore_errors=True)
     environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -100,7 +109,7 @@ def run(words: list[str], folder: Path) -> Log:
 
 
 def measured(method: str, link: Link, scratch: Path) -> Line:
-    """Run until the goal is reached; return the seconds of the run and of the virtual clock."""
+    """Run a method until it reaches the goal; return the measured and the virtual seconds."""
     stored = seconds.finals(lines(RUNS))
     job_settings = settings(stored[method][SEED], link)
     cell = seconds.CELL
@@ -139,7 +148,7 @@ def measured(method: str, link: Link, scratch: Path) -> Line:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure what is not in links.jsonl yet."""
+    """Measure the runs that links.jsonl does not contain yet."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

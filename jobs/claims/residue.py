@@ -1,4 +1,4 @@
-"""Topology search (Jameel et al. 2020): residue over rounds, and training on the graphs.
+"""Topology search (Jameel et al. 2020): distance from the average by rounds, and a training.
 
     python jobs/claims/residue.py
 

@@ -58,7 +58,10 @@ Line = dict[str, Any]
 
 
 def lines(path: Path = RUNS) -> list[Line]:
-    """Return all stored runs, without a last line that was only partly written."""
+    """Return all stored runs, without a last line that was written only partly.
+
+    :param path: file with one JSON object per line
+    """
     if not path.exists():
         return []
     text = path.read_text("utf-8")
@@ -66,13 +69,17 @@ def lines(path: Path = RUNS) -> list[Line]:
 
 
 def identity(line: Line) -> str:
-    """Return the keys that distinguish a run from all others, as text."""
+    """Return a text that identifies a run among all runs: study, nodes, method, rate and seed."""
     keys = ("study", "nodes", "cell", "method", "level", "lr", "seed")
     return json.dumps([line.get(key) for key in keys], sort_keys=True)
 
 
 def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
-    """Yield the known runs of a cell: rates with the seed of the search, then the reported runs."""
+    """Yield the runs of a cell, as far as they are known: first the search, then the others.
+
+    :param cell: the cell
+    :param done: all finished runs, on whose results further runs depend
+    """
     about = {"study": cell.study, "nodes": cell.nodes, "cell": cell.labels}
     if cell.order:
         for method, level, lr, seed in cell.order(done):
@@ -95,7 +102,7 @@ def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
 
 
 def settings(cell: Cell, line: Line) -> list[str]:
-    """Return the settings of a run, without folders of this machine."""
+    """Return the settings of a run, with placeholders for files, so that machines may differ."""
     own = [f"schedule.lr={line['lr']!r}", f"run.seed={line['seed']}"]
     return [*cell.settings, *cell.methods[line["method"]].split(), *own]
 
@@ -124,7 +131,7 @@ def train(line: Line, options: argparse.Namespace) -> Line:
         return line | {"figures": {}, "diverged": True, "digest": None}
     result = RunResult(read(folder / "log.h5"))
     steps = result.log.steps
-    # The logged distance is relative to the norm of the averaged model.
+    # The log contains the distance relative to the norm of the averaged model.
     figures = {name: summary[name] for name in FIGURES} | {
         "train_loss": result.last("train_loss"),
         "distance": float(np.sqrt(np.nanmean(steps["consensus_distance"]))),
@@ -140,7 +147,7 @@ def train(line: Line, options: argparse.Namespace) -> Line:
 
 
 def alone(line: Line, options: argparse.Namespace) -> Line:
-    """Run `train` in a forked process, so that memory and signals do not affect other runs."""
+    """Call `train` in a forked process, so that its memory and its signals affect no other run."""
     fork = multiprocessing.get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)
     child = fork.Process(target=_send, args=(sending, line, options))
@@ -168,17 +175,17 @@ def origin() -> dict[str, str]:
 
 
 def cells(options: argparse.Namespace) -> list[Cell]:
-    """Return the cells in their order."""
+    """Return the cells of the chosen studies, in the order of their runs."""
     return [cell for name in options.study or STUDIES for cell in STUDIES[name]()]
 
 
 def clock(text: str) -> str:
-    """Return a time of day with two digits each, in the form that `queue` compares."""
+    """Return a time of day as HH:MM with two digits each, so that such texts can be compared."""
     return datetime.strptime(text, "%H:%M").strftime("%H:%M")
 
 
 def queue(options: argparse.Namespace) -> int:
-    """Make the missing runs, cell by cell, until the time is over; return their number."""
+    """Make the missing runs, cell by cell, until --until; return the number of runs made."""
     done = lines(options.out)
     stored = {identity(line) for line in done}
     count = 0
@@ -203,7 +210,7 @@ def queue(options: argparse.Namespace) -> int:
 
 
 def again(options: argparse.Namespace) -> int:
-    """Repeat some runs; return 1 if a digest differs."""
+    """Repeat some stored runs; return exit code 1 if the digest of any run differs, otherwise 0."""
     candidates = [
         line for line in lines(options.out) if line.get("digest") and line["study"] in STUDIES
     ]
@@ -221,7 +228,7 @@ def estimate(options: argparse.Namespace) -> None:
     stored = {identity(line) for line in lines(options.out)}
     for cell in cells(options):
         total = len(cell.methods) * (len(cell.rates) + len(SEEDS) * len(cell.levels))
-        if cell.order is not None:  # only the runs that are known by now
+        if cell.order is not None:  # Further runs depend on results, so count only those known now.
             total = sum(1 for _ in wanted(cell, lines(options.out)))
         finished = sum(identity(run) in stored for run in wanted(cell, lines(options.out)))
         print(f"{cell.study:10} n = {cell.nodes:3} {cell.labels}: {finished} of {total} runs")

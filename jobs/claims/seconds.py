@@ -1,15 +1,18 @@
-"""Seconds until parallel's accuracy on the virtual clock: steps from runs, times from a machine.
+"""Seconds of the virtual clock until a method reaches the accuracy of parallel SGD.
 
     python jobs/claims/seconds.py            # seconds; verdicts.py makes the table
     python jobs/claims/seconds.py --figure jobs/claims/figures/seconds.png
 
-The steps come from the study "time" of `designs.py`, an MLP on digits with 16 nodes, each method
-at its own learning rate: they are counted until the first evaluation at which the averaged model
-reaches parallel's final accuracy (the mean over its seeds) minus half a point. A step lasts as
-long as one of ResNet-50 in float32 (102 MB), with .335 s of computing, as published for a node of 8
-V100 (Ying et al. 2021; see `speed.py`); 5 % of all steps of a node, drawn with the seed, take
-5 times longer. Parallel, and DiLoCo's warm start, hide an all-reduce behind the whole computing
-time, which is the best case; "dsgd ahead" hides its message, and the other methods hide nothing.
+The number of steps comes from the study "time" of `designs.py`: an MLP on digits with 16 nodes,
+each method at its own learning rate. Steps are counted until the first evaluation at which the
+averaged model reaches the goal. The goal is the final accuracy of parallel SGD, as a mean over its
+seeds, minus half a percentage point.
+
+The duration of a step is that of ResNet-50 in float32 (102 MB) with .335 s of computation, as
+published for a node of 8 V100 (Ying et al. 2021; see `speed.py`). Of all steps of a node, 5 % take
+5 times longer; they are drawn with the seed. Parallel SGD and DiLoCo's warm start overlap an
+all-reduce with the whole computation, which is the best case for them. "dsgd ahead" overlaps its
+message with computation, and the other methods overlap nothing.
 """
 
 from __future__ import annotations
@@ -47,22 +50,27 @@ LINKS = [(gbit, latency) for latency in (50e-6, 5e-3) for gbit in (1, 10, 25, 10
 SLOW = 0.05
 TIMES = 5.0
 BELOW = 0.005
-"""SLOW: fraction of slow steps; TIMES: their factor; BELOW: the goal's distance from parallel."""
+"""Fraction of slow steps; factor by which they take longer; difference between the final accuracy
+of parallel SGD and the goal."""
 (CELL,) = until()
 WARM = 44
 Line = dict[str, Any]
 
 
 class Hidden(Timing):
-    """Timing with exchanges that are hidden behind computing, as long as it lasts."""
+    """Timing in which an exchange overlaps with the whole computation of a step."""
 
     def hidden(self, wire, sums):
-        """Return the hidden seconds: all of the exchange, but at most a step's computing."""
+        """Return the seconds of an exchange that overlap with computation, at most all of it."""
         return np.minimum(wire + sums, self.machine.compute_s)
 
 
 def machine(gbit: float, latency: float) -> Machine:
-    """Return the paper's nodes with another link, without jitter."""
+    """Return the nodes of the paper, without jitter and with another link.
+
+    :param gbit: bandwidth in Gbit/s
+    :param latency: latency in seconds
+    """
     rate = gbit * 1e9 / 8
     return replace(
         EXPONENTIAL,
@@ -82,7 +90,12 @@ def resnet() -> ParameterLayout:
 
 @functools.cache
 def exchanges(method: str, n: int, total: int) -> Exchanges:
-    """Return a method's exchanges with ResNet-50."""
+    """Return the exchanges that a method makes when it trains ResNet-50.
+
+    :param method: label of the method
+    :param n: number of nodes
+    :param total: number of steps
+    """
     job = assemble.load(Path(JOB), CELL.methods[method].split())
     return Exchanges(make_parts(job, make_graph(job, n), resnet(), total=total))
 
@@ -97,11 +110,15 @@ def ends(
     until: float = math.inf,
     overlap: bool = True,
 ) -> list[float]:
-    """Return the seconds at the end of each step, for the slowest node.
+    """Return the time, in seconds, at which the slowest node ends each step.
 
+    :param method: label of the method
     :param met: steps with an exchange
     :param steps: number of steps of the training
-    :param until: step at which the computation ends
+    :param n: number of nodes
+    :param on: the nodes and their link
+    :param seed: seed of the slow steps
+    :param until: number of the step after which no more times are computed
     :param overlap: hide the exchanges of parallel and of DiLoCo's warm start; otherwise only
         messages that are sent ahead are hidden
     """
@@ -132,23 +149,26 @@ def ends(
 
 
 def reached(line: Line, goal: float) -> float:
-    """Return the steps until a run's curve reaches the goal; inf if it never does."""
+    """Return the number of steps until a run reaches the accuracy ``goal``; inf if it does not."""
     return next((t for t, accuracy in line["curve"] if accuracy >= goal), math.inf)
 
 
 def finals(lines: Sequence[Line]) -> dict[str, dict[int, Line]]:
-    """Return the reported runs by method and seed."""
+    """Return the runs of the study that are not part of its search, by method and seed."""
     final_runs = [x for x in lines if x["study"] == "time" and x["level"] == "best"]
     return {m: {x["seed"]: x for x in final_runs if x["method"] == m} for m in CELL.methods}
 
 
 def goal_of(runs: dict[str, dict[int, Line]]) -> float:
-    """Return parallel's mean final accuracy over its seeds, minus half a point."""
+    """Return the goal: the mean final accuracy of parallel SGD minus half a percentage point."""
     return float(np.mean([x["figures"]["accuracy"] for x in runs["parallel"].values()])) - BELOW
 
 
 def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
-    """Return steps and seconds by seed, and speed-ups over parallel, per link and method."""
+    """Return one row for each link and method: steps, seconds and speed-up over parallel SGD.
+
+    Each has one value per seed.
+    """
     runs = finals(lines)
     goal = goal_of(runs)
     rows = []
@@ -182,7 +202,10 @@ def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
 
 
 def paper(n: int = 32, steps: int = 300) -> str:
-    """Return the speed-up of a step of D-PSGD with local momentum at 32 nodes, 25 Gbit/s, 50 µs."""
+    """Return the speed-ups of a step over parallel SGD as text, for comparison with the paper.
+
+    The link has 25 Gbit/s and a latency of 50 µs.
+    """
     on = machine(25, 50e-6)
     every = range(steps)
     last = {
@@ -193,7 +216,7 @@ def paper(n: int = 32, steps: int = 300) -> str:
 
 
 def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
-    """Draw the speed-up against bandwidth, with a panel for each latency."""
+    """Draw the speed-up over parallel SGD against bandwidth, with a panel for each latency."""
     from matplotlib.figure import Figure
 
     from mpigossip.studies.drawing import COLOURS

@@ -1,13 +1,15 @@
-"""Explain why bandwidth-bound one-peer runs with slow steps take longer than on the virtual clock.
+"""Explain why one-peer runs on slow links take longer than on the virtual clock.
 
     python jobs/claims/sharing.py
 
-The clock gives each message the whole link of its receiver. A node that is early sends its next
-message while the receiver still receives the previous one from a late node: both messages share the
-receiver's link. Here, messages are flows that share the link evenly, with the steps, links and slow
-steps of `real_links.py`, and are compared with its measurements. "admitted" assumes that a receiver
-lets a message begin only after it has received the message of the previous round. A frame
-of 1,514 bytes carries 1,448 bytes of a message.
+The clock assumes that each message has the whole link of its receiver. But if some steps are slow,
+a node that is early sends its next message while the receiver still receives the previous message
+from a node that is late, and both messages share the receiver's link.
+
+This program computes the times with messages that share the link evenly, for the steps, links and
+slow steps of `real_links.py`, and prints them next to its measurements. The variant "admitted"
+assumes that a receiver lets a message begin only after it has received the message of the previous
+round. Headers are counted: a frame of 1,514 bytes carries 1,448 bytes of a message.
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ NODES = seconds.CELL.nodes
 def took(link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit: bool) -> float:
     """Return the seconds of ``steps`` steps on the one-peer graph.
 
-    A step ends when a node has computed, sent and received. As with windows, a node may write for
-    round k once its receiver has left round k - 2.
+    A step of a node ends when the node has computed, sent and received. As with MPI windows, a node
+    may send for round k as soon as its receiver has left round k - 2.
 
-    :param vectors: messages per step, each of ResNet-50's size
-    :param ahead: send at the beginning of a step
-    :param shared: messages share the receiver's link
-    :param admit: a receiver admits a message only after the message of the previous round
+    :param link: the link
+    :param steps: number of steps
+    :param vectors: messages per step, each of the size of ResNet-50
+    :param ahead: whether a node sends at the beginning of a step; otherwise after its computation
+    :param shared: whether messages share the receiver's link
+    :param admit: whether a receiver admits a message only after the message of the previous round
     """
     nodes = range(NODES)
     size = 4 * seconds.resnet().count * vectors * link.scale * FRAMES
@@ -84,7 +88,7 @@ def took(link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit:
 
 
 def main() -> int:
-    """Print each one-peer run of links.jsonl next to the results of the flows."""
+    """Print the measured seconds of each one-peer run of links.jsonl, and the computed ones."""
     runs = [json.loads(line) for line in LINKS.read_text("utf-8").splitlines()]
     for link, (method, vectors, ahead) in itertools.product(
         CELLS, (("dmsgd", 2, False), ("dsgd ahead", 1, True))

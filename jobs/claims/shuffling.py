@@ -2,9 +2,9 @@
 
     python jobs/claims/shuffling.py
 
-Four methods train on a ring of 8 nodes, each at its own learning rate. Between the nodes,
-100, 50, 25 and 0 % of the digits are shuffled. For CIFAR-10, use the job
-jobs/claims/jobs/lenet.toml.
+Four methods train on a ring of 8 nodes, each at its own learning rate. The digits are sorted by
+label, 100, 50, 25 or 0 % of them are then shuffled, and the nodes get consecutive parts. For
+CIFAR-10, use the job jobs/claims/jobs/lenet.toml.
 """
 
 # %% make the runs; finished runs are not repeated

@@ -1,4 +1,4 @@
-"""Speed tables of the founding papers, compared with `mpigossip plan` for the papers' hardware.
+"""Speed tables of two papers, compared with the predictions of `mpigossip plan` for their hardware.
 
     python jobs/claims/speed.py
 
@@ -25,19 +25,21 @@ HOURS = {
     "ring": (11.6, 6.5, 3.3, 1.8),
     "one-peer-exponential": (11.1, 5.7, 2.8, 1.5),
 }
-"""Ying et al. 2021, ResNet-50 on ImageNet, nodes of 8 V100: published hours for `NODES`."""
+"""Hours that Ying et al. 2021 have published for ResNet-50 on ImageNet with nodes of 8 V100, by
+graph, for each number of nodes in `NODES`."""
 EXPONENTIAL = Machine(
     0.335, 0.0, 0.0, 50e-6, 25e9 / 8, 50e-6, 25e9 / 8, 300e9, jitter=0.10, where="25 Gbit/s"
 )
-"""335 ms of computing, 25 Gbit/s and 50 µs.
+"""Machine of that paper: 335 ms of computation, 25 Gbit/s and 50 µs.
 
-The jitter of 10 % of computing is chosen so that all-reduce on 4 and 8 nodes agrees with the paper,
-which does not state it.
+The paper does not state the jitter. It is set to 10 % of the computation time, because all-reduce
+on 4 and 8 nodes then agrees with the paper.
 """
 SPEED_UPS = {"10 Gbit/s": (1.46, 1.95), "100 Gbit/s": (1.14, 1.27)}
-"""Jiang and Agrawal 2020: speed-up of ADPSGD over averaging at every step.
+"""Speed-up of ADPSGD over averaging at every step by Jiang and Agrawal 2020, by link.
 
-The values belong to the slowest and the fastest of their trainings. Only the abstract was read.
+The two values are the smallest and the largest of their trainings. They come from the abstract of
+the paper.
 """
 LINKS = {"10 Gbit/s": (50e-6, 1.25e9), "100 Gbit/s": (10e-6, 12.5e9)}
 ASSUMED = f"""
@@ -65,12 +67,15 @@ not explained: ADPSGD's 1.27 at 100 Gbit/s. Jitter gives some 1.11 whatever the 
 
 @functools.cache
 def protocol(*settings: str) -> Subject:
-    """Return ResNet-50's job with further settings, on nodes of eight GPUs."""
+    """Return the job of ResNet-50 on nodes of eight GPUs, and its sizes.
+
+    :param settings: further settings "section.key=value"
+    """
     return subject(assemble.load(JOB, ["node.devices=cuda:0-7", *settings]))[0]
 
 
 def hours(machine: Machine = EXPONENTIAL) -> dict[str, list[float]]:
-    """Return the predicted hours of the first table, by graph."""
+    """Return the predicted hours of 90 epochs by graph, for each number of nodes in `NODES`."""
     what = protocol("algorithm.name=dmsgd-vanilla")
     predicted = {}
     for graph in HOURS:
@@ -80,7 +85,14 @@ def hours(machine: Machine = EXPONENTIAL) -> dict[str, list[float]]:
 
 
 def speed_up(link: str, compute_s: float, jitter: float = EXPONENTIAL.jitter) -> float:
-    """Return the ratio of all-reduce's step to ADPSGD's, for 16 nodes of one GPU."""
+    """Return the predicted speed-up of ADPSGD: the time of a step of all-reduce divided by its own.
+
+    There are 16 nodes with one GPU each.
+
+    :param link: key of `LINKS`
+    :param compute_s: seconds of computation in a step
+    :param jitter: standard deviation of these seconds, as a fraction
+    """
     what = protocol(
         "algorithm.name=adpsgd", "cadence.name=adpsgd", "graph.name=complete", "node.devices=cuda:0"
     )
@@ -103,7 +115,10 @@ def speed_up(link: str, compute_s: float, jitter: float = EXPONENTIAL.jitter) ->
 
 
 def compute_for(claimed: float) -> float:
-    """Return the computing seconds that give a speed-up at 10 Gbit/s; less gives a larger one."""
+    """Return the seconds of computation with which the speed-up at 10 Gbit/s is ``claimed``.
+
+    Shorter computations give larger speed-ups, so bisection finds the value.
+    """
     low = 0.02
     high = 0.2
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""Read stored runs, and find contradictions in them."""
+"""Functions that read stored runs, and that find contradictions between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read(path: Path) -> list[Line]:
 
 
 def faults(runs: Sequence[Line]) -> list[str]:
-    """Return contradictions, such as one run under two names, or a seed that was used twice."""
+    """Return one text for each contradiction, such as a run that is stored under two names."""
     designs = {(c.study, c.nodes, key(c.labels)): c for make in STUDIES.values() for c in make()}
     problems = list[str]()
     seen = dict[str, Line]()
@@ -74,12 +74,12 @@ def finals(runs: Sequence[Line], cell: Cell, method: str, level: str) -> dict[in
 
 
 def key(labels: dict[str, str]) -> str:
-    """Return labels as text in a fixed order."""
+    """Return labels as a text in a fixed order, so that equal labels give equal texts."""
     return json.dumps(labels, sort_keys=True)
 
 
 def called(line: Line) -> str:
-    """Describe a run in words."""
+    """Describe a stored run: study, nodes, labels, method, level, learning rate and seed."""
     cell = ", ".join(f"{k} {v}" for k, v in line["cell"].items())
     return (
         f"{line['study']}, n = {line['nodes']}, {cell}, {line['method']}, {line['level']}, "

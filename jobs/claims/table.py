@@ -13,11 +13,11 @@ from mpigossip.runs.recorder import environment
 
 
 class Row(NamedTuple):
-    """Claim with its expected and its measured value, and whether it holds.
+    """Row of a table: a claim with its expected and measured value, and whether it holds.
 
-    ``holds`` is None if this cannot be decided. ``judged`` is false if there is nothing to judge
-    because the row was only measured, or not run. ``table`` is the heading of the row's table, ""
-    for the first table.
+    ``holds`` is None if this can't be decided. ``judged`` is false if the value was only measured,
+    or not measured at all, so that there is nothing to decide. ``table`` is the heading of the
+    row's table, "" for the first table.
     """
 
     claim: str
@@ -42,14 +42,18 @@ HEAD = "| claim | source | expected | measured | verdict |\n|---|---|---|---|---
 
 
 def verdicts(page: str) -> dict[str, str]:
-    """Return the verdicts of an older table by claim."""
+    """Return the verdict of each claim in an older page."""
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     # If a claim is in two tables, the verdict of the first one counts.
     return {row[0]: row[-1].partition(" (before")[0] for row in reversed(rows)}
 
 
 def markdown(rows: Sequence[Row], before: Mapping[str, str]) -> str:
-    """Return the tables in Markdown; a changed verdict of the first table is marked."""
+    """Return the tables in Markdown; changed verdicts of the first table are marked.
+
+    :param rows: all rows
+    :param before: earlier verdicts by claim
+    """
     lines: list[str] = []
     for table in dict.fromkeys(row.table for row in rows):
         lines += ["", f"## {table}", ""] if table else []
@@ -63,7 +67,10 @@ def markdown(rows: Sequence[Row], before: Mapping[str, str]) -> str:
 
 
 def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table with short cells, followed by the full text of the shortened rows."""
+    """Return the lines of a table in Markdown.
+
+    Rows with long cells are shortened, and their full texts follow after the table.
+    """
     lines = [HEAD]
     below = []
     for claim, source, expected, measured, verdict in rows:
@@ -80,7 +87,7 @@ def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def origin() -> str:
-    """Return the date, the commit and the machine of a measurement."""
+    """Return the date, the commit and the machine of a measurement as text, for a page."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     machine = environment()

@@ -4,17 +4,18 @@
 
 Node i minimizes f_i(x) = ½ ‖x − b_i‖², in float64, by the package's methods in its simulator. The
 gradient noise has standard deviation σ = 1 per coordinate; the b_i have mean square ζ² = 1 per
-coordinate over the nodes. With a doubly stochastic W the mean model x̄ follows parallel SGD exactly,
-so one run measures both.
+coordinate over the nodes. With a doubly stochastic W, the mean model x̄ is exactly the model of
+parallel SGD, so that one run measures both.
 
-T* is the number of *transient iterations*, as in the papers: T steps at the rate √(n/T) end within
-twice parallel SGD's mean square distance to the optimum for all T > T*. At a small rate γ the error
-becomes stationary after about 1/γ steps. So γ* is the rate at which the excess over parallel SGD
-equals parallel SGD's own error, and T* = n/γ*².
+T* is the number of *transient iterations*, as in the papers: for all T > T*, T steps at the
+learning rate √(n/T) end with at most twice the mean square distance to the optimum that parallel
+SGD has. At a small rate γ, the error becomes stationary after about 1/γ steps. Let γ* be the rate
+at which the error in excess of parallel SGD's equals the error of parallel SGD. Then T* = n/γ*².
 
-Data: "noise": all b_i are equal. "random": b_i drawn at random; "smooth": b_i = cos(2π i/n); in
-both, only parallel SGD's error includes gradient noise. "none": the error is within twice
-parallel SGD's at every rate up to 0.9.
+There are three kinds of data. "noise": all b_i are equal. "random": the b_i are drawn at random.
+"smooth": b_i = cos(2π i/n). For the last two, only the error of parallel SGD includes gradient
+noise. "none" in a table means that the error is at most twice that of parallel SGD at every rate
+up to 0.9.
 """
 
 import argparse
@@ -51,18 +52,26 @@ LARGEST = 0.9
 """Largest learning rate that is tried; γ < 2 is stable here."""
 READING = """
 The paper's exponents are upper bounds: they use the slowest of the n modes for all modes.
-"Smooth" data differ along that mode only and reach the ring's n¹¹; "random" data grow as n⁹ on
-the ring. Noise depends on the mean of λ²/(1 − λ²) over the modes, which grows as n on a ring, not
-as n²: n⁵ instead of n⁷ for large n. The grid's logarithmic factors are steep at these sizes. With
-noise alone the grid still needs fewer iterations than the one-peer sequence, which has a larger
-constant and a smaller slope."""
+"Smooth" data differ along that mode only, and T* reaches the bound n¹¹ on the ring; for "random"
+data, T* grows as n⁹ on the ring for large n. For "noise", T* depends on the mean of λ²/(1 − λ²)
+over the modes, which grows as n on a ring, and not as n²: T* grows as n⁵ instead of n⁷ for large n.
+The logarithmic factors of the grid are steep at these sizes. For "noise", the grid still needs
+fewer iterations than the one-peer sequence, whose T* has a larger constant and a smaller slope."""
 DATA = ("noise", "random", "smooth")
 
 
 def models(
     gossip_graph: Graph, name: str, options: dict, b: torch.Tensor, lr: float, noise: float = 0.0
 ) -> Iterator[torch.Tensor]:
-    """Yield the models (n, d) after each step of a method that begins at the optimum."""
+    """Yield the models (n, d) after each step of a method whose models begin at the optimum.
+
+    :param gossip_graph: graph of n nodes
+    :param name: name of the algorithm
+    :param options: its options
+    :param b: minima (n, d)
+    :param lr: learning rate
+    :param noise: standard deviation of the gradient noise per coordinate
+    """
     random = torch.Generator().manual_seed(SEED)
 
     def gradient(x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +83,10 @@ def models(
 
 
 def minima(n: int, data: str, width: int = 1) -> torch.Tensor:
-    """Return the b_i (n, width): mean 0, mean square over nodes 1 in each column; 0 for "noise"."""
+    """Return the minima b_i as an array (n, width).
+
+    Each column has the mean 0 and the mean square 1 over nodes, or is 0 for the data "noise".
+    """
     random = np.random.default_rng(SEED)
     if data == "noise":
         return torch.zeros(n, WIDTH, dtype=torch.float64)
@@ -89,7 +101,10 @@ def minima(n: int, data: str, width: int = 1) -> torch.Tensor:
 
 
 def expected(gossip_graph: Graph, data: str, lr: float) -> float:
-    """Return the stationary E (x_i − x̄)² of D-PSGD per coordinate, over nodes and a period."""
+    """Return the stationary E (x_i − x̄)² of D-PSGD per coordinate, by a formula.
+
+    It is a mean over nodes and over the rounds of a period.
+    """
     n = gossip_graph.n
     period = gossip_graph.period or 1
     ws = [gossip_graph.matrix(t) - 1 / n for t in range(period)]
@@ -116,7 +131,7 @@ def expected(gossip_graph: Graph, data: str, lr: float) -> float:
 
 
 def measured(gossip_graph: Graph, data: str, lr: float) -> float:
-    """Return the same quantity, measured in a run of the package."""
+    """Return the stationary E (x_i − x̄)² of D-PSGD per coordinate, measured with the package."""
     b = minima(gossip_graph.n, data, 64 if data == "random" else 1)
     period = gossip_graph.period or 1
     gap = spectral_gap(gossip_graph) if period == 1 else 1 / period
@@ -138,10 +153,15 @@ def parallels(n: int, lr: float) -> float:
 def meets(
     excess: Callable[[Graph, str, float], float], gossip_graph: Graph, data: str, lr: float
 ) -> float:
-    """Return the learning rate at which the excess equals the error of parallel SGD.
+    """Return the learning rate at which the excess error equals the error of parallel SGD.
 
-    The rate is found by the secant method on logarithms, beginning at ``lr``. It is NaN if the
-    excess is smaller at every rate up to LARGEST: then there are no transient iterations.
+    It is found by the secant method on logarithms. It is NaN if the excess is smaller at every rate
+    up to LARGEST, so that there are no transient iterations.
+
+    :param excess: :func:`expected` or :func:`measured`
+    :param gossip_graph: the graph
+    :param data: "noise", "random" or "smooth"
+    :param lr: learning rate at which the search begins
     """
 
     def above(rate: float) -> float:
@@ -163,7 +183,12 @@ def meets(
 
 
 def transients(out: Callable[[str], None]) -> None:
-    """Print T* of four graphs at four sizes, its slopes, and the table of the paper."""
+    """Write tables of T*, the number of transient iterations, for four graphs of four sizes.
+
+    They also contain the slope of T* over the size, and the value in the paper.
+
+    :param out: function that writes a text
+    """
     ranked = {}
     for data in DATA:
         longest = {}
@@ -195,7 +220,10 @@ def transients(out: Callable[[str], None]) -> None:
 
 
 def limits(out: Callable[[str], None]) -> None:
-    """Print the stationary errors of methods at n = 16, measured and by formula."""
+    """Write a table of the stationary errors of methods at n = 16, measured and by formula.
+
+    :param out: function that writes a text
+    """
     b = minima(N, "random", 4)
     out(f"\n| root mean square of x_i − x*, n = {N}, rate .05 | measured | formula | difference |")
     out("|---|---|---|---|")
@@ -228,7 +256,10 @@ def limits(out: Callable[[str], None]) -> None:
 
 
 def choco(out: Callable[[str], None]) -> None:
-    """Print the linear rate of consensus of CHOCO, and the rate of its theorem."""
+    """Write a table of the rate at which CHOCO reaches consensus, and the bound of its theorem.
+
+    :param out: function that writes a text
+    """
     out(f"\n| CHOCO, top-k, factor of ‖X − X̄‖² a round, n = {N} | measured | theorem, at most |")
     out("|---|---|---|")
     for name in ("ring", "exponential"):
@@ -240,7 +271,7 @@ def choco(out: Callable[[str], None]) -> None:
             x = torch.randn(N, 512, generator=draw)
             run = steps(method, gossip_graph, x, torch.zeros_like, 1e-30, wire)
             distances = [float((x - x.mean(0)).double().square().sum()) for x in islice(run, 200)]
-            # Later distances are affected by rounding.
+            # Use only distances that rounding does not affect.
             exact = [t for t in range(200) if distances[t] > 1e-6 * distances[0]]
             half = len(exact) // 2
             rate = (distances[exact[-1]] / distances[half]) ** (1 / (exact[-1] - half))

@@ -3,9 +3,10 @@
     python jobs/claims/verdicts.py            # print them, and compare with the page
     python jobs/claims/verdicts.py --write    # put them into the page
 
-`runs.jsonl` has one line per run. The nine older studies stored only the intervals of their
-paired differences: `intervals.jsonl`. A difference is judged by Student's t over paired seeds;
-Holm's procedure limits the probability of any wrong verdict in a table to 5 %.
+`runs.jsonl` has one line per run. Of nine older studies, only the intervals of differences are
+stored, in `intervals.jsonl`. A difference between two methods is judged by Student's t-test over
+runs with equal seeds, and Holm's procedure limits the probability of any wrong verdict in a table
+to 5 %.
 """
 
 from __future__ import annotations
@@ -37,13 +38,17 @@ HEADINGS = {
     "own rates": "## Training, each method at its own rate",
     "common rate": "## The same at one common rate",
 }
-"""Headings of tables on the page, by their name in intervals.jsonl."""
+"""Headings of tables in RESULTS.md, by the name of the table in intervals.jsonl."""
 MARKS = "<!-- {}: by verdicts.py -->\n", "<!-- {}: end -->\n"
-"""Marks around the tables that are replaced, with the name of the study."""
+"""Comments in RESULTS.md before and after a table that this program replaces; {} is its study."""
 
 
 def published(table: str, lines: Iterable[Line]) -> list[Verdict]:
-    """Return the verdicts of a table of which only intervals are stored."""
+    """Return the verdicts of a table for which only intervals are stored.
+
+    :param table: name of the table
+    :param lines: lines of intervals.jsonl
+    """
     claims: dict[str, list[Line]] = {}
     for line in lines:
         if line["table"] == table:
@@ -60,7 +65,7 @@ def published(table: str, lines: Iterable[Line]) -> list[Verdict]:
 
 
 def slope_verdicts(slopes: Sequence[optimal.Slope]) -> list[Verdict]:
-    """Judge whether a method's iterations grow as its power of 1/(1 − λ)."""
+    """Judge for each method whether its iterations grow with the expected power of 1/(1 − λ)."""
     return holm(
         [
             judge(
@@ -74,7 +79,7 @@ def slope_verdicts(slopes: Sequence[optimal.Slope]) -> list[Verdict]:
 
 
 def slope_page(slopes: Sequence[optimal.Slope]) -> str:
-    """Return the table of iterations."""
+    """Return the table of iterations until the gradient is small, in Markdown."""
     head = " | ".join(f"n = {n}" for n in optimal.SIZES)
     lines = [f"| method | ζ | {head} | against | slope | 1 ± {optimal.BAR:g} |"]
     lines.append("|" + "---|" * (len(optimal.SIZES) + 5))
@@ -91,7 +96,10 @@ def slope_page(slopes: Sequence[optimal.Slope]) -> str:
 
 
 def gain_verdicts(rows: Sequence[Line]) -> list[Verdict]:
-    """Judge whether a method is faster than parallel, by logarithms of ratios of seconds."""
+    """Judge whether each method is faster than parallel SGD.
+
+    The differences are logarithms of the ratios of seconds.
+    """
     return holm(
         [
             judge(
@@ -105,7 +113,7 @@ def gain_verdicts(rows: Sequence[Line]) -> list[Verdict]:
 
 
 def gain_page(rows: Sequence[Line]) -> str:
-    """Return the table of seconds."""
+    """Return the table of seconds until the goal on the virtual clock, in Markdown."""
     if not rows:
         return "Not run yet.\n"
     verdicts = {verdict.claim: verdict for verdict in gain_verdicts(rows)}
@@ -135,7 +143,7 @@ def gain_page(rows: Sequence[Line]) -> str:
 
 
 def links_page(rows: Sequence[Line]) -> str:
-    """Return the table of seconds on real links, and by the virtual clock."""
+    """Return the table of seconds until the goal on real links and on the virtual clock."""
     if not rows:
         return "Not run yet.\n"
     lines = [
@@ -156,7 +164,7 @@ def links_page(rows: Sequence[Line]) -> str:
 
 
 def timed(runs: Sequence[Line]) -> list[Line]:
-    """Return the rows of the table of seconds; [] if runs are missing."""
+    """Return the rows of the table of seconds on the virtual clock; [] if runs are missing."""
     complete = all(len(by_seed) == len(SEEDS) for by_seed in seconds.finals(runs).values())
     return seconds.measured(runs) if complete else []
 
@@ -200,7 +208,11 @@ def evaluate(runs: Sequence[Line]) -> Evaluation:
 
 
 def rewritten(page: str, evaluation: Evaluation) -> str:
-    """Return the page with these verdicts in its last columns, and with the replaced tables."""
+    """Return RESULTS.md with new verdicts in the last columns, and with replaced tables.
+
+    :param page: text of the page
+    :param evaluation: the verdicts and tables
+    """
     for table, heading in HEADINGS.items():
         begin = page.index(heading)
         end = page.index("\n## ", begin + 1)

@@ -57,7 +57,7 @@ def train(world, options):
         accelerator.load_state(out / str(options.resume))
     loss = torch.tensor(math.nan)
     step = options.resume
-    # The last batch is a step of its own if the number of batches is odd.
+    # If the number of batches is odd, the last step has only one batch.
     steps_per_pass = math.ceil(len(loader) / ACCUMULATE)
     while step < options.steps:
         loader.set_epoch(step // steps_per_pass)

@@ -49,9 +49,9 @@ def main():
     with mpigossip.world() as world:  # <-
         draw = torch.Generator().manual_seed(10 + world.rank)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        # The algorithm is dsgd, ahead: it sends one vector per round, while the model computes. The
-        # algorithm of the papers, algorithm="dmsgd" around plain SGD, sends two vectors, after the
-        # gradient is known.
+        # With style="awc", the algorithm "dsgd" sends its message while the model computes, and the
+        # message is one vector. The algorithm of the papers, algorithm="dmsgd" with plain SGD, can
+        # send only after the gradient is known, and sends two vectors.
         optimizer = mpigossip.Gossip(  # <-
             world, model, optimizer, style="awc", run=options.out, steps=options.steps
         )

@@ -3,8 +3,9 @@
     mpirun -n 4 python fsdp.py --ranks-per-node 2
     mpirun -n 6 python fsdp.py --ranks-per-node 3 --steps 200    (resumes the first run)
 
-Gossip replaces the replication of HSDP. The model and the way of training are those of gpt.py;
-checkpoints, log and stopping are those of a run with a run directory.
+With HSDP, replicas of the sharded model are kept equal by an all-reduce. Here, each node is such a
+replica, and gossip replaces the all-reduce. The model and the training step are imported from
+gpt.py. The run directory contains the log and the checkpoints.
 """
 
 import argparse
@@ -19,7 +20,11 @@ import mpigossip  # <-
 
 
 def shard(model, mesh, bf16):
-    """Shard the model: each block is gathered for its own passes, the rest with the model."""
+    """Shard the model over the ranks of a node.
+
+    Each block is gathered only for its own forward and backward passes. All other parameters are
+    gathered for the passes of the whole model.
+    """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -67,7 +72,8 @@ def main():
             optimizer.save()
         if optimizer.stopping:
             optimizer.exit()
-    with optimizer.averaged(), torch.no_grad():  # on all ranks, which gather the model collectively
+    # All ranks run this, because gathering the sharded model is collective.
+    with optimizer.averaged(), torch.no_grad():
         draw = torch.Generator().manual_seed(0)
         error = model(*(tensor.to(device) for tensor in get_batch(data, draw)))
     if world.rank == 0:

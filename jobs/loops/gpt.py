@@ -1,4 +1,4 @@
-"""A small GPT trained as by nanoGPT; only the lines marked <- make the training decentralized.
+"""A small GPT, trained as in nanoGPT; only the lines marked <- make the training decentralized.
 
     mpirun -n 4 python gpt.py --out runs/gpt
     mpirun -n 4 python gpt.py --out runs/gpt --resume 50
@@ -143,7 +143,7 @@ def main():
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         draw.set_state(saved["draw"])
-    loss = float("nan")  # printed if the run is complete already
+    loss = float("nan")  # This is printed if no step is left.
     for step in range(options.resume, options.steps):
         loss = train_step(model, optimizer, data, draw, get_lr(step, options.steps))
         if rank == 0 and step % 10 == 0:

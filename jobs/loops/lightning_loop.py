@@ -4,10 +4,10 @@
     mpirun -n 3 python lightning_loop.py --out runs/lightning --resume 2
 
 The program uses automatic optimization (Lightning's closures), accumulates gradients, clips them,
-uses a schedule and writes Lightning's own checkpoints, in one folder per node. Checkpoints are
-exact at the end of an epoch only: within one, Lightning would start the epoch again. SIGTERM,
-``touch runs/lightning/run/STOP`` and the end of the allocation therefore stop the program after the
-epoch, with exit code 75.
+uses a schedule and writes Lightning's own checkpoints, in one folder per node. A run that resumes
+from a checkpoint inside an epoch would start that epoch again, because Lightning does so. SIGTERM,
+``touch runs/lightning/run/STOP`` and the end of the allocation therefore stop the program only at
+the end of an epoch, with exit code 75.
 """
 
 import argparse

@@ -33,7 +33,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 again = "--replay" in sys.argv
 with mpigossip.join(sys.argv[1], model, optimizer, chunks=CHUNKS, replay=again) as member:  # <-
-    for chunk in member:  # <- 0 … CHUNKS − 1 in any order; no other member trains this one
+    for chunk in member:  # <- a number below CHUNKS; no other member trains the same chunk
         # The learning rate depends on the progress of all members.
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * (1 - member.progress / CHUNKS)
@@ -46,6 +46,6 @@ with mpigossip.join(sys.argv[1], model, optimizer, chunks=CHUNKS, replay=again) 
     finished = member.finished
 
 if not finished:
-    sys.exit(75)  # the member was asked to leave: batch scripts queue the job again
+    sys.exit(75)  # The member was asked to leave. After this code, batch scripts queue it again.
 accuracy = (model(features).argmax(1) == targets).float().mean()
 print(f"the average of the last models gets {accuracy:.1%} right")

@@ -2,11 +2,12 @@
 
     mpirun -n 4 python resnet.py
 
-Each rank sees mostly two of the classes. The statistics of its BatchNorm layers are therefore wrong
-for the others, and its own model is less accurate. ``optimizer.averaged()`` gives the exact average
-over nodes, including BatchNorm's means and variances, and ``averaged(ema)`` the average of the
-moving averages; they are equally good on every rank. Only the lines marked <- make the training
-decentralized.
+Most images of a rank belong to two of the classes. The statistics of its BatchNorm layers are
+therefore wrong for the other classes, and its own model is less accurate. Within
+``optimizer.averaged()``, the model is the exact average over nodes, including the means and
+variances of BatchNorm; within ``averaged(ema)``, the same holds for the exponential moving average
+of the model. Both averages are equally accurate on every rank. Only the lines marked <- make the
+training decentralized.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def of_rank(rank):
 
 @torch.no_grad()
 def accuracy(model, images, kinds):
-    """Return the fraction that is classified correctly, with the present BatchNorm statistics."""
+    """Return the fraction of images that the model classifies correctly in evaluation mode."""
     model.eval()
     right = (model(images).argmax(1) == kinds).double().mean()
     model.train()

@@ -1,8 +1,10 @@
-"""A loop that continues after a rank failure; Open MPI 5, `mpirun --with-ft ulfm -n 4 python`.
+"""A loop that continues after a rank failure, with Open MPI 5.
 
-The lines marked `# <-` are the ones needed for this. `optimizer.steps` drives the loop: the
-survivors continue after the last step that all of them have completed, so some of them repeat a few
-steps. With another MPI the program runs like any other loop, and a rank failure ends it.
+    mpirun --with-ft ulfm -n 4 python survive.py
+
+The lines marked `# <-` are necessary for this. The loop counts by `optimizer.steps`, because the
+survivors continue after the last step that all of them have completed, so that some of them repeat
+a few steps. With another MPI, the program runs like any other loop, and a rank failure ends it.
 """
 
 import argparse
@@ -21,7 +23,7 @@ def net():
 
 
 class Loader:
-    """Batches by step for node `rank` of `size` nodes: each node has its own part of the data."""
+    """Batches of node `rank` of `size` nodes, by step; each node has its own part of the data."""
 
     def __init__(self, rank, size):
         self.rank = rank
@@ -46,7 +48,7 @@ def main():
         model = net()
         loader = Loader(world.rank, world.size)
 
-        def changed(world):  # <- called on the remaining nodes, with new ranks and size
+        def changed(world):  # <- The survivors call this with their new world.
             nonlocal loader
             loader = Loader(world.rank, world.size)
 
@@ -61,7 +63,7 @@ def main():
         )
         if options.out:
             optimizer.resume()
-        loss = torch.tensor(float("nan"))  # printed if the run is complete already
+        loss = torch.tensor(float("nan"))  # This is printed if no step is left.
         while optimizer.steps < options.steps:  # <-
             inputs, targets = loader.batch(optimizer.steps)
             optimizer.zero_grad()
@@ -74,7 +76,7 @@ def main():
                 with optimizer.averaged() as averaged, torch.no_grad():
                     inputs, targets = loader.batch(0)
                     error = nn.functional.mse_loss(averaged(inputs), targets)
-                with optimizer.surviving():  # <- around your own collective calls
+                with optimizer.surviving():  # <- needed around collective calls of the program
                     worst = world.agree(int(1e6 * error))
                     if world.rank == 0:
                         print(f"step {optimizer.steps}: {worst / 1e6:.4f}", flush=True)

@@ -1,9 +1,9 @@
-"""A tiny, randomly initialized model of transformers, trained on a text; nothing is downloaded.
+"""A tiny model of the package transformers, trained from random weights; nothing is downloaded.
 
     PYTHONPATH=. mpirun -n 4 mpigossip train letters.toml
 
-The built-in task "language-model" accepts the mappings that tokenizers return and the outputs that
-models of transformers return.
+The built-in task "language-model" accepts batches in the form of tokenizers' results (mappings with
+"input_ids") and the output objects that models of transformers return.
 """
 
 import torch
@@ -13,7 +13,10 @@ TEXT = "one peer a round, and after some rounds all of them have the mean; "
 
 
 class Windows(Dataset):
-    """Windows of a text in the form of tokenizers' results: `input_ids`, `attention_mask` (T,)."""
+    """Windows of a text, each a mapping like a tokenizer's result.
+
+    Its items `input_ids` and `attention_mask` have the shape (T,).
+    """
 
     def __init__(self, samples, context, first):
         """Prepare ``samples`` windows of ``context`` bytes.
@@ -36,7 +39,12 @@ class Windows(Dataset):
 
 
 def windows(samples, test_samples, context):
-    """Return the training set and the test set; the three parameters are settings of every job."""
+    """Return the training set and the test set, as a dict.
+
+    :param samples: number of training samples, the setting data.samples
+    :param test_samples: number of test samples, the setting data.test_samples
+    :param context: number of bytes of a sample, the setting data.context
+    """
     return {
         "train": Windows(samples, context, 0),
         "test": Windows(test_samples, context, 3),
@@ -44,7 +52,7 @@ def windows(samples, test_samples, context):
 
 
 def llama(width=32, layers=2):
-    """Build a Llama model from a configuration; inputs and outputs are as in transformers."""
+    """Build a Llama model of the package transformers, with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

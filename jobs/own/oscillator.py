@@ -25,7 +25,10 @@ def solution(t):
 
 
 def times(samples, test_samples):
-    """Return random times to train on and a grid to test on, with the solutions; all (N, 1)."""
+    """Return the data sets: random times for training, and a regular grid of times for the test.
+
+    Each set consists of pairs (time, solution), of the shape (N, 1) each.
+    """
     grid = torch.linspace(0, END, test_samples).unsqueeze(1)
     train = END * torch.rand(samples, 1)
     return {
@@ -43,16 +46,16 @@ def network(width=32):
 
 
 class Residual:
-    """The task: squares of the residual and of the errors of the initial conditions."""
+    """The task: the loss is the mean square of the residual, plus that of the initial errors."""
 
     def __init__(self, *, start=3.0):
         """Set the weight of the initial conditions in the loss to ``start``."""
         self.start = start
 
     def loss(self, model, batch):
-        """Return the loss; metrics are the residual and the squared distance to the solution."""
+        """Return the loss and the metrics: the residual, and the squared error of the solution."""
         t, known = batch
-        with torch.enable_grad():  # evaluation, too, needs the derivatives by t
+        with torch.enable_grad():  # Even an evaluation needs the derivatives with respect to t.
             t = torch.cat([torch.zeros_like(t[:1]), t]).requires_grad_()
             u = model(t)
             (speed,) = torch.autograd.grad(u.sum(), t, create_graph=True)

@@ -13,10 +13,19 @@ from torch.utils.data import Dataset
 
 
 class Discs(Dataset):
-    """Images (1, size, size) with one disc each, and its mask (size, size); i seeds sample i."""
+    """Images (1, size, size) with one disc each, and the mask (size, size) of the disc.
+
+    The number of a sample is the seed of its random numbers.
+    """
 
     def __init__(self, samples, size, noise, first=0):
-        """Prepare the samples ``first`` to ``first + samples - 1``."""
+        """Prepare the data set.
+
+        :param samples: number of samples
+        :param size: side of the images in pixels
+        :param noise: standard deviation of the noise
+        :param first: number of the first sample, so that training and test samples differ
+        """
         self.samples = samples
         self.size = size
         self.noise = noise
@@ -27,7 +36,7 @@ class Discs(Dataset):
         return self.samples
 
     def __getitem__(self, index):
-        """Return one sample; its noise is different each time."""
+        """Return sample ``index``; the disc is always the same, but the noise changes each time."""
         draw = torch.Generator().manual_seed(self.first + index)
         x, y = torch.meshgrid(*[torch.linspace(-1, 1, self.size)] * 2, indexing="ij")
         a, b, radius = torch.rand(3, generator=draw) * torch.tensor([1.0, 1.0, 0.35])
@@ -37,7 +46,13 @@ class Discs(Dataset):
 
 
 def discs(samples, test_samples, size=32, noise=0.8):
-    """Return the data sets; every job sets `samples` and `test_samples`, and may set the others."""
+    """Return the data sets of training and test, as a dict.
+
+    :param samples: number of training samples, the setting data.samples
+    :param test_samples: number of test samples, the setting data.test_samples
+    :param size: side of the images in pixels; a job may set data.size
+    :param noise: standard deviation of the noise; a job may set data.noise
+    """
     return {
         "train": Discs(samples, size, noise),
         "test": Discs(test_samples, size, noise, first=samples),
@@ -62,9 +77,10 @@ class Overlap:
     units = {"loss": "nat"}
 
     def loss(self, model, batch):
-        """Return the mean loss per pixel, and the sums whose quotients are the metrics.
+        """Return the mean loss per pixel, and for each metric a sum and a count.
 
-        The quotients are formed over all images together, not averaged over images.
+        A metric is the quotient of its sum and its count over all images of the test set, and not
+        the mean of the quotients of single images.
         """
         scores = model(batch["image"])
         mask = batch["mask"]

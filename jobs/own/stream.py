@@ -1,4 +1,4 @@
-"""An endless stream of samples without a length: an IterableDataset, different on each node.
+"""Training data as an endless stream of samples: an IterableDataset, different on each node.
 
     PYTHONPATH=. mpirun -n 4 mpigossip train stream.toml
 
@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 
 class Measurements(IterableDataset):
-    """Endless measurements of one instrument; each seed gives its own random numbers."""
+    """Endless measurements of one instrument, with random numbers from its seed."""
 
     def __init__(self, seed):
         """Prepare the measurements of the instrument with this seed."""
@@ -28,7 +28,12 @@ class Measurements(IterableDataset):
 def measurements(seed, node, nodes, test_samples):
     """Return the data sets of one node: its own stream, and the test set that all nodes share.
 
-    mpigossip calls a function that has a parameter `node` once for each node.
+    Because this function has a parameter `node`, mpigossip calls it once for each node.
+
+    :param seed: seed of the run
+    :param node: number of the node
+    :param nodes: number of nodes
+    :param test_samples: number of test samples, the setting data.test_samples
     """
     points = 2 * torch.rand(test_samples, 2, generator=torch.Generator().manual_seed(7)) - 1
     return {

@@ -1,4 +1,8 @@
-"""Measurements of `mpigossip bench`, each as a multiple of a limit measured in the same run."""
+"""Measurements of `mpigossip bench`.
+
+Each time is also given as a multiple of a limit: the time that a simple operation of the hardware
+or of MPI, measured in the same run, takes for the same bytes.
+"""
 
 import json
 import os
@@ -35,7 +39,10 @@ GRAPHS = ("one-peer-hypercube", "one-peer-exponential", "exponential", "ring", "
 
 
 def limit_memory(count: int) -> Callable[[], object]:
-    """Return a function that loads the memory bus: an average a ← (a + b)/2 in place, in blocks."""
+    """Return a function that averages two arrays in place, as fast as the memory allows.
+
+    :param count: number of elements
+    """
     a = torch.ones(count)
     b = torch.ones(count)
 
@@ -47,13 +54,19 @@ def limit_memory(count: int) -> Callable[[], object]:
 
 
 def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[[], object]:
-    """Return a function that loads the network: plain messages to the neighbour of round 0."""
+    """Return a function that sends a plain MPI message to one rank and receives one from another.
+
+    :param comm: all ranks, which call the function together
+    :param count: number of elements of a message
+    :param to: rank that this rank sends to
+    :param source: rank that this rank receives from
+    """
     out = np.ones(count, np.float32)
     into = np.empty(count, np.float32)
 
     def work() -> None:
         pending = {(source, 0): comm.Irecv(into, source), (to, 1): comm.Isend(out, to)}
-        # This wait sleeps: on hosts that share cores, spinning would slow down the limit itself.
+        # Use a wait that sleeps: if ranks share cores, busy waiting would slow down the limit.
         wait_all(
             pending, 300.0, lambda _: "the limit of the network: the neighbour does not answer"
         )
@@ -62,13 +75,13 @@ def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[
 
 
 def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) -> dict[str, Any]:
-    """Return one row of the table: medians, and their multiple of the limit.
+    """Return one row of the table: the median time, and its multiple of the limit.
 
     :param name: name of the graph or operation
     :param size: bytes of the message
-    :param times: measured seconds
-    :param limit: measured seconds of the limit
-    :returns: the row; its "spread" is the interquartile range over the median
+    :param times: repeated measurements, in seconds
+    :param limit: repeated measurements of the limit, in seconds
+    :returns: the row; "spread" is the interquartile range divided by the median
     """
     median = statistics.median(times)
     bound = statistics.median(limit)
@@ -86,9 +99,10 @@ def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) ->
 
 
 def room_for_messages(world: World) -> int:
-    """Return the size in bytes of a message if eight per rank fill half of a host's memory.
+    """Return the largest size of a message, in bytes, for which the memory of all hosts suffices.
 
-    Collective. Windows, the two arrays of the limit, and copies by the library need eight of them.
+    A measurement needs eight arrays of this size per rank: windows, the two arrays of the limit,
+    and copies by the MPI library. They may fill half of a host's memory. Collective.
     """
     ranks = max(map(world.hosts.count, world.hosts))
     return world.comm.allreduce(host_memory() // 2 // 8 // ranks, MPI.MIN)
@@ -107,7 +121,10 @@ def sizes_that_fit(world: World, options) -> list[int]:
 
 
 def _opened(mixing_graph: Graph, size: int, world: World, options) -> tuple[Mixer, int]:
-    """Open a mixer for a vector of at least ``size`` bytes; return it and its element count."""
+    """Open a mixer for a vector of at least ``size`` bytes.
+
+    Return the mixer and the number of elements of the vector.
+    """
     count = max(512, -(-size // 4 // 512) * 512)
     mixer = open_mixer(mixing_graph, MessageLayout((count,)), world, same_host=options.same_host)
     mixer.outbox(0)[0][0].fill_(1.0)
@@ -120,7 +137,13 @@ def one_round(
     work: Callable[[], object] = lambda: None,
     kind: ExchangeKind = ExchangeKind.GOSSIP,
 ) -> None:
-    """Run the next round of ``clock``, and call ``work`` while it is in flight."""
+    """Run the next round, and call ``work`` while its messages are in flight.
+
+    :param mixer: the mixer
+    :param clock: iterator over the numbers of rounds
+    :param work: function that computes meanwhile
+    :param kind: kind of the exchange
+    """
     t = next(clock)
     mixer.outbox(t)
     mixer.start(kind, t)
@@ -129,7 +152,10 @@ def one_round(
 
 
 def exchange(world: World, options) -> Iterator[dict[str, Any]]:
-    """Measure rounds of one vector on each graph against the limit of memory or network."""
+    """Measure rounds of one vector on each graph.
+
+    The limit is the memory if the ranks share a host, and otherwise the network.
+    """
     on_one_host = len(set(world.hosts)) == 1
     for name in options.graphs or GRAPHS:
         try:
@@ -153,7 +179,7 @@ def exchange(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
-    """Measure the exact average over all nodes by this package, and by the library's Allreduce."""
+    """Measure the exact average over all nodes; the limit is the `Allreduce` of the MPI library."""
     mixing_graph = graph("complete", world.size)
     for size in sizes_that_fit(world, options):
         mixer, count = _opened(mixing_graph, size, world, options)
@@ -173,7 +199,7 @@ def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def overlap(world: World, options) -> Iterator[dict[str, Any]]:
-    """Measure the fraction of an exchange that a computation of equal length hides."""
+    """Measure how much of an exchange overlaps with a computation that takes equally long."""
     mixing_graph = graph("one-peer-exponential", world.size)
     for size in sizes_that_fit(world, options):
         mixer, count = _opened(mixing_graph, size, world, options)
@@ -191,7 +217,7 @@ def overlap(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
-    """Measure writing a node's checkpoint file against plain write, fsync and rename."""
+    """Measure how long a node's checkpoint file takes; the limit is a plain file of equal size."""
     from mpigossip.store import checkpoint as store
 
     for size in options.sizes:
@@ -204,7 +230,7 @@ def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
             plain_write = partial(_write_plain, Path(folder) / "plain", values)
             try:
                 times, limit = time_slowest([ours, plain_write], world.comm, options.seconds)
-            except (OSError, StoreError) as error:  # possibly on this rank only
+            except (OSError, StoreError) as error:  # This may happen on one rank only.
                 where = f'--folder "{options.folder}" on {world.hosts[world.rank]}'
                 raise Failure(
                     f"{where}: {error}; free space there or name another folder"
@@ -229,7 +255,15 @@ MEASURES = {
 
 
 def save(rows: Sequence[dict[str, Any]], path: Path, world: World, what: str) -> None:
-    """Save the rows as HDF5, one dataset for each column; as JSON if the name ends in .json."""
+    """Save the rows as JSON if the file's name ends in .json, otherwise as HDF5.
+
+    An HDF5 file has one dataset for each column.
+
+    :param rows: rows of the table
+    :param path: file to write
+    :param world: all ranks
+    :param what: name of the measurement
+    """
     about = {
         "measured": what,
         "ranks": world.size,

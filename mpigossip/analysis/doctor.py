@@ -33,7 +33,7 @@ from mpigossip.mixing.kernels import native
 
 HANGS = "a driver hangs (see nvidia-smi) or a file system hangs (pass another --folder DIR)"
 LOW_DISK = 10**9
-"""Number of free bytes below which the disk is reported."""
+"""Number of bytes; a disk with less free space is reported as a problem."""
 PACKAGES = (
     "torch",
     "numpy",
@@ -58,11 +58,16 @@ class Machine:
     cores: int
     """Number of cores of the host."""
     need: int
-    """Number of cores that the rank's slots, data workers and progress thread keep busy."""
+    """Number of cores that the rank would keep busy: with its slots, its data workers and its
+    progress thread."""
 
 
 def examine(options) -> int:
-    """Check everything, and print the report on rank 0; return 0 if the machine is ready, or 1."""
+    """Run all checks, and print the report on rank 0.
+
+    :param options: options of the command
+    :return: exit code: 0 if the machine is ready, otherwise 1
+    """
     findings = Findings()
     ranks: SingleProcess | World = SingleProcess()
     try:
@@ -70,7 +75,7 @@ def examine(options) -> int:
     except LaunchError as error:
         if error.rank:
             return 1
-        # continue alone: the rest of the machine can still be checked
+        # Without MPI, this process can still check the rest of the machine.
         findings.append(Finding("mpi", "can't be used", "wrong", str(error)))
     with ranks:
         with watched(ranks, options, "host", findings, HANGS) as now:
@@ -78,7 +83,7 @@ def examine(options) -> int:
         try:
             findings += merged(ranks.gather(local_findings))
             _together(options, ranks, findings)
-        except Failure as error:  # a rank does not answer, and closing the world would wait for it
+        except Failure as error:  # A rank does not answer, and closing the world would wait for it.
             findings.append(Finding("ranks", "not all answer", "wrong", str(error)))
             if ranks.rank == 0:
                 report(findings, options.json)
@@ -113,9 +118,9 @@ def _together(options, ranks, findings: Findings) -> None:
     several = ranks_per_node != 1
     findings += [] if machines is None else [hosts(machines, several), cores(machines)]
     findings += alike(ranks.gather(versions().text))
-    # reported by the finding about that rank's slots
+    # If a rank can't use the devices, its finding about its slots has reported that.
     if ranks.agree(int(bool(devices.device_problems(setting)))):
-        # MPI and the network can still be tested
+        # With a CPU as its slot, each rank can still test MPI and the network.
         setting = "cpu:1"
         slots = ("cpu",)
     if ranks.comm is not None:
@@ -136,7 +141,7 @@ def kernel() -> Finding:
 
 
 def versions() -> Finding:
-    """Report versions of packages, and pairs that do not work together."""
+    """Report versions of packages, and packages that do not work together."""
     have = {}
     for name in PACKAGES:
         try:
@@ -173,11 +178,19 @@ for device in sys.argv[1:]:
     compute(device)
     ThreadPoolExecutor(1).submit(compute, device).result()
 """
-"""Program that computes in two threads, because exchanges use a thread of their own."""
+"""Program that computes on each device in two threads, because training uses a GPU in the main
+thread and in the thread that exchanges."""
 
 
 def gpus(setting: str, slots: Sequence[str], limit_s: float = 60.0) -> Finding:
-    """Report the slots of this rank, and whether torch can compute on them in another process."""
+    """Report the slots of this rank, and whether torch can compute on their GPUs.
+
+    The test runs in a separate process, because a broken driver may never return.
+
+    :param setting: value of node.devices
+    :param slots: devices of this rank's slots
+    :param limit_s: seconds after which the process is ended
+    """
     has_gpu = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
     text = f"{pluralize(len(slots), 'slot')}: {', '.join(slots)}"
     data = {"devices": list(slots), "gpus": torch.cuda.device_count()}
@@ -207,7 +220,11 @@ def gpus(setting: str, slots: Sequence[str], limit_s: float = 60.0) -> Finding:
 
 
 def cards(slots: Sequence[str], top: Path = Path("/sys/class")) -> Finding:
-    """Report the network cards of this host: InfiniBand or Slingshot, and Ethernet."""
+    """Report the network cards of this host: InfiniBand or Slingshot, otherwise Ethernet.
+
+    :param slots: devices of this rank's slots, to compare the numbers of GPUs and cards
+    :param top: folder in which the system lists its devices
+    """
     fast = [path.name for kind in ("infiniband", "cxi") for path in sorted(top.glob(f"{kind}/*"))]
     ethernet = [path.parent.name for path in sorted(top.glob("net/*/device"))]
     count = len({slot for slot in slots if slot.startswith("cuda")})
@@ -225,7 +242,7 @@ def cards(slots: Sequence[str], top: Path = Path("/sys/class")) -> Finding:
 
 
 def disk(options) -> Finding:
-    """Report the rate of writes with fsync to the folder for runs, its locks and its free space."""
+    """Report on the folder for runs: the rate of writes with fsync, file locks, and free space."""
     folder: Path = options.folder
     size = options.megabytes << 20
     try:
@@ -285,7 +302,11 @@ def hdf5(folder: Path) -> Finding:
 
 
 def hosts(machines: Sequence[Machine], several: bool = False) -> Finding:
-    """Report the ranks of each host; each rank is one node, unless ``several`` ranks form one."""
+    """Report how many ranks run on each host.
+
+    :param machines: descriptions by all ranks
+    :param several: whether several ranks form a node; otherwise, each rank is a node
+    """
     names = [machine.host for machine in machines]
     count = {name: names.count(name) for name in dict.fromkeys(names)}
     shown = ", ".join(f"{name} x {k}" if k > 1 else name for name, k in list(count.items())[:8])
@@ -304,7 +325,10 @@ def hosts(machines: Sequence[Machine], several: bool = False) -> Finding:
 
 
 def alike(texts: Sequence[str] | None) -> list[Finding]:
-    """Report different versions of packages on different ranks."""
+    """Report whether packages have different versions on different ranks.
+
+    :param texts: the versions, as a text from each rank; None on ranks other than 0
+    """
     different = list(dict.fromkeys(texts or ()))
     if len(different) < 2:
         return []
@@ -319,7 +343,7 @@ def alike(texts: Sequence[str] | None) -> list[Finding]:
 
 
 def cores(machines: Sequence[Machine]) -> Finding:
-    """Compare the cores that the ranks may use with those that they keep busy."""
+    """Compare the number of cores that ranks may use with the number that they would keep busy."""
     tightest = min(machines, key=lambda machine: len(machine.allowed) - machine.need)
     text = (
         f"{len(tightest.allowed)} of {tightest.cores} cores allowed on {tightest.host}, "

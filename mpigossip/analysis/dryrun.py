@@ -11,14 +11,15 @@ from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange
 from mpigossip.training import assemble, costs, shape
 
 NODES = 8
-"""Number of nodes to plan for if neither `--nodes` nor a launcher gives one."""
+"""Number of nodes that is assumed if neither `--nodes` nor a launcher gives a number."""
 
 
 def describe(job: Job, nodes: int | None) -> str:
-    """Return the job with all defaults as TOML, and comments on the traffic and memory of a step.
+    """Return the job with all defaults as TOML, with comments on traffic and memory of a step.
 
     :param job: the job
-    :param nodes: number of nodes; None: the number of the launcher, otherwise `NODES`
+    :param nodes: number of nodes; None: the number that the launcher has started, or `NODES`
+        without a launcher
     :raises JobError: if the job cannot run on this number of nodes
     """
     ranks = launched()
@@ -53,7 +54,7 @@ def describe(job: Job, nodes: int | None) -> str:
 
 
 def _row(label: str, words: str) -> list[str]:
-    """Return a TOML comment with a label, in lines of at most 80 characters."""
+    """Return the lines of a TOML comment that begins with a label; at most 80 characters each."""
     return textwrap.wrap(
         f"# {label:13}{words}",
         80,
@@ -64,7 +65,10 @@ def _row(label: str, words: str) -> list[str]:
 
 
 def launched() -> int | None:
-    """Return the number of ranks that a launcher has started, according to the environment."""
+    """Return the number of ranks that a launcher has started; None without a launcher.
+
+    The number is read from environment variables, because MPI is not started.
+    """
     from mpigossip.cluster.launcher import launcher_ranks
 
     return next((ranks for _, ranks, _ in launcher_ranks(os.environ)), None)

@@ -13,7 +13,7 @@ from mpigossip.cluster.world import World
 from mpigossip.config.readable import print_safe
 
 GRACE_S = 10.0
-"""Seconds that other ranks wait longer than rank 0, which prints the findings."""
+"""Seconds by which the other ranks wait longer than rank 0, so that it can print the findings."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Finding:
     text: str
     """Description of the result."""
     level: str = "good"
-    """"good"; "note": it works, but is slower or limited; "wrong": it has to be fixed."""
+    """Level of the result: "good"; "note" if the thing works, but is slow or limited; "wrong" if
+    it has to be fixed."""
     remedy: str = ""
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -38,16 +39,23 @@ class Findings(list[Finding]):
     shown = 0
 
     def show(self) -> None:
-        """Print a line for each new finding now, since the next test may end the process."""
+        """Print a line for each finding that was not printed yet.
+
+        Findings are printed before each test, because a test may end the process.
+        """
         for finding in self[self.shown :]:
             print_safe(f"{SIGN[finding.level]:5}  {finding.name:9}  {finding.text}", flush=True)
         self.shown = len(self)
 
 
 def merged(findings_by_rank: Sequence[Sequence[Finding]] | None) -> list[Finding]:
-    """Merge the findings of all ranks: one for each test and level, with the ranks if they differ.
+    """Merge the findings of all ranks, so that equal findings become one.
 
-    :param findings_by_rank: findings of each rank, in the same order; None on ranks other than 0
+    If the findings of a test differ between ranks, each merged finding names its ranks.
+
+    :param findings_by_rank: findings of each rank, in the same order of tests; None on ranks other
+        than 0
+    :return: the merged findings; none on ranks other than 0
     """
     if findings_by_rank is None:
         return []
@@ -56,7 +64,7 @@ def merged(findings_by_rank: Sequence[Sequence[Finding]] | None) -> list[Finding
         groups: dict[tuple[str, str], list[int]] = {}
         for rank, findings in enumerate(findings_by_rank):
             finding = findings[index]
-            # Numbers differ between ranks, so compare the level and the remedy only.
+            # The texts contain measured numbers, so compare only the level and the remedy.
             groups.setdefault((finding.level, finding.remedy), []).append(rank)
         for (level, remedy), ranks in groups.items():
             finding = findings_by_rank[ranks[0]][index]
@@ -76,7 +84,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return the remedies of all problems, and whether the machine is ready."""
+    """Return a text with the remedies of all problems, and "ready" or "not ready" at its end."""
     notes = [
         f"note: {finding.name}: {finding.remedy}"
         for finding in findings
@@ -92,7 +100,11 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def report(findings: Findings, json_requested: bool) -> None:
-    """Print the findings and the verdict."""
+    """Print the findings and the verdict.
+
+    :param findings: all findings
+    :param json_requested: whether to print JSON instead of text
+    """
     if not json_requested:
         findings.show()
     print_safe(as_json(findings) if json_requested else verdict(findings), flush=True)
@@ -117,17 +129,18 @@ def complain(text: str) -> None:
 def watched(
     world: World, options, name: str, findings: Findings, hint="check the network between hosts"
 ) -> Iterator[list[str]]:
-    """Return a context manager that ends the job if the block takes too long.
+    """Return a context manager that ends the whole job if its block takes too long.
 
-    MPI and NCCL offer no other way out: a wait for a host that does not answer never returns. The
-    message names the last activity, as added by the block to the list that this yields. Rank 0,
-    which waits for all others in every test, prints the findings so far.
+    In MPI and NCCL, a wait for a host that does not answer never returns and can't be cancelled.
+    The context manager yields a list, to which the block appends a text for each activity that it
+    begins; the message at the time limit names the last one. Rank 0 then also prints the findings
+    so far.
 
     :param world: all ranks
     :param options: options of the command; `timeout` is the time limit in seconds
-    :param name: name of the finding
+    :param name: name of the finding that is printed at the time limit
     :param findings: findings so far
-    :param hint: remedy
+    :param hint: remedy in that finding
     """
     activities = ["starting"]
 
@@ -143,7 +156,7 @@ def watched(
             from mpi4py import MPI
 
             if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-                world.abort()  # leaves the launcher time to forward the line
+                world.abort()  # It gives the launcher time to forward the printed text.
         os._exit(1)
 
     timer = threading.Timer(options.timeout + GRACE_S * (world.rank > 0), late)

@@ -1,4 +1,4 @@
-"""Plot of a graph: edges of the first rounds, and distance from the average by rounds."""
+"""Plot of a graph: edges of the first rounds, and distance from the average after each round."""
 
 from pathlib import Path
 from textwrap import fill
@@ -61,7 +61,7 @@ def _draw_round(axis, graph: Graph, t: int) -> None:
     positions = [(sin(2 * pi * i / n), cos(2 * pi * i / n)) for i in range(n)]
     for i in range(n):
         for j in graph.neighbours(t, i)[0] if n <= 64 else ():
-            # 1 is the distance across the circle
+            # A value of 1 is the distance between opposite nodes of the circle.
             far = min((i - j) % n, (j - i) % n) / max(1, n // 2)
             shrink = 2 if thin else 9
             axis.annotate(
@@ -82,7 +82,7 @@ def _draw_round(axis, graph: Graph, t: int) -> None:
         *zip(*positions, strict=True), s=size, color="#e8eef4", edgecolor="#333333", zorder=3
     )
     every, far, points = (1, 1.0, 8 if n <= 16 else 6) if n <= 32 else (-(-n // 8), 1.13, 8)
-    # if there are many nodes, label some of them, outside the circle
+    # If there are many nodes, only some of them are labelled, outside the circle.
     for i, (x, y) in list(enumerate(positions))[::every]:
         axis.text(far * x, far * y, str(i), ha="center", va="center", fontsize=points, zorder=4)
     axis.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))

@@ -1,4 +1,4 @@
-"""Load the runs that a plot or a page compares: logs, names, styles and training time."""
+"""Runs that a plot or a page compares: their logs, names, styles and training times."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ from mpigossip.store.log_reading import metrics_in, with_nan
 from mpigossip.studies.seeds import Bands, alike, differences, joined, settings
 
 POINTS = 1000
-"""Number of rows read for a plot; longer logs are averaged over blocks of steps."""
+"""Largest number of rows that are read for a plot; longer logs are averaged over blocks of
+steps."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class LoggedRun:
     log: Log
     style: dict[str, Any]
     bands: Bands = field(default_factory=dict)
-    """Intervals over seeds of the evaluations' metrics, if the run combines several seeds."""
+    """Confidence intervals of the evaluations' metrics, if this run combines several seeds."""
     path: Path = Path()
     """Path of the run, or of the first of several seeds."""
 
@@ -52,7 +53,10 @@ class LoggedRun:
 
     @cached_property
     def _clock(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps, and the seconds that all steps before each took, as a mean over nodes."""
+        """Two arrays: numbers of steps done, and the seconds that these steps took.
+
+        The seconds are a mean over nodes.
+        """
         step = self.log.steps["step"]
         parts = [over_nodes(np.nanmean, self.log.steps[p]) for p in PARTS if p in self.log.steps]
         if not parts or not len(step):
@@ -87,16 +91,16 @@ class LoggedRun:
         spent = self.log.steps[VIRTUAL].mean(1)
         block = (
             rows[1] - rows[0] if len(rows) > 1 else 1
-        )  # number of steps of which a row is the mean
+        )  # Number of steps over which a row is averaged.
         done = rows + (1 + block) / 2
         return np.interp(steps, [0.0, *done], [0.0, *spent])
 
 
 def load(paths: Sequence[Path]) -> list[LoggedRun]:
-    """Load runs, with their styles.
+    """Load runs, and give each a name and a style.
 
-    Runs that differ in their seed only are combined into one, named by its difference from the
-    others.
+    Runs that differ only in their seed are combined into one. Its name consists of the settings by
+    which it differs from the other runs.
 
     :param paths: run directories or logs
     :raises StoreError: if there is no log
@@ -125,9 +129,11 @@ def log_of(run: Path) -> Path:
 
 
 def short_names(folders: Sequence[Path], longest: int = 32) -> list[str]:
-    """Return the last part of each folder's path, with enough parts before it to be unique.
+    """Return a short unique name for each folder: the last parts of its path.
 
-    Long names lose their beginning, because a legend must leave room for the axes.
+    :param folders: paths of run directories
+    :param longest: largest number of characters; longer names lose their beginning, because a
+        legend must leave room for the axes
     """
     for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-parts:]) for folder in folders]
@@ -137,22 +143,29 @@ def short_names(folders: Sequence[Path], longest: int = 32) -> list[str]:
 
 
 def description(log: Log) -> str:
-    """Describe a run by algorithm, graph and number of nodes; a run of members by its places."""
+    """Describe a run in a few words: algorithm, graph and number of nodes.
+
+    For a training of members, these are the algorithm (of a program, the optimizer) and the number
+    of places.
+    """
     job_settings = settings(log.job)  # Logs of other programs have no settings, but can be plotted.
     keys = ["algorithm.name", "graph.name"]
-    if of_members(log):  # The optimizer of a program, or the algorithm of a job.
+    if of_members(log):
         keys = ["loop.optimizer" if "loop.optimizer" in job_settings else "algorithm.name"]
     names = [str(job_settings[key]) for key in keys if key in job_settings]
     return ", ".join([*names, pluralize(log.nodes, who(log))])
 
 
 def who(log: Log) -> str:
-    """Return the word for a column of the log's steps: "node" or "place"."""
+    """Return the word for a participant, which is a column of the log's arrays (steps, n).
+
+    It is "place" in a training of members, and otherwise "node".
+    """
     return "place" if of_members(log) else "node"
 
 
 def own_columns(log: Log) -> list[str]:
-    """Return the columns of the steps that a task or a custom loop has added."""
+    """Return the names of the columns of steps that a task or a custom loop has added."""
     return [n for n in log.steps if n not in ("step", VIRTUAL, *COLUMNS, *MEMBER_COLUMNS)]
 
 
@@ -162,14 +175,20 @@ def of_members(log: Log) -> bool:
 
 
 def over_nodes(function: Callable, values: np.ndarray) -> np.ndarray:
-    """Apply ``function`` over nodes; NaN, without a warning, if no node has a value."""
+    """Apply a function such as `np.nanmean` over the nodes of an array (steps, nodes).
+
+    The result is NaN at steps at which no node has a value; NumPy's warning about it is suppressed.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return function(with_nan(values), axis=1)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Return the mean of finite values in a window of 1/25 of the rows, shorter at the ends."""
+    """Return a moving average of the finite values.
+
+    The window has 1/25 of the rows, and is shorter at both ends.
+    """
     half = len(values) // 50
     finite = np.isfinite(values)
     total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
@@ -182,14 +201,14 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def mean_ms(log: Log, part: str) -> float:
-    """Return the milliseconds of a part of a step, as a mean over nodes and steps."""
+    """Return the duration of a part of a step in milliseconds, as a mean over nodes and steps."""
     values = log.steps.get(part, np.empty(0))
     finite = values[np.isfinite(values)]
     return 1e3 * float(finite.mean()) if len(finite) else 0.0
 
 
 def shares(log: Log, parts: Sequence[str]) -> list[str]:
-    """Return each part of a step with its share of the total time, as text."""
+    """Return a text for each part of a step: its name and its fraction of the total time."""
     means = [mean_ms(log, part) for part in parts]
     total = sum(means) or 1.0
     return [f"{PARTS[p]} {100 * m / total:.0f} %" for p, m in zip(parts, means, strict=True)]

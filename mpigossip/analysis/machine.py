@@ -1,4 +1,4 @@
-"""Cost of a step on this machine: computation, averaging in the node, and network."""
+"""Measurement of this machine for `mpigossip plan`: computation, averages in a node, network."""
 
 import statistics
 import time
@@ -24,21 +24,23 @@ from mpigossip.training.time_model import hops
 
 LATENCY_S = 10e-6
 BANDWIDTH = 12.5e9
-"""Latency and bandwidth assumed if none are given and there is no neighbour: 10 µs, 100 Gbit/s."""
+"""Latency (s) and bandwidth (B/s) that are assumed if they are not given, and can't be measured
+because there is only one node: 10 µs and 100 Gbit/s."""
 SMALL = 512
-"""Number of elements of the message that measures the latency."""
+"""Number of elements of the message with which the latency is measured."""
 BURST = 8
 """Largest number of rounds that are timed together."""
 BURSTS = 6
-"""Smallest number of such bursts, with the warm-up."""
+"""Smallest number of such bursts, including the first, which is not counted."""
 LONGEST_S = 0.05
-"""Largest number of seconds of computation before each round."""
+"""Longest time, in seconds, for which the cores compute before each measured round."""
 LONGEST_SUM = 1 << 26
 """Largest number of elements of the sum that is timed."""
 WARM_UP = 3
 MIN_STEPS = 8
 MAX_STEPS = 60
-"""Steps that are run before measuring, and the smallest and largest number of measured steps."""
+"""Number of steps that are run before measuring, and the smallest and largest number of measured
+steps."""
 
 
 WORDS = {
@@ -53,21 +55,22 @@ WORDS = {
     "coding_rate": "coding",
     "jitter": "jitter",
 }
-"""Properties of the machine that a user may give, with their names in `Machine.sources`."""
+"""Properties of the machine that a user may give as options, each with its name in
+`Machine.sources`."""
 
 
 def examine(
     what: Subject, world: World, given: Mapping[str, float | None], budget_s: float
 ) -> Machine:
-    """Measure the values that are not given, on all ranks at the same time; collective under MPI.
+    """Return the properties of this machine, and measure those that are not given; collective.
 
-    The time of computation is that of real steps of the job on one node. Latency and bandwidth are
-    those of whole rounds with the job's message between the ranks, and so include the time that MPI
-    and Python add.
+    The time of computation is measured in real steps of the job on one node. Latency and bandwidth
+    are measured in whole rounds with the job's message between the ranks, and therefore include the
+    time that MPI and Python need.
 
     :param what: the job and its sizes
     :param world: all ranks
-    :param given: known values by the names of `WORDS`; None stands for a missing value
+    :param given: known values by the names of `WORDS`; None: the value has to be measured
     :param budget_s: seconds that measuring may take, approximately
     :raises JobError: if the job's devices are missing here, and compute_s is not given
     """
@@ -81,7 +84,7 @@ def examine(
         update_s = 0.0
         jitter = 0.0
         sources = dict.fromkeys(("node-local", "update", "jitter"), "not given")
-    # the rates of this processor do not apply to a GPU
+    # A rate that is measured on this processor does not apply to a GPU.
     combine_rate = world.nodes.per_node * (_combine_rate(what) if on_cpu else SUM_RATE)
     coding_rate = 0.0 if on_cpu else world.nodes.per_node * CODING_RATE
     sources |= dict.fromkeys(("sum", "coding"), "measured" if on_cpu else "assumed")
@@ -111,11 +114,12 @@ def examine(
 
 
 def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
-    """Return the median seconds of computation, averaging in the node and update, and the jitter.
+    """Measure steps of one node; return seconds of its parts, and the jitter.
 
-    All are means over the ranks. The jitter is half the distance between the quantiles of the time
-    of computation at 16 and 84 %, relative to its median. For a normal distribution, this is the
-    standard deviation, but rare pauses do not change it.
+    The seconds are medians over steps of computation, averaging in the node, and update. The jitter
+    is half the distance between the 16 % and 84 % quantiles of the computation time, divided by its
+    median. For a normal distribution, this is the relative standard deviation, but rare pauses do
+    not change it. All values are means over ranks.
     """
     from mpigossip.cluster.nodes import isolate_node
     from mpigossip.cluster.ranks import SingleProcess
@@ -129,7 +133,7 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
             raise JobError(
                 [*missing, "or pass the time of forward and backward, such as --compute 80ms"]
             )
-    # the ranks of one node step together, without other nodes
+    # The ranks of each node run the steps together, without exchanges with other nodes.
     alone = isolate_node(world) if world.nodes.per_node > 1 else SingleProcess()
     with world.raise_together(JobError):
         assembly = assemble.assemble(_with_data(job, what), alone, 1)
@@ -150,7 +154,7 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
     finally:
         assembly.close()
     medians = [statistics.median(values) for values in seconds.values()]
-    tenths = statistics.quantiles(seconds["compute_s"], n=25)  # quantiles in steps of 4 %
+    tenths = statistics.quantiles(seconds["compute_s"], n=25)  # These are 4 %, 8 %, …, 96 %.
     medians.append((tenths[20] - tenths[3]) / 2 / medians[0] if medians[0] else 0.0)
     rank_medians = world.broadcast(world.gather(medians))
     means = [statistics.fmean(values) for values in zip(*rank_medians, strict=True)]
@@ -158,7 +162,7 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
 
 
 def _with_data(job: Job, what: Subject) -> Job:
-    """Return the job; if its data are missing here, with enough synthetic samples."""
+    """Return the job, with enough synthetic samples if this host lacks its data."""
     dataset, missing = data_or_stand_in(job)
     dataset.close()
     if missing and dataset.dtype == torch.int64:
@@ -179,7 +183,10 @@ def _combine_rate(what: Subject) -> float:
 
 
 def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
-    """Return the seconds to encode and decode a vector of ``width`` elements; (0, 0) if exact."""
+    """Measure the seconds to encode and to decode a vector of ``width`` elements.
+
+    The result is (0, 0) for a wire in full precision.
+    """
     if wire.exact:
         return 0.0, 0.0
     short = min(width, 1 << 20)
@@ -195,7 +202,14 @@ def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
 
 
 def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s: float):
-    """Return latencies and bandwidths of gossip and global averages, and a text about the ranks."""
+    """Return latency and bandwidth of each kind of exchange, and a text about the measured ranks.
+
+    :param what: the job and its sizes
+    :param world: all ranks
+    :param combine_rate: rate, in bytes per second, at which a node adds vectors
+    :param budget_s: seconds that measuring may take, approximately
+    :param work_s: seconds for which the cores compute before each round
+    """
     column = world.nodes.inter_node
     per = world.nodes.per_node
     n = column.size
@@ -205,16 +219,16 @@ def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s:
         description = "this process only" if per == 1 else f"one node of {per} ranks"
         return (LATENCY_S, BANDWIDTH) * 2, description
     nbytes = 4 * what.flat.size
-    # each rank of a node exchanges its shard, all at once
+    # All ranks of a node exchange at the same time, each its own shard.
     small, large = (
         _rounds(column, what, count, budget_s, work_s) for count in (SMALL, what.flat.size // per)
     )
     fitted = []
-    # number of messages on a node's link, and of latencies in sequence
+    # For each kind: messages that a node sends over its link, and latencies one after the other.
     shapes = {ExchangeKind.GOSSIP: (1.0, 1), ExchangeKind.GLOBAL: (2 * (n - 1) / n, hops(n))}
     for kind, (messages, latencies) in shapes.items():
-        # If the time can't be resolved, or the sum takes longer than measured alone, count half of
-        # the time as latency.
+        # The time for adding vectors is subtracted, but at most half of the measured time: the
+        # addition may have been slower when it was measured alone.
         time = max(large[kind] - nbytes / combine_rate, large[kind] / 2)
         first = min(small[kind], time / 2)
         fitted += [first / latencies, messages * nbytes / (time - first)]
@@ -224,11 +238,18 @@ def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s:
 def _rounds(
     world: World, what: Subject, elements: int, budget_s: float, work_s: float
 ) -> dict[ExchangeKind, float]:
-    """Return the median seconds that a one-peer round and a global average of one vector add.
+    """Return the median seconds by which each kind of exchange lengthens a step.
 
-    Rounds are timed in bursts, as in consecutive steps: after a barrier the first round would be
-    late. Before each, the cores compute for ``work_s`` seconds, as in a step: if there are few
-    cores, the exchange waits for them, and for the slowest rank.
+    The kinds are a one-peer round and a global average of one vector. Consecutive rounds are timed
+    together, because the first round after a barrier takes longer. Before each round, the cores
+    compute as in a step: if there are few cores, an exchange has to wait for them and for the
+    slowest rank.
+
+    :param world: all ranks
+    :param what: the job and its sizes
+    :param elements: number of elements of the vector
+    :param budget_s: seconds that measuring may take, approximately
+    :param work_s: seconds for which the cores compute before each round
     """
     from mpigossip.graphs import graph
 

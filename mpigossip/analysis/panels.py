@@ -14,17 +14,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROUNDING = 1e-12
-"""Relative squared distance below which a difference is only float32's rounding."""
+"""Consensus distance below which the nodes differ only by the rounding of float32."""
 OWN_PART = "each node on its own part of the test set"
 LONG = 7
-"""Length of a metric's name up to which a legend fits next to the title."""
+"""Largest length of a metric's name, in characters, with which a legend fits next to the title."""
 BANDS = 6
 """Largest number of runs whose ranges over nodes can be distinguished."""
 SHADES = (("#1B4F72", ""), ("#7FB3D5", "////"), ("#F5B041", "...."), ("#E5E7E9", ""))
-"""Colours of the parts of a step, from dark to light, with hatches."""
+"""Colour and hatch of each part of a step, from dark to light."""
 PREFIXES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 CLOCKS = ((2 * 3600, 3600, "hours"), (300, 60, "minutes"), (0, 1, "seconds"))
-"""Smallest time in seconds, length in seconds and name of each unit."""
+"""Units of a time axis: smallest time, in seconds, for which the unit is used; length of the unit
+in seconds; name."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,14 @@ class Axis:
     at: Callable[[LoggedRun, np.ndarray], np.ndarray]
 
     def dress(self, axes: Axes, runs: Sequence[LoggedRun]) -> None:
-        """Set label and limits; the axis starts at 0."""
+        """Set the label and the limits of the horizontal axis, which starts at 0."""
         axes.set_xlabel(self.label)
         end = max(float(self.at(run, np.array([run.last]))[0]) for run in runs)
         axes.set_xlim(0, 1.02 * end or 1)
 
 
 def steps(runs: Sequence[LoggedRun]) -> Axis:
-    """Return an axis of steps, or of epochs if the runs have epochs of different lengths."""
+    """Return an axis of steps, or of epochs if the runs' epochs have different numbers of steps."""
     lengths = {run.epoch_steps for run in runs}
     if len(lengths) > 1 and all(lengths):
         return Axis("epoch", lambda run, at: at / run.epoch_steps)
@@ -54,8 +55,8 @@ def steps(runs: Sequence[LoggedRun]) -> Axis:
 def clock(runs: Sequence[LoggedRun]) -> Axis:
     """Return an axis of training time, in a unit that fits the longest run.
 
-    It is the virtual time if all runs have one, since they may have been simulated one after
-    another.
+    If all runs have a virtual clock, the axis is the virtual time, because the real time of a
+    simulation says nothing about training on real nodes.
     """
     virtual = all(run.has_virtual_time for run in runs)
     seconds = LoggedRun.virtual_seconds if virtual else LoggedRun.seconds
@@ -68,7 +69,10 @@ def clock(runs: Sequence[LoggedRun]) -> Axis:
 
 
 def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Draw the training loss, smoothed mean over nodes, and the averaged model's test loss."""
+    """Draw the test loss of the averaged model, and the training loss.
+
+    The training loss is a mean over nodes, smoothed over steps.
+    """
     units = sorted({run.unit("loss") for run in runs})
     _dress(axes, "Loss", "cross entropy (nat)" if units == [" (nat)"] else f"loss{units[0]}")
     shown = [np.ones(0)]
@@ -97,13 +101,14 @@ def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None:
-    """Draw a metric: of the averaged model on the test set, the range of nodes, and of training.
+    """Draw a metric of the averaged model on the test set, of the nodes' models, and of training.
 
-    Runs without this metric are left out.
+    The nodes' models are drawn as the range between the lowest and the highest. Runs without this
+    metric are left out.
     """
     shown = [run for run in runs if name in run.log.evaluations]
     label = "fraction of test samples" if name == "accuracy" else f"{name}{runs[0].unit(name)}"
-    title = f"Test {name}" if shown else name  # custom loops may log any metric
+    title = f"Test {name}" if shown else name  # A metric of a custom loop need not be of a test.
     _dress(axes, title, label)
     drawn = [np.ones(0)]
     for run in shown:
@@ -123,7 +128,7 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
         positions = axis.at(run, run.log.steps["step"])
         training = over_nodes(np.nanmean, run.log.steps[name])
         is_known = np.isfinite(training)
-        if is_known.mean() < 0.5:  # logged at some steps only
+        if is_known.mean() < 0.5:  # The program has logged the metric at some steps only.
             axes.plot(positions[is_known], training[is_known], lw=1.5, ms=4, **run.style)
         else:
             axes.plot(positions, smooth(training), lw=0.9, color=run.style["color"], alpha=0.55)
@@ -145,7 +150,8 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
     if shown:
         tested = _sample("averaged model", lw=1.8, marker="o", ms=3.5)
         _key(axes, [tested, *bands, *thin])
-    if len(name) > LONG and trained:  # without the name, the legend is as wide as the axes
+    # With both entries, the legend is nearly as wide as the axes, and leaves no room for the title.
+    if len(name) > LONG and trained:
         key_below_title(axes)
 
 
@@ -157,9 +163,9 @@ def _wide(axes: Axes, values: np.ndarray) -> None:
 
 
 def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Draw the consensus distance, and mark the range of float32's rounding.
+    """Draw the consensus distance, and mark the range in which it is only rounding of float32.
 
-    Asynchronous runs measure it with evaluations only; it is drawn as points.
+    Asynchronous runs measure the distance only at evaluations, so it is drawn as points.
     """
     _dress(axes, "Consensus distance", r"$\|x_i-\bar{x}\|^2\,/\,\|\bar{x}\|^2$, mean over nodes")
     equal_runs = []
@@ -170,7 +176,7 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         differ = values > ROUNDING
         if differ.any():
             drawn = values > 0
-            style = run.line if drawn.sum() > 1 else run.style  # a single point needs a marker
+            style = run.line if drawn.sum() > 1 else run.style  # A line needs two points.
             axes.plot(axis.at(run, step[drawn]), values[drawn], lw=1.5, **style)
         elif np.isfinite(values).any():
             equal_runs.append(run.name)
@@ -206,10 +212,10 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Draw the first metric of the nodes' own models, minus the average's: range and mean.
+    """Draw the difference between the nodes' own models and the averaged model.
 
-    Each node tests on its own part of the test set, and so does the average that it is compared
-    with.
+    The difference is that of the task's first metric, on each node's part of the test set. The
+    panel shows its range and mean over nodes.
     """
     name = next((name for run in runs for name in run.metrics), "accuracy")
     of, scale = ("% points", 100) if name == "accuracy" else (f"{name}{runs[0].unit(name)}", 1)
@@ -237,7 +243,7 @@ def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def staleness(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Draw the age of the models that asynchronous nodes have averaged with."""
+    """Draw the age, in rounds, of the models with which asynchronous nodes have averaged."""
     _dress(axes, "Staleness", "age of the neighbours' models (rounds)")
     for run in runs:
         if not stale(run):
@@ -289,7 +295,7 @@ def traffic(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Draw the smoothed parts of one run's step time, stacked."""
+    """Draw the parts of one run's step time as stacked areas, smoothed over steps."""
     (run,) = runs
     log = run.log
     label = "milliseconds, mean over nodes"
@@ -301,7 +307,7 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     values = 1e3 * np.stack([over_nodes(np.nanmean, log.steps[name]) for name in parts])
     total = values.sum(0)
     finite = total[np.isfinite(total)]
-    # the start and rare delays would make all other steps look equal
+    # If the first steps and rare delays were drawn, all other steps would look equally short.
     slow = total > 5 * np.median(finite) if len(finite) else np.zeros(len(total), bool)
     values[:, slow] = np.nan
     note = f"\n(more than 5 × the median omitted: {slow.sum()})" if slow.any() else ""
@@ -318,7 +324,7 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     axes.set_ylim(bottom=0)
     axes.margins(y=0.1)
     _key(axes, layers)
-    key_below_title(axes)  # the legend is as wide as the axes
+    key_below_title(axes)  # The legend is as wide as the axes.
 
 
 def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
@@ -360,7 +366,7 @@ def stale(run: LoggedRun) -> bool:
 
 
 def known(run: LoggedRun, column: str) -> bool:
-    """Return whether the log has a number in this column of the steps."""
+    """Return whether a column of the log's steps exists and contains a number."""
     return bool(np.isfinite(run.log.steps.get(column, np.empty(0))).any())
 
 
@@ -373,7 +379,7 @@ def _dress(axes: Axes, title: str, label: str) -> None:
 
 
 def _key(axes: Axes, handles: Iterable) -> None:
-    """Put a legend above the axes, next to the title, where it covers no line."""
+    """Put a legend next to the title, above the axes, where it does not cover any line."""
     axes.legend(
         handles=list(handles),
         loc="lower right",
@@ -393,7 +399,8 @@ def key_below_title(axes: Axes) -> None:
     if legend := axes.get_legend():
         legend.set_loc("lower left")
         legend.set_bbox_to_anchor((0, 0.99))
-        legend.set_in_layout(False)  # it is about as wide as the axes, and would make them narrower
+        # The legend is about as wide as the axes, and the layout would make the axes narrower.
+        legend.set_in_layout(False)
         axes.set_title(axes.get_title("left"), loc="left", fontsize=11, fontweight="bold", pad=22)
 
 

@@ -27,21 +27,21 @@ class HostReport:
 
     host: str
     own_gpus: tuple[str, ...]
-    """Identifiers of its GPUs among all GPUs of the host; empty on the CPU."""
+    """Identifiers of the rank's GPUs, which are unique on the host; empty if its slots are CPUs."""
     visible: int
     """Number of GPUs that this process sees."""
     gpu_count: int
-    """Number of GPUs that the host is known to have."""
+    """Number of GPUs of the host, as far as this rank can find out."""
     hidden: str
     """Reason for which the rank does not see all GPUs; "" if it does."""
     cores: tuple[int, ...]
     """Cores that the rank may use."""
     memory: tuple[int, ...]
-    """Memory nodes of these cores."""
+    """Memory (NUMA) nodes of these cores."""
     near: tuple[int, ...]
-    """Memory nodes of its GPUs, if the system reports them."""
+    """Memory (NUMA) nodes of the rank's GPUs; empty if the system does not report them."""
     sharing: int
-    """Number of ranks that MPI shares memory with, including this one."""
+    """Number of ranks between which MPI can share memory, including this one."""
 
 
 def seen(world: World, slots: Sequence[str]) -> HostReport:
@@ -145,7 +145,11 @@ def nodes(world: World, ranks_per_node: int | str) -> Finding:
 
 
 def judged(reports: Sequence[HostReport], per_node: int) -> list[Finding]:
-    """Return the findings on hosts if each node has ``per_node`` ranks."""
+    """Judge the descriptions of all ranks; return the findings on memory, GPUs and cores.
+
+    :param reports: descriptions by all ranks
+    :param per_node: number of ranks per node
+    """
     return [_memory(reports, per_node), _devices(reports, per_node), _numa(reports)]
 
 
@@ -177,7 +181,7 @@ def _memory(reports: Sequence[HostReport], per_node: int) -> Finding:
 
 
 def _devices(reports: Sequence[HostReport], per_node: int) -> Finding:
-    """Check that each rank has GPUs of its own and sees all others, and that no GPU is idle."""
+    """Check the GPUs of each host: no two ranks share one, each rank sees all, and none is idle."""
     data = {"visible": [p.visible for p in reports], "there": [p.gpu_count for p in reports]}
     if not any(report.gpu_count for report in reports):
         return Finding("gpus", "none on these hosts", data=data)
@@ -216,7 +220,7 @@ def _devices(reports: Sequence[HostReport], per_node: int) -> Finding:
 
 
 def _numa(reports: Sequence[HostReport]) -> Finding:
-    """Check that the cores of each rank are on the memory node of its GPUs."""
+    """Check that the cores of each rank are on the same memory (NUMA) node as its GPUs."""
     far = [
         rank
         for rank, report in enumerate(reports)

@@ -1,4 +1,4 @@
-"""Plot one or several runs: every metric of their logs, each panel with its unit."""
+"""Plot of one or several runs: a panel with its unit for each metric of their logs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 HIGH = 3.9
 LINE = 0.21
-"""Height in inches of a row of panels, and of a line of text."""
+"""Height, in inches, of a row of panels, and of a line of text."""
 
 
 def plot(runs: Sequence[Path], out: Path) -> None:
-    """Write one PNG of several runs, distinguished by colour, line and marker.
+    """Write one PNG file that compares runs, which are distinguished by colour, line and marker.
 
-    It shows the loss and the task's metrics against the step and the training time; the consensus
-    distance, the difference between the nodes' models, the time of a step, and the bytes sent; and
-    the staleness of asynchronous exchanges. If the runs' epochs differ in length, the axis is the
-    epoch.
+    The panels show the loss and the task's metrics against steps and against training time, the
+    consensus distance, the difference between the nodes' models, the time of a step, the bytes
+    sent and, for asynchronous exchanges, the staleness. If the epochs of the runs have different
+    numbers of steps, epochs are used in place of steps.
 
     :param runs: run directories or logs
     :param out: file to write
@@ -39,7 +39,10 @@ def plot(runs: Sequence[Path], out: Path) -> None:
 
 
 def figure(runs: Sequence[LoggedRun]) -> Figure:
-    """Return the figure; more than about ten runs are divided into parts, one below the other."""
+    """Return the figure.
+
+    More than about ten runs are divided into groups, with one set of panels below the other.
+    """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -70,7 +73,7 @@ def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
 
     drawn: list[Callable] = [panels.loss]
     drawn += [partial(panels.metric, name=name) for name in runs[0].metrics]
-    has_members = of_members(runs[0].log)  # no member knows its distance from the average
+    has_members = of_members(runs[0].log)  # Members don't measure the consensus distance.
     drawn += [panels.time] if has_members else [panels.consensus, panels.time]
     drawn += [panels.staleness] * panels.stale(runs[0])
     rows = -(-(len(drawn) + has_members) // 2)
@@ -90,7 +93,10 @@ def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
 
 
 def _heights(runs: Sequence[LoggedRun]) -> list[float]:
-    """Return heights of the rows of panels: loss, metrics, distances, times, and any staleness."""
+    """Return the height of each row of panels, in inches, from top to bottom.
+
+    The row with the times of a step is higher if there are many runs, because each has a bar.
+    """
     metrics = {name for run in runs for name in run.metrics}
     bars = max(HIGH, 1 + LINE * len(runs))  # a bar and its name for each run
     return [HIGH] * (2 + len(metrics)) + [bars] + [HIGH] * any(map(panels.stale, runs))
@@ -129,7 +135,10 @@ def _draw(target: FigureBase, runs: Sequence[LoggedRun], title: str, heights: li
 
 
 def _name_runs(target: FigureBase, runs: Sequence[LoggedRun], title: str) -> None:
-    """Add the title of one run, or a legend of several, with the last value of the first metric."""
+    """Add a title if there is one run, or a legend if there are several.
+
+    Each name is followed by the last value of the task's first metric.
+    """
     labels = []
     for run in runs:
         values = [(name, run.log.evaluations.get(name)) for name in run.metrics[:1]]

@@ -41,13 +41,15 @@ TEMPLATE = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-"""Loader of the page's template, which escapes every value, so that no file can inject markup."""
+"""Loader of the page's template. It escapes all values, so that the content of a log or a job can't
+inject markup into the page."""
 FINDINGS = "doctor.json"
-"""File in a run directory to which a user has saved the output of `mpigossip doctor --json`."""
+"""Name of a file in a run directory, to which the user may have saved the output of
+`mpigossip doctor --json`."""
 
 
 def table(log: Log) -> str:
-    """Return the evaluations, the time of a step and the summary as text."""
+    """Return a text about a run: a table of its evaluations, the time of a step, the summary."""
     evaluations = log.evaluations
     unknown = np.full((len(evaluations["step"]), 1), np.nan)
     metrics = metrics_in(evaluations)
@@ -94,14 +96,20 @@ def table(log: Log) -> str:
 
 
 def _tested_at(log: Log) -> Sequence[int]:
-    """Return the steps of evaluations; that of members is at the end, after all their steps."""
+    """Return the number of steps done at each evaluation.
+
+    A training of members is evaluated only at its end, after all steps of its members.
+    """
     if of_members(log) and "steps" in log.summary:
         return [log.summary["steps"]] * len(log.evaluations["step"])
     return log.evaluations["step"].tolist()
 
 
 def _logged(log: Log) -> list[Sequence[str]]:
-    """Return rows of custom metrics, for at most 20 steps at which all, or some, are known."""
+    """Return the rows of a table of the metrics that a program has logged, for at most 20 steps.
+
+    Steps at which all metrics are known are preferred to steps at which only some are.
+    """
     names = sorted(["loss", *own_columns(log)])
     values = {name: over_nodes(np.nanmean, log.steps[name]) for name in names}
     values = {name: of for name, of in values.items() if np.isfinite(of).any()}
@@ -128,16 +136,20 @@ def _ranges(values: np.ndarray, form: Callable[[float], str], unit: str = "") ->
 
 
 def _cells(values: np.ndarray | None, form: str = "") -> list[str]:
-    """Format values by ``form``, or as numbers of any size if ``form`` is empty."""
+    """Format each value for a cell of the table.
+
+    :param values: the values; None: the log does not contain them
+    :param form: format string; "": :func:`~mpigossip.runs.summary.number` formats the values
+    """
     if values is None:
         return []
     return [(form.format(v) if form else number(v)) if v == v else "–" for v in values]
 
 
 def write(runs: Sequence[Path], out: Path) -> None:
-    """Write the page of these runs, which needs no other file and no network.
+    """Write an HTML page about runs, which needs no other file and no network.
 
-    It shows the doctor's findings of every run directory with a `doctor.json`.
+    If a run directory contains `doctor.json`, the page also shows the findings in that file.
 
     :param runs: run directories or logs
     :param out: file to write
@@ -150,10 +162,10 @@ def write(runs: Sequence[Path], out: Path) -> None:
 
 
 def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
-    """Return the page as text.
+    """Return the HTML page as text.
 
     :param runs: the runs
-    :param findings: the doctor's findings for each run
+    :param findings: for each run, the findings of `mpigossip doctor`; empty: there are none
     """
     few = len(runs) <= CURVES
     title = ", ".join(run.name for run in runs) if few else f"{len(runs)} runs"
@@ -190,7 +202,11 @@ COLUMNS = {
 
 
 def _result(runs: Sequence[LoggedRun]) -> tuple[list[str], list[tuple[list[str], list[str]]]]:
-    """Return the names of columns, and the texts and numbers of each run."""
+    """Return the table of results: names of its columns, and two lists for each run.
+
+    The first list has the texts of the cells, the second their plain values, by which the page
+    sorts rows.
+    """
     tested = dict.fromkeys([*(name for run in runs for name in run.metrics), "loss"])
     columns = {n: (f"test {n}", "{:.4g}") for n in tested} | COLUMNS
     rows = []
@@ -200,14 +216,15 @@ def _result(runs: Sequence[LoggedRun]) -> tuple[list[str], list[tuple[list[str],
             _formatted(summary[key], form) if key in summary else "–"
             for key, (_, form) in columns.items()
         ]
-        if not summary.get("finished", 0) and not of_members(run.log):  # members do not log an end
+        # The log of a training of members has no entry "finished".
+        if not summary.get("finished", 0) and not of_members(run.log):
             cells[-1] = "not finished"
         rows.append(([run.name, description(run.log)], cells))
     return ["run", "description", *(c for c, _ in columns.values())], rows
 
 
 def _formatted(value: Any, form: str) -> str:
-    """Format a value of a summary; values of other types are shown as they are."""
+    """Format a number of a summary by ``form``; return other values as plain text."""
     try:
         return form.format(value)
     except (ValueError, TypeError):
@@ -222,7 +239,7 @@ def _picture(runs: Sequence[LoggedRun]) -> str:
 
 
 def _jobs(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
-    """Return the first run's job, and the differences of the other runs' jobs from it."""
+    """Return pairs (name, text): the first run's job, and how each other run's job differs."""
     first, *others = runs
     parts = [(first.name, first.log.job)]
     for run in others:
@@ -237,7 +254,10 @@ def _jobs(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
 
 
 def stays(run: Path) -> str:
-    """Describe the end of each place of a training, and repeated claims; "" for other runs."""
+    """Describe how each place of a training of members has ended, and count repeated claims.
+
+    Return "" for other runs.
+    """
     if not (run / "places").is_dir():
         return ""
     place = Place(RecordStore(run, shared=True), TrainingPlan(0, 1, 0.0), report=lambda line: None)

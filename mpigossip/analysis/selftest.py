@@ -24,26 +24,26 @@ from mpigossip.mixing.transports import probe
 
 REPEATS = 5
 SMALL = 8
-"""Bytes of the message that measures the latency."""
+"""Number of bytes of the message with which the latency is measured."""
 SLOW = 3.0
-"""Smallest multiple of the median time at which a link is reported as slow."""
+"""A link is reported as slow if its time is at least this multiple of the median time."""
 LEVELS = "SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"
 
 
 def all_tests(
     options, world: World, slots: Sequence[str], devices: str, findings: Findings
 ) -> None:
-    """Add the findings of all tests that need MPI; tests that may end the process come last.
+    """Run all tests that need MPI, and add their findings.
 
-    Tests can't run in processes of their own, because a rank can't be started twice in a job.
-    Instead, each test has a time limit, at which the job ends. Rank 0 prints the findings before
-    each test.
+    These tests can't run in separate processes, because a rank can't be started twice in a job.
+    Instead, the whole job ends if a test reaches its time limit. The tests for which this is most
+    likely come last, and rank 0 prints the findings so far before each test.
 
     :param options: options of the command
     :param world: all ranks
     :param slots: devices of this rank's slots
-    :param devices: the same, as `node.devices`
-    :param findings: list that findings are added to
+    :param devices: the same devices, in the form of `node.devices`
+    :param findings: list to which findings are added
     """
     findings.append(library(world))
     test_graph = graph(options.graph, world.size)
@@ -57,7 +57,7 @@ def all_tests(
         with watched(world, options, name, findings) as activities:
             activities.append(f"the test of {name}")
             before = probe.LIMIT_S
-            # a transport that hangs is a result, too
+            # The transport must give up before the whole test reaches its time limit.
             probe.LIMIT_S = min(before, options.timeout / 3)
             findings.append(attempted(world, name, lambda: work(activities)))
             probe.LIMIT_S = before
@@ -78,10 +78,13 @@ def all_tests(
 
 
 def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
-    """Return the finding of a test, or one of level "wrong" if it raised an error; collective.
+    """Run a test; if it raises an error on any rank, return a finding about that. Collective.
 
-    The finding names the ranks with an error. If a rank raises while others wait for it, it is
-    named when their wait ends.
+    Such a finding has the level "wrong" and names the rank and its error.
+
+    :param world: all ranks
+    :param name: name of the finding
+    :param work: the test, which returns its finding
     """
     finding = Finding(name, "")
     problem = ""
@@ -100,7 +103,7 @@ def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
 
 
 def sums(world: World, slots: Sequence[str], timeout_s: float) -> Finding:
-    """Test sums between the slots of each node, in each implementation."""
+    """Test the sums over the slots of each node, with each implementation (`node.sums`)."""
     count = len(slots) * world.nodes.per_node
     elements = 1 << 20
     seconds = trials.averaged_in_node(slots, timeout_s, world, elements)
@@ -140,7 +143,13 @@ def library(world: World) -> Finding:
 
 
 def puts(world: World, test_graph: Graph, size: int, activities: list[str]) -> Finding:
-    """Test Put and Flush from every rank to its out-neighbours in each round, all ranks at once."""
+    """Test MPI's Put and Flush from all ranks to their out-neighbours at the same time.
+
+    :param world: all ranks
+    :param test_graph: the graph; all of its rounds are tested
+    :param size: bytes of the large put
+    :param activities: list to which the present activity is added
+    """
     inbox = np.zeros(max(test_graph.degree, 1) * size, np.uint8)
     window = MPI.Win.Allocate(inbox.nbytes, 1, comm=world.comm)
     links: list[tuple[int, int, float, float]] = []
@@ -163,7 +172,10 @@ def puts(world: World, test_graph: Graph, size: int, activities: list[str]) -> F
 
 
 def _targets(world: World, test_graph: Graph, t: int) -> list[tuple[int, int]]:
-    """Return (rank, index in its inbox) of each out-neighbour; this rank in a world of one."""
+    """Return the targets of this rank's puts in round ``t``: (rank, index in its inbox).
+
+    They are its out-neighbours. A single rank puts to itself.
+    """
     if world.size == 1:
         return [(0, 0)]
     return [
@@ -173,7 +185,11 @@ def _targets(world: World, test_graph: Graph, t: int) -> list[tuple[int, int]]:
 
 
 def _round(world: World, test_graph: Graph, t: int, size: int, window) -> list:
-    """Return (from, to, seconds of a small and of a large put), as the best of some repeats."""
+    """Measure the puts of round ``t``; return (from, to, seconds, seconds) for each link.
+
+    The first time is that of a small put, the second that of a large one. Each is the shortest of
+    some repeats.
+    """
     message = np.full(size, (world.rank + t) % 251, np.uint8)
     targets = _targets(world, test_graph, t)
 
@@ -213,7 +229,7 @@ def _judge(world: World, links: list, problems: list[str], size: int) -> Finding
         return Finding("put", "wrong data", "wrong", f"{remedy}; try another MPI or transport")
     if not links:
         return Finding("put", "the graph has no neighbours", "note", "pass another --graph")
-    # use the faster of two middle links, so that a slow one of two links is reported
+    # With two links, the median must be the faster one, so that the other is reported as slow.
     small = statistics.median_low(link[2] for link in links)
     large = statistics.median_low(link[3] for link in links)
     worst = max(links, key=lambda link: link[3])
@@ -245,7 +261,10 @@ def _judge(world: World, links: list, problems: list[str], size: int) -> Finding
 
 
 def gpu_awareness(world: World, on_gpus: bool) -> Finding:
-    """Report the GPU support that MPI states; exchanges between GPUs prove it."""
+    """Report whether the MPI library says that it supports GPU memory.
+
+    The exchanges between GPUs, which are tested separately, show whether that is true.
+    """
     support = reported_gpu_support(world.comm)
     text = "MPI reports " + ", ".join(
         f"{name} {'yes' if yes else 'no'}" for name, yes in support.items()

@@ -1,10 +1,13 @@
-"""Timing of work that ranks do together, such as rounds: one contract for all measurements.
+"""Timing of functions that ranks call together, such as rounds of an exchange.
 
-* Timed are consecutive calls of a function, on each rank by its own clock, as seconds per call.
-* Each function is measured once beforehand, unrecorded: the first call opens connections.
-* All ranks meet in a barrier before each measurement, which is not timed.
-* Functions take turns, so that other programs on the host disturb all of them alike.
-* Callers use the median; or the minimum, for a time without disturbances.
+All measurements follow the same rules:
+
+* A measurement times consecutive calls of a function. Each rank uses its own clock, and divides
+  the time by the number of calls.
+* The first measurement of each function is dropped, because its calls open connections.
+* Before each measurement, all ranks wait in a barrier, which is not timed.
+* Functions are measured in turn, so that other programs on the host disturb all of them alike.
+* Callers use the median of the measurements, or the minimum for a time without disturbances.
 """
 
 import statistics
@@ -39,7 +42,7 @@ def take_turns(
     """Measure functions in turn for about ``seconds`` seconds; collective over ``comm``.
 
     :param works: functions; all ranks have the same number of them
-    :param comm: ranks that work together; None: this process only
+    :param comm: ranks that call the functions together; None: this process only
     :param calls: consecutive calls per measurement
     :param least: smallest number of measurements of each function
     :param most: largest number of measurements of each function
@@ -54,14 +57,20 @@ def take_turns(
             if comm is not None:
                 comm.Barrier()
             measured.append(stopwatch(work, calls))
-        repeats = len(times[0]) - 1  # without the warm-up
+        repeats = len(times[0]) - 1  # The first measurement is dropped.
         is_late = time.perf_counter() - start >= seconds or repeats >= most
         enough = repeats >= least and (is_late if comm is None else comm.bcast(is_late))
     return [measured[1:] for measured in times]
 
 
 def time_slowest(works: Sequence[Work], comm: MPI.Comm, seconds: float) -> list[list[float]]:
-    """Measure as :func:`take_turns`, and return the seconds of the slowest rank each time."""
+    """Measure like :func:`take_turns`, and return the time of the slowest rank; collective.
+
+    :param works: functions; all ranks have the same number of them
+    :param comm: ranks that call the functions together
+    :param seconds: seconds that all measurements may take, approximately
+    :return: for each function, the seconds per call on the slowest rank, for each measurement
+    """
     own = np.array(take_turns(works, comm, seconds=seconds))
     slowest = np.empty_like(own)
     comm.Allreduce(own, slowest, MPI.MAX)
@@ -69,7 +78,11 @@ def time_slowest(works: Sequence[Work], comm: MPI.Comm, seconds: float) -> list[
 
 
 def arithmetic(comm: MPI.Comm, seconds: float) -> Work:
-    """Return matrix products that take ``seconds`` on the slowest rank while all ranks compute."""
+    """Return a function that multiplies matrices for a given time; collective.
+
+    :param comm: ranks that compute at the same time
+    :param seconds: seconds that a call should take on the slowest of them
+    """
     matrix = torch.ones(192, 192)
 
     def work(products: int) -> None:

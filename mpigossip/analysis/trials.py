@@ -1,7 +1,7 @@
-"""Trials on the ranks: sums in a node, exchanges by each transport, and a training of 20 steps.
+"""Tests that exchange and train: sums in a node, each transport, and a training of 20 steps.
 
-All functions are collective; findings are complete on rank 0. The training is compared with the
-simulator's.
+All functions are collective, and findings are complete on rank 0. The result of the training is
+compared with the result of the simulator.
 """
 
 import statistics
@@ -38,24 +38,26 @@ from mpigossip.training import assemble
 
 ORDERS = "slots", "nccl"
 REPEATS = 2
-"""Number of averages in a node that are timed, after the first, which opens connections."""
+"""Number of averages in a node that are timed. An earlier one, which opens connections, is not."""
 ROUNDS = 16
 ROUNDS_TIMED = 4
-"""Largest number of rounds of the graph that are tested, and of those that are timed."""
+"""Largest number of rounds of the graph that are tested, and that are timed."""
 ROUNDING = 1e-5
-"""Largest relative error of averages, and of a GPU's run compared with the simulator."""
+"""Largest relative error that is accepted in averages, and in a training on GPUs in comparison with
+the simulator."""
 
 
 def averaged_in_node(
     devices: Sequence[str], timeout_s: float, world: World | None = None, elements: int = 1 << 22
 ) -> dict[str, float]:
-    """Return the seconds of averaging in a node by each implementation; collective over ``world``.
+    """Measure the average over the slots of a node with each implementation; collective.
 
     :param devices: devices of this rank's slots
-    :param timeout_s: time limit in seconds
+    :param timeout_s: seconds that each wait for other ranks may take
     :param world: all ranks; None: this process only
     :param elements: number of elements per slot
-    :returns: seconds by implementation; empty for a node of one slot
+    :returns: seconds of an average by name of the implementation (as in `node.sums`); empty if a
+        node has one slot
     :raises GroupError, Failure: if slots can't be connected, or the sums are wrong
     """
     several = len(devices) > 1 or (world is not None and world.nodes.per_node > 1)
@@ -70,7 +72,11 @@ def averaged_in_node(
 
 
 def rate(slots: int, elements: int, seconds: float) -> float:
-    """Return bytes per second from each slot: reduce-scatter and all-gather each send (L − 1)/L."""
+    """Return the bytes per second that each slot sends in an average over ``slots`` slots.
+
+    Of L slots, each sends (L − 1)/L of its elements in the reduce-scatter, and as many again in
+    the all-gather.
+    """
     return 2 * (slots - 1) * 4 * elements / seconds
 
 
@@ -81,7 +87,7 @@ def _averaged(group: Group, elements: int) -> float:
     _wait(group)
 
     def average() -> None:
-        """Average over the slots; every further average must leave the first unchanged."""
+        """Average over the slots. A second average must not change the result of the first."""
         group.all_gather(group.reduce_scatter_mean(full), full)
         _wait(group)
 
@@ -104,11 +110,11 @@ def _wait(group: Group) -> None:
 def rates(
     options, world: World, test_graph: Graph, slots: Sequence[str], way: str, activities: list[str]
 ) -> Finding:
-    """Measure the GB/s of exchanges by one transport at each size, with all slots and with one.
+    """Measure the rate of exchanges by one transport at each size, with all slots and with one.
 
-    On CPUs, use the mixer that training uses, and compare results with the mixing matrix. Between
-    GPUs, use the time that is measured to choose a transport; a transport that can't be proven to
-    work is a result, too.
+    CPUs exchange by the mixer that training uses, and the results are compared with the mixing
+    matrix. GPUs exchange as in the test by which training chooses a transport. A transport between
+    GPUs that fails this test is reported as a note.
     """
     room = room_for_messages(world)
     seconds_per_byte = 0.0
@@ -141,7 +147,7 @@ def rates(
 
 
 def _on_gpus_fit(size: int, slots: Sequence[str]) -> bool:
-    """Return whether each GPU has room for eight messages in half of its free memory."""
+    """Return whether eight messages fit into half of the free memory of each GPU."""
     slots_of_gpu = {slot: slots.count(slot) for slot in slots if slot != "cpu"}
     return all(
         16 * size * many <= torch.cuda.mem_get_info(slot)[0] for slot, many in slots_of_gpu.items()
@@ -156,7 +162,15 @@ def _timed(
     way: str,
     activities: list[str],
 ) -> tuple[float, float]:
-    """Return the seconds of a round on the slowest rank, and the largest relative error."""
+    """Return the seconds of a round on the slowest rank, and the largest relative error.
+
+    :param world: all ranks
+    :param test_graph: the graph
+    :param slots: devices of this rank's slots
+    :param size: bytes of a message
+    :param way: name of the transport
+    :param activities: list to which the present activity is added
+    """
     widths = (max(size // 4, 1),) * len(slots)
     if slots[0] == "cpu":
         layout = MessageLayout(widths)
@@ -185,7 +199,10 @@ def _try_out(
     what: str,
     rounds: int = ROUNDS,
 ) -> tuple[float, float]:
-    """Run some rounds and close the mixer; return median seconds and largest relative error."""
+    """Run some rounds, and close the mixer.
+
+    Return the median seconds of a round, and the largest relative error of averages.
+    """
     seconds = []
     worst = 0.0
     mixed: list = []
@@ -221,14 +238,14 @@ def routes(
     activities: list[str],
     gpus: bool = False,
 ) -> Finding:
-    """Report how each out-neighbour is reached, and why; between GPUs, after trying it.
+    """Report the transport to each out-neighbour; transports between GPUs are tested first.
 
     :param world: all ranks
     :param test_graph: the graph
     :param slots: devices of this rank's slots
     :param size: bytes of a message
-    :param activities: list that the present activity is added to
-    :param gpus: use the code for GPUs whatever the slots are
+    :param activities: list to which the present activity is added
+    :param gpus: use the code for GPUs even if the slots are CPUs
     """
     ways = {
         r: "read (same host)" if host == world.hosts[world.rank] else "put (another host)"
@@ -274,7 +291,13 @@ DIGITS = 1437
 
 
 def compared(world: World, devices: str, graph: str, timeout_s: float) -> Finding:
-    """Train a small model on the nodes, and compare it with the simulator; collective."""
+    """Train a small model on the nodes, and compare it with the simulator; collective.
+
+    :param world: all ranks
+    :param devices: value of `node.devices`
+    :param graph: name of the graph
+    :param timeout_s: seconds that each wait for other ranks may take
+    """
     n = world.nodes.count
     if n == 1:
         return Finding("training", "one node: there is no exchange to test")
@@ -309,7 +332,10 @@ def compared(world: World, devices: str, graph: str, timeout_s: float) -> Findin
 
 
 def _trained(job: Job, world: World, n: int) -> torch.Tensor:
-    """Train some steps; return this process's nodes' parameters, (rows, P) on the CPU."""
+    """Train some steps; return the parameters of the local nodes.
+
+    The result is an array (local nodes, parameters) on the CPU.
+    """
     assembly = assemble.assemble(job, world, n)
     try:
         for _ in range(STEPS):

@@ -1,4 +1,5 @@
-"""Commands: ``add(commands)`` of each module adds its parsers with examples and functions.
+"""Commands of the command line: their parsers, examples and functions.
 
-Nothing large is imported before a command runs. Other subpackages do the work itself.
+The function ``add(commands)`` of each module adds its commands to the parser. Large packages, such
+as torch, are imported only when a command runs. The work itself is in other subpackages.
 """

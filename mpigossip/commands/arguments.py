@@ -1,4 +1,4 @@
-"""Helpers of several commands: parsers with examples, settings of a job, types of arguments."""
+"""Helpers that several commands use: parsers with examples, settings, types of arguments."""
 
 import argparse
 import re
@@ -22,9 +22,10 @@ def command(
 ) -> argparse.ArgumentParser:
     """Add a command.
 
-    :param commands: subparsers that the command is added to
+    :param commands: subparsers to which the command is added
     :param name: name of the command
-    :param run: function of the parsed options that returns an exit code, or None for success
+    :param run: function that gets the parsed options, and returns an exit code or, for success,
+        None
     :param summary: one line of help
     :param examples: example lines of a shell
     """
@@ -36,9 +37,9 @@ def command(
 def family(commands, name: str, members: str, summary: str, *examples: str):
     """Add a command with subcommands, and return the subparsers to add them to.
 
-    :param commands: subparsers that the command is added to
+    :param commands: subparsers to which the command is added
     :param name: name of the command
-    :param members: names of its subcommands
+    :param members: names of its subcommands, separated by "|"
     :param summary: one line of help
     :param examples: examples of subcommands; the help shows the first line of each
     """
@@ -52,7 +53,10 @@ def _parser(commands, name: str, summary: str, examples: str) -> argparse.Argume
 
 
 def help_text(summary: str, examples: str) -> dict:
-    """Return description, examples and format of a parser's help, 80 columns wide."""
+    """Return the keyword arguments of a parser for its help: description, examples and format.
+
+    The help is 80 columns wide.
+    """
     lines = textwrap.dedent(examples).strip().splitlines()
     plural = "s" * (sum(not line.startswith(" ") for line in lines) > 1)
     return {
@@ -65,7 +69,11 @@ def help_text(summary: str, examples: str) -> dict:
 def every(
     parser: argparse.ArgumentParser, words: str = ""
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Yield the parser with its words, then all commands below it."""
+    """Iterate over a parser and all of its subcommands, as pairs (words, parser).
+
+    :param parser: the parser
+    :param words: words of the command line that lead to it
+    """
     yield words, parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -74,7 +82,7 @@ def every(
 
 
 def settings(parser: argparse.ArgumentParser) -> None:
-    """Accept `section.key=value` after the other arguments."""
+    """Add the arguments `section.key=value`, which override settings of the job."""
     parser.add_argument(
         "settings",
         nargs="*",
@@ -122,7 +130,7 @@ def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
 
 
 def share(text: str) -> float:
-    """Parse a fraction below 1, such as 5% or 0.05."""
+    """Parse a fraction that is smaller than 1, such as 5% or 0.05."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text)
     value = float(match[1]) / (100 if match[2] else 1) if match else 1.0
     if value >= 1:

@@ -25,7 +25,7 @@ FIGURES = (
     ("transient_iid", "transient", "steps to linear speed-up, up to a factor"),
     ("transient_non_iid", "non-iid", "the same, if nodes have different data"),
 )
-"""(key, heading, meaning) of the numbers that `show` and `compare` print."""
+"""Numbers that `show` and `compare` print, each as (key, heading of its column, meaning)."""
 
 
 SHOW = """
@@ -149,7 +149,7 @@ def _facts(topology: Graph, parameters: int | None) -> dict[str, Any]:
 
 
 def _as_json(facts: Any) -> str:
-    """Convert to JSON, with null for infinity, which JSON does not have."""
+    """Return the JSON of a value, with null for infinity, which JSON does not have."""
     if isinstance(facts, list):
         return f"[{', '.join(map(_as_json, facts))}]"
     inf = float("inf")
@@ -212,7 +212,7 @@ def _compare(options) -> None:
         return
     figures = [(key, head) for key, head, _ in _figures(rows[0])]
     tables = []
-    # two tables, because one would be wider than a terminal
+    # One table would be wider than a terminal, so print two.
     for part in (figures[:5], figures[5:]):
         lines = [[row["name"], *(_number(row[key]) for key, _ in part)] for row in rows]
         tables.append(aligned([["graph", *(head for _, head in part)], *lines]))
@@ -231,12 +231,13 @@ def _search(options) -> None:
     from mpigossip.graphs.search import check_target, save, search, search_circulants
 
     check_target(options.out)
-    # At the end of an allocation, keep the best graph so far, as after Ctrl-C.
+    # The scheduler sends SIGTERM at the end of an allocation. Keep the best graph then, as after
+    # Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     budget = {"edges": options.edges, "weights": options.weights, "progress": _progress}
     if options.circulant:
         if options.degree is None:
-            raise GraphError("--circulant needs --degree D")
+            raise GraphError("--circulant needs --degree D, the maximum number of neighbours")
         result = search_circulants(options.nodes, options.degree, **budget)
     else:
         if options.degree is None and options.edges is None:

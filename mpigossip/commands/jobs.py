@@ -61,7 +61,8 @@ def _job(options) -> None:
     job = assemble.load(options.job, options.settings, resolve=False)
     ranks = _ranks(job, site, options.ranks)
     ranks_per_node = job.node.ranks_per_node
-    if ranks_per_node == "auto":  # As on compute nodes: if devices are named, each rank is a node.
+    # A run resolves "auto" in the same way: if devices are named, each rank is a node.
+    if ranks_per_node == "auto":
         ranks_per_node = ranks if job.node.devices == "auto" else 1
         job = replace(job, node=replace(job.node, ranks_per_node=ranks_per_node))
     nodes = options.nodes * ranks // (ranks_per_node if isinstance(ranks_per_node, int) else ranks)
@@ -100,7 +101,7 @@ def _ranks(job: Job, site: Site, per_host: int | None) -> int:
     from mpigossip.config import JobError
 
     ranks_per_node = job.node.ranks_per_node
-    if ranks_per_node == "auto":  # one rank per GPU
+    if ranks_per_node == "auto":  # If no devices are named, there is one rank per GPU.
         return per_host or (site.gpus if job.node.devices == "auto" else 1) or 1
     ranks = per_host or (ranks_per_node if isinstance(ranks_per_node, int) else site.gpus)
     if ranks < 1:
@@ -118,7 +119,11 @@ def _ranks(job: Job, site: Site, per_host: int | None) -> int:
 
 
 def _venv(folder: Path | None) -> str | None:
-    """Return the virtual environment of the job: ``folder``, or that of this process."""
+    """Return the virtual environment of the batch job.
+
+    :param folder: value of --venv; None: use the virtual environment of this process, if any
+    :raises JobError: if the folder is not a virtual environment
+    """
     from mpigossip.config import JobError
 
     if folder is None:

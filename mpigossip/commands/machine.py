@@ -94,7 +94,7 @@ def _devices(text: str) -> str:
 
 
 def _ranks(text: str) -> int | str:
-    """Parse a value of node.ranks_per_node; argparse reports the option of a ValueError."""
+    """Parse a value of node.ranks_per_node; a ValueError becomes a message of argparse."""
     if text in ("host", "auto"):
         return text
     if int(text) < 1:
@@ -147,9 +147,9 @@ def _add_bench(commands) -> None:
 
 
 def _bench(options) -> None:
-    """Measure, and print the rows on rank 0; with ``--json``, print one list at the end.
+    """Measure, and print each row on rank 0.
 
-    With ``--out``, also write them to a file.
+    With ``--json``, print one list at the end instead. With ``--out``, also write a file.
     """
     import torch
 

@@ -113,7 +113,7 @@ def _simulate(options) -> int:
 
     job = assemble.load(options.job, options.settings)
     if not any(setting.strip().startswith("run.output") for setting in options.settings):
-        # keep the plain name of the run directory for a real run of the job
+        # A real run of the job must be able to use the name of the run directory itself.
         job = assemble.with_output(job, f"{job.run.folder}-simulated")
     if options.dry_run:
         print_safe(describe(job, options.nodes))
@@ -136,7 +136,13 @@ def _job_of(folder: Path) -> dict:
 
 
 def _begin(job: Path | dict, settings: list[str], folder: Path | None = None) -> float:
-    """Start as a rank before torch and MPI are imported; return MPI's time to start, in seconds."""
+    """Prepare this process as a rank of a launcher, before torch and MPI are imported.
+
+    :param job: path of the job file, or the job as a dict
+    :param settings: settings "section.key=value" that override those of the job
+    :param folder: run directory; None: the job names it
+    :return: seconds that MPI may take to start
+    """
     from mpigossip import config
     from mpigossip.cluster import process
 
@@ -149,7 +155,7 @@ def _begin(job: Path | dict, settings: list[str], folder: Path | None = None) ->
 
 
 def _exit_code(summary: dict, world: World) -> int:
-    """Return the exit code for a summary, equal on all ranks; collective."""
+    """Return the exit code of a run from its summary; collective, and equal on all ranks."""
     return STOPPED if world.agree(int(bool(summary) and not summary["finished"])) else OK
 
 
@@ -280,7 +286,7 @@ def _add_study(commands) -> None:
 
 
 def _study(options) -> None:
-    """Train the missing runs; write table.csv, table.tex and a plot of each metric."""
+    """Train the missing runs of a study; write table.csv, table.tex and a plot of each metric."""
     from mpigossip.store.hdf5 import replacing
     from mpigossip.studies import study
     from mpigossip.studies.grid import arguments

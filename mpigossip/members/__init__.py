@@ -1,5 +1,7 @@
 """Training in a folder that members join and leave: files and records, claims, protocol, models.
 
+The folder contains these files:
+
     job.toml                  job and versions that all members share
     places/000007             place of a member; numbers are never used again
     chain/000007/000042       rounds of a place in order, followed by one closing record

@@ -1,9 +1,9 @@
 """Claims of chunks: each chunk is trained in exactly one published round.
 
-A place claims a block of chunks for its next rounds. If its chain ends early, or if the first of
-these rounds names another claim, the missing rounds are void, and the next claim of the block
-covers exactly their chunks. The set of trained chunks therefore follows from chains and claims
-alone.
+A place claims a block, which is a number of consecutive chunks, for its next rounds. If its chain
+of records ends early, or if the first of these rounds names another claim, then the missing rounds
+are void: they will never be published. The next claim of the block covers exactly the chunks of
+void rounds. The set of trained chunks therefore follows from chains and claims alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ same one."""
 LOOKS = 4
 """Number of claimed blocks, the oldest ones, that are checked for void rounds before each claim."""
 TRIES = 64
-"""Number of attempts to claim a block, after which the member waits."""
+"""Number of failed attempts to claim a block, after which the member waits."""
 
 
 Remainder = tuple[int, int, int]
@@ -104,7 +104,7 @@ class Ledger:
         return free, next((remainder for remainder in remainders if remainder), None)
 
     def _find_remainder(self, member: Any, block: int, attempts: int) -> Remainder | None:
-        """Return the chunks of a block that its claims have left void; None if there are none.
+        """Return the rest of a block whose chunks nobody trains any more; None if there is none.
 
         :param member: the `Place` of this member
         :param block: the block

@@ -1,4 +1,4 @@
-"""Exchange of a member through the folder: it publishes a model and reads one peer per round."""
+"""Exchange of a member through the folder: in each round, it publishes its model and reads one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import Entry
 
 POLL_S = 2.0
-"""Seconds after which a member that has nothing to train reads the folder again."""
+"""Seconds after which a member that waits for a chunk reads the folder again."""
 
 
 class NoModel(StoreError):
-    """No model that a member may start with exists and is undamaged."""
+    """There is no undamaged model with which a member could start."""
 
 
 class StopRequested(Exception):
@@ -42,7 +42,7 @@ def digest(state: NodeState) -> str:
 
 
 def layout(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
-    """Return a digest, of 16 characters, of the names and shapes of a model's parameters."""
+    """Return a digest of 16 characters of the names and shapes of a model's parameters."""
     text = repr((tuple(names), tuple(map(tuple, shapes))))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -80,12 +80,14 @@ def correct_for_age(state: NodeState, now: NodeState, then: NodeState, late: int
 def read_model(
     place: Place, version: Round, failures: list[Exception] | None = None
 ) -> NodeState | None:
-    """Return a model, or None if it is missing, incomplete or damaged; damage is reported once.
+    """Return a model, or None if it is missing, incomplete or damaged.
+
+    Damage is reported once per file.
 
     :param place: place of the member that reads
     :param version: record of the round that published the model
-    :param failures: list to which errors of the file system are added, because they say nothing
-        about the model; None: they are reported like damage
+    :param failures: list to which errors of the file system are added. They do not show that the
+        model is damaged, so the caller can read it again. None: they are reported like damage
     """
     disk = place.disk
     name = f"models/{version.file}"
@@ -111,7 +113,7 @@ def read_model(
         if failures is not None and cause(error) is not None:
             failures.append(error)
         else:
-            # The error's remedy after the semicolon is one for checkpoints.
+            # The text after the semicolon is a remedy for checkpoints, which does not help here.
             place.report_once(name, str(error).partition(";")[0])
         return None
 
@@ -132,7 +134,7 @@ class FolderExchange:
         self.place = place
         self.poll_s = poll_s
         self.promises = 1
-        """Longest silence that the next stay promises, in leases."""
+        """Longest silence, in leases, that this member promises for its next stay."""
         self._leave_requested = stopping
         self._stop_seen = False
         self._looked_at = float("-inf")
@@ -152,9 +154,9 @@ class FolderExchange:
     def stay(self) -> Iterator[None]:
         """Return a context manager for one stay, which leaves the place if the block fails.
 
-        The block ends without an error if other members have closed the place, or if its model has
-        become too old: the caller then joins again. After a closing, the next stay promises twice
-        as many leases, up to `LEASES`.
+        If other members have closed the place, or if its model has become too old, the block ends
+        without an error, and the caller has to join again. If the place was closed, the member may
+        be silent for twice as many leases in its next stay, but at most for `LEASES`.
         """
         place = self.place
         try:
@@ -168,7 +170,8 @@ class FolderExchange:
             place.report(f"place {place.number} fell behind the others; joining again")
             self.leave()
         except BaseException:
-            # If an outage has ended this stay, leaving fails, too, and must not hide its error.
+            # If an outage has ended this stay, leaving fails, too. Its error must not replace the
+            # first one.
             is_over = place.disk.outages.given_up
             with contextlib.suppress(*(FolderUnreachable, StoreError) if is_over else ()):
                 self.leave()
@@ -193,10 +196,10 @@ class FolderExchange:
     def _current(
         self, choose: Callable[[], list[Round]], limit: int
     ) -> tuple[list[Round], list[NodeState]]:
-        """Read ``limit`` models like :meth:`newest`, of the versions that ``choose`` returns.
+        """Read models like :meth:`newest`, from the versions that ``choose`` returns.
 
-        If none of them can be read, ``choose`` is called again, because newer versions may have
-        replaced them meanwhile.
+        If no model can be read, ``choose`` is called again, because newer versions may have
+        replaced the first ones meanwhile.
         """
         versions = choose()
         while True:
@@ -209,11 +212,12 @@ class FolderExchange:
                     raise
 
     def newest(self, versions: list[Round], limit: int) -> tuple[list[Round], list[NodeState]]:
-        """Read models like :meth:`readable`; if none can be read, try earlier rounds.
+        """Read models like :meth:`readable`; if none can be read, try earlier rounds of the places.
 
-        They belong to the same places, and go back as far as a place keeps models.
-
-        :raises NoModel: if no model can be read
+        :param versions: versions in the order of preference
+        :param limit: largest number of models to read
+        :return: the versions that were read, and their models
+        :raises NoModel: if none of the models that the places have kept can be read
         """
         return self.place.disk.retry(lambda: self._newest(versions, limit), "models")
 
@@ -229,7 +233,7 @@ class FolderExchange:
     def readable(self, versions: list[Round], limit: int) -> tuple[list[Round], list[NodeState]]:
         """Return the first ``limit`` versions that can be read, and their models.
 
-        A model is passed over only if it was removed or is damaged. If the file system fails for
+        A model is skipped only if it was removed or is damaged. If the file system fails for
         one of them, all are read again, for at most one lease.
 
         :param versions: versions in the order of preference
@@ -269,10 +273,11 @@ class FolderExchange:
         return failures[0] if failures else NoModel(text)
 
     def chunk(self) -> tuple[int, int] | None:
-        """Return the next chunk and the progress; None after the end of the training.
+        """Return the next chunk to train and the progress; None after the end of the training.
 
-        The progress is the number of chunks that determines the learning rate. While other members
-        train the last chunks, the call waits. The member that finds all of them done publishes END.
+        The progress is a number of chunks, which determines the learning rate. If no chunk can be
+        claimed because other members train the last ones, the call waits. When all chunks are done,
+        it publishes the record END.
 
         :raises Fenced: if other members have closed this place
         :raises StopRequested: if the member is asked to leave while it waits

@@ -1,8 +1,9 @@
 """Retries of operations on a shared folder that fail because of its file system.
 
-An operation that fails says nothing about the file. It is therefore repeated until it succeeds, or
-until it has failed for longer than a lease. The member then ends with exit code 75, for which batch
-scripts queue it again. If only the user can correct the cause, it ends with a user error instead.
+An error of the file system does not show whether a file exists or is valid. The operation is
+therefore repeated until it succeeds, or until it has failed for longer than a lease. The member
+then ends with exit code 75, after which batch scripts queue it again. If only the user can correct
+the cause, the member ends with a user error instead.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from mpigossip.config.readable import print_note
 from mpigossip.store import StoreError
 
 START_S = 10.0
-"""Time limit of an operation, in seconds, until the lease is known and after the member was asked
-to leave."""
+"""Seconds for which an operation may fail at the start, when the lease is not known yet, and after
+the member was asked to leave."""
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 2.0
-"""First and longest pause between two attempts, in seconds: each pause is twice as long as the
-previous one."""
+"""First and longest pause between two attempts, in seconds. Each pause is twice as long as the
+previous one, until the longest is reached."""
 RIGHTS = "ask its owner for permission to use it (with --shared: `umask 022`)"
 SPACE = "free space there, or ask for a larger quota"
 REMEDIES = {
@@ -49,7 +50,7 @@ T = TypeVar("T")
 
 
 class FolderUnreachable(Failure):
-    """An operation on a training's folder has failed for too long; another host may succeed."""
+    """An operation on a training's folder has failed for too long. Another host may succeed."""
 
     code = STOPPED
 
@@ -61,8 +62,8 @@ class ForeignFile(PermissionError):
 def cause(error: BaseException) -> OSError | None:
     """Return the error of the file system that caused an exception; None if there is none.
 
-    A `StoreError` without such a cause concerns the content of a file. So does an `OSError` of the
-    HDF5 library, which has no error number.
+    The result is None for a `StoreError` about the content of a file, and for an `OSError` without
+    an error number, which the HDF5 library raises if the content of a file is invalid.
     """
     failure = error if isinstance(error, OSError) else error.__cause__
     return failure if isinstance(failure, OSError) and failure.errno is not None else None
@@ -97,8 +98,8 @@ class Outages:
     def seconds(self) -> float:
         """Return the total duration of all outages until now, the present one included.
 
-        A member that cannot see the folder cannot see what others publish either. These seconds
-        must therefore not count as their silence.
+        During an outage, a member can't see what other members publish. It must therefore subtract
+        these seconds from the time for which the others seem to be silent.
         """
         with self._lock:
             return self._past + (time.monotonic() - self._since if self._failing else 0.0)

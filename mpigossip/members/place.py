@@ -25,17 +25,17 @@ from mpigossip.store import StoreError
 
 FOLDERS = ("tmp", "places", "chain", "ledger", "models", "closed")
 BEHIND = 8
-"""Largest difference in age between two models that are averaged. The age is a Lamport clock, see
-`Round`: a model with a greater age is newer."""
+"""Largest difference in age between two models that are averaged. The age of a model is a Lamport
+clock, which counts rounds (see `Round.age`): a model with a greater age is newer."""
 NEWEST = 8
 """Largest number of models whose average a new member starts with."""
 KEEP = 3
 """Number of models that a place keeps: it removes older ones."""
 OLD = 4 * BEHIND
-"""Difference in age from which the models of a closed place are removed: no member starts with
-them any more."""
+"""Difference in age from the newest model at which the models of a closed place are removed: no
+member starts with them any more."""
 LEASES = 16
-"""Longest silence that a member may promise, in leases."""
+"""Largest number of leases for which a member may be silent."""
 
 
 class Fenced(Exception):
@@ -54,15 +54,16 @@ class TrainingPlan(NamedTuple):
     block: int
     """Number of chunks that are claimed at once."""
     lease_s: float
-    """Shortest silence that a record promises, in seconds."""
+    """Lease, in seconds: the time for which a member may be silent, unless it has promised a
+    multiple of it."""
 
 
 @dataclass
 class Chain:
-    """Knowledge of this member about the chain of another place."""
+    """Records of another place, as far as this member has read them."""
 
     promise: float
-    """Longest silence, in seconds, that the newest usable record promises."""
+    """Longest silence, in seconds, that the newest usable record of the place allows."""
     seen: float
     """Time at which the chain was last seen to grow, by this member's clock."""
     next: int = 0
@@ -86,8 +87,8 @@ class Place:
     All records of a place form its chain: record 0 names the models that the member started with,
     record k is its round k, and a closing record ends the chain.
 
-    The clock and the random choices decide which chunks are claimed and which peers are present.
-    The records contain these decisions, so that a replay needs neither.
+    Clocks and random numbers decide which chunks a member claims, and which peers are present.
+    The records contain these decisions, so that a replay needs neither clocks nor random numbers.
     """
 
     claim: Claim | None
@@ -131,8 +132,8 @@ class Place:
     def join(self, promises: int = 1) -> None:
         """Create a place with a number that was never used before.
 
-        :param promises: longest silence that the records of this place promise, in leases; at most
-            `LEASES`
+        :param promises: longest time, in leases, for which this place may be silent between two
+            records; at most `LEASES`
         """
         self.disk.outages.limit_s = self.plan.lease_s
         places = self.numbers("places")
@@ -182,8 +183,10 @@ class Place:
     def start(self, inputs: Sequence[Round], about: dict[str, str]) -> None:
         """Publish record 0, which names the models that this member starts with.
 
-        :param inputs: averaged versions; empty: the model comes from the seed
-        :param about: facts that the bits of the model depend on, such as versions and processor
+        :param inputs: versions whose average the member starts with; empty: it starts with a model
+            that is initialized from the seed
+        :param about: facts on which the bits of the model depend, such as the versions of packages
+            and the processor
         :raises Fenced: if other members have closed this place
         """
         versions = tuple(version.version for version in inputs)
@@ -197,7 +200,7 @@ class Place:
     # -- what others do ---------------------------------------------------------------------------
 
     def present(self) -> list[int]:
-        """Return the places that are not known to be closed or silent, in ascending order."""
+        """Return the places that are neither closed nor silent, as far as known, in order."""
         present = {place for place in self.numbers("places") if not self.absent(place)}
         present -= self._closed().keys()
         # A stale listing may lack this member's own place.
@@ -279,7 +282,7 @@ class Place:
         exponential graph over the m present places in ascending order: the first candidate is the
         place at offset 2^(round mod ⌈log2 m⌉), and up to three more follow at the offsets of the
         next rounds. A version is never averaged twice, and a version that is more than `BEHIND`
-        older than the own model is passed over.
+        older than the own model is skipped.
 
         :raises TooFarBehind: if the own model is more than `BEHIND` older than a candidate
         """
@@ -300,7 +303,7 @@ class Place:
                 yield version
 
     def took(self, version: Round) -> None:
-        """Note that this version is averaged in the current round."""
+        """Store the version that this member averages with in the current round, for its record."""
         self.peer = version
         self.averaged[version.place] = version.round
 
@@ -330,8 +333,9 @@ class Place:
         :param claim: the claim
         :param count: number of chunks that it covers
         """
-        # If the reply to the publication of a claim was lost, this place does not train its chunks:
-        # the claim is void as soon as the place has passed its first round.
+        # A claim may have been published although the file system reported an error. Then this
+        # place does not train its chunks, and the claim is void as soon as the place has passed the
+        # first round of the claim.
         if claim.place == self.number:
             return 0, name not in self._own and claim.first < self.round
         chain = self.refresh(claim.place)
@@ -461,7 +465,10 @@ class Place:
         return [int(name) for name in self.disk.names(folder) if re.fullmatch(r"\d{6,15}", name)]
 
     def _closed(self) -> dict[int, int]:
-        """Return the age of each closed place for which there is a hint in `closed`."""
+        """Return the age of the newest model of each place that has a hint in the folder `closed`.
+
+        A hint is a file that says that the place is closed.
+        """
         names = self.disk.names("closed")
         hints = [name for name in names if re.fullmatch(r"\d{6,15}\.\d{6,15}", name)]
         return {int(place): int(age) for place, age in (name.split(".") for name in hints)}
@@ -486,7 +493,7 @@ class Place:
             return Record(place=0)
 
     def report_once(self, name: str, text: str) -> None:
-        """Report once that a file is unusable and passed over."""
+        """Report that a file is unusable and ignored, unless that was reported before."""
         if name not in self._reported:
             self._reported.add(name)
             self.report(f"{name}: {text}; it is ignored")

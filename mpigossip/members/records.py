@@ -29,7 +29,7 @@ NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EX
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Errors of fsync(2) on a file system that cannot write a folder to stable storage."""
 NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of chmod(2) on a file system without permissions of its own."""
+"""Errors of chmod(2) on a file system that does not store permissions."""
 READABLE = 0o444
 """Permission bits of a file that all users may read."""
 
@@ -51,7 +51,7 @@ class RecordStore:
     """
 
     def __init__(self, root: Path, shared: bool = False):
-        """Keep the path of the folder, which need not exist yet.
+        """Prepare to use a folder, which need not exist yet.
 
         :param root: folder of the training
         :param shared: whether files of other users are accepted, and new files are made readable
@@ -65,10 +65,13 @@ class RecordStore:
         self._known: set[str] = set()
         """Folders that are known to have existed. No member ever removes a folder."""
         self._unwanted: list[Path] = []
-        """Files that still have to be removed, because an outage prevented it."""
+        """Files that still have to be removed, because an outage has prevented their removal."""
 
     def path(self, name: str) -> Path:
-        """Return the path of a name; called once for each operation of the file system."""
+        """Return the path of a file in this folder; each operation on a file calls this once.
+
+        :param name: name of the file, relative to the folder
+        """
         return self.root / name
 
     def retry(self, operation: Callable[[], T], name: str = "") -> T:
@@ -90,7 +93,7 @@ class RecordStore:
         except NotADirectoryError:
             if folder:
                 raise
-            # The training's folder is itself a file: the function that creates one reports that.
+            # The training's "folder" is a file. `begin` reports this error.
             return []
         self._known.add(folder)
         if self._identity is None:
@@ -139,8 +142,8 @@ class RecordStore:
         """Return the content of a file, or None if it does not exist.
 
         :param name: name in the folder
-        :param listed: whether the name is known to exist, because it was listed or follows from
-            another one. If it can't be opened all the same, this is an error of the file system
+        :param listed: whether the name must exist, because it was listed or because another file
+            depends on it. If the name is not found then, that is an error of the file system
         :raises Unusable: if the name is not a regular file, or the file is larger than `LARGEST`
         :raises StoreError: if a listed name was removed, or belongs to another user in a folder
             that is not shared
@@ -184,8 +187,9 @@ class RecordStore:
     def publish(self, name: str, content: bytes) -> bool:
         """Publish a file; return False if the name already has another content.
 
-        After a return, the file is on stable storage. The reply to a link may be lost, so after an
-        error the result depends only on the content that is found under the name.
+        When this method returns, the file is on stable storage. A network file system may report an
+        error although it has linked the file. After an error, the result therefore depends only on
+        the content that the name has.
         """
         return self.retry(lambda: self.publish_once(name, content), name)
 
@@ -391,28 +395,28 @@ class Start(Record):
     inputs: tuple[Version, ...]
     """Models whose average the member started with; empty: its model came from the seed."""
     promise: float
-    """Longest silence until the next record, in seconds."""
+    """Seconds within which the member has to publish its next record."""
     about: dict[str, str]
-    """Facts that the bits of the model depend on, such as versions and processor."""
+    """Facts on which the bits of the model depend, such as versions and processor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round(Record):
-    """A published round, in which the member trained one chunk."""
+    """A published round, in which a member has trained one chunk."""
 
     round: int
     claim: str
     """Name of the claim that contains the chunk."""
     chunk: int
     peer: tuple[Version, ...]
-    """Version that the member had averaged its model with; empty: none."""
+    """Model with which the member has averaged its own before this round; empty: none."""
     age: int
     """Lamport clock: 1 + the larger of the ages of the member's previous model and of its peer."""
     progress: int
-    """Number of chunks that the history of this model has reached; it determines the learning
-    rate."""
+    """Largest number of a chunk (plus 1) that this model, or a model averaged into it, was trained
+    on. It determines the learning rate."""
     promise: float
-    """Longest silence until the next record, in seconds."""
+    """Seconds within which the member has to publish its next record."""
     step: int
     """Step count that is stored with the model."""
     file: str

@@ -1,6 +1,7 @@
-"""Warnings from the log of a run: stragglers, divergence, and warnings of the cadence.
+"""Warnings about stragglers and divergence, and the warnings of the cadence.
 
-They use rows of the log that are gathered on rank 0 anyway, so they need no messages.
+They are computed on rank 0 from the rows that it has gathered for the log, and therefore need no
+messages between ranks.
 """
 
 from collections import deque
@@ -12,21 +13,22 @@ from mpigossip.config import LogSection
 from mpigossip.runs.summary import SPLIT
 
 Rows = Mapping[str, np.ndarray]
-"""Columns of the log for consecutive steps: arrays (steps, nodes)."""
+"""Columns of the log by name; each array has the shape (consecutive steps, nodes)."""
 
 SMALL_DISTANCE = 1e-3
 """Consensus distance below which its growth is ignored."""
 
 
 class Straggler:
-    """Warning that a node computes ``times`` longer than the median, for ``seconds``."""
+    """Warning about each node that has computed much longer than the other nodes for some time."""
 
     def __init__(self, times: float, seconds: float, hosts: Sequence[str] = ()):
         """Prepare the warning.
 
-        :param times: ratio to the median above which a node is slow; 0: never warn
-        :param seconds: time for which a node has to be slow
-        :param hosts: host of each node, which the warning names if they differ
+        :param times: a node is slow if its computation time per step is more than ``times`` times
+            the median of all nodes; 0: never warn
+        :param seconds: time in seconds for which a node has to be slow before the warning
+        :param hosts: name of the host of each node; if the hosts differ, the warning names the host
         """
         self._times = times
         self._seconds = seconds
@@ -35,11 +37,15 @@ class Straggler:
         self._warned: set[int] = set()
 
     def see(self, first: int, rows: Rows) -> list[str]:
-        """Return warnings about the steps from ``first`` on, one each time a node becomes slow."""
+        """Return a warning for each node that has become slow in the given steps.
+
+        :param first: number of the first step in ``rows``
+        :param rows: columns of the log for these steps
+        """
         compute = rows["compute_s"]
         # Idle steps of a node do not count: they have no computation and no loss.
         worked = ~np.isnan(rows["loss"])
-        # a program may log no loss; then all steps count
+        # A program may log no loss. Then all steps count.
         worked |= ~worked.any(axis=1, keepdims=True) & ~np.isnan(compute)
         mean = np.where(worked, compute, 0.0).sum(axis=0) / np.maximum(worked.sum(axis=0), 1)
         awake = np.sort(mean[worked.any(axis=0)])
@@ -70,13 +76,16 @@ class Straggler:
 
 
 class Divergence:
-    """Warning that the consensus distance has grown ``times``-fold within ``steps`` steps."""
+    """Warning that the consensus distance has grown by a large factor within some steps."""
 
     def __init__(self, times: float, steps: int):
-        """Prepare the warning; distances below `SMALL_DISTANCE` count as `SMALL_DISTANCE`.
+        """Prepare the warning.
 
-        :param times: factor of growth; 0: never warn
-        :param steps: number of steps within which it is reached
+        Growth is measured from the smallest distance of the last steps, but from `SMALL_DISTANCE`
+        if that is larger.
+
+        :param times: factor of growth above which there is a warning; 0: never warn
+        :param steps: number of steps over which the growth is measured
         """
         self._times = times
         self._steps = steps
@@ -110,7 +119,7 @@ class Divergence:
 
 
 class CadenceWarning:
-    """Warning of the cadence about its state, printed once until the cadence has none."""
+    """Warning that the cadence gives about its state, printed once as long as it lasts."""
 
     def __init__(self, message: Callable[[], str]):
         self._message = message
@@ -126,7 +135,12 @@ class CadenceWarning:
 def watchers(
     section: LogSection, hosts: Sequence[str] = (), cadence: Callable[[], str] = lambda: ""
 ) -> list[Straggler | Divergence | CadenceWarning]:
-    """Return the warnings that section `[log]` asks for, and the warning of the cadence."""
+    """Return the objects that produce the warnings of a run.
+
+    :param section: section `[log]` of the job, with the limits above which there is a warning
+    :param hosts: name of the host of each node
+    :param cadence: function that returns the present warning of the cadence; "" if there is none
+    """
     return [
         Straggler(section.straggler_times, section.straggler_s, hosts),
         Divergence(section.diverging_times, section.diverging_steps),

@@ -1,4 +1,4 @@
-"""Hooks: observers of a run, which never change its results, and the hooks that a job can name.
+"""Hooks, which observe a run without changing its results, and the names of hooks in jobs.
 
 To add a hook, write a subclass of `Hook` and add a line to `HOOKS`. A custom hook needs no line.
 """
@@ -42,14 +42,18 @@ class Hook:
         """Process the ``result`` of an evaluation, which was made after ``step`` steps."""
 
     def wants_stop(self, done: int) -> bool:
-        """Return whether the run should end after ``done`` steps; equal on all ranks.
+        """Return whether the run should end after ``done`` steps.
 
-        With asynchronous nodes, it is called when they write the log.
+        The result must be equal on all ranks. The method is called after each step, or, if the
+        nodes are asynchronous, each time they write the log.
         """
         return False
 
     def flush(self) -> None:
-        """Write to disk what must not be older than the checkpoint that follows."""
+        """Write buffered output to disk; called before each checkpoint.
+
+        After a restart from that checkpoint, the output must not lack earlier steps.
+        """
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         """End after the last step; ``summary`` is complete on rank 0 only."""
@@ -58,8 +62,9 @@ class Hook:
 class TensorBoard(Hook):
     """Hook that writes RUN/tensorboard on rank 0, for ``tensorboard --logdir runs``.
 
-    Metrics of a step are those of the nodes in this process (of node 0 under a launcher). The log
-    has the metrics of all nodes; ``mpigossip log export --tensorboard`` writes their means.
+    The metrics of a step are means over the nodes in the process of rank 0: all nodes of a
+    simulation, or node 0 under a launcher. The log contains the metrics of all nodes, and
+    ``mpigossip log export --tensorboard`` writes their means.
     """
 
     def __init__(self, world: World):
@@ -74,9 +79,10 @@ class TensorBoard(Hook):
                     self._writer = Events(progress.folder / "tensorboard", progress.first_step)
 
     def _write(self, write: Callable[[Events], None]) -> None:
-        """Write on rank 0.
+        """Call ``write`` with the open files on rank 0.
 
-        After an error of the disk, nothing more is written, because the log contains all metrics.
+        If the disk reports an error, print a warning, and write nothing from then on: training need
+        not stop, because the log contains all metrics.
         """
         if self._writer is None:
             return
@@ -129,9 +135,11 @@ class TensorBoard(Hook):
 
 
 def named_hooks(names: Sequence[str], world: World) -> list[Hook]:
-    """Return the hooks of these names, each made with the world. Collective.
+    """Build the hooks that `log.hooks` names; collective.
 
-    :raises JobError: on all ranks, if a hook is unknown or can't be made
+    :param names: names in `HOOKS`, or "package.module:factory"
+    :param world: ranks of the run, which each factory gets as its argument
+    :raises JobError: on all ranks, if a hook is unknown or can't be built
     """
     with world.raise_together(JobError):
         return [_build_hook(name, world) for name in names]

@@ -29,8 +29,8 @@ from mpigossip.training.evaluate import Evaluation, evaluate, norms
 
 PARTITION_KEY = "partition"
 NUMPY_KEY = "numpy"
-"""Keys of a checkpoint's manifest: digest of the partition, and the version of NumPy that drew
-it."""
+"""Keys of a checkpoint's manifest: the digest of the partition of the samples over nodes, and the
+version of NumPy whose random numbers were used for this partition."""
 NOT_OF_PARTITION = {"batch", "augment", "image_size", "workers", "cache"}
 """Settings of `[data]` on which the partition does not depend."""
 
@@ -44,7 +44,7 @@ class JobNode:
         self.job = assembly.parts.job
         self.world = world
         self._doubted: set[str] = set()
-        """Metrics for which a value that is not finite was reported."""
+        """Names of the metrics about whose infinite or NaN value a warning was printed."""
         self._take(assembly)
 
     def _take(self, assembly: Assembly) -> None:
@@ -97,10 +97,11 @@ class JobNode:
     def check_saved(self, manifest: Manifest, path: Path) -> None:
         """Check that the same settings give the nodes the same samples as before.
 
-        Another number of nodes or other settings of the data lead to another partition. Checkpoints
-        of earlier versions contain no digest of it. The check is skipped in these cases.
+        The check compares digests of the partition. It is skipped if the number of nodes or the
+        settings of the data have changed, because the partition then has to differ, and for
+        checkpoints of earlier versions, which contain no digest.
 
-        :raises StoreError: if settings are equal, but the partition differs
+        :raises StoreError: if the settings are equal, but the partition differs
         """
         saved = manifest.meta.get(PARTITION_KEY)
         partition = self.facts.get(PARTITION_KEY)
@@ -125,10 +126,10 @@ class JobNode:
         )
 
     def restore_counters(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
-        """Restore the counters; the epoch continues where it was.
+        """Restore the counters, so that the current epoch continues where it was interrupted.
 
-        If the number of steps per epoch has changed, `shift` is set so that the same fraction of
-        the epoch is done.
+        If the number of steps per epoch has changed since the checkpoint, `shift` is set such that
+        the number of epochs done stays the same.
         """
         trainer = self.trainer
         before = int(facts["steps_per_epoch"])
@@ -149,10 +150,10 @@ class JobNode:
         self._take(assemble(self.job, world, world.size))
 
     def copy_step_extras(self, spare: Any) -> None:
-        """Do nothing: batches, loss scale and random numbers follow from the step."""
+        """Do nothing: a job's batches, loss scale and random numbers follow from the step."""
 
     def restore_step_extras(self, saved: Any, world: World) -> list[str]:
-        """Do nothing."""
+        """Restore nothing, because :meth:`copy_step_extras` copies nothing."""
         return []
 
     def close(self, together: bool) -> None:
@@ -220,7 +221,7 @@ class JobNode:
         run.evaluated(result)
 
     def _doubt(self, result: Evaluation, progress: Progress) -> None:
-        """Warn on rank 0, once per metric, if a value of the averaged model is not finite."""
+        """Warn on rank 0, once per metric, if the averaged model's value is infinite or NaN."""
         for name, value in result.averaged.items():
             if self.world.rank or math.isfinite(value) or name in self._doubted:
                 continue

@@ -112,10 +112,10 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
     """Resume the run in a run directory from its newest complete checkpoint.
 
     :param folder: the run directory
-    :param overrides: settings "section.key=value" that replace those of the run
+    :param overrides: settings "section.key=value" that replace settings of the run's job
     :param world: ranks of the run
-    :param n: number of nodes; None: the number that the ranks form, or without ranks the number of
-        the checkpoint
+    :param n: number of nodes; None: the number that the MPI ranks form or, without MPI, the number
+        of nodes of the checkpoint
     :return: the summary on rank 0
     :raises JobError: if the folder contains no run that can be resumed
     """
@@ -138,7 +138,7 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
                     f'run.output: a run continues in its own folder, "{folder}"; to keep it '
                     "unchanged, copy the folder and resume the copy"
                 )
-            # the folder may have been moved since
+            # The folder may have been moved after the checkpoint was written.
             job = replace(job, run=replace(job.run, output=str(folder)))
         if world.comm is not None:
             n = n or _nodes(job, world)
@@ -161,11 +161,14 @@ def _job_manifest(path: Path) -> Manifest:
 
 
 def _same_job(job: Job, n: int, newest: Path) -> None:
-    """Check that the run directory belongs to this job with this number of nodes.
+    """Check that a run directory contains a run of this job with this number of nodes.
 
-    A run in which nodes have failed continues with the number of nodes with which it was started.
+    If nodes have failed during that run, the number with which it was started is compared.
 
-    :raises JobError: if it belongs to another job or has another number of nodes
+    :param job: the job
+    :param n: number of nodes
+    :param newest: newest checkpoint in the run directory of the job
+    :raises JobError: if the run belongs to another job, or has another number of nodes
     """
     manifest = _job_manifest(newest)
     if n != nodes_requested(manifest):
@@ -175,7 +178,8 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
             f"`mpigossip resume {job.run.folder}` on {n} ranks (simulated: with --simulate "
             f"--nodes {n})"
         )
-    # run.output is not compared, because `resume` replaces its pattern by the folder
+    # `resume` replaces the pattern in run.output by the name of the folder, so the values differ
+    # although the folder is the same.
     if differences := differing(job, load(manifest.job), {"run.output"}):
         folder = job.run.folder
         raise JobError(
@@ -186,10 +190,10 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
 
 
 def differing(job: Job, other: Job, excluded: Collection[str] = ()) -> list[str]:
-    """Return the settings in which two jobs differ.
+    """Return one text for each setting in which two jobs differ, with both values.
 
     :param job: the job
-    :param other: the other job
+    :param other: the job in the run directory
     :param excluded: names of sections and settings that are not compared
     """
     now = config.as_dict(job)

@@ -19,7 +19,7 @@ SETTING = "run.output"
 def locked(folder: Path, world: World, setting: str = SETTING) -> Iterator[None]:
     """Return a context manager that keeps other jobs out of the run directory; collective.
 
-    File systems without locks (some Lustre and NFS mounts) are accepted.
+    On file systems without locks (some Lustre and NFS mounts), it keeps no job out.
 
     :param folder: the run directory
     :param world: ranks of the run; rank 0 holds the lock
@@ -37,7 +37,10 @@ def locked(folder: Path, world: World, setting: str = SETTING) -> Iterator[None]
 
 
 def lock(folder: Path, setting: str = SETTING) -> TextIO:
-    """Lock a run directory until the returned file is closed.
+    """Lock a run directory, which is created if it does not exist.
+
+    The lock is held until the returned file is closed. On file systems without locks, the file is
+    returned all the same.
 
     :param folder: the run directory
     :param setting: setting or parameter that named the folder, for messages
@@ -64,7 +67,8 @@ def lock(folder: Path, setting: str = SETTING) -> TextIO:
     try:
         _sign(handle)
     except OSError as error:
-        with contextlib.suppress(OSError):  # close() tries to write the rest again
+        # close() tries to write the buffered text again, and fails again.
+        with contextlib.suppress(OSError):
             handle.close()
         raise JobError(
             f'{setting}: can\'t write into "{folder}": {error.strerror}; make room there, or '

@@ -1,7 +1,8 @@
 """Export of a model from a checkpoint: the exact average over nodes, or the model of one node.
 
-Names are those of the model's own ``state_dict()``. Parameters and norm statistics are averaged in
-float64 in the order of nodes, as in an evaluation, so the values are bitwise identical.
+Names are those of the model's own ``state_dict()``. Parameters and the statistics of normalization
+layers are averaged in float64, in the order of nodes. An evaluation does the same, so the exported
+values are bitwise identical to the values that were evaluated.
 """
 
 import tomllib
@@ -28,12 +29,14 @@ def export(path: Path, out: Path, node: int | None = None, trust_model: bool = F
     """Write the averaged model of a checkpoint, or the model of one node; return a report.
 
     :param path: folder of the checkpoint
-    :param out: file to write. Its suffix selects the format: .safetensors, with step, nodes and job
-        as metadata, or .pt (.pth) for ``torch.load``
+    :param out: file to write. Its suffix selects the format: ".safetensors", with step, nodes and
+        job as metadata, or ".pt" or ".pth" for ``torch.load``
     :param node: number of the node; None: the average
-    :param trust_model: import the model and open the data that the job of the checkpoint names.
-        Leave it False for a checkpoint from somebody else
-    :raises StoreError: if the suffix is another one, the node does not exist, or the checkpoint is
+    :param trust_model: import the code of the model, and open the data, that the job of the
+        checkpoint names. Leave it False for a checkpoint from somebody else, whose code could do
+        anything
+    :return: a text for the terminal: what was written, and three lines of Python that load it
+    :raises StoreError: if ``out`` has another suffix, the node does not exist, or the checkpoint is
         damaged
     """
     if out.suffix not in SUFFIXES:
@@ -57,18 +60,28 @@ def export(path: Path, out: Path, node: int | None = None, trust_model: bool = F
 
 
 def averaged(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
-    """Return parameters and buffers by name; floats are averaged over the nodes of a checkpoint."""
+    """Return parameters and buffers by name, averaged over the nodes of a checkpoint.
+
+    Buffers of integers can't be averaged: they are those of node 0.
+    """
     return _by_name(checkpoint.read_node(path, 0, manifest), checkpoint.average(path, manifest))
 
 
 def model_of(path: Path, node: int) -> dict[str, np.ndarray]:
-    """Return parameters and buffers of a node by name; float buffers are averaged over slots."""
+    """Return parameters and buffers of a node by name.
+
+    Floating-point buffers are averaged over the slots of the node.
+    """
     saved = checkpoint.read_node(path, node)
     return _by_name(saved, over_slots(saved))
 
 
 def _by_name(saved: NodeState, mean: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the averages by the model's own names, in the dtypes that were saved."""
+    """Return averaged arrays by the model's own names, in the dtypes of the saved arrays.
+
+    :param saved: state of a node, whose names, shapes and dtypes are used
+    :param mean: averaged arrays by the names of the checkpoint
+    """
     values = {}
     offset = 0
     for name, shape in zip(saved.names, saved.shapes, strict=True):
@@ -86,7 +99,11 @@ def _by_name(saved: NodeState, mean: Mapping[str, np.ndarray]) -> dict[str, np.n
 def _as_saved(
     manifest: Manifest, values: dict[str, np.ndarray]
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the values by the names of the checkpoint, and a note; import nothing of its job."""
+    """Return the values by the names of the checkpoint, and a note on what is missing.
+
+    Nothing that the job of the checkpoint names is imported. The note is "" if the values are
+    complete.
+    """
     try:
         job = tomllib.loads(manifest.job)
         name = str(job.get("model", {}).get("name", ""))  # a forged file may contain a list here
@@ -96,7 +113,7 @@ def _as_saved(
     except (tomllib.TOMLDecodeError, AttributeError, TypeError):
         name = "?"
         left_out = None
-    if left_out is not None:  # the checkpoint of a custom loop
+    if left_out is not None:  # Only a custom loop writes this key.
         note = (
             "frozen parameters, and second names of tied ones, are left out: load with strict=False"
         )
@@ -117,11 +134,11 @@ def _tensors(values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 def _completed(
     manifest: Manifest, values: dict[str, np.ndarray]
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the state_dict of the job's model with these values, and a note.
+    """Return the state_dict of the job's model with these values, and a note on what is missing.
 
-    The checkpoint has no frozen parameters and only one name of each tied parameter, so the model
-    of the job is built again to get them. If its data or its factory are not on this host, the
-    names of the checkpoint are used.
+    A checkpoint contains neither frozen parameters nor the second names of tied parameters, so the
+    model of the job is built again to get them. If this host lacks its data or its code, only the
+    arrays of the checkpoint are returned. Otherwise, the note is "".
     """
     tensors = _tensors(values)
     try:
@@ -143,8 +160,9 @@ def _completed(
                     "present model: restore the code of the model, or omit --trust-model"
                 )
             arrays[name].copy_(value.view(arrays[name].shape))
-    # safetensors does not store one array under two names, so tied arrays are copied
-    contiguous = torch.contiguous_format  # required by safetensors
+    # safetensors requires contiguous arrays, and does not store one array under two names, so tied
+    # arrays are copied.
+    contiguous = torch.contiguous_format
     state = module.state_dict().items()
     return {name: value.detach().clone(memory_format=contiguous) for name, value in state}, ""
 
@@ -154,7 +172,7 @@ def _write(state: dict[str, torch.Tensor], path: Path, manifest: Manifest, node:
         from safetensors.torch import save
 
         about = {"step": str(manifest.step), "nodes": str(manifest.n), "node": node}
-        # save_file would make files that only their owner can read
+        # save_file() of safetensors would create a file that only its owner can read.
         path.write_bytes(save(state, {"format": "pt", "job": manifest.job, **about}))
     else:
         torch.save(state, path)

@@ -1,4 +1,4 @@
-"""Protocol of a node on which a run works, and waiting for all nodes."""
+"""Protocol that a run requires of its local nodes, and functions that wait for and close nodes."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,26 +18,27 @@ from mpigossip.mixing.base import Mixer
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
 
 IDLE_S = 1e-3
-"""Seconds between two exchanges of a waiting node: an exchange takes processor time from other
-processes."""
+"""Seconds between two exchanges of a node that waits for others. Without this pause, its exchanges
+would take processor time from other processes."""
 Arrays = Mapping[str, np.ndarray]
 Numbers = Mapping[str, Number]
 
 
 class Node(Protocol):
-    """Protocol of the local nodes, of a job or of a custom training loop.
+    """Protocol of the local nodes of a run, either of a job or of a custom training loop.
 
-    A row is one of these nodes. ``engine.group`` is `Single` if each rank of a node has all
-    parameters; ``group`` always has all slots of the node.
+    A parameter ``row`` is the index of one of these nodes. If each rank of a node holds all
+    parameters, ``engine.group`` is a `Single` for this rank alone, but ``group`` still contains
+    all slots of the node.
     """
 
     job: Job
     world: World
     engine: Engine
     facts: dict[str, Any]
-    """Entries of the checkpoint's manifest for this kind of run."""
+    """Entries of the checkpoint's manifest that only this kind of run has."""
     counts_all: bool
-    """True if each rank counts the samples of all nodes, and not only its own."""
+    """True if each rank counts the samples of all nodes, and not only the samples of its node."""
 
     @property
     def mixer(self) -> Mixer:
@@ -48,15 +49,15 @@ class Node(Protocol):
         """The slots of the node, in all of its ranks."""
 
     def average(self) -> None:
-        """Exchange without a gradient."""
+        """Exchange the models of the nodes without a gradient."""
 
     @property
     def assembly(self) -> Any:
-        """The parts of the job that hooks get at the start."""
+        """The parts of the job (model, data, graph), which hooks get at the start."""
 
     @property
     def shift(self) -> int:
-        """Step from which epochs are counted."""
+        """Number of the step from which epochs are counted."""
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -68,19 +69,20 @@ class Node(Protocol):
     ) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
         """Return arrays and numbers that only this kind of node saves; collective.
 
-        They are empty in all processes of a node but the first, unless each process writes its own
-        file.
+        Only the first process of a node returns values, unless each of its processes writes its
+        own file.
 
         :param row: index of the local node
         :param world: world of the run, on all ranks of which an error is raised
         """
 
     def restore_extra_state(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
-        """Restore the result of :meth:`extra_state`; return messages to report.
+        """Restore a result of :meth:`extra_state`; return messages for the user.
 
         :param row: index of the local node
-        :param saved: state from the checkpoint
-        :param mean: averaged state to use instead; None: use ``saved``
+        :param saved: state of a node from the checkpoint
+        :param mean: average of the states of all saved nodes, to be used instead; None: use
+            ``saved``
         """
 
     def resumes_exactly(self, manifest: Manifest, first: NodeState) -> bool:
@@ -93,7 +95,11 @@ class Node(Protocol):
         """
 
     def restore_counters(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
-        """Restore the counters of a checkpoint, or of a step that was kept."""
+        """Restore the counters of a checkpoint, or of a step that was copied to memory.
+
+        :param numbers: the counters
+        :param facts: entries of the manifest that only this kind of run has
+        """
 
     def publish(self) -> None:
         """Copy the restored parameters to all slots and to the model; collective over the node."""
@@ -103,42 +109,42 @@ class Node(Protocol):
     def rebuild(self, world: World) -> None:
         """Build again everything that depends on the number of nodes; collective over ``world``.
 
-        The state of the algorithm is reset. A node that an earlier failure left incomplete is
-        discarded.
+        The state of the algorithm is reset. If another rank failure has interrupted this call, a
+        second call discards what the first one has built.
         """
 
     def copy_step_extras(self, spare: Any) -> Any:
-        """Return a copy of what changes in each step besides the state.
+        """Return a copy of all that changes in each step but is not in the saved state.
 
-        :param spare: an earlier copy, whose memory may be used again
+        :param spare: an earlier copy that is no longer needed, whose memory may be used again
         """
 
     def restore_step_extras(self, saved: Any, world: World) -> list[str]:
-        """Restore a copy; return the names of restored values to report.
+        """Restore a result of :meth:`copy_step_extras`; return the names of the restored values.
 
-        Values are averaged over nodes if all nodes have a copy.
+        If all nodes have a copy, its values are averaged over nodes.
         """
 
     def close(self, together: bool) -> None:
         """Release all resources.
 
-        :param together: all nodes make this call, so that the mixer can be closed, too
+        :param together: whether all nodes make this call; only then can the mixer be closed, too
         """
 
     # -- what a run shows -------------------------------------------------------------------------
 
     def progress_fields(self) -> dict[str, Any]:
-        """Return the fields of `Progress` that only the node has."""
+        """Return the fields of `Progress` whose values only the node knows, by name."""
 
     def overview_lines(self, progress: Any) -> Sequence[tuple[str, str]]:
-        """Return the overview as pairs (word, text); not collective."""
+        """Return the overview at the start as pairs (label, text); not collective."""
 
     def summary(self, progress: Any) -> dict[str, Any]:
-        """Return entries of the summary; not collective."""
+        """Return the entries of the summary that only this kind of run has; not collective."""
 
 
 def wait_for_nodes(node: Node, world: World) -> None:
-    """Wait for all nodes; an asynchronous node that is ahead continues to exchange meanwhile."""
+    """Wait until all nodes have made this call; an asynchronous node exchanges while it waits."""
     if node.mixer.synchronous:
         return  # synchronous nodes wait in the next collective call
     all_here = world.start_agree(0)
@@ -150,18 +156,25 @@ def wait_for_nodes(node: Node, world: World) -> None:
 
 
 def _any_rank_ended(ended: bool, group: Group) -> bool:
-    """Return whether any rank of this node has ended its wait: its ranks continue together."""
+    """Return whether any rank of this node has ended its wait.
+
+    The ranks of a node must leave the loop together, because each exchange is collective over them.
+    """
     flags = [torch.full((1, 1), float(ended), dtype=torch.float64) for _ in group.local_slots]
     return bool(group.sum_scalars(flags) > 0)
 
 
 @contextmanager
 def closing(node: Node, world: World) -> Iterator[None]:
-    """Return a context manager that closes the node at its end, with the others if all reach it."""
+    """Return a context manager that closes the node when its block ends.
+
+    If an exception that other ranks don't share ends the block, only this rank's resources are
+    released.
+    """
     try:
         yield
     except BaseException as error:
-        # Closing is collective, so it would hang after an exception of this rank alone.
+        # Closing the mixer is collective, so it would hang after an exception of this rank alone.
         node.close(together=world.comm is None or isinstance(error, CollectiveError))
         raise
     node.close(together=not world.shrunk)

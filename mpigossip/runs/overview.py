@@ -1,6 +1,7 @@
-"""Overview at the start of a run: nodes, model, data, method, exchange, memory, files.
+"""Overview that is printed at the start of a run: nodes, model, data, method, exchange and others.
 
-All values are read from the objects that were built for the run, not from the job.
+Values such as the transport and the memory are read from the objects that were built for the run,
+because settings of the job may be "auto".
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ if TYPE_CHECKING:
     from mpigossip.training.loop import Trainer
 
 ROUNDS = 64
-"""Largest number of rounds of a graph from which neighbours and bytes are computed."""
+"""Number of rounds of a graph from which neighbours and bytes are computed, at most one period."""
 TRANSPORTS = {
     "windows": "put from GPU to GPU",
     "messages": "messages from GPU to GPU",
     "nccl": "NCCL",
     "host": "host staging",
 }
-"""Transports of vectors on GPUs, by the first word of a route of a mixer."""
+"""Descriptions of the transports between GPUs, by the first word of an entry of `mixer.routes`."""
 
 
 def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple[str, str]]:
-    """Return the overview as pairs (word, text); not collective."""
+    """Return the overview of a job as pairs (label, text); not collective."""
     job = progress.job
     trainer = assembly.trainer
     graph = assembly.parts.graph
@@ -74,7 +75,10 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
 
 
 def between(engine: Engine, graph: Graph, node: NodeSection, world: World) -> list[tuple[str, str]]:
-    """Return the lines about graph, transport and traffic between nodes."""
+    """Return the lines about the exchange between nodes, as pairs (label, text).
+
+    The labels are "graph", "exchange" (the transport) and "traffic".
+    """
     return [
         ("graph", _graph(graph) if _gossips(engine) else "unused: averages are over all nodes"),
         ("exchange", _exchange(engine, graph, node, world)),
@@ -83,7 +87,7 @@ def between(engine: Engine, graph: Graph, node: NodeSection, world: World) -> li
 
 
 def nodes(n: int, devices: Sequence[str], world: World) -> str:
-    """Describe ranks, hosts and slots.
+    """Describe the nodes of a run: their ranks, hosts and slots.
 
     :param n: number of nodes
     :param devices: devices of the local slots
@@ -109,9 +113,10 @@ def _gossips(engine: Engine) -> bool:
 
 
 def _graph(graph: Graph) -> str:
-    """Describe degree, period, and spectral gap or number of rounds to the exact average.
+    """Describe a graph in a line: degree, period, and how fast nodes reach their average.
 
-    If columns of W don't sum to one, the mean of all nodes drifts.
+    The last is the number of rounds to the exact average, or else the spectral gap. If columns of
+    W(t) don't sum to one, the line says that the mean over nodes drifts.
     """
     if graph.n == 1:
         return "one node: nothing to average"
@@ -121,13 +126,16 @@ def _graph(graph: Graph) -> str:
         text += ", signed weights"
     if "column-stochastic" not in graph.facts:
         text += ", mean drifts"
-    if graph.n > spectral.LARGE or graph.name == "ceca":  # the single rounds of "ceca" only permute
+    # The matrices of "ceca" are permutations, of which the algorithm computes the average. Their
+    # spectral gap means nothing.
+    if graph.n > spectral.LARGE or graph.name == "ceca":
         return text
     exact = spectral.rounds_to_exact(graph)
     rate = spectral.consensus_rate(graph)
     if exact is not None and graph.period is not None:
         return f"{text}, exact average in {pluralize(exact, 'round')}"
-    if graph.period is None and rate == 0:  # nodes are equal after some draws by chance
+    # Without a period, the rate belongs to drawn matrices, which may be exact by chance.
+    if graph.period is None and rate == 0:
         return text
     if rate >= 1 - 1e-9:
         return f"{text}, not connected: nodes never agree"
@@ -173,7 +181,10 @@ def _listed(nodes: list[int]) -> str:
 
 
 def _traffic(engine: Engine, graph: Graph, world: World) -> str:
-    """Describe the mean bytes per round over a period, and the bytes of an all-reduce."""
+    """Describe the bytes that a node sends per exchange, and those that an all-reduce would send.
+
+    The bytes are a mean over the rounds of a period.
+    """
     n = graph.n
     method = engine.method
     mixer = engine.mixer

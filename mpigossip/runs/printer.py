@@ -1,4 +1,4 @@
-"""Printer of a run: a live line on a terminal, plain lines in a batch log, the summary."""
+"""Printer of a run: a line that is updated on a terminal, or lines in a batch log; the summary."""
 
 import os
 import sys
@@ -24,13 +24,13 @@ from mpigossip.training.evaluate import Evaluation
 
 LIVE_S = 0.2
 PLAIN_S = 30.0
-"""Seconds between two refreshes of the live line, and between two lines of a batch log."""
+"""Seconds between two updates of the line on a terminal, and between two lines in a batch log."""
 KNOWN = COLUMNS | MEMBER_COLUMNS
-"""Columns that are not shown as metrics in the live line."""
+"""Columns of the log that the line of a step does not show as metrics of the program."""
 WINDOW = 50
-"""Number of steps over which speed and exchange time are averaged."""
+"""Number of last steps over which loss, speed and exchange time are averaged."""
 HEADING_EVERY = 25
-"""Number of rows of the table between two headings."""
+"""Number of rows between two headings in the table of evaluations."""
 
 WIDTHS = {
     "epoch": 7,
@@ -42,21 +42,22 @@ WIDTHS = {
     "consensus": 10,
     "time": 9,
 }
-"""Widths of the columns that every task has."""
+"""Widths, in characters, of those columns of this table that every task has."""
 
 
 class Printer(Hook):
-    """Hook that prints for all nodes on rank 0, and nothing on other ranks.
+    """Hook that prints the progress of a run on rank 0, and nothing on other ranks.
 
-    The training loss is the loss of the nodes in this process (of node 0 under a launcher).
+    The training loss is the mean over the nodes in the process of rank 0: all nodes of a
+    simulation, or node 0 under a launcher.
     """
 
     def __init__(self, world: World, stream: TextIO | None = None, plain_s: float = PLAIN_S):
         """Find out whether the output is a terminal.
 
-        Without a launcher, the output is live if ``stream`` is a terminal. Among ranks, it is live
-        if the launcher passes it on to a terminal: Open MPI gives rank 0 a terminal of its own in
-        any case.
+        On a terminal, one line is updated in place. Without a launcher, ``stream`` itself is
+        tested. Under a launcher this test would mislead, because Open MPI connects rank 0 to a
+        terminal of its own in any case; the output of the launcher's process is tested instead.
 
         :param world: ranks of the run
         :param stream: file for the output; None: standard output
@@ -94,7 +95,7 @@ class Printer(Hook):
             return
         self._print(Text(progress.job.run.name, style="bold"))
         for label, text in progress.about():
-            # in a batch log, a row stays on one line
+            # In a batch log, a row is not wrapped.
             width = self._console.width - 11 if self._live else len(text)
             lines = textwrap.wrap(text, max(width, 20), break_long_words=False)
             for head, line in zip([label, *[""] * len(lines)], lines or [""], strict=False):
@@ -127,9 +128,10 @@ class Printer(Hook):
             self._print(Text(text))
 
     def _line(self, progress, done: int) -> str:
-        """Return a line with progress, speed, remaining time, and the exchange time of a step.
+        """Return the line about a step: progress, loss, speed, remaining time and exchange time.
 
-        The exchange time is a fraction of the time of a step, averaged over the last steps.
+        The exchange time is shown as a fraction of the time of a step. Loss, speed and this
+        fraction are averaged over the last `WINDOW` steps.
         """
         first = self._recent[0][0]
         last = self._recent[-1][0]
@@ -157,7 +159,11 @@ class Printer(Hook):
         return "  ".join(words)
 
     def _hidden(self) -> str:
-        """Return the hidden fraction of exchanges since the last line; "" if there were none."""
+        """Return a text with the hidden fraction of the exchange time since the last line.
+
+        Hidden is the part during which the main thread did not wait. The text is "" if no exchange
+        was timed.
+        """
         mixer = self._engine.mixer
         now = (mixer.exchange_seconds, mixer.wait_seconds)
         flown, waited = (new - old for new, old in zip(now, self._before, strict=True))
@@ -176,7 +182,10 @@ class Printer(Hook):
         self._print(Text("".join(c.rjust(w) for (_, c), w in zip(row, widths, strict=True))))
 
     def _row(self, progress, step: int, result: Evaluation) -> list[tuple[str, str]]:
-        """Return pairs (column, text); "local" is the first metric of the nodes' own models."""
+        """Return a row of the table of evaluations as pairs (column, text).
+
+        The column "local" is the task's first metric, as a mean over the nodes' own models.
+        """
         losses = [loss for loss in self._losses if loss == loss]
         self._losses = []
         metrics = [(name, number(value)) for name, value in result.averaged.items()][1:]
@@ -199,7 +208,7 @@ class Printer(Hook):
             self._print(Text(f"\n{describe(summary)}"))
 
     def leave(self) -> None:
-        """End the live line as it is."""
+        """End the line that is updated on a terminal, so that other output begins on a new line."""
         if self._dirty:
             self._dirty = False
             with self._writing():
@@ -215,7 +224,10 @@ class Printer(Hook):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Return a context manager for writing; after an error, the run prints nothing more."""
+        """Return a context manager for writing to the stream, which is flushed at its end.
+
+        After an error, such as a full disk, this object prints nothing more, and the run continues.
+        """
         try:
             yield
             self._stream.flush()
@@ -235,7 +247,8 @@ def print_line(text: str) -> None:
 def silenced(error: OSError) -> None:
     """Print a note that says why standard output can't be written.
 
-    :param error: the error; raised again if it is of an unknown kind
+    :param error: the error. It is raised again unless it is a known error of standard output, such
+        as a full disk or a closed pipe
     """
     why = output_error(error)
     if not why:
@@ -244,7 +257,7 @@ def silenced(error: OSError) -> None:
 
 
 def _width(terminal: str | None) -> int | None:
-    """Return the width of the launcher's terminal; None if it is not known."""
+    """Return the width of the launcher's terminal in characters; None if it is not known."""
     if terminal is None:
         return None
     try:

@@ -1,4 +1,7 @@
-"""Progress of a run, and its time by purpose, including earlier attempts."""
+"""Progress of a run, and the seconds that it has spent on each purpose.
+
+A run that was interrupted and resumed has several attempts. Times include the earlier ones.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,33 +20,35 @@ from mpigossip.training.task import CLASSIFICATION, Objective
 
 @dataclass
 class Progress:
-    """Progress of a run, as hooks see it."""
+    """Progress of a run, which hooks receive in each call."""
 
     job: Job
     folder: Path
     nodes: int
     """Number of nodes that are in the run now."""
     steps_per_epoch: int = 0
-    """Number of steps per epoch. It is 0 if it is not known, as in custom loops; the same holds for
-    the next two attributes."""
+    """Number of steps per epoch; 0 if it is not known, as in custom loops."""
     total_steps: int = 0
+    """Step at which the run ends; 0 if it is not known."""
     samples_per_step: int = 0
-    """Number of samples in a step of all nodes."""
+    """Number of samples in a step of all nodes; 0 if it is not known."""
     objective: Objective = CLASSIFICATION
     """Task of the job."""
     text: str = ""
     """The job as the log stores it."""
     about: Callable[[], Sequence[tuple[str, str]]] = tuple
-    """Function that returns the overview, as pairs (word, text)."""
+    """Function that returns the overview at the start of the run, as pairs (label, text)."""
     asked: int = 0
     """Number of nodes with which the run was started; larger than ``nodes`` after a rank
     failure."""
     first_step: int = 0
+    """Number of the step at which this attempt began."""
     shift: int = 0
-    """Step from which epochs are counted, see `Trainer`."""
+    """Number of the step from which epochs are counted."""
     seconds_before: float = 0.0
-    """Seconds of the attempts that this one continues."""
+    """Seconds that the earlier attempts at this run took."""
     began: float = field(default_factory=time.perf_counter)
+    """Time by `time.perf_counter` at which this attempt began."""
     evaluation: Evaluation | None = None
     lost: list[str] = field(default_factory=list)
     """One line for each failed rank."""
@@ -52,7 +57,7 @@ class Progress:
     checkpoint: Path | None = None
     """Newest complete checkpoint, on rank 0."""
     lost_at: int = 0
-    """Number of steps done when the first rank failed."""
+    """Number of steps that were done when the first rank failed."""
 
     def warn(self, text: str) -> None:
         """Print the warning ``text`` at once, and again in the summary; called on rank 0."""
@@ -70,12 +75,15 @@ class Progress:
 
 
 SPENT = "spent/"
-"""Prefix of the names of purposes in a checkpoint."""
+"""Prefix of the keys under which a checkpoint contains the seconds of each purpose."""
 
 
 @dataclass
 class Tally:
-    """Seconds by purpose, as in the record of a step, and the number of samples trained in them."""
+    """Sums over the steps of a rank: seconds by purpose, and trained samples.
+
+    Purposes, such as "compute_s" and "exchange_s", are those of the record of a step.
+    """
 
     spent: dict[str, float] = field(default_factory=dict)
     samples: int = 0

@@ -54,15 +54,19 @@ class Recorder(Hook):
     """Hook that gathers the records of all nodes at each flush; rank 0 appends them to the log."""
 
     def __init__(self, world: World, parents: bool = True):
-        """``parents``: whether to create the folders above that of the log, too."""
+        """Prepare the log, which `start` opens.
+
+        :param world: ranks of the run
+        :param parents: whether to create missing parents of the run directory, too
+        """
         self._world = world
         self._parents = parents
         self._pending: list[dict[str, Any]] = []
         self._evaluations: list[tuple[dict, dict[str, np.ndarray]]] = []
         self._writer: LogWriter | None = None
         self._names: tuple[int, ...] | None = None
-        """Original ranks of the nodes whose records are kept. They differ from the world's after a
-        failure."""
+        """Original ranks of the world in which the kept records were made. After a rank failure,
+        the world has fewer."""
 
     def start(self, progress, assembly) -> None:
         self._progress = progress
@@ -72,7 +76,7 @@ class Recorder(Hook):
         self._columns = COLUMNS | {"loss": COLUMNS["loss"]._replace(unit=task.unit("loss"))}
         self._metrics = {name: Column(task.unit(name), about.format(name)) for name in task.metrics}
         self._metrics |= MEMBER_COLUMNS | {VIRTUAL: VIRTUAL_COLUMN}
-        # routes of vectors on GPUs, which are equal on all ranks
+        # The transports between GPUs are equal on all ranks, so rank 0 can log its own.
         routes = getattr(assembly.engine.mixer, "routes", {})
         self._routes = {"exchange": "; ".join(dict.fromkeys(routes.values()))} if routes else {}
         self._continues = progress.job.log.on_error == "continue"
@@ -82,8 +86,8 @@ class Recorder(Hook):
 
         self._watchers = watchers(progress.job.log, self._world.nodes.inter_node.hosts, warning)
         self._gathered = progress.first_step
-        # Ranks always gather, because a rank may fail when some ranks have begun and others have
-        # not.
+        # All ranks gather in any case: if a rank fails while the logs are opened, some ranks may
+        # have kept records from before, and others none.
         rows = [row for row in self._pending if row["step"] < progress.first_step]
         rows_by_rank = self._world.gather((self._names, rows))
         with self._world.raise_together(StoreError, OSError):
@@ -97,9 +101,9 @@ class Recorder(Hook):
         self._clock = self._virtual(progress, assembly)
 
     def _virtual(self, progress, assembly) -> VirtualClock | None:
-        """Return the virtual clock of the job, set to the time at which its log ends.
+        """Return the virtual clock of the job, or None if `clock.network` is "off".
 
-        Return None if the job has no virtual clock.
+        If the run was resumed, the clock starts at the last virtual time in its log.
         """
         if progress.job.clock.network == OFF:
             return None
@@ -126,11 +130,14 @@ class Recorder(Hook):
         )
 
     def _append_missing(self, progress, rows_by_rank: list) -> None:
-        """Write steps before a failure that only survivors still keep.
+        """Append the steps before a rank failure that survivors have kept, but not yet logged.
 
-        Values of failed ranks are unknown.
+        The columns of failed ranks are marked as unknown in these steps.
+
+        :param progress: progress of the run
+        :param rows_by_rank: for each survivor, the original ranks of its former world, and its rows
         """
-        # An empty log lacks all kept steps, not only those after its last one.
+        # If the log is empty, `next_step` would exclude kept steps before the present one.
         first = 0 if self._writer.empty else self._writer.next_step
         missing = [(names, [r for r in rows if r["step"] >= first]) for names, rows in rows_by_rank]
         names, rows = missing[0]
@@ -148,7 +155,10 @@ class Recorder(Hook):
         self._writer = self._open(progress, progress.nodes, progress.first_step)
 
     def _others(self, names: Iterable[str]) -> dict[str, Column]:
-        """Return the columns that not every log has, which belong to the task or the program."""
+        """Return those of the named columns that belong to the task or the program.
+
+        Other logs may lack them.
+        """
         new = [name for name in names if name not in ("step", *COLUMNS)]
         return {name: self._metrics.get(name, FIGURE) for name in new}
 
@@ -192,10 +202,10 @@ class Recorder(Hook):
         self.flush()
 
     def flush(self) -> None:
-        """Gather the kept records and append them; collective.
+        """Gather the kept records on rank 0, which appends them to the log; collective.
 
-        If the log can't be written, for example on a full disk, `log.on_error` decides between an
-        error and a note.
+        If the log can't be written, for example because the disk is full, the setting
+        `log.on_error` decides whether the run ends with an error or continues with a note.
         """
         try:
             self._flush()
@@ -249,7 +259,7 @@ class Recorder(Hook):
         return merged
 
     def _write_or_begin(self, gathered: list, evaluations: list[dict]) -> None:
-        """Append on rank 0; begin a new log if the old one was removed."""
+        """Append gathered records on rank 0; if the log was removed, begin a new one."""
         try:
             self._write(gathered, evaluations)
         except LogGone as gone:
@@ -293,9 +303,14 @@ class Recorder(Hook):
 
 
 def _clock_at(log: Path, first_step: int, nodes: int) -> np.ndarray:
-    """Return the virtual seconds at the end of the previous step, NaN if the log lacks them.
+    """Return the virtual time of each node at the end of the step before ``first_step``.
 
-    If the number of nodes has changed, all nodes begin when the last node had ended that step.
+    Times are in seconds, and NaN if the log does not contain them. If the number of nodes has
+    changed since, all nodes get the time of the last node.
+
+    :param log: path of the log
+    :param first_step: number of the step at which the run continues
+    :param nodes: number of nodes now
     """
     steps = read(log, (VIRTUAL,)).steps
     rows = np.flatnonzero(steps["step"] == first_step - 1)
@@ -312,7 +327,16 @@ def _join_nodes(
     shape: tuple[int, int],
     column: Column,
 ) -> np.ndarray:
-    """Join a column of all ranks for the steps from ``first`` on; missing rows are unknown."""
+    """Join the values of a column that all ranks have sent; return an array (steps, nodes).
+
+    Steps that a rank has not sent are filled with the column's value for unknown.
+
+    :param blocks: for each rank, arrays by name of the column; "step" has the numbers of its steps
+    :param name: name of the column
+    :param first: number of the first step
+    :param shape: number of steps, and number of nodes per rank
+    :param column: description of the column
+    """
     parts = [np.full(shape, column.unknown) for _ in blocks]
     for part, block in zip(parts, blocks, strict=True):
         if name in block:
@@ -321,9 +345,9 @@ def _join_nodes(
 
 
 def _mean_of_known(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the element-wise mean of the values that are not NaN, or NaN if there are none.
+    """Return the element-wise mean over arrays, without NaN; NaN if all values are NaN.
 
-    If all parts are equal, they are returned unchanged.
+    If all arrays are equal, the first is returned, so that no rounding changes it.
     """
     values = np.stack(parts)
     if np.array_equal(values, np.broadcast_to(values[0], values.shape), equal_nan=True):
@@ -334,7 +358,7 @@ def _mean_of_known(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def environment() -> dict[str, str]:
-    """Return the versions and the machine, for the log."""
+    """Return the versions of software, the machine and the command of this run, for the log."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

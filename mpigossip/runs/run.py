@@ -30,7 +30,8 @@ from mpigossip.store.manifest import MOST
 from mpigossip.training.evaluate import Evaluation
 
 IGNORED = 100
-"""Number of steps without an end, after a stop was agreed on, that leads to a warning."""
+"""Number of steps after which a warning is printed if the ranks have agreed to stop, but the loop
+of the program continues."""
 
 
 def nodes_requested(manifest: checkpoint.Manifest) -> int:
@@ -48,11 +49,14 @@ def nodes_requested(manifest: checkpoint.Manifest) -> int:
 
 
 class State(Enum):
-    """State of a run. A rank failure takes all survivors to RUNNING, or to PARTLY_ENDED.
+    """State of a run; each rank keeps its own.
 
-    READY → RUNNING by :meth:`Run.begin`; RUNNING and PARTLY_ENDED → ENDED by :meth:`Run.finish`
-    and :meth:`Run.abandon`; all → RUNNING or PARTLY_ENDED by :meth:`Run.rejoin`, if the run of any
-    survivor is in one of these two. An early stop is no state: see :attr:`Run.stopping`.
+    * :meth:`Run.begin` changes READY to RUNNING.
+    * :meth:`Run.finish` and :meth:`Run.abandon` change RUNNING and PARTLY_ENDED to ENDED.
+    * :meth:`Run.rejoin`, after a rank failure, changes any state to RUNNING or PARTLY_ENDED, if the
+      run of any survivor was in one of these two.
+
+    A run that has agreed to stop early is still RUNNING: see :attr:`Run.stopping`.
     """
 
     READY = "the log is not open"
@@ -62,12 +66,15 @@ class State(Enum):
 
 
 class Run:
-    """Run in a run directory, from its newest checkpoint or from the start.
+    """One attempt at a run, which writes the run directory: log, checkpoints and summary.
 
-    The record of the last step is kept until :meth:`close_step`, so that a program can add metrics
-    to it. Synchronous nodes write in the same calls after equal numbers of steps. Asynchronous
-    nodes write together every ``log.flush_steps`` of their own steps, and continue to exchange
-    while they wait for each other. A node that has ended takes part until all nodes have ended.
+    It starts at step 0 or at a checkpoint. The record of the last step is kept until
+    :meth:`close_step`, so that a program can add metrics to it.
+
+    Synchronous nodes write the log after equal numbers of steps. Asynchronous nodes write it
+    together, each after ``log.flush_steps`` of its own steps, and continue to exchange while they
+    wait for each other. If a node ends its loop earlier, it takes part in these calls until all
+    nodes have ended theirs.
     """
 
     node: Node
@@ -75,9 +82,9 @@ class Run:
     saver: Saver
 
     def __init__(self, world: World, job: Job, newest: Path | None, resources: ExitStack):
-        """Make the observers, and handle signals until ``resources`` are closed; collective.
+        """Build the hooks, and handle signals until ``resources`` are closed; collective.
 
-        The caller has to set ``node``.
+        The caller has to set the attribute ``node`` before any other call.
 
         :param world: ranks of the run
         :param job: the job; its `run.output` names the run directory
@@ -93,9 +100,10 @@ class Run:
         self.recorder = Recorder(world)
         self.printer = Printer(world)
         self.hooks: list[Hook] = named_hooks(job.log.hooks, world)
-        """Observers that the user has added."""
+        """Hooks that the job names, and that the caller has added."""
         end = end_of_allocation(job.checkpoint.wall_clock_s)
-        # the lag counts calls; asynchronous nodes call once per round
+        # Asynchronous nodes ask whether to stop only when they write the log, so that a lag of
+        # several calls would take too long.
         lag = Stopper.LAG if self._synchronous else 1
         self.stopper = resources.enter_context(Stopper(world, self.folder, end, lag))
         self.tally = Tally()
@@ -103,8 +111,8 @@ class Run:
         self.last: Record | None = None
         """Record of the last step, which is not yet passed to the hooks."""
         self.figures: dict[int, dict[str, float]] = {}
-        """Metrics that the program has logged, by step; those of key -1 belong to the next recorded
-        step."""
+        """Metrics that the program has logged, by step and name. Metrics with the key -1 belong to
+        the next step that is recorded."""
         self._samples: int | None = None
         self._logged: dict[str, float] = {}
         self._states: Sequence[NodeState] = ()
@@ -114,7 +122,7 @@ class Run:
         self._stop_step: int | None = None
         self.state = State.READY
         self.stopped = False
-        """True if the loop was left before its end."""
+        """True if the program has left its loop before the last step."""
         self.summary: dict[str, Any] | None = None
         """Summary, once the run has ended; complete on rank 0 only."""
 
@@ -124,12 +132,12 @@ class Run:
 
     @property
     def begun(self) -> bool:
-        """True once the log was opened."""
+        """True after the log was opened."""
         return self.state is not State.READY
 
     @property
     def is_open(self) -> bool:
-        """True while the run still has to be finished."""
+        """True if the run has begun and has not ended."""
         return self.state in (State.RUNNING, State.PARTLY_ENDED)
 
     # -- the beginning ----------------------------------------------------------------------------
@@ -159,7 +167,7 @@ class Run:
         return step
 
     def take_over(self, numbers: Mapping[str, Any]) -> None:
-        """Continue to count time and samples from the values of a checkpoint."""
+        """Continue to count seconds and samples from the numbers of a checkpoint."""
         self.tally.restore(numbers)
         self._before_s = float(numbers["seconds"])
 
@@ -175,11 +183,12 @@ class Run:
         return [f"{lost}; {steps} since then on {manifest.n} of {count} nodes, now {now}"]
 
     def begin(self) -> None:
-        """Open the log and print the overview; a second call does nothing. Collective."""
+        """Open the log and print the overview, if no earlier call has done so; collective."""
         if self.begun:
             return
         self._open()
-        if self.job.checkpoint.every_steps:  # a lack of memory for snapshots is found at the start
+        # Allocate the memory of snapshots now: a lack of memory should end the run at its start.
+        if self.job.checkpoint.every_steps:
             self._states = snapshot(self.node, {})
         for observer in self._observers:
             observer.start(self.progress, self.node.assembly)
@@ -210,10 +219,11 @@ class Run:
     # -- a step -----------------------------------------------------------------------------------
 
     def record_step(self, record: Record, samples: int | None = None) -> None:
-        """Take the record of a step; ask hooks whether to stop.
+        """Keep the record of a step until :meth:`close_step`, and ask hooks whether to stop.
 
         :param record: record of the step
-        :param samples: samples of the step; None: the number that the program logs
+        :param samples: number of samples of the step; None: use the metric "samples" that the
+            program logs
         """
         self.last = record
         self._samples = samples
@@ -232,7 +242,10 @@ class Run:
             )
 
     def close_step(self) -> None:
-        """Pass the last record to the hooks; write the log with all ranks if that is due."""
+        """Pass the last record to the hooks, and write the log every ``log.flush_steps`` steps.
+
+        Writing the log is collective. Asynchronous nodes write it elsewhere.
+        """
         self.hand_over()
         if self._in_step and self.node.engine.index % self.job.log.flush_steps == 0:
             self._same_step("step()")
@@ -278,16 +291,23 @@ class Run:
         return self._wants_stop(done)
 
     def _wants_stop(self, done: int) -> bool:
-        """Return whether any observer wants to stop; all are asked, as they count the calls."""
+        """Return whether any hook wants to stop.
+
+        All hooks are called, even if the first one returns True, because they count the calls.
+        """
         return any([observer.wants_stop(done) for observer in self._observers])
 
     def _round(self, done: int, ended: bool = False) -> tuple[bool, bool]:
-        """Write the log together with all nodes.
+        """Write the log together with all other asynchronous nodes; collective.
 
-        Return whether to stop, and whether all nodes have ended.
+        :param done: number of steps done, which is passed to the hooks
+        :param ended: whether this node has ended its loop
+        :return: whether to stop, and whether all nodes have ended their loops
         """
         self.wait_for_nodes("writing the log")
-        for _ in range(2):  # all nodes are here, so the agreement starts and ends at once
+        # The first call starts an agreement, which the second one reads without waiting, because
+        # all nodes make these calls now.
+        for _ in range(2):
             self.saver.poll(0)
         self.recorder.flush()
         stops = self._wants_stop(done)
@@ -312,12 +332,13 @@ class Run:
             )
 
     def _same_step(self, call: str) -> int:
-        """Return the number of steps done.
+        """Return the number of steps done, after a check that it is equal on all ranks; collective.
 
-        It has to be equal on all ranks. For asynchronous nodes, return the largest number of any
-        node.
+        The steps of asynchronous nodes may differ: the largest number of any node is returned.
 
-        :raises JobError: on all ranks, if synchronous nodes have done different numbers of steps
+        :param call: name of this call, for messages
+        :raises JobError: on all ranks, if synchronous nodes have done different numbers of steps,
+            or make different calls
         """
         index = self.node.engine.index
         if not self._synchronous:
@@ -339,7 +360,8 @@ class Run:
 
     def save(self) -> None:
         """Take a snapshot of the current step, which is written in the background. Collective."""
-        if self.state is not State.PARTLY_ENDED:  # otherwise the checkpoint is written at the end
+        # Nodes that have ended their loops can't take part now: `finish` writes the checkpoint.
+        if self.state is not State.PARTLY_ENDED:
             self._save()
 
     def _save(self) -> None:
@@ -357,7 +379,7 @@ class Run:
             "samples": self.tally.samples,
         }
         extras = [node.extra_state(row, self.world) for row in range(len(node.mixer.local_nodes))]
-        self.saver.finish()  # after this, the last snapshot can be overwritten
+        self.saver.finish()  # The thread may still read the last snapshot, which is reused.
         self._states = snapshot(node, numbers, self._states)
         rows = (
             node.mixer.local_nodes
@@ -386,16 +408,16 @@ class Run:
     def rejoin(self, lost: Sequence[str], parted: bool) -> None:
         """Continue log, checkpoints and summary with the survivors; collective over them.
 
-        Metrics of the last step that were not logged before the failure are unknown.
+        Metrics of the last step that the program has not logged before the failure stay unknown.
 
         :param lost: one line for each failed rank
-        :param parted: some nodes have ended their loops; the others will join them at the end
+        :param parted: whether some nodes have ended their loops, and wait for the others at the end
         """
         node = self.node
         world = self.world
         self._lost.extend(lost)
         if not world.agree(self.is_open):
-            return  # either no rank has begun, or all have ended
+            return  # On all ranks, the run has either not begun or ended.
         if not self.begun:
             self._open()
         progress = self.progress
@@ -415,12 +437,14 @@ class Run:
         progress.first_step = -world.agree(-node.engine.index)
         if world.agree(self.stopping):
             self._stop_step = progress.first_step
-            if world.rank == 0:  # this rank may not have read the result of the agreement
+            # The rank that removes the file STOP may have failed, or rank 0 may not have read the
+            # result of the agreement.
+            if world.rank == 0:
                 self.stopper.remove_stop_file()
         if parted:  # the overview would describe exchanges that no longer take place
             progress.about = tuple
         self._open_saver()
-        self.printer = Printer(world)  # another rank may be the first one now
+        self.printer = Printer(world)  # Another rank may be rank 0 now, and has to print.
         for observer in self._observers:
             observer.start(progress, node.assembly)
 

@@ -1,4 +1,4 @@
-"""Saver of checkpoints, which are written in the background from snapshots in memory."""
+"""Writing of checkpoints: a background thread writes them from snapshots in memory."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import Entry, NodeState
 
 LAG = 4
-"""Number of steps between two checks of whether all ranks have written."""
+"""Number of steps between two checks whether all ranks have written their files."""
 
 
 @dataclass
@@ -30,11 +30,11 @@ class _Writing:
 
 
 class Saver:
-    """Background writer of checkpoints, one at a time; the next waits for the last.
+    """Background writer of checkpoints; a new checkpoint waits until the last one is complete.
 
-    A thread of each rank writes files of nodes. Every LAG steps, the ranks agree, without waiting,
-    on whether all of them are done. The thread of rank 0 then writes the manifest and renames the
-    folder.
+    A thread of each rank writes the files of its nodes into a temporary folder. Every `LAG` steps,
+    a non-blocking reduction tells the ranks whether all of them are done. If so, the thread of rank
+    0 writes the manifest and renames the folder, which completes the checkpoint.
     """
 
     def __init__(self, world: World, folder: Path, job: str, settings: CheckpointSection):
@@ -62,7 +62,7 @@ class Saver:
         """Start to write the local nodes, or the local slots of a node; collective.
 
         :param step: number of steps done
-        :param states: pairs of the number of a node and its state, which must not change before
+        :param states: pairs (number of a node, its state). The states must not change until
             `finish` has returned
         :param meta: further entries of the manifest
         """
@@ -144,16 +144,21 @@ class Saver:
         )
         try:
             checkpoint.prune(self._folder, self._settings.keep, self._settings.keep_every)
-        except StoreError as error:  # the new checkpoint is complete, so the run does not stop
+        except StoreError as error:  # The new checkpoint is complete: this must not end the run.
             print_note(f"an old checkpoint was not removed: {error}")
         return path
 
     def _failed(self, step: int, errors: Sequence[Any], gone: bool = False) -> None:
-        """Stop the run or print a note, as `checkpoint.on_error` says; equal on all ranks.
+        """Raise an error or print a note, as the setting `checkpoint.on_error` says.
 
-        Values that are not finite always stop the run.
+        Infinite or NaN values always raise an error. All ranks do the same.
 
-        :param gone: the folder was removed meanwhile, which does not stop the run
+        :param step: number of steps done at the checkpoint
+        :param errors: messages or exceptions, equal on all ranks
+        :param gone: whether the folder was removed while it was written, which never raises an
+            error
+        :raises NonFiniteError: if a node has infinite or NaN values
+        :raises JobError: if `checkpoint.on_error` is "stop"
         """
         error = max(errors, key=lambda candidate: isinstance(candidate, NonFiniteError))
         text = f"the checkpoint of step {step} could not be written: {error}"
@@ -173,7 +178,7 @@ class Saver:
 
     def abandon(self) -> None:
         """Abandon the checkpoint that is being written, after a rank failure; not collective."""
-        self._pool.shutdown()  # waits for the disk, but for no other rank
+        self._pool.shutdown()  # This waits for the disk, but not for other ranks.
         self._now = None
 
     def close(self) -> None:
@@ -190,7 +195,7 @@ def _write(folder: Path, states: Sequence[tuple[int, NodeState]]) -> list[Entry]
 
 
 def _gone(folder: Path) -> bool:
-    """Return whether the folder was removed; False if the file system reports another error."""
+    """Return whether the folder no longer exists; False if the file system gives another error."""
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,8 @@
 """State of a node as named arrays and numbers: snapshots in memory, and restoring from checkpoints.
 
-A run resumes exactly if the nodes of the checkpoint are equal to its own. Otherwise it continues
-from the exact average of the nodes.
+If the run has the same number of nodes and slots and the same method as the checkpoint, each node
+gets its saved state, and the run resumes exactly. Otherwise, all nodes begin with the exact average
+of the saved nodes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,8 @@ from mpigossip.store.manifest import MOST
 
 COUNTERS = {"index", "born", "round", "shift", "seconds", "bytes_sent"}
 AVERAGED = {"momentum", "first", "second"}
-"""States that are means of gradients. Their average over nodes is the state of the averaged
-model."""
+"""Names of the states of algorithms that are means of gradients. Only these can be averaged over
+nodes; all other states have to be reset."""
 
 # -- from a node to arrays -------------------------------------------------------------------------
 
@@ -32,18 +33,17 @@ model."""
 def snapshot(
     node: Node, numbers: Mapping[str, Number], spare: Sequence[NodeState] = ()
 ) -> list[NodeState]:
-    """Copy parameters, state of the algorithm, buffers and counters of each local node.
-
-    Collective over a node. The first process of a node holds its copy; if nodes are large, each
-    process holds the copies of its local slots.
+    """Copy parameters, state of the algorithm, buffers and counters; collective over a node.
 
     :param node: the local nodes
-    :param numbers: counters of the run
-    :param spare: an earlier snapshot that is no longer needed, whose memory is used again, because
-        allocating new pages takes longer than the copy
+    :param numbers: counters of the run, which the copies contain, too
+    :param spare: an earlier snapshot that is no longer needed. Its memory is used again, because
+        allocating new memory takes longer than the copy
+    :return: in the first process of a node, one state for each local node. If nodes are large (see
+        `checkpoint.one_file_gb`), each process returns one state for each of its local slots
     """
     engine = node.engine
-    # a copy from before a change of the parameter layout is shorter
+    # If the parameter layout has changed since, the memory of the earlier snapshot does not fit.
     spare = [state for state in spare if state.names == engine.vector.flat.names]
     counters = engine.numbers() | {"shift": node.shift, **numbers}
     numbers_by_row = [
@@ -70,13 +70,14 @@ def _bytes_sent(node: Node) -> list[int]:
 
 
 def _large(node: Node) -> bool:
-    """Return whether each slot of a node writes a file of its own."""
+    """Return whether a node is so large that each of its slots writes its own file."""
     engine = node.engine
     flat = engine.vector.flat
     state = [part for part, *_ in engine.parts().values()]
     bytes_per_element = 4 + sum(a.element_size() for a in state if not is_per_row(a, flat))
     several = node.world.nodes.per_node > 1 and engine.group.slots > 1
-    # slots that hold parts of a permuted parameter can't put its elements in order
+    # If the layout permutes a parameter, a slot that has only a part of it can't restore the order
+    # of its elements.
     able = several and flat.by_index
     return able and flat.count * bytes_per_element > 1e9 * node.job.checkpoint.one_file_gb
 
@@ -90,7 +91,7 @@ def _of_node(node: Node, row: int, numbers: dict, spare: NodeState | None) -> No
         for slot, buffer in enumerate(by_slot or ()):
             buffer_arrays[f"buffers/{slot}/{name}"] = plain(buffer).copy()
     if engine.group.slots == 1 and not node.world.nodes.is_leader:
-        return None  # each rank has all parameters, so the first rank copies them
+        return None  # Each rank has all parameters, so a copy on the first rank is enough.
     arrays = engine.pack_state(row, spare.arrays if spare else None)
     x = engine.group.to_first([shard[row : row + 1] for shard in engine.vector.x])
     if x is None:
@@ -106,7 +107,13 @@ def _by_slot(
     numbers: dict,
     spare: Sequence[NodeState],
 ) -> list[NodeState]:
-    """Copy the local slots of the one local node, without communication."""
+    """Copy the local slots of a large node, without communication; return one state per slot.
+
+    :param engine: engine of the only local node
+    :param buffers: buffers of the model by name, one dict for each local slot
+    :param numbers: counters, which each state contains
+    :param spare: an earlier result whose memory is used again; empty: none
+    """
     flat = engine.vector.flat
     state = engine.parts()
     states = []
@@ -122,7 +129,7 @@ def _by_slot(
             if not is_per_row(parts[index], flat):
                 again = before.pieces[name] if before else None
                 pieces[name] = _packed(flat.inside(values, slot), again)
-            elif slot == 0:  # scalars, which are equal in all slots
+            elif slot == 0:  # Scalars are equal in all slots: the first one saves them.
                 arrays[name] = values.cpu().numpy().copy()
         x = flat.inside(engine.vector.x[index][0], slot)
         parameters = _packed(x, before.parameters if before else None)
@@ -138,7 +145,7 @@ def _packed(parts: Sequence[torch.Tensor], into: np.ndarray | None) -> np.ndarra
     if into is None and count:
         pages = torch.from_numpy(direct.pages(count * parts[0].element_size()))
         into = pages.view(parts[0].dtype).numpy()
-    if into is None:  # the slot contains padding only
+    if into is None:  # The slot contains only padding, so there are no values.
         return torch.cat(parts).numpy()
     torch.from_numpy(into).copy_(torch.cat(parts))
     return into
@@ -156,16 +163,17 @@ def plain(tensor: torch.Tensor) -> np.ndarray:
 def restore(
     node: Node, path: Path, manifest: Manifest
 ) -> tuple[bool, list[str], Mapping[str, Number]]:
-    """Restore a node from a checkpoint; not collective, :meth:`Node.publish` follows.
+    """Restore the local nodes from a checkpoint; not collective.
 
-    If the run can't resume exactly, each node begins with the exact average of the models; see
-    :func:`from_mean`.
+    If the run can't resume exactly, each node begins with the exact average of the saved nodes, by
+    :func:`from_mean`. The caller has to call :meth:`Node.publish` afterwards.
 
     :param node: the local nodes
     :param path: folder of the checkpoint
     :param manifest: its manifest
-    :return: whether the run resumes exactly, messages to report, and the numbers of the checkpoint
-    :raises StoreError: if the checkpoint belongs to another model
+    :return: whether the run resumes exactly, messages for the user, and the counters of the
+        checkpoint
+    :raises StoreError: if the checkpoint is damaged or belongs to another model
     """
     _check_facts(manifest, node.facts, path)
     node.check_saved(manifest, path)
@@ -177,7 +185,7 @@ def restore(
         fits = False
     _check_model(first, node.engine.vector.flat, path)
     _check_counters(first, path)
-    with reading(path):  # turns errors about shapes into StoreError
+    with reading(path):  # It converts errors about shapes to StoreError.
         node.restore_counters(first.numbers, manifest.meta)
         exact = fits and _same_method(first, node.engine)
         if exact:
@@ -209,10 +217,10 @@ def _exactly(node: Node, row: int, saved: NodeState) -> list[str]:
 
 
 def put_buffers(buffers: Mapping[int, Mapping[str, torch.Tensor]], saved: NodeState) -> None:
-    """Restore the buffers of slots.
+    """Copy saved buffers to the model's buffers.
 
-    :param buffers: for each number of a slot, its buffers by name
-    :param saved: state from the checkpoint
+    :param buffers: for the number of each local slot, the buffers of its model by name
+    :param saved: state of a node from the checkpoint
     """
     for slot, of_slot in buffers.items():
         for name, buffer in of_slot.items():
@@ -221,15 +229,15 @@ def put_buffers(buffers: Mapping[int, Mapping[str, torch.Tensor]], saved: NodeSt
 
 
 def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]) -> list[str]:
-    """Set each local node to the average of the saved nodes; return messages to report.
+    """Set each local node to the average of other nodes; return messages for the user.
 
-    If all state of the algorithm is a mean of gradients, it is set to its average; otherwise it is
-    reset. The round of the graph begins at 0.
+    If the state of the algorithm consists only of means of gradients (see `AVERAGED`), it is set to
+    its average, and the cadence keeps its saved state. Otherwise, both are reset. In any case, the
+    graph starts again at round 0.
 
     :param node: the local nodes
     :param mean: averaged arrays by name
-    :param numbers: saved numbers; they contain the state of the cadence, which continues if the
-        state of the algorithm does
+    :param numbers: saved numbers, among them the state of the cadence
     """
     engine = node.engine
     rows = range(len(node.mixer.local_nodes))
@@ -241,7 +249,7 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
     averaged = all(name.split("/")[-1] in AVERAGED and name in mean for name in state)
     for row in rows:
         scatter_row(mean["parameters"], x, row, flat, local)
-        for of_slot in node.buffers(row):  # integer buffers are those of slot 0 of node 0
+        for of_slot in node.buffers(row):  # Integers can't be averaged: `mean` has those of node 0.
             for name, buffer in of_slot.items():
                 value = torch.as_tensor(np.array(mean[f"buffers/{name}"]))
                 buffer.copy_(value.view(buffer.shape))
@@ -265,14 +273,18 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
 
 
 def _counted(node: Node, sent: Any) -> int:
-    """Return the bytes that this process counts for its node: all or, if it is not the first, 0."""
+    """Return the bytes that this process has to count for its node.
+
+    The first process of the node counts all saved bytes, and the others start at 0.
+    """
     return int(sent) if 0 in node.group.local_slots else 0
 
 
 def _check_facts(manifest: Manifest, facts: Mapping[str, Any], path: Path) -> None:
-    """Check that the manifest contains the numbers that a run saves.
+    """Check that the manifest contains the numbers that every run saves.
 
-    :raises StoreError: if it does not; another program may have written the checkpoint
+    :raises StoreError: if a number is missing or not positive, because another program has written
+        the checkpoint
     """
     for name in ("slots", *(name for name, value in facts.items() if isinstance(value, int))):
         value = manifest.meta.get(name)

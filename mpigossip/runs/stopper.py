@@ -1,4 +1,4 @@
-"""Early end of a run: signals, the file STOP, the end of the allocation."""
+"""Early end of a run: by a signal, by the file STOP, or before the end of the allocation."""
 
 import math
 import os
@@ -15,42 +15,46 @@ from mpigossip.config.readable import print_note
 from mpigossip.runs.hooks import Hook
 
 END_TIMES = ("MPIGOSSIP_END_TIME", "SLURM_JOB_END_TIME")
-"""Environment variables with the end of the allocation in seconds since 1970. The batch scripts of
-`mpigossip job` set the first one for every scheduler."""
+"""Environment variables with the time, in seconds since 1970, at which the scheduler ends the batch
+job. Slurm sets the second one; batch scripts of `mpigossip job` set the first one for every
+scheduler."""
 RESERVED_FRACTION = 0.05
 MIN_RESERVED_S = 5.0
 MAX_RESERVED_S = 120.0
 
 
 def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) -> float | None:
-    """Return the seconds within which the run must end; None: no limit.
+    """Return the seconds from now within which the run must end; None if there is no limit.
 
-    It is the earlier of the end of the allocation and ``wall_clock_s``.
+    The limit is the end of the scheduler's allocation or ``wall_clock_s``, if that is earlier.
 
-    :param wall_clock_s: seconds from now; 0: no limit
-    :param env: environment variables
+    :param wall_clock_s: seconds from now, as the setting `checkpoint.wall_clock_s`; 0: no limit
+    :param env: environment variables, among them those in `END_TIMES`
     """
     ends = [float(env[name]) - time.time() for name in END_TIMES if env.get(name, "").isdigit()]
-    ends = [end for end in ends if end > 0]  # an end in the past belongs to another allocation
+    ends = [end for end in ends if end > 0]  # A time in the past belongs to another allocation.
     if wall_clock_s:
         ends.append(wall_clock_s)
     return min(ends, default=None)
 
 
 class Reserve:
-    """Time that is kept free before the end, so that a checkpoint can be written.
+    """Decision when to stop before a time limit, so that enough time is left for a checkpoint.
 
-    It is the sum of three terms: 5 % of the time that was available at the start, but between 5 s
-    and 2 min; twice the longest time so far between two step boundaries, which includes evaluations
-    and checkpoints; and the time of the steps until all ranks have agreed.
+    The reserved time is the sum of three terms:
+
+    * 5 % of the time that was available at the start, but at least 5 s and at most 2 min;
+    * twice the longest time between two steps so far, which includes evaluations and checkpoints;
+    * the mean time of the steps that are done until all ranks have agreed to stop.
     """
 
     def __init__(self, end: float | None, lag: int = 0, now=time.monotonic):
         """Start the clock.
 
-        :param end: seconds from now until the end; None: no end
-        :param lag: number of calls that an agreement takes
-        :param now: monotonic clock; a jump of the wall clock would look like a long step
+        :param end: seconds from now until the time limit; None: no limit
+        :param lag: number of steps from the decision of one rank to the agreement of all
+        :param now: function that returns the present time in seconds. It should be monotonic,
+            because a jump of the wall clock would look like a long step
         """
         self._end = None if end is None else now() + end
         self._lag = lag
@@ -62,7 +66,7 @@ class Reserve:
         self._minimum_s = min(max(RESERVED_FRACTION * (end or 0.0), MIN_RESERVED_S), MAX_RESERVED_S)
 
     def over(self) -> bool:
-        """Return whether to stop now; called at every step boundary."""
+        """Return whether to stop now; to be called once after each step."""
         now = self._now()
         if self._end is None:
             return False
@@ -76,7 +80,7 @@ class Reserve:
 
     @property
     def reserve(self) -> float:
-        """Seconds that are kept for stopping."""
+        """Seconds that are reserved for stopping."""
         spent = (self._last or 0.0) - self._first
         mean = spent / self._steps if self._steps else 0.0
         return self._minimum_s + 2 * self._longest + self._lag * mean
@@ -86,9 +90,10 @@ class Stopper(Hook):
     """Hook that ends the run early: on a signal, on the file RUN/STOP, or before a time limit.
 
     The signals are SIGTERM, SIGUSR1 and SIGUSR2. The run also ends if the launcher's process that
-    started a rank has exited, because nobody could end the rank then. The ranks agree by a
-    reduction that is started at one step and read ``lag`` steps later, so no step waits for it. As
-    a context manager, it restores the signal handlers.
+    started a rank has exited, because the launcher could no longer end that rank. The ranks agree
+    by a non-blocking reduction, which is started after one step and read ``lag`` steps later, so
+    that no step waits for it. This object is a context manager: it handles the signals inside its
+    block, and then restores the former handlers.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -99,7 +104,7 @@ class Stopper(Hook):
 
         :param world: ranks of the run; rank 0 looks for the file STOP
         :param folder: the run directory
-        :param end: seconds from now until everything must be over; None: no end
+        :param end: seconds from now until the process must have exited; None: no limit
         :param lag: number of calls of :meth:`wants_stop` between the start of an agreement and its
             result
         """
@@ -149,13 +154,14 @@ class Stopper(Hook):
         agreed = self._pending
         self._pending = None
         if agreed is not None and agreed.read():
-            deadline.sigterm_time = math.inf  # the rest of the run, such as saving, may take long
+            # Waits must not end early because of the signal: saving may take long.
+            deadline.sigterm_time = math.inf
             if self._world.rank == 0:
                 self.remove_stop_file()
             return True
         now = time.monotonic()
         if self._world.rank == 0 and now - self._looked_at > 1.0:
-            # exists() would raise an error if the disk fails for a moment
+            # os.access is used because exists() would raise an error of the disk.
             self._looked_at, self._is_due = now, self._is_due or os.access(self._file, os.F_OK)
         self._pending = self._world.start_agree(int(self._is_due))
         return False
@@ -164,17 +170,19 @@ class Stopper(Hook):
         """Remove the file STOP, so that the next run does not end at once."""
         try:
             self._file.unlink(missing_ok=True)
-        except OSError as error:  # STOP may be a folder, or belong to somebody else
+        except OSError as error:  # STOP may be a folder, or another user may own it.
             text = f"{self._file} can't be removed: {error.strerror}; remove it by hand"
             print_note(f"{text}, or the next run stops at once")
 
     def start(self, progress, assembly) -> None:
-        """Drop an agreement with ranks that have failed."""
+        """Drop an agreement from before a rank failure, which will never be complete."""
         self._pending = None
         self._warnings = progress.warnings
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         if self._pending is not None:
             self._pending.read()
-        if self._world.rank == 0 and summary.get("finished"):  # STOP appeared too late for this run
+        # The file STOP may have been created after the last agreement. It must not stop the next
+        # run.
+        if self._world.rank == 0 and summary.get("finished"):
             self.remove_stop_file()

@@ -1,4 +1,4 @@
-"""Summary of a run as text, for the end of its output and for its log."""
+"""Text of the summary of a run, and the formats of its numbers."""
 
 import re
 from typing import Any
@@ -8,15 +8,19 @@ import numpy as np
 from mpigossip.config.readable import format_bytes, pluralize
 
 SPLIT = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "idle_s": "idle"}
+"""Purposes on which a step spends its time: the column of the log, and the word in the summary."""
 
 
 def metrics_of(summary: dict[str, Any]) -> list[str]:
-    """Return the names of the task's metrics in a summary; old logs have only the accuracy."""
+    """Return the names of the task's metrics in a summary.
+
+    Summaries of earlier versions don't list them; their only metric is "accuracy".
+    """
     return str(summary.get("metrics", "accuracy")).split()
 
 
 def number(value: float) -> str:
-    """Format a positive number of any size in at most seven characters, for columns."""
+    """Format a number for a column, in at most seven characters if it is not negative."""
     if 0.01 <= abs(value) < 1e4 or not value:
         return f"{value:.4f}"
     small = 1e-3 <= abs(value) < 0.01
@@ -24,7 +28,7 @@ def number(value: float) -> str:
 
 
 def mean(values: Any) -> float:
-    """Return the mean of the finite values, of a number or an array; NaN if there are none."""
+    """Return the mean of the finite values of a number or an array; NaN if there are none."""
     finite = np.asarray(values, float)
     finite = finite[np.isfinite(finite)]
     return float(finite.mean()) if finite.size else float("nan")

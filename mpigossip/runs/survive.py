@@ -1,4 +1,4 @@
-"""Continuation after a rank failure: world, state, lock and log of the survivors."""
+"""Continuation of a run by the survivors of a rank failure, with a smaller world."""
 
 import contextlib
 import time
@@ -25,21 +25,25 @@ from mpigossip.store.node_state import is_floating, over_slots
 
 
 class Stage(Enum):
-    """Stage of this node in its loop.
+    """Stage of the local node in its training loop.
 
-    TRAINING → FAILED → TRAINING or ALONE, by :meth:`Survival.step`; all → LEAVING, by
-    :meth:`Survival.leave`. At a failure, the survivors compare their stages: if one is LEAVING,
-    those that are not become ALONE.
+    :meth:`Survival.step` changes TRAINING to FAILED if a rank failure is noticed, and then to
+    TRAINING or ALONE. :meth:`Survival.leave` changes all stages to LEAVING. After a failure, the
+    survivors compare their stages: if any node is LEAVING, the nodes that are still in their loops
+    become ALONE.
     """
 
     TRAINING = "in its loop, with all nodes of its world"
     FAILED = "a rank failure was noticed, and the next step handles it"
     ALONE = "in its loop, without the nodes that have left theirs"
-    LEAVING = "the loop is over, and the run ends as soon as all nodes are here"
+    LEAVING = "the loop is over, and the run ends as soon as all nodes have left theirs"
 
 
 def prepare(job: Job, world: World) -> None:
-    """Let the world survive rank failures if the job asks for it; print a note if MPI can't."""
+    """Make the world survive rank failures if `run.survive` is true and MPI is fault-tolerant.
+
+    If MPI is not fault-tolerant, print a note.
+    """
     world.survives = job.run.survive and world.fault_tolerant
     if job.run.survive and world.comm is not None and not world.survives and world.rank == 0:
         print_note(
@@ -50,13 +54,13 @@ def prepare(job: Job, world: World) -> None:
 
 
 class RecentSteps:
-    """Copies of the node of this rank after its last two complete steps."""
+    """Copies of the local node after its last two complete steps."""
 
     def __init__(self) -> None:
         self.states: deque[tuple[NodeState, Any]] = deque(maxlen=2)
         self.facts: dict[str, Any] = {}
         self.done_at = time.perf_counter()
-        """Time at which the last of these steps was done."""
+        """Time by `time.perf_counter` at which the last of these steps was done."""
 
     def keep(self, node: Node) -> None:
         """Copy the node after a step, into the memory of the oldest copy."""
@@ -68,11 +72,14 @@ class RecentSteps:
         self.done_at = time.perf_counter()
 
     def agree(self, world: World) -> tuple[NodeState, Any, dict[str, Number], dict[str, Any]]:
-        """Return this rank's copy, and the counters and facts from which all ranks continue.
+        """Agree on the step from which all ranks continue; collective.
 
-        They are those of the rank that has done the fewest steps. A rank that noticed the failure
-        later may be ahead of it. If it is so far ahead that it has no copy of that step, it uses
-        its oldest copy. Collective.
+        This is the last step of the rank that has done the fewest steps. Other ranks may have done
+        more before they noticed the failure.
+
+        :param world: the survivors
+        :return: this rank's state and further values at that step (or its oldest copy, if that
+            step is older), and the counters and facts of that step, which are equal on all ranks
         """
         stands = world.gather((self.states[-1][0].numbers, self.facts))
         numbers, facts = world.broadcast(stands and min(stands, key=lambda pair: pair[0]["index"]))
@@ -83,17 +90,18 @@ class RecentSteps:
 class Survival:
     """Continuation of a loop after rank failures, if MPI is fault-tolerant.
 
-    Only :meth:`step` handles failures. All survivors return from it at the last step that all of
-    them have done, with the average of their states at that step. If a failure is noticed
-    elsewhere, that block ends, and the next step handles it.
+    Only :meth:`step` handles failures. When it returns, all survivors are at the last step that all
+    of them have done, and have the average of their states at that step. A failure that is noticed
+    in another call is kept by :meth:`catch_failure`, and the next call of :meth:`step` handles it.
     """
 
     def __init__(self, node: Node, run: Run | None, on_change: Callable[[World], object]):
         """Prepare the continuation.
 
         :param node: the node of this rank
-        :param run: the run; None: a loop without log and checkpoints
-        :param on_change: called with the world when the survivors are ready to continue
+        :param run: the run; None: the loop has no run directory, and so no log and no checkpoints
+        :param on_change: function that is called with the smaller world before the survivors
+            continue
         """
         self._node = node
         self._run = run
@@ -135,7 +143,7 @@ class Survival:
         try:
             yield
         except Exception as error:
-            # before the first step, there is no state to continue from
+            # Before the first copy, there is no state from which the survivors could continue.
             if not self._world.is_rank_failure(error) or not self._recent.states:
                 raise
             self.stage = Stage.FAILED
@@ -143,12 +151,12 @@ class Survival:
     def leave(self) -> None:
         """End the run, and wait until all nodes have left their loops.
 
-        The nodes of a custom loop may leave it at different times. If a node fails meanwhile, the
-        nodes that are still in their loops finish them alone, and then call this method, too. A
-        loop that is left by `exit()` ends at the same step on all nodes.
+        The nodes of a custom loop may leave their loops at different times. If a node fails
+        meanwhile, each node that is still in its loop finishes it alone, and then calls this
+        method, too. A loop that is left by `exit()` ends at the same step on all nodes.
         """
         run = self._run
-        # A node that is alone does not wait: the others wait for it in `finish`, or have ended.
+        # A node that has trained alone need not wait: `run.finish` already waits for all nodes.
         waits = self._node.world is self._world
         while True:
             self._world.isolated = False
@@ -171,9 +179,9 @@ class Survival:
             waits = False
 
     def _outlive(self) -> None:
-        """Continue in the world of the survivors; collective.
+        """Continue in a world of the survivors; collective over them.
 
-        Further failures on the way are handled in the same way.
+        If another rank fails during this call, it starts again with the ranks that are left.
         """
         while True:
             try:
@@ -217,13 +225,16 @@ class Survival:
         """Lock the run directory on rank 0 if the rank that held the lock has failed."""
         world = self._world
         if world.rank == 0 and self._names[0] != world.original_ranks[0]:
-            # The file system may still hold the old lock, which is no reason to stop.
+            # On a network file system, the lock of a failed rank may still exist. Continue then.
             with contextlib.suppress(JobError):
                 run.resources.enter_context(lock(run.folder))
 
     def _continue_with(self, world: World, parted: bool, lost: Sequence[str]) -> list[str]:
-        """Continue from the last step that all ranks of ``world`` have done.
+        """Continue from the last step that all ranks of ``world`` have done; collective.
 
+        :param world: the survivors, or this rank alone
+        :param parted: whether other survivors have left their loops
+        :param lost: name and host of each failed rank
         :return: one line for each failed rank
         """
         node = self._node
@@ -255,7 +266,14 @@ class Survival:
     def _report(
         self, world: World, lost: Sequence[str], index: Any, how: Sequence[str]
     ) -> list[str]:
-        """Report on rank 0 which ranks failed, and how the others continue; collective."""
+        """Print on rank 0 which ranks have failed, and how the others continue; collective.
+
+        :param world: ranks that continue
+        :param lost: name and host of each failed rank
+        :param index: number of the step from which they continue
+        :param how: remarks on the restored state
+        :return: one line for each failed rank
+        """
         seconds = world.agree(int(1000 * (time.perf_counter() - self._recent.done_at))) / 1000
         lines = [f"{rank} failed after step {index} ({seconds:.2f} s lost)" for rank in lost]
         if world.rank == 0:

@@ -1,13 +1,16 @@
-"""Steps per second, utilization and bytes over shaped links, compared with predictions of `plan`.
+"""Measure steps over links of different rates, and compare them with predictions of `plan`.
 
     python tools/bench/atlas.py --out FILE.jsonl             measures missing cells; needs root
     python tools/bench/atlas.py --out FILE.jsonl --show      prints the table
 
-Four hosts (tools/labs/net.sh) train 1.05 M parameters; the 200 ms of computing are slept. Each
-network is started once; a cell that FILE contains is not measured again. The machine is calibrated
-by rounds of other messages on the first network, and on each network that has latency; on the
-others, the nominal rate of the link replaces that of the first network. "utilization" is the ratio
-of computing time to step time. Bytes are those that leave the host, including headers.
+Four ranks, each in a network namespace that acts as a host (tools/labs/net.sh), train 1.05 M
+parameters. Instead of computing for 200 ms, a step sleeps. A cell is one method on one network;
+cells that FILE already contains are not measured again.
+
+For the predictions, the machine is measured with messages of other sizes on the first network, and
+on each network with added latency. For all other networks, the nominal rate of the link replaces
+the measured one. "Utilization" is the ratio of computation time to step time. Bytes are all bytes
+that leave a host, including headers.
 """
 
 import argparse
@@ -32,18 +35,23 @@ COMPUTE_S = 0.2
 SLOW_TIMES = 3.0
 SLOW_GBIT = 0.02
 NOMINAL = 119e6
-"""Bytes/s of TCP payload over a link of 1 Gbit/s."""
+"""Bytes per second of payload that TCP transfers over a link of 1 Gbit/s."""
 BASE = "1 Gbit/s"
-"""Network of the calibration, from which links of other rates are predicted."""
+"""Network on which the machine is measured, to predict links of other rates."""
 WIDTH = 512
 LAYERS = 4
 """Number of hidden layers, 512 x 512 each: 1.05 M parameters with the first and the last layer."""
 SECONDS = 6.0
-"""Approximate seconds per cell; a cell has whole periods, and at least two steps."""
+"""Approximate seconds for which a cell is measured. A cell has whole periods of its graph and
+cadence, and at least two steps."""
 
 
 class Network(NamedTuple):
-    """Links of a lab: rate for `tc` and in Gbit/s, slow part, and added latency in milliseconds."""
+    """Links between the hosts: rate in the form of `tc` and in Gbit/s, slow part, added latency.
+
+    The slow part is "link" if one link is slow, "node" if one node computes slowly, or "". The
+    latency is in milliseconds.
+    """
 
     rate: str
     gbit: float
@@ -88,7 +96,11 @@ SMALL = [
 
 
 def job_of(words: str, slow: str):
-    """Return the job of a cell."""
+    """Return the job of a cell.
+
+    :param words: settings of the method; "": those of parallel SGD
+    :param slow: slow part of the network, as in `Network`
+    """
     from mpigossip.training import assemble
 
     own = [f"model.times={SLOW_TIMES}", f"model.slow={HOSTS - 1}"] if slow == "node" else []
@@ -105,13 +117,23 @@ def sent_bytes() -> int:
 
 
 def at_rate(measured: float, gbit: float) -> float:
-    """Return the bytes/s over a link of another rate; the machine's time per byte is constant."""
+    """Return the bytes per second over a link of another rate.
+
+    The time that the machine itself needs for a byte is assumed to stay the same.
+
+    :param measured: bytes per second that were measured over 1 Gbit/s
+    :param gbit: the other rate in Gbit/s
+    """
     own = max(1 / measured - 1 / NOMINAL, 0.0)
     return 1 / (own + 1 / (gbit * NOMINAL))
 
 
 def linked(machine, gbit: float):
-    """Return a machine calibrated at 1 Gbit/s as if its links had another rate."""
+    """Return the values of a machine, measured at 1 Gbit/s, for links of another rate.
+
+    :param machine: measured values
+    :param gbit: the other rate in Gbit/s
+    """
     return replace(
         machine,
         bandwidth=at_rate(machine.bandwidth, gbit),
@@ -122,7 +144,10 @@ def linked(machine, gbit: float):
 def predicted(words: str, slow: str, machine, gbit: float | None) -> float:
     """Return the seconds of a step according to the virtual clock.
 
-    :param gbit: rate of the links in Gbit/s; None: the links of the calibration
+    :param words: settings of the method
+    :param slow: slow part of the network, as in `Network`
+    :param machine: measured values of the machine
+    :param gbit: rate of the links in Gbit/s; None: the links with which the machine was measured
     """
     from mpigossip.training.costs import exchanges, subject
     from mpigossip.training.time_model import Clock, Timing
@@ -141,11 +166,11 @@ def predicted(words: str, slow: str, machine, gbit: float | None) -> float:
     return float(clock.now.max()) / made.steps
 
 
-# -- a model whose computing is slept, as on a device: the few cores of this machine stay free -----
+# -- a model that sleeps instead of computing, so that four ranks can share a few cores ------------
 
 
 class _Sleep(torch.autograd.Function):
-    """Identity that sleeps for a third of the time in forward, for two thirds in backward."""
+    """Identity function that sleeps: a third of the time in forward, two thirds in backward."""
 
     @staticmethod
     def forward(ctx, x, seconds):
@@ -162,7 +187,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Layer(nn.Linear):
-    """Linear layer that takes a given number of seconds."""
+    """Linear layer that sleeps, so that it takes a given number of seconds."""
 
     def __init__(self, seconds: float):
         super().__init__(WIDTH, WIDTH)
@@ -174,7 +199,14 @@ class Layer(nn.Linear):
 
 
 def layers(shape, classes: int, *, seconds: float = 0.2, times: float = 1.0, slow: int = -1):
-    """Build the model; the process whose rank is ``slow`` takes ``times`` as long."""
+    """Build the model, whose layers sleep.
+
+    :param shape: shape of an input
+    :param classes: number of classes
+    :param seconds: seconds of forward and backward
+    :param times: factor by which one rank is slower
+    :param slow: number of this rank; -1: none
+    """
     first = nn.Linear(shape[0] * shape[1] * shape[2], WIDTH)
     own = seconds * (times if slow >= 0 and _rank() == slow else 1.0)
     body = [Layer(own / LAYERS) for _ in range(LAYERS)]
@@ -191,7 +223,12 @@ def _rank() -> int:
 
 
 def ranks(cells: list[str], slow: str, calibrate: bool) -> None:
-    """Measure cells one after the other; rank 0 prints a line of JSON for each."""
+    """Measure cells one after the other; rank 0 prints a line of JSON for each.
+
+    :param cells: names of methods
+    :param slow: slow part of the network, as in `Network`
+    :param calibrate: whether to measure the machine, too
+    """
     import mpigossip
 
     torch.set_num_threads(1)
@@ -210,7 +247,7 @@ def ranks(cells: list[str], slow: str, calibrate: bool) -> None:
 
 
 def calibrated(world) -> dict:
-    """Measure the machine as `plan` does: a step alone, and rounds of the model's size."""
+    """Measure the machine as `mpigossip plan` does: steps without exchange, and single rounds."""
     from mpigossip.analysis.machine import examine
     from mpigossip.training.costs import subject
 
@@ -220,7 +257,10 @@ def calibrated(world) -> dict:
 
 
 def engine(world, words: str, slow: str):
-    """Return a job's step, the function that closes it, and the number of steps per period."""
+    """Return three things for a job: a function that makes a step, one that closes, the period.
+
+    The period is the number of steps after which exchanges repeat.
+    """
     from mpigossip.training import assemble
 
     job = job_of(words, slow)
@@ -229,7 +269,7 @@ def engine(world, words: str, slow: str):
 
 
 def ddp(world, slow: str):
-    """Return the same for DistributedDataParallel on gloo."""
+    """Return three things like :func:`engine`, for DistributedDataParallel on gloo."""
     from torch import distributed
 
     from tools.bench.peers import join
@@ -249,13 +289,19 @@ def ddp(world, slow: str):
 
 
 def measured(world, step, period: int) -> dict:
-    """Return mean seconds per step of the slowest rank over whole periods, and bytes per step."""
+    """Measure whole periods; return the mean seconds per step on the slowest rank, and the bytes.
+
+    :param world: all ranks
+    :param step: function that makes a step
+    :param period: number of steps after which exchanges repeat
+    """
     begin = time.perf_counter()
     for _ in range(2):
         step()
     one = max(world.comm.allgather((time.perf_counter() - begin) / 2))
     count = period * max(1, min(160, round(SECONDS / one)) // period)
-    # Complete the period first if it is short; a long one may begin anywhere.
+    # Two steps are done. Complete a short period, so that whole periods are measured. A long period
+    # may begin anywhere.
     for _ in range(-2 % period if period <= 8 else 0):
         step()
     world.barrier()
@@ -298,7 +344,11 @@ def fill(out: Path, networks: list[str], methods: dict[str, str]) -> None:
 
 
 def on_hosts(links: Network, words: list[str]) -> Iterator[dict]:
-    """Yield the JSON lines of a Python program that runs on each host of a new lab."""
+    """Start new hosts, run this program on each, and yield the lines of JSON that it prints.
+
+    :param links: links between the hosts
+    :param words: arguments of the program
+    """
     subprocess.run([LAB, "up", str(HOSTS), links.rate, links.latency], check=True)
     try:
         if links.slow == "link":
@@ -340,7 +390,10 @@ def rows_of(out: Path) -> list[dict]:
 
 
 def show(out: Path) -> None:
-    """Print utilization and predictions by method and network; count cells within 20 %."""
+    """Print a table of measured and predicted utilization, by method and network.
+
+    Below it, print how many predictions are within 20 % and other bounds.
+    """
     rows = rows_of(out)
     cells = {(row["cell"], row["network"]): row for row in rows}
     names = list(dict.fromkeys(row["cell"] for row in rows))

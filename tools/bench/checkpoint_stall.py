@@ -1,10 +1,11 @@
-"""Measure how much checkpoints slow training down: alternate runs with and without them.
+"""Measure by how much checkpoints slow down training: alternate runs with and without them.
 
   mpiexec -n 4 python tools/bench/checkpoint_stall.py [--megabytes 100] [--every 20] [--batch 32] …
 
-Each rank trains a network of the given megabytes. The time reaches from the end of the first step
-to the end of the last, including snapshots and writing in the background. The last line compares a
-node's file with plain write, fsync and rename of the same number of bytes, in the same launch.
+Each rank trains a network of the given size. The time is measured from the end of the first step to
+the end of the last one, and includes snapshots and writing in the background. The last line
+compares the time for a node's checkpoint file with the time for a plain file of the same size
+(write, fsync and rename), measured in the same launch.
 """
 
 import argparse
@@ -40,7 +41,13 @@ class Stamps(Hook):
 
 
 def seconds(ranks, folder: Path, options: argparse.Namespace, every: int) -> float:
-    """Return the seconds from the first step's end to the last one's, of the slowest rank."""
+    """Train; return the seconds from the end of the first step to the end of the last one.
+
+    :param ranks: all ranks; the time of the slowest is returned
+    :param folder: folder for the run
+    :param options: options of the command line
+    :param every: steps between two checkpoints; 0: no checkpoints
+    """
     hidden = options.megabytes * 1_000_000 // 4 // 3_082
     settings = ["model.name=mlp", f"model.hidden=[{hidden}]", "data.source=synthetic"]
     settings += [f"data.batch={options.batch}", f"data.samples={4 * options.batch * ranks.size}"]
@@ -50,8 +57,7 @@ def seconds(ranks, folder: Path, options: argparse.Namespace, every: int) -> flo
     job = assemble.load({}, settings)
     assembly = assemble.assemble(job, ranks, ranks.size)
     stamps = Stamps()
-    # The last step is the same with and without checkpoints: evaluation and the last checkpoint
-    # follow it.
+    # All runs evaluate and save after the last step, which is not measured.
     train(JobNode(assembly, ranks), hooks=[stamps])
     assembly.close()
     return ranks.agree(int(1e6 * (stamps.at[-1] - stamps.at[0]))) / 1e6
@@ -83,7 +89,7 @@ def main() -> None:
                     )
         asked = SimpleNamespace(sizes=[options.megabytes * 1_000_000], folder=top, seconds=15)
         rows = list(bench.checkpoint(ranks, asked))
-        ranks.barrier()  # wait until the folders of all ranks are empty
+        ranks.barrier()  # Wait until all ranks have emptied their folders.
         if ranks.rank == 0:
             without, with_them = (statistics.median(times) for times in arms.values())
             fastest = min(arms[options.every]) / min(arms[0]) - 1

@@ -4,7 +4,8 @@ r"""Compare averaging and training by mpigossip with gloo, torch's DDP and MPI_A
     tools/labs/net.sh run 4 python tools/bench/compare_peers.py train --interface eth0 \
         --data cifar10.h5 --epochs 6
 
-All contenders run in the same launch, in turn; the tool prints medians, ratios and exactness.
+All contenders run in the same launch, one after the other in each repeat. The tool prints medians,
+ratios, and whether the averages are exact.
 """
 
 import argparse
@@ -33,13 +34,17 @@ from mpigossip.training.evaluate import averaged_model, measure
 
 
 class Ours:
-    """Exchange of mpigossip: it averages what an algorithm has written into the outbox."""
+    """Contender mpigossip: a mixer averages vectors in its outbox."""
 
     def __init__(self, ranks: World, count: int, name: str, kind=ExchangeKind.GOSSIP, copies=False):
         """Open a mixer for vectors of ``count`` elements.
 
-        :param copies: also copy a model into the outbox and the result back, as plain averaging has
-            to
+        :param ranks: all ranks
+        :param count: number of elements
+        :param name: name of the graph
+        :param kind: kind of the exchange
+        :param copies: whether to copy a model into the outbox and the result back, as a program
+            has to that averages its own array
         """
         self.name = f"mpigossip {name if kind is ExchangeKind.GOSSIP else 'global average'}"
         self.name += ", with copies in and out" if copies else ""
@@ -57,7 +62,7 @@ class Ours:
         self.prepare()
 
     def prepare(self) -> None:
-        """Put the model into the outbox, as an algorithm's `send` does; this is not timed."""
+        """Copy the model to the outbox; not timed, because an algorithm writes there itself."""
         if not self.copies:
             self.mixer.outbox(self.t)[0][0].copy_(self.x)
 
@@ -73,7 +78,7 @@ class Ours:
         self.t += self.kind is ExchangeKind.GOSSIP
 
     def after(self) -> None:
-        """Take the result as the next model; this is not timed."""
+        """Use the result as the next model; this is not timed."""
         if not self.copies:
             self.x.copy_(self.mixed)
 
@@ -83,7 +88,10 @@ class Ours:
 
 
 def contenders(ranks: World, count: int) -> list[Any]:
-    """Return all contenders; the best of three bucket sizes is determined beforehand."""
+    """Return all contenders for vectors of ``count`` elements.
+
+    DDP is included with the best of three bucket sizes, which is measured here.
+    """
     limit = SimpleNamespace(name="limit: average of private arrays", round=limit_memory(count))
     all_contenders: list[Any] = [limit]
     for name in ("one-peer-hypercube", "one-peer-exponential"):
@@ -99,7 +107,11 @@ def contenders(ranks: World, count: int) -> list[Any]:
 
 
 def best(ranks: World, makes: Sequence[Callable[[], Any]]) -> Any:
-    """Return the fastest of several settings of one contender; the others are deleted."""
+    """Return the fastest of several variants of one contender.
+
+    :param ranks: all ranks
+    :param makes: functions that create a variant each
+    """
     tried = []
     for make in makes:
         contender = make()
@@ -112,7 +124,11 @@ def best(ranks: World, makes: Sequence[Callable[[], Any]]) -> Any:
 
 
 def exact(ranks: World, contender: Any) -> bool:
-    """Return whether ⌈log2 n⌉ rounds from x = rank + 1 give exactly (n + 1)/2 on every node."""
+    """Return whether a contender averages exactly.
+
+    Each of n ranks begins with x = rank + 1. After ⌈log2 n⌉ rounds, every element has to be
+    (n + 1)/2.
+    """
     contender.fill(float(ranks.rank + 1))
     for _ in range((ranks.size - 1).bit_length()):
         contender.round()
@@ -123,7 +139,7 @@ def exact(ranks: World, contender: Any) -> bool:
 
 
 def average(ranks: World, options) -> None:
-    """Time rounds of one vector, with all contenders in turn."""
+    """Measure rounds of one vector with all contenders, and print the table."""
     count = options.megabytes * 10**6 // 4 // 4096 * 4096
     all_contenders = contenders(ranks, count)
     right = {contender.name: exact(ranks, contender) for contender in all_contenders[1:]}
@@ -163,7 +179,10 @@ def average(ranks: World, options) -> None:
 
 
 class Gossip:
-    """Job of mpigossip; its mixer is open in its turns only, as its thread would disturb others."""
+    """Contender mpigossip: a job of this package.
+
+    Its mixer is open only during its own turns, because the progress thread would disturb others.
+    """
 
     def __init__(self, ranks: World, name: str, job: dict):
         """Create a trainer without its mixer."""
@@ -244,7 +263,12 @@ def accuracy(ranks: World, one: Any, shared: Any) -> float:
 
 
 def turn(ranks: World, one: Any, steps: range) -> float:
-    """Return the seconds of some steps."""
+    """Let a contender make some steps; return the seconds.
+
+    :param ranks: all ranks; the time of the slowest is returned
+    :param one: the contender
+    :param steps: numbers of the steps
+    """
     one.open()
     seconds = timed(ranks, lambda: [one.step(index) for index in steps])
     one.close()

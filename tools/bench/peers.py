@@ -1,7 +1,8 @@
-"""Opponents in tools/bench/compare_peers.py: gloo, torch's averagers and DDP, MPI_Allreduce.
+"""Other libraries in tools/bench/compare_peers.py: gloo, torch's averager and DDP, MPI_Allreduce.
 
-Each averages one vector by `round()`, or trains one model by `step(index)`, as its documentation
-says, with the setting that was fastest here. All of them use gloo, except MPI_Allreduce.
+Each contender averages one vector by `round()`, or trains one model by `step(index)`. Libraries are
+used as their documentation recommends, with the setting that was fastest on this machine. All
+contenders use gloo, except MPI_Allreduce.
 """
 
 import fcntl
@@ -30,13 +31,13 @@ WAIT_S = 120.0
 
 
 def meet(ranks: World) -> None:
-    """Synchronize all ranks asleep: a spinning rank would take the core of a working one."""
+    """Wait for all ranks. This rank sleeps, because a busy wait would take another rank's core."""
     request = ranks.comm.Ibarrier()
     Deadline(WAIT_S).wait(request.Test, lambda: "not all ranks came")
 
 
 def timed(ranks: World, work: Callable[[], Any]) -> float:
-    """Return the seconds of the slowest rank; all ranks begin together."""
+    """Let all ranks call ``work`` at the same time; return the seconds of the slowest rank."""
     meet(ranks)
     begin = time.perf_counter()
     work()
@@ -83,7 +84,7 @@ def _address(interface: str) -> str:
 
 
 class Vectors(torch.nn.Module):
-    """Model of one vector in a few parameters, so that bucket sizes have an effect."""
+    """Model that consists of one vector, split into parameters so that bucket sizes matter."""
 
     def __init__(self, count: int, parts: int = 8):
         """Create ``count`` elements in ``parts`` parameters."""
@@ -105,7 +106,10 @@ class Vectors(torch.nn.Module):
 
 
 class Neighbour:
-    """Averaging by plain gloo: isend to i + 2^k, irecv from i − 2^k, x ← ½ (x + received)."""
+    """Averaging by plain gloo along the one-peer exponential graph.
+
+    In round k, rank i sends to i + 2^k, receives from i − 2^k, and sets x ← ½ (x + received).
+    """
 
     name = "gloo isend/irecv, directed"
     pairs = False
@@ -141,7 +145,7 @@ class Neighbour:
 
 
 class Pairs(Neighbour):
-    """Averaging by plain gloo between i and i xor 2^k."""
+    """Averaging by plain gloo in pairs: in round k, ranks i and i xor 2^k average."""
 
     name = "gloo isend/irecv, pairs"
     pairs = True
@@ -177,7 +181,7 @@ class Periodic:
         self.fill = self.model.fill
 
     def round(self) -> None:
-        """Make one call."""
+        """Call the averager once."""
         self.averager.average_parameters(self.model.parameters())
 
     def ends(self) -> tuple[float, float]:
@@ -187,7 +191,7 @@ class Periodic:
 
 
 class Gradients(Periodic):
-    """Averaging by DDP: it averages the gradient of ½ Σ x²; then x ← x − (x − mean)."""
+    """Averaging by DDP, whose all-reduce averages gradients: the gradient of ½ Σ x² is x itself."""
 
     def __init__(self, comm: MPI.Comm, count: int, cap: float = 25.0):
         """Create the model; ``cap`` is DDP's bucket_cap_mb."""
@@ -199,7 +203,7 @@ class Gradients(Periodic):
         )
 
     def round(self) -> None:
-        """Run backward with its bucketed all-reduce; afterwards every gradient is the mean of x."""
+        """Run forward and backward; afterwards, each gradient is the mean of x over ranks."""
         self.ddp.zero_grad(set_to_none=True)
         self.ddp().backward()
 
@@ -216,8 +220,10 @@ class Ddp:
     """The job's model, trained by torch's DistributedDataParallel and momentum SGD."""
 
     def __init__(self, module: torch.nn.Module, lr: float, batches: Callable, cap: float):
-        """Wrap the model.
+        """Wrap the model into DistributedDataParallel.
 
+        :param module: the model
+        :param lr: learning rate
         :param batches: ``batches(index)`` returns this rank's batch
         :param cap: DDP's bucket_cap_mb
         """
@@ -241,10 +247,10 @@ class Ddp:
         self.optimizer.step()
 
     def open(self) -> None:
-        """Do nothing: a turn needs no preparation."""
+        """Do nothing, because this contender needs no preparation before its turn."""
 
     def close(self) -> None:
-        """Do nothing: a turn leaves nothing open."""
+        """Do nothing, because this contender leaves nothing open after its turn."""
 
     def averaged(self) -> torch.nn.Module:
         """Return the model, which is equal on all ranks except for its buffers."""

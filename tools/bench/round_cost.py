@@ -1,4 +1,4 @@
-"""Measure Python's cost of a round of 1 KB between two ranks, in addition to its MPI calls.
+"""Measure the time that Python adds to the MPI calls of a round of 1 KB between two ranks.
 
     mpirun -n 2 python tools/bench/round_cost.py
 
@@ -24,11 +24,11 @@ COUNT = 256
 """Number of float32 elements of the vector: 1 KB; float64 vectors have half this number."""
 ROUNDS = 12
 REPEATS = 300
-"""Rounds per turn; turns are short, so that some are undisturbed by other programs."""
+"""Number of rounds in each measurement. It is small, so that other programs don't disturb all."""
 
 
 def ours(mixer: Mixer) -> Callable[[], None]:
-    """Return a function that runs a whole round, including the average."""
+    """Return a function that runs a whole round of a mixer, including the average."""
     clock = iter(range(1 << 60))
 
     def work() -> None:
@@ -41,7 +41,7 @@ def ours(mixer: Mixer) -> Callable[[], None]:
 
 
 def plain(averager: mpigossip.Averager, x: np.ndarray) -> Callable[[], None]:
-    """Return a function that runs a whole `Averager` round, including its copies and checks."""
+    """Return a function that averages ``x`` once by `Averager`, including its copies and checks."""
 
     def work() -> None:
         averager.start(x)
@@ -51,10 +51,12 @@ def plain(averager: mpigossip.Averager, x: np.ndarray) -> Callable[[], None]:
 
 
 def bare(comm: MPI.Comm, window: MPI.Win, put: bool) -> Callable[[], None]:
-    """Return a function that makes the MPI calls of a round only.
+    """Return a function that makes only the MPI calls of a round.
 
-    These are a put with its flush, if ``put``, and the notifications "ready" and "done" in both
-    directions.
+    :param comm: both ranks
+    :param window: window to put into
+    :param put: whether a put and a flush belong to the round, besides the notifications "ready" and
+        "done" in both directions
     """
     other = 1 - comm.rank
     data = np.ones(4 * COUNT, np.uint8)
@@ -75,14 +77,21 @@ def bare(comm: MPI.Comm, window: MPI.Win, put: bool) -> Callable[[], None]:
 
 
 def format_times(times: dict[str, list[float]], summed: Callable) -> str:
-    """Format the time of the MPI calls alone, in µs, and what each other measurement adds."""
+    """Format the time of the MPI calls in µs, and the times that the other functions add to it.
+
+    :param times: measured times by name, the MPI calls first
+    :param summed: function that computes one number from the times, such as the median
+    """
     calls, *others = (1e6 * summed(kept) for kept in times.values())
     added = (f"{who} +{us - calls:.1f}" for who, us in zip([*times][1:], others, strict=True))
     return f"MPI calls {calls:.1f}, {', '.join(added)}"
 
 
 def main() -> None:
-    """Alternate all measurements; print medians and, in case of disturbances, minima on rank 0."""
+    """Run all measurements in turn; print medians and minima on rank 0.
+
+    Minima are less disturbed by other programs.
+    """
     torch.set_num_threads(1)
     with world() as ranks:
         comm = ranks.comm

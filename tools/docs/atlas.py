@@ -12,7 +12,10 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 
 
 def table(page: str) -> tuple[list[str], list[str], list[list[int]]]:
-    """Return links, methods, and the measured percentage of each."""
+    """Return the table of a page: names of the links, names of the methods, and percentages.
+
+    There is one list of percentages per method, with a value for each link.
+    """
     (head, body) = re.search(r"^\| (\| 1 Gbit/s.*)\n\|[-|]*\n((?:\|.*\n)*)", page, re.M).groups()
     links = [name.strip() for name in head.strip("| ").split("|")]
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in body.splitlines()]

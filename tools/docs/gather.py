@@ -1,8 +1,9 @@
-"""Gather the pages of the site: tools/docs at the top, other pages of the tree as they lie.
+"""Copy all pages of the repository into one folder, from which Sphinx builds the site.
 
     python tools/docs/gather.py build/docs-source
 
-Links between pages stay links; files that a page names come along, as pictures or downloads.
+Pages of tools/docs are put at the top, other pages keep their paths. Links between pages are
+adapted, and other files to which a page links, such as pictures, are copied, too.
 """
 
 import os
@@ -15,22 +16,28 @@ REPO = Path(__file__).resolve().parents[2]
 HERE = Path("tools/docs")
 FOLDERS = ("jobs", "mpigossip", "tests", "tools")
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
-"""A link: bracket, target, part of the page."""
+"""Regular expression for a link in Markdown: bracket, target, section of the page."""
 
 
 def pages() -> list[Path]:
-    """Return the pages, as paths in the tree."""
+    """Return the paths of all pages, relative to the root of the repository."""
     paths = [path for folder in FOLDERS for path in sorted((REPO / folder).rglob("*.md"))]
     return [path.relative_to(REPO) for path in paths]
 
 
 def place(path: Path) -> Path:
-    """Return where a file of the tree lies in the site."""
+    """Return the path, within the site, of a file of the repository."""
     return path.relative_to(HERE) if HERE in path.parents else path
 
 
 def moved(page: Path, out: Path) -> str:
-    """Return the text of a page with links that lead to where files lie; copy those it names."""
+    """Return the text of a page with links that are correct in the site.
+
+    Files that are no pages, but to which the page links, are copied.
+
+    :param page: path of the page in the repository
+    :param out: folder of the site's sources
+    """
 
     def link(match: re.Match) -> str:
         if "://" in match[2] or match[2].startswith(("mailto:", "reference/")):
@@ -39,19 +46,19 @@ def moved(page: Path, out: Path) -> str:
         if target.suffix != ".md" and (REPO / target).is_file():
             (out / place(target)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(REPO / target, out / place(target))
-        if target == Path("README.md"):  # the site's first page stands for it
+        if target == Path("README.md"):  # The site has another first page in its place.
             return f"{match[1]}{os.path.relpath('index.md', place(page).parent)})"
         if (REPO / target).is_dir():
             target = target / "README.md"
             if not (REPO / target).exists():
-                return "]"  # a folder has no page
+                return "]"  # A folder has no page, so remove the link.
         return match[1] + os.path.relpath(place(target), place(page).parent) + match[3]
 
     return LINK.sub(link, (REPO / page).read_text("utf-8"))
 
 
 def main() -> None:
-    """Write all pages into the folder that is given."""
+    """Write all pages to the folder that the command line names."""
     out = Path(sys.argv[1])
     for page in pages():
         file = out / place(page)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-os.environ["COLUMNS"] = "80"  # of the commands' help
+os.environ["COLUMNS"] = "80"  # The help of commands is wrapped at this width.
 
 import mpigossip
 from mpigossip import cli, config, graphs
@@ -35,7 +35,8 @@ TABLES = {
     for path, table in assemble.tables_of_names().items()
     if not path.startswith("node.")
 }
-"""Functions by the names of a section; their keyword-only parameters are further settings."""
+"""For each section with names: the functions that these names stand for. Their keyword-only
+parameters are further settings."""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 EXAMPLES = {
     "run.name": "first", "run.output": "/scratch/{name}", "task.name": "language-model",
@@ -47,10 +48,10 @@ EXAMPLES = {
     "node.mixer": "asynchronous", "clock.network": "10gbit", "clock.bandwidth": "1.25e9",
     "log.hooks": "['tensorboard']", "log.consensus_every": "100",
 }  # fmt: skip
-"""Examples of settings that a rule can't choose."""
+"""Examples of those settings for which :func:`example` has no rule."""
 VARIABLES = {
-    "MPIGOSSIP_END_TIME": "seconds since 1970 at which the allocation ends: the run stops before "
-    "with a checkpoint; batch scripts set it",
+    "MPIGOSSIP_END_TIME": "the time, in seconds since 1970, at which the allocation ends: the run "
+    "stops earlier, with a checkpoint; batch scripts set it",
     "MPIGOSSIP_NATIVE": "`0`: use PyTorch's operations instead of the compiled sum; "
     "the results are identical, but computed more slowly",
     "OMP_NUM_THREADS": "set it to 1, because ranks and slots run at the same time, "
@@ -82,7 +83,10 @@ MADE = ("optim.world", "studies.", "graphs.base.G", "engine.", "training.", "run
 
 
 def kind(hint: Any) -> str:
-    """Return a type and its limits in words."""
+    """Return a text about a type and its limits.
+
+    :param hint: annotation of a setting
+    """
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if hasattr(hint, "__metadata__"):
@@ -99,14 +103,20 @@ def kind(hint: Any) -> str:
 
 
 def choices(hint: Any) -> list[Any]:
-    """Return the values that a type names."""
+    """Return the values that an annotation with `Literal` allows."""
     if typing.get_origin(hint) is Literal:
         return list(typing.get_args(hint))
     return [value for each in typing.get_args(hint) for value in choices(each)]
 
 
 def example(path: str, default: Any, hint: Any) -> str:
-    """Return an override of the setting that a job takes, another than the default."""
+    """Return an example of a setting: a valid value that differs from the default.
+
+    :param path: name of the setting, such as "data.batch"
+    :param default: its default
+    :param hint: its annotation
+    :raises LookupError: if no rule gives an example
+    """
     guesses = [not default] if isinstance(default, bool) else []
     if isinstance(default, int | float):
         guesses += [2 * default, default / 2]
@@ -123,7 +133,7 @@ def example(path: str, default: Any, hint: Any) -> str:
 
 
 def settings() -> dict[str, tuple[str, ...]]:
-    """Return every setting: type and limits, default, meaning, example."""
+    """Return for each setting, by name: meaning, type and limits, default, example."""
     rows = {}
     for name, cls in sections.SECTIONS.items():
         hints = typing.get_type_hints(cls, include_extras=True)
@@ -142,7 +152,10 @@ def settings() -> dict[str, tuple[str, ...]]:
 
 
 def options() -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield the options of every name: section, name, option, type, default."""
+    """Yield the options of builders as tuples: section, name, option, type, default.
+
+    The name is, for example, an algorithm or a graph.
+    """
     for section, table in TABLES.items():
         for name in table:
             for option, (hint, default) in keyword_only(BuilderSpec.of(table, name).build)[
@@ -155,18 +168,18 @@ def options() -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def loop_options() -> list[tuple[str, str]]:
-    """Return the settings that `Gossip` takes as options, as section and name."""
+    """Return the settings that `Gossip` accepts as options, as pairs (section, name)."""
     groups = (optim_settings.KEYS, optim_settings.OF_RUN)
     return [(name, key) for keys in groups for name, some in keys.items() for key in some]
 
 
 def cells(*row: str) -> str:
-    """Return a row of a table."""
+    """Return a row of a table in Markdown."""
     return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in row) + " |"
 
 
 def head(*titles: str) -> list[str]:
-    """Return the two lines that begin a table."""
+    """Return the first two lines of a table in Markdown, with these titles of columns."""
     return [cells(*titles), "|---" * len(titles) + "|"]
 
 

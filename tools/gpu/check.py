@@ -1,12 +1,14 @@
-"""Run the measurements of gpu_check.sh; print each result and its limit, both measured in this run.
+"""Run the checks of gpu_check.sh, and print a table with the result and the limit of each.
 
-Every check is a function of measures.py or several.py. It runs in its own processes under its own
-time limit, so a check that fails or hangs reports that in its row and does not affect the others.
-Checks of correctness come first; checks that need several GPUs come last, and are left out if there
-is only one. The table is always printed at the end, inserted at the top of GPU_RESULTS.md (in
-`--out FOLDER`) and written next to it as JSON; `--from N` continues with row N. `--rehearse` runs
-as much as possible on the CPU at small sizes, and `--double` on the tests' CPU emulation of CUDA,
-to see that the checks run; their results say nothing about GPUs.
+Each check is a function of measures.py or several.py. It runs in its own processes with its own
+time limit. If a check fails or hangs, its row says so, and the others are not affected. Checks of
+correctness come first. Checks that need several GPUs come last, and are left out if there is only
+one. Limits of rates are measured in the same run.
+
+At the end, the table is printed, inserted at the top of GPU_RESULTS.md (in the folder of `--out`),
+and written next to it as JSON. `--from N` continues with row N. To test the checks themselves,
+`--rehearse` runs them on the CPU at small sizes, and `--double` runs them on the CPU emulation of
+CUDA that the tests use; such results say nothing about GPUs.
 """
 
 import argparse
@@ -30,18 +32,16 @@ from tests.launch import Launch, found_launcher
 
 TOTAL_S = 570
 SEVERAL_S = 900
-"""Seconds after which no new check begins and the running one is stopped.
-
-This value is for one GPU; several GPUs get more time.
-"""
+"""Seconds after which the running check is stopped and no new one begins; further seconds if there
+are several GPUs."""
 FIRST_S = 120
-"""Time limit in seconds for torch to find the GPU."""
+"""Seconds within which torch has to find the GPU."""
 NO_GPU = 3
 MEASURES = Path(__file__).resolve().with_name("measures.py")
 SEVERAL = MEASURES.with_name("several.py")
 RESULTS = MEASURES.with_name("GPU_RESULTS.md")
 NEEDED = ("numpy", "h5py", "matplotlib", "networkx", "PIL", "rich", "safetensors", "scipy")
-"""Modules that the package needs; pytest, mpi4py and cupy are checked where they are used."""
+"""Modules that all checks need. Only some checks need pytest, mpi4py or cupy, and test for them."""
 
 
 class NotRun(Exception):
@@ -126,14 +126,15 @@ def main() -> int:
         default=1,
         metavar="N",
         dest="first",
-        help="go on with the N-th row of the table",
+        help="continue with the N-th row of the table",
     )
     where = "where GPU_RESULTS.md gets the table on top (default: tools/gpu)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=where)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.gpus and not options.double:
-        given = os.environ.get("CUDA_VISIBLE_DEVICES")  # the GPUs that the job may use
+        # A scheduler sets this variable to the GPUs of the batch job.
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
         every = given.split(",") if given else map(str, range(options.gpus))
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*every][: options.gpus])
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +166,7 @@ def run(place: Place, options: argparse.Namespace) -> int:
     try:
         all_rows(place, rows, ends, checks, gpus)
     except KeyboardInterrupt:
-        print("ended from outside")
+        print("ended by a signal")
     rows += [Row(c.title, "not run: ended before", c.limit, None) for c in checks[len(rows) :]]
     text = table(rows, device)
     out = RESULTS if options.out is None else options.out / RESULTS.name
@@ -182,7 +183,14 @@ def run(place: Place, options: argparse.Namespace) -> int:
 def all_rows(
     place: Place, rows: list[Row], ends: float, checks: list[Check], gpus: int = 1
 ) -> None:
-    """Run every check in turn, as long as there is time."""
+    """Run the checks one after the other, and append their rows.
+
+    :param place: device and size of the measurements
+    :param rows: list to which rows are appended
+    :param ends: time, by the monotonic clock, after which no check begins
+    :param checks: the checks
+    :param gpus: number of GPUs
+    """
     for check in checks:
         print(f"== {check.title}", flush=True)
         began = time.monotonic()
@@ -204,7 +212,10 @@ def all_rows(
 
 
 def measured(check: Check, place: Place, seconds: float) -> tuple[str, bool | None]:
-    """Return the result of a check's own processes, and whether it is good."""
+    """Run a check in its own processes.
+
+    :return: its result, and whether that is good; None: the check has no limit
+    """
     if check.measure == "tests":
         return tests(place, seconds)
     head = []
@@ -219,9 +230,9 @@ def measured(check: Check, place: Place, seconds: float) -> tuple[str, bool | No
 
 
 def result_of(command: list[str], place: Place, seconds: float):
-    """Return what a process prints in its line RESULT.
+    """Run a command, and return the value that it prints in a line "RESULT".
 
-    :raises RuntimeError: if the process fails without such a line; contains its error message
+    :raises RuntimeError: if the command fails without such a line; the message contains its error
     """
     done = finished(command + (["--rehearse"] if place.rehearsed else []), seconds)
     results = re.findall(r"^RESULT (.*)", done.stdout, re.MULTILINE)
@@ -251,14 +262,14 @@ def finished(command: list[str], seconds: float):
 
 
 def tests(place: Place, seconds: float) -> tuple[str, bool]:
-    """Run the tests marked gpu in a process of their own."""
+    """Run the tests with the marker "gpu" in a separate process."""
     if importlib.util.find_spec("pytest") is None:
-        raise NotRun("pytest isn't installed")
+        raise NotRun("pytest is not installed")
     files = ["tests/test_gpu.py", "tests/groups/test_groups.py", "tests/data/test_sources.py"]
-    # pyproject.toml names plug-ins that may be missing here
+    # The options in pyproject.toml need plug-ins that may be missing here, so drop them.
     command = [sys.executable, "-m", "pytest", *files, "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     command += ["-o", "addopts=", "-W", "ignore::pytest.PytestConfigWarning", "--maxfail=20"]
-    # Tests/double runs these tests instead.
+    # In a rehearsal, the tests are only collected: tests/double runs them on the emulation.
     command += ["--collect-only"] if place.rehearsed else []
     done = finished(command, seconds)
     if done.returncode:

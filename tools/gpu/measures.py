@@ -1,9 +1,10 @@
-"""Measurements for check.py, each in its own processes: a device error does not affect the others.
+"""Measurements for check.py, which runs each in its own processes.
 
-`measures.py NAME SECONDS [WORD …] [--rehearse]` prints one line, "RESULT " and JSON, from rank 0 if
-there are several: the result, and whether it is as it has to be (null: this cannot be decided). On
-the CPU emulation of CUDA, the same code runs at small sizes; a measurement that needs a real device
-reports that.
+    measures.py NAME SECONDS [WORD …] [--rehearse]
+
+Rank 0 prints one line with "RESULT " and a JSON list: the result as text, and whether it is good
+(null: the measurement has no limit). In a rehearsal, the same code runs at small sizes on the CPU
+or on the CPU emulation of CUDA; a measurement that needs a real device reports that.
 """
 
 import hashlib
@@ -29,7 +30,8 @@ class Place(NamedTuple):
 
     device: str
     rehearsed: bool
-    """Rehearsal on the CPU, or on the emulation of a GPU: small sizes, and no limits."""
+    """True if the measurement is only tested, on the CPU or on an emulated GPU. Sizes are then
+    small, and there are no limits."""
     seconds: float = 60.0
     """Time limit of a measurement in seconds."""
 
@@ -72,7 +74,10 @@ def names() -> list[str]:
 
 
 def device(place: Place):
-    """Return the number of GPUs and a line with versions; 0 and the reason if none can be used."""
+    """Return the number of GPUs, and a line with their name and versions.
+
+    If no GPU can be used, the number is 0, and the line says why.
+    """
     if importlib.util.find_spec("torch") is None:
         return 0, f"{sys.executable} has no torch"
     import torch
@@ -95,7 +100,7 @@ def device(place: Place):
 
 
 def sums(place: Place):
-    """Compare weighted sums bitwise with the sums of the CPU; some elements are denormal."""
+    """Check that weighted sums are bitwise identical on GPU and CPU, also for denormal numbers."""
     import torch
 
     from mpigossip.mixing.combine import weighted_sum
@@ -107,8 +112,7 @@ def sums(place: Place):
     wrong = []
     for weights in ([0.5, 0.5], [1 / 3] * 3, [0.2, 0.5, 0.3], [0.125] * 8):
         for width in (1, 511, place.size(1_000_003, 4099)):
-            # The terms reach from denormals (below 1.2e-38) to large numbers; sums of denormals are
-            # denormal, too.
+            # The terms range from denormal numbers (below 1.2e-38) to large ones.
             tens = torch.randint(-44, 30, (2, width), generator=draw)
             terms = [torch.randn(2, width, generator=draw) * 10.0**tens for _ in weights]
             expected = weighted_sum(weights, terms, torch.empty(2, width))
@@ -122,7 +126,7 @@ def sums(place: Place):
 
 
 def combining(place: Place):
-    """Compare the bandwidth of the weighted sum with the bandwidth of a copy."""
+    """Compare the bandwidth of the weighted sum on the GPU with the bandwidth of a copy."""
     import torch
 
     from mpigossip.mixing.combine import weighted_sum
@@ -138,7 +142,7 @@ def combining(place: Place):
 
 
 def nccl(place: Place):
-    """Make every call of a group of one slot, in both orders of sums; a sum has one term only."""
+    """Check all calls of a node's group with NCCL, with a single slot, in both orders of sums."""
     import torch
 
     from mpigossip.cluster.ranks import SingleProcess
@@ -185,7 +189,7 @@ MODES = {
     "channels_last": ["node.cuda_graphs=always", "node.channels_last=always"],
     "compile": ["node.cuda_graphs=never", "node.channels_last=auto", "node.compile=true"],
 }
-"""Settings of the ways to compute a step, which are compared."""
+"""Settings of each mode in which a step can be computed."""
 
 
 def step(place: Place, mode: str):
@@ -203,7 +207,7 @@ def step(place: Place, mode: str):
 
 
 def beside_torch(place: Place):
-    """Compare a step of momentum SGD with the same step in plain torch, both eager."""
+    """Compare the time of a step of momentum SGD with that of plain torch, both in eager mode."""
     import torch
 
     from mpigossip.models import model
@@ -231,7 +235,7 @@ def beside_torch(place: Place):
 
 
 def scaled(place: Place):
-    """Compare a custom loop with autocast and GradScaler to the same loop without mpigossip."""
+    """Compare parameters after a loop with autocast and GradScaler, with and without mpigossip."""
     import torch
 
     import mpigossip
@@ -284,11 +288,11 @@ def stored(place: Place):
 
 
 def sharded(place: Place, w):
-    """Compare FSDP2 within a node of one rank with full models on the CPU."""
+    """Compare the parameters after training by FSDP2 in one rank with a run on the CPU."""
     from tests.optim.in_node import Case, mixed, trained
 
     kind = place.device.partition(":")[0]
-    copies = place.rehearsed and kind == "cuda"  # a tensor of the emulation is no torch.Tensor
+    copies = place.rehearsed and kind == "cuda"  # The emulation has its own tensors.
     case = Case("dsgd", (("exchange", "host"),), steps=4, device=kind, copies=copies)
     w.group_into_nodes(1)
     wanted = mixed(1, 1, case)[0]
@@ -300,10 +304,10 @@ def sharded(place: Place, w):
 
 
 def mps() -> tuple[bool | None, str]:
-    """Return the verdict on a rate of two processes below its limit, and the reason.
+    """Return the verdict for a rate of two processes that misses its limit, and the reason.
 
-    Without MPS, processes take turns on the GPU, so their waits are not caused by the exchange, and
-    the verdict is None. A rate above the limit is good in any case.
+    Without CUDA MPS, two processes take turns on a GPU. The rate then says little about the
+    exchange, so the verdict is None (undecided); with MPS, it is False.
     """
     serves = (
         shutil.which("pgrep")
@@ -313,7 +317,10 @@ def mps() -> tuple[bool | None, str]:
 
 
 def put_seconds(place: Place, w, nbytes: int) -> float:
-    """Return the median seconds of MPI's put of host memory to the next rank, by all ranks."""
+    """Measure an MPI put of host memory to the next rank, by all ranks at the same time.
+
+    Return the median seconds.
+    """
     import numpy as np
     from mpi4py import MPI
 
@@ -334,7 +341,14 @@ def put_seconds(place: Place, w, nbytes: int) -> float:
 
 
 def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
-    """Compare a round of one vector between two ranks with the copy that limits it."""
+    """Compare the rate of a round between two ranks with the rate of the operation that limits it.
+
+    :param place: device and size of the measurement
+    :param w: both ranks
+    :param memory: transport, as `node.exchange`
+    :param bar: smallest fraction of the limit that is good
+    :param limited_by: "copy" (within the GPU) or "put" (of host memory by MPI)
+    """
     import torch
 
     from mpigossip.graphs import graph
@@ -356,11 +370,11 @@ def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
         mixer.start(ExchangeKind.GOSSIP, t)
         mixer.finish()
 
-    # Only rank 0 copies, because processes take turns on a GPU.
+    # Only rank 0 measures the copy, because two processes on a GPU would disturb each other.
     if limited_by == "copy":
         copied = place.median(lambda: two.copy_(one), place.size(9, 2)) if w.rank == 0 else 0.0
-        # All messages and sums pass through the memory of one GPU: five vectors per rank, while a
-        # copy moves two.
+        # In a round, each rank reads or writes five vectors in the memory of the same GPU. A copy
+        # reads one and writes one.
         least = 2.5 * w.size * w.broadcast(copied)
     else:
         least = put_seconds(place, w, 4 * width)
@@ -376,7 +390,7 @@ def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
 
 
 def overlap(place: Place, w):
-    """Compare the median step of an `ahead` algorithm with and without an exchange."""
+    """Compare the median time of a step with and without an exchange, for an algorithm ahead."""
     seconds = []
     for name in ("identity", "one-peer-exponential"):
         ahead = ["algorithm.name=dsgd", "algorithm.style=awc", f"graph.name={name}"]
@@ -391,7 +405,7 @@ def overlap(place: Place, w):
 
 
 def naps(place: Place, seed: int):
-    """Return a function that often lets the current stream sleep, for 1 to 20 ms."""
+    """Return a function that, in most calls, lets the current stream sleep for 1 to 20 ms."""
     import torch
 
     draw = random.Random(seed)
@@ -413,10 +427,16 @@ def naps(place: Place, seed: int):
 
 
 def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, count: int = 60):
-    """Count wrong arrays in rounds in which all streams sleep: a missing wait gives old values.
+    """Count wrong arrays in exchanges while all streams sleep at random.
 
-    On the emulation nothing sleeps: there, its checker of the order of operations finds a missing
-    wait.
+    If the code lacks a wait between two streams, an array then contains old values. On the
+    emulation of GPUs, streams don't sleep: it checks the order of operations itself.
+
+    :param place: device and size of the measurement
+    :param w: all ranks
+    :param memory: transport, as `node.exchange`
+    :param mutate: function that removes a wait from the mixer
+    :param count: number of rounds
     """
     import torch
 
@@ -476,11 +496,14 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
 
 
 def mutant(place: Place, w):
-    """Run `stress` without the wait for the filling of the outbox; this has to be noticed."""
+    """Check that :func:`stress` finds errors if a wait is missing.
+
+    The mixer no longer waits until the outbox is filled.
+    """
     import torch
 
     def forget(mixer) -> None:
-        """Record the event on a stream without any work."""
+        """Record the event "outbox filled" on a stream without work, where it means nothing."""
         for streams in mixer._buffers._streams:
             streams.ready = torch.cuda.Stream(streams.device).record_event
 
@@ -490,12 +513,12 @@ def mutant(place: Place, w):
     except RuntimeError as error:
         result = str(error)[:120], "nothing stands between them" in str(error)
     print_result(result, w)
-    time.sleep(2)  # let the other rank notice it, too
-    os._exit(0)  # the state of its memory is unknown
+    time.sleep(2)  # The other rank has to find errors, too, before this one exits.
+    os._exit(0)  # A normal exit could fail, because the state of memory is unknown.
 
 
 def digests(place: Place, w):
-    """Compare the parameters after some steps with each transport, for two algorithms, bitwise."""
+    """Check that all transports give bitwise identical parameters, for two algorithms."""
     from tests.double.devices import settings_of, trained
 
     differ = []
@@ -512,7 +535,7 @@ def digests(place: Place, w):
 
 
 def print_result(result, world=None) -> None:
-    """Print the line that check.py reads."""
+    """Print the line "RESULT …", which check.py reads, on rank 0."""
     if world is None or world.rank == 0:
         print("\nRESULT " + json.dumps(result), flush=True)
 

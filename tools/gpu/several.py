@@ -44,7 +44,7 @@ def matrix(place: Place):
 
 
 def _half(w, graph_name: str, width: int, **ways):
-    """Return a mixer between two ranks with half of the GPUs each."""
+    """Return a mixer between two ranks, each with half of the GPUs as its slots."""
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import MessageLayout
     from mpigossip.mixing.synchronous import Synchronous
@@ -70,7 +70,12 @@ def ways(place: Place, w):
 
 
 def cold(place: Place, w, window: str):
-    """Run the first GLOBAL round of fresh mixers during reduce-scatters, again and again."""
+    """Repeatedly open a mixer, and run its first global average during reduce-scatters.
+
+    :param place: device and size of the measurement
+    :param w: two ranks
+    :param window: transport, as `node.exchange`
+    """
     import torch
 
     from mpigossip.groups.devices import make_group
@@ -105,7 +110,7 @@ def cold(place: Place, w, window: str):
 
 
 def killed(place: Place):
-    """Report the error of training, and its delay, after a kernel on one GPU has failed."""
+    """Let a kernel fail on one GPU; report the error of the training, and when it is raised."""
     import torch
 
     from mpigossip.groups.base import GroupError
@@ -119,7 +124,7 @@ def killed(place: Place):
     text = "no error"
     if place.rehearsed:
         os.environ["MPIGOSSIP_DOUBLE_FAILS"] = "lost"
-    else:  # a device-side assertion makes the CUDA context unusable
+    else:  # An index out of bounds fails an assertion on the device, which breaks its CUDA context.
         _ = full[-1].view(-1)[torch.full((1,), 1 << 40, device=victim)]
     try:
         for _ in range(200):
@@ -130,11 +135,11 @@ def killed(place: Place):
     took = time.perf_counter() - began
     named = ("" if place.rehearsed else victim) + " was lost during" in text
     print_result((f"after {took:.1f} s: {text.splitlines()[0][:200]}", named and took < 30))
-    os._exit(0)  # the process cannot use the device any more
+    os._exit(0)  # A normal exit could fail, because the process can't use the device any more.
 
 
 def beside_ddp(place: Place):
-    """Compare images per second of ResNet-50 on all GPUs of one rank with torch's DDP."""
+    """Compare the images per second of ResNet-50 on all GPUs: one rank of mpigossip, and DDP."""
     all_of_them = "node.devices=cuda:" + ",".join(name[5:] for name in names())
     if place.device == "cpu":
         return DEVICE_ONLY, None

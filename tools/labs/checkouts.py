@@ -1,4 +1,7 @@
-"""Run a job in one checkout of the package, and store its result."""
+"""Run a job in one checkout of the package, and store its result, for compare_checkouts.py.
+
+OLD and NEW are the two checkouts that are compared.
+"""
 
 import contextlib
 import csv
@@ -28,11 +31,11 @@ LIMIT_S = 300
 REFUSED = 2
 """Exit code of `mpigossip` after a user error."""
 TIMES = re.compile(r".*(_s|seconds?)")
-"""Columns of a log that differ between any two runs."""
+"""Regular expression for names of columns of a log that contain times, which always differ."""
 
 
 class Wrong(Exception):
-    """Call of this tool that is impossible; the message says why."""
+    """Error in the arguments of compare_checkouts.py; the message says what is wrong."""
 
 
 class Job(NamedTuple):
@@ -50,7 +53,8 @@ class Job(NamedTuple):
     settings: tuple[str, ...]
     """Settings of a training; for "read", the arguments of the command."""
     marks: frozenset[str] = frozenset()
-    """Flags: a job with "forgets" is not resumed, one with "whole" lacks the common settings."""
+    """Flags. A job with "forgets" is not resumed; to a job with "whole", no common settings are
+    added."""
 
     @property
     def ranks(self) -> int:
@@ -68,7 +72,8 @@ class Result:
     """Message of a command that failed."""
     digest: str = ""
     onward: str = ""
-    """Digest that is reached from OLD's last checkpoint but one."""
+    """Digest at the end of a run that this checkout has resumed from OLD's last checkpoint but
+    one."""
     figures: dict[str, str] = field(default_factory=dict)
     """Hash of each column of the log."""
     seconds: float = 0.0
@@ -84,7 +89,7 @@ class Failed(Exception):
 
 
 class Checkout:
-    """Folder that contains a checkout of the package."""
+    """A checkout of the package, which runs commands with its own code."""
 
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
@@ -136,10 +141,13 @@ class Checkout:
 
 
 def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str], Path]) -> Result:
-    """Run the job in this checkout, and return its result; its files lie below ``folder``.
+    """Run a job in a checkout, and return its result.
 
-    :param old_run: function that returns the run directory of a job in OLD, by the name of the job;
-        the folder does not exist if OLD failed
+    :param checkout: the checkout
+    :param job: the job
+    :param folder: folder for the files
+    :param old_run: function that maps the name of a job to the run directory that OLD has written;
+        it does not exist if OLD has failed
     """
     begin = time.monotonic()
     result = Result(command(job))
@@ -154,7 +162,7 @@ def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str]
     except Failed as failed:
         result.code = failed.code
         result.message = failed.message
-    except (OSError, KeyError, IndexError) as error:  # the run lacks a file or a key
+    except (OSError, KeyError, IndexError) as error:  # The run lacks a file or a key.
         result.code = 1
         result.message = f"{type(error).__name__}: {error}"
     result.seconds = result.seconds or round(time.monotonic() - begin, 1)
@@ -162,7 +170,7 @@ def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str]
 
 
 def command(job: Job) -> str:
-    """Return the command as a user would type it in the checkout; RUN is the run directory."""
+    """Return the command of a job as a user would type it; RUN stands for the run directory."""
     if job.how == "read":
         return shlex.join(["mpigossip", *job.settings])
     ranks = "" if job.how == "simulate" else f"mpiexec -n {job.of} "
@@ -186,9 +194,10 @@ def _train(checkout: Checkout, job: Job, folder: Path, result: Result) -> None:
 def _resume(
     checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str], Path], result: Result
 ) -> None:
-    """Resume OLD's run from its last checkpoint but one.
+    """Resume the run of OLD from its last checkpoint but one, in this checkout.
 
-    :raises Failed: if that fails; its code is 1, so that the failure never counts as a refusal
+    :raises Failed: if that fails. Its code is 1, because code 2 would mean that the checkout
+        rejects the job
     """
     run = old_run(job.name)
     if not run.is_dir() or "forgets" in job.marks:
@@ -202,16 +211,18 @@ def _resume(
 
 
 def cut(run: Path, to: Path) -> Path:
-    """Copy the run as it was before its newest checkpoint."""
+    """Copy a run without its newest checkpoint, so that it can be resumed from the one before."""
     newest = sorted((run / "checkpoints").iterdir())[-1].name
     shutil.copytree(run, to, ignore=shutil.ignore_patterns(newest))
     return to
 
 
 def digest(run: Path, output: str) -> str:
-    """Return the printed digest.
+    """Return the digest that a run has printed, after a comparison with its checkpoint.
 
-    :raises Failed: if nothing was printed, or if the files of the nodes have another digest
+    :param run: the run directory
+    :param output: output of the run
+    :raises Failed: if no digest was printed, or if the checkpoint's files have another one
     """
     newest = sorted((run / "checkpoints").iterdir())[-1]
     sha = hashlib.sha256()
@@ -226,7 +237,7 @@ def digest(run: Path, output: str) -> str:
 
 
 def figures(log: Path) -> dict[str, str]:
-    """Return a hash of each column that contains no times."""
+    """Return a hash of each column of a log, by name, without columns that contain times."""
     hashes = {}
     with h5py.File(log) as file:
         for group in ("steps", "evaluations"):
@@ -260,7 +271,7 @@ def _read(checkout: Checkout, job: Job, folder: Path, old_run: Path, result: Res
     elif made.suffix == ".safetensors":
         tensors = load_file(made)
         sha = hashlib.sha256()
-        for name in sorted(tensors):  # sort the tensors, because their order in the file varies
+        for name in sorted(tensors):  # The order of tensors in the file varies.
             sha.update(name.encode() + tensors[name].tobytes())
         result.digest = sha.hexdigest()
 
@@ -269,7 +280,7 @@ def _read(checkout: Checkout, job: Job, folder: Path, old_run: Path, result: Res
 
 
 class Store:
-    """Folder with the results of a checkout and the runs that they came from."""
+    """Folder with the results of a checkout, and with its runs."""
 
     def __init__(self, checkout: Checkout, folder: Path):
         self.checkout = checkout
@@ -278,7 +289,10 @@ class Store:
         """Names of the jobs whose results were already stored."""
 
     def get(self, job: Job) -> Result:
-        """Return the stored result, or measure it; only successful trainings are stored."""
+        """Return the stored result of a job; run the job if there is none.
+
+        Results are stored only if the job has succeeded.
+        """
         place = self.folder / job.name
         kept = place / "result.json"
         if kept.exists() and (result := Result(**json.loads(kept.read_text()))).command == command(
@@ -302,7 +316,10 @@ class Store:
 
 
 def surroundings() -> str:
-    """Return a hash of everything besides the checkout on which bits depend."""
+    """Return a hash of all facts, except for the checkout, on which the bits of results depend.
+
+    These are, for example, versions of packages and the processor.
+    """
     facts = [platform.machine(), platform.python_version(), launcher()]
     with contextlib.suppress(OSError):
         facts += re.findall(r"^model name.*", Path("/proc/cpuinfo").read_text(), re.M)[:1]

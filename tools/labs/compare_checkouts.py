@@ -1,4 +1,4 @@
-"""Compare two checkouts of this package: the same jobs give bitwise identical results.
+"""Check that two checkouts of this package give bitwise identical results for the same jobs.
 
     python tools/labs/compare_checkouts.py OLD NEW [--only JOB …] [--may-differ NAME …]
                                            [--cache FOLDER] [--at-once K] [--json]
@@ -11,14 +11,14 @@ covers
 * the columns of the log, except times;
 * the digest that each checkout reaches from OLD's last checkpoint but one.
 
-Then NEW reads the files that OLD has written: log, plot, report, checkpoint. A job that OLD refuses
-and NEW trains counts as new, not as different. The exit code is 1 if anything fails or differs
-(except the jobs and columns of the log named by `--may-differ`, which are meant to differ), and 2
-after a wrong call.
+Then NEW has to read the files that OLD has written: log, plot, report, checkpoint. A job that OLD
+rejects and NEW trains counts as new, not as different. The exit code is 1 if anything fails or
+differs, and 2 if the arguments are wrong. Jobs and columns of the log that `--may-differ` names are
+expected to differ, and don't count.
 
-The launcher is MPIGOSSIP_MPIEXEC, or the mpiexec in the folder of this Python or on PATH. `--cache`
-stores the results of an OLD without local changes, under its commit and a hash of everything else
-on which bits depend.
+The launcher is MPIGOSSIP_MPIEXEC, or the mpiexec in the folder of this Python or on PATH. With
+`--cache`, the results of OLD are kept and used again, if OLD has no local changes. They are stored
+under OLD's commit and a hash of all other facts on which the bits of results depend.
 """
 
 import argparse
@@ -41,7 +41,7 @@ algorithm.name=dmsgd local.name=none schedule.name=milestones schedule.lr=0.2 sc
 schedule.milestones=[20,26]
 log.flush_steps=6 log.consensus_every=2
 """
-"""Settings that precede the job's own settings."""
+"""Settings of all jobs. The settings of a job follow, and can replace them."""
 COLUMNS = ("steps/", "evaluations/")
 """Prefixes of the names of columns of the log."""
 
@@ -69,7 +69,14 @@ def _job(name: str, how: str, of: str, *words: str) -> Job:
 
 
 def compared(job: Job, store: Store, new: Checkout, work: Path, meant: Sequence[str]) -> dict:
-    """Return a row: the verdict, its reasons, and both results."""
+    """Run a job in both checkouts; return a row with the verdict, its reasons, and both results.
+
+    :param job: the job
+    :param store: results of OLD
+    :param new: the checkout NEW
+    :param work: folder for files
+    :param meant: jobs and columns that are expected to differ
+    """
     before = store.get(job)
     after = measured(new, job, work / job.name, store.run)
     shutil.rmtree(work / job.name)
@@ -97,7 +104,8 @@ def verdict(old: Result, new: Result, meant: Sequence[str] = ()) -> tuple[str, s
     both = [c for c in old.figures if c in new.figures and c not in meant]
     columns = [c for c in both if new.figures[c] != old.figures[c]]
     differences += [f"log: {', '.join(columns)}"] if columns else []
-    if new.onward not in (old.onward, old.digest):  # OLD may have resumed inexactly
+    # If OLD did not resume exactly, NEW may be better than OLD, and reach the digest of the run.
+    if new.onward not in (old.onward, old.digest):
         differences.append(f"resumed: {new.onward[:8]}, in OLD {old.onward[:8]}")
     if differences:
         return "differs", "; ".join(differences)
@@ -105,7 +113,7 @@ def verdict(old: Result, new: Result, meant: Sequence[str] = ()) -> tuple[str, s
 
 
 def gone(rows: Sequence[dict]) -> list[str]:
-    """Return the columns of the log that only OLD writes; they do not count as differences."""
+    """Return the names of columns of the log that only OLD writes, which is no difference."""
     pairs = [(row["old"]["figures"], row["new"]["figures"]) for row in rows]
     return sorted({name for old, new in pairs if new for name in old.keys() - new.keys()})
 
@@ -138,11 +146,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("old", type=Path, metavar="OLD")
     parser.add_argument("new", type=Path, metavar="NEW")
-    parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="names of the table")
-    parser.add_argument("--may-differ", nargs="+", default=[], metavar="NAME", help="not counted")
-    parser.add_argument("--cache", type=Path, help="folder where OLD's results are kept")
+    parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="jobs of the table")
+    parser.add_argument("--may-differ", nargs="+", default=[], metavar="NAME", help="not an error")
+    parser.add_argument("--cache", type=Path, help="folder for results of OLD")
     parser.add_argument("--at-once", type=int, default=1, metavar="K", help="jobs at the same time")
-    parser.add_argument("--json", action="store_true", help="print rows as JSON, no table")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON, not as a table")
     options = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory(prefix="checkouts-") as work:

@@ -1,15 +1,18 @@
-"""Forged checkpoints, logs and data sets have to be refused with a message, fast, in little memory.
+"""Test that forged checkpoints, logs and data sets are rejected, fast and with little memory.
 
     python tools/labs/forge.py [--count 1000] [--seed 0] [--keep DIR]
 
-Either the structure is forged (links, sizes, types, counts, names, kinds of files), with checksums
-that agree, both the manifest's and HDF5's own; or bits and bytes are, with checksums that do not
-agree. (A byte of HDF5's headers whose checksum was repaired may stand for another valid number;
-such a file is wrong only if it does harm.) Each file is read in a forked process. These are wrong,
-and `--keep` keeps the file: a hang, a crash, a traceback, values other than those written, 2 s or
-200 MB and more, and any import or opening of a file elsewhere. Python's audit hook reports what the
-forked process imports and opens, the kernel's inotify what HDF5 opens itself. The exit code is then
-1.
+Each case is a copy of a valid file that is changed at random, in one of two ways. Either its
+structure is changed (links, sizes, types, counts, names, kinds of files), and the checksums of the
+manifest and of HDF5 are adapted; or bits and bytes are changed, and the checksums are not adapted.
+
+Each file is read in a forked process. The following results are wrong: a hang, a crash, a
+traceback, other values than those that were written, more than 2 s or 200 MB, and the import or
+opening of a file outside. There is one exception: if a byte in a header of HDF5 is changed and the
+checksum is adapted, the file may be valid with another value. Python's audit hook reports what the
+forked process imports and opens, and inotify of the kernel reports what HDF5 opens.
+
+If anything is wrong, the exit code is 1, and `--keep` keeps the file.
 """
 
 import argparse
@@ -61,11 +64,11 @@ WORDS = {
 LATEST = ("v110", "v110")
 
 
-# -- whole files, and what they hold --------------------------------------------------------------
+# -- valid files, and their content ---------------------------------------------------------------
 
 
 def originals(top: Path) -> None:
-    """Create a folder with intact files for each kind."""
+    """Create a folder with valid files of each kind: checkpoint, log, data set."""
     for kind in KINDS:
         (top / kind).mkdir(parents=True)
     temporary = checkpoint.begin(top, 3)
@@ -98,7 +101,7 @@ def originals(top: Path) -> None:
 
 
 def outside(top: Path) -> Path:
-    """Create a folder with a file that a forged file must never lead to."""
+    """Create a folder with a file that must not be opened when a forged file is read."""
     (top / "outside").mkdir()
     with h5py.File(top / "outside/secret.h5", "w") as secret:
         secret["x"] = np.zeros(500, "<f4")
@@ -106,7 +109,7 @@ def outside(top: Path) -> Path:
 
 
 def hashed(*things: Any) -> str:
-    """Return the SHA-256 of values and arrays, which may be in dictionaries."""
+    """Return the SHA-256 of values, arrays and dictionaries of these."""
     sha = hashlib.sha256()
     for thing in things:
         if isinstance(thing, dict):
@@ -116,8 +119,10 @@ def hashed(*things: Any) -> str:
 
 
 def content(kind: str, folder: Path, without: str = "") -> str:
-    """Return a hash of everything that a reader gets.
+    """Read files by the functions of the package; return a hash of all values.
 
+    :param kind: kind of the files: "checkpoint", "log" or "data set"
+    :param folder: folder with the files
     :param without: column of a log that is left out
     :raises StoreError: if the file is refused
     """
@@ -142,7 +147,7 @@ def content(kind: str, folder: Path, without: str = "") -> str:
 
 
 class Forger:
-    """Randomly chosen change of one copy of an original."""
+    """Random changes of a copy of valid files. Each method makes a change, and returns its name."""
 
     def __init__(self, kind: str, folder: Path, outside: Path, draw: random.Random) -> None:
         self.kind = kind
@@ -152,10 +157,7 @@ class Forger:
         self.path = folder / MAIN[kind]
 
     def structure(self) -> str:
-        """Change something inside HDF5; return the name of the change.
-
-        The change affects links, types, sizes, counts or names; all checksums are correct.
-        """
+        """Change links, types, sizes, counts or names in an HDF5 file; checksums stay correct."""
         draw = self.draw
         with h5py.File(self.path, "r+", libver=LATEST) as file:
             way = draw.choice((self._object, self._object, self._further, self._attribute))
@@ -226,7 +228,7 @@ class Forger:
         return said
 
     def _further(self, file: h5py.File) -> str:
-        """Add an object that does not belong there."""
+        """Add an object that does not belong into the file."""
         top = {"checkpoint": "arrays/", "log": "steps/", "data set": "train/"}[self.kind]
         secret = str(self.outside / "secret.h5")
         first = TARGETS[self.kind][0]
@@ -245,7 +247,7 @@ class Forger:
             ),
         }
         said = self.draw.choice(list(ways))
-        if said == "many" and self.draw.random() < 0.8:  # rare, because it takes seconds
+        if said == "many" and self.draw.random() < 0.8:  # It takes seconds, so do it rarely.
             said = "a circle"
         ways[said]()
         return said
@@ -310,10 +312,10 @@ class Forger:
         return f"manifest {field}"
 
     def place(self) -> str:
-        """Put something else where the file should be."""
+        """Replace a file by something else, such as a pipe or a folder."""
         file = self.folder / self.draw.choice([p.name for p in self.folder.iterdir()])
-        # The user names a log or a data set, which may therefore be a link; files of a checkpoint
-        # may not.
+        # A link is valid for a log or a data set, whose path the user gives, but not for a file of
+        # a checkpoint.
         link = ["link"] if self.kind == "checkpoint" else []
         how = self.draw.choice(["pipe", "device", "folder", "empty", "sparse", *link])
         file.unlink()
@@ -330,7 +332,7 @@ class Forger:
         return how
 
     def journal(self) -> str:
-        """Add a journal of a log that claims more than it contains, or that is not a file."""
+        """Add an invalid journal to a log: its sizes are wrong, or it is not a file."""
         from mpigossip.store import journal
 
         path = journal.pending(self.path)
@@ -343,7 +345,7 @@ class Forger:
         return "journal pages"
 
     def damage(self) -> str:
-        """Flip bits, or cut off, zero, swap or double bytes, without repairing a checksum."""
+        """Flip bits, or cut off, zero, swap or double bytes, without adapting a checksum."""
         draw = self.draw
         file = self.draw.choice(sorted(self.folder.iterdir()))
         data = bytearray(file.read_bytes())
@@ -370,7 +372,7 @@ class Forger:
         return how
 
     def header(self) -> str:
-        """Change a byte in one of HDF5's own headers, and repair the header's checksum."""
+        """Change a byte in a header of HDF5, and adapt the checksum of the header."""
         data = bytearray(self.path.read_bytes())
         start, end = self.draw.choice(list(headers(bytes(data))))
         for _ in range(self.draw.choice([1, 1, 1, 3])):
@@ -382,7 +384,10 @@ class Forger:
 
 
 def headers(data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield first byte and checksum's offset of object headers, B-tree headers, superblock."""
+    """Yield pairs of offsets for each header with a checksum: its first byte, and its checksum.
+
+    Headers are the superblock, object headers and B-tree headers.
+    """
     ends = {b"BTHD": lambda at: at + 34, b"EAHD": lambda at: at + 68, b"FRHP": lambda at: at + 142}
     for name, end_of in ({b"OHDR": lambda at: _object_end(data, at)} | ends).items():
         for at in (match.start() for match in re.finditer(name, data)):
@@ -432,10 +437,10 @@ def lookup3(data: bytes) -> int:
 
 
 def forked(work: Callable[[], Any], limit: int) -> tuple[Any, float]:
-    """Return the result of a function in a forked process, and its largest memory in MB.
+    """Call a function in a forked process; return its result, and the peak memory in MB.
 
-    The result is "hang" after ``limit`` seconds, and "crash …" if the process ends without
-    returning.
+    The result is "hang" if the call takes longer than ``limit`` seconds, and "crash …" if the
+    process ends in another way.
     """
     read, write = os.pipe()
     pid = os.fork()
@@ -456,7 +461,11 @@ def forked(work: Callable[[], Any], limit: int) -> tuple[Any, float]:
 
 
 def tried(kind: str, folder: Path, inside: Path) -> tuple[str, float, list[str]]:
-    """Return the answer, the seconds, and what was imported, opened or started elsewhere."""
+    """Read files; return the answer, the seconds, and a list of forbidden events.
+
+    The answer is a hash of the content, "refused", or a text about what is wrong. Forbidden events
+    are imports, opened files outside of the folder, and started programs.
+    """
     strays: list[str] = []
     allowed = (str(inside), str(Path(os.__file__).parent / "encodings"), "/proc/self/")
 
@@ -479,7 +488,7 @@ def tried(kind: str, folder: Path, inside: Path) -> tuple[str, float, list[str]]
 
 
 class Watch:
-    """Watch of a folder by the kernel's inotify, which notices every process that opens a file."""
+    """Watch of a folder by inotify of the kernel, which reports files that any process opens."""
 
     def __init__(self, folder: Path) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -511,7 +520,7 @@ def main() -> int:
         top = Path(folder)
         originals(top / "original")
         right = {kind: content(kind, top / "original" / kind) for kind in KINDS}
-        # A log with another set of columns is valid, too: metrics and versions differ in columns.
+        # A log that lacks a column is valid, because logs differ in their columns.
         right["missing"] = content("log", top / "original/log", without="loss")
         watch = Watch(outside(top))
         for number in range(options.count):

@@ -1,21 +1,23 @@
-"""Run the commands that read logs and checkpoints of a run on forged ones.
+"""Test the commands that read logs and checkpoints with forged files.
 
     python tools/labs/forge_commands.py [--count 1000] [--seed 0] [--keep DIR]
     python tools/labs/forge_commands.py --ranks --count 40
 
-The second call resumes checkpoints on 1, 3 and 4 ranks. Files are forged as by tools/labs/forge.py,
-and in the texts inside the files: job, environment, summary, counters, facts; checksums agree then.
-Each case is a run directory whose log or newest checkpoint is forged (in half of the cases it is
-the only checkpoint). A forged log is read by `log show` and `log export`, and in one of five cases
-by `log plot`, `report` and `resume --simulate`. A forged checkpoint is read by
+The second command resumes forged checkpoints on 1, 3 and 4 ranks. Files are changed as by
+tools/labs/forge.py. In addition, texts inside the files are changed, with correct checksums: job,
+environment, summary, counters, facts.
+
+Each case is a run directory whose log or newest checkpoint is forged; in half of the cases, there
+is no other checkpoint. A forged log is read by `log show` and `log export`, and in one of five
+cases by `log plot`, `report` and `resume --simulate`. A forged checkpoint is read by
 `checkpoint show|verify|export`, `resume --simulate` and `simulate` of the job.
 
-These are wrong, and printed: a traceback, a hang, an exit code other than 0, 1, 2 and 75, an end
-without a message of mpigossip, an import that the forged file requests, a file opened elsewhere,
-and a training that begins at step 0 although there is a checkpoint. Crashes of the HDF5 library,
-which `mpigossip` itself turns into a message, and control characters in the output are counted
-separately. The exit code is 1 if anything is wrong. Ranks are started by MPIGOSSIP_MPIEXEC, as in
-the tests.
+The following results are wrong, and are printed: a traceback, a hang, an exit code other than 0, 1,
+2 and 75, an exit without a message of mpigossip, an import that the forged file requests, a file
+that is opened outside, and a training that begins at step 0 although there is a checkpoint. Crashes
+of the HDF5 library, which `mpigossip` converts to a message, and control characters in the output
+are counted separately. The exit code is 1 if anything is wrong. Ranks are started by
+MPIGOSSIP_MPIEXEC, as in the tests.
 """
 
 import argparse
@@ -51,9 +53,9 @@ LIMIT_S = 120
 RANKS_S = 40.0
 """Seconds after which a command with ranks counts as hanging."""
 CRASH = re.compile("crash -(4|6|7|8|11)")
-"""Ends by a signal of the processor, or by abort()."""
+"""Regular expression for exits by a signal that the processor or abort() has sent."""
 LATE = ("analysis.report", "runs.launch", "runs.model_export", "store.log_export")
-"""Modules that are imported once, so that not every forked process imports them."""
+"""Modules that are imported before the first fork, so that forked processes need not do so."""
 JOB = [
     "jobs/digits.toml",
     "--nodes",
@@ -95,14 +97,14 @@ VALUES = (
 
 
 class Texts(Forger):
-    """Forger that also changes texts inside the files, besides their structure."""
+    """Forger that can also change texts inside the files."""
 
     def texts(self) -> str:
         """Change a setting of the job, a counter, a fact, or a value of environment or summary."""
         return self._log() if self.kind == "log" else self._checkpoint()
 
     def _table(self, table: dict) -> str:
-        """Change, add or remove a value of a table."""
+        """Change, add or remove a value of a dictionary; return a description of the change."""
         key = self.draw.choice([*table, "further"])
         value = self.draw.choice(VALUES)
         if self.draw.random() < 0.2:
@@ -112,7 +114,7 @@ class Texts(Forger):
         return f"{key} = {repr(value)[:30]}"
 
     def _job(self, text: str) -> tuple[str, str]:
-        """Change the value in a line of the job's TOML."""
+        """Change the value in a line of a job; return the new text and a description."""
         lines = text.splitlines()
         index = self.draw.choice([k for k, line in enumerate(lines) if " = " in line])
         value = self.draw.choice(VALUES)
@@ -170,10 +172,12 @@ class Texts(Forger):
 
 
 def ran(words: list[str], out: Path) -> tuple[object, list[str], list[str]]:
-    """Run a command; return exit code or traceback, accesses elsewhere, resumed checkpoints.
+    """Run a command of mpigossip; the caller has to call this in a forked process.
 
-    The caller runs this in a forked process; the output of the command is written to the file
-    ``out``.
+    :param words: words of the command
+    :param out: file to which the output of the command is written
+    :return: exit code or traceback; forbidden imports and opened files; checkpoints from which the
+        command has resumed
     """
     strays = list[str]()
     resumed = list[str]()
@@ -234,7 +238,12 @@ def copied(source: str, to: str) -> None:
 
 
 def on_ranks(run: Path, ranks: int) -> str:
-    """Resume a forged run under the launcher; return what is wrong with it, "" if nothing is."""
+    """Resume a forged run under the launcher.
+
+    :param run: the run directory
+    :param ranks: number of ranks
+    :return: a text about what was wrong; "" if nothing was
+    """
     run_on_ranks = launch.Launch(ranks, ["mpigossip", "resume", str(run), "run.steps=6"], REPO)
     with contextlib.closing(run_on_ranks), contextlib.suppress(subprocess.TimeoutExpired):
         code = run_on_ranks.process.wait(RANKS_S)
@@ -245,8 +254,14 @@ def on_ranks(run: Path, ranks: int) -> str:
 
 
 def describe_problem(words: list[str], result: object, text: str) -> str:
-    """Return what is wrong with the way in which a command ended, "" if nothing is."""
-    if isinstance(result, str):  # cli's child process turns crashes of HDF5 into a message
+    """Return what is wrong with the end of a command, or "" if nothing is.
+
+    :param words: words of the command
+    :param result: result of :func:`ran`, or a text if the process did not return
+    :param text: output of the command
+    """
+    # A crash of HDF5 is not wrong: `mpigossip` runs such commands in a child process.
+    if isinstance(result, str):
         return "" if CRASH.fullmatch(result) else result
     code, strays, resumed = result
     trains = words[0] in ("resume", "simulate")
@@ -260,13 +275,13 @@ def describe_problem(words: list[str], result: object, text: str) -> str:
 
 
 def forged(run: Path, kind: str, top: Path, draw: random.Random) -> tuple[str, str]:
-    """Forge a run's log or newest checkpoint.
+    """Forge the log or the newest checkpoint of a run.
 
-    Return the way of forging and a description of the change; the description is "" if the change
-    was impossible.
+    Return the name of the method of `Texts`, and a description of the change, which is "" if the
+    change was impossible.
     """
     place = checkpoint.folder(run, 3)
-    # Move the log to a folder of its own, so that nothing else of the run is forged.
+    # Move the log to a separate folder, so that nothing else of the run is changed.
     if kind == "log":
         place = top / "alone"
         place.mkdir()
@@ -287,9 +302,9 @@ def forged(run: Path, kind: str, top: Path, draw: random.Random) -> tuple[str, s
 
 
 def checked(kind: str, run: Path, watch: Watch, top: Path, draw: random.Random):
-    """Yield, for each command, its name, its result, and what is wrong with it."""
+    """Run the commands on a forged run; yield name, result and problem ("" if none) of each."""
     there = commands(kind, run, top / "files")
-    if kind == "log":  # plots take seconds
+    if kind == "log":  # Plots take seconds, so make few.
         there = there[:2] + [one for one in there[2:] if draw.random() < 0.2]
     for words in there:
         if words[0] == "resume":

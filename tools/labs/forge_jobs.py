@@ -1,19 +1,18 @@
-"""Mutated job files and settings: each has to be a valid job or be rejected with a message.
+"""Test that each mutated job file is either a valid job or rejected with a message.
 
     python tools/labs/forge_jobs.py [--count 10000] [--steps 200] [--seed 0] [--files 500]
                                     [--minutes M]
 
-Each case is a job file of jobs/ in which up to four settings are changed, on the command line or in
-the file, or (in one of five cases) bytes of its text. ``mpigossip simulate … --dry-run`` reads it
-in a forked process with a limit of time and memory. ``--steps`` is the number of accepted jobs that
-are then run for ten steps. After that, ``--files`` folders of members are forged and read by
-``report``, ``replay`` and ``join``.
+Each case is a job file of jobs/ that is changed at random: up to four settings, on the command line
+or in the file, or (in one of five cases) bytes of its text. ``mpigossip simulate … --dry-run``
+reads it in a forked process. Of the valid jobs, ``--steps`` are then trained for ten steps. After
+that, ``--files`` folders of members are forged and read by ``report``, ``replay`` and ``join``.
 
-These are wrong, and printed: a traceback, a crash, an exit code other than 0, 1, 2 and 75, a
-rejection without a message, and an import or a command that a file names. These are slow, and
-printed: more than 2 s, or 200 MB more than before the fork. The exit code is 1 if anything is
-wrong. ``--minutes`` limits the total time: half of it is for jobs, a quarter for steps, and the
-rest for members.
+The following results are wrong: a traceback, a crash, an exit code other than 0, 1, 2 and 75, a
+rejection without a message, and an import or a program that a file has requested. A command is slow
+if it takes more than 2 s, or 200 MB more than before the fork. Wrong and slow cases are printed,
+and the exit code is 1 if anything is wrong. ``--minutes`` limits the total time: half of it is for
+jobs, a quarter for training steps, and the rest for members.
 """
 
 import argparse
@@ -86,7 +85,7 @@ NAMES = {
     "graph.name": ("ring", "complete", "exponential", "one-peer-exponential", "grid", "base-3"),
     "node.mixer": ("auto", "synchronous", "asynchronous"),
 }
-"""Names of the settings that decide which other settings exist."""
+"""Settings on whose value it depends which other settings exist."""
 FURTHER = (
     "model.hidden",
     "model.layers",
@@ -112,11 +111,11 @@ LATE = (
     "mixing.asynchronous",
     "studies.theory",
 )
-"""Modules that are imported once, so that not every forked process imports them."""
+"""Modules that are imported before the first fork, so that forked processes need not do so."""
 
 
 def mutated(draw: random.Random, folder: Path) -> list[str]:
-    """Return the arguments of a command: a job file in ``folder``, and settings."""
+    """Write a mutated job file to ``folder``; return arguments for it: its path, and settings."""
     text = (REPO / "jobs" / f"{draw.choice(JOBS)}.toml").read_text()
     path = folder / "job.toml"
     if draw.random() < 0.2:
@@ -191,14 +190,20 @@ def outcome(words: list[str], out: Path) -> tuple[object, float, float, list[str
 
 
 def check(words: list[str], top: Path, limited: bool = True) -> tuple[str, str]:
-    """Run one command in a fork; return its outcome in a word, and the fault or "" if none."""
+    """Run a command in a forked process.
+
+    :param words: words of the command
+    :param top: folder for its output
+    :param limited: whether the command is slow above the limits of time and memory
+    :return: the outcome ("exit code …", "wrong" or "slow"), and a text about a fault, "" if none
+    """
     out = top / "out"
     result, _ = forked(lambda: outcome(words, out), LIMIT_S)
     text = out.read_bytes().decode(errors="replace")
     if isinstance(result, str):
         return "wrong", f"{result}: {text[-300:]}"
     code, spent, grown, strays = result
-    # The user's own command may name code to import; nothing else may.
+    # The command line comes from the user, and may request an import. A file may not.
     own = any("forged_module" in word or "os:system" in word for word in words)
     if code not in (0, 1, 2, 75) or "Traceback" in text:
         return "wrong", f"exit code {code}: {text[-1500:]}"
@@ -212,7 +217,10 @@ def check(words: list[str], top: Path, limited: bool = True) -> tuple[str, str]:
 
 
 def forged_members(original: Path, folder: Path, draw: random.Random) -> str:
-    """Copy a folder of members with one of its files forged; return what was done."""
+    """Copy the folder of a training of members, and forge one of its files.
+
+    Return a description of the change.
+    """
     shutil.copytree(original, folder)
     path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
     how = draw.choice(
@@ -249,7 +257,7 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--minutes", type=float, default=1e9, help="end early, with what was counted"
+        "--minutes", type=float, default=1e9, help="time limit of all cases together"
     )
     options = parser.parse_args()
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Kill ranks of real runs, and check how the runs end.
+"""Kill ranks of real runs, and check that the runs end as they should.
 
     python tools/labs/kill.py checkpoints [--count 200]   a rank dies while it writes checkpoints
     python tools/labs/kill.py start [--count 50]          a rank dies before, in or after MPI_Init
@@ -15,10 +15,13 @@
 
 The launcher is MPIGOSSIP_MPIEXEC, as in the tests; `ranks`, `places` and `loop` need the launcher
 of Open MPI (`--with-ft ulfm` is added). The tool prints a table at the end. Its exit code is 1 if
-anything was wrong: a run that does not end in time, a log or checkpoint with gaps, accuracy more
-than --points below a run without a failure; and for a loop: a process that is left, missing
-steps, or models that are not bitwise identical to those that a computation without MPI gives for
-the same failures.
+anything was wrong:
+
+* a run that does not end in time;
+* a log or a checkpoint with gaps;
+* an accuracy more than --points percentage points below that of a run without a failure;
+* for `loop`: a process that is left, missing steps, or models that are not bitwise identical to the
+  result of a computation without MPI for the same failures.
 """
 
 import argparse
@@ -49,23 +52,23 @@ from mpigossip.store import StoreError, checkpoint  # noqa: E402
 from mpigossip.store.log import read  # noqa: E402
 from tests import launch, survivors  # noqa: E402
 
-LIMIT_S = 60.0  # seconds without any new output that count as a hang
-START_S = 180.0  # seconds until a run has to reach its first step, on a machine with few cores
-STARTS_S = 8.0  # node.timeout_s of runs that lose a rank while they start
-BEGUN_S = 4.0  # seconds within which these runs lose the rank
+LIMIT_S = 60.0  # A run without new output for so many seconds counts as a hang.
+START_S = 180.0  # Seconds within which a run has to reach its first step, even on few cores.
+STARTS_S = 8.0  # Setting node.timeout_s of runs in which a rank is killed at the start.
+BEGUN_S = 4.0  # Seconds after the launch within which these ranks are killed.
 TINY = [
     *("model.name=mlp", "model.hidden=[256]", "data.batch=8", "data.workers=0", "run.epochs=1000"),
     *("run.evaluate_every=0", "log.flush_steps=1000", "checkpoint.every_steps=1"),
 ]
 DIGITS = [
-    "model.name=mlp",  # one run takes a fifth of the time that LeNet takes
+    "model.name=mlp",  # It takes a fifth of LeNet's time.
     *("data.batch=16", "run.survive=true", "log.flush_steps=20", "node.timeout_s=20"),
 ]
 
 
 @dataclass
 class Series:
-    """Series of kills: its number of kills, its problems, and facts for the table."""
+    """Series of runs in which ranks are killed: number of kills, problems, facts for the table."""
 
     title: str
     kills: int = 0
@@ -74,7 +77,11 @@ class Series:
 
     @contextlib.contextmanager
     def run(self, what: object, kills: int) -> Iterator[None]:
-        """Count the kills of a run, or record the problem."""
+        """Return a context manager for one run, which counts its kills or records its problem.
+
+        :param what: description of the run
+        :param kills: number of ranks that are killed in it
+        """
         try:
             yield
             self.kills += kills
@@ -83,7 +90,7 @@ class Series:
             print(f"WRONG {self.problems[-1]}", flush=True)
 
     def seconds(self, what: str, values: Sequence[float]) -> None:
-        """Record the median and the maximum of some times."""
+        """Add the median and the maximum of some times, in seconds, to the facts."""
         middle = statistics.median(values or [0])
         most = max(values, default=0)
         self.facts[f"s {what}, median and most"] = f"{middle:.2f} {most:.2f}"
@@ -105,7 +112,7 @@ def launched(ranks: int, words: Sequence, **env: str) -> Iterator[launch.Launch]
 
 
 def job(folder: Path, settings: Sequence[str]) -> list[str]:
-    """Return the command that trains the digits."""
+    """Return the words of a command that trains on digits in a run directory."""
     return ["mpigossip", "train", "jobs/digits.toml", *settings, f"run.output={folder}"]
 
 
@@ -113,9 +120,10 @@ def job(folder: Path, settings: Sequence[str]) -> list[str]:
 
 
 def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Series]:
-    """Kill a run repeatedly while it writes a checkpoint, then let it run to its end.
+    """Kill a rank of a run while it writes a checkpoint, resume the run, and repeat this.
 
-    Each chain has to end with the digest of a run that was never killed.
+    In the end, the run is resumed without a kill. Its digest has to be that of a run that was never
+    interrupted.
     """
     ranks = 2
     count = options.count or 200
@@ -145,7 +153,10 @@ def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Series]:
 
 
 def one_life(folder: Path, ranks: int, draw: random.Random) -> bool:
-    """Start or resume, kill a rank that writes; return whether a partial checkpoint is left."""
+    """Start or resume a run, and kill a rank while it writes a checkpoint.
+
+    Return whether an incomplete checkpoint is left.
+    """
     before = last(folder)
     with launched(ranks, job(folder, TINY)) as run:
         wait(lambda: last(folder) > before + 1, START_S, run)
@@ -171,11 +182,11 @@ def last(folder: Path) -> int:
 
 
 def starts(options, top: Path, draw: random.Random) -> Iterator[Series]:
-    """Kill a rank within the first seconds of runs, which have to end with a message, or continue.
+    """Kill a rank within the first seconds of a run.
 
-    In every other run, the rank dies within 0.3 s of its entry into MPI_Init, which takes no
-    longer. A run has to end within ``STARTS_S`` (node.timeout_s) plus 10 s of the kill. A run that
-    ends successfully has lost no rank, or has a complete log.
+    In every other run, the rank is killed within 0.3 s of its entry into MPI_Init, which takes no
+    longer. Each run has to end with a message within ``STARTS_S`` (node.timeout_s) plus 10 s after
+    the kill. If it ends successfully, no rank was killed, or its log has to be complete.
     """
     settings = [*TINY[:-1], "run.steps=1500", "run.survive=true", f"node.timeout_s={STARTS_S:g}"]
     for ranks in options.nodes:
@@ -229,10 +240,11 @@ def starts(options, top: Path, draw: random.Random) -> Iterator[Series]:
 
 
 def signals(options, top: Path, draw: random.Random) -> Iterator[Series]:
-    """Send a signal to a random rank of runs, which have to end in time with a complete checkpoint.
+    """Send a signal to a random rank of a run, which has to end in time with a complete checkpoint.
 
-    The phases alternate. If a rank is stopped, the others have two time limits, of at least 10 s,
-    for a collective call. SIGTERM ends a run that trains with exit code 75, or 0 at its end.
+    The phase of the run in which this happens alternates. After SIGSTOP, the other ranks have two
+    time limits of at least 10 s, because they may wait in two collective calls. After SIGTERM, the
+    exit code has to be 75, or 0 if the run was at its end.
     """
     ranks = options.nodes[0]
     for name in options.signals:
@@ -288,14 +300,13 @@ def signals(options, top: Path, draw: random.Random) -> Iterator[Series]:
         yield series
 
 
-# -- at a given place of a run ---------------------------------------------------------------------
+# -- in a given part of a run ----------------------------------------------------------------------
 
 
 def places(options, top: Path, draw: random.Random) -> Iterator[Series]:
-    """Let ranks die inside an evaluation, a global average or a flush, or in training.
+    """Let ranks kill themselves inside an evaluation, a global average, a flush or a step.
 
-    The other ranks have to reach the end, with a complete log. The victim itself prints where it
-    dies.
+    The other ranks have to reach the end, with a complete log. A rank prints where it dies.
     """
     lost = options.losses
     path = os.pathsep.join([str(REPO / "tests"), *sys.path[:1]])
@@ -307,8 +318,8 @@ def places(options, top: Path, draw: random.Random) -> Iterator[Series]:
         mark = {"evaluation": "e", "average": "g", "flush": "!", "training": ""}[where]
         average = ["cadence.name=gossip-pga", "cadence.period=3"] * (where == "average")
         for at in range(options.count or 20):
-            # The surviving rank with the lowest number writes the log. To hit a flush, the victims
-            # are therefore the lowest ranks, all in the same step.
+            # The log is written by the lowest surviving rank. To hit a flush, kill the lowest
+            # ranks, all of them in the same step.
             step = draw.randrange(2, 14)
             chosen = draw.sample(range(ranks), lost)
             who = range(lost) if where == "flush" else chosen
@@ -333,10 +344,10 @@ def places(options, top: Path, draw: random.Random) -> Iterator[Series]:
 
 
 def losses(options, top: Path, draw: random.Random) -> Iterator[Series]:
-    """Kill ranks one after the other; the others have to reach the end.
+    """Kill ranks in training, one after the other; the other ranks have to reach the end.
 
-    Their accuracy may be at most ``--points`` percentage points below the accuracy of a run
-    without a failure.
+    Their accuracy may be at most ``--points`` percentage points below that of a run without a
+    failure.
     """
     lost = options.losses
     epochs = options.epochs
@@ -381,9 +392,15 @@ def trained(
     victim: int | None = None,
     pause: float = 0.0,
 ) -> list[float]:
-    """Run a training and kill a rank up to ``pause`` s after each epoch in ``ends``.
+    """Run a training, and kill ranks of it.
 
-    Return the seconds that the other ranks took to go on after each kill.
+    :param ranks: number of ranks
+    :param words: command of the training
+    :param draw: random numbers
+    :param ends: numbers of epochs, after each of which a rank is killed
+    :param victim: rank that is killed first; None: a random rank
+    :param pause: longest random delay of a kill after its epoch, in seconds
+    :return: for each kill, the seconds until the other ranks continued
     """
     waits = list[float]()
     alive = list(range(ranks))
@@ -402,7 +419,13 @@ def trained(
 
 
 def kill(run: launch.Launch, pid: int, gone_on: Callable[[], int], before: int) -> float:
-    """Kill a process; return the seconds until the other ranks report that they go on."""
+    """Kill a process; return the seconds until the other ranks print that they continue.
+
+    :param run: the run
+    :param pid: the process
+    :param gone_on: function that returns how often ranks have printed that they continue
+    :param before: its result before the kill
+    """
     began = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     wait(lambda: gone_on() > before, LIMIT_S, run)
@@ -410,12 +433,16 @@ def kill(run: launch.Launch, pid: int, gone_on: Callable[[], int], before: int) 
 
 
 def epochs_of(run: launch.Launch) -> int:
-    """Return the number of rows of the run's table; each row is an epoch."""
+    """Return the number of epochs that a run has printed; each is a row of its table."""
     return len(re.findall(r"(?:\n|\r|2K) +\d+\.\d\d +\d+ ", run.output()[0]))
 
 
 def checked(folder: Path, lost: int) -> dict:
-    """Check that log and checkpoint are complete, and return the summary."""
+    """Check that log and checkpoint are complete; return the summary in the log.
+
+    :param folder: the run directory
+    :param lost: number of ranks that were killed
+    """
     log = read(folder / "log.h5")
     steps = log.steps["step"]
     assert log.summary.get("finished"), f"the log has no summary of a finished run: {log.summary}"
@@ -469,9 +496,12 @@ def loops(options, top: Path, draw: random.Random) -> Iterator[Series]:
 
 
 def check_folder(folder: Path, steps: int, models: dict[int, str]) -> None:
-    """Check log and last checkpoint against the models of the survivors.
+    """Check that the log is complete and the last checkpoint contains the survivors' models.
 
-    :raises AssertionError: if they differ
+    :param folder: the run directory
+    :param steps: number of steps of the run
+    :param models: digest of each survivor's model, by original rank
+    :raises AssertionError: if this is not so
     """
     path = checkpoint.latest(folder)
     log = read(folder / "log.h5")
@@ -488,14 +518,14 @@ def check_folder(folder: Path, steps: int, models: dict[int, str]) -> None:
 
 
 def well(run: launch.Launch) -> None:
-    """Wait until a run has ended; its exit code has to be 0."""
+    """Wait until a run has ended, and check that its exit code is 0."""
     watch(lambda: run.process.poll() is not None, LIMIT_S, run)
     code = run.process.returncode
     assert code == 0, f"exit code {code}: {run.output()[1][-1500:]}"
 
 
 def wait(ready: Callable[[], bool], limit: float, run: launch.Launch) -> None:
-    """Wait until ``ready()`` is true, in a run that must not end before."""
+    """Wait until ``ready()`` is true; raise AssertionError if the run ends before."""
 
     def so() -> bool:
         if ready():
@@ -509,7 +539,7 @@ def wait(ready: Callable[[], bool], limit: float, run: launch.Launch) -> None:
 def watch(ready: Callable[[], bool], limit: float, run: launch.Launch) -> None:
     """Wait until ``ready()`` is true.
 
-    A run that trains writes a line every 30 s, so that a busy machine is not mistaken for a hang.
+    The limit applies to the output, because a run prints a line every 30 s even on a busy machine.
 
     :raises AssertionError: after ``limit`` seconds without any new output of the run
     """
@@ -526,7 +556,7 @@ def watch(ready: Callable[[], bool], limit: float, run: launch.Launch) -> None:
 
 
 def stuck(text: str, run: launch.Launch) -> NoReturn:
-    """Raise AssertionError with the stack of each thread of each rank by Python's fault handler."""
+    """Raise AssertionError with the stacks of all threads of all ranks, by faulthandler."""
     for pid in run.ranks():
         os.kill(pid, signal.SIGABRT)
     time.sleep(1)
@@ -535,7 +565,10 @@ def stuck(text: str, run: launch.Launch) -> NoReturn:
 
 
 def set_launcher(options, top: Path) -> None:
-    """Set the launcher of all later runs: Open MPI with ULFM, if needed with one rank per host."""
+    """Set the launcher of all later runs to Open MPI with ULFM.
+
+    With `--hosts`, the launcher runs each rank on a separate host of tools/labs/net.sh.
+    """
     os.environ |= launch.beside_launcher() | {"PYTHONFAULTHANDLER": "1"}
     if options.what in ("checkpoints", "signals") or (
         options.what == "start" and not options.tolerant

@@ -37,27 +37,27 @@ def tap(name: str) -> int:
 
 
 def write(device: int, frame: bytes) -> None:
-    """Forward a frame; a link that is down loses it."""
+    """Write a frame to a device; if its link is down, the frame is lost."""
     with contextlib.suppress(OSError):
         os.write(device, frame)
 
 
 def carry(links: Sequence[tuple[int, int]], seconds: float) -> None:
-    """Forward frames for ever.
+    """Forward frames until the program is killed.
 
     :param links: file descriptors of the host's end and the lab's end of each link
     :param seconds: delay of the frames from the host's end
     """
     out = dict(links) | {lab: host for host, lab in links}
     hosts = {host for host, _ in links}
-    late = deque[tuple[float, int, bytes]]()  # in the order of their deadlines
+    late = deque[tuple[float, int, bytes]]()  # Frames to send, in the order of their times.
     while True:
         wait = max(0.0, late[0][0] - time.monotonic()) if late else None
         for device in select.select(list(out), [], [], wait)[0]:
             try:
                 frame = os.read(device, LARGEST)
             except OSError:
-                continue  # no more frames, or the device is down
+                continue  # There is no frame, or the device is down.
             if device in hosts:
                 late.append((time.monotonic() + seconds, out[device], frame))
             else:

@@ -1,13 +1,13 @@
-"""Test whether a file system keeps the promises that members which join and leave need.
+"""Test whether link(2) is atomic on a file system, as a training of members requires.
 
     python tools/labs/link_races.py FOLDER             # on two hosts at once, on one new folder
     python tools/labs/link_races.py FOLDER --shared    # the same, as two users
 
-Each process links 200 names, each to a file of its own, at the same moment as the other processes:
-one of them listens on a TCP port and starts all of them for each name. Each name then has to belong
-to exactly one process, and all processes have to read the same content. The exit code is 0 if the
-file system is good, 1 if it is broken, and 2 if there is no verdict, for example because one
-process was always first.
+The processes compete for 200 names: for each name, all processes try to link a file to it at the
+same moment. One process listens on a TCP port, and tells the others when to start. Exactly one
+process has to succeed for each name, and all processes have to read the same content. The exit code
+is 0 if the file system is good, 1 if it is broken, and 2 if there is no verdict, for example
+because one process was always first.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from typing import NamedTuple
 NAMES = 200
 WAIT_S = 120.0
 SHARE = 0.05
-"""Smallest fraction of the names that each process has to win, as a proof that they raced."""
+"""Smallest fraction of the names that each process has to get. Otherwise they did not compete."""
 DELAY_S = 3e-4
-"""Longest random delay of a link after the start, so that no process is always first."""
+"""Longest random delay of a link, in seconds, so that no process is always first."""
 GOOD = 0
 BROKEN = 1
 UNKNOWN = 2
@@ -36,7 +36,7 @@ TEXTS = {GOOD: "good", BROKEN: "BROKEN: members must not use this folder", UNKNO
 
 
 class Report(NamedTuple):
-    """The results of one process: its user, the names that it won, and the content of each name."""
+    """Results of one process: its user, the names that it has linked, and each name's content."""
 
     name: str
     user: int
@@ -46,7 +46,11 @@ class Report(NamedTuple):
 
 
 def judge(reports: list[Report], shared: bool = False) -> tuple[int, str]:
-    """Return an exit code, and why."""
+    """Return an exit code, and a text that explains it.
+
+    :param reports: results of all processes
+    :param shared: whether the processes have to belong to two users
+    """
     if errors := [error for one in reports for error in one.errors]:
         return BROKEN, errors[0]
     if len({tuple(one.seen) for one in reports}) > 1:
@@ -103,17 +107,17 @@ class Peers:
                 return stream
 
     def send(self, value) -> None:
-        """Send a value to all others, or to the first one."""
+        """Send a value: the first process sends to all others, the others send to the first."""
         for stream in self.streams:
             stream.write(json.dumps(value) + "\n")
             stream.flush()
 
     def receive(self) -> list:
-        """Receive a value from all others, or from the first one."""
+        """Receive one value from each process to which this one is connected."""
         return [json.loads(stream.readline()) for stream in self.streams]
 
     def start(self) -> None:
-        """Return in all processes at the same time, up to the time that a message takes."""
+        """Wait for all processes; return in all of them at nearly the same time."""
         if self.first:
             self.receive()
             self.send("go")
@@ -130,14 +134,14 @@ def stream_of(connection: socket.socket):
 
 
 def publish(path: Path, text: str) -> None:
-    """Write a file for all users, and rename it when it is complete."""
+    """Write a file that all users can read, and give it its name when it is complete."""
     temporary = path.with_name(f".{path.name}")
     write(temporary, text)
     temporary.rename(path)
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file, readable for all users, to the disk."""
+    """Write a file that all users can read, and flush it to the disk."""
     with path.open("x") as file:
         file.write(text)
         file.flush()
@@ -153,9 +157,9 @@ def make(folder: Path, like: Path) -> None:
 
 
 def race(root: Path, me: str, peers: Peers) -> Report:
-    """Link all names at the same time as the others; then read them."""
+    """Compete for all names with the other processes, then read them all; return the results."""
     make(root / "own" / me, root)
-    for k in range(NAMES):  # some file systems allow few names for one file
+    for k in range(NAMES):  # Each name needs a separate file: some file systems limit links.
         write(root / "own" / me / f"{k:04d}", me)
     won = []
     errors = []
@@ -170,7 +174,7 @@ def race(root: Path, me: str, peers: Peers) -> Report:
             os.link(own, name)
             won.append(k)
         except FileExistsError:
-            pass  # the content decides: the reply of a link that was done may be lost
+            pass  # A link may succeed although an error is reported, so only the content counts.
         except OSError as error:
             errors.append(f"link: {error}")
     peers.start()
@@ -185,11 +189,11 @@ def race(root: Path, me: str, peers: Peers) -> Report:
 
 
 def main() -> int:
-    """Race, then compare."""
+    """Compete for the names, compare the results, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--processes", type=int, default=2, help="that take part (default: 2)")
-    parser.add_argument("--shared", action="store_true", help="two users take part")
+    parser.add_argument("--processes", type=int, default=2, help="number of processes (default: 2)")
+    parser.add_argument("--shared", action="store_true", help="the processes belong to two users")
     options = parser.parse_args()
     root = options.folder
     me = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -208,7 +212,7 @@ def main() -> int:
         else:
             peers.send(own)
             (verdict,) = peers.receive()
-    except (OSError, ValueError) as error:  # a process that ends early closes its connection
+    except (OSError, ValueError) as error:  # Another process has ended early.
         print(f"{TEXTS[UNKNOWN]}: {error}")
         return UNKNOWN
     code, why = verdict

@@ -1,11 +1,15 @@
-"""Compare members with `simulate` at equal samples: test loss, lag of received models, newcomers.
+"""Compare trainings by members with `mpigossip simulate`, at equal numbers of samples.
 
     python tools/labs/members_loss.py [--members 4 8] [--seeds 5] [SECTION.KEY=VALUE …]
     python tools/labs/members_loss.py --members 4 --newcomers
 
-All members are threads under one virtual clock: a round takes each of them 1 ± 5 %, and the others
-see its model ``--delay`` of a round after its last step. They therefore lag as on machines of their
-own, however busy this machine is. Every run is replayed, unless ``--unrepeated`` is given.
+The program prints the test loss, the staleness ("lag") of received models, and the effect of
+members that join later.
+
+All members are threads with a virtual clock. A round takes 1 ± 5 % units of its time, and other
+members see the model of a round ``--delay`` units after its last step. The staleness is therefore
+that of members on separate machines, even if this machine is busy. Every run is replayed, unless
+``--unrepeated`` is given.
 """
 
 import argparse
@@ -50,16 +54,16 @@ JOB = [
 
 
 class Clock:
-    """Virtual time: one thread computes at a time, the one whose time is the earliest."""
+    """Virtual time of several threads. Only the thread whose time is the earliest may compute."""
 
     def __init__(self, threads: int):
-        """Create the clock for a number of threads, all of which call ``wait`` first."""
+        """Create the clock for a number of threads, each of which has to begin with `wait`."""
         self.turn = threading.Condition()
         self.running = threads
         self.times = dict[int, float]()
 
     def wait(self, until: float) -> None:
-        """Let the other threads run until the virtual time ``until``."""
+        """Let this thread wait, and the others run, until the virtual time ``until``."""
         me = threading.get_ident()
         with self.turn:
             self.times[me] = until
@@ -74,11 +78,11 @@ class Clock:
 
     @property
     def first(self) -> int:
-        """The thread whose time is the earliest."""
+        """Number of the thread whose time is the earliest."""
         return min(self.times, key=self.times.__getitem__)
 
     def run(self, work, *given) -> None:
-        """Run a thread's work; if it fails, the other threads go on."""
+        """Call ``work`` in this thread; if it raises an error, the other threads continue."""
         try:
             work(*given)
         finally:
@@ -87,7 +91,7 @@ class Clock:
 
 
 class Writer:
-    """Substitute for the thread that writes models: it writes when the result is awaited."""
+    """Substitute for the thread that writes models. It writes when the result is requested."""
 
     def submit(self, work) -> Future:
         """Return a future whose result is computed when it is requested."""
@@ -127,7 +131,7 @@ class Paced(FolderExchange):
         return super().send(state)
 
     def receive(self):
-        """Receive at once, while the model of this member is being written."""
+        """Receive before this member's model is written, as if a thread wrote it meanwhile."""
         state = super().receive()
         place = self.place
         if state is not None:
@@ -153,7 +157,7 @@ class Paced(FolderExchange):
 class Lab:
     """One training by members in a folder.
 
-    ``newest`` holds the last model that each member sent.
+    The attribute ``newest`` contains the last model that each member has sent.
     """
 
     def __init__(self, folder: Path, members: int, seed: int, options):
@@ -168,7 +172,7 @@ class Lab:
         self.clock = Clock(members + options.newcomers)
 
     def run(self) -> dict:
-        """Return the test loss of the average at the end, and the other measurements."""
+        """Train; return the test loss of the average at the end, and the other measurements."""
         with SingleProcess() as world:
             job = job_of(self.seed, self.members * self.options.steps, self.options)
             made = [assemble(job, world, 1) for _ in range(self.members + 2)]
@@ -202,7 +206,7 @@ class Lab:
         return evaluate(trainer.replicas, trainer.mixer, loader).averaged
 
     def member(self, index: int, member: Member) -> None:
-        """Train as a member that joins at some time in the first round and stays."""
+        """Train as a member that joins at a random time in the first round and stays to the end."""
         live = Paced(self, index, random.Random(self.seed + index).random())
         self.clock.wait(live.at)
         while not live.place.ended():
@@ -211,7 +215,10 @@ class Lab:
                 member.train(live)
 
     def newcomers(self, index: int, member: Member) -> None:
-        """Let a member join every 20 rounds and leave after two; record the change in loss."""
+        """Let a member join every 20 rounds, and leave two rounds later.
+
+        Record how the test loss of the average changes.
+        """
         rounds = self.options.steps // member.steps
         for at in range(rounds // 5, rounds * 4 // 5, 20):
             live = Paced(self, index, at + 0.5)
@@ -237,7 +244,7 @@ class Lab:
 
 
 def settings_of(options) -> list[str]:
-    """Return the settings of all runs; the setting "style" is used with dsgd only."""
+    """Return the settings of all runs. The option "style" is set only for the algorithm dsgd."""
     named = any(word.startswith("algorithm.name=") for word in options.settings)
     return [one for one in JOB if not (named and "style" in one)] + options.settings
 
@@ -249,7 +256,7 @@ def job_of(seed: int, steps: int, options, *settings: str):
 
 
 def one(given) -> dict:
-    """Run one training, by members or by `simulate`."""
+    """Run one training, either by members or by `simulate`; return its measurements."""
     members, seed, options, simulated = given
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -263,7 +270,7 @@ def one(given) -> dict:
 
 
 def kept(run: dict, members: int, seed: int, options, simulated: bool) -> dict:
-    """Return the run; append a line with its results to the file of ``--lines``, if given."""
+    """Append the results of a run to the file of ``--lines``, if given, and return the run."""
     figures = {k: run[k] for k in ("loss", "accuracy", "lag", "places", "digest") if k in run}
     made = {
         "members": members,
@@ -293,13 +300,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--members", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1000, help="of each member")
-    parser.add_argument("--delay", type=float, default=0.2, help="of a model, in rounds")
-    parser.add_argument("--slow", type=float, default=1.0, help="a round of the first member")
-    parser.add_argument("--lines", type=Path, help="append a JSON line a run to this file")
+    parser.add_argument("--steps", type=int, default=1000, help="steps of each member")
+    parser.add_argument("--delay", type=float, default=0.2, help="delay of a model in rounds")
+    parser.add_argument("--slow", type=float, default=1.0, help="round of the first member")
+    parser.add_argument("--lines", type=Path, help="append a line of JSON per run to this file")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--unrepeated", action="store_true", help="replay no run")
-    parser.add_argument("--newcomers", action="store_true", help="one joins every 20 rounds")
+    parser.add_argument("--unrepeated", action="store_true", help="do not replay the runs")
+    parser.add_argument("--newcomers", action="store_true", help="a member joins every 20 rounds")
     parser.add_argument("settings", nargs="*", metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
     seeds = range(100, 100 + options.seeds)

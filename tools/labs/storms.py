@@ -1,13 +1,17 @@
-"""Storms: kill, stop and slow down members of a training in a folder at random.
+"""Kill, stop and slow down members of a training in a folder at random ("storms").
 
     python tools/labs/storms.py --runs 100 [--seed 0] [--rate 0.01]
 
-Storms also include stale listings (for twice the lease), clocks that differ by minutes, lost
-replies of link(2), and a full disk. With ``--rate``, the calls open, read, readdir, link, unlink
-and fsync of each member fail as well: with EACCES, ENOTCONN, ESHUTDOWN, EKEYEXPIRED, EINTR, ENOMEM,
-EIO, ESTALE, and with ENOENT for a file that exists; once, for half a lease, or for three leases.
-Each run has to end, with every chunk in exactly one published round and an equal replay. No member
-may end with an error of the file system that is not a user error message.
+A storm also simulates faults of the file system: listings of folders that are stale for twice the
+lease, calls of link(2) that report an error although they have succeeded, and a full disk. The
+clocks of members differ by minutes. With ``--rate``, the calls open, read, readdir, link, unlink
+and fsync of each member fail at random, too: with EACCES, ENOTCONN, ESHUTDOWN, EKEYEXPIRED, EINTR,
+ENOMEM, EIO, ESTALE, and with ENOENT for a file that exists. They fail once, for half a lease, or
+for three leases.
+
+Each training has to end. Every chunk has to be in exactly one published round, and a replay has to
+give the same models. A member may not end with an error of the file system, except for a user
+error.
 """
 
 import argparse
@@ -23,7 +27,14 @@ from tests.members.storm import chunks_of, replay, storm  # noqa: E402
 
 
 def one(seed: int, plan: TrainingPlan, rate: float) -> tuple[str, dict[str, int]]:
-    """Run a storm; return what is wrong afterwards ("" if nothing is) and how its members ended."""
+    """Run a storm.
+
+    :param seed: seed of its random numbers
+    :param plan: facts about the training
+    :param rate: probability with which a call begins to fail
+    :return: a text about what is wrong afterwards, "" if nothing is; and how often members have
+        ended in each way
+    """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
         ends = storm(

@@ -22,21 +22,28 @@ CADENCES = ("always", "every", "gossip-pga", "cpsgd")
 WIRES = ("fp32", "bf16", "qsgd")
 ALL_REDUCE = "all-reduce"
 GOSSIP = "dmsgd-vanilla"
-"""Algorithm that replaces a job's parallel SGD on other graphs: local momentum, one vector."""
+"""Algorithm that is assumed for gossip if the job's algorithm is parallel SGD: it has a local
+momentum, and sends one vector."""
 NEAR = 1.05
-"""Choices that take at most this factor longer than the fastest count as equally fast."""
+"""A choice counts as fast as the fastest one if its time is at most this multiple of that time."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Graph, cadence and wire of a job, with all else as in its file; ALL_REDUCE: parallel."""
+    """Graph, cadence and wire that replace those of a job.
+
+    The graph may be `ALL_REDUCE`, which stands for parallel SGD by all-reduce.
+    """
 
     graph: str
     cadence: str = "always"
     wire: str = "fp32"
 
     def job(self, job: Job) -> Job:
-        """Return the job with this choice; options are kept for the parts whose name is kept."""
+        """Return the job with this choice.
+
+        The job's options of the graph and the cadence are kept if their names stay the same.
+        """
         if self.graph == ALL_REDUCE:
             return parallel(job)
         if always_global(job):
@@ -58,7 +65,7 @@ def always_global(job: Job) -> bool:
 
 
 def parallel(job: Job) -> Job:
-    """Return the same training by all-reduce of gradients, in float32 messages."""
+    """Return the job with an all-reduce of gradients in float32 in place of its algorithm."""
     section = replace(job.algorithm, name="parallel", options={})
     return replace(
         job,
@@ -72,7 +79,7 @@ def parallel(job: Job) -> Job:
 
 @dataclass(frozen=True)
 class Row:
-    """One choice on n nodes: seconds, bytes, and transient iterations up to a constant."""
+    """Prediction for one choice on n nodes: seconds, bytes and transient iterations."""
 
     graph: str
     cadence: str
@@ -94,16 +101,19 @@ class Row:
         return Choice(self.graph, self.cadence, self.wire)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values; an infinite transient, if nothing is averaged, becomes null."""
+        """Return the values as a dict for JSON.
+
+        The transient iterations are infinite if nothing is averaged, and then become null.
+        """
         return asdict(self) | {"transient": self.transient if isfinite(self.transient) else None}
 
 
 def choices(job: Job, everything: bool = False) -> list[Choice]:
-    """Return all-reduce, then choices that differ from the job's.
+    """Return the choices to predict: all-reduce first, then the job's own and others.
 
     :param job: the job
-    :param everything: all combinations of graphs, cadences and wires; otherwise one is changed at a
-        time
+    :param everything: whether to return all combinations of graphs, cadences and wires; otherwise,
+        only one of the three differs from the job's
     """
     own_choice = Choice(job.graph.name, job.cadence.name, job.node.wire)
     if always_global(job):
@@ -173,7 +183,10 @@ _CODED: dict[tuple[str, int], tuple[float, float]] = {}
 
 
 def _coding(machine: Machine, prediction: Exchanges) -> Machine:
-    """Return the machine with rates of encoding, measured once per wire and width if not given."""
+    """Return the machine with the rates of encoding and decoding, for a lossy wire.
+
+    If they were not given, they are measured once for each wire and length of a message.
+    """
     layout = prediction.parts.layout
     if layout.wire.exact or machine.encode_rate:
         return machine
@@ -185,12 +198,12 @@ def _coding(machine: Machine, prediction: Exchanges) -> Machine:
 
 
 def coded(machine: Machine, what: Subject) -> Machine:
-    """Return the machine with rates of encoding of the job's wire; of "qsgd" if that is exact.
+    """Return the machine with the rates of encoding of the job's wire, to save it to a file.
 
-    They are saved to a file.
+    If the job's wire is exact, the rates are those of the wire "qsgd".
     """
     wire = "qsgd" if what.job.node.wire == "fp32" else what.job.node.wire
-    # "complete" exists for any n
+    # The graph "complete" exists for any number of nodes.
     job = Choice("complete", what.job.cadence.name, wire).job(what.job)
     return _coding(machine, exchanges(replace(what, job=job), 2))
 
@@ -204,7 +217,7 @@ def _transient(prediction: Exchanges, alike: bool) -> float:
     )
     steps_between = prediction.steps / global_rounds if global_rounds else float("inf")
     graph = prediction.parts.graph
-    exact = graph.name == "ceca"  # these rounds only permute; the algorithm averages over a period
+    exact = graph.name == "ceca"  # Its matrices are permutations: the algorithm averages.
     gap = 2.0 / (1.0 + graph.period) if exact else _gap(graph) if gossip else 0.0
     iterations = transient_of(graph.n, gap, gossip / prediction.steps, steps_between)
     return iterations[0] if alike else iterations[1]
@@ -240,21 +253,25 @@ def table(
         known_rows = [row for row in predictions if row is not None]
         if not known_rows:
             raise JobError(
-                f"--nodes {n}: no graph is compatible with the job's algorithm for {n} nodes"
+                f"--nodes {n}: no graph is compatible with the job's algorithm for {n} nodes; "
+                "choose another number of nodes, or another algorithm.name"
             )
         rows += known_rows
     return rows
 
 
 def name(choice: Choice) -> str:
-    """Return a name: the graph, then differences from gossip at every step in full precision."""
+    """Return a name for a choice: its graph, and then its cadence and wire.
+
+    The cadence is left out if it exchanges in every step, and the wire if it has full precision.
+    """
     parts = [choice.graph]
     parts += [choice.cadence] * (choice.cadence != "always")
     return " + ".join([*parts, *[choice.wire] * (choice.wire != "fp32")])
 
 
 def as_json(what: Subject, machine: Machine, rows: Sequence[Row], epochs: float) -> dict[str, Any]:
-    """Return all predictions as plain values."""
+    """Return the job, the machine and all predictions as a dict for JSON."""
     return {
         "parameters": what.flat.count,
         "samples_per_step": what.per_step,

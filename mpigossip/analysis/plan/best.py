@@ -18,14 +18,18 @@ from mpigossip.training.machines import Machine
 PERIODS = (8, 32, 128)
 """Periods H that are tried, in steps."""
 FRAGMENTS = 4
-"""Number of fragments if there is a period; each is exchanged during the next steps."""
+"""Number of fragments that are tried with each period; a fragment is exchanged during later
+steps."""
 WITHIN = 1.1
-"""Proposals that take at most this factor longer than the fastest count as equally fast."""
+"""A proposal counts as fast as the fastest one if its time is at most this multiple of it."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposed way to train; a higher level means fewer bytes and a higher risk of accuracy."""
+    """Proposal of a graph, an algorithm, a period and a wire.
+
+    With a higher ``level``, fewer bytes are sent, and the risk of a lower accuracy is higher.
+    """
 
     label: str
     level: int
@@ -48,7 +52,7 @@ class Proposal:
 
 
 def _ways(job: Job, n: int) -> Iterator[Proposal]:
-    """Yield all proposals by rising risk; ``settings`` lack the graph."""
+    """Yield all proposals, in the order of their risk; their ``settings`` still lack the graph."""
     always = ("cadence.name=always", "node.wire=fp32")
     yield Proposal("all-reduce (DDP)", 0, ALL_REDUCE, ("algorithm.name=parallel", *always))
     method = job.algorithm.name
@@ -58,7 +62,7 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
     graphs = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
     for graph in graphs:
         if n & (n - 1) and graph == "one-peer-exponential":
-            continue  # not exact for this n, unlike base-2
+            continue  # This graph is not exact for n nodes, but base-2 is.
         level = 3 if graph == "ring" else 1
         yield Proposal(f"{method}, {graph}", level, graph, (*same_method, *always))
     peer = "base-2" if n & (n - 1) else "one-peer-exponential"
@@ -118,9 +122,10 @@ def proposals(
 
 
 def best(proposals: Sequence[Proposal], accept: Accept) -> Proposal | None:
-    """Return the least risky proposal within `WITHIN` of the fastest, then that of fewest bytes.
+    """Return the proposal with the lowest risk among those that count as fast as the fastest.
 
-    Only proposals whose measured cost in quality is acceptable are considered.
+    Only proposals whose measured cost in quality is acceptable are considered. If several have the
+    same risk, the result is the one that sends the fewest bytes.
 
     :param proposals: proposals with their predictions
     :param accept: largest acceptable cost
@@ -151,7 +156,7 @@ def text(
     :param job: job file
     :param settings: settings of the job
     :param proposals: proposals
-    :param left_out: reasons by the names of proposals that do not fit
+    :param left_out: for each proposal that does not fit, by name, the reason
     :param n: number of nodes
     :param accept: largest acceptable cost in quality
     """

@@ -1,4 +1,4 @@
-"""Advise members that train through a folder (`mpigossip plan --members`): H, files, waits."""
+"""Advice for a training of members in a folder (`mpigossip plan --members`): H, lease, files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from mpigossip.runs.members.join import check_fit
 from mpigossip.training.costs import Subject, exchanges, memory
 
 SHARE = 0.05
-"""Largest fraction of the time that reading models may take."""
+"""Largest fraction of the training time that reading models may take."""
 ROUNDS = 10
-"""Smallest number of rounds of each member; fewer would average too rarely."""
+"""Smallest number of rounds of each member. With fewer rounds, models are averaged too rarely."""
 RECORD = 600
 """Approximate size of a record in bytes."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A training by a number of concurrent members, in bytes and seconds."""
+    """Prediction for a training by a number of members at the same time: bytes, seconds, files."""
 
     members: int
     model: int
@@ -35,12 +35,18 @@ class Advice:
 
     @property
     def read_s(self) -> float:
-        """Seconds to read a model of s bytes while all M members read, at B bytes/s: M s / B."""
+        """Seconds that a member needs to read a model while all other members read, too.
+
+        For M members, models of s bytes and B bytes per second in all, this is M s / B.
+        """
         return self.model * self.members / self.rate
 
     @property
     def share(self) -> float:
-        """Fraction of a round that reading takes with the job's H; writing is hidden."""
+        """Fraction of a round that reading takes with the job's H.
+
+        Writing does not count, because it overlaps with training.
+        """
         return self.read_s / (self.period * self.step_s + self.read_s)
 
     @property
@@ -50,11 +56,20 @@ class Advice:
 
     @property
     def lease_s(self) -> float:
-        """Seconds of five rounds with the job's H, or with the smallest H if that is larger."""
+        """Shortest sensible lease in seconds: five rounds with the job's H.
+
+        If `min_period` is larger than the job's H, it is used instead.
+        """
         return 5 * (max(self.period, self.min_period) * self.step_s + self.read_s)
 
     def files(self, period: int, claim_rounds: int) -> int:
-        """Return the number of files at the end: records, claims, and those of each member."""
+        """Return the number of files at the end of the training.
+
+        These are records, claims, and some files for each member.
+
+        :param period: H, the number of steps in a round
+        :param claim_rounds: number of rounds for which a member claims chunks at once
+        """
         chunks = -(-self.steps // period)
         return chunks + 2 * -(-chunks // claim_rounds) + (KEEP + 4) * self.members
 
@@ -86,9 +101,10 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
 
 
 def _max_members(advice: Advice) -> int:
-    """Return the members with which each has `ROUNDS` rounds at the smallest H.
+    """Return the largest number of members with which each has at least `ROUNDS` rounds.
 
-    With H = H₁ M, this is M² ≤ steps / (H₁ rounds).
+    The smallest H for M members is M times that for one member, H₁. The number of rounds of each is
+    then steps / (H₁ M²).
     """
     minimum_per_member = (1 / SHARE - 1) * advice.model / advice.rate / advice.step_s
     return max(
@@ -97,7 +113,7 @@ def _max_members(advice: Advice) -> int:
 
 
 def text(what: Subject, every: Sequence[Advice]) -> str:
-    """Return a table with a row for each number of members, and its explanation."""
+    """Return a text: a table with a row for each number of members, and an explanation."""
     section = what.job.members
     model = every[0].model
     head = ["members", "read", "at your H", "H for 5 %", "lease", "files", "disk"]

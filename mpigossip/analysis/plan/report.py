@@ -1,4 +1,4 @@
-"""Show a plan as text or as a plot."""
+"""Text and plot of the predictions of `mpigossip plan`."""
 
 import math
 import shutil
@@ -23,7 +23,7 @@ from mpigossip.training.machines import Machine
 ALONE = "this process only"
 """Description of a machine that one process has measured."""
 WIDTH = 80
-"""Largest width of lines of text, if the terminal is wide enough."""
+"""Largest number of characters in a line; a narrower terminal gets shorter lines."""
 
 
 EXPLAINED = (
@@ -45,7 +45,7 @@ def text(
     epochs: float,
     note: str = "",
 ) -> str:
-    """Return two tables that fit on one screen.
+    """Return a text with two tables: all numbers of nodes, and details for the last one.
 
     :param what: the job and its sizes
     :param machine: costs of the machine
@@ -133,7 +133,11 @@ def _origin_of_devices(machine: Machine, job: Job) -> str:
 
 
 def _label(choice: Choice, own: Choice) -> str:
-    """Return the graph, or in its place the part that differs from the job's own choice."""
+    """Return the first cell of a row: the graph, or the cadence or wire that differs.
+
+    :param choice: the choice of the row
+    :param own: the job's own choice
+    """
     if choice.cadence != own.cadence and choice.graph != ALL_REDUCE:
         return f"  cadence {choice.cadence}"
     if choice.wire != own.wire and choice.graph != ALL_REDUCE:
@@ -169,7 +173,7 @@ def _time(value: float) -> str:
 def picture(
     what: Subject, rows: Sequence[Row], nodes: Sequence[int], epochs: float, out: Path
 ) -> None:
-    """Plot step time and time to the last epoch against nodes, as a PNG.
+    """Plot the time of a step and of the whole training against the number of nodes, as a PNG.
 
     :param what: the job and its sizes
     :param rows: predictions

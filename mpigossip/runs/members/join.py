@@ -41,7 +41,8 @@ FORMAT = "mpigossip members 2"
 JOB = "job.toml"
 """Name of the file with the job that all members share."""
 LOOP = "loop.toml"
-"""Name of the file that takes its place if members are programs with a training loop."""
+"""Name of the file that is used instead of `job.toml` if members are programs with a training
+loop."""
 OWN = {
     "checkpoint",
     "log",
@@ -108,7 +109,13 @@ def join(
 def _train(
     live: FolderExchange, member: Member, folder: Path, world: SingleProcess
 ) -> dict[str, Any]:
-    """Train until the end, joining again whenever the place is closed; return the summary."""
+    """Train until the end, and return the summary; join again if the place was closed.
+
+    :param live: exchange of this member
+    :param member: the training of this member
+    :param folder: folder of the training
+    :param world: world of the single process
+    """
     place = live.place
     places = list[int]()
     flat = member.engine.vector.flat
@@ -134,7 +141,10 @@ def _train(
 
 
 class _Watched:
-    """Log and terminal output of one stay; it checks after each step whether to leave."""
+    """Context manager for one stay of a member, with its log and terminal output.
+
+    After each step, it checks whether the member has to leave.
+    """
 
     def __init__(self, member: Member, live: FolderExchange, folder: Path, world: SingleProcess):
         """Prepare the log, such as logs/000007/log.h5 in the training's folder for place 7.
@@ -168,7 +178,7 @@ class _Watched:
                 )
             ],
         )
-        # The folders above the log are missing only if the training's folder is unmounted.
+        # Don't create missing parents: they are missing only if the folder was unmounted.
         self.recorder = Recorder(world, parents=False)
         self.printer = Printer(world)
         # The lines on the terminal count the steps of all members.
@@ -195,10 +205,10 @@ class _Watched:
         place = self.live.place
         peer = self.live.place.peer
         steps = self.member.steps
-        # Number of steps in the present round. 0: the round is over, and its record is drafted.
+        # Number of steps done in the present round; 0 if the round has just ended.
         within = self.member.done % steps
-        # A member does not know its distance from the average. The engine has computed 0, the
-        # distance of the only model from itself.
+        # The engine has one model, and has computed its distance from itself, which is 0. The
+        # distance from the average of all members is not known.
         record = replace(record, consensus_distance=float("nan"))
         record.metrics |= {
             "chunk": chunk,
@@ -225,7 +235,10 @@ class _Watched:
         self.printer.leave()
 
     def _retry(self, write: Callable[[], None]) -> None:
-        """Write to the log, again after an outage: rows that are in the log are not repeated."""
+        """Write to the log; if that fails because of an outage, try again.
+
+        Rows that the first attempt has written are not written twice.
+        """
         self.live.place.disk.outages.retry(write, self.progress.folder / "log.h5")
 
     def end(self, evaluation: Evaluation, stored: dict[str, Any]) -> None:
@@ -257,10 +270,13 @@ class _Watched:
 def _result(
     live: FolderExchange, member: Member, folder: Path
 ) -> tuple[Evaluation, dict[str, Any]]:
-    """Evaluate the average of the models that END names.
+    """Evaluate the average of the models that the record END names.
 
-    :return: the evaluation, and the path and digest of the checkpoint if there is one; the member
-        that published END writes it
+    :param live: exchange of this member, after the end of the training
+    :param member: the training of this member
+    :param folder: folder of the training
+    :return: the evaluation, and the path and digest of the checkpoint. They are missing if the
+        member that published END has not written the checkpoint yet
     """
     job = member.assembly.parts.job
     steps = live.place.plan.chunks * member.steps
@@ -272,7 +288,7 @@ def _result(
     evaluation = evaluate(member.trainer.replicas, member.trainer.mixer, member.assembly.loader)
 
     def of_checkpoint() -> dict[str, Any]:
-        # Another member may have written it during the evaluation.
+        # Another member may have written the checkpoint during the evaluation.
         path = checkpoint.latest(folder)
         return {"checkpoint": str(path), "digest": checkpoint.digest(path)} if path else {}
 
@@ -282,11 +298,11 @@ def _result(
 def result(
     live: FolderExchange, folder: Path, steps: int, job: str, facts: dict[str, Number]
 ) -> list[NodeState]:
-    """Return the models that END names; the member that published END writes the checkpoint.
+    """Return the models that the record END names, after the checkpoint was written, if necessary.
 
-    If that member was killed, one that comes after the end writes the checkpoint instead. The
-    checkpoint has one node for each model, and `checkpoint export` averages them. If there is a
-    checkpoint already, its models are returned.
+    The member that published END writes the checkpoint, which has one node for each model, so that
+    `checkpoint export` can average them. If that member was killed, a member that starts after the
+    end writes the checkpoint instead. If the checkpoint exists already, its models are returned.
 
     :param live: exchange of a member, after the end of the training
     :param folder: folder of the training
@@ -296,7 +312,7 @@ def result(
     """
     place = live.place
     disk = live.place.disk
-    # The checkpoint comes first, because `models` may have been purged long after the end.
+    # Read the checkpoint if there is one: long after the end, the files in `models` may be gone.
     if (stored := disk.retry(lambda: _stored(folder), "checkpoints")) is not None:
         return stored
     end = place.ended()
@@ -358,19 +374,18 @@ def _write(
 
 
 def _given_up(live: FolderExchange, folder: Path) -> bool:
-    """Return whether the final checkpoint is abandoned, and this member has to write it.
+    """Return whether this member has to write the final checkpoint, because its writer was killed.
 
-    The checkpoint is abandoned if the member that published END was killed while it wrote. A
-    member that comes after the end watches the unfinished files: they must not change for a lease.
-    If several members find this out at once, the one that publishes the next file END.k writes the
-    checkpoint.
+    The writer counts as killed if its unfinished files do not change for a lease. If several
+    members notice this at the same time, the one that publishes the next file END.k has to write
+    the checkpoint.
     """
 
     def seen() -> list[tuple[str, int]]:
         """Return names and sizes of the files in unfinished checkpoints."""
         sizes = []
         for name in live.place.disk.names("checkpoints"):
-            # A folder or file that its writer removes meanwhile is left out.
+            # The writer may remove a folder or file at any time.
             with suppress(FileNotFoundError, NotADirectoryError):
                 inside = list(os.scandir(folder / "checkpoints" / name))
                 for file in inside if name.endswith(".writing") else ():
@@ -379,7 +394,7 @@ def _given_up(live: FolderExchange, folder: Path) -> bool:
 
     disk = live.place.disk
     names = disk.names("checkpoints")
-    # The checkpoint was purged, or its writer has not begun yet.
+    # Without unfinished files, the checkpoint was removed, or its writer has not begun yet.
     if not any(name.endswith(".writing") for name in names):
         return False
     claim = f"END.{sum(name.startswith('END.') for name in disk.names(''))}"
@@ -411,7 +426,7 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
 
 
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:
-    """Return facts that the bits of a member's model depend on, for its first record.
+    """Return the facts on which the bits of a member's model depend, for its first record.
 
     :param names: names of the model's parameters
     :param shapes: shapes of the parameters
@@ -500,7 +515,7 @@ def _begin(folder: Path, job: Job | None, disk: RecordStore, name: str, head: st
 
 
 def none_there(disk: RecordStore) -> str:
-    """Return the message for a folder without a job."""
+    """Return the error message for a folder that contains no job of a training."""
     if disk.exists(LOOP):
         return (
             f'"{disk.root}" holds the training of a program (see {LOOP}): start that '
@@ -513,7 +528,7 @@ def none_there(disk: RecordStore) -> str:
 
 
 def of_something_else(disk: RecordStore, name: str) -> str:
-    """Return the message for a folder with files that do not belong to a training, or "".
+    """Return an error message if a folder contains other files than a training, otherwise "".
 
     :param disk: the folder
     :param name: name of the file with the job; if it exists, another member has begun the training
@@ -528,10 +543,10 @@ def of_something_else(disk: RecordStore, name: str) -> str:
 def job_there(
     disk: RecordStore, own: Job | None = None, name: str = JOB, command: str = "join"
 ) -> Job:
-    """Return the job in the folder.
+    """Return the job in the folder of a training.
 
-    Code that the job names is imported only if this member's own copy of the job names it, too,
-    because other users may have written the job in the folder.
+    Other users may have written that job. Code that it names is therefore imported only if this
+    member's own copy of the job names it, too.
 
     :param disk: the folder
     :param own: this member's copy of the job; None: no code is imported
@@ -566,10 +581,13 @@ def job_there(
 
 
 def check_lease(lease_s: float, round_s: float) -> None:
-    """Raise JobError if the lease is shorter than five rounds: working members would be closed.
+    """Check that a lease lasts at least five rounds.
+
+    If it is shorter, other members may close the place of a member that is still working.
 
     :param lease_s: lease in seconds
     :param round_s: duration of a round in seconds
+    :raises JobError: if the lease is too short
     """
     if lease_s < 5 * round_s:
         raise JobError(
@@ -581,7 +599,10 @@ def check_lease(lease_s: float, round_s: float) -> None:
 
 
 def check_fit(job: Job) -> None:
-    """Raise JobError, with all problems, if members can't train this job."""
+    """Check that members can train a job.
+
+    :raises JobError: if they can't; the message has one paragraph for each problem
+    """
     problems = []
     fitting = [name for name in algorithms.BUILDERS if _can_train(name)]
     if not _can_train(job.algorithm.name):
@@ -624,9 +645,9 @@ def check_fit(job: Job) -> None:
 
 
 def _can_train(name: str) -> bool:
-    """Return whether members can use an algorithm.
+    """Return whether members can use the algorithm with this name.
 
-    After its local steps, such an algorithm averages one vector, the model, with one neighbour.
+    They can if it averages only one vector, the model, with one neighbour after its local steps.
     """
     brings = BuilderSpec.of(algorithms.BUILDERS, name).implies
     if brings.get("cadence.name", "every") not in ("every", "always"):

@@ -1,4 +1,4 @@
-"""One member of a training that others join and leave: `mpigossip join`."""
+"""Training of one member of a training that others join and leave, for `mpigossip join`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mpigossip.training.assemble import Assembly
 class FolderMixer(Simulated):
     """Mixer of a member: it computes x ← ½ (x + x_j) with the model x_j of another member.
 
-    A late x_j is corrected by :func:`~mpigossip.members.live.correct_for_age`. If no other
-    member has a new model, x stays as it is.
+    If x_j is older than x, it is corrected by :func:`~mpigossip.members.live.correct_for_age`. If
+    no other member has a new model, x stays as it is.
     """
 
     def __init__(self, graph, layout: MessageLayout, member: Member):
@@ -40,19 +40,26 @@ class FolderMixer(Simulated):
         self._member = member
 
     def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
-        """Publish the model if this is a GOSSIP step; it is written in the background."""
+        """Publish the model in a GOSSIP step; a thread writes it in the background."""
         self._open = kind, t
         if kind is ExchangeKind.GOSSIP:
             self.bytes_sent[0] += self._member.send(self._out)
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
-        """Return the sent and the mixed message; a GOSSIP step reads another member's model."""
+        """Return the sent message and the averaged one.
+
+        In a GOSSIP step, another member's model is read for the average. Otherwise, both messages
+        are equal.
+        """
         kind, _ = self._open
         self._open = None
         return self.average() if kind is ExchangeKind.GOSSIP else (self._out, self._out)
 
     def average(self) -> tuple[MessageArrays, MessageArrays]:
-        """Return the outbox, and its average with another member's model if there is one."""
+        """Return the outbox, and its average with another member's model.
+
+        If there is no such model, both are equal.
+        """
         if not self._member.receive(self._mixed):
             return self._out, self._out
         for sent, mixed in zip(self._out, self._mixed, strict=True):
@@ -70,7 +77,8 @@ class Member:
     def __init__(self, assembly: Assembly):
         """Prepare the engine of a job for members.
 
-        The mixer of the engine is replaced, and the present model is kept as the seed's model.
+        The mixer of the engine is replaced. The present model is kept for members that start
+        without any other model.
 
         :param assembly: trainer and engine of a job with one node
         """
@@ -82,7 +90,7 @@ class Member:
         self.exchange: Any = None
         """Source of chunks and of other members' models; None before the first round."""
         self.data_step = 0
-        """Step whose batches are trained, counted over the chunks of all members."""
+        """Number of the step whose batches are trained, counted over the chunks of all members."""
         self.seed = self.capture([(x,) for x in engine.vector.x], 0)
         self.mixer = FolderMixer(assembly.parts.graph, engine.mixer.layout, self)
         engine.replace_mixer(self.mixer)
@@ -93,9 +101,9 @@ class Member:
         return self.engine.index
 
     def begin(self, states: Sequence[NodeState]) -> None:
-        """Start from the average of models, with the averaged moments of the optimizer.
+        """Start from the average of models, and of their optimizers' moments.
 
-        :param states: models to average; empty: the model that the seed gives
+        :param states: models to average; empty: start from the model that the seed initializes
         """
         states = states or [self.seed]
         local_steps = min(int(state.numbers["local_steps"]) for state in states)
@@ -160,7 +168,8 @@ class Member:
         self.exchange = exchange
         while (chunk_and_progress := exchange.chunk()) is not None:
             chunk, progress = chunk_and_progress
-            ahead = max(progress - chunk, 0) * self.steps  # the rate decays with the progress
+            # The learning rate follows the progress of all members, and not the chunk.
+            ahead = max(progress - chunk, 0) * self.steps
             for step in range(chunk * self.steps, (chunk + 1) * self.steps):
                 self.data_step = step
                 after(self.trainer.step(step, step + ahead), chunk)
@@ -178,15 +187,15 @@ class Member:
             for name, buffer in buffers.items():
                 arrays[f"buffers/{slot}/{name}"] = plain(buffer).copy()
         x = engine.group.to_first([parts[0] for parts in message])
-        # Checkpoints may not have more local steps than steps. The average of members may have made
-        # more local steps than its index says.
+        # The average of several members' models may have made more local steps than the number of
+        # the step, which a checkpoint would reject.
         index = max(self.data_step, local_steps)
         counts: dict[str, Number] = {"index": index, "local_steps": local_steps}
         return NodeState(join_row(x, 0, flat), flat.names, flat.shapes, arrays, counts)
 
     def send(self, message: MessageArrays) -> int:
         """Publish the model in a message, with its state; return its size in bytes."""
-        # The step that sends the message is counted only after its end.
+        # The present local step is not counted yet.
         return self.exchange.send(self.capture(message, self.engine.counts[0] + 1))
 
     def receive(self, into: MessageArrays) -> bool:

@@ -21,13 +21,13 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.assemble import assemble
 
 BITS = ("mpigossip", "torch", "processor", "machine", "threads")
-"""Keys of facts in a first record that the bits of a model may depend on."""
+"""Keys of those facts in the first record of a place on which the bits of a model may depend."""
 PROGRESS_ROUNDS = 100
-"""Number of rounds from which on the progress is reported after each tenth of them."""
+"""Smallest number of rounds with which the progress is reported, after each tenth of them."""
 
 
 class ReplayMismatch(Exception):
-    """A repeated round gives a model with another digest than its record contains."""
+    """The model of a repeated round has another digest than the record of the round contains."""
 
 
 class ReplayLog:
@@ -36,7 +36,7 @@ class ReplayLog:
     def __init__(self, place: Place):
         """Read all chains.
 
-        :param place: object that reads the folder and does not join
+        :param place: `Place` that reads the folder without joining
         """
         self.place = place
         self.stored = 0
@@ -46,10 +46,10 @@ class ReplayLog:
         self.rounds: dict[Version, Round | None] = {}
         """All rounds; None: the record is unusable."""
         self.models: dict[Version, NodeState] = {}
-        """Models that rounds still to be repeated depend on."""
+        """Models on which rounds depend that have not been repeated yet."""
         for number in place.numbers("places"):
             for index in range(place.refresh(number).next):
-                # A record before the last one may be missing, so it does not count as listed.
+                # Records before the last one may be missing, so don't treat them as listed.
                 record = place.record(number, index)
                 if isinstance(record, Start):
                     self.starts[number] = record
@@ -62,7 +62,7 @@ class ReplayLog:
     def check_complete(self) -> None:
         """Check that each chunk was trained in exactly one round, if the training has ended.
 
-        A listing may be older than the end, and then lack rounds or whole places.
+        On a network file system, a stale listing may lack rounds, or whole places.
 
         :raises StoreError: if a chunk was trained in several rounds, or if the training has ended
             and a chunk is missing
@@ -114,11 +114,11 @@ class ReplayLog:
         return record
 
     def inputs(self, version: Version) -> tuple[Version, ...]:
-        """Return the versions that a round depends on.
+        """Return the versions of the models on which a round depends.
 
-        For the first round of a place, these are the models that it started with. For any other,
-        they are the model of the previous round and, if there was a peer, the peer's model and the
-        own model of the same age.
+        The first round of a place depends on the models with which the place started. Any other
+        round depends on the model of the previous round and, if there was a peer, on the peer's
+        model and on the place's own model of the same age.
         """
         if version.round == 1:
             if version.place not in self.starts:
@@ -135,8 +135,8 @@ class ReplayLog:
     def choose(self, wanted: Iterable[Version]) -> list[Version]:
         """Return the rounds to repeat, in an order in which each follows its dependencies.
 
-        These are the wanted rounds, and all rounds that they depend on whose models are no longer
-        stored. Models that are stored are read.
+        These are the wanted rounds, and the rounds on which they depend, unless the models of the
+        latter are still stored. Stored models are read.
 
         :raises StoreError: if a record that is needed is missing or unusable
         """
@@ -161,7 +161,7 @@ class ReplayLog:
         return sorted(repeated, key=lambda version: (self.round(version).age, version))
 
     def repeating(self, wanted: Iterable[Version]) -> Iterator[Version]:
-        """Iterate over the rounds to repeat, as :meth:`choose` orders them; report the progress."""
+        """Iterate over the rounds to repeat, in the order of :meth:`choose`; print the progress."""
         order = self.order = self.choose(wanted := set(wanted))
         more = len(order) - len(wanted)
         tell = self.place.report
@@ -178,7 +178,7 @@ class ReplayLog:
         :return: the own previous model, or for a first round the models that the member started
             with; the peer's model, corrected for its age, or None; and the progress before the
             round, in chunks
-        :raises StoreError: if the round depends on one that is later
+        :raises StoreError: if the round depends on a later one
         """
         inputs = self.inputs(version)
         if missing := [dependency for dependency in inputs if dependency not in self.models]:
@@ -199,7 +199,7 @@ class ReplayLog:
         return models[:1], correct_for_age(models[1], models[0], models[2], late_by), progress
 
     def check(self, version: Version, state: NodeState) -> None:
-        """Compare a repeated model with its record; keep it if later rounds need it.
+        """Compare a repeated model with its record, and keep the model if later rounds need it.
 
         :raises ReplayMismatch: if its digest is not the one in the record
         """
@@ -212,7 +212,11 @@ class ReplayLog:
             self.models[version] = state
 
     def _unlike(self, place: int) -> str:
-        """Return a clause with the facts in which a place's host and this one differ, or ""."""
+        """Return a clause with the facts in which this process differs from that of a place.
+
+        Such facts, for example the version of torch, may explain another digest. Return "" if there
+        are none.
+        """
         start = self.starts.get(place)
         facts = about((), (), [])
         was = start.about if start else {}
@@ -274,7 +278,7 @@ class ReplayExchange:
 
 
 def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
-    """Repeat rounds, with the rounds that they depend on; return a summary.
+    """Repeat rounds, and the rounds on which they depend; return a summary.
 
     :param script: chains of the training
     :param wanted: rounds to repeat
@@ -318,7 +322,7 @@ def wanted_of(
         who = "they have" if place is None else f"place {place} has"
         raise JobError(
             f'"{script.place.disk.root}" has {len(script.starts)} places, numbered from 0; {who} '
-            f"{limit}"
+            f"{limit}; choose others by --place and --rounds"
         )
     if place is None and rounds is None:
         script.check_complete()
@@ -335,7 +339,7 @@ def replay(
 ) -> str:
     """Repeat a training from its records and compare the models; return a summary.
 
-    Rounds that the requested ones depend on are repeated, too, unless their models are still
+    Rounds on which the requested ones depend are repeated, too, unless their models are still
     stored.
 
     :param folder: folder of the training
