@@ -76,7 +76,7 @@ class DeviceCopier:
         if copy.copied is not None:
             compute = torch.cuda.default_stream(self.device)
             compute.wait_event(copy.copied)
-            # the memory was allocated in the copy stream, and is used in this one
+            # The memory was allocated in the copy stream, and is used in the compute stream.
             map_tensors(lambda tensor: tensor.record_stream(compute), copy.batch)
         return copy.batch
 
@@ -146,7 +146,7 @@ class Loader(contextlib.AbstractContextManager):
         batches = [copier.finish_copy(copy) for copier, copy in pairs]
         self._copies.clear()
         if self.early:
-            # the error is raised again when that step is requested
+            # An error is raised again when step + 1 is requested.
             with contextlib.suppress(DataError):
                 self._copies[step + 1] = self._start_copies(step + 1)
         return batches
@@ -185,7 +185,7 @@ class Loader(contextlib.AbstractContextManager):
         if self._batches is None or step != self._next:
             end(self._batches)
             self._batches = self._begin(step)
-        self._next = -1  # in case one of them fails
+        self._next = -1  # If a batch fails, the next call starts a new iterator.
         copies = [
             copier.start_copy(self._next_batch(self._batches, f"step {step}"), self.data.transform)
             for _ in self.orders
@@ -195,9 +195,9 @@ class Loader(contextlib.AbstractContextManager):
         return copies
 
     def _joined_step(self, step: int) -> list[Batch]:
-        """Return the batches of all nodes, made as one array and split.
+        """Load the samples of all nodes as one batch, and split it into the batches of the slots.
 
-        If there are many small batches, most of the time would be spent on calls.
+        If there are many small batches, loading each of them would cost more calls than work.
         """
         indices = [request.indices for request in self._requests(step)]
         key = self.seed, self.orders[0].epoch(step)
@@ -269,7 +269,7 @@ class Loader(contextlib.AbstractContextManager):
         """Return the next batch, or `Refused` at the end.
 
         :param batches: iterator over batches
-        :param what: what the batch is for, for messages
+        :param what: purpose of the batch for error messages, such as "step 3"
         :raises DataError: if the data set failed, or a process died or hangs
         """
         try:

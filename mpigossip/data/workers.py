@@ -26,13 +26,13 @@ LAUNCHER = ("PMI", "OMPI_", "PRTE_", "SLURM_", "PALS_", "HYDRA_", "HYDI_", "MPI_
 
 
 class Refused(NamedTuple):
-    """Error message in place of a batch, because exceptions would lose theirs between processes."""
+    """Error message that a loading process sends in place of a batch, instead of an exception."""
 
     text: str
 
 
 class Sent:
-    """Base class of data that prepare a loading process before they are unpickled in it."""
+    """Base class of objects that prepare a loading process before they restore their attributes."""
 
     def __reduce__(self):
         return unpack, (type(self), bytes(ForkingPickler.dumps(vars(self))))
@@ -61,7 +61,7 @@ class Requested(Sent, Dataset):
         self.data = data
 
     def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
-        """Return the batch of a request, or why there is none."""
+        """Return the batch of a request, or `Refused` if it cannot be loaded."""
         try:
             return self.data.load(request)
         except SampleError as error:
@@ -123,8 +123,8 @@ class Stream(Sent, IterableDataset):
                         with drawing(state):
                             samples = list(itertools.islice(rows, share.batch // self.slots))
                         if slot in self.local_slots:
-                            # skipped samples are not collated, so collating must not use the random
-                            # numbers of the stream
+                            # Skipped samples are not collated. Collating therefore must not draw
+                            # from the random numbers of the stream.
                             with drawing(Draws(self.seed, (TRAIN, index, share.node, slot))):
                                 batch = self.collate(samples)
                             yield batch
@@ -152,7 +152,7 @@ def read_test_stream(data: Datasets, node: int, row: int, n: int) -> Iterator[Ne
         with drawing(state):
             samples = itertools.islice(stream, first, data.test_size, stride)
         while True:
-            # the random state must not be active while the batch is evaluated
+            # The caller evaluates the batch with the random state of the program.
             with drawing(state):
                 chosen = list(itertools.islice(samples, data.test_batch))
                 batch = data.collate(chosen) if chosen else None
@@ -195,7 +195,9 @@ def start_loading(loader: DataLoader, name: str) -> Iterator[Nested]:
     """
     try:
         with _no_program(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error")  # the error below says it
+            warnings.filterwarnings(
+                "ignore", "Got pickle error"
+            )  # The JobError below contains the reason.
             return iter(loader)
     except Exception as error:
         if not loader.num_workers:
@@ -237,5 +239,5 @@ def unwatch(batches: Any) -> None:
 
 
 def same(batch: Nested) -> Nested:
-    """Return the batch unchanged; requests are answered with whole batches."""
+    """Return ``batch`` unchanged, because `Requested` returns complete batches."""
     return batch
