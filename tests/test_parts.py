@@ -89,7 +89,11 @@ def two_sides(data, seed):
 
 
 LINES = [
-    (algorithms.BUILDERS, "halfway", BuilderSpec(halfway, "signs", {"cadence.name": "bursts"})),
+    (
+        algorithms.BUILDERS,
+        "halfway",
+        BuilderSpec(halfway, {"local.name": "signs", "cadence.name": "bursts"}),
+    ),
     (algorithms.LOCALS, "signs", signs),
     (graphs.BUILDERS, "pairs", pairs),
     (cadence.BUILDERS, "bursts", bursts),

@@ -8,6 +8,7 @@ from mpigossip.algorithms.base import NEEDS, Algorithm
 from mpigossip.algorithms.local import NO_LOCAL_STEP, Local, by_row
 from mpigossip.algorithms.methods import BUILDERS, LOCALS, Known
 from mpigossip.config import BuilderSpec, JobError, NodeSection
+from mpigossip.config.choices import LOCAL
 from mpigossip.config.toml import near
 from mpigossip.config.user_code import build_checked, import_object, is_user_code
 from mpigossip.graphs import Graph
@@ -46,7 +47,7 @@ def build(
         if is_user_code(name)
         else BUILDERS[name]
     )
-    step = local or spec.local
+    step = local or spec.implies.get(LOCAL)
     defaults = getattr(spec.build, "__kwdefaults__", None) or {}
     algorithm_options = {key: value for key, value in options.items() if key in defaults}
     other_options = {key: value for key, value in options.items() if key not in defaults}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpigossip.config.choices import BuilderSpec, spec_of
+from mpigossip.config.choices import LOCAL, BuilderSpec, spec_of
 from mpigossip.graphs import Graph
 from mpigossip.graphs.spectral import eigenvalues
 
@@ -42,20 +42,20 @@ def _consensus_step_of_wire(known: Known) -> float | None:
 
 BUILDERS: dict[str, BuilderSpec] = {
     "parallel": BuilderSpec(
-        PACKAGE + "gossip:parallel", "momentum", {"graph.name": "complete"}, only=True
+        PACKAGE + "gossip:parallel", {"local.name": "momentum", "graph.name": "complete"}, only=True
     ),
-    "dsgd": BuilderSpec(PACKAGE + "gossip:dsgd", "sgd"),
+    "dsgd": BuilderSpec(PACKAGE + "gossip:dsgd", {"local.name": "sgd"}),
     "dmsgd": BuilderSpec(PACKAGE + "gossip:dmsgd"),
-    "dmsgd-vanilla": BuilderSpec(PACKAGE + "gossip:dsgd", "momentum"),
+    "dmsgd-vanilla": BuilderSpec(PACKAGE + "gossip:dsgd", {"local.name": "momentum"}),
     "qg-dmsgd": BuilderSpec(PACKAGE + "gossip:qg_dmsgd"),
     "decentlam": BuilderSpec(PACKAGE + "gossip:decentlam"),
     "d2": BuilderSpec(
         PACKAGE + "tracking:d2",
-        "sgd",
+        {"local.name": "sgd"},
         follows={"lazy": lambda known: not above_minus_third(known.graph)},
     ),
-    "dsgt": BuilderSpec(PACKAGE + "tracking:dsgt", "sgd"),
-    "momentum-tracking": BuilderSpec(PACKAGE + "tracking:momentum_tracking", "sgd"),
+    "dsgt": BuilderSpec(PACKAGE + "tracking:dsgt", {"local.name": "sgd"}),
+    "momentum-tracking": BuilderSpec(PACKAGE + "tracking:momentum_tracking", {"local.name": "sgd"}),
     "detag": BuilderSpec(
         PACKAGE + "tracking:detag",
         follows={
@@ -67,56 +67,67 @@ BUILDERS: dict[str, BuilderSpec] = {
         implies={"cadence.name": "halves", "graph.name": "spanning-tree"},
         follows={"length": lambda known: known.graph.period or 1},
     ),
-    "sgp": BuilderSpec(PACKAGE + "directed:sgp", "momentum"),
+    "sgp": BuilderSpec(PACKAGE + "directed:sgp", {"local.name": "momentum"}),
     "ceca": BuilderSpec(
         PACKAGE + "directed:ceca",
-        "sgd",
-        {"graph.name": "ceca"},
+        {"local.name": "sgd", "graph.name": "ceca"},
         follows={"nodes": lambda known: known.graph.n},
     ),
     "choco": BuilderSpec(
-        PACKAGE + "compressed:choco", "sgd", follows={"consensus_step": _consensus_step_of_wire}
+        PACKAGE + "compressed:choco",
+        {"local.name": "sgd"},
+        follows={"consensus_step": _consensus_step_of_wire},
     ),
-    "slowmo": BuilderSpec(PACKAGE + "diloco:slowmo", "momentum", {"cadence.name": "gossip-pga"}),
+    "slowmo": BuilderSpec(
+        PACKAGE + "diloco:slowmo", {"local.name": "momentum", "cadence.name": "gossip-pga"}
+    ),
     "diloco": BuilderSpec(
         PACKAGE + "diloco:diloco",
-        "adamw",
-        {"cadence.name": "cpsgd"},
+        {"local.name": "adamw", "cadence.name": "cpsgd"},
         follows={"nodes": lambda known: known.graph.n},
     ),
     "noloco": BuilderSpec(
         PACKAGE + "diloco:noloco",
-        "adamw",
-        {"cadence.name": "every", "graph.name": "random-matching"},
+        {"local.name": "adamw", "cadence.name": "every", "graph.name": "random-matching"},
     ),
     "gasloc": BuilderSpec(
         PACKAGE + "diloco:gasloc",
-        "adamw",
-        {"cadence.name": "every", "graph.name": "one-peer-exponential"},
+        {"local.name": "adamw", "cadence.name": "every", "graph.name": "one-peer-exponential"},
     ),
     "sparseloco": BuilderSpec(
         PACKAGE + "diloco:sparseloco",
-        "adamw",
-        {"cadence.name": "cpsgd", "node.wire": "top-k-int2", "node.density": 0.03},
+        {
+            "local.name": "adamw",
+            "cadence.name": "cpsgd",
+            "node.wire": "top-k-int2",
+            "node.density": 0.03,
+        },
     ),
     "sparta": BuilderSpec(
         PACKAGE + "diloco:sparta",
-        "adamw",
-        {"cadence.name": "global", "node.wire": "shared-k", "node.density": 0.005},
+        {
+            "local.name": "adamw",
+            "cadence.name": "global",
+            "node.wire": "shared-k",
+            "node.density": 0.005,
+        },
     ),
     # The remaining names combine an algorithm from above with the cadence or wire of a paper.
-    "cpsgd": BuilderSpec(PACKAGE + "gossip:dsgd", "sgd", {"cadence.name": "cpsgd"}, only=True),
-    "adpsgd": BuilderSpec(PACKAGE + "gossip:dsgd", "sgd", {"cadence.name": "adpsgd"}, only=True),
+    "cpsgd": BuilderSpec(
+        PACKAGE + "gossip:dsgd", {"local.name": "sgd", "cadence.name": "cpsgd"}, only=True
+    ),
+    "adpsgd": BuilderSpec(
+        PACKAGE + "gossip:dsgd", {"local.name": "sgd", "cadence.name": "adpsgd"}, only=True
+    ),
     "gossip-pga": BuilderSpec(
-        PACKAGE + "gossip:dsgd", "sgd", {"cadence.name": "gossip-pga"}, only=True
+        PACKAGE + "gossip:dsgd", {"local.name": "sgd", "cadence.name": "gossip-pga"}, only=True
     ),
     "gossip-aga": BuilderSpec(
-        PACKAGE + "gossip:dsgd", "sgd", {"cadence.name": "gossip-aga"}, only=True
+        PACKAGE + "gossip:dsgd", {"local.name": "sgd", "cadence.name": "gossip-aga"}, only=True
     ),
     "qsgd": BuilderSpec(
         PACKAGE + "gossip:parallel",
-        "momentum",
-        {"graph.name": "complete", "node.wire": "qsgd"},
+        {"local.name": "momentum", "graph.name": "complete", "node.wire": "qsgd"},
         only=True,
     ),
 }
@@ -147,7 +158,7 @@ phase.
 def takes_local(name: str) -> bool:
     """Return whether algorithm ``name`` uses a local step; if not, its own update replaces it."""
     spec = spec_of(BUILDERS, name)
-    return spec is not None and spec.local is not None
+    return spec is not None and LOCAL in spec.implies
 
 
 LARGEST = 2048

@@ -132,8 +132,8 @@ def _make(name: str, options) -> Graph:
             )
         arguments[key] = parse_value(value)
     if name in BUILDERS:
-        checked = dict(arguments)
-        if problems := check_options("option", checked, (), BUILDERS[name]):
+        checked, problems = check_options("option", arguments, (), BUILDERS[name])
+        if problems:
             raise GraphError(f'graph "{name}": {"; ".join(problems)}')
         arguments = {key: checked[key] for key in arguments}
     return graph(name, options.nodes, options.weights, options.seed, options.lazy, **arguments)

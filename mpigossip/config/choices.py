@@ -1,4 +1,4 @@
-"""Names that a job can choose: tables of builders, and the settings that a name implies.
+"""Names that a job can choose, their builders, and the check of the options of a builder.
 
 A table maps each name to a `BuilderSpec` or to a builder. `load` receives one table for each
 setting that holds a name, such as `{"graph.name": graphs.BUILDERS}`.
@@ -28,11 +28,12 @@ OPEN = {
     "data.source": USER_CODE,
 }
 """Settings that also accept names outside their table, such as a graph from a file or user code,
-with the pattern of those names. Their options can only be checked by building them."""
-
-
+with the pattern of those names. The options of such a name are checked when it is built."""
 FILES = ("data.source",)
 """Settings that may also name a file; a file has no options."""
+LOCAL = "local.name"
+"""Setting of the local step. An algorithm that implies a value for it takes any local step; all
+other algorithms have their own step."""
 
 Table = Mapping[str, "BuilderSpec | Callable"]
 Tables = Mapping[str, Table]
@@ -45,14 +46,14 @@ class BuilderSpec:
     made_by: Callable | str
     """Builder, whose keyword-only parameters are the options of the name. A string
     "module:function" is imported when the builder is first used."""
-    local: str | None = None
-    """Default local step of an algorithm; None: the local step is part of the algorithm."""
     implies: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults that the name implies for other settings: "section.key" -> value."""
+    """Defaults that the name implies for settings of later sections: "section.key" -> value. If the
+    setting may be unset, as `local.name`, the job does not store the implied value: the setting
+    stays unset, and the value is used in its place."""
     only: bool | Collection[str] = False
     """Settings of `implies` that may not have another value, because the algorithm would then be
     a different one; they may still name user code. True: all settings of `implies` are fixed, and
-    user code is not allowed either. Settings that are not fixed are only defaults."""
+    user code is not allowed either. A setting that may be unset is never fixed."""
     follows: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     """Rules that compute options from the rest of the run if a job does not set them."""
 
@@ -100,88 +101,62 @@ def options_of(table: Table, name: Any) -> Collection[str]:
     return keyword_only(spec.build)[0] if spec else ()
 
 
-def apply_implied(
-    sections: dict[str, dict[str, Any]], tables: Tables, local: Any = None
-) -> list[str]:
-    """Add the settings that the chosen names imply to ``sections``.
-
-    :param sections: sections of the job, which are changed in place
-    :param tables: for each setting that holds a name, the table of its names
-    :param local: name of the local step in effect; None: there is none
-    :return: an error message for each setting that contradicts an implied value that is fixed
-    """
-    problems = []
-    for path, table in tables.items():
-        section, key = path.split(".")
-        name = local if section == "local" else sections.get(section, {}).get(key)
-        spec = spec_of(table, name)
-        for other, value in spec.implies.items() if spec else {}:
-            other_section, other_key = other.split(".")
-            chosen = sections.setdefault(other_section, {}).setdefault(other_key, value)
-            is_user_code = isinstance(chosen, str) and re.fullmatch(USER_CODE, chosen) is not None
-            is_fixed = spec.only is True or spec.only and other in spec.only and not is_user_code
-            if chosen != value and is_fixed:
-                problems.append(
-                    f'{other} = {show(chosen)}: {path} = "{name}" means {other} = "{value}"; '
-                    f"leave it out, or choose another {section}"
-                )
-    return problems
-
-
-def check(
+def check_name(
     path: str,
     name: Any,
-    values: dict[str, Any],
+    values: Mapping[str, Any],
     setting_keys: Collection[str],
     table: Table,
     others: Collection[str] = (),
-) -> list[str]:
-    """Check the name at ``path`` and the options in its section; add the options' defaults.
+) -> tuple[dict[str, Any], list[str]]:
+    """Check the name at ``path`` and the options in its section.
 
     :param path: setting that holds the name, as "section.key"
-    :param name: value of this setting
-    :param values: keys and values of the section, to which the defaults are added
+    :param name: name in effect at this path
+    :param values: keys and values of the section
     :param setting_keys: keys of the section that are not options
     :param table: table of the names
     :param others: paths that a misspelled key may stand for, in addition to the keys here
-    :return: an error message for each problem
+    :return: the values with the defaults of the options, and an error message for each problem
     """
     section, key = path.split(".")
     if not isinstance(name, str):
-        return []  # the type check of the section reports this
+        return dict(values), []  # the type check of the section reports this
     spec = spec_of(table, name)
     if spec is None:
         if re.fullmatch(OPEN.get(path, "(?!)"), name):
-            return []
+            return dict(values), []
         if path in FILES:
             return check_options(section, values, setting_keys, lambda: None)
         noun = section if key == "name" else key
-        return [f"{path} = {show(name)}: unknown {noun}; {near(name, table)}"]
+        return dict(values), [f"{path} = {show(name)}: unknown {noun}; {near(name, table)}"]
     if key != "name" and path not in FILES:
-        return []
+        return dict(values), []  # the other settings that hold a name have no options
     return check_options(section, values, setting_keys, spec.build, others)
 
 
 def check_options(
     section: str,
-    values: dict[str, Any],
+    values: Mapping[str, Any],
     setting_keys: Collection[str],
     build: Callable,
     others: Collection[str] = (),
-) -> list[str]:
+) -> tuple[dict[str, Any], list[str]]:
     """Check the options in ``values`` against the keyword-only parameters of ``build``.
 
     Options are converted to the types of the annotations. Missing options get their defaults,
     unless the default is None, which TOML cannot express.
 
     :param section: name of the section, for error messages
-    :param values: keys and values of the section, which are changed in place
+    :param values: keys and values of the section
     :param setting_keys: keys of the section that are not options
     :param build: builder that takes the options
     :param others: paths that a misspelled key may stand for, in addition to the keys here
-    :return: an error message for each problem
+    :return: the values with converted and with missing options, and an error message for each
+        problem; a value that cannot be converted is kept
     """
     parameters, accepts_any = keyword_only(build)
+    complete = dict(values)
     messages: list[str] = []
     for key in [key for key in values if key not in setting_keys]:
         path = f"{section}.{key}"
@@ -189,7 +164,7 @@ def check_options(
             annotation, default = parameters[key]
             try:
                 shown_default = None if default is inspect.Parameter.empty else default
-                values[key] = structure(values[key], annotation, path, shown_default)
+                complete[key] = structure(values[key], annotation, path, shown_default)
             except JobError as error:
                 messages += error.messages
         elif not accepts_any:
@@ -199,8 +174,8 @@ def check_options(
             if key not in values:
                 messages.append(f"{section}.{key} is not set: it has no default; write {key} = …")
         elif default is not None:
-            values.setdefault(key, plain(default))
-    return messages
+            complete.setdefault(key, plain(default))
+    return complete, messages
 
 
 def keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:

@@ -1,6 +1,8 @@
 """Conversion of TOML to a job and back, with all problems reported at once.
 
-`load` reads a file, a string or a dict and applies overrides. `dump` writes the complete job as
+`load` reads the sections of a job from a file, a string or a dict, applies overrides, keeps the
+valid values, adds all defaults that depend on names, and builds a `Job`. Each of these steps
+returns new sections together with the problems that it found. `dump` writes the complete job as
 TOML, so that `load(dump(job)) == job`.
 """
 
@@ -11,12 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from mpigossip.config import packaged, stored_jobs, toml
-from mpigossip.config.choices import FILES, Tables, apply_implied, check, options_of, spec_of
+from mpigossip.config.choices import LOCAL, Tables, spec_of
+from mpigossip.config.defaults import (
+    NAMES,
+    Sections,
+    keys_of,
+    may_be_unset,
+    names_in_effect,
+    with_defaults,
+)
 from mpigossip.config.errors import JobError
-from mpigossip.config.sections import SECTIONS, AlgorithmSection, Job
+from mpigossip.config.sections import SECTIONS, Job
 from mpigossip.config.structure import structure
 from mpigossip.config.toml import near, show
-from mpigossip.config.user_code import is_user_code
 
 
 def load(
@@ -41,17 +50,12 @@ def load(
     raw = read(source)
     if isinstance(source, str) and "\n" in source:
         raw = stored_jobs.update(raw)
-    messages = _override(raw, overrides, tables)
-    sections = {name: value for name, value in raw.items() if name in SECTIONS}
-    unknown = [name for name in raw if name not in SECTIONS]
-    messages += [f"{name}: unknown section; {near(name, SECTIONS)}" for name in unknown]
-    for name, section in list(sections.items()):
-        sections[name], problems = toml.plain_table(name, section)
-        messages += problems
-    messages += apply_implied(sections, tables, local_in_effect(sections, tables))
-    messages += _check_names(sections, tables)
+    overridden, override_problems = _apply_overrides(raw, overrides, tables)
+    plain, value_problems = _plain_sections(overridden)
+    complete, name_problems = with_defaults(plain, tables)
+    messages = override_problems + value_problems + name_problems
     try:
-        job = structure({n: _fold_options(n, s) for n, s in sections.items()}, Job)
+        job = structure({n: _fold_options(n, s) for n, s in complete.items()}, Job)
     except JobError as error:
         raise JobError([*messages, *error.messages]) from None
     if list(job.schedule.milestones) != sorted(set(job.schedule.milestones)):
@@ -102,55 +106,67 @@ def _suggest_files(path: Path) -> str:
         return "give the path of a TOML file"
 
 
-def _override(raw: dict[str, Any], overrides: Sequence[str], tables: Tables) -> list[str]:
-    """Apply overrides to `raw`, and remove the options of names that they change."""
-    before = _names(raw, tables)
+def _apply_overrides(
+    raw: Sections, overrides: Sequence[str], tables: Tables
+) -> tuple[dict[str, Any], list[str]]:
+    """Apply overrides, and leave out the options of names that they change.
+
+    :return: new sections, and an error message for each override that does not have the form
+        section.key=value
+    """
+    result = dict(raw)
     changed_paths = set()
-    messages = list[str]()
+    messages: list[str] = []
     for text in overrides:
-        path, problems = toml.override(raw, text)
-        changed_paths.add(path)
-        messages += problems
-    after = _names(raw, tables)
-    for section in before.keys() & SECTIONS.keys():
-        keys = _keys(section)
-        if "options" in keys and before[section] != after[section]:
-            unaffected = {f"{section}.{key}" for key in keys} | changed_paths
-            table = raw[section] if isinstance(raw.get(section), dict) else {}
-            for key in [key for key in table if f"{section}.{key}" not in unaffected]:
-                del table[key]
-    spec = spec_of(tables.get("algorithm.name", {}), _algorithm(raw))
-    algorithm_changed = "algorithm.name" in changed_paths and not any(
-        path.startswith("local.") for path in changed_paths
-    )
-    if algorithm_changed and spec and spec.local is None:
-        raw.pop("local", None)  # the local step is part of the new algorithm
-    return messages
-
-
-def _names(raw: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
-    keys = {path.split(".")[0]: path.split(".")[1] for path in FILES}
-    names = {
-        section: table[key]
-        for section, table in raw.items()
-        if isinstance(table, dict) and (key := keys.get(section, "name")) in table
-    }
-    return names | {"local": local_in_effect(dict(raw), tables)}
-
-
-def _check_names(sections: dict[str, dict[str, Any]], tables: Tables) -> list[str]:
-    """Check names and options against the tables, and add the defaults of options."""
-    messages = []
-    for path, table in tables.items():
-        section, key = path.split(".")
-        if section == "local":
-            messages += check_local(sections, tables)
+        try:
+            section, key, value = toml.parse_override(text)
+        except JobError as error:
+            messages += error.messages
             continue
-        defaults = {f.name: f.default for f in fields(SECTIONS[section]) if f.name != "options"}
-        values = sections.setdefault(section, {})
-        others = local_options(sections, tables) if section == "algorithm" else []
-        messages += check(path, values.get(key, defaults[key]), values, defaults, table, others)
-    return messages
+        changed_paths.add(f"{section}.{key}")
+        table = result.get(section, {})
+        result[section] = {**table, key: value} if isinstance(table, dict) else table
+    before = _chosen_names(raw, tables)
+    after = _chosen_names(result, tables)
+    for section in before:
+        table = result.get(section)
+        if before[section] != after[section] and isinstance(table, dict):
+            result[section] = {
+                key: value
+                for key, value in table.items()
+                if key in _keys(section) or f"{section}.{key}" in changed_paths
+            }
+    sets_local = any(path.startswith("local.") for path in changed_paths)
+    spec = spec_of(tables.get("algorithm.name", {}), after.get("algorithm"))
+    if "algorithm.name" in changed_paths and not sets_local and spec and LOCAL not in spec.implies:
+        result.pop("local", None)  # the local step is part of the new algorithm
+    return result, messages
+
+
+def _chosen_names(sections: Sections, tables: Tables) -> dict[str, Any]:
+    """Return the name of each section that has options, by section.
+
+    A section without a name is left out, unless its name may be unset: the name in effect counts
+    then.
+    """
+    names = names_in_effect(sections, tables)
+    return {
+        section: names[path]
+        for section, path in NAMES.items()
+        if path.split(".")[1] in keys_of(sections, section) or may_be_unset(path)
+    }
+
+
+def _plain_sections(raw: Sections) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return the known sections with their valid values, and error messages for all others."""
+    sections = {}
+    messages = [
+        f"{name}: unknown section; {near(name, SECTIONS)}" for name in raw if name not in SECTIONS
+    ]
+    for name in [name for name in raw if name in SECTIONS]:
+        sections[name], problems = toml.plain_table(name, raw[name])
+        messages += problems
+    return sections, messages
 
 
 def as_dict(job: Job) -> dict[str, dict[str, Any]]:
@@ -194,55 +210,3 @@ def _fold_options(name: str, section: dict[str, Any]) -> dict[str, Any]:
     fields_of_section = _keys(name) - {"options"}
     folded = {key: value for key, value in section.items() if key in fields_of_section}
     return folded | {"options": {k: v for k, v in section.items() if k not in fields_of_section}}
-
-
-def local_in_effect(sections: dict[str, Any], tables: Tables) -> Any:
-    """Return the name of the local step: the job's, or the default of its algorithm, or None."""
-    name = _table(sections, "local").get("name")
-    if name not in (None, "none"):
-        return name
-    spec = spec_of(tables.get("algorithm.name", {}), _algorithm(sections))
-    return spec.local if spec else None
-
-
-def local_options(sections: dict[str, Any], tables: Tables) -> list[str]:
-    """Return the options of the local step in effect, as "local.key"."""
-    name = local_in_effect(sections, tables)
-    return [f"local.{key}" for key in options_of(tables.get("local.name", {}), name)]
-
-
-def check_local(sections: dict[str, Any], tables: Tables) -> list[str]:
-    """Check the local step and its options, and add the defaults of the options.
-
-    :param sections: sections of the job, which are changed in place
-    :param tables: tables of names, with "algorithm.name" and "local.name" among them
-    :return: an error message for each problem
-    """
-    values = sections.setdefault("local", {})
-    algorithms = tables["algorithm.name"]
-    keys = _keys("local") - {"options"}
-    name = local_in_effect(sections, tables)
-    algorithm = _algorithm(sections)
-    spec = spec_of(algorithms, algorithm)
-    with_local = [key for key in algorithms if (entry := spec_of(algorithms, key)) and entry.local]
-    if name is not None and spec and spec.local is None:
-        return [
-            f'local.name = {show(name)}: "{algorithm}" has its own local step; leave it out, or '
-            f"choose another algorithm: {', '.join(with_local)}"
-        ]
-    if name is None and (spec or is_user_code(str(algorithm))):
-        return [
-            f'local.{key}: algorithm "{algorithm}" has no separate local step with this option; '
-            "leave it out, or set local.name"
-            for key in values.keys() - keys
-        ]
-    return check("local.name", name, values, keys, tables["local.name"])
-
-
-def _algorithm(sections: dict[str, Any]) -> Any:
-    return _table(sections, "algorithm").get("name", AlgorithmSection.name)
-
-
-def _table(sections: dict[str, Any], name: str) -> dict[str, Any]:
-    section = sections.get(name, {})
-    return section if isinstance(section, dict) else {}

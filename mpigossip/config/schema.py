@@ -17,6 +17,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal
 
 from mpigossip.config.choices import OPEN, USER_CODE, BuilderSpec, Tables, keyword_only
+from mpigossip.config.defaults import NAMES
 from mpigossip.config.sections import SECTIONS
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
@@ -65,11 +66,10 @@ def section_schema(section: str, tables: Tables) -> dict[str, Any]:
         properties[field.name] = schema
     title = (inspect.getdoc(cls) or "").splitlines()[0]
     result = {"type": "object", "description": title, "properties": properties}
-    key = {"data": "source"}.get(section, "name")
-    table = tables.get(f"{section}.{key}")
-    if table is None:
+    path = NAMES.get(section, "")
+    if path not in tables:
         return result | {"additionalProperties": False}
-    return result | _options_schema(key, table, properties)
+    return result | _options_schema(path.split(".")[1], tables[path], properties)
 
 
 def _names_outside(path: str) -> dict[str, Any]:

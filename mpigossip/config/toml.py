@@ -13,6 +13,8 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mpigossip.config.errors import JobError
+
 LARGEST = 2**63 - 1
 """Largest integer that every TOML parser must accept and that HDF5 can store."""
 
@@ -135,21 +137,17 @@ def parse_value(text: str) -> Any:
     return parsed["v"]
 
 
-def override(raw: dict[str, Any], text: str) -> tuple[str, list[str]]:
-    """Write an override "section.key=value" into ``raw``.
+def parse_override(text: str) -> tuple[str, str, Any]:
+    """Split an override "section.key=value" into section, key and parsed value.
 
-    :param raw: sections by name, which are changed in place
-    :param text: override
-    :return: path "section.key" of the override, and error messages; if the override does not have
-        this form, the path is ""
+    :raises JobError: if the override does not have this form
     """
     match = re.fullmatch(r"\s*([\w-]+)\.([\w-]+)\s*=(.*)", text, re.DOTALL)
     if match is None:
-        return "", [f"override {show(text)}: needs the form section.key=value, as in run.epochs=5"]
-    table = raw.setdefault(match[1], {})
-    if isinstance(table, dict):
-        table[match[2]] = parse_value(match[3].strip())
-    return f"{match[1]}.{match[2]}", []
+        raise JobError(
+            f"override {show(text)}: needs the form section.key=value, as in run.epochs=5"
+        )
+    return match[1], match[2], parse_value(match[3].strip())
 
 
 def write(value: Any) -> str:

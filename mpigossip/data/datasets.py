@@ -16,14 +16,11 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from mpigossip.config import Data, JobError
 from mpigossip.config.errors import Failure, UserError
 from mpigossip.config.user_code import call_factory, describe_exception, parameters
+from mpigossip.data.base import JobData, Request, SampleError
 from mpigossip.data.philox import mixed
 from mpigossip.data.pytree import Nested, leaves
 
 SPLITS = ("train", "test")
-TRAIN = 0
-"""First number of a `Draws.key` for training batches."""
-TEST = 1
-"""First number of a `Draws.key` for test batches."""
 EMPTY = 'its "{}" has no sample; it needs at least one'
 EXPECTED = (
     'it should return a mpigossip.data.sources.Source, or {"train": …, "test": …} of torch '
@@ -37,13 +34,14 @@ def data_error(name: str, text: str) -> JobError:
     return JobError(f'data.source = "{name}": {text}')
 
 
-class Datasets:
+class Datasets(JobData):
     """Training and test samples that a custom function returned as torch Datasets.
 
-    It has the role of :class:`~mpigossip.data.sources.Source`, with finished samples. If the
-    function has a parameter `node`, each node has its own datasets, and "train" is a stream (an
-    IterableDataset). Otherwise, all nodes share the same datasets.
+    If the function has a parameter `node`, each node has its own datasets, and "train" is a stream
+    (an IterableDataset). Otherwise, all nodes share the same datasets.
     """
+
+    dtype = None
 
     def __init__(self, sets: Sequence[Mapping[str, Any]], data: Data, seed: int, dealt: bool):
         """Draw one training sample, from which the shape of a sample is taken.
@@ -65,6 +63,8 @@ class Datasets:
         self.train, self.test = (sets[0][split] for split in SPLITS)
         self.collate: Callable = sets[0].get("collate", default_collate)
         self.streams = isinstance(self.train, IterableDataset)
+        self.streams_test = isinstance(self.test, IterableDataset)
+        self.test_batch = data.batch
         self.in_memory = all(
             isinstance(dataset, TensorDataset) for dataset in (self.train, self.test)
         )
@@ -72,7 +72,7 @@ class Datasets:
             if _length(dataset) == 0:
                 raise data_error(self.name, EMPTY.format(split))
         test_sizes = [_length(mapping["test"]) for mapping in sets]
-        if not isinstance(self.test, IterableDataset) and len(set(test_sizes)) > 1:
+        if not self.streams_test and len(set(test_sizes)) > 1:
             raise data_error(
                 self.name,
                 f'the "test" of the nodes have {test_sizes} samples; all need the same number',
@@ -84,7 +84,6 @@ class Datasets:
         first = next(leaves(batch), torch.empty(0))
         self.shape = tuple(first.shape[1:])
         self.classes = data.classes
-        self.dtype = None
 
     @property
     def train_size(self) -> int:
@@ -103,12 +102,12 @@ class Datasets:
         single nodes.
         """
         length = _length(self.test)
-        if not isinstance(self.test, IterableDataset):
+        if not self.streams_test:
             return length or 0
         return self.section.test_samples if length is None or not self.dealt else length
 
     @property
-    def train_labels(self) -> np.ndarray:
+    def train_labels(self) -> np.ndarray:  # type: ignore[override]
         """Labels of the training samples, which are read from the dataset's attribute `targets`.
 
         The datasets of torchvision have this attribute. Without it, the labels are zeros if
@@ -124,6 +123,16 @@ class Datasets:
                 'no attribute `targets` (one number for each sample); add it, or use "shuffled"',
             )
         return np.zeros(self.train_size, np.int64)
+
+    def load(self, request: Request) -> Nested:
+        dataset = self.sets[0 if self.dealt else request.row][request.split]
+        indices = request.indices.tolist()
+        with drawing(Draws(self.seed, request.draws)):
+            if hasattr(dataset, "__getitems__"):
+                samples = dataset.__getitems__(indices)
+            else:
+                samples = [_item(dataset, index) for index in indices]
+            return self.collate(samples)
 
     def sample(self, split: str) -> Nested:
         """Return a batch of one sample, on which a task and a model are tested.
@@ -163,9 +172,6 @@ class Datasets:
                         dataset[index] for index in compared_indices(_length(dataset) or 0).tolist()
                     ]
         return content_hash(parts)
-
-    def close(self) -> None:
-        """Do nothing: datasets have nothing to close."""
 
 
 COMPARED = 8
@@ -254,6 +260,14 @@ def _project(values: np.ndarray) -> tuple[float, float]:
     finite = np.where(np.isfinite(values), values, 0.0)
     product = float(finite @ np.cos(np.arange(len(finite))))
     return product, float(np.linalg.norm(finite))
+
+
+def _item(dataset: Dataset, index: int) -> Any:
+    """Return one sample of a dataset; raise SampleError from any exception."""
+    try:
+        return dataset[index]
+    except Exception as error:
+        raise SampleError(index) from error
 
 
 def _length(dataset: Dataset) -> int | None:

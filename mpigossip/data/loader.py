@@ -17,29 +17,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 from mpigossip.config.errors import Failure
 from mpigossip.config.user_code import describe_exception
-from mpigossip.data.datasets import TEST, TRAIN, Draws, drawing
+from mpigossip.data.base import TEST, TRAIN, Batch, JobData, Request
 from mpigossip.data.partition import Order, Share, draw_together
 from mpigossip.data.pytree import Nested, map_tensors
-from mpigossip.data.sources import AnyData, ImageSource, Source, SyntheticSource, TextSource
 from mpigossip.data.workers import (
-    Raw,
     Refused,
-    Request,
-    Samples,
+    Requested,
     Stream,
     end,
+    read_test_stream,
     same,
     start_loading,
     unwatch,
 )
 
-TEST_BATCH = 256
-JOINED = (ImageSource, SyntheticSource, TextSource)
-"""Sources whose samples do not depend on other samples of their batch."""
 WORKERS = 2
 """Number of loading processes if `data.workers` is "auto": per node with CPU slots, otherwise per
 GPU slot."""
@@ -47,13 +42,6 @@ GPU slot."""
 
 class DataError(Failure):
     """Error of a data set in the middle of a run."""
-
-
-class Batch(NamedTuple):
-    """Training samples of one slot in one step."""
-
-    inputs: Tensor
-    targets: Tensor
 
 
 class _Copy(NamedTuple):
@@ -70,25 +58,25 @@ class DeviceCopier:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start_copy(self, batch: Nested, finish: Callable[[Nested], Any]) -> _Copy:
+    def start_copy(self, batch: Nested, transform: Callable[[Nested], Any]) -> _Copy:
         """Start to copy a batch to the device, and to process it there; return at once on a GPU.
 
         :param batch: batch in host memory
-        :param finish: function that makes the batch of the model from the copied one
+        :param transform: function that makes the batch of the model from the copied one
         """
         if self.stream is None:
-            return _Copy(finish(map_tensors(lambda tensor: tensor.to(self.device), batch)), None)
+            return _Copy(transform(map_tensors(lambda tensor: tensor.to(self.device), batch)), None)
         pinned = map_tensors(Tensor.pin_memory, batch)
         with torch.cuda.stream(self.stream):
             copied = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), pinned)
-            return _Copy(finish(copied), self.stream.record_event())
+            return _Copy(transform(copied), self.stream.record_event())
 
     def finish_copy(self, copy: _Copy) -> Any:
         """Return the batch; the default stream of the device waits for the copy."""
         if copy.copied is not None:
             compute = torch.cuda.default_stream(self.device)
             compute.wait_event(copy.copied)
-            # the memory was allocated in the copy stream, and is used in this one
+            # The memory was allocated in the copy stream, and is used in the compute stream.
             map_tensors(lambda tensor: tensor.record_stream(compute), copy.batch)
         return copy.batch
 
@@ -103,7 +91,7 @@ class Loader(contextlib.AbstractContextManager):
 
     def __init__(
         self,
-        data: AnyData,
+        data: JobData,
         orders: Sequence[Order | Share],
         *,
         seed: int,
@@ -138,7 +126,7 @@ class Loader(contextlib.AbstractContextManager):
         self.early = any(copier.stream for copier in self.copiers)
         """True if the batches of the next step are copied to the devices before they are
         requested."""
-        self._joins = joined and not self.early and type(data) in JOINED
+        self._joins = joined and not self.early and data.independent
         self._batches: Iterator[Nested] | None = None
         self._next = 0
         self._copies: dict[int, list[_Copy]] = {}
@@ -158,19 +146,22 @@ class Loader(contextlib.AbstractContextManager):
         batches = [copier.finish_copy(copy) for copier, copy in pairs]
         self._copies.clear()
         if self.early:
-            # the error is raised again when that step is requested
+            # An error is raised again when step + 1 is requested.
             with contextlib.suppress(DataError):
                 self._copies[step + 1] = self._start_copies(step + 1)
         return batches
 
     def share(self, node: int, n: int) -> Iterator[Any]:
         """Yield the test samples ``node``, ``node + n``, … in batches, on the first device."""
-        if isinstance(getattr(self.data, "test", None), IterableDataset):
-            batches = self._test_stream(node, n)
+        row = next((row for row, order in enumerate(self.orders) if order.node == node), 0)
+        if self.data.streams_test:
+            batches = read_test_stream(self.data, node, row, n)
         else:
-            batches = self._tests(np.arange(node, self.data.test_size, n), self._test_split(node))
+            batches = self._tests(np.arange(node, self.data.test_size, n), row)
         while (batch := self._next_batch(batches, "the test")) is not Refused:
-            yield self.copiers[0].finish_copy(self.copiers[0].start_copy(batch, self._finish))
+            yield self.copiers[0].finish_copy(
+                self.copiers[0].start_copy(batch, self.data.transform)
+            )
 
     def note(self, step: int) -> list[str]:
         """Return messages about a run that continues at a step."""
@@ -194,28 +185,25 @@ class Loader(contextlib.AbstractContextManager):
         if self._batches is None or step != self._next:
             end(self._batches)
             self._batches = self._begin(step)
-        self._next = -1  # in case one of them fails
+        self._next = -1  # If a batch fails, the next call starts a new iterator.
         copies = [
-            copier.start_copy(self._next_batch(self._batches, f"step {step}"), self._finish)
+            copier.start_copy(self._next_batch(self._batches, f"step {step}"), self.data.transform)
             for _ in self.orders
             for copier in self.copiers
         ]
         self._next = step + 1
         return copies
 
-    def _finish(self, batch: Nested) -> Any:
-        """Return the batch of the model, from one that was loaded and copied."""
-        return Batch(*self.data.finish(*batch)) if isinstance(self.data, Source) else batch
-
     def _joined_step(self, step: int) -> list[Batch]:
-        """Return the batches of all nodes, made as one array and split.
+        """Load the samples of all nodes as one batch, and split it into the batches of the slots.
 
-        If there are many small batches, most of the time would be spent on calls.
+        If there are many small batches, loading each of them would cost more calls than work.
         """
         indices = [request.indices for request in self._requests(step)]
         key = self.seed, self.orders[0].epoch(step)
         sizes = [len(part_indices) for part_indices in indices]
-        arrays = self.data.make_batch("train", np.concatenate(indices), key)
+        request = Request("train", np.concatenate(indices), key)
+        arrays = self.data.transform(self.data.load(request))
         return [Batch(*pair) for pair in zip(*(part.split(sizes) for part in arrays), strict=True)]
 
     # -- requests, and the iterators over their batches --------------------------------------------
@@ -229,71 +217,41 @@ class Loader(contextlib.AbstractContextManager):
             )
         requests = itertools.chain.from_iterable(map(self._requests, itertools.count(step)))
         if not self.workers:
-            return map(self._samples().__getitems__, requests)
+            return map(Requested(self.data).__getitems__, requests)
         return start_loading(self._by_request(requests), self.data.name)
 
     def _requests(self, step: int) -> Iterator[Request]:
-        is_source = isinstance(self.data, Source)
         epoch = self.orders[0].epoch(step)
         draw_together(self.orders, epoch)
         for order in self.orders:
             cuts = np.split(order.batch_indices(step), self.slots)
             for slot in self.local_slots:
-                key = (self.seed, epoch) if is_source else (TRAIN, step, order.node, slot)
-                yield Request("train", key, cuts[slot])
+                draws = TRAIN, step, order.node, slot
+                yield Request("train", cuts[slot], (self.seed, epoch), draws)
 
-    def _test_split(self, node: int) -> str:
-        if isinstance(self.data, Source) or self.data.dealt:
-            return "test"
-        return f"test {[order.node for order in self.orders].index(node)}"
+    def _tests(self, indices: np.ndarray, row: int) -> Iterator[Nested]:
+        """Return an iterator over test batches.
 
-    def _tests(self, indices: np.ndarray, split: str = "test") -> Iterator[Nested]:
-        is_source = isinstance(self.data, Source)
-        size = TEST_BATCH if is_source else self.data.section.batch
+        :param indices: indices of the samples
+        :param row: index of the node among the local nodes
+        """
+        size = self.data.test_batch
         cuts = [indices[start : start + size] for start in range(0, len(indices), size)]
-        requests = [Request(split, () if is_source else (TEST, int(cut[0])), cut) for cut in cuts]
+        requests = [Request("test", cut, (), (TEST, int(cut[0])), row) for cut in cuts]
         if not self.workers:
-            return map(self._samples().__getitems__, requests)
+            return map(Requested(self.data).__getitems__, requests)
         if self._test is None:
             self._test = self._by_request(self._test_requests, persistent_workers=True)
         self._test_requests[:] = requests
         return start_loading(self._test, self.data.name)
 
-    def _test_stream(self, node: int, n: int) -> Iterator[Nested]:
-        """Read the test stream in this process, one batch at a time.
-
-        If all nodes read one stream, the node takes every n-th row of it; otherwise it takes all
-        rows of its own stream.
-        """
-        data = self.data
-        size = self.data.section.batch
-        index = [order.node for order in self.orders].index(node) if not data.dealt else 0
-        stream = data.sets[index]["test"]
-        first, stride = (node, n) if data.dealt else (0, 1)
-        state: list = [Draws(data.seed, (TEST, node))]
-        try:
-            with drawing(state):
-                rows = itertools.islice(stream, first, data.test_size, stride)
-            while True:
-                # the random state must not be active while the batch is evaluated
-                with drawing(state):
-                    samples = list(itertools.islice(rows, size))
-                    batch = data.collate(samples) if samples else Refused
-                if batch is Refused:
-                    return
-                yield batch
-        except Exception as error:
-            yield Refused(
-                f'data.source = "{data.name}": the stream of "test": {describe_exception(error)}'
-            )
-
-    def _samples(self) -> Any:
-        return (Raw if isinstance(self.data, Source) else Samples)(self.data)
-
     def _by_request(self, requests: Any, **more: Any) -> DataLoader:
-        data: Dataset = self._samples()
         return DataLoader(
-            data, batch_sampler=requests, collate_fn=same, **self._loader_options(), **more
+            Requested(self.data),
+            batch_sampler=requests,
+            collate_fn=same,
+            **self._loader_options(),
+            **more,
         )
 
     def _loader_options(self) -> dict[str, Any]:
@@ -311,7 +269,7 @@ class Loader(contextlib.AbstractContextManager):
         """Return the next batch, or `Refused` at the end.
 
         :param batches: iterator over batches
-        :param what: what the batch is for, for messages
+        :param what: purpose of the batch for error messages, such as "step 3"
         :raises DataError: if the data set failed, or a process died or hangs
         """
         try:

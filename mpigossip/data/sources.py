@@ -1,14 +1,13 @@
 """Sources of samples: the built-in digits, synthetic samples, packed images and packed text.
 
-A source makes a batch in two parts. `Source.raw` makes compact arrays, of pixels or tokens, on the
-CPU, in this or another process. After they were copied to the device of a slot, `Source.finish`
-converts them there to inputs of the model. For images, a quarter of the bytes is copied to a GPU,
-and the GPU does the normalization.
+`Source.raw` makes compact arrays, of pixels or tokens, on the CPU, in this or another process.
+After they were copied to the device of a slot, `Source.finish` converts them there to inputs of the
+model. For images, a quarter of the bytes is copied to a GPU, and the GPU does the normalization.
 """
 
 import math
 import operator
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +23,7 @@ from mpigossip.config import JobError
 from mpigossip.config.errors import Failure, UserError
 from mpigossip.config.memory import require_memory
 from mpigossip.config.user_code import describe_exception, import_object, is_user_code
+from mpigossip.data.base import Batch, JobData, Request
 from mpigossip.data.datasets import (
     EXPECTED,
     SPLITS,
@@ -46,25 +46,14 @@ DIGITS = Path(__file__).with_name("digits.h5")
 """Packed images of the built-in source "digits"."""
 
 
-class Source(ABC):
-    """Training and test samples, as indexed batches."""
+class Source(JobData):
+    """Training and test samples as arrays; a subclass defines `raw` and `finish`."""
 
-    classes: int
-    """Number of classes; for text, number of tokens of the vocabulary."""
-    shape: tuple[int, ...]
-    """Shape of one sample as an input of the model: (C, H, W), or (T,) for T tokens."""
     dtype: torch.dtype = torch.float32
-    """Type of the inputs; int64 for tokens."""
-    train_labels: np.ndarray
-    """Label of each training sample, an int64 array (N,), for partitions and checks."""
     test_labels: np.ndarray
     """Label of each test sample, an int64 array."""
+    test_batch = 256
     in_memory: bool = True
-    """True if a batch takes microseconds, so that preparing it in advance saves no time."""
-    streams: bool = False
-    """True if the training samples are a stream, which only `Datasets` can be."""
-    name: str = ""
-    """Value of `data.source`, for error messages."""
 
     @property
     def train_size(self) -> int:
@@ -76,8 +65,16 @@ class Source(ABC):
         """Number of test samples."""
         return len(self.test_labels)
 
+    def load(self, request: Request) -> tuple[Tensor, Tensor]:
+        """Return the result of :meth:`raw`, and the labels."""
+        raw = np.ascontiguousarray(self.raw(request.split, request.indices, request.epoch))
+        labels = self.labels(request.split, request.indices)
+        return torch.from_numpy(raw), torch.from_numpy(labels)
+
+    def transform(self, batch: tuple[Tensor, Tensor]) -> Batch:
+        return Batch(*self.finish(*batch))
+
     def sample(self, split: str) -> tuple[Tensor, Tensor]:
-        """Return a batch of one sample of ``split``, on which a task and a model are tested."""
         return self.make_batch(split, np.arange(1), (0, 0))
 
     @abstractmethod
@@ -108,7 +105,6 @@ class Source(ABC):
         return (self.train_labels if split == "train" else self.test_labels)[indices]
 
     def content_digest(self) -> bytes:
-        """Return a digest of a few samples of each split, by which ranks compare their data."""
         parts: list[Any] = []
         for split, size, key in (("train", self.train_size, (0, 0)), ("test", self.test_size, ())):
             if size:
@@ -116,22 +112,15 @@ class Source(ABC):
                 parts += [self.labels(split, indices), self.raw(split, indices, key)]
         return content_hash(parts)
 
-    def make_batch(
-        self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()
-    ) -> tuple[Tensor, Tensor]:
+    def make_batch(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> Batch:
         """Return inputs and targets on the CPU; the parameters are those of :meth:`raw`."""
-        raw = torch.from_numpy(self.raw(split, indices, key))
-        return self.finish(raw, torch.from_numpy(self.labels(split, indices)))
-
-    def close(self) -> None:  # noqa: B027 (a source without files has nothing to close)
-        """Close all files; a second call has no effect."""
-
-
-AnyData = Source | Datasets
+        return self.transform(self.load(Request(split, indices, key)))
 
 
 class ImageSource(Source):
     """Packed images, as float32 inputs (value − mean) / std with mean and std of each channel."""
+
+    independent = True
 
     def __init__(self, recipe: Recipe) -> None:
         self.images = Images(recipe)
@@ -184,6 +173,7 @@ class SyntheticSource(Source):
     """
 
     name = "synthetic"
+    independent = True
     OFFSETS = 1 << 16
     """Number of different offsets of a window."""
 
@@ -264,6 +254,7 @@ class TextSource(Source):
     """
 
     dtype = torch.int64
+    independent = True
 
     def __init__(self, path: str, context: int, windows: str = "joined", every: int = 1) -> None:
         """Read the text and compute the windows.
@@ -335,11 +326,11 @@ def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -
     )
 
 
-def _user_data(data: config.Data, seed: int, rows: Sequence[int], n: int) -> AnyData:
+def _user_data(data: config.Data, seed: int, rows: Sequence[int], n: int) -> JobData:
     """Call a custom function for the local nodes ``rows``; raise JobError if it returns no data."""
     form = "(seed, **options) that returns torch Datasets or a Source"
     samples = call(import_object("data.source", data.source, form), data, seed, rows, n)
-    if not isinstance(samples, Source | Datasets):
+    if not isinstance(samples, JobData):
         raise data_error(data.source, f"returned {type(samples).__name__}; {EXPECTED}")
     samples.name = samples.name or data.source
     return samples
@@ -371,7 +362,7 @@ They are called like custom functions, and may also return a `Problem`.
 """
 
 
-def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1) -> AnyData:
+def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1) -> JobData:
     """Open the data that `data.source` names.
 
     :param data: section `[data]` of a job
@@ -398,7 +389,7 @@ def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1)
     )
 
 
-def check_alike(name: str, data: AnyData, world: "World", partition: str = "") -> None:
+def check_alike(name: str, data: JobData, world: "World", partition: str = "") -> None:
     """Compare the data of all ranks; collective.
 
     The ranks compare the numbers of samples, a digest of a few samples, and the digest of the
@@ -432,7 +423,7 @@ def check_alike(name: str, data: AnyData, world: "World", partition: str = "") -
         )
 
 
-def _check_contents(name: str, data: AnyData, world: "World") -> None:
+def _check_contents(name: str, data: JobData, world: "World") -> None:
     """Compare a few samples of all ranks; collective.
 
     If ranks differ, each reads the same samples again. If the second read of some rank differs from
@@ -456,7 +447,7 @@ def _check_contents(name: str, data: AnyData, world: "World") -> None:
     )
 
 
-def _content(name: str, data: AnyData) -> bytes:
+def _content(name: str, data: JobData) -> bytes:
     """Return the digest of a few samples; convert exceptions of custom code to JobError."""
     try:
         return data.content_digest()

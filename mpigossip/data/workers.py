@@ -11,38 +11,28 @@ from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import signal_handling
 
 from mpigossip.config import JobError
 from mpigossip.config.user_code import describe_exception
-from mpigossip.data.datasets import TRAIN, Datasets, Draws, drawing
+from mpigossip.data.base import TEST, TRAIN, JobData, Request, SampleError
+from mpigossip.data.datasets import Datasets, Draws, drawing
 from mpigossip.data.partition import Share
 from mpigossip.data.pytree import Nested
-from mpigossip.data.sources import Source
 
 LAUNCHER = ("PMI", "OMPI_", "PRTE_", "SLURM_", "PALS_", "HYDRA_", "HYDI_", "MPI_", "MPICH_")
 """Prefixes of environment variables that would make a program act as a rank of the job."""
 
 
-class Request(NamedTuple):
-    """Samples that form a batch, and the key of their random numbers."""
-
-    split: str
-    key: tuple[int, ...]
-    indices: np.ndarray
-
-
 class Refused(NamedTuple):
-    """Error message in place of a batch, because exceptions would lose theirs between processes."""
+    """Error message that a loading process sends in place of a batch, instead of an exception."""
 
     text: str
 
 
 class Sent:
-    """Base class of data that prepare a loading process before they are unpickled in it."""
+    """Base class of objects that prepare a loading process before they restore their attributes."""
 
     def __reduce__(self):
         return unpack, (type(self), bytes(ForkingPickler.dumps(vars(self))))
@@ -64,59 +54,25 @@ def unpack(kind: type, state: bytes) -> Any:
     return instance
 
 
-class Samples(Sent, Dataset):
-    """Batches of `Datasets` by request."""
+class Requested(Sent, Dataset):
+    """Batches of a job's data by request, as a torch Dataset."""
 
-    def __init__(self, data: Datasets):
-        self.name = data.name
-        self.seed = data.seed
-        self.collate = data.collate
-        self.sets = {"train": data.train, "test": data.test}
-        if not data.dealt:  # each node has its own test set
-            self.sets |= {f"test {index}": sets["test"] for index, sets in enumerate(data.sets)}
+    def __init__(self, data: JobData):
+        self.data = data
 
     def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
-        """Return the batch of a request, or why there is none."""
-        dataset = self.sets[request.split]
-        current = None
-        indices = request.indices.tolist()
+        """Return the batch of a request, or `Refused` if it cannot be loaded."""
         try:
-            with drawing(Draws(self.seed, request.key)):
-                if hasattr(dataset, "__getitems__"):
-                    samples = dataset.__getitems__(indices)
-                else:
-                    samples = [dataset[current := index] for index in indices]
-                current = None
-                return self.collate(samples)
+            return self.data.load(request)
+        except SampleError as error:
+            subject = f"sample {error.index}"
+            reason = describe_exception(error.__cause__ or error)
         except Exception as error:
-            subject = (
-                f"sample {current}"
-                if current is not None
-                else f"a batch of the samples {indices[0]}, …"
-            )
-            split = request.split.split()[0]
-            return Refused(
-                f'data.source = "{self.name}": {subject} of "{split}": {describe_exception(error)}'
-            )
-
-
-class Raw(Sent, Dataset):
-    """Batches of a source by request, which the training process completes on the device."""
-
-    def __init__(self, source: Source):
-        self.source = source
-
-    def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
-        """Return arrays and labels of a request, or why there are none."""
-        split, key, indices = request
-        try:
-            raw = torch.from_numpy(np.ascontiguousarray(self.source.raw(split, indices, key)))
-            return raw, torch.from_numpy(self.source.labels(split, indices))
-        except Exception as error:
-            return Refused(
-                f'data.source = "{self.source.name}": a batch of the samples '
-                f'{indices[0]}, … of "{split}": {describe_exception(error)}'
-            )
+            subject = f"a batch of the samples {request.indices[0]}, …"
+            reason = describe_exception(error)
+        return Refused(
+            f'data.source = "{self.data.name}": {subject} of "{request.split}": {reason}'
+        )
 
 
 class Stream(Sent, IterableDataset):
@@ -167,8 +123,8 @@ class Stream(Sent, IterableDataset):
                         with drawing(state):
                             samples = list(itertools.islice(rows, share.batch // self.slots))
                         if slot in self.local_slots:
-                            # skipped samples are not collated, so collating must not use the random
-                            # numbers of the stream
+                            # Skipped samples are not collated. Collating therefore must not draw
+                            # from the random numbers of the stream.
                             with drawing(Draws(self.seed, (TRAIN, index, share.node, slot))):
                                 batch = self.collate(samples)
                             yield batch
@@ -176,6 +132,37 @@ class Stream(Sent, IterableDataset):
             yield Refused(
                 f'data.source = "{self.name}": the stream of "train": {describe_exception(error)}'
             )
+
+
+def read_test_stream(data: Datasets, node: int, row: int, n: int) -> Iterator[Nested]:
+    """Read the test stream in this process, one batch at a time.
+
+    If all nodes read one stream, the node takes every n-th sample of it; otherwise it takes all
+    samples of its own stream.
+
+    :param data: the data sets
+    :param node: number of the node
+    :param row: index of the node among the local nodes
+    :param n: number of all nodes
+    """
+    stream = data.sets[0 if data.dealt else row]["test"]
+    first, stride = (node, n) if data.dealt else (0, 1)
+    state: list = [Draws(data.seed, (TEST, node))]
+    try:
+        with drawing(state):
+            samples = itertools.islice(stream, first, data.test_size, stride)
+        while True:
+            # The caller evaluates the batch with the random state of the program.
+            with drawing(state):
+                chosen = list(itertools.islice(samples, data.test_batch))
+                batch = data.collate(chosen) if chosen else None
+            if not chosen:
+                return
+            yield batch
+    except Exception as error:
+        yield Refused(
+            f'data.source = "{data.name}": the stream of "test": {describe_exception(error)}'
+        )
 
 
 def _endless(stream: IterableDataset, first: int, stride: int) -> Iterator[Any]:
@@ -208,7 +195,9 @@ def start_loading(loader: DataLoader, name: str) -> Iterator[Nested]:
     """
     try:
         with _no_program(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error")  # the error below says it
+            warnings.filterwarnings(
+                "ignore", "Got pickle error"
+            )  # The JobError below contains the reason.
             return iter(loader)
     except Exception as error:
         if not loader.num_workers:
@@ -250,5 +239,5 @@ def unwatch(batches: Any) -> None:
 
 
 def same(batch: Nested) -> Nested:
-    """Return the batch unchanged; requests are answered with whole batches."""
+    """Return ``batch`` unchanged, because `Requested` returns complete batches."""
     return batch

@@ -14,9 +14,10 @@ from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.choices import Tables
 from mpigossip.config.errors import UserError
+from mpigossip.data.base import JobData
 from mpigossip.data.loader import Loader, processes
 from mpigossip.data.partition import make_orders, partition_digest
-from mpigossip.data.sources import SOURCES, AnyData, Source, check_alike, source
+from mpigossip.data.sources import SOURCES, check_alike, source
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import ParameterLayout, flatten
 from mpigossip.graphs import Graph, GraphError
@@ -40,7 +41,7 @@ class Assembly:
 
     parts: JobParts
     trainer: Trainer
-    source: AnyData
+    source: JobData
     loader: Loader
     steps_per_epoch: int
     total_steps: int
@@ -115,24 +116,24 @@ def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
     return renumbered(graph, world.broadcast(graph_nodes))
 
 
-def make_model(job: Job, data: AnyData, counted: bool = False) -> torch.nn.Module:
+def make_model(job: Job, data: JobData, counted: bool = False) -> torch.nn.Module:
     """Return the model with its initial parameters, which are identical on all nodes.
 
-    If both the task and the data are built-in, the model is tested on a sample of the data.
+    If the task is built-in and the type of the inputs is known, the shape of the output is known,
+    too, and the type is passed to the model.
 
     :param job: the job
     :param data: source of the data, which states the shape of a sample and the number of classes
     :param counted: whether only the number and shapes of the parameters are needed; a large model
         is then made without values
     """
-    scores = job.task.name in task.TASKS and isinstance(data, Source)
     make = models.counted if counted else models.model
     return make(
         job.model.name,
         data.shape,
         data.classes,
         job.run.seed,
-        data.dtype if scores else None,
+        data.dtype if job.task.name in task.TASKS else None,
         **job.model.options,
     )
 

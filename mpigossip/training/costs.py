@@ -11,8 +11,9 @@ import torch
 from mpigossip.algorithms.base import Step
 from mpigossip.algorithms.cadence import Cadence, fixed_schedule
 from mpigossip.config import Job, JobError
+from mpigossip.data.base import JobData
 from mpigossip.data.problems import Functions
-from mpigossip.data.sources import SOURCES, AnyData, SyntheticSource, source
+from mpigossip.data.sources import SOURCES, SyntheticSource, source
 from mpigossip.engine.vector import ParameterLayout, named_arrays
 from mpigossip.mixing import mixer_class
 from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange, is_average
@@ -105,7 +106,7 @@ def sized_subject(job: Job, parameters: int, element_size: int = 4, buffers: int
     return Subject(job, flat, slots, 0, module=ModuleSizes((), buffers, element_size))
 
 
-def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
+def data_or_stand_in(job: Job) -> tuple[JobData, str]:
     """Return the data of the job, or synthetic data of the same shape if they are not on this host.
 
     The second value is a note that describes the synthetic data, or "".

@@ -44,8 +44,8 @@ TABLES = {
     "algorithm.name": {
         "dmsgd": dmsgd,
         "parallel": BuilderSpec(dmsgd, implies={"graph.name": "complete"}, only=True),
-        "dsgd": BuilderSpec(dsgd, local="sgd"),
-        "tracking": BuilderSpec(dmsgd, local="momentum"),
+        "dsgd": BuilderSpec(dsgd, implies={"local.name": "sgd"}),
+        "tracking": BuilderSpec(dmsgd, implies={"local.name": "momentum"}),
     },
     "local.name": {"sgd": BuilderSpec("tests.config.tables:sgd"), "momentum": heavy_ball},
     "model.name": {"mlp": loose},

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from mpigossip.config import Data, JobError
+from mpigossip.data.base import Batch, JobData, Request, SampleError
 from mpigossip.data.images import (
     CACHE_LIMIT,
     PAD,
@@ -21,7 +22,7 @@ from mpigossip.data.images import (
     random_box,
     resample,
 )
-from mpigossip.data.loader import Batch, DataError, DeviceCopier, Loader
+from mpigossip.data.loader import DataError, DeviceCopier, Loader
 from mpigossip.data.partition import orders, partition
 from mpigossip.data.philox import CROP, ORDER, permutation, philox, words
 from mpigossip.data.sources import Source, SyntheticSource, source
@@ -377,7 +378,7 @@ def fetched(loader, steps) -> list[torch.Tensor]:
     return [batch.inputs for step in steps for batch in loader.step(step)]
 
 
-def loader_of(data: Source, workers: int, devices=("cpu", "cpu")):
+def loader_of(data: JobData, workers: int, devices=("cpu", "cpu")):
     nodes = orders(partition(data.train_labels, 2, "shuffled"), 1, batch=8)
     return Loader(data, nodes, seed=4, devices=devices, workers=workers, timeout_s=60)
 
@@ -518,3 +519,44 @@ def test_batches_on_a_gpu(square, opened):
     assert all(batch.is_cuda for batch in got)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a.cpu(), b)
+
+
+class Numbers(JobData):
+    """Sample i is the number i, which is loaded as int64 and converted on the device."""
+
+    classes = 1
+    shape = (1,)
+    dtype = torch.float32
+    test_batch = 3
+    in_memory = True
+    train_size = 32
+    test_size = 8
+    train_labels = np.zeros(32, np.int64)
+    damaged = False
+
+    def load(self, request):
+        if self.damaged:
+            raise SampleError(31) from ValueError("it is the last number")
+        return torch.from_numpy(request.indices)
+
+    def transform(self, batch):
+        return Batch(batch.float(), batch)
+
+    def sample(self, split):
+        return self.transform(self.load(Request(split, np.arange(1))))
+
+    def content_digest(self):
+        return b""
+
+
+def test_the_loader_needs_nothing_but_the_contract():
+    data = Numbers()
+    data.name = "numbers"
+    with loader_of(data, 0) as loader:
+        batches = loader.step(0)
+        assert [batch.inputs.dtype for batch in batches] == [torch.float32] * 4
+        assert len(set(torch.cat([batch.targets for batch in batches]).tolist())) == 16
+        assert [batch.targets.tolist() for batch in loader.share(1, 2)] == [[1, 3, 5], [7]]
+        data.damaged = True
+        with pytest.raises(DataError, match=r'"numbers": sample 31 of "train": .*the last number'):
+            loader.step(1)

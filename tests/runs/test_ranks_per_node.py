@@ -172,7 +172,7 @@ def test_runs_resume_in_the_other_shape_bitwise_identically(
 @with_world(per=2)
 def evaluated(world):
     """Run an evaluation that takes more than twice the time limit of ranks of a node."""
-    from mpigossip.data import loader
+    from mpigossip.data.sources import Source
     from mpigossip.training.evaluate import evaluate
 
     shape = ["node.ranks_per_node=2", "node.devices=cpu:1", "data.batch=64"]
@@ -192,13 +192,13 @@ def evaluated(world):
 
     replicas.objective = Slow()
     node.timeout_s = 1.0
-    whole = loader.TEST_BATCH
-    loader.TEST_BATCH = 16
+    whole = Source.test_batch
+    Source.test_batch = 16
     began = time.monotonic()
     result = evaluate(replicas, assembly.trainer.mixer, assembly.loader)
     spent = time.monotonic() - began
     node.timeout_s = 30
-    loader.TEST_BATCH = whole
+    Source.test_batch = whole
     assembly.close()
     return result.accuracy, spent, len(batches)
 

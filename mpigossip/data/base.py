@@ -1,0 +1,113 @@
+"""The contract between the data of a job and the loader.
+
+`JobData.load` makes a batch in host memory, in this or another process, and `JobData.transform`
+completes it on the device of a slot. There are two kinds of data. A `Source` (module `sources`)
+loads compact arrays, which its transform converts to inputs of the model. `Datasets` (module
+`datasets`) are torch Datasets of a custom function, whose batches are complete.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpigossip.data.pytree import Nested
+
+TRAIN = 0
+"""First number of `Request.draws` for training batches."""
+TEST = 1
+"""First number of `Request.draws` for test batches."""
+
+
+class Batch(NamedTuple):
+    """Samples of one slot, with their targets."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class Request(NamedTuple):
+    """Samples that form a batch, and the numbers that determine its random numbers."""
+
+    split: str
+    """"train" or "test"."""
+    indices: np.ndarray
+    """Indices (B,) of the samples."""
+    epoch: tuple[int, ...] = ()
+    """(seed, epoch), from which the random augmentation of each sample follows; (): samples are
+    not augmented, as in tests."""
+    draws: tuple[int, ...] = ()
+    """Key of the random numbers that a Dataset draws: (TRAIN, step, node, slot), or (TEST, first
+    index)."""
+    row: int = 0
+    """Index of the node among the local nodes, for data that are different on each node."""
+
+
+class SampleError(Exception):
+    """Error of one sample of a batch; its cause is the exception that was raised."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        super().__init__(index)
+
+
+class JobData(ABC):
+    """Training and test samples of a job, which are loaded as batches."""
+
+    name: str = ""
+    """Value of `data.source`, for error messages."""
+    classes: int
+    """Number of classes; for text, number of tokens of the vocabulary."""
+    shape: tuple[int, ...]
+    """Shape of one sample as an input of the model: (C, H, W), or (T,) for T tokens."""
+    dtype: torch.dtype | None
+    """Type of the inputs: float32, or int64 for tokens; None: it is not known."""
+    train_labels: np.ndarray
+    """Label of each training sample, an int64 array (N,), for partitions."""
+    test_batch: int
+    """Number of samples of a test batch."""
+    in_memory: bool
+    """True if a batch takes microseconds, so that preparing it in advance saves no time."""
+    independent: bool = False
+    """True if samples do not depend on other samples of their batch, so that the batches of several
+    nodes can be made as one array. A subclass whose samples do must set it to False."""
+    streams: bool = False
+    """True if the training samples are a stream, which only `Datasets` can have."""
+    streams_test: bool = False
+    """True if the test samples are a stream, which only `Datasets` can have."""
+
+    @property
+    @abstractmethod
+    def train_size(self) -> int:
+        """Number of training samples of an epoch, over all nodes."""
+
+    @property
+    @abstractmethod
+    def test_size(self) -> int:
+        """Number of test samples."""
+
+    @abstractmethod
+    def load(self, request: Request) -> Nested:
+        """Return the batch of a request in host memory, as it is sent between processes.
+
+        :raises SampleError: if it is known which sample of the batch raised an exception
+        """
+
+    def transform(self, batch: Nested) -> Nested:
+        """Return the batch of the model for a loaded batch that was copied to a device."""
+        return batch
+
+    @abstractmethod
+    def sample(self, split: str) -> Nested:
+        """Return a batch of one sample of ``split``, on which a task and a model are tested."""
+
+    @abstractmethod
+    def content_digest(self) -> bytes:
+        """Return a digest of a few samples of each split, by which ranks compare their data."""
+
+    def close(self) -> None:  # noqa: B027 (data without files have nothing to close)
+        """Close all files; a second call has no effect."""
