@@ -74,11 +74,16 @@ class JobData(ABC):
     """True if a batch takes microseconds, so that preparing it in advance saves no time."""
     independent: bool = False
     """True if samples do not depend on other samples of their batch, so that the batches of several
-    nodes can be made as one array. A subclass whose samples do must set it to False."""
+    nodes can be made as one array. It is not inherited: each subclass has to state it."""
     streams: bool = False
     """True if the training samples are a stream, which only `Datasets` can have."""
     streams_test: bool = False
     """True if the test samples are a stream, which only `Datasets` can have."""
+
+    def __init_subclass__(cls, **options: object) -> None:
+        """Set `independent` to False unless the class itself states it."""
+        super().__init_subclass__(**options)
+        cls.independent = vars(cls).get("independent", False)
 
     @property
     @abstractmethod

@@ -560,3 +560,19 @@ def test_the_loader_needs_nothing_but_the_contract():
         data.damaged = True
         with pytest.raises(DataError, match=r'"numbers": sample 31 of "train": .*the last number'):
             loader.step(1)
+
+
+def test_a_custom_subclass_has_to_state_that_its_samples_are_independent():
+    """Its batches of several nodes are otherwise not made as one array."""
+
+    class Custom(SyntheticSource):
+        pass
+
+    class Stated(SyntheticSource):
+        independent = True
+
+    assert (SyntheticSource.independent, Custom.independent, Stated.independent) == (
+        True,
+        False,
+        True,
+    )
