@@ -228,32 +228,50 @@ class Gossip(RunDirectoryMixin):
         return value
 
     def _step(self) -> None:
+        """Take one step of the algorithm: gradients, local step with exchange, new model."""
+        self._begin_step()
+        lr, skipped = self._take_gradients()
+        self.record = self.engine.step(lr, skipped)
+        self._node.publish()
+        self._end_step()
+
+    def _begin_step(self) -> None:
+        """Write the log of the previous step, and put all parameters into the vector."""
         node = self._node
-        engine = self._ready_engine()
-        if engine.clock.counting:
-            engine.clock.lap("compute_s")
+        clock = self._ready_engine().clock
+        if clock.counting:
+            clock.lap("compute_s")
         if self._run:
-            with engine.clock.uncounted():
+            with clock.uncounted():
                 open_log(self._run)
                 self._run.close_step()
-        node.check()
+        node.check()  # this may replace the engine
         node.edits.end()
-        engine = node.engine
+
+    def _take_gradients(self) -> tuple[float, tuple[int, ...]]:
+        """Put the gradients into the vector, if the algorithm reads them there.
+
+        :returns: the learning rate, and the rows of the vector that skip the local step: (0,) if
+            gradients overflowed, otherwise ()
+        """
+        node = self._node
         self._stale.check(node.vector.rows[0], self._world.rank)
-        skipped = unscaled(self, engine, node.vector)
+        skipped = unscaled(self, node.engine, node.vector)
         lr = learning_rate(self._job.algorithm.name, self._inner, self.steps)
         node.gather()
-        if skipped and not engine.method.raw:
+        if skipped and not node.engine.method.raw:
             node.vector.g[0].zero_()
         self._stale.mark_used()
-        self.record = engine.step(lr, skipped)
-        node.publish()
+        return lr, skipped
+
+    def _end_step(self) -> None:
+        """Keep and log the completed step, and send early if the algorithm is ahead."""
         if self._survival is not None:
             self._survival.keep()
         if self._run:
             self._run.record_step(self.record)
-        engine.clock.begin()
-        node.send_early()
+        self.engine.clock.begin()
+        self._node.send_early()
 
     def _ready_engine(self) -> Engine:
         """Return the engine, laid out and with any loaded state restored."""

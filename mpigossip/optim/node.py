@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mpigossip import config
-from mpigossip.algorithms.base import no_state
+from mpigossip.algorithms.base import Step, no_state
 from mpigossip.algorithms.local import Local
 from mpigossip.algorithms.methods import DIVIDES, KEEPS_MODEL, takes_local
 from mpigossip.cluster import deadline
@@ -109,8 +109,7 @@ class LoopNode:
         self.flat = plan_layout(self.model)
         single = Single(self._device)
         self.group: Group = single
-        # The vector on which the optimizers step is laid out later.
-        local = Local(no_state, lambda *arguments: self.local.adapt(*arguments), raw=True)
+        local = Local(no_state, self._adapt, raw=True)
         shard = self.flat.place if isinstance(self.flat, ShardedLayout) else 0
         self.parts = make_parts(
             self.job,
@@ -140,6 +139,16 @@ class LoopNode:
             self.group = make_group((self._device,), threads, True, node.timeout_s, self.world)
             self.mixer = Gathered(self.parts.layout, self.group, open_mixer)
         self._segments: Group = self.group if self.sharded else single
+
+    def _adapt(
+        self, x: torch.Tensor, g: torch.Tensor | None, state: Any, step: Step, out: torch.Tensor
+    ) -> Any:
+        """Take the step of the torch optimizers; :class:`Local` explains the parameters.
+
+        The mixer opens before the vector is laid out, so this method reads ``self.local`` only when
+        a step is taken.
+        """
+        return self.local.adapt(x, g, state, step, out)
 
     def _shut(self) -> None:
         self.mixer.close()

@@ -1,4 +1,4 @@
-"""Conversion of the arguments of `Gossip` to a job, and checks of what loops don't support."""
+"""Conversion of the arguments of `Gossip` to the parts of a job."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -10,7 +10,7 @@ from mpigossip.algorithms import cadence as cadences
 from mpigossip.algorithms.local import NO_LOCAL_STEP
 from mpigossip.cluster.process import TIMEOUT_S
 from mpigossip.cluster.world import World
-from mpigossip.config import CadenceSection, GraphSection, Job, JobError
+from mpigossip.config import CadenceSection, GraphSection, JobError
 from mpigossip.config.choices import options_of, spec_of
 from mpigossip.config.limits import LARGEST
 from mpigossip.config.toml import near
@@ -18,7 +18,7 @@ from mpigossip.graphs import GraphError
 from mpigossip.graphs.user_graphs import is_network
 from mpigossip.training import assemble
 from mpigossip.training.parts import JobParts, make_graph, make_parts
-from mpigossip.training.rules import incompatibilities
+from mpigossip.training.rules import incompatibilities, loop_problems
 
 KEYS = {
     "algorithm": ("blend",),
@@ -105,34 +105,12 @@ def settings(
     except GraphError as error:
         raise JobError(f"graph.name: {error}") from error
     parts = make_parts(job, built, local=STAND_IN)
-    problems = incompatibilities(parts) + _unseen(parts) + _of_several(job, world)
-    if is_graph and job.run.survive:
-        problems.append(
-            "survive = True: a graph object has a fixed number of nodes, but survivors need a "
-            f"smaller graph: pass the name of a graph, such as {GraphSection.name}"
-        )
-    elif not problems:
-        problems += assemble.survival_problems(job, world.nodes.count)
+    problems = incompatibilities(parts) + loop_problems(parts, world, is_graph)
+    if not problems:
+        problems = assemble.survival_problems(job, world.nodes.count)
     if problems:
         raise JobError(problems)
     return parts
-
-
-def _of_several(job: Job, world: World) -> list[str]:
-    """Return the features of the job that nodes of several ranks don't support in a custom loop."""
-    problems = []
-    if job.node.mixer != "synchronous" and world.nodes.per_node > 1:
-        problems.append(
-            f'mixer = "{job.node.mixer}": the ranks of a node step together, and would wait for '
-            'each other\'s neighbours: use mixer = "synchronous", or ranks_per_node = 1'
-        )
-    if job.run.survive and world.nodes.per_node > 1:
-        problems.append(
-            "survive = True: if a node has several ranks, the shard of a failed rank is lost, and "
-            "its node can't continue: use ranks_per_node = 1, or remove survive and resume from a "
-            "checkpoint after a failure"
-        )
-    return problems
 
 
 def _sections(
@@ -194,26 +172,3 @@ def _homes(option: str, keys_of: Mapping[str, Collection[str]]) -> tuple[str, li
         if option in (f"{section}_{key}", f"{section}.{key}") and key in keys:
             return key, [section]
     return option, []
-
-
-def _unseen(parts: JobParts) -> list[str]:
-    """Return features that need information which a job has, but a custom loop does not."""
-    job = parts.job
-    cadence = parts.cadence
-    if cadence.periods:
-        return [
-            f"period = {list(cadence.periods)}: a custom loop does not choose the steps of its "
-            'nodes: pass one number, or mixer="asynchronous" with the cadence "every", for which '
-            "each rank may pass its own number"
-        ]
-    if "loss" in cadence.measures:
-        return [
-            f'cadence.name = "{job.cadence.name}": this cadence needs the loss, which step() does '
-            'not know: use "gossip-pga", or a job'
-        ]
-    if job.cadence.name == "adpsgd" and job.cadence.options.get("total") is None:
-        return [
-            'cadence.name = "adpsgd": needs the number of steps of the run, which is not known in '
-            "a custom loop: pass total=…"
-        ]
-    return []

@@ -11,6 +11,8 @@ table                 subject                                       asked by
 `SETTINGS`            job and its slots                             :func:`contradictions`
 `LAUNCH`              job, its slots, and the ranks that run it     :func:`launch_problems`
 `SURVIVAL`, `FAULTS`  job                                           functions of the same names
+`CUSTOM_LOOP`         parts of the job of a custom loop, its world  :func:`loop_problems`
+`MEMBERS`             job, and its parts if members know its kind   :func:`check_member`
 `VECTORIZATION`       job and model                                 :func:`check_vmap`
 ====================  ============================================  ==============================
 """
@@ -34,7 +36,7 @@ from mpigossip.cluster.world import World
 from mpigossip.config import Data, Job, JobError
 from mpigossip.config.choices import BuilderSpec
 from mpigossip.config.errors import UserError
-from mpigossip.config.sections import FaultsSection
+from mpigossip.config.sections import FaultsSection, GraphSection
 from mpigossip.config.toml import show
 from mpigossip.data.pytree import Nested
 from mpigossip.graphs import Graph, GraphError
@@ -44,7 +46,7 @@ from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact, un
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training import shape
 from mpigossip.training.machines import OFF, named
-from mpigossip.training.parts import JobParts
+from mpigossip.training.parts import JobParts, make_parts
 from mpigossip.training.task import Objective
 
 
@@ -76,6 +78,27 @@ class Launch(NamedTuple):
     job: Job
     slots: int
     world: World | None = None
+
+
+class CustomLoop(NamedTuple):
+    """Parts of the job of a custom loop, the world of its ranks, and the origin of its graph."""
+
+    parts: JobParts
+    world: World
+    has_graph_object: bool
+    """True if the program passed a graph object instead of the name of a graph."""
+
+    @property
+    def job(self) -> Job:
+        """Job that is equivalent to the arguments of `Gossip`."""
+        return self.parts.job
+
+
+class Membership(NamedTuple):
+    """Job that members train, and its parts; None if members can't train its algorithm."""
+
+    job: Job
+    parts: JobParts | None
 
 
 class VectorizedModel(NamedTuple):
@@ -133,6 +156,23 @@ def survival_problems(job: Job) -> list[str]:
 def fault_problems(job: Job) -> list[str]:
     """Return messages about settings in `[faults]` that are impossible."""
     return problems(FAULTS, Launch(job, shape.slots(job)))
+
+
+def loop_problems(parts: JobParts, world: World, has_graph_object: bool) -> list[str]:
+    """Return the settings that a custom loop does not support.
+
+    :param parts: parts of the job that is equivalent to the arguments of `Gossip`
+    :param world: all ranks
+    :param has_graph_object: whether the program passed a graph object instead of a name
+    """
+    return problems(CUSTOM_LOOP, CustomLoop(parts, world, has_graph_object))
+
+
+def check_member(job: Job) -> None:
+    """Raise JobError, with all problems, if members can't train this job."""
+    parts = make_parts(job) if _can_train(job.algorithm.name) else None
+    if messages := problems(MEMBERS, Membership(job, parts)):
+        raise JobError(messages)
 
 
 def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested) -> None:
@@ -812,6 +852,147 @@ def _too_short(key: str) -> Rule[Launch]:
 
 
 FAULTS: Table[Launch] = ((_too_short("lost"),), (_too_short("away"),))
+
+
+# -- custom loops -----------------------------------------------------------------------------
+
+
+def _has_periods(loop: CustomLoop) -> Found:
+    periods = loop.parts.cadence.periods
+    return bool(periods) and {"periods": list(periods)}
+
+
+CUSTOM_LOOP: Table[CustomLoop] = (
+    (
+        Rule(
+            _has_periods,
+            "period = {periods}: a custom loop does not choose the steps of its nodes: pass one "
+            'number, or mixer="asynchronous" with the cadence "every", for which each rank may '
+            "pass its own number",
+        ),
+        Rule(
+            lambda loop: "loss" in loop.parts.cadence.measures,
+            'cadence.name = "{job.cadence.name}": this cadence needs the loss, which step() does '
+            'not know: use "gossip-pga", or a job',
+        ),
+        Rule(
+            lambda loop: (
+                loop.job.cadence.name == "adpsgd" and loop.job.cadence.options.get("total") is None
+            ),
+            'cadence.name = "adpsgd": needs the number of steps of the run, which is not known in '
+            "a custom loop: pass total=…",
+        ),
+    ),
+    (
+        Rule(
+            lambda loop: loop.world.nodes.per_node > 1 and loop.job.node.mixer != "synchronous",
+            'mixer = "{job.node.mixer}": the ranks of a node step together, and would wait for '
+            'each other\'s neighbours: use mixer = "synchronous", or ranks_per_node = 1',
+        ),
+    ),
+    (
+        Rule(
+            lambda loop: loop.world.nodes.per_node > 1 and loop.job.run.survive,
+            "survive = True: if a node has several ranks, the shard of a failed rank is lost, and "
+            "its node can't continue: use ranks_per_node = 1, or remove survive and resume from a "
+            "checkpoint after a failure",
+        ),
+    ),
+    (
+        Rule(
+            lambda loop: loop.has_graph_object and loop.job.run.survive,
+            "survive = True: a graph object has a fixed number of nodes, but survivors need a "
+            f"smaller graph: pass the name of a graph, such as {GraphSection.name}",
+        ),
+    ),
+)
+
+
+# -- members ----------------------------------------------------------------------------------
+
+
+def _can_train(name: str) -> bool:
+    """Return whether members can use an algorithm.
+
+    After its local steps, such an algorithm averages one vector, the model, with one neighbour.
+    """
+    implied = BuilderSpec.of(BUILDERS, name).implies
+    if implied.get("cadence.name", "every") not in ("every", "always"):
+        return False
+    try:
+        algorithm = build(name, None, {}, 0)
+    except (TypeError, ValueError):
+        return False
+    averages_model = (
+        algorithm.vectors == 1
+        and not (algorithm.scalars or algorithm.ahead)
+        and algorithm.local_update is not None
+    )
+    return averages_model and algorithm.needs <= {"row-stochastic", "never-global"}
+
+
+def _cannot_train(member: Membership) -> Found:
+    return member.parts is None and {"fitting": ", ".join(filter(_can_train, BUILDERS))}
+
+
+def _averages_otherwise(member: Membership) -> Found:
+    if member.parts is None:
+        return False
+    cadence = member.parts.cadence
+    others = cadence.kinds - {ExchangeKind.LOCAL, ExchangeKind.GOSSIP}
+    return bool(others or cadence.periods) or not cadence.fragment_schedule.is_whole_model
+
+
+def _members_need(setting: str, *values: str) -> Rule[Membership]:
+    """Return the rule that a setting, such as "node.wire", has one of some values."""
+    section, key = setting.split(".")
+    return Rule(
+        lambda member: getattr(getattr(member.job, section), key) not in values,
+        f'{setting} = "{{job.{setting}}}": members need "{values[0]}"',
+    )
+
+
+MEMBERS: Table[Membership] = (
+    (
+        Rule(
+            _cannot_train,
+            'algorithm.name = "{job.algorithm.name}" needs more than one model of one other member '
+            "per round",
+            "choose one of {fitting}",
+        ),
+    ),
+    (
+        Rule(
+            lambda member: member.parts is not None and member.parts.method.ahead,
+            'algorithm.style = "awc" sends the model before the last step',
+            'members need algorithm.style = "atc"',
+        ),
+    ),
+    (
+        Rule(
+            _averages_otherwise,
+            'cadence.name = "{job.cadence.name}": members average with one other every H steps: '
+            'set cadence.name = "every", cadence.period = H',
+        ),
+    ),
+    (_members_need("node.wire", "fp32"),),
+    (_members_need("node.mixer", "synchronous"),),
+    (_members_need("graph.name", "one-peer-exponential", "random-matching"),),
+    (
+        Rule(
+            lambda member: member.job.node.ranks_per_node != 1,
+            'node.ranks_per_node = "{job.node.ranks_per_node}": a member is one rank: set 1, and '
+            "node.devices for several GPUs",
+        ),
+    ),
+    (
+        Rule(
+            lambda member: member.job.node.precision == "fp16",
+            'node.precision = "fp16": members have no common loss scale',
+            'use "bf16"',
+        ),
+    ),
+)
 
 
 # -- the model --------------------------------------------------------------------------------

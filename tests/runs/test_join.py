@@ -25,6 +25,7 @@ from mpigossip.runs.members.replay import ReplayMismatch, replay
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import LogWriter, read
 from mpigossip.training.assemble import load
+from mpigossip.training.rules import check_member
 from tests.cases import every
 from tests.members.storm import begin
 
@@ -314,7 +315,7 @@ def test_only_a_graph_may_name_a_file(tmp_path):
         section, _, key = setting.partition(".")
         (tmp_path / "job.toml").write_text(f'[{section}]\n{key} = "file:evil"\n')
         with pytest.raises(JobError) as raised:
-            joining.check_fit(joining.job_there(RecordStore(tmp_path)))
+            check_member(joining.job_there(RecordStore(tmp_path)))
         assert (f'imports {setting} = "file:evil"' in str(raised.value)) == code
 
 

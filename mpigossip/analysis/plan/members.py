@@ -7,8 +7,8 @@ from math import ceil
 from mpigossip.config import JobError
 from mpigossip.config.readable import aligned, format_bytes
 from mpigossip.members.place import KEEP, LEASES
-from mpigossip.runs.members.join import check_fit
 from mpigossip.training.costs import Subject, exchanges, memory
+from mpigossip.training.rules import check_member
 
 SHARE = 0.05
 """Largest fraction of the training time that reading models may take."""
@@ -84,7 +84,7 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
     :param epochs: number of epochs
     :raises JobError: if each member would have fewer than `ROUNDS` rounds
     """
-    check_fit(what.job)
+    check_member(what.job)
     traffic = exchanges(what, 2)
     period = int(what.job.cadence.options.get("period", 1))
     steps = max(1, round(epochs * what.steps_per_epoch(1)))

@@ -13,16 +13,15 @@ from typing import Any, Self
 import torch
 
 import mpigossip
-from mpigossip import algorithms, config
+from mpigossip import config
 from mpigossip.cluster.ranks import SingleProcess
-from mpigossip.config import BuilderSpec, Job, JobError
+from mpigossip.config import Job, JobError
 from mpigossip.config.readable import print_note
 from mpigossip.engine.measurements import Record
 from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout
 from mpigossip.members.outages import FolderUnreachable
 from mpigossip.members.place import FOLDERS, Place, TrainingPlan, record_name
 from mpigossip.members.records import NO_LINKS, RecordStore, Round
-from mpigossip.mixing.base import ExchangeKind
 from mpigossip.runs.launch import differing
 from mpigossip.runs.members.member import Member, steps_of_round
 from mpigossip.runs.printer import Printer
@@ -34,7 +33,7 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import MANIFEST, Number
 from mpigossip.training.assemble import Assembly, assemble, load
 from mpigossip.training.evaluate import Evaluation, evaluate
-from mpigossip.training.parts import make_parts
+from mpigossip.training.rules import check_member
 
 FORMAT = "mpigossip members 2"
 """Name and version of the file format."""
@@ -86,7 +85,7 @@ def join(
     own_job = job
     if job is None or disk.exists(JOB):
         job = job_of(folder, own_job, disk)
-    check_fit(job)
+    check_member(job)
     with SingleProcess() as world:
         assembly = assemble(job, world, 1)
         end = end_of_allocation(job.checkpoint.wall_clock_s)
@@ -596,69 +595,3 @@ def check_lease(lease_s: float, round_s: float) -> None:
             f"folder with a lease of {5 * round_s:.0f} s (members.lease_s; in a program, lease_s), "
             "or with fewer steps per round"
         )
-
-
-def check_fit(job: Job) -> None:
-    """Check that members can train a job.
-
-    :raises JobError: if they can't; the message has one paragraph for each problem
-    """
-    problems = []
-    fitting = [name for name in algorithms.BUILDERS if _can_train(name)]
-    if not _can_train(job.algorithm.name):
-        problems.append(
-            f'algorithm.name = "{job.algorithm.name}" needs more than one model of one '
-            f"other member per round; choose one of {', '.join(fitting)}"
-        )
-    else:
-        parts = make_parts(job)
-        if parts.method.ahead:
-            problems.append(
-                'algorithm.style = "awc" sends the model before the last step; members '
-                'need algorithm.style = "atc"'
-            )
-        cadence = parts.cadence
-        others = cadence.kinds - {ExchangeKind.LOCAL, ExchangeKind.GOSSIP}
-        if others or cadence.periods or not cadence.fragment_schedule.is_whole_model:
-            problems.append(
-                f'cadence.name = "{job.cadence.name}": members average with one other '
-                'every H steps: set cadence.name = "every", cadence.period = H'
-            )
-    wanted = {
-        "node.wire": ("fp32",),
-        "node.mixer": ("synchronous",),
-        "graph.name": ("one-peer-exponential", "random-matching"),
-    }
-    for name, values in wanted.items():
-        section, _, key = name.partition(".")
-        if (value := getattr(getattr(job, section), key)) not in values:
-            problems.append(f'{name} = "{value}": members need "{values[0]}"')
-    if job.node.ranks_per_node != 1:
-        problems.append(
-            f'node.ranks_per_node = "{job.node.ranks_per_node}": a member is one rank: '
-            "set 1, and node.devices for several GPUs"
-        )
-    if job.node.precision == "fp16":
-        problems.append('node.precision = "fp16": members have no common loss scale; use "bf16"')
-    if problems:
-        raise JobError(problems)
-
-
-def _can_train(name: str) -> bool:
-    """Return whether members can use the algorithm with this name.
-
-    They can if it averages only one vector, the model, with one neighbour after its local steps.
-    """
-    brings = BuilderSpec.of(algorithms.BUILDERS, name).implies
-    if brings.get("cadence.name", "every") not in ("every", "always"):
-        return False
-    try:
-        algorithm = algorithms.build(name, None, {}, 0)
-    except (TypeError, ValueError):
-        return False
-    averages_model = (
-        algorithm.vectors == 1
-        and not (algorithm.scalars or algorithm.ahead)
-        and algorithm.local_update is not None
-    )
-    return averages_model and algorithm.needs <= {"row-stochastic", "never-global"}
