@@ -205,14 +205,19 @@ def check_message(
 
 
 def _parameter(vector: Any, segment: int, columns: Sequence[slice], index: int) -> str:
-    """Return the name of the parameter that has element ``at`` of a message."""
-    flat = vector.flat.local_layout
+    """Return the name of the parameter that has element ``index`` of a message.
+
+    :param vector: flat parameters
+    :param segment: number of the segment
+    :param columns: columns of the segment's x that are adjacent in the message
+    :param index: index of the element in the message
+    """
+    flat = vector.flat
+    slot = vector.first[segment] // flat.width
     for c in columns:
         if index < c.stop - c.start:
-            # the shards of FSDP2 have the same offsets in all slots
-            column = (vector.first[segment] + c.start + index) % flat.size
-            return next(
-                n for n, p in zip(flat.names, flat.column_ranges, strict=True) if column < p.stop
-            )
+            column = c.start + index
+            ranges = zip(flat.names, flat.ranges_in(slot), strict=True)
+            return next(name for name, columns in ranges if column < columns.stop)
         index -= c.stop - c.start
     return "the padding"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mpigossip.engine.step import Engine
-from mpigossip.engine.vector import ParameterLayout, is_per_row, join_row, scatter_row
+from mpigossip.engine.vector import NodeLayout, ParameterLayout, is_per_row, join_row, scatter_row
 from mpigossip.groups.base import local_shards
 from mpigossip.runs.node import Node
 from mpigossip.store import StoreError, checkpoint, direct
@@ -77,7 +77,7 @@ def _large(node: Node) -> bool:
     bytes_per_element = 4 + sum(a.element_size() for a in state if not is_per_row(a, flat))
     several = node.world.nodes.per_node > 1 and engine.group.slots > 1
     # slots that hold parts of a permuted parameter can't put its elements in order
-    able = several and flat.by_index
+    able = several and isinstance(flat, ParameterLayout) and flat.by_index
     return able and flat.count * bytes_per_element > 1e9 * node.job.checkpoint.one_file_gb
 
 
@@ -107,7 +107,7 @@ def _by_slot(
     spare: Sequence[NodeState],
 ) -> list[NodeState]:
     """Copy the local slots of the one local node, without communication."""
-    flat = engine.vector.flat
+    flat: Any = engine.vector.flat
     state = engine.parts()
     states = []
     for index, slot in enumerate(engine.group.local_slots):
@@ -289,7 +289,7 @@ def _check_counters(saved: NodeState, path: Path) -> None:
         )
 
 
-def _check_model(saved: NodeState, flat: ParameterLayout, path: Path) -> None:
+def _check_model(saved: NodeState, flat: NodeLayout, path: Path) -> None:
     was = dict(zip(saved.names, saved.shapes, strict=True))
     now = dict(zip(flat.names, flat.shapes, strict=True))
     if was != now or saved.names != flat.names:
