@@ -128,6 +128,11 @@ class FragmentExchange:
         self.outbox = None
         self._in_flight = None
 
+    def restart(self, engine: Engine) -> None:
+        self.wait(engine)  # the neighbours take part in an exchange that is in flight
+        for received in self._received:
+            received.zero_()
+
     def parts(self, engine: Engine) -> dict[str, list[torch.Tensor]]:
         """Return the received values; wait for a fragment in flight."""
         self.wait(engine)

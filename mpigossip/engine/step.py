@@ -42,6 +42,9 @@ class Exchange(Protocol):
     def discard(self) -> None:
         """Forget an exchange in flight."""
 
+    def restart(self, engine: Engine) -> None:
+        """Forget values that steps before the present one have left for later steps."""
+
     def parts(self, engine: Engine) -> dict[str, list[torch.Tensor]]:
         """Return the arrays by name, one per segment, that a checkpoint has to contain.
 
@@ -233,7 +236,8 @@ class Engine:
     # -- state by name --------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Initialize the states of algorithm and cadence again, at the current step."""
+        """Initialize the states of algorithm, cadence and exchange again, at the current step."""
+        self.exchange.restart(self)
         self.states = [m.init(x) for m, x in zip(self.methods, self.vector.x, strict=True)]
         self.cadence_state = self.cadence.init()
         self.state_start, self.counts = self.index, [0] * len(self.mixer.local_nodes)

@@ -88,6 +88,9 @@ class WholeExchange:
         self.outbox = None
         self._received = None
 
+    def restart(self, engine: Engine) -> None:
+        """Do nothing, because no value remains between two steps."""
+
     def parts(self, engine: Engine) -> dict[str, list[torch.Tensor]]:
         return {}
 
