@@ -57,21 +57,28 @@ def measured_every(setting: int | str, device: str) -> int:
 
 
 def square_norms(x: torch.Tensor, minus: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ‖x − minus‖² of each row, in float64: (rows, 1).
+    """Return ‖x − minus‖² of each row, in float64 on the CPU: (rows, 1).
 
     It is summed in blocks of fixed size, one row at a time, because torch's sums depend on the
-    shape of an array.
+    shape of an array. The host waits for a GPU once, however many blocks there are.
+
+    :param x: array (rows, p)
+    :param minus: array (rows, p), or one row (p,) for all rows; None: zero
     """
-    # small blocks are no faster on a GPU, and the host waits for it after each block
-    block = 1 << (16 if x.device.type == "cpu" else 24)
-    totals = torch.zeros(len(x), 1, dtype=torch.float64)
+    block = 1 << (16 if x.device.type == "cpu" else 24)  # small blocks are no faster on a GPU
+    begins = range(0, x.shape[1], block)
+    sums = []
     for row in range(len(x)):
-        for begin in range(0, x.shape[1], block):
+        for begin in begins:
             piece = x[row, begin : begin + block].double()
             if minus is not None:
                 other = minus[row] if minus.dim() > 1 else minus
                 piece -= other[begin : begin + block]
-            totals[row, 0] += float((piece * piece).sum())
+            sums.append((piece * piece).sum())
+    totals = torch.zeros(len(x), 1, dtype=torch.float64)
+    if sums:
+        for of_block in torch.stack(sums).cpu().view(len(x), len(begins)).unbind(1):
+            totals[:, 0] += of_block
     return totals
 
 
@@ -189,7 +196,9 @@ def check_message(
     :param columns: columns of the segment's x that are adjacent in the message
     """
     # Test the sum first, which needs one pass. It may overflow, so look at the elements only then.
-    for part, total in [(part, part.sum()) for part in out[: engine.method.vectors]]:
+    vectors = out[: engine.method.vectors]
+    totals = torch.stack([part.sum() for part in vectors]).cpu()  # the only wait for a GPU
+    for part, total in zip(vectors, totals.tolist(), strict=True):
         if math.isfinite(total):
             continue
         for node, row in zip(engine.mixer.local_nodes, part, strict=True):
