@@ -1,4 +1,4 @@
-"""Waits of the host for GPUs within a step: one for the loss, one for the message, no others."""
+"""Limits on the waits of the host for GPUs within a step: for the loss and before a message."""
 
 import contextlib
 from collections import Counter
@@ -9,7 +9,7 @@ import torch
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.training import assemble
 from tests.double import active
-from tests.double.devices import job
+from tests.double.devices import job, trained
 
 if active():
     from tests.double.waits import counted
@@ -56,3 +56,46 @@ def test_the_norm_of_many_blocks_waits_once():
     assert waits == Counter(square_norms=1) and norms[0] == 0
     blocks = (x[1] - x[0].double()).split(1 << 24)
     assert norms[1] == sum(float((block * block).sum()) for block in blocks)
+
+
+def test_a_large_gradient_is_written_once_and_read_never(monkeypatch):
+    """The second backward pass of a step adds to it."""
+    from mpigossip.engine.vector import flatten
+    from mpigossip.training.gradients import LARGE, FlatGradients
+    from tests.double.checker import Timeline
+
+    model = torch.nn.Linear(LARGE, 1, bias=False, device="cuda:0")
+    layout = flatten(model)
+    x, row = (torch.ones(layout.size, device="cuda:0") for _ in range(2))
+    layout.attach(model, x, row)
+    gradients = FlatGradients(model, layout, row)
+    accesses = []
+    given = Timeline.given
+
+    def noting(line, what, read, written):
+        if any(t.data_ptr() == row.data_ptr() for t in [*read, *written]):
+            reads = any(t.data_ptr() == row.data_ptr() for t in read)
+            accesses.append("read and write" if reads else "write")
+        given(line, what, read, written)
+
+    batch = torch.ones(1, LARGE, device="cuda:0")
+    monkeypatch.setattr(Timeline, "given", noting)
+    gradients.begin()
+    model(batch).sum().backward()
+    gradients.complete()
+    first = len(accesses)
+    model(batch).sum().backward()
+    monkeypatch.undo()
+    assert accesses[:first] == ["write"] and len(accesses) == 2
+    assert row.cpu().eq(2).all()
+
+
+@pytest.mark.parametrize("graphs", ["always", "never"])
+def test_written_gradients_have_the_cpus_bits(graphs, monkeypatch):
+    from mpigossip.training import gradients
+
+    settings = ["algorithm.name=dmsgd", "algorithm.accumulate=2"]
+    expected = trained(SingleProcess(), 2, "mlp", "cpu:2", settings)
+    monkeypatch.setattr(gradients, "LARGE", 1)
+    settings += [f"node.cuda_graphs={graphs}"]
+    assert torch.equal(trained(SingleProcess(), 2, "mlp", "cuda:0,1", settings), expected)
