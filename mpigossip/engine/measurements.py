@@ -50,7 +50,11 @@ class Record:
 
 
 def measured_every(setting: int | str, device: str) -> int:
-    """Return the steps between two measurements on a device of this kind; 0: none."""
+    """Return the number of steps between two measurements of the consensus distance; 0: none.
+
+    :param setting: value of `log.consensus_every`
+    :param device: device of the slots
+    """
     if isinstance(setting, int):
         return setting
     return EVERY_ON_GPUS if device.startswith("cuda") else EVERY
@@ -109,15 +113,20 @@ def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) ->
 def make_record(
     engine: Any, now: Any, loss: torch.Tensor | None, norm: torch.Tensor | None
 ) -> tuple[Record, dict[str, float]]:
-    """Return the record of the step that ``engine`` has made, and the averages for its cadence."""
+    """Return the record of the present step, and averages over nodes by name for the cadence.
+
+    :param engine: engine that has made the step
+    :param now: the step
+    :param loss: loss of each row, (rows,); None: unknown
+    :param norm: norm of the gradient of each row, (rows,); None: unknown
+    """
     mixer = engine.mixer
     rows = len(engine.mixer.local_nodes)
     exchange_distance = engine.mixed_distance
     loss, norm = (unmeasured(rows) if value is None else value for value in (loss, norm))
     if exchange_distance is None:
-        exchange_distance = unmeasured(
-            rows, 0.0 if engine.measuring else NAN
-        )  # nothing was exchanged
+        # Nothing was exchanged, or the distance was not needed.
+        exchange_distance = unmeasured(rows, 0.0 if engine.measuring else NAN)
     averages: dict[str, float] = {}
     names = sorted(engine.cadence.measures)
     # only a GLOBAL exchange makes all nodes wait for each other anyway

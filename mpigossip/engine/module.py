@@ -252,7 +252,7 @@ class ModuleParameters:
         if (p.dtype, p.shape, p.device) != (old.dtype, old.shape, old.device):
             raise JobError(changed_message(self.flat.names[k], old, p))
         if _memory_key(old) != self._memory_keys[row][k]:
-            # The storage itself was moved, and `own` with it: torch.multiprocessing does this to
+            # The storage itself was moved, and `old` with it: torch.multiprocessing does this to
             # all tensors that it sends. The row of the flat parameters has a different storage, and
             # has not moved.
             if self.low[k]:

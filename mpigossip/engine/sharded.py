@@ -388,8 +388,8 @@ class ShardedParameters(ModuleParameters):
             memory = self._memory[k]
             if memory is None:
                 continue
-            # Compare the address with that of the row, whose storage is not shared with torch: the
-            # storage of `stretch` moves when torch.multiprocessing sends the parameter.
+            # Compare with the address of the row, because torch does not know its storage. The
+            # storage of `memory` moves when torch.multiprocessing sends the parameter.
             begin = self._address(k)
             data = self._private[k]._sharded_param_data
             if data.data_ptr() == begin and (not shard.numel() or shard.data_ptr() == begin):

@@ -39,7 +39,7 @@ class WholeExchange:
     @profiled("send")
     def _send(self, engine: Engine, now: Step) -> None:
         """Let the algorithm fill the outbox, shard by shard, and begin the exchange."""
-        # waits until the last message has been read
+        # This waits until the message that was in the same memory before has been read.
         out = engine.mixer.outbox(now.round)
         x = engine.vector.x
 

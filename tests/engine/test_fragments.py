@@ -138,7 +138,7 @@ def test_delayed_fragments_of_diloco_are_streaming_diloco(count, delay, blend):
 
 
 def test_a_restart_forgets_received_fragments():
-    """After a restart, checkpoints equal those of an engine that begins with the same model."""
+    """A restarted engine makes the same steps, and saves the same arrays, as a new engine."""
     settings = "algorithm.name=diloco cadence.period=6 cadence.fragments=2 cadence.delay=2"
     first = Driver(settings, 5)
     first.run(4)  # fragment 0 has been sent at step 3, and is in flight
