@@ -83,6 +83,37 @@ def run(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
+def start(
+    listener: socket.socket,
+    ready: selectors.BaseSelector,
+    stubs: dict[int, socket.socket | None],
+) -> tuple[dict, list[int]] | None:
+    """Accept a stub and fork for it; return its command in the fork, and None in the server."""
+    stub, _ = listener.accept()
+    try:
+        order, files = receive(stub)
+    except OSError:  # it was killed
+        stub.close()
+        return None
+    assert threads("self") == 1, "a thread has started: a fork is undefined"
+    if (pid := os.fork()) == 0:
+        for one in (stub, *filter(None, stubs.values())):
+            one.close()
+        for other in ready.get_map().values():
+            drop(other.data if isinstance(other.data, list) else [])
+        return order, files
+    drop(files[:3])
+    try:
+        ready.register(died(stub), selectors.EVENT_READ, files[3:])
+    except ProcessLookupError:
+        drop(files[3:])
+    stubs[pid] = stub
+    ready.register(stub, selectors.EVENT_READ, pid)
+    with contextlib.suppress(OSError):
+        stub.sendall(pid.to_bytes(4, "little"))
+    return None
+
+
 def serve(address: str) -> tuple[dict, list[int]]:
     """Fork for each stub; return in the fork, with the command that it has to run."""
     for name in HEAVY:
@@ -113,28 +144,8 @@ def serve(address: str) -> tuple[dict, list[int]]:
                     ready.unregister(0)
                     left_s = 20
                 elif key.fileobj is listener:
-                    stub, _ = listener.accept()
-                    try:
-                        order, files = receive(stub)
-                    except OSError:  # it was killed
-                        stub.close()
-                        continue
-                    assert threads("self") == 1, "a thread has started: a fork is undefined"
-                    if (pid := os.fork()) == 0:
-                        for one in (stub, *filter(None, stubs.values())):
-                            one.close()
-                        for other in ready.get_map().values():
-                            drop(other.data if isinstance(other.data, list) else [])
-                        return order, files
-                    drop(files[:3])
-                    try:
-                        ready.register(died(stub), selectors.EVENT_READ, files[3:])
-                    except ProcessLookupError:
-                        drop(files[3:])
-                    stubs[pid] = stub
-                    ready.register(stub, selectors.EVENT_READ, pid)
-                    with contextlib.suppress(OSError):
-                        stub.sendall(pid.to_bytes(4, "little"))
+                    if command := start(listener, ready, stubs):
+                        return command
                 elif isinstance(key.data, list):
                     ready.unregister(key.fileobj)
                     drop([key.fileobj, *key.data])

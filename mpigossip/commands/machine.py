@@ -309,28 +309,13 @@ def _add_plan(commands) -> None:
 def _plan(options) -> None:
     from mpigossip.analysis.dryrun import launched
     from mpigossip.analysis.machine import examine
-    from mpigossip.analysis.plan import as_json, coded, table
-    from mpigossip.analysis.plan.report import picture, text
+    from mpigossip.analysis.plan import coded
     from mpigossip.cluster.ranks import SingleProcess, world
     from mpigossip.config import JobError
     from mpigossip.training import assemble
-    from mpigossip.training.machines import queue_warning
     from mpigossip.training.shape import with_ranks
 
-    if options.job is not None and "=" in options.job.name:  # a setting, without a job before it
-        options.settings.insert(0, str(options.job))
-        options.job = None
-    if options.job is None and options.parameters is None:
-        raise JobError("name a job, such as cifar10-resnet20, or the size of a model: --parameters")
-    if options.parameters is not None and (options.best or options.members):
-        raise JobError("--best and --members need a job: omit --parameters, and name one")
-    if options.members and options.bandwidth is None:
-        raise JobError(
-            "--members needs --bandwidth B, the bytes per second of the folder's file system, "
-            "such as 5GB/s"
-        )
-    if (options.members and options.json) or ((options.members or options.best) and options.out):
-        raise JobError("--members excludes --json and --out, and --best excludes --out: omit them")
+    _check_plan(options)
     with world() if (launched() or 1) > 1 else SingleProcess() as ranks:
         with ranks.raise_together(JobError):
             job = assemble.load(options.job or SIZED, options.settings)
@@ -355,20 +340,52 @@ def _plan(options) -> None:
         if options.members:
             _members(options, what, machine, epochs)
             return
-        per_tensor = options.collectives == "tensors"
-        rows = table(what, machine, options.nodes, epochs, options.period, per_tensor)
-        if options.out:
-            picture(what, rows, options.nodes, epochs, options.out)
-        if options.json:
-            print_safe(json.dumps(as_json(what, machine, rows, epochs)))
-            return
-        print_safe(text(what, machine, rows, options.nodes, epochs, note))
-        if options.queue is not None:
-            warning = queue_warning(options.transport, machine.bandwidth, options.queue)
-            if warning:
-                print_safe("\n" + textwrap.fill(warning, 78))
-        if options.out:
-            print_safe(options.out)
+        _tables(options, what, machine, epochs, note)
+
+
+def _tables(options, what, machine, epochs, note) -> None:
+    """Print the predictions, and write the plot."""
+    from mpigossip.analysis.plan import as_json, table
+    from mpigossip.analysis.plan.report import picture, text
+    from mpigossip.training.machines import queue_warning
+
+    per_tensor = options.collectives == "tensors"
+    rows = table(what, machine, options.nodes, epochs, options.period, per_tensor)
+    if options.out:
+        picture(what, rows, options.nodes, epochs, options.out)
+    if options.json:
+        print_safe(json.dumps(as_json(what, machine, rows, epochs)))
+        return
+    print_safe(text(what, machine, rows, options.nodes, epochs, note))
+    if options.queue is not None:
+        warning = queue_warning(options.transport, machine.bandwidth, options.queue)
+        if warning:
+            print_safe("\n" + textwrap.fill(warning, 78))
+    if options.out:
+        print_safe(options.out)
+
+
+def _check_plan(options) -> None:
+    """Accept a setting without a job before it, and check which options are given together.
+
+    :raises JobError: if options contradict each other, or one lacks another
+    """
+    from mpigossip.config import JobError
+
+    if options.job is not None and "=" in options.job.name:  # a setting, without a job before it
+        options.settings.insert(0, str(options.job))
+        options.job = None
+    if options.job is None and options.parameters is None:
+        raise JobError("name a job, such as cifar10-resnet20, or the size of a model: --parameters")
+    if options.parameters is not None and (options.best or options.members):
+        raise JobError("--best and --members need a job: omit --parameters, and name one")
+    if options.members and options.bandwidth is None:
+        raise JobError(
+            "--members needs --bandwidth B, the bytes per second of the folder's file system, "
+            "such as 5GB/s"
+        )
+    if (options.members and options.json) or ((options.members or options.best) and options.out):
+        raise JobError("--members excludes --json and --out, and --best excludes --out: omit them")
 
 
 def _given(options) -> dict[str, float | None]:

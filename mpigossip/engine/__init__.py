@@ -1,1 +1,1 @@
-"""Step of training from a gradient: clock, cadence, send, exchange, receive."""
+"""Training step of the local nodes, from their gradients to the averaged parameters."""

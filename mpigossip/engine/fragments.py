@@ -49,11 +49,12 @@ class FragmentInFlight(NamedTuple):
 
 
 class FragmentExchange:
-    """Exchange of one fragment at a time, beside local steps of the whole model.
+    """Exchange of one fragment at a time, while every step updates the whole model.
 
-    It serves algorithms with a ``local_update``. If there is a delay, it keeps one array shaped
-    like x with received values that have not been applied yet. Only exchanges change the arrays of
-    the algorithm, so that receiving early, as a checkpoint does, changes no bit.
+    It needs an algorithm with a ``local_update``. If there is a delay, it keeps one array, shaped
+    like x, of received values that have not been applied yet. A checkpoint receives a fragment
+    earlier than a step would. This changes no bit, because only exchanges change the arrays of the
+    algorithm.
     """
 
     outbox: MessageArrays | None
@@ -79,9 +80,9 @@ class FragmentExchange:
         fragment = self.fragments.schedule.due(now.index)
         count = self.fragments.schedule.fragments
         assert fragment is not None, "all other steps are LOCAL"
-        # the round of the graph counts only the exchanges of this fragment
+        # For the algorithm, a round is an exchange of this fragment.
         step = now._replace(round=now.round // count)
-        # waits until the message before the last, in the same memory, has been read
+        # This waits until the message before the last, in the same memory, has been read.
         out = engine.mixer.outbox(now.round)
 
         def send(k: int) -> FragmentArrays:
@@ -127,6 +128,11 @@ class FragmentExchange:
     def discard(self) -> None:
         self.outbox = None
         self._in_flight = None
+
+    def restart(self, engine: Engine) -> None:
+        self.wait(engine)  # the neighbours take part in an exchange that is in flight
+        for received in self._received:
+            received.zero_()
 
     def parts(self, engine: Engine) -> dict[str, list[torch.Tensor]]:
         """Return the received values; wait for a fragment in flight."""

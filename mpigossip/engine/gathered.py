@@ -18,7 +18,7 @@ class Gathered(Mixer):
     """Mixer of a single segment that gathers the shards of the ranks of a node.
 
     ``finish`` and ``close`` are collective over the ranks of the node, too. The result is bitwise
-    identical to that of one rank that exchanges the whole vector. Sent bytes are counted for each
+    identical to the exchange of the whole vector by one rank. Sent bytes are counted for each
     rank.
     """
 

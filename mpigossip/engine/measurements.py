@@ -50,28 +50,39 @@ class Record:
 
 
 def measured_every(setting: int | str, device: str) -> int:
-    """Return the steps between two measurements on a device of this kind; 0: none."""
+    """Return the number of steps between two measurements of the consensus distance; 0: none.
+
+    :param setting: value of `log.consensus_every`
+    :param device: device of the slots
+    """
     if isinstance(setting, int):
         return setting
     return EVERY_ON_GPUS if device.startswith("cuda") else EVERY
 
 
 def square_norms(x: torch.Tensor, minus: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ‖x − minus‖² of each row, in float64: (rows, 1).
+    """Return ‖x − minus‖² of each row, in float64 on the CPU: (rows, 1).
 
     It is summed in blocks of fixed size, one row at a time, because torch's sums depend on the
-    shape of an array.
+    shape of an array. The host waits for a GPU once, however many blocks there are.
+
+    :param x: array (rows, p)
+    :param minus: array (rows, p), or one row (p,) for all rows; None: zero
     """
-    # small blocks are no faster on a GPU, and the host waits for it after each block
-    block = 1 << (16 if x.device.type == "cpu" else 24)
-    totals = torch.zeros(len(x), 1, dtype=torch.float64)
+    block = 1 << (16 if x.device.type == "cpu" else 24)  # small blocks are no faster on a GPU
+    begins = range(0, x.shape[1], block)
+    sums = []
     for row in range(len(x)):
-        for begin in range(0, x.shape[1], block):
+        for begin in begins:
             piece = x[row, begin : begin + block].double()
             if minus is not None:
                 other = minus[row] if minus.dim() > 1 else minus
                 piece -= other[begin : begin + block]
-            totals[row, 0] += float((piece * piece).sum())
+            sums.append((piece * piece).sum())
+    totals = torch.zeros(len(x), 1, dtype=torch.float64)
+    if sums:
+        for of_block in torch.stack(sums).cpu().view(len(x), len(begins)).unbind(1):
+            totals[:, 0] += of_block
     return totals
 
 
@@ -102,15 +113,20 @@ def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) ->
 def make_record(
     engine: Any, now: Any, loss: torch.Tensor | None, norm: torch.Tensor | None
 ) -> tuple[Record, dict[str, float]]:
-    """Return the record of the step that ``engine`` has made, and the averages for its cadence."""
+    """Return the record of the present step, and averages over nodes by name for the cadence.
+
+    :param engine: engine that has made the step
+    :param now: the step
+    :param loss: loss of each row, (rows,); None: unknown
+    :param norm: norm of the gradient of each row, (rows,); None: unknown
+    """
     mixer = engine.mixer
     rows = len(engine.mixer.local_nodes)
     exchange_distance = engine.mixed_distance
     loss, norm = (unmeasured(rows) if value is None else value for value in (loss, norm))
     if exchange_distance is None:
-        exchange_distance = unmeasured(
-            rows, 0.0 if engine.measuring else NAN
-        )  # nothing was exchanged
+        # Nothing was exchanged, or the distance was not needed.
+        exchange_distance = unmeasured(rows, 0.0 if engine.measuring else NAN)
     averages: dict[str, float] = {}
     names = sorted(engine.cadence.measures)
     # only a GLOBAL exchange makes all nodes wait for each other anyway
@@ -189,7 +205,9 @@ def check_message(
     :param columns: columns of the segment's x that are adjacent in the message
     """
     # Test the sum first, which needs one pass. It may overflow, so look at the elements only then.
-    for part, total in [(part, part.sum()) for part in out[: engine.method.vectors]]:
+    vectors = out[: engine.method.vectors]
+    totals = torch.stack([part.sum() for part in vectors]).cpu()  # the only wait for a GPU
+    for part, total in zip(vectors, totals.tolist(), strict=True):
         if math.isfinite(total):
             continue
         for node, row in zip(engine.mixer.local_nodes, part, strict=True):
@@ -205,14 +223,19 @@ def check_message(
 
 
 def _parameter(vector: Any, segment: int, columns: Sequence[slice], index: int) -> str:
-    """Return the name of the parameter that has element ``at`` of a message."""
-    flat = vector.flat.local_layout
+    """Return the name of the parameter that has element ``index`` of a message.
+
+    :param vector: flat parameters
+    :param segment: number of the segment
+    :param columns: columns of the segment's x that are adjacent in the message
+    :param index: index of the element in the message
+    """
+    flat = vector.flat
+    slot = vector.first[segment] // flat.width
     for c in columns:
         if index < c.stop - c.start:
-            # the shards of FSDP2 have the same offsets in all slots
-            column = (vector.first[segment] + c.start + index) % flat.size
-            return next(
-                n for n, p in zip(flat.names, flat.column_ranges, strict=True) if column < p.stop
-            )
+            column = c.start + index
+            ranges = zip(flat.names, flat.ranges_in(slot), strict=True)
+            return next(name for name, columns in ranges if column < columns.stop)
         index -= c.stop - c.start
     return "the padding"

@@ -9,7 +9,7 @@ from torch import nn
 from mpigossip.config import JobError
 from mpigossip.config.readable import print_note_once
 from mpigossip.engine.shared_memory import check_separate
-from mpigossip.engine.vector import ParameterLayout, bits, flatten
+from mpigossip.engine.vector import NodeLayout, ParameterLayout, bits, flatten
 
 LOW = (torch.bfloat16, torch.float16)
 """Types of parameters for which float32 master weights are kept, updated and exchanged."""
@@ -44,7 +44,8 @@ class ModuleParameters:
         """
         for model in models:
             check_separate(model)
-        self._lay_out(models, flatten(models[0], types=(torch.float32, *LOW)))
+        layout = flatten(models[0], types=(torch.float32, *LOW))
+        self._lay_out(models, layout, layout)
         self.low = [p.dtype in LOW for p in self.rows[0]]
         self._own_data: list[list[torch.Tensor]] = []
         self._memory_keys: list[list[tuple]] = []
@@ -60,9 +61,17 @@ class ModuleParameters:
                 self._memory_keys.append([_memory_key(p) for p in parameters])
         self.publish()
 
-    def _lay_out(self, models: Sequence[nn.Module], flat: ParameterLayout) -> None:
-        """Find the trained parameters of all modules, and allocate flat memory for them."""
+    def _lay_out(
+        self, models: Sequence[nn.Module], flat: NodeLayout, local_layout: ParameterLayout
+    ) -> None:
+        """Find the trained parameters of all modules, and allocate flat memory for them.
+
+        :param models: one module for each local node
+        :param flat: layout of a node, as files hold it
+        :param local_layout: layout of the rows that this process holds in memory
+        """
         self.flat = flat
+        self.local_layout = local_layout
         named = [dict(model.named_parameters()) for model in models]
         self.rows = [[parameters[name] for name in flat.names] for parameters in named]
         self._owners = [[owner(model, name) for name in flat.names] for model in models]
@@ -72,7 +81,7 @@ class ModuleParameters:
         self.frozen = {name: p for name, p in named[0].items() if id(p) not in trained}
         """Parameters of the first module, by name, that are not part of the flat parameters."""
         device = self.rows[0][0].device
-        self.full = [torch.zeros(len(models), flat.local_layout.size, device=device)]
+        self.full = [torch.zeros(len(models), local_layout.size, device=device)]
         self.x = self.full
         self.g = [torch.empty(0, device=device)]
         self._cache: dict[int, list[torch.Tensor]] = {}
@@ -86,7 +95,7 @@ class ModuleParameters:
         if views is None:
             if len(self._cache) > 8 * len(self.rows):
                 self._cache.clear()
-            views = self._cache[row.data_ptr()] = self.flat.local_layout.views(row)
+            views = self._cache[row.data_ptr()] = self.local_layout.views(row)
         return views
 
     def gather(self) -> None:
@@ -243,7 +252,7 @@ class ModuleParameters:
         if (p.dtype, p.shape, p.device) != (old.dtype, old.shape, old.device):
             raise JobError(changed_message(self.flat.names[k], old, p))
         if _memory_key(old) != self._memory_keys[row][k]:
-            # The storage itself was moved, and `own` with it: torch.multiprocessing does this to
+            # The storage itself was moved, and `old` with it: torch.multiprocessing does this to
             # all tensors that it sends. The row of the flat parameters has a different storage, and
             # has not moved.
             if self.low[k]:
@@ -281,16 +290,15 @@ class ModuleParameters:
                 k = group[0]
                 _take_edit(self.rows[row][k].data, self._masters(row)[k])
                 continue
-            begin = self.flat.offsets[group[0]]
-            exact = masters[begin : self.flat.column_ranges[group[-1]].stop]
+            layout = self.local_layout
+            begin = layout.offsets[group[0]]
+            exact = masters[begin : layout.column_ranges[group[-1]].stop]
             rounded = exact.to(dtype)
             # Padding and float32 parameters lie between the parameters of the group. Nothing is
             # copied there, so that they compare equal and keep their exact values.
             written = rounded.clone()
             views = [
-                written.as_strided(
-                    self.flat.shapes[k], self.flat.strides[k], self.flat.offsets[k] - begin
-                )
+                written.as_strided(layout.shapes[k], layout.strides[k], layout.offsets[k] - begin)
                 for k in group
             ]
             torch._foreach_copy_(views, [self.rows[row][k].data for k in group])
@@ -302,7 +310,7 @@ class ModuleParameters:
         A group spans at most `COMPARED` elements, or it contains a single, larger parameter.
         """
         groups: list[tuple[torch.dtype, list[int]]] = []
-        ranges = self.flat.column_ranges
+        ranges = self.local_layout.column_ranges
         for k, (p, low) in enumerate(zip(self.rows[0], self.low, strict=True)):
             if not low:
                 continue

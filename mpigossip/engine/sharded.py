@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from mpigossip.engine.module import (
     own_storage,
     report_shared,
 )
-from mpigossip.engine.vector import ParameterLayout, flatten
+from mpigossip.engine.vector import NodeLayout, ParameterLayout, flatten
 from mpigossip.mixing.wire import ALIGN, BUCKET
 
 
@@ -83,66 +83,83 @@ def reshard(modules: Sequence[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class ShardedLayout(ParameterLayout):
-    """Layout of the shards of each parameter, at equal offsets in each slot's shard of the vector.
+class ShardedLayout:
+    """Layout of a node of which each slot holds one shard of every parameter, as FSDP2 cuts them.
 
-    A node's row (P,) consists of all slots' shards in slot order, P / slots elements each. A
-    parameter with d rows, along ``dims``, has ⌈d/L⌉ rows in every slot; the last slots may have
-    fewer or none, but have space for all of them.
+    It implements the protocol :class:`~mpigossip.engine.vector.NodeLayout`. A parameter with d
+    rows, along its sharded dimension, has ⌈d/L⌉ rows in each of L slots; the last slots may have
+    fewer or none, but have space for all of them. A parameter therefore begins at the same offset
+    in the shards of all slots.
     """
 
+    shapes: tuple[tuple[int, ...], ...]
+    """Shape of each parameter of the model."""
     dims: tuple[int, ...]
     """Sharded dimension of each parameter."""
-    place: int
-    """Slot of this rank."""
-
-    def rows(self, k: int, slot: int) -> tuple[int, int]:
-        """Return the first row of parameter k in a slot, and its number of rows."""
-        return _rows(self.shapes[k][self.dims[k]], self.slots, slot)
-
-    def shape(self, k: int, slot: int) -> tuple[int, ...]:
-        """Return the shape of a slot's shard of parameter k."""
-        full = self.shapes[k]
-        dim = self.dims[k]
-        return (*full[:dim], self.rows(k, slot)[1], *full[dim + 1 :])
+    by_slot: tuple[ParameterLayout, ...]
+    """Layout of each slot's shard of the row."""
 
     @property
-    def local_layout(self) -> ParameterLayout:
-        width = self.size // self.slots
-        shapes = tuple(self.shape(k, self.place) for k in range(len(self.names)))
-        strides = tuple(map(contiguous, shapes))
-        return ParameterLayout(self.names, shapes, strides, self.offsets, width, width, 1)
+    def names(self) -> tuple[str, ...]:
+        return self.by_slot[0].names
 
     @property
-    def by_index(self) -> bool:
-        """False: every slot has a shard of every parameter, not a range of the whole vector."""
-        return False
+    def slots(self) -> int:
+        return len(self.by_slot)
 
-    def _pieces(self, row: torch.Tensor, k: int) -> list[torch.Tensor]:
-        pieces = []
-        for slot, shard in enumerate(row.chunk(self.slots)):
-            shape = self.shape(k, slot)
-            begin = self.offsets[k]
-            pieces.append(shard[begin : begin + prod(shape)].view(shape))
-        return pieces
+    @property
+    def width(self) -> int:
+        return self.by_slot[0].size
+
+    @property
+    def size(self) -> int:
+        return self.slots * self.width
+
+    @property
+    def count(self) -> int:
+        return sum(map(prod, self.shapes))
+
+    def decayed_in(self, slot: int) -> int:
+        return self.by_slot[slot].decayed
+
+    def ranges_in(self, slot: int) -> list[slice]:
+        return self.by_slot[slot].column_ranges
+
+    def _parameters(self, array: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+        """Yield, for each parameter, its sharded dimension and views of its shards in a row."""
+        shards = array.chunk(self.slots)
+        views = [layout.views(shard) for layout, shard in zip(self.by_slot, shards, strict=True)]
+        yield from zip(self.dims, zip(*views, strict=True), strict=True)
 
     def pack(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.empty(self.count, dtype=row.dtype) if out is None else out
         begin = 0
-        for k, shape in enumerate(self.shapes):
+        for shape, (dim, shards) in zip(self.shapes, self._parameters(row), strict=True):
             target = out[begin : begin + prod(shape)].view(shape)
-            target.copy_(torch.cat(self._pieces(row, k), self.dims[k]))
+            target.copy_(torch.cat(shards, dim))
             begin += prod(shape)
         return out
 
     def unpack(self, packed: torch.Tensor, row: torch.Tensor) -> None:
         row.zero_()
         begin = 0
-        for k, shape in enumerate(self.shapes):
+        for shape, (dim, shards) in zip(self.shapes, self._parameters(row), strict=True):
             full = packed[begin : begin + prod(shape)].view(shape)
-            for slot, piece in enumerate(self._pieces(row, k)):
-                piece.copy_(full.narrow(self.dims[k], *self.rows(k, slot)))
+            pieces = full.split([shard.shape[dim] for shard in shards], dim)
+            for shard, piece in zip(shards, pieces, strict=True):
+                shard.copy_(piece)
             begin += prod(shape)
+
+
+class Layouts(NamedTuple):
+    """Layouts of a model's parameters for a process that has all of them or one slot's shard."""
+
+    node: NodeLayout
+    """Layout of the node, as files hold it."""
+    local: ParameterLayout
+    """Layout of the array that this process holds in memory."""
+    slot: int = 0
+    """Slot whose shard this process holds; 0 if it holds all parameters."""
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -150,8 +167,8 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def plan_layout(model: nn.Module) -> ParameterLayout:
-    """Return the layout of the model, which is a :class:`ShardedLayout` if the model is sharded.
+def plan_layouts(model: nn.Module) -> Layouts:
+    """Return the layouts of a model, of which the node's is a `ShardedLayout` if it is sharded.
 
     :raises JobError: if a sharded parameter is not float32
     """
@@ -159,12 +176,13 @@ def plan_layout(model: nn.Module) -> ParameterLayout:
     reshard(modules)
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if not any(is_sharded(p) for _, p in trained):
-        return flatten(model, types=(torch.float32, *LOW))
+        layout = flatten(model, types=(torch.float32, *LOW))
+        return Layouts(layout, layout)
+    mesh: Any = next(p for _, p in trained if is_sharded(p)).device_mesh
+    slots = mesh.size()
     offsets = []
     offset = 0
     dims = []
-    mesh: Any = next(p for _, p in trained if is_sharded(p)).device_mesh
-    slots = mesh.size()
     for name, parameter in trained:
         if parameter.dtype != torch.float32:
             raise JobError(
@@ -175,21 +193,25 @@ def plan_layout(model: nn.Module) -> ParameterLayout:
         (placement,) = parameter.placements
         offsets.append(offset)
         dims.append(placement.dim)
-        rows = parameter.shape[placement.dim]
-        piece = -(-rows // slots) * (parameter.numel() // max(1, rows))
-        offset += -(-piece // ALIGN) * ALIGN
-    size = -(-offset // BUCKET) * BUCKET * slots
-    return ShardedLayout(
-        names=tuple(name for name, _ in trained),
-        shapes=tuple(tuple(p.shape) for _, p in trained),
-        strides=tuple(contiguous(tuple(p.shape)) for _, p in trained),
-        offsets=tuple(offsets),
-        size=size,
-        decayed=size,
-        slots=slots,
-        dims=tuple(dims),
-        place=mesh.get_local_rank(),
-    )
+        padded = prod(_shard_shape(parameter.shape, placement.dim, slots, 0))
+        offset += -(-padded // ALIGN) * ALIGN
+    width = -(-offset // BUCKET) * BUCKET
+    names = tuple(name for name, _ in trained)
+    full_shapes = tuple(tuple(p.shape) for _, p in trained)
+    by_slot = []
+    for slot in range(slots):
+        pairs = zip(full_shapes, dims, strict=True)
+        shapes = tuple(_shard_shape(shape, dim, slots, slot) for shape, dim in pairs)
+        strides = tuple(map(contiguous, shapes))
+        by_slot.append(ParameterLayout(names, shapes, strides, tuple(offsets), width, width, 1))
+    node = ShardedLayout(full_shapes, tuple(dims), tuple(by_slot))
+    slot = mesh.get_local_rank()
+    return Layouts(node, by_slot[slot], slot)
+
+
+def _shard_shape(shape: Sequence[int], dim: int, slots: int, slot: int) -> tuple[int, ...]:
+    """Return the shape of a slot's shard of a parameter that is sharded along ``dim``."""
+    return (*shape[:dim], _rows(shape[dim], slots, slot)[1], *shape[dim + 1 :])
 
 
 def insides(model: nn.Module) -> dict[int, Any]:
@@ -225,23 +247,30 @@ class ShardedParameters(ModuleParameters):
     when the program has changed them.
     """
 
-    def __init__(self, model: nn.Module, flat: ShardedLayout):
-        self._lay_out([model], flat)
+    def __init__(self, model: nn.Module, flat: ShardedLayout, local: ParameterLayout, slot: int):
+        """Move the shards of this rank to flat memory; their values stay the same.
+
+        :param model: module whose parameters are sharded
+        :param flat: layout of the node
+        :param local: layout of this rank's shard of the row
+        :param slot: slot of this rank
+        """
+        self._lay_out([model], flat, local)
         self.low = [False] * len(self.rows[0])
-        self._pieces = flat.local_layout
         self._modules = fully_sharded(model)
-        self._first = (self._pieces.size * flat.place,)
+        self._first = (flat.width * slot,)
+        self._padded = [prod(shape) for shape in flat.by_slot[0].shapes]
+        """Elements of each parameter's shard with torch's padding, which is equal in all slots."""
         self._gradients: dict[int, list[torch.Tensor]] = {}
         self._memory: list[torch.Tensor | None] = []
         self._private: list[Any] = []
         params_by_id = insides(model)
         views = self.cut(self.x[0][0])
         for k, p in enumerate(self.rows[0]):
-            padded = prod(flat.shape(k, 0))
             private = params_by_id.get(id(p))
             views[k].copy_(local_shard(p))
             self._private.append(private)
-            if _is_as_expected(private, p, padded):
+            if _is_as_expected(private, p, self._padded[k]):
                 self._memory.append(self._memory_of(k))
                 self._lay(k, self._memory[k])
             else:
@@ -258,19 +287,17 @@ class ShardedParameters(ModuleParameters):
 
     def _memory_of(self, k: int) -> torch.Tensor:
         """Return the memory of parameter k in the row, with padding, as a separate storage."""
-        flat: Any = self.flat
-        begin = flat.offsets[k]
-        padded = prod(flat.shape(k, 0))
-        return own_storage(self.x[0][0][begin : begin + padded])
+        begin = self.local_layout.offsets[k]
+        return own_storage(self.x[0][0][begin : begin + self._padded[k]])
 
     def _address(self, k: int) -> int:
         x = self.x[0]
-        return x.data_ptr() + x.element_size() * self.flat.offsets[k]
+        return x.data_ptr() + x.element_size() * self.local_layout.offsets[k]
 
     def _lay(self, k: int, memory: torch.Tensor | None) -> None:
         """Place torch's shard of parameter k, including its padding, in this memory."""
         if memory is not None:
-            shape = self._pieces.shapes[k]
+            shape = self.local_layout.shapes[k]
             self._private[k]._sharded_param_data = memory
             self.rows[0][k]._local_tensor = memory[: prod(shape)].view(shape)
 
@@ -361,8 +388,8 @@ class ShardedParameters(ModuleParameters):
             memory = self._memory[k]
             if memory is None:
                 continue
-            # Compare the address with that of the row, whose storage is not shared with torch: the
-            # storage of `stretch` moves when torch.multiprocessing sends the parameter.
+            # Compare with the address of the row, because torch does not know its storage. The
+            # storage of `memory` moves when torch.multiprocessing sends the parameter.
             begin = self._address(k)
             data = self._private[k]._sharded_param_data
             if data.data_ptr() == begin and (not shard.numel() or shard.data_ptr() == begin):

@@ -56,7 +56,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors, of which ``one`` begins first, have a byte in common.
+    """Return whether two tensors, of which ``first`` begins first, have a byte in common.
 
     Two columns of one matrix, for example, overlap as ranges of memory but share no element.
     """

@@ -42,27 +42,37 @@ class Exchange(Protocol):
     def discard(self) -> None:
         """Forget an exchange in flight."""
 
+    def restart(self, engine: Engine) -> None:
+        """Forget values that steps before the present one have left for later steps."""
+
     def parts(self, engine: Engine) -> dict[str, list[torch.Tensor]]:
         """Return the arrays by name, one per segment, that a checkpoint has to contain.
 
-        They are those that remain between two steps beside the state of the algorithm.
+        They are the arrays of the exchange that steps leave for later steps. The state of the
+        algorithm is not among them.
         """
 
 
 class Engine:
-    """Steps of the local nodes from a gradient, however it was computed.
+    """Steps of the local nodes, from gradients that the caller has computed.
 
-    ``index`` counts steps, ``round`` is the graph's clock, ``state_start`` is the step at which the
-    state of the algorithm was initialized, and ``counts`` holds the local steps of each row since
-    then. A checkpoint contains these counters and the states of algorithm, cadence and exchange; an
-    exchange that is in flight is repeated, bitwise identically.
+    ``index`` counts steps, and ``round`` counts GOSSIP exchanges: it is the t of the mixing matrix
+    W(t). ``state_start`` is the step at which the state of the algorithm was initialized. A
+    checkpoint contains these counters, ``counts``, and the states of algorithm, cadence and
+    exchange. It does not contain an exchange in flight, which is repeated after a resume and has
+    a bitwise identical result.
     """
 
     counts: list[int]
+    """Number of local steps of each row since ``state_start``."""
     states: list[Any]
+    """State of the algorithm for each segment."""
     cadence_state: Any
-    mixed_distance: torch.Tensor | None  # ‖mixed − sent‖ of the current step
-    _kind: ExchangeKind | None  # kind of the step that has begun
+    """State of the cadence."""
+    mixed_distance: torch.Tensor | None
+    """‖mixed − sent‖ of the current step, (rows,); None: it was not computed."""
+    _kind: ExchangeKind | None
+    """Kind of the step that has begun; None: no step has begun."""
 
     def __init__(
         self,
@@ -106,7 +116,7 @@ class Engine:
         loss: torch.Tensor | None = None,
         gradient_norm: torch.Tensor | None = None,
     ) -> Record:
-        """Make one step from the gradients at x; return its record.
+        """Make one step from the gradients at x, and return its record.
 
         :param lr: learning rate
         :param skipped: rows that make no local step, see :meth:`begin`
@@ -233,7 +243,8 @@ class Engine:
     # -- state by name --------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Initialize the states of algorithm and cadence again, at the current step."""
+        """Initialize the states of algorithm, cadence and exchange again, at the current step."""
+        self.exchange.restart(self)
         self.states = [m.init(x) for m, x in zip(self.methods, self.vector.x, strict=True)]
         self.cadence_state = self.cadence.init()
         self.state_start, self.counts = self.index, [0] * len(self.mixer.local_nodes)
@@ -260,14 +271,24 @@ class Engine:
     def restore(
         self, arrays: Mapping[str, np.ndarray], numbers: Mapping[str, Any], row: int = 0
     ) -> None:
-        """Restore the results of :meth:`pack_state` and :meth:`numbers`; the caller restores x."""
+        """Restore the state of a node, except x, which the caller restores.
+
+        :param arrays: result of :meth:`pack_state`
+        :param numbers: result of :meth:`numbers`
+        :param row: row of the node
+        """
         for name, parts in self.parts().items():
             scatter_row(arrays[name], parts, row, self.vector.flat, local_shards(self.group))
         self.restore_counters(numbers, row)
         self.restore_cadence(numbers)
 
     def restore_counters(self, numbers: Mapping[str, Any], row: int | None = None) -> None:
-        """Restore only the counters, and "local_steps", if saved, of one row or of all (None)."""
+        """Restore only the counters.
+
+        :param numbers: result of :meth:`numbers`. If it also contains "local_steps", this is the
+            number of local steps since ``state_start``; otherwise every step was a local step
+        :param row: row whose number of local steps is restored; None: all rows
+        """
         self.index = int(numbers["index"])
         self.round = int(numbers["round"])
         self.state_start = int(numbers["born"])

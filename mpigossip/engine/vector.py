@@ -1,4 +1,9 @@
-"""Layout of a model's trained parameters in one flat array, and of state of the same size."""
+"""Layouts of a model's trained parameters: in the files of a node, and in an array in memory.
+
+The two are the same unless FSDP2 shards the model: each process then holds a part of each
+parameter, and :mod:`mpigossip.engine.sharded` describes how the parts of a node belong together.
+State of the size of the model has the same layout.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +29,16 @@ class FlatParameters(Protocol):
     segment of a message, ``full`` has one for each slot.
     """
 
-    flat: ParameterLayout
-    """Layout of the parameters of one node."""
     x: list[torch.Tensor]
     """The slots' shards, which are updated and exchanged."""
     g: list[torch.Tensor]
     """Gradients at x, weight decay included; a step may overwrite them."""
     full: list[torch.Tensor]
     """All flat parameters, as the forward pass of each slot reads them."""
+
+    @property
+    def flat(self) -> NodeLayout:
+        """Layout of the parameters of one node."""
 
     @property
     def first(self) -> tuple[int, ...]:
@@ -41,12 +48,67 @@ class FlatParameters(Protocol):
         """Copy the parameters' gradients to ``g``; called only if the algorithm reads them."""
 
 
+class NodeLayout(Protocol):
+    """Layout of the trained parameters of a node, which its slots hold together.
+
+    The row (P,) of a node consists of the shards of its slots, in slot order, and contains padding.
+    Files contain packed rows instead: all parameters, one after the other, each in row-major order,
+    without padding. :class:`ParameterLayout` and
+    :class:`~mpigossip.engine.sharded.ShardedLayout` implement this protocol.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters, in the order of packed rows."""
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each parameter."""
+
+    @property
+    def slots(self) -> int:
+        """Number of slots, whose shards have equal lengths."""
+
+    @property
+    def size(self) -> int:
+        """Number P of elements, padding included."""
+
+    @property
+    def width(self) -> int:
+        """Number of elements of each slot's shard, P / slots."""
+
+    @property
+    def count(self) -> int:
+        """Number of elements without padding."""
+
+    def decayed_in(self, slot: int) -> int:
+        """Return the number of leading elements of a slot's shard that have weight decay."""
+
+    def ranges_in(self, slot: int) -> list[slice]:
+        """Return the range of elements of each parameter in a slot's shard, with its padding.
+
+        The range counts from the first element of the shard. It is empty if no element of the
+        parameter lies in the shard.
+        """
+
+    def pack(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a row (P,) in the order of files, as an array (count,).
+
+        :param row: row to pack
+        :param out: array (count,) to write to; None: return a new array on the CPU
+        """
+
+    def unpack(self, packed: torch.Tensor, row: torch.Tensor) -> None:
+        """Copy a packed array (count,) to a row (P,), with zero padding; the inverse of `pack`."""
+
+
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Layout of the trained parameters of a node in a flat array.
+    """Layout of parameters in a flat array in memory, in which each parameter is one view.
 
-    Parameters with weight decay come first. Zeros are added after each parameter and at the end, so
-    that parameters begin at multiples of `ALIGN` elements and shards at multiples of `BUCKET`.
+    It is also the layout of a node, unless FSDP2 shards the model. Parameters with weight decay
+    come first. Zeros are added after each parameter and at the end, so that parameters begin at
+    multiples of `ALIGN` elements and shards at multiples of `BUCKET`.
     """
 
     names: tuple[str, ...]
@@ -67,24 +129,23 @@ class ParameterLayout:
     """Names of the weights of `torch.nn.Embedding` modules, with one row for each token."""
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Number of elements of each slot's shard."""
-        return (self.size // self.slots,) * self.slots
-
-    @property
-    def local_layout(self) -> ParameterLayout:
-        """Layout of the elements that this process holds; here, all of them."""
-        return self
+    def width(self) -> int:
+        return self.size // self.slots
 
     @property
     def count(self) -> int:
-        """Number of elements without padding."""
         return sum(map(prod, self.shapes))
 
     def decayed_in(self, slot: int) -> int:
-        """Return the number of leading elements of a slot's shard that have weight decay."""
-        width = self.size // self.slots
-        return min(max(self.decayed - slot * width, 0), width)
+        return min(max(self.decayed - slot * self.width, 0), self.width)
+
+    def ranges_in(self, slot: int) -> list[slice]:
+        first = slot * self.width
+
+        def inside(index: int) -> int:
+            return min(max(index - first, 0), self.width)
+
+        return [slice(inside(r.start), inside(r.stop)) for r in self.column_ranges]
 
     @property
     def column_ranges(self) -> list[slice]:
@@ -107,14 +168,7 @@ class ParameterLayout:
         ]
 
     def pack(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a row (P,) without its padding, as an array (count,).
-
-        Each parameter is written in row-major order, whatever its strides are, because files do not
-        store strides.
-
-        :param row: row to pack
-        :param out: array (count,) to write to; None: return a new array on the CPU
-        """
+        # Files do not store strides, so that each parameter is written in row-major order.
         views = [view.reshape(-1) for view in self.views(row)]
         if out is None:
             return torch.cat(views).cpu()
@@ -147,7 +201,6 @@ class ParameterLayout:
         ]
 
     def unpack(self, packed: torch.Tensor, row: torch.Tensor) -> None:
-        """Copy a packed array (count,) to a row (P,), with zero padding; the inverse of `pack`."""
         row.zero_()
         begin = 0
         for view in self.views(row):
@@ -263,7 +316,7 @@ def named_arrays(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tens
 
 
 def join_row(
-    parts: Sequence[torch.Tensor], row: int, flat: ParameterLayout, out: np.ndarray | None = None
+    parts: Sequence[torch.Tensor], row: int, flat: NodeLayout, out: np.ndarray | None = None
 ) -> np.ndarray:
     """Join the shards of one node's array to a packed row; values per row are copied unchanged.
 
@@ -287,7 +340,7 @@ def join_row(
 def packed(
     parts: Mapping[str, Sequence[torch.Tensor]],
     group: Group,
-    flat: ParameterLayout,
+    flat: NodeLayout,
     row: int,
     places: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
@@ -312,7 +365,7 @@ def scatter_row(
     packed: np.ndarray,
     parts: Sequence[torch.Tensor],
     row: int,
-    flat: ParameterLayout,
+    flat: NodeLayout,
     shard_indices: range | None = None,
 ) -> None:
     """Copy a packed row into its shards; the inverse of :func:`join_row`.
@@ -346,7 +399,7 @@ def scatter_row(
         part[row].copy_(pieces[shard])
 
 
-def without_padding(values: torch.Tensor, flat: ParameterLayout) -> torch.Tensor:
+def without_padding(values: torch.Tensor, flat: NodeLayout) -> torch.Tensor:
     """Return a packed row without padding, with which earlier versions saved float64 state.
 
     :param values: array (count,), which is returned unchanged, or (size,)
@@ -356,7 +409,7 @@ def without_padding(values: torch.Tensor, flat: ParameterLayout) -> torch.Tensor
     return flat.pack(values) if padded else values
 
 
-def is_per_row(part: torch.Tensor, flat: ParameterLayout) -> bool:
+def is_per_row(part: torch.Tensor, flat: NodeLayout) -> bool:
     """Return whether an array holds a few values per row: one, or one for each fragment.
 
     Any other array has the shape of a shard of x, whatever its type. The number of columns
@@ -365,4 +418,4 @@ def is_per_row(part: torch.Tensor, flat: ParameterLayout) -> bool:
     :param part: array (local nodes, columns)
     :param flat: layout of the parameters
     """
-    return part.shape[1] not in flat.widths
+    return part.shape[1] != flat.width

@@ -39,7 +39,7 @@ class WholeExchange:
     @profiled("send")
     def _send(self, engine: Engine, now: Step) -> None:
         """Let the algorithm fill the outbox, shard by shard, and begin the exchange."""
-        # waits until the last message has been read
+        # This waits until the message that was in the same memory before has been read.
         out = engine.mixer.outbox(now.round)
         x = engine.vector.x
 
@@ -87,6 +87,9 @@ class WholeExchange:
     def discard(self) -> None:
         self.outbox = None
         self._received = None
+
+    def restart(self, engine: Engine) -> None:
+        """Do nothing, because no value remains between two steps."""
 
     def parts(self, engine: Engine) -> dict[str, list[torch.Tensor]]:
         return {}

@@ -15,7 +15,7 @@ from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.engine.measurements import Record
 from mpigossip.engine.module import ModuleParameters
-from mpigossip.engine.sharded import plan_layout
+from mpigossip.engine.sharded import plan_layouts
 from mpigossip.engine.shared_memory import check_separate
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.base import Mixer
@@ -297,7 +297,8 @@ class Gossip(RunDirectoryMixin):
             self._node.lay_out()
             self._stale.watch(p for group in self.param_groups for p in group["params"])
         if self._loaded is not None:
-            states.check_method(self._world, self._loaded, self.engine)
+            local_layout = self.vector.local_layout
+            states.check_method(self._world, self._loaded, self.engine, local_layout)
             name = self._job.algorithm.name
             states.check_origin(self._node.world, self._loaded, self.engine, name)
             self._node.restart_exchanges()
@@ -373,8 +374,8 @@ class Gossip(RunDirectoryMixin):
         inner_state = dict(state_dict)
         entry = inner_state.pop("gossip", None)
         # before the first step, the model may have changed since its layout was planned
-        flat = self._node.flat if self._node.laid_out else plan_layout(self._node.model)
-        messages = states.load(inner_state, entry, self._inner, self._node.model, flat.local_layout)
+        layouts = self._node.layouts if self._node.laid_out else plan_layouts(self._node.model)
+        messages = states.load(inner_state, entry, self._inner, self._node.model, layouts.local)
         if messages and self._world.rank == 0:
             printer.print_line(f"load_state_dict: {'; '.join(messages)}")
         self._loaded = entry

@@ -25,7 +25,7 @@ from mpigossip.config import Job, JobError
 from mpigossip.config.readable import format_bytes, print_note
 from mpigossip.engine.gathered import Gathered
 from mpigossip.engine.module import ModuleParameters
-from mpigossip.engine.sharded import ShardedLayout, ShardedParameters, plan_layout
+from mpigossip.engine.sharded import ShardedLayout, ShardedParameters, plan_layouts
 from mpigossip.engine.step import Engine
 from mpigossip.groups.base import Group, Single
 from mpigossip.groups.devices import make_group
@@ -106,11 +106,12 @@ class LoopNode:
     def _open(self) -> None:
         """Open the mixer and the group for the present model; collective."""
         self._device = str(next(self.model.parameters()).device)
-        self.flat = plan_layout(self.model)
+        self.layouts = plan_layouts(self.model)
+        self.flat = self.layouts.node
         single = Single(self._device)
         self.group: Group = single
         local = Local(no_state, self._adapt, raw=True)
-        shard = self.flat.place if isinstance(self.flat, ShardedLayout) else 0
+        shard = self.layouts.slot
         self.parts = make_parts(
             self.job,
             self.graph,
@@ -127,7 +128,7 @@ class LoopNode:
         def open_mixer(layout: MessageLayout) -> Mixer:
             return self.parts.open_mixer(nodes.inter_node, layout, mixer)
 
-        if isinstance(self.flat, ShardedLayout) and nodes.per_node > 1:
+        if self.sharded and nodes.per_node > 1:
             from mpigossip.groups.ranks import NeverGathered  # this import needs MPI
 
             self.mixer = open_mixer(self.parts.layout)
@@ -187,9 +188,7 @@ class LoopNode:
         nodes = self.world.nodes
         text = str(saved.numbers["torch"])
         inner_state, lacking = state.read_optimizer(self.inner, self.model, text, arrays)
-        settings = state_dict.load(
-            inner_state, None, self.inner, self.model, self.flat.local_layout
-        )
+        settings = state_dict.load(inner_state, None, self.inner, self.model, self.layouts.local)
         if mean is None:
             state.load_random(saved, nodes.local_rank, self.model)
             dropped = state.dropped_ranks(saved, nodes.per_node)
@@ -222,17 +221,15 @@ class LoopNode:
         if self.mixer.synchronous or facts != self._facts:
             initial_sync.check_equal(self.world, self._facts)
         device = str(next(self.model.parameters()).device)
-        if device != self._device or self.flat != plan_layout(self.model):
+        if device != self._device or self.layouts != plan_layouts(self.model):
             self._shut()
             self._open()
         self.check_known()
-        f = self.flat
-        model = self.model
-        self.vector = (
-            ShardedParameters(model, f)
-            if isinstance(f, ShardedLayout)
-            else ModuleParameters([model])
-        )
+        flat, local_layout, slot = self.layouts
+        if isinstance(flat, ShardedLayout):
+            self.vector = ShardedParameters(self.model, flat, local_layout, slot)
+        else:
+            self.vector = ModuleParameters([self.model])
         self._build()
         self.laid_out = True
 

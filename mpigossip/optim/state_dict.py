@@ -22,7 +22,7 @@ ORIGIN = ("node", "nodes", "local_rank")
 
 def state(engine: Engine, vector: ModuleParameters, world: World) -> dict[str, Any]:
     """Return the entry as tensors and plain values, so that torch.save can write it."""
-    flat = vector.flat.local_layout
+    flat = vector.local_layout
     return origin(world) | {
         "names": list(flat.names),
         "shapes": [list(shape) for shape in flat.shapes],
@@ -132,10 +132,17 @@ def check_step(world: World, entry: dict[str, Any] | None) -> None:
         )
 
 
-def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
-    """Raise JobError on all nodes if a state has another algorithm or cadence; collective."""
+def check_method(
+    world: World, state: dict[str, Any], engine: Engine, flat: ParameterLayout
+) -> None:
+    """Raise JobError on all nodes if a state has another algorithm or cadence; collective.
+
+    :param world: all nodes
+    :param state: a :func:`state`
+    :param engine: engine of the algorithm and cadence that the state should have
+    :param flat: layout of the parameters in this process
+    """
     with world.raise_together(JobError):
-        flat = engine.vector.flat.local_layout
         packed = {name: without_padding(a, flat) for name, a in state["arrays"].items()}
         arrays = {name: (a.shape, a.dtype) for name, a in packed.items()}
         expected_arrays = _arrays(engine, flat)
@@ -199,7 +206,7 @@ def _describe(own: dict[str, int], saved: dict[str, int], sharded: bool) -> tupl
 
 def restore(state: dict[str, Any], engine: Engine, vector: ModuleParameters) -> None:
     """Restore the vector, the algorithm's state and counters; the mixer restarts at round 0."""
-    flat = vector.flat.local_layout
+    flat = vector.local_layout
     numbers = state["numbers"]
     scatter_row(state["model"].cpu().numpy(), vector.x, 0, flat)
     for name, parts in engine.parts().items():

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mpigossip.engine.step import Engine
-from mpigossip.engine.vector import ParameterLayout, is_per_row, join_row, scatter_row
+from mpigossip.engine.vector import NodeLayout, ParameterLayout, is_per_row, join_row, scatter_row
 from mpigossip.groups.base import local_shards
 from mpigossip.runs.node import Node
 from mpigossip.store import StoreError, checkpoint, direct
@@ -78,7 +78,7 @@ def _large(node: Node) -> bool:
     several = node.world.nodes.per_node > 1 and engine.group.slots > 1
     # If the layout permutes a parameter, a slot that has only a part of it can't restore the order
     # of its elements.
-    able = several and flat.by_index
+    able = several and isinstance(flat, ParameterLayout) and flat.by_index
     return able and flat.count * bytes_per_element > 1e9 * node.job.checkpoint.one_file_gb
 
 
@@ -114,7 +114,7 @@ def _by_slot(
     :param numbers: counters, which each state contains
     :param spare: an earlier result whose memory is used again; empty: none
     """
-    flat = engine.vector.flat
+    flat: Any = engine.vector.flat
     state = engine.parts()
     states = []
     for index, slot in enumerate(engine.group.local_slots):
@@ -301,7 +301,7 @@ def _check_counters(saved: NodeState, path: Path) -> None:
         )
 
 
-def _check_model(saved: NodeState, flat: ParameterLayout, path: Path) -> None:
+def _check_model(saved: NodeState, flat: NodeLayout, path: Path) -> None:
     was = dict(zip(saved.names, saved.shapes, strict=True))
     now = dict(zip(flat.names, flat.shapes, strict=True))
     if was != now or saved.names != flat.names:

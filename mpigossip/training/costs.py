@@ -278,7 +278,7 @@ def memory(subject: Subject, job_exchanges: Exchanges) -> dict[str, int]:
     on_cpu = job.node.devices.startswith("cpu")
     where = "survivors" if job.run.survive else "ranks" if on_cpu else "devices"
     mixer = mixer_class(job.node.mixer, where)
-    devices = () if on_cpu else ("cuda",) * len(flat.widths)
+    devices = () if on_cpu else ("cuda",) * flat.slots
     layout = replace(parts.layout, devices=devices)
     averages = ExchangeKind.GLOBAL in parts.cadence.kinds
     messages = mixer.estimate_memory(parts.graph, layout, 0, averages=averages)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from mpigossip.algorithms.cadence import FragmentSchedule
-from mpigossip.engine.vector import ParameterLayout
+from mpigossip.engine.vector import NodeLayout
 from mpigossip.mixing.wire import ALIGN, BUCKET, Wire
 
 
@@ -48,21 +48,19 @@ def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, .
     return tuple(map(tuple, columns))
 
 
-def layers_of(flat: ParameterLayout, within: slice) -> list[slice]:
-    """Return the columns of each module whose parameters are adjacent.
+def layers_of(flat: NodeLayout, slot: int) -> list[slice]:
+    """Return, for a slot's shard, the columns of each module whose parameters are adjacent.
 
     :param flat: layout of the model's parameters
-    :param within: columns of the shard; results are relative to its start
+    :param slot: index of the slot
     """
     columns: list[slice] = []
     last = None
-    for name, column_range in zip(flat.names, flat.column_ranges, strict=True):
-        begin = max(column_range.start, within.start)
-        end = min(column_range.stop, within.stop)
-        if begin >= end:
+    for name, column_range in zip(flat.names, flat.ranges_in(slot), strict=True):
+        begin = column_range.start
+        end = column_range.stop
+        if begin == end:
             continue
-        begin = begin - within.start
-        end = end - within.start
         module = name.rpartition(".")[0]
         if columns and module == last:
             begin = columns.pop().start

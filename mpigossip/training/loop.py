@@ -139,18 +139,20 @@ class Trainer:
         clip = self.section.clip_norm
         decay = self.section.weight_decay
         norms = None
-        factors = None
+        factors: list[float] = []
         if clip is not None or self.engine.measuring:
             squares = group.on_shards(lambda s: square_norms(g[s]))
             norms = group.sum_scalars(squares).sqrt()
         if clip is not None and norms is not None:
-            factors = (clip / norms.clamp(min=1e-300)).clamp(max=1.0).float()
+            factors = (clip / norms.clamp(min=1e-300)).clamp(max=1.0).float()[:, 0].tolist()
 
         decayed = list(map(replicas.flat.decayed_in, local_shards(group)))
 
         def work(slot: int) -> None:
-            if factors is not None:
-                g[slot].mul_(factors.to(g[slot].device))
+            # A number reaches a GPU without a wait of the host, unlike an array.
+            for row, factor in enumerate(factors):
+                if factor != 1.0:
+                    g[slot][row].mul_(factor)
             if decay and (width := decayed[slot]):
                 g[slot][:, :width].add_(replicas.x[slot][:, :width], alpha=decay)
 

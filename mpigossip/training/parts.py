@@ -18,7 +18,7 @@ from mpigossip.config import BuilderSpec, Job
 from mpigossip.engine.fragments import FragmentExchange, Fragments
 from mpigossip.engine.measurements import measured_every
 from mpigossip.engine.step import Engine
-from mpigossip.engine.vector import FlatParameters, ParameterLayout
+from mpigossip.engine.vector import FlatParameters, NodeLayout, ParameterLayout
 from mpigossip.engine.whole import WholeExchange
 from mpigossip.graphs import Graph
 from mpigossip.graphs.faulty import Links, faulty
@@ -108,7 +108,7 @@ class JobParts:
             mixer, group, vector, self.methods, self.cadence, exchange, measure_every=every
         )
 
-    def make_fragments(self, flat: ParameterLayout, shards: range) -> Fragments | None:
+    def make_fragments(self, flat: NodeLayout, shards: range) -> Fragments | None:
         """Return the fragments of some shards, or None if the model is exchanged as a whole.
 
         :param flat: layout of the model's parameters
@@ -118,13 +118,8 @@ class JobParts:
         blend = self.job.algorithm.blend
         if schedule.is_whole_model:
             return None
-        local_layout = flat.local_layout
         width = self.layout.widths[0]
-        shard = local_layout.size // local_layout.slots
-        within = [slice(shard * slot, shard * (slot + 1)) for slot in _slots(flat, shards)]
-        cuts = [
-            cut(layers_of(local_layout, columns), schedule.fragments, width) for columns in within
-        ]
+        cuts = [cut(layers_of(flat, slot), schedule.fragments, width) for slot in shards]
         # Make an algorithm for each shard, because a lossy wire keeps a state for each shard.
         methods = [_method(self.job, self.graph, local=NO_LOCAL_STEP) for _ in shards]
         exchanges = [_over_wire(method, self.layout.wire, self.cadence) for method in methods]
@@ -165,7 +160,7 @@ def make_graph(job: Job, n: int) -> Graph:
 def make_parts(
     job: Job,
     graph: Graph | None = None,
-    flat: ParameterLayout = EMPTY,
+    flat: NodeLayout = EMPTY,
     *,
     shards: range | None = None,
     devices: Sequence[str] = (),
@@ -184,13 +179,15 @@ def make_parts(
     """
     graph = graphs.graph("identity", 1) if graph is None else graph
     shards = range(flat.slots) if shards is None else shards
-    full_layout = flat if flat.slots == 1 and flat.size else None
-    decayed = [flat.local_layout.decayed_in(slot) for slot in _slots(flat, shards)]
+    full_layout = None
+    if isinstance(flat, ParameterLayout) and flat.slots == 1 and flat.size:
+        full_layout = flat
+    decayed = [flat.decayed_in(slot) for slot in shards]
     exact_methods = [_method(job, graph, count, local, full_layout) for count in decayed]
     cadence = _cadence(job, exact_methods[0], graph, total)
     node = job.node
     coding = wire(node.wire, node.levels, node.density, job.run.seed)
-    width = fragment_width(flat.size // flat.slots, cadence.fragment_schedule, coding)
+    width = fragment_width(flat.width, cadence.fragment_schedule, coding)
     layout = MessageLayout(
         (width,) * len(shards),
         exact_methods[0].vectors,
@@ -247,11 +244,3 @@ def _over_wire(method: Algorithm, coding: Wire, cadence: Cadence) -> Algorithm:
         return method
     has_global = ExchangeKind.GLOBAL in cadence.kinds
     return algorithms.over_wire(method, biased=coding.biased, meets=has_global)
-
-
-def _slots(flat: ParameterLayout, shards: range) -> list[int]:
-    """Return the position of each shard in ``flat.local_layout``.
-
-    With FSDP2, ``flat.local_layout`` contains only the shard of this rank.
-    """
-    return [shard % flat.local_layout.slots for shard in shards]

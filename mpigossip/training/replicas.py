@@ -12,6 +12,7 @@ from mpigossip.data.pytree import Nested, parts, stacked
 from mpigossip.engine.vector import ParameterLayout
 from mpigossip.groups.base import Group, local_shards, shard_views
 from mpigossip.training.capture import CannotCapture, Captured, Pass
+from mpigossip.training.gradients import FlatGradients
 from mpigossip.training.precision import Precision
 from mpigossip.training.task import Objective
 
@@ -61,9 +62,11 @@ class Replicas:
         self.x = shard_views(self.full, group.segments, local_shards(group))
         self.g = shard_views(self.grads, group.segments, local_shards(group))
         self.modules: list[list[nn.Module]] = []
+        self._gradients: list[list[FlatGradients]] = []
         start = dict(module.named_parameters())
         for row in range(rows):
             self.modules.append([])
+            self._gradients.append([])
             for slot, device in enumerate(group.devices):
                 with torch.no_grad():
                     for name, view in zip(
@@ -73,6 +76,8 @@ class Replicas:
                 replica = copy.deepcopy(module).to(device)
                 flat.attach(replica, self.full[slot][row], self.grads[slot][row])
                 self.modules[row].append(replica)
+                gradients = FlatGradients(replica, flat, self.grads[slot][row])
+                self._gradients[row].append(gradients)
 
     @property
     def first(self) -> tuple[int, ...]:
@@ -105,20 +110,23 @@ class Replicas:
 
         # This function must not wait for a GPU, so that all GPUs compute at the same time.
         def compute(row: int, slot: int, batch: Nested) -> torch.Tensor:
-            gradient = self.grads[slot][row]
+            gradients = self._gradients[row][slot]
+            device = self.grads[slot].device
             module = self.modules[row][slot]
-            sums = torch.zeros(self.objective.width, dtype=torch.float64, device=gradient.device)
+            sums = torch.zeros(self.objective.width, dtype=torch.float64, device=device)
             if row in idle_rows:
                 return sums
             # Seeding can't be captured in a CUDA graph.
             if seeds and self.graphs == "never":
-                draw_from(gradient.device, seeds[row * slots + slot])
-            gradient.zero_()
+                draw_from(device, seeds[row * slots + slot])
+            gradients.begin()
             module.train()
-            for part in parts(batch, accumulate):
+            for index, part in enumerate(parts(batch, accumulate)):
                 with precision.autocast():
                     loss, metrics = self.objective(module, part)
                 precision.scaled(loss / accumulate, row, slot).backward()
+                if not index:
+                    gradients.complete()
                 sums += self.objective.figures(loss, metrics, accumulate)
             return sums
 

@@ -128,13 +128,8 @@ def perform(func, args, kwargs):
     named = dict(zip(names, args, strict=False)) | kwargs
     if named.get("device") is not None and torch.device(named["device"]).type == "meta":
         return func(**{name: mapped(plain, value) for name, value in named.items()})
-    operands = tensors([*named.values()])
-    there = sorted({index_of(t) for t in operands if isinstance(t, OnDevice)})
-    on_host = [t for t in operands if not isinstance(t, OnDevice)]
-    if func not in MIXED and len(there) + any(t.dim() for t in on_host) > 1:
-        where = ", ".join(sorted({str(t.device) for t in operands}))
-        raise RuntimeError(f"Expected all tensors to be on the same device: {func} got {where}")
-    target = _target(func, named, there)
+    devices, on_host = _operands(func, named)
+    target = _target(func, named, devices)
     given = {name: mapped(plain, value) for name, value in named.items() if name != "pin_memory"}
     if given.get("device") is not None:
         given["device"] = torch.device("cpu")
@@ -147,10 +142,10 @@ def perform(func, args, kwargs):
     fresh = [one for one, known in zip(results, same, strict=True) if not known]
     read = tensors([value for name, value in given.items() if name not in writes])
     written = tensors([given[name] for name in writes if name in given] + fresh)
-    at = there[0] if target is None and there else target
+    at = devices[0] if target is None and devices else target
 
     def tell() -> None:
-        for one, two in pairwise(sorted({*there, at})):  # torch has such a copy in both streams
+        for one, two in pairwise(sorted({*devices, at})):  # torch has such a copy in both streams
             first = torch.cuda.current_stream(one)
             second = torch.cuda.current_stream(two)
             first.wait_stream(second)
@@ -168,14 +163,7 @@ def perform(func, args, kwargs):
         tell()
         if recording.into is not None:
             recording.into.append(again)
-        if copies.of_batches and func in COPIES and not all(hasattr(t, "locked") for t in on_host):
-            raise RuntimeError("a batch that isn't in locked memory keeps the host waiting")
-        # what the host gets, or gives from memory that it may change at once, is waited for
-        if not named.get("non_blocking") and (target is None or (func in COPIES and on_host)):
-            message = any(one.dtype == torch.uint8 for one in written)
-            if copies.at_once and message and func is aten.copy_.default:
-                raise RuntimeError("a copy on a stream of its own keeps the host waiting")
-            torch.cuda.current_stream(at).synchronize()
+        _wait_for_host(func, named, on_host, written, target, at)
     changed = [named[name] for name in writes if name in named]
     for tensor, memory in zip(tensors(changed), written, strict=False):
         if tensor.shape != memory.shape:  # an `out` that had no elements
@@ -186,6 +174,37 @@ def perform(func, args, kwargs):
         for one, known in zip(results, same, strict=True)
     ]
     return tuple(done) if len(same) > 1 else done[0] if done else None
+
+
+def _operands(func, named: dict) -> tuple[list[int], list[torch.Tensor]]:
+    """Return the devices of an operation's operands, and its operands on the host.
+
+    :raises RuntimeError: if operands lie on two devices and the operation does not allow it
+    """
+    operands = tensors([*named.values()])
+    devices = sorted({index_of(t) for t in operands if isinstance(t, OnDevice)})
+    on_host = [t for t in operands if not isinstance(t, OnDevice)]
+    if func not in MIXED and len(devices) + any(t.dim() for t in on_host) > 1:
+        where = ", ".join(sorted({str(t.device) for t in operands}))
+        raise RuntimeError(f"Expected all tensors to be on the same device: {func} got {where}")
+    return devices, on_host
+
+
+def _wait_for_host(func, named: dict, on_host: list, written: list, target, at: int) -> None:
+    """Let the host wait for the stream of device ``at`` if it would wait for this operation.
+
+    It waits for what it gets, and for what it gives from memory that it may change at once.
+
+    :raises RuntimeError: if the caller has stated that the host must not wait
+    """
+    is_copy = func in COPIES
+    if copies.of_batches and is_copy and not all(hasattr(t, "locked") for t in on_host):
+        raise RuntimeError("a batch that isn't in locked memory keeps the host waiting")
+    if not named.get("non_blocking") and (target is None or (is_copy and on_host)):
+        message = any(one.dtype == torch.uint8 for one in written)
+        if copies.at_once and message and func is aten.copy_.default:
+            raise RuntimeError("a copy on a stream of its own keeps the host waiting")
+        torch.cuda.current_stream(at).synchronize()
 
 
 def _wrapped(target: int | None, value):

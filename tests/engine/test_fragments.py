@@ -137,6 +137,29 @@ def test_delayed_fragments_of_diloco_are_streaming_diloco(count, delay, blend):
     assert torch.allclose(driver.run(27).whole().double(), expected, atol=1e-5)
 
 
+def test_a_restart_forgets_received_fragments():
+    """A restarted engine makes the same steps, and saves the same arrays, as a new engine."""
+    settings = "algorithm.name=diloco cadence.period=6 cadence.fragments=2 cadence.delay=2"
+    first = Driver(settings, 5)
+    first.run(4)  # fragment 0 has been sent at step 3, and is in flight
+    assert first.in_flight
+    first.restart()
+    assert not first.in_flight
+    (name,) = (name for name in first.parts() if name.endswith("received"))
+    assert not any(array.any() for array in first.parts()[name])
+    fresh = Driver(settings, 5)
+    for x, new in zip(first.x, fresh.x, strict=True):
+        new.copy_(x)
+    fresh.restart()
+    first.round = 0
+    for _ in range(12):
+        first.advance()
+        fresh.advance()
+        for array, expected in zip(first.parts()[name], fresh.parts()[name], strict=True):
+            assert torch.equal(array, expected)
+    assert torch.equal(first.whole(), fresh.whole())
+
+
 def eager_diloco(driver, steps, period, n):
     """Evaluate the formula of the docstring in float64, for whole models."""
     x = driver.whole().double()

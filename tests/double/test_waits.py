@@ -1,0 +1,101 @@
+"""Limits on the waits of the host for GPUs within a step: for the loss and before a message."""
+
+import contextlib
+from collections import Counter
+
+import pytest
+import torch
+
+from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.training import assemble
+from tests.double import active
+from tests.double.devices import job, trained
+
+if active():
+    from tests.double.waits import counted
+
+pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
+
+
+@contextlib.contextmanager
+def trainer(devices, *settings):
+    """Yield the trainer of two simulated nodes, after the steps that capture and allocate."""
+    assembly = assemble.assemble(job("mlp", devices, *settings), SingleProcess(), 2)
+    try:
+        assembly.trainer.step()
+        yield assembly.trainer
+    finally:
+        assembly.close()
+
+
+@pytest.mark.parametrize(("devices", "slots"), [("cuda:0", 1), ("cuda:0,1", 2)])
+@pytest.mark.parametrize("name", ["dsgd", "dsgt"])  # they send one and two vectors
+def test_a_step_waits_for_the_loss_and_before_a_message(devices, slots, name):
+    settings = [f"algorithm.name={name}", "node.cuda_graphs=never"]
+    with trainer(devices, *settings) as made, counted() as waits:
+        made.step()
+    assert waits == Counter(work=slots, check_message=slots)  # `work` computes a gradient
+
+
+@pytest.mark.parametrize("clip", [1e-4, 1e4])
+def test_clipping_waits_once_for_each_device(clip, monkeypatch):
+    settings = ["node.cuda_graphs=never", f"algorithm.clip_norm={clip}"]
+    with trainer("cuda:0,1", *settings) as made, counted() as waits:
+        made.step()
+    assert waits == Counter(work=2, check_message=2, square_norms=2)
+
+
+def test_the_norm_of_many_blocks_waits_once():
+    from mpigossip.engine.measurements import square_norms
+
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, (1 << 24) + 5, generator=draw)
+    on_gpu = x.to("cuda:0")
+    with counted() as waits:
+        norms = square_norms(on_gpu, on_gpu[0])
+    assert waits == Counter(square_norms=1) and norms[0] == 0
+    blocks = (x[1] - x[0].double()).split(1 << 24)
+    assert norms[1] == sum(float((block * block).sum()) for block in blocks)
+
+
+def test_a_large_gradient_is_written_once_and_read_never(monkeypatch):
+    """The second backward pass of a step adds to it."""
+    from mpigossip.engine.vector import flatten
+    from mpigossip.training.gradients import LARGE, FlatGradients
+    from tests.double.checker import Timeline
+
+    model = torch.nn.Linear(LARGE, 1, bias=False, device="cuda:0")
+    layout = flatten(model)
+    x, row = (torch.ones(layout.size, device="cuda:0") for _ in range(2))
+    layout.attach(model, x, row)
+    gradients = FlatGradients(model, layout, row)
+    accesses = []
+    given = Timeline.given
+
+    def noting(line, what, read, written):
+        if any(t.data_ptr() == row.data_ptr() for t in [*read, *written]):
+            reads = any(t.data_ptr() == row.data_ptr() for t in read)
+            accesses.append("read and write" if reads else "write")
+        given(line, what, read, written)
+
+    batch = torch.ones(1, LARGE, device="cuda:0")
+    monkeypatch.setattr(Timeline, "given", noting)
+    gradients.begin()
+    model(batch).sum().backward()
+    gradients.complete()
+    first = len(accesses)
+    model(batch).sum().backward()
+    monkeypatch.undo()
+    assert accesses[:first] == ["write"] and len(accesses) == 2
+    assert row.cpu().eq(2).all()
+
+
+@pytest.mark.parametrize("graphs", ["always", "never"])
+def test_written_gradients_have_the_cpus_bits(graphs, monkeypatch):
+    from mpigossip.training import gradients
+
+    settings = ["algorithm.name=dmsgd", "algorithm.accumulate=2"]
+    expected = trained(SingleProcess(), 2, "mlp", "cpu:2", settings)
+    monkeypatch.setattr(gradients, "LARGE", 1)
+    settings += [f"node.cuda_graphs={graphs}"]
+    assert torch.equal(trained(SingleProcess(), 2, "mlp", "cuda:0,1", settings), expected)
