@@ -84,6 +84,12 @@ def announce(new_status: int) -> None:
         monitor.announce(new_status)
 
 
+def answer(own_status: int) -> None:
+    """Send ``own_status`` to the ranks that have asked for it, because they wait for this rank."""
+    if monitor is not None:
+        monitor.answer(own_status)
+
+
 class user_call:
     """Context of a call of the user's program that all ranks have to make.
 

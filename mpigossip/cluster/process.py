@@ -198,16 +198,22 @@ class ExitHandler:
         if MPI.Is_finalized():
             return
         exit_after_failure(self.code)
-        with deadline.user_call(f"{deadline.END_PREFIX}program"):
-            uncaught_here = getattr(sys, "last_value", None)
-            code = self.code or uncaught.code(uncaught_here or SystemExit(self.status))
-            deadline.announce(deadline.EXITED - (code & 255))
-        # Wait here instead of in MPI_Finalize: this uses no core, and can be abandoned.
+        code = self.code or uncaught.code(
+            getattr(sys, "last_value", None) or SystemExit(self.status)
+        )
+        # Wait here instead of in MPI_Finalize: this uses no core, answers ranks that wait for this
+        # one, and can be abandoned.
         limit = LEAVE_S if self.code else float("inf")
         stuck = bytearray([any(thread.name == PROGRESS for thread in threading.enumerate())])
+        request = comm.Iallreduce(MPI.IN_PLACE, [stuck, MPI.BYTE], MPI.BOR)
+
+        def all_ranks_exit() -> bool:
+            with deadline.user_call(f"{deadline.END_PREFIX}program", ordered=False):
+                deadline.answer(deadline.EXITED - (code & 255))
+            return request.Test()
+
         try:
-            request = comm.Iallreduce(MPI.IN_PLACE, [stuck, MPI.BYTE], MPI.BOR)
-            Deadline(limit).wait(request.Test, lambda: "other ranks still run")
+            Deadline(limit).wait(all_ranks_exit, lambda: "other ranks still run")
         except WaitTimeoutError as late:
             host = MPI.Get_processor_name()
             text = f"mpigossip: rank {comm.rank} on {host} ended by {self.cause}; {late}"

@@ -6,9 +6,13 @@ itself answers with its own. Each rank numbers the calls that all ranks have to 
 wait in different calls of the same number will never meet, and a rank that has reached the end of a
 loop does not return to it: in both cases, the wait ends early. After half of its time limit, a rank
 also informs the first ranks of the world. At the limit, the error names the awaited ranks that have
-sent nothing: they are computing, stopped or unreachable. As long as no wait is long, no message is
-sent, not even when a world closes. Only a rank that exits while its world is open announces that to
-all ranks.
+sent nothing: they are computing, stopped or unreachable.
+
+As long as no wait is long, no message is sent, not even when a world closes or a rank exits: a rank
+that exits answers the ranks that wait for it, until all ranks exit. A rank sends at most
+`MAX_AWAITED` messages each time its wait has doubled, so that the number of messages of a job grows
+in proportion to its number of ranks. Only a pause and the report of an error are announced to all
+ranks.
 
 An interrupt (Ctrl-C) may arrive between any two instructions. A message is therefore received into
 memory of the `WaitMonitor`, and recorded by operations that can be repeated. If the sending of a
@@ -196,6 +200,12 @@ class WaitMonitor:
             (rank for rank in range(self._comm.size) if rank != self._comm.rank), status
         )
         self.receive_status()
+
+    def answer(self, status: int) -> None:
+        """Send the status to the ranks whose messages have arrived and say that they wait."""
+        waiting = self.receive_status()
+        if waiting:
+            self.send_status(waiting, status)
 
     def claim_report(self) -> bool:
         """Return whether this rank is the first to report why the job ends; announce it if so."""

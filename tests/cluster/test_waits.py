@@ -11,6 +11,7 @@ from mpigossip.cluster import deadline, waits
 from mpigossip.cluster.deadline import Deadline, WaitTimeoutError
 from mpigossip.cluster.waits import WaitMonitor
 from mpigossip.config import JobError
+from tests.cases import on_each
 
 pytestmark = pytest.mark.both
 
@@ -157,6 +158,7 @@ class Network:
 
     def __init__(self, size):
         self.queues = [[] for _ in range(size)]
+        self.sent = 0
 
     def comm(self, rank):
         return FakeComm(self, rank)
@@ -172,6 +174,7 @@ class FakeComm:
 
     def Isend(self, value, rank, tag):  # noqa: N802 - MPI's name
         self.network.queues[rank].append(value.copy())
+        self.network.sent += 1
         return self
 
     def Test(self):  # noqa: N802
@@ -205,6 +208,49 @@ def test_ranks_in_different_calls_end_after_the_grace_period(monkeypatch):
                 ended.append(rank)
     assert ended
     assert now == pytest.approx(waits.INFORM_S + waits.DEPARTURE_GRACE_S, abs=0.5)
+
+
+# -- number of messages ----------------------------------------------------------------------------
+
+
+@on_each("n", [2, 4, 8, 16, 32])
+def test_messages_of_an_end_grow_in_proportion_to_the_ranks(monkeypatch, n):
+    """All ranks but the last exit with their world open; the last one waits for them for 20 s."""
+    now = [0.0]
+    monkeypatch.setattr(waits.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deadline, "status", deadline.WAITING)
+    network = Network(n)
+    monitors = [WaitMonitor(network.comm(rank), ["host"] * n) for rank in range(n)]
+    wait = monitors[-1].start_wait(300, tuple)
+    code = None
+    while code is None:
+        now[0] += 0.25
+        code = wait.poll()
+        for monitor in monitors[:-1]:
+            monitor.answer(deadline.EXITED)
+    asked = min(n - 1, waits.MAX_AWAITED)
+    rounds = 4  # after 1, 2, 4 and 8 s; the grace period ends at 11 s
+    assert code == 0 and network.sent == rounds * 2 * asked <= 8 * n
+    assert now[0] == pytest.approx(waits.INFORM_S + waits.DEPARTURE_GRACE_S, abs=0.5)
+
+
+@on_each("n", [2, 4, 8, 16, 32])
+def test_messages_of_long_waits_grow_in_proportion_to_the_ranks(monkeypatch, n):
+    """The first rank computes for 100 s, and all others wait for it with a limit of 300 s."""
+    now = [0.0]
+    monkeypatch.setattr(waits.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deadline, "status", deadline.CLOSING)
+    monkeypatch.setattr(deadline, "current_call", f"{deadline.END_PREFIX}world")
+    network = Network(n)
+    running = [
+        WaitMonitor(network.comm(rank), ["host"] * n).start_wait(300, tuple) for rank in range(1, n)
+    ]
+    while now[0] < 100:
+        now[0] += 0.5
+        assert all(wait.poll() is None for wait in running)
+    rounds = 7  # after 1, 2, 4, … 64 s
+    most = (n - 1) * min(n - 1, waits.MAX_AWAITED) * (rounds + 1)  # and one answer to each rank
+    assert 0 < network.sent <= most
 
 
 # -- numbers of calls ------------------------------------------------------------------------------
