@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, world_ranks
+from mpigossip.cluster.deadline import (
+    Deadline,
+    WaitTimeoutError,
+    start_watchdog,
+    world_ranks,
+)
 from mpigossip.cluster.process import TIMEOUT_S, check_process, exit_handler
 
 PAGE = 4096
@@ -45,13 +49,11 @@ def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
     def late() -> None:
         raise WaitTimeoutError(f"{call} doesn't return (waited {limit:g} s)")
 
-    watch = threading.Timer(min(limit, threading.TIMEOUT_MAX), late)
-    watch.daemon = True
-    watch.start()
+    watchdog = start_watchdog(limit, late)
     try:
         yield
     finally:
-        watch.cancel()
+        watchdog.cancel()
 
 
 class TimeoutComm(MPI.Intracomm):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpigossip.cluster import deadline, uncaught
-from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, prctl
+from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, prctl, start_watchdog
 from mpigossip.cluster.launcher import job_id, launcher_ranks
 from mpigossip.cluster.local_devices import make_current_before_mpi
 from mpigossip.cluster.starting import Start
@@ -146,9 +146,7 @@ def abort(comm: "MPI.Comm", code: int) -> None:
 
     sys.stdout.flush()
     time.sleep(READ_S)
-    watch = threading.Timer(ABORT_S, os._exit, (code,))
-    watch.daemon = True
-    watch.start()
+    start_watchdog(ABORT_S, os._exit, code)
     # With fault tolerance, Open MPI's launcher counts a rank that a signal ends as a success: let
     # libc's `_exit` handle SIGTERM, which ends the rank with the signal's number as exit code.
     library = ctypes.CDLL(None)

@@ -14,9 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mpigossip.cluster import deadline, process, uncaught
+from mpigossip.cluster import process, uncaught
 from mpigossip.cluster.agreement import Communicator, with_timeout
-from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, sharp_timers
+from mpigossip.cluster.deadline import (
+    Deadline,
+    WaitTimeoutError,
+    announce_end,
+    sharp_timers,
+    this_rank,
+)
 from mpigossip.cluster.launcher import (
     LaunchError,
     check_alone,
@@ -101,8 +107,8 @@ class World(Communicator):
             if self.size == 1
             else WaitMonitor(with_timeout(comm, timeout_s).Dup().plain, self.hosts)
         )
-        deadline.monitor = self._monitor
-        deadline.ordered_calls = 0
+        this_rank.monitor = self._monitor
+        this_rank.ordered_calls = 0
 
     def group_into_nodes(self, ranks_per_node: int | str) -> None:
         """Group the ranks of each host into nodes; collective.
@@ -141,7 +147,7 @@ class World(Communicator):
         self.isolated = False
         exit_handler.survivors = comm
         keep_alive.append(self._monitor)
-        self._monitor = deadline.monitor = (
+        self._monitor = this_rank.monitor = (
             None if self.size == 1 else WaitMonitor(comm.Dup(), self.hosts, False)
         )
 
@@ -192,12 +198,12 @@ class World(Communicator):
             self._open = False
             self.resources.close()
             if not self.shrunk:
-                with deadline.announce_end(deadline.steps_done, what="world"):
+                with announce_end(this_rank.steps, what="world"):
                     self.drain_agreements()
             sys.excepthook, threading.excepthook = self._hooks
             self.after_close.close()
-            if deadline.monitor is self._monitor:
-                deadline.monitor = None
+            if this_rank.monitor is self._monitor:
+                this_rank.monitor = None
             if not self.shrunk:
                 if self._monitor is not None:
                     self._monitor.close(self.timeout_s)

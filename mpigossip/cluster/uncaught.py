@@ -6,13 +6,13 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpigossip.cluster.deadline import start_watchdog
 from mpigossip.config.errors import FAILED, WRONG, Failure, UserError
 from mpigossip.config.user_code import user_frame
 
@@ -96,9 +96,8 @@ def wait_turn(rank: int) -> None:
 def exit_now(number: int) -> None:
     """End this process with exit code ``number``, from within an exception hook."""
     sys.stdout.flush()
-    watch = threading.Timer(END_S, os._exit, (number,))
-    watch.daemon = True  # it continues until MPI is finalized, which open exchanges may prevent
-    watch.start()
+    # It is never cancelled: open exchanges may prevent the end of MPI_Finalize.
+    start_watchdog(END_S, os._exit, number)
     raise SystemExit(number)
 
 

@@ -130,7 +130,7 @@ class Stopper(Hook):
     def _request_stop(self, number, frame) -> None:
         self._is_due = True
         if number == signal.SIGTERM:
-            deadline.sigterm_time = time.monotonic()
+            deadline.this_rank.sigterm_time = time.monotonic()
 
     def due(self) -> bool:
         """Return whether a signal or the clock asks this process to stop."""
@@ -149,7 +149,9 @@ class Stopper(Hook):
         agreed = self._pending
         self._pending = None
         if agreed is not None and agreed.read():
-            deadline.sigterm_time = math.inf  # the rest of the run, such as saving, may take long
+            deadline.this_rank.sigterm_time = (
+                math.inf
+            )  # the rest of the run, such as saving, may take long
             if self._world.rank == 0:
                 self.remove_stop_file()
             return True

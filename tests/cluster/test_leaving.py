@@ -110,7 +110,7 @@ def slow_ranks(comm):
                     comm.send(None, dest=0)
                     comm.barrier()
             else:
-                deadline.steps_done = 4
+                deadline.this_rank.steps = 4
                 with deadline.user_call("step()"):
                     Deadline(20).wait(
                         lambda: comm.iprobe(source=1), lambda: "", awaited_ranks=lambda: [1]
