@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpigossip.cluster import deadline, uncaught
 from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, prctl, start_watchdog
+from mpigossip.cluster.endings import ACTIONS, Action, Cause, Others
 from mpigossip.cluster.launcher import job_id, launcher_ranks
 from mpigossip.cluster.local_devices import make_current_before_mpi
 from mpigossip.cluster.starting import Start
@@ -199,29 +200,17 @@ class ExitHandler:
         code = self.code or uncaught.code(
             getattr(sys, "last_value", None) or SystemExit(self.status)
         )
-        # Wait here instead of in MPI_Finalize: this uses no core, answers ranks that wait for this
-        # one, and can be abandoned.
-        limit = LEAVE_S if self.code else float("inf")
-        stuck = bytearray([any(thread.name == PROGRESS for thread in threading.enumerate())])
-        request = comm.Iallreduce(MPI.IN_PLACE, [stuck, MPI.BYTE], MPI.BOR)
-
-        def all_ranks_exit() -> bool:
-            with deadline.user_call(f"{deadline.END_PREFIX}program", ordered=False):
-                deadline.answer(deadline.EXITED - (code & 255))
-            return request.Test()
-
-        try:
-            Deadline(limit).wait(all_ranks_exit, lambda: "other ranks still run")
-        except WaitTimeoutError as late:
-            host = MPI.Get_processor_name()
-            text = f"mpigossip: rank {comm.rank} on {host} ended by {self.cause}; {late}"
-            os.write(2, f"{text}: stopping the job\n".encode(errors="replace"))
+        cause = Cause.ERROR if self.code else Cause.EXIT
+        action = ACTIONS[cause, self._wait_for_others(comm, code)]
+        if action is Action.ABORT:
+            name = f"rank {comm.rank} on {MPI.Get_processor_name()}"
+            late = f"other ranks still run (waited {LEAVE_S:g} s)"
+            uncaught.write_stderr(
+                f"mpigossip: {name} ended by {self.cause}; {late}: stopping the job"
+            )
             abort(comm, self.code)
-        if stuck[0]:
-            # A thread was abandoned in a call of MPI: the collective MPI_Finalize would hang.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        if action is Action.EXIT_NOW:
+            _exit_now(code)
         for release in self.before_finalize:
             with contextlib.suppress(MPI.Exception):  # MPI_Finalize then reports what is open
                 release(comm)
@@ -230,6 +219,33 @@ class ExitHandler:
             # `uncaught.exit_now` needs.
             ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
+    def _wait_for_others(self, comm: "MPI.Comm", code: int) -> Others:
+        """Wait until all ranks exit, and answer ranks that wait for this one; collective.
+
+        Here instead of in MPI_Finalize, the wait uses no core, and can be abandoned: after an error
+        it lasts `LEAVE_S` seconds.
+
+        :param comm: communicator of all ranks
+        :param code: exit code of this process
+        """
+        from mpi4py import MPI
+
+        stuck = bytearray([any(thread.name == PROGRESS for thread in threading.enumerate())])
+        request = comm.Iallreduce(MPI.IN_PLACE, [stuck, MPI.BYTE], MPI.BOR)
+        self._keep_alive = request, stuck  # MPI may write to them after the time limit
+
+        def all_ranks_exit() -> bool:
+            with deadline.user_call(f"{deadline.END_PREFIX}program", ordered=False):
+                deadline.answer(deadline.EXITED - (code & 255))
+            return request.Test()
+
+        try:
+            limit = LEAVE_S if self.code else float("inf")
+            Deadline(limit).wait(all_ranks_exit, lambda: "other ranks still run")
+        except WaitTimeoutError:
+            return Others.RUNNING
+        return Others.STUCK if stuck[0] else Others.EXITING
+
     def _leave_fork(self, finalize: bool) -> None:
         """End a fork without MPI; the rank continues in its own process.
 
@@ -237,9 +253,7 @@ class ExitHandler:
         rank off the launcher, so the process ends here.
         """
         if not finalize:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(uncaught.code(getattr(sys, "last_value", None) or SystemExit(self.status)))
+            _exit_now(uncaught.code(getattr(sys, "last_value", None) or SystemExit(self.status)))
 
 
 exit_handler = ExitHandler()
@@ -256,6 +270,13 @@ def exit_after_failure(code: int) -> None:
     with contextlib.suppress(Exception):
         request = exit_handler.survivors.Ibarrier()
         Deadline(LEAVE_S).wait(request.Test, lambda: "other ranks still run")
+    _exit_now(code)
+
+
+def _exit_now(code: int) -> NoReturn:
+    """End this process without MPI_Finalize and without the exit functions of the interpreter."""
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 

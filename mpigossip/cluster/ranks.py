@@ -23,6 +23,7 @@ from mpigossip.cluster.deadline import (
     sharp_timers,
     this_rank,
 )
+from mpigossip.cluster.endings import ACTIONS, Action, Cause, Others
 from mpigossip.cluster.launcher import (
     LaunchError,
     check_alone,
@@ -36,7 +37,7 @@ from mpigossip.cluster.process import TIMEOUT_S, exit_handler
 from mpigossip.cluster.waits import WaitMonitor
 from mpigossip.cluster.world import Nodes
 from mpigossip.cluster.world import SingleProcess as SingleProcess
-from mpigossip.config.errors import FAILED, Failure
+from mpigossip.config.errors import FAILED
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -233,19 +234,18 @@ class World(Communicator):
         error_keys = (
             None if self._monitor is None else uncaught.errors_of_all_ranks(self._monitor, error)
         )
-        if (
-            error_keys is None
-        ):  # some ranks continue, or wait for this rank, which then reports for all
+        others = Others.of(error_keys)
+        if error_keys is None:
             uncaught.wait_turn(self.rank)
-            if self._monitor is None or self._monitor.claim_report():
-                uncaught.write_stderr(uncaught.format_error(error, self._name))
+            reports = self._monitor is None or self._monitor.claim_report()
         else:  # the first rank of each kind of exception reports it
-            if error_keys.index(error_keys[self.rank]) == self.rank:
-                name = "" if len(set(error_keys)) == 1 else self._name
-                uncaught.write_stderr(uncaught.format_error(error, name, f"all {self.size} ranks"))
-            # in a Failure, exchanges may be open, and MPI would wait for them
-            if not isinstance(error, Failure):
-                uncaught.exit_now(exit_handler.code)
+            reports = error_keys.index(error_keys[self.rank]) == self.rank
+        if reports:
+            name = "" if others is Others.SAME_ERROR else self._name
+            uncaught.write_stderr(uncaught.format_error(error, name, f"all {self.size} ranks"))
+        if ACTIONS[Cause.of(error), others] is Action.FINALIZE:
+            uncaught.exit_now(exit_handler.code)
+        if error_keys is not None:
             uncaught.wait_turn(self.rank)
         self.abort(exit_handler.code)
 
