@@ -102,7 +102,9 @@ def assign_nodes(
     :raises JobError: if the number of ranks of some host does not fit
     """
     ranks_on = Counter(host)
-    host_names = {number: f"{names[list(host).index(number)]}" for number in ranks_on}
+    host_names: dict[int, str] = {}
+    for number, name in zip(host, names, strict=True):
+        host_names.setdefault(number, name)
     setting = f'{SETTING} = "host"' if ranks_per_node == "host" else f"{SETTING} = {ranks_per_node}"
     if ranks_per_node == "host" and len(set(ranks_on.values())) > 1:
         largest = max(ranks_on, key=ranks_on.__getitem__)
