@@ -1,4 +1,9 @@
-"""Waits with a time limit, which all waits of this package have, and the status of this rank."""
+"""Waits with a time limit, and the state of this rank that other ranks receive while they wait.
+
+Each wait of this package for other ranks has a time limit. A wait that polls uses a
+:class:`Deadline`, and :func:`judge_wait` decides when it ends. A blocking call, which cannot poll,
+is limited by :func:`start_watchdog`.
+"""
 
 import contextlib
 import ctypes
@@ -16,7 +21,8 @@ if TYPE_CHECKING:
 from mpigossip.config.errors import FAILED, Failure
 
 SPIN_S = 50e-6
-"""Seconds of polling without a sleep: to put a thread to sleep and wake it takes about as long."""
+"""Seconds of polling without a sleep, which are about the time that a thread needs to fall asleep
+and wake up."""
 SHORTEST_S = 20e-6
 """Seconds of the first sleep between two polls."""
 LONGEST_S = 1e-3
@@ -40,7 +46,7 @@ PAUSED = -3
 REPORTING = 1
 """Status of the rank that reports why the job ends."""
 CLOSING = -4
-"""Status of a rank inside :func:`announce_end`: it has ended a loop or closes its world."""
+"""Status of a rank inside :func:`announce_end`, which has ended a loop or closes its world."""
 EXITED = -5
 """Status of a rank that exits with code 0; with exit code c, its status is EXITED − c."""
 STEP_CALL = "step()"
@@ -176,7 +182,10 @@ def any_rank_paused() -> bool:
 
 
 class PauseExtension:
-    """Extension of a wait at its limit: after a pause of a rank, a whole limit starts again."""
+    """Extension of a wait that has reached its time limit while a rank was paused.
+
+    When the pause ends, the whole time limit starts again.
+    """
 
     def __init__(self) -> None:
         self._paused = False
@@ -226,9 +235,9 @@ class Verdict(NamedTuple):
     """Reasons for which a wait ends with an error."""
 
     is_late: bool
-    """Whether the wait has reached its time limit."""
+    """True if the wait has reached its time limit."""
     is_terminated: bool
-    """Whether a SIGTERM was received `TERM_S` seconds ago."""
+    """True if the wait has lasted for `TERM_S` seconds after a SIGTERM."""
     departed_code: int | None
     """Exit code of an awaited rank that will never come; None if there is none."""
 

@@ -1,4 +1,4 @@
-"""The ranks of a job: MPI start-up, launcher check, time limits, agreement and abort on errors.
+"""World of all ranks of a job, its start, and its end after an error or a rank failure.
 
 :func:`world` starts MPI and returns a :class:`World`; `SingleProcess` has the same interface
 without MPI. Importing this module does not import MPI.
@@ -45,7 +45,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 keep_alive: list[Any] = []
-"""Objects abandoned after a rank failure: MPI may write to them, and some cannot be freed."""
+"""Objects that are no longer used after a rank failure, but must not be deleted.
+
+MPI may still write to them, and some of them cannot be freed.
+"""
 
 
 NODE_GROUP_S = 3600.0
