@@ -1,4 +1,4 @@
-"""Collective calls with a time limit: gather, broadcast, barrier, agreement, and user errors."""
+"""World of one MPI communicator, whose collective calls have a time limit."""
 
 import contextlib
 import math
@@ -44,12 +44,15 @@ class Communicator(World):
         self.size = comm.size
         self.hosts = hosts
         self.timeout_s = timeout_s
-        self._agreement_comm = self._closing = (
-            comm  # used to start agreements, and by `drain_agreements`
-        )
-        self._family = [comm]  # communicators that are revoked after a rank failure
+        self._agreement_comm = comm
+        """Communicator on which agreements are started."""
+        self._closing = comm
+        """Communicator that only :meth:`drain_agreements` uses."""
+        self._family = [comm]
+        """Communicators that are revoked after a rank failure."""
         self._pending_agreements: list[Agreement] = []
-        self._begun = 0  # number of agreements started so far
+        self._begun = 0
+        """Number of agreements that this rank has started so far."""
 
     def gather(self, value: Any) -> list | None:
         """Return the values of all ranks, in rank order, on rank 0, and None elsewhere; collective.
@@ -108,8 +111,8 @@ class Communicator(World):
         """Return a context manager that raises any rank's user errors on all ranks; collective.
 
         A user error may occur on some ranks only, for example if a file is missing on one host.
-        Such exceptions are combined into one error that names the ranks of each message. The
-        block itself must not contain collective calls.
+        All ranks then raise one error, which names the ranks of each message. The block itself must
+        not contain collective calls.
 
         :param error_types: types of the exceptions to combine; other exceptions are not caught
         :raises CollectiveError: on all ranks, if any rank has raised one of these exceptions
@@ -136,6 +139,7 @@ class Communicator(World):
             )
 
     def _located(self, message: str, ranks: list[int]) -> str:
+        """Return a message with the ranks that it concerns, unless it concerns all ranks."""
         if len(ranks) == self.size:
             return message
         return (

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, world_ranks
+from mpigossip.cluster.deadline import (
+    Deadline,
+    WaitTimeoutError,
+    start_watchdog,
+    world_ranks,
+)
 from mpigossip.cluster.process import TIMEOUT_S, check_process, exit_handler
 
 PAGE = 4096
-"""Bytes of a page: each rank's shared memory starts on one, and so has whole cache lines."""
+"""Size of a page of memory in bytes.
+
+The shared memory of each rank starts at a page, so that no cache line belongs to two ranks.
+"""
 MINIMUM_S = 10.0
-"""Smallest time limit in seconds, since opening a window takes longer than an exchange."""
+"""Smallest time limit in seconds: a user who shortens the time limit of exchanges does not expect
+that it applies to opening a window, too, which takes longer."""
 
 
 @contextlib.contextmanager
@@ -45,24 +53,29 @@ def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
     def late() -> None:
         raise WaitTimeoutError(f"{call} doesn't return (waited {limit:g} s)")
 
-    watch = threading.Timer(min(limit, threading.TIMEOUT_MAX), late)
-    watch.daemon = True
-    watch.start()
+    watchdog = start_watchdog(limit, late)
     try:
         yield
     finally:
-        watch.cancel()
+        watchdog.cancel()
 
 
 class TimeoutComm(MPI.Intracomm):
-    """Communicator whose blocking calls, and those of derived ones, use :func:`bounded_call`."""
+    """Communicator whose blocking calls have a time limit, by :func:`bounded_call`.
+
+    Communicators that these calls return have the same time limit.
+    """
 
     timeout_s = TIMEOUT_S
     plain: Any
 
     @classmethod
     def of(cls, comm: Any, timeout_s: float) -> TimeoutComm:
-        """Return ``comm`` as a TimeoutComm without duplicating it."""
+        """Return ``comm`` as a TimeoutComm without duplicating it.
+
+        :param comm: communicator of mpi4py
+        :param timeout_s: time limit of each blocking call, in seconds
+        """
         wrapped = cls(comm)
         wrapped.plain = getattr(comm, "plain", comm)
         wrapped.timeout_s = timeout_s
@@ -70,6 +83,8 @@ class TimeoutComm(MPI.Intracomm):
 
 
 def _with_limit(name: str) -> Callable[..., Any]:
+    """Return a method of TimeoutComm that calls the method ``name`` of mpi4py."""
+
     def call(self: TimeoutComm, *args: Any, **kwargs: Any) -> Any:
         with bounded_call(self, f"MPI's {name}", self.timeout_s):
             result = getattr(self.plain, name)(*args, **kwargs)
@@ -120,15 +135,20 @@ def round_up_to_pages(nbytes: int) -> int:
 
 
 def open_shared(comm: Any, nbytes: int) -> tuple[MPI.Win, list[MPI.buffer]]:
-    """Return a window of ``nbytes`` bytes per rank and all ranks' memory; collective on a host."""
+    """Open a window of shared memory; collective over ``comm``.
+
+    :param comm: communicator of ranks of one host
+    :param nbytes: bytes of memory of each rank, which are rounded up to pages
+    :return: the window, and the memory of each rank of ``comm``
+    """
     window = open_window(MPI.Win.Allocate_shared, round_up_to_pages(nbytes), comm)
     return window, [window.Shared_query(rank)[0] for rank in range(comm.size)]
 
 
 def close_window(window: MPI.Win, comm: MPI.Comm) -> None:
-    """Free ``window`` once all ranks call this, without a time limit.
+    """Free ``window`` when all ranks have called this; collective over ``comm``.
 
-    At the end of a run, another rank may still have work left.
+    The wait has no time limit, because another rank may still have work left at the end of a run.
     """
     with bounded_call(comm, "MPI's Win.Free", float("inf")):
         _free(window)

@@ -1,4 +1,4 @@
-"""Choice of a free core near the network card for the progress thread."""
+"""Choice of a core for the progress thread: a free core near the network card."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 SYSFS = Path("/sys")
+"""Folder in which Linux describes the hardware."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""File with an identifier that is equal for all processes of a host until it is restarted."""
 
 
 def allowed() -> frozenset[int]:
@@ -34,7 +36,11 @@ def fingerprint(cores: Set[int], boot: Path = BOOT) -> int:
 def near_network(cores: Set[int], sysfs: Path = SYSFS) -> frozenset[int]:
     """Return the ``cores`` in the NUMA node of an RDMA card, or of an active network card.
 
-    Return all ``cores`` if the system does not report this, or if none of them is in such a node.
+    If the system does not report the NUMA node of a card, or if no core is in it, all ``cores`` are
+    returned.
+
+    :param cores: numbers of cores to choose from
+    :param sysfs: folder in which Linux describes the hardware; tests pass another folder
     """
     for cards in (sorted((sysfs / "class/infiniband").glob("*")), _network(sysfs)):
         nodes = {_read(card / "device/numa_node") for card in cards} - {"", "-1"}
@@ -53,14 +59,14 @@ def for_messages(
 ) -> frozenset[int]:
     """Return the core of the progress thread of one of ``sharing`` processes, as a set.
 
-    The set is empty if there is no spare core for each process; the scheduler of the operating
-    system then chooses better.
+    If there are too few cores for one more thread per process, the set is empty: the operating
+    system then places the thread better.
 
     :param cores: cores that the processes share
     :param threads: number of threads that compute, per process
     :param sharing: number of processes that share ``cores``
-    :param index: index of this process among them
-    :param sysfs: root of sysfs; tests pass another folder
+    :param index: index of this process among those that share ``cores``, from 0
+    :param sysfs: folder in which Linux describes the hardware; tests pass another folder
     """
     near = sorted(near_network(cores, sysfs))
     if len(cores) < sharing * (threads + 1) or len(near) < sharing:
@@ -93,6 +99,7 @@ def pick_communication_core(
 
 
 def _network(sysfs: Path) -> list[Path]:
+    """Return the folders of the active network cards."""
     cards = sorted((sysfs / "class/net").glob("*"))
     return [card for card in cards if _read(card / "operstate") == "up"]
 
@@ -105,6 +112,7 @@ def _read(file: Path) -> str:
 
 
 def _parse_list(text: str) -> set[int]:
+    """Return the numbers in a list such as "0-3,8"."""
     cores: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

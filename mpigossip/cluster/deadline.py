@@ -1,12 +1,19 @@
-"""Waits with a time limit, which all waits of this package have, and the status of this rank."""
+"""Waits with a time limit, and the state of this rank that other ranks receive while they wait.
+
+Each wait of this package for other ranks has a time limit. A wait that polls uses a
+:class:`Deadline`, and :func:`judge_wait` decides when it ends. A blocking call, which cannot poll,
+is limited by :func:`start_watchdog`.
+"""
 
 import contextlib
 import ctypes
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -14,7 +21,8 @@ if TYPE_CHECKING:
 from mpigossip.config.errors import FAILED, Failure
 
 SPIN_S = 50e-6
-"""Seconds of polling without a sleep: to put a thread to sleep and wake it takes about as long."""
+"""Seconds of polling without a sleep, which are about the time that a thread needs to fall asleep
+and wake up."""
 SHORTEST_S = 20e-6
 """Seconds of the first sleep between two polls."""
 LONGEST_S = 1e-3
@@ -38,7 +46,7 @@ PAUSED = -3
 REPORTING = 1
 """Status of the rank that reports why the job ends."""
 CLOSING = -4
-"""Status of a rank inside :func:`announce_end`: it has ended a loop or closes its world."""
+"""Status of a rank inside :func:`announce_end`, which has ended a loop or closes its world."""
 EXITED = -5
 """Status of a rank that exits with code 0; with exit code c, its status is EXITED − c."""
 STEP_CALL = "step()"
@@ -47,8 +55,33 @@ END_PREFIX = "the end of its "
 """Beginning of the names of calls that end a loop, a world or the program."""
 TERM_S = 20.0
 """Seconds after SIGTERM at which a wait ends: schedulers kill a process after about 30 seconds."""
-monitor: Any = None
-"""The `WaitMonitor` of the open world; None if no world of several ranks is open."""
+
+
+@dataclass
+class RankState:
+    """State of this rank, which it sends to ranks that wait for it."""
+
+    status: int = WAITING
+    """Status that this rank sends while it waits: WAITING, or CLOSING inside `announce_end`."""
+    call: str = ""
+    """Name of the collective call of the user's program that this rank is in; "" outside of one."""
+    steps: int = 0
+    """Number of steps that this rank has made."""
+    order: int = 0
+    """Number of the current call among this rank's calls; 0 if ranks may order it differently."""
+    ordered_calls: int = 0
+    """Number of ordered calls that this rank has made since its world was opened."""
+    pause_depth: int = 0
+    """Number of nested `paused` blocks that this rank is in."""
+    sigterm_time: float = math.inf
+    """Time of a SIGTERM, by `time.monotonic`, until the ranks agree on a step to stop at; otherwise
+    infinity."""
+    monitor: Any = None
+    """`WaitMonitor` of the open world; None if no world of several ranks is open."""
+
+
+this_rank = RankState()
+"""State of this rank; a process belongs to one rank."""
 
 
 def world_ranks(comm: "MPI.Comm", ranks: Iterable[int]) -> list[int]:
@@ -59,29 +92,20 @@ def world_ranks(comm: "MPI.Comm", ranks: Iterable[int]) -> list[int]:
     :param comm: communicator of some ranks of the world
     :param ranks: ranks in ``comm``
     """
+    monitor = this_rank.monitor
     return list(ranks) if monitor is None else monitor.world_ranks(comm, ranks)
-
-
-pause_depth = 0
-"""Number of nested :func:`paused` blocks that this rank is in."""
-current_call = ""
-"""Name of the collective call of the user's program that this rank is in, or "" outside of one."""
-steps_done = 0
-"""Number of steps that this rank has made."""
-order = 0
-"""Number of the current call among this rank's calls; 0 if ranks may make it in another order."""
-ordered_calls = 0
-"""Number of ordered calls that this rank has made since its world was opened."""
-status = WAITING
-"""Status that this rank sends while it waits: WAITING, or CLOSING inside :func:`announce_end`."""
-sigterm_time = math.inf
-"""Time of a SIGTERM after which the ranks have not yet agreed on a step to stop at, else inf."""
 
 
 def announce(new_status: int) -> None:
     """Send ``new_status`` to all other ranks, if a world of several ranks is open."""
-    if monitor is not None:
-        monitor.announce(new_status)
+    if this_rank.monitor is not None:
+        this_rank.monitor.announce(new_status)
+
+
+def answer(own_status: int) -> None:
+    """Send ``own_status`` to the ranks that have asked for it, because they wait for this rank."""
+    if this_rank.monitor is not None:
+        this_rank.monitor.answer(own_status)
 
 
 class user_call:
@@ -105,21 +129,19 @@ class user_call:
         self._counted = False
 
     def __enter__(self) -> None:
-        global current_call, order, ordered_calls
-        counts = self._ordered and not current_call
-        self._before = current_call, order
+        counts = self._ordered and not this_rank.call
+        self._before = this_rank.call, this_rank.order
         self._counted = counts
-        ordered_calls += counts
-        current_call = self._name
-        order = ordered_calls if counts else 0
+        this_rank.ordered_calls += counts
+        this_rank.call = self._name
+        this_rank.order = this_rank.ordered_calls if counts else 0
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        global current_call, order, ordered_calls
-        current_call, order = self._before
+        this_rank.call, this_rank.order = self._before
         # A program may catch the error and repeat the call. If only this rank has raised the error,
         # a second number would put it ahead of the other ranks.
         if kind is not None and self._counted:
-            ordered_calls -= 1
+            this_rank.ordered_calls -= 1
         self._counted = False
 
 
@@ -131,7 +153,7 @@ def calling_unless(name: str, ordered: bool) -> contextlib.AbstractContextManage
     :param name: as of :class:`user_call`
     :param ordered: as of :class:`user_call`
     """
-    return contextlib.nullcontext() if current_call else user_call(name, ordered)
+    return contextlib.nullcontext() if this_rank.call else user_call(name, ordered)
 
 
 @contextlib.contextmanager
@@ -141,27 +163,29 @@ def paused() -> Iterator[None]:
     A rank uses this for long work that the others have to wait for.
     Waits for this rank, and waits for ranks that wait for it, do not end at their limit meanwhile.
     """
-    global pause_depth
     entered = False
     try:
-        pause_depth = pause_depth + 1
+        this_rank.pause_depth = this_rank.pause_depth + 1
         entered = True
-        if pause_depth == 1:
+        if this_rank.pause_depth == 1:
             announce(PAUSED)
         yield
     finally:  # also after an interrupt in `announce`, or the others would wait without a limit
-        pause_depth -= entered
-        if not pause_depth:
+        this_rank.pause_depth -= entered
+        if not this_rank.pause_depth:
             announce(WORKING)
 
 
 def any_rank_paused() -> bool:
     """Return whether any rank is paused, according to the messages received so far."""
-    return monitor is not None and monitor.poll_paused()
+    return this_rank.monitor is not None and this_rank.monitor.poll_paused()
 
 
 class PauseExtension:
-    """Extension of a wait at its limit: after a pause of a rank, a whole limit starts again."""
+    """Extension of a wait that has reached its time limit while a rank was paused.
+
+    When the pause ends, the whole time limit starts again.
+    """
 
     def __init__(self) -> None:
         self._paused = False
@@ -184,15 +208,14 @@ def announce_end(step_count: int, end_status: int = CLOSING, what: str = "loop")
     :param end_status: status of this rank while it waits inside the block
     :param what: name of the thing that ends, which follows `END_PREFIX` in the name of the call
     """
-    global steps_done, status
-    before = status
-    steps_done = step_count
+    before = this_rank.status
+    this_rank.steps = step_count
     try:
-        status = end_status
+        this_rank.status = end_status
         with user_call(END_PREFIX + what, ordered=end_status == CLOSING):
             yield
     finally:
-        status = before
+        this_rank.status = before
 
 
 class WaitTimeoutError(Failure, TimeoutError):
@@ -206,6 +229,47 @@ class WaitTimeoutError(Failure, TimeoutError):
         """
         super().__init__(message)
         self.code = code or FAILED
+
+
+class Verdict(NamedTuple):
+    """Reasons for which a wait ends with an error."""
+
+    is_late: bool
+    """True if the wait has reached its time limit."""
+    is_terminated: bool
+    """True if the wait has lasted for `TERM_S` seconds after a SIGTERM."""
+    departed_code: int | None
+    """Exit code of an awaited rank that will never come; None if there is none."""
+
+
+def judge_wait(
+    elapsed: float, limit: float, since_sigterm: float, is_paused: bool, departed_code: int | None
+) -> Verdict | None:
+    """Return why a wait has to end now, or None if it continues; a pure function.
+
+    :param elapsed: seconds since the time limit was started last
+    :param limit: time limit in seconds
+    :param since_sigterm: seconds for which the wait has lasted after a SIGTERM; not positive: none
+    :param is_paused: whether any rank is paused, which suspends the limit and a SIGTERM
+    :param departed_code: exit code of an awaited rank that will never come; None if there is none
+    """
+    is_late = not is_paused and elapsed >= limit
+    is_terminated = not is_paused and since_sigterm >= TERM_S
+    if is_late or is_terminated or departed_code is not None:
+        return Verdict(is_late, is_terminated, departed_code)
+    return None
+
+
+def start_watchdog(seconds: float, action: Callable[..., object], *args: Any) -> threading.Timer:
+    """Call ``action(*args)`` in another thread after ``seconds``, unless the result is cancelled.
+
+    A watchdog limits a call that this process cannot interrupt, such as a call of MPI. It does not
+    prevent the exit of the process.
+    """
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), action, args)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 class Deadline:
@@ -241,6 +305,7 @@ class Deadline:
             in another call, or `TERM_S` seconds after SIGTERM
         """
         begin = time.monotonic()
+        monitor = this_rank.monitor
         wait = (
             monitor.start_wait(self.seconds, awaited_ranks)
             if monitor is not None and awaited_ranks is not None
@@ -277,29 +342,38 @@ class Deadline:
             now = time.monotonic()
             if now - self._start >= self.seconds and extension.extends():
                 self._start = now
-            departed_code = wait.poll() if wait is not None else None  # receives statuses
-            if wait is not None and monitor is not None and monitor.has_paused():
+            is_paused = False
+            departed_code = None
+            since_sigterm = 0.0
+            if wait is not None:
+                departed_code = wait.poll()  # receives statuses
+                is_paused = wait.is_paused()
+                since_sigterm = now - max(begin, this_rank.sigterm_time)
+            if is_paused:
                 self._start = now  # a whole limit is left, too, if the pause ends before this limit
-            stopped = (
-                wait is not None
-                and now - max(begin, sigterm_time) >= TERM_S
-                and not any_rank_paused()
+            verdict = judge_wait(
+                now - self._start, self.seconds, since_sigterm, is_paused, departed_code
             )
-            is_over = now - self._start >= self.seconds
-            if is_over or stopped or departed_code is not None:
-                message = (
-                    f", in {current_call}, which all ranks have to call" if current_call else ""
-                )
-                faults = [
-                    wait.describe_fault(departed_code) if wait is not None else "",
-                    "SIGTERM was received" * stopped,
-                ]
-                message = "; ".join(filter(None, [what() + message, *faults]))
-                waited = self.seconds if is_over else round(now - begin, 1)
-                raise WaitTimeoutError(f"{message} (waited {waited:g} s)", departed_code or 0)
+            if verdict is not None:
+                raise self._error(verdict, what(), wait, now - begin)
             if not rest() and now - begin >= SPIN_S:
                 time.sleep(pause)
                 pause = min(LONGEST_S, 1.2 * pause)
+
+    def _error(self, verdict: Verdict, what: str, wait: Any, waited: float) -> WaitTimeoutError:
+        """Return the error of a wait that ends.
+
+        :param verdict: reasons for which the wait ends
+        :param what: description of the wait
+        :param wait: `waits.Wait`, which describes the fault of other ranks, or None
+        :param waited: seconds that the wait has lasted
+        """
+        call = f", in {this_rank.call}, which all ranks have to call" if this_rank.call else ""
+        fault = "" if wait is None else wait.describe_fault(verdict.departed_code)
+        signal = "SIGTERM was received" if verdict.is_terminated else ""
+        message = "; ".join(filter(None, [what + call, fault, signal]))
+        seconds = self.seconds if verdict.is_late else round(waited, 1)
+        return WaitTimeoutError(f"{message} (waited {seconds:g} s)", verdict.departed_code or 0)
 
 
 def sharp_timers() -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Environment variables of launchers: comparison with MPI, and hiding them from frameworks."""
+"""Environment variables of launchers, which are compared with MPI and hidden from frameworks."""
 
 import contextlib
 import os
@@ -35,7 +35,11 @@ class LaunchError(UserError):
 
 
 def launcher_ranks(env: Mapping[str, str]) -> list[tuple[int, int, str]]:
-    """Return (rank, number of ranks, variable of that number) for each launcher that set them."""
+    """Return the rank and the number of ranks from each launcher that has set both.
+
+    :param env: environment variables
+    :return: for each launcher, the rank, the number of ranks, and the variable of that number
+    """
     return [
         (int(env[rank]), int(env[count]), count)
         for rank, count in LAUNCHERS
@@ -149,7 +153,7 @@ def check_library(library: str, env: Mapping[str, str]) -> None:
     raise LaunchError(f"{text} {_name(library)}: {MISMATCH}", rank)
 
 
-MISMATCH = (
+MISMATCH = (  # the remedy in several messages
     "the launcher and MPI do not match. With Slurm, use `srun --mpi=pmi2` for MPICH or "
     "`srun --mpi=pmix` for Open MPI; otherwise start with the mpiexec of this MPI, or point "
     "mpi4py at the launcher's library (MPI4PY_LIBMPI=/path/to/libmpi.so.12). For one rank on "
@@ -163,7 +167,10 @@ def _name(library: str) -> str:
 
 
 def job_id(env: Mapping[str, str]) -> str:
-    """Return an identifier of this launch, equal on all its ranks; "" if there is none."""
+    """Return an identifier of this launch, which is equal on all of its ranks, or "".
+
+    :param env: environment variables
+    """
     for names in (("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("FLUX_JOB_ID",)):
         if all(name in env for name in names):
             words = [*(env[name] for name in names), env.get("SLURM_RESTART_COUNT", "0")]
@@ -175,7 +182,10 @@ def job_id(env: Mapping[str, str]) -> str:
 
 
 def _ancestors() -> Iterator[tuple[int, str, list[str]]]:
-    """Yield process ID, name and command line of the parent, its parent, etc.; Linux only."""
+    """Yield process ID, name and command line of each ancestor of this process, the parent first.
+
+    On systems other than Linux, nothing is yielded.
+    """
     process = os.getppid()
     with contextlib.suppress(OSError, ValueError, IndexError):
         while process > 1:
@@ -188,6 +198,7 @@ def _ancestors() -> Iterator[tuple[int, str, list[str]]]:
 
 
 STARTERS = {"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun"}
+"""Names of the programs that start the ranks of a job."""
 
 
 def terminal_of_launcher() -> str | None:
@@ -205,6 +216,7 @@ def terminal_of_launcher() -> str | None:
 
 
 FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
+"""Modules of the frameworks that `MISREAD` misleads."""
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """Variables set by torchrun, and by wrappers of srun and mpirun that imitate it."""
 # Keep FLUX_JOB_SIZE, because no other variable tells how many ranks of a host share its GPUs.

@@ -20,10 +20,8 @@ LOCAL = (
     ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Variables of launchers with this rank's number on its host and the number of ranks there; those
-of an inner launcher come first."""
-
-
+"""Environment variables of launchers: the number of this rank on its host, and the number of ranks
+of the host. If a launcher starts another one, the variables of the inner launcher come first."""
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """Variables by which launchers assign some of the host's GPUs to a rank."""
 
@@ -81,10 +79,15 @@ def resolve_auto(
 
 
 def gpus_per_rank(environ: Mapping[str, str], count: int, ranks: int, on_host: int | None) -> int:
-    """Return how many of the ``count`` GPUs that torch sees each of the host's ranks uses.
+    """Return the number of GPUs that each rank of the host uses.
 
-    The ranks divide the GPUs among them, unless the launcher has done so. If there are more ranks
-    than GPUs, each uses one, together with others.
+    The ranks divide the GPUs that torch sees, unless the launcher has divided them. If there are
+    more ranks than GPUs, each rank uses one GPU and shares it with others.
+
+    :param environ: variables of the launcher
+    :param count: number of GPUs that torch sees
+    :param ranks: number of ranks of the host
+    :param on_host: number of GPUs of the host; None: ask the system
     """
     assigned = launcher_assigns(environ, count, ranks, on_host)
     return count if ranks == 1 or assigned else max(1, count // ranks)
@@ -93,7 +96,13 @@ def gpus_per_rank(environ: Mapping[str, str], count: int, ranks: int, on_host: i
 def launcher_assigns(
     environ: Mapping[str, str], count: int, ranks: int, on_host: int | None
 ) -> bool:
-    """Return whether the launcher assigns GPUs to each rank; ``count``: GPUs that torch sees."""
+    """Return whether the launcher assigns to each rank GPUs of its own.
+
+    :param environ: variables of the launcher
+    :param count: number of GPUs that torch sees
+    :param ranks: number of ranks of the host
+    :param on_host: number of GPUs of the host; None: ask the system
+    """
     slurm = environ.get("SLURM_GPUS_ON_NODE", "")
     if slurm.isdigit() and int(slurm) > count:
         return True
@@ -123,7 +132,7 @@ def check_other_accelerators() -> None:
 def check_device_type(device: "torch.device") -> None:
     """Reject parameters on a device that is neither a CPU nor a GPU of NVIDIA or AMD.
 
-    :raises JobError: for any other type, such as "xpu" or "mps"
+    :raises JobError: if the device has any other type, such as "xpu" or "mps"
     """
     if device.type not in ("cpu", "cuda"):
         raise JobError(
@@ -188,6 +197,7 @@ def _on_host() -> int:
 
 
 def _is_gpu(gpu_id: Path) -> bool:
+    """Return whether AMD's driver describes a GPU by this file, and not a processor."""
     try:
         return gpu_id.read_text().strip() != "0"  # "0" stands for a processor
     except OSError:
@@ -228,6 +238,7 @@ def visible_gpus(visible: int | None = None) -> int:
 
 
 def _parse_devices(devices: str) -> tuple[str, ...]:
+    """Return the torch devices in a value such as "cpu:2" or "cuda:0,2-3"."""
     kind, _, numbers_text = devices.partition(":")
     if kind == "cpu":
         return ("cpu",) * int(numbers_text)

@@ -1,8 +1,9 @@
-"""Nodes that consist of one rank, of k ranks of a host, or of all its ranks; and racks of hosts.
+"""Assignment of ranks to nodes, and of hosts to racks.
 
-If a node has k ranks, its slots are distributed over k processes. The ranks with equal local rank
-in all nodes are inter-node ranks: they exchange their part of the model with each other, and rank
-i of their world is node i.
+A node consists of one rank, of k ranks of a host, or of all ranks of a host. If a node has k ranks,
+its slots are distributed over k processes. The ranks with equal local rank in all nodes are
+inter-node ranks: they exchange their part of the model with each other, and rank i of their world
+belongs to node i.
 """
 
 import os
@@ -25,7 +26,12 @@ class SubWorld(Communicator):
     """Some of a world's ranks, with new rank numbers; it is freed with that world."""
 
     def __init__(self, world: World, color: int, key: int):
-        """Split ``world`` by ``color``, with ranks in the order of ``key``; collective over it."""
+        """Split ``world`` as MPI_Comm_split does; collective over ``world``.
+
+        :param world: world to split
+        :param color: number that is equal on the ranks of the same new world
+        :param key: number that orders the ranks of the new world
+        """
         comm = with_timeout(world.comm, world.timeout_s).Split(color, key)
         members = comm.allgather(world.rank)
         super().__init__(comm, tuple(world.hosts[rank] for rank in members), world.timeout_s)
@@ -96,13 +102,15 @@ def assign_nodes(
 ) -> list[tuple[int, int]]:
     """Return the node and the local rank of each rank.
 
-    :param host: number of each rank's host
+    :param host: number of each rank's host, which is equal for the ranks of a host
     :param names: host name of each rank
     :param ranks_per_node: as for :func:`group_ranks`
     :raises JobError: if the number of ranks of some host does not fit
     """
     ranks_on = Counter(host)
-    host_names = {number: f"{names[list(host).index(number)]}" for number in ranks_on}
+    host_names: dict[int, str] = {}
+    for number, name in zip(host, names, strict=True):
+        host_names.setdefault(number, name)
     setting = f'{SETTING} = "host"' if ranks_per_node == "host" else f"{SETTING} = {ranks_per_node}"
     if ranks_per_node == "host" and len(set(ranks_on.values())) > 1:
         largest = max(ranks_on, key=ranks_on.__getitem__)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpigossip.cluster import deadline, uncaught
-from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, prctl
+from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, prctl, start_watchdog
+from mpigossip.cluster.endings import ACTIONS, Action, Cause, Others
 from mpigossip.cluster.launcher import job_id, launcher_ranks
 from mpigossip.cluster.local_devices import make_current_before_mpi
 from mpigossip.cluster.starting import Start
@@ -26,15 +27,23 @@ from mpigossip.config.readable import print_note
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-TIMEOUT_S = 300.0  # seconds; default of `node.timeout_s`
-ABORT_S = 3.0  # seconds that MPI_Abort may take to end this rank
-READ_S = 0.1  # seconds for the launcher to read the output; Open MPI's discards the rest
-LEAVE_S = 10.0  # seconds that a rank with a bad exit code waits for the others to end, too
-PROGRESS = "mpigossip-progress"  # name of threads that call MPI
+TIMEOUT_S = 300.0
+"""Default of `node.timeout_s`, in seconds."""
+ABORT_S = 3.0
+"""Seconds that MPI_Abort may take to end this rank."""
+READ_S = 0.1
+"""Seconds between the last output of this rank and an abort, so that the launcher reads the output.
 
+The launcher of Open MPI discards output that it has not read before the abort.
+"""
+LEAVE_S = 10.0
+"""Seconds for which a rank that ends by an error waits for the other ranks to end, too."""
+PROGRESS = "mpigossip-progress"
+"""Name of threads that call MPI."""
 PR_SET_PDEATHSIG = 1
-
+"""Number of the option of Linux's ``prctl`` that sends a signal when the parent ends."""
 _start: Start | None = None
+"""The start of MPI, which is watched; None if this process was started alone."""
 _devices = "auto"
 """Value of `node.devices`, whose first GPU is made current before MPI starts."""
 
@@ -72,7 +81,10 @@ def check_process() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Send SIGTERM to this process when the thread that started it ends, or has ended; Linux."""
+    """Let this process receive SIGTERM when the thread that started it ends, on Linux.
+
+    :param parent: process ID of the parent; if it has ended already, the signal is sent now
+    """
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         signal.raise_signal(signal.SIGTERM)
@@ -81,9 +93,9 @@ def end_with(parent: int) -> None:
 def before_mpi(
     folder: Path | None = None, timeout_s: float = TIMEOUT_S, devices: str | None = None
 ) -> float:
-    """Start watching the start of MPI, before MPI is imported, and return the time limit.
+    """Watch the start of MPI from now on, before MPI is imported, and return the time limit.
 
-    A process that was started alone, or without a launcher, has nothing to watch.
+    If this process was started alone, or without a launcher, there is nothing to watch.
 
     :param folder: run directory, in which ranks detect each other before MPI has started; None: a
         temporary directory
@@ -100,9 +112,12 @@ def before_mpi(
 
 
 def _shared(folder: Path | None) -> Path:
-    """Return a folder for the ranks' files, in ``folder`` or in the temporary directory.
+    """Create the folder for the ranks' files, if it does not exist, and return its path.
 
-    A folder in the temporary directory must belong to this user, so that others can't interfere.
+    A folder in the temporary directory must belong to this user, so that others cannot interfere.
+
+    :param folder: folder in which it is created; None, or a folder that cannot be written to: the
+        temporary directory
     """
     name = f"ranks-{job_id(os.environ)}"
     if folder is not None:
@@ -131,7 +146,7 @@ def start_mpi() -> None:
 
 
 def started() -> None:
-    """End the watch, because MPI runs on all ranks."""
+    """Stop watching the start of MPI, because MPI runs on all ranks."""
     if _start is not None:
         _start.over()
 
@@ -146,9 +161,7 @@ def abort(comm: "MPI.Comm", code: int) -> None:
 
     sys.stdout.flush()
     time.sleep(READ_S)
-    watch = threading.Timer(ABORT_S, os._exit, (code,))
-    watch.daemon = True
-    watch.start()
+    start_watchdog(ABORT_S, os._exit, code)
     # With fault tolerance, Open MPI's launcher counts a rank that a signal ends as a success: let
     # libc's `_exit` handle SIGTERM, which ends the rank with the signal's number as exit code.
     library = ctypes.CDLL(None)
@@ -160,17 +173,19 @@ def abort(comm: "MPI.Comm", code: int) -> None:
 
 
 class ExitHandler:
-    """Exit of this process from MPI, once per process, after the last World."""
+    """Exit of this process from MPI, which happens once, after the last World."""
 
     def __init__(self) -> None:
         self.code = 0
+        """Exit code of the error that left the world or was not caught; 0 if there is none."""
         self.cause = ""
+        """Type and message of the exception that left the world; "" if there is none."""
         self.survivors: MPI.Intracomm | None = None
         """Communicator of the survivors after a rank failure."""
         self.status: Any = None
         """Exit status of the program; None if it is not known."""
         self.before_finalize: list[Callable[[MPI.Comm], None]] = []
-        """Collective functions that release what an exception has left open."""
+        """Collective functions that release resources which an exception has left open."""
         self._prepared = False
 
     def prepare(self, finalize: bool, comm: Any) -> None:
@@ -198,26 +213,20 @@ class ExitHandler:
         if MPI.Is_finalized():
             return
         exit_after_failure(self.code)
-        with deadline.user_call(f"{deadline.END_PREFIX}program"):
-            uncaught_here = getattr(sys, "last_value", None)
-            code = self.code or uncaught.code(uncaught_here or SystemExit(self.status))
-            deadline.announce(deadline.EXITED - (code & 255))
-        # Wait here instead of in MPI_Finalize: this uses no core, and can be abandoned.
-        limit = LEAVE_S if self.code else float("inf")
-        stuck = bytearray([any(thread.name == PROGRESS for thread in threading.enumerate())])
-        try:
-            request = comm.Iallreduce(MPI.IN_PLACE, [stuck, MPI.BYTE], MPI.BOR)
-            Deadline(limit).wait(request.Test, lambda: "other ranks still run")
-        except WaitTimeoutError as late:
-            host = MPI.Get_processor_name()
-            text = f"mpigossip: rank {comm.rank} on {host} ended by {self.cause}; {late}"
-            os.write(2, f"{text}: stopping the job\n".encode(errors="replace"))
+        code = self.code or uncaught.code(
+            getattr(sys, "last_value", None) or SystemExit(self.status)
+        )
+        cause = Cause.ERROR if self.code else Cause.EXIT
+        action = ACTIONS[cause, self._wait_for_others(comm, code)]
+        if action is Action.ABORT:
+            name = f"rank {comm.rank} on {MPI.Get_processor_name()}"
+            late = f"other ranks still run (waited {LEAVE_S:g} s)"
+            uncaught.write_stderr(
+                f"mpigossip: {name} ended by {self.cause}; {late}: stopping the job"
+            )
             abort(comm, self.code)
-        if stuck[0]:
-            # A thread was abandoned in a call of MPI: the collective MPI_Finalize would hang.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        if action is Action.EXIT_NOW:
+            _exit_now(code)
         for release in self.before_finalize:
             with contextlib.suppress(MPI.Exception):  # MPI_Finalize then reports what is open
                 release(comm)
@@ -226,16 +235,43 @@ class ExitHandler:
             # `uncaught.exit_now` needs.
             ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
-    def _leave_fork(self, finalize: bool) -> None:
-        """End a fork without MPI; the rank continues in its own process.
+    def _wait_for_others(self, comm: "MPI.Comm", code: int) -> Others:
+        """Wait until all ranks exit, and answer ranks that wait for this one; collective.
 
-        If mpi4py initialized MPI, it finalizes MPI when the interpreter ends. That would log the
-        rank off the launcher, so the process ends here.
+        Here instead of in MPI_Finalize, the wait uses no core, and can be abandoned: after an error
+        it lasts `LEAVE_S` seconds.
+
+        :param comm: communicator of all ranks
+        :param code: exit code of this process
+        """
+        from mpi4py import MPI
+
+        stuck = bytearray([any(thread.name == PROGRESS for thread in threading.enumerate())])
+        request = comm.Iallreduce(MPI.IN_PLACE, [stuck, MPI.BYTE], MPI.BOR)
+        self._keep_alive = request, stuck  # MPI may write to them after the time limit
+
+        def all_ranks_exit() -> bool:
+            with deadline.user_call(f"{deadline.END_PREFIX}program", ordered=False):
+                deadline.answer(deadline.EXITED - (code & 255))
+            return request.Test()
+
+        try:
+            limit = LEAVE_S if self.code else float("inf")
+            Deadline(limit).wait(all_ranks_exit, lambda: "other ranks still run")
+        except WaitTimeoutError:
+            return Others.RUNNING
+        return Others.STUCK if stuck[0] else Others.EXITING
+
+    def _leave_fork(self, finalize: bool) -> None:
+        """End a fork without using MPI; the rank continues in its own process.
+
+        If mpi4py has initialized MPI, it finalizes MPI when the interpreter ends. In a fork, this
+        would disconnect the rank from the launcher, so that the fork has to end before.
+
+        :param finalize: True if this package has initialized MPI
         """
         if not finalize:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(uncaught.code(getattr(sys, "last_value", None) or SystemExit(self.status)))
+            _exit_now(uncaught.code(getattr(sys, "last_value", None) or SystemExit(self.status)))
 
 
 exit_handler = ExitHandler()
@@ -252,18 +288,30 @@ def exit_after_failure(code: int) -> None:
     with contextlib.suppress(Exception):
         request = exit_handler.survivors.Ibarrier()
         Deadline(LEAVE_S).wait(request.Test, lambda: "other ranks still run")
+    _exit_now(code)
+
+
+def _exit_now(code: int) -> NoReturn:
+    """End this process without MPI_Finalize and without the exit functions of the interpreter."""
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 
 def report_unused(nodes: int) -> None:
-    """Report at exit that nodes have exchanged nothing; what exchanges unregisters this."""
+    """Report at the exit of the program that its nodes have exchanged nothing.
+
+    An object that exchanges unregisters this function.
+
+    :param nodes: number of nodes
+    """
     if not exit_handler.code and not is_fork():
         text = f"{nodes} nodes exchanged nothing, so each has a model of its own; write "
         print_note(f"{text}optimizer = mpigossip.Gossip(world, model, optimizer)")
 
 
 def prints_shared_messages() -> bool:
-    """Return whether this process is the first live rank, which prints messages that all share."""
+    """Return whether this process prints the messages that all ranks share: the first live rank."""
     if exit_handler.survivors is not None:
         return exit_handler.survivors.rank == 0
     mpi = sys.modules.get("mpi4py.MPI")
@@ -273,7 +321,10 @@ def prints_shared_messages() -> bool:
 
 
 def libraries() -> list[str]:
-    """Return the sorted paths of the shared libraries loaded here; Linux only, otherwise empty."""
+    """Return the sorted paths of the shared libraries that this process has loaded.
+
+    On systems other than Linux, the list is empty.
+    """
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     return sorted({line.split(maxsplit=5)[5] for line in lines if ".so" in line})

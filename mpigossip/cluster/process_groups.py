@@ -1,6 +1,6 @@
-"""Process groups of torch, between MPI ranks or their slots, opened without a rendezvous server.
+"""Process groups of torch between MPI ranks or their slots, which need no rendezvous server.
 
-The backends are NCCL on GPUs (untested on more than one) and gloo on CPUs.
+The backend is NCCL on GPUs (NCCL has not been tested with more than one GPU) and gloo on CPUs.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from mpigossip.config.errors import Failure, JobError
 REFUSED = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_LAUNCH_MODE": "GROUP"}
 """Variables with which NCCL calls of several threads wait for each other forever."""
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Variable that sets whether the watchdog of torch ends the process at a time limit."""
 launch_lock = threading.Lock()
 """Lock held while NCCL calls of several slots are launched.
 
@@ -38,6 +39,7 @@ class GroupRank(NamedTuple):
     """Name that is equal on all ranks of the group and differs between groups of the same call."""
     rank: int
     size: int
+    """Number of ranks of the group."""
     device: str
 
 
@@ -52,7 +54,7 @@ def open_groups(
     """Open a process group for each entry of ``group_ranks``; collective over ``world``.
 
     Each group is connected in a thread of its own; the store's keys are exchanged by MPI.
-    Afterwards, each group is used by one thread, whose current device is that of its entry.
+    Afterwards, each group is used by one thread, in which the device of its entry is current.
 
     :param world: ranks that open groups
     :param group_ranks: the ranks that this process takes in groups
@@ -99,7 +101,12 @@ def open_groups(
 def close_groups(
     groups: Sequence[dist.ProcessGroup], devices: Sequence[str], broken: bool = False
 ) -> None:
-    """Release NCCL's communicators; if ``broken``, abort their operations instead of waiting."""
+    """Release the communicators of NCCL.
+
+    :param groups: process groups to close
+    :param devices: device of each group
+    :param broken: whether to abort the operations of the groups instead of waiting for them
+    """
     for group, device in zip(groups, devices, strict=True):
         if is_gpu(device):
             backend: Any = group._get_backend(torch.device(device))
@@ -177,7 +184,14 @@ def _without_watchdog() -> Iterator[None]:
 
 
 def _connected(store: dist.Store, group_rank: GroupRank, limit: timedelta) -> dist.ProcessGroup:
-    """Open one group; the only place that uses torch's constructors, which change with versions."""
+    """Open one process group.
+
+    No other function uses the constructors of torch, which change from version to version.
+
+    :param store: store of this process, which contains the keys of all ranks of the group
+    :param group_rank: rank to take in the group
+    :param limit: time limit of a call on the group
+    """
     device = torch.device(group_rank.device)
     backend_types = dist.ProcessGroup.BackendType
     prefixed = dist.PrefixStore(group_rank.group, store)
@@ -208,7 +222,7 @@ def _store() -> Any:
 
 
 class _ListingStore(dist.Store):
-    """A store that can list its keys, which torch's own store could not before version 2.10."""
+    """Store that can list its keys; the stores of torch before version 2.10 cannot."""
 
     def __init__(self) -> None:
         super().__init__()

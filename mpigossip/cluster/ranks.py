@@ -1,4 +1,4 @@
-"""The ranks of a job: MPI start-up, launcher check, time limits, agreement and abort on errors.
+"""World of all ranks of a job, its start, and its end after an error or a rank failure.
 
 :func:`world` starts MPI and returns a :class:`World`; `SingleProcess` has the same interface
 without MPI. Importing this module does not import MPI.
@@ -14,9 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mpigossip.cluster import deadline, process, uncaught
+from mpigossip.cluster import process, uncaught
 from mpigossip.cluster.agreement import Communicator, with_timeout
-from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, sharp_timers
+from mpigossip.cluster.deadline import (
+    Deadline,
+    WaitTimeoutError,
+    announce_end,
+    sharp_timers,
+    this_rank,
+)
+from mpigossip.cluster.endings import ACTIONS, Action, Cause, Others
 from mpigossip.cluster.launcher import (
     LaunchError,
     check_alone,
@@ -30,7 +37,7 @@ from mpigossip.cluster.process import TIMEOUT_S, exit_handler
 from mpigossip.cluster.waits import WaitMonitor
 from mpigossip.cluster.world import Nodes
 from mpigossip.cluster.world import SingleProcess as SingleProcess
-from mpigossip.config.errors import FAILED, Failure
+from mpigossip.config.errors import FAILED
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,7 +45,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 keep_alive: list[Any] = []
-"""Objects abandoned after a rank failure: MPI may write to them, and some cannot be freed."""
+"""Objects that are no longer used after a rank failure, but must not be deleted.
+
+MPI may still write to them, and some of them cannot be freed.
+"""
 
 
 NODE_GROUP_S = 3600.0
@@ -101,8 +111,8 @@ class World(Communicator):
             if self.size == 1
             else WaitMonitor(with_timeout(comm, timeout_s).Dup().plain, self.hosts)
         )
-        deadline.monitor = self._monitor
-        deadline.ordered_calls = 0
+        this_rank.monitor = self._monitor
+        this_rank.ordered_calls = 0
 
     def group_into_nodes(self, ranks_per_node: int | str) -> None:
         """Group the ranks of each host into nodes; collective.
@@ -141,7 +151,7 @@ class World(Communicator):
         self.isolated = False
         exit_handler.survivors = comm
         keep_alive.append(self._monitor)
-        self._monitor = deadline.monitor = (
+        self._monitor = this_rank.monitor = (
             None if self.size == 1 else WaitMonitor(comm.Dup(), self.hosts, False)
         )
 
@@ -192,12 +202,12 @@ class World(Communicator):
             self._open = False
             self.resources.close()
             if not self.shrunk:
-                with deadline.announce_end(deadline.steps_done, what="world"):
+                with announce_end(this_rank.steps, what="world"):
                     self.drain_agreements()
             sys.excepthook, threading.excepthook = self._hooks
             self.after_close.close()
-            if deadline.monitor is self._monitor:
-                deadline.monitor = None
+            if this_rank.monitor is self._monitor:
+                this_rank.monitor = None
             if not self.shrunk:
                 if self._monitor is not None:
                     self._monitor.close(self.timeout_s)
@@ -227,19 +237,18 @@ class World(Communicator):
         error_keys = (
             None if self._monitor is None else uncaught.errors_of_all_ranks(self._monitor, error)
         )
-        if (
-            error_keys is None
-        ):  # some ranks continue, or wait for this rank, which then reports for all
+        others = Others.of(error_keys)
+        if error_keys is None:
             uncaught.wait_turn(self.rank)
-            if self._monitor is None or self._monitor.claim_report():
-                uncaught.write_stderr(uncaught.format_error(error, self._name))
+            reports = self._monitor is None or self._monitor.claim_report()
         else:  # the first rank of each kind of exception reports it
-            if error_keys.index(error_keys[self.rank]) == self.rank:
-                name = "" if len(set(error_keys)) == 1 else self._name
-                uncaught.write_stderr(uncaught.format_error(error, name, f"all {self.size} ranks"))
-            # in a Failure, exchanges may be open, and MPI would wait for them
-            if not isinstance(error, Failure):
-                uncaught.exit_now(exit_handler.code)
+            reports = error_keys.index(error_keys[self.rank]) == self.rank
+        if reports:
+            name = "" if others is Others.SAME_ERROR else self._name
+            uncaught.write_stderr(uncaught.format_error(error, name, f"all {self.size} ranks"))
+        if ACTIONS[Cause.of(error), others] is Action.FINALIZE:
+            uncaught.exit_now(exit_handler.code)
+        if error_keys is not None:
             uncaught.wait_turn(self.rank)
         self.abort(exit_handler.code)
 

@@ -1,8 +1,10 @@
 """Start of MPI, watched by a thread that names missing ranks and ends this rank if MPI hangs.
 
 MPI_Init waits for all ranks without a time limit. It is called through ctypes, which releases the
-interpreter's lock. Until MPI runs, each rank keeps a file with its rank in the name in a folder
-that the ranks share. Ranks that fail later are reported by the launcher.
+interpreter's lock. Until MPI runs, each rank keeps a file HOST/RANK.PROCESS in a folder that the
+ranks share. A rank lists the files of its own host repeatedly, but the files of all hosts only at
+the time limit: otherwise, n ranks would list n² files each time. Ranks that fail later are reported
+by the launcher.
 """
 
 import atexit
@@ -14,6 +16,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from mpigossip.config.errors import FAILED
 from mpigossip.config.readable import abbreviate
@@ -27,6 +30,15 @@ REPORTED = "said"
 FAULT = "all ranks wait for it, so the network between them may be at fault"
 STALE_S = 3600.0
 """Age in seconds from which on a folder of another launch counts as left behind by killed ranks."""
+
+
+class StartedRank(NamedTuple):
+    """A rank whose file exists."""
+
+    process: int
+    host: str
+    has_entered: bool
+    """True if the rank has called MPI_Init."""
 
 
 class Start:
@@ -46,9 +58,10 @@ class Start:
         self._folder = folder
         self._host = os.uname().nodename
         self._process = os.getpid()
-        self._file = folder / f"{rank}.{self._process}.{self._host}"
+        self._file = folder / self._host / f"{rank}.{self._process}"
         self._began = time.monotonic()
         self._entered = float("inf")
+        self._all_started = False
         self._watched: dict[int, tuple[int, int]] = {}
         """Rank and process ID of this host's ranks, by the descriptor that reports their exit."""
         self._over = threading.Event()
@@ -58,6 +71,7 @@ class Start:
                     if other != folder and time.time() - other.stat().st_mtime > STALE_S:
                         shutil.rmtree(other, ignore_errors=True)
         with contextlib.suppress(OSError):
+            self._file.parent.mkdir(exist_ok=True)
             self._file.touch()
         atexit.register(self.over)
         threading.Thread(target=self._watch, daemon=True).start()
@@ -80,14 +94,19 @@ class Start:
     def over(self) -> None:
         """End the watch, because MPI runs or this rank exits, and remove the file of this rank.
 
-        The last rank removes the folder, too.
+        The last rank of a host removes the folder of the host, and the last of all ranks removes
+        the shared folder.
         """
         self._over.set()
         if os.getpid() != self._process:  # In a fork, keep the file: it shows that the parent runs.
             return
         with contextlib.suppress(OSError):
             self._file.unlink()
-            if all(file.name == REPORTED for file in self._folder.iterdir()):
+            self._file.parent.rmdir()  # raises an error unless this is the last rank of the host
+            # `scandir` reads the folder as far as needed; other hosts may have thousands of ranks.
+            with os.scandir(self._folder) as entries:
+                is_last = all(entry.name == REPORTED for entry in entries)
+            if is_last:
                 shutil.rmtree(self._folder)
 
     def _watch(self) -> None:
@@ -99,16 +118,26 @@ class Start:
                 reason = f"rank {rank} of {self._size} on {self._host} (process {process}) ended"
                 self._end(f"{reason} before MPI had started")
             self._watch_local_ranks()
-            missing = self._describe_missing()
-            # Before it enters MPI_Init, a rank on a busy host may load modules for long; that is no
-            # wait for other ranks.
-            waited = time.monotonic() - (self._began if missing else self._entered)
-            if waited >= self._timeout_s and not self._over.is_set():
-                reason = f"MPI has not started within {self._timeout_s:g} s (node.timeout_s)"
-                late = self._describe_late()
-                self._end(f"{reason}: {'; '.join(filter(None, [late, missing])) or FAULT}")
+            if time.monotonic() - self._began >= self._timeout_s and not self._over.is_set():
+                self._check_limit()
         for descriptor in self._watched:
             os.close(descriptor)
+
+    def _check_limit(self) -> None:
+        """End this rank if the time limit is over, counted from MPI_Init if all ranks have started.
+
+        Before it enters MPI_Init, a rank on a busy host may load modules for long; that is no wait
+        for other ranks.
+        """
+        missing = ""
+        if not self._all_started:
+            missing = self._describe_missing()
+            self._all_started = not missing
+        is_late = bool(missing) or time.monotonic() - self._entered >= self._timeout_s
+        if is_late and not self._over.is_set():
+            late = self._describe_late()
+            reason = f"MPI has not started within {self._timeout_s:g} s (node.timeout_s)"
+            self._end(f"{reason}: {'; '.join(filter(None, [late, missing])) or FAULT}")
 
     def _end(self, reason: str) -> None:
         """End this rank; report the reason unless another rank has."""
@@ -123,20 +152,20 @@ class Start:
         self.over()
         os._exit(FAILED)
 
-    def _started_ranks(self) -> dict[int, str]:
-        """Return the names of the ranks' files, without the leading rank, by rank."""
+    def _started_ranks(self) -> dict[int, StartedRank]:
+        """Return the ranks of all hosts whose files exist, by rank."""
+        ranks: dict[int, StartedRank] = {}
         with contextlib.suppress(OSError):
-            names = (file.name.partition(".") for file in self._folder.iterdir())
-            return {int(rank): rest for rank, _, rest in names if rank.isdigit()}
-        return {}
+            for host_folder in self._folder.iterdir():
+                ranks |= _ranks_in(host_folder)
+        return ranks
 
     def _watch_local_ranks(self) -> None:
         """Watch for exits of this host's ranks (Linux); ranks of earlier launches no longer run."""
-        for rank, rest in self._started_ranks().items():
-            process, _, host = rest.removesuffix(ENTERED).partition(".")
-            if host == self._host and (rank, int(process)) not in self._watched.values():
+        for rank, started in _ranks_in(self._file.parent).items():
+            if (rank, started.process) not in self._watched.values():
                 with contextlib.suppress(OSError, AttributeError):
-                    self._watched[os.pidfd_open(int(process))] = rank, int(process)
+                    self._watched[os.pidfd_open(started.process)] = rank, started.process
 
     def _describe_missing(self) -> str:
         started = self._started_ranks()
@@ -146,12 +175,22 @@ class Start:
 
     def _describe_late(self) -> str:
         late = {
-            r: rest
-            for r, rest in sorted(self._started_ranks().items())
-            if not rest.endswith(ENTERED)
+            rank: started
+            for rank, started in sorted(self._started_ranks().items())
+            if not started.has_entered
         }
-        names = abbreviate(
-            [f"{rank} on {rest.partition('.')[2]}" for rank, rest in late.items()], 8
-        )
+        names = abbreviate([f"{rank} on {started.host}" for rank, started in late.items()], 8)
         text = f"{len(late)} of {self._size} ranks have started but not called MPI_Init: {names}"
         return text if late else ""
+
+
+def _ranks_in(host_folder: Path) -> dict[int, StartedRank]:
+    """Return the ranks of one host whose files exist, by rank; none if it is not a folder."""
+    ranks: dict[int, StartedRank] = {}
+    with contextlib.suppress(OSError):
+        for file in host_folder.iterdir():
+            rank, _, process = file.name.removesuffix(ENTERED).partition(".")
+            if rank.isdigit() and process.isdigit():
+                entered = file.name.endswith(ENTERED)
+                ranks[int(rank)] = StartedRank(int(process), host_folder.name, entered)
+    return ranks

@@ -1,4 +1,7 @@
-"""Reports of uncaught exceptions: one per job, without a traceback for user errors."""
+"""Reports of exceptions that a program has not caught.
+
+A job prints one report, which contains a traceback unless the exception is a user error.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpigossip.cluster.deadline import start_watchdog
 from mpigossip.config.errors import FAILED, WRONG, Failure, UserError
 from mpigossip.config.user_code import user_frame
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from mpigossip.cluster.waits import WaitMonitor
 
 INTERRUPTED = 130
+"""Exit code after an interrupt, by the convention of shells."""
 ALL_S = 1.0
 """Seconds to wait for the other ranks to end by the same exception."""
 TURN_S = 0.05
@@ -64,7 +68,7 @@ def format_error(error: BaseException, rank: str = "", every: str = "", where: s
 def error_key(error: BaseException) -> bytes:
     """Return a key that is equal for the same exception on several ranks: type and line."""
     key = type(error).__name__
-    # these are raised wherever a rank happens to be
+    # Ranks may raise these at different lines for the same reason.
     if not isinstance(error, KeyboardInterrupt | Failure):
         last = traceback.extract_tb(error.__traceback__)[-1:]
         key += "".join(f"{frame.filename}:{frame.lineno}" for frame in last)
@@ -89,23 +93,24 @@ def write_stderr(text: str) -> None:
 
 
 def wait_turn(rank: int) -> None:
-    """Wait so that lower ranks report first, which ends the job."""
+    """Wait for a time that grows with the rank, because the first report ends the job."""
     time.sleep(TURN_S * min(rank, 20))
 
 
 def exit_now(number: int) -> None:
-    """End this process with exit code ``number``, from within an exception hook."""
+    """End this process with exit code ``number``; called from an exception hook."""
     sys.stdout.flush()
-    watch = threading.Timer(END_S, os._exit, (number,))
-    watch.daemon = True  # it continues until MPI is finalized, which open exchanges may prevent
-    watch.start()
+    # It is never cancelled: open exchanges may prevent the end of MPI_Finalize.
+    start_watchdog(END_S, os._exit, number)
     raise SystemExit(number)
 
 
 def once(error: LaunchError) -> Callable:
-    """Return an exception hook by which only rank 0 reports a failed launch.
+    """Return an exception hook that lets only rank 0 report a failed launch.
 
-    Every process detects the failure.
+    It is needed because every process detects the failure.
+
+    :param error: error of the launch; the previous hook handles other exceptions
     """
     before = sys.excepthook
 

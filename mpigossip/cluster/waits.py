@@ -6,9 +6,13 @@ itself answers with its own. Each rank numbers the calls that all ranks have to 
 wait in different calls of the same number will never meet, and a rank that has reached the end of a
 loop does not return to it: in both cases, the wait ends early. After half of its time limit, a rank
 also informs the first ranks of the world. At the limit, the error names the awaited ranks that have
-sent nothing: they are computing, stopped or unreachable. As long as no wait is long, no message is
-sent, not even when a world closes. Only a rank that exits while its world is open announces that to
-all ranks.
+sent nothing: they are computing, stopped or unreachable.
+
+As long as no wait is long, no message is sent, not even when a world closes or a rank exits: a rank
+that exits answers the ranks that wait for it, until all ranks exit. A rank sends at most
+`MAX_AWAITED` messages each time its wait has doubled, so that the number of messages of a job grows
+in proportion to its number of ranks. Only a pause and the report of an error are announced to all
+ranks.
 
 An interrupt (Ctrl-C) may arrive between any two instructions. A message is therefore received into
 memory of the `WaitMonitor`, and recorded by operations that can be repeated. If the sending of a
@@ -23,11 +27,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mpigossip.cluster import deadline
 from mpigossip.cluster.deadline import (
     CLOSING,
     END_PREFIX,
@@ -37,6 +40,8 @@ from mpigossip.cluster.deadline import (
     STEP_CALL,
     WAITING,
     WORKING,
+    Deadline,
+    this_rank,
 )
 from mpigossip.config.readable import abbreviate
 
@@ -71,6 +76,56 @@ MAX_RECIPIENTS = 64
 """Largest number of ranks, counted from rank 0, that are informed besides the awaited ones."""
 
 
+class Report(NamedTuple):
+    """State of a rank, as it was sent in a message."""
+
+    status: int
+    call: str
+    """Name of the collective call of the user's program that the rank is in; "" outside of one."""
+    steps: int
+    """Number of steps that the rank has made."""
+    order: int
+    """Number of the call among the rank's calls; 0 for a call without a number."""
+    since: float = 0.0
+    """Time, by `time.monotonic`, at which a message with this content arrived first."""
+
+    @property
+    def ends(self) -> bool:
+        """Return whether the rank ends a loop, its world or the program."""
+        return self.call.startswith(END_PREFIX)
+
+
+def waits_elsewhere(own: Report, other: Report) -> bool:
+    """Return whether the other rank waits in another call that has the same number.
+
+    Both ranks should then be in the same call. A rank in a call of another number is only ahead of
+    this rank or behind it, which is not a fault.
+    """
+    same_number = own.order == other.order > 0
+    return other.status == WAITING and same_number and other.call != own.call and not own.ends
+
+
+def departed_code(own: Report, other: Report, now: float) -> int | None:
+    """Return the exit code of a rank that will never come to this rank's call, or None if it may.
+
+    Such a rank has departed, or it waits in another call. The code is 0 if it is not known, and for
+    a rank that waits in another call. A rank that closes its world will come while this rank ends
+    its loop or world, too, because both take part in the same collective calls. A rank with more
+    steps than this rank has already taken part in this step.
+
+    :param own: state of this rank
+    :param other: last report of the other rank
+    :param now: current time, by `time.monotonic`
+    """
+    if other.status > CLOSING and not waits_elsewhere(own, other):
+        return None
+    ends_too = other.status == CLOSING and own.ends
+    has_taken_part = own.call == STEP_CALL and other.steps > own.steps
+    if ends_too or has_taken_part or now - other.since < DEPARTURE_GRACE_S:
+        return None
+    return max(0, EXITED - other.status)
+
+
 class WaitMonitor:
     """Statuses of all ranks of a world: it sends the status of this rank and keeps the others."""
 
@@ -85,12 +140,8 @@ class WaitMonitor:
         self._comm = comm
         self._hosts = hosts
         self._ordered = ordered
-        self._status: dict[int, int] = {}
-        """Last status received from each rank."""
-        self._calls: dict[int, tuple[str, int, float]] = {}
-        """For each rank: its call, its number of steps, and the time at which this was received."""
-        self._orders: dict[int, int] = {}
-        """Number of the call that each rank is in; 0 for a call without a number."""
+        self._reports: dict[int, Report] = {}
+        """Last message received from each rank."""
         self._sent: list[_SentMessage] = []
         self._interrupted: set[_SentMessage] = set()
         """Messages that may or may not have been sent; they are kept because MPI may read them."""
@@ -128,7 +179,7 @@ class WaitMonitor:
         if os.getpid() != self._process:
             return
         with self._send_lock:  # otherwise the end of the pause could be announced before this
-            if deadline.pause_depth and status in (WAITING, WORKING):
+            if this_rank.pause_depth and status in (WAITING, WORKING):
                 status = PAUSED
             started = [sent for sent in self._sent if sent.request is not None]
             self._interrupted |= {*self._sent} - {*started}
@@ -144,7 +195,7 @@ class WaitMonitor:
         sent = _SentMessage(rank)
         self._sent.append(sent)
         self._sent_numbers[rank] += 1
-        fields = (status, deadline.current_call.encode(), deadline.steps_done, deadline.order)
+        fields = (status, this_rank.call.encode(), this_rank.steps, this_rank.order)
         value = np.array((*fields, self._comm.rank, self._sent_numbers[rank]), STATUS_DTYPE)
         sent.value = value.reshape(1).view(np.uint8)
         try:
@@ -175,16 +226,12 @@ class WaitMonitor:
         status, called, steps, order, rank, number = self._arrived[0].tolist()
         if number == 0:
             return
-        call = called.decode()
-        last_call, last_steps, since = self._calls.get(rank, ("", 0, 0.0))
-        last = self._status.get(rank), last_call, last_steps, self._orders.get(rank)
-        if last != (status, call, steps, order):
-            since = time.monotonic()
+        report = Report(status, called.decode(), steps, order, time.monotonic())
+        last = self._reports.get(rank)
         # A rank repeats its message as long as its wait lasts. `DEPARTURE_GRACE_S` is counted from
         # the first of these messages.
-        self._calls[rank] = call, steps, since
-        self._orders[rank] = order
-        self._status[rank] = status
+        if last is None or last[:-1] != report[:-1]:
+            self._reports[rank] = report
         self._received_numbers[rank] = number
         if status in (WAITING, CLOSING):
             waiting.add(rank)
@@ -197,10 +244,16 @@ class WaitMonitor:
         )
         self.receive_status()
 
+    def answer(self, status: int) -> None:
+        """Send the status to the ranks whose messages have arrived and say that they wait."""
+        waiting = self.receive_status()
+        if waiting:
+            self.send_status(waiting, status)
+
     def claim_report(self) -> bool:
         """Return whether this rank is the first to report why the job ends; announce it if so."""
         self.receive_status()
-        if REPORTING in self._status.values():
+        if self._has_status(REPORTING):
             return False
         self.announce(REPORTING)
         return True
@@ -212,46 +265,27 @@ class WaitMonitor:
 
     def has_paused(self) -> bool:
         """Return whether any rank is known to be paused, without receiving messages."""
-        return PAUSED in self._status.values()
+        return self._has_status(PAUSED)
+
+    def _has_status(self, status: int) -> bool:
+        # copied by `list`, because another thread may receive messages
+        return any(report.status == status for report in list(self._reports.values()))
 
     def departed_code(self, awaited_ranks: Callable[[], Iterable[int]]) -> int | None:
         """Return the exit code of an awaited rank that will never come; None if there is none.
 
-        Such a rank has departed, or it waits in another call. The code is 0 if it is not known, and
-        for a rank that waits in another call. A rank that closes its world does not count while
-        this rank ends its loop or world, too, because both take part in the same collective calls.
-        Nor does a rank with more steps than this rank, because it has already taken part in this
-        step.
-
         :param awaited_ranks: function that returns the awaited ranks; no rank stands for all ranks
         """
-        statuses = list(self._status.items())  # copied, because another thread may receive
-        absent = {
-            rank: status
-            for rank, status in statuses
-            if status <= CLOSING or self._waits_elsewhere(rank, status)
+        order = this_rank.order if self._ordered else 0
+        own = Report(this_rank.status, this_rank.call, this_rank.steps, order)
+        now = time.monotonic()
+        codes = {
+            rank: code
+            for rank, report in list(self._reports.items())  # another thread may receive
+            if (code := departed_code(own, report, now)) is not None
         }
-        awaited = {*awaited_ranks()} if absent else ()
-        for rank, status in absent.items():
-            _, steps, since = self._calls[rank]
-            will_come = status == CLOSING and deadline.current_call.startswith(END_PREFIX)
-            will_come |= deadline.current_call == STEP_CALL and steps > deadline.steps_done
-            is_overdue = time.monotonic() - since >= DEPARTURE_GRACE_S
-            if is_overdue and not will_come and (rank in awaited or not awaited):
-                return max(0, EXITED - status)
-        return None
-
-    def _waits_elsewhere(self, rank: int, status: int) -> bool:
-        """Return whether ``rank`` waits in another call that has the same number.
-
-        Both ranks should then be in the same call. A rank in a call of another number is only
-        ahead of this rank or behind it, which is not a fault.
-        """
-        differs = self._calls[rank][
-            0
-        ] != deadline.current_call and not deadline.current_call.startswith(END_PREFIX)
-        order = self._orders[rank] if self._ordered else 0
-        return status == WAITING and differs and order > 0 and order == deadline.order
+        awaited = {*awaited_ranks()} if codes else set()
+        return next((code for rank, code in codes.items() if rank in awaited or not awaited), None)
 
     def next_awaited(self, awaited: Iterable[int]) -> set[int]:
         """Return the next `MAX_AWAITED` awaited ranks, which are informed after `INFORM_S`.
@@ -272,7 +306,11 @@ class WaitMonitor:
         """Describe which awaited ranks are at fault; an empty ``awaited`` stands for all ranks."""
         sorted_ranks = sorted({*awaited} or range(self._comm.size))
         ranks = [rank for rank in sorted_ranks if rank != self._comm.rank]
-        silent = [rank for rank in ranks if self._status.get(rank, WORKING) == WORKING]
+        silent = [
+            rank
+            for rank in ranks
+            if rank not in self._reports or self._reports[rank].status == WORKING
+        ]
         if len(silent) == self._comm.size - 1 > 1:
             return "no message has arrived from any other rank: check the network of this host"
         names = [f"rank {rank} on {self._hosts[rank]}" for rank in silent or ranks]
@@ -285,14 +323,10 @@ class WaitMonitor:
     def describe_other_calls(self) -> list[str]:
         """Return a clause for each set of ranks that wait in another call, or have departed."""
         calls: dict[str, list[int]] = {}
-        for rank, (call, steps, _) in sorted(self._calls.items()):
-            if (
-                self._status.get(rank, WORKING) != WORKING
-                and call
-                and call != deadline.current_call
-            ):
-                text = f"{'has reached' if call.startswith(END_PREFIX) else 'waits in'} {call}"
-                text += f" after {steps} steps" if steps else ""
+        for rank, report in sorted(self._reports.items()):
+            if report.status != WORKING and report.call and report.call != this_rank.call:
+                text = f"{'has reached' if report.ends else 'waits in'} {report.call}"
+                text += f" after {report.steps} steps" if report.steps else ""
                 calls.setdefault(text, []).append(rank)
         return [
             f"{abbreviate([f'rank {rank} on {self._hosts[rank]}' for rank in ranks], 1)} {text}"
@@ -342,7 +376,7 @@ class WaitMonitor:
             self.receive_status()
             return request.Test() and self._received_numbers.sum() == expected[0]
 
-        deadline.Deadline(timeout_s).wait(all_received, lambda: "not all ranks closed the world")
+        Deadline(timeout_s).wait(all_received, lambda: "not all ranks closed the world")
         self._comm.Free()
 
 
@@ -395,8 +429,12 @@ class Wait:
             recipients |= self._monitor.recipients(self._awaited_ranks())
         if recipients:
             self._informed |= recipients
-            self._monitor.send_status(recipients, deadline.status)
+            self._monitor.send_status(recipients, this_rank.status)
         return self._monitor.departed_code(self._awaited_ranks)
+
+    def is_paused(self) -> bool:
+        """Return whether any rank is known to be paused, without receiving messages."""
+        return self._monitor.has_paused()
 
     def finish(self) -> None:
         """Inform the ranks to which this wait was reported that this rank no longer waits."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Agreement:
-    """A maximum over all ranks that is in flight: started at one step, read some steps later."""
+    """Maximum over all ranks that is in flight, started at one step and read some steps later."""
 
     def __init__(
         self, value: np.ndarray, request: MPI.Request | None, timeout_s: float = TIMEOUT_S
@@ -109,11 +109,18 @@ class World:
         return value
 
     def start_agree(self, flag: int) -> Agreement:
-        """Start the maximum of all ranks' ``flag`` without waiting; read it some steps later."""
+        """Start to compute the maximum of all ranks' ``flag``, and return without waiting.
+
+        :param flag: an integer or bool
+        :return: the agreement, which is read some steps later
+        """
         return Agreement(np.array([flag]), None)
 
     def agree(self, flag: int) -> int:
-        """Return the maximum of all ranks' ``flag``, an integer or bool; waits for all ranks."""
+        """Wait for all ranks and return the maximum of their flags.
+
+        :param flag: an integer or bool
+        """
         with deadline.calling_unless("agree()", self.whole and not self.isolated):
             return self.start_agree(flag).read()
 
@@ -123,10 +130,16 @@ class World:
         yield
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this; WaitTimeoutError at the time limit."""
+        """Wait until all ranks have called this method.
+
+        :raises WaitTimeoutError: if some rank has not called it at the time limit
+        """
 
     def duplicate(self) -> Any:
-        """Return a communicator of the same ranks, freed with this world; None without MPI."""
+        """Return a communicator of the same ranks, which is freed with this world.
+
+        Without MPI, return None.
+        """
 
     def group_into_nodes(self, ranks_per_node: int | str) -> None:
         """Group the ranks of each host into nodes; collective.
@@ -140,7 +153,10 @@ class World:
         """Continue with the survivors of a rank failure."""
 
     def is_rank_failure(self, error: BaseException) -> bool:
-        """Return whether ``error`` reports a rank failure that others can survive; local call."""
+        """Return whether ``error`` reports a rank failure that the other ranks can survive.
+
+        This call is local.
+        """
         return False
 
     def device(self) -> torch.device:

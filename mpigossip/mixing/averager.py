@@ -144,7 +144,7 @@ class Averager:
         mixer = self._ready("finish", out=out)
         if not self._open:
             raise JobError("finish: no exchange is in flight; call start(x) first")
-        deadline.steps_done = self.round
+        deadline.this_rank.steps = self.round
         with self._finishing:
             _, (mixed,) = mixer.finish()
         self._open = False

@@ -217,14 +217,14 @@ class Gossip(RunDirectoryMixin):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        deadline.steps_done = self.steps
+        deadline.this_rank.steps = self.steps
         ordered = self.mixer.synchronous  # asynchronous ranks may make different numbers of steps
         with torch.no_grad(), deadline.user_call("step()", ordered):
             if self._survival is None:
                 self._step()
             else:
                 self._survival.step(self._step)
-        deadline.steps_done = self.steps
+        deadline.this_rank.steps = self.steps
         return value
 
     def _step(self) -> None:
@@ -281,7 +281,7 @@ class Gossip(RunDirectoryMixin):
                 "`with mpigossip.world() as world:`"
             )
         check_process()
-        check_default_device(deadline.current_call or "Gossip")
+        check_default_device(deadline.this_rank.call or "Gossip")
         if self._loaded is not None:
             with deadline.user_call(LOADED, ordered=self.mixer.synchronous):
                 return self._resumed()

@@ -135,7 +135,7 @@ class Stopper(Hook):
     def _request_stop(self, number, frame) -> None:
         self._is_due = True
         if number == signal.SIGTERM:
-            deadline.sigterm_time = time.monotonic()
+            deadline.this_rank.sigterm_time = time.monotonic()
 
     def due(self) -> bool:
         """Return whether a signal or the clock asks this process to stop."""
@@ -155,7 +155,7 @@ class Stopper(Hook):
         self._pending = None
         if agreed is not None and agreed.read():
             # Waits must not end early because of the signal: saving may take long.
-            deadline.sigterm_time = math.inf
+            deadline.this_rank.sigterm_time = math.inf
             if self._world.rank == 0:
                 self.remove_stop_file()
             return True

@@ -110,7 +110,7 @@ def slow_ranks(comm):
                     comm.send(None, dest=0)
                     comm.barrier()
             else:
-                deadline.steps_done = 4
+                deadline.this_rank.steps = 4
                 with deadline.user_call("step()"):
                     Deadline(20).wait(
                         lambda: comm.iprobe(source=1), lambda: "", awaited_ranks=lambda: [1]
@@ -202,20 +202,26 @@ def test_the_end_of_a_run_is_not_announced_unless_a_rank_asks(ranks, n):
 EXIT = """
 send = waits.WaitMonitor._send
 def counted(self, rank, word):
-    print(f"to {rank}: {word}", flush=True)
+    print(f"{self._comm.rank} to {rank}: {word}", flush=True)
     send(self, rank, word)
 waits.WaitMonitor._send = counted
+waits.DEPARTURE_GRACE_S = 60
 w = world()
 if w.rank == 1: sys.exit(3)
-time.sleep(60)
+if w.rank == 2: time.sleep(60)
+time.sleep(1)
+print("begin", flush=True)
+w.barrier()
 """
 
 
-def test_a_rank_that_exits_announces_it_once_to_each_other_rank(mpistart):
+def test_a_rank_that_exits_informs_only_ranks_that_wait_for_it(mpistart):
     job = mpistart(3, [sys.executable, "-c", HEAD + EXIT])
-    launch.until(lambda: job.output()[0].count(": ") >= 2, 60, "rank 1 announces its exit")
+    launch.until(lambda: "1 to " in job.output()[0], 60, "rank 1 answers rank 0")
     time.sleep(0.3)
-    assert sorted(job.output()[0].split("\n")[:-1]) == ["to 0: -8", "to 2: -8"]
+    lines = job.output()[0].split("\n")[:-1]
+    assert lines[0] == "begin"
+    assert {line for line in lines if line.startswith("1 to ")} == {"1 to 0: -8"}
 
 
 TERM = """

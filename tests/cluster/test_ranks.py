@@ -506,14 +506,18 @@ def test_a_pause_that_ends_before_the_limit_restarts_it(monkeypatch):
         now[0] += max(seconds, 1e-3)
         return now[0]
 
-    wait = SimpleNamespace(poll=lambda: None, describe_fault=lambda left: "", finish=lambda: None)
+    wait = SimpleNamespace(
+        poll=lambda: None,
+        is_paused=lambda: now[0] < 0.9,
+        describe_fault=lambda left: "",
+        finish=lambda: None,
+    )
     roll = SimpleNamespace(
         start_wait=lambda *_: wait,
-        has_paused=lambda: now[0] < 0.9,
         poll_paused=lambda: now[0] < 0.9,
     )
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=tick, sleep=tick))
-    monkeypatch.setattr(deadline, "monitor", roll)
+    monkeypatch.setattr(deadline.this_rank, "monitor", roll)
     with pytest.raises(WaitTimeoutError):
         Deadline(1).wait(lambda: False, lambda: "x", awaited_ranks=list)
     assert 1.9 <= now[0] < 2.9
@@ -527,7 +531,7 @@ def test_a_waiting_thread_doesnt_end_the_pause_of_its_rank(monkeypatch):
         return SimpleNamespace(Test=lambda: True)
 
     roll = WaitMonitor(SimpleNamespace(size=2, rank=0, Isend=keep), ["a", "b"])
-    monkeypatch.setattr(deadline, "monitor", None)
+    monkeypatch.setattr(deadline.this_rank, "monitor", None)
     with deadline.paused():
         roll.send_status([1], deadline.WAITING)
         roll.send_status([1], deadline.CLOSING)
@@ -557,7 +561,7 @@ def test_a_thread_that_sends_while_the_pause_ends_doesnt_restart_it(monkeypatch)
     roll._send_lock = Lock()
     roll.receive_status = lambda: False
     other = threading.Thread(target=roll.send_status, args=([1], deadline.WORKING))
-    monkeypatch.setattr(deadline, "monitor", roll)
+    monkeypatch.setattr(deadline.this_rank, "monitor", roll)
     with deadline.paused():
         other.start()
         time.sleep(0.05)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from mpigossip.cluster import starting
 from tests import launch
 from tests.cases import every
 
@@ -29,7 +30,7 @@ def die(when):
         kill(os.getpid())
 die("before")
 process.before_mpi(Path(sys.argv[1]), float(sys.argv[3]))
-while sys.argv[2] != "before" and len([*Path(sys.argv[1]).glob(".*/[0-9]*")]) < 3:
+while sys.argv[2] != "before" and len([*Path(sys.argv[1]).glob(".*/*/[0-9]*")]) < 3:
     time.sleep(0.05)
 time.sleep(1.5)  # the ranks have detected each other
 die("hello")
@@ -117,12 +118,32 @@ def test_a_rank_that_exits_reports_its_own_reason(mpirun, tolerant, tmp_path, ho
 def test_a_second_launch_in_one_allocation_is_not_ended_by_the_first(mpirun, tmp_path):
     """Only PBS's job number distinguishes these launches; files of the first remain."""
     left = tmp_path / ".ranks-7.pbs"
-    left.mkdir()
+    (left / os.uname().nodename).mkdir(parents=True)
     for rank in range(3):
-        (left / f"{rank}.4194305.{os.uname().nodename}").touch()
+        (left / os.uname().nodename / f"{rank}.4194305").touch()
     program = RANK.replace("sys.argv[2]", "'none'").replace(
         "from mpigossip.cluster.starting",
         "process.job_id = lambda _: '7.pbs'\nfrom mpigossip.cluster.starting",
     )
     done = mpirun(3, [sys.executable, "-c", program, tmp_path, "none", 20], warm=False)
     assert done.returncode == 0 and done.stdout.count("done") == 3, done.stderr
+
+
+def test_a_start_lists_the_files_of_its_own_host_only(tmp_path, monkeypatch):
+    """If n ranks listed all files every half second, they would read n² names each time."""
+    listed = []
+    ranks_in = starting._ranks_in
+    monkeypatch.setattr(
+        starting, "_ranks_in", lambda folder: listed.append(folder) or ranks_in(folder)
+    )
+    monkeypatch.setattr(starting, "CHECK_S", 0.01)
+    for rank in (1, 2):
+        (tmp_path / f"host{rank}").mkdir()
+        (tmp_path / f"host{rank}" / f"{rank}.77").touch()
+    start = starting.Start(tmp_path, 0, 3, 60)
+    launch.until(lambda: len(listed) > 3, 20, "the files are listed repeatedly")
+    assert start._describe_missing() == "" and len(start._started_ranks()) == 3
+    start.over()
+    own_host = tmp_path / os.uname().nodename
+    assert {*listed[:4]} == {own_host} and not own_host.exists()
+    assert (tmp_path / "host1" / "1.77").exists()

@@ -9,8 +9,9 @@ import pytest
 
 from mpigossip.cluster import deadline, waits
 from mpigossip.cluster.deadline import Deadline, WaitTimeoutError
-from mpigossip.cluster.waits import WaitMonitor
+from mpigossip.cluster.waits import Report, WaitMonitor
 from mpigossip.config import JobError
+from tests.cases import on_each
 
 pytestmark = pytest.mark.both
 
@@ -57,6 +58,12 @@ class Interrupt:
         return self.of_opcode
 
 
+def steps_received(monitor):
+    """Return the number of steps in the last message of rank 0."""
+    report = monitor._reports.get(0)
+    return report.steps if report else 0
+
+
 def interrupted_everywhere(comm):
     """Interrupt waits in which this rank sends to itself and receives; return what was wrong."""
     from mpi4py import MPI
@@ -65,7 +72,7 @@ def interrupted_everywhere(comm):
     wrong = []
     number = 0
     waits.RECEIVE_AFTER_S = waits.INFORM_S = 0.0
-    deadline.monitor = roll = WaitMonitor(MPI.COMM_SELF.Dup(), ["here"])
+    deadline.this_rank.monitor = roll = WaitMonitor(MPI.COMM_SELF.Dup(), ["here"])
     try:
         interrupt = Interrupt(0)
         while interrupt.left <= 0 and len(wrong) < 4:
@@ -75,12 +82,12 @@ def interrupted_everywhere(comm):
             interrupt = Interrupt(number)
             with interrupt, deadline.user_call("step()"):
                 Deadline(5).wait(partial(next, polls), lambda: "", awaited_ranks=lambda: [0])
-            deadline.steps_done = number
+            deadline.this_rank.steps = number
             roll.send_status([0], deadline.WORKING)
             until = time.monotonic() + 2
-            while roll._calls.get(0, ("", 0))[1] < number and time.monotonic() < until:
+            while steps_received(roll) < number and time.monotonic() < until:
                 roll.receive_status()
-            if roll._calls.get(0, ("", 0))[1] < number:
+            if steps_received(roll) < number:
                 wrong.append(f"after point {number} nothing is received")
         began = time.monotonic()
         roll.close(timeout_s=5)
@@ -90,8 +97,8 @@ def interrupted_everywhere(comm):
         wrong.append(f"{late}")
     finally:
         waits.RECEIVE_AFTER_S, waits.INFORM_S = before
-        deadline.steps_done = 0
-        deadline.monitor = None
+        deadline.this_rank.steps = 0
+        deadline.this_rank.monitor = None
     return number, wrong
 
 
@@ -111,7 +118,7 @@ def test_an_interrupt_as_a_pause_begins_ends_it(monkeypatch):
     monkeypatch.setattr(deadline, "announce", interrupted)
     with pytest.raises(KeyboardInterrupt), deadline.paused():
         pass
-    assert deadline.pause_depth == 0 and said == [deadline.PAUSED, deadline.WORKING]
+    assert deadline.this_rank.pause_depth == 0 and said == [deadline.PAUSED, deadline.WORKING]
 
 
 def test_a_wait_that_is_interrupted_is_over_for_the_others(monkeypatch):
@@ -121,6 +128,9 @@ def test_a_wait_that_is_interrupted_is_over_for_the_others(monkeypatch):
     class Wait:
         def poll(self):
             return None
+
+        def is_paused(self):
+            return False
 
         def finish(self):
             said.append("over")
@@ -132,15 +142,13 @@ def test_a_wait_that_is_interrupted_is_over_for_the_others(monkeypatch):
         def start_wait(self, *_):
             return Wait()
 
-        def has_paused(self):
+        def poll_paused(self):
             return False
-
-        poll_paused = has_paused
 
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(deadline, "monitor", Monitor())
+    monkeypatch.setattr(deadline.this_rank, "monitor", Monitor())
     with pytest.raises(KeyboardInterrupt):
         Deadline(1).wait(interrupted, lambda: "", awaited_ranks=list)
     assert said == ["over"]
@@ -157,6 +165,7 @@ class Network:
 
     def __init__(self, size):
         self.queues = [[] for _ in range(size)]
+        self.sent = 0
 
     def comm(self, rank):
         return FakeComm(self, rank)
@@ -172,6 +181,7 @@ class FakeComm:
 
     def Isend(self, value, rank, tag):  # noqa: N802 - MPI's name
         self.network.queues[rank].append(value.copy())
+        self.network.sent += 1
         return self
 
     def Test(self):  # noqa: N802
@@ -194,17 +204,108 @@ def test_ranks_in_different_calls_end_after_the_grace_period(monkeypatch):
         WaitMonitor(network.comm(rank), ["a", "b"]).start_wait(300, lambda other=1 - rank: [other])
         for rank in range(2)
     ]
-    monkeypatch.setattr(deadline, "status", deadline.WAITING)
-    monkeypatch.setattr(deadline, "order", 7)
+    monkeypatch.setattr(deadline.this_rank, "status", deadline.WAITING)
+    monkeypatch.setattr(deadline.this_rank, "order", 7)
     ended = []
     while now < 60 and not ended:
         now += 0.25
         for rank, wait in enumerate(running):
-            monkeypatch.setattr(deadline, "current_call", calls[rank])
+            monkeypatch.setattr(deadline.this_rank, "call", calls[rank])
             if wait.poll() is not None:
                 ended.append(rank)
     assert ended
     assert now == pytest.approx(waits.INFORM_S + waits.DEPARTURE_GRACE_S, abs=0.5)
+
+
+# -- judging a wait --------------------------------------------------------------------------------
+
+
+@on_each(
+    "facts, verdict",
+    [
+        ((9.9, 10, 0, False, None), None),
+        ((10, 10, 0, False, None), (True, False, None)),
+        ((10, 10, 0, True, None), None),  # a pause suspends the limit,
+        ((1, 10, 30, True, None), None),  # and the end after SIGTERM,
+        ((1, 10, 0, True, 3), (False, False, 3)),  # but not the end after a departure
+        ((1, 10, 30, False, None), (False, True, None)),
+        ((10, 10, 30, False, 0), (True, True, 0)),
+    ],
+)
+def test_a_wait_is_judged_by_its_facts(facts, verdict):
+    assert deadline.judge_wait(*facts) == verdict
+
+
+STEP = Report(deadline.WAITING, "step()", 5, 9)
+END = Report(deadline.CLOSING, f"{deadline.END_PREFIX}loop", 5, 9)
+EXIT = Report(deadline.EXITED - 3, f"{deadline.END_PREFIX}program", 5, 0)
+
+
+@on_each(
+    "own, other, code",
+    [
+        (STEP, STEP, None),
+        (STEP, STEP._replace(status=deadline.WORKING), None),
+        (STEP, STEP._replace(call="gather()"), 0),
+        (STEP, STEP._replace(call="gather()", order=10), None),  # ahead of this rank
+        (STEP._replace(order=0), STEP._replace(call="gather()", order=0), None),
+        (STEP, STEP._replace(call="gather()", status=deadline.PAUSED), None),
+        (STEP, END, 0),
+        (STEP, END._replace(steps=6), None),  # it has taken part in this step
+        (STEP._replace(call="averaged()"), END._replace(steps=6), 0),
+        (END, END, None),
+        (END, STEP, None),
+        (END, EXIT, 3),
+        (STEP, EXIT, 3),
+        (STEP, EXIT._replace(status=deadline.EXITED), 0),
+    ],
+)
+def test_a_rank_that_will_never_come_is_recognized(own, other, code):
+    assert waits.departed_code(own, other, waits.DEPARTURE_GRACE_S) == code
+    assert waits.departed_code(own, other, waits.DEPARTURE_GRACE_S - 0.1) is None
+
+
+# -- number of messages ----------------------------------------------------------------------------
+
+
+@on_each("n", [2, 4, 8, 16, 32])
+def test_messages_of_an_end_grow_in_proportion_to_the_ranks(monkeypatch, n):
+    """All ranks but the last exit with their world open; the last one waits for them for 20 s."""
+    now = [0.0]
+    monkeypatch.setattr(waits.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deadline.this_rank, "status", deadline.WAITING)
+    network = Network(n)
+    monitors = [WaitMonitor(network.comm(rank), ["host"] * n) for rank in range(n)]
+    wait = monitors[-1].start_wait(300, tuple)
+    code = None
+    while code is None:
+        now[0] += 0.25
+        code = wait.poll()
+        for monitor in monitors[:-1]:
+            monitor.answer(deadline.EXITED)
+    asked = min(n - 1, waits.MAX_AWAITED)
+    rounds = 4  # after 1, 2, 4 and 8 s; the grace period ends at 11 s
+    assert code == 0 and network.sent == rounds * 2 * asked <= 8 * n
+    assert now[0] == pytest.approx(waits.INFORM_S + waits.DEPARTURE_GRACE_S, abs=0.5)
+
+
+@on_each("n", [2, 4, 8, 16, 32])
+def test_messages_of_long_waits_grow_in_proportion_to_the_ranks(monkeypatch, n):
+    """The first rank computes for 100 s, and all others wait for it with a limit of 300 s."""
+    now = [0.0]
+    monkeypatch.setattr(waits.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deadline.this_rank, "status", deadline.CLOSING)
+    monkeypatch.setattr(deadline.this_rank, "call", f"{deadline.END_PREFIX}world")
+    network = Network(n)
+    running = [
+        WaitMonitor(network.comm(rank), ["host"] * n).start_wait(300, tuple) for rank in range(1, n)
+    ]
+    while now[0] < 100:
+        now[0] += 0.5
+        assert all(wait.poll() is None for wait in running)
+    rounds = 7  # after 1, 2, 4, … 64 s
+    most = (n - 1) * min(n - 1, waits.MAX_AWAITED) * (rounds + 1)  # and one answer to each rank
+    assert 0 < network.sent <= most
 
 
 # -- numbers of calls ------------------------------------------------------------------------------
@@ -212,15 +313,15 @@ def test_ranks_in_different_calls_end_after_the_grace_period(monkeypatch):
 
 def test_a_call_that_raises_gives_its_number_back(monkeypatch):
     """A rank that catches the error and calls again has the same number as the others."""
-    monkeypatch.setattr(deadline, "ordered_calls", 4)
-    monkeypatch.setattr(deadline, "current_call", "")
+    monkeypatch.setattr(deadline.this_rank, "ordered_calls", 4)
+    monkeypatch.setattr(deadline.this_rank, "call", "")
     call = deadline.user_call("averaged()")
     with pytest.raises(JobError), call, deadline.user_call("gather()"):
-        assert deadline.order == 0  # the outer call has the number
+        assert deadline.this_rank.order == 0  # the outer call has the number
         raise JobError("wrong argument")
-    assert deadline.ordered_calls == 4
+    assert deadline.this_rank.ordered_calls == 4
     with call:
-        assert deadline.order == 5
+        assert deadline.this_rank.order == 5
     with pytest.raises(JobError), deadline.user_call("finish()", ordered=False):
         raise JobError("wrong argument")
-    assert deadline.ordered_calls == 5
+    assert deadline.this_rank.ordered_calls == 5

@@ -103,7 +103,7 @@ def test_a_job_places_its_ranks(tmp_path, monkeypatch):
     depths = []
 
     def counted(*given):
-        depths.append(deadline.pause_depth)
+        depths.append(deadline.this_rank.pause_depth)
         return graph_nodes_for(*given)
 
     monkeypatch.setattr(assemble, "graph_nodes_for", counted)

@@ -187,7 +187,7 @@ def test_a_pause_has_no_limit():
     group = ThreadGroup(2, timeout_s=0.2)
     heard = SimpleNamespace(poll_paused=lambda: True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpigossip.cluster.deadline.monitor", heard)
+        patch.setattr("mpigossip.cluster.deadline.this_rank.monitor", heard)
         for late in (0, 1):
             group.run(lambda slot, late=late: time.sleep(0.7 * (slot == late)))
     group.close()

@@ -288,12 +288,12 @@ def loaded_in_different_calls(world):
     optimizer = mpigossip.Gossip(world, model, inner, timeout_s=20.0, mixer="asynchronous")
     train(model, optimizer, 1)
     optimizer.load_state_dict(optimizer.state_dict())
-    before = deadline.ordered_calls
+    before = deadline.this_rank.ordered_calls
     if world.rank:
         optimizer.average()
     else:
         train(model, optimizer, 1)
-    return deadline.ordered_calls - before
+    return deadline.this_rank.ordered_calls - before
 
 
 def test_the_first_asynchronous_call_after_loading_has_no_number(ranks):
