@@ -257,6 +257,7 @@ class Synchronous(RankMixer):
         r.finished = True
         plan = r.plan
         buffers = self._buffers
+        buffers.record_reader()
         if plan.kind is ExchangeKind.LOCAL:
             return buffers.out, buffers.out
         if plan.average:
