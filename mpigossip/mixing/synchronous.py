@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.captures import settle_before_captures
 from mpigossip.cluster.collectives import round_up_to_pages
 from mpigossip.cluster.cores import pick_communication_core
 from mpigossip.cluster.process import check_process
@@ -110,6 +111,8 @@ class Synchronous(RankMixer):
         self._first: int | None = None
         self._round: RoundState | None = None
         self._last: RoundState | None = None
+        if set(layout.devices) - {"cpu"}:
+            settle_before_captures(self)
 
     def _open_on_host(self, buffers: int, world: World) -> Transport:
         """Open windows in host memory, with chunks that fit the measured bandwidth."""
@@ -236,6 +239,15 @@ class Synchronous(RankMixer):
         if self._transport and (plan.targets or plan.remote_sources or not self._shared):
             r.inline = self._inline
             self._pipeline.begin(r)
+
+    def settle(self) -> None:
+        """Wait until the progress thread has run the round in flight; `finish` is still required.
+
+        A capture of a CUDA graph by the user's program calls this, see `cluster.captures`.
+        """
+        r = self._round
+        if r is not None and r.future and not r.finished:
+            self._waited += self._pipeline.wait(r)
 
     def _plan_of(self, kind: ExchangeKind, t: int) -> RoundPlan:
         return self._plan(kind, t % self._period if self._period else t)

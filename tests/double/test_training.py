@@ -191,3 +191,34 @@ def rounds_on_streams(comm, exchange):
 @pytest.mark.parametrize("exchange", ["host", "messages"])
 def test_a_result_is_read_before_it_is_overwritten_and_copies_use_locked_memory(ranks, exchange):
     assert ranks(2)(rounds_on_streams, exchange, timeout=120) == [True, True]
+
+
+def capture_in_flight(comm, mode):
+    """Begin a capture while the other rank delays its round; return whether the round is done."""
+    import time
+
+    from mpigossip.mixing.base import ExchangeKind, MessageLayout
+    from mpigossip.mixing.synchronous import Synchronous
+    from mpigossip.optim.world import World
+
+    with aware(), World(comm, timeout_s=60) as world:
+        layout = MessageLayout((4096,), devices=("cuda:0",))
+        _, graph = next(iter(graphs_for(2, ["ring"])))
+        mixer = Synchronous(graph, layout, world, exchange="host", timeout_s=30)
+        comm.Barrier()
+        time.sleep(comm.rank)
+        for array in mixer.outbox(0)[0]:
+            array.fill_(comm.rank)
+        mixer.start(ExchangeKind.GOSSIP, 0)
+        cuda_graph = torch.cuda.CUDAGraph()
+        cuda_graph.capture_begin(capture_error_mode=mode)
+        done = mixer._round.future.done()
+        cuda_graph.capture_end()
+        means = [float(array.mean().cpu()) for array in mixer.finish()[1][0]]
+        mixer.close()
+        return done, means
+
+
+def test_a_capture_of_the_program_begins_after_the_exchange_in_flight(ranks):
+    assert ranks(2)(capture_in_flight, "global", timeout=120) == [(True, [0.5])] * 2
+    assert ranks(2)(capture_in_flight, "thread_local", timeout=120)[0] == (False, [0.5])
