@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mpigossip.cluster.captures import between_captures, observe_captures
 from mpigossip.cluster.deadline import WaitTimeoutError
 from mpigossip.cluster.process_groups import (
     REMEDY,
@@ -299,9 +300,12 @@ class Watchdog:
 
     def _watch(self) -> None:
         if is_gpu(self._device):
+            observe_captures()
             torch.cuda.set_device(self._device)
         while not self._stop.wait(EVERY_S):
-            self._failure = self.look(time.monotonic())
+            with between_captures() as may_query:  # on some AMD GPUs, a query ends a capture
+                if may_query:
+                    self._failure = self.look(time.monotonic())
             if self._failure:
                 # the vector is invalid, so training must not continue and save it
                 if not self._noticed.wait(GRACE_S) and not self._stop.is_set():

@@ -298,6 +298,9 @@ class HostBuffers:
         arguments = self.codes, list(all_codes), self.out, self.result
         return average_codes(layout, rank, *arguments, transport.swap)
 
+    def record_reader(self) -> None:
+        """Do nothing: there are no streams."""
+
     def complete(self) -> None:
         """Do nothing: all work is done at once."""
 

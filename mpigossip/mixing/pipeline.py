@@ -80,6 +80,12 @@ class Buffers(Protocol):
     def average(self, transport: Transport) -> float:
         """Compute the average over all nodes as the result; return the seconds waited."""
 
+    def record_reader(self) -> None:
+        """Record the current stream of each slot, on which the result is read from now on.
+
+        The next round overwrites the result only after the work of this stream.
+        """
+
     def complete(self) -> None:
         """Wait until all launched work is done."""
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.captures import settle_before_captures
 from mpigossip.cluster.collectives import round_up_to_pages
 from mpigossip.cluster.cores import pick_communication_core
 from mpigossip.cluster.process import check_process
@@ -121,6 +122,8 @@ class Synchronous(RankMixer):
         self._exchange: Exchange | None = None
         # index of the last GOSSIP round that ended
         self._last_index: int | None = None
+        if set(layout.devices) - {"cpu"}:
+            settle_before_captures(self)
 
     def _open_on_host(self, buffers: int, world: World) -> Transport:
         """Open windows in host memory, with chunks that fit the measured bandwidth."""
@@ -245,6 +248,15 @@ class Synchronous(RankMixer):
             self._buffers.begin(number, plan.average)
         self._exchange.begin()
 
+    def settle(self) -> None:
+        """Wait until the progress thread has run the round in flight; `finish` is still required.
+
+        A capture of a CUDA graph by the user's program calls this, see `cluster.captures`.
+        """
+        exchange = self._exchange
+        if exchange is not None and exchange.round.future and not exchange.is_finished:
+            self._waited += self._pipeline.wait(exchange.round)
+
     def _plan_of(self, kind: ExchangeKind, t: int) -> RoundPlan:
         return self._plan(kind, t % self._period if self._period else t)
 
@@ -274,6 +286,7 @@ class Synchronous(RankMixer):
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
         exchange = self._exchange
         exchange.is_finished = True
+        self._buffers.record_reader()
         result = exchange.finish(into)
         self._waited += exchange.waited
         return self._buffers.out, result

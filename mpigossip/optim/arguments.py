@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mpigossip.cluster.local_devices import check_device_type
+from mpigossip.cluster.local_devices import check_device_type, first_device
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import abbreviate, print_note_once
@@ -131,6 +131,30 @@ def report_setup(world: World, model: nn.Module, optimizer: torch.optim.Optimize
             "one node alone: no MPI launcher started this process, so nothing is exchanged; "
             "`mpiexec -n 4 python PROGRAM` starts four nodes"
         )
+
+
+def report_shared_device(world: World, device: str) -> None:
+    """Report ranks of a host that train on fewer GPUs than `World.device` would use; collective.
+
+    :param world: world of all ranks
+    :param device: torch device of this rank's parameters, such as "cuda:0"
+    """
+    index = world.hosts[: world.rank].count(world.hosts[world.rank])
+    ranks = world.hosts.count(world.hosts[world.rank])
+    gathered = world.gather((device, first_device(index, ranks)))
+    for host in sorted(set(world.hosts)) if gathered else ():
+        pairs = [
+            pair for name, pair in zip(world.hosts, gathered or (), strict=True) if name == host
+        ]
+        used = {device for device, _ in pairs}
+        available = {available for _, available in pairs}
+        if all(name.startswith("cuda") for name in used) and len(used) < len(available):
+            print_note_once(
+                f"{len(pairs)} ranks of {host} train on {', '.join(sorted(used))}, although they "
+                f"could use {len(available)} GPUs: move the model to world.device() before "
+                "Gossip(…)"
+            )
+            return
 
 
 def parameter_list(names: list[str]) -> str:

@@ -31,7 +31,7 @@ from mpigossip.groups.base import Group, Single
 from mpigossip.groups.devices import make_group
 from mpigossip.mixing.base import MessageLayout, Mixer
 from mpigossip.optim import initial_sync, state, state_dict, wrappers
-from mpigossip.optim.arguments import parameter_list
+from mpigossip.optim.arguments import parameter_list, report_shared_device
 from mpigossip.optim.edits import EditDetector
 from mpigossip.optim.inner import (
     StepGuard,
@@ -106,6 +106,7 @@ class LoopNode:
     def _open(self) -> None:
         """Open the mixer and the group for the present model; collective."""
         self._device = str(next(self.model.parameters()).device)
+        report_shared_device(self.world, self._device)
         self.layouts = plan_layouts(self.model)
         self.flat = self.layouts.node
         single = Single(self._device)

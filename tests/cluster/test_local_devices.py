@@ -1,6 +1,7 @@
 """Tests of the device that a rank uses, and of its context before MPI starts, on simulated GPUs."""
 
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from mpi4py import MPI
 from mpigossip.cluster import local_devices, process
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
+from mpigossip.optim.arguments import report_shared_device
 
 
 @pytest.fixture
@@ -135,3 +137,36 @@ def test_parameters_on_other_devices_are_rejected(name):
     with pytest.raises(JobError, match=name):
         local_devices.check_device_type(torch.device(name))
     local_devices.check_device_type(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "reported"),
+    [
+        ("aabb", ["cuda:0"] * 4, "2 ranks of a train on cuda:0.*2 GPUs.*world.device()"),
+        ("abab", ["cuda:0", "cuda:0", "cuda:1", "cuda:0"], "2 ranks of b train on cuda:0"),
+        ("aabb", ["cuda:0", "cuda:1"] * 2, ""),
+        ("aaaaaaaa", [f"cuda:{k // 2}" for k in range(8)], ""),
+        ("aaaa", ["cpu"] * 4, ""),
+        ("abcd", ["cuda:0"] * 4, ""),
+    ],
+)
+def test_ranks_that_forget_the_device_of_their_world_are_reported(
+    gpus, monkeypatch, hosts, devices, reported
+):
+    notes = []
+    monkeypatch.setattr("mpigossip.optim.arguments.print_note_once", notes.append)
+    worlds = []
+    for rank in range(len(hosts)):
+        world = World()
+        world.hosts = tuple(hosts)
+        world.rank = rank
+        worlds.append(world)
+    pairs = []
+    for world, device in zip(worlds, devices, strict=True):
+        monkeypatch.setattr(world, "gather", pairs.append)
+        report_shared_device(world, device)
+    monkeypatch.setattr(worlds[0], "gather", lambda pair: pairs)
+    report_shared_device(worlds[0], devices[0])
+    assert len(notes) == bool(reported)
+    if reported:
+        assert re.match(reported.replace("()", r"\(\)"), notes[0])

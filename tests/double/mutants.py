@@ -20,6 +20,7 @@ __all__ = "MUTANTS", "REPO", "planted"
 
 BUFFERS = "mpigossip.mixing.device.buffers"
 STREAMS = "mpigossip.mixing.device.streams"
+MIXER = "mpigossip.mixing.synchronous"
 PIPELINE = "mpigossip.mixing.pipeline"
 WINDOWS = "mpigossip.mixing.transports.windows"
 NCCL = "mpigossip.groups.torch_group"
@@ -49,6 +50,10 @@ NODES = "double/test_training.py::test_windows_by_nccl_equal_the_simulator[3-bf1
 NODES_FP32 = NODES.replace("3-bf16", "4-fp32")
 KERNEL = "double/test_training.py::test_a_kernel_runs_where_its_arrays_are"
 AUTO = "groups/test_groups.py::test_auto_becomes_devices_and_ranks_a_node"
+OVERWRITTEN = (
+    "double/test_training.py"
+    "::test_a_result_is_read_before_it_is_overwritten_and_copies_use_locked_memory"
+)
 REPLAYED = "test_gpu.py::test_captured_replicas_train_as_eager_ones"
 EAGER = "test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
 MUTANTS = [
@@ -181,6 +186,10 @@ MUTANTS = [
     Mutant("10: memory that can't be locked ends the job", BUFFERS, "return str(error)", "raise",
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[pin-host-False-cudaHost"
      "Register]"),
+    Mutant("13: a result is overwritten while another stream reads it", MIXER,
+     "self._buffers.record_reader()", "pass", f"{OVERWRITTEN}[messages]"),
+    Mutant("13: memory of averages isn't locked", BUFFERS,
+     "[self.host.own, self.host.memory, *", "[self.host.own, *", f"{OVERWRITTEN}[host]"),
 ]  # fmt: skip
 
 

@@ -63,6 +63,22 @@ def loop(world, device, folder, steps, **options):
     return torch.cat([p.detach().cpu().reshape(-1) for p in model.parameters()])
 
 
+def forgetful(comm, device, folder):
+    """Return the notes of a rank that trains on this device."""
+    from mpigossip.config import readable
+    from mpigossip.optim.world import World
+
+    readable.noted.clear()
+    with without_cupy(), World(comm, timeout_s=60) as world:
+        loop(world, device, folder, 2, exchange="host")
+    return [text for text in readable.noted if "world.device()" in text]
+
+
+def test_a_loop_that_forgets_the_device_of_its_world_is_told(ranks, tmp_path):
+    notes, _ = ranks(2)(forgetful, "cuda:0", tmp_path, timeout=120)
+    assert len(notes) == 1 and "2 ranks of " in notes[0] and "train on cuda:0" in notes[0]
+
+
 def loops(comm, kept, way, options):
     """Run without a stop on the CPU; on a GPU, stop after 3 steps and resume."""
     from mpigossip.optim.world import World

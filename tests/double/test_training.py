@@ -13,7 +13,7 @@ from tests.cases import every, some
 from tests.double import active
 from tests.double.devices import NCCL, aware, check_same
 from tests.mixing.device.rounds import compare
-from tests.mixing.rounds import GRAPHS, count_differences
+from tests.mixing.rounds import GRAPHS, count_differences, graphs_for
 from tests.mixing.test_wire import differing
 
 pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
@@ -183,3 +183,74 @@ def test_the_first_job_takes_the_gpus():
 
     devices = shape.local_devices(assemble.load({}, []), SingleProcess())
     assert devices == tuple(f"cuda:{k}" for k in range(torch.cuda.device_count()))
+
+
+def rounds_on_streams(comm, exchange):
+    """Read results on one stream and fill outboxes on another.
+
+    Return whether all host memory that is copied from or to the device was locked.
+    """
+    from mpigossip.mixing.base import ExchangeKind, MessageLayout
+    from mpigossip.mixing.device import buffers
+    from mpigossip.mixing.synchronous import Synchronous
+    from mpigossip.optim.world import World
+
+    locked = []
+    pin = buffers.pin
+    buffers.pin = lambda memory, device: locked.extend(memory) or pin(memory, device)
+    try:
+        with aware(), World(comm, timeout_s=60) as world:
+            layout = MessageLayout((4096,), devices=("cuda:0",))
+            _, graph = next(iter(graphs_for(2, ["ring"])))
+            mixer = Synchronous(graph, layout, world, exchange=exchange, timeout_s=30)
+            side = torch.cuda.Stream("cuda:0")
+            for t in range(3):
+                for array in mixer.outbox(t)[0]:
+                    array.fill_(t)
+                mixer.start(ExchangeKind.GOSSIP, t)
+                with torch.cuda.stream(side):
+                    for array in mixer.finish()[1][0]:
+                        array.clone()
+            host = mixer._buffers.host
+            used = [host.own, host.memory] if host else []
+            result = all(any(a.data_ptr() == b.data_ptr() for b in locked) for a in used)
+            mixer.close()
+            return result
+    finally:
+        buffers.pin = pin
+
+
+@pytest.mark.parametrize("exchange", ["host", "messages"])
+def test_a_result_is_read_before_it_is_overwritten_and_copies_use_locked_memory(ranks, exchange):
+    assert ranks(2)(rounds_on_streams, exchange, timeout=120) == [True, True]
+
+
+def capture_in_flight(comm, mode):
+    """Begin a capture while the other rank delays its round; return whether the round is done."""
+    import time
+
+    from mpigossip.mixing.base import ExchangeKind, MessageLayout
+    from mpigossip.mixing.synchronous import Synchronous
+    from mpigossip.optim.world import World
+
+    with aware(), World(comm, timeout_s=60) as world:
+        layout = MessageLayout((4096,), devices=("cuda:0",))
+        _, graph = next(iter(graphs_for(2, ["ring"])))
+        mixer = Synchronous(graph, layout, world, exchange="host", timeout_s=30)
+        comm.Barrier()
+        time.sleep(comm.rank)
+        for array in mixer.outbox(0)[0]:
+            array.fill_(comm.rank)
+        mixer.start(ExchangeKind.GOSSIP, 0)
+        cuda_graph = torch.cuda.CUDAGraph()
+        cuda_graph.capture_begin(capture_error_mode=mode)
+        done = mixer._round.future.done()
+        cuda_graph.capture_end()
+        means = [float(array.mean().cpu()) for array in mixer.finish()[1][0]]
+        mixer.close()
+        return done, means
+
+
+def test_a_capture_of_the_program_begins_after_the_exchange_in_flight(ranks):
+    assert ranks(2)(capture_in_flight, "global", timeout=120) == [(True, [0.5])] * 2
+    assert ranks(2)(capture_in_flight, "thread_local", timeout=120)[0] == (False, [0.5])

@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from mpigossip.cluster import captures
 from mpigossip.groups import torch_group as watchdog
 from mpigossip.groups.base import GroupError
 from tests import launch
@@ -72,6 +75,35 @@ def test_the_job_ends_if_the_training_thread_hangs_too(monkeypatch, hangs):
             one.check()
     one._thread.join(10)
     assert not one._thread.is_alive() and len(ended) == hangs
+    one.close()
+
+
+def test_no_event_is_queried_while_this_process_captures_a_graph(monkeypatch):
+    class Graph:
+        def capture_begin(self, pool=None, capture_error_mode="global"):
+            pass
+
+        def capture_end(self):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(watchdog, "EVERY_S", 0.01)
+    captures.observe_captures()
+    graph = Graph()
+    queries = []
+
+    def is_completed():
+        queries.append(time.monotonic())
+        return False
+
+    graph.capture_begin(capture_error_mode="thread_local")
+    one = dog([].append)
+    one.track("all-gather", [("cuda:1", SimpleNamespace(is_completed=is_completed))])
+    one.start()
+    time.sleep(0.3)
+    assert not queries
+    graph.capture_end()
+    launch.until(lambda: queries, 10, "the query after the capture")
     one.close()
 
 

@@ -83,7 +83,9 @@ class DeviceBuffers:
 
     def pin(self, memory: Sequence[torch.Tensor]) -> str:
         """Lock the host memory of copies; return the reason if it fails, and copies are slower."""
-        arrays = [*memory, *([self.host.own, *(self.host.codes or [])] if self.host else [])]
+        arrays = [*memory]
+        if self.host:
+            arrays += [self.host.own, self.host.memory, *(self.host.codes or [])]
         try:
             self._unpin = pin(arrays, self._streams[0].device)
         except TransportUnavailable as error:
@@ -205,6 +207,10 @@ class DeviceBuffers:
             return waited
 
         return swap
+
+    def record_reader(self) -> None:
+        for slot_streams in self._streams:
+            slot_streams.record_reader()
 
     def complete(self) -> None:
         for slot_streams in self._streams:

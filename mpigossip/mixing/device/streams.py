@@ -26,17 +26,26 @@ class Streams:
         gpu = device.type == "cuda"
         self.out = torch.cuda.Stream(device) if gpu else None
         self.into = torch.cuda.Stream(device) if gpu else None
+        self._reader: torch.cuda.Stream | None = None
+        """Stream that was current when the last result was returned, and that reads it."""
+
+    def record_reader(self) -> None:
+        """Record the current stream as the reader of the result of this round."""
+        if self.out is not None:
+            self._reader = torch.cuda.current_stream(self.device)
 
     def ready(self) -> torch.cuda.Event | None:
         """Return an event after all work that the slot itself has launched so far.
 
-        Slots launch on the default stream; a user's own loop may fill the outbox on another one.
+        Slots launch on the default stream. A user's own loop may fill the outbox on another stream,
+        and may have read the last result on a third one.
         """
         if self.out is None:
             return None
         stream = torch.cuda.current_stream(self.device)
-        if stream != torch.cuda.default_stream(self.device):
-            stream.wait_stream(torch.cuda.default_stream(self.device))
+        for other in (torch.cuda.default_stream(self.device), self._reader):
+            if other is not None and other != stream:
+                stream.wait_stream(other)
         event = torch.cuda.Event(blocking=True)
         event.record(stream)
         return event

@@ -1,0 +1,78 @@
+"""Order between captures of CUDA graphs and the CUDA calls of this package's threads.
+
+In torch's default mode, "global", a CUDA call of any other thread ends a capture with an error.
+Exchanges in flight are therefore finished before such a capture begins. On AMD GPUs with ROCm 7.0
+to 7.2, the query of an event ends a capture in any mode, so that watchdogs pause meanwhile.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any, Protocol
+from weakref import WeakSet
+
+_lock = threading.Lock()
+_capturing: set[int] = set()
+"""Identifiers of the graphs that are being captured."""
+
+
+class Settles(Protocol):
+    """Object with exchanges in flight, such as a mixer."""
+
+    def settle(self) -> None:
+        """Wait until no other thread calls CUDA for an exchange that has begun."""
+
+
+_exchanging: WeakSet[Settles] = WeakSet()
+
+
+def settle_before_captures(mixer: Settles) -> None:
+    """Call ``mixer.settle()`` before each capture in the mode "global", as long as it exists."""
+    observe_captures()
+    _exchanging.add(mixer)
+
+
+@contextlib.contextmanager
+def between_captures() -> Iterator[bool]:
+    """Return a context manager in which no capture begins; its value is False during a capture."""
+    with _lock:
+        yield not _capturing
+
+
+def observe_captures() -> None:
+    """Let `torch.cuda.CUDAGraph` report the beginning and the end of captures to this module."""
+    import torch
+
+    graph_class: Any = torch.cuda.CUDAGraph
+    if hasattr(graph_class, "_mpigossip_observes"):
+        return
+    capture_begin = graph_class.capture_begin
+    capture_end = graph_class.capture_end
+
+    @wraps(capture_begin)
+    def begin(graph: Any, *args: Any, **options: Any) -> Any:
+        default = args[1] if len(args) > 1 else "global"
+        if options.get("capture_error_mode", default) == "global":
+            for mixer in [*_exchanging]:
+                mixer.settle()
+        with _lock:
+            _capturing.add(id(graph))
+        try:
+            return capture_begin(graph, *args, **options)
+        except BaseException:
+            with _lock:
+                _capturing.discard(id(graph))
+            raise
+
+    @wraps(capture_end)
+    def end(graph: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return capture_end(graph, *args, **options)
+        finally:
+            with _lock:
+                _capturing.discard(id(graph))
+
+    graph_class.capture_begin = begin
+    graph_class.capture_end = end
+    graph_class._mpigossip_observes = True
