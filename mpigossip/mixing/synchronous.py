@@ -211,7 +211,8 @@ class Synchronous(RankMixer):
             "encoded": layout.sent_bytes * (sends and lossy),
             "inbox": halves * inbox,
         }
-        staged = (1 + averages) * layout.nbytes + sizes["encoded"] + inbox
+        # the result in host memory is locked when the buffers open, also if no average follows
+        staged = 2 * layout.nbytes + sizes["encoded"] + inbox
         return sizes | ({"host": staged} if gpu else {})
 
     def memory(self, averages: bool = True) -> dict[str, int]:
