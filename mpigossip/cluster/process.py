@@ -212,10 +212,10 @@ class ExitHandler:
             return
         if MPI.Is_finalized():
             return
-        exit_after_failure(self.code)
         code = self.code or uncaught.code(
             getattr(sys, "last_value", None) or SystemExit(self.status)
         )
+        exit_after_failure(code)
         cause = Cause.ERROR if self.code else Cause.EXIT
         action = ACTIONS[cause, self._wait_for_others(comm, code)]
         if action is Action.ABORT:

@@ -149,6 +149,8 @@ class WaitMonitor:
         """Number of the last message sent to each rank."""
         self._received_numbers = np.zeros(comm.size, np.int64)
         """Number of the last message recorded from each rank."""
+        self._answered: set[int] = set()
+        """Ranks that :meth:`answer` has informed."""
         self._arrived = np.zeros(1, STATUS_DTYPE)
         """Message that is being recorded; its number is 0 if there is none."""
         # Both locks are only taken by `with`, so that an interrupt cannot leave one locked. This
@@ -245,10 +247,19 @@ class WaitMonitor:
         self.receive_status()
 
     def answer(self, status: int) -> None:
-        """Send the status to the ranks whose messages have arrived and say that they wait."""
-        waiting = self.receive_status()
-        if waiting:
-            self.send_status(waiting, status)
+        """Send the status to the ranks that have asked for it by a message.
+
+        A rank is answered if a message with its status WAITING or CLOSING arrives now. If such a
+        message arrived earlier and the rank still waits, it is answered once.
+        """
+        asking = self.receive_status()
+        still_waiting = {
+            rank for rank, report in list(self._reports.items()) if report.status == WAITING
+        }
+        recipients = asking | (still_waiting - self._answered)
+        self._answered |= recipients
+        if recipients:
+            self.send_status(recipients, status)
 
     def claim_report(self) -> bool:
         """Return whether this rank is the first to report why the job ends; announce it if so."""

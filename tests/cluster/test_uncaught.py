@@ -3,9 +3,11 @@
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from mpigossip.cluster import process
 from mpigossip.cluster.launcher import LaunchError, check_alone
 from tests import launch
 from tests.cases import every, on_each
@@ -161,3 +163,23 @@ def test_a_hook_for_a_launch_leaves_other_exceptions_alone(mpirun, tmp_path):
     env = {"WORLD_SIZE": "2", "RANK": "0"}
     done = mpirun(0, program(tmp_path, body), timeout=30, env=env)
     assert done.returncode == 1 and "KeyError: 'mine'" in done.stderr
+
+
+def test_the_exit_code_of_the_program_is_kept_after_a_rank_failure(monkeypatch):
+    """Survivors of a rank failure leave without MPI_Finalize, by the same code."""
+
+    class Left(Exception):
+        pass
+
+    def leave(code):
+        raise Left(code)
+
+    handler = process.ExitHandler()
+    handler.survivors = SimpleNamespace(Ibarrier=lambda: SimpleNamespace(Test=lambda: True))
+    handler.status = 3  # of sys.exit(3), after the world has closed
+    monkeypatch.setattr(process, "exit_handler", handler)
+    monkeypatch.setattr(process.os, "_exit", leave)
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    with pytest.raises(Left) as left:
+        handler._leave(None, False)
+    assert left.value.args == (3,)

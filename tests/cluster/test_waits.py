@@ -308,6 +308,29 @@ def test_messages_of_long_waits_grow_in_proportion_to_the_ranks(monkeypatch, n):
     assert 0 < network.sent <= most
 
 
+def test_a_rank_that_asked_before_this_one_exits_is_answered_once(monkeypatch):
+    """Its message was received in a wait of this rank, which has ended since."""
+    now = [0.0]
+    monkeypatch.setattr(waits.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deadline.this_rank, "status", deadline.WAITING)
+    network = Network(2)
+    exiting, waiting = (WaitMonitor(network.comm(rank), ["a", "b"]) for rank in range(2))
+    wait = waiting.start_wait(300, lambda: [0])
+    for _ in range(6):
+        now[0] += 0.25
+        assert wait.poll() is None
+    exiting.poll_paused()  # receives the message of the waiting rank without an answer
+    sent = network.sent
+    for _ in range(3):
+        exiting.answer(deadline.EXITED)
+    assert network.sent == sent + 1
+    code = None
+    while code is None and now[0] < 30:
+        now[0] += 0.25
+        code = wait.poll()
+    assert code == 0 and now[0] < 15
+
+
 # -- numbers of calls ------------------------------------------------------------------------------
 
 
