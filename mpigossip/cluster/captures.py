@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 _lock = threading.Lock()
-_capturing: set[int] = set()
-"""Identifiers of the graphs that are being captured."""
+_capturing: WeakSet[Any] = WeakSet()
+"""Graphs that are being captured; a graph that a program abandons in a capture disappears."""
 
 
 class Settles(Protocol):
@@ -57,12 +57,12 @@ def observe_captures() -> None:
             for mixer in [*_exchanging]:
                 mixer.settle()
         with _lock:
-            _capturing.add(id(graph))
+            _capturing.add(graph)
         try:
             return capture_begin(graph, *args, **options)
         except BaseException:
             with _lock:
-                _capturing.discard(id(graph))
+                _capturing.discard(graph)
             raise
 
     @wraps(capture_end)
@@ -71,7 +71,7 @@ def observe_captures() -> None:
             return capture_end(graph, *args, **options)
         finally:
             with _lock:
-                _capturing.discard(id(graph))
+                _capturing.discard(graph)
 
     graph_class.capture_begin = begin
     graph_class.capture_end = end

@@ -206,6 +206,8 @@ def check_message(
     """
     # Test the sum first, which needs one pass. It may overflow, so look at the elements only then.
     vectors = out[: engine.method.vectors]
+    if not vectors:
+        return
     totals = torch.stack([part.sum() for part in vectors]).cpu()  # the only wait for a GPU
     for part, total in zip(vectors, totals.tolist(), strict=True):
         if math.isfinite(total):
