@@ -93,6 +93,49 @@ def test_an_exchange_goes_another_way_with_the_same_bits(ranks, what, way, aware
     assert named in str(results[0][1]), results[0][1]
 
 
+def emptied(comm):
+    """Return how often torch's cache is emptied while transports are timed and one is opened."""
+    calls = []
+    given = torch.cuda.empty_cache
+    torch.cuda.empty_cache = lambda: calls.append(comm.rank)
+    try:
+        with failing("", aware=True):
+            compare(comm, ["exponential"], "auto", 8, "fp32", 4096, 0, "cuda:0")
+    finally:
+        torch.cuda.empty_cache = given
+    return len(calls)
+
+
+def test_timed_transports_leave_no_memory_in_torchs_cache(ranks):
+    """The memory of the messages would otherwise be missing when the fastest one is opened."""
+    assert all(count >= 2 for count in ranks(2)(emptied, timeout=120))
+
+
+def inbox_without_memory(comm):
+    """Return the error if the inboxes of rank 1, which "host" allocates, do not fit."""
+    from mpigossip.mixing.device import buffers
+    from mpigossip.mixing.device.memory import TransportUnavailable
+
+    def full(nbytes, device):
+        raise TransportUnavailable(f"allocating {nbytes} bytes for messages on {device} failed")
+
+    given = buffers.ordinary
+    try:
+        if comm.rank == 1:
+            buffers.ordinary = full
+        compare(comm, ["exponential"], "host", 8, "fp32", 4096, 0, "cuda:0")
+    except TransportUnavailable as error:
+        return str(error)
+    finally:
+        buffers.ordinary = given
+    return ""
+
+
+def test_inboxes_that_do_not_fit_on_one_rank_are_named_on_all(ranks):
+    for text in ranks(2)(inbox_without_memory, timeout=60):
+        assert "for messages on cuda:0 failed" in text
+
+
 def timed(comm, what):
     """Return `windows`, and seconds, if calls fail on rank 0 while routes are proven and timed."""
     import time

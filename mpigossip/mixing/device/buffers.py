@@ -17,6 +17,7 @@ from mpigossip.mixing.device.memory import (
     TransportUnavailable,
     device_context,
     flush_rdma_writes,
+    ordinary,
     pin,
 )
 from mpigossip.mixing.device.streams import Streams
@@ -71,8 +72,7 @@ class DeviceBuffers:
         if n > 1 and not transport.on_device:
             self.host = host_buffers(layout, rank, n, None, transport)
             self._inbox = [
-                [torch.empty(size, dtype=torch.uint8, device=device) for device in devices]
-                for _ in range(transport.buffers)
+                [ordinary(size, device) for device in devices] for _ in range(transport.buffers)
             ]
         elif n > 1:
             self._share = max(min(SHARE, layout.slot_bytes), 8 * n)

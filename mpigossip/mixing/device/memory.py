@@ -70,6 +70,12 @@ def ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
     return memory
 
 
+def empty_cache(devices: Sequence[torch.device]) -> None:
+    """Return the GPU memory that torch keeps for later tensors, so that MPI and CuPy can use it."""
+    if any(device.type == "cuda" for device in devices):
+        torch.cuda.empty_cache()
+
+
 def private(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate separate memory by cudaMalloc, zeroed, as uint8 (nbytes,); on the CPU, of torch.
 

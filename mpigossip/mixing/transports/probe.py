@@ -19,7 +19,7 @@ from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.device.buffers import DeviceBuffers
-from mpigossip.mixing.device.memory import TransportUnavailable, agreed
+from mpigossip.mixing.device.memory import TransportUnavailable, agreed, empty_cache
 from mpigossip.mixing.device.proof import gpu_mpi_works
 from mpigossip.mixing.device.streams import Streams
 from mpigossip.mixing.notifications import keep_alive
@@ -118,6 +118,7 @@ class Probe:
             buffers = agreed(comm, lambda: DeviceBuffers(layout, rank, n, transport, self._streams))
         except TransportUnavailable:
             transport.close()
+            empty_cache(self._devices)
             raise
         if way == "host" and n > 1:
             reason = buffers.pin(transport.memory)
@@ -156,6 +157,8 @@ class Probe:
         opened.buffers.close()
         thread.close()
         transport.close([(index, plan) for index in (1 + ROUNDS, 2 + ROUNDS)])
+        del opened, run_round, rounds, transport  # which hold the buffers
+        empty_cache(self._devices)  # the next transport may allocate by other calls than torch's
         return comm.allreduce(min(times[1:]), MPI.MAX)
 
     def _round(
