@@ -1,1 +1,5 @@
-"""MPI start-up (`ranks`), checks of the launcher (`launcher`), and batch scripts (`batch`)."""
+"""Ranks of a job: the start of MPI, waits with a time limit, the end of a job, and batch scripts.
+
+A program opens a world by `ranks.world`. The page README.md in this folder describes how a job
+ends, and lists the modules.
+"""

@@ -23,7 +23,8 @@ WORD = r"[A-Za-z0-9_][A-Za-z0-9_.,:+@=/-]*"
 EARLY_S = 180
 """Seconds before the end at which the scheduler sends SIGUSR2, for jobs of at least `EARLY_FROM_S`.
 
-Slurm may send it up to a minute earlier. Shorter jobs stop by the clock alone.
+Slurm may send it up to a minute earlier. Shorter jobs get no signal: the run itself stops in time
+before the end of its allocation.
 """
 EARLY_FROM_S = 1800
 
@@ -44,14 +45,14 @@ RequiredOption = Literal["account", "partition", "qos"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workaround:
-    """A workaround that a site needs, with its reason, date and link."""
+    """Environment variables that avoid a fault of a site's software, with date and link."""
 
     what: Line
     since: Line
     link: Line
     environment: dict[str, Any] = field(default_factory=dict)
     several: bool = True
-    """True if the workaround also applies when several ranks share the GPUs of a host."""
+    """True if the workaround also applies to jobs with several ranks per host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +217,11 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
 
 
 def _shape(site: Site, request: BatchRequest) -> str:
-    """Describe the ranks that are started on a host, and how the centre's examples differ."""
+    """Return the script's comment on the ranks that it starts on each host, and on their GPUs.
+
+    If the script starts one rank per host, but the computing centre's own examples start one per
+    GPU, the comment says so.
+    """
     text = "One rank per node, which sees all its GPUs."
     if request.ranks > 1:
         text = f"{request.ranks} ranks per node; each sees all GPUs of the node and uses its own."

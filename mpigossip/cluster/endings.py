@@ -1,9 +1,10 @@
 """How a process with an open world ends: one table of causes and states of the other ranks.
 
-A process asks the other ranks for their state twice: in the exception hook, if an exception was not
-caught, and at the exit of the interpreter. Each time, :data:`ACTIONS` contains its next action. Two
-processes are not in the table, because they use MPI no longer: a fork, and a rank that has survived
-the failure of another one, which exits without `MPI_Finalize`.
+A process determines the state of the other ranks at two points: in the exception hook
+(`World._uncaught` in `ranks`), if an exception was not caught, and at the exit of the interpreter
+(`ExitHandler._leave` in `process`). At each point, :data:`ACTIONS` contains its next action. The
+table does not apply to a fork, nor to the exit of a rank that has survived the failure of another
+rank. Both exit without `MPI_Finalize`.
 """
 
 import enum
@@ -21,7 +22,7 @@ class Cause(enum.Enum):
 
     @classmethod
     def of(cls, error: BaseException) -> "Cause":
-        """Return the cause if ``error`` is not caught."""
+        """Return the cause of the end of a rank that does not catch ``error``."""
         return cls.FAILURE if isinstance(error, Failure) else cls.ERROR
 
 
@@ -36,9 +37,10 @@ class Others(enum.Enum):
 
     @classmethod
     def of(cls, error_keys: Sequence[bytes] | None) -> "Others":
-        """Return the state of ranks that end by an exception.
+        """Return the state of the other ranks if this rank ends by an exception.
 
-        :param error_keys: key of each rank's exception; None if some rank has not ended
+        :param error_keys: key of each rank's exception; None if some rank has not ended by
+            an exception
         """
         if error_keys is None:
             return cls.RUNNING
@@ -54,17 +56,20 @@ class Action(enum.Enum):
 
 
 ACTIONS = {
-    # in the exception hook
+    # In the exception hook. ERROR with RUNNING occurs at the exit, too: if an error has left the
+    # world without reaching the hook, such as sys.exit(1), and other ranks still run after
+    # `process.LEAVE_S` seconds.
     (Cause.ERROR, Others.SAME_ERROR): Action.FINALIZE,
     (Cause.ERROR, Others.ERRORS): Action.FINALIZE,
     (Cause.ERROR, Others.RUNNING): Action.ABORT,
     (Cause.FAILURE, Others.SAME_ERROR): Action.ABORT,
     (Cause.FAILURE, Others.ERRORS): Action.ABORT,
     (Cause.FAILURE, Others.RUNNING): Action.ABORT,
-    # at the exit of the interpreter, which waits without a limit if there was no error
+    # At the exit of the interpreter. EXIT with RUNNING does not occur, because a rank without an
+    # error waits without a limit until all ranks exit.
     (Cause.EXIT, Others.EXITING): Action.FINALIZE,
     (Cause.EXIT, Others.STUCK): Action.EXIT_NOW,
     (Cause.ERROR, Others.EXITING): Action.FINALIZE,
     (Cause.ERROR, Others.STUCK): Action.EXIT_NOW,
 }
-"""Action of a rank for each cause of its end and each state of the others."""
+"""Action of a rank for each cause of its end and each state of the other ranks."""

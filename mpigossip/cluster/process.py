@@ -173,7 +173,7 @@ def abort(comm: "MPI.Comm", code: int) -> None:
 
 
 class ExitHandler:
-    """Exit of this process from MPI, which happens once, after the last World."""
+    """Exit of this process from MPI, which happens once, at the exit of the interpreter."""
 
     def __init__(self) -> None:
         self.code = 0
@@ -181,11 +181,12 @@ class ExitHandler:
         self.cause = ""
         """Type and message of the exception that left the world; "" if there is none."""
         self.survivors: MPI.Intracomm | None = None
-        """Communicator of the survivors after a rank failure."""
+        """Communicator of the survivors after a rank failure; None if no rank has failed."""
         self.status: Any = None
         """Exit status of the program; None if it is not known."""
         self.before_finalize: list[Callable[[MPI.Comm], None]] = []
-        """Collective functions that release resources which an exception has left open."""
+        """Collective functions, called with a communicator of all ranks before `MPI_Finalize`, that
+        release resources which an exception has left open."""
         self._prepared = False
 
     def prepare(self, finalize: bool, comm: Any) -> None:
@@ -196,7 +197,8 @@ class ExitHandler:
         """
         if not self._prepared:
             self._prepared = True
-            # atexit functions do not get the exit status, which ranks that wait for this one need
+            # Ranks that wait for this one receive its exit status, which atexit functions do not
+            # get.
             vars(sys)["exit"] = partial(self._exit, sys.exit)
             atexit.register(self._leave, comm.Dup().plain, finalize)
 
@@ -238,11 +240,12 @@ class ExitHandler:
     def _wait_for_others(self, comm: "MPI.Comm", code: int) -> Others:
         """Wait until all ranks exit, and answer ranks that wait for this one; collective.
 
-        Here instead of in MPI_Finalize, the wait uses no core, and can be abandoned: after an error
-        it lasts `LEAVE_S` seconds.
+        Without this wait, a rank would wait inside MPI_Finalize, which occupies a core and cannot
+        be abandoned. After an error, the wait ends after `LEAVE_S` seconds; otherwise, it has no
+        limit.
 
         :param comm: communicator of all ranks
-        :param code: exit code of this process
+        :param code: exit code of this process, which the answers to other ranks contain
         """
         from mpi4py import MPI
 
@@ -278,13 +281,16 @@ exit_handler = ExitHandler()
 
 
 def exit_after_failure(code: int) -> None:
-    """Exit now if a rank has failed, as MPI_Finalize may never return; otherwise do nothing."""
+    """Exit with ``code`` if this rank has survived a rank failure; otherwise do nothing.
+
+    MPI_Finalize is not called, because it may never return after a rank failure.
+    """
     if exit_handler.survivors is None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    # Exit together if possible: to the others, the first rank to exit looks like another failed
-    # rank.
+    # Exit together if possible: to the other survivors, the first rank to exit would look like
+    # another failed rank.
     with contextlib.suppress(Exception):
         request = exit_handler.survivors.Ibarrier()
         Deadline(LEAVE_S).wait(request.Test, lambda: "other ranks still run")
@@ -311,7 +317,10 @@ def report_unused(nodes: int) -> None:
 
 
 def prints_shared_messages() -> bool:
-    """Return whether this process prints the messages that all ranks share: the first live rank."""
+    """Return whether this process prints messages that all ranks share.
+
+    The first rank that has not failed prints them.
+    """
     if exit_handler.survivors is not None:
         return exit_handler.survivors.rank == 0
     mpi = sys.modules.get("mpi4py.MPI")

@@ -62,12 +62,13 @@ def open_groups(
         that time
     :returns: groups in the order of ``group_ranks``
     :raises JobError: on all ranks, if an environment variable makes NCCL hang
-    :raises WaitTimeoutError, Failure: on all ranks, with the ranks at fault
+    :raises WaitTimeoutError: on all ranks, if a group is not connected within the time limit
+    :raises Failure: on all ranks, if opening a group fails; the message names the group and rank
     """
     check_environment(world, group_ranks)
     if any(is_gpu(group_rank.device) for group_rank in group_ranks):
         with contextlib.suppress(Exception):  # without NCCL, the threads report the error
-            # loads the library, which is not safe in several threads at once
+            # This loads the library, which is not safe in several threads at once.
             torch.cuda.nccl.version()
     store = _store()
     results = dict[int, Any]()
@@ -152,7 +153,7 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
         return dist.group.WORLD if same else dist.new_group(timeout=limit, backend=backend)
     store = None
     port = 0
-    if rank == 0:  # on the own host, as only ranks of this node connect
+    if rank == 0:  # at the loopback address, because only ranks of this host connect
         store = dist.TCPStore("127.0.0.1", 0, size, True, limit, wait_for_workers=False)
         port = store.port
     port = port if node is None else node.broadcast(port)
@@ -162,9 +163,10 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device
     )
-    # destroy it before MPI ends, which the ranks need to do so together
+    # Destroy it before the world closes, because the ranks need MPI to do so together.
     world.resources.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
-    # gloo does not wait: a rank that ended its group early would cut off the others
+    # gloo does not wait here for all ranks: without a barrier, a rank that destroys its group early
+    # would disconnect ranks that are still connecting.
     if node is not None:
         node.barrier()
     return dist.group.WORLD

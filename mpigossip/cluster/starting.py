@@ -77,7 +77,7 @@ class Start:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def init(self) -> None:
-        """Start MPI; waits for all ranks."""
+        """Start MPI, and wait until all ranks have done so."""
         from mpi4py import MPI
 
         self._entered = time.monotonic()

@@ -1,6 +1,7 @@
 """Reports of exceptions that a program has not caught.
 
-A job prints one report, which contains a traceback unless the exception is a user error.
+If ranks end by the same exception, only one of them reports it. A report contains a traceback,
+unless the exception is a user error, a failure of the run (`Failure`) or an interrupt.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ALL_S = 1.0
 TURN_S = 0.05
 """Seconds between two ranks' reports of different exceptions: the first report ends the job."""
 END_S = 30
-"""Seconds after which an exit that hangs in MPI is cut short."""
+"""Seconds after which a process ends although a call of MPI hangs during its exit."""
 
 
 def code(error: BaseException | None) -> int:
@@ -78,9 +79,9 @@ def error_key(error: BaseException) -> bytes:
 def errors_of_all_ranks(monitor: WaitMonitor, error: BaseException) -> list[bytes] | None:
     """Return the :func:`error_key` of each rank's exception, in rank order.
 
-    The result is None if some ranks continue or wait.
+    The result is None if some ranks continue or wait, or if a rank has failed.
     """
-    with contextlib.suppress(ValueError):  # a second Ctrl-C would end this rank only
+    with contextlib.suppress(ValueError):  # a second Ctrl-C would end only this rank
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(Exception):  # after a rank failure, MPI may raise an error
         return monitor.gather_error_keys(error_key(error), ALL_S)
@@ -100,15 +101,15 @@ def wait_turn(rank: int) -> None:
 def exit_now(number: int) -> None:
     """End this process with exit code ``number``; called from an exception hook."""
     sys.stdout.flush()
-    # It is never cancelled: open exchanges may prevent the end of MPI_Finalize.
+    # This watchdog is never cancelled, because open exchanges may prevent the end of MPI_Finalize.
     start_watchdog(END_S, os._exit, number)
     raise SystemExit(number)
 
 
 def once(error: LaunchError) -> Callable:
-    """Return an exception hook that lets only rank 0 report a failed launch.
+    """Return an exception hook that reports a failed launch on rank 0 only.
 
-    It is needed because every process detects the failure.
+    Without it, each process would report the failure, because each process detects it.
 
     :param error: error of the launch; the previous hook handles other exceptions
     """

@@ -1,7 +1,8 @@
-"""Jobs that an earlier version has stored in a checkpoint or a log, and that are read today.
+"""Translation of jobs that an earlier version of this package stored in a checkpoint or a log.
 
-Such a job is complete: it contains settings that no longer exist, or have another name, although no
-user has set them. Files that users write are read without these changes.
+A stored job lists all settings, also those that its user did not set. Some of these settings have
+been removed or renamed since. This module removes or renames them when the job is read. Job files,
+which users write, are not translated.
 """
 
 from collections.abc import Mapping
@@ -12,18 +13,19 @@ DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("algorithm", "noloco"): {"form": "one_vector"},
     ("algorithm", "detag"): {"tracker": "stale", "momentum": "new"},
 }
-"""Former defaults of settings that no longer exist, by section and name."""
+"""Former default of each removed setting. The keys are the section and the value of its setting
+``name``, which is "" in a section without one."""
 RENAMED = {("node", "kept"): "density"}
 """New names of settings, by section and old key."""
 
 
 def update(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored job without the settings that no longer exist, and with the new names.
+    """Return a stored job without removed settings, and with the new names of renamed ones.
 
-    A setting that no longer exists is dropped only if it has its former default; any other value is
-    an unknown key, which is reported later.
+    A removed setting is left out only if it has its former default. With any other value it is
+    kept, so that the check of the job reports it as an unknown key.
 
-    :param job: sections by name, which are not changed
+    :param job: sections of the stored job by name; they are not modified
     """
     updated = dict(job)
     for (section, key), new in RENAMED.items():

@@ -2,7 +2,7 @@
 
 A place claims a block, which is a number of consecutive chunks, for its next rounds. If its chain
 of records ends early, or if the first of these rounds names another claim, then the missing rounds
-are void: they will never be published. The next claim of the block covers exactly the chunks of
+are void: they will never be published. The next claim to the block covers exactly the chunks of
 void rounds. The set of trained chunks therefore follows from chains and claims alone.
 """
 
@@ -26,7 +26,8 @@ TRIES = 64
 
 
 Remainder = tuple[int, int, int]
-"""Block, number of its next claim, and first chunk that this claim covers."""
+"""Chunks of a block that can be claimed: the number of the block, the number of its next claim
+(from 0), and the first chunk that this claim covers. The claim extends to the end of the block."""
 
 
 class Ledger:
@@ -49,7 +50,7 @@ class Ledger:
         self.block = block
         self.chance = chance
         self._first = 0
-        """Oldest block that is not known to be done."""
+        """Number of the oldest block that is not known to be done."""
 
     def claim(self, member: Any) -> tuple[str, Claim, int] | None:
         """Claim chunks for the next rounds of a place.
@@ -75,7 +76,10 @@ class Ledger:
         return None
 
     def finish(self, name: str) -> None:
-        """Mark the block of a claim as done: all of its chunks have been published."""
+        """Mark a block as done, because all of its chunks are trained and published.
+
+        :param name: name of one of the claims to the block
+        """
         self.disk.publish(f"{name.rpartition('.')[0]}.done", b"")
 
     @property
@@ -84,9 +88,13 @@ class Ledger:
         return all(done for _, _, done in self._blocks())
 
     def _unclaimed(self, member: Any) -> tuple[list[Remainder], Remainder | None]:
-        """Return the first unclaimed blocks, and the first void rest of a claimed block, if any.
+        """Return the chunks that can be claimed now: whole blocks, and the rest of a claimed block.
 
-        If no block is unclaimed, all claimed blocks are checked instead of the first `LOOKS`.
+        The whole blocks are the first `WINDOW` unclaimed ones. The rest is None if none of the
+        oldest `LOOKS` claimed blocks has void rounds. If no block is unclaimed, all claimed blocks
+        are checked for void rounds.
+
+        :param member: the `Place` of this member
         """
         free: list[Remainder] = []
         claimed = []
@@ -104,10 +112,10 @@ class Ledger:
         return free, next((remainder for remainder in remainders if remainder), None)
 
     def _find_remainder(self, member: Any, block: int, attempts: int) -> Remainder | None:
-        """Return the rest of a block whose chunks nobody trains any more; None if there is none.
+        """Return the rest of a block that no member trains any more; None if there is none.
 
         :param member: the `Place` of this member
-        :param block: the block
+        :param block: number of the block
         :param attempts: number of claims to the block so far
         """
         chunk = block * self.block
@@ -125,9 +133,10 @@ class Ledger:
         return block, attempts, chunk
 
     def _blocks(self) -> Iterator[tuple[int, int, bool]]:
-        """Iterate over the blocks from the oldest one that is not done.
+        """Iterate over the blocks, from the oldest one that is not known to be done.
 
-        Each item is the block, its number of claims, and whether it is done.
+        Each item is the number of a block, the number of claims to it so far, and whether the block
+        is done, which means that all of its chunks are trained.
         """
         total = -(-self.chunks // self.block)
         all_done = True

@@ -150,7 +150,11 @@ class JobNode:
         self._take(assemble(self.job, world, world.size))
 
     def copy_step_extras(self, spare: Any) -> None:
-        """Do nothing: a job's batches, loss scale and random numbers follow from the step."""
+        """Copy nothing: the batches and random numbers of a job follow from the number of the step.
+
+        With fp16, the loss scale follows from the overflows of earlier steps. It is not copied
+        either: `rebuild` sets it to its initial value, from which it adapts again.
+        """
 
     def restore_step_extras(self, saved: Any, world: World) -> list[str]:
         """Restore nothing, because :meth:`copy_step_extras` copies nothing."""
@@ -242,7 +246,7 @@ def _partition_settings(job: Job) -> tuple[dict[str, Any], int]:
 
 
 def train(node: JobNode, newest: Path | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
-    """Train until the last step of the job, or until all ranks agree to stop.
+    """Train until the last step of the job, or until all ranks agree to stop; collective.
 
     :param node: the node of this process
     :param newest: checkpoint to continue from; None: start from step 0

@@ -24,7 +24,7 @@ from mpigossip.training.assemble import assemble, load
 
 
 def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
-    """Train a job on n nodes; collective under MPI.
+    """Build the node of this process and train a job on n nodes; collective under MPI.
 
     :param job: the job
     :param world: ranks of the run

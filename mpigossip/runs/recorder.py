@@ -155,9 +155,9 @@ class Recorder(Hook):
         self._writer = self._open(progress, progress.nodes, progress.first_step)
 
     def _others(self, names: Iterable[str]) -> dict[str, Column]:
-        """Return those of the named columns that belong to the task or the program.
+        """Return the named columns that not every log has, such as metrics of the task or program.
 
-        Other logs may lack them.
+        :param names: names of columns; names of columns that every log has are ignored
         """
         new = [name for name in names if name not in ("step", *COLUMNS)]
         return {name: self._metrics.get(name, FIGURE) for name in new}
@@ -234,8 +234,10 @@ class Recorder(Hook):
     def _of_nodes(self, gathered: list | None) -> list | None:
         """Merge the records of ranks into records of nodes.
 
-        Values are those of the first rank of a node. Bytes are summed over its ranks, and metrics
-        that a program has logged are averaged over them.
+        The number of bytes sent is summed over the ranks of a node. The loss and the metrics of the
+        task or program are averaged over them. All other values are taken from its first rank.
+
+        :param gathered: records of each rank, in rank order; None on ranks other than 0
         """
         if gathered is None or self._world.nodes.per_node == 1:
             return gathered
@@ -305,8 +307,8 @@ class Recorder(Hook):
 def _clock_at(log: Path, first_step: int, nodes: int) -> np.ndarray:
     """Return the virtual time of each node at the end of the step before ``first_step``.
 
-    Times are in seconds, and NaN if the log does not contain them. If the number of nodes has
-    changed since, all nodes get the time of the last node.
+    Times are in seconds, and NaN if the log does not contain them. If the log has another number of
+    nodes, all nodes get the latest time of any node in the log.
 
     :param log: path of the log
     :param first_step: number of the step at which the run continues

@@ -180,6 +180,7 @@ def restore(
     rows = node.mixer.local_nodes
     fits = manifest.n == node.mixer.n
     first = checkpoint.read_node(path, rows[0] if fits else 0, manifest)
+    # If the run does not resume exactly, all nodes take the counters of node 0.
     if fits and not node.resumes_exactly(manifest, first):
         first = checkpoint.read_node(path, 0, manifest)
         fits = False
@@ -236,8 +237,9 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
     graph starts again at round 0.
 
     :param node: the local nodes
-    :param mean: averaged arrays by name
-    :param numbers: saved numbers, among them the state of the cadence
+    :param mean: averaged arrays by name, and the numbers "bytes_sent" and, unless the checkpoint
+        lacks it, "local_steps"
+    :param numbers: saved counters and state of the cadence
     """
     engine = node.engine
     rows = range(len(node.mixer.local_nodes))
@@ -265,6 +267,7 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
         dropped = [n.removeprefix("state/") for n in mean if n.startswith("state/")]
         engine.restart()
         messages.append(f"dropped: {', '.join(dropped) or 'nothing'}, reset: {', '.join(names)}")
+    # If the state was reset at this very step, the cadence has not advanced since: keep it initial.
     elif engine.state_start < engine.index and _same_cadence(numbers, engine):
         engine.restore_cadence(numbers)
     engine.round = 0

@@ -1,4 +1,10 @@
-"""Continuation of a run by the survivors of a rank failure, with a smaller world."""
+"""Continuation of a run by the survivors of a rank failure, with a smaller world.
+
+Jobs and custom loops use the same class, :class:`Survival`. A job makes all of its steps, and the
+end of its run, by :meth:`Survival.step`, and never calls :meth:`Survival.leave`: all nodes of a job
+end at the same step. The nodes of a custom loop may leave it at different steps, so such a loop
+ends by :meth:`Survival.leave`.
+"""
 
 import contextlib
 import time
@@ -28,9 +34,10 @@ class Stage(Enum):
     """Stage of the local node in its training loop.
 
     :meth:`Survival.step` changes TRAINING to FAILED if a rank failure is noticed, and then to
-    TRAINING or ALONE. :meth:`Survival.leave` changes all stages to LEAVING. After a failure, the
-    survivors compare their stages: if any node is LEAVING, the nodes that are still in their loops
-    become ALONE.
+    TRAINING or ALONE. :meth:`Survival.leave` changes the stage to LEAVING. If the
+    loop was left by `exit()`, the stage is TRAINING until the run has ended: all nodes have then
+    left their loops at the same step, so that no node has to continue alone. After a failure, the
+    survivors compare their stages: if any node is LEAVING, the other nodes become ALONE.
     """
 
     TRAINING = "in its loop, with all nodes of its world"
@@ -78,8 +85,9 @@ class RecentSteps:
         more before they noticed the failure.
 
         :param world: the survivors
-        :return: this rank's state and further values at that step (or its oldest copy, if that
-            step is older), and the counters and facts of that step, which are equal on all ranks
+        :return: this rank's state and further values after that step, and the counters and facts of
+            that step, which are equal on all ranks. If this rank has no copy of that step, because
+            it is more than one step ahead, its state is its oldest copy
         """
         stands = world.gather((self.states[-1][0].numbers, self.facts))
         numbers, facts = world.broadcast(stands and min(stands, key=lambda pair: pair[0]["index"]))
@@ -90,9 +98,12 @@ class RecentSteps:
 class Survival:
     """Continuation of a loop after rank failures, if MPI is fault-tolerant.
 
-    Only :meth:`step` handles failures. When it returns, all survivors are at the last step that all
-    of them have done, and have the average of their states at that step. A failure that is noticed
-    in another call is kept by :meth:`catch_failure`, and the next call of :meth:`step` handles it.
+    Only :meth:`step` and :meth:`leave` handle failures. After :meth:`step` has handled one, all
+    survivors are at the last step that all of them have done, and have the average of their states
+    at that step; a rank without a copy of that step contributes its oldest copy, which is newer
+    (see :meth:`RecentSteps.agree`). If some survivors have left their loops, each of the others
+    continues alone instead, from its own last step. A failure that is noticed in another call is
+    stored by :meth:`catch_failure`, and the next call of :meth:`step` handles it.
     """
 
     def __init__(self, node: Node, run: Run | None, on_change: Callable[[World], object]):
@@ -156,7 +167,8 @@ class Survival:
         method, too. A loop that is left by `exit()` ends at the same step on all nodes.
         """
         run = self._run
-        # A node that has trained alone need not wait: `run.finish` already waits for all nodes.
+        # After a failure that made this node train alone, its own world is a world of one process.
+        # It need not wait then, because `run.finish` already waits for all nodes.
         waits = self._node.world is self._world
         while True:
             self._world.isolated = False
