@@ -54,7 +54,8 @@ def speed(options) -> Iterator[Row]:
     step, gradient = _smallest_seconds(4 if options.quick else 7, assembly.trainer.step, gradients)
     assembly.close()
     yield Row(
-        "64 LeNet nodes (batch 32, CIFAR's shape) simulated: time of a step, against 64 single gradients",
+        "64 LeNet nodes (batch 32, CIFAR's shape) simulated: time of a step, against 64 single "
+        "gradients",
         "requirement of this project",
         "≤ 1.3 times",
         f"{step * 1e3:.0f} ms against {gradient * 1e3:.0f} ms: {step / gradient:.2f} times",

@@ -336,7 +336,7 @@ ALONE = "one node alone"
 
 
 def label(period: int, start: int, outer: float) -> str:
-    """Return the name of a variant of DiLoCo: its period, start (in percent of the steps), outer rate."""
+    """Return the name of a variant of DiLoCo: its period, start (in percent) and outer rate."""
     return f"H = {period} after {start} %, outer {outer}"
 
 
@@ -418,9 +418,10 @@ def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, 
     """Yield the runs of the search for the best DiLoCo, and then the runs that are reported.
 
     The search determines one setting after the other: the learning rates, the outer learning rate,
-    the step at which DiLoCo replaces parallel SGD, and the period H. The finalist is the variant that sends the fewest bytes among those
-    whose loss is within 1 % of parallel SGD's; if there is none, the variant with the lowest loss.
-    Parallel SGD and the finalist are run with five seeds each.
+    the step at which DiLoCo replaces parallel SGD, and the period H. The finalist is the variant
+    that sends the fewest bytes among those whose loss is within 1 % of parallel SGD's; if there is
+    none, the variant with the lowest loss. Parallel SGD and the finalist are run with five seeds
+    each.
 
     :param model: label of the model
     :param done: all finished runs

@@ -142,7 +142,8 @@ def finite_time(options) -> Iterator[Row]:
                 f"{name} with k = {k} exact for {sizes}",
                 "Takezawa et al., NeurIPS 2023",
                 f"≤ 1e-9, length ≤ 2 log n + 2 (base {k + 1}), degree ≤ {k}",
-                f"distance {worst:.0e}, longest sequence {length:.2f} times the bound, degree {degree}{note}",
+                f"distance {worst:.0e}, longest sequence {length:.2f} times the bound, "
+                f"degree {degree}{note}",
                 worst <= 1e-9 and length <= 1 and degree <= k and is_expected,
             )
 
