@@ -314,13 +314,16 @@ SIZES = {
     "gpt of 0.07 M": (640, ("model.layers=2", "model.width=48")),
     "gpt of 0.36 M": (1920, ("model.layers=3", "model.width=96")),
 }
-"""Number of steps and settings of each model. A tenth of the steps is a multiple of each period H
-that is tried."""
+"""Number of steps and settings of each model.
+
+A tenth of the steps is a multiple of each period H that is tried.
+"""
 STARTS = (10, 20, 30)
 OUTER = (0.4, 0.7)
-"""Percentages of the steps after which DiLoCo begins; its outer learning rates."""
+"""STARTS: percentages of the steps after which DiLoCo begins. OUTER: its outer learning rates."""
 WAYS = ((32, 20), (32, 10), (32, 30), (8, 20))
-"""Variants of DiLoCo that are searched: steps between two averages, and start in percent."""
+"""Variants of DiLoCo that are searched: steps between two averages, and the
+percentage of the steps after which DiLoCo begins."""
 SHORT = {"gpt of 0.07 M"}
 """Models for which only the outer learning rate is searched, with the first variant in WAYS and the
 best learning rate of parallel SGD."""
@@ -415,9 +418,10 @@ def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, 
     """Yield the runs of the search for the best DiLoCo, and then the runs that are reported.
 
     The search determines one setting after the other: the learning rates, the outer learning rate,
-    the start and the period H. The finalist is the variant that sends the fewest bytes among those
-    whose loss is within 1 % of parallel SGD's; if there is none, the variant with the lowest loss.
-    Parallel SGD and the finalist are run with five seeds each.
+    the step at which DiLoCo replaces parallel SGD, and the period H. The finalist is the variant
+    that sends the fewest bytes among those whose loss is within 1 % of parallel SGD's; if there is
+    none, the variant with the lowest loss. Parallel SGD and the finalist are run with five seeds
+    each.
 
     :param model: label of the model
     :param done: all finished runs

@@ -99,8 +99,8 @@ def equal(options) -> Iterator[Row]:
         different += [f"n = {n}: {case}" for case in result["different"]]
     yield Row(
         "every algorithm x graph x wire format that a job may name: simulated = ranks",
-        "own bar",
-        "equal to the last bit, neighbours read in place and by put",
+        "requirement of this project",
+        "bitwise identical, with neighbours read in place and by put",
         f"combinations {', '.join(counts)}; different: {'; '.join(different) or 'none'}",
         not different,
     )

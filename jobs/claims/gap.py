@@ -33,7 +33,7 @@ consensus distance below which the gap is smaller."""
 
 
 class Gap(NamedTuple):
-    """Row of a table: by how much the one-peer graph is less accurate than parallel SGD."""
+    """Row of a table: difference in accuracy between parallel SGD and the one-peer graph."""
 
     title: str
     lr: tuple[float, float]
@@ -275,7 +275,7 @@ def remedy_verdicts(rows: Sequence[Remedy]) -> list[Verdict]:
 
 
 def remedy_page(runs: Sequence[Line]) -> str:
-    """Return the table of remedies."""
+    """Return the table of remedies, in Markdown."""
     rows = remedies(runs)
     lines = [
         "| remedy, rate | accuracy | ahead of one-peer, points | behind parallel | bytes | ahead |",

@@ -108,8 +108,8 @@ def one_peer_exact(options) -> Iterator[Row]:
     )
     measured = {n: residue(graph("one-peer-exponential", n)) for n in RESIDUES}
     yield Row(
-        "what one period leaves for other n",
-        "own arithmetic",
+        "one-peer exponential, distance ‖ΠW − J‖ after one period, other n",
+        "calculation for this project",
         ", ".join(f"{n}: {value:g}" for n, value in RESIDUES.items()),
         ", ".join(f"{n}: {value:.4f}" for n, value in measured.items()),
         all(abs(measured[n] - value) < 6e-5 for n, value in RESIDUES.items()),
@@ -128,7 +128,7 @@ def finite_time(options) -> Iterator[Row]:
             (base, "n = 2 … 129", [graph(base, n) for n in range(2, 130)]),
             (
                 "hyper-hypercube",
-                f"{len(smooth)} n ≤ 129",
+                f"{len(smooth)} values of n ≤ 129",
                 [graph("hyper-hypercube", n, p=k) for n in smooth],
             ),
         ):
@@ -137,12 +137,13 @@ def finite_time(options) -> Iterator[Row]:
             length = max(g.period / (2 * math.log(g.n, k + 1) + 2) for g in graphs)
             lengths = {g.n: g.period for g in graphs}
             is_expected = name != "base-2" or BASE2_LENGTHS.items() <= lengths.items()
-            note = ", lengths of 6.2 reproduced" * (is_expected and name == "base-2")
+            note = ", lengths of section 6.2 reproduced" * (is_expected and name == "base-2")
             yield Row(
                 f"{name} with k = {k} exact for {sizes}",
                 "Takezawa et al., NeurIPS 2023",
                 f"≤ 1e-9, length ≤ 2 log n + 2 (base {k + 1}), degree ≤ {k}",
-                f"residue {worst:.0e}, longest {length:.2f} of the bound, degree {degree}{note}",
+                f"distance {worst:.0e}, longest sequence {length:.2f} times the bound, "
+                f"degree {degree}{note}",
                 worst <= 1e-9 and length <= 1 and degree <= k and is_expected,
             )
 
@@ -157,7 +158,7 @@ def laplacian_weights(options) -> Iterator[Row]:
         never_slower = bool((pairs[:, 0] < pairs[:, 1] + 1e-12 * (name == "hypercube")).all())
         yield Row(
             f"ρ by Laplacian and Metropolis weights, {label}" + " (median of 20 draws)" * drawn,
-            "own arithmetic" + ", one draw" * drawn,
+            "calculation for this project" + ", one draw" * drawn,
             "{:.4f}, {:.4f}".format(*expected),
             "{:.4f}, {:.4f}".format(*measured) + "; never slower" * never_slower,
             never_slower and bool((np.abs(measured - expected) <= tolerance).all()),
@@ -195,7 +196,7 @@ def topology_search(options) -> Iterator[Row]:
         agrees = abs(rho - (1 - result.score) / (1 + result.score)) < 1e-9
         yield Row(
             f"topology search, degree 4, n = {n}, {effort.format(limit)}",
-            "own bar, after Jameel et al. 2020",
+            "requirement of this project, after Jameel et al. 2020",
             f"r ≥ {bar}, connected, within the budget",
             f"r = {result.score:.4f} after {result.seconds:.1f} s, {result.evaluations} graphs",
             bool(is_valid and agrees and result.score >= bar),
@@ -210,10 +211,10 @@ def ceca(options) -> Iterator[Row]:
         method = algorithms.build("ceca", "sgd", {}, 0, gossip_graph)
         worst = max(worst, _error(run_rounds(method, gossip_graph, rounds_needed(n))))
     yield Row(
-        "CECA exact in ⌈log2 n⌉ one-peer rounds, n = 2 … 129",
+        "CECA computes the exact mean in ⌈log2 n⌉ one-peer rounds, n = 2 … 129",
         "Ding et al. 2023",
         "≤ 1e-9",
-        f"furthest from the mean: {worst:.1e}",
+        f"largest distance from the mean: {worst:.1e}",
         worst <= 1e-9,
     )
 
@@ -243,10 +244,10 @@ def equitopo(options) -> Iterator[Row]:
         rate = consensus_rate(graph("od-equidyn", 64, eta=eta), 40) ** 2
         values = ", ".join(f"n = {n}: {value:.4f}" for n, value in factors_by_n.items())
         yield Row(
-            f"OD-EquiDyn, η = {eta:g}: factor of E ‖x − x̄‖² a round",
+            f"OD-EquiDyn, η = {eta:g}: factor of E ‖x − x̄‖² per round",
             "Song et al. 2022",
             expected,
-            f"{values}; 40 rounds drawn, n = 64: {rate:.3f} a round from the worst start",
+            f"{values}; 40 random rounds, n = 64: {rate:.3f} per round from the worst start",
             all(abs(factors_by_n[n] - bar) < 1e-3 for n, bar in bars.items()),
         )
 
@@ -267,8 +268,8 @@ def push_sum(options) -> Iterator[Row]:
         f"directed irregular graph of {n} nodes, 400 rounds: distance from the true mean",
         "Assran et al. 2019",
         "sgp ≤ 1e-9, plain gossip > 1e-2",
-        f"sgp {push_sum_error:.1e}; dsgd (rows sum to one) {gossip_error:.2g}, though its "
-        f"nodes agree to {disagreement:.0e}",
+        f"sgp {push_sum_error:.1e}; dsgd (rows of W sum to one) {gossip_error:.2g}, although "
+        f"its nodes agree within {disagreement:.0e}",
         push_sum_error <= 1e-9 and gossip_error > 1e-2,
     )
 

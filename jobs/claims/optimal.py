@@ -253,12 +253,12 @@ def slopes_of(lines: Sequence[dict[str, Any]]) -> list[Slope]:
 
 
 def bound() -> list[float]:
-    """Return by which factor the theoretical lower bound grows from the smallest ring to each."""
+    """Return the growth of the theoretical lower bound, as a factor, from the smallest ring."""
     return [math.sqrt((1 - rho(SIZES[0])) / (1 - rho(n))) for n in SIZES]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the results that are not stored yet, and print the slopes."""
+    """Measure the results that are not stored yet, and print the slopes of the iterations."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -113,7 +113,7 @@ class Parity(NamedTuple):
     vectors: float
     """Number of averages divided by that of parallel SGD; the bytes have the same ratio."""
     since: float
-    """The same ratio, without the steps of the warm start."""
+    """This ratio for the steps after the warm start."""
 
 
 def losses(

@@ -191,7 +191,7 @@ def toy_limits(options) -> Iterator[Row]:
         yield Row(
             f"limits on 16 quadratics, {name}, lr .05, β .9, float64, b normal (seed {SEED}): "
             "order, zeros, divergences",
-            "own arithmetic (sizes depend on b)",
+            "calculation for this project (sizes depend on b)",
             _format(expected),
             _format(measured) + (f"; differs: {', '.join(differences)}" if differences else ""),
             not differences,
@@ -216,8 +216,8 @@ def accelerated(options) -> Iterator[Row]:
     measured = [norms[2] / norms[0], norms[3] / norms[1]]
     expected = [6.5e-3 / 2.3e-1, 1.8e-5 / 8.2e-2]
     yield Row(
-        "ring 16: what R = 20, 40 steps of accelerated gossip leave, as a part of what plain "
-        "gossip leaves (worst start)",
+        "ring 16: distance from the mean after R = 20, 40 rounds of accelerated gossip, relative "
+        "to plain gossip (worst start)",
         "Lu & De Sa, JMLR 2023",
         "{:.1e}, {:.1e}".format(*expected),
         "{:.1e}, {:.1e} (plain {:.2f}, {:.2f})".format(*measured, *norms[:2]),

@@ -67,7 +67,7 @@ not explained: ADPSGD's 1.27 at 100 Gbit/s. Jitter gives some 1.11 whatever the 
 
 @functools.cache
 def protocol(*settings: str) -> Subject:
-    """Return the job of ResNet-50 on nodes of eight GPUs, and its sizes.
+    """Return the job of ResNet-50 on nodes of eight GPUs, with the sizes of its model and data.
 
     :param settings: further settings "section.key=value"
     """

@@ -260,7 +260,7 @@ def choco(out: Callable[[str], None]) -> None:
 
     :param out: function that writes a text
     """
-    out(f"\n| CHOCO, top-k, factor of ‖X − X̄‖² a round, n = {N} | measured | theorem, at most |")
+    out(f"\n| CHOCO, top-k, factor of ‖X − X̄‖² per round, n = {N} | measured | theorem, at most |")
     out("|---|---|---|")
     for name in ("ring", "exponential"):
         for share, size in ((0.05, 0.1), (0.25, 0.3)):

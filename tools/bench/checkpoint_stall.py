@@ -1,4 +1,4 @@
-"""Measure by how much checkpoints slow down training: alternate runs with and without them.
+"""Measure the slowdown of training by checkpoints: alternate runs with and without them.
 
   mpiexec -n 4 python tools/bench/checkpoint_stall.py [--megabytes 100] [--every 20] [--batch 32] …
 

@@ -21,7 +21,7 @@ from pathlib import Path
 PACKAGE = "linux-source-6.1"
 SUFFIXES = (".c", ".h")
 LARGEST = 1 << 18
-"""Largest size of a file in bytes. Larger files are left out: most of them are generated."""
+"""Largest size of a file in bytes. Larger files are skipped, because most of them are generated."""
 
 
 def chosen(sizes: dict[str, int], limit: int) -> list[str]:

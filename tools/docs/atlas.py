@@ -23,7 +23,7 @@ def table(page: str) -> tuple[list[str], list[str], list[list[int]]]:
 
 
 def main() -> None:
-    """Draw the picture."""
+    """Draw the plot."""
     links, methods, values = table((BENCH / "BENCHMARKS.md").read_text("utf-8"))
     figure = Figure(figsize=(8, 5.6), layout="constrained")
     axes = figure.subplots()

@@ -296,7 +296,7 @@ def files_page() -> str:
 
 
 def exit_codes() -> dict[int, str]:
-    """Return what each exit code means."""
+    """Return the meaning of each exit code."""
     return {
         errors.OK: "done",
         errors.FAILED: "the run failed; the message says where",

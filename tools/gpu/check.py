@@ -32,8 +32,10 @@ from tests.launch import Launch, found_launcher
 
 TOTAL_S = 570
 SEVERAL_S = 900
-"""Seconds after which the running check is stopped and no new one begins; further seconds if there
-are several GPUs."""
+"""TOTAL_S: seconds after which the running check is stopped and no new one begins.
+
+SEVERAL_S: further seconds if there are several GPUs.
+"""
 FIRST_S = 120
 """Seconds within which torch has to find the GPU."""
 NO_GPU = 3
@@ -49,7 +51,7 @@ class NotRun(Exception):
 
 
 class Check(NamedTuple):
-    """Measurement of one row."""
+    """Check that gives one row of the table."""
 
     title: str
     limit: str

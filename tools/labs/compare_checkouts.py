@@ -113,7 +113,7 @@ def verdict(old: Result, new: Result, meant: Sequence[str] = ()) -> tuple[str, s
 
 
 def gone(rows: Sequence[dict]) -> list[str]:
-    """Return the names of columns of the log that only OLD writes, which is no difference."""
+    """Return the names of log columns that only OLD writes; they do not count as a difference."""
     pairs = [(row["old"]["figures"], row["new"]["figures"]) for row in rows]
     return sorted({name for old, new in pairs if new for name in old.keys() - new.keys()})
 

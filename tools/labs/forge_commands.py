@@ -254,7 +254,7 @@ def on_ranks(run: Path, ranks: int) -> str:
 
 
 def describe_problem(words: list[str], result: object, text: str) -> str:
-    """Return what is wrong with the end of a command, or "" if nothing is.
+    """Describe the problem at the end of a command; return "" if there is none.
 
     :param words: words of the command
     :param result: result of :func:`ran`, or a text if the process did not return

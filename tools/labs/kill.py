@@ -5,7 +5,7 @@
     python tools/labs/kill.py signals [--signals STOP]    a rank gets SIGKILL, SIGSTOP or SIGTERM in
                                                           the start, training, a checkpoint, the end
     python tools/labs/kill.py start --tolerant            … with Open MPI's --with-ft ulfm
-    python tools/labs/kill.py ranks [--count 50]          a rank dies in training, the others go on;
+    python tools/labs/kill.py ranks [--count 50]          a rank dies in training, others continue;
                                                           --losses 2, --victim 0, or each rank on a
                                                           host of tools/labs/net.sh: --hosts
     python tools/labs/kill.py places [--where flush]      a rank dies inside an evaluation, a global
@@ -501,7 +501,7 @@ def check_folder(folder: Path, steps: int, models: dict[int, str]) -> None:
     :param folder: the run directory
     :param steps: number of steps of the run
     :param models: digest of each survivor's model, by original rank
-    :raises AssertionError: if this is not so
+    :raises AssertionError: if the log is not complete or a model is another one
     """
     path = checkpoint.latest(folder)
     log = read(folder / "log.h5")

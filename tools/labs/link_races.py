@@ -4,10 +4,10 @@
     python tools/labs/link_races.py FOLDER --shared    # the same, as two users
 
 The processes compete for 200 names: for each name, all processes try to link a file to it at the
-same moment. One process listens on a TCP port, and tells the others when to start. Exactly one
-process has to succeed for each name, and all processes have to read the same content. The exit code
-is 0 if the file system is good, 1 if it is broken, and 2 if there is no verdict, for example
-because one process was always first.
+same moment. One process listens on a TCP port, and sends the others a message when they have to
+start. Exactly one process has to succeed for each name, and all processes have to read the same
+content. The exit code is 0 if the file system is good, 1 if it is broken, and 2 if there is no
+verdict, for example because one process was always first.
 """
 
 import argparse

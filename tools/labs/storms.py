@@ -32,8 +32,8 @@ def one(seed: int, plan: TrainingPlan, rate: float) -> tuple[str, dict[str, int]
     :param seed: seed of its random numbers
     :param plan: facts about the training
     :param rate: probability with which a call begins to fail
-    :return: a text about what is wrong afterwards, "" if nothing is; and how often members have
-        ended in each way
+    :return: description of the problem after the storm, "" if there is none; and the number of
+        members by the way in which they ended
     """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
