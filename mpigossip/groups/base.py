@@ -1,4 +1,7 @@
-"""Interface of a group, which is all slots of a node, and the group of a single slot."""
+"""Groups: a group connects the slots of a node, which average gradients and gather parameters.
+
+The module defines the interface, the group of a single slot, and a group without shards.
+"""
 
 import os
 import sys
@@ -38,7 +41,10 @@ class GroupError(RuntimeError):
 
 
 def end_job(text: str) -> None:
-    """End the job from a thread: abort all ranks of an open world, otherwise this process."""
+    """End the job from any thread, with the error message ``text``.
+
+    If a world is open, all of its ranks are aborted; otherwise, only this process ends.
+    """
     try:
         raise GroupError(text)
     except GroupError as error:
@@ -49,14 +55,15 @@ def end_job(text: str) -> None:
 
 
 class Group(Protocol):
-    """The L slots of a node.
+    """Interface of the group of the L slots of a node.
 
-    ``full`` holds for each slot an array (rows, P); shard l is the columns from l·P/L on. All lists
-    run over the slots of this process, ``local_slots``: all slots of the node, or those of one of
-    its ranks. Calls are collective over the ranks of the node. ``segments`` is the number of shards
-    that are updated and exchanged: L, or 1 if slot 0 does it for all slots (:class:`Unsharded`).
-    Work on a GPU is launched on the default stream of the device. Methods with a body here are
-    right if all slots are in this process.
+    A parameter ``full`` holds for each slot an array (rows, P), such as its gradient, and a
+    parameter ``shards`` holds for each slot its shard, an array (rows, P/L). Shard l has the
+    columns l · P/L to (l + 1) · P/L − 1 of the whole array. Lists have an element for each slot of
+    this process (``local_slots``): these are all slots of the node, or the slots of one rank.
+    Calls are collective over the ranks of the node. On a GPU, work is launched on the default
+    stream of the device. The methods that are implemented here are right if all slots are in this
+    process.
     """
 
     slots: int
@@ -64,7 +71,8 @@ class Group(Protocol):
     local_slots: range
     """Slots of this process."""
     segments: int
-    """Number of shards of the node that are updated and exchanged."""
+    """Number of shards of the node that are updated and exchanged: L, or 1 if slot 0 updates and
+    exchanges everything (:class:`Unsharded`)."""
     devices: tuple[str, ...]
     """Devices of the slots of this process."""
 
@@ -73,10 +81,16 @@ class Group(Protocol):
         return [torch.zeros(rows, columns, device=device) for device in self.devices]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """Return ``[work(k) for every slot local_slots[k]]``, all called at the same time."""
+        """Call ``work(k)`` for all slots of this process at the same time; return the results.
+
+        k is the index of the slot in ``local_slots``.
+        """
 
     def on_shards(self, work: Callable[[int], T]) -> list[T]:
-        """Return ``[work(k) for the k-th local shard]``, each called where the shard is."""
+        """Call ``work(k)`` for the k-th shard of this process, for all k; return the results.
+
+        Each call is made in the thread of the slot that updates the shard.
+        """
 
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return shard l of the mean over slots, summed in slot order; this overwrites ``full``.
@@ -85,7 +99,10 @@ class Group(Protocol):
         """
 
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
-        """Copy every slot's shard to all arrays of ``full``; the shards may be views of them."""
+        """Copy the shards of all slots to every slot's array in ``full``.
+
+        The shards may be views of these arrays.
+        """
 
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
         """Copy slot 0's array to the arrays of all slots."""
@@ -113,14 +130,14 @@ class Group(Protocol):
 
 
 def local_shards(group: Group) -> range:
-    """Return the shards of this process."""
+    """Return the numbers of the shards that this process updates and exchanges."""
     return range(1) if group.segments == 1 else group.local_slots
 
 
 def shard_views(
     full: Sequence[torch.Tensor], segments: int | None = None, local: range | None = None
 ) -> list[torch.Tensor]:
-    """Return shard l as columns of slot l's own array: views (rows, P/segments) of ``full``.
+    """Return for each slot its shard, as a view (rows, P/segments) of the slot's array in ``full``.
 
     :param full: for each slot an array (rows, P)
     :param segments: number of shards; 1 if slot 0 has all columns; None: one shard for each slot
@@ -132,7 +149,7 @@ def shard_views(
 
 
 def sum_in_order(per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum in the given order, on the device of the first term."""
+    """Return the sum of the arrays, in the given order, on the device of the first one."""
     total = per_slot[0]
     for term in per_slot[1:]:
         total = total + term.to(total.device)
@@ -140,7 +157,7 @@ def sum_in_order(per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Single(Group):
-    """Group of one slot, which has nothing to exchange and whose shard is the whole vector."""
+    """Group of one slot, which exchanges nothing, and whose shard is the whole array."""
 
     slots = segments = 1
     local_slots = range(1)
@@ -165,11 +182,11 @@ class Single(Group):
 
 
 class Unsharded:
-    """Group of slots whose vectors are not sharded (``node.shard = false``).
+    """Group of slots whose parameters are not sharded (``node.shard = false``).
 
-    Slot 0 updates and exchanges everything. This serves algorithms that aren't elementwise, and as
-    the reference of the sharded step. The gradients are averaged into slot 0, which alone keeps the
-    state of the optimizer, and its parameters are copied to the other slots.
+    The gradients of all slots are averaged in slot 0. It keeps the only state of the optimizer,
+    updates and exchanges all parameters, and copies them to the other slots. Algorithms that are
+    not elementwise need this, and tests compare the sharded step with it.
     """
 
     segments = 1

@@ -31,7 +31,12 @@ def unused_gpus_note(devices: Sequence[str], environ: Mapping[str, str] = os.env
 def device_problems(
     setting: str, environ: Mapping[str, str] = os.environ, visible: int | None = None
 ) -> list[str]:
-    """Return why the slots that `node.devices` requests can't be used, with a remedy for each."""
+    """Return the reasons why the slots that `node.devices` requests can't be used, with remedies.
+
+    :param setting: value of `node.devices`
+    :param environ: environment variables
+    :param visible: number of GPUs; None: ask torch
+    """
     devices = slots_of(setting, environ, visible)
     if devices[0] == "cpu":
         return []
@@ -77,7 +82,7 @@ def make_group(
     :param devices: devices of this rank's slots
     :param threads: number of torch threads of each slot
     :param shard: False if slot 0 updates and exchanges everything
-    :param timeout_s: time limit, in seconds, of a call between GPUs and of a slot that is late
+    :param timeout_s: time limit, in seconds, of a call between GPUs and of waits for a late slot
     :param world: world of the run; if its nodes have several ranks, the call is collective over it
     :param sums: order of sums between GPUs: "slots" or "nccl"
     :raises GroupError: if the slots can't work together

@@ -1,6 +1,7 @@
-"""Group of slots in several processes of one host, which sum in shared memory in slot order.
+"""Group of slots in several ranks of one host, which sum arrays in shared memory, in slot order.
 
-The result is bitwise identical to that of one rank with a thread for each slot (:mod:`.threads`).
+The result is bitwise identical to the result of one rank with a thread per slot
+(:mod:`.threads`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,8 @@ from mpigossip.groups.base import Group, GroupError, profiled, sum_in_order
 from mpigossip.mixing.combine import weighted_sum
 
 SUM_COLUMNS = 1 << 16
-"""Columns that are summed at once, in the cache, before they overwrite a term of the sum."""
+"""Number of elements that are summed at once. Their sum is computed in the cache and then written
+over one of the terms."""
 MESSAGE_BYTES = 1 << 30
 """Largest number of bytes of a message, because MPI counts them in 32 bits."""
 TAG = 31
@@ -59,10 +61,11 @@ class Barrier:
         node.barrier()  # waits until all memory is zeroed
 
     def wait(self, purpose: str) -> None:
-        """Wait for all ranks of the node; all that they wrote before is then visible.
+        """Wait for all ranks of the node; afterwards, their earlier writes are visible.
 
-        :raises WaitTimeoutError: after twice the node's time limit, which restarts when a late rank
-            reports that it is working
+        :param purpose: description of the wait, for the error message
+        :raises WaitTimeoutError: if a rank is late by twice the node's time limit; this time starts
+            again whenever a late rank reports that it is working
         """
         node = self._node
         window = self._shared.window
@@ -99,10 +102,13 @@ class Barrier:
         self._working[self._node.rank][0] += 1
 
     def gather(self, values: Sequence[float] | torch.Tensor) -> list[torch.Tensor]:
-        """Return the values of each rank: at most `CAPACITY` float64 values, equally many each."""
+        """Return the values of all ranks, a float64 array for each rank; collective.
+
+        ``values`` are at most `CAPACITY` numbers, and their number is equal on all ranks.
+        """
         count = len(values)
-        # This half was last used two barriers ago. A rank that still read it would not have reached
-        # the last barrier.
+        # This half of the memory was last used two barriers ago. All ranks have read it, because
+        # they have reached the last barrier.
         half = self._count % 2
         self._values[self._node.rank][half, :count] = torch.as_tensor(values, dtype=torch.float64)
         self.wait("sums over the node's slots")
@@ -116,12 +122,19 @@ class Barrier:
 
 
 class RankGroup:
-    """L slots of a node of k ranks on CPUs; each rank runs its own slots by the group ``inner``."""
+    """Group of the L slots of a node that has several ranks on CPUs.
+
+    Each rank runs its own slots by an inner group. The slots access each other's arrays in shared
+    memory.
+    """
 
     def __init__(self, inner: Group, node: World):
-        """Connect the ranks of ``node``, with equally many slots each; collective.
+        """Connect the ranks of ``node``; collective.
 
-        This group closes ``inner``. Only arrays of :meth:`zeros` can be reduced and gathered.
+        Only arrays that :meth:`zeros` has returned can be reduced and gathered.
+
+        :param inner: group of this rank's slots, equally many on all ranks; this group closes it
+        :param node: world of the node's ranks
         """
         local_count = inner.slots
         self.slots = self.segments = local_count * node.size
@@ -160,7 +173,7 @@ class RankGroup:
 
     @profiled("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Let slot l sum its columns over all slots, into the columns of its own array."""
+        """Let each slot average its columns over all slots, and write them to its own array."""
         all_arrays = self._all(full)
         self.barrier.wait("the slots' gradients")  # until all of them are complete
         columns = [array.chunk(self.slots, dim=1) for array in all_arrays]
@@ -263,7 +276,7 @@ class RankGroup:
 
 
 class NeverGathered(RankGroup):
-    """Group of slots that never hold the whole vector, because the model gathers what it needs."""
+    """Group of slots that hold only their shards, because the model itself gathers parameters."""
 
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
         """Do nothing: the forward pass gathers the parameters itself."""

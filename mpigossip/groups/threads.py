@@ -1,4 +1,4 @@
-"""Group of slots in threads with shared memory: on the CPU, or several slots on one GPU."""
+"""Group of slots that are threads of one process: slots on the CPU, or several slots on one GPU."""
 
 import queue
 import threading
@@ -15,14 +15,17 @@ from mpigossip.mixing.combine import weighted_sum
 T = TypeVar("T")
 
 SLOT_FRACTION = 0.8
-"""Fraction of the time limit after which a late slot is named, before a rank that waits for this
-rank reaches its limit."""
+"""Fraction of the time limit after which a late slot is reported. It is less than 1, so that the
+error names the slot before another rank that waits for this one reaches the time limit."""
 GRACE_S = 10.0
-"""Seconds in which the other slots may end their work after one has failed."""
+"""Seconds for which the other slots may continue their work after one of them has failed."""
 
 
 class ThreadGroup(Group):
-    """L slots on the cores of this host or on one GPU; slot 0 runs in the calling thread."""
+    """Group of slots in threads, on the cores of this host or on one GPU.
+
+    Slot 0 runs in the thread that calls the methods.
+    """
 
     def __init__(
         self,
@@ -40,15 +43,15 @@ class ThreadGroup(Group):
             slots can access, so all must be on the same device
         :param first: number of the first slot in the node, for messages, if other ranks of the node
             have slots, too
-        :param timeout_s: time limit in seconds; a slot may take `SLOT_FRACTION` times as long
-            after the slot that ended before it
+        :param timeout_s: time limit in seconds; a slot is late if it takes longer than
+            ``SLOT_FRACTION * timeout_s`` after the end of the slot that ended before it
         """
         self.slots = self.segments = slots
         self.local_slots = range(slots)
         self._first = first
         self._limit = min(SLOT_FRACTION * timeout_s, threading.TIMEOUT_MAX)
         self._open: Any = None
-        """Queue of results of the work that slot 0 is doing now."""
+        """Queue of the results of the current :meth:`run`; None if slot 0 has done its work."""
         self.devices = tuple(devices) if devices is not None else ("cpu",) * slots
         self._work: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(slots - 1)]
         self._threads = [
@@ -75,7 +78,11 @@ class ThreadGroup(Group):
                 done.put((slot, None, error))
 
     def _next_work(self, slot: int, inbox: queue.SimpleQueue) -> tuple | None:
-        """Wait for the next work; slot 1 ends the job if slot 0, in the main thread, is late."""
+        """Wait for the next work of a slot and return it, or None if the slot has to end.
+
+        Slot 0 runs in the main thread, which can't observe itself: slot 1 ends the job if it is
+        late.
+        """
         extension = PauseExtension()
         while True:
             before = self._open
@@ -92,7 +99,12 @@ class ThreadGroup(Group):
         )
 
     def _take(self, done: queue.SimpleQueue, failed: bool) -> Any:
-        """Wait for the next slot to end; raise queue.Empty at the limit unless a rank is paused."""
+        """Wait until a slot has ended its work; return its entry in the queue ``done``.
+
+        A pause of a rank extends the time limit. If a slot has ``failed``, the limit is `GRACE_S`.
+
+        :raises queue.Empty: if the time limit is reached
+        """
         extension = PauseExtension()
         while True:
             try:
@@ -141,7 +153,7 @@ class ThreadGroup(Group):
 
     @profiled("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Let slot l sum its columns over all slots, into the columns of slot 0's array."""
+        """Let each slot average its columns over all slots, and write them to slot 0's array."""
         columns = [array.chunk(self.slots, dim=1) for array in full]
         weights = [1 / self.slots] * self.slots
 
@@ -175,9 +187,11 @@ class ThreadGroup(Group):
 
 
 def _next(entries: queue.SimpleQueue, limit_s: float) -> tuple | None:
-    """Return the next entry, or raise queue.Empty.
+    """Wait at most ``limit_s`` seconds for the next entry of a queue and return it.
 
-    It waits in two parts, because the process may have been suspended during the first.
+    The wait has two parts, because the process may have been suspended during the first one.
+
+    :raises queue.Empty: if no entry arrives
     """
     try:
         return entries.get(timeout=0.9 * limit_s)

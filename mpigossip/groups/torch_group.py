@@ -1,7 +1,8 @@
-"""Group of slots that are ranks of a torch process group, threads or processes: NCCL between GPUs.
+"""Group of slots that exchange by a torch process group, which uses NCCL between GPUs.
 
-On CPUs, it uses gloo and serves tests only, because threads and shared memory are faster there. It
-has not been tested on several GPUs.
+Each slot is a rank of the process group, and is a thread or a process. On CPUs, the group uses gloo
+and serves tests only, because threads and shared memory are faster there. It has not been tested on
+several GPUs.
 """
 
 import threading
@@ -32,19 +33,19 @@ from mpigossip.mixing.combine import weighted_sum
 T = TypeVar("T")
 
 EVERY_S = 0.5
-"""Seconds between two checks."""
+"""Seconds between two checks of the watchdog."""
 GRACE_S = 4.0
-"""Seconds in which the training thread may raise the failure itself, unless it hangs, too.
+"""Seconds for which the watchdog waits until the training thread raises the failure itself.
 
-It is less than `LEAVE_S`, after which a rank that waits for this one in vain ends the job."""
+If the training thread hangs, the watchdog then ends the job. The time is less than `LEAVE_S`, after
+which a rank that waits for this one in vain ends the job."""
 
 
 class TorchGroup:
-    """L slots of a node as ranks of one process group.
+    """Group of the L slots of a node as ranks of one torch process group.
 
-    ``order`` is the order of sums. "slots" exchanges chunks of the slots and adds them in slot
-    order, with the bits of the groups on CPUs, whatever the layout; "nccl" leaves the order to the
-    library. On GPUs, the current stream of the device waits for a call, not the host.
+    On GPUs, a call does not wait until the data has arrived: the current stream of the device
+    waits.
     """
 
     def __init__(self, host: Group, node: World, order: str = "slots", timeout_s: float = 300.0):
@@ -52,8 +53,10 @@ class TorchGroup:
 
         :param host: group of the same slots for all small or rare calls; this group closes it
         :param node: ranks of the node; for threads, this process alone
-        :param order: order of sums, "slots" or "nccl"
-        :param timeout_s: seconds after which a call that isn't done ends the job
+        :param order: order of sums. "slots": slots exchange chunks and add them in slot order, so
+            that the result is bitwise identical to the result on CPUs; "nccl": the order
+            that NCCL chooses
+        :param timeout_s: time limit of each call in seconds; a call that takes longer ends the job
         :raises Failure: if the slots can't be connected
         """
         self.slots = self.segments = host.slots
@@ -97,7 +100,10 @@ class TorchGroup:
 
     @profiled("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return each slot's shard of the mean, in its own array; P must be a multiple of L."""
+        """Average ``full`` over all slots; return each local slot's shard, a part of its own array.
+
+        :raises GroupError: if the number of columns is not a multiple of the number of slots
+        """
         if full[0].shape[1] % self.slots:
             raise GroupError(
                 f"{full[0].shape[1]} elements can't be split into {self.slots} equal shards; pad "
@@ -143,7 +149,10 @@ class TorchGroup:
         self._host.close()
 
     def _sum(self, k: int, array: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute the mean of all slots' shards of the k-th local slot, in slot order."""
+        """Average the shard of the k-th local slot over all slots, in slot order, into ``out``.
+
+        ``array`` is the whole array of this slot; the other slots receive their shards of it.
+        """
         rows, width = out.shape
         widths = [width] * self.slots
         received = self._scratch[k][: rows * self.slots * width].view(rows, self.slots * width)
@@ -153,9 +162,9 @@ class TorchGroup:
         weighted_sum([1 / self.slots] * self.slots, terms, out)
 
     def _reserve(self, elements: int) -> None:
-        """Allocate memory for other slots' elements before any launch.
+        """Allocate memory for the elements that other slots send, before any slot launches a call.
 
-        An allocation may wait for the device, and so for the launches of other slots.
+        An allocation may wait for the device, and therefore for calls of other slots.
         """
         if self._order == "slots" and self._scratch[0].numel() < elements:
             self._scratch = [torch.empty(elements, device=device) for device in self.devices]
@@ -199,7 +208,12 @@ class TorchGroup:
         ]
 
     def _wait(self, k: int, work: Any) -> None:
-        """Make the current stream of the device wait for ``work``, or on CPUs the host."""
+        """Make the current stream of the slot's device wait for ``work``.
+
+        On CPUs, this thread waits. ``k`` is the index of the slot among the local slots.
+
+        :raises WaitTimeoutError: if it takes longer than the time limit on CPUs
+        """
         self._begun_calls[k] = self._calls
         if self._on_gpus:
             self._works.append((self.devices[k], work))
@@ -230,7 +244,7 @@ class TorchGroup:
 
 
 class Watchdog:
-    """Thread that ends the job if a collective fails or isn't done in time."""
+    """Thread that ends the job if a collective of the slots fails or takes too long."""
 
     def __init__(
         self,
@@ -268,7 +282,7 @@ class Watchdog:
         self._calls.append((call, time.monotonic(), works))
 
     def forget(self) -> None:
-        """Stop watching all calls so far, because the training thread has raised the failure."""
+        """Forget all calls so far, because the training thread raises their failure itself."""
         self._calls = deque()
 
     def check(self) -> None:
@@ -277,7 +291,10 @@ class Watchdog:
             raise GroupError(self._failure)
 
     def look(self, now: float) -> str:
-        """Return the failure at this time (monotonic, seconds), or an empty string."""
+        """Return the message of a failure, or "" if no collective has failed or is late.
+
+        ``now`` is the time by `time.monotonic`, in seconds.
+        """
         calls = self._calls
         while calls:
             call, began, works = calls[0]

@@ -21,9 +21,10 @@ MIXERS = {
     ("synchronous", "survivors"): "synchronous.FaultTolerant",
     ("synchronous", "devices"): "synchronous.Synchronous",
 }
-"""Mixers by the name in `node.mixer` and by where the nodes are: "process": all in this process;
-"ranks": one per rank; "survivors": ranks of which some may fail; "devices": ranks with slots on
-GPUs."""
+"""Modules and classes of the mixers. The key is the name in `node.mixer` and the location of the
+nodes. "process": all nodes are in this process; "ranks": each rank is a node; "survivors": each
+rank is a node, and the run continues after a rank failure; "devices": each rank is a node with
+slots on GPUs."""
 
 
 def mixer_class(mixer: str, where: str) -> Any:
@@ -58,9 +59,17 @@ def open_mixer(
 ) -> Mixer:
     """Open the mixer between the ranks of ``world``; collective.
 
-    If the world has no MPI, the mixer simulates all nodes in this process. ``ages`` is the delay
-    table of a simulated asynchronous run. A mixer receives those of the options that its
-    constructor has as parameters.
+    If the world has no MPI, the mixer simulates all nodes in this process. An option is ignored if
+    the constructor of the mixer has no such parameter.
+
+    :param graph: graph of the nodes
+    :param layout: layout of a node's message
+    :param world: world whose ranks are the nodes
+    :param mixer: name of the mixer, as in `node.mixer`
+    :param same_host: "read": read the memory of neighbours on the same host; "put": send to them
+    :param exchange: transport of GPU memory, as in `node.exchange`
+    :param timeout_s: time limit of each wait for other ranks, in seconds
+    :param ages: delay table of a simulated asynchronous run; None otherwise
     """
     options = {
         "world": world,

@@ -52,18 +52,19 @@ INCLUDED = 3
 before the model is written, the counter that is set after it, the round of the model, and for each
 node the sequence number of its last correction that the model includes."""
 HINTS = {"acc_single_intrinsic": "true"}
-"""Hints for the window: each accumulate call accesses one word. Without this promise, Open MPI over
-UCX needs the help of the target, so that a rank that computes for a long time holds up its readers.
-"""
+"""Hints for the window, which promise that each accumulate call accesses one word. Without this
+promise, Open MPI over UCX completes such a call only while the target rank is inside MPI: a rank
+that computes for a long time would delay all ranks that access its window."""
 TRIES = 3
 """Number of attempts to read a neighbour's model in a round, if it is overwritten each time."""
 
 
 class WindowMap(NamedTuple):
-    """Map of a rank's window, in bytes: header, model, sequence numbers, buffers for corrections.
+    """Positions of the parts of a rank's window, in bytes.
 
-    There is one sequence number for each node, and one buffer for each node that reads this rank's
-    model in any round.
+    The parts are the header, the model, the sequence numbers of corrections, and the buffers for
+    corrections. There is one sequence number for each node, and one buffer for each node that reads
+    this rank's model in any round.
     """
 
     head: int
@@ -99,7 +100,7 @@ class ModelCopy:
     memory: torch.Tensor
     """Header from ``ROUND`` on, followed by the message, as uint8."""
     complete: bool = False
-    """True if the owner did not write while the copy was read."""
+    """True if the owner of the model did not write it while it was being copied."""
 
     @property
     def head(self) -> np.ndarray:
@@ -152,7 +153,7 @@ class Asynchronous(RankMixer):
 
     @staticmethod
     def estimate_memory(graph, layout, node: int, near: Sequence = (), averages: bool = True):
-        """Return the bytes of a node's messages by purpose, before a mixer is opened.
+        """Return the bytes that a node's messages will occupy, by purpose; no mixer is opened.
 
         The purposes are "outbox" (the published model), "result", "copies" (one for each
         in-neighbour of a round) and "inbox" (a buffer for corrections for each out-neighbour of any
@@ -243,7 +244,11 @@ class Asynchronous(RankMixer):
         self._round = kind, t, future
 
     def _store(self, word: int, value: int) -> None:
-        """Store one of this rank's counters, after all earlier stores and before all later ones."""
+        """Store one of this rank's counters, after all earlier stores and before all later ones.
+
+        :param word: index of the counter in the header, ``BEGUN`` or ``DONE``
+        :param value: new value
+        """
         self._window.Sync()
         self._replace(self.rank, 8 * word, value)
         self._window.Sync()
@@ -260,7 +265,7 @@ class Asynchronous(RankMixer):
         self._window.Flush(j)
 
     def _load(self, j: int, *offsets: int) -> np.ndarray:
-        """Load words from rank j's window, each atomically, before all later loads.
+        """Load words from rank j's window, each atomically, and before any later load.
 
         :param j: rank
         :param offsets: offset of each word in the window, in bytes
@@ -277,7 +282,10 @@ class Asynchronous(RankMixer):
         return words
 
     def _read_all(self, nodes) -> None:
-        """Copy the newest model of each node; called in the progress thread."""
+        """Copy the newest model of each of ``nodes``; the progress thread calls this.
+
+        If the owner overwrites the model meanwhile, it is read again, up to `TRIES` times.
+        """
         for copy, j in zip(self._copies, map(int, nodes), strict=False):
             for _ in range(TRIES):
                 self._read(copy, j)
@@ -370,7 +378,7 @@ class Asynchronous(RankMixer):
             self._replace(j, self._map.sequence_numbers + 8 * self.rank, number)
 
     def _apply_corrections(self) -> None:
-        """Subtract the corrections that have arrived from the result, in the order of nodes."""
+        """Subtract the corrections that have arrived from the result, by ascending sender."""
         if not self._readers[self.rank]:
             return
         offsets = [self._map.sequence_numbers + 8 * j for j in self._readers[self.rank]]
@@ -401,9 +409,10 @@ class Asynchronous(RankMixer):
         self._barrier("the corrections of all ranks")
 
     def pending(self) -> MessageArrays:
-        """Return the effect of corrections that have arrived but are not applied yet; collective.
+        """Return the change of the model by all corrections that are not applied yet; collective.
 
-        The sum of the result and the model is the model after the corrections.
+        The model plus the returned arrays is the model after these corrections. The corrections
+        stay in their buffers, and the next round applies them.
 
         :return: an array of shape (1, p) for each vector
         """

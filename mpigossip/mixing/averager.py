@@ -22,7 +22,8 @@ TYPES = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
 }
-"""Dtypes that can be averaged, each in its own precision."""
+"""Dtypes of NumPy and torch that can be averaged, with the torch dtype in which this is
+computed."""
 
 
 class Averager:
@@ -95,8 +96,8 @@ class Averager:
             self.graph, layout, world, same_host=same_host, timeout_s=world.timeout_s
         )
         self.round = 0
-        """Number of the graph's round: that of the exchange in flight, otherwise that of the next
-        one."""
+        """Number of the graph's round of the exchange in flight; if there is none, of the next
+        exchange."""
         self._open = False
         self._world = world
         self._averagers = vars(world).setdefault("averagers", [])
@@ -137,7 +138,7 @@ class Averager:
     def finish(self, out: Any = None) -> Any:
         """Wait for the neighbours and return the weighted average.
 
-        :param out: array to write it into; None: a new one
+        :param out: array to write the average into; None: a new one
         :raises JobError: if no exchange has been started, or ``out`` does not match ``like``
         :raises WaitTimeoutError: if a neighbour does not send within ``world.timeout_s`` seconds
         """

@@ -1,4 +1,7 @@
-"""Exact averages over all ranks by messages, summed in rank order: bitwise identical everywhere."""
+"""Exact averages over all ranks by messages.
+
+They are summed in rank order, so that the result is bitwise identical on all ranks.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,17 +18,21 @@ from mpigossip.mixing.device.memory import device_context
 from mpigossip.mixing.notifications import all_ranks, called, keep_alive, wait_all
 
 AVERAGE = 21
+"""Tag of the messages."""
 CUT = 1 << 30
 """Largest number of bytes of one MPI call, because many MPIs count elements in 32 bits."""
 SHARE = 1 << 18
-"""Elements that a rank sums at once in an exact average; n times as many are in memory."""
+"""Number of elements that a rank sums at once in an exact average over n ranks. The memory for
+received messages holds n times this number."""
 
 Arrays = Sequence[torch.Tensor]
 Chunks = Sequence[Sequence[torch.Tensor]]
-"""For each slot, chunks of a piece by the rank that sums them. A short piece may have fewer than n
-chunks, because ``chunk`` returns no empty ones: the ranks after them sum nothing."""
+"""For each slot, a piece of its array, divided into one chunk for each rank: rank r sums chunk r.
+If the piece is short, it may have fewer chunks than there are ranks, because `torch.chunk` returns
+no empty ones; the last ranks then sum nothing."""
 ByRank = dict[tuple[int, int], torch.Tensor]
-"""Contiguous arrays, with the other rank and the slot as key."""
+"""Contiguous arrays to send to, or to receive from, other ranks. The key is the other rank and the
+slot."""
 Swap = Callable[[ByRank, ByRank], float]
 """Function that sends arrays to other ranks, receives theirs and returns the seconds waited."""
 
@@ -43,12 +50,19 @@ def average(
 ) -> float:
     """Compute ``out = (Σ_j own_j) / n`` over n ranks in rank order; return the seconds waited.
 
-    ``own`` and ``out`` hold for each slot a contiguous array (p,), all of the same dtype. They are
-    averaged piece by piece: by a reduce-scatter, in which rank r sums chunk r in rank order, and an
-    all-gather. Each rank sends 2(n − 1)/n of the vector, and the result is bitwise identical on all
-    ranks. Arrays on GPUs need ``inboxes``, for each slot an array of n · ``share`` elements on its
-    device into which other ranks may write, and ``on``, a function that returns the context in
-    which a slot's sums are launched.
+    The arrays are averaged piece by piece. A piece takes a reduce-scatter, in which rank r sums
+    chunk r in rank order, and an all-gather. Each rank sends 2(n − 1)/n times the size of ``own``,
+    and the result is bitwise identical on all ranks.
+
+    :param rank: number of this rank
+    :param n: number of ranks
+    :param own: for each slot, a contiguous array (p,) of this rank; all have the same dtype
+    :param out: for each slot, a contiguous array (p,) for the average
+    :param swap: function that sends arrays to other ranks and receives theirs
+    :param share: number of elements that a rank sums at once
+    :param inboxes: for each slot, an array of n · ``share`` elements on its device, into which
+        other ranks may write; None: new arrays on the CPU
+    :param on: function of a slot that returns the context in which its sums are launched
     """
     waited = 0.0
     count = own[0].numel()
@@ -73,9 +87,10 @@ def _reduce_scatter(
     swap: Swap,
     on: Callable[[int], AbstractContextManager],
 ) -> float:
-    """Write the average of all ranks' chunks ``rank`` to ``out``; return the seconds waited.
+    """Average the chunk with the index ``rank`` over all ranks; return the seconds waited.
 
-    ``inboxes`` holds for each slot an array (n, elements) for the chunks of the other ranks.
+    The average is written to the same chunk of ``out``. ``inboxes`` holds for each slot an array
+    (n, elements) for the chunks of the other ranks.
     """
     summed = range(len(own[0]))
     sent = {(j, s): chunks[j] for s, chunks in enumerate(own) for j in summed if j != rank}
@@ -94,7 +109,10 @@ def _reduce_scatter(
 
 
 def _all_gather(rank: int, n: int, out: Chunks, swap: Swap) -> float:
-    """Send chunk ``rank`` to all ranks and receive theirs in place; return the seconds waited."""
+    """Send the chunk with the index ``rank`` to all ranks; return the seconds waited.
+
+    The chunks of the other ranks are received in their positions in ``out``.
+    """
     summed = range(len(out[0]))
     slots = range(len(out))
     sent = {}
@@ -106,7 +124,15 @@ def _all_gather(rank: int, n: int, out: Chunks, swap: Swap) -> float:
 def average_message(
     layout: MessageLayout, rank: int, n: int, message: Arrays, result: Arrays, swap: Swap
 ) -> float:
-    """Average messages in host memory exactly, each uint8 per slot; return the seconds waited."""
+    """Average messages in host memory exactly over n ranks; return the seconds waited.
+
+    :param layout: layout of the messages
+    :param rank: number of this rank
+    :param n: number of ranks
+    :param message: for each slot, the bytes of this rank's message, uint8
+    :param result: for each slot, the memory of the average, uint8
+    :param swap: function that sends arrays to other ranks and receives theirs
+    """
     waited = 0.0
     for dtype, part in layout.slot_parts:
         own, out = ([array[part].view(dtype) for array in arrays] for arrays in (message, result))
@@ -126,10 +152,17 @@ def average_codes(
 ) -> float:
     """Average encoded messages exactly; return the seconds waited.
 
-    Each rank sends its encoded message to all others and sums all of them. ``own`` holds for each
-    slot the own encoded message, uint8; ``all_codes`` holds for each slot an array (n, bytes) for
-    the messages by rank, in which the own row is not used; ``out`` holds the values to which the
-    own message decodes.
+    Each rank sends its encoded message to all others and sums the messages of all ranks.
+
+    :param layout: layout of the messages
+    :param rank: number of this rank
+    :param own: for each slot, the encoded message of this rank, uint8
+    :param all_codes: for each slot, an array (n, bytes) that receives the message of each rank; the
+        row of this rank is not used
+    :param out: values to which the message of this rank decodes
+    :param result: arrays for the average
+    :param swap: function that sends arrays to other ranks and receives theirs
+    :param on: function of a slot that returns the context in which its sums are launched
     """
     n = len(all_codes[0])
     keys = [(j, s) for s in range(len(own)) for j in range(n) if j != rank]

@@ -11,11 +11,16 @@ import torch
 from mpigossip.mixing.wire import FP32, Wire
 
 MessageArrays = list[tuple[torch.Tensor, ...]]
-"""For each slot, the vectors, arrays (rows, p), then the scalars, float64 arrays (rows, 1)."""
+"""Arrays of a message: for each slot a tuple of its vectors, each of shape (rows, p), and then its
+scalars, float64 arrays of shape (rows, 1). Each local node has one row."""
 
 
 class ExchangeKind(Enum):
-    """Partners of a step's exchange: none, the neighbours of the round, or all nodes."""
+    """Kind of a step's exchange.
+
+    LOCAL: there is no exchange; GOSSIP: an average over the neighbours of the round; GLOBAL: an
+    average over all nodes.
+    """
 
     LOCAL = 0
     GOSSIP = 1
@@ -24,22 +29,28 @@ class ExchangeKind(Enum):
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Layout of a node's message in one round: for each slot ``vectors`` arrays, then ``scalars``.
+    """Layout of a node's message in one round.
 
-    ``widths`` holds the number of elements of each slot's shard; all are equal. The bytes of each
-    slot are contiguous. ``wire`` encodes the vectors, which must then be float32 and consist of
-    whole buckets; the simulator accepts any ``dtype``. ``first`` holds the first column of each
-    shard in the node's vector, which determines the random numbers that a wire draws; if it is
-    empty, the shards are the whole vector.
+    The message has a segment for each slot, whose bytes are contiguous: ``vectors`` arrays of the
+    size of the slot's shard, followed by ``scalars`` single numbers.
     """
 
     widths: tuple[int, ...]
+    """Number of elements of each slot's shard; all are equal."""
     vectors: int = 1
+    """Number of vectors."""
     scalars: int = 0
+    """Number of scalars, which are float64."""
     devices: tuple[str, ...] = ()
+    """Device of each slot; empty: the CPU."""
     wire: Wire = FP32
+    """Format in which vectors are sent. A lossy wire requires float32 vectors that consist of whole
+    buckets."""
     dtype: torch.dtype = torch.float32
+    """Type of the elements of vectors."""
     first: tuple[int, ...] = ()
+    """Index of the first element of each shard in the node's vector, which determines the random
+    numbers that a wire draws; empty: the shards are the whole vector."""
 
     def __post_init__(self) -> None:
         if len(set(self.widths)) != 1:
@@ -51,16 +62,16 @@ class MessageLayout:
         return len(self.widths)
 
     def begin(self, slot: int) -> int:
-        """Return the first column of a shard in the node's vector."""
+        """Return the index of the first element of a slot's shard in the node's vector."""
         return self.first[slot] if self.first else sum(self.widths[:slot])
 
     def vector_bytes(self, columns: int) -> int:
-        """Return the number of bytes on the wire of ``columns`` elements of a vector."""
+        """Return the number of bytes that are sent for ``columns`` elements of a vector."""
         return self.dtype.itemsize * columns if self.wire.exact else self.wire.nbytes(columns)
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Number of bytes of one slot's message in memory: vectors as they are, float64 scalars."""
+        """Number of bytes of one slot's message in memory, where it is not encoded."""
         return self.dtype.itemsize * self.vectors * self.widths[0] + 8 * self.scalars
 
     @property
@@ -70,14 +81,14 @@ class MessageLayout:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of one node's message in memory."""
+        """Number of bytes of one node's message in memory, where it is not encoded."""
         return self.slots * self.slot_bytes
 
     @property
     def raw_bytes(self) -> int | None:
-        """Value of ``nbytes`` if messages are encoded, otherwise None.
+        """Number of bytes of a decoded message; None if messages are not encoded.
 
-        :func:`bytes_per_exchange` takes it as ``raw``.
+        It is the parameter ``raw`` of :func:`bytes_per_exchange`.
         """
         return None if self.wire.exact else self.nbytes
 
@@ -88,12 +99,18 @@ class MessageLayout:
 
     @cached_property
     def fields(self) -> list[tuple[int, slice]]:
-        """Vectors, then scalars of a slot in sending order: pairs (index, slice of all columns)."""
+        """Vectors and then scalars of a slot, in the order in which they are sent.
+
+        Each is a pair: its index among vectors and scalars, and the slice of all of its elements.
+        """
         vectors = [(k, slice(0, self.widths[0])) for k in range(self.vectors)]
         return vectors + [(self.vectors + k, slice(0, 1)) for k in range(self.scalars)]
 
     def offset(self, field: int) -> int:
-        """Return the byte at which a vector or scalar begins in a slot's encoded message."""
+        """Return the byte at which a vector or scalar begins in a slot's encoded message.
+
+        ``field`` is the index of the vector; scalars are counted after all vectors.
+        """
         before = min(field, self.vectors)
         return before * self.vector_bytes(self.widths[0]) + 8 * (field - before)
 
@@ -117,13 +134,19 @@ class MessageLayout:
         ]
 
     def slot_views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return views of one slot's message, uint8 (``slot_bytes``,), as arrays of one row."""
+        """Return the vectors and scalars of one slot's message as views of its memory.
+
+        ``memory`` is an uint8 array (``slot_bytes``,). The views have one row, for one node.
+        """
         floats, *doubles = (memory[part].view(dtype) for dtype, part in self.slot_parts)
         vectors = floats.view(self.vectors, 1, self.widths[0]).unbind()
         return (*vectors, *(scalar.view(1, 1) for array in doubles for scalar in array))
 
     def views(self, memory: torch.Tensor) -> MessageArrays:
-        """Return views of one node's message, uint8 of ``nbytes`` bytes, as arrays of one row."""
+        """Return the vectors and scalars of one node's message as views of its memory.
+
+        ``memory`` is an uint8 array (``nbytes``,). The views have one row.
+        """
         return [self.slot_views(slot_memory) for slot_memory in memory.split(self.slot_bytes)]
 
     def empty(self, rows: int) -> MessageArrays:
@@ -139,7 +162,7 @@ class MessageLayout:
 
 
 class Mixer:
-    """Communication backend between nodes, built once from a graph and a message layout.
+    """Object that exchanges and averages messages between nodes, for one graph and message layout.
 
     An exchange consists of four steps: call ``outbox(t)``, fill all of its arrays, call
     ``start(kind, t)``, and call ``finish()``, which returns the result. The caller can compute
@@ -189,49 +212,66 @@ class Mixer:
         return self._waited
 
     def outbox(self, t: int) -> MessageArrays:
-        """Wait until the last message has been read, then return the arrays for the next one.
+        """Return the arrays of the message for round t, after the last message has been read.
 
-        The caller must fill all of them, because their contents are undefined.
+        This waits for the nodes that read the last message. The caller must fill all arrays,
+        because their contents are undefined.
         """
         raise NotImplementedError
 
     def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
         """Publish the outbox and begin the exchange of round t, without waiting for it.
 
-        A lossy wire quantizes the outbox in place, except for a LOCAL exchange. ``exchange`` is the
-        number of this exchange, counted over all kinds from the start of the run. It seeds the
-        random rounding; None: t.
+        A lossy wire quantizes the outbox in place, except for a LOCAL exchange.
+
+        :param kind: kind of the exchange
+        :param t: number of the graph's round
+        :param exchange: number of this exchange, counted over all kinds from the start of the run,
+            which seeds the random rounding of a wire; None: t
         """
         raise NotImplementedError
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
-        """Wait for the exchange and return ``sent`` and ``mixed``, read-only until the next outbox.
+        """Wait for the exchange and return ``sent`` and ``mixed``.
 
-        ``sent`` is the own message as the other nodes decode it, and
-        ``mixed[i] = Σ_j W[i, j] sent_j``. After a LOCAL exchange, ``mixed`` is ``sent``. ``into``
-        is an array in which the mixer may form the sum, if it has not formed it yet; ``mixed`` is
-        then this array. It may only be given in a GOSSIP round whose message is one float32 vector,
-        and on all ranks or on none.
+        ``sent`` is the node's own message as the other nodes decode it, and ``mixed`` is the
+        weighted sum: ``mixed[i] = Σ_j W[i, j] sent_j``. After a LOCAL exchange, ``mixed`` is
+        ``sent``. Both must not be changed, and are valid until the next call of :meth:`outbox`.
+
+        :param into: array to which the mixer may write the sum if it has not computed it yet, so
+            that ``mixed`` is this array; None: the mixer's memory. It may only be given in a GOSSIP
+            round whose message is one float32 vector, and on all ranks or on none
         """
         raise NotImplementedError
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the exact mean over nodes of x (rows, p), summed in node order: shape (p,).
+        """Return the exact mean over all nodes, an array (p,); collective.
 
-        The result is bitwise identical on all ranks.
+        It is summed in node order, so that it is bitwise identical on all ranks.
+
+        :param x: array (rows, p) with one row for each local node
         """
         raise NotImplementedError
 
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
-        """Average small float64 arrays exactly: (rows, k) -> (k,)."""
+        """Return the exact mean over all nodes of small float64 arrays, an array (k,); collective.
+
+        :param values: array (rows, k) with one row for each local node
+        """
         return self.mean(values)
 
     @staticmethod
     def estimate_memory(graph, layout, node: int, near: Sequence = (), averages: bool = True):
-        """Return what :meth:`memory` will return, before a mixer is opened.
+        """Return the bytes of a node's messages by purpose, without a mixer.
 
-        A purpose may have 0 bytes. ``near`` holds for each node the set of nodes whose memory it
-        reads, including itself; an empty sequence means that no node reads another's memory.
+        :meth:`memory` of an open mixer returns the same numbers. A purpose may have 0 bytes.
+
+        :param graph: graph of the nodes
+        :param layout: layout of a node's message
+        :param node: number of the node
+        :param near: for each node, the set of nodes whose memory it reads, including itself; empty:
+            no node reads the memory of another
+        :param averages: whether GLOBAL exchanges may follow
         """
         return {"outbox": layout.nbytes, "result": layout.nbytes}
 

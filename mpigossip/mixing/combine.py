@@ -1,7 +1,8 @@
-"""Weighted sum of arrays and of messages, in a fixed order: every transport ends here.
+"""Weighted sum of arrays and of messages, in a fixed order.
 
-A simulated run and a run under MPI are therefore bitwise identical. The kernels that may replace
-the torch operations of this module compute the same bits.
+Every mixer computes its sums by this module, whatever its transport, so that a simulated run and a
+run under MPI are bitwise identical. The kernels that may replace the torch operations of this
+module compute the same bits.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,11 @@ from mpigossip.mixing.kernels import gpu_sum, native
 from mpigossip.mixing.wire import Field, decode
 
 Source: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-"""Message of a slot: encoded, an uint8 array, or decoded, its vectors and scalars."""
+"""Message of a slot: either encoded, as one uint8 array, or decoded, as a sequence of its vectors
+and scalars."""
 BLOCK = 1 << 15
-"""Elements per pass of :func:`weighted_sum`: three such blocks fit into a core's cache."""
+"""Number of elements that :func:`weighted_sum` sums at once: three arrays of this length fit into
+the cache of a core."""
 
 
 def weighted_sum(
@@ -94,10 +97,16 @@ def sum_messages(
     out: Sequence[torch.Tensor],
     fields: Sequence[Field],
 ) -> None:
-    """Sum the given fields of a slot's messages; a tensor in ``sources`` is an encoded message.
+    """Compute the weighted sum of the messages of a slot, or of a part of them.
 
-    On the CPU, encoded messages are summed in small blocks, so that decoded values stay in the
-    cache.
+    On the CPU, encoded messages are decoded and summed in small blocks, so that decoded values stay
+    in the cache.
+
+    :param layout: layout of the messages
+    :param weights: weight of each message
+    :param sources: messages, each encoded or decoded
+    :param out: vectors and scalars to which the sum is written
+    :param fields: vectors, or ranges of their elements, and scalars to sum
     """
     encoded = any(isinstance(source, torch.Tensor) for source in sources)
     blocks = encoded and out[0].device.type == "cpu"
@@ -115,8 +124,8 @@ def sum_messages(
 
 
 def _columns(array: torch.Tensor, columns: slice) -> torch.Tensor:
-    """Return some columns of an array; if they are all of its columns, the array itself.
+    """Return a view of some columns of an array, or the array itself if these are all columns.
 
-    Making a view takes longer than this comparison.
+    The comparison is faster than making a view.
     """
     return array if columns.stop - columns.start == array.shape[1] else array[:, columns]

@@ -10,7 +10,7 @@ import torch
 from mpigossip.mixing.wire import ALIGN, BUCKET, FP32, Wire
 
 TINY = 1e-30
-"""Limit of the largest modulus of a bucket, up to which wires with a scale send zeros."""
+"""Wires that scale a bucket by its largest |v| send zeros if this is not greater than `TINY`."""
 
 
 def bf16() -> Wire:
@@ -33,11 +33,15 @@ def bf16() -> Wire:
 def qsgd(levels: int, seed: int) -> Wire:
     """Return the wire of QSGD (Alistarh et al. 2017), which is unbiased.
 
-    Q(v) = s · l/levels with a random l in −levels … levels. Here s is the largest |v| of the
-    bucket. This is the practical choice of the paper, and since it is no sum, it has the same bits
-    for arrays of any shape. |l| is |v| · levels/s, rounded up with the probability of its fraction,
-    and l has the sign of v. A code takes 2 bits for 1 level, 4 bits for up to 7 levels, and
-    otherwise 8 bits; s takes 4 bytes per bucket.
+    A value v is replaced by Q(v) = s · l/levels, where s is the largest |v| of the bucket, and l is
+    a random integer from −levels to levels with the sign of v. |l| is |v| · levels/s, rounded up
+    with the probability of its fraction, and otherwise down. The QSGD paper also permits a norm as
+    s; the maximum is not a sum, and therefore has the same bits for arrays of any shape. A value
+    takes 2 bits for 1 level, 4 bits for up to 7 levels, and otherwise 8 bits; s takes 4 bytes per
+    bucket.
+
+    :param levels: number of positive values of l, at most 127
+    :param seed: seed of the random rounding
     """
     bits = 2 if levels == 1 else 4 if levels <= 7 else 8
 
@@ -71,31 +75,37 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Unpack ``count`` codes per row, as :func:`pack_bits` has packed them: (b, count)."""
+    """Return the codes that :func:`pack_bits` has packed: ``count`` codes per row, (b, count)."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     codes = packed.unsqueeze(2) >> shifts & (1 << bits) - 1
     return codes.view(len(packed), -1)[:, :count]
 
 
 def _uniform(words, like: torch.Tensor) -> torch.Tensor:
-    """Draw a number in [0, 1) with 24 bits for each value of the buckets."""
+    """Draw a uniform random float32 number in [0, 1) for each element of the buckets ``like``.
+
+    ``words`` is a function of a count that returns that many random 32-bit words per bucket.
+    """
     drawn = (words(BUCKET) >> 8).astype(np.float32)
     return torch.from_numpy(drawn).to(like.device).mul_(2.0**-24)
 
 
 def _largest(buckets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest |v| of each bucket, 0 if it is at most `TINY`, and its finite inverse."""
+    """Return the largest |v| of each bucket and its inverse, which is always finite.
+
+    If the largest |v| is at most `TINY`, it is returned as 0.
+    """
     scale = buckets.abs().amax(dim=1, keepdim=True)
     scale.mul_(scale > TINY)
     return scale, 1 / scale.clamp(min=TINY)
 
 
 def fp4(seed: int) -> Wire:
-    """Return a wire for floats of a sign and three bits of exponent, as Streaming DiLoCo sends.
+    """Return the wire of Streaming DiLoCo: floats of a sign and three bits of exponent.
 
-    It is unbiased: Q(v) = ± s · (0, 2⁻⁶, 2⁻⁵ … 1), where s is the largest |v| of the bucket. Of the
-    two values around |v|, it takes the upper one with the probability that makes the mean |v|. A
-    value takes 4 bits, and s takes 4 bytes per bucket.
+    A value v is replaced by ± s · q, where s is the largest |v| of the bucket, and q is one of 0,
+    2⁻⁶, 2⁻⁵ … 1. From the two numbers s · q around |v|, one is drawn at random, such that the mean
+    is |v|: the wire is unbiased. A value takes 4 bits, and s takes 4 bytes per bucket.
     """
 
     def level(codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -162,28 +172,28 @@ def sign() -> Wire:
 
 
 def _ordinal(like: torch.Tensor) -> torch.Tensor:
-    """Return 1, 2, … for the values of a run."""
+    """Return an array 1, 2 … 32 on the device of ``like``: the positions in a run of 32 values."""
     return torch.arange(1, ALIGN + 1, dtype=torch.uint8, device=like.device)
 
 
 def _encode_positions(order: torch.Tensor) -> list[torch.Tensor]:
-    """Encode ascending positions in a bucket as bytes: k + 2 bytes for k positions below 512.
+    """Encode k ascending positions (b, k) in each of b buckets as k + 2 bytes per bucket.
 
-    The first array has the number of positions in the first half of the bucket, the second the
-    position of each within its half.
+    Return two arrays: the number of positions in the first half of each bucket, as two bytes, and
+    the position of each value within its half, as one byte.
     """
     first = (order < 256).sum(dim=1, keepdim=True).to(torch.int16)
     return [first.view(torch.uint8), (order & 255).to(torch.uint8)]
 
 
 def _decode_positions(first: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Decode the positions that :func:`_encode_positions` has encoded: (b, k)."""
+    """Return the positions (b, k) that :func:`_encode_positions` has encoded."""
     index = torch.arange(low.shape[1], device=low.device)
     return low.long() + 256 * (index >= first.view(torch.int16).long())
 
 
 def _largest_positions(buckets: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the positions of the k values of largest modulus of each bucket, ascending.
+    """Return the positions (b, k) of the k values with the largest |v| of each bucket, ascending.
 
     If a bucket has fewer than k values other than 0, the position of the largest one is repeated. A
     zero is never chosen, not even in the padding, because codes without a zero would change it.
@@ -194,7 +204,7 @@ def _largest_positions(buckets: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def top_k(density: float) -> Wire:
-    """Return a wire that sends the k = ⌈512 · density⌉ values of largest modulus of each bucket.
+    """Return a wire that sends the k = ⌈512 · density⌉ values with the largest |v| of each bucket.
 
     A bucket takes 5 k + 2 bytes.
     """
@@ -213,11 +223,12 @@ def top_k(density: float) -> Wire:
 
 
 def top_k_int2(density: float) -> Wire:
-    """Return a wire that sends the values of :func:`top_k` in two bits, as SparseLoCo does.
+    """Return a wire that sends each value of :func:`top_k` in two bits, as SparseLoCo does.
 
-    Each is replaced by the nearest of s · (−1, −⅓, ⅓, 1), where s is the largest |v| of the bucket.
-    A bucket takes 1¼ k + 6 bytes. The wire is a contraction only up to k = 9: small values become ⅓
-    s, so that ‖Q(v) − v‖² can approach (k − 1)/9 ‖v‖².
+    A value is replaced by the nearest of s · (−1, −⅓, ⅓, 1), where s is the largest |v| of the
+    bucket. A bucket takes 1¼ k + 6 bytes, where k is the number of its values that are sent. The
+    wire is a contraction only up to k = 9: small values become ⅓ s, so that ‖Q(v) − v‖² can
+    approach (k − 1)/9 ‖v‖².
     """
     k = math.ceil(BUCKET * density)
 
@@ -247,8 +258,8 @@ def random_k(density: float, seed: int) -> Wire:
     """Return a wire that sends ⌈512 · density⌉ consecutive values of each bucket, 4 bytes each.
 
     They begin at a random position and wrap around at the end of the bucket, so that each value is
-    sent with equal probability. Consecutive values need one position, where independent ones would
-    need one each.
+    sent with equal probability. Only the first position has to be sent; independent positions
+    would have to be sent one by one.
     """
     k = math.ceil(BUCKET * density)
 

@@ -1,9 +1,10 @@
 """Simulation of asynchronous gossip of n nodes in this process, determined by a delay table.
 
-It follows the rule of :mod:`mpigossip.mixing.asynchronous`, with the delay table in place of
-chance. A *delay table* is a function t -> int array (n, n). Its element [i, j] is the age, in
-rounds, of the model of node j that node i receives in its round t; 0 means the same round, and −1
-that it receives none. Slow nodes and failing links are drawn from a seed.
+Nodes average by the same rule as in :mod:`mpigossip.mixing.asynchronous`, but the delay table
+instead of the speed of ranks determines which model a node receives. A *delay table* is a function
+t -> int array (n, n). Its element [i, j] is the age, in rounds, of the model of node j that node i
+receives in its round t; 0 means the same round, and −1 that it receives none. Slow nodes and
+failing links are drawn from a seed.
 """
 
 from collections import deque
@@ -22,11 +23,12 @@ from mpigossip.mixing.simulated import Simulated
 DelayTable = Callable[[int], np.ndarray]
 
 OLDEST = 16
-"""Largest age of a model in rounds; a model that would be older is replaced by one of this age."""
+"""Largest age of a received model, in rounds: instead of an older model, a node receives the model
+of this age."""
 
 
 def table(ages: np.ndarray) -> DelayTable:
-    """Return the delay table that repeats an int array (rounds, n, n)."""
+    """Return the delay table that repeats the rounds of an int array (rounds, n, n)."""
     return lambda t: ages[t % len(ages)]
 
 
@@ -34,10 +36,10 @@ def table(ages: np.ndarray) -> DelayTable:
 class Faults:
     """Schedule of slow nodes and failing links, determined by the seed and the round alone.
 
-    For every ``steps`` rounds, ``slow`` nodes are drawn that compute ``times`` longer than others.
-    In each round, a node receives nothing from another node with probability ``lost``. All nodes
-    wait for each other every ``meet`` rounds, when the log is gathered, so that no node falls
-    behind without limit.
+    Every ``steps`` rounds, ``slow`` of the ``n`` nodes are drawn, whose rounds take ``times`` times
+    the normal duration until the next draw. In each round, a node receives nothing from another
+    node with probability ``lost``. All nodes wait for each other every ``meet`` rounds, in which a
+    run gathers its log, so that no node falls behind without limit.
     """
 
     n: int
@@ -55,11 +57,12 @@ class Faults:
         return cost
 
     def ages(self, t: int) -> np.ndarray:
-        """Return the delay table at round t: node i receives the newest model of j at that moment.
+        """Return the delay table at round t, an int array (n, n).
 
-        Node i ends its round t at time T_i(t), the sum of its costs since all nodes last waited for
-        each other. It receives round s of node j, the last one with T_j(s) ≤ T_i(t). If node j is
-        ahead, its model counts as one of round t.
+        Node i ends its round t at time T_i(t), the sum of its :meth:`costs` since all nodes last
+        waited for each other. At this time, it receives the newest model of node j, that of the
+        last round s with T_j(s) ≤ T_i(t), so that its age is t − s. If node j is ahead of node i,
+        the age is 0.
         """
         ages = np.zeros((self.n, self.n), np.int64)
         if self.times > 1:
@@ -80,13 +83,17 @@ def _draw_order(key: tuple[int, ...], n: int) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _end_times(faults: Faults, block: int) -> np.ndarray:
-    """Return T_i(t) of the rounds between two such waits: (meet, n)."""
+    """Return the times at which nodes end their rounds, an array (meet, n).
+
+    They are T_i(t) of :meth:`Faults.ages`, for the ``meet`` rounds from one wait of all nodes for
+    each other to the next. ``block`` is the number of such waits before.
+    """
     first = block * faults.meet
     return np.cumsum([faults.costs(t) for t in range(first, first + faults.meet)], axis=0)
 
 
 def readers(graph, node: int) -> list[int]:
-    """Return the nodes that have ``node`` as an in-neighbour in some round, ascending."""
+    """Return the nodes that receive from ``node`` in at least one round, in ascending order."""
     if graph.period is None:
         return [j for j in range(graph.n) if j != node]
     receivers = {int(j) for t in range(graph.period) for j in graph.receivers(t, node)}
@@ -99,7 +106,11 @@ def flow(weight: float, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 class Correction(NamedTuple):
-    """Change of node ``source`` towards ``target`` at round t, a flat list of rows (1, p)."""
+    """Correction in flight: node ``target`` has to subtract it from its model.
+
+    It is the change by which node ``source`` moved towards ``target`` in its round ``t``. ``parts``
+    holds an array (1, p) for each vector of each slot.
+    """
 
     t: int
     source: int
@@ -108,7 +119,7 @@ class Correction(NamedTuple):
 
 
 class Delayed(Simulated):
-    """Mixer of all n nodes, each of which receives models as old as the delay table says.
+    """Asynchronous mixer of all n nodes; the delay table gives the age of each received model.
 
     The sum of ``mixed`` plus the corrections in flight (:meth:`pending`) is the sum of ``sent``.
     """
@@ -120,12 +131,17 @@ class Delayed(Simulated):
         self._ages = ages
         self._past: deque[tuple[int, list[torch.Tensor]]] = deque(maxlen=OLDEST + 1)
         self._in_flight: list[Correction] = []
-        # the round in which a node applied the last correction of another, by (source, target)
+        # Round in which node `target` applied the last correction of node `source`, by the key
+        # (source, target).
         self._applied: dict[tuple[int, int], int] = {}
 
     @staticmethod
     def estimate_memory(graph, layout, node: int, near: Sequence = (), averages: bool = True):
-        """Return the bytes of outbox, result, past outboxes and corrections from readers."""
+        """Return the bytes of a node's messages by purpose, without a mixer.
+
+        "copies" are the outboxes of past rounds, from which nodes receive old models; "inbox" are
+        the corrections from the nodes that read this one. ``near`` and ``averages`` are not used.
+        """
         return {
             "outbox": layout.nbytes,
             "result": layout.nbytes,
@@ -181,7 +197,15 @@ class Delayed(Simulated):
         self.staleness[i] = float(np.mean(received_ages)) if received_ages else float("nan")
 
     def _apply_corrections(self, t: int, ages: np.ndarray, onto: list[torch.Tensor]) -> None:
-        """Apply to every node the corrections that have arrived, in the order of their sources."""
+        """Subtract the corrections that have arrived from the models of their targets.
+
+        A correction has arrived if its target receives a model of its source that is at least as
+        new. Corrections are applied in the order of their sources, so that the bits are determined.
+
+        :param t: number of the round
+        :param ages: delay table of the round, (n, n)
+        :param onto: arrays (n, p) of all nodes' models, which are changed
+        """
         remaining = []
         for correction in sorted(self._in_flight, key=lambda d: (d.source, d.t)):
             age = int(ages[correction.target, correction.source])
@@ -194,7 +218,10 @@ class Delayed(Simulated):
         self._in_flight = remaining
 
     def pending(self) -> MessageArrays:
-        """Return the sum of the corrections that are still in flight, (1, p) for each vector."""
+        """Return the change of the sum of all models by the corrections that are still in flight.
+
+        It has the arrays of a message with one row: (1, p) for each vector of each slot.
+        """
         total = [torch.zeros_like(part[:1]) for part in _flat(self._out)]
         for correction in self._in_flight:
             for into, part in zip(total, correction.parts, strict=True):

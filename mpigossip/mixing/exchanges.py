@@ -1,4 +1,4 @@
-"""Exchanges of a rank: one class for each way in which messages reach the ranks that sum them.
+"""Exchanges of a rank in a round: one class for each combination of transfer and result.
 
 =================== ============================= ==============================================
 class               messages                      result
@@ -28,10 +28,10 @@ from mpigossip.mixing.transports import Transport
 
 
 class Exchange:
-    """Base class of exchanges. The outbox is full before :meth:`begin` is called.
+    """Base class of the exchanges of a rank.
 
-    The caller may compute between :meth:`begin` and :meth:`finish`, and must not change the outbox
-    before :meth:`release` returns.
+    The caller fills the outbox before it calls :meth:`begin`. It may compute between :meth:`begin`
+    and :meth:`finish`, and must not change the outbox before :meth:`release` returns.
     """
 
     is_finished = False
@@ -54,13 +54,13 @@ class Exchange:
     def finish(self, into: torch.Tensor | None = None) -> MessageArrays:
         """Wait for the messages of other ranks and return the result.
 
-        :param into: array for a sum of messages with one vector and one slot; None: the buffers'
-            memory. Only a sum computed by the main thread is written there
+        :param into: array to which the sum is written if the main thread computes it, and the
+            messages have one vector and one slot; None: memory of the buffers
         """
         raise NotImplementedError
 
     def release(self) -> None:
-        """Wait until no other rank on this host reads the outbox or the result of this rank."""
+        """Wait until no other rank of this host reads the outbox or the result of this rank."""
 
 
 class Local(Exchange):
@@ -97,7 +97,7 @@ class ReadInPlace(Exchange):
         return self._buffers.result
 
     def wait_ready(self) -> None:
-        """Wait until the outboxes of the sources on this host are complete."""
+        """Wait until the outboxes of the in-neighbours on this host are complete."""
         self._shared.wait_ready(self.round.plan.sources, self.round.t)
 
     def is_on_host(self, rank: int) -> bool:
@@ -108,12 +108,16 @@ class ReadInPlace(Exchange):
         return self._buffers.segments(self._shared.outbox(rank))
 
     def sum(self, received: Sequence[Sequence[Source]], into: torch.Tensor | None) -> None:
-        """Sum the own message and ``received``, the messages of all sources in plan order."""
+        """Compute the weighted sum of the messages of this rank and its in-neighbours.
+
+        :param received: messages of the in-neighbours, in the order of the plan's ``sources``
+        :param into: array for the sum; None: memory of the buffers
+        """
         target = None if into is None else [(into,)]
         self._buffers.add(self.round.plan.weights, received, self._chunk, target)
 
     def notify_read(self) -> None:
-        """Notify the sources on this host that their outboxes were read."""
+        """Notify the in-neighbours on this host that this rank has read their outboxes."""
         self._shared.release(self.round.plan.sources, self.round.t)
 
     def release(self) -> None:
@@ -123,8 +127,9 @@ class ReadInPlace(Exchange):
 class Pair(ReadInPlace):
     """Exchange between two ranks of one host that average only with each other.
 
-    Each rank computes one half of a result that both read. If the caller passes an array ``into``,
-    which the other rank cannot read, each rank computes the whole sum instead.
+    Each rank computes one half of a result that both read. If the caller passes an array ``into``
+    to :meth:`finish`, each rank computes the whole sum instead, because the other rank cannot write
+    to that array.
     """
 
     _is_halved = False
@@ -151,7 +156,7 @@ class Pair(ReadInPlace):
             return super().finish(into)
         plan = self.round.plan
         self._is_halved = True
-        # waits for the partner's outbox, then for the half of the result that it computes
+        # This waits for the partner's outbox, then for the partner's half of the result.
         result = self._shared.average_pair(
             self._layout.parts, plan.weights[0], plan.partner, self.round.t
         )
@@ -165,10 +170,10 @@ class Pair(ReadInPlace):
 
 
 class Sent(Exchange):
-    """Exchange by the transport, which gives each reader a copy of the message.
+    """Exchange by the transport, which sends a copy of the message to each out-neighbour.
 
-    The progress thread sends and receives, unless the exchange is inline: then the main thread
-    does, as far as possible in :meth:`begin` and to the end in :meth:`finish`.
+    Usually, the progress thread sends and receives. If the exchange is inline, the main thread does
+    so: in :meth:`begin` as far as is possible without waiting, and the rest in :meth:`finish`.
     """
 
     def __init__(
@@ -184,7 +189,7 @@ class Sent(Exchange):
 
         :param pipeline: pipeline of the transport
         :param inline: True: the main thread sends and receives
-        :param sums: True: the pipeline also computes the sum
+        :param sums: True: the pipeline also computes the weighted sum; False: the caller does
         """
         super().__init__(r, buffers)
         self._pipeline = pipeline
@@ -203,8 +208,8 @@ class Mixed(Exchange):
     """Exchange that reads neighbours on this host in place and uses the transport for all others.
 
     If ``sent.sums`` is False, the main thread computes the sum after all messages have arrived, in
-    the graph's order. Otherwise all messages come by the transport, and only readers of the own
-    outbox are on this host.
+    the graph's order. Otherwise, all in-neighbours are on other hosts, and only out-neighbours,
+    which read the outbox of this rank, are on this host.
     """
 
     def __init__(self, read: ReadInPlace, sent: Sent, transport: Transport):
@@ -240,7 +245,10 @@ class Mixed(Exchange):
 
 
 class AverageInPlace(Exchange):
-    """Average of all ranks, which are on one host: each writes one chunk of all results."""
+    """Average over all ranks, which are on one host.
+
+    Each rank averages one chunk of the message and writes it to the results of all ranks.
+    """
 
     _buffers: HostBuffers
 
@@ -265,7 +273,7 @@ class AverageInPlace(Exchange):
 
 
 class AverageSent(Exchange):
-    """Average of all ranks by the transport."""
+    """Average over all ranks by the transport, on one host or several."""
 
     def __init__(self, r: RoundState, buffers: Buffers, pipeline: Pipeline):
         """Prepare the average of a round.

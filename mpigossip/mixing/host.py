@@ -1,6 +1,7 @@
-"""Messages in host memory; outboxes of neighbours on the same host are read in place.
+"""Messages of a rank in host memory, and shared memory between the ranks of a host.
 
-`HostBuffers` implements `pipeline.Buffers`.
+In shared memory, ranks read the outboxes of their neighbours in place. `HostBuffers` implements
+`pipeline.Buffers`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,12 +24,13 @@ from mpigossip.mixing.wire import encode
 class SharedOutboxes:
     """Shared memory of all ranks of one host: an outbox and a result area for each rank.
 
-    In each round, a rank fills its outbox and notifies its readers (READY). A reader sums the
-    outboxes and notifies their owners (DONE); an owner waits for this before it writes again.
-    ``Win.Sync`` orders memory accesses and notifications. READY also means that the result area of
-    the rank is free: two ranks that average with each other each write one half of one result,
-    which both read there. The parameters of methods are ranks of the mixer; ranks on other hosts
-    are ignored.
+    In each round, a rank fills its outbox and notifies its out-neighbours (READY). An out-neighbour
+    sums the outboxes of its in-neighbours and notifies their owners (DONE). An owner waits for this
+    notification before it writes to its outbox again. ``Win.Sync`` orders memory accesses and
+    notifications. READY also means that the result area of the rank is free. If two ranks average
+    only with each other, each of them writes one half of the result to the result area of one of
+    them, where both read it. The ranks in parameters of methods are numbers of the mixer; ranks on
+    other hosts are ignored.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], nbytes: int, timeout_s: float):
@@ -75,7 +77,7 @@ class SharedOutboxes:
         self._notifications.send(self._others, READY, t)
 
     def wait_ready(self, sources: Iterable[int], t: int) -> None:
-        """Wait until the outboxes of round t of the sources on this host are complete."""
+        """Wait until the outboxes of ``sources`` on this host are complete for round t."""
         self._notifications.wait(self._local_indices(sources), READY, t)
         self._window.Sync()
 
@@ -84,7 +86,7 @@ class SharedOutboxes:
         self._notifications.send(self._local_indices(sources), DONE, t)
 
     def wait_read(self, readers: Iterable[int], t: int) -> None:
-        """Wait until the readers on this host have read the outbox of round t."""
+        """Wait until all of ``readers`` that are on this host have read the outbox of round t."""
         self._notifications.wait(self._local_indices(readers), DONE, t)
 
     def average_pair(
@@ -93,8 +95,14 @@ class SharedOutboxes:
         """Compute ``weight · (own + partner's)``, one half in each of two ranks; return the result.
 
         The partner makes the same call at the same time. Each rank does half of the arithmetic, and
-        the two read and write less memory than if each averaged in place. The result is an uint8
-        array in one result area, for both ranks; call :meth:`release_pair` after reading it.
+        the two read and write less memory than if each computed the whole sum. The result is an
+        uint8 array in the result area of one of the two ranks, and both read it there; call
+        :meth:`release_pair` afterwards.
+
+        :param parts: parts of the message that have one dtype: pairs (dtype, slice of bytes)
+        :param weight: weight of both messages
+        :param partner: the other rank
+        :param t: number of the round
         """
         # A partner whose outbox is complete no longer reads the old result: this half is free.
         self.wait_ready([partner], t)
@@ -112,11 +120,15 @@ class SharedOutboxes:
     def _half(
         self, parts: Sequence[tuple[torch.dtype, slice]], partner: int
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Return, for each dtype, this rank's half of own outbox, partner's outbox and result."""
+        """Return the arrays that this rank sums and writes in an average with ``partner``.
+
+        For each dtype, they are views (1, elements) of one half of three areas: the outbox of this
+        rank, the outbox of the partner, and the common result.
+        """
         halves = []
         for dtype, part in parts:
             count = (part.stop - part.start) // dtype.itemsize
-            middle = count // 2 // 16 * 16  # no cache line belongs to both
+            middle = count // 2 // 16 * 16  # no cache line belongs to both halves
             half = slice(0, middle) if self.rank < partner else slice(middle, count)
             areas = (self.own, self.outboxes[partner], self._results[min(self.rank, partner)])
             if half.start < half.stop:
@@ -125,7 +137,11 @@ class SharedOutboxes:
         return halves
 
     def release_pair(self, partner: int, t: int) -> None:
-        """Report that the result was read; its owner waits until both ranks have read it."""
+        """Declare that this rank has read the result of :meth:`average_pair`.
+
+        The rank whose result area it is waits until the other one has read it; the other one only
+        sends a notification.
+        """
         index = self.local_index[partner]
         if self.rank > index:
             self._notifications.send([index], DONE, t)
@@ -133,14 +149,19 @@ class SharedOutboxes:
             self._notifications.wait([index], DONE, t)
 
     def wait_half(self, index: int, t: int) -> None:
-        """Wait until the partner has written its half, and therefore no longer reads the outbox."""
+        """Wait until the partner has written its half of the result of round t.
+
+        Afterwards, the partner no longer reads the outbox of this rank. ``index`` is the partner's
+        rank in the communicator of the host.
+        """
         self._notifications.wait([index], HALF, t)
         self._window.Sync()
 
     def average(self, parts: Sequence[tuple[torch.dtype, slice]], t: int) -> None:
         """Average all outboxes exactly, in rank order, into the result areas of all ranks.
 
-        Rank r sums chunk r and writes it to all results, which takes one pass over the memory.
+        The rank with the index r on this host sums chunk r and writes it to the result areas of all
+        ranks, which takes one pass over the memory.
         """
         # All outboxes are complete, and no rank reads an old result, so chunks may be written.
         self._notifications.wait(self._others, READY, t)
@@ -171,7 +192,10 @@ class SharedOutboxes:
 
 
 def share_memory(comm: MPI.Intracomm, nbytes: int, timeout_s: float) -> SharedOutboxes | None:
-    """Open the shared memory of the ranks of this host; return None if the rank is alone on it."""
+    """Open the shared memory of the ranks of this host; collective over ``comm``.
+
+    Return None if no other rank is on this host, although ``comm`` has several ranks.
+    """
     on_host: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)
     try:
         if on_host.size == 1 < comm.size:
@@ -199,12 +223,16 @@ class HostBuffers:
         encoded: torch.Tensor | None = None,
         shared_result: torch.Tensor | None = None,
     ):
-        """Use the given memory, uint8.
+        """Use the given uint8 arrays as memory.
 
-        :param own: outbox, ``layout.nbytes`` bytes
+        :param layout: layout of the message
+        :param rank: number of this rank
+        :param n: number of ranks
+        :param own: memory of the outbox, ``layout.nbytes`` bytes
         :param encoded: memory of the encoded message, ``layout.sent_bytes`` bytes; None: the outbox
-            is sent
-        :param shared_result: memory of sums, if neighbours on this host read the outbox in place
+            itself is sent
+        :param shared_result: memory of sums, which the ranks of this host share like the outbox;
+            None: this rank does not share its memory
         """
         self._layout = layout
         self._rank = rank
@@ -225,13 +253,16 @@ class HostBuffers:
 
     @cached_property
     def memory(self) -> torch.Tensor:
-        """Memory of a sum that isn't formed in the inbox: one message, uint8."""
+        """Memory of one message, uint8, for a sum that is not written over a received message."""
         if self._shared_result is not None:
             return self._shared_result
         return _empty(self._layout.nbytes)
 
     def segments(self, memory: torch.Tensor) -> MessageArrays:
-        """Return the views of a node's message in memory that is not freed before :meth:`close`."""
+        """Return the vectors and scalars of a node's message as views of ``memory``, uint8.
+
+        The views are cached by address, so the memory must not be freed before :meth:`close`.
+        """
         address = memory.data_ptr()
         if address not in self._segments:
             parts = memory.split(self._layout.slot_bytes)
@@ -239,14 +270,21 @@ class HostBuffers:
         return self._segments[address]
 
     def _slot_views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the views of a slot's message in memory that is not freed before :meth:`close`."""
+        """Return the vectors and scalars of a slot's message as views of ``memory``, uint8.
+
+        The views are cached by address, so the memory must not be freed before :meth:`close`.
+        """
         address = memory.data_ptr()
         if address not in self._views:
             self._views[address] = self._layout.slot_views(memory)
         return self._views[address]
 
     def begin(self, number: int, average: bool = False) -> None:
-        """Encode the outbox if neighbours read it in place or all of it is averaged."""
+        """Encode the outbox if the wire is lossy and the whole message is needed at once.
+
+        This is so if neighbours on this host read the decoded outbox in place, or if the exchange
+        is an average. Otherwise, :meth:`prepare` encodes the message chunk by chunk.
+        """
         if (self._is_shared or average) and not self._layout.wire.exact:
             encode(self._layout, self.out, [self._rank], number, self.codes)
 
@@ -265,10 +303,10 @@ class HostBuffers:
         chunk: MessageChunk,
         into: MessageArrays | None = None,
     ) -> None:
-        """Sum a chunk.
+        """Compute the weighted sum of one chunk.
 
-        The sum of messages that are not encoded is written over the buffer of the first source,
-        unless neighbours on this host are read in place.
+        If messages are not encoded, and no neighbour on this host is read in place, the sum is
+        written over the message of the first in-neighbour, unless ``into`` is given.
         """
         if not self.codes:
             received = [[self._source(message) for message in messages] for messages in received]
@@ -286,7 +324,10 @@ class HostBuffers:
         return self._slot_views(message) if isinstance(message, torch.Tensor) else message
 
     def average(self, transport: Transport) -> float:
-        """Average decoded values or encoded messages, whichever sends less: the same bits."""
+        """Average over all nodes, by decoded values or encoded messages, whichever sends less.
+
+        The two results are bitwise identical.
+        """
         layout = self._layout
         rank = self._rank
         n = self._n
@@ -302,7 +343,7 @@ class HostBuffers:
         """Do nothing: there are no streams."""
 
     def complete(self) -> None:
-        """Do nothing: all work is done at once."""
+        """Do nothing: on the host, every method does its work before it returns."""
 
     def close(self) -> None:
         self._views = {}

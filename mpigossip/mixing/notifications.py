@@ -1,4 +1,4 @@
-"""Notifications between ranks, and waits for MPI requests, each with a deadline."""
+"""Notifications between ranks, and waits for MPI requests; each wait has a deadline."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -56,9 +56,11 @@ class Notifications:
         self.timeout_s = timeout_s
         self.waited = 0.0
         self.per_round = 1
-        """Number of notifications per round, from which error messages compute the round."""
+        """Number of notifications with one tag that a rank gets from another per round. Error
+        messages compute the round from it."""
         self.first = 0
-        """Round to which the number 0 belongs."""
+        """Number of the graph's round to which notification number 0 belongs, for error
+        messages."""
         self._reached: dict[int, int] = {}
         self._receives: dict[tuple[int, int], tuple[MPI.Request, np.ndarray]] = {}
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
@@ -71,9 +73,14 @@ class Notifications:
             self._sent.append((self.comm.Isend(value, rank, tag), value))
 
     def wait(self, ranks: Sequence[int], tag: int, number: int) -> None:
-        """Wait for the notification of each rank.
+        """Wait for one notification from each of ``ranks``.
 
-        :raises WaitTimeoutError: at the time limit; it names a rank whose notification is missing
+        :param ranks: ranks that send it
+        :param tag: tag of the notification
+        :param number: number that it must carry
+        :raises ProtocolError: if it carries another number
+        :raises WaitTimeoutError: if the time limit is reached; it names a rank whose notification
+            is missing
         """
         missing = [rank for rank in ranks if not self.arrived(rank, tag, number)]
         if missing:
@@ -108,7 +115,7 @@ class Notifications:
         return True
 
     def pending(self) -> list[MPI.Request]:
-        """Return the requests of notifications that were looked for and have not arrived yet."""
+        """Return the receive requests of notifications that have not arrived yet."""
         return [request for request, _ in self._receives.values()]
 
     def describe_late(self, rank: int, tag: int, number: int) -> str:
@@ -144,7 +151,7 @@ def ranks_of(keys: Iterable[Any]) -> set[int]:
 
 
 def all_ranks(_: Iterable[Any]) -> tuple[int, ...]:
-    """Return no rank in particular, for a request in which all ranks take part."""
+    """Return an empty tuple, which stands for all ranks, for a request in which all take part."""
     return ()
 
 
@@ -163,7 +170,7 @@ def wait_all(
     :param awaited_ranks: function of the keys of open requests that returns the awaited ranks of
         ``comm``; None: all ranks are awaited
     :param comm: communicator of these ranks; None: the world
-    :raises WaitTimeoutError: at the deadline; it names one rank
+    :raises WaitTimeoutError: if the time limit is reached; its message is for the smallest key
     """
     began = time.perf_counter()
 

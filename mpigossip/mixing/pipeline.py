@@ -24,33 +24,33 @@ REMEDY = (
     "models were exchanged by {} of GPU memory: if MPI does not support that here, set "
     'node.exchange = "host"'
 )
-"""Note that :meth:`Pipeline.wait` adds to an error of a round that sends GPU memory by MPI; ``{}``
-stands for the name of the transport."""
+"""Note that :meth:`Pipeline.wait` adds to the error of a round in which MPI sends GPU memory;
+``{}`` is replaced by the name of the transport."""
 
 
 class Buffers(Protocol):
     """Messages of a rank in the memory of its slots, and their sums, on the host or on GPUs.
 
-    On GPUs, a method only launches work, unless its docstring says that it waits; :meth:`complete`
-    waits for all launched work.
+    On GPUs, a method launches its work on streams and returns at once, unless its docstring says
+    that it waits. :meth:`complete` waits for all work that was launched.
     """
 
     out: MessageArrays
     """Arrays of the outbox."""
     sent: list[torch.Tensor]
-    """For each slot the message to send; the slot's stream writes it."""
+    """For each slot, the bytes to send (uint8), which the slot's stream writes."""
 
     def begin(self, number: int, average: bool = False) -> None:
-        """Encode the outbox, unless it is encoded chunk by chunk.
+        """Begin an exchange: encode the outbox, unless :meth:`prepare` encodes it chunk by chunk.
 
-        All later work is ordered after the work that fills the outbox.
+        All work that is launched later runs after the work that fills the outbox.
 
         :param number: number of the exchange, which seeds the random rounding
         :param average: whether the exchange is an average over all nodes
         """
 
     def stage(self, chunk: MessageChunk) -> None:
-        """Begin to copy a chunk from GPUs to host memory, if it is sent from there.
+        """Begin to copy a chunk from the GPUs to host memory, if the transport sends it from there.
 
         The pipeline calls this while the previous chunk is in flight.
         """
@@ -65,12 +65,12 @@ class Buffers(Protocol):
         chunk: MessageChunk,
         into: MessageArrays | None = None,
     ) -> None:
-        """Sum a chunk of the own message and of the received messages.
+        """Compute the weighted sum of this rank's message and the received ones, for one chunk.
 
-        :param weights: weight of the own message, then the weights of the received ones
-        :param received: for each source, its message for each slot
+        :param weights: weight of this rank's message, then the weights of the received ones
+        :param received: for each in-neighbour, its message for each slot
         :param chunk: chunk to sum
-        :param into: arrays for the sum; None: the memory of these buffers
+        :param into: arrays to which the sum is written; None: memory of these buffers
         """
 
     @property
@@ -81,9 +81,9 @@ class Buffers(Protocol):
         """Compute the average over all nodes as the result; return the seconds waited."""
 
     def record_reader(self) -> None:
-        """Record the current stream of each slot, on which the result is read from now on.
+        """Record the current CUDA stream of each slot, on which the caller will read the result.
 
-        The next round overwrites the result only after the work of this stream.
+        The next round overwrites the result only after all work of this stream is done.
         """
 
     def complete(self) -> None:
@@ -96,8 +96,8 @@ class Buffers(Protocol):
 class Pipeline:
     """Executor of rounds that use a transport.
 
-    The progress thread runs a round. If the message is small or there is no such thread, the main
-    thread runs it, because waking a thread would take longer.
+    The progress thread runs a round. The main thread runs it instead if there is no progress
+    thread, or if the message is so small that waking a thread would take longer than sending.
     """
 
     def __init__(self, transport: Transport, buffers: Buffers, thread: ProgressThread):
@@ -105,7 +105,7 @@ class Pipeline:
 
         :param transport: transport between the ranks
         :param buffers: messages of this rank and their sum
-        :param thread: thread that runs rounds, and whose waits rounds in the main thread use, too
+        :param thread: progress thread; a round in the main thread only uses its :meth:`rest`
         """
         self._transport = transport
         self._buffers = buffers
@@ -113,10 +113,11 @@ class Pipeline:
         self.threaded = thread.threaded
 
     def begin(self, r: RoundState, *, inline: bool, sums: bool = True) -> None:
-        """Begin to receive and to send.
+        """Begin to receive and to send the messages of a round, without waiting.
 
-        :param inline: True: do what needs no waiting in this thread, and the rest in :meth:`wait`;
-            False: run the round in the progress thread
+        :param r: state of the round
+        :param inline: True: run the round in the calling thread, now as far as possible without
+            waiting, and the rest in :meth:`wait`; False: run it in the progress thread
         :param sums: True: sum the chunks that have arrived; False: only receive them
         """
         r.sums = sums
@@ -130,9 +131,9 @@ class Pipeline:
             r.future = self._thread.submit(partial(self.run, r))
 
     def run(self, r: RoundState) -> None:
-        """Send, receive and sum all chunks.
+        """Send, receive and sum all chunks of a round.
 
-        This waits for free buffers of the readers and for the chunks of the sources.
+        This waits for free inbox buffers of the out-neighbours and for chunks of the in-neighbours.
 
         :raises WaitTimeoutError: if no chunk is sent, received or summed within the time limit; the
             message names a rank
@@ -149,7 +150,7 @@ class Pipeline:
         self._buffers.complete()
 
     def _call_and_keep(self, work: Callable[[RoundState], Any], r: RoundState) -> None:
-        """Call ``work``; if it fails, keep the memory to which MPI may still write."""
+        """Call ``work(r)``; if it fails, keep alive the memory to which MPI may still write."""
         try:
             work(r)
         except BaseException:
@@ -159,7 +160,7 @@ class Pipeline:
     def wait(self, r: RoundState) -> float:
         """Wait until the round has been run; return the seconds waited.
 
-        An error in a round that sends GPU memory by MPI gets the note `REMEDY`.
+        If the round fails and MPI sends GPU memory in it, the error gets the note `REMEDY`.
         """
         began = time.perf_counter()
         try:
@@ -177,9 +178,9 @@ class Pipeline:
     def begin_average(self, r: RoundState) -> None:
         """Begin an average over all nodes.
 
-        The progress thread computes it, unless the transport starts averages in the main thread:
-        then the progress thread only waits for them. Without a thread, :meth:`wait_average`
-        computes the average.
+        The progress thread computes it. If the transport has to start averages in the main thread
+        (NCCL), this method starts it, and the progress thread only waits for its end. If there is
+        no progress thread, nothing happens before :meth:`wait_average`.
         """
         average = partial(self._buffers.average, self._transport)
         if self._transport.in_main:
@@ -190,7 +191,7 @@ class Pipeline:
             r.future = self._thread.submit(average)
 
     def wait_average(self, r: RoundState) -> float:
-        """Wait until the buffers' result is the average; return the seconds waited."""
+        """Wait until the result of the buffers is the average; return the seconds waited."""
         waited = self.wait(r) if r.future else self._buffers.average(self._transport)
         self._buffers.complete()  # the thread has launched the last sum, without waiting for it
         return waited
@@ -200,7 +201,10 @@ class Pipeline:
         return r.sent == count and r.added == count
 
     def _advance(self, r: RoundState) -> bool:
-        """Do all that is possible without waiting; return whether anything was done."""
+        """Send, receive and sum as much as is possible without waiting.
+
+        Return whether anything was done.
+        """
         sent = self._send(r)
         received = self._receive(r)
         return self._add(r) or sent or received
@@ -209,8 +213,8 @@ class Pipeline:
         return self._thread.rest([*filter(None, r.in_flight), *self._transport.pending(r)])
 
     def _send(self, r: RoundState) -> bool:
-        # A reader frees the buffer of this round after it has summed round t - 2. Without its
-        # notification, the put could overwrite a message that it still reads.
+        # An out-neighbour frees the inbox buffer of this round after it has summed round t - 2.
+        # Without this notification, the put could overwrite a message that is still being read.
         transport = self._transport
         r.blocked_readers = [rank for rank in r.blocked_readers if not transport.is_free(r, rank)]
         if r.blocked_readers or r.sent == len(transport.chunks):
@@ -232,7 +236,7 @@ class Pipeline:
         return True
 
     def _receive(self, r: RoundState) -> bool:
-        # look for the next chunk of each source, since sources may differ in their progress
+        # Test for the next chunk of each in-neighbour, because some send faster than others.
         moved = False
         chunks = self._transport.chunks
         for rank, count in r.arrived.items():
@@ -253,7 +257,11 @@ class Pipeline:
         return True
 
     def _awaited(self, r: RoundState) -> Sequence[int]:
-        """Return the ranks without a free buffer; if there are none, those with missing chunks."""
+        """Return the ranks for which the round waits, as ranks of the transport's communicator.
+
+        These are the out-neighbours without a free inbox buffer. If there are none, they are the
+        in-neighbours whose chunks are missing, and otherwise all out-neighbours.
+        """
         chunk_count = len(self._transport.chunks)
         missing = [source for source, count in r.arrived.items() if count < chunk_count]
         return r.blocked_readers or missing or [rank for rank, _ in r.plan.targets]

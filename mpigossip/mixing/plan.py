@@ -1,4 +1,7 @@
-"""Communication plan of a rank for a round, its state, and the chunks of a message; without MPI."""
+"""Plan of the messages of a rank in a round, progress of the round, and chunks of a message.
+
+The module does not need MPI.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from mpigossip.mixing.base import ExchangeKind, MessageLayout, bytes_per_exchang
 from mpigossip.mixing.wire import CHUNK, Field
 
 SMALLEST = 1 << 20
-"""Smallest size of a chunk, in bytes. Each chunk is flushed, which costs a network round trip."""
+"""Smallest size of a message chunk, in bytes. Chunks must not be smaller, because each of them is
+completed by a flush of the MPI window, which takes a network round trip."""
 CHUNK_S = 0.04
-"""Transfer time of a chunk, in seconds: much longer than the network round trip of its flush."""
+"""Intended transfer time of a message chunk, in seconds. It is much longer than the network round
+trip of the flush that completes the chunk."""
 Near = Sequence[frozenset[int]]
 """Sets of ranks, one for each rank: the ranks whose memory it reads in place, including itself. The
 sequence is empty if no rank reads the memory of another."""
@@ -21,7 +26,10 @@ sequence is empty if no rank reads the memory of another."""
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Ranks that exchange with one rank in every round of this kind, in the graph's order."""
+    """Messages that one rank sends and receives in a round, with their weights.
+
+    The ranks of each tuple are in the order in which the graph lists them.
+    """
 
     kind: ExchangeKind
     average: bool
@@ -31,16 +39,18 @@ class RoundPlan:
     sources: tuple[int, ...] = ()
     """In-neighbours of the rank."""
     weights: tuple[float, ...] = ()
-    """Weight of the own message, then the weights of the messages of ``sources``."""
+    """Weight of the rank's own message, then the weights of the messages of ``sources``."""
     readers: tuple[int, ...] = ()
     """Out-neighbours of the rank."""
     remote_sources: tuple[int, ...] = ()
-    """Sources that send to an inbox buffer of this rank; its index is the source's index in this
-    tuple."""
+    """In-neighbours that send their message to this rank, rather than have it read in place. The
+    k-th of them sends to inbox buffer k."""
     targets: tuple[tuple[int, int], ...] = ()
-    """Readers that this rank sends to, each with the index of its inbox buffer."""
+    """Out-neighbours that this rank sends to, as pairs: the rank, and the index of the buffer in
+    its inbox."""
     partner: int | None = None
-    """Rank on this host that averages with this one alone, so that each can compute one half."""
+    """Rank on this host, if the two average only with each other, so that each can compute one half
+    of the result; otherwise None."""
 
     @classmethod
     def of(
@@ -61,9 +71,10 @@ class RoundPlan:
         :param rank: rank that exchanges
         :param kind: kind of the exchange
         :param t: number of the round
-        :param near: ranks whose memory each rank reads in place
-        :param halves: True: two ranks of a host that average only with each other compute one half
-            each
+        :param near: for each rank, the set of ranks whose memory it reads in place; empty: no rank
+            reads the memory of another
+        :param halves: True: if two ranks of a host average only with each other, each of them
+            computes one half of the result
         """
         nbytes = bytes_per_exchange(graph, kind, t, rank, layout.sent_bytes, layout.raw_bytes)
         if kind is not ExchangeKind.GOSSIP or is_average(graph, t):
@@ -86,7 +97,7 @@ class RoundPlan:
 
 
 def _remote(near: Near, rank: int, nodes: Iterable[Any]) -> list[int]:
-    """Return the elements of ``nodes`` whose memory ``rank`` does not read in place."""
+    """Return the nodes of ``nodes`` whose memory ``rank`` does not read in place."""
     read = near[rank] if near else ()
     return [int(j) for j in nodes if int(j) not in read]
 
@@ -100,7 +111,10 @@ def _is_pair(graph, t: int, rank: int, other: int) -> bool:
 
 
 def inbox_buffers(graph, rank: int, near: Near = ()) -> int:
-    """Return the largest number of in-neighbours that send to this rank in one round."""
+    """Return the largest number of in-neighbours that send to ``rank`` in one round.
+
+    In-neighbours whose memory the rank reads in place (``near``) are not counted.
+    """
     if graph.period is None:
         return graph.degree
     rounds = [t for t in range(graph.period) if not is_average(graph, t)]
@@ -108,7 +122,10 @@ def inbox_buffers(graph, rank: int, near: Near = ()) -> int:
 
 
 def sums_in_inbox(graph, rank: int) -> bool:
-    """Return whether this rank has in-neighbours in every round, and no round is an average."""
+    """Return whether the weighted sum of every round can be written over a received message.
+
+    This is so if ``rank`` has in-neighbours in every round, and no round averages all nodes.
+    """
     rounds = range(graph.period or 0)
     sums = [len(graph.neighbours(t, rank)[0]) and not is_average(graph, t) for t in rounds]
     return bool(sums) and all(sums)
@@ -124,24 +141,27 @@ class RoundState:
     number: int
     """Number of this exchange, counted over all kinds from the start of the run."""
     index: int
-    """Number of GOSSIP rounds since the mixer was opened, from which notifications are numbered."""
+    """Number of rounds from the first GOSSIP round of the mixer to this one, from which the numbers
+    of its notifications are computed."""
     future: Future | None = None
-    """Result of the job that the progress thread runs for this round; None: the thread that waits
-    for the round does the remaining work."""
+    """Future of the work that the progress thread does for this round; None: the thread that waits
+    for the end of the round does the work."""
     sums: bool = True
-    """True if the pipeline computes the sum; otherwise the main thread does at the end."""
+    """True if the pipeline computes the weighted sum; False if the main thread computes it after
+    all messages have arrived."""
     arrived: dict[int, int] = field(default_factory=dict)
-    """Number of chunks that have arrived from each source."""
+    """For each in-neighbour that sends to this rank, the number of chunks that have arrived."""
     prepared: int = 0
-    """Number of chunks that were encoded, and copied to the host if they are sent from there."""
+    """Number of chunks that are ready to be sent: they were encoded, and copied to host memory if
+    the transport sends them from there."""
     sent: int = 0
-    """Number of chunks that were sent to all readers, which were notified."""
+    """Number of chunks that were sent to all out-neighbours and announced by notifications."""
     added: int = 0
     """Number of chunks that were summed, or that can be summed by the main thread."""
     in_flight: Sequence[Any] = ()
     """Requests of the chunk that is being sent."""
     blocked_readers: Sequence[int] = ()
-    """Readers without a free buffer."""
+    """Out-neighbours that have not freed the inbox buffer of this round yet."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +172,11 @@ class MessageChunk:
     span: slice
     """Range of bytes in a slot's encoded message."""
     fields: tuple[Field, ...]
+    """Contents of the chunk: elements of vectors, and scalars."""
 
 
 def chunks(layout: MessageLayout, size: float) -> list[MessageChunk]:
-    """Divide a slot's message into chunks of about ``size`` bytes, the scalars in the last one."""
+    """Divide a slot's message into chunks of about ``size`` bytes; the last one has the scalars."""
     result: list[MessageChunk] = []
     fields: list[Field] = []
     begin = end = 0

@@ -1,4 +1,7 @@
-"""Progress thread, which can be abandoned at a deadline, because an MPI call may never return."""
+"""Thread that sends and receives while the main thread computes.
+
+It can be abandoned at a deadline, because an MPI call may never return.
+"""
 
 import atexit
 import contextlib
@@ -21,24 +24,27 @@ from mpigossip.mixing.kernels.waiting import Bell, wait_for_requests
 from mpigossip.mixing.notifications import keep_alive
 
 IDLE = 23
-"""Tag of a message from a rank to itself."""
+"""Tag of the message that a rank sends to itself when its thread closes."""
 FAILED = 29
 """Tag of a message to all other ranks: :func:`run_on_all_ranks` has failed on this rank."""
 GRACE_S = 1.0
-"""Seconds in which a rank may fail by itself after another rank has reported a failure."""
+"""Seconds for which a rank still waits for its own work after another rank has reported a failure:
+it may fail by itself, for a reason that the error message should contain."""
 LEAVE_S = 1.0
-"""Seconds for which the end of a program waits for a progress thread that it did not close."""
+"""Seconds for which a program that ends waits for a progress thread that was not closed."""
 
 
 class ProgressThread:
-    """Thread that runs jobs in order, makes MPI progress, and can be abandoned.
+    """Thread that runs jobs one after the other; a job is a function that calls MPI.
 
-    If MPI provides less than THREAD_MULTIPLE, or ``threaded`` is False, a job runs in the thread
-    that submits it. With ``poll``, the idle thread enters MPI periodically, because one-sided
-    messages over plain networks make progress only while their target is inside MPI.
+    The thread can be abandoned if MPI does not return. If MPI provides less than THREAD_MULTIPLE,
+    or ``threaded`` is False, there is no thread, and a job runs in the thread that submits it. If
+    ``poll`` is True, the idle thread enters MPI periodically, because one-sided messages over plain
+    networks make progress only while their target rank is inside MPI.
     """
 
     POLL_S = 0.001
+    """Time between two entries of the idle thread into MPI, in seconds."""
 
     def __init__(
         self,
@@ -85,7 +91,10 @@ class ProgressThread:
             atexit.register(self._leave)
 
     def submit(self, work: Callable[[], object]) -> Future:
-        """Queue a job; without a thread, run it now and raise its error."""
+        """Queue a job for the thread; return the future of its end.
+
+        If there is no thread, run the job now, and raise its error if it fails.
+        """
         check_process()
         future: Future = Future()
         if self.threaded:
@@ -97,7 +106,11 @@ class ProgressThread:
         return future
 
     def _run(self, work: Callable[[], object], future: Future) -> None:
-        """Run a job, unless an earlier one has failed: all later waits then raise this failure."""
+        """Run a job, unless an earlier job has failed.
+
+        In both cases of a failure, the future gets the error of the job that failed first, so that
+        all later waits raise it.
+        """
         began = time.perf_counter()
         try:
             if self._failure is None:
@@ -111,9 +124,11 @@ class ProgressThread:
             future.set_exception(self._failure)
 
     def wait(self, future: Future, what: str) -> float:
-        """Wait until the job is done and return the seconds waited; raise the error of the job.
+        """Wait until a job is done; return the seconds waited. If the job fails, raise its error.
 
-        :raises WaitTimeoutError: if the thread itself does not return from MPI
+        :param future: result of :meth:`submit`
+        :param what: description of the job, which begins the error message
+        :raises WaitTimeoutError: if the thread does not return from a call of MPI
         """
         began = time.perf_counter()
         # The waits of the job itself are shorter and name the late rank; this one names only the
@@ -148,9 +163,9 @@ class ProgressThread:
             self._run(*job)  # waits for neighbours: their free buffers, then their chunks
 
     def _next(self) -> tuple[Callable[[], object], Future] | None:
-        """Wait for the next job, or None at the end.
+        """Wait for the next job and return it; return None if the thread has to end.
 
-        If the thread polls, it enters MPI every POLL_S seconds meanwhile.
+        If the thread polls, it enters MPI every `POLL_S` seconds meanwhile.
         """
         pause = 0.0
         while self._self_receives:
@@ -164,9 +179,12 @@ class ProgressThread:
         return self._jobs.get()
 
     def rest(self, requests: Iterable[MPI.Request] = (), **pauses: Any) -> bool:
-        """Sleep until a request completes, a job arrives or some time is over.
+        """Sleep until a request completes, a job is submitted or the longest sleep is over.
 
-        Return False at once if the native library for this is missing.
+        Return True afterwards; if the native library for this is missing, return False at once.
+
+        :param requests: requests of MPI
+        :param pauses: keyword arguments for :func:`wait_for_requests`, such as ``limit``
         """
         if self.threaded and threading.current_thread() is not self._thread:
             return wait_for_requests(requests, need=1, **pauses)
@@ -207,11 +225,16 @@ def run_on_all_ranks(
 ) -> str:
     """Run ``work`` in a thread on all ranks; return the error message of any rank, or "".
 
-    It is collective over ``comm``, which ``work`` must not use, and returns the same message on all
-    ranks. ``work`` fails if it raises an exception or takes longer than ``limit_s`` seconds;
-    ``now`` returns a description of its current call for the message. A rank that fails informs the
-    others at once, because their calls may wait for it without a limit. After a failure, the
-    threads are abandoned, and the objects in ``holds`` are kept alive.
+    It is collective, and returns the same message on all ranks. A rank that fails notifies the
+    others at once, because their calls may wait for it without a time limit. After a failure, the
+    threads are abandoned.
+
+    :param comm: communicator of the ranks, which ``work`` must not use
+    :param work: function that fails if it raises an exception or takes longer than ``limit_s``
+    :param now: function that returns a description of the current call of ``work``, for the message
+    :param limit_s: time limit in seconds
+    :param device: device that is made current in the thread
+    :param holds: objects that are kept alive after a failure, because MPI may still use them
     """
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     thread = ProgressThread(comm, timeout_s=limit_s, device=str(device))

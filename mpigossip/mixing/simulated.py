@@ -1,4 +1,7 @@
-"""Simulation of n nodes in this process; every transport is bitwise identical to it."""
+"""Simulation of synchronous gossip of n nodes in this process.
+
+A run under MPI computes bitwise identical models with every transport.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,25 @@ from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.wire import encode
 
 CACHED_ROUNDS = 64
-"""Number of rounds whose groups of rows are cached, because computing them visits all n nodes."""
+"""Number of rounds for which the groups of nodes with equal weights are cached, because computing
+them takes a loop over all n nodes."""
 
 
 class Rows(NamedTuple):
-    """Nodes whose neighbours have the same weights, which :func:`weighted_sum` sums at once."""
+    """Group of nodes with equal weights, whose sums one call of :func:`weighted_sum` computes.
+
+    Node i is row i of the arrays of a message.
+    """
 
     weights: tuple[float, ...]
-    """Own weight, then the weights of the neighbours."""
+    """Weight of a node's own message, then the weights of its in-neighbours' messages."""
     rows: torch.Tensor | None
     """Numbers of the nodes; None: all nodes."""
     sources: list[torch.Tensor]
-    """For each neighbour, the nodes whose messages are read."""
+    """The k-th array holds the k-th in-neighbour of each node of the group."""
     ranges: list[tuple[slice, list[slice]]]
-    """Contiguous ranges of rows and of their neighbours, if all can be summed by such ranges
-    without a copy, as for a circulant graph; otherwise empty."""
+    """Contiguous ranges of nodes, each with the contiguous ranges of their in-neighbours. They
+    allow sums without a copy; the list is empty unless the graph is circulant in this round."""
 
     @classmethod
     def of(cls, n: int, weights: tuple[float, ...], rows: np.ndarray, columns: np.ndarray) -> Rows:
@@ -45,7 +52,11 @@ class Rows(NamedTuple):
         return cls(weights, None, sources, _find_ranges(n, columns))
 
     def sum(self, sent: torch.Tensor, mixed: torch.Tensor) -> None:
-        """Fill these rows of ``mixed`` (n, p)."""
+        """Write the weighted sums of this group to its rows of ``mixed``.
+
+        :param sent: messages of all nodes, (n, p)
+        :param mixed: results of all nodes, (n, p)
+        """
         if self.ranges:
             for to, others in self.ranges:
                 weighted_sum(
@@ -61,9 +72,10 @@ class Rows(NamedTuple):
 
 
 def _find_ranges(n: int, columns: np.ndarray) -> list[tuple[slice, list[slice]]]:
-    """Return contiguous ranges of rows whose neighbours are contiguous, too.
+    """Return contiguous ranges of nodes whose k-th in-neighbours are contiguous, too, for each k.
 
-    The list is empty unless each neighbour is at a fixed distance from its node, modulo n.
+    The list is empty unless the k-th in-neighbour of node i is node i + s_k modulo n for all i.
+    ``columns`` holds for each k the k-th in-neighbours of all n nodes.
     """
     shifts = [int(column[0]) for column in columns]
     nodes = np.arange(n)
@@ -79,8 +91,8 @@ def _find_ranges(n: int, columns: np.ndarray) -> list[tuple[slice, list[slice]]]
 class Simulated(Mixer):
     """Mixer of all n nodes as rows of the same arrays; a round is a few tensor operations.
 
-    Rows whose neighbours have the same weights are summed at once, by the same
-    :func:`~mpigossip.mixing.combine.weighted_sum` that a rank uses for its single row.
+    The sums of nodes with equal weights are computed at once, by the same function
+    :func:`~mpigossip.mixing.combine.weighted_sum` that a rank uses for its single node.
     """
 
     def __init__(self, graph, layout: MessageLayout):
@@ -128,7 +140,7 @@ class Simulated(Mixer):
 
 
 def _groups(graph, t: int) -> list[Rows]:
-    """Return the rows of round t, grouped by their weights."""
+    """Return the nodes in groups with equal weights at round t."""
     groups: dict[tuple[float, ...], list[tuple[int, np.ndarray]]] = {}
     for i in range(graph.n):
         sources, weights, own = graph.neighbours(t, i)

@@ -46,10 +46,12 @@ from mpigossip.mixing.transports.windows import Windows
 INLINE_BYTES = 1 << 14
 """Largest message, in bytes, that the main thread exchanges: waking a thread would take longer."""
 CACHED_PLANS = 128
-"""Number of cached round plans: asking the graph takes longer than sending a small message."""
+"""Number of round plans that are kept in memory, because computing the neighbours of a round from
+the graph takes longer than sending a small message."""
 PROBE_TIMEOUT = "measuring the network: a neighbour doesn't answer"
 STAGING_BYTES = 1 << 24
-"""Size, in bytes, of the chunks in which a slot's message is copied to and from host memory."""
+"""Size, in bytes, of the message chunks if the messages of GPUs are sent from host memory: each
+chunk is copied from the GPU, sent, and copied to the GPU of the receiver."""
 
 
 class Synchronous(RankMixer):
@@ -117,16 +119,20 @@ class Synchronous(RankMixer):
             self._buffers = host_buffers(layout, self.rank, self.n, self._shared, self._transport)
         self._full_message = chunks(layout, float("inf"))[0]
         self._open_thread(world)
-        # number of the graph's round in which this mixer began its first GOSSIP exchange
+        # Number t of the graph's round of this mixer's first GOSSIP exchange; None: none yet.
         self._first: int | None = None
         self._exchange: Exchange | None = None
-        # index of the last GOSSIP round that ended
+        # Index of the last GOSSIP round that ended, counted from 0 since the mixer was opened.
         self._last_index: int | None = None
         if set(layout.devices) - {"cpu"}:
             settle_before_captures(self)
 
     def _open_on_host(self, buffers: int, world: World) -> Transport:
-        """Open windows in host memory, with chunks that fit the measured bandwidth."""
+        """Open windows in host memory, with message chunks that fit the bandwidth; collective.
+
+        :param buffers: largest number of in-neighbours that send to this rank in one round
+        :param world: world whose ranks are the nodes; not used here
+        """
         layout = self.layout
         outbox = not (self._shared and layout.wire.exact)
         windows = Windows(self._comm, layout, buffers, self._timeout_s, outbox=outbox)
@@ -149,7 +155,13 @@ class Synchronous(RankMixer):
         self.routes = {j: opened.text for j in range(self.n) if j != self.rank}
 
     def _open_thread(self, world: World) -> None:
-        """Start the progress thread, unless all neighbours are read in place."""
+        """Start the progress thread, unless all neighbours are read in place.
+
+        Only if there is a transport, this also sets ``_pipeline``, which runs the rounds of the
+        transport, and ``_inline``, which is True if the main thread runs them: the messages are
+        small, or there is no thread. :meth:`_exchange_of` uses the two only if it has found
+        messages that go through the transport.
+        """
         self._thread: ProgressThread | None = None
         transport = self._transport
         layout = self.layout
@@ -183,19 +195,21 @@ class Synchronous(RankMixer):
         averages: bool = True,
         halves: int = 2,
     ) -> dict[str, int]:
-        """Return the bytes of a node's messages by purpose, before a mixer is opened.
+        """Return the bytes that a node's messages will occupy, by purpose; no mixer is opened.
 
-        The purposes are "outbox", "result", "encoded" (for a lossy wire) and "inbox", the buffers
-        of the nodes that send to this one. Without a lossy wire and without neighbours on the same
-        host, the weighted sum is written over an inbox buffer, so that only global averages need a
-        result. For GPUs, "host" is the memory that the transport "host" needs in addition.
+        The purposes are "outbox" (the message to send), "result" (the weighted sum), "encoded" (the
+        message in the format of a lossy wire) and "inbox" (the buffers of received messages).
+        Without a lossy wire and without neighbours on the same host, the weighted sum is written
+        over an inbox buffer, so that only global averages need memory for a result. For GPUs,
+        "host" is the host memory that the transport "host" needs in addition.
 
         :param graph: graph of the nodes
         :param layout: layout of a node's message
         :param node: number of the node
-        :param near: ranks whose memory each rank reads in place
+        :param near: for each rank, the set of ranks whose memory it reads in place, including
+            itself; empty: no rank reads the memory of another
         :param averages: whether GLOBAL exchanges may follow
-        :param halves: number of inbox buffers for each source
+        :param halves: number of inbox buffers for each in-neighbour
         """
         lossy = not layout.wire.exact
         gpu = bool(set(layout.devices) - {"cpu"})
@@ -293,9 +307,12 @@ class Synchronous(RankMixer):
         return self._buffers.out, result
 
     def _end_round(self) -> None:
-        """Wait until the last round's message has been read; free the buffers of its sources.
+        """Wait until the last round's message has been read; free the inbox buffers of that round.
 
-        The main thread does this, because waking the idle progress thread would take longer.
+        The inbox has two buffers for each in-neighbour, which rounds use in turn. The buffers of
+        round t are therefore written again in round t + 2, and this notifies the ranks that send to
+        this rank in that round, which may differ from round t. The main thread does this,
+        because waking the idle progress thread would take longer.
         """
         exchange = self._exchange
         self._exchange = None
@@ -328,7 +345,13 @@ class Synchronous(RankMixer):
         self._comm.Free()
 
     def _unused_rounds(self) -> list[tuple[int, RoundPlan]]:
-        """Return index and plan of the rounds whose buffers were freed but that will not be run."""
+        """Return index and plan of the rounds whose buffers were freed but that will not be run.
+
+        The end of round ``index`` frees the buffers of round ``index + 2``. After the last round,
+        these are the rounds ``last + 1`` and ``last + 2``. Out-neighbours have sent notifications
+        for them, which have to be received before the transport is closed. Nothing frees the
+        buffers of rounds 0 and 1, because they are free from the beginning.
+        """
         last = self._last_index
         indexes = () if last is None else range(max(2, last + 1), last + 3)
         first = self._first or 0
@@ -338,8 +361,8 @@ class Synchronous(RankMixer):
 class FaultTolerant(Synchronous):
     """Synchronous mixer for runs that survive rank failures.
 
-    It uses MPI messages only: a request can be abandoned, whereas a window with a failed member can
-    be neither flushed nor freed.
+    It uses MPI messages only. A request can be abandoned, whereas a window that was opened with a
+    failed rank can be neither flushed nor freed.
     """
 
     estimate_memory = staticmethod(partial(Synchronous.estimate_memory, halves=1))
@@ -360,15 +383,19 @@ class FaultTolerant(Synchronous):
 
     def _open_on_host(self, buffers: int, world: World) -> Transport:
         transport = Messages(self._comm, self.layout, buffers, self._timeout_s, hosts=world.hosts)
-        # after a rank failure this communicator is revoked, which ends waits for live ranks too
+        # The transport has duplicated the communicator for its messages. Replace the duplicate by
+        # the mixer's communicator, which is revoked after a rank failure: this ends all waits, also
+        # those for live ranks.
         transport.comm = self._comm
         return transport
 
 
 def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
-    """Return the bandwidth to the next rank in bytes per second, equal on all ranks; collective.
+    """Measure the bandwidth of the network in bytes per second; collective.
 
-    It is infinite, and not measured, if a message of ``nbytes`` bytes fits into one chunk anyway.
+    Each rank sends `SMALLEST` bytes to the next rank. The result is the bandwidth of the slowest
+    rank, and all ranks return it. If a message of ``nbytes`` bytes fits into one chunk, the chunk
+    size does not depend on the bandwidth: it is not measured, and the result is infinite.
     """
     if comm.size == 1 or nbytes <= SMALLEST:
         return float("inf")

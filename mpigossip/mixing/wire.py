@@ -1,8 +1,9 @@
-"""Format of a message: vectors as they are, or encoded in fewer bits, bucket by bucket.
+"""Format of a message: its vectors are unchanged, or encoded in fewer bits, bucket by bucket.
 
-An encoded bucket is a pure function of its values (512 columns) and of random numbers keyed by
-(seed, exchange, node, vector, column). Simulated and real messages are therefore bitwise identical,
-however the columns of a node are split into shards.
+The encoding of a bucket is determined by its 512 elements and by random numbers, which are
+determined by the seed, the exchange, the node, the vector, and the position of the bucket in it.
+Simulated and real messages are therefore bitwise identical, however the elements of a node are
+split into shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,23 +15,25 @@ import torch
 ALIGN = 32
 """Alignment of every parameter in the vector, in elements (128 bytes), with zeros as padding."""
 BUCKET = 512
-"""Columns that are encoded together; the width of a shard is a multiple of it."""
+"""Number of elements that are encoded together; the width of a shard is a multiple of it."""
 CHUNK = 1 << 18
-"""Columns of which the codes are contiguous in an encoded vector, so that it can be sent and
-decoded chunk by chunk; a multiple of 4096, so that the bytes of a chunk are a multiple of 8."""
+"""Number of elements whose codes are contiguous in an encoded vector, so that it can be sent and
+decoded chunk by chunk. It is a multiple of 4096, so that the size of a chunk is a multiple of 8
+bytes."""
 
 
 Field = tuple[int, slice]
-"""Part of a slot's message: the index of a vector, or from the number of vectors on of a scalar,
-and its columns."""
+"""Part of a slot's message: an index and a slice of elements. Vectors have the first indices,
+scalars the next ones."""
 
 
 class Wire(NamedTuple):
-    """Encoding of float32 vectors that consist of whole buckets.
+    """Encoding of float32 vectors that consist of whole buckets of 512 elements.
 
-    ``encode(buckets, words) -> codes`` quantizes buckets (b, 512) in place to the values that
-    receivers decode, and returns a list of uint8 arrays (b, …); ``words(count)`` draws 32-bit
-    numbers. ``decode(codes, out)`` is its inverse.
+    ``encode(buckets, words)`` quantizes buckets (b, 512) in place to the values that receivers will
+    decode, and returns their codes, a list of uint8 arrays (b, …). ``words(count)`` draws an array
+    (b, count) of random 32-bit integers. ``decode(codes, out)`` writes the quantized values to
+    ``out`` (b, 512).
     """
 
     name: str
@@ -40,8 +43,8 @@ class Wire(NamedTuple):
     decode: Callable
     seed: int = 0
     biased: bool = False
-    """True if the mean error is not zero; such a wire needs an algorithm that sends the error
-    later."""
+    """True if the mean of the quantization error is not zero. Such a wire needs an algorithm that
+    adds the error of a message to a later one."""
     shared: bool = False
     """True if all nodes draw the same random numbers, so that all omit the same values."""
 
@@ -50,7 +53,7 @@ class Wire(NamedTuple):
         return not self.sizes
 
     def nbytes(self, width: int) -> int:
-        """Return the bytes of an encoded vector of ``width`` columns, a multiple of eight.
+        """Return the bytes of an encoded vector of ``width`` elements, a multiple of eight.
 
         :raises ValueError: if ``width`` is not a multiple of 512
         """
@@ -62,10 +65,13 @@ class Wire(NamedTuple):
         return -(-sum(self.sizes) * (width // BUCKET) // 8) * 8
 
     def pack(self, values: torch.Tensor, key: tuple[int, ...], first: int) -> list[torch.Tensor]:
-        """Quantize values (width,) in place, and return their codes.
+        """Quantize a part of a vector in place, and return its codes.
 
-        ``first`` is the column of the vector at which they begin, and ``key`` is (exchange, node,
-        vector). The codes are uint8 arrays that, one after the other, are an encoded chunk.
+        :param values: elements to quantize, (width,)
+        :param key: numbers of the exchange, the node and the vector, which determine the random
+            numbers
+        :param first: position of the first element in the vector
+        :return: uint8 arrays, which are an encoded chunk if they are written one after the other
         """
         exchange, node, vector = key
         seeds = self.seed, exchange, 0 if self.shared else node, vector
@@ -75,7 +81,13 @@ class Wire(NamedTuple):
     def write(
         self, values: torch.Tensor, key: tuple[int, ...], first: int, codes: torch.Tensor | None
     ) -> None:
-        """Apply :meth:`pack` chunk after chunk; write the codes to ``codes``, uint8, if given."""
+        """Quantize a part of a vector in place, chunk by chunk, by :meth:`pack`.
+
+        :param values: elements to quantize, (width,)
+        :param key: as in :meth:`pack`
+        :param first: position of the first element in the vector
+        :param codes: memory for the codes, uint8; None: only quantize
+        """
         offset = 0
         for begin in range(0, values.numel(), CHUNK):
             for array in self.pack(values[begin : begin + CHUNK], key, first + begin):
@@ -84,7 +96,13 @@ class Wire(NamedTuple):
                 offset += array.numel()
 
     def unpack(self, message: torch.Tensor, width: int, part: slice, out: torch.Tensor) -> None:
-        """Decode columns ``part`` (whole buckets) of an encoded vector of ``width`` columns."""
+        """Decode a part of an encoded vector.
+
+        :param message: encoded vector, uint8
+        :param width: number of elements of the whole vector
+        :param part: range of elements to decode, whole buckets
+        :param out: array for the decoded elements
+        """
         out = out.view(-1)
         for chunk_begin in range(part.start // CHUNK * CHUNK, part.stop, CHUNK):
             low = max(chunk_begin, part.start)
@@ -117,9 +135,14 @@ class Wire(NamedTuple):
 def draw(key: tuple[int, ...], first: int, buckets: int, count: int) -> np.ndarray:
     """Draw ``count`` 32-bit words for each bucket by a counter-based generator.
 
-    The result is an uint32 array (buckets, count). The generator is Philox, keyed by ``key``.
-    ``first`` is the column of the vector at which the first bucket begins, so that a shard draws
-    the same numbers as it would as part of the whole vector. ``count`` is a multiple of eight.
+    The generator is Philox. A shard draws the numbers that it would draw as part of the whole
+    vector.
+
+    :param key: seed of the generator
+    :param first: position in the vector of the first element of the first bucket
+    :param buckets: number of buckets
+    :param count: number of words for each bucket, a multiple of eight
+    :return: uint32 array (buckets, count)
     """
     bits = np.random.Philox(np.random.SeedSequence(key))
     # each step of the counter yields four 64-bit words
@@ -128,17 +151,21 @@ def draw(key: tuple[int, ...], first: int, buckets: int, count: int) -> np.ndarr
 
 
 FP32 = Wire("fp32", (), lambda buckets, words: [], lambda codes, out: None)
-"""Wire that sends messages as they are."""
+"""Wire that sends messages without encoding them."""
 
 
 def encode(
     layout, segments, nodes, exchange: int, codes=None, fields: Sequence[Field] | None = None
 ) -> None:
-    """Quantize the messages of ``nodes``, which are the rows of ``segments``, in place.
+    """Quantize messages in place and write their codes; scalars are not changed.
 
-    ``codes`` receives the encoded message of a single node, for each slot an uint8 array; None if
-    only the quantized values are needed. Scalars are sent as they are. ``fields``, which must be
-    whole chunks, restrict the call to a part of the message.
+    :param layout: layout of the messages
+    :param segments: for each slot, the vectors and scalars, with one row for each node
+    :param nodes: numbers of the nodes
+    :param exchange: number of the exchange, which determines the random numbers
+    :param codes: memory for the encoded message of a single node, for each slot an uint8 array;
+        None: only quantize
+    :param fields: part of the message to encode, in whole chunks; None: all of it
     """
     for slot, arrays in enumerate(segments):
         message = None if codes is None else codes[slot]
@@ -168,10 +195,15 @@ def encode_slot(
 
 
 def decode(layout, codes: torch.Tensor, field: int, columns: slice) -> torch.Tensor:
-    """Decode columns of a vector (``field`` < layout.vectors) or a scalar: (1, p).
+    """Return the decoded elements of a vector, or a scalar, as an array (1, p).
 
-    ``codes`` is the encoded message of a slot. On GPUs, bfloat16 values are returned as they are,
-    because the kernel of the sum converts them.
+    On GPUs, the elements of the wire "bf16" are returned as bfloat16, because the kernel that sums
+    them converts them to float32.
+
+    :param layout: layout of the message
+    :param codes: encoded message of a slot, uint8
+    :param field: index of the vector; scalars are counted after all vectors
+    :param columns: range of elements of the vector, whole buckets
     """
     offset = layout.offset(field)
     if field >= layout.vectors:

@@ -1,8 +1,8 @@
 """Messages on the devices of a rank's slots, and their sums there; see `pipeline.Buffers`.
 
-MPI never accesses memory that a stream still writes, because an event is waited for first. If the
-inboxes of the transport are in host memory, chunks are copied from and to the devices while other
-chunks are being sent. The tests run the same code on the CPU.
+Before MPI accesses memory that a CUDA stream writes, the thread waits for an event of the stream.
+If the inboxes of the transport are in host memory, chunks are copied from and to the devices while
+other chunks are being sent. The tests run the same code on the CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.wire import encode_slot
 
 SHARE = 1 << 24
-"""Bytes of a slot that are averaged at once by messages; more than on the CPU, because launching
-work on a GPU takes longer."""
+"""Size, in bytes, of the memory for received data of a slot in an exact average. It is larger than
+on the CPU, because launching work on a GPU takes longer."""
 
 
 class DeviceBuffers:
@@ -47,6 +47,11 @@ class DeviceBuffers:
     ):
         """Allocate all buffers.
 
+        :param layout: layout of the message
+        :param rank: number of this rank
+        :param n: number of ranks
+        :param transport: transport that sends the messages
+        :param streams: streams of each slot
         :raises TransportUnavailable: if memory that MPI may access can't be allocated
         """
         self._layout = layout
@@ -82,7 +87,12 @@ class DeviceBuffers:
             ]
 
     def pin(self, memory: Sequence[torch.Tensor]) -> str:
-        """Lock the host memory of copies; return the reason if it fails, and copies are slower."""
+        """Lock the host memory from and to which GPUs copy messages, so that copies are faster.
+
+        Return an empty string. If it fails, return the reason; copies are then only slower.
+
+        :param memory: host memory of the transport
+        """
         arrays = [*memory]
         if self.host:
             arrays += [self.host.own, self.host.memory, *(self.host.codes or [])]
@@ -94,12 +104,15 @@ class DeviceBuffers:
 
     @property
     def _gathers(self) -> bool:
-        """Return whether gathering encoded messages sends less than averaging decoded values."""
+        """True if an average sends less by encoded messages of all nodes than by decoded values."""
         layout = self._layout
         return not layout.wire.exact and self._n * layout.sent_bytes < 2 * layout.nbytes
 
     def begin(self, number: int, average: bool = False) -> None:
-        """Encode on the slots' own streams; order the streams of copies and sums after them."""
+        """Encode the outbox on the current stream of each slot.
+
+        The streams of copies and sums wait for this work.
+        """
         for slot, parts in enumerate(self.out if self.codes else ()):
             with device_context(self._streams[slot].device):
                 encode_slot(self._layout, slot, parts, [self._rank], number, self.codes[slot])
@@ -114,7 +127,10 @@ class DeviceBuffers:
             self._copied.append(self._copy_out(self.sent, self.host.sent, chunk.span))
 
     def prepare(self, number: int, chunk: MessageChunk) -> list[torch.Tensor]:
-        """Wait until the devices have filled the chunk, and it is on the host if it is staged."""
+        """Wait until a chunk can be sent: the slots' streams have written it.
+
+        If the transport sends from host memory, also wait until the chunk is copied there.
+        """
         if self.host is None:
             _wait(self._ready)  # waits for the slots' streams, which fill the outbox
             return self.sent

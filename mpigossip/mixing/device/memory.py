@@ -1,7 +1,8 @@
 """Memory that MPI may access: allocations on a GPU, and pinned memory of the host.
 
-Torch's caching allocator returns pieces of larger blocks, over which no window can be opened
-safely. Windows therefore use separate allocations by CuPy; messages and NCCL use torch's memory.
+Torch's caching allocator divides large allocations into tensors, and an MPI window can't be opened
+safely over a part of an allocation. Windows therefore use separate allocations by CuPy; messages
+and NCCL use torch's memory.
 """
 
 from __future__ import annotations
@@ -24,15 +25,20 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 UNIT = 2 << 20
-"""Unit of allocation, in bytes: cudaMalloc cuts smaller sizes out of shared blocks."""
+"""Sizes of allocations are rounded up to a multiple of this number of bytes, because cudaMalloc
+places smaller ones together in a shared block."""
 PORTABLE = 1
 """Flag cudaHostRegisterPortable: memory is pinned for the contexts of all devices."""
 ALREADY = 712
-"""Error cudaErrorHostMemoryAlreadyRegistered: UCX registers windows itself."""
+"""Error cudaErrorHostMemoryAlreadyRegistered, which occurs because UCX registers the memory of
+windows itself."""
 
 
 class TransportUnavailable(Failure, RuntimeError):
-    """Failure to allocate or share memory; the message names device, call and remedy."""
+    """Error that a transport can't be used: memory can't be allocated or shared, or a test failed.
+
+    The message names the device, the call and a remedy.
+    """
 
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager:
@@ -55,7 +61,7 @@ def check_default_device(call: str) -> None:
 
 
 def ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate memory of torch, uint8 (nbytes,), which is zeroed when this returns.
+    """Allocate zeroed memory by torch, as a tensor uint8 (nbytes,).
 
     :raises TransportUnavailable: if there is not enough memory
     """
@@ -77,7 +83,9 @@ def empty_cache(devices: Sequence[torch.device]) -> None:
 
 
 def private(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate separate memory by cudaMalloc, zeroed, as uint8 (nbytes,); on the CPU, of torch.
+    """Allocate zeroed memory by a cudaMalloc of its own, as a tensor uint8 (nbytes,).
+
+    On the CPU, it is memory of torch.
 
     :raises TransportUnavailable: if the allocation fails or CuPy is missing
     """
@@ -102,8 +110,8 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
 def create(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
     """Create a window of bytes over ``memory``, locked for all ranks; collective.
 
-    It is called in a thread that can be abandoned at a time limit. Below THREAD_MULTIPLE there is
-    no such thread, and a call that hangs ends the job.
+    The call may hang, so it is usually made in a thread that can be abandoned. If MPI provides less
+    than THREAD_MULTIPLE, there is no such thread, and a time limit ends the job instead.
     """
     from mpi4py import MPI
 
@@ -121,9 +129,13 @@ def agreed(
     make: Callable[[], Any],
     failures: tuple[type[Exception], ...] = (TransportUnavailable,),
 ) -> Any:
-    """Return the result of ``make``; raise TransportUnavailable on all ranks if it fails on one.
+    """Call ``make`` on all ranks and return its result; collective.
 
-    The message is that of a rank that failed, rather than of one that only waited for it.
+    :param comm: communicator of the ranks
+    :param make: function to call
+    :param failures: exceptions of ``make`` that count as a failure; others are raised at once
+    :raises TransportUnavailable: on all ranks, if ``make`` fails on one; the message is that of a
+        rank that failed by itself, if there is one, rather than reached a time limit
     """
     result: Any = None
     failure: tuple[bool, str] | None = None
@@ -137,9 +149,10 @@ def agreed(
 
 
 def pages(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the whole pages that contain these ranges (address, bytes), merged if they touch.
+    """Return the ranges of whole memory pages that contain the given ranges (address, bytes).
 
-    A page can't be locked twice, and a copy must not begin in one locked range and end in another.
+    Ranges that touch are merged, because a page can't be locked twice, and a copy must not begin in
+    one locked range and end in another.
     """
     merged: list[tuple[int, int]] = []
     for address, nbytes in sorted(ranges):
@@ -214,17 +227,18 @@ OPTIONS = 117
 ORDERING = 118
 """Values of CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS and …_WRITES_ORDERING."""
 BY_HOST = 1
-"""Bit of the options that says that the host can request a flush."""
+"""Bit of the first attribute that is set if the host can request a flush."""
 CURRENT = 0
 TO_OWNER = 100
-"""Target and scope of a flush: the current device, and its own work."""
+"""Arguments of a flush: its target is the current device, and only work of this device must see the
+data."""
 
 
 @cache
 def rdma_writes_ordered(device: torch.device) -> bool:
-    """Return whether later work of the device sees writes of a network card without a flush.
+    """Return whether work that is launched later sees the writes of a network card without a flush.
 
-    :raises TransportUnavailable: if it never sees them
+    :raises TransportUnavailable: if it may not see them, and a flush is not possible
     """
     if device.type == "cpu" or torch.version.hip:
         return True

@@ -1,8 +1,9 @@
-"""Test that this MPI reads and writes GPU memory: its own statement, then puts or messages.
+"""Test of whether this MPI can send GPU memory.
 
-The test runs first in a subprocess, because such calls may crash. Without the variables of the
+First, the MPI library is asked whether it supports GPU memory; then puts or messages are tried.
+This trial runs first in a subprocess, because such calls may crash. Without the variables of the
 launcher, MPI starts there as a world of one rank, which sends to itself. This shows whether a
-library or its build is broken. The test then runs between the ranks, in a thread that can be
+library or its build is broken. The trial then runs between the ranks, in a thread that can be
 abandoned; a rank that fails informs all others at once.
 """
 
@@ -49,7 +50,8 @@ LAUNCHED = re.compile(
     "PMI|PRTE|SLURM|PALS|HYDRA|HYDI|FLUX|JSM|MPI_LOCAL|MV2_COMM|OMPI_(?!MCA_)"
     "|OMPI_MCA_(orte|prte|ess|pmix|plm|ras|rmaps|initial)"
 )
-"""Prefixes of variables that make a program a rank of the job; settings of MPI are kept."""
+"""Prefixes of the environment variables by which a launcher makes a program a rank of a job.
+Variables that only set options of MPI do not match."""
 
 
 def gpu_mpi_works(
@@ -58,11 +60,11 @@ def gpu_mpi_works(
     way: str = "windows",
     timeout_s: float = PROOF_S,
 ) -> tuple[bool, str]:
-    """Return whether MPI transfers memory of all slots' devices on all ranks, and why (not).
+    """Return whether MPI can send memory of all slots' devices on all ranks, with an explanation.
 
-    It is collective and returns the result of all ranks. If the library states on any rank that it
-    does not support GPU memory, nothing is tried, because a put to GPU memory would then kill the
-    process.
+    It is collective, and the first value is equal on all ranks. If the MPI library reports on any
+    rank that it does not support GPU memory, nothing is tried, because a put to GPU memory would
+    then kill the process.
 
     :param comm: communicator of the nodes
     :param devices: devices of this rank's slots
@@ -106,9 +108,9 @@ def _first(comm: MPI.Intracomm, text: str) -> str:
 def reported_gpu_support(
     comm: MPI.Intracomm, environ: Mapping[str, str] = os.environ
 ) -> dict[str, bool]:
-    """Return what the library states about GPU support, by the name of the query.
+    """Return whether the MPI library reports support for GPU memory, for each of several queries.
 
-    No query touches a GPU.
+    The key is the name of the query. No query uses a GPU.
     """
     return {
         "mpi_memory_alloc_kinds": _info_says(comm),
@@ -159,7 +161,15 @@ def ucx_version() -> tuple[int, ...]:
 def try_in_subprocess(
     devices: Sequence, timeout_s: float, way: str = "windows"
 ) -> tuple[bool, str]:
-    """Return whether the test may go on in this process, and what the subprocess has shown."""
+    """Run the test in a subprocess; return whether it may be run in this process, and a message.
+
+    The message is empty if the subprocess succeeds. If MPI can't start in the subprocess, nothing
+    is known, and the first value is True, too.
+
+    :param devices: devices of the slots
+    :param timeout_s: time limit of the subprocess, in seconds
+    :param way: "windows" to test puts, or "messages"
+    """
     program = f"from {__name__} import main; main()"
     names = list(dict.fromkeys(map(str, devices)))
     try:
@@ -201,7 +211,7 @@ def _ending(code: int) -> str:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for a program that is not a rank of the job."""
+    """Return the environment variables that do not make a program a rank of the job."""
     return {name: value for name, value in variables.items() if not LAUNCHED.match(name)}
 
 
@@ -226,10 +236,10 @@ def main() -> None:
 def try_between_ranks(
     comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float, way: str = "windows"
 ) -> str:
-    """Return the fault of puts or messages from every slot to the next rank's, or "".
+    """Test puts or messages from every slot to the same slot of the next rank; collective.
 
-    It is collective and returns the same text on all ranks. It uses a communicator of its own,
-    because a rank that hangs leaves the calls of the others unanswered.
+    Return what failed, or "" if nothing did; the text is equal on all ranks. The test duplicates
+    ``comm``, because a rank that hangs never answers the calls of the others on its communicator.
     """
     proof = Proof(comm.Dup(), devices, timeout_s, way)
     rank = world_ranks(comm, [comm.rank])[0]
@@ -247,9 +257,10 @@ def try_between_ranks(
 
 @contextlib.contextmanager
 def print_if_killed(text: str) -> Iterator[None]:
-    """Return a context manager in which a shell prints the text if this process ends.
+    """Return a context manager that prints ``text`` if this process is killed inside the block.
 
-    A launcher would name only the signal that killed it.
+    A shell in a subprocess prints it. A launcher would name only the signal that killed the
+    process.
     """
     command = ["sh", "-c", 'read over || echo "$0" >&2', text]
     with contextlib.ExitStack() as stack:

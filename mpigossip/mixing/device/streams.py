@@ -1,4 +1,4 @@
-"""CUDA streams for copies from a slot's device, and for copies to it and sums."""
+"""CUDA streams of a slot: one for copies from its device, one for copies to it and for sums."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +10,10 @@ from mpigossip.mixing.device.memory import device_context
 
 
 def _behind(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """Return an event after all work that a stream was given so far; None without a stream."""
+    """Return an event that is complete after all work launched on ``stream`` so far.
+
+    If ``stream`` is None, there is nothing to wait for: return None.
+    """
     if stream is None:
         return None
     event = torch.cuda.Event(blocking=True)
@@ -19,7 +22,10 @@ def _behind(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
 
 
 class Streams:
-    """Streams of one slot; on the CPU, all work is done at once and there is no stream."""
+    """Streams of one slot: ``out`` for copies from its device, ``into`` for copies to it and sums.
+
+    On the CPU, both are None, because all work is done before a call returns.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -35,7 +41,7 @@ class Streams:
             self._reader = torch.cuda.current_stream(self.device)
 
     def ready(self) -> torch.cuda.Event | None:
-        """Return an event after all work that the slot itself has launched so far.
+        """Return an event that is complete after all work that the slot has launched so far.
 
         Slots launch on the default stream. A user's own loop may fill the outbox on another stream,
         and may have read the last result on a third one.
@@ -51,12 +57,12 @@ class Streams:
         return event
 
     def follow(self, event: torch.cuda.Event | None) -> None:
-        """Make both streams wait for the event."""
+        """Make ``out`` and ``into`` wait for the event."""
         for stream in (self.out, self.into) if event else ():
             stream.wait_event(event)
 
     def copied_out(self) -> torch.cuda.Event | None:
-        """Return an event after the copies from the device."""
+        """Return an event that is complete after all copies from the device launched so far."""
         return _behind(self.out)
 
     def drain(self) -> None:
@@ -75,6 +81,9 @@ class Streams:
 
     @contextlib.contextmanager
     def outgoing(self) -> Iterator[None]:
-        """Return a context that launches on the stream of copies from the device."""
+        """Return a context in which work is launched on the stream of copies from the device.
+
+        It makes the slot's device current and holds the lock that orders NCCL launches.
+        """
         with launch_lock, device_context(self.device), torch.cuda.stream(self.out):
             yield

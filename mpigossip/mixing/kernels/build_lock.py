@@ -23,7 +23,7 @@ TOUCH_S = 1.0
 
 
 class BuildLock:
-    """Lock of one file, from the point of view of this process."""
+    """Lock of one file, as one process sees it: the process may hold it or wait for it."""
 
     def __init__(self, path: Path):
         """Prepare the lock without acquiring it.
@@ -56,7 +56,7 @@ class BuildLock:
         return True
 
     def _numbered(self) -> list[tuple[int, Path]]:
-        """Return the lock files with their numbers."""
+        """Return all lock files of the folder, each with its number."""
         # The folder is listed because NFS then asks the server. A look-up of one name may be
         # answered from a cache of names that do not exist.
         prefix = f"{self._path.name}.lock."
@@ -102,7 +102,10 @@ class BuildLock:
             unfinished.replace(self._failed)
 
     def failure(self) -> str:
-        """Return why a holder that this process waited for could not build the file, or ""."""
+        """Return why the process that this one waited for could not build the file.
+
+        Return an empty string if it has not failed.
+        """
         with contextlib.suppress(OSError):
             token, _, reason = self._failed.read_text().partition("\n")
             return reason if token in self._tokens else ""
@@ -110,7 +113,7 @@ class BuildLock:
 
     @property
     def _failed(self) -> Path:
-        """Path of the file with the reason of the last failure."""
+        """Path of the file that contains the reason of the last failure."""
         return self._path.with_name(f"{self._path.name}.failed")
 
     def release(self) -> None:

@@ -1,10 +1,10 @@
 """Weighted sum on GPUs by one kernel in one pass over memory, which also decodes bfloat16 messages.
 
-It is optional: without CuPy, torch's operations compute the same bits in several passes. CuPy
-compiles with denormals flushed to zero and with fused multiply-add. The kernel therefore uses
-single PTX instructions, which round each operation and keep denormals, so that the bits are those
-of the CPU. Without a GPU, the tests inspect its machine code, and compile it for the CPU and run
-it.
+The kernel is optional: without CuPy, torch's operations compute the same bits in several passes.
+CuPy compiles with denormals flushed to zero and with fused multiply-add. The kernel therefore uses
+single PTX instructions, which round each operation and keep denormals, so that its sums are bitwise
+identical to those of the CPU. Without a GPU, the tests inspect the machine code of the kernel; they
+also compile the kernel for the CPU and run it.
 """
 
 import warnings
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 THREADS = 256
-"""Threads of a block; each sums four consecutive elements, which are loaded and stored together."""
+"""Number of threads of a CUDA block. Each thread sums four consecutive elements, which are loaded
+and stored together."""
 TERMS = 64
 """Largest number of arrays in one kernel, limited by its arguments and its registers."""
 TYPES = {torch.float32: "float", torch.bfloat16: "unsigned short"}
@@ -43,8 +44,11 @@ template <typename T> struct alignas(4 * sizeof(T)) Four { T at[4]; };
 def combine(weights: Sequence[float], arrays: Sequence[torch.Tensor], out: torch.Tensor) -> bool:
     """Compute :func:`mpigossip.mixing.combine.weighted_sum` on one GPU, in float32.
 
-    Return False if this kernel can't do it. The arrays may also be bfloat16. ``out`` may be the
-    memory of any of the float32 arrays.
+    :param weights: one weight for each array
+    :param arrays: arrays of equal shape, float32 or bfloat16
+    :param out: float32 array for the sum; it may be one of ``arrays``
+    :return: whether the sum was computed. It is not if the kernel does not work on this device, or
+        does not support the number, dtype or memory of the arrays
     """
     for array in (*arrays, out):
         if array.device != out.device or array.dtype not in TYPES or not array.is_contiguous():
@@ -59,7 +63,7 @@ def combine(weights: Sequence[float], arrays: Sequence[torch.Tensor], out: torch
 
 
 def source(types: Sequence[torch.dtype], uniform: bool) -> str:
-    """Return the source of the kernel for arrays of these dtypes in this order.
+    """Return the CUDA source code of the kernel for arrays of the given dtypes, in their order.
 
     :param types: dtype of each array
     :param uniform: whether one weight applies to all arrays
@@ -128,9 +132,10 @@ class Stream:
 
 @cache
 def usable(device: torch.device) -> bool:
-    """Return whether the kernel works on this device: try some sums and compare their bits.
+    """Return whether the kernel works on this device.
 
-    If it does not work, warn with the reason and a remedy.
+    Some of its sums are compared with the CPU's. If it does not work, a warning is issued
+    with the reason and a remedy.
     """
     if device.type != "cuda":
         return False
@@ -151,16 +156,17 @@ def usable(device: torch.device) -> bool:
 
 
 TRIAL_WEIGHTS = ((0.5,), (0.25, 0.25), (0.2, 0.5, 0.3), (1 / 3, 0.1, 0.4, 1 / 6))
-"""Weights of the sums that are tried: scaled once, or each product rounded before the addition."""
+"""Weights of the sums that are tried. If they are equal, the sum is scaled once; otherwise, each
+product is rounded before the addition."""
 TRIAL_LENGTH = 1021
 """Length of the arrays that are tried, which is not a multiple of four."""
 
 
 def computes_bits_of_cpu(device: torch.device) -> bool:
-    """Return whether the kernel's sums on ``device`` have the bits of the CPU's.
+    """Return whether the kernel's sums on ``device`` are bitwise identical to the CPU's.
 
-    The values lie between denormal and large numbers. About half of the sums would have other bits
-    if a product were fused with the addition after it, and others if denormals became zero.
+    The test detects fused multiply-add, which would change about half of the sums, and denormals
+    that are flushed to zero, because the values lie between denormal and large numbers.
     """
     draw = torch.Generator().manual_seed(0)
     for weights in TRIAL_WEIGHTS:

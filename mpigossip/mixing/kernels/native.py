@@ -1,8 +1,8 @@
 """C library for the weighted sum in one pass, and for waiting; compiled once.
 
 The library only saves time. Without it, PyTorch's operations compute bitwise identical sums in
-several passes, and waits are loops in Python. This is so if there is no compiler or no cache
-folder, or with ``MPIGOSSIP_NATIVE=0``.
+several passes, and waits are loops in Python. It is not used if there is no compiler or no cache
+folder, or if the environment variable ``MPIGOSSIP_NATIVE`` is 0.
 
 The library is in the user's cache folder, under a name that contains a hash of its source, so that
 each version builds its own. One of the processes that share this folder builds it, and the others
@@ -35,9 +35,10 @@ SOURCES = [HERE / "sum.c"] + [HERE / "wait.c"] * (sys.platform == "linux")
 # Contraction into fused multiply-add would change the bits of the result.
 FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
 STREAMED = 1 << 20
-"""Number of elements from which on a result is written past the cache, which could not hold it."""
+"""A result with at least this number of elements is written to memory without the cache, which
+could not hold it."""
 COMPILE_S = 60.0
-"""Seconds that the compiler may take."""
+"""Time limit of the compiler, in seconds."""
 WAIT_S = 150.0
 """Seconds that a process waits for another one to build the library. A builder that is killed is
 replaced earlier."""
@@ -213,7 +214,12 @@ def _build(path: Path) -> Path:
 
 
 def _build_once(path: Path, compiler: list[str]) -> Path:
-    """Build the library, or wait until another process has built it."""
+    """Build the library, or wait until another process has built it; return its path.
+
+    :param path: path of the library in the cache folder
+    :param compiler: words of the compiler's command
+    :raises NoKernel: if this process or the other one can't build it, or takes longer than `WAIT_S`
+    """
     lock = BuildLock(path)
     until = time.monotonic() + WAIT_S
     pause = FIRST_PAUSE_S
@@ -242,7 +248,10 @@ def _build_once(path: Path, compiler: list[str]) -> Path:
 
 
 def _compile_for_others(path: Path, compiler: list[str], lock: BuildLock) -> Path:
-    """Compile; if that fails, pass the reason to the waiting processes, which would fail, too."""
+    """Compile the library while this process holds the lock; return its path.
+
+    If it fails, pass the reason to the waiting processes, which would fail in the same way.
+    """
     try:
         return _compile(path, compiler, lock.touch)
     except (NoKernel, OSError) as error:
@@ -251,7 +260,9 @@ def _compile_for_others(path: Path, compiler: list[str], lock: BuildLock) -> Pat
 
 
 def _compile(path: Path, compiler: list[str], touch: Callable[[], None] = lambda: None) -> Path:
-    """Compile next to ``path`` and rename, so that no process loads an incomplete library.
+    """Compile the library to a temporary file and rename it to ``path``; return ``path``.
+
+    No process can therefore load an incomplete library.
 
     :param path: path of the library
     :param compiler: words of the compiler's command

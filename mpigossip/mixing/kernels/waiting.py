@@ -1,7 +1,7 @@
-"""Waits for MPI requests in C, without the interpreter lock, which the computing thread needs.
+"""Waits for MPI requests in C, without Python's interpreter lock, which the computing thread needs.
 
 Each test of a request from Python takes that lock, and a thread that waits for a lock on a busy
-machine loses its core. Without the native library, Python tests the requests.
+host loses its core. If the native library is missing, Python tests the requests.
 """
 
 import contextlib
@@ -16,9 +16,10 @@ from mpigossip.cluster.deadline import SHORTEST_S, SPIN_S
 from mpigossip.mixing.kernels import native
 
 LONGEST_S = 0.003
-"""Longest sleep in seconds, reached after six times as long; each test costs processor time."""
+"""Longest sleep between two tests, in seconds. Sleeps become longer during a wait, because each
+test costs processor time; the longest one is reached after a wait of six times its length."""
 SLICE_S = 0.05
-"""Seconds after which Python handles signals and deadlines."""
+"""Longest time in C, in seconds, after which Python handles signals and deadlines."""
 
 
 @cache
@@ -29,9 +30,10 @@ def available() -> bool:
 
 @cache
 def _test() -> int | None:
-    """Return the address of the MPI_Test that mpi4py calls.
+    """Return the address of the function MPI_Test that mpi4py calls; None if it is not found.
 
-    This is the global symbol, such as that of a profiling tool, otherwise that of its MPI library.
+    It is the global symbol of the process, which a profiling tool may have replaced. If there is
+    none, it is the symbol of the MPI library that mpi4py has loaded.
     """
     for name in (None, MPI.__file__):
         with contextlib.suppress(AttributeError):
@@ -49,10 +51,10 @@ def wait_for_requests(
     longest: float = LONGEST_S,
     limit: float = SLICE_S,
 ) -> bool:
-    """Wait until ``need`` requests are complete, or until Python has something else to do.
+    """Wait until ``need`` requests are complete, but at most ``limit`` seconds.
 
-    The latter means that the file ``wake`` can be read, a signal has arrived, or ``limit`` seconds
-    have passed. Return False at once if there is no native library, otherwise True.
+    The wait also ends if the file ``wake`` can be read or a signal has arrived. Return True
+    afterwards; if there is no native library, return False at once.
 
     :param requests: requests of MPI
     :param need: number of requests that must be complete; None: all
@@ -84,7 +86,10 @@ def wait_for_requests(
 
 
 class Bell:
-    """Pipe by which any thread can end the :func:`wait_for_requests` of another."""
+    """Pipe by which any thread can end the call of :func:`wait_for_requests` in another thread.
+
+    Pass the attribute ``wake`` to this call.
+    """
 
     def __init__(self) -> None:
         self.wake, self._ring = os.pipe()

@@ -13,21 +13,21 @@ from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState, chunks
 
 
 class Transport:
-    """Base class of the objects that send chunks to the inbox buffers of readers.
+    """Base class of transports, which send message chunks to the inbox buffers of out-neighbours.
 
-    A method with a body here does what is right for a transport that needs no such action. A
-    transport is used by one thread at a time: the progress thread during a round, otherwise the
-    main thread.
+    The methods that do not raise NotImplementedError are right for a transport that needs no such
+    action. Only one thread uses a transport at a time: the progress thread during a round,
+    otherwise the main thread.
     """
 
     halves = 1
-    """Inbox buffers for each source."""
+    """Number of inbox buffers for each in-neighbour."""
     on_device = False
     """True if inbox buffers are on the slots' devices."""
     allocate = staticmethod(ordinary)
     """Function that allocates memory to send from on a slot's device."""
     in_main = False
-    """True if the main thread starts averages."""
+    """True if averages must be started in the main thread, as NCCL requires."""
     memory: Sequence[torch.Tensor] = ()
     """All host memory of the transport, uint8."""
     outbox: torch.Tensor | None = None
@@ -38,7 +38,7 @@ class Transport:
 
         :param comm: communicator of the nodes
         :param layout: layout of a node's message
-        :param buffers: largest number of sources in a round
+        :param buffers: largest number of in-neighbours that send to this rank in one round
         :param timeout_s: time limit of each wait, in seconds
         """
         self.layout = layout
@@ -54,11 +54,19 @@ class Transport:
         self.notifications.per_round = len(self.chunks)
 
     def number(self, r: RoundState, chunk: MessageChunk | None = None) -> int:
-        """Return the number of a chunk's notification; None: of the first chunk of the round."""
+        """Return the number of the notification of a chunk in a round.
+
+        :param r: state of the round
+        :param chunk: chunk of the message; None: the first one
+        """
         return r.index * len(self.chunks) + (chunk.number if chunk else 0)
 
     def begin(self, r: RoundState, memory: Sequence[torch.Tensor]) -> None:
-        """Begin to receive, in the main thread; the slots' streams still write ``memory``."""
+        """Begin to receive the messages of a round; the main thread calls this.
+
+        :param r: state of the round
+        :param memory: for each slot, the message to send, which the slot's stream may still write
+        """
 
     def is_free(self, r: RoundState, rank: int) -> bool:
         """Return whether the reader's inbox buffer for this round may be written."""
@@ -67,29 +75,42 @@ class Transport:
     def send(
         self, r: RoundState, chunk: MessageChunk, memory: Sequence[torch.Tensor]
     ) -> list[MPI.Request]:
-        """Begin to send a chunk of each slot's message to all readers.
+        """Begin to send a chunk of each slot's message to all out-neighbours.
 
-        When the returned requests are complete, the memory has been read, or it must not be changed
-        before :meth:`release`.
+        :param r: state of the round
+        :param chunk: chunk to send
+        :param memory: for each slot, the message; it must not be changed before :meth:`release`
+        :return: requests that must be complete before :meth:`notify` is called
         """
         raise NotImplementedError
 
     def notify(self, r: RoundState, chunk: MessageChunk) -> None:
-        """Complete the transfer of the chunk to all readers, then notify them."""
+        """Complete the transfer of a chunk to all out-neighbours, then notify them."""
 
     def arrived(self, r: RoundState, source: int, chunk: MessageChunk) -> bool:
-        """Return whether the chunk of a source has arrived."""
+        """Return whether a chunk of in-neighbour ``source`` has arrived."""
         raise NotImplementedError
 
     def received(self, r: RoundState, buffer: int) -> Sequence[torch.Tensor]:
-        """Return for each slot an inbox buffer; reads from now on return what has arrived."""
+        """Return the inbox buffer with the index ``buffer``, as one array for each slot.
+
+        Afterwards, reads of this memory see all chunks that have arrived before this call.
+        """
         raise NotImplementedError
 
     def release(self, r: RoundState, coming: RoundPlan) -> None:
-        """Free the buffers of a round, in the main thread; ``coming``: the plan of round t + 2."""
+        """Free the inbox buffers of a round, after its sum; the main thread calls this.
+
+        :param r: state of the round, with the number t
+        :param coming: plan of round t + 2, which uses the same buffers
+        """
 
     def swap(self, out: ByRank, into: ByRank) -> float:
-        """Send arrays to other ranks and receive theirs at once; return the seconds waited."""
+        """Send arrays to other ranks, receive theirs, and return the seconds waited.
+
+        :param out: arrays to send, by rank and slot
+        :param into: arrays for received data, by rank and slot
+        """
         return swap_by_messages(self.comm, self.timeout_s, out, into)
 
     def pending(self, r: RoundState) -> list[MPI.Request]:
@@ -101,7 +122,10 @@ class Transport:
         raise NotImplementedError
 
     def wait_for_swaps(self, what: str) -> None:
-        """Wait until the swaps that the main thread has started are done."""
+        """Wait until all calls of :meth:`swap` are done that the main thread has started.
+
+        ``what`` begins the error message.
+        """
 
     def abandon(self) -> None:
         """After a failure, end all calls that still occupy a device; not collective."""

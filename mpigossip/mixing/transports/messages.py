@@ -1,7 +1,8 @@
-"""Exchange with neighbours by MPI_Isend and MPI_Irecv, which can be abandoned after a rank failure.
+"""Transport by MPI_Isend and MPI_Irecv.
 
-A `Flush` to a failed rank may never return, and a window with a failed member can't be freed. A
-request can be abandoned at any time.
+Their requests can be abandoned at any time, also after a rank failure. The alternative, MPI
+windows, does not allow this: a flush to a failed rank may never return, and a window that was
+opened with a failed rank can't be freed.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class Messages(Transport):
 
         :param comm: communicator of the nodes
         :param layout: layout of a node's message
-        :param buffers: largest number of sources in a round
+        :param buffers: largest number of in-neighbours that send to this rank in one round
         :param timeout_s: time limit of each wait, in seconds
         :param devices: devices of the slots' buffers; empty: host memory
         :param hosts: names of the ranks' hosts, for error messages
@@ -92,7 +93,8 @@ class Messages(Transport):
     ) -> list[MPI.Request]:
         """Begin to send.
 
-        :meth:`release` waits for the completion, so that a slow reader can't delay this round.
+        :meth:`release` waits until it is complete, so that a slow out-neighbour can't delay this
+        round. The list of requests is therefore empty.
         """
         for rank, _ in r.plan.targets:
             for request in self._post(self.comm.Isend, r, chunk, memory, rank):

@@ -1,4 +1,4 @@
-"""Exchange of GPU memory between nodes by NCCL, with a torch process group for each slot number.
+"""Transport of GPU memory between nodes by NCCL, with a torch process group for each slot.
 
 Both ends of a transfer know each other from the graph. All that a slot sends and receives in a
 round is therefore one group of NCCL calls. The main thread starts these groups, like the
@@ -52,7 +52,13 @@ class Nccl(Transport):
     ):
         """Open the process groups; collective.
 
-        :raises TransportUnavailable: on all ranks, if one has no memory or no NCCL
+        :param comm: communicator of the nodes
+        :param layout: layout of a node's message
+        :param buffers: largest number of in-neighbours that send to this rank in one round
+        :param timeout_s: time limit of each wait, in seconds
+        :param world: world whose ranks are the nodes
+        :param streams: streams of each slot
+        :raises TransportUnavailable: on all ranks, if one of them can't allocate memory or use NCCL
         """
         self._streams = streams
         self._broken = False
@@ -73,7 +79,7 @@ class Nccl(Transport):
         super().__init__(comm, layout, buffers, timeout_s)
 
     def begin(self, r: RoundState, memory: Sequence[torch.Tensor]) -> None:
-        """Begin to send every slot's message and to receive the messages of the sources."""
+        """Begin to send every slot's message and to receive the messages of the in-neighbours."""
         slots = range(self.layout.slots)
         out = {(j, s): memory[s] for s in slots for j, _ in r.plan.targets}
         into = {
@@ -113,11 +119,15 @@ class Nccl(Transport):
         return []
 
     def notify(self, r: RoundState, chunk: MessageChunk) -> None:
-        """Notify the readers that this rank has begun, so that they may wait for it."""
+        """Notify the out-neighbours that this rank has begun the round's group of NCCL calls."""
         self.notifications.send([rank for rank, _ in r.plan.targets], BEGUN, self.number(r, chunk))
 
     def arrived(self, r: RoundState, source: int, chunk: MessageChunk) -> bool:
-        """Return whether the source has begun; if it is late, an error can name it."""
+        """Return whether in-neighbour ``source`` has begun its NCCL calls of this round.
+
+        A wait for this notification has a time limit and an error that names the late rank; the
+        NCCL calls themselves do not.
+        """
         return self.notifications.arrived(source, BEGUN, self.number(r, chunk))
 
     def received(self, r: RoundState, buffer: int) -> Sequence[torch.Tensor]:

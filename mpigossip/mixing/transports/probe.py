@@ -32,7 +32,8 @@ from mpigossip.mixing.transports.nccl import Nccl
 from mpigossip.mixing.transports.windows import Windows
 
 WAYS = "windows", "messages", "nccl", "host"
-"""Values of `node.exchange` besides "auto"; "host" means windows in pinned host memory."""
+"""Names of the transports, which are the values of `node.exchange` besides "auto". "host" means
+windows in pinned host memory."""
 AS_FAST = 1.1
 """Time of "windows", relative to the fastest transport, up to which "windows" is chosen."""
 ROUNDS = 3
@@ -40,8 +41,9 @@ ROUNDS = 3
 LIMIT_S = 60.0
 """Longest time, in seconds, of a wait or a test's subprocess; `mpigossip doctor` sets less."""
 PROVEN: WeakKeyDictionary[World, dict[tuple, tuple[bool, str]]] = WeakKeyDictionary()
-"""Results of tests between the ranks of a world, by transport and devices, because each test starts
-a process."""
+"""Results of the tests of a world: whether a transport works, and the reason. The key is the name
+of the transport, the number of ranks and the devices. They are kept because each test starts a
+process."""
 
 
 @dataclass
@@ -68,9 +70,9 @@ class Probe:
 
         :param comm: communicator of the nodes
         :param layout: layout of a node's message
-        :param buffers: largest number of sources in a round
+        :param buffers: largest number of in-neighbours that send to this rank in one round
         :param world: world whose ranks are the nodes
-        :param on_host: function of a number of sources that opens the transport through host memory
+        :param on_host: function of a number of in-neighbours that opens the transport "host"
         """
         self._comm = comm
         self._layout = layout
@@ -88,7 +90,7 @@ class Probe:
         """Open a transport.
 
         :param way: name of the transport
-        :param buffers_wanted: number of sources to allocate buffers for
+        :param buffers_wanted: number of in-neighbours for which inbox buffers are allocated
         :param limit_s: time limit of each wait, in seconds
         :raises TransportUnavailable: on all ranks, if it can't be used on one
         """
@@ -125,11 +127,13 @@ class Probe:
         return OpenedTransport(transport, buffers, f"{way} ({reason})" if reason else way)
 
     def seconds(self, way: str) -> float:
-        """Time rounds along a ring, with messages of full size and all slots at once.
+        """Measure the seconds of a round along a ring, with messages of full size.
 
-        Return the shortest time in seconds, of the slowest rank. All ranks agree after each round,
-        because otherwise some would start the next one.
+        Several rounds are timed. The result is the time of the fastest round on the slowest rank.
+        After each round, all ranks agree whether it has failed on one of them, because otherwise
+        some would start the next round.
 
+        :param way: name of the transport
         :raises TransportUnavailable: on all ranks, if anything fails on one
         """
         # a rank that hangs reaches its time limit after the others
@@ -187,9 +191,9 @@ def open_transport(
     :param requested: name of the transport, as in `node.exchange`
     :param comm: communicator of the nodes
     :param layout: layout of a node's message
-    :param buffers: largest number of sources in a round
+    :param buffers: largest number of in-neighbours that send to this rank in one round
     :param world: world whose ranks are the nodes
-    :param on_host: function of a number of sources that opens the transport through host memory
+    :param on_host: function of a number of in-neighbours that opens the transport "host"
     :raises TransportUnavailable: on all ranks, if a transport requested by name can't be used
     """
     probe = Probe(comm, layout, buffers, world, on_host)
@@ -232,7 +236,11 @@ def open_transport(
 
 
 def fastest(times: dict[str, float]) -> str:
-    """Return the fastest transport, but "windows" unless another one is faster by 10 %."""
+    """Return the name of the fastest transport; prefer "windows" if it is at most 10 % slower.
+
+    ``times`` holds the seconds of a round by the name of the transport. If it is empty, return
+    "host".
+    """
     if not times:
         return "host"
     best = min(times, key=lambda way: times[way])

@@ -1,6 +1,6 @@
-"""Exchange by MPI_Put into inbox buffers of the readers, on the host or on GPUs.
+"""Transport by MPI_Put into the inbox buffers of out-neighbours, on the host or on GPUs.
 
-A chunk is put, then flushed, and then its reader is notified.
+A rank puts a chunk, flushes the window, and then notifies the out-neighbour.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ from mpigossip.mixing.progress_thread import run_on_all_ranks
 from mpigossip.mixing.transports import Transport, inboxes
 
 FLIGHT = 1 << 18
-"""Smallest size, in bytes, of the puts of a chunk, of which at most sixteen are in flight."""
+"""Smallest size, in bytes, of the puts into which a chunk is divided. A chunk has about sixteen
+puts to each out-neighbour, or fewer if they would be smaller than this."""
 CPU = torch.device("cpu")
 LIMIT_S = 60.0
 """Largest time limit, in seconds, for opening windows over GPU memory."""
@@ -36,10 +37,10 @@ class Windows(Transport):
     """Transport with double-buffered inboxes in MPI windows.
 
     On the host, one window holds all slots in memory that MPI allocates; on GPUs, each slot has a
-    window. In the round with a given index, the message of the k-th source is in buffer k of half
-    ``index mod 2``. The reader of round t frees this buffer for the writer of round t + 2. The
-    notification follows ``Win.Flush``, because the completion of a Put says nothing about the
-    target.
+    window. In the round with a given index, the message of the k-th in-neighbour is in buffer k of
+    half ``index mod 2``. The rank that owns the buffer frees it after the sum of round t, for the
+    rank that writes to it in round t + 2. A rank notifies its out-neighbour after ``Win.Flush``,
+    because the completion of a put does not mean that the data has arrived.
     """
 
     halves = 2
@@ -58,10 +59,10 @@ class Windows(Transport):
 
         :param comm: communicator of the nodes
         :param layout: layout of a node's message
-        :param buffers: largest number of sources in a round
+        :param buffers: largest number of in-neighbours that send to this rank in one round
         :param timeout_s: time limit of each wait, in seconds
         :param devices: devices of the slots' windows; empty: memory that MPI allocates on the host
-        :param outbox: whether the window also has memory for an own message
+        :param outbox: whether the window also has memory for the message that this rank sends
         :raises TransportUnavailable: on all ranks, if windows over GPU memory can't be opened on
             one
         """
@@ -114,10 +115,11 @@ class Windows(Transport):
     def send(
         self, r: RoundState, chunk: MessageChunk, memory: Sequence[torch.Tensor]
     ) -> list[MPI.Request]:
-        """Put a chunk of every slot's message into the readers' windows.
+        """Put a chunk of every slot's message into the windows of the out-neighbours.
 
-        All puts are started at once. If some are held back, they wait for replies that queue behind
-        the message of the other side, which took 1.5 times as long at 35 Mbit/s.
+        All puts are started at once. If a put waited for the completion of an earlier one, it would
+        wait for a reply that queues behind the message of the other rank; this took 1.5 times as
+        long at 35 Mbit/s.
         """
         in_flight: list[MPI.Request] = []
         span = chunk.span
