@@ -193,117 +193,78 @@ SIZED = {
 }
 """Job of `plan --parameters`: gossip whose messages are sent during forward and backward."""
 PLAN = """
-mpigossip plan --parameters 1.3B --nodes 8 --compute 250ms \\
-    --bandwidth 50GB/s --latency 5us
-mpigossip plan cifar10-resnet20 --nodes 4,8,…,1024 \\
-    --bandwidth 25GB/s --latency 5us
+mpigossip plan --parameters 1.3B --nodes 8 --compute 250ms --bandwidth 50GB/s
+mpigossip plan cifar10-resnet20 --nodes 4,8,…,1024 --bandwidth 25GB/s
 srun -N 4 mpigossip plan imagenet-resnet50 --nodes 4,16 --out p.png
-
-The third measures its nodes and network; one process assumes 10 µs for a
-small round and 100 Gbit/s per node. An ellipsis continues by doubling.
 """
 
 
 def _add_plan(commands) -> None:
-    summary = "predict step time, traffic and training time on n nodes per graph, cadence and wire"
+    summary = "predict step time, traffic and training time on n nodes"
     plan = command(commands, "plan", _plan, summary, PLAN)
+    plan.usage = "mpigossip plan [JOB.toml] --nodes N,N,… [options] [section.key=value ...]"
     plan.add_argument("job", type=Path, nargs="?", metavar="JOB.toml")
     settings(plan)
-    plan.add_argument(
-        "--parameters",
-        type=count_of_parameters,
-        metavar="P",
-        help="plan a model of this size, such as 1.3B, without a job",
-    )
-    plan.add_argument(
-        "--dtype", choices=list(ELEMENT_SIZES), help="with --parameters: type of its gradients"
-    )
-    plan.add_argument(
-        "--buffers",
-        type=size_in_bytes,
-        metavar="B",
-        help="with --parameters: bytes of its buffers, such as 50MB",
-    )
-    plan.add_argument(
-        "--nodes", required=True, type=numbers_of_nodes, metavar="N,N,…", help="numbers of nodes"
-    )
-    plan.add_argument("--epochs", type=amount, help="number of epochs; default: run.epochs")
     time = quantity(SECONDS)
     rate = quantity(BYTES_A_SECOND)
+
+    def add(name: str, kind, metavar: str, text: str, **options) -> None:
+        plan.add_argument(name, type=kind, metavar=metavar, help=text, **options)
+
+    add("--parameters", count_of_parameters, "P", "plan a model of this size, without a job")
     plan.add_argument(
-        "--compute",
-        type=time,
-        metavar="T",
-        help="computing of a step, such as 80ms; default: measured",
+        "--dtype",
+        choices=list(ELEMENT_SIZES),
+        metavar="TYPE",
+        help=f"type of its gradients: {', '.join(ELEMENT_SIZES)}",
     )
-    plan.add_argument("--update", type=time, metavar="T", help="the optimizer's part of a step")
-    plan.add_argument("--node", type=time, metavar="T", help="averaging within a node")
-    plan.add_argument(
-        "--latency", type=time, metavar="T", help="time of a small round, such as 5us"
-    )
-    plan.add_argument(
-        "--bandwidth", type=rate, metavar="B", help="network of a node, such as 25GB/s or 200Gbit"
-    )
-    plan.add_argument(
+    add("--buffers", size_in_bytes, "B", "bytes of its buffers, such as 50MB")
+    add("--nodes", numbers_of_nodes, "N,N,…", "numbers of nodes; … doubles", required=True)
+    add("--epochs", amount, "EPOCHS", "number of epochs; default: run.epochs")
+    add("--compute", time, "T", "computing of a step, such as 80ms; default: measured")
+    add("--update", time, "T", "the optimizer's part of a step")
+    add("--node", time, "T", "averaging within a node")
+    add("--latency", time, "T", "of a small message; default: 10us, measured with srun")
+    add("--bandwidth", rate, "B", "of a node, such as 200Gbit; default: 100Gbit, measured")
+    add(
         "--allreduce",
+        sized_time,
+        "B:T",
+        "two all-reduces on the first N: 25MB:3ms 1GB:.1s",
         nargs=2,
-        type=sized_time,
-        metavar="B:T",
-        help="two measured all-reduces among the first number of nodes, such as 25MB:3.1ms "
-        "100MB:11ms",
     )
-    plan.add_argument(
-        "--transport",
-        metavar="NAME",
-        help="library that sends, such as nccl-sockets or mpi-rdma; assumes its latency",
-    )
-    plan.add_argument(
-        "--queue",
-        type=time,
-        metavar="T",
-        help="with --transport and --bandwidth: longest wait in the link's queue; warns if TCP "
-        "overflows it",
-    )
+    add("--transport", str, "NAME", "assumes its latency: nccl-sockets, mpi-rdma, gloo, …")
+    add("--queue", time, "T", "longest wait in the link's queue; may warn about TCP")
     plan.add_argument(
         "--collectives",
         choices=("one", "tensors"),
         default="one",
-        help="collectives of a periodic average: one, as here, or one per tensor, as in other "
-        "programs",
+        metavar="PER",
+        help='of a periodic average: "one" or one per "tensors"',
     )
-    plan.add_argument(
-        "--sum", type=rate, metavar="B", help="rate of adding vectors, such as 300GB/s"
-    )
-    plan.add_argument(
-        "--coding", type=rate, metavar="B", help="rate of encoding wires, such as 50GB/s"
-    )
-    plan.add_argument(
-        "--jitter", type=share, metavar="P", help="standard deviation of computing, such as 5%%"
-    )
-    plan.add_argument("--period", type=times, metavar="H", help="period of an adaptive cadence")
-    plan.add_argument("--seconds", type=amount, default=8.0, help="approximate time of measuring")
+    add("--sum", rate, "B", "rate of adding vectors, such as 300GB/s")
+    add("--coding", rate, "B", "rate of encoding wires, such as 50GB/s")
+    add("--jitter", share, "P", "standard deviation of computing, such as 5%%")
+    add("--period", times, "H", "period of an adaptive cadence")
+    add("--seconds", amount, "SECONDS", "approximate time of measuring", default=8.0)
     plan.add_argument("--best", action="store_true", help="propose graph, method, H and wire")
+    percent = number(float, 0, 100)
     plan.add_argument(
         "--accept",
         nargs=2,
-        type=number(float, 0, 100),
+        type=percent,
         default=(1.0, 0.5),
         metavar=("LOSS", "POINTS"),
-        help="with --best: largest measured cost of a proposal, in %% of the loss and in points of "
-        "accuracy; default: 1 0.5",
+        help="largest cost with --best; default: 1 %% and 0.5 points",
     )
     plan.add_argument(
         "--members",
         action="store_true",
         help="advise on N members in a folder; needs --bandwidth",
     )
-    plan.add_argument(
-        "--save", type=Path, metavar="FILE", help="write the measurements, for clock.network"
-    )
-    plan.add_argument("--out", type=Path, metavar="OUT.png", help="plot to write")
-    plan.add_argument(
-        "--json", action="store_true", help="print all combinations as one JSON object"
-    )
+    add("--save", Path, "FILE", "write the measurements, for clock.network")
+    add("--out", Path, "OUT.png", "plot to write")
+    plan.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
 def _plan(options) -> None:

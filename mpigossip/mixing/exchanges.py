@@ -101,6 +101,7 @@ class ReadInPlace(Exchange):
         self._shared.wait_ready(self.round.plan.sources, self.round.t)
 
     def is_on_host(self, rank: int) -> bool:
+        """Return whether a rank is on this host, so that its outbox can be read in place."""
         return rank in self._shared.local_index
 
     def message(self, rank: int) -> MessageArrays:
