@@ -244,7 +244,7 @@ def capture_in_flight(comm, mode):
         mixer.start(ExchangeKind.GOSSIP, 0)
         cuda_graph = torch.cuda.CUDAGraph()
         cuda_graph.capture_begin(capture_error_mode=mode)
-        done = mixer._round.future.done()
+        done = mixer._exchange.round.future.done()
         cuda_graph.capture_end()
         means = [float(array.mean().cpu()) for array in mixer.finish()[1][0]]
         mixer.close()
